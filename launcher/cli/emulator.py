@@ -17,7 +17,7 @@ from launcher.errors import LaunchError
 
 
 class _Reporting(click.Group):
-    """A group whose errors are one message and an exit code, also when it is run on its own."""
+    """Prints an error as one message and exits with its code, also when the group is run on its own."""
 
     def main(self, *args: Any, **extra: Any) -> Any:
         try:
@@ -43,14 +43,9 @@ def emulator() -> None:
 @click.option(
     "--port", type=click.IntRange(1, 65535), help="Port on 127.0.0.1; without it the one of before, or a free one."
 )
-@click.option("--bucket", help="Make this bucket, when it doesn't exist.")
+@click.option("--bucket", help="Create this bucket, unless it exists.")
 @click.option(
     "--create-seconds", type=click.FloatRange(0), help="How long the creation of a node takes at least (default 0.2)."
-)
-@click.option(
-    "--plain-endpoints/--full-endpoints",
-    default=None,
-    help="The newer form of worker-network-endpoints: addresses only.",
 )
 @click.option(
     "--full-pushes/--named-pushes",
@@ -66,7 +61,6 @@ def start(
     port: int | None,
     bucket: str | None,
     create_seconds: float | None,
-    plain_endpoints: bool | None,
     full_pushes: bool | None,
     environment: bool,
 ) -> None:
@@ -77,7 +71,6 @@ def start(
         port=port,
         bucket=bucket,
         create_seconds=create_seconds,
-        plain_endpoints=plain_endpoints,
         full_pushes=full_pushes,
     )
     values = control.environment(home)
@@ -141,240 +134,154 @@ def inject() -> None:
     """
 
 
-def _inject(fault: str, as_json: bool, **arguments: Any) -> None:
-    done = control.inject(_home(), {"fault": fault, **arguments})
-    if as_json:
-        click.echo(json.dumps(done))
-    else:
-        touched = done.get("hosts") or done.get("restored") or []
-        click.echo(f"{fault}: {', '.join(touched) if touched else 'set'}")
+def _add_fault(name: str, text: str, *parameters: click.Parameter, **fixed: Any) -> None:
+    """Adds a command that injects a fault. Its parameters, and `fixed`, are the fault's arguments."""
+
+    def run(as_json: bool, **given: Any) -> None:
+        arguments = {key: value for key, value in {**given, **fixed}.items() if value is not None}
+        done = control.inject(_home(), {"fault": arguments.pop("kind", name), **arguments})
+        if as_json:
+            click.echo(json.dumps(done))
+        else:
+            touched = done.get("hosts") or done.get("restored") or []
+            click.echo(f"{done['fault']}: {', '.join(touched) if touched else 'set'}")
+
+    as_json = click.Option(["--json", "as_json"], is_flag=True, help="Print one JSON object.")
+    inject.add_command(click.Command(name, callback=run, params=[*parameters, as_json], help=text))
 
 
-json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-count_option = click.option("--count", type=click.IntRange(1), help="How many times; without it until `clear`.")
-service_option = click.option(
-    "--service",
-    type=click.Choice(["tpu", "storage", "metadata"]),
+_SECONDS = click.FloatRange(0, min_open=True)
+_NODE = click.Argument(["node"])
+_WORKER = click.Argument(["worker"], type=int)
+_NEXT = click.Argument(["left"], metavar="[COUNT]", type=click.IntRange(1), default=1)
+_COUNT = click.Option(["--count", "left"], type=click.IntRange(1), help="How many times; without it until `clear`.")
+_SERVICE = click.Option(
+    ["--service"],
+    type=click.Choice(list(faults.SERVICES)),
     default="tpu",
     show_default=True,
     help="Which of the emulated services.",
 )
-seconds_option = click.option(
-    "--for",
-    "seconds",
-    type=click.FloatRange(0, min_open=True),
-    help="Undone after so many seconds; else by restore-host.",
+_FOR = click.Option(["--for", "seconds"], type=_SECONDS, help="Undone after so many seconds; else by restore-host.")
+
+_add_fault(
+    "preempt",
+    "Take NODE away: its state becomes PREEMPTED, its hosts die. Only deleting it is left.",
+    _NODE,
+    click.Option(
+        ["--shown-after"],
+        type=click.FloatRange(0),
+        default=0.0,
+        show_default=True,
+        help="Seconds for which the API still shows the node as READY.",
+    ),
 )
-
-
-@inject.command()
-@click.argument("node")
-@click.option(
-    "--shown-after",
-    type=click.FloatRange(0),
-    default=0.0,
-    show_default=True,
-    help="Seconds for which the API still shows the node as READY.",
+_add_fault(
+    "kill-host",
+    "Kill host WORKER of NODE, with everything that runs on it. The API still shows the node as READY.",
+    *(_NODE, _WORKER, _FOR),
 )
-@json_option
-def preempt(node: str, shown_after: float, as_json: bool) -> None:
-    """Take NODE away: its state becomes PREEMPTED, its hosts die. Only deleting it is left."""
-    _inject("preempt", as_json, node=node, shown_after=shown_after)
-
-
-@inject.command("kill-host")
-@click.argument("node")
-@click.argument("worker", type=int)
-@seconds_option
-@json_option
-def kill_host(node: str, worker: int, seconds: float | None, as_json: bool) -> None:
-    """Kill host WORKER of NODE, with everything that runs on it. The API still shows the node as READY."""
-    _inject("kill-host", as_json, node=node, worker=worker, seconds=seconds)
-
-
-@inject.command("cut-host")
-@click.argument("node")
-@click.argument("worker", type=int)
-@seconds_option
-@json_option
-def cut_host(node: str, worker: int, seconds: float | None, as_json: bool) -> None:
-    """Cut host WORKER of NODE off: no ssh, no peers, no metadata, no bucket. What runs there goes on."""
-    _inject("cut-host", as_json, node=node, worker=worker, seconds=seconds)
-
-
-@inject.command("hang-host")
-@click.argument("node")
-@click.argument("worker", type=int)
-@seconds_option
-@json_option
-def hang_host(node: str, worker: int, seconds: float | None, as_json: bool) -> None:
-    """Stop every process of host WORKER of NODE: connections stay open, nothing answers."""
-    _inject("hang-host", as_json, node=node, worker=worker, seconds=seconds)
-
-
-@inject.command("outage")
-@click.argument("kind", type=click.Choice(["repair", "maintenance"]))
-@click.argument("node")
-@click.option(
-    "--for",
-    "seconds",
-    type=click.FloatRange(0, min_open=True),
-    default=10.0,
-    show_default=True,
-    help="Seconds until the hosts boot again.",
+_add_fault(
+    "cut-host",
+    "Cut host WORKER of NODE off: no ssh, no peers, no metadata, no bucket. What runs there goes on.",
+    *(_NODE, _WORKER, _FOR),
 )
-@json_option
-def outage(kind: str, node: str, seconds: float, as_json: bool) -> None:
-    """Take NODE's hosts down for some seconds, as REPAIRING or as a maintenance event; then they boot again."""
-    _inject(kind, as_json, node=node, seconds=seconds)
-
-
-@inject.command("restore-host")
-@click.argument("node")
-@click.argument("worker", type=int)
-@json_option
-def restore_host(node: str, worker: int, as_json: bool) -> None:
-    """Undo kill-host, cut-host and hang-host: the host boots again, gets its network back, or goes on."""
-    _inject("restore-host", as_json, node=node, worker=worker)
-
-
-@inject.command()
-@click.argument("count", type=click.IntRange(1), default=1)
-@click.option(
-    "--wording",
-    type=click.Choice(list(faults.STOCKOUTS)),
-    default="capacity",
-    show_default=True,
-    help='How Google says it: "no more capacity", code 13 "an internal error", "not enough resources".',
+_add_fault(
+    "hang-host",
+    "Stop every process of host WORKER of NODE: connections stay open, nothing answers.",
+    *(_NODE, _WORKER, _FOR),
 )
-@json_option
-def stockout(count: int, wording: str, as_json: bool) -> None:
-    """The next COUNT creations end with "There is no more capacity in the zone"."""
-    _inject("stockout", as_json, left=count, wording=wording)
-
-
-@inject.command()
-@count_option
-@json_option
-def quota(count: int | None, as_json: bool) -> None:
-    """Creations are answered with 429 "Quota limit ... has been exceeded"."""
-    _inject("quota", as_json, left=count)
-
-
-@inject.command()
-@count_option
-@json_option
-def permission(count: int | None, as_json: bool) -> None:
-    """Creations are answered with 403 "Permission denied on 'locations/...'"."""
-    _inject("permission", as_json, left=count)
-
-
-@inject.command("object-user")
-@json_option
-def object_user(as_json: bool) -> None:
-    """Everybody has the role Storage Object User: objects as always, but 403 for a bucket itself."""
-    _inject("object-user", as_json, service="storage")
-
-
-@inject.command()
-@count_option
-@json_option
-def busy(count: int | None, as_json: bool) -> None:
-    """Creations, changes and deletions are answered with 409 "unable to queue the operation"."""
-    _inject("busy", as_json, left=count)
-
-
-@inject.command()
-@click.argument("count", type=click.IntRange(1), default=1)
-@json_option
-def stuck(count: int, as_json: bool) -> None:
-    """The operations of the next COUNT creations never end; deleting the node ends them."""
-    _inject("stuck", as_json, left=count)
-
-
-@inject.command()
-@click.argument("count", type=click.IntRange(1), default=1)
-@json_option
-def lost(count: int, as_json: bool) -> None:
-    """The next COUNT creations, changes and deletions are done, and answered with 503: gcloud asks again."""
-    _inject("lost", as_json, left=count)
-
-
-@inject.command("slow-deletion")
-@click.option(
-    "--seconds", type=click.FloatRange(0, min_open=True), required=True, help="How long a node is DELETING at least."
+_add_fault(
+    "outage",
+    "Take NODE's hosts down for some seconds, as REPAIRING or as a maintenance event; then they boot again.",
+    click.Argument(["kind"], type=click.Choice(list(faults.OUTAGES))),
+    _NODE,
+    click.Option(
+        ["--for", "seconds"],
+        type=_SECONDS,
+        default=10.0,
+        show_default=True,
+        help="Seconds until the hosts boot again.",
+    ),
 )
-@json_option
-def slow_deletion(seconds: float, as_json: bool) -> None:
-    """Deletions take so many seconds, until `clear`."""
-    _inject("slow-deletion", as_json, seconds=seconds)
-
-
-def _of_host(node: str | None, worker: int | None) -> dict[str, Any]:
-    return {} if node is None else {"node": node, "worker": worker or 0}
-
-
-@inject.command()
-@click.argument("node", required=False)
-@click.argument("worker", type=int, required=False)
-@json_option
-def registry(node: str | None, worker: int | None, as_json: bool) -> None:
-    """The image registry is down: for everybody, or only for host WORKER of NODE, which then lacks what it did not pull
-    before."""
-    _inject("registry", as_json, **_of_host(node, worker))
-
-
-@inject.command()
-@json_option
-def repository(as_json: bool) -> None:
-    """Repositories must have been made (`gcloud artifacts repositories create`) before an image is pushed to them."""
-    _inject("repository", as_json)
-
-
-@inject.command("disk-full")
-@click.argument("node")
-@click.argument("worker", type=int)
-@json_option
-def disk_full(node: str, worker: int, as_json: bool) -> None:
-    """The disk of host WORKER of NODE is full: its engine can't pull an image or make a container."""
-    _inject("disk-full", as_json, **_of_host(node, worker))
-
-
-@inject.command()
-@click.option(
-    "--status", type=click.IntRange(400, 599), default=503, show_default=True, help="The HTTP status of the answers."
+_add_fault(
+    "restore-host",
+    "Undo kill-host, cut-host and hang-host: the host boots again, gets its network back, or goes on.",
+    *(_NODE, _WORKER),
 )
-@click.option(
-    "--rate",
-    type=click.FloatRange(0, 1, min_open=True),
-    default=1.0,
-    show_default=True,
-    help="The share of requests that fail.",
+_add_fault(
+    "stockout",
+    'The next COUNT creations end with "There is no more capacity in the zone".',
+    _NEXT,
+    click.Option(
+        ["--wording"],
+        type=click.Choice(list(faults.STOCKOUTS)),
+        default="capacity",
+        show_default=True,
+        help='How Google says it: "no more capacity", code 13 "an internal error", "not enough resources".',
+    ),
 )
-@service_option
-@count_option
-@json_option
-def errors(status: int, rate: float, service: str, count: int | None, as_json: bool) -> None:
-    """Requests to a service fail with an HTTP status."""
-    _inject("errors", as_json, status=status, rate=rate, service=service, left=count)
-
-
-@inject.command()
-@click.option(
-    "--seconds", type=click.FloatRange(0, min_open=True), required=True, help="How long each request waits first."
+_add_fault("quota", 'Creations are answered with 429 "Quota limit ... has been exceeded".', _COUNT)
+_add_fault("permission", "Creations are answered with 403 \"Permission denied on 'locations/...'\".", _COUNT)
+_add_fault(
+    "object-user",
+    "Every account has the role Storage Object User: objects as always, but 403 for a bucket itself.",
+    service="storage",
 )
-@service_option
-@json_option
-def slow(seconds: float, service: str, as_json: bool) -> None:
-    """Every request to a service waits so many seconds first."""
-    _inject("slow", as_json, seconds=seconds, service=service)
-
-
-@inject.command()
-@json_option
-def clear(as_json: bool) -> None:
-    """End all faults: hosts that were killed or cut off come back; a preempted node stays preempted."""
-    _inject("clear", as_json)
+_add_fault("busy", 'Creations, changes and deletions are answered with 409 "unable to queue the operation".', _COUNT)
+_add_fault("stuck", "The operations of the next COUNT creations never end; deleting the node ends them.", _NEXT)
+_add_fault(
+    "lost",
+    "The next COUNT creations, changes and deletions are done, and answered with 503: gcloud asks again.",
+    _NEXT,
+)
+_add_fault(
+    "slow-deletion",
+    "Deletions take so many seconds, until `clear`.",
+    click.Option(["--seconds"], type=_SECONDS, required=True, help="How long a node is DELETING at least."),
+)
+_add_fault(
+    "registry",
+    "The image registry is down: for all hosts, or only for host WORKER of NODE, which then lacks what it did not pull "
+    "before.",
+    click.Argument(["node"], required=False),
+    click.Argument(["worker"], type=int, required=False),
+)
+_add_fault(
+    "repository",
+    "Repositories must have been created (`gcloud artifacts repositories create`) before an image is pushed to them.",
+)
+_add_fault(
+    "disk-full",
+    "The disk of host WORKER of NODE is full: its engine can't pull an image or make a container.",
+    *(_NODE, _WORKER),
+)
+_add_fault(
+    "errors",
+    "Requests to a service fail with an HTTP status.",
+    click.Option(
+        ["--status"],
+        type=click.IntRange(400, 599),
+        default=503,
+        show_default=True,
+        help="The HTTP status of the answers.",
+    ),
+    click.Option(
+        ["--rate"],
+        type=click.FloatRange(0, 1, min_open=True),
+        default=1.0,
+        show_default=True,
+        help="The share of requests that fail.",
+    ),
+    *(_SERVICE, _COUNT),
+)
+_add_fault(
+    "slow",
+    "Every request to a service waits so many seconds first.",
+    click.Option(["--seconds"], type=_SECONDS, required=True, help="How long each request waits first."),
+    _SERVICE,
+)
+_add_fault("clear", "End all faults: hosts that were killed or cut off come back; a preempted node stays preempted.")
 
 
 @click.command()

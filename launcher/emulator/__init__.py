@@ -5,12 +5,12 @@
     vm/             TPU VMs: their containers, metadata server, container engine and image registry
     operations.py   long-running operations, which make and remove the hosts
     faults.py       injected failures
-    state.py        what survives the server, in one file
+    state.py        everything that survives the server, in one file
     http_server.py  requests and responses for all services
     server.py       the process that connects these
     control.py      starts, stops and describes that process
     session.py      `--emulated`, for one command
 
-Only the launcher's command line knows that a slice is emulated. Everything else of the launcher, and the trainer, reach
-the emulator through the interfaces that Google has.
+Only the launcher's command line knows that a slice is emulated. The rest of the launcher, and the trainer, reach the
+emulator through Google's own interfaces.
 """

@@ -1,9 +1,9 @@
-"""Starts, stops and describes the emulator of a home directory, and gives the environment in which Google's tools reach
-it.
+"""Starts, stops and describes the emulator of a home directory, and returns the environment in which Google's tools
+reach it.
 
-What can fail half-way: a start or a server may be killed. `start` is idempotent and goes on from the state file. `stop`
-removes everything without a server and without a state file, too: every container, volume and network has the
-emulator's id as a label, and the id is computed from the home directory.
+What can fail half-way: a start or a server may be killed. `start` is idempotent and continues from the state file.
+`stop` needs neither a server nor a state file: every container, volume and network has the emulator's id as a label,
+and the id is a function of the home directory.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from launcher.images.specification import folder_spec
 from launcher.installation import shared_folder
 
 START_TIMEOUT = 30.0  # seconds until the server answers
-PING_TIMEOUT = 5.0  # seconds until a server that says nothing counts as not running
-STOP_TIMEOUT = 15.0  # seconds until a server that was asked to end is killed
+PING_TIMEOUT = 5.0  # seconds after which a silent server counts as not running
+STOP_TIMEOUT = 15.0  # seconds after which a server that does not end is killed
 IMAGE = "tpu-launch/host"
-CREATE_SECONDS = 0.2  # how long operations take at least; gcloud first asks after 1 s, then every 2 s
+CREATE_SECONDS = 0.2  # that operations take at least; gcloud first polls after 1 s, then every 2 s
 UPDATE_SECONDS = 0.5
 
 
 def default_home() -> Path:
-    """<.tpu-launch>/emulator, where .tpu-launch is $TPU_LAUNCH_HOME or in the current directory."""
+    """Returns $TPU_LAUNCH_HOME/emulator, or .tpu-launch/emulator in the current directory."""
     return Path(os.environ.get("TPU_LAUNCH_HOME") or ".tpu-launch").absolute() / "emulator"
 
 
@@ -56,18 +56,16 @@ def start(
     bucket: str | None = None,
     port: int | None = None,
     create_seconds: float | None = None,
-    plain_endpoints: bool | None = None,
     full_pushes: bool | None = None,
 ) -> None:
     """Starts the emulator of `home` unless it runs.
 
     Args:
         home: its folder.
-        bucket: created in it unless it exists.
-        port: of 127.0.0.1; when absent, the one of before, or a free one.
-        create_seconds: how long a node's creation takes at least; when absent, as before.
-        plain_endpoints: whether worker-network-endpoints has the newer format; when absent, as before.
-        full_pushes: whether docker's pushes send bytes to the registry; when absent, as before.
+        bucket: a bucket to create unless it exists.
+        port: on 127.0.0.1; None: the port of before, or a free one.
+        create_seconds: that a node's creation takes at least; None: as before.
+        full_pushes: whether docker's pushes send bytes to the registry; None: as before.
 
     Raises:
         BadInput: no engine runs, the port is taken, or the home can't be used.
@@ -81,27 +79,30 @@ def start(
         with _starting(home):
             state = _read(home)
             if state is None or not _answers(state):  # another process may have started it meanwhile
-                state = _launch(
-                    home, state, engine, image, tpu_volume, port, create_seconds, plain_endpoints, full_pushes
-                )
-    elif full_pushes is not None and full_pushes != state.full_pushes:
-        raise BadInput(f"the emulator of {home} already runs with other pushes: `tpu-launch emulator stop` it first")
-    if port is not None and state.port != port:
-        raise BadInput(
-            f"the emulator of {home} already runs on port {state.port}, not {port}: `tpu-launch emulator stop` it first"
-        )
+                state = state or State(emulator_id(home), 0, "", engine.path, CREATE_SECONDS, UPDATE_SECONDS)
+                state.port = _free_port(port, state.port)
+                if create_seconds is not None:
+                    state.create_seconds = create_seconds
+                if full_pushes is not None:
+                    state.full_pushes = full_pushes
+                _launch(home, state, engine, image, tpu_volume)
+    for name, requested, actual in (("port", port, state.port), ("full-pushes", full_pushes, state.full_pushes)):
+        if requested is not None and requested != actual:
+            raise BadInput(
+                f"the emulator of {home} already runs with {name} {actual}, not {requested}: "
+                "`tpu-launch emulator stop` it first"
+            )
     if bucket is not None:
         _ask(state, "POST", "/bucket", {"name": bucket})
 
 
 def stop(home: Path, *, keep_data: bool = False) -> None:
-    """Removes the server, containers, networks, volumes, sockets and state of the emulator.
-
-    Works after a crash of the server, with a broken state file, and when nothing was running.
+    """Removes the server, containers, networks, volumes, sockets and state of the emulator, also after a crash, with a
+    broken state file and when nothing runs.
 
     Args:
         home: the emulator's folder.
-        keep_data: keep the objects of its buckets.
+        keep_data: whether the objects of its buckets stay.
 
     Raises:
         LaunchError: the engine does not answer, and may hold hosts.
@@ -142,7 +143,7 @@ def _stop(home: Path, keep_data: bool) -> None:
 
 
 def status(home: Path) -> dict[str, Any]:
-    """{"running": false}, or nodes, hosts, containers, pushed images, buckets and faults of the server."""
+    """Returns {"running": False, ...}, or nodes, hosts, containers, pushed images, buckets and faults of the server."""
     state = _read(home)
     if state is None or not _answers(state):
         return {"running": False, "home": str(home), "crashed": state is not None}
@@ -150,13 +151,13 @@ def status(home: Path) -> dict[str, Any]:
 
 
 def inject(home: Path, fault: dict[str, Any]) -> dict[str, Any]:
-    """Injects a fault, as launcher/cli/emulator.py describes it. Raises BadInput when the emulator does not run or the
-    target does not exist."""
+    """Injects a fault, as launcher/cli/emulator.py describes it. Raises BadInput when the emulator does not run, or the
+    fault's target does not exist."""
     return _ask(_running(home), "POST", "/inject", fault)
 
 
 def environment(home: Path) -> dict[str, str]:
-    """The variables with which gcloud, docker and the storage clients reach the emulator instead of Google. Raises
+    """Returns the variables with which gcloud, docker and storage clients reach the emulator instead of Google. Raises
     BadInput when it does not run."""
     state = _running(home)
     endpoint = f"http://127.0.0.1:{state.port}"
@@ -169,7 +170,7 @@ def environment(home: Path) -> dict[str, str]:
         "CLOUDSDK_AUTH_DISABLE_CREDENTIALS": "true",
         "CLOUDSDK_AUTH_ACCESS_TOKEN_FILE": str(home / ACCESS_TOKEN),
         "CLOUDSDK_CORE_DISABLE_PROMPTS": "1",
-        # No search for a metadata server, no telemetry, no update check: each would send requests to Google.
+        # A search for a metadata server, telemetry and update checks would send requests to Google.
         "CLOUDSDK_CORE_CHECK_GCE_METADATA": "false",
         "CLOUDSDK_CORE_DISABLE_USAGE_REPORTING": "true",
         "CLOUDSDK_COMPONENT_MANAGER_DISABLE_UPDATE_CHECK": "true",
@@ -189,28 +190,10 @@ def environment(home: Path) -> dict[str, str]:
 # -- starting
 
 
-def _launch(
-    home: Path,
-    before: State | None,
-    engine: Engine,
-    image: str,
-    tpu_volume: str,
-    port: int | None,
-    create_seconds: float | None,
-    plain_endpoints: bool | None,
-    full_pushes: bool | None,
-) -> State:
-    """Starts the server, with the state of a crashed one where there is one, and waits until it answers."""
-    state = before or State(emulator_id(home), 0, "", engine.path, CREATE_SECONDS, UPDATE_SECONDS)
+def _launch(home: Path, state: State, engine: Engine, image: str, tpu_volume: str) -> None:
+    """Writes the state, starts the server, and waits until it answers. Raises LaunchError when it does not."""
     state.engine, state.pid = engine.path, 0
     state.sockets = str(_make_socket_folder(home))
-    state.port = _free_port(port, state.port)
-    if create_seconds is not None:
-        state.create_seconds = create_seconds
-    if plain_endpoints is not None:
-        state.plain_endpoints = plain_endpoints
-    if full_pushes is not None:
-        state.full_pushes = full_pushes
     write_atomically(home / "state.json", to_json(state).encode())
     (home / "user" / "gcloud").mkdir(mode=0o700, parents=True, exist_ok=True)
     log = home / "server.log"
@@ -221,15 +204,14 @@ def _launch(
     )
     try:
         _wait_for_server(state, pid, log)
-    except BaseException:  # also Ctrl-C: else the server would come up during a later command
+    except BaseException:  # Ctrl-C too: else the server would come up during a later command
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
         raise
-    return state
 
 
 def _wait_for_server(state: State, pid: int, log: Path) -> None:
-    """Returns when the server answers. Raises LaunchError when it ended, or does not answer in time."""
+    """Waits until the server answers. Raises LaunchError when it ended or does not answer in START_TIMEOUT."""
     deadline = time.monotonic() + START_TIMEOUT
     while not _answers(state):
         ended = _has_ended(pid)
@@ -244,7 +226,7 @@ def _wait_for_server(state: State, pid: int, log: Path) -> None:
 
 
 def _has_ended(pid: int) -> bool:
-    """Whether our child process is over."""
+    """Returns whether a child process has ended."""
     try:
         return os.waitpid(pid, os.WNOHANG)[0] == pid
     except ChildProcessError:
@@ -252,14 +234,14 @@ def _has_ended(pid: int) -> bool:
 
 
 def _python_path() -> str:
-    """PYTHONPATH of the server: it imports this same source tree, whatever its working directory."""
+    """Returns the server's PYTHONPATH: it imports this source tree from any working directory."""
     root = str(Path(__file__).resolve().parents[2])
     return os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 @contextlib.contextmanager
 def _starting(home: Path) -> Iterator[None]:
-    """Serializes starts and stops of one home: a second start waits, and then finds the server."""
+    """Serializes starts and stops of one home: a second start waits and then finds the server."""
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
     with open(home / "starting", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -267,7 +249,8 @@ def _starting(home: Path) -> Iterator[None]:
 
 
 def _free_port(wanted: int | None, before: int) -> int:
-    """A port of 127.0.0.1 that can be listened on. Raises BadInput when the wanted one can't."""
+    """Returns a free port of 127.0.0.1: `wanted`, else `before` if it is free, else any. Raises BadInput when `wanted`
+    is taken."""
     for port in [wanted] if wanted is not None else [before, 0]:
         try:
             with socket.create_server(("127.0.0.1", port)) as probe:
@@ -283,7 +266,7 @@ def _free_port(wanted: int | None, before: int) -> int:
 
 
 def _find_engine(state: State | None) -> Engine:
-    """The workstation's engine. Raises BadInput when none answers."""
+    """Returns the workstation's engine. Raises BadInput when none answers."""
     engine = Engine(_engine_path(state))
     try:
         engine.call("GET", "/version", timeout=10)
@@ -296,8 +279,8 @@ def _find_engine(state: State | None) -> Engine:
 
 
 def _engine_path(state: State | None) -> str:
-    """The engine's unix socket: DOCKER_HOST, unless that is an emulator's own socket; else the state's; else the
-    default."""
+    """Returns the engine's unix socket: DOCKER_HOST, unless that is an emulator's socket; else the state's; else
+    docker's default. Raises BadInput for an engine on another machine."""
     host = os.environ.get("DOCKER_HOST", "")
     if host.startswith("unix://") and not host.endswith("/" + ENGINE):
         return host.removeprefix("unix://")
@@ -312,8 +295,8 @@ def _socket_folder(home: Path) -> Path:
 
 
 def _make_socket_folder(home: Path) -> Path:
-    """Makes a private folder with a short name (a unix socket's path has at most 107 bytes). Raises BadInput when
-    another user owns it."""
+    """Creates a private folder with a short name, because a unix socket's path has at most 107 bytes. Raises BadInput
+    when another user can enter it."""
     folder = _socket_folder(home)
     for path in (folder.parent, folder):
         path.mkdir(mode=0o700, exist_ok=True)
@@ -327,9 +310,9 @@ def _make_socket_folder(home: Path) -> Path:
 
 
 def _host_image(engine: Engine) -> str:
-    """The name of the hosts' image, built when it is missing or its sources changed. Raises LaunchError when it can't
-    be built."""
-    with _docker_host(f"unix://{engine.path}"):  # not an emulator's own socket, whose server may be gone
+    """Returns the name of the hosts' image, and builds it when it is missing or its sources changed. Raises LaunchError
+    when the build fails."""
+    with _docker_host(f"unix://{engine.path}"):  # never an emulator's socket: its server may be gone
         spec = folder_spec(IMAGE, shared_folder("images") / "host")
         plan = make_plan(spec)
         if plan.image_id is None:
@@ -339,7 +322,7 @@ def _host_image(engine: Engine) -> str:
 
 
 def _virtual_tpu(engine: Engine) -> str:
-    """The volume of the virtual TPU, made when it is missing. Raises LaunchError when it can't be."""
+    """Returns the volume of the virtual TPU, and creates it when it is missing. Raises LaunchError on failure."""
     with _docker_host(f"unix://{engine.path}"):
         source = shared_folder("images") / "virtual-tpu"
         return virtual_tpu.ensure_volume(source, lambda line: print(line, file=sys.stderr))
@@ -361,7 +344,7 @@ def _docker_host(value: str) -> Iterator[None]:
 
 
 def _read(home: Path) -> State | None:
-    """The state file, or None when there is none. Raises BadInput when it can't be read."""
+    """Reads the state file; None when there is none. Raises BadInput when it is damaged."""
     try:
         return from_json((home / "state.json").read_text())
     except FileNotFoundError:
@@ -376,9 +359,7 @@ def _read(home: Path) -> State | None:
 def _running(home: Path) -> State:
     state = _read(home)
     if state is None or not _answers(state):
-        crashed = (
-            " (it ended without being stopped; starting it again continues where it was)" if state is not None else ""
-        )
+        crashed = " (its server crashed; a new start continues from its state)" if state is not None else ""
         raise BadInput(f"the emulator of {home} isn't running{crashed}: start it with `tpu-launch emulator start`")
     return state
 
@@ -419,10 +400,8 @@ def _raw(path: Path, method: str, target: str, body: dict[str, Any] | None, time
 
 
 def _end_server(home: Path, sockets: Path) -> None:
-    """Stops the server, and kills it when it does not end in time.
-
-    The server holds a lock on the file with its process id, so no other process is ever killed.
-    """
+    """Stops the server, and kills it when it does not end in STOP_TIMEOUT. The server holds a lock on the file with its
+    process id, so no other process is killed."""
     if _unlocked(home):
         return
     with contextlib.suppress(OSError, http.client.HTTPException):

@@ -1,12 +1,11 @@
-"""Injected faults: entered by `tpu-launch emulator inject ...`, kept in the state, consumed in the same change of the
-state as the call that they fail.
+"""Injected faults: `tpu-launch emulator inject ...` enters them; the call that a fault spoils uses up one
+occurrence in the same change of the state.
 
-Pure functions over the state. Faults that kill or disconnect hosts only mark them; host_containers.py does it.
+Pure functions over the state. Faults that kill or disconnect hosts only mark them; vm/hosts.py acts on the containers.
 """
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 from launcher.emulator.api import catalogue
@@ -18,11 +17,11 @@ SERVICES = ("tpu", "storage", "metadata")
 
 
 class NoSuchTarget(ValueError):
-    """A fault names a node or a worker that does not exist; the message lists those that do."""
+    """Raised when a fault names a node or a worker that does not exist. The message lists those that do."""
 
 
 def take(state: State, kind: str, service: str = "tpu") -> Fault | None:
-    """Uses up one occurrence of the first such fault; None when there is none."""
+    """Uses up one occurrence of the first such fault and returns the fault; None when there is none."""
     for fault in state.faults:
         if fault.kind == kind and fault.service == service:
             if fault.left is not None:
@@ -33,25 +32,25 @@ def take(state: State, kind: str, service: str = "tpu") -> Fault | None:
     return None
 
 
-def refuse_create(state: State, wanted: Accelerator, zone: str) -> None:
-    """Raises the error that a quota or permission fault answers a creation with."""
+def refuse_create(state: State, requested: Accelerator, zone: str) -> None:
+    """Raises ApiError for a creation when a quota or permission fault is due."""
     if take(state, "permission"):
         raise ApiError(catalogue.PERMISSION_DENIED, f"Permission denied on 'locations/{zone}' (or it may not exist).")
     if take(state, "quota"):
-        limit = f"TPU{wanted.generation.name.upper()}PerProjectPerZoneForTPUAPI"
+        limit = f"TPU{requested.generation.name.upper()}PerProjectPerZoneForTPUAPI"
         raise ApiError(
             catalogue.RESOURCE_EXHAUSTED, f"Quota limit '{limit}' has been exceeded. Limit: 0 in zone {zone}."
         )
 
 
 def refuse_change(state: State) -> None:
-    """Raises the error that Google answers while another operation is pending, when a fault asks for it."""
+    """Raises ApiError, as Google while another operation is pending, when a busy fault is due."""
     if take(state, "busy"):
         raise ApiError(catalogue.ABORTED, "unable to queue the operation")
 
 
 def engine_trouble(state: State, hostname: str, *, registry: bool) -> str | None:
-    """The error of an engine whose registry is down or whose disk is full; None when neither is.
+    """Returns the error of an engine whose registry is down or whose disk is full; None when neither is.
 
     Args:
         state: the emulator's.
@@ -67,7 +66,7 @@ def engine_trouble(state: State, hostname: str, *, registry: bool) -> str | None
     return None
 
 
-# What the API shows of a node during an outage.
+# The fields of a node that the API shows during an outage.
 OUTAGES: dict[str, dict[str, Any]] = {
     "repair": {"state": "REPAIRING", "health": "TIMEOUT", "healthDescription": "The TPU is being repaired."},
     "maintenance": {
@@ -79,13 +78,12 @@ OUTAGES: dict[str, dict[str, Any]] = {
 
 
 def begin_outage(node: Node, kind: str, until: float) -> None:
-    """Marks the node as under repair or maintenance. The caller stops its hosts."""
+    """Marks the node as under repair or maintenance until a time. The caller stops its hosts."""
     node.resource |= OUTAGES[kind]
     node.outage_until = until
 
 
 def end_outage(node: Node) -> None:
-    """Undoes `begin_outage`."""
     node.outage_until = None
     for key in ("upcomingMaintenance", "healthDescription"):
         node.resource.pop(key, None)
@@ -93,8 +91,8 @@ def end_outage(node: Node) -> None:
         node.resource |= {"state": "READY", "health": "HEALTHY"}
 
 
-# What Google says when it has no hosts: code and message. Each was seen: terraform-provider-google #21243 and #16147,
-# Compute Engine's own (HAWQ #4).
+# Google's errors when it has no hosts: code and message. Users saw each: terraform-provider-google #21243 and #16147,
+# Compute Engine (HAWQ #4).
 STOCKOUTS: dict[str, tuple[int, str]] = {
     "capacity": (
         catalogue.RESOURCE_EXHAUSTED,
@@ -111,7 +109,7 @@ STOCKOUTS: dict[str, tuple[int, str]] = {
 
 
 def stockout(state: State, zone: str) -> dict[str, Any] | None:
-    """The error that a creation's operation ends with, when a stock-out is due."""
+    """Uses up a stock-out that is due, and returns the error of the creation's operation; None when none is due."""
     fault = take(state, "stockout")
     if fault is None:
         return None
@@ -121,18 +119,18 @@ def stockout(state: State, zone: str) -> dict[str, Any] | None:
 
 
 def deletion_seconds(state: State) -> float:
-    """How long a deletion takes at least."""
+    """Returns how many seconds a deletion takes at least."""
     return max([state.update_seconds, *(fault.seconds for fault in state.faults if fault.kind == "slow-deletion")])
 
 
 def begin_preemption(node: Node, shown_at: float, now: float) -> None:
-    """The node's hosts are taken away; the API shows it from `shown_at` on. The caller stops the hosts."""
+    """Marks the node as preempted; the API shows it from `shown_at` on. The caller stops its hosts."""
     node.preempted_at = shown_at
     show_preemption(node, now)
 
 
 def show_preemption(node: Node, now: float) -> bool:
-    """Lets the API show a preemption whose time has come; whether it did now."""
+    """Makes the API show a preemption whose time has come. Returns whether it does so now."""
     if node.preempted_at is None or now < node.preempted_at:
         return False
     node.preempted_at = None
@@ -143,30 +141,28 @@ def show_preemption(node: Node, now: float) -> bool:
     return True
 
 
-def error_status(state: State, service: str, chance: float | None = None) -> int | None:
-    """The HTTP status with which the next request to `service` fails; None when it does not.
+def error_status(state: State, service: str, drawn: float) -> int | None:
+    """Returns the HTTP status with which the next request to a service fails; None when it does not fail.
 
     Args:
         state: the emulator's.
         service: one of SERVICES.
-        chance: a number from [0, 1); drawn when absent.
+        drawn: a random number from [0, 1).
     """
     for fault in state.faults:
-        if fault.kind == "errors" and fault.service == service:
-            drawn = random.random() if chance is None else chance
-            if drawn < fault.rate:
-                take(state, "errors", service)
-                return fault.status
+        if fault.kind == "errors" and fault.service == service and drawn < fault.rate:
+            take(state, "errors", service)
+            return fault.status
     return None
 
 
 def delay(state: State, service: str) -> float:
-    """How many seconds the next request to `service` waits."""
+    """Returns how many seconds each request to a service waits."""
     return sum(fault.seconds for fault in state.faults if fault.kind == "slow" and fault.service == service)
 
 
 def find_node(state: State, name: str) -> Node:
-    """The node of that name, short or full. Raises NoSuchTarget."""
+    """Returns the node of a short or full name. Raises NoSuchTarget."""
     nodes = [node for node in state.nodes.values() if name in (node.name, node.short_name)]
     if len(nodes) == 1:
         return nodes[0]
@@ -177,7 +173,7 @@ def find_node(state: State, name: str) -> Node:
 
 
 def find_host(state: State, name: str, worker: int) -> Host:
-    """The host of a node by worker index. Raises NoSuchTarget."""
+    """Returns the host of a node by worker index. Raises NoSuchTarget."""
     node = find_node(state, name)
     if not 0 <= worker < len(node.hosts):
         raise NoSuchTarget(f"node {node.short_name} has workers 0 to {len(node.hosts) - 1}, no worker {worker}")

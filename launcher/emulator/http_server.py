@@ -1,15 +1,11 @@
 """The part of HTTP/1.1 that the emulator needs: requests with streamed bodies, responses from memory or from a file.
 
-One thread for each connection, and one that accepts on all listeners (TCP, unix, and those that hosts hand over), so
-that a listener can be added, paused and removed at any time. Handlers are functions from `Request` to `Response`; they
-know nothing about sockets.
+One thread accepts on all listeners (TCP, unix, and those that hosts hand over), so that a listener can be added, paused
+and removed at any time; each connection has a thread of its own. Handlers are functions from `Request` to `Response`
+and know nothing about sockets. Why by hand: docs/architecture.md.
 
-Written by hand because its listeners are opened by hosts, and because it is fast: werkzeug's server, which closes each
-connection, answered 700 small requests/s where this one answers 5,900 (cheroot: 3,500), with the same throughput of
-large bodies.
-
-What can fail half-way: a client that goes away in the middle of a body raises `Disconnected` in the handler, and gets
-no response.
+What can fail half-way: when a client disconnects in the middle of a body, `Body` raises `Disconnected` in the handler,
+and no response is sent.
 """
 
 from __future__ import annotations
@@ -33,24 +29,23 @@ log = logging.getLogger(__name__)
 
 BLOCK = 1 << 20
 _IDLE_SECONDS = 3600.0
-_LARGEST_BODY = 64 << 20  # of those that are held in memory
-_CHANGE_SECONDS = 5.0  # for the accepting thread to notice a change
+_LARGEST_BODY = 64 << 20  # bytes of a body that is held in memory
+_CHANGE_SECONDS = 5.0  # within which the accepting thread notices a change
 
 
 class Disconnected(Exception):
-    """The client went away, or sent what is not HTTP: there is nobody to answer."""
+    """Raised when the client disconnected, or sent something other than HTTP."""
 
 
 class Body:
     """A request's body, read as it arrives."""
 
     def __init__(self, source: BinaryIO, length: int | None, chunked: bool) -> None:
-        """Makes the body that begins at the source's position.
-
+        """
         Args:
-            source: the connection.
-            length: bytes of the body; None means none, unless it is chunked.
-            chunked: whether it comes in the chunked transfer encoding.
+            source: the connection, at the begin of the body.
+            length: of the body in bytes; None: 0, unless it is chunked.
+            chunked: whether the transfer encoding is chunked.
         """
         self._source = source
         self._left = 0 if chunked else (length or 0)  # bytes of the body, or of the current chunk
@@ -58,7 +53,7 @@ class Body:
         self._ended = not chunked and not self._left
 
     def read(self, size: int = BLOCK) -> bytes:
-        """Up to `size` bytes; b"" at the end. Raises Disconnected when the body ends before its length."""
+        """Returns up to `size` bytes; b"" at the end. Raises Disconnected when the body ends early."""
         if self._ended:
             return b""
         if self._chunked and self._left == 0 and not self._begin_chunk():
@@ -74,7 +69,7 @@ class Body:
         return data
 
     def _begin_chunk(self) -> bool:
-        """Reads the head of a chunk; false when it is the last, empty one."""
+        """Reads the head of a chunk. Returns False when it is the last, empty one."""
         line = self._source.readline(1024)
         try:
             self._left = int(line.split(b";")[0], 16)
@@ -87,7 +82,7 @@ class Body:
         return not self._ended
 
     def read_all(self, limit: int = _LARGEST_BODY) -> bytes:
-        """The whole body, for small ones. Raises Disconnected when it is longer than `limit` bytes."""
+        """Returns the whole body. Raises Disconnected when it is longer than `limit` bytes."""
         parts = []
         while data := self.read():
             parts.append(data)
@@ -97,13 +92,13 @@ class Body:
         return b"".join(parts)
 
     def blocks(self) -> Iterator[bytes]:
-        """The body in blocks of at most `BLOCK` bytes."""
+        """Yields the body in blocks of at most `BLOCK` bytes."""
         while data := self.read():
             yield data
 
     def drain(self) -> None:
-        """Reads what the handler did not: a connection closed with unread bytes is reset, and the client would never
-        see its response."""
+        """Reads the bytes that the handler left: closing a connection with unread bytes resets it, and the client would
+        not see its response."""
         for _ in self.blocks():
             pass
 
@@ -127,13 +122,13 @@ class Request:
 
     @property
     def segments(self) -> list[str]:
-        """The path's parts, decoded."""
+        """Returns the decoded parts of the path."""
         return [unquote(part) for part in self.path.strip("/").split("/")]
 
 
 @dataclass
 class FileRegion:
-    """Bytes [start, start + length) of an open file, which the sender closes."""
+    """Bytes [start, start + length) of an open file; the sender closes it."""
 
     file: BinaryIO
     start: int
@@ -150,7 +145,6 @@ class Response:
 
 
 def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """A response with a JSON body."""
     return Response(
         status,
         json.dumps(value, indent=1).encode(),
@@ -162,7 +156,7 @@ Handler = Callable[[Request], Response]
 
 
 def serve_http(connection: socket.socket, handler: Handler) -> None:
-    """Answers the requests of one connection until it ends."""
+    """Answers the requests of one connection until it ends. Blocks."""
     connection.setblocking(True)
     with contextlib.suppress(OSError):  # a unix socket has no such option
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -171,7 +165,7 @@ def serve_http(connection: socket.socket, handler: Handler) -> None:
 
 
 class _Connection(BaseHTTPRequestHandler):
-    """The requests of one connection. BaseHTTPRequestHandler parses heads and answers `Expect: 100-continue`."""
+    """Answers one connection. BaseHTTPRequestHandler parses heads and answers `Expect: 100-continue`."""
 
     protocol_version = "HTTP/1.1"
     rbufsize = BLOCK
@@ -185,7 +179,7 @@ class _Connection(BaseHTTPRequestHandler):
         log.debug(format, *args)
 
     def __getattr__(self, name: str) -> Any:
-        """Every method is answered alike: do_GET, do_PUT and all others."""
+        """Finds one method for do_GET, do_PUT and all others."""
         if name.startswith("do_"):
             return self._answer
         raise AttributeError(name)
@@ -224,7 +218,6 @@ class _Connection(BaseHTTPRequestHandler):
             self.connection.sendall(head if without_body else head + response.body)
 
     def _head(self, response: Response) -> str:
-        """The status line and the header fields."""
         length = response.body.length if isinstance(response.body, FileRegion) else len(response.body)
         head = [f"HTTP/1.1 {response.status} {REASONS.get(response.status, '')}"]
         head += [f"{name}: {value}" for name, value in response.headers.items()]
@@ -236,8 +229,8 @@ class _Connection(BaseHTTPRequestHandler):
 
 
 class Acceptor:
-    """Accepts on any number of listeners. Each connection gets a thread that runs the listener's function and then
-    closes the connection."""
+    """Accepts on any number of listeners. A thread for each connection runs the listener's function and then closes the
+    connection."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -250,17 +243,14 @@ class Acceptor:
         self._thread = threading.Thread(target=self._loop, name="accept", daemon=True)
 
     def start(self) -> None:
-        """Begins to accept."""
         self._thread.start()
 
     def add(self, listener: socket.socket, serve: Callable[[socket.socket], None]) -> None:
-        """Accepts on `listener` from now on."""
         listener.setblocking(False)
         self._later(lambda: self._selector.register(listener, selectors.EVENT_READ, serve))
 
     def remove(self, listener: socket.socket, *, close: bool) -> None:
-        """Nothing is accepted after this returns. New connections wait in the backlog, unless the listener is closed
-        too."""
+        """Stops accepting on a listener before it returns. New connections wait in the backlog, unless `close`."""
         done = threading.Event()
 
         def change() -> None:
@@ -303,7 +293,7 @@ class Acceptor:
                             log.exception("changing a listener")
                     continue
                 if key.fd not in self._selector.get_map():
-                    continue  # removed a moment ago
+                    continue  # has just been removed
                 try:
                     connection, _ = key.fileobj.accept()  # type: ignore[union-attr]
                 except OSError:

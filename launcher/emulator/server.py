@@ -1,6 +1,6 @@
 """The emulator's process: opens the sockets, connects the services, and keeps hosts as the state has them.
 
-Started by control.start as `python -m launcher.emulator.server HOME IMAGE`. It listens on 127.0.0.1 (Cloud TPU,
+control.start runs it as `python -m launcher.emulator.server HOME IMAGE VOLUME`. It listens on 127.0.0.1 (Cloud TPU,
 Compute, Cloud Storage), on unix sockets in a private folder (control, the workstation's engine, one for each host's
 agent), and on the listeners that hosts hand over. It holds a lock on HOME/lock while it runs, and can be killed at any
 moment.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import random
 import signal
 import socket
 import sys
@@ -45,15 +46,7 @@ log = logging.getLogger(__name__)
 
 # Names of the sockets in the private folder.
 CONTROL, ENGINE = "control.sock", "engine.sock"
-ACCESS_TOKEN = Path("user") / "access-token"  # below the home: what gcloud says of the workstation's account
-_SHOWN = {
-    "worker": "index",
-    "hostname": "hostname",
-    "address": "address",
-    "killed": "killed",
-    "cut": "cut",
-    "hung": "hung",
-}
+ACCESS_TOKEN = Path("user") / "access-token"  # below the home: the token of the workstation's account, for gcloud
 QUEUE_SECONDS = 0.3  # between passes over the queued resources
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -102,7 +95,7 @@ class Server:
         self.stopping = threading.Event()
 
     def run(self, listener: socket.socket) -> None:
-        """Serves until `stopping` is set."""
+        """Serves until `stopping` is set. Blocks."""
         registry = _registry_listener(self._registry_port())
         write_atomically(self.home / ACCESS_TOKEN, self.token.encode())
         with self.store.change() as state:
@@ -147,7 +140,7 @@ class Server:
     # -- Google's services
 
     def google(self, request: Request) -> Response:
-        """One request on 127.0.0.1."""
+        """Answers a request on 127.0.0.1."""
         first = request.path.split("/")[1]
         if first in ("storage", "upload", "download", "resumable"):
             return self._storage(request)
@@ -179,7 +172,7 @@ class Server:
                 try:
                     done = answer(state, call, time.time())
                     return _injected_error(503) if faults.take(state, "lost") else json_response(done)
-                except ApiError as error:  # answered inside, so that a fault which it consumed is written
+                except ApiError as error:  # answer inside the block: a fault that was used up must be written
                     return json_response(error.as_json(), catalogue.CODES[error.code][0])
         except ApiError as error:
             return json_response(error.as_json(), catalogue.CODES[error.code][0])
@@ -198,7 +191,7 @@ class Server:
             return state.registry_port
 
     def _is_token(self, token: str) -> bool:
-        """Whether it is the access token of the workstation's account or of a host's."""
+        """Returns whether it is the access token of the workstation's account or of a host's."""
         with self.store.read() as state:
             return token == self.token or any(token == metadata.token(state, host) for host in all_hosts(state))
 
@@ -207,13 +200,13 @@ class Server:
             return faults.engine_trouble(state, "", registry=True)
 
     def _is_missing(self, repository: str) -> bool:
-        """Whether repositories have to be created, and this one was not."""
+        """Returns whether repositories must be created first and this one was not."""
         with self.store.read() as state:
             required = any(fault.kind == "repository" for fault in state.faults)
             return required and not repositories.is_there(state, repository)
 
     def _is_named(self, repository: str, version: str) -> bool:
-        """Whether docker pushed it, with or without bytes."""
+        """Returns whether docker pushed a version, with or without its bytes."""
         with self.store.read() as state:
             return version in state.pushed.get(repository, {})
 
@@ -232,13 +225,13 @@ class Server:
         time.sleep(delay)
         if may_fail:
             with self.store.change() as state:
-                status = faults.error_status(state, service)
+                status = faults.error_status(state, service, random.random())
             if status is not None:
                 return _injected_error(status)
         return answer()
 
     def _api_for_host(self, hostname: str, request: Request) -> Response:
-        """The Cloud TPU API for a host, which must send the token of its own service account."""
+        """Answers a host's call of the Cloud TPU API; the host must send the token of its own service account."""
         with self.store.read() as state:
             entry = find_host(state, hostname)
             token = None if entry is None else metadata.token(state, entry[1])
@@ -252,7 +245,7 @@ class Server:
     # -- control
 
     def control(self, request: Request) -> Response:
-        """Requests of control.py, over the private socket."""
+        """Answers a request of control.py over the private socket."""
         try:
             match (request.method, request.path):
                 case ("GET", "/status"):
@@ -272,7 +265,7 @@ class Server:
             return json_response({"error": f"the engine failed: {error}"}, 500)
 
     def status(self) -> dict[str, Any]:
-        """Nodes, hosts, operations, images, buckets and faults, for `tpu-launch emulator status`."""
+        """Returns nodes, hosts, operations, images, buckets and faults, for `tpu-launch emulator status`."""
         with self.store.read() as state:
             emulator = state.id
             listed: dict[str, Any] = {
@@ -307,7 +300,8 @@ class Server:
 
     @staticmethod
     def _status_of(node: Node) -> dict[str, Any]:
-        hosts = [{key: getattr(host, name) for key, name in _SHOWN.items()} for host in node.hosts]
+        shown = ("hostname", "address", "killed", "cut", "hung")
+        hosts = [{"worker": host.index, **{name: getattr(host, name) for name in shown}} for host in node.hosts]
         return {
             "name": node.name,
             "state": node.state,
@@ -315,42 +309,43 @@ class Server:
             "hosts": hosts,
         }
 
-    def inject(self, wanted: dict[str, Any]) -> dict[str, Any]:
-        """Enters or executes a fault: {"fault": KIND, and its arguments}. launcher/cli/emulator.py describes them."""
-        kind = wanted.pop("fault")
+    def inject(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Enters or executes a fault: {"fault": KIND, ...}. launcher/cli/emulator.py describes the arguments."""
+        kind = arguments.pop("fault")
         if kind in ("preempt", "kill-host", "cut-host", "hang-host", "restore-host", *faults.OUTAGES):
-            return self._inject_host(kind, wanted)
+            return self._inject_host(kind, arguments)
         with self.store.change() as state:
             if kind == "clear":
                 state.faults.clear()
                 broken = [host for host in all_hosts(state) if host.killed or host.cut or host.hung]
             else:
-                if node := wanted.pop("node", None):
-                    wanted["host"] = faults.find_host(state, node, wanted.pop("worker")).hostname
-                state.faults.append(Fault(**{"kind": kind, "service": "tpu", **wanted}))
+                node, worker = arguments.pop("node", None), arguments.pop("worker", 0)
+                if node:
+                    arguments["host"] = faults.find_host(state, node, worker).hostname
+                state.faults.append(Fault(**{"kind": kind, "service": "tpu", **arguments}))
                 broken = []
         for host in broken:
             self.hosts.restore(host)
         return {"fault": kind, "restored": [host.hostname for host in broken]}
 
-    def _inject_host(self, kind: str, wanted: dict[str, Any]) -> dict[str, Any]:
+    def _inject_host(self, kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
         with self.store.change() as state:
-            node = faults.find_node(state, wanted["node"])
+            node = faults.find_node(state, arguments["node"])
             if kind == "preempt":
                 hosts = list(node.hosts)
                 if node.state not in ("READY", "STOPPED"):
                     raise ValueError(f"node {node.short_name} is {node.state}; only a READY one can be preempted")
-                faults.begin_preemption(node, time.time() + (wanted.get("shown_after") or 0.0), time.time())
+                faults.begin_preemption(node, time.time() + (arguments.get("shown_after") or 0.0), time.time())
             elif kind in faults.OUTAGES:
                 hosts = list(node.hosts)
                 if node.state != "READY":
                     raise ValueError(f"node {node.short_name} is {node.state}; only a READY one is worked on")
-                until = time.time() + wanted["seconds"]
+                until = time.time() + arguments["seconds"]
                 faults.begin_outage(node, kind, until)
                 for host in hosts:
                     host.killed, host.restore_at = True, until
             else:
-                host = faults.find_host(state, wanted["node"], wanted["worker"])
+                host = faults.find_host(state, arguments["node"], arguments["worker"])
                 if kind == "restore-host" and node.state != "READY":
                     raise ValueError(
                         f"node {node.short_name} is {node.state}; only hosts of a READY one can be restored"
@@ -359,7 +354,7 @@ class Server:
                 if kind != "restore-host":
                     host.killed, host.cut = host.killed or kind == "kill-host", host.cut or kind == "cut-host"
                     host.hung = host.hung or kind == "hang-host"
-                    host.restore_at = time.time() + wanted["seconds"] if wanted.get("seconds") else None
+                    host.restore_at = time.time() + arguments["seconds"] if arguments.get("seconds") else None
         acts = {"cut-host": self.hosts.cut, "hang-host": self.containers.hang, "restore-host": self.hosts.restore}
         act = acts.get(kind, self.containers.kill)
         with ThreadPoolExecutor(max(1, len(hosts))) as pool:
@@ -368,7 +363,7 @@ class Server:
 
 
 def _registry_listener(port: int) -> socket.socket:
-    """Listens where the registry was before, else at a free port."""
+    """Listens on the port that the registry had before, else on a free one."""
     try:
         return socket.create_server(("127.0.0.1", port), backlog=128)
     except OSError:
@@ -376,7 +371,7 @@ def _registry_listener(port: int) -> socket.socket:
 
 
 def _injected_error(status: int) -> Response:
-    """An error in the shape of Google's services."""
+    """Returns an error in the shape of Google's services."""
     names = {
         403: ("PERMISSION_DENIED", "Permission 'tpu.nodes.get' denied on resource (or it may not exist)."),
         409: ("ABORTED", "unable to queue the operation"),
@@ -400,7 +395,7 @@ def _injected_error(status: int) -> Response:
 
 
 def main() -> None:
-    """Runs the server of `sys.argv`: HOME, the hosts' IMAGE, the VOLUME of the virtual TPU."""
+    """Runs the server. Arguments: HOME, the hosts' IMAGE, the VOLUME of the virtual TPU."""
     home, image, tpu_volume = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(threadName)s %(name)s: %(message)s")
     lock = os.open(home / "lock", os.O_RDWR | os.O_CREAT, 0o600)

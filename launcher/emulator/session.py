@@ -1,8 +1,8 @@
-"""`--emulated`: puts the emulator's endpoints into this process's environment for the time of one command.
+"""`--emulated`: puts the emulator's endpoints into this process's environment while one command runs.
 
-A command starts an emulator when none runs. The command after which no slice is left stops an emulator that was started
-so, and keeps what its buckets hold, so that a run can be resumed. An emulator that was started with
-`tpu-launch emulator start` is left running.
+A command starts an emulator when none runs. An emulator that was started so is stopped by the command after which no
+slice is left; its buckets are kept, so that a run can be resumed. One that `tpu-launch emulator start` started is left
+running.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _STARTED_BY_COMMAND = "started-by-a-command"
 
 @contextlib.contextmanager
 def emulated(say: Callable[[str], None]) -> Iterator[None]:
-    """Commands inside the block reach the emulator instead of Google. `say` gets a line for each start and stop."""
+    """Makes commands inside the block reach the emulator instead of Google. Reports starts and stops to `say`."""
     folder = control.default_home()
     mark = folder / _STARTED_BY_COMMAND
     if not control.status(folder)["running"]:

@@ -1,11 +1,11 @@
 """The emulator's state, kept in one JSON file.
 
-Everything that must survive the server is in `State`: nodes and their hosts, operations, pushed images, faults. It is
-changed only inside `Store.change()`, which holds the lock and writes the file before another thread sees the change.
+`State` holds everything that must survive the server: nodes and their hosts, operations, pushed images, faults. Code
+changes it only inside `Store.change()`, which holds the lock and writes the file before another thread sees the change.
 Objects of buckets are in files of their own (storage/bucket.py).
 
-What can fail half-way: the file is written under a temporary name, synced, then renamed, so a server that was killed at
-any moment finds either the old or the new state. Pending operations are idempotent (operations.py).
+What can fail half-way: the file is written under a temporary name, synced, then renamed, so a server that was killed
+finds either the old or the new state. Pending operations are idempotent (operations.py).
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Host:
     address: str
     hostname: str  # t1v-n-<hash>-w-<index>
     instance_id: int
-    killed: bool = False  # by a fault: stays down until restored
-    cut: bool = False  # by a fault: no network until restored
-    hung: bool = False  # by a fault: its processes stand still until restored
-    restore_at: float | None = None  # when a killed or cut host comes back by itself
+    killed: bool = False  # by a fault: is down until restored
+    cut: bool = False  # by a fault: has no network until restored
+    hung: bool = False  # by a fault: its processes are stopped until restored
+    restore_at: float | None = None  # when a fault of this host ends
     guest_attributes: dict[str, str] = field(default_factory=dict)  # "hostkeys/ssh-ed25519" -> value
     pulled: list[str] = field(default_factory=list)  # ids of the registry's images that its engine has
 
@@ -48,27 +48,23 @@ class Node:
     name: str  # projects/P/locations/Z/nodes/N
     resource: dict[str, Any]
     hosts: list[Host]
-    outage_until: float | None = None  # a repair or a maintenance that ends then
-    preempted_at: float | None = None  # its hosts are gone, and the API shows it from then on
+    outage_until: float | None = None  # when a repair or a maintenance ends
+    preempted_at: float | None = None  # when the API shows the preemption; the hosts are gone already
 
     @property
     def project(self) -> str:
-        """The project's id."""
         return self.name.split("/")[1]
 
     @property
     def zone(self) -> str:
-        """The zone's name."""
         return self.name.split("/")[3]
 
     @property
     def short_name(self) -> str:
-        """The last part of the name."""
         return self.name.split("/")[5]
 
     @property
     def state(self) -> str:
-        """CREATING, READY, PREEMPTED, ..."""
         return str(self.resource["state"])
 
 
@@ -80,9 +76,9 @@ class Operation:
     verb: str  # create | update | delete | stop | start
     target: str  # the node's name
     created: float
-    ends_at: float  # not before
-    change: dict[str, Any] = field(default_factory=dict)  # what an update will set
-    failure: dict[str, Any] | None = None  # an error decided at the start (a stock-out)
+    ends_at: float  # at the earliest
+    change: dict[str, Any] = field(default_factory=dict)  # fields that an update sets
+    failure: dict[str, Any] | None = None  # an error that is known from the start: a stock-out
     cancelled: bool = False
     done: bool = False
     ended: float | None = None
@@ -92,14 +88,14 @@ class Operation:
 
 @dataclass
 class QueuedResource:
-    """A request for a node that may have to wait. See queued_resources.py."""
+    """A request for a node that may have to wait for capacity. See queued_resources.py."""
 
     name: str  # projects/P/locations/Z/queuedResources/Q
-    resource: dict[str, Any]  # what the API shows, without its state
+    resource: dict[str, Any]  # as the API shows it, without its state
     node: str  # full name of the node that it becomes
     state: str  # ACCEPTED, WAITING_FOR_RESOURCES, ...
     created: float
-    until: float | None  # not granted after
+    until: float | None  # when it expires
     initiator: str = "USER"
     error: dict[str, Any] | None = None
     next_try: float = 0.0
@@ -107,7 +103,7 @@ class QueuedResource:
 
 @dataclass
 class Fault:
-    """A fault that will occur `left` more times (None: until cleared). See faults.py."""
+    """A fault that will occur `left` more times; None: until it is cleared. See faults.py."""
 
     kind: str  # stockout | quota | permission | busy | stuck | lost | slow-deletion | errors | slow | ...: faults.py
     service: str  # tpu | storage | metadata
@@ -115,26 +111,25 @@ class Fault:
     status: int = 503
     rate: float = 1.0
     seconds: float = 0.0
-    host: str = ""  # of registry and disk-full: only this host's
-    wording: str = ""  # of stockout: a key of faults.STOCKOUTS
+    host: str = ""  # registry and disk-full: the hostname; "": all hosts
+    wording: str = ""  # stockout: a key of faults.STOCKOUTS
 
 
 @dataclass
 class State:
     """Everything that survives the server."""
 
-    id: str  # from the home directory: the label of every container and network
+    id: str  # of the home directory: the label of every container and network
     port: int
     sockets: str  # the folder of the unix sockets
     engine: str  # the workstation's engine, a unix socket
     create_seconds: float
     update_seconds: float
-    registry_port: int = 0  # of 127.0.0.1, over TLS
-    full_pushes: bool = False  # docker's pushes send an image's bytes to the registry; else only its name is entered
-    plain_endpoints: bool = False  # worker-network-endpoints as a plain list of hosts, the newer format
+    registry_port: int = 0  # on 127.0.0.1, with TLS
+    full_pushes: bool = False  # whether docker's pushes send an image's bytes, and not only its name
     subnet: str = ""
     pid: int = 0
-    boot: str = ""  # of the workstation, when the server last started
+    boot: str = ""  # the workstation's boot id when the server last started
     nodes: dict[str, Node] = field(default_factory=dict)
     operations: dict[str, Operation] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
@@ -145,17 +140,16 @@ class State:
 
 
 def emulator_id(home: Path) -> str:
-    """The id of the emulator of `home`, in labels and names of what it makes: 8 hexadecimal digits."""
+    """Returns the emulator's id, 8 hexadecimal digits of its home's path: a label of all that the emulator makes."""
     return hashlib.sha256(str(home.resolve()).encode()).hexdigest()[:8]
 
 
 def to_json(state: State) -> str:
-    """The content of the state file."""
     return json.dumps(dataclasses.asdict(state), indent=1)
 
 
 def from_json(text: str) -> State:
-    """Raises ValueError when the text is not a state of this format."""
+    """Parses the state file. Raises ValueError when it is not a state of this format."""
     value = json.loads(text)
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         raise ValueError(f"not an emulator state of format {FORMAT}")
@@ -166,14 +160,14 @@ def from_json(text: str) -> State:
         }
         value["operations"] = {name: Operation(**operation) for name, operation in value["operations"].items()}
         value["faults"] = [Fault(**fault) for fault in value["faults"]]
-        value["queued"] = {name: QueuedResource(**queued) for name, queued in value.get("queued", {}).items()}
+        value["queued"] = {name: QueuedResource(**queued) for name, queued in value["queued"].items()}
         return State(**value)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"not an emulator state: {error!r}") from None
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """All or nothing, and on disk when it returns; mode 0600."""
+    """Writes a file with mode 0600, all or nothing, and syncs it."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.write(data)
@@ -187,17 +181,14 @@ class Store:
 
     def __init__(self, state: State, path: Path | None) -> None:
         self._state = state
-        self._path = path  # None: kept in memory only (tests of the pure parts)
+        self._path = path  # None: the state is kept in memory only
         self._condition = threading.Condition(threading.RLock())
         self._written = ""
         self.after_change: Callable[[], None] = lambda: None
 
     @contextlib.contextmanager
     def change(self) -> Iterator[State]:
-        """The state, to be changed; written when the block ends, unless nothing changed or it raised.
-
-        A block that raises must not have changed anything.
-        """
+        """Yields the state to change it, and writes it when the block ends. A block that raises must change nothing."""
         with self._condition:
             yield self._state
             self._save()
@@ -206,12 +197,12 @@ class Store:
 
     @contextlib.contextmanager
     def read(self) -> Iterator[State]:
-        """The state, to be looked at only."""
+        """Yields the state to read it."""
         with self._condition:
             yield self._state
 
     def wait(self, ready: Callable[[State], bool], timeout: float) -> bool:
-        """Waits until `ready(state)`; false when `timeout` seconds passed first."""
+        """Waits until `ready(state)`. Returns False when `timeout` seconds passed first."""
         deadline = time.monotonic() + timeout
         with self._condition:
             while not ready(self._state):

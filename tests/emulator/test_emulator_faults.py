@@ -52,9 +52,9 @@ def test_a_fault_is_not_consumed_by_a_creation_that_is_invalid_anyway(api: Any) 
 
 def test_errors_hit_the_share_and_the_service_that_were_asked_for(api: Any) -> None:
     api.state.faults.append(Fault("errors", "storage", left=2, status=503, rate=0.3))
-    assert faults.error_status(api.state, "tpu", chance=0.0) is None
-    assert faults.error_status(api.state, "storage", chance=0.5) is None
-    assert [faults.error_status(api.state, "storage", chance=0.1) for _ in range(3)] == [503, 503, None]
+    assert faults.error_status(api.state, "tpu", drawn=0.0) is None
+    assert faults.error_status(api.state, "storage", drawn=0.5) is None
+    assert [faults.error_status(api.state, "storage", drawn=0.1) for _ in range(3)] == [503, 503, None]
 
 
 def test_slowness_adds_up(api: Any) -> None:

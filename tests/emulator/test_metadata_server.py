@@ -75,12 +75,10 @@ def test_v3_has_no_bounds_in_its_tpu_env(api: Any) -> None:
     assert "BOUNDS" not in metadata.tpu_env(node, node.hosts[0])
 
 
-def test_network_endpoints_have_the_old_form_and_on_request_the_new_one(host: Host) -> None:
+def test_network_endpoints_name_the_hosts_in_worker_order(host: Host) -> None:
     addresses = [peer.address for peer in host.node.hosts]
-    old = host.text("instance/attributes/worker-network-endpoints")
-    assert [entry.split(":")[2] for entry in old.split(",")] == addresses
-    host.api.state.plain_endpoints = True
-    assert host.text("instance/attributes/worker-network-endpoints").split(",") == addresses
+    listed = host.text("instance/attributes/worker-network-endpoints")
+    assert [entry.split(":")[2] for entry in listed.split(",")] == addresses
 
 
 def test_the_service_account_gives_a_token(host: Host) -> None:

@@ -29,14 +29,12 @@ def attributes(state: State, node: Node, host: Host) -> dict[str, str]:
         "accelerator-type": node.resource["acceleratorType"],
         "agent-worker-number": str(host.index),
         "tpu-env": tpu_env(node, host),
-        "worker-network-endpoints": worker_network_endpoints(node, plain=state.plain_endpoints),
+        "worker-network-endpoints": worker_network_endpoints(node),
     }
 
 
-def worker_network_endpoints(node: Node, *, plain: bool) -> str:
-    """Lists the hosts in worker order, as "name:id:address" in the old format or as "address" in the plain one."""
-    if plain:
-        return ",".join(host.address for host in node.hosts)
+def worker_network_endpoints(node: Node) -> str:
+    """Lists the hosts in worker order, each as "name:id:address"."""
     return ",".join(f"{host.hostname}:{host.instance_id}:{host.address}" for host in node.hosts)
 
 
