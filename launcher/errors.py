@@ -1,7 +1,7 @@
-"""What can go wrong for a user of `tpu-launch`, and the exit code that says which it was.
+"""The errors that users of `tpu-launch` meet, and their exit codes.
 
-Every error a user can meet is a `LaunchError`: one message that says what happened, where, and what to do next.
-`cli.main` prints it and exits with its code; a traceback that reaches a user is a bug of ours.
+Every such error is a `LaunchError`, whose message says what happened, where, and what to do next. `cli.main` prints it
+and exits with its code; a traceback that reaches a user is a bug.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import errno
 
 
 class Exit(enum.IntEnum):
-    """Exit codes of `tpu-launch`; docs/reference/exit-codes.md is made from the texts below the members. The trainer's
-    own codes are in `training.errors`."""
+    """Exit codes of `tpu-launch`; docs/reference/exit-codes.md is made from the texts below the members.
+
+    The trainer's own codes are in `training.errors`.
+    """
 
     OK = 0
     """Done. Of `run`: the command finished on every host."""
@@ -28,7 +30,7 @@ class Exit(enum.IntEnum):
     STALLED = 13
     """No host wrote a line for `run.stall_minutes`; the stacks are in the run's folder."""
     STOPPED = 14
-    """Somebody stopped the run, and it did not save."""
+    """The run was stopped on request, and it did not save."""
     DOES_NOT_FIT = 15
     """Preflight: the step does not fit on the accelerator, or does not compile for it; nothing was started."""
     DEVICES = 16
@@ -40,8 +42,8 @@ class Exit(enum.IntEnum):
     PERMISSION = 22
     """The account may not do this; the message names the permission."""
     CONFLICT = 23
-    """The name, the slice, its hosts or the run are in use; or the slice of that name is not yours; or somebody deleted
-    it while it was waited for."""
+    """The name, the slice, its hosts or the run are in use; or the slice of that name is not yours; or it was deleted
+    while the launcher waited for it."""
     CLOUD_ERROR = 24
     """Google's API, gcloud, ssh or a host failed, or did not answer in time; or this machine's disk is full."""
     SAVED = 75
@@ -56,7 +58,7 @@ _PERMANENT = frozenset(
 
 
 class LaunchError(Exception):
-    """An error a user can act on. Its message is complete: what, where, what to do."""
+    """An error whose message tells the user what happened, where, and what to do."""
 
     exit_code: Exit = Exit.CLOUD_ERROR
 
@@ -67,36 +69,34 @@ class LaunchError(Exception):
 
     @property
     def transient(self) -> bool:
-        """Whether the same may work later although nobody changes anything: what code that has a budget tries again.
-
-        Every error is, unless its kind is known to be permanent: a configuration, a quota, a permission, a conflict.
-        """
+        """Whether a retry may succeed although nothing was changed: every error but a configuration, a quota, a
+        permission, a conflict."""
         return self.exit_code not in _PERMANENT
 
 
 class BadInput(LaunchError):
-    """A configuration, an argument or this machine is not as it must be; nothing was started."""
+    """The configuration, an argument or this machine is not as it must be; nothing was started."""
 
     exit_code = Exit.BAD_INPUT
 
 
 class CommandMissing(BadInput):
-    """A program that must be installed isn't."""
+    """A required program is not installed."""
 
 
 class HostsUnreachable(LaunchError):
-    """The slice is READY, and for long not all of its hosts could be contacted."""
+    """The slice is READY, but some of its hosts could not be reached for too long."""
 
 
 class CommandTimeout(LaunchError):
-    """A local command did not end in its time; the message names what was waited for."""
+    """A local command did not end within its time-out."""
 
 
 _DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
 def from_disk(error: OSError) -> LaunchError | None:
-    """What a user is told when this machine's disk is full or fails; None of any other error."""
+    """Returns the error to show when this machine's disk is full or fails; None for any other error."""
     if error.errno not in _DISK_TROUBLE:
         return None
     return LaunchError(

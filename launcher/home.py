@@ -1,6 +1,6 @@
-"""The folder in which the launcher keeps its state: `.tpu-launch` in the current folder, or $TPU_LAUNCH_HOME.
+"""The folder of the launcher's state: `.tpu-launch` in the current folder, or $TPU_LAUNCH_HOME.
 
-Private to its owner (0700): run folders hold logs and configurations.
+Only its owner can enter it (0700): run folders hold logs and configurations.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ from launcher.errors import BadInput
 
 
 def where() -> Path:
-    """The path of the launcher's folder, which may not exist yet."""
+    """Returns the path of the launcher's folder, which may not exist yet."""
     return Path(os.environ.get("TPU_LAUNCH_HOME") or ".tpu-launch").absolute()
 
 
 def write_private(path: Path, text: str) -> None:
-    """Writes a text file that only its owner can read (0600), all of it or nothing; makes missing folders."""
+    """Writes a text file that only its owner can read (0600), completely or not at all. Creates missing folders."""
     write_private_bytes(path, text.encode())
 
 
 def write_private_bytes(path: Path, data: bytes) -> None:
-    """As `write_private`, for bytes."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
@@ -33,13 +32,13 @@ def write_private_bytes(path: Path, data: bytes) -> None:
 
 
 def write_whole(file: FileIO, data: bytes) -> None:
-    """Writes to a file without a buffer. Raises OSError where not all of it fits, which `write` alone does not say."""
+    """Writes to an unbuffered file. Raises OSError if not everything fits, which `write` alone does not report."""
     if file.write(data) != len(data):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def home() -> Path:
-    """The launcher's folder, created when missing. Raises BadInput when it can't be."""
+    """Returns the launcher's folder, and creates it if missing. Raises BadInput when it can't be created."""
     path = where()
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -51,5 +50,5 @@ def home() -> Path:
 
 
 def of_slice(project: str, name: str, ending: str) -> Path:
-    """Where something is kept that this machine knows of a slice."""
+    """Returns the path of a file with this machine's local knowledge of a slice."""
     return where() / "slices" / f"{project.replace('/', '_')}.{name}.{ending}"

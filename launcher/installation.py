@@ -1,7 +1,7 @@
-"""What is installed here: the version, the commit it was built from, and the examples that come with it.
+"""The installed version, the commit it was built from, and the files installed beside the package.
 
-A wheel carries `launcher/commit.txt` (written by setup.py) and the examples below its `share/tpu-launch`. In a source
-checkout both are read from the checkout.
+A wheel has `launcher/commit.txt` (written by setup.py), and examples and images below its `share/tpu-launch`. A source
+checkout has them itself.
 """
 
 from __future__ import annotations
@@ -18,24 +18,21 @@ _GIT_SECONDS = 20.0
 
 
 def version() -> str:
-    """For example "0.1.0 (commit 1a2b3c4d5e6f)"; without the parentheses where the commit is not known."""
+    """Returns, for example, "0.1.0 (commit 1a2b3c4d5e6f)"; only the number when the commit is not known."""
     number = importlib.metadata.version("tpu-launch")
     commit = _commit()
     return f"{number} (commit {commit})" if commit else number
 
 
 def example(name: str) -> Path:
-    """An example file: the one of the current folder when there is one, else the one that came with tpu-launch."""
+    """Returns the path of an example file: examples/NAME of the current folder if it exists, else the installed one."""
     local = Path("examples") / name
     return local if local.is_file() else shared_folder("examples") / name
 
 
 def shared_folder(name: str) -> Path:
-    """The folder "images" or "examples": of the source checkout, or of the installation.
-
-    Raises:
-        LaunchError: The installation is not complete.
-    """
+    """Returns the folder "images" or "examples" of the source checkout or the installation. Raises LaunchError when the
+    installation lacks it."""
     checkout = _PACKAGE.parent
     if (checkout / "pyproject.toml").is_file():
         return checkout / name
@@ -50,7 +47,6 @@ def shared_folder(name: str) -> Path:
 
 
 def _commit() -> str | None:
-    """The commit of this installation; None where nobody knows it."""
     recorded = _PACKAGE / "commit.txt"
     if recorded.is_file():
         return recorded.read_text(encoding="utf-8").strip()

@@ -1,8 +1,8 @@
-"""Masks values of secrets in what is kept: in every form in which programs write them. Pure.
+"""Masks the values of secrets in files that the launcher keeps, in every form in which programs write them. Pure.
 
-A value is looked for as it is, escaped (JSON, once and twice; Python; shell; URL; HTML), in base64 also inside a longer
-text, in hexadecimal, and line by line where it has several lines. A short value (`1`, `info`) occurs by accident: below
-`_LONG` characters it is masked as a word of its own, below `_WORD` only behind its variable's name.
+Values are found unchanged, escaped (JSON, once and twice; Python; shell; URL; HTML), in base64 (also inside a longer
+text), in hexadecimal, and line by line. A short value (`1`, `info`) also occurs by accident: below `_LONG` characters
+it is masked only as a separate word, below `_WORD` only after its variable's name.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from collections.abc import Iterator, Mapping
 
 MASK = b"***"
 
-_LONG = 8  # characters: such a value does not occur by accident
+_LONG = 8  # characters; a longer value does not occur by accident
 _WORD = 4
 
 
-class Masker:
-    """Replaces the values of some secrets, and their forms, by `MASK`."""
+class SecretMasker:
+    """Replaces the values of secrets (variable name -> value) by `MASK`."""
 
     def __init__(self, secrets: Mapping[str, str]) -> None:
-        """`secrets`: name of the variable -> value."""
         literals: set[bytes] = set()
         words: set[bytes] = set()
         self._expressions: list[re.Pattern[bytes]] = []
@@ -36,19 +35,18 @@ class Masker:
                 elif len(part) >= _WORD:
                     words.update(_escaped(part))
                 elif part:
-                    self._expressions.append(_behind(name, part))
-        # A form may hold a shorter one: the longest are replaced first.
+                    self._expressions.append(_after_name(name, part))
+        # One form may contain another: the longest are replaced first.
         self._literals = sorted(literals, key=len, reverse=True)
         longest_first = sorted(words, key=len, reverse=True)
         self._expressions += [_word(word) for word in longest_first]
 
     @property
     def longest(self) -> int:
-        """Bytes of the longest form: what precedes a text that was cut may begin with so many less one of a value."""
+        """Bytes of the longest form. A text that was cut off may begin with all but one byte of a value."""
         return max(map(len, self._literals), default=0)
 
     def mask(self, data: bytes) -> bytes:
-        """The data without the values."""
         for literal in self._literals:
             data = data.replace(literal, MASK)
         for expression in self._expressions:
@@ -57,7 +55,7 @@ class Masker:
 
 
 def _parts(value: str) -> Iterator[str]:
-    """The value, and its lines: a log shows one a line."""
+    """Yields the value and its lines, which a log shows separately."""
     yield value
     yield value.strip()
     if "\n" in value:
@@ -65,14 +63,14 @@ def _parts(value: str) -> Iterator[str]:
 
 
 # Both patterns begin with a literal, which `re` finds quickly.
-def _behind(name: str, value: str) -> re.Pattern[bytes]:
-    """A short value where it stands behind its name: NAME=1, NAME='1', "NAME": "1"."""
+def _after_name(name: str, value: str) -> re.Pattern[bytes]:
+    """Matches a short value after its variable's name: NAME=1, NAME='1', "NAME": "1"."""
     between = rb"(=[\"']?|\": ?\")"
     return re.compile(b"(" + re.escape(name.encode()) + between + b")" + re.escape(value.encode()) + rb"(?![\w-])")
 
 
 def _word(form: bytes) -> re.Pattern[bytes]:
-    """A form that is no part of a longer word."""
+    """Matches a form that is not part of a longer word."""
     escaped = re.escape(form)
     return re.compile(b"()" + escaped + rb"(?<![\w-]" + escaped + rb")(?![\w-])")
 

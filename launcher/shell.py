@@ -1,9 +1,8 @@
 """The one place that starts local processes.
 
-Commands are argument lists, never shell strings. Every call that waits has a time-out, whose message names the
-command. Changes of the environment (an emulated slice's endpoints, for example) are made once, in this process's own
-environment, before the first command. Every command is logged at level DEBUG (`tpu-launch --verbose`); its input and
-its environment, where secrets may be, are not.
+Commands are argument lists, never shell strings. Every call that waits has a time-out, whose message names the command.
+Every command is logged at level DEBUG (`tpu-launch --verbose`), without its input and environment, which may hold
+secrets.
 """
 
 from __future__ import annotations
@@ -22,50 +21,42 @@ from pathlib import Path
 
 from launcher.errors import CommandMissing, CommandTimeout
 
-# The advice to a user who lacks a program.
-_HOW_TO_GET = {
+_INSTALL_HINTS = {
     "gcloud": "install the Google Cloud CLI (https://cloud.google.com/sdk/docs/install)",
     "docker": "install a Docker engine and client (Debian: apt-get install docker.io)",
     "ssh": "install an OpenSSH client (Debian: apt-get install openssh-client)",
     "kubectl": "install kubectl (https://kubernetes.io/docs/tasks/tools/)",
 }
-
-
 _log = logging.getLogger(__name__)
 _LOGGED_CHARACTERS = 500  # of a command: some are whole scripts
-
 _TERMINATE_SECONDS = 10.0  # between SIGTERM and SIGKILL
 
 
 @dataclass(frozen=True)
 class Result:
-    """How a command ended."""
+    """How a command ended, and what it printed."""
 
     argv: tuple[str, ...]
-
-    returncode: int
-    """Negative when a signal ended it."""
-
+    returncode: int  # negative when a signal ended it
     stdout: str
     stderr: str
 
     @property
     def ok(self) -> bool:
-        """Whether it exited with 0."""
         return self.returncode == 0
 
 
 def find(program: str) -> str:
-    """The path of `program`. Raises CommandMissing, which says how to get it."""
+    """Returns the path of a program. Raises CommandMissing, which says how to install it."""
     path = shutil.which(program)
     if path is None:
-        hint = _HOW_TO_GET.get(Path(program).name, "install it, or put its folder on PATH")
+        hint = _INSTALL_HINTS.get(Path(program).name, "install it, or put its folder on PATH")
         raise CommandMissing(f"{program} was not found on PATH: {hint}")
     return path
 
 
 def quote(argv: Sequence[str]) -> str:
-    """`argv` as a person would type it."""
+    """Returns a command as a user would type it."""
     return shlex.join(argv)
 
 
@@ -75,33 +66,30 @@ def run(
     timeout: float,
     input: str | bytes | None = None,
     env: Mapping[str, str] | None = None,
-    cwd: Path | None = None,
     pass_fds: Sequence[int] = (),
 ) -> Result:
-    """Runs a command to its end and returns what it printed. A non-zero exit code is not an error here.
+    """Runs a command to its end. A non-zero exit code raises nothing.
 
     Args:
         argv: the command.
         timeout: seconds, after which the command's whole process group is ended.
-        input: its standard input; None: none.
-        env: is added to this process's environment.
-        cwd: its current folder.
+        input: its standard input, if any.
+        env: variables to add to this process's environment.
         pass_fds: file descriptors that it inherits.
 
     Raises:
         CommandMissing: there is no such program.
         CommandTimeout: it did not end in time.
     """
+    data = input.encode() if isinstance(input, str) else input
     find(argv[0])
     begun = _log_start(argv)
-    data = input.encode() if isinstance(input, str) else input
     process = subprocess.Popen(
         list(argv),
         stdin=subprocess.PIPE if data is not None else subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env={**os.environ, **env} if env else None,
-        cwd=cwd,
         start_new_session=True,  # this process handles Ctrl-C; a time-out ends the children too
         pass_fds=pass_fds,
     )
@@ -123,23 +111,12 @@ def stream(
     *,
     timeout: float,
     env: Mapping[str, str] | None = None,
-    cwd: Path | None = None,
     on_start: Callable[[Callable[[], None]], object] | None = None,
 ) -> Result:
-    """Runs a command and hands over each line of its output (stdout and stderr together) as it comes; the result's
-    stdout holds them all. For long work that shows progress.
+    """Runs a command and passes on each line of its stdout and stderr as it comes. Raises as `run`.
 
-    Args:
-        argv: the command.
-        on_line: is given each line, without its end.
-        timeout: seconds, as for `run`.
-        env: as for `run`.
-        cwd: as for `run`.
-        on_start: is given a function that ends the command early.
-
-    Raises:
-        CommandMissing: there is no such program.
-        CommandTimeout: it did not end in time.
+    The result's stdout has all lines. `on_line` receives them without line ends; `on_start` receives a function that
+    ends the command early.
     """
     find(argv[0])
     begun = _log_start(argv)
@@ -149,7 +126,6 @@ def stream(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         env={**os.environ, **env} if env else None,
-        cwd=cwd,
         start_new_session=True,
         text=True,
         errors="replace",
@@ -157,11 +133,10 @@ def stream(
     if on_start is not None:
         on_start(lambda: _kill_group(process))
     lines: list[str] = []
-    timed_out = False
+    expired = threading.Event()
 
     def expire() -> None:
-        nonlocal timed_out
-        timed_out = True
+        expired.set()
         _kill_group(process)
 
     timer = threading.Timer(timeout, expire)
@@ -178,7 +153,7 @@ def stream(
         raise
     finally:
         timer.cancel()
-    if timed_out:
+    if expired.is_set():
         raise CommandTimeout(f"not done within {timeout:.0f} s: {quote(argv)}")
     _log_end(argv, process.returncode, begun)
     return Result(tuple(argv), process.returncode, "".join(lines), "")
@@ -200,8 +175,7 @@ def attached(argv: Sequence[str]) -> int:
 
 
 def spawn(argv: Sequence[str], *, log: Path, env: Mapping[str, str] | None = None) -> int:
-    """Starts a command as a process that outlives this one; returns its process id. Its output is appended to `log`
-    (mode 0600)."""
+    """Starts a process that outlives this one; returns its process id. Appends its output to `log` (mode 0600)."""
     find(argv[0])
     _log_start(argv)
     with os.fdopen(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as sink:
@@ -218,7 +192,7 @@ def spawn(argv: Sequence[str], *, log: Path, env: Mapping[str, str] | None = Non
 
 
 def _log_start(argv: Sequence[str]) -> float:
-    """Logs a command that is about to start. Returns the monotonic clock's seconds."""
+    """Logs a command that is about to start; returns the monotonic clock's seconds."""
     text = quote(argv)
     _log.debug("$ %s", text if len(text) <= _LOGGED_CHARACTERS else f"{text[:_LOGGED_CHARACTERS]} ...")
     return time.monotonic()
@@ -229,16 +203,13 @@ def _log_end(argv: Sequence[str], returncode: int, begun: float) -> None:
 
 
 def _kill_group(process: subprocess.Popen[bytes] | subprocess.Popen[str]) -> None:
-    """Ends a command and its children: SIGTERM, so that it can clean up, then SIGKILL."""
+    """Ends a command and its children: SIGTERM, so that they can clean up, then SIGKILL."""
     for number, seconds in ((signal.SIGTERM, _TERMINATE_SECONDS), (signal.SIGKILL, None)):
         try:
             os.killpg(process.pid, number)
+            process.wait(seconds)
         except ProcessLookupError:
             break
-        try:
-            process.wait(seconds)
-            if number == signal.SIGKILL:
-                break
         except subprocess.TimeoutExpired:
             continue
     process.wait()

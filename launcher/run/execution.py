@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from launcher.config import Config
 from launcher.errors import BadInput, Exit, LaunchError
-from launcher.masking import Masker
+from launcher.masking import SecretMasker
 from launcher.provider import CommandReport, LogLine
 from launcher.run.runs import find_run
 from launcher.run.session import Context, Session, open_session
@@ -110,7 +110,7 @@ def _masked(session: Session, on_line: Callable[[str], None]) -> Callable[[int, 
     """Returns a function that emits a host's line without values of secrets; says which secrets can't be masked."""
     if unknown := session.unknown_secrets():
         session.say(f": not masked, as their values are not known here: {', '.join(unknown)}")
-    masker, lock = Masker(session.secret_values()), session.machine.threads.lock()
+    masker, lock = SecretMasker(session.secret_values()), session.machine.threads.lock()
 
     def emit(worker: int, text: str) -> None:
         shown = masker.mask(text.encode(errors="surrogateescape")).decode(errors="surrogateescape")

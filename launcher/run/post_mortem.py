@@ -15,7 +15,7 @@ import tarfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from launcher.masking import Masker
+from launcher.masking import SecretMasker
 from launcher.run.ledger import Ledger
 
 _RECORDS = ("run.json", "config.yaml", "specification.yaml", "events.jsonl")
@@ -34,7 +34,7 @@ def write(ledger: Ledger, attempt: int, evidence: Mapping[str, str], secrets: Ma
     Raises:
         OSError: It can't be written, for example because the disk is full; nothing of it is left.
     """
-    masker = Masker(secrets)
+    masker = SecretMasker(secrets)
     target = ledger.folder / f"post-mortem-{attempt}.tar.gz"
     now = ledger.clock.time()
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
@@ -60,7 +60,7 @@ def _files(ledger: Ledger, attempt: int) -> Iterable[Path]:
         yield from sorted((ledger.folder / kind / f"attempt-{attempt}").glob("*"))
 
 
-def _masked_end(path: Path, masker: Masker) -> bytes:
+def _masked_end(path: Path, masker: SecretMasker) -> bytes:
     """The end of a file. A value that the cut divides is masked, too: more is read, masked, and then cut off."""
     with open(path, "rb") as file:
         start = max(0, path.stat().st_size - _LOG_BYTES - masker.longest)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from launcher.masking import MASK, Masker
+from launcher.masking import MASK, SecretMasker
 
 values = st.text(st.characters(codec="utf-8", exclude_characters="\n\r\0"), min_size=8, max_size=40).filter(
     lambda value: value == value.strip()
@@ -37,7 +37,7 @@ def test_every_form_of_a_value_is_masked(value: str, before: str, after: str) ->
         base64.urlsafe_b64encode(text.encode()),
         text.encode().hex().encode(),
     ]
-    masker = Masker({"TOKEN": value})
+    masker = SecretMasker({"TOKEN": value})
     for form in forms:
         assert MASK in masker.mask(form), form
         assert value.encode() not in masker.mask(form)
@@ -45,7 +45,7 @@ def test_every_form_of_a_value_is_masked(value: str, before: str, after: str) ->
 
 @given(values)
 def test_a_value_alone_is_masked_as_python_and_a_shell_show_it(value: str) -> None:
-    masker = Masker({"TOKEN": value})
+    masker = SecretMasker({"TOKEN": value})
     for shown in (repr(value), repr(value.encode()), shlex.quote(value)):
         assert MASK in masker.mask(shown.encode()), shown
 
@@ -53,7 +53,7 @@ def test_a_value_alone_is_masked_as_python_and_a_shell_show_it(value: str) -> No
 @given(values, values)
 def test_a_value_within_another_does_not_keep_the_longer_from_being_masked(one: str, other: str) -> None:
     assume(one != other)
-    masker = Masker({"A": one, "B": one + other})
+    masker = SecretMasker({"A": one, "B": one + other})
     assert other.encode() not in masker.mask((one + other).encode()).replace(MASK, b"")
 
 
@@ -69,9 +69,9 @@ def test_a_value_within_another_does_not_keep_the_longer_from_being_masked(one: 
     ],
 )
 def test_a_short_value_is_masked_only_where_it_is_meant(secrets: dict[str, str], text: str, masked: str) -> None:
-    assert Masker(secrets).mask(text.encode()).decode() == masked
+    assert SecretMasker(secrets).mask(text.encode()).decode() == masked
 
 
 def test_bytes_that_are_not_text_are_masked_and_survive() -> None:
     value = b"s3cret\xff\xfe-token".decode(errors="surrogateescape")
-    assert Masker({"TOKEN": value}).mask(b"\xfd s3cret\xff\xfe-token \xfc") == b"\xfd *** \xfc"
+    assert SecretMasker({"TOKEN": value}).mask(b"\xfd s3cret\xff\xfe-token \xfc") == b"\xfd *** \xfc"

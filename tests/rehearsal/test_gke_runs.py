@@ -10,6 +10,7 @@ import base64
 import os
 import re
 import shutil
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -380,12 +381,9 @@ def test_without_jobset_it_says_how_to_install_it(work: Workstation, cluster: Cl
 
 
 def test_the_role_has_what_is_asked_for_and_manifests_are_judged_strictly(work: Workstation, cluster: Cluster) -> None:
-    text = shell.run(
-        [sys.executable, "-m", "launcher.cli", "manifest", *GKE[2:], "--", "true"],
-        timeout=60,
-        cwd=work.folder,
-        env=work.environment,
-    ).stdout
+    manifest = [sys.executable, "-m", "launcher.cli", "manifest", *GKE[2:], "--", "true"]
+    ran = subprocess.run(manifest, cwd=work.folder, env=work.environment, capture_output=True, text=True, timeout=60)
+    text = ran.stdout
     kubectl = ["kubectl", "--context", CONTEXT]
     wrong = text.replace("parallelism:", "paralelism:")
     refused = shell.run(

@@ -1,2 +1,2 @@
-"""Artifact Registry's own protocol: what clients push to it in bytes and pull from it. Names that docker only
-registers, without bytes, are in launcher/emulator/vm/registry.py."""
+"""Artifact Registry's own protocol. launcher/emulator/vm/image_registry.py has the names that docker pushes without
+bytes."""

@@ -13,21 +13,20 @@ import json
 import re
 import threading
 from collections.abc import Callable
-from urllib.parse import urlencode
 
 from launcher.emulator.http_server import FileRegion, Request, Response, json_response
 from launcher.emulator.registry.blobs import BlobStore
 
 NAMES = ("*.pkg.dev", "gcr.io", "*.gcr.io")
-"""The names under which it answers; the engine, which must not trust our certificate, comes to 127.0.0.1."""
+"""The names of its certificate. The engine, which does not trust it, connects to 127.0.0.1."""
 
 _USER = "oauth2accesstoken"
-_NAMED = "docker pushed its name only: `tpu-launch emulator start --full-pushes` before the push makes it send bytes"
-_PATH = re.compile(r"/v2/(.+)/(blobs|manifests|tags)/(.+)")
+_NAME_ONLY = "docker pushed its name only: to push the bytes, `tpu-launch emulator start --full-pushes` first"
+_PATH = re.compile(r"/v2/(.+)/(blobs|manifests)/(.+)")
 
 
 class RegistryApi:
-    """Answers requests to the registry. Every request but that for a token needs a token."""
+    """Answers requests to the registry. All but those for a token require a token."""
 
     def __init__(
         self,
@@ -39,15 +38,15 @@ class RegistryApi:
         named: Callable[[str, str], bool] = lambda repository, version: False,
         takes_pieces: bool = False,
     ) -> None:
-        """Makes the interface.
+        """Connects the registry with its content and its faults.
 
         Args:
-            store: what it holds.
-            accepts: whether an access token is good.
-            trouble: why the registry is out of order; None: it isn't.
-            missing: whether there is no such repository.
-            named: whether docker pushed a tag or digest of a repository without its bytes.
-            takes_pieces: whether it takes uploads in pieces, as other registries do.
+            store: the content.
+            accepts: returns whether an access token is valid.
+            trouble: returns the error while the registry is down, else None.
+            missing: returns whether a repository does not exist.
+            named: returns whether docker pushed a tag or digest of a repository without its bytes.
+            takes_pieces: whether it takes uploads in pieces, as registries other than Google's do.
         """
         self.store = store
         self._accepts, self._trouble, self._missing, self._named = accepts, trouble, missing, named
@@ -56,7 +55,6 @@ class RegistryApi:
         self.bytes_received = 0  # of blobs and manifests
 
     def answer(self, request: Request) -> Response:
-        """Answers one request."""
         if request.path == "/v2/token":
             return self._token(request)
         if not self._accepts(request.headers.get("Authorization", "").removeprefix("Bearer ")):
@@ -74,14 +72,10 @@ class RegistryApi:
             return self._answer_upload(request, match[1], repository, match[3].removeprefix("uploads/"))
         if match[2] == "blobs":
             return self._answer_blob(request, repository, match[3])
-        if match[2] == "manifests":
-            return self._answer_manifest(request, match[1], repository, match[3])
-        return json_response({"name": match[1], "tags": list(self.store.tags(repository))})
-
-    # -- who may
+        return self._answer_manifest(request, match[1], repository, match[3])
 
     def _token(self, request: Request) -> Response:
-        """Turns the name and password of a login into a token; here that is the access token itself."""
+        """Answers a login with a token: its password, which is an access token."""
         try:
             text = base64.b64decode(request.headers.get("Authorization", "").removeprefix("Basic ")).decode()
         except ValueError:
@@ -121,7 +115,7 @@ class RegistryApi:
             case "GET":
                 return self._progress(path, identifier, status=204)
             case "DELETE":
-                self.store.end_upload_unasked(identifier)
+                self.store.discard_upload(identifier)
                 return Response(204)
             case "PATCH":
                 if span := request.headers.get("Content-Range"):
@@ -152,9 +146,8 @@ class RegistryApi:
     def _progress(self, path: str, identifier: str, status: int = 202) -> Response:
         size = self.store.upload_size(identifier) or 0
         headers = {"Range": f"0-{max(0, size - 1)}", "Docker-Upload-UUID": identifier}
-        # The state in a query, as some registries have it: clients must keep it.
-        query = urlencode({"_state": f"{size}"})
-        return Response(status, b"", {**headers, "Location": f"/v2/{path}/blobs/uploads/{identifier}?{query}"})
+        # Some registries keep state in a query, which clients must not drop.
+        return Response(status, b"", {**headers, "Location": f"/v2/{path}/blobs/uploads/{identifier}?_state={size}"})
 
     # -- manifests
 
@@ -163,7 +156,7 @@ class RegistryApi:
             return self._put_manifest(request, path, repository, version)
         found = self.store.manifest(repository, version)
         if found is None or request.method not in ("GET", "HEAD"):
-            hint = f" ({_NAMED})" if self._named(repository, version) else ""
+            hint = f" ({_NAME_ONLY})" if self._named(repository, version) else ""
             return _error(404, "MANIFEST_UNKNOWN", f'Failed to fetch "{version}"{hint}')
         digest, media_type, data = found
         return Response(200, data, {"Docker-Content-Digest": digest, "Content-Type": media_type})

@@ -1,13 +1,13 @@
-"""What the emulated registry holds, in a folder.
+"""The content of the emulated registry, in a folder.
 
-    blobs/<hex>                     bytes by their sha256: layers, configurations, manifests
-    repositories/<name>/blobs/<hex>       which of them a repository has (empty files); <name> is percent-encoded
-    repositories/<name>/manifests/<hex>   a manifest's media type
-    repositories/<name>/tags/<tag>        a manifest's digest
-    uploads/<id>                    bytes of uploads that have not ended
+    blobs/<hex>                           bytes by their sha256: layers, configurations, manifests
+    repositories/<name>/blobs/<hex>       marks a blob of a repository (an empty file); <name> is percent-encoded
+    repositories/<name>/manifests/<hex>   the media type of a manifest
+    repositories/<name>/tags/<tag>        the digest of a manifest
+    uploads/<id>                          bytes of unfinished uploads
 
-What can fail half-way: bytes get their name only when they are complete, and a name is written after its bytes; an
-upload that broke off stays as it is, and can be continued.
+Bytes get their name only when they are complete, and references are written after the bytes. An interrupted upload
+stays as it is and can be continued.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class BlobStore:
     # -- blobs
 
     def blob(self, repository: str, digest: str) -> Path | None:
-        """The file of a blob that a repository has."""
+        """Returns the file of a repository's blob, None when the repository has none of that digest."""
         match = _DIGEST.fullmatch(digest)
         if match is None or not (self._repository(repository) / "blobs" / match[1]).exists():
             return None
         return self._folder / "blobs" / match[1]
 
     def link(self, repository: str, digest: str, source: str) -> bool:
-        """Gives a repository a blob that another one has; false when that has none."""
+        """Gives a repository a blob of another one; returns whether that one has it."""
         path = self.blob(source, digest)
         if path is None:
             return False
@@ -51,7 +51,7 @@ class BlobStore:
         return True
 
     def begin_upload(self) -> str:
-        """The id of a new upload."""
+        """Begins an upload and returns its id."""
         identifier = secrets.token_hex(16)
         folder = self._folder / "uploads"
         folder.mkdir(parents=True, exist_ok=True)
@@ -59,12 +59,12 @@ class BlobStore:
         return identifier
 
     def upload_size(self, identifier: str) -> int | None:
-        """How many bytes an upload has; None when there is no such upload."""
+        """Returns the number of bytes of an upload; None when there is no such upload."""
         path = self._upload(identifier)
         return path.stat().st_size if path else None
 
     def extend_upload(self, identifier: str, blocks: Iterable[bytes]) -> None:
-        """Appends to an upload. What came before a client left stays."""
+        """Appends to an upload. Bytes received before a client disconnects stay."""
         path = self._upload(identifier)
         assert path is not None, identifier
         with open(path, "ab") as file:
@@ -72,7 +72,7 @@ class BlobStore:
                 file.write(block)
 
     def end_upload(self, repository: str, identifier: str, digest: str) -> bool:
-        """Makes an upload a blob of a repository; false when its digest is another one, and then it is gone."""
+        """Makes an upload a blob of a repository. Deletes it and returns False when its digest differs."""
         path = self._upload(identifier)
         assert path is not None, identifier
         with open(path, "rb") as file:
@@ -85,16 +85,16 @@ class BlobStore:
         self._enter(repository, found)
         return True
 
-    def end_upload_unasked(self, identifier: str) -> None:
-        """Forgets an upload."""
+    def discard_upload(self, identifier: str) -> None:
         if path := self._upload(identifier):
             path.unlink()
 
     # -- manifests
 
     def manifest(self, repository: str, version: str) -> tuple[str, str, bytes] | None:
-        """Digest, media type and bytes of a manifest, by digest or tag."""
-        digest = version if _DIGEST.fullmatch(version) else self.tags(repository).get(version, "")
+        """Returns digest, media type and bytes of the manifest with a digest or tag; None when there is none."""
+        tag = self._repository(repository) / "tags" / version
+        digest = tag.read_text() if _TAG.fullmatch(version) and tag.is_file() else version
         match = _DIGEST.fullmatch(digest)
         path = self._repository(repository) / "manifests" / (match[1] if match else "")
         if match is None or not path.is_file():
@@ -102,7 +102,7 @@ class BlobStore:
         return digest, path.read_text(), (self._folder / "blobs" / match[1]).read_bytes()
 
     def put_manifest(self, repository: str, version: str, media_type: str, data: bytes) -> str:
-        """Enters a manifest, under its digest and under `version` where that is a tag; returns the digest."""
+        """Stores a manifest under its digest, and under `version` if that is a tag; returns the digest."""
         found = hashlib.sha256(data).hexdigest()
         for folder in (
             self._folder / "blobs",
@@ -114,12 +114,6 @@ class BlobStore:
         if _TAG.fullmatch(version):
             write_atomically(self._repository(repository) / "tags" / version, f"sha256:{found}".encode())
         return f"sha256:{found}"
-
-    def tags(self, repository: str) -> dict[str, str]:
-        """A repository's tags and the digests that they mean."""
-        folder = self._repository(repository) / "tags"
-        paths = sorted(folder.iterdir()) if folder.is_dir() else []
-        return {path.name: path.read_text() for path in paths if not path.name.startswith(".")}
 
     def _enter(self, repository: str, name: str) -> None:
         folder = self._repository(repository) / "blobs"

@@ -13,22 +13,20 @@ import re
 import socket
 import threading
 from dataclasses import dataclass
-from email.parser import BytesParser
-from http.client import HTTPMessage, responses
-from io import BytesIO
+from http.client import HTTPMessage, parse_headers, responses
 from typing import Any
 from urllib.parse import parse_qs, urlencode
 
 from launcher.emulator.http_server import Body
 from launcher.emulator.vm.engine_view import EngineRefusal
 
-_LARGEST_HEAD = 1 << 20
+_LONGEST_LINE = 1 << 16
 _BLOCK = 1 << 18
 
 
 @dataclass
 class EngineRequest:
-    """A request whose head was read; the body starts with `received` and continues on the connection."""
+    """A request whose head was read; the body is still on the connection."""
 
     connection: socket.socket
     method: str
@@ -36,7 +34,6 @@ class EngineRequest:
     path: str  # without the version, percent-encoded
     query: dict[str, str]
     headers: HTTPMessage
-    received: bytes
 
     def json(self) -> dict[str, Any]:
         """Reads the body from the connection. Raises EngineRefusal when it is not a JSON object."""
@@ -44,8 +41,7 @@ class EngineRequest:
             self.connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
         length = self.headers.get("Content-Length")
         chunked = self.headers.get("Transfer-Encoding", "").lower() == "chunked"
-        source = _BufferedConnection(self.received, self.connection)
-        data = Body(source, int(length) if length else None, chunked).read_all()  # type: ignore[arg-type]
+        data = Body(self.connection.makefile("rb"), int(length) if length else None, chunked).read_all()
         try:
             value = json.loads(data or b"{}")
         except ValueError as error:
@@ -55,36 +51,18 @@ class EngineRequest:
         return value
 
 
-class _BufferedConnection:
-    """Reads the bytes that were already received, then those of the connection."""
-
-    def __init__(self, received: bytes, connection: socket.socket) -> None:
-        self._received, self._stream = BytesIO(received), connection.makefile("rb")
-
-    def read(self, size: int) -> bytes:
-        return self._received.read(size) or self._stream.read1(size)
-
-    def readline(self, limit: int) -> bytes:
-        line = self._received.readline(limit)
-        return line if line.endswith(b"\n") else line + self._stream.readline(limit)
-
-
 def receive(connection: socket.socket) -> EngineRequest | None:
-    """Reads the head of the next request; None when the client closed the connection or the head is too large."""
-    data = b""
-    while b"\r\n\r\n" not in data:
-        block = connection.recv(65536)
-        if not block or len(data) > _LARGEST_HEAD:
-            return None
-        data += block
-    head, received = data.split(b"\r\n\r\n", 1)
-    line, _, fields = head.partition(b"\r\n")
+    """Reads the head of the next request; None when the client closed the connection."""
+    stream = connection.makefile("rb", buffering=0)  # takes no byte of the body from the connection
+    line = stream.readline(_LONGEST_LINE)
+    if not line:
+        return None
     method, target, _ = line.decode("latin-1").split(" ", 2)
+    headers = parse_headers(stream)
     target, _, query = target.partition("?")
     version, path = split_version(target)
-    headers: HTTPMessage = BytesParser(_class=HTTPMessage).parsebytes(fields + b"\r\n\r\n")
     parameters = {name: values[-1] for name, values in parse_qs(query, keep_blank_values=True).items()}
-    return EngineRequest(connection, method, version, path, parameters, headers, received)
+    return EngineRequest(connection, method, version, path, parameters, headers)
 
 
 def split_version(path: str) -> tuple[str, str]:
@@ -127,7 +105,7 @@ def forward(request: EngineRequest, engine_path: str, path: str) -> None:
         head.append("Connection: close")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as upstream:
         upstream.connect(engine_path)
-        upstream.sendall(("\r\n".join(head) + "\r\n\r\n").encode("latin-1") + request.received)
+        upstream.sendall(("\r\n".join(head) + "\r\n\r\n").encode("latin-1"))
         client_side = threading.Thread(target=_copy, args=(request.connection, upstream), daemon=True)
         client_side.start()
         _copy(upstream, request.connection)

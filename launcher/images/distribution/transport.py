@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import ssl
+import traceback
 import urllib.request
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -105,7 +106,8 @@ class Transport:
         try:
             response = pool.urlopen(method, target, body or None, fields, retries=False, redirect=False)
         except self._error as error:
-            raise OSError(str(error)) from error
+            traceback.clear_frames(error.__traceback__)  # a frame holds the half-read response, and so the socket
+            raise OSError(str(error)) from None
         received = {name.lower(): value for name, value in response.headers.items()}
         return RegistryResponse(response.status, received, response.data, url)
 
