@@ -3,8 +3,8 @@
 On a TPU the process is the slice's only client: `TPUStrategy` over the chips of this host (`local`), or over those of
 the gRPC workers that TPU_NAME lists. On CPUs every host runs this process; CPU_NUM_DEVICES above 1 makes logical
 devices of its CPU, under `MirroredStrategy`, which is TPUStrategy's path through this code. Between CPU hosts the
-gradients are added over TCP, in a fixed order: two programs a step instead of one. (MultiWorkerMirroredStrategy would
-add them too, but after a peer's death it waits for heartbeats, or ends the process with a code of its own.)
+gradients are summed over TCP, in a fixed order: two programs a step instead of one. (MultiWorkerMirroredStrategy would
+sum them too, but after a peer's death it waits for heartbeats, or ends the process with an exit code of its own.)
 
 The training step itself is in `step.py`, the state in `state.py`, devices in `replicas.py`, the network in `model.py`.
 """
@@ -56,8 +56,8 @@ class TensorFlow:
         requirements: ModelRequirements,
         token: str,
     ) -> None:
-        """Opens the devices, connects the hosts and builds the model. `token`: of this group of processes."""
-        # XLA's products of fp32 keep their factors, which a TPU would round to bf16; those of bf16 stay as they are.
+        """Opens the devices, connects the hosts and builds the model. `token` identifies this group of processes."""
+        # Without this a TPU rounds the factors of fp32 products to bf16.
         tf.config.experimental.enable_tensor_float_32_execution(False)
         self._config = config
         self._checked = CheckedPrograms(os.environ, comparable=False, warns=cluster.is_first)
@@ -73,7 +73,7 @@ class TensorFlow:
         self._state = State(parameters, optimizer, self._replicas.assign)
         task_sums = load(TASKS[config.task].tensorflow)
         self._step = TrainingStep(config, cluster, network, parameters, optimizer, noise, self._replicas, task_sums)
-        # Not on a TPU, where the whole program is compiled anyway.
+        # On a TPU the whole program is compiled anyway.
         compiled = config.train.jit_compile and self._replicas.count == 1 and not self._replicas.is_tpu
         self._programs: dict[str, Any] = {
             name: tf.function(function, jit_compile=compiled or None, autograph=False)
@@ -97,25 +97,26 @@ class TensorFlow:
 
     @property
     def in_flight(self) -> int:
-        """On a TPU one call runs while the next is filled; on a CPU a call has ended when it returns."""
+        """Steps whose results the loop may leave unread. On a TPU one call runs while the next is queued; on a CPU a
+        call has ended when it returns."""
         return 2 * self._calls.length if self._replicas.is_tpu else self._calls.length - 1
 
     def batches(self, task: Task, start: int) -> Generator[HostBatch, None, None]:
-        """The hosts of the strategy read for their devices. With one device, with hosts outside the strategy, or to
-        count skipped records here, the loop's own batches."""
+        """Yields batches from `start` on: the strategy's hosts read them for their devices if `_hosts_read`."""
         if not self._hosts_read:
             return task.batches(start)
         return distributed(self._replicas.strategy, self._config, task.data, start)
 
     def evaluation_batches(self, task: Task) -> Iterator[HostBatch]:
-        """As `batches`: on a slice host 0 reads no rows of other hosts."""
+        """Yields the evaluation set once, as `batches`."""
         if not self._hosts_read:
             return task.evaluation_batches()
         return distributed_evaluation(self._replicas.strategy, self._config, task)
 
     @property
     def _hosts_read(self) -> bool:
-        """Whether the hosts of the strategy read batches for their devices, by tf.data."""
+        """Whether the strategy's hosts read batches for their devices, by tf.data. If not, this process reads: for one
+        device, for hosts outside the strategy, or to count skipped records."""
         counts_skipped = self._config.data.on_corrupt == "skip" and not os.environ.get("TPU_NAME")
         return self._replicas.count > 1 and not self._exchange and not counts_skipped
 
@@ -156,15 +157,14 @@ class TensorFlow:
         )
 
     def _pending_of_upcoming(self, batch: Arrays, trains: bool, signals: Signals, *arguments: Any) -> _PendingStep:
-        """Runs a program that takes its rows itself: what is wrong with them is an error of this call, or of whoever
-        waits for it."""
+        """Runs a program that takes its rows itself: errors of its rows surface in this call or with its result."""
         dataset = dataset_of(batch)
         with translate_errors(dataset):
             sums = self._call("train next" if trains else "evaluate next", *arguments)
         return _PendingStep(sums, signals, dataset, trains=trains)
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        """Runs a program, and counts the seconds of calls that trace."""
+        """Runs a program, and adds up the seconds of calls that trace."""
         program = self._programs[name]
         traces_before, began = program.experimental_get_tracing_count(), time.monotonic()
         result = program(*arguments)
@@ -209,7 +209,7 @@ class TensorFlow:
 def _build(
     config: TrainerConfig, requirements: ModelRequirements, replicas: Replicas, noise: Noise
 ) -> tuple[Any, list[Parameter], Any]:
-    """The network, its parameters and the optimizer, in the strategy's scope."""
+    """Builds the network, its parameters and the optimizer in the strategy's scope."""
     train = config.train
     policy = tf.keras.mixed_precision.global_policy()
     tf.keras.mixed_precision.set_global_policy("mixed_bfloat16" if train.precision == "bf16" else "float32")
@@ -235,26 +235,32 @@ def _as_array(signals: Signals) -> npt.NDArray[np.float32]:
 
 
 class _PendingStep:
-    """`sums` are of this host alone when `signals` are given: then there is no other. Those of a step that `trains` end
-    with training.batch.UPDATE, others with the task's counts."""
+    """The result of a step or an evaluation that may still run.
+
+    Args:
+        sums: the program's result: training.batch.SUMS, the signals unless they are given, then training.batch.UPDATE
+            of a step that `trains`, or the task's counts.
+        signals: this host's, if it is the only one.
+        dataset: the dataset whose rows the program took itself.
+        trains: whether it is a training step.
+    """
 
     def __init__(
         self, sums: Any, signals: Signals | None = None, dataset: Dataset | None = None, *, trains: bool
     ) -> None:
-        """`dataset`: whose rows the program took itself."""
         self._sums, self._signals, self._dataset, self._trains = sums, signals, dataset, trains
 
     @translate_failures()
     def result(self) -> StepResult:
         with translate_errors(self._dataset) if self._dataset else contextlib.nullcontext():
             values: list[float] = np.asarray(self._sums).tolist()
-        further = values[len(SUMS) :]
+        remaining = values[len(SUMS) :]
         signals = self._signals
         if signals is None:
-            stop, save, *further = further
+            stop, save, *remaining = remaining
             signals = Signals(stop > 0, save > 0)
         sums = dict(zip(SUMS, values, strict=False))
         if self._trains:
-            norm, skipped = further
+            norm, skipped = remaining
             return StepResult(sums, signals, gradient_norm=norm, skipped=skipped > 0)
-        return StepResult(sums, signals, np.array(further) if further else None)
+        return StepResult(sums, signals, np.array(remaining) if remaining else None)

@@ -1,8 +1,8 @@
-"""Several training steps in one call of the program: between them the device does not wait for Python.
+"""Runs several training steps in one call of the program, so that the device does not wait for Python between them.
 
-A step that the loop asks for is queued, and a call starts all queued steps: when the call is full, or when a result is
-read, which is what the loop does before it saves, evaluates or stops. So each of these happens on its own step. The
-numbers do not depend on how the steps were divided into calls.
+`add` queues a step, and a call starts all queued steps: when the call is full, or when a result is read, which the loop
+does before it saves, evaluates or stops. So each of these happens on its own step. The results do not depend on how the
+steps are divided into calls.
 """
 
 from __future__ import annotations
@@ -14,42 +14,36 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-MOST_STEPS = 64  # of a call, unless the configuration says otherwise
-CALL_SECONDS = 0.5  # that a call may take: for so long, at most twice, a stop is not seen
+MOST_STEPS = 64  # of a call, unless the configuration sets it
+CALL_SECONDS = 0.5  # target duration of a call: a stop request may wait for two calls
 
 # (the strategy's iterator, the seeds of the steps (n,), their scalars (n, m), how many are due) -> results (due, ...)
 RunSteps = Callable[[Any, npt.NDArray[np.int32], npt.NDArray[np.float32], int], Any]
 
 
 class StepCalls:
-    """The steps that were asked for and not started, and how many a call takes.
+    """Queues steps and starts them, `steps` in a call.
 
-    The first call is of one step: it compiles, and what is wrong is told at once. From then on a call takes `steps`.
-    When that is None, it takes as many as were seen to fit into CALL_SECONDS, and at most twice as many as the last.
+    If `steps` is None, a call takes as many as fit into CALL_SECONDS at the last call's speed, and at most twice as
+    many as the last call. The first call takes one step: it compiles, and reports errors at once. `run` starts steps;
+    its result may not be ready when it returns.
     """
 
     def __init__(self, run: RunSteps, steps: int | None, now: Callable[[], float] = time.monotonic) -> None:
-        """
-        Args:
-            run: starts steps; its result may still be under way.
-            steps: of a call.
-            now: the time source, in seconds.
-        """
         self._run, self._steps, self._now = run, steps, now
         self._most = steps or MOST_STEPS
         self._queue: list[tuple[Any, int, tuple[float, ...]]] = []  # of each step: iterator, seed, scalars
-        self._call = _Call()  # in which the queued steps will run
-        self._ended = 0.0  # when the last call was seen to have ended
-        self.length = 1
-        """Steps of the next call."""
+        self._call = _Call()  # the call of the queued steps
+        self._ended = 0.0  # time at which the last call's end was noticed
+        self.length = 1  # steps of the next call
 
     def add(self, iterator: Any, seed: int, scalars: tuple[float, ...]) -> QueuedStep:
-        """Queues a step; starts all that are queued when they fill a call.
+        """Queues a step, and starts all queued steps if they fill a call.
 
         Args:
-            iterator: the strategy's, from which the step takes its rows.
+            iterator: the strategy's iterator, from which the step takes its rows.
             seed: of dropout.
-            scalars: the learning rate, and the optimizer's.
+            scalars: the learning rate and the optimizer's scalars.
         """
         step = QueuedStep(self, self._call, len(self._queue))
         self._queue.append((iterator, seed, scalars))
@@ -58,13 +52,13 @@ class StepCalls:
         return step
 
     def flush(self) -> None:
-        """Starts the steps that are queued."""
+        """Starts the queued steps."""
         if not self._queue:
             return
         iterators, queued_seeds, queued_scalars = zip(*self._queue, strict=True)
         self._queue, call, self._call = [], self._call, _Call()
         due = len(queued_seeds)
-        # Of one size, whatever is due: another size would be another program.
+        # Always of the same size: another size would be another program.
         seeds = np.zeros(self._most, np.int32)
         scalars = np.zeros((self._most, len(queued_scalars[0])), np.float32)
         seeds[:due], scalars[:due] = queued_seeds, queued_scalars
@@ -73,8 +67,9 @@ class StepCalls:
         if self._steps:
             self.length = self._steps
 
-    def ended(self, began: float, due: int) -> None:
-        """Takes note that the call of `due` steps, started at `began`, has ended, for the length of later ones."""
+    def note_end(self, began: float, due: int) -> None:
+        """Sets the length of later calls by the duration of a call of `due` steps that started at `began` and just
+        ended."""
         now = self._now()
         seconds, self._ended = (now - max(began, self._ended)) / due, now
         if self._steps is None:
@@ -86,23 +81,22 @@ class _Call:
     """One call of the program."""
 
     began = 0.0
-    results: Any = None  # of its steps, once it was started
-    values: npt.NDArray[np.float32] | None = None  # the results, once they were read
+    results: Any = None  # of its steps; None until it starts
+    values: npt.NDArray[np.float32] | None = None  # the results; None until they are read
 
 
 class QueuedStep:
-    """The result of a step that waits for its call, or runs in it."""
+    """The result of the step with number `index` in a call, which may not have started."""
 
     def __init__(self, calls: StepCalls, call: _Call, index: int) -> None:
-        """`index`: of the step in its call."""
         self._calls, self._call, self._index = calls, call, index
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[np.float32]:
-        """Waits for the call, which is started if need be."""
+        """Starts the call if it has not started, and waits for its end."""
         call = self._call
         if call.results is None:
             self._calls.flush()
         if call.values is None:
             call.values = np.asarray(call.results)
-            self._calls.ended(call.began, len(call.values))
+            self._calls.note_end(call.began, len(call.values))
         return np.asarray(call.values[self._index], dtype)

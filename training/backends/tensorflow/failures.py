@@ -1,6 +1,7 @@
-"""TensorFlow's errors as the trainer's: what one means does not depend on the call in which it surfaces.
+"""Translates TensorFlow's errors to the trainer's.
 
-Operations run ahead of the program, so an error comes from whatever waits next: a step, a batch, a copy of the state.
+Operations run asynchronously, so an error surfaces in the next call that waits: for a step, a batch, a copy of the
+state.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ import tensorflow as tf
 
 from training.errors import LostPeer, OutOfMemory, UnusableTpu
 
-# What gRPC says of a worker that is gone; TensorFlow passes it on under various codes.
+# gRPC's messages for a lost worker; TensorFlow passes them on under various codes.
 _NO_CONNECTION = re.compile(r"socket closed|connection (reset|refused)|failed to connect|broken pipe", re.IGNORECASE)
 _LOST = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError)
 
 
 @contextmanager
 def translate_failures() -> Iterator[None]:
-    """Around everything that waits for operations. Errors without a meaning of their own pass unchanged.
+    """Translates errors of a block that waits for operations. Other errors pass unchanged.
 
     Raises:
-        OutOfMemory: of a device, or of a host.
+        OutOfMemory: a device or a host is out of memory.
         LostPeer: the worker of a host of this slice is gone.
     """
     try:
@@ -39,7 +40,7 @@ def translate_failures() -> Iterator[None]:
 
 @contextmanager
 def translate_tpu_failures() -> Iterator[None]:
-    """Around the initialisation of the TPU. Raises UnusableTpu."""
+    """Translates errors of a block that initialises the TPU to UnusableTpu."""
     try:
         yield
     except (tf.errors.OpError, RuntimeError, ValueError) as error:
@@ -49,9 +50,9 @@ def translate_tpu_failures() -> Iterator[None]:
 
 
 def describe_tpu_failure(message: str) -> UnusableTpu:
-    """The error for TensorFlow's message about a TPU that it could not initialise.
+    """Returns the error for TensorFlow's message about a TPU that it could not initialise.
 
-    Of several errors the first is the cause. Those of a slice name the worker, and all name operations.
+    If the message lists several errors, the first is the cause. Those of a slice name the worker.
     """
     worker = re.search(r"remote target /job:\w+/replica:\d+/task:(\d+)", message)
     first = re.search(r"^ *\(0\) (.*)$", message, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""`transformers.pipeline` over a model folder where there is no torch: in the tensorflow image."""
+"""Opens `transformers.pipeline` over a model folder without torch, in the tensorflow image."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ _NETWORKS = {entry.head.pipeline: f"TFAutoModel{entry.head.network}" for entry i
 
 
 def open_pipeline(name: str, folder: str) -> Any:
-    """`transformers.pipeline(name)` over a local model folder, on the CPU. Raises BadInput.
+    """Returns `transformers.pipeline(name)` over a local model folder, on the CPU. Raises BadInput.
 
-    The weights are put in here because transformers 4.57's TFAutoModel.from_pretrained fails on a safetensors file of
-    PyTorch's names ("'builtins.safe_open' object is not iterable")."""
+    Loads the weights itself because transformers 4.57's TFAutoModel.from_pretrained fails on a safetensors file with
+    PyTorch's names ("'builtins.safe_open' object is not iterable").
+    """
     model = getattr(transformers, _NETWORKS[name]).from_config(AutoConfig.from_pretrained(folder))
     count_positions(model)
     ids = tf.constant([[0, 1]])
@@ -33,5 +34,5 @@ def open_pipeline(name: str, folder: str) -> Any:
     )
     if missing := sorted(report["missing_keys"]):
         raise BadInput(f"{folder} lacks {len(missing)} of the model's weights: {', '.join(missing[:3])}")
-    # dtype: its default is looked up in torch.
+    # Without dtype=None, transformers would look its default up in torch.
     return pipeline(name, model=model, tokenizer=AutoTokenizer.from_pretrained(folder), framework="tf", dtype=None)

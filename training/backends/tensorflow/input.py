@@ -1,10 +1,8 @@
-"""Batches for `tf.distribute`: every host of the strategy reads its own rows with TensorFlow's ops alone, and
-each of its devices gets its part.
+"""Batches for `tf.distribute`: every host of the strategy reads its own rows with TensorFlow's operations alone.
 
-The rows of replica r are those that `np.split` of the global batch would give it, so the training is that of any other
-backend and number of devices. Nothing but ids, places and weights goes to the devices. Which records they are stays
-unknown to the program's process, and so does how many were bad: `on_corrupt: skip` replaces them as everywhere, but the
-summary of a run on several TPU hosts does not count them.
+Replica r gets the rows that `np.split` of the global batch would give it, so training is the same as with any other
+backend or number of devices. Only the arrays of the batch go to the devices, not the numbers of the records or of
+replaced ones: `on_corrupt: skip` works, but the summary of a run on several TPU hosts does not count replaced records.
 """
 
 from __future__ import annotations
@@ -28,34 +26,34 @@ from training.tasks.task import Data, Task, evaluation_slice, task_class, traini
 
 @dataclass(frozen=True)
 class Distributed:
-    """A global array whose rows are on the devices already."""
+    """A global array whose rows are on the devices."""
 
-    value: Any  # what the strategy's programs take
+    value: Any  # the strategy's per-replica value, an argument of its programs
     shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Upcoming:
-    """A global array of the batch that the step's program itself takes from the strategy's iterator next."""
+    """A global array that the step's program itself will take from the strategy's iterator."""
 
     iterator: Any
     shape: tuple[int, ...]
-    dataset: Dataset  # for messages
+    dataset: Dataset  # named in error messages
 
 
 def is_upcoming(batch: Arrays) -> bool:
-    """Whether the program that gets this batch takes its rows from the iterator itself."""
+    """Returns whether the step's program takes the rows of this batch from the iterator itself."""
     return any(isinstance(array, Upcoming) for array in batch.values())
 
 
 def dataset_of(batch: Arrays) -> Dataset:
-    """Of a batch that is upcoming."""
+    """Returns the dataset of an upcoming batch."""
     return next(array.dataset for array in batch.values() if isinstance(array, Upcoming))
 
 
 def distributed(strategy: Any, config: TrainerConfig, data: Data, start: int) -> Generator[HostBatch, None, None]:
-    """Global batch `start`, `start` + 1, ..., endless, read ahead by tf.data. Raises BadInput, StorageError,
-    LostPeer, OutOfMemory; where batches are `Upcoming`, the step's program does."""
+    """Yields global batches from `start` on, endless, read ahead by tf.data. Raises BadInput, StorageError, LostPeer,
+    OutOfMemory; if batches are `Upcoming`, the step's program raises them instead."""
 
     def read_rows(host: int, hosts: int) -> Any:
         return host_rows(config, data, host, hosts, start)
@@ -64,13 +62,13 @@ def distributed(strategy: Any, config: TrainerConfig, data: Data, start: int) ->
 
 
 def distributed_evaluation(strategy: Any, config: TrainerConfig, task: Task) -> Iterator[HostBatch]:
-    """The evaluation set once, as the task's own `evaluation_batches`. Raises as `distributed`."""
+    """Yields the evaluation set once, as the task's own `evaluation_batches`. Raises as `distributed`."""
     data, batch_size = task.data, config.evaluation_batch_size
     assert data.evaluation is not None
 
     def read_rows(host: int, hosts: int) -> Any:
-        how = evaluation_slice(config, training_slice(config, data, host, hosts))
-        return load(TASKS[config.task].tensorflow_evaluation_rows)(config, how, data)
+        host_slice = evaluation_slice(config, training_slice(config, data, host, hosts))
+        return load(TASKS[config.task].tensorflow_evaluation_rows)(config, host_slice, data)
 
     return islice(_batches(strategy, config, data.evaluation, read_rows, batch_size), task.evaluation_batch_count)
 
@@ -78,11 +76,11 @@ def distributed_evaluation(strategy: Any, config: TrainerConfig, task: Task) -> 
 def _batches(
     strategy: Any, config: TrainerConfig, dataset: Dataset, read_rows: Callable[[int, int], Any], batch_size: int
 ) -> Generator[HostBatch, None, None]:
-    """`read_rows`: (host, hosts) -> the tf.data dataset of that host's rows."""
+    """Yields global batches. `read_rows`: (host, hosts) -> the tf.data dataset of that host's rows."""
     per_replica = batch_size // strategy.num_replicas_in_sync
     names = tuple(task_class(config.task).empty_batch(config, 1, dataset.sequence_length))
 
-    def of_host(context: Any) -> Any:
+    def host_dataset(context: Any) -> Any:
         rows = read_rows(context.input_pipeline_id, context.num_input_pipelines)
         arrays = rows.map(lambda batch: {name: batch[name] for name in names})
         parts = arrays.flat_map(
@@ -93,15 +91,15 @@ def _batches(
         )
 
     with translate_failures(), translate_errors(dataset):
-        batches = iter(strategy.distribute_datasets_from_function(of_host))
+        batches = iter(strategy.distribute_datasets_from_function(host_dataset))
         upcoming = _upcoming(strategy, batches, dataset)
         while True:
             yield HostBatch(upcoming or _next_batch(strategy, batches), np.zeros(0, np.int64))
 
 
 def _upcoming(strategy: Any, batches: Any, dataset: Dataset) -> Any:
-    """The arrays of every batch, where all have the same shapes: then the step's program takes them from the iterator
-    itself. `next(batches)` here would cost a call for each replica and step. None where shapes differ."""
+    """Returns the arrays of every batch if all batches have the same shapes, else None. The step's program then takes
+    the rows from the iterator: `next(batches)` in Python would cost a call for each replica and step."""
     shapes = {
         name: tf.nest.flatten(spec, expand_composites=True)[0].shape for name, spec in batches.element_spec.items()
     }
@@ -117,9 +115,9 @@ def _next_batch(strategy: Any, batches: Any) -> Any:
 
 
 def host_rows(config: TrainerConfig, data: Data, host: int, hosts: int, start: int) -> Any:
-    """The tf.data dataset of one host's rows of global batch `start`, `start` + 1, ... Raises BadInput."""
-    how = training_slice(config, data, host, hosts)
-    return load(TASKS[config.task].tensorflow_rows)(config, how, data, start)
+    """Returns the tf.data dataset of one host's rows of global batches from `start` on. Raises BadInput."""
+    host_slice = training_slice(config, data, host, hosts)
+    return load(TASKS[config.task].tensorflow_rows)(config, host_slice, data, start)
 
 
 def _shape(strategy: Any, value: Any) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
-"""The programs of the TensorFlow backend, lowered from its own step and evaluation for `tpu-train preflight`.
+"""Lowers the TensorFlow backend's own step and evaluation for `tpu-train preflight`, without running them.
 
-They are the programs that TPUStrategy runs on each device of a slice, with the device's own rows of the batch and with
-the sums over all devices. Lowered, never run, so the slice need not exist.
+These are the programs that TPUStrategy runs on each device of a slice, with the device's own rows of the batch and with
+the sums over all devices.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from training.preflight.compiler import Program, hash_hlo
 
 
 class SliceReplicas(Replicas):
-    """One replica of a slice that is not there."""
+    """One replica of a simulated slice."""
 
     slice_devices = 1
 
     def sum(self, values: Any) -> Any:
-        """As XLA's own operation over all devices of the slice."""
+        """Sums over all devices of the slice by XLA's own operation."""
         devices = tf.constant([list(range(self.slice_devices))])
 
         def all_reduce(value: Any) -> Any:
@@ -35,29 +35,28 @@ class SliceReplicas(Replicas):
 
 
 class LoweringBackend(TensorFlow):
-    """The backend with programs as one device of a slice runs them."""
+    """The backend, with the programs that one device of a slice runs."""
 
     def _open_replicas(self) -> Replicas:
         self._slice = SliceReplicas()
         return self._slice
 
     def simulate_devices(self, count: int) -> None:
-        """From here on, programs are lowered for so many devices."""
         self._slice.slice_devices = count
 
     def lower(self, training: bool, batch: Arrays) -> tuple[str, str, Mapping[int, str]]:
         """Lowers the step or the evaluation for a global batch.
 
         Returns:
-            StableHLO, HLO without places in source code, and the names of the arguments that are tensors of the state.
+            StableHLO, HLO without source lines, and the names of the state's tensors among the arguments, by number.
         """
         rows = {
             name: tf.TensorSpec((array.shape[0] // self._slice.slice_devices, *array.shape[1:]), array.dtype)
             for name, array in batch.items()
         }
-        further = []
+        scalars = []
         if training:
-            further = [tf.TensorSpec(scalar.shape, scalar.dtype) for scalar in self._step.scalars(0)]
+            scalars = [tf.TensorSpec(scalar.shape, scalar.dtype) for scalar in self._step.scalars(0)]
 
         def program(*flat: Any) -> Any:
             by_name = dict(zip(rows, flat, strict=False))
@@ -66,7 +65,7 @@ class LoweringBackend(TensorFlow):
             return self._step.evaluation_program(by_name)
 
         function = tf.function(program, jit_compile=True, autograph=False)
-        arguments = [*rows.values(), *further]
+        arguments = [*rows.values(), *scalars]
         text = function.experimental_get_compiler_ir(*arguments)
         captured = function.get_concrete_function(*arguments).captured_inputs
         names = {id(variable.handle): name for name, (_, variable) in self._state.variables().items()}
@@ -79,7 +78,7 @@ class LoweringBackend(TensorFlow):
 
 
 class TensorFlowTracer:
-    """One program, which each device of a slice runs on its own rows."""
+    """Traces one program, which each device of a slice runs on its own rows. See `ProgramTracer`."""
 
     def __init__(self, open_backend: BuildBackend, devices: int) -> None:
         self._open_backend, self._devices = open_backend, devices

@@ -1,9 +1,8 @@
-"""Networks for the TensorFlow backend: transformers' Keras 2 models under PyTorch's names, their initial weights and
-their dropout.
+"""Builds networks for the TensorFlow backend: transformers' Keras 2 models, with initial weights and dropout. Needs no
+torch.
 
-A checkpoint and a model folder know parameters by PyTorch's names and shapes, whichever backend wrote them. In
-TensorFlow a dense layer's kernel is the transpose of PyTorch's weight; everything else has the same shape. Nothing here
-needs torch.
+Checkpoints and model folders have parameters under PyTorch's names and in PyTorch's shapes, whichever backend wrote
+them. In TensorFlow a dense layer's kernel is the transpose of PyTorch's weight; other shapes are the same.
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ from training.storage.hub import model_folder
 _DTYPES = {"F32": np.float32, "F16": np.float16, "F64": np.float64, "BF16": np.uint16}
 
 Array = npt.NDArray[np.float32]
-# Gives variables their values: see training.backends.tensorflow.replicas.Replicas.assign.
+# Sets variables to arrays: training.backends.tensorflow.replicas.Replicas.assign.
 Assign = Callable[[Iterable[tuple[Any, Array]]], None]
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A variable under its PyTorch name. Arrays that come and go have PyTorch's shape."""
+    """A variable under its PyTorch name. Arrays to and from outside have PyTorch's shape."""
 
     name: str
     variable: Any
@@ -52,22 +51,22 @@ class Parameter:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """PyTorch's."""
+        """PyTorch's shape."""
         shape = tuple(self.variable.shape)
         return shape[::-1] if self.transposed else shape
 
     def read(self, variable: Any) -> Array:
-        """The value of this variable, or of one of its shape, as PyTorch has it."""
+        """Returns the value of this variable, or of another one of its shape, in PyTorch's layout."""
         value: Array = variable.numpy()
         return np.ascontiguousarray(value.T if self.transposed else value)
 
     def array_of(self, value: Array) -> Array:
-        """PyTorch's `value` in the variable's own shape."""
+        """Returns `value`, which is in PyTorch's layout, in the variable's layout."""
         return value.T if self.transposed else value
 
 
 class Noise:
-    """The seed of dropout inside the step that is being traced: a tensor, so that one program serves all steps."""
+    """The seed of dropout while a step is traced: a tensor, so that one program serves all steps."""
 
     def __init__(self) -> None:
         self.seed: Any = None  # (2,) int32
@@ -76,9 +75,8 @@ class Noise:
 def build(
     model: Model, needs: ModelRequirements, *, dropout: float, seed: int, noise: Noise, assign: Assign
 ) -> tuple[Any, list[Parameter]]:
-    """A network with the task's head, and its parameters. The same weights on every host, and as in the torch backend.
-
-    `assign` gives variables their values. Raises BadInput for a folder that is not a model's, or not this one's."""
+    """Returns a network with the task's head, and its parameters, with the same weights on every host and in every
+    backend. Raises BadInput if `model.path` has no weights, or those of another model."""
     values = build_model_config(
         model, vocabulary=needs.vocabulary, pad=needs.pad, dropout=dropout, head=needs.head, labels=needs.labels
     )
@@ -96,14 +94,14 @@ def build(
     network.build_in_name_scope()
     parameters = _parameters(network)
     weights = {} if model.path is None else _from_folder(model.path, parameters, values, needs.head.is_fresh)
-    about = {
-        "deviation": network.config.initializer_range,
-        "model_type": values["model_type"],
-        "pad": network.config.pad_token_id,
-    }
-
     absent = [(parameter.name, parameter.shape) for parameter in parameters if parameter.name not in weights]
-    fresh = initial_weights(absent, seed=seed, **about)
+    fresh = initial_weights(
+        absent,
+        seed=seed,
+        deviation=network.config.initializer_range,
+        model_type=values["model_type"],
+        pad=network.config.pad_token_id,
+    )
 
     def value_of(parameter: Parameter) -> Array:
         value = weights.get(parameter.name)
@@ -135,8 +133,8 @@ def _parameters(network: Any) -> list[Parameter]:
 
 
 def count_positions(network: Any) -> None:
-    """Before it is built: a RoBERTa counts positions from its padding token, which transformers 4.57 takes for token 1
-    in TensorFlow."""
+    """Makes a RoBERTa count positions from its padding token, which transformers 4.57 takes for token 1 in TensorFlow.
+    Must be called before the network is built."""
     if network.config.model_type == "roberta":
         network.roberta.embeddings.padding_idx = network.config.pad_token_id
 
@@ -144,8 +142,8 @@ def count_positions(network: Any) -> None:
 def _from_folder(
     path: str, parameters: list[Parameter], values: Mapping[str, Any], fresh_head: bool
 ) -> dict[str, Array]:
-    """What a model folder has of the parameters. Only a fresh head may be absent, and counts as absent where the
-    labels differ."""
+    """Returns the arrays of the parameters that a model folder has. Raises BadInput unless only a fresh head is absent;
+    leaves out a head with other labels."""
     wanted = {parameter.name: parameter.shape for parameter in parameters}
     prefix = f"{values['model_type']}."
     weights = {}
@@ -166,7 +164,7 @@ def _from_folder(
 
 
 def _tensors(path: str) -> Iterator[tuple[str, Array]]:
-    """All tensors of a model folder as fp32. Raises BadInput."""
+    """Yields the name and the fp32 array of all tensors of a model folder. Raises BadInput."""
     names = [WEIGHTS]
     if storage.stat(storage.join(path, WEIGHTS)) is None:
         index = storage.join(path, f"{WEIGHTS}.index.json")
@@ -192,16 +190,16 @@ def _tensors(path: str) -> Iterator[tuple[str, Array]]:
 
 
 def _stateless_dropout(network: Any, noise: Noise) -> None:
-    """Makes what a dropout layer drops a function of `noise.seed` and the layer's place. Keras' own generators count
-    calls: a resumed run would differ."""
+    """Makes dropout a function of `noise.seed` and the layer's place. Keras' own generators count calls, so that a
+    resumed run would differ."""
     layers = [layer for layer in network.submodules if isinstance(layer, tf.keras.layers.Dropout)]
     for place, layer in enumerate(sorted(layers, key=lambda layer: _number(layer.name))):
         layer.call = _dropper(layer.rate, place, noise)
 
 
 def _number(name: str) -> int:
-    """Keras numbers layers in the order in which they are made, on from the models before in the process: dropout,
-    dropout_1, ..."""
+    """Returns the number of a layer: Keras names them dropout, dropout_1, ... in the order of their creation in the
+    process."""
     return int(name.rpartition("_")[2]) if "_" in name else 0
 
 

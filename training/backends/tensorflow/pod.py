@@ -1,19 +1,18 @@
-"""TensorFlow on a TPU slice of several hosts: one program on host 0 drives all devices, through a worker on every host.
+"""Runs TensorFlow on a TPU slice of several hosts: one program on host 0 drives all devices through a worker on every
+host.
 
-`tpu-train train` and `tpu-train evaluate` are started on all hosts alike, as for PyTorch, and keep the exit codes that
-the launcher knows:
+`tpu-train train` and `tpu-train evaluate` start on all hosts alike, as for PyTorch, with the same exit codes:
 
-  every host  starts a worker (training.backends.tensorflow.worker) and meets the others once it listens
-  host 0      runs the loop with TPU_NAME=grpc://...; to the loop it is the only host. Its rows are read by the workers
-  the others  serve until host 0 is done, and end as it does: 0 or 75. When it fails, or is gone, they have lost a peer:
-  76
+  every host   starts a worker (a process of this module) and meets the other hosts once the worker listens
+  host 0       runs the loop with TPU_NAME=grpc://... as if it were the only host; the workers read its rows
+  other hosts  serve until host 0 ends, and end with its code if that is 0 or 75, else with 76 (lost a peer)
 
-The rendezvous of all hosts stays open meanwhile: a host that is gone, or whose worker has ended, ends the others too; a
-host that is asked to stop tells host 0 through the name of its phase. Host 0 may notice the end of a worker before
-that worker's host does, as an operation that fails: it has lost a peer, and waits for that host to say why. This was
-never run on TPUs; the workers, operations on them and the barriers are tested on CPUs.
+The rendezvous of all hosts stays open meanwhile: the loss of a host or of its worker ends all hosts; a host that
+receives a stop request passes it to host 0 as the name of its phase. Host 0 may notice the loss of a worker before that
+worker's host does, as a failed operation: it then waits for that host's report. Never run on TPUs; the workers,
+operations on them and the barriers are tested on CPUs.
 
-Ports: 8470 (TPU_TASK_PORT) the workers; 8471 libtpu's, by which it finds its peers in TPU_WORKER_HOSTNAMES.
+Ports: 8470 (TPU_TASK_PORT) of the workers; 8471 of libtpu, which finds its peers by TPU_WORKER_HOSTNAMES.
 """
 
 from __future__ import annotations
@@ -33,26 +32,25 @@ from training.distributed.agreement import agree, code_hash
 from training.distributed.cluster import Cluster, tensorflow_plugin, tpu_environment
 from training.distributed.rendezvous import Rendezvous
 from training.distributed.shutdown import ShutdownRequest
-from training.errors import Exit, LostPeer, StopRequested, TrainError
+from training.errors import Exit, LostPeer, StopRequested, TrainError, UnusableTpu
 
 WORKER_PORT = 8470
-ASKED = "asked to stop"  # the phase of a host that was
-_ALWAYS = 10 * 365 * 86400.0  # seconds
-CAUSE_SECONDS = 5.0  # that host 0, whose operations failed for a lost worker, waits for that worker's host to say so
-# That a host which lost host 0 waits for the end of its own worker: a dying process closes its connections first. Less
-# than rendezvous.GRACE.
+STOP_PHASE = "asked to stop"  # the phase of a host that has received a stop request
+_FOREVER = 10 * 365 * 86400.0  # seconds
+CAUSE_SECONDS = 5.0  # host 0 waits so long for the report of the host whose worker it lost
+# A host that lost host 0 waits so long for the end of its own worker, because a dying process closes its connections
+# first. Less than rendezvous.GRACE.
 WORKER_END_SECONDS = 0.5
 
-# What host 0 runs: (config, cluster, rendezvous, shutdown).
 Program = Callable[[TrainerConfig, Cluster, Rendezvous, ShutdownRequest], Any]
 
 
 def run(
     config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous, shutdown: ShutdownRequest, program: Program
 ) -> None:
-    """Starts this host's worker. Then host 0 runs the program, and the others serve until it ends. Raises StopRequested
-    once host 0 has committed, LostPeer, TrainError, and whatever the program raises."""
-    environment = worker_environment(cluster)  # raises where TensorFlow can't drive this slice
+    """Starts this host's worker; then runs the program on host 0, while the other hosts serve until it ends. Raises
+    StopRequested once host 0 has committed, LostPeer, TrainError, and all errors of the program."""
+    environment = worker_environment(cluster)  # raises if TensorFlow can't drive this slice
     agree(rendezvous, {"configuration": config.hash, "code": code_hash()}, config.rendezvous.start_seconds)
     port = int(os.environ.get("TPU_TASK_PORT") or WORKER_PORT)
     with worker(environment, port, config.rendezvous.start_seconds) as serving:
@@ -77,9 +75,7 @@ def run(
 
 
 def worker_environment(cluster: Cluster) -> dict[str, str]:
-    """What a worker, its plugin and its libtpu must be told.
-
-    libtpu's workers find each other by TPU_WORKER_HOSTNAMES, at port 8471 of every host.
+    """Returns the environment variables of a worker, its plugin and its libtpu.
 
     Raises:
         BadInput: the accelerator is unknown or has another number of hosts, or TensorFlow is not the wheel for TPUs.
@@ -95,8 +91,8 @@ def worker_environment(cluster: Cluster) -> dict[str, str]:
 
 @contextlib.contextmanager
 def worker(environment: dict[str, str], port: int, seconds: float) -> Iterator[subprocess.Popen[bytes]]:
-    """This host's worker, listening. Raises TrainError when it does not within `seconds`."""
-    command = [sys.executable, "-m", "training.backends.tensorflow.worker", str(port)]
+    """Runs this host's worker during the block. Raises TrainError if it does not listen within `seconds`."""
+    command = [sys.executable, "-m", "training.backends.tensorflow.pod", str(port)]
     process = subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
@@ -125,56 +121,57 @@ def _await_serving(process: subprocess.Popen[bytes], port: int, seconds: float) 
             if not line:
                 raise TrainError(
                     f"the TPU worker of this host (port {port}) ended with code {process.wait()} before it served; "
-                    "see its lines above"
+                    "see its output above"
                 )
     raise TrainError(f"the TPU worker of this host does not serve on port {port} within {seconds:g} s")
 
 
-def _ended(serving: subprocess.Popen[bytes]) -> TrainError | None:
+def _worker_error(serving: subprocess.Popen[bytes]) -> TrainError | None:
     code = serving.poll()
-    return (
-        None if code is None else TrainError(f"the TPU worker of this host ended with code {code}; see its lines above")
-    )
+    if code is None:
+        return None
+    return TrainError(f"the TPU worker of this host ended with code {code}; see its output above")
 
 
 def _serve(rendezvous: Rendezvous, shutdown: ShutdownRequest, serving: subprocess.Popen[bytes]) -> None:
-    """Waits until host 0 is done."""
+    """Waits until host 0 ends. Raises StopRequested if it was stopped, TrainError if this host's worker ends, LostPeer
+    if host 0 is lost."""
     shutdown.nothing_to_save = False  # host 0 decides, and saves
-    end: list[Any] = []  # host 0's exit code, or why it is lost
+    outcome: list[Any] = []  # host 0's exit code, or the error of the rendezvous
 
     def wait() -> None:
         try:
-            end.append(rendezvous.meet("done", None, _ALWAYS)[0])
+            outcome.append(rendezvous.meet("done", None, _FOREVER)[0])
         except TrainError as error:
-            end.append(error)
+            outcome.append(error)
 
     waiting = threading.Thread(target=wait, name="served", daemon=True)
     waiting.start()
     while waiting.is_alive():
-        rendezvous.set_phase(ASKED if shutdown.requested else "serving")
-        if error := _ended(serving):
+        rendezvous.set_phase(STOP_PHASE if shutdown.requested else "serving")
+        if error := _worker_error(serving):
             raise error
         waiting.join(0.2)
-    if isinstance(end[0], TrainError):
+    if isinstance(outcome[0], TrainError):
         with contextlib.suppress(subprocess.TimeoutExpired):
             serving.wait(WORKER_END_SECONDS)
-        raise _ended(serving) or end[0]
-    if end[0] == Exit.SAVED:
+        raise _worker_error(serving) or outcome[0]
+    if outcome[0] == Exit.SAVED:
         raise StopRequested("host 0 has committed and stopped")
 
 
 class Chief:
-    """The rendezvous for the loop on host 0, which has no other hosts to meet; but the others must stay connected, and
-    the worker alive."""
+    """The rendezvous of the loop on host 0, which meets no other hosts: `meet` and `check` only raise if another host
+    or this host's worker is lost."""
 
     def __init__(self, outer: Rendezvous, shutdown: ShutdownRequest, serving: subprocess.Popen[bytes]) -> None:
         self._outer, self._shutdown, self._serving = outer, shutdown, serving
         threading.Thread(target=self._listen, name="asked", daemon=True).start()
 
     def _listen(self) -> None:
-        """Passes on that another host is asked to stop."""
+        """Passes another host's stop request to the loop."""
         while not self._shutdown.requested:
-            if ASKED in self._outer.phases():
+            if STOP_PHASE in self._outer.phases():
                 self._shutdown.note_other_host()
             time.sleep(0.2)
 
@@ -190,12 +187,12 @@ class Chief:
 
     def check(self) -> None:
         self._outer.check()
-        if error := _ended(self._serving):
+        if error := _worker_error(self._serving):
             raise error
 
     def await_cause(self, seconds: float) -> None:
-        """After an operation failed because a worker is lost: waits until the host of that worker says so, for at most
-        `seconds`. Raises LostPeer, which names the host, or TrainError where the worker is this host's own."""
+        """Waits at most `seconds` for the report of the host whose worker is lost. Raises LostPeer, which names the
+        host, or TrainError if the worker is this host's own; returns if no report comes."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             self.check()
@@ -206,3 +203,33 @@ class Chief:
 
     def close(self, code: int, reason: str = "", *, overdue: bool = False) -> None:
         self._outer.close(code, reason, overdue=overdue)
+
+
+def _run_worker(port: int) -> None:
+    """Serves this host's devices on `port` to host 0's program until standard input ends, that is until the parent
+    process is gone. Prints `serving` once it listens, or `unusable: ` and the reason.
+
+    Does what `start_grpc_tpu_worker` of the tensorflow-tpu wheel does, but takes its settings from the environment
+    instead of the metadata server. (The wheel's script knows host bounds of v2 and v3 only, fails on a v6e, and reads
+    only the old format of worker-network-endpoints: tensorflow/python/tools/grpc_tpu_worker.py.)
+    """
+    try:
+        import tensorflow as tf  # initialises some TPUs
+    except ImportError:
+        raise
+    except Exception as error:
+        print(f"unusable: {UnusableTpu(str(error), os.environ.get('TPU_ACCELERATOR_TYPE'))}", flush=True)
+        sys.exit(1)
+    # Programs are compiled here: without this a TPU rounds the factors of fp32 products to bf16.
+    tf.config.experimental.enable_tensor_float_32_execution(False)
+    server = tf.distribute.Server(
+        {"tpu_worker": [f"localhost:{port}"]}, job_name="tpu_worker", task_index=0, protocol="grpc", start=True
+    )
+    print("serving", flush=True)
+    sys.stdin.buffer.read()
+    del server
+    os._exit(0)  # its threads don't end by themselves
+
+
+if __name__ == "__main__":
+    _run_worker(int(sys.argv[1]))

@@ -1,6 +1,5 @@
-"""Where arrays live in TensorFlow: the devices of the strategy, each a replica of the model with its rows of the batch.
-
-There is one layout: data parallelism, by tf.distribute's strategies. Another layout belongs here.
+"""Places arrays on the devices of a tf.distribute strategy: each device is a replica of the model with its rows of the
+batch. Data parallelism is the only layout; another one belongs here.
 """
 
 from __future__ import annotations
@@ -21,27 +20,26 @@ class Replicas:
     """The devices that this process drives."""
 
     def __init__(self) -> None:
-        """Opens the devices: TPUStrategy where PJRT_DEVICE says TPU, else this host's CPU. Raises UnusableTpu."""
+        """Opens the devices: TPUStrategy if PJRT_DEVICE is TPU, else this host's CPU. Raises UnusableTpu."""
         self.is_tpu = os.environ.get("PJRT_DEVICE") == "TPU"
         self.strategy = _tpu_strategy() if self.is_tpu else _cpu_strategy(int(os.environ.get("CPU_NUM_DEVICES") or 1))
         self.count: int = self.strategy.num_replicas_in_sync
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Runs a function on every replica and returns what the first gives: they give the same."""
+        """Runs a function on every replica and returns the first one's result; all results are equal."""
         return self.strategy.experimental_local_results(self.strategy.run(function, args=arguments))[0]
 
     def sum(self, values: Any) -> Any:
-        """Tensors added over all replicas; in a replica's context."""
+        """Returns tensors summed over all replicas. Must be called in a replica's context."""
         if self.count == 1:
             return values
         return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, values)
 
     def assign(self, values: Iterable[tuple[Any, np.ndarray]]) -> None:
-        """Replaces variables by arrays, on every replica.
+        """Sets variables to arrays, on every replica.
 
-        An array leaves this process once for each host, and the host's other devices copy it from the first. Through
-        `variable.assign` it would leave once for each replica: 1.3 GB of BERT-base with its moments, 32 times on a
-        v3-32.
+        Sends an array once to each host, whose other devices copy it from the first. `variable.assign` would send it
+        once to each replica: 1.3 GB of BERT-base with its moments, 32 times on a v3-32.
         """
         for variable, array in values:
             first_of_host: dict[str, Any] = {}
@@ -54,7 +52,8 @@ class Replicas:
                     first_of_host[host] = own
 
     def send_rows(self, batch: Arrays) -> Any:
-        """This host's rows; with more than one replica, the rows of each. Of a batch that is upcoming, the iterator."""
+        """Sends the rows of a batch to the replicas and returns the argument of the step's program: for an upcoming
+        batch, the iterator."""
         upcoming = [array.iterator for array in batch.values() if isinstance(array, Upcoming)]
         if upcoming:
             return upcoming[0]
@@ -65,16 +64,15 @@ class Replicas:
             return {name: tf.constant(array) for name, array in batch.items()}
         split = {name: np.split(array, self.count) for name, array in batch.items()}
 
-        def of_replica(context: Any) -> Any:
+        def replica_rows(context: Any) -> Any:
             return {name: tf.constant(arrays[context.replica_id_in_sync_group]) for name, arrays in split.items()}
 
-        return self.strategy.experimental_distribute_values_from_function(of_replica)
+        return self.strategy.experimental_distribute_values_from_function(replica_rows)
 
 
 @translate_tpu_failures()
 def _tpu_strategy() -> Any:
-    """Over the chips of this host, or of the gRPC workers that TPU_NAME lists:
-    grpc://10.0.0.2:8470,grpc://10.0.0.3:8470."""
+    """Opens the chips of this host, or of the gRPC workers in TPU_NAME: grpc://10.0.0.2:8470,grpc://10.0.0.3:8470."""
     name = os.environ.get("TPU_NAME") or "local"
     resolver = tf.distribute.cluster_resolver.TPUClusterResolver(tpu=name)
     if name != "local":

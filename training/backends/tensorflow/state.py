@@ -1,4 +1,4 @@
-"""The state of a run in TensorFlow: parameters and the optimizer's variables, how they are named, loaded and copied."""
+"""The state of a run in TensorFlow: names, loads and copies parameters and the optimizer's variables."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from training.checkpoint.snapshot import Snapshot
 
 
 class State:
-    """Variables under PyTorch's names and in PyTorch's shapes."""
+    """Variables under PyTorch's names and in PyTorch's shapes. `optimizer` is one of training.registry.OPTIMIZERS, over
+    the same parameters."""
 
     def __init__(self, parameters: Sequence[Parameter], optimizer: Any, assign: Assign) -> None:
-        """`optimizer`: of training.registry.OPTIMIZERS, over the same parameters; `assign` replaces values."""
         self.parameters, self.optimizer, self._assign = parameters, optimizer, assign
 
     def variables(self) -> dict[str, tuple[Parameter, Any]]:
-        """Each variable by its name in a checkpoint, with the parameter that it is or belongs to."""
+        """Returns each variable by its name in a checkpoint, with the parameter that it is or belongs to."""
         groups = {"model": [parameter.variable for parameter in self.parameters], **self.optimizer.state()}
         return {
             f"{group}/{parameter.name}": (parameter, variable)
@@ -29,14 +29,13 @@ class State:
         }
 
     def tensor_specs(self) -> dict[str, TensorSpec]:
-        """Type, shape and bytes of each."""
         return {
             name: TensorSpec("F32", parameter.shape, 4 * int(np.prod(parameter.shape)))
             for name, (parameter, _) in self.variables().items()
         }
 
     def snapshot(self, buffers: Mapping[str, memoryview]) -> Snapshot:
-        """Copies the named variables to host memory, before it returns."""
+        """Copies the named variables to host memory. The returned snapshot is complete."""
         variables = self.variables()
         for name, buffer in buffers.items():
             parameter, variable = variables[name]
@@ -44,7 +43,7 @@ class State:
         return Snapshot()
 
     def load(self, tensors: Mapping[str, tuple[TensorSpec, memoryview]]) -> None:
-        """Replaces variables by copies. Raises Damaged for one that has no place here."""
+        """Sets variables to copies of tensors. Raises Damaged for a tensor of another name, type or shape."""
         variables, specs = self.variables(), self.tensor_specs()
         for name, (spec, _) in tensors.items():
             if specs.get(name) != spec:
@@ -53,7 +52,7 @@ class State:
         def value_of(name: str) -> tuple[Any, np.ndarray]:
             parameter, variable = variables[name]
             spec, data = tensors[name]
-            # A variable may keep the memory that it is given.
+            # Copy, because a variable may keep the memory of the array.
             return variable, parameter.array_of(np.frombuffer(data, np.float32).reshape(spec.shape).copy())
 
         self._assign(map(value_of, tensors))

@@ -21,7 +21,7 @@ from training.config import TrainerConfig
 from training.distributed.cluster import Cluster
 from training.optim.schedule import learning_rate
 
-# A task's half: (network, rows, training) -> the sums (3,) of training.batch.SUMS, and what else an evaluation counts.
+# (network, rows, training) -> the sums (3,) of training.batch.SUMS, and an evaluation's counts or None.
 TaskSums = Callable[[Any, Mapping[str, Any], bool], tuple[Any, Any]]
 
 
@@ -39,23 +39,22 @@ class TrainingStep:
         replicas: Replicas,
         task_sums: TaskSums,
     ) -> None:
-        """`task_sums`: of the configuration's task."""
         self._config, self._train, self._cluster = config, config.train, cluster
         self._network, self._parameters, self._optimizer = network, parameters, optimizer
         self._noise, self._replicas, self._task_sums = noise, replicas, task_sums
 
     def scalar_values(self, number: int) -> tuple[int, tuple[float, ...]]:
-        """What changes with the step: the seed of dropout; and the learning rate and the optimizer's scalars."""
+        """Returns (the seed of dropout, (learning rate, the optimizer's scalars)) of a step."""
         scalars = (learning_rate(self._train, number), *self._optimizer.step_scalars(number))
         return step_seed(self._config.seed, number, self._cluster.worker), scalars
 
     def scalars(self, number: int) -> tuple[Any, Any]:
-        """`scalar_values` as tensors: of int32, and of float32."""
+        """Returns `scalar_values` as an int32 and a float32 tensor."""
         seed, scalars = self.scalar_values(number)
         return tf.constant(seed, tf.int32), tf.constant(np.array(scalars, np.float32))
 
     def train_program(self, rows: Any, seed: Any, scalars: Any) -> Any:
-        """A step on a host without others. Returns the sums and what `update` returns: (3 + 2,)."""
+        """Runs a step of the only host. Returns the sums and the result of `update`: (3 + 2,)."""
 
         def replica(rows: Any) -> Any:
             gradients, sums = self.gradients(rows, seed)
@@ -64,20 +63,20 @@ class TrainingStep:
         return self._replicas.run(replica, rows)
 
     def train_next_program(self, batches: Any, seed: Any, scalars: Any) -> Any:
-        """The same, on what the strategy's iterator gives next."""
+        """Runs `train_program` on the next rows of the strategy's iterator."""
         return self.train_program(next(batches), seed, scalars)
 
     def train_several_program(self, batches: Any, seeds: Any, scalars: Any, due: Any) -> Any:
-        """The first `due` of several steps, one after the other, on what the strategy's iterator gives next.
+        """Runs `due` steps, one after the other, on the next rows of the strategy's iterator.
 
         Args:
             batches: the iterator.
             seeds: (n,); of each step.
             scalars: (n, m); of each step.
-            due: at most n; data, so that a call that is cut short is no other program.
+            due: at most n; a tensor, so that a shorter call is the same program.
 
         Returns:
-            (due, 3 + 2): what `train_program` returns, of each step.
+            (due, 3 + 2): the result of `train_program` for each step.
         """
 
         def one_step(index: Any, results: Any) -> tuple[Any, Any]:
@@ -91,7 +90,7 @@ class TrainingStep:
         return results.stack()
 
     def gradients_program(self, rows: Any, seed: Any) -> Any:
-        """(all parameters + 3,): what hosts add up."""
+        """Returns the gradients and the sums of this host, to be summed over hosts: (all parameters + 3,)."""
 
         def replica(rows: Any) -> Any:
             gradients, sums = self.gradients(rows, seed)
@@ -100,7 +99,8 @@ class TrainingStep:
         return self._replicas.run(replica, rows)
 
     def update_program(self, flat: Any, scalars: Any) -> Any:
-        """The rest of the step, with what hosts have added up. Returns what `update` returns: (2,)."""
+        """Runs the rest of the step on `gradients_program`'s results summed over hosts. Returns the result of `update`:
+        (2,)."""
 
         def replica() -> Any:
             variables = [parameter.variable for parameter in self._parameters]
@@ -111,7 +111,7 @@ class TrainingStep:
         return self._replicas.run(replica)
 
     def evaluation_program(self, rows: Any) -> Any:
-        """(3 + the task's counts,)."""
+        """Returns the sums and the task's counts over the rows: (3 + counts,)."""
 
         def replica(rows: Any) -> Any:
             sums, counts = self._task_sums(self._network, rows, False)
@@ -121,38 +121,38 @@ class TrainingStep:
         return self._replicas.run(replica, rows)
 
     def evaluation_next_program(self, batches: Any) -> Any:
-        """The same, on what the strategy's iterator gives next."""
+        """Runs `evaluation_program` on the next rows of the strategy's iterator."""
         return self.evaluation_program(next(batches))
 
     def gradients(self, rows: Mapping[str, Any], seed: Any) -> tuple[list[Any], Any]:
-        """Of the summed loss over the rows of all replicas of this host, with the sums: (3,)."""
+        """Returns the gradients of the summed loss over the rows of all replicas of this host, and the sums (3,)."""
         pieces = self._train.gradient_accumulation
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group
         variables = [parameter.variable for parameter in self._parameters]
         gradients: list[Any] = []
         total = tf.zeros([len(SUMS)])
         for number in range(pieces):
-            # One after the other: pieces that run at the same time need the memory of all.
+            # Run the pieces one after the other: concurrent ones would need memory for all.
             with tf.control_dependencies(gradients):
                 piece = {name: _piece(array, number, pieces) for name, array in rows.items()}
                 self._noise.seed = tf.stack([seed, tf.cast(replica, tf.int32) * pieces + number])
                 with tf.GradientTape() as tape:
                     sums, _ = self._task_sums(self._network, piece, True)
                     loss = sums[SUMS.index("loss")]
-                # Dense: a lookup's gradient comes as rows.
-                more = [tf.convert_to_tensor(gradient) for gradient in tape.gradient(loss, variables)]
-                gradients = [have + new for have, new in zip(gradients, more, strict=True)] if gradients else more
+                # Make them dense: the gradient of an embedding lookup is an IndexedSlices.
+                new = [tf.convert_to_tensor(gradient) for gradient in tape.gradient(loss, variables)]
+                gradients = [old + added for old, added in zip(gradients, new, strict=True)] if gradients else new
                 total += sums
         self._noise.seed = None
         *gradients, total = self._replicas.sum([*gradients, total])
         return gradients, total
 
     def update(self, gradients: list[Any], sums: Any, scalars: Any) -> Any:
-        """Clips gradients of the summed loss, and lets the optimizer change the state. Returns what
-        training.batch.UPDATE names: (2,)."""
+        """Clips the gradients of the summed loss and updates the state. Returns the values of training.batch.UPDATE:
+        (2,)."""
         scalars = tf.unstack(scalars)
         loss, weight = sums[SUMS.index("loss")], sums[SUMS.index("weight")]
-        scale = 1 / tf.maximum(weight, 1e-6)  # of the sum's gradient, to the mean's
+        scale = 1 / tf.maximum(weight, 1e-6)  # from the gradient of the sum to that of the mean
         norm = tf.sqrt(tf.add_n([tf.reduce_sum(tf.square(gradient)) for gradient in gradients])) * scale
         if self._train.clip_norm is not None:
             scale = scale * tf.minimum(self._train.clip_norm / (norm + 1e-6), 1)
@@ -162,11 +162,11 @@ class TrainingStep:
         is_finite = tf.math.is_finite(norm) & tf.math.is_finite(loss / weight)
         before = [tf.identity(variable) for variable in self._state_variables()]
         self._optimizer.update(gradients, scale, *scalars)
-        tf.distribute.get_replica_context().merge_call(self._keep_if, args=(is_finite, before))
+        tf.distribute.get_replica_context().merge_call(self._restore_unless, args=(is_finite, before))
         return tf.stack([norm, tf.cast(~is_finite, norm.dtype)])
 
-    def _keep_if(self, strategy: Any, is_finite: Any, before: list[Any]) -> None:
-        """Puts the state back to what it was `before`, unless its update is finite."""
+    def _restore_unless(self, strategy: Any, is_finite: Any, before: list[Any]) -> None:
+        """Sets the state back to the values in `before` unless the update `is_finite`."""
 
         def select(variable: Any, old: Any, is_finite: Any) -> None:
             variable.assign(tf.where(is_finite, variable, old))
@@ -180,6 +180,6 @@ class TrainingStep:
 
 
 def _piece(array: Any, number: int, pieces: int) -> Any:
-    """The rows of one gradient accumulation."""
+    """Returns the rows of one gradient accumulation."""
     rows = array.shape[0] // pieces
     return array[number * rows : (number + 1) * rows]
