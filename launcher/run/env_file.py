@@ -1,7 +1,7 @@
 """`run --env-file FILE`: NAME=VALUE lines for the command on every host. Values travel as secrets do.
 
-python-dotenv parses the lines: comments, `export `, quotes. Nothing is expanded, and this process's own environment is
-not changed: a file that sets PATH is meant for the command alone.
+python-dotenv parses the lines: comments, `export `, quotes. Variables are not expanded, and this process's environment
+is not changed: PATH in such a file is for the command alone.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 @dataclass(frozen=True)
 class EnvFile:
-    """Variables of a file."""
+    """The variables of an env file."""
 
     path: Path
     values: dict[str, str] = field(repr=False)
 
 
 def read(path: Path) -> EnvFile:
-    """The variables of the file.
+    """Returns the variables of the file.
 
     Raises:
-        BadInput: It can't be read, or a line is not NAME=VALUE; the message names file:line and shows no value.
+        BadInput: The file can't be read, or a line is not NAME=VALUE; the message has file:line and no value.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -40,7 +40,7 @@ def read(path: Path) -> EnvFile:
 
 
 def parse(text: str, path: Path) -> EnvFile:
-    """The variables of a file's text; `path` stands for it in messages. Raises BadInput as `read`."""
+    """Returns the variables in a file's text, as `read` does; `path` is for messages."""
     values = {}
     for binding in parse_stream(io.StringIO(text)):
         if binding.key is None and not binding.error:

@@ -1,15 +1,15 @@
 """Exactly-once delivery of the hosts' log lines.
 
-An engine gives lines from a time on, inclusive. Two lines can have the same time, and a line can be written a moment
-after one with a later time (stdout and stderr are copied by two threads). So each observation asks again from
-LOG_OVERLAP before the newest line, and lines that were delivered already are left out. The host's log file is the
-cursor: what is in it was delivered, and a new process goes on from its end.
+A container engine returns lines from a time on, inclusive. Two lines can have the same time, and a line can be written
+a moment after one with a later time (stdout and stderr are copied by two threads). So each observation begins
+LOG_OVERLAP before the newest line, and lines that were delivered before are skipped. The host's log file is the cursor:
+its lines were delivered, and a new process goes on from its end.
 
-A host's clock can step back: then lines come whose times were over already, and asking from a time on would leave them
-out. While a host's clock is behind that time, the host gives its last lines instead (`tpu_vm/scripts/observe.sh`), and
-what stands behind the line that was delivered last is new. Lines are lost only where nobody asks while it is behind.
+A host's clock can step back. Lines then have times before the newest line, and are not among the lines from that time
+on. While a host's clock is behind that time, the host returns its last lines instead (`tpu_vm/scripts/observe.sh`);
+lines after the last delivered one are new. Lines are lost only if no observation is made while the clock is behind.
 
-What can fail half-way: a crash can leave a last line without its end; it is cut off, and delivered again.
+Partial failures: a crash can leave a last line without its end; it is cut off, and delivered again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from launcher.provider import LOG_OVERLAP, LogLine
 from training.machine.clock import shift
 
 _TAIL_BYTES = 2_000_000  # of a log file, to find the lines of the overlap again after a restart
-_PIECE_BYTES = 4_000_000  # of a log file in memory at once; more than _TAIL_BYTES
+_PIECE_BYTES = 4_000_000  # of a log file in memory at once; larger than _TAIL_BYTES
 _BLOCK_BYTES = 64_000  # read at once to find the end of the last whole line
 
 
@@ -34,27 +34,27 @@ Key = tuple[str, str]  # time and text of a line
 
 @dataclass
 class Cursor:
-    """What of one host's log has been delivered."""
+    """Position in one host's log up to which lines were delivered."""
 
     newest: str = ""
-    """The latest time of a line."""
+    """The latest time of a delivered line."""
 
     recent: Counter[Key] = field(default_factory=Counter)
-    """Lines of the overlap, and the last one, with how often they were seen."""
+    """How often each line of the overlap, and the last line, was delivered."""
 
     last: Key | None = None
-    """The line that was delivered last. After a host's clock stepped back it is not the newest."""
+    """The line that was delivered last; not the newest after a host's clock stepped back."""
 
     @property
     def since(self) -> str | None:
-        """From when on the next observation must ask, RFC 3339; None: from the beginning."""
+        """Time from which the next observation must begin, RFC 3339; None: from the beginning."""
         return shift(self.newest, -LOG_OVERLAP) if self.newest else None
 
     def new(self, lines: Iterable[LogLine]) -> list[LogLine]:
-        """The lines that were not delivered yet, in order; they count as delivered now.
+        """Returns the lines that were not delivered yet, in order, and counts them as delivered.
 
         Args:
-            lines: An observation from `since` on, or from earlier, in the log's order.
+            lines: An observation from `since` or earlier, in the log's order.
         """
         lines = list(lines)
         allowance = Counter(self.recent)
@@ -64,8 +64,7 @@ class Cursor:
         for index, line in enumerate(lines):
             key = (line.timestamp, line.text)
             if line.timestamp < edge:
-                # Delivered before: this observation was asked for earlier. But what the log has behind the line that
-                # was delivered last is new, with a clock that stepped back.
+                # Delivered before, unless the clock stepped back: then lines after the last delivered one are new.
                 if index >= end_of_known:
                     fresh.append(line)
             elif allowance[key] > 0:
@@ -83,7 +82,7 @@ class Cursor:
         return fresh
 
     def _end_of_known(self, lines: Sequence[LogLine]) -> int:
-        """The index behind the line that was delivered last; behind all lines when it is not among them."""
+        """Returns the index after the line that was delivered last; after all lines if it is not among them."""
         if self.last is None:
             return len(lines)
         places = [index for index, line in enumerate(lines) if (line.timestamp, line.text) == self.last]
@@ -97,21 +96,20 @@ class HostLog:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.cursor = Cursor()
-        self.behind = False  # whether the newest observation could not be written
+        self.behind = False  # the newest observation could not be written
         if path.exists():
             self._repair()
             self.cursor.new(tail(path, _TAIL_BYTES))
 
     def take(self, lines: Iterable[LogLine], since: str | None = None) -> list[LogLine]:
-        """Writes the new ones among `lines` and returns them.
+        """Writes the new lines of an observation, and returns them.
 
         Args:
-            lines: An observation.
-            since: What it was asked from. One from behind lines that could not be written is left alone: they come
-                first.
+            lines: The observation.
+            since: The time from which it begins. If earlier lines could not be written, a later observation is skipped.
 
         Raises:
-            OSError: They can't be written, for example because the disk is full: all of them are still new.
+            OSError: The lines can't be written, for example on a full disk. They stay new.
         """
         if self.behind and since is not None and since > (self.cursor.since or ""):
             return []
@@ -128,7 +126,7 @@ class HostLog:
         return fresh
 
     def _append(self, data: bytes) -> None:
-        """Writes all of it, or nothing."""
+        """Writes all of the data or nothing."""
         with open(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab", buffering=0) as file:
             size = file.seek(0, os.SEEK_END)
             try:
@@ -138,7 +136,7 @@ class HostLog:
                 raise
 
     def _repair(self) -> None:
-        """Cuts off a last line that a crash left without its end; it will be delivered again, whole."""
+        """Cuts off a last line that a crash left without its end, so that it is delivered again."""
         with open(self.path, "r+b") as file:
             size = end = file.seek(0, os.SEEK_END)
             while end:
@@ -154,15 +152,15 @@ class HostLog:
 
 
 def tail(path: Path, size: int) -> list[LogLine]:
-    """The lines in the last `size` bytes of a host's log file."""
+    """Returns the whole lines in the last `size` bytes of a host's log file."""
     start = max(0, path.stat().st_size - size)
     lines, _ = read_from(path, start)
     return lines[1:] if start else lines  # the first may be cut
 
 
 def read_from(path: Path, offset: int) -> tuple[list[LogLine], int]:
-    """Whole lines of a host's log file from byte `offset` on, and the offset after them: `_PIECE_BYTES` of them, or one
-    longer line. None when there is no more, or no file yet."""
+    """Returns whole lines of a host's log file from byte `offset` on, at most `_PIECE_BYTES` or one longer line, and
+    the offset after them; [] at the end, and if there is no file yet."""
     if not path.exists():
         return [], offset
     with open(path, "rb") as file:

@@ -13,9 +13,8 @@ from launcher.errors import Exit, LaunchError
 from launcher.run import events
 from launcher.run.recovery import (
     SETTLE_SECONDS,
-    Budgets,
-    Next,
     NextRound,
+    Retries,
     SliceDeleted,
     bad_host,
     classify,
@@ -97,10 +96,10 @@ def _recover(session: Session, attempt: int, verdict: Verdict) -> int | None:
     decision = decide(
         verdict,
         spent_so_far(ledger.events()),
-        Budgets(settings.preemption_retries, settings.failure_retries),
+        Retries(settings.preemption_retries, settings.failure_retries),
         stop_requested=ledger.state.stop_requested,
     )
-    if decision.next is Next.END:
+    if not decision.retry:
         return None
     for line in explain(verdict):
         session.say(f", attempt {attempt}: {line}")
@@ -114,7 +113,7 @@ def _recover(session: Session, attempt: int, verdict: Verdict) -> int | None:
     try:
         return _Recovery(session).run(decision.delay, settle=verdict.kind is Kind.SAVED)
     except RunStopped:
-        session.say(f": its owner stopped it: no attempt follows; {_describe_bill(session)}`tpu-launch run` resumes it")
+        session.say(f": it was stopped: no attempt follows; {_describe_bill(session)}`tpu-launch run` resumes it")
         return None
 
 
@@ -155,7 +154,7 @@ class _Recovery:
         reports that the slice is not READY."""
         session = self.session
         if settle:
-            session.say(f": waiting for the slice's state, for {SETTLE_SECONDS:.0f} s at most: nobody here stopped it")
+            session.say(f": saved without a stop: waiting up to {SETTLE_SECONDS:.0f} s for the slice's state")
         deadline = self.clock.monotonic() + (SETTLE_SECONDS if settle else 0.0)
         missing = 0
         while True:

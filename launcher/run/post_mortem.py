@@ -1,10 +1,9 @@
-"""The post-mortem of an attempt that failed: one archive in the run's folder, made before its containers are removed.
+"""The post-mortem of a failed attempt: one archive in the run's folder, written before its containers are removed.
 
-`.tpu-launch/runs/<run id>/post-mortem-<attempt>.tar.gz` (0600) holds the run's records, the logs and
-stacks of the attempt, what the API says of the slice, and for each host that answers its container's inspection, disks,
-memory, kernel messages and TPU logs. The values of the run's secrets are masked wherever they appear, as far as this
-process knows them (`launcher.masking`). It is written under a temporary name and renamed: a crash leaves nothing
-half-written.
+`.tpu-launch/runs/<run id>/post-mortem-<attempt>.tar.gz` (0600) holds the run's records, the attempt's logs and stack
+traces, the API's description of the slice, and for each host that answers the inspection of its container, disks,
+memory, kernel messages and TPU logs. Values of the run's secrets are masked, as far as this process knows them
+(`launcher.masking`). The archive is written under a temporary name and renamed.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ def write(ledger: Ledger, attempt: int, evidence: Mapping[str, str], secrets: Ma
 
     Args:
         ledger: The run.
-        attempt: Its number.
+        attempt: The attempt's number.
         evidence: File name -> text, from the provider.
-        secrets: Name of the variable -> value that is masked.
+        secrets: Values to mask, by name.
 
     Raises:
-        OSError: It can't be written, for example because the disk is full; nothing of it is left.
+        OSError: The archive can't be written, for example on a full disk; no part of it is left.
     """
     masker = SecretMasker(secrets)
     target = ledger.folder / f"post-mortem-{attempt}.tar.gz"
@@ -61,7 +60,7 @@ def _files(ledger: Ledger, attempt: int) -> Iterable[Path]:
 
 
 def _masked_end(path: Path, masker: SecretMasker) -> bytes:
-    """The end of a file. A value that the cut divides is masked, too: more is read, masked, and then cut off."""
+    """Returns the masked end of a file. Masks before it cuts, so that a secret that the cut divides is masked too."""
     with open(path, "rb") as file:
         start = max(0, path.stat().st_size - _LOG_BYTES - masker.longest)
         file.seek(start)

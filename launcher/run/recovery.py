@@ -1,9 +1,9 @@
-"""What to do when an attempt has ended, and when a recovery does not succeed at once. Pure.
+"""Decides what follows an attempt that ended, and a round of a recovery that failed. Pure.
 
 There are two retry budgets, because two different things go wrong. *Preemptions* (the slice was taken away, a host was
 lost, the trainer was asked to stop by its machine and saved) are the price of cheap capacity: another attempt helps.
-*Failures* are the program's own: another attempt rarely helps. A run that its owner stopped, or that was configured
-wrongly, is never started again.
+*Failures* are the program's own: another attempt rarely helps. A run that the user stopped or that is configured
+wrongly is never started again.
 
 A budget is spent once for each attempt that ended and is followed by another one (`decide`). What it takes until that
 one runs on all hosts is one recovery, in rounds: make the slice READY, start the attempt. A round that fails costs time
@@ -21,64 +21,43 @@ from launcher.run.events import NOT_STARTED, VANISHED, Ended, Event, Recovering,
 from launcher.run.verdict import Kind, Verdict
 
 _PREEMPTIONS = frozenset({Kind.PREEMPTED, Kind.HOST_LOST, Kind.SAVED})
-_OF_A_HOST = frozenset({Kind.HOST_LOST.value, Kind.FAILED.value})  # outcomes that one host may be to blame for
+_OF_A_HOST = frozenset({Kind.HOST_LOST.value, Kind.FAILED.value})  # outcomes that a single host may have caused
 _FIRST_DELAY = 5.0  # seconds before the first new attempt after a failure; doubles
 _LONGEST_DELAY = 300.0
 SETTLE_SECONDS = 60.0
-"""How long the API may go on calling a slice READY that it is taking away: a trainer that saved although nobody here
-asked it to was stopped by its machine."""
-
-
-class Next(enum.Enum):
-    """What follows an attempt."""
-
-    END = "end"
-    RECOVER = "recover"  # make the slice READY again, as the API demands, and start the next attempt
+"""How long the API may report READY for a slice that it is taking away. A trainer that saved without a stop of ours was
+stopped by its machine."""
 
 
 @dataclass(frozen=True)
-class Budgets:
-    """How many attempts may be started because of each, in the whole run."""
+class Retries:
+    """Further attempts in the whole run, by what made them necessary: a budget, or what of it is spent."""
 
     preemptions: int = 0
     failures: int = 0
-
-
-@dataclass(frozen=True)
-class Spent:
-    """How much of the budgets is used."""
-
-    preemptions: int = 0
-    failures: int = 0
-
-    def plus(self, kind: Kind) -> Spent:
-        """With one more attempt, started because of that end."""
-        if kind in _PREEMPTIONS:
-            return Spent(self.preemptions + 1, self.failures)
-        return Spent(self.preemptions, self.failures + 1)
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What follows an attempt, and why."""
+    """Whether another attempt follows, and why."""
 
-    next: Next
-    reason: str  # for a person
-    delay: float = 0.0  # seconds to wait before recovering
+    retry: bool
+    reason: str
+    delay: float = 0.0  # seconds to wait before the recovery
 
 
-def decide(verdict: Verdict, spent: Spent, budgets: Budgets, *, stop_requested: bool) -> Decision:
-    """What follows an attempt that ended with `verdict`. `spent` does not count it yet."""
+def decide(verdict: Verdict, spent: Retries, budgets: Retries, *, stop_requested: bool) -> Decision:
+    """Returns whether another attempt follows one that ended with `verdict`, which `spent` does not count yet."""
     kind = verdict.kind
     assert kind.ended
     if kind is Kind.FINISHED:
-        return Decision(Next.END, "finished")
+        return Decision(False, "finished")
     if stop_requested or kind is Kind.STOPPED:
-        return Decision(Next.END, "its owner stopped it")
+        return Decision(False, "the run was stopped")
     if kind is Kind.DELETED:
-        return Decision(Next.END, "somebody deleted the slice")
+        return Decision(False, "the slice was deleted")
     if kind is Kind.BAD_INPUT:
-        return Decision(Next.END, "trying again changes nothing")
+        return Decision(False, "trying again changes nothing")
     if kind in _PREEMPTIONS:
         return _within("preemption", spent.preemptions, budgets.preemptions, 0.0)
     delay = min(_LONGEST_DELAY, _FIRST_DELAY * 2.0**spent.failures)
@@ -86,7 +65,7 @@ def decide(verdict: Verdict, spent: Spent, budgets: Budgets, *, stop_requested: 
 
 
 class SliceDeleted(LaunchError):
-    """Somebody deleted the slice of a run: nobody shall create it again for the run, and pay for it."""
+    """The slice was deleted by a user, so the run must not recreate it: it would be billed."""
 
     exit_code = Exit.PREEMPTED
 
@@ -95,13 +74,13 @@ class Trouble(enum.Enum):
     """Why a round of a recovery failed."""
 
     PREEMPTED = "preempted"  # the slice was taken away again
-    UNREACHABLE = "unreachable"  # the slice is READY, and for long not all of its hosts could be contacted
+    UNREACHABLE = "unreachable"  # the slice is READY, but not all of its hosts could be contacted for a long time
     TRANSIENT = "transient"  # it may pass: the API, a network, a host, a stock-out
-    PERMANENT = "permanent"  # somebody must change something: a permission, a quota, the file; or deleted the slice
+    PERMANENT = "permanent"  # the user must act: a permission, a quota, the file; or deleted the slice
 
 
 def classify(error: LaunchError) -> Trouble:
-    """What an error means for a recovery."""
+    """Returns what an error means for a recovery."""
     if isinstance(error, SliceDeleted):
         return Trouble.PERMANENT
     if error.exit_code == Exit.PREEMPTED:
@@ -112,34 +91,34 @@ def classify(error: LaunchError) -> Trouble:
 
 
 class NextRound(enum.Enum):
-    """What follows a round that failed."""
+    """The step after a round that failed."""
 
     AGAIN = "again"
-    REPLACE = "replace"  # again, with a slice that is deleted and created
+    REPLACE = "replace"  # again, after the slice was deleted
     GIVE_UP = "give up"
 
 
 @dataclass(frozen=True)
 class RoundDecision:
-    """What follows a round that failed, and why."""
+    """The step after a round that failed, and why."""
 
     next: NextRound
-    reason: str  # for a person
+    reason: str
     delay: float = 0.0  # seconds to wait before the next round
 
 
 def decide_round(
     trouble: Trouble, failed: int, seconds: float, *, limit: float, may_replace: bool | None
 ) -> RoundDecision:
-    """What follows a round of a recovery that failed.
+    """Returns the step after a round of a recovery that failed.
 
     Args:
         trouble: Why it failed.
-        failed: How many rounds of this recovery have failed.
+        failed: Number of rounds of this recovery that have failed.
         seconds: Time since the first of them failed.
-        limit: Seconds for which a recovery is tried again (run.recovery_minutes).
-        may_replace: Whether the slice may be deleted and created again (run.replace_after); None where that makes no
-            sense.
+        limit: Seconds after which a recovery is given up (run.recovery_minutes).
+        may_replace: Whether the slice may be deleted and recreated (run.replace_after); None if it has no hosts of its
+            own.
     """
     if trouble is Trouble.PERMANENT:
         return RoundDecision(NextRound.GIVE_UP, "trying again does not help")
@@ -153,19 +132,17 @@ def decide_round(
     return RoundDecision(NextRound.AGAIN, "trying again", delay)
 
 
-def spent_so_far(events: Sequence[Event]) -> Spent:
-    """What a run's events say was spent: the budgets hold for the run, however often the launcher was started."""
-    spent = Spent()
-    for event in events:
-        if isinstance(event, Recovering):
-            spent = spent.plus(Kind(event.after))
-    return spent
+def spent_so_far(events: Sequence[Event]) -> Retries:
+    """Returns the retries that a run's events record: the budgets hold for the run, across launcher processes."""
+    ends = [Kind(event.after) for event in events if isinstance(event, Recovering)]
+    preemptions = sum(kind in _PREEMPTIONS for kind in ends)
+    return Retries(preemptions, len(ends) - preemptions)
 
 
 def bad_host(events: Sequence[Event]) -> tuple[int, int]:
-    """The host that was the first cause of the last attempts, and of how many in a row; (-1, 0) when none was.
+    """Returns the host that was the first cause of the last attempts, and of how many in a row; (-1, 0) if none was.
 
-    A slice that was created again starts afresh.
+    Counts only attempts since the slice was last replaced.
     """
     worker, count = -1, 0
     for event in reversed(events):
@@ -181,7 +158,7 @@ def bad_host(events: Sequence[Event]) -> tuple[int, int]:
 
 def _within(word: str, spent: int, budget: int, delay: float) -> Decision:
     if budget == 0:
-        return Decision(Next.END, f"run.{word}_retries is 0")
+        return Decision(False, f"run.{word}_retries is 0")
     if spent >= budget:
-        return Decision(Next.END, f"the {word} budget is used up ({budget})")
-    return Decision(Next.RECOVER, f"{word} {spent + 1} of {budget}", delay)
+        return Decision(False, f"the {word} budget is used up ({budget})")
+    return Decision(True, f"{word} {spent + 1} of {budget}", delay)

@@ -25,7 +25,7 @@ class RunStopped(LaunchError):
     exit_code = Exit.STOPPED
 
     def __init__(self, run_id: str) -> None:
-        super().__init__(f"run {run_id}: its owner stopped it; `tpu-launch run` resumes it")
+        super().__init__(f"run {run_id} was stopped (`tpu-launch stop` or `down`); `tpu-launch run` resumes it")
 
 
 @dataclass(frozen=True)

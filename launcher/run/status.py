@@ -61,7 +61,7 @@ class Status:
     run: str | None
     attempt: int | None
     outcome: str | None
-    story: list[str]
+    history: list[str]
     hosts: list[HostStatus]
     progress: Progress | None = None
 
@@ -86,7 +86,7 @@ class Status:
             lines.append(
                 f"  step {now.step}/{now.steps}, loss {now.loss:.5f}, {now.examples_per_second:,.1f} examples/s"
             )
-        return [*lines, *(f"  {line}" for line in self.story)]
+        return [*lines, *(f"  {line}" for line in self.history)]
 
     def rows(self) -> list[list[str]]:
         """Returns a row for each host: worker, address, container, age of the last line, the line."""

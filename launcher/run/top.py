@@ -56,7 +56,7 @@ class View:
     """Bytes in use and in total, by worker; without workers that did not report."""
 
     cost: str = ""
-    story: Sequence[str] = ()
+    history: Sequence[str] = ()
 
 
 def render(view: View, columns: int) -> list[str]:
@@ -68,8 +68,8 @@ def render(view: View, columns: int) -> list[str]:
     if len(view.losses) > 1:
         lines += [*plot(view.losses, columns, _CURVE_ROWS), ""]
     lines += _hosts(view, columns)
-    if view.story:
-        lines += ["", *view.story]
+    if view.history:
+        lines += ["", *view.history]
     return [_cut(line, columns) for line in lines]
 
 
@@ -177,7 +177,7 @@ class Top:
             losses=dict(self._losses),
             hosts=status.hosts,
             memory=self._read_memory(ledger, running),
-            story=status.story,
+            history=status.history,
         )
 
     def _find_run(self) -> Ledger | None:

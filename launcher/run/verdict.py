@@ -26,19 +26,19 @@ from training.errors import Exit as TrainerExit
 
 
 class Kind(enum.Enum):
-    """The state of an attempt. All but the first two are ends of it."""
+    """The state of an attempt; all but the first two are its ends."""
 
     RUNNING = "running"
-    SETTLING = "settling"  # something failed; the other hosts are being asked before it is judged
+    SETTLING = "settling"  # a host failed; the other hosts are polled before the failure is judged
     FINISHED = "finished"
-    SAVED = "saved"  # asked to stop, committed a checkpoint
+    SAVED = "saved"  # the trainer was asked to stop, and committed a checkpoint
     FAILED = "failed"  # the command failed on a host
     BAD_INPUT = "bad input"  # the trainer refused its configuration or data
     HOST_LOST = "host lost"
     PREEMPTED = "preempted"
-    DELETED = "slice deleted"  # by a person: what Google takes away stays, PREEMPTED, until somebody deletes it
-    STALLED = "stalled"  # no host has shown a sign of life for too long
-    STOPPED = "stopped"  # somebody stopped it; nothing was saved
+    DELETED = "slice deleted"  # by a user: a slice that Google takes away stays PREEMPTED until a user deletes it
+    STALLED = "stalled"  # no host has written a line for too long
+    STOPPED = "stopped"  # the user stopped it; nothing was saved
 
     @property
     def ended(self) -> bool:
@@ -47,7 +47,7 @@ class Kind(enum.Enum):
 
     @property
     def exit_code(self) -> Exit:
-        """Exit code of `tpu-launch run` when the run ends so."""
+        """Exit code of `tpu-launch run` when the run ends in this state."""
         return _EXIT_CODES[self]
 
 
@@ -66,36 +66,36 @@ _EXIT_CODES = {
 
 @dataclass(frozen=True)
 class HostView:
-    """All that is known of one host. Times are seconds of the launcher's monotonic clock."""
+    """What observations of one host say together. Times are seconds of the launcher's monotonic clock."""
 
     worker: int
     container: ContainerState | None  # as last seen
     seen: float  # when the host last answered
-    problem: str = ""  # why it does not answer now; empty when it does
+    problem: str = ""  # why it does not answer now; empty if it does
     ended_seen: float | None = None  # when its container was first seen to have ended
     ended_away: bool = False  # its container ended while the host was out of reach
-    answering_since: float = float("-inf")  # since when it has answered without a gap
+    answering_since: float = float("-inf")  # when it last began to answer without a gap
 
     @property
     def reachable(self) -> bool:
-        """Whether it answered when it was last asked."""
         return not self.problem
 
     @property
     def ended(self) -> bool:
-        """Whether its container was seen to have ended."""
         return self.container is not None and self.container.ended
 
     @property
     def removed(self) -> bool:
-        """Whether it answers that it has no such container."""
+        """Whether the host answers that it has no such container."""
         return self.reachable and self.container is not None and self.container.status == "absent"
 
     @property
     def rebooted(self) -> bool:
-        """Whether its host rebooted under the container: the exit code says nothing then. A code that only the trainer
-        gives counts as it is when it was there before the reboot; 0 may be made up, of a reboot before the last. That a
-        container was killed for its memory is known only to an engine that saw it."""
+        """Whether the host rebooted under its container, so that the exit code says nothing.
+
+        A code that only the trainer gives counts if it was there before the reboot; 0 may be made up, by a reboot
+        before the last. An OOM kill counts: only an engine that saw it reports it.
+        """
         state = self.container
         if state is None or not (state.ended and state.rebooted) or state.oom_killed:
             return False
@@ -103,43 +103,42 @@ class HostView:
 
     @property
     def lost_peer_first(self) -> bool:
-        """Whether its program had lost a peer before its host rebooted."""
+        """Whether the program had lost a peer before the host rebooted."""
         state = self.container
         return state is not None and state.ended_before_reboot and state.exit_code == TrainerExit.LOST_PEER
 
     @property
     def oom_killed(self) -> bool:
-        """Whether its container was killed for its memory: the program's failure, wherever the host was meanwhile."""
         return self.container is not None and self.container.oom_killed
 
     @property
     def exit_code(self) -> int | None:
-        """Of its container; None while that runs."""
+        """Exit code of the container; None while it runs."""
         return self.container.exit_code if self.container else None
 
     @property
     def finished_at(self) -> str:
-        """When its container ended, by the host's clock (RFC 3339); empty while it runs."""
+        """When the container ended, by the host's clock (RFC 3339); empty while it runs."""
         return self.container.finished_at if self.container else ""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How long things are waited for, in seconds."""
+    """Time limits of `judge`, in seconds."""
 
-    settle: float = 4.0  # for asking all hosts once more after a failure
-    reconnect: float = 12.0  # for the others to answer, after a failure that was found when hosts came back into reach
-    blip: float = 2.5  # a host out of reach for less may just have had a hiccup
-    lost: float = 120.0  # a host out of reach for so long is lost even if nobody complains
-    unreachable: float = 1800.0  # no host answers for so long, while the API does: they are lost
-    stall: float | None = None  # no line of any host for so long, while all answer: the run hangs
+    settle: float = 4.0  # for polling all hosts once more after a failure
+    reconnect: float = 12.0  # for the other hosts to answer, after a failure seen when hosts came back into reach
+    blip: float = 2.5  # out of reach for less than this is a hiccup
+    lost: float = 120.0  # a host out of reach for this long is lost even if no other host fails
+    unreachable: float = 1800.0  # all hosts out of reach for this long, while the API answers, are lost
+    stall: float | None = None  # the run hangs if no host writes a line for this long while all answer
 
 
 @dataclass(frozen=True)
 class Cause:
-    """The first cause, as a person should read it."""
+    """The first cause of the end of an attempt."""
 
-    worker: int
+    worker: int  # -1: no single host
     what: str
     exit_code: int | None = None
     oom_killed: bool = False
@@ -148,7 +147,7 @@ class Cause:
 
 SLICE_DELETED = Cause(
     -1,
-    "the slice does not exist any more, somebody deleted it: `tpu-launch up` creates it again, then `tpu-launch run` "
+    "the slice does not exist any more, it was deleted: `tpu-launch up` creates it again, then `tpu-launch run` "
     "resumes the run",
 )
 
@@ -172,18 +171,23 @@ def judge(
     quiet: float = 0.0,
     api_alone: float = 0.0,
 ) -> Verdict:
-    """The state of an attempt.
+    """Returns the state of an attempt.
 
-    `slice_state` is what the API last said of the slice (None: there is none), `stop_requested` whether its owner asked
-    to stop, `quiet` for how many seconds no host has written a line, `api_alone` for how many the API has answered and
-    no host has.
+    Args:
+        views: All hosts.
+        now: The monotonic clock.
+        limits: Time limits.
+        slice_state: The slice's state as the API last reported it; None: it does not exist.
+        stop_requested: Whether the user stopped the run.
+        quiet: For how many seconds no host has written a line.
+        api_alone: For how many seconds the API has answered while no host has.
     """
     if slice_state in (None, "DELETING"):
         return Verdict(Kind.DELETED, SLICE_DELETED)
     if slice_state in ("PREEMPTED", "TERMINATED", "STOPPED"):
         return Verdict(Kind.PREEMPTED, Cause(-1, f"the slice is {slice_state}"))
     finished = any(view.exit_code == TrainerExit.FINISHED and not view.rebooted for view in views)
-    if finished:  # a program does not finish on one host when another reboots under it
+    if finished:  # a program can't finish on one host if another host rebooted under it
         views = [_trust_end(view) for view in views]
     failed = [view for view in views if view.ended and (view.rebooted or view.exit_code not in _SUCCESSES)]
     removed = [view for view in views if view.removed]
@@ -198,7 +202,7 @@ def judge(
 
 
 def _trust_end(view: HostView) -> HostView:
-    """The view of a host that finished before it rebooted, as if it had not rebooted."""
+    """Returns the view of a host that finished before it rebooted as if it had not rebooted."""
     state = view.container
     if state is None or not (state.ended_before_reboot and state.exit_code == TrainerExit.FINISHED):
         return view
@@ -208,10 +212,10 @@ def _trust_end(view: HostView) -> HostView:
 def _judge_running(
     views: Sequence[HostView], now: float, limits: Limits, *, stop_requested: bool, quiet: float
 ) -> Verdict:
-    """The verdict while no host has failed: one may be lost, or all may be stalled."""
+    """Returns the verdict while no host has failed: one may be lost, or all may be stalled."""
     unreachable = [view for view in views if not view.reachable]
     overdue = [view for view in unreachable if now - view.seen > limits.lost and not view.ended]
-    # When nobody answers it may be our own network: a host is lost when others were heard for long after it.
+    # If no host answers, our own network may be down: a host is lost if others answered for long after it.
     for lost in sorted(overdue, key=lambda view: view.seen):
         if any(view.seen - max(view.answering_since, lost.seen) > limits.lost / 2 for view in views):
             return Verdict(Kind.HOST_LOST, _lost(lost, now))
@@ -229,23 +233,23 @@ def _judge_failure(
     *,
     stop_requested: bool,
 ) -> Verdict:
-    """The verdict once a host has failed, or its container is gone: settling, then the first cause."""
+    """Returns the verdict after a host has failed or its container is gone: settling, then the first cause."""
     first_seen = min(view.ended_seen if view.ended_seen is not None else now for view in (*failed, *removed))
     others = [view for view in views if view not in failed and view not in removed]
     silent = [view for view in others if not (view.reachable and view.seen > first_seen)]
     settled = all(not view.reachable and now - view.seen > limits.blip for view in silent)
     explained = bool(silent) or any(view.rebooted or view.exit_code != TrainerExit.LOST_PEER for view in failed)
-    # Nobody was asked while all were out of reach: those that are not back yet have the time of a new connection.
+    # All hosts were unreachable: allow one reconnect window.
     returned = any(view.answering_since >= first_seen - limits.blip for view in (*failed, *removed))
     if returned and silent and now - first_seen < limits.reconnect:
         return Verdict(Kind.SETTLING)
     if not (settled and explained) and now - first_seen < limits.settle:
         return Verdict(Kind.SETTLING)
     refused = [view for view in failed if view.exit_code == TrainerExit.BAD_INPUT and not view.rebooted]
-    if stop_requested and refused:  # no stop makes a program say that: its owner must know before the next `run`
+    if stop_requested and refused:  # a stop never causes this exit code: the user must know before the next `run`
         return Verdict(Kind.BAD_INPUT, _exit(_first(refused)))
     if stop_requested:
-        # SIGTERM and SIGKILL of our own are no failures; that nothing was saved is what its owner must know.
+        # Our own SIGTERM and SIGKILL are no failures; the user must know that nothing was saved.
         return Verdict(Kind.STOPPED, _exit(_first(failed)) if failed else None)
 
     def symptoms(cause: HostView) -> tuple[str, ...]:
@@ -267,7 +271,9 @@ def _judge_failure(
         return Verdict(Kind.HOST_LOST, Cause(away[0].worker, what), symptoms(away[0]))
     if removed and all(view.exit_code == TrainerExit.LOST_PEER for view in failed):
         cause = removed[0]
-        return Verdict(Kind.FAILED, Cause(cause.worker, "its container was removed by somebody else"), symptoms(cause))
+        return Verdict(
+            Kind.FAILED, Cause(cause.worker, "its container was removed, and not by tpu-launch"), symptoms(cause)
+        )
     cause = _first(failed)
     kind = Kind.BAD_INPUT if cause.exit_code == TrainerExit.BAD_INPUT else Kind.FAILED
     return Verdict(kind, _exit(cause), symptoms(cause))
@@ -278,7 +284,7 @@ _KILLED = (137, 143, 255)  # how a container ends when its machine goes down
 
 
 def _first(failed: Sequence[HostView]) -> HostView:
-    """The host whose exit its engine recorded first; one that lost a peer only when there is no other."""
+    """Returns the host whose engine recorded the earliest exit; one that lost a peer only if there is no other."""
     causes = [view for view in failed if view.exit_code != TrainerExit.LOST_PEER]
     return min(causes or failed, key=lambda view: view.finished_at)
 
@@ -311,7 +317,7 @@ def _symptoms(views: Sequence[HostView]) -> tuple[str, ...]:
 
 
 def describe_exit(state: ContainerState) -> str:
-    """An exit code in words."""
+    """Returns how a container exited, in words."""
     code = state.exit_code
     if state.oom_killed:
         return f"killed: out of host memory (exit code {code})"

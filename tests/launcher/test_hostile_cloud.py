@@ -450,7 +450,7 @@ def test_a_slice_that_is_deleted_while_its_run_saves_is_not_created_again(work: 
         work.hosts.slice_state = state
 
     work.hosts.hooks["started"] = [deleted]
-    with pytest.raises(LaunchError, match="somebody deleted it") as ended:
+    with pytest.raises(LaunchError, match="it was deleted") as ended:
         work.run(work.config())
     assert ended.value.exit_code is Exit.PREEMPTED
     assert "create" not in work.hosts.calls

@@ -8,10 +8,8 @@ from launcher.errors import BadInput, Exit, HostsUnreachable, LaunchError
 from launcher.gcloud.errors import Busy, Conflict, PermissionDenied, Preempted, QuotaExceeded, Stockout, Unavailable
 from launcher.run.events import NOT_STARTED, Ended, Event, Recovering, SliceReplaced
 from launcher.run.recovery import (
-    Budgets,
-    Next,
     NextRound,
-    Spent,
+    Retries,
     Trouble,
     bad_host,
     classify,
@@ -27,36 +25,36 @@ PREEMPTIONS = [Kind.PREEMPTED, Kind.HOST_LOST, Kind.SAVED]
 
 @pytest.mark.parametrize("kind", PREEMPTIONS)
 def test_what_the_machine_did_uses_the_preemption_budget(kind: Kind) -> None:
-    assert decide(Verdict(kind), Spent(0, 9), Budgets(1, 0), stop_requested=False).next is Next.RECOVER
-    assert decide(Verdict(kind), Spent(1, 0), Budgets(1, 9), stop_requested=False).next is Next.END
+    assert decide(Verdict(kind), Retries(0, 9), Retries(1, 0), stop_requested=False).retry
+    assert not decide(Verdict(kind), Retries(1, 0), Retries(1, 9), stop_requested=False).retry
 
 
 def test_what_the_program_did_uses_the_failure_budget() -> None:
-    assert decide(Verdict(Kind.FAILED), Spent(9, 0), Budgets(0, 1), stop_requested=False).next is Next.RECOVER
-    assert decide(Verdict(Kind.FAILED), Spent(0, 1), Budgets(9, 1), stop_requested=False).next is Next.END
+    assert decide(Verdict(Kind.FAILED), Retries(9, 0), Retries(0, 1), stop_requested=False).retry
+    assert not decide(Verdict(Kind.FAILED), Retries(0, 1), Retries(9, 1), stop_requested=False).retry
 
 
 @pytest.mark.parametrize("kind", [Kind.FINISHED, Kind.BAD_INPUT, Kind.STOPPED])
 def test_some_ends_are_final_whatever_the_budgets(kind: Kind) -> None:
-    assert decide(Verdict(kind), Spent(), Budgets(9, 9), stop_requested=False).next is Next.END
+    assert not decide(Verdict(kind), Retries(), Retries(9, 9), stop_requested=False).retry
 
 
 @pytest.mark.parametrize("kind", ENDED)
 def test_what_its_owner_stopped_is_not_started_again(kind: Kind) -> None:
-    assert decide(Verdict(kind), Spent(), Budgets(9, 9), stop_requested=True).next is Next.END
+    assert not decide(Verdict(kind), Retries(), Retries(9, 9), stop_requested=True).retry
 
 
 def test_without_budgets_nothing_is_started_again() -> None:
     for kind in ENDED:
-        assert decide(Verdict(kind), Spent(), Budgets(), stop_requested=False).next is Next.END
+        assert not decide(Verdict(kind), Retries(), Retries(), stop_requested=False).retry
 
 
 def test_failures_wait_longer_each_time_and_preemptions_do_not_wait() -> None:
-    delays = [decide(Verdict(Kind.FAILED), Spent(0, n), Budgets(0, 99), stop_requested=False).delay for n in range(9)]
+    delays = [decide(Verdict(Kind.FAILED), Retries(0, n), Retries(0, 99), stop_requested=False).delay for n in range(9)]
     assert delays == sorted(delays)
     assert delays[0] > 0
     assert max(delays) <= 300
-    assert decide(Verdict(Kind.PREEMPTED), Spent(5, 0), Budgets(9, 0), stop_requested=False).delay == 0
+    assert decide(Verdict(Kind.PREEMPTED), Retries(5, 0), Retries(9, 0), stop_requested=False).delay == 0
 
 
 @given(st.lists(st.sampled_from(ENDED)), st.integers(0, 5), st.integers(0, 5))
@@ -65,10 +63,7 @@ def test_no_history_starts_more_attempts_than_the_budgets_allow(
 ) -> None:
     events: list[Event] = []
     for kind in kinds:
-        if (
-            decide(Verdict(kind), spent_so_far(events), Budgets(preemptions, failures), stop_requested=False).next
-            is Next.RECOVER
-        ):
+        if decide(Verdict(kind), spent_so_far(events), Retries(preemptions, failures), stop_requested=False).retry:
             events.append(Recovering(0, kind.value, "", 0.0))
     reasons = [event.after for event in events if isinstance(event, Recovering)]
     assert sum(reason in {kind.value for kind in PREEMPTIONS} for reason in reasons) <= preemptions

@@ -34,7 +34,7 @@ VIEW = View(
     ],
     memory={0: (int(12.34 * GIB), 188 * GIB)},
     cost="created 15 min ago, cost so far: about $6.44 (list prices of 2026-11)",
-    story=["2026-11-22T10:31:02Z attempt 1: started"],
+    history=["2026-11-22T10:31:02Z attempt 1: started"],
 )
 
 

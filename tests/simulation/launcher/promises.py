@@ -143,7 +143,7 @@ def run_with_budget_goes_on(simulation: SimulatedRun, command: Command) -> None:
         return
     recovering = any(": starting again (" in line for line in command.said)
     text = str(command.error)
-    if recovering and "run.recovery_minutes" not in text and "somebody deleted it" not in text:
+    if recovering and "run.recovery_minutes" not in text and "it was deleted" not in text:
         world.break_promise(
             "a run with budget left goes on", f"ended with {command.code} after {spent}: {str(command.error)[:300]}"
         )
