@@ -45,6 +45,7 @@ class TaskEntry:
     """The parts of a task."""
 
     data: str  # a class with the protocol training.tasks.task.Task
+    rows: str  # of the datasets that it reads: training.data.formats.dataset.Rows
     torch: str  # sums(network, batch) of torch tensors
     tensorflow: str  # sums(network, batch, training) of TensorFlow tensors
     tensorflow_rows: str  # host_rows(config, slice, data, start): a tf.data dataset
@@ -86,6 +87,7 @@ MASKED_LM = Head("ForMaskedLM", "fill-mask")
 TASKS: dict[str, TaskEntry] = {
     "mlm": TaskEntry(
         data="training.tasks.mlm.task:MaskedLanguageModeling",
+        rows="packed",
         torch="training.tasks.mlm.torch:sums",
         tensorflow="training.tasks.mlm.tf:sums",
         tensorflow_rows="training.tasks.mlm.tf:host_rows",
@@ -95,6 +97,7 @@ TASKS: dict[str, TaskEntry] = {
     ),
     "classification": TaskEntry(
         data="training.tasks.classification.task:Classification",
+        rows="class-labelled",
         torch="training.tasks.classification.torch:sums",
         tensorflow="training.tasks.classification.tf:sums",
         tensorflow_rows="training.tasks.classification.tf:host_rows",
@@ -110,6 +113,7 @@ TASKS: dict[str, TaskEntry] = {
     ),
     "regression": TaskEntry(
         data="training.tasks.regression.task:Regression",
+        rows="number-labelled",
         torch="training.tasks.regression.torch:sums",
         tensorflow="training.tasks.regression.tf:sums",
         tensorflow_rows="training.tasks.regression.tf:host_rows",

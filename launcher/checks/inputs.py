@@ -67,7 +67,8 @@ def data(config: Config, say: Callable[[str], None]) -> None:
     """
     if config.trainer is None:
         return
-    from training.data.formats.open_dataset import check
+    from training.data.formats.dataset import check_dataset
+    from training.registry import TASKS
     from training.storage.hub import is_on_hub
 
     _starting_model(config, config.trainer)
@@ -76,9 +77,9 @@ def data(config: Config, say: Callable[[str], None]) -> None:
     for key, url in _datasets(config):
         place = f"{config.document.place(key)}: {'.'.join(key)}"
         try:
-            length = check(
+            length = check_dataset(
                 url,
-                kind=config.trainer.task,
+                rows=TASKS[config.trainer.task].rows,
                 tokenizer=None if is_on_hub(tokenizer) else tokenizer,
                 sequence_length=length,
             ).sequence_length

@@ -98,7 +98,7 @@ def write_dataset(folder: Path, tokenizer_hash: str, records: int, seed: int) ->
             )
         )
     manifest = datasets.Manifest(
-        kind="mlm",
+        rows="packed",
         split="train",
         sequence_length=SEQUENCE,
         features={"input_ids": datasets.Feature(dtype="uint16", shape=["length"])},

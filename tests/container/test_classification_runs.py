@@ -222,5 +222,5 @@ def test_what_does_not_fit_together_is_refused(folder: Path) -> None:
     write(folder / "other", folder / "tokenizer", 20, 3, ["calm", "other", "wild"])
     with pytest.raises(BadInput, match=r"has 3 labels and .* 2; label 1 is 'other' in the one and 'wild' in the other"):
         run(folder, "labels", data__evaluation=str(folder / "other"))
-    with pytest.raises(BadInput, match="holds classification records, and the task needs mlm"):
+    with pytest.raises(BadInput, match="holds class-labelled rows, and the task needs packed ones"):
         run(folder, "task", task="mlm")

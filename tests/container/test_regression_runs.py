@@ -154,5 +154,5 @@ def test_a_label_that_is_no_number_is_one_message_with_its_line(folder: Path, tm
 
 
 def test_data_of_another_task_is_refused(folder: Path) -> None:
-    with pytest.raises(BadInput, match="holds regression records, and the task needs classification"):
+    with pytest.raises(BadInput, match="holds number-labelled rows, and the task needs class-labelled ones"):
         small_runs.train_here(document(folder, task="classification"), "other")

@@ -11,8 +11,7 @@ import pytest
 import tensorflow as tf
 
 from training.data.formats import example_codec
-from training.data.formats.dataset import Dataset
-from training.data.formats.open_dataset import open_dataset
+from training.data.formats.dataset import Dataset, open_dataset
 from training.data.loading.fixed_shards import open_source
 from training.data.prepare.dataset_writer import DatasetPlan
 from training.data.prepare.pack import pack_documents

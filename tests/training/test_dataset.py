@@ -15,8 +15,15 @@ from typing import Any
 import pytest
 
 from training import storage
-from training.data.formats.dataset import Manifest, dump_manifest, find_shards, load_manifest, tokenizer_hash
-from training.data.formats.open_dataset import check, open_dataset
+from training.data.formats.dataset import (
+    DatasetManifest,
+    check_dataset,
+    dump_manifest,
+    find_shards,
+    load_manifest,
+    open_dataset,
+    tokenizer_hash,
+)
 from training.errors import BadInput
 
 
@@ -40,7 +47,7 @@ def test_a_dataset_says_what_it_holds(samples: Any, tmp_path: Path) -> None:
         ("train-00002.tfrecord", 5),
     ]
     assert len(dataset.hash) == 64
-    dataset.require(kind="mlm", tokenizer_hash="t" * 64, sequence_length=8)
+    dataset.require(rows="packed", tokenizer_hash="t" * 64, sequence_length=8)
 
 
 def test_a_gs_dataset_is_a_local_one(samples: Any, tmp_path: Path, gcs: Any) -> None:
@@ -55,7 +62,7 @@ def test_the_hash_names_the_content_and_not_the_place(samples: Any, tmp_path: Pa
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
-        ({"kind": "classification"}, "holds mlm records, and the task needs classification"),
+        ({"rows": "class-labelled"}, "holds packed rows, and the task needs class-labelled ones"),
         ({"sequence_length": 512}, "has sequences of 8 tokens, and the configuration says 512"),
         ({"tokenizer_hash": "u" * 64}, "was written with another tokenizer"),
     ],
@@ -84,7 +91,7 @@ def test_a_folder_without_a_manifest_is_no_dataset(samples: Any, tmp_path: Path)
         ({"sequence_length": 4}, "a shard has rows longer than sequence_length"),
         ({"sequence_length": 16}, "a shard has rows of another length"),
         ({"features": {}}, "no feature input_ids"),
-        ({"kind": "classification"}, "no feature label"),
+        ({"rows": "class-labelled"}, "no feature label"),
         ({"member_records": 4}, "member_records and compression do not fit together"),
         ({"member_records": 4, "compression": "gzip"}, "the members of train-00000.tfrecord do not add up"),
         ({"shards": [{"name": "../x", "length": 8, "records": 1, "bytes": 1, "crc32c": 1}]}, r"shards\.0\.name"),
@@ -145,23 +152,25 @@ def test_a_run_is_checked_against_its_data_before_anything_is_rented(samples: An
     content = {"model": {"type": "WordLevel", "vocab": {}}, "added_tokens": [], "truncation": None}
     storage.write("gs://bucket/tokenizer/tokenizer.json", json.dumps(content).encode())
     with pytest.raises(BadInput, match="was written with another tokenizer"):
-        check("gs://bucket/data", kind="mlm", tokenizer="gs://bucket/tokenizer")
+        check_dataset("gs://bucket/data", rows="packed", tokenizer="gs://bucket/tokenizer")
     with pytest.raises(BadInput, match="gs://bucket/nothing is not a tokenizer folder"):
-        check("gs://bucket/data", kind="mlm", tokenizer="gs://bucket/nothing")
+        check_dataset("gs://bucket/data", rows="packed", tokenizer="gs://bucket/nothing")
     hash = tokenizer_hash(json.dumps({**content, "truncation": {"max_length": 5}}).encode())
     body = {**json.loads(storage.read("gs://bucket/data/dataset.json")), "tokenizer_hash": hash}
     body.pop("hash")
     storage.write(
         "gs://bucket/data/dataset.json",
-        dump_manifest(Manifest.model_validate({k: v for k, v in body.items() if k not in ("format", "version")})),
+        dump_manifest(
+            DatasetManifest.model_validate({k: v for k, v in body.items() if k not in ("format", "version")})
+        ),
     )
     assert (
-        check("gs://bucket/data", kind="mlm", tokenizer="gs://bucket/tokenizer", sequence_length=8).shards
+        check_dataset("gs://bucket/data", rows="packed", tokenizer="gs://bucket/tokenizer", sequence_length=8).shards
         == dataset.shards
     )
     storage.delete("gs://bucket/data/train-00002.tfrecord")
     with pytest.raises(BadInput, match=r"train-00002.tfrecord is missing"):
-        check("gs://bucket/data", kind="mlm", tokenizer="gs://bucket/tokenizer")
+        check_dataset("gs://bucket/data", rows="packed", tokenizer="gs://bucket/tokenizer")
 
 
 def test_no_mutated_manifest_is_taken_for_another_dataset(samples: Any, tmp_path: Path) -> None:
@@ -198,7 +207,7 @@ def mutate(data: bytes, chance: random.Random) -> bytes:
 def test_a_manifest_is_checked_without_numpy_and_frameworks() -> None:
     """The launcher reads it on the workstation."""
     heavy = ("numpy", "torch", "google.cloud.storage")
-    code = f"import sys, training.data.formats.open_dataset; print([name for name in {heavy} if name in sys.modules])"
+    code = f"import sys, training.data.formats.dataset; print([name for name in {heavy} if name in sys.modules])"
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
         == "[]\n"

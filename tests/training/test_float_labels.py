@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from training.data.formats.dataset import Dataset
-from training.data.formats.open_dataset import open_dataset
+from training.data.formats.dataset import Dataset, open_dataset
 from training.data.formats.verify import problems
 from training.data.loading.labelled_batches import LabelledBatches, labelled_evaluation
 from training.data.loading.mlm_batches import MlmBatches
@@ -43,7 +42,7 @@ def make(folder: Path, labels: list[Any] = VALUES) -> Dataset:
 def test_the_manifest_says_that_labels_are_numbers(tmp_path: Path) -> None:
     make(tmp_path)
     manifest = open_dataset(str(tmp_path)).manifest
-    assert (manifest.kind, manifest.labels, manifest.features["label"].dtype) == ("regression", [], "float32")
+    assert (manifest.rows, manifest.labels, manifest.features["label"].dtype) == ("number-labelled", [], "float32")
 
 
 @pytest.mark.parametrize("hosts", [1, 2])
@@ -84,18 +83,18 @@ def test_verify_finds_a_label_that_is_not_finite(tmp_path: Path, monkeypatch: py
 
 
 def test_a_manifest_whose_label_is_of_another_type_is_refused(tmp_path: Path) -> None:
-    from training.data.formats.dataset import Manifest, dump_manifest, load_manifest
+    from training.data.formats.dataset import DatasetManifest, dump_manifest, load_manifest
 
     body = make(tmp_path).manifest.model_dump()
     body["features"]["label"]["dtype"] = "int32"
-    with pytest.raises(BadInput, match="a regression label can't be int32"):
-        load_manifest(dump_manifest(Manifest.model_validate(body)), "x")
+    with pytest.raises(BadInput, match="the label of number-labelled rows can't be int32"):
+        load_manifest(dump_manifest(DatasetManifest.model_validate(body)), "x")
 
 
 def test_rows_without_labels_are_not_labelled_rows(samples: Any, tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="holds mlm records, which have no label"):
+    with pytest.raises(BadInput, match="holds packed rows, which have no label"):
         LabelledBatches(samples.make(tmp_path / "mlm", 20), HostSlice(TOKENS, 4), 0)
-    with pytest.raises(BadInput, match="holds regression records, and the task needs mlm"):
+    with pytest.raises(BadInput, match="holds number-labelled rows, and the task needs packed ones"):
         MlmBatches(make(tmp_path / "numbers"), HostSlice(TOKENS, 4), Masking(), 0)
 
 

@@ -85,7 +85,7 @@ def expected(count: int) -> Counter[tuple[tuple[int, ...], int]]:
 
 def test_rows_are_padded_to_their_bucket_and_cut_at_the_longest(tmp_path: Path) -> None:
     dataset = make(tmp_path, 100)
-    assert (dataset.manifest.kind, dataset.manifest.labels, dataset.records) == ("classification", LABELS, 100)
+    assert (dataset.manifest.rows, dataset.manifest.labels, dataset.records) == ("class-labelled", LABELS, 100)
     assert {shard.length for shard in dataset.shards} == {8, 16, 32}
     made = write_labelled_rows(
         str(tmp_path / "b"), DatasetPlan("train", 32, "t", 100, 10), BUCKETS, CLASSES, lambda: rows(100), encode, pad=3

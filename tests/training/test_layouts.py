@@ -17,8 +17,7 @@ import pytest
 
 from training import storage
 from training.data.formats import example_codec, recipe_layout, tfrecord, verify
-from training.data.formats.dataset import Dataset
-from training.data.formats.open_dataset import open_dataset
+from training.data.formats.dataset import Dataset, open_dataset
 from training.data.formats.tfrecord import Corrupt
 from training.data.loading.fixed_shards import FixedShards, open_source
 from training.data.loading.mlm_batches import MlmBatches
@@ -253,7 +252,7 @@ def test_a_folder_in_the_public_layout_is_read_without_a_manifest(samples: Any, 
     (tmp_path / "README.md").write_text("not a shard")
     dataset = open_dataset(str(tmp_path))
     assert (dataset.records, dataset.sequence_length, len(dataset.shards)) == (130, 8, 4)
-    dataset.require(kind="mlm", tokenizer_hash="any", sequence_length=8)
+    dataset.require(rows="packed", tokenizer_hash="any", sequence_length=8)
     assert np.array_equal(rows(dataset), ids)
     seen = np.concatenate([batches(dataset).batch(k).records for k in range(9)])
     assert sorted(seen[:130].tolist()) == list(range(130))

@@ -5,19 +5,19 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 import click
 
 from training.data import tokenizer as tokenizers
-from training.data.formats.dataset import Kind
-from training.data.formats.open_dataset import open_dataset
+from training.data.formats.dataset import open_dataset
 from training.data.formats.verify import problems
 from training.data.prepare.corpus import Corpus
 from training.data.prepare.make_datasets import SPLITS, DatasetOptions, SplitResult, make_datasets
 from training.data.prepare.pack import Progress
 from training.data.prepare.tokenizer_training import Algorithm, train_tokenizer, write_tokenizer
 from training.errors import BadInput
+from training.registry import TASKS
 
 CORPUS = (
     "builtin:pydoc, a file or folder (.txt .tokens .md .jsonl .ndjson .csv; local or gs://), or "
@@ -92,7 +92,7 @@ def tokenizer(corpora: tuple[str, ...], field: str, vocabulary: int, algorithm: 
 )
 @click.option(
     "--task",
-    type=click.Choice(get_args(Kind)),
+    type=click.Choice(list(TASKS)),
     default="mlm",
     show_default=True,
     help="classification, regression: one text and its label a row, from .csv, .jsonl or datasets.",
@@ -214,7 +214,7 @@ def show(url: str) -> None:
     manifest, shards = opened.manifest, opened.shards
     size = sum(shard.bytes for shard in shards) / 1e6
     features = ", ".join(f"{name} {feature.dtype}" for name, feature in manifest.features.items())
-    click.echo(f"{url}: {manifest.kind}, {manifest.split} split, hash {opened.hash[:12]}")
+    click.echo(f"{url}: {manifest.rows} rows, {manifest.split} split, hash {opened.hash[:12]}")
     click.echo(
         f"  {opened.records} records of up to {opened.sequence_length} tokens in {len(shards)} shards, {size:.1f} MB"
     )

@@ -11,8 +11,9 @@ from training import storage
 from training.batch import Arrays
 from training.config import TrainerConfig
 from training.data import tokenizer as tokenizers
-from training.data.formats.open_dataset import open_dataset
+from training.data.formats.dataset import open_dataset
 from training.errors import BadInput
+from training.registry import TASKS
 from training.tasks.task import task_class
 
 
@@ -48,7 +49,7 @@ def read_facts(config: TrainerConfig) -> DataFacts:
         evaluation = open_dataset(config.data.evaluation) if config.data.evaluation else None
         for dataset in (train, evaluation):
             if dataset is not None:
-                dataset.require(kind=config.task)
+                dataset.require(rows=TASKS[config.task].rows)
     except (BadInput, storage.StorageError) as error:
         labels = " and --labels" if task.has_labels else ""
         raise BadInput(

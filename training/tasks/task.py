@@ -11,8 +11,7 @@ from typing import Any, Protocol, TypeVar, cast
 from training.batch import Arrays, HostBatch, StepResult
 from training.config import TrainerConfig
 from training.data import tokenizer as tokenizers
-from training.data.formats.dataset import Dataset, find_shards
-from training.data.formats.open_dataset import open_dataset
+from training.data.formats.dataset import Dataset, find_shards, open_dataset
 from training.data.loading.prefetch import prefetch
 from training.data.loading.record_source import HostSlice
 from training.data.sampling.masking import SpecialTokens
@@ -98,7 +97,7 @@ def open_data(config: TrainerConfig) -> Data:
 
     def open_one(url: str, sequence_length: int | None) -> Dataset:
         dataset = open_dataset(url)
-        dataset.require(kind=config.task, tokenizer_hash=tokenizer.hash, sequence_length=sequence_length)
+        dataset.require(rows=TASKS[config.task].rows, tokenizer_hash=tokenizer.hash, sequence_length=sequence_length)
         return dataset
 
     train = open_one(config.data.train, None)

@@ -28,8 +28,7 @@ from training.config import Model, from_document
 from training.data import tokenizer as tokenizers
 from training.data.formats import dataset as datasets
 from training.data.formats import example_codec, tfrecord, verify
-from training.data.formats.dataset import Dataset
-from training.data.formats.open_dataset import open_dataset
+from training.data.formats.dataset import Dataset, open_dataset
 from training.data.loading.fixed_shards import open_source
 from training.data.prepare import dataset_writer
 from training.data.prepare.corpus import Corpus
@@ -306,7 +305,7 @@ def _read_dataset(url: str, random: Random, *, named: str) -> bool:
     on_corrupt = random.choice(("stop", "skip"))
     try:
         dataset = open_dataset(url)
-        dataset.require(kind="mlm")
+        dataset.require(rows="packed")
         source = open_source(dataset, vocabulary=VOCABULARY, on_corrupt=on_corrupt)
         block = max(4, source.unit)
         for first in range(0, source.records, block):

@@ -2,16 +2,16 @@
 
     {
      "format": "tpu-launch dataset", "version": 1,
-     "kind": "mlm" | "classification" | "regression",  "split": "train" | "evaluation",
+     "rows": "packed" | "class-labelled" | "number-labelled",  "split": "train" | "evaluation",
      "sequence_length": 128,                      the longest row; shards of shorter rows are length buckets
      "features": {"input_ids": {"dtype": "uint16", "shape": ["length"]}},
      "tokenizer_hash": "...", "vocabulary": 2000, of the tokenizer that wrote the ids, see `training.data.tokenizer`
-     "labels": [],                                classification: the names of labels 0, 1, ...
-     "origin": {...},                             the plan it was made from: equal plans make equal datasets
+     "labels": [],                                class-labelled: the names of labels 0, 1, ...
+     "origin": {...},                             the plan that made it: equal plans make equal datasets
      "compression": "none" | "gzip",  "member_records": 0,
      "shards": [{"name": "train-00000.tfrecord", "length": 128, "records": 9000, "bytes": 2682000, "crc32c": 1,
                  "members": []}, ...],
-     "hash": "..."                                SHA-256 of everything above: identifies the content
+     "hash": "..."                                SHA-256 of everything above; identifies the content
     }
 
 Each record is a `tf.train.Example` with one bytes value for each feature: the little-endian numbers of `dtype`. So all
@@ -20,18 +20,19 @@ records of a shard have the same size, record i starts at byte i * size, and Ten
     example = tf.io.parse_example(batch, {"input_ids": tf.io.FixedLenFeature([], tf.string)})
     input_ids = tf.cast(tf.io.decode_raw(example["input_ids"], tf.uint16), tf.int32)
 
-A labelled row has a second feature, `label`, of shape []: a class number (int32) in a classification dataset, a float32
-in a regression dataset.
+Packed rows are full: documents side by side, cut at the row's end. A labelled row is one text, padded, with a second
+feature `label` of shape []: a class number (int32), or a float32. Tasks say which rows they need.
 
 With gzip a shard is a gzip file of many members (RFC 1952, section 2.2), `member_records` records in each, whose sizes
 in bytes are `members`. Any gzip program and `tf.data.TFRecordDataset(..., compression_type="GZIP")` read it whole; the
 reader of `training.data.loading.fixed_shards` reads single members.
 
-What can fail half-way: dataset.json is written last, and create-only. A folder without it is not a dataset, whatever
-shards it holds. A changed byte of dataset.json is detected by its hash, a replaced or truncated shard by its size
-(`find_shards`) and by the CRC of each record when it is read.
+Failure model: dataset.json is written last, and create-only. A folder without it is not a dataset, whatever shards it
+holds. Its hash detects a changed byte of dataset.json; the size (`find_shards`) and the CRC of each record that is read
+detect a replaced or truncated shard.
 
-Imports neither a framework nor numpy: the launcher checks a dataset before a TPU is created.
+Imports neither a framework nor numpy (only a folder without a manifest needs numpy, to read a record): the launcher
+checks a dataset before a TPU is created.
 """
 
 from __future__ import annotations
@@ -54,14 +55,14 @@ VERSION = 1
 UNKNOWN = ""  # tokenizer_hash of a dataset without a manifest
 
 Dtype = Literal["uint16", "int32", "float32", "int64"]
-Kind = Literal["mlm", "classification", "regression"]
+Rows = Literal["packed", "class-labelled", "number-labelled"]
 
 LABEL = "label"  # the feature that holds a row's label
-# The dtypes that a label of each kind of dataset may have; none: rows have no label.
-LABEL_DTYPES: Mapping[Kind, tuple[Dtype, ...]] = {
-    "mlm": (),
-    "classification": ("int32", "int64"),
-    "regression": ("float32",),
+# The dtypes that a label may have; none: rows have no label.
+LABEL_DTYPES: Mapping[Rows, tuple[Dtype, ...]] = {
+    "packed": (),
+    "class-labelled": ("int32", "int64"),
+    "number-labelled": ("float32",),
 }
 
 
@@ -87,10 +88,10 @@ class Shard(_Strict):
     members: list[Annotated[int, Field(ge=1)]] = []
 
 
-class Manifest(_Strict):
+class DatasetManifest(_Strict):
     """The content of dataset.json without `format`, `version` and `hash`."""
 
-    kind: Kind
+    rows: Rows
     layout: Literal["compact", "recipe"] = "compact"
     compression: Literal["none", "gzip"] = "none"
     member_records: Annotated[int, Field(ge=0)] = 0
@@ -106,10 +107,10 @@ class Manifest(_Strict):
 
 @dataclass(frozen=True)
 class Dataset:
-    """A dataset whose manifest has been read and is consistent. Its shards have not been checked, see `find_shards`."""
+    """A dataset with a consistent manifest. `find_shards` checks its shards."""
 
     url: str
-    manifest: Manifest
+    manifest: DatasetManifest
     hash: str
 
     @property
@@ -119,12 +120,11 @@ class Dataset:
 
     @property
     def records(self) -> int:
-        """Number of records in all shards."""
         return sum(shard.records for shard in self.manifest.shards)
 
     @property
     def records_of_length(self) -> dict[int, int]:
-        """Row length -> number of records of that length, ascending by length; lengths without records are left out."""
+        """Row length -> records of that length, ascending by length, without lengths that have no records."""
         counts: dict[int, int] = {}
         for shard in sorted(self.manifest.shards, key=lambda shard: shard.length):
             if shard.records:
@@ -133,22 +133,22 @@ class Dataset:
 
     @property
     def tokenizer_hash(self) -> str:
-        """Hash of the tokenizer that wrote the ids, "" where it is unknown."""
+        """Hash of the tokenizer that wrote the ids; "" if unknown."""
         return self.manifest.tokenizer_hash
 
     @property
     def shards(self) -> Sequence[Shard]:
-        """The shards in the order in which records are counted."""
+        """The shards in the order in which records are numbered."""
         return self.manifest.shards
 
     def require(
-        self, *, kind: str | None = None, tokenizer_hash: str | None = None, sequence_length: int | None = None
+        self, *, rows: str | None = None, tokenizer_hash: str | None = None, sequence_length: int | None = None
     ) -> None:
-        """Checks the dataset against the run's configuration; None: not checked. Raises BadInput."""
+        """Raises BadInput unless the dataset has records and fits the given values; None is not checked."""
         manifest = self.manifest
-        if kind is not None and manifest.kind != kind:
+        if rows is not None and manifest.rows != rows:
             raise BadInput(
-                f"{self.url} holds {manifest.kind} records, and the task needs {kind}: give another dataset or task"
+                f"{self.url} holds {manifest.rows} rows, and the task needs {rows} ones: give another dataset or task"
             )
         if sequence_length is not None and manifest.sequence_length != sequence_length:
             raise BadInput(
@@ -165,22 +165,22 @@ class Dataset:
             raise BadInput(f"{self.url} holds no records")
 
     def require_labels(self) -> None:
-        """Raises BadInput for a dataset whose rows have no label, or that has no rows."""
+        """Raises BadInput unless the dataset has rows, and they have labels."""
         self.require()
-        if not LABEL_DTYPES[self.manifest.kind]:
+        if not LABEL_DTYPES[self.manifest.rows]:
             raise BadInput(
-                f"{self.url} holds {self.manifest.kind} records, which have no label: give another dataset or task"
+                f"{self.url} holds {self.manifest.rows} rows, which have no label: give another dataset or task"
             )
 
 
-def dump_manifest(manifest: Manifest) -> bytes:
-    """The bytes of dataset.json."""
+def dump_manifest(manifest: DatasetManifest) -> bytes:
+    """Encodes dataset.json."""
     body = {"format": FORMAT, "version": VERSION, **manifest.model_dump(mode="json")}
     return (json.dumps({**body, "hash": _hash(body)}, indent=1) + "\n").encode()
 
 
 def load_manifest(data: bytes, url: str) -> Dataset:
-    """The dataset at `url` whose dataset.json is `data`. Raises BadInput."""
+    """Returns the dataset at `url` whose dataset.json is `data`. Raises BadInput for damage or another version."""
     manifest_url = storage.join(url, MANIFEST)
     try:
         body = json.loads(data)
@@ -197,7 +197,7 @@ def load_manifest(data: bytes, url: str) -> Dataset:
     if stored_hash != _hash(body):
         raise _damaged(url, "its hash does not match its content; was it edited?")
     try:
-        manifest = Manifest.model_validate(
+        manifest = DatasetManifest.model_validate(
             {key: value for key, value in body.items() if key not in ("format", "version")}
         )
     except ValidationError as error:
@@ -215,21 +215,21 @@ def _damaged(url: str, reason: str) -> BadInput:
     )
 
 
-def _inconsistency(manifest: Manifest) -> str | None:
-    """Why the parts of a manifest do not fit together; None where they do."""
+def _inconsistency(manifest: DatasetManifest) -> str | None:
+    """Returns why the parts of a manifest contradict each other; None if they do not."""
     names = [shard.name for shard in manifest.shards]
     if len(set(names)) != len(names):
         return "a shard is listed twice"
     if any(shard.length > manifest.sequence_length for shard in manifest.shards):
         return "a shard has rows longer than sequence_length"
-    if manifest.kind == "mlm" and any(shard.length != manifest.sequence_length for shard in manifest.shards):
+    if manifest.rows == "packed" and any(shard.length != manifest.sequence_length for shard in manifest.shards):
         return "a shard has rows of another length"
-    label_dtypes = LABEL_DTYPES[manifest.kind]
+    label_dtypes = LABEL_DTYPES[manifest.rows]
     for name in ("input_ids", *([LABEL] if label_dtypes else [])):
         if name not in manifest.features:
             return f"no feature {name}"
     if label_dtypes and manifest.features[LABEL].dtype not in label_dtypes:
-        return f"a {manifest.kind} label can't be {manifest.features[LABEL].dtype}"
+        return f"the label of {manifest.rows} rows can't be {manifest.features[LABEL].dtype}"
     unit = manifest.member_records
     if (manifest.compression == "gzip") != bool(unit):
         return "member_records and compression do not fit together"
@@ -240,15 +240,10 @@ def _inconsistency(manifest: Manifest) -> str | None:
 
 
 def find_shards(dataset: Dataset) -> Mapping[str, Stat]:
-    """Lists the folder and compares each shard with the manifest.
+    """Lists the folder and returns shard name -> its state in storage.
 
-    Compares sizes, and on gs:// also the CRC-32C, which the listing contains.
-
-    Returns:
-        Shard name -> its state in storage.
-
-    Raises:
-        BadInput: a shard is missing, truncated, empty, or replaced.
+    Raises BadInput for a shard that is missing, truncated, empty or replaced: compares sizes, and on gs:// also the
+    CRC-32C, which the listing contains.
     """
     stats = {storage.name_of(stat.url): stat for stat in storage.listing(dataset.url)}
     again = "copy it again, or write the dataset again with tpu-train shards --overwrite"
@@ -266,9 +261,68 @@ def find_shards(dataset: Dataset) -> Mapping[str, Stat]:
 
 
 def tokenizer_hash(content: bytes) -> str:
-    """SHA-256 of a tokenizer.json, without the truncation and padding settings that `save_pretrained` may add."""
+    """Returns the SHA-256 of a tokenizer.json without the truncation and padding settings that `save_pretrained` may
+    add."""
     parsed = {key: value for key, value in json.loads(content.decode()).items() if key not in ("truncation", "padding")}
     return hashlib.sha256(json.dumps(parsed, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def open_dataset(url: str) -> Dataset:
+    """Opens the dataset in a folder: by its dataset.json, or else as the public recipe's layout.
+
+    Raises BadInput when the folder holds no dataset or a damaged one, and StorageError.
+    """
+    try:
+        data = storage.read(storage.join(url, MANIFEST))
+    except storage.NotFound as error:
+        try:
+            from training.data.formats import recipe_layout
+        except ModuleNotFoundError as missing:  # numpy is not on every workstation
+            raise BadInput(
+                f"{url} has no {MANIFEST}, and looking for the public recipe's layout needs {missing.name}: "
+                "pip install it"
+            ) from None
+        dataset = recipe_layout.open_folder(url)
+        if dataset is None:
+            raise BadInput(
+                f"{url} is not a dataset: {error}. `tpu-train shards` makes one; if that was interrupted, "
+                "run the same command again"
+            ) from None
+        return dataset
+    return load_manifest(data, url)
+
+
+def check_dataset(url: str, *, rows: str, tokenizer: str | None, sequence_length: int | None = None) -> Dataset:
+    """Opens a dataset and checks everything that can be checked without reading records.
+
+    Args:
+        url: the dataset's folder.
+        rows: what the task needs.
+        tokenizer: a tokenizer folder that must have written the ids; None: not checked.
+        sequence_length: the length of the longest row; None: not checked.
+
+    Raises:
+        BadInput: the dataset does not fit, or a shard is missing or has another size.
+        StorageError: storage can't be read.
+    """
+    dataset = open_dataset(url)
+    dataset.require(
+        rows=rows, tokenizer_hash=tokenizer and _read_tokenizer_hash(tokenizer), sequence_length=sequence_length
+    )
+    find_shards(dataset)
+    return dataset
+
+
+def _read_tokenizer_hash(tokenizer: str) -> str:
+    url = storage.join(tokenizer, "tokenizer.json")
+    try:
+        return tokenizer_hash(storage.read(url))
+    except storage.NotFound as error:
+        raise BadInput(
+            f"{tokenizer} is not a tokenizer folder: {error}. Make one with `tpu-train tokenizer --out {tokenizer}`"
+        ) from None
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise BadInput(f"{url} is not a tokenizer of the `tokenizers` library: {error}") from None
 
 
 def _hash(body: Mapping[str, Any]) -> str:

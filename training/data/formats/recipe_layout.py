@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from training import storage
 from training.data.formats import example_codec, tfrecord
-from training.data.formats.dataset import UNKNOWN, Dataset, Feature, Manifest, Shard
+from training.data.formats.dataset import UNKNOWN, Dataset, DatasetManifest, Feature, Shard
 from training.errors import BadInput
 from training.storage import Stat
 
@@ -69,9 +69,9 @@ def open_folder(url: str) -> Dataset | None:
         raise BadInput(f"{url}: no shard has a record, by their names")
     length = _read_length(first)
     shards = [_shard(match, stat, length) for match, stat in named]
-    manifest = Manifest.model_validate(
+    manifest = DatasetManifest.model_validate(
         {
-            "kind": "mlm",
+            "rows": "packed",
             "layout": "recipe",
             "split": named[0][0]["name"],
             "sequence_length": length,

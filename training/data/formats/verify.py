@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from training import storage
 from training.data.formats import fixed_records, recipe_layout, tfrecord
-from training.data.formats.dataset import LABEL, MANIFEST, Dataset, Manifest, Shard
+from training.data.formats.dataset import LABEL, MANIFEST, Dataset, DatasetManifest, Shard
 from training.data.formats.fixed_records import RecordLayout
 from training.errors import TrainError
 from training.storage import Stat
@@ -85,7 +85,7 @@ def _compact_problems(dataset: Dataset, shard: Shard, stat: Stat, vocabulary: in
 
 
 def _value_problems(
-    layout: RecordLayout, data: bytes, manifest: Manifest, vocabulary: int
+    layout: RecordLayout, data: bytes, manifest: DatasetManifest, vocabulary: int
 ) -> Iterator[tuple[int, str]]:
     """(row, what is wrong) for each row with a token id or a label that can't be."""
     ids = fixed_records.read_column(layout, data, "input_ids").astype(np.int64)  # (n, length)

@@ -115,7 +115,7 @@ def mlm_evaluation(dataset: Dataset, host_slice: HostSlice, masking: Masking, se
 
 
 def _host_rows(dataset: Dataset, host_slice: HostSlice) -> tuple[int, int]:
-    dataset.require(kind="mlm")
+    dataset.require(rows="packed")
     return host_slice.rows()
 
 

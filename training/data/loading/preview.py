@@ -47,7 +47,7 @@ def preview_batch(
         A heading, and the lines of `render` or `render_labelled`.
     """
     heading = f"batch {step} of seed {seed}"
-    if dataset.manifest.kind != "mlm":
+    if dataset.manifest.rows != "packed":
         with contextlib.closing(LabelledBatches(dataset, host_slice, seed)) as batches:
             labelled = batches.batch(step)
         shown, length = min(rows, len(labelled.records)), labelled.input_ids.shape[1]

@@ -22,12 +22,20 @@ import numpy.typing as npt
 
 from training import storage
 from training.data.formats import fixed_records, recipe_layout
-from training.data.formats.dataset import MANIFEST, Dataset, Feature, Manifest, Shard, dump_manifest, load_manifest
+from training.data.formats.dataset import (
+    MANIFEST,
+    Dataset,
+    DatasetManifest,
+    Feature,
+    Shard,
+    dump_manifest,
+    load_manifest,
+)
 from training.errors import BadInput
 
 PREPARING = ".preparing"
 PLAN = "plan.json"
-MLM = {"kind": "mlm"}
+PACKED = {"rows": "packed"}
 SHARD_BYTES = 64 << 20  # before compression
 MEMBER_RECORDS = 256
 
@@ -223,7 +231,7 @@ def finish_dataset(
     plan: DatasetPlan,
     features: Mapping[str, Feature],
     shards: list[Shard],
-    more: Mapping[str, Any] = MLM,
+    more: Mapping[str, Any] = PACKED,
 ) -> Dataset:
     """Writes dataset.json, which commits the dataset, and removes `.preparing/`.
 
@@ -234,7 +242,7 @@ def finish_dataset(
         shards: all of them, in order.
         more: other keys of the manifest.
     """
-    manifest = Manifest.model_validate(
+    manifest = DatasetManifest.model_validate(
         {
             **more,
             "layout": plan.layout,

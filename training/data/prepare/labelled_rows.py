@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 from training.data.formats import fixed_records
-from training.data.formats.dataset import LABEL, Dataset, Dtype, Feature, Kind, Shard
+from training.data.formats.dataset import LABEL, Dataset, Dtype, Feature, Rows, Shard
 from training.data.prepare import dataset_writer
 from training.data.prepare.corpus import text_of
 from training.data.prepare.dataset_writer import DatasetPlan, Ids
@@ -38,8 +38,8 @@ class LabelKind(Protocol):
     """How a label's text becomes the number in a record."""
 
     @property
-    def kind(self) -> Kind:
-        """The kind of dataset."""
+    def rows(self) -> Rows:
+        """The rows of the dataset."""
 
     @property
     def dtype(self) -> Dtype:
@@ -58,7 +58,7 @@ class ClassLabels:
     """Classes by name; a class's number is its place in `names`."""
 
     names: tuple[str, ...]
-    kind: ClassVar[Kind] = "classification"
+    rows: ClassVar[Rows] = "class-labelled"
     dtype: ClassVar[Dtype] = "int32"
 
     @cached_property
@@ -78,7 +78,7 @@ class ClassLabels:
 class FloatLabels:
     """Numbers, stored as float32."""
 
-    kind: ClassVar[Kind] = "regression"
+    rows: ClassVar[Rows] = "number-labelled"
     dtype: ClassVar[Dtype] = "float32"
     names: ClassVar[tuple[str, ...]] = ()
 
@@ -230,7 +230,7 @@ def write_labelled_rows(
     ordered = [shard for length in buckets.lengths for shard in shards[length]]
     if not ordered:
         raise BadInput(f"{url}: the {plan.split} split has no rows: give another --corpus or --evaluation-percent")
-    more = {"kind": labels.kind, "labels": list(labels.names)}
+    more = {"rows": labels.rows, "labels": list(labels.names)}
     features = labelled_features(plan.vocabulary, labels)
     return LabelledDataset(dataset_writer.finish_dataset(url, plan, features, ordered, more), cut)
 

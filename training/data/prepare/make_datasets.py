@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from training import storage
 from training.data import tokenizer as tokenizers
-from training.data.formats.dataset import LABEL_DTYPES, Dataset, Kind
+from training.data.formats.dataset import Dataset
 from training.data.prepare import dataset_writer, pack
 from training.data.prepare.corpus import Corpus, SplitFilter
 from training.data.prepare.dataset_writer import DatasetPlan
@@ -32,6 +32,7 @@ from training.data.prepare.labelled_rows import (
 from training.data.prepare.pack import Encode, PackedDataset, Progress
 from training.data.tokenizer import Tokenizer
 from training.errors import BadInput
+from training.registry import TASKS, TaskName
 
 SPLITS = ("train", "evaluation")
 
@@ -44,7 +45,7 @@ class DatasetOptions:
         corpus: the text, see `training.data.prepare.corpus`.
         tokenizer: a tokenizer folder, local or gs://.
         out: splits are written to <out>/train and <out>/evaluation.
-        task: the kind of dataset.
+        task: decides which rows are written.
         evaluation_corpus: text of the evaluation split; `corpus` is then all training.
         evaluation_percent: without an evaluation corpus, the share of documents for evaluation.
         field: the column or key that holds the text.
@@ -64,7 +65,7 @@ class DatasetOptions:
     corpus: str
     tokenizer: str
     out: str
-    task: Kind = "mlm"
+    task: TaskName = "mlm"
     evaluation_corpus: str | None = None
     evaluation_percent: float = 5.0
     field: str = "text"
@@ -110,7 +111,7 @@ def make_datasets(
     _check(options)
     tokenizer = tokenizers.read(options.tokenizer)
     encode = tokenizers.encoder(tokenizer)
-    if not LABEL_DTYPES[options.task]:
+    if TASKS[options.task].rows == "packed":
         for split in options.splits:
             yield _make_packed(options, split, tokenizer, encode, progress)
         return
@@ -125,7 +126,7 @@ def _check(options: DatasetOptions) -> None:
     if options.layout == "recipe" and options.compression != "none":
         raise BadInput("--layout recipe is the public layout, which is not compressed: leave --compression out")
     plain = (options.layout, options.compression, options.runner) == ("compact", "none", None)
-    if LABEL_DTYPES[options.task] and not plain:
+    if TASKS[options.task].rows != "packed" and not plain:
         raise BadInput(f"--task {options.task} has the compact layout only, without compression and without --runner")
 
 

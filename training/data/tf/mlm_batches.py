@@ -55,7 +55,7 @@ def mlm_evaluation(dataset: Dataset, host_slice: HostSlice, masking: Masking, se
 
 
 def _open_source(dataset: Dataset, host_slice: HostSlice) -> RecordSource:
-    dataset.require(kind="mlm")
+    dataset.require(rows="packed")
     host_slice.rows()  # raises for an indivisible batch before any shard is read
     return open_source(dataset, vocabulary=host_slice.tokenizer.vocabulary, on_corrupt=host_slice.on_corrupt)
 
