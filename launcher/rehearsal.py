@@ -1,8 +1,8 @@
 """`tpu-launch rehearsal`: a whole run on an emulated slice, by the commands that a user would type.
 
-Each step is the command line that is printed before it. Whatever happens, the slice and the emulator are taken down at
-the end. It has a home of its own (`.tpu-launch/rehearsal`), so that slices emulated by hand are left alone;
-summary.json there holds what is printed last.
+Each step is a command line, printed before it runs. The slice and the emulator are removed at the end, also after a
+failure. A rehearsal has a home of its own (`.tpu-launch/rehearsal`), so that slices emulated by hand are left alone;
+summary.json there holds the summary that is printed last.
 """
 
 from __future__ import annotations
@@ -44,28 +44,23 @@ _TRAINER_KEYS = (
 
 @dataclass(frozen=True)
 class Screen:
-    """Where a person sees the rehearsal."""
+    """Shows the rehearsal to the user."""
 
-    say: Callable[[str], None]
-    """Takes a line about the rehearsal itself."""
-
-    command: Callable[[str], None]
-    """Takes a command line that is about to run."""
-
-    line: Callable[[str], None]
-    """Takes a line that a command printed."""
+    say: Callable[[str], None]  # a line about the rehearsal itself
+    command: Callable[[str], None]  # a command line that is about to run
+    line: Callable[[str], None]  # a line that a command printed
 
 
 @dataclass(frozen=True)
 class Step:
-    """One command of the rehearsal, and the phase its seconds count for."""
+    """One command of the rehearsal, and the phase that its seconds count for."""
 
     phase: str
     arguments: Sequence[str]
 
 
 def steps(config: Config, path: Path, overrides: Sequence[str]) -> list[Step]:
-    """The commands between `emulator start` and `emulator stop`. Raises BadInput when the file is not one that can be
+    """Returns the commands between `emulator start` and `emulator stop`. Raises BadInput when the file can't be
     rehearsed."""
     if config.trainer is None:
         raise BadInput(
@@ -73,16 +68,16 @@ def steps(config: Config, path: Path, overrides: Sequence[str]) -> list[Step]:
         )
     if config.trainer.task != "mlm":
         raise BadInput(
-            f"{config.document.place(('task',))}: task: a rehearsal trains mlm, because that is what it has data for, "
-            f"not {config.trainer.task!r}"
+            f"{config.document.place(('task',))}: task: a rehearsal has data for mlm, not {config.trainer.task!r}"
         )
-    buckets = {storage.split_remote(url)[0] for url in _urls(config) if storage.is_remote(url)}
+    data = config.trainer.data
+    urls = [config.trainer.output, data.train, data.tokenizer, data.evaluation or data.train]
+    buckets = {storage.split_remote(url)[0] for url in urls if storage.is_remote(url)}
     if len(buckets) != 1:
         raise BadInput(
             f"{path}: a rehearsal streams from one bucket: data.train, data.evaluation, data.tokenizer and output "
             "must be in the same gs:// bucket"
         )
-    data = config.trainer.data
     corpus = data.train.removesuffix("/train")
     if not data.train.endswith("/train") or data.evaluation not in (None, f"{corpus}/evaluation"):
         raise BadInput(
@@ -92,23 +87,14 @@ def steps(config: Config, path: Path, overrides: Sequence[str]) -> list[Step]:
     file = _file(path, overrides)
     local = ["--emulated", "local", *file, "--", "tpu-train"]
     text = ["--corpus", "builtin:pydoc"]
-    shards = [
-        "shards",
-        *text,
-        "--tokenizer",
-        data.tokenizer,
-        "--sequence-length",
-        str(_SEQUENCE_LENGTH),
-        "--out",
-        corpus,
-    ]
-    planned = [
+    shards = ["shards", *text, "--tokenizer", data.tokenizer, "--sequence-length", str(_SEQUENCE_LENGTH)]
+    return [
         Step("slice", ["--emulated", "up", *file]),
         Step("image", [*local, "--help"]),
         Step("data", [*local, "tokenizer", *text, "--vocabulary", str(_VOCABULARY), "--out", data.tokenizer]),
-        Step("data", [*local, *shards]),
+        Step("data", [*local, *shards, "--out", corpus]),
+        Step("run", ["--emulated", "run", "--new", *file]),
     ]
-    return [*planned, Step("run", ["--emulated", "run", "--new", *file])]
 
 
 def _file(path: Path, overrides: Sequence[str]) -> list[str]:
@@ -116,10 +102,10 @@ def _file(path: Path, overrides: Sequence[str]) -> list[str]:
 
 
 def rehearse(path: Path, overrides: Sequence[str], screen: Screen) -> dict[str, Any]:
-    """Runs all steps and returns the summary.
+    """Runs all steps, writes the summary and returns it.
 
     Raises:
-        LaunchError: A step failed; it has the step's exit code. Nothing is left running.
+        LaunchError: a step failed; the error has the step's exit code. Nothing is left running.
     """
     config = load(path, overrides)
     zones = config.accelerator.zones(Api.CLOUD_TPU)
@@ -148,8 +134,6 @@ def rehearse(path: Path, overrides: Sequence[str], screen: Screen) -> dict[str, 
     finally:
         _take_down(environment, screen)
     seconds["total"] = time.monotonic() - begun
-    missing = [key for key in _TRAINER_KEYS if key not in result]
-    assert not missing, f"the trainer's summary lacks {missing}"
     summary = {
         **{key: result[key] for key in _TRAINER_KEYS},
         "accelerator_type": config.slice.accelerator_type,
@@ -164,16 +148,13 @@ def rehearse(path: Path, overrides: Sequence[str], screen: Screen) -> dict[str, 
 
 
 def lines(summary: dict[str, Any]) -> list[str]:
-    """The summary as a person reads it."""
+    """Formats the summary for the user."""
     phases = ", ".join(f"{phase} {value:.0f} s" for phase, value in summary["seconds"].items())
     inside = ", ".join(f"{phase} {value:.1f} s" for phase, value in summary["training_seconds"].items())
+    devices = [f"devices              {summary['devices']} (virtual TPU)"]
     return [
         f"hosts                {summary['hosts']} ({summary['accelerator_type']}, emulated)",
-        *(
-            [f"devices              {summary['devices']} (virtual TPU)"]
-            if summary["devices"] > summary["hosts"]
-            else []
-        ),
+        *(devices if summary["devices"] > summary["hosts"] else []),
         f"steps                {summary['steps']}",
         f"loss                 {summary['first_loss']:.4f} -> {summary['last_loss']:.4f}",
         f"evaluation           perplexity {summary['eval_perplexity']:.2f}",
@@ -191,7 +172,8 @@ def _timed(
     seconds: dict[str, float],
     screen: Screen,
 ) -> None:
-    """Runs one command of ours as a user would, its output passed through."""
+    """Runs one `tpu-launch` command as a user would, shows its output, and adds its time to `seconds`. Raises
+    LaunchError when it fails."""
     screen.command(shell.quote(["tpu-launch", *arguments]))
     begun = time.monotonic()
     result = shell.stream(
@@ -205,7 +187,7 @@ def _timed(
         code = result.returncode
         raise LaunchError(
             f"the rehearsal stopped: `tpu-launch {shell.quote(arguments)}` ended with {code}; its lines are above",
-            exit_code=_exit(code),
+            exit_code=Exit(code) if code in set(Exit) else Exit.CLOUD_ERROR,
         )
 
 
@@ -215,7 +197,7 @@ def _take_down(environment: dict[str, str], screen: Screen) -> None:
 
 
 def _trainer_summary(config: Config, folder: Path) -> dict[str, Any]:
-    """What the trainer wrote into the run's folder in the bucket."""
+    """Reads the trainer's summary from the run's folder in the bucket."""
     assert config.trainer is not None
     run_id = find_run(folder, this_machine(), None).run_id
     before = dict(os.environ)
@@ -227,13 +209,3 @@ def _trainer_summary(config: Config, folder: Path) -> dict[str, Any]:
         os.environ.clear()
         os.environ.update(before)
     return summary
-
-
-def _urls(config: Config) -> list[str]:
-    assert config.trainer is not None
-    data = config.trainer.data
-    return [config.trainer.output, data.train, data.tokenizer, *([data.evaluation] if data.evaluation else [])]
-
-
-def _exit(code: int) -> Exit:
-    return Exit(code) if code in set(Exit) else Exit.CLOUD_ERROR

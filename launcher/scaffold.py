@@ -1,6 +1,6 @@
-"""`tpu-launch init`: writes a first file that is valid and says what each line means. Never overwrites one.
+"""`tpu-launch init`: writes a first file, valid and commented. Never overwrites a file.
 
-`text` is pure and makes the file from answers; `write` reads it back through the real checks before it gets its name.
+`text` makes the file's content from answers; `write` loads it with the real checks before the file gets its name.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ _WORDS = ("true", "false", "null", "yes", "no", "on", "off")
 
 @dataclass(frozen=True)
 class Answers:
-    """What the file needs and no default can know."""
+    """The values of the file that have no default."""
 
     project: str
     accelerator_type: str
     zone: str
     name: str
     capacity: str
-    bucket: str | None = None  # without gs://; None: the file describes a slice, and commands are given to `run`
+    bucket: str | None = None  # without gs://; None: the file describes a slice only
     repository: str | None = None
 
 
 def known(accelerator_type: str) -> Accelerator:
-    """The accelerator. Raises BadInput that lists what exists."""
+    """Returns the accelerator. Raises BadInput that lists the existing types."""
     try:
         return accelerator(accelerator_type)
     except UnknownAccelerator as error:
@@ -42,7 +42,7 @@ def known(accelerator_type: str) -> Accelerator:
 
 
 def text(answers: Answers) -> str:
-    """The file. Raises BadInput for an accelerator that does not exist, or what can't be a project."""
+    """Returns the file's content. Raises BadInput for an unknown accelerator or an invalid project id."""
     slice_type = known(answers.accelerator_type)
     if not _PROJECT.fullmatch(answers.project):
         raise BadInput(f"{answers.project!r} can't be a project id: lower-case letters, digits and hyphens")
@@ -109,13 +109,13 @@ def _no_trainer() -> list[str]:
 
 
 def _scalar(value: str) -> str:
-    """A string as YAML: plain where that is safe."""
+    """Formats a string as YAML, without quotes where that is safe."""
     plain = _PLAIN.fullmatch(value) and value.lower() not in _WORDS and ": " not in value
     return value if plain else json.dumps(value, ensure_ascii=False)
 
 
 def write(path: Path, answers: Answers) -> None:
-    """Writes the file at `path`. Raises BadInput when there is one, or when an answer makes no valid file."""
+    """Writes the file. Raises BadInput when it exists or an answer makes it invalid."""
     if path.exists() or path.is_symlink():
         raise BadInput(f"{path} exists and is not overwritten: choose another name with --file, or remove it")
     temporary = path.with_name(f".{path.name}.{os.getpid()}")

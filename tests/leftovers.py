@@ -17,7 +17,8 @@ import pytest
 
 CHECKED = ("tests/launcher/", "tests/emulator/")
 ROOT = Path(__file__).resolve().parent.parent
-LIBRARY_THREADS = ("_fetch_background",)  # google-cloud-storage asks for a bucket's metadata, beside the first request
+# google-cloud-storage looks at the bucket beside the first request, and after a 404
+LIBRARY_THREADS = ("_fetch_background", "_verify_existence_background")
 PATIENCE_SECONDS = 10.0  # a thread that was told to end may need the processor first
 
 

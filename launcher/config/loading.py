@@ -1,4 +1,4 @@
-"""A run's file as frozen sections: read, checked, and restored from what a run's folder keeps."""
+"""Loads a run's file into frozen sections, and restores them from the document in a run's folder."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ TRAINER_COMMAND = ("tpu-train", "train", f"/etc/tpu-launch/{CONFIG_FILE}")
 
 @dataclass(frozen=True)
 class Config:
-    """Everything one file says."""
+    """The content of a run's file, with the choices of one command line."""
 
     document: Document
-    """The file's content with every `--set`, as it is given to hosts."""
+    """The file's content with every `--set`; hosts get it."""
 
     project: str
     zone: str
@@ -36,58 +36,56 @@ class Config:
     run: RunSection
 
     trainer: TrainerConfig | None
-    """None when the run has a command of its own, or the file no trainer sections."""
+    """None when the run has a command of its own, or the file has no trainer sections."""
 
     gke: GkeSection = field(default_factory=GkeSection)
 
     provider: str = "tpu-vm"
-    """Name of the provider: the command line's choice, not the file's."""
+    """Name of the provider; the command line chooses it."""
 
     any_owner: bool = False
-    """Whether a slice that somebody else made may be used and deleted: the command line's choice, for one command."""
+    """Whether this command may use and delete a slice of another owner; the command line chooses it."""
 
     @property
     def accelerator(self) -> Accelerator:
-        """Size and generation of the slice."""
         return accelerator(self.slice.accelerator_type)
 
     @property
     def backend(self) -> str:
-        """Whose image is built: `image.backend`, or the trainer's `backend`."""
+        """Returns the backend whose image is built: `image.backend`, or the trainer's `backend`."""
         return self.image.backend or (
             self.trainer.backend if self.trainer else str(self.document.value.get("backend", "torch-xla"))
         )
 
     @property
     def command(self) -> tuple[str, ...]:
-        """What runs in the container on every host: the run's own command, or the trainer."""
+        """Returns the command in the container of every host: the run's own, or the trainer."""
         return tuple(self.run.command or TRAINER_COMMAND)
 
     @property
     def zones(self) -> list[str]:
-        """The zones in which the slice may be, in the order in which they are tried."""
+        """Returns the zones in which the slice may be, in the order in which they are tried."""
         return list(dict.fromkeys([self.zone, *self.slice.zones]))
 
     @property
     def runtime_version(self) -> str:
-        """Software version of the TPU VM."""
         return self.slice.runtime_version or self.accelerator.generation.runtime_version
 
     @property
     def run_name(self) -> str:
-        """Prefix of run ids."""
+        """Returns the prefix of run ids."""
         return self.run.name or self.slice.name
 
     @property
     def folder(self) -> Path:
-        """What relative paths in the file are relative to."""
+        """Returns the file's folder, the base of relative paths in the file."""
         return Path(self.document.name).absolute().parent
 
     def require_something_to_run(self) -> None:
-        """Raises BadInput for a file that describes a slice only."""
+        """Raises BadInput when the file only describes a slice."""
         if self.trainer is None and not self.run.command:
             raise BadInput(
-                f"{self.document.name}: says nothing to run: give run.command, a command after `--`, "
+                f"{self.document.name}: nothing to run: give run.command, a command after `--`, "
                 "or the trainer's sections (model, data, train, output)"
             )
 
@@ -96,33 +94,30 @@ def load(path: str | Path, overrides: Iterable[str] = (), *, command: Iterable[s
     """Reads and checks a run's file.
 
     Args:
-        path: The YAML file.
-        overrides: Changes of keys, KEY=VALUE, where the value is YAML.
-        command: Replaces the trainer and `run.command`.
+        path: of the YAML file.
+        overrides: changes of keys, KEY=VALUE, where the value is YAML.
+        command: replaces the trainer and `run.command`.
 
     Raises:
-        BadInput: The file is wrong; the message names file:line of every mistake.
+        BadInput: the file is wrong; the message names file:line of every mistake.
     """
     try:
-        document = load_document(path, overrides)
-        config = _from_document(document, tuple(command))
-        refused.refuse(document)
-        return config
+        return _from_document(load_document(path, overrides), tuple(command))
     except (ConfigError, UnknownAccelerator) as error:
         raise BadInput(str(error)) from None
 
 
 def restore(value: Mapping[str, Any], *, name: str, command: Iterable[str] | None, provider: str) -> Config:
-    """The configuration of a document that was loaded before and kept.
+    """Returns the configuration of a document that `load` read before.
 
     Args:
-        value: The document's value.
-        name: Path of the file that it came from.
-        command: Replaces the trainer and `run.command`; None for what the document says.
-        provider: Name of the provider.
+        value: the document's value.
+        name: path of the document's file.
+        command: replaces the trainer and `run.command`; None: the document's own.
+        provider: name of the provider.
 
     Raises:
-        BadInput: This version can't read it.
+        BadInput: the document is not valid in this version.
     """
     try:
         config = _from_document(Document(name, dict(value), {}), tuple(command or ()))
@@ -133,8 +128,8 @@ def restore(value: Mapping[str, Any], *, name: str, command: Iterable[str] | Non
 
 def _from_document(document: Document, command: tuple[str, ...]) -> Config:
     refuse_unknown(document, (*LAUNCHER_SECTIONS, *TRAINER_SECTIONS))
-    mine = Document(document.name, {k: v for k, v in document.value.items() if k in LAUNCHER_SECTIONS}, document.places)
-    root = validate(Root, mine)
+    launcher_sections = {key: value for key, value in document.value.items() if key in LAUNCHER_SECTIONS}
+    root = validate(Root, Document(document.name, launcher_sections, document.places))
     has_trainer = any(key in document.value for key in TRAINER_SECTIONS)
     run = root.run.model_copy(update={"command": list(command)}) if command else root.run
     trainer = from_document(document) if has_trainer and not run.command else None
@@ -143,4 +138,5 @@ def _from_document(document: Document, command: tuple[str, ...]) -> Config:
             f"{document.place(('image', 'backend'))}: image.backend: this image is of {root.image.backend}, "
             f"and `backend` is {trainer.backend}: remove image.backend"
         )
+    refused.refuse(document)
     return Config(document, root.project, root.zone, root.slice, root.image, run, trainer, root.gke)

@@ -1,9 +1,5 @@
-"""What a run's file may not say, although its types are right: secrets where they would stay visible, empty texts, and
-values that would fail only later.
-
-Only a file that is loaded is checked: a run that an earlier version started with such a value can still be watched and
-stopped.
-"""
+"""Refuses values of a run's file whose types are right: secrets that would stay visible, empty texts, and texts that
+would fail only later."""
 
 from __future__ import annotations
 
@@ -24,7 +20,7 @@ _SECRET_NAME = re.compile(
 _NO_SECRET = re.compile(r"_(ID|NAME|FILE|PATH|DIR)$|^(OLD)?PWD$", re.IGNORECASE)
 _CREDENTIALS_IN_VALUE = re.compile(r"://[^/\s:@]+:[^/\s@]+@|://[^/\s:@]{20,}@|PRIVATE KEY-----")
 
-# Place in the file -> why a secret does not belong there, and what to do.
+# Key -> why a secret does not belong there, and what to do instead.
 _VISIBLE = {
     ("run", "environment"): "values here are visible in files and to `docker inspect`: name it in run.secrets instead",
     ("image", "build_args"): (
@@ -35,7 +31,7 @@ _VISIBLE = {
 
 
 _NAME = r"[a-z0-9]+([._-]+[a-z0-9]+)*"
-# Key -> what its text must match, and what to write instead.
+# Key -> the pattern of its text, and what to write instead.
 _FORMS = {
     ("image", "repository"): (
         rf"([a-zA-Z0-9.-]+(:[0-9]+)?/)?{_NAME}(/{_NAME})*",
@@ -54,7 +50,7 @@ Key = tuple[str, ...]
 
 
 def refuse(document: Document) -> None:
-    """Raises ConfigError, with the line, for the first such value. Shows no value of a secret."""
+    """Raises ConfigError with file:line for the first refused value. The message shows no secret."""
     for place, reason in _VISIBLE.items():
         for name, value in _variables(document, place):
             if is_secret(name, value):
@@ -69,7 +65,7 @@ def refuse(document: Document) -> None:
 
 
 def _problem(key: Key, value: str) -> str:
-    """What is wrong with a text; empty when nothing is."""
+    """Returns the problem of a text, "" without a problem."""
     if not value.strip() and key not in _MAY_BE_EMPTY:
         return "is empty: write a value, or leave out the key"
     pattern, message = _FORMS.get(key, ("", ""))
@@ -77,7 +73,8 @@ def _problem(key: Key, value: str) -> str:
 
 
 def _texts(key: Key, value: Any) -> Iterator[tuple[Key, str]]:
-    """The texts of a section and of the sections in it; not those of lists and of maps with names of their own."""
+    """Yields the texts of a section and its sections with their keys, except those in lists and in maps of the user's
+    names."""
     if isinstance(value, str):
         yield key, value
     elif isinstance(value, Mapping) and key not in _MAPS:
@@ -86,12 +83,12 @@ def _texts(key: Key, value: Any) -> Iterator[tuple[Key, str]]:
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Whether a variable's name says that its value is a secret, or the value holds a password, a token in a URL or a
-    private key."""
+    """Returns whether a variable is named like a secret, or its value holds a password, a token in a URL or a private
+    key."""
     if _CREDENTIALS_IN_VALUE.search(value):
         return True
     if name.upper().endswith("CREDENTIALS") and re.fullmatch(r"/[\w./-]+\.\w+", value):
-        return False  # where the credentials are
+        return False  # the path of a credentials file
     return _SECRET_NAME.search(name) is not None and not _NO_SECRET.search(name)
 
 

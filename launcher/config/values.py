@@ -1,29 +1,28 @@
-"""Types of single values: names, zones, labels and variables, each with the message for a value that is none."""
+"""Types of single values: names, zones, labels and variables, each with the message for an invalid value."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Annotated
 
 from pydantic import AfterValidator
 
 from training.accelerators import accelerator
 
-ZONE = r"^[a-z]+-[a-z]+[0-9]+-[a-z0-9]+$"
 IMAGE_BY_DIGEST = r"^[^@\s]+@sha256:[0-9a-f]{64}$"
 
-_NODE_NAME = re.compile(r"[a-z]([-a-z0-9]{0,48}[a-z0-9])?")
 _LABEL = re.compile(r"[a-z0-9_-]{0,63}")
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SECRET_KEY = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[-._a-zA-Z0-9]+")
 
 
-def _name(value: str) -> str:
-    if not _NODE_NAME.fullmatch(value):
-        raise ValueError(
-            f"{value!r} must be a lower-case letter, then letters, digits or hyphens, 50 characters at most"
-        )
-    return value
+def _matches(pattern: str, problem: str) -> AfterValidator:
+    def check(value: str) -> str:
+        if not re.fullmatch(pattern, value):
+            raise ValueError(f"{value!r} {problem}")
+        return value
+
+    return AfterValidator(check)
 
 
 def _known_accelerator(value: str) -> str:
@@ -40,26 +39,28 @@ def _labels(value: dict[str, str]) -> dict[str, str]:
     return value
 
 
-def _variable_names(value: list[str]) -> list[str]:
-    for name in value:
-        if not _VARIABLE.fullmatch(name):
+def _require_variables(names: Iterable[str]) -> None:
+    for name in names:
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise ValueError(f"{name!r} is not the name of an environment variable")
+
+
+def _variable_names(value: list[str]) -> list[str]:
+    _require_variables(value)
     return value
 
 
 def _environment(value: dict[str, str]) -> dict[str, str]:
+    _require_variables(value)
     for key, text in value.items():
-        if not _VARIABLE.fullmatch(key):
-            raise ValueError(f"{key!r} is not the name of an environment variable")
         if "\n" in text or "\0" in text:
             raise ValueError(f"the value of {key} may not contain a line break")
     return value
 
 
 def _secrets(value: dict[str, str]) -> dict[str, str]:
+    _require_variables(value)
     for key, source in value.items():
-        if not _VARIABLE.fullmatch(key):
-            raise ValueError(f"{key!r} is not the name of an environment variable")
         if not _SECRET_KEY.fullmatch(source):
             raise ValueError(
                 f"{key}: {source!r} must be SECRET/KEY, the names of a Kubernetes Secret and of a key in it"
@@ -67,16 +68,16 @@ def _secrets(value: dict[str, str]) -> dict[str, str]:
     return value
 
 
-def _zone(value: str) -> str:
-    if not re.fullmatch(ZONE, value):
-        raise ValueError(f"{value!r} is not the name of a zone, like us-central2-b")
-    return value
-
-
-Name = Annotated[str, AfterValidator(_name)]
+Name = Annotated[
+    str,
+    _matches(
+        r"[a-z]([-a-z0-9]{0,48}[a-z0-9])?",
+        "must be a lower-case letter, then letters, digits or hyphens, 50 characters at most",
+    ),
+]
 AcceleratorType = Annotated[str, AfterValidator(_known_accelerator)]
 Labels = Annotated[dict[str, str], AfterValidator(_labels)]
 VariableNames = Annotated[list[str], AfterValidator(_variable_names)]
 Environment = Annotated[dict[str, str], AfterValidator(_environment)]
 ClusterSecrets = Annotated[dict[str, str], AfterValidator(_secrets)]
-Zone = Annotated[str, AfterValidator(_zone)]
+Zone = Annotated[str, _matches(r"[a-z]+-[a-z]+[0-9]+-[a-z0-9]+", "is not the name of a zone, like us-central2-b")]

@@ -363,7 +363,7 @@ def test_a_second_start_does_nothing_and_another_port_is_refused(pod: Slice) -> 
     argv = [sys.executable, "-m", "launcher.cli.emulator", "start", "--port", "1234"]
     environment = {**pod.environment, "TPU_LAUNCH_HOME": str(pod.home.parent), "PYTHONPATH": str(ROOT)}
     refused = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=60)
-    assert (refused.returncode, "already runs on port" in refused.stderr) == (2, True)
+    assert (refused.returncode, "already runs with port" in refused.stderr) == (2, True)
 
 
 def test_defects_of_gcloud_that_decide_how_it_is_called_are_still_there(pod: Slice, tmp_path: Path) -> None:
