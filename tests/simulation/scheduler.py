@@ -1,11 +1,11 @@
-"""Deterministic cooperative tasks over a virtual clock: the ground that both simulators stand on.
+"""Deterministic cooperative tasks over a virtual clock, on which both simulators rest.
 
 Blocking code runs unchanged, each task in a greenlet of one thread. A task runs until it blocks in a primitive of this
-file; then the scheduler picks the next of those that can run, by the random numbers of the life's seed. When none can,
-the clock jumps to the next timer. The same seed gives the same life, line by line.
+file; then the scheduler picks the next runnable task by the random numbers of the seed. If no task can run, the clock
+jumps to the next timer. The same seed gives the same simulated run, line by line.
 
-Every task belongs to a `Process`, which can be killed (nothing of it runs any more: its stack is unwound by `Killed`,
-and whatever it calls here meanwhile raises that again), frozen and thawed (its clock goes on, it does not).
+Every task belongs to a `Process`, which can be killed (none of its tasks runs any more: `Killed` unwinds their stacks,
+and any blocking call meanwhile raises it again), frozen and thawed (time goes on meanwhile).
 
 `SimulatedClock` and `SimulatedThreads` implement `training.machine.clock.Clock` and `training.machine.threads.Threads`.
 """
@@ -22,54 +22,52 @@ from typing import Any
 from greenlet import getcurrent, greenlet
 
 Function = Callable[..., Any]
-PREEMPT = 0.1  # probability that another task runs when one sets an event, releases a lock, starts a task, and the like
+PREEMPT = 0.1  # probability that another task runs first when a task sets an event, starts a task, and the like
 
 
 class Killed(BaseException):
-    """Unwinds the tasks of a process that was killed. No code of a program may act on it."""
+    """Unwinds the tasks of a killed process. No code of a program may act on it."""
 
 
 class Stuck(Exception):
-    """A life that does not end. The message names the tasks and what each waits for."""
+    """A simulated run does not end. The message names the tasks and what each waits for."""
 
 
 class Process:
-    """What is killed and frozen as one: a program on a host, or a part of the world."""
+    """A unit that is killed and frozen: a program on a host, or a part of the world."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.alive, self.frozen = True, False
         self.tasks: dict[Task, None] = {}
-        self.held: list[Task] = []  # could run, but the process is frozen
-        self.enter: Callable[[], None] | None = None  # called before it runs on: sets its environment, for example
+        self.held: list[Task] = []  # runnable, but the process is frozen
+        self.enter: Callable[[], None] | None = None  # called before its tasks run: sets its environment, for example
 
     def __repr__(self) -> str:
         return self.name
 
 
 class Task:
-    """A thread of a process. `join` and `is_alive` are as threading.Thread has them."""
+    """A thread of a process, a training.machine.threads.Thread."""
 
     def __init__(self, scheduler: Scheduler, function: Function, args: tuple[Any, ...], name: str, process: Process):
         self.name, self.process, self.daemon = name, process, True
-        self.error: BaseException | None = None  # what ended it
+        self.error: BaseException | None = None  # that ended it
         self.result: Any = None
         self.waits_for = ""
         self._scheduler, self._function, self._args = scheduler, function, args
         self._greenlet = greenlet(self._run, scheduler.hub)
-        self._outcome: Any = None  # of the wait that has just ended
-        self._waits: dict[Task, None] | None = None  # the waiters among which it is
-        self._generation = 0  # counts its waits: a timer of an earlier one is void
-        self._interruption: BaseException | None = None  # is raised when it runs on
+        self._outcome: Any = None  # of the last wait
+        self._waits: dict[Task, None] | None = None  # the waiters that contain it
+        self._generation = 0  # counts its waits: a timer of an earlier wait is void
+        self._interruption: BaseException | None = None  # raised when it runs next
         self._done = False
         self._joining: dict[Task, None] = {}
 
     def is_alive(self) -> bool:
-        """Whether it runs."""
         return not self._done
 
     def join(self, timeout: float | None = None) -> None:
-        """Waits until it has ended."""
         deadline = Deadline(self._scheduler, timeout)
         while not self._done and self._scheduler.wait(self._joining, deadline.left(), f"the end of {self.name}"):
             pass
@@ -93,36 +91,36 @@ class Task:
 
 
 class Scheduler:
-    """Runs the tasks of one life."""
+    """Runs the tasks of one simulated run."""
 
     def __init__(self, randomness: random.Random, now: float = 0.0, preempt: float = PREEMPT) -> None:
         """
         Args:
-            randomness: decides which task runs next.
-            now: seconds, at the beginning.
-            preempt: the probability that another task runs at a point where nobody waits.
+            randomness: Decides which task runs next.
+            now: The seconds at the beginning.
+            preempt: The probability that another task runs at a point where the current one need not wait.
         """
         self.random, self.now, self.preempt = randomness, now, preempt
         self.hub = getcurrent()
         self.world = Process("world")
         self.current: Task | None = None
-        self._running: Process | None = None  # the process that ran last
-        self.crashed: list[Task] = []  # tasks that ended with an exception
+        self._running: Process | None = None  # the last process that ran
+        self.crashed: list[Task] = []  # tasks ended by an exception
         self.steps = 0
-        self.trace: list[str] | None = None  # lines, when they are wanted
-        self.processes: dict[Process, None] = {}  # that ever had a task
+        self.trace: list[str] | None = None  # lines, if wanted
+        self.processes: dict[Process, None] = {}  # all that ever had a task
         self._ready: list[Task] = []
         self._dying: list[Task] = []
         self._timers: list[tuple[float, int, Task | Function, int]] = []
         self._numbers = itertools.count()
 
-    # --- the life
+    # --- the run
 
     def run(self, until: Callable[[], bool] | None = None, *, seconds: float, steps: int = 1_000_000) -> None:
-        """Runs tasks until `until()` or, without it, until none can run ever again.
+        """Runs tasks until `until()` is true; without it, until no task can ever run again.
 
         Raises:
-            Stuck: the clock has passed `seconds`, or so many `steps` were taken, or all wait for each other.
+            Stuck: The clock passed `seconds`, the run took `steps`, or all tasks wait for each other.
         """
         ready, rand = self._ready, self.random.random
         while until is None or not until():
@@ -147,27 +145,27 @@ class Scheduler:
             self.current = None
 
     def close(self) -> None:
-        """Unwinds every task that is left: call it at the end of each life."""
+        """Unwinds all tasks that are left. Call it at the end of each run."""
         for process in self.processes:
             self.kill(process)
         while self._dying:
             self._unwind(self._dying.pop())
 
     def note(self, text: str) -> None:
-        """Adds a line to the story, where one is wanted."""
+        """Adds a line to the trace, if one is wanted."""
         if self.trace is not None:
             who = self.current.process.name if self.current else "world"
             self.trace.append(f"{self.now:10.3f}  {who:<16} {text}")
 
     def describe(self) -> str:
-        """What every task waits for."""
+        """Returns what each task waits for."""
         lines = [f"{task} waits for {task.waits_for or '?'}" for process in self.processes for task in process.tasks]
         return "; ".join(lines) or "no task is left"
 
     # --- processes
 
     def spawn(self, function: Function, *args: Any, name: str, process: Process | None = None) -> Task:
-        """Starts a task, in the process of whoever starts it unless one is given."""
+        """Starts a task, in the process of the current task unless one is given."""
         if process is None:
             process = self.current.process if self.current else self.world
         if not process.alive:
@@ -179,7 +177,7 @@ class Scheduler:
         return task
 
     def kill(self, process: Process) -> None:
-        """Ends a process at once: none of its tasks runs any more. Raises Killed when it is the caller's own."""
+        """Ends a process at once: none of its tasks runs any more. Raises Killed in the process's own task."""
         if process.alive:
             process.alive = False
             self._dying += [task for task in process.tasks if task is not self.current]
@@ -188,7 +186,7 @@ class Scheduler:
             raise Killed
 
     def freeze(self, process: Process) -> None:
-        """Nothing of the process runs until it is thawed; time goes on."""
+        """Stops a process until `thaw`; time goes on."""
         process.frozen = True
         mine = [task for task in self._ready if task.process is process]
         self._ready[:] = [task for task in self._ready if task.process is not process]
@@ -197,26 +195,26 @@ class Scheduler:
             self.pause()
 
     def thaw(self, process: Process) -> None:
-        """Lets a frozen process run on."""
+        """Resumes a frozen process."""
         process.frozen = False
         self._ready += process.held
         process.held.clear()
 
     def interrupt(self, task: Task, error: BaseException) -> None:
-        """Raises `error` in a task, where it waits now: Ctrl-C, for example."""
+        """Raises `error` in a waiting task: Ctrl-C, for example."""
         if not task._done and task is not self.current:
             task._interruption = error
             if task not in self._ready and task not in task.process.held:
                 self._wake(task, False)
 
-    # --- what blocks
+    # --- blocking
 
     def sleep(self, seconds: float) -> None:
-        """Blocks the caller for so long."""
+        """Blocks the caller for `seconds`."""
         self.wait(None, max(0.0, seconds), "time to pass")
 
     def pause(self) -> None:
-        """Lets any other task run first; the caller can run on at once."""
+        """Lets other tasks run first; the caller stays runnable."""
         task = self._caller()
         if task is not None:
             task._generation += 1
@@ -225,17 +223,17 @@ class Scheduler:
             self._resumed(task)
 
     def maybe_pause(self) -> None:
-        """A point at which the operating system may let another thread run."""
+        """Pauses with probability `preempt`, as an operating system may preempt a thread."""
         if self.current is not None and (not self.current.process.alive or self.random.random() < self.preempt):
             self.pause()
 
     def wait(self, waiters: dict[Task, None] | None, timeout: float | None, what: str = "") -> bool:
-        """Blocks the caller until it is woken, or `timeout` seconds have passed. Returns whether it was woken.
+        """Blocks the caller until it is woken, at most `timeout` seconds. Returns whether it was woken.
 
         Args:
-            waiters: where `wake` finds it; None to wait for the time only.
+            waiters: Through which `wake` finds it; None to wait for the time only.
             timeout: None for no limit.
-            what: it waits for, for messages.
+            what: A description of what it waits for.
         """
         task = self.current
         if task is None:
@@ -271,11 +269,11 @@ class Scheduler:
             self._wake(task, True)
 
     def call_at(self, when: float, function: Callable[[], None]) -> None:
-        """Calls a function that does not block, at a time."""
+        """Calls a function, which must not block, at a time."""
         heapq.heappush(self._timers, (when, next(self._numbers), function, 0))
 
     def check_alive(self) -> None:
-        """Raises Killed in a task whose process was killed: for operations of the world that do not block."""
+        """Raises Killed in a task of a killed process. For operations of the world that do not block."""
         if self.current is not None and not self.current.process.alive:
             raise Killed
 
@@ -315,7 +313,7 @@ class Scheduler:
             self._make_ready(task)
 
     def _fire_timers(self) -> bool:
-        """Moves the clock to the next timer, and lets it act. Returns whether there was one."""
+        """Moves the clock to the next timer and fires it. Returns whether there was one."""
         timers = self._timers
         while timers:
             when, _, subject, generation = heapq.heappop(timers)
@@ -331,14 +329,14 @@ class Scheduler:
         return False
 
     def _unwind(self, task: Task) -> None:
-        """Ends a task of a killed process. Whatever it does while its stack is unwound raises Killed again."""
+        """Ends a task of a killed process. Any blocking call while its stack unwinds raises Killed again."""
         if task in self._ready:
             self._ready.remove(task)
         if task._waits is not None:
             task._waits.pop(task, None)
             task._waits = None
         self._enter(task)
-        if not task._greenlet:  # it never ran, or has ended
+        if not task._greenlet:  # it never ran, or it has ended
             task._done = True
             task.process.tasks.pop(task, None)
         while task._greenlet:
@@ -347,25 +345,25 @@ class Scheduler:
 
 
 class Deadline:
-    """How much is left of a time-out."""
+    """A time-out that has begun."""
 
     def __init__(self, scheduler: Scheduler, timeout: float | None) -> None:
         self._scheduler = scheduler
         self._at = None if timeout is None else scheduler.now + timeout
 
     def left(self) -> float | None:
-        """Seconds, never negative; None without a limit."""
+        """Returns the seconds left, never negative; None without a limit."""
         return None if self._at is None else max(0.0, self._at - self._scheduler.now)
 
 
 class SimulatedClock:
-    """The clock of a host: virtual time, from an origin of the host's own, with a wall clock that may be wrong."""
+    """The clock of a host: virtual time from an origin of its own, and a wall clock that may be wrong."""
 
     def __init__(self, scheduler: Scheduler, *, started: float = 0.0, wall: float = 1_800_000_000.0) -> None:
         """
         Args:
-            started: the virtual time at which `monotonic` was 0.
-            wall: the Unix time that the host takes for virtual time 0; change it to make the clock jump.
+            started: The virtual time at which `monotonic` was 0.
+            wall: The host's Unix time at virtual time 0; change it to make the clock jump.
         """
         self._scheduler, self.started, self.wall = scheduler, started, wall
 

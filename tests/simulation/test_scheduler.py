@@ -1,4 +1,4 @@
-"""The ground of the simulators: a life is a function of its seed, and a killed process does nothing more."""
+"""The simulators' scheduler: a run is a function of its seed, and a killed process does nothing more."""
 
 import random
 
@@ -7,7 +7,7 @@ import pytest
 from tests.simulation.scheduler import Killed, Process, Scheduler, SimulatedClock, SimulatedThreads, Stuck
 
 
-def play(seed: int) -> list[str]:
+def run_tasks(seed: int) -> list[str]:
     scheduler = Scheduler(random.Random(seed))
     threads, clock = SimulatedThreads(scheduler), SimulatedClock(scheduler)
     items, lines = threads.queue(2), list[str]()
@@ -29,10 +29,10 @@ def play(seed: int) -> list[str]:
     return lines
 
 
-def test_a_seed_is_a_life_and_another_seed_another_life():
-    assert play(1) == play(1)
-    assert play(1) != play(2)
-    assert sorted(line.split()[-1] for line in play(3)) == sorted(
+def test_a_run_is_a_function_of_its_seed():
+    assert run_tasks(1) == run_tasks(1)
+    assert run_tasks(1) != run_tasks(2)
+    assert sorted(line.split()[-1] for line in run_tasks(3)) == sorted(
         [f"{name}{number}" for name in "abc" for number in range(5)] + ["empty"]
     )
 
@@ -64,7 +64,7 @@ def test_a_killed_process_does_nothing_more_even_while_it_unwinds():
     assert not any(task.is_alive() for task in tasks)
 
 
-def test_a_process_that_kills_itself_stops_there():
+def test_a_process_that_kills_itself_stops_at_once():
     scheduler = Scheduler(random.Random(0))
     done, process = list[str](), Process("victim")
 
@@ -79,7 +79,7 @@ def test_a_process_that_kills_itself_stops_there():
     assert done == []
 
 
-def test_a_frozen_process_waits_and_its_clock_goes_on():
+def test_time_goes_on_for_a_frozen_process():
     scheduler = Scheduler(random.Random(0))
     process, times = Process("sleeper"), list[float]()
 
@@ -95,7 +95,7 @@ def test_a_frozen_process_waits_and_its_clock_goes_on():
     assert times == [1, 60, 61]
 
 
-def test_conditions_and_futures_are_as_their_models():
+def test_conditions_and_futures_behave_as_those_of_python():
     scheduler = Scheduler(random.Random(4), preempt=0.5)
     threads, results = SimulatedThreads(scheduler), list[object]()
 
@@ -121,7 +121,7 @@ def test_conditions_and_futures_are_as_their_models():
     assert results == [0, 1, 4, 9, 16, "ValueError", [1], False, 6]
 
 
-def test_a_deadlock_is_told_with_what_each_waits_for():
+def test_a_deadlock_names_what_each_task_waits_for():
     scheduler = Scheduler(random.Random(0))
     lock = SimulatedThreads(scheduler).lock()
 

@@ -1,4 +1,4 @@
-"""A bucket as Cloud Storage has them, and what can go wrong with it: training.storage's protocol for simulated hosts.
+"""A simulated Cloud Storage bucket that can fail: training.storage's protocol for simulated hosts.
 
 Objects are whole or absent, listings are consistent, and a create-only write has exactly one winner. Each operation
 takes effect at one moment between its call and its answer. The world decides how long both take and whether the
@@ -24,8 +24,6 @@ READ, WRITE, DELETE, LIST = "read", "write", "delete", "list"
 
 @dataclass
 class Stored:
-    """An object of the bucket."""
-
     data: bytes
     generation: int
     writer: str  # the process
@@ -34,7 +32,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Request:
-    """An operation that a host asks for."""
+    """An operation that a host requests."""
 
     host: str
     kind: str
@@ -45,28 +43,27 @@ class Request:
 
 @dataclass(frozen=True)
 class Treatment:
-    """What becomes of a request: seconds until it takes effect and until the answer is there; and whether it fails."""
+    """The outcome of a request: seconds until it takes effect, seconds until its answer, and whether it fails."""
 
     before: float
     after: float
     fails: str = ""  # "", "before" or "after" it took effect
-    flips: bool = False  # storage keeps another byte than it was sent
+    flips: bool = False  # storage stores a wrong byte
 
 
 @dataclass
 class Bucket:
-    """All objects, and who watches them change."""
+    """All objects of a bucket; reports every change."""
 
     scheduler: Scheduler
     randomness: random.Random
     treat: Callable[[Request], Treatment]
-    changed: Callable[[str, Stored | None, Stored | None, str], None]  # url, before, after, by whom
-    refused: Callable[[str, str], None]  # url, by whom: a create-only write of what was there
+    changed: Callable[[str, Stored | None, Stored | None, str], None]  # url, before, after, writer
+    refused: Callable[[str, str], None]  # url, writer: of a create-only write of an object that exists
     objects: dict[str, Stored] = field(default_factory=dict)
     generations: int = 0
 
     def put(self, url: str, data: bytes, writer: str) -> Stored:
-        """An object appears."""
         self.generations += 1
         before = self.objects.get(url)
         stored = self.objects[url] = Stored(data, self.generations, writer, int(google_crc32c.value(data)))
@@ -74,14 +71,13 @@ class Bucket:
         return stored
 
     def remove(self, url: str, by: str) -> None:
-        """An object disappears, if it is there."""
         before = self.objects.pop(url, None)
         if before is not None:
             self.changed(url, before, None, by)
 
 
 class HostStorage:
-    """training.storage as one process sees it."""
+    """The storage of one process."""
 
     def __init__(self, bucket: Bucket, host: str) -> None:
         self._bucket, self._host = bucket, host
@@ -110,7 +106,7 @@ class HostStorage:
         return len(data)
 
     def write(self, url: str, data: bytes | memoryview, *, create_only: bool = False) -> Stat:
-        content = bytes(data)  # what is sent; the caller may use its memory again when this has returned
+        content = bytes(data)  # a copy: the caller may reuse its memory afterwards
         kept = [content]
 
         def effect() -> Stat:
@@ -129,10 +125,9 @@ class HostStorage:
         self._call(DELETE, url, lambda: self._bucket.remove(url, self._host))
 
     def sweep(self, folder: str, given_up: Callable[[str], bool]) -> None:
-        """A bucket has nothing hidden."""
+        pass
 
     def append(self, path: str, data: bytes) -> None:
-        """Objects of a bucket can't grow."""
         raise AssertionError(path)
 
     def _get(self, url: str) -> Stored:
@@ -147,7 +142,7 @@ class HostStorage:
     def _call(
         self, kind: str, url: str, effect: Callable[[], Any], size: int = 0, flip: Callable[[], None] | None = None
     ) -> Any:
-        """Carries an operation out as the world treats it."""
+        """Carries out an operation with the delays and failures that the world decides."""
         scheduler = self._bucket.scheduler
         scheduler.check_alive()
         request = Request(self._host, kind, url, name_of(url), size)
@@ -162,7 +157,7 @@ class HostStorage:
         try:
             scheduler.sleep(treatment.before)
         except Killed:
-            # The request is on its way: what a process has sent may be carried out after its end.
+            # The request is on its way: it may take effect after its process has ended.
             if kind in (WRITE, DELETE) and self._bucket.randomness.random() < 0.5:
                 when = scheduler.now + treatment.after * self._bucket.randomness.random() * 2
                 scheduler.call_at(when, lambda: _ignore_errors(effect))

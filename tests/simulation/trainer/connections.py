@@ -1,4 +1,4 @@
-"""TCP between simulated hosts, with the methods of `socket` and `selectors` that training.machine.network names.
+"""Simulated TCP between hosts: implements the Protocols of training.machine.network.
 
 Bytes arrive in order, after a latency. A process that dies closes its connections, and the other side notices. A host
 that is cut off loses every packet: what was sent meanwhile arrives when it is back (TCP sends it again), unless the
@@ -22,15 +22,15 @@ _CONNECT_RETRY = 1.0  # seconds between SYN packets
 
 @dataclass
 class Link:
-    """A host's cable."""
+    """The network interface of a host."""
 
     address: str
     cut: bool = False
-    ends: dict[End, None] = field(default_factory=dict)  # of its open connections
+    ends: dict[End, None] = field(default_factory=dict)  # of open connections
 
 
 class End:
-    """One end of a connection: a connected socket."""
+    """A connected socket, one end of a connection."""
 
     def __init__(self, wire: Wire, link: Link, process: Process) -> None:
         self._wire, self.link, self.process = wire, link, process
@@ -41,12 +41,12 @@ class End:
         self._end_of_stream, self._error = False, 0
         self._timeout: float | None = None
         self.closed = False
-        self.lost_seconds = 900.0  # until a silent connection breaks
-        self._arrives = 0.0  # when the last byte that was sent arrives
-        self._held: deque[bytes | None] = deque()  # sent while a cable was cut
+        self.lost_seconds = 900.0  # seconds until a silent connection breaks
+        self._arrives = 0.0  # time at which the last byte sent arrives
+        self._held: deque[bytes | None] = deque()  # sent while a network was cut
         link.ends[self] = None
 
-    # --- as a socket
+    # --- methods of a socket
 
     def settimeout(self, seconds: float | None, /) -> None:
         self._timeout = seconds
@@ -84,7 +84,7 @@ class End:
         return b""
 
     def recv_into(self, view: memoryview) -> int:
-        """As recv, into memory of the caller's."""
+        """Receives into the caller's memory."""
         data = self.recv(len(view))
         view[: len(data)] = data
         return len(data)
@@ -97,18 +97,18 @@ class End:
         self.notify()
 
     def close(self) -> None:
-        """Gives the socket up: the other side reads what was sent, and then the end."""
+        """Closes the socket: the peer reads the bytes sent, and then the end."""
         if not self.closed:
             self.closed = True
             self.link.ends.pop(self, None)
             self.put_on_wire(None)
             self.notify()
 
-    # --- below
+    # --- the network below
 
     @property
     def readable(self) -> bool:
-        """Whether recv returns at once."""
+        """Returns whether recv would return at once."""
         return bool(self._received) or self._end_of_stream or bool(self._error) or self.closed
 
     @property
@@ -117,7 +117,7 @@ class End:
         return self.peer
 
     def put_on_wire(self, data: bytes | None) -> None:
-        """Puts bytes (or None, the end) on the wire."""
+        """Sends bytes, or None for the end."""
         if self._held or self.link.cut or self._peer.link.cut:
             self._held.append(data)
             return
@@ -126,14 +126,14 @@ class End:
         wire.scheduler.call_at(self._arrives, lambda: self._peer.receive(data, self))
 
     def receive(self, data: bytes | None, sender: End) -> None:
-        """Bytes arrive, or the end."""
+        """Receives bytes, or the end."""
         if self._error:
             return
         if self.link.cut or sender.link.cut:
             sender._held.append(data)
             return
         if self.closed:
-            if data is not None:  # answered with a reset, which overtakes nothing that was sent before
+            if data is not None:  # answered with a reset, which overtakes no earlier bytes
                 wire = self._wire
                 self._arrives = max(self._arrives, wire.scheduler.now + wire.latency())
                 wire.scheduler.call_at(self._arrives, lambda: sender.break_off(errno.ECONNRESET))
@@ -145,28 +145,25 @@ class End:
         self.notify()
 
     def resume(self) -> None:
-        """The cable is whole again: what was held back is sent."""
+        """Sends the bytes held back while the network was cut."""
         held, self._held = self._held, deque()
         for data in held:
             self.put_on_wire(data)
 
     def break_off(self, code: int) -> None:
-        """The kernel gives the connection up."""
+        """Breaks the connection, as the kernel does."""
         if not self.closed and not self._error:
             self._error = code
             self._held.clear()
             self.notify()
 
     def notify(self) -> None:
-        """Wakes who reads."""
         self._wire.scheduler.wake_all(self.waiters)
         for watcher in self.watchers:
             self._wire.scheduler.wake_all(watcher.waiters)
 
 
 class Listener:
-    """A listening socket."""
-
     def __init__(self, wire: Wire, key: tuple[str, int], process: Process) -> None:
         self._wire, self._key, self.process = wire, key, process
         self.queue: deque[End] = deque()
@@ -177,7 +174,7 @@ class Listener:
 
     @property
     def readable(self) -> bool:
-        """Whether accept returns at once."""
+        """Returns whether accept would return at once."""
         return bool(self.queue)
 
     def settimeout(self, seconds: float | None, /) -> None:
@@ -195,7 +192,7 @@ class Listener:
         return end, (end.peer.link.address if end.peer else "", 0)
 
     def close(self) -> None:
-        """Listens no more; who was not accepted is cut off."""
+        """Stops listening; breaks connections that were not accepted."""
         if not self.closed:
             self.closed = True
             self._wire.listeners.pop(self._key, None)
@@ -204,7 +201,7 @@ class Listener:
             self.queue.clear()
 
     def offer(self, end: End) -> None:
-        """A client has connected."""
+        """Queues a client's connection."""
         self.queue.append(end)
         self._wire.scheduler.wake_all(self.waiters)
         for watcher in self.watchers:
@@ -213,14 +210,14 @@ class Listener:
 
 @dataclass(frozen=True)
 class Key:
-    """As selectors.SelectorKey."""
+    """selectors.SelectorKey."""
 
     fileobj: Any
     data: Any
 
 
 class Selector:
-    """As selectors.DefaultSelector, for reading."""
+    """selectors.DefaultSelector, for reading only."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -233,7 +230,7 @@ class Selector:
         return self._keys[fileobj]
 
     def modify(self, fileobj: Any, events: int, data: Any = None) -> None:
-        """Only reading ever waits here: a connection takes any number of bytes."""
+        """Does nothing: writing never waits here."""
 
     def unregister(self, fileobj: Any) -> Key:
         fileobj.watchers.remove(self)
@@ -254,7 +251,7 @@ class Selector:
 
 
 class Wire:
-    """The network between all hosts of a life."""
+    """The network between all hosts of a simulated run."""
 
     def __init__(self, scheduler: Scheduler, randomness: random.Random) -> None:
         self.scheduler, self._random = scheduler, randomness
@@ -262,15 +259,15 @@ class Wire:
         self.links: dict[str, Link] = {}
 
     def latency(self) -> float:
-        """Of one packet, in seconds."""
+        """Returns the seconds that a packet takes."""
         return self._random.random() * 2 * _LATENCY
 
     def link(self, address: str) -> Link:
-        """The cable of a host."""
+        """Returns the network interface of a host."""
         return self.links.setdefault(address, Link(address))
 
     def cut(self, address: str) -> None:
-        """A host loses its network. Its connections break, on each side, when the side's limit is over."""
+        """Cuts a host from the network. Each side of its connections breaks after its own `lost_seconds`."""
         link = self.link(address)
         link.cut = True
         now = self.scheduler.now
@@ -278,8 +275,8 @@ class Wire:
             for side in filter(None, (end, end.peer)):
                 self.scheduler.call_at(now + side.lost_seconds, lambda side=side: self._give_up(side))
 
-    def mend(self, address: str) -> None:
-        """It has its network again."""
+    def restore(self, address: str) -> None:
+        """Restores a host's network."""
         link = self.link(address)
         link.cut = False
         for end in list(link.ends):
@@ -287,7 +284,7 @@ class Wire:
                 side.resume()
 
     def kill(self, process: Process) -> None:
-        """The kernel closes what a dead process had open."""
+        """Closes the sockets of a dead process, as its kernel does."""
         for listener in [listener for listener in self.listeners.values() if listener.process is process]:
             listener.close()
         for link in self.links.values():
@@ -298,13 +295,13 @@ class Wire:
         peer = end.peer
         if end.link.cut or (peer is not None and peer.link.cut):
             end.break_off(errno.ETIMEDOUT)
-            # What the other side sends from now on is answered with a reset, once it can be.
+            # From now on, the peer's bytes are answered with a reset, once they arrive.
             if peer is not None:
                 self.scheduler.call_at(self.scheduler.now + peer.lost_seconds, lambda: peer.break_off(errno.ECONNRESET))
 
 
 class HostNetwork:
-    """training.machine.network.Network of one process."""
+    """The training.machine.network.Network of one process."""
 
     def __init__(self, wire: Wire, address: str, process: Process) -> None:
         self._wire, self._link, self._process = wire, wire.link(address), process

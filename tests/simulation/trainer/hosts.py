@@ -1,7 +1,7 @@
-"""Simulated hosts: a process of `tpu-train train` on each, over a simulated machine, and a group of them is an attempt.
+"""Simulated hosts: each runs a process of `tpu-train train` on a simulated machine. A group of hosts is an attempt.
 
-What runs in a host is the trainer's own code, from `rendezvous.join` to `run_and_exit`; only what is below it and what
-computes is simulated.
+A host runs the trainer's own code, from `rendezvous.join` to `run_and_exit`; only the machine, storage and computation
+below it are simulated.
 """
 
 from __future__ import annotations
@@ -27,50 +27,45 @@ from training.trainer import train
 if TYPE_CHECKING:
     from tests.simulation.trainer.world import World
 
-STOP_MARGIN = 20.0  # seconds: host 0 waits for the others to leave, and hosts at the start for each other
-KILLED = 137  # the exit code of a process that was killed
+STOP_MARGIN = 20.0  # seconds in which host 0 waits for others to leave, and hosts at the start for each other
+KILLED = 137  # exit code of a killed process
 
 
 class Group:
-    """The hosts of one attempt."""
-
     def __init__(self, world: World, label: str, attempt: int, slice_number: int) -> None:
         self.world, self.label, self.attempt, self.slice_number = world, label, attempt, slice_number
         self.size = world.plan.hosts
         self.exchange = Exchange(
             self.size, self._draw_seconds, lambda message: world.promises.broken("all hosts choose alike", message)
         )
-        self.collective: dict[Task, None] = {}  # who waits in one
+        self.collective: dict[Task, None] = {}  # tasks that wait in one
         self.addresses = tuple(f"10.{slice_number}.0.{worker}" for worker in range(self.size))
-        self.glitch: tuple[int, bool] | None = None  # the step whose update is not finite, and whether its norm tells
+        self.glitch: tuple[int, bool] | None = None  # a step whose update is not finite, and whether its norm shows it
         self.asked_to_stop = False
-        self.delayed = world.jitter > 0.5  # storage took longer than a stop has time for
-        self.claimed = float("inf")  # when all of its hosts had met
+        self.delayed = world.jitter > 0.5  # storage is too slow for the time of a stop
+        self.claimed = float("inf")  # when all hosts had met
         self.began = world.scheduler.now
         self.hosts = [Host(self, worker) for worker in range(self.size)]
         for host in self.hosts:
             host.hurt = host.cut
-        # Where each request takes seconds, what host 0 does before it meets the others may take longer than they wait.
+        # With slow requests, host 0's work before a barrier may take longer than the other hosts wait.
         self.disturbed = any(host.hurt for host in self.hosts) or world.jitter > 1
 
     def _draw_seconds(self) -> float:
-        """Of one collective."""
+        """Returns the seconds of one collective."""
         return self.world.plan.step_seconds * (0.5 + self.world.random.random())
 
     @property
     def is_over(self) -> bool:
-        """Whether no process of it is left."""
+        """Returns whether all processes have ended."""
         return all(host.code is not None for host in self.hosts)
 
     @property
     def codes(self) -> list[int | None]:
-        """The hosts' exit codes so far."""
         return [host.code for host in self.hosts]
 
 
 class Host:
-    """A machine with one process."""
-
     def __init__(self, group: Group, worker: int) -> None:
         world = group.world
         self.group, self.worker, self.world = group, worker, world
@@ -80,11 +75,11 @@ class Host:
         self.process = Process(self.name)
         self.code: int | None = None
         self.ended = 0.0
-        self.lines: list[str] = []  # that it printed
+        self.lines: list[str] = []  # printed so far
         self.frozen = self.hanging = False
-        self.hurt = False  # it stood still, or had no network, at some time
-        self.stops: list[float] = []  # when it was asked to stop
-        self.interrupted = False  # by a person
+        self.hurt = False  # it was frozen, or without network, at some time
+        self.stops: list[float] = []  # times of requests to stop
+        self.interrupted = False  # by Ctrl-C
         self.shutdown: ShutdownRequest | None = None
         skew = world.random.choice((0.0, 0.0, -3600.0, 86400.0))
         self.clock = SimulatedClock(self.scheduler, started=-1000 * world.random.random(), wall=1.8e9 + skew)
@@ -98,11 +93,11 @@ class Host:
 
     @property
     def cut(self) -> bool:
-        """Whether its network is cut off: a network outlives processes."""
+        """Returns whether its network is cut."""
         return self.world.wire.link(self.address).cut
 
     def start(self, delay: float) -> None:
-        """Starts the process after a while."""
+        """Starts the process after `delay` seconds."""
         self.scheduler.spawn(self._main, delay, name="main", process=self.process)
 
     def _main(self, delay: float) -> None:
@@ -140,13 +135,13 @@ class Host:
         run_and_exit(rendezvous, lambda: _train(config, cluster, rendezvous, shutdown, timer, dependencies), machine)
 
     def exit(self, code: int) -> NoReturn:
-        """The process ends by itself."""
+        """Ends the process from inside, with an exit code."""
         self.scheduler.check_alive()
         self._end(int(code))
         raise Killed
 
     def kill(self) -> None:
-        """The process is ended from outside."""
+        """Ends the process from outside."""
         if self.code is None:
             self._end(KILLED)
 
@@ -160,7 +155,7 @@ class Host:
         self.scheduler.kill(self.process)
 
     def sigterm(self) -> None:
-        """The engine, or the launcher, asks the process to stop."""
+        """Sends SIGTERM, as the engine or the launcher does."""
         self.stops.append(self.scheduler.now)
         self.group.asked_to_stop = True
         if self.code is None and self.shutdown is not None:
@@ -172,7 +167,7 @@ class Host:
             self._end(143)  # no handler yet
 
     def interrupt(self) -> None:
-        """A person presses Ctrl-C."""
+        """Sends SIGINT, as a user's Ctrl-C does."""
         self.group.asked_to_stop = self.interrupted = True
         if self.code is None and self.shutdown is not None:
             self.scheduler.note(f"Ctrl-C for {self.name}")
@@ -184,22 +179,22 @@ class Host:
         self.world.promises.a_stop_takes_no_longer_than_it_may(self)
 
     def freeze(self) -> None:
-        """The machine stands still: neither its process nor its network answers."""
+        """Freezes the machine: neither its process nor its network answers."""
         if not self.frozen and self.code is None:
             self.frozen = self.hurt = True
-            self.scheduler.note(f"{self.name} stands still")
+            self.scheduler.note(f"{self.name} freezes")
             self.world.wire.cut(self.address)
             self.scheduler.freeze(self.process)
 
     def hang(self) -> None:
-        """The process stands still; the machine, and so its network, does not."""
+        """Freezes the process alone; its kernel still answers."""
         if not self.frozen and not self.hanging and self.code is None:
             self.hanging = self.hurt = True
             self.scheduler.note(f"{self.name} hangs")
             self.scheduler.freeze(self.process)
 
     def thaw(self) -> None:
-        """It wakes up."""
+        """Ends a freeze or a hang."""
         if self.hanging and not self.frozen:
             self.scheduler.note(f"{self.name} runs on")
             self.scheduler.thaw(self.process)
@@ -207,11 +202,11 @@ class Host:
         if self.frozen:
             self.frozen = False
             self.scheduler.note(f"{self.name} wakes up")
-            self.world.wire.mend(self.address)
+            self.world.wire.restore(self.address)
             self.scheduler.thaw(self.process)
 
     def pass_time(self, purpose: str, seconds: float) -> None:
-        """Something that takes about so long."""
+        """Waits about so many seconds."""
         self.scheduler.sleep(seconds * (0.5 + self.world.random.random()))
 
 
@@ -237,7 +232,7 @@ class Output:
         return len(text)
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        pass
 
     def isatty(self) -> bool:
         return False

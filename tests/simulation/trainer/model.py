@@ -1,4 +1,4 @@
-"""What the simulated hosts train: a task and a backend without a framework, whose state tells what was trained on.
+"""The task and backend that simulated hosts train with: no framework, and a state that shows which records it saw.
 
 The state after k steps is a pure function of k (`Curriculum`): how often each record was seen, and weights that depend
 on the records in whole numbers, so that any number of hosts gives the same bits. A checkpoint, a restored state and the
@@ -29,10 +29,10 @@ State = dict[str, np.ndarray]
 
 
 class Curriculum:
-    """What each step trains on, and the state that it leaves behind."""
+    """The records of each step, and the state after it."""
 
     def __init__(self, records: int, batch: int, steps: int, seed: int, skipped: frozenset[int] = frozenset()) -> None:
-        """`skipped`: steps that leave the state as it was, and have no loss."""
+        """`skipped`: steps that leave the state unchanged and have no loss."""
         order = training_order(records, RECORD_BYTES, seed=seed, batch=batch)
         self.records, self.batch, self.steps = records, batch, steps
         self.batches = [batch_records(order, step)[1] for step in range(steps)]
@@ -50,7 +50,7 @@ class Curriculum:
             self.states.append(self.states[-1] if skips else advance(self.states[-1], batch_of_step))
 
     def check_epochs(self) -> None:
-        """Each record is once in each epoch: what the states rest on."""
+        """Asserts that each epoch has each record once."""
         flat = np.concatenate(self.batches)
         for start in range(0, len(flat) - self.records + 1, self.records):
             assert sorted(flat[start : start + self.records]) == list(range(self.records))
@@ -58,14 +58,14 @@ class Curriculum:
 
 @lru_cache(maxsize=256)
 def curriculum(records: int, batch: int, steps: int, seed: int, skipped: frozenset[int] = frozenset()) -> Curriculum:
-    """The same for all lives with these sizes."""
+    """Returns a cached Curriculum."""
     made = Curriculum(records, batch, steps, seed, skipped)
     made.check_epochs()
     return made
 
 
 def advance(state: State, records: np.ndarray) -> State:
-    """The state after a step on these records."""
+    """Returns the state after a step on these records."""
     total = np.float32(int(records.sum()) % 251)
     seen = state["seen/records"].copy()
     np.add.at(seen, records, 1)
@@ -79,7 +79,7 @@ def advance(state: State, records: np.ndarray) -> State:
 
 
 def loss_of(state: State, records: np.ndarray) -> float:
-    """Of a batch, before its step."""
+    """Returns the loss of a batch before its step."""
     return float(abs(float(state["model/weight"][0])) + int(records[0]) % 7 + 1)
 
 
@@ -91,13 +91,12 @@ SPECS = {
 
 
 def specs_of(state: State) -> dict[str, TensorSpec]:
-    """The tensors of a state."""
     seen = state["seen/records"]
     return {**SPECS, "seen/records": TensorSpec("I64", seen.shape, seen.nbytes)}
 
 
 class SimulatedTask:
-    """training.tasks.task.Task over numbers of records."""
+    """A training.tasks.task.Task whose rows are record numbers."""
 
     shapes = 1
     labels = None
@@ -134,16 +133,16 @@ class SimulatedTask:
 
 @dataclass
 class Gathering:
-    """One collective operation: what each host brought."""
+    """One collective operation, with each host's contribution."""
 
     kind: str
     brought: dict[int, tuple[np.ndarray, Signals]]
-    seconds: float  # that it takes each host
-    glitch: list[tuple[int, bool] | None] = field(default_factory=list)  # of its group, once a host has its result
+    seconds: float  # of each host in it
+    glitch: list[tuple[int, bool] | None] = field(default_factory=list)  # of the group, set with the first result
 
 
 class Exchange:
-    """The collectives of a group, in order. All hosts must take part in each, in the same one at the same place."""
+    """The collectives of a group, in order. Reports a host that is in another collective than the others."""
 
     def __init__(self, hosts: int, draw_seconds: Callable[[], float], mismatch: Callable[[str], None]) -> None:
         self._hosts, self._draw_seconds, self._mismatch = hosts, draw_seconds, mismatch
@@ -151,7 +150,7 @@ class Exchange:
         self._counts = [0] * hosts
 
     def enter(self, worker: int, kind: str, records: np.ndarray, signals: Signals) -> Gathering:
-        """A host starts its next collective."""
+        """Adds a host to its next collective."""
         place = self._counts[worker]
         self._counts[worker] += 1
         if place == len(self._gatherings):
@@ -163,12 +162,12 @@ class Exchange:
         return gathering
 
     def is_complete(self, gathering: Gathering) -> bool:
-        """Whether all hosts take part."""
+        """Returns whether all hosts have entered a collective."""
         return len(gathering.brought) == self._hosts
 
 
 class SimulatedSnapshot:
-    """A copy of the state that takes its time."""
+    """A slow copy of the state."""
 
     def __init__(self, host: Host, pairs: list[tuple[memoryview, np.ndarray]]) -> None:
         self.blocked_seconds = 0.0
@@ -181,19 +180,17 @@ class SimulatedSnapshot:
             buffer[:] = array.tobytes()
 
     def wait(self) -> None:
-        """Waits for the copy."""
         if self._task:
             self._task.join()
 
     def wait_before_mutation(self) -> None:
-        """Waits for the copy, before the state changes."""
         began = self._host.scheduler.now
         self.wait()
         self.blocked_seconds += self._host.scheduler.now - began
 
 
 class SimulatedBackend:
-    """training.backends.protocol.Backend: the state above, a step of which takes a while."""
+    """A training.backends.protocol.Backend over the state above, with slow steps."""
 
     devices = 1
     opening_seconds: Mapping[str, float] = {}
@@ -206,8 +203,8 @@ class SimulatedBackend:
         self._compiled = 0
         self._started = 0  # the first step of this attempt
         self._steps_after_stop = 0
-        self._is_poisoned = False  # what it began from
-        self._restored_generation = 0  # of that
+        self._is_poisoned = False  # the checkpoint it began from
+        self._restored_generation = 0  # of that checkpoint
         host.pass_time("loading the framework", self._world.plan.compile_seconds)
 
     def batches(self, task: SimulatedTask, start: int) -> Generator[HostBatch, None, None]:
@@ -233,7 +230,7 @@ class SimulatedBackend:
         return Pending(self, f"evaluation {int(batch['input_ids'][0, 0])}", batch, signals, None)
 
     def finish(self, kind: str, gathering: Gathering, number: int | None) -> StepResult:
-        """Waits for a collective, and changes the state as it says."""
+        """Waits for a collective, then updates the state."""
         host = self._host
         host.scheduler.sleep(gathering.seconds)
         host.pass_time("leaving a collective", 0.5)
@@ -253,7 +250,7 @@ class SimulatedBackend:
         if number in self._world.plan.skipped:
             loss, norm = (float("inf"), norm) if number % 2 else (loss, float("nan"))
         if not gathering.glitch:
-            gathering.glitch.append(host.group.glitch)  # one that strikes later meets no host in this step
+            gathering.glitch.append(host.group.glitch)  # a later glitch does not affect this step
         glitch = gathering.glitch[0]
         if glitch and glitch[0] == number:
             state["model/weight"][0] = np.nan
@@ -296,7 +293,7 @@ class SimulatedBackend:
 
 
 class Pending:
-    """training.batch.Pending: a step that was started."""
+    """A training.batch.Pending: a step in flight."""
 
     def __init__(
         self, backend: SimulatedBackend, kind: str, batch: Arrays, signals: Signals, number: int | None

@@ -1,4 +1,4 @@
-"""What happens in a life, drawn from its seed before it begins: the run, and the faults that meet it.
+"""The plan of a simulated run, drawn from its seed before it begins: the run's configuration and its faults.
 
 A fault strikes at a time, or at a request to storage ("the 2nd write of a manifest"), which is where a protocol is most
 easily hurt. Faults can be left out one by one (`without`), and nothing else changes.
@@ -9,21 +9,21 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
-HOSTILE_SECONDS = 240.0  # within which faults strike; after that the world is kind
-REQUESTER = -1  # in the place of a worker: the host whose request it is
+HOSTILE_SECONDS = 240.0  # in which faults strike; afterwards there are none
+REQUESTER = -1  # instead of a worker: the host that makes the request
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Something bad. Which of the fields count depends on the kind."""
+    """A fault. Its kind decides which fields are used."""
 
     kind: str
-    at: float  # seconds; of those that strike at a time
-    request: tuple[str, str, int] | None  # (operation, part of the object's name, its number) at which it strikes
-    moment: str  # before or after the request takes effect
-    worker: int  # whom it strikes, of the newest group; or REQUESTER
-    seconds: float  # how long it lasts
-    rate: float  # how often, of faults that strike now and then
+    at: float  # seconds, for faults that strike at a time
+    request: tuple[str, str, int] | None  # (operation, part of the name, number of the match) that triggers it
+    moment: str  # "before" or "after" the request takes effect
+    worker: int  # of the newest group; or REQUESTER
+    seconds: float  # duration
+    rate: float  # probability, for faults that strike repeatedly
 
     def __str__(self) -> str:
         when = (
@@ -36,28 +36,28 @@ class Fault:
 
 KINDS = (
     "kill",  # a process ends at once
-    "freeze",  # a machine stands still, and wakes up
-    "cut",  # a host loses its network, and has it again
+    "freeze",  # a machine freezes for a while
+    "cut",  # a host loses its network for a while
     "sigterm",
     "sigterm twice",
     "sigterm all",
     "power",  # all hosts of a group end at once
-    "second start",  # somebody starts the same run again, elsewhere
-    "storm",  # storage fails before or after it wrote
-    "slow",  # storage takes very long
-    "full",  # storage takes no more bytes
-    "telemetry",  # storage refuses what is not a checkpoint
+    "second start",  # the same run is started again elsewhere
+    "storm",  # storage fails before or after a write
+    "slow",  # storage is very slow
+    "full",  # storage has no room
+    "telemetry",  # storage refuses all but checkpoints
     "cut line",  # a file of metrics ends in the middle of a line
-    "bad write",  # storage keeps another byte of a part than it was sent
+    "bad write",  # storage stores a wrong byte of a part
     "rot",  # a byte of the newest checkpoint changes
-    "nan",  # an update gives a state that is not finite
-    "poison",  # the first step after the newest checkpoint is not finite, whenever it is restored
+    "nan",  # an update makes the state not finite
+    "poison",  # the step after the newest checkpoint is not finite, after each restore
     "clock",  # a wall clock jumps
     "late host",  # a host of the next attempt starts much later than the others
 )
-# Beside these, in scenes of duels.py alone: "hang" (a process stands still, and its network answers for it) and "late"
-# (a request takes effect late, or its answer comes late); in those of ends.py: "slow request" (as "late", within what
-# storage may take), "sigterm all twice" and "interrupt twice".
+# Only in fault_scenarios.py: "hang" (a process freezes, but its kernel answers) and "late" (a request takes effect
+# late, or its answer is late). Only in features.py: "slow request" ("late" within the limit of storage), "sigterm all
+# twice" and "interrupt twice".
 _REQUESTS = (
     ("write", "manifest.json"),
     ("write", "part-"),
@@ -74,7 +74,7 @@ _REQUESTS = (
 
 @dataclass(frozen=True)
 class Plan:
-    """One life."""
+    """A simulated run."""
 
     seed: int
     hosts: int
@@ -92,23 +92,23 @@ class Plan:
     compile_seconds: float
     stop_seconds: float
     rendezvous_seconds: float
-    launcher_patience: float  # seconds that a launcher waits for hosts it can't reach
+    launcher_patience: float  # seconds that a launcher waits for unreachable hosts
     faults: tuple[Fault, ...]
-    jitter: float = 0.2  # seconds that storage takes at most to carry out a request
-    # What ends.py adds to some lives.
+    jitter: float = 0.2  # seconds until storage carries out a request, at most
+    # Set by features.py.
     skip: bool = False  # train.on_nonfinite: skip
-    skipped: frozenset[int] = frozenset()  # the steps that are never finite
+    skipped: frozenset[int] = frozenset()  # steps that are never finite
     export: bool = False  # the model, at the end
-    hub: str = ""  # uploads: at the "end", or of each "checkpoint" too
-    hub_fault: str = ""  # what is wrong with the Hub, or with the processes that upload to it
+    hub: str = ""  # uploads: at the "end", or also of each "checkpoint"
+    hub_fault: str = ""  # the fault of the Hub, or of the uploading processes
 
     def leave_out(self, numbers: frozenset[int]) -> Plan:
-        """The same without some of the faults."""
+        """Returns the plan without some faults."""
         return replace(self, faults=tuple(fault for number, fault in enumerate(self.faults) if number not in numbers))
 
 
 def draw(seed: int) -> Plan:
-    """The plan of a seed, before duels.py makes a scene of some."""
+    """Returns the plan of a seed, before fault_scenarios.py and features.py change it."""
     rng = random.Random(f"trainer {seed}")
     hosts = rng.choice((1, 2, 2, 2, 3, 3, 4))
     steps = rng.randint(4, 14)

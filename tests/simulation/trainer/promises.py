@@ -1,6 +1,6 @@
-"""What the trainer promises whatever happens, one method each. A promise that is broken is noted with what broke it.
+"""The promises that the trainer must keep whatever happens, one method each. Records each broken promise.
 
-The world knows what no program can: which state is right after each step, which damage it did itself, and who is dead.
+The simulated world knows the correct state after each step, the damage that it did itself, and which process is dead.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tests.simulation.trainer.bucket import Stored
-from tests.simulation.trainer.ends import EndPromises
+from tests.simulation.trainer.features import FeaturePromises
 from training.checkpoint.format import MANIFEST, Manifest, load_manifest, step_of
 from training.checkpoint.safetensors_file import Damaged, decode
 from training.errors import Exit
@@ -35,41 +35,41 @@ _NAMED = re.compile(r"[Hh]osts? \d|this host|worker \d")
 
 @dataclass(frozen=True)
 class Claimed:
-    """A start's claim of the run."""
+    """The claim of a start (see training.distributed.fence)."""
 
-    name: str  # of its object
-    after: frozenset[str]  # names of the claims that it has seen
-    generation: int  # of its object
-    commits: int  # that somebody had made or tried to make
+    name: str  # of the object
+    after: frozenset[str]  # names of the claims that it lists
+    generation: int  # of the object
+    commits: int  # the number of commits, tried ones too, before it
 
 
 class Promises:
-    """Watches a life."""
+    """Checks a simulated run."""
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self.ends = EndPromises(world)
-        self.violations: list[tuple[str, str]] = []  # names of promises, and what was seen
+        self.features = FeaturePromises(world)
+        self.violations: list[tuple[str, str]] = []  # (promise, observation)
         self.newest_whole = 0
-        self.claims: dict[str, Claimed] = {}  # by the labels of groups, in the order in which they were written
-        # (group label, step) of manifests in the order in which they were written, or found to be there.
+        self.claims: dict[str, Claimed] = {}  # by group label, in the order of writing
+        # (group label, step) of manifests, in the order of writing or of refused writes
         self.commits: list[tuple[str, int]] = []
-        self._late_commits: dict[str, str] = {}  # manifests that were written after their parts were deleted: by whom
-        self._overtaken: set[str] = set()  # these, and those whose parts were deleted just then
+        self._late_commits: dict[str, str] = {}  # manifest written after its parts were deleted -> writer
+        self._overtaken: set[str] = set()  # these manifests, and those whose parts were deleted afterwards
         self._committed_at = 0.0  # seconds; the newest commit
         self._commit_times: dict[str, float] = {}  # of groups' newest commits
-        self._fenced_by: dict[str, str] = {}  # group label -> label of the start that goes before it
-        self.refused_start = False  # the world destroyed all checkpoints, or somebody else started the run
+        self._fenced_by: dict[str, str] = {}  # group label -> label of the start with precedence
+        self.refused_start = False  # all checkpoints are damaged, or another start has precedence
 
     def broken(self, promise: str, what: str) -> None:
-        """Notes a violation."""
+        """Records a broken promise."""
         self._world.scheduler.note(f"BROKEN: {promise}: {what}")
         self.violations.append((promise, what))
 
     # --- storage
 
     def object_changed(self, url: str, before: Stored | None, after: Stored | None, by: str) -> None:
-        """An object was written or deleted."""
+        """Checks a written or deleted object."""
         if url.startswith(CHECKPOINTS):
             self.a_commit_is_whole_or_gone(url, before, after, by)
             if name_of(url) == MANIFEST and after is not None and by != "world":
@@ -78,7 +78,7 @@ class Promises:
                 self.only_the_newest_start_commits(url, by)
                 self.a_commit_begins_with_a_look(url, after, by)
                 if (manifest := self._manifest(after)) and self._is_whole(manifest.step):
-                    self.ends.a_checkpoint_counts_what_was_skipped(url, manifest.step, manifest.state, by)
+                    self.features.a_checkpoint_counts_what_was_skipped(url, manifest.step, manifest.state, by)
                 self._committed_at = self._commit_times[by.partition(".")[0]] = self._world.scheduler.now
             self.newest_commit_never_goes_back(url, by)
         elif after is not None and before is None and _CLAIM.fullmatch(name_of(url)):
@@ -89,22 +89,22 @@ class Promises:
         elif after is not None and by != "world":
             if name_of(url) == "summary.json":
                 self.summary_is_json(url, after)
-            self.ends.object_written(url, after, by)
+            self.features.object_written(url, after, by)
 
     def write_refused(self, url: str, by: str) -> None:
-        """A create-only write of what was there already."""
+        """Checks a refused create-only write."""
         if url.startswith(CHECKPOINTS) and name_of(url) == MANIFEST:
             self.only_the_newest_start_commits(url, by)
 
     def one_winner_a_step(self, url: str, before: Stored | None, by: str) -> None:
-        """A commit is never replaced by another, unless it was damaged."""
+        """No commit replaces another that is whole."""
         if before is not None and self._is_whole(_step_of(url)):
             self.broken("one winner a step", f"{by} replaced {url}, which {before.writer} had committed")
 
     def what_is_committed_is_whole_finite_and_right(self, url: str, by: str) -> None:
-        """At the moment of a commit all parts are there, and hold exactly the state after that many steps: each record
-        once in each epoch. Unless a newer start has taken the parts for abandoned ones, while the commit was on its
-        way: it has newer checkpoints then, and the commit is taken back."""
+        """When a manifest is written, all parts are there, and hold exactly the state after that many steps: each
+        record once in each epoch. The exception: a newer start with newer checkpoints has deleted the parts as
+        abandoned ones, and the commit is undone."""
         why = self._difference(_step_of(url))
         if why and self._is_overtaken(url, by):
             self._late_commits[url] = by
@@ -113,15 +113,15 @@ class Promises:
             self.broken("what is committed is whole, finite and right", f"{by} committed {url}, but {why}")
 
     def _is_overtaken(self, url: str, by: str) -> bool:
-        """Whether a checkpoint is an older start's, of a step that a newer one has passed, which takes its parts for
-        abandoned ones."""
+        """Returns whether a checkpoint is of an older start and of a step that a newer start has passed: the newer
+        start deletes its parts as abandoned ones."""
         label = by.partition(".")[0]
         newer = label in self.claims and any(self.goes_before(newer, label) for newer in self.claims)
         return newer and _step_of(url) < self.newest_whole
 
     def only_the_newest_start_commits(self, url: str, by: str) -> None:
-        """No two groups commit into one run: after a newer start's claim, an older group ends with at most the commit
-        that was under way."""
+        """No two groups commit to one run: after a newer start's claim, an older group makes at most the commit that
+        was under way."""
         label = by.partition(".")[0]
         self.commits.append((label, _step_of(url)))
         if label not in self.claims:
@@ -140,16 +140,16 @@ class Promises:
                 )
 
     def goes_before(self, newer: str, older: str) -> bool:
-        """Whether a start has seen another one's claim before it made its own."""
+        """Returns whether the claim of one start lists the claim of another."""
         return self.claims[older].name in self.claims[newer].after
 
     def _commits_since_both(self, one: str, other: str, group: str) -> set[int]:
-        """The steps that a group has committed, or meant to, since two starts had both claimed the run."""
+        """Returns the steps that a group committed, or tried to, after two starts had both claimed the run."""
         since = max(self.claims[one].commits, self.claims[other].commits)
         return {step for label, step in self.commits[since:] if label == group}
 
     def a_commit_begins_with_a_look(self, url: str, stored: Stored, by: str) -> None:
-        """Host 0 looks for newer starts when all parts are written: one that was there by then is seen."""
+        """Host 0 checks for newer starts after all parts are written, and sees those that exist by then."""
         label, objects = by.partition(".")[0], self._world.bucket.objects
         parts = [objects.get(url.rpartition("/")[0] + "/" + name) for name in self._part_names(stored)]
         last = max((part.generation for part in parts if part is not None and part.writer != "world"), default=0)
@@ -158,8 +158,8 @@ class Promises:
                 self.broken("a commit begins with a look", f"{by} committed {url}, and {newer} had claimed the run")
 
     def a_commit_is_whole_or_gone(self, url: str, before: Stored | None, after: Stored | None, by: str) -> None:
-        """No part that a manifest names is deleted or written again: a half-deleted checkpoint is no checkpoint. Unless
-        the manifest came late, when a newer start had listed the parts as abandoned ones."""
+        """No part named by a manifest is deleted or written again. The exception: the manifest was written late, when a
+        newer start had already listed the parts as abandoned ones."""
         manifest = self._world.bucket.objects.get(url.rpartition("/")[0] + "/" + MANIFEST)
         is_part = name_of(url) != MANIFEST and by != "world"
         if is_part and before is not None and manifest is not None and name_of(url) in self._part_names(manifest):
@@ -170,7 +170,7 @@ class Promises:
             self.broken("a commit is whole or gone", f"{by} {verb} {url}, which a manifest names")
 
     def newest_commit_never_goes_back(self, url: str, by: str) -> None:
-        """The newest whole checkpoint never becomes an older one by what a program does."""
+        """No program makes the newest whole checkpoint an older one."""
         newest = self.find_whole()[0]
         if newest < self.newest_whole and by != "world":
             self.broken(
@@ -190,7 +190,7 @@ class Promises:
     # --- states
 
     def state_is_right(self, host: Host, step: int, state: State) -> None:
-        """What a host restored is the state after exactly so many steps."""
+        """A host restores exactly the state after `step` steps."""
         noticed = [generation for generation, (rotten, _) in self._world.hidden_rot.items() if rotten > step]
         for generation in noticed:
             del self._world.hidden_rot[generation]
@@ -205,14 +205,13 @@ class Promises:
                 return
 
     def suspects_are_passed_over(self, restored: int) -> None:
-        """A restore may go back before a checkpoint whose next step was not finite: it is as good as damaged then, and
-        no longer once a restore takes it after all."""
+        """A checkpoint whose next step was not finite counts as damaged while restores pass over it."""
         world = self._world
         world.given_up |= {generation for generation, step in world.suspects.items() if step > restored}
         world.given_up.discard(world.generation_of(restored))
 
     def little_work_is_at_risk(self, host: Host) -> None:
-        """By default a run that trains has committed within the last 15 minutes, and the time of some steps."""
+        """By default, a training run has committed within the last 15 minutes, plus some steps."""
         world, group = self._world, host.group
         since = world.scheduler.now - max(group.claimed, self._committed_at)
         if world.plan.every_steps or group.disturbed or world.disturbed or group is not world.groups[-1]:
@@ -221,14 +220,14 @@ class Promises:
             self.broken("a lost host costs minutes", f"{host.name} trains, and the last commit was {since:.0f} s ago")
 
     def find_whole(self) -> list[int]:
-        """The steps whose checkpoints are whole, newest first, and 0, at which every run begins."""
+        """Returns the steps of whole checkpoints, newest first, and 0, where every run begins."""
         urls = self._world.bucket.objects
         steps = [_step_of(url) for url in urls if url.startswith(CHECKPOINTS) and name_of(url) == MANIFEST]
         return [*(step for step in sorted(steps, reverse=True) if self._is_whole(step)), 0]
 
     @property
     def _objects(self) -> dict[str, Stored]:
-        """The bucket as far as anybody can know: damage that no restore has met yet is not there."""
+        """Returns the bucket without the damage that no restore has noticed yet."""
         objects, hidden = self._world.bucket.objects, self._world.hidden_rot
         if not hidden:
             return objects
@@ -241,7 +240,7 @@ class Promises:
         return self._difference(step) is None
 
     def _difference(self, step: int) -> str | None:
-        """What of a committed checkpoint is not as it must be; None when all is."""
+        """Returns what is wrong with a committed checkpoint, or None."""
         objects = self._objects
         folder = f"{CHECKPOINTS}step-{step:08d}/"
         stored = objects.get(folder + MANIFEST)
@@ -257,7 +256,7 @@ class Promises:
         return cache[key]
 
     def is_deletable(self, step: int) -> bool:
-        """Whether retention may have deleted a checkpoint: there is a newer one."""
+        """Returns whether retention may have deleted a checkpoint, because a newer one exists."""
         return step < self.newest_whole or self._world.rotten
 
     def _part_names(self, stored: Stored) -> list[str]:
@@ -296,7 +295,7 @@ class Promises:
     # --- ends
 
     def process_ended(self, host: Host) -> None:
-        """A process has ended by itself, or was killed."""
+        """Checks a process that exited or was killed."""
         code, message = host.code, " ".join(host.lines)
         if "Traceback" in message:
             self.broken("no traceback", f"{host.name}: {message[-600:]}")
@@ -311,7 +310,7 @@ class Promises:
             self.saved_means_asked_and_committed(host, message)
         if code == Exit.FINISHED:
             self.finished_means_committed(host)
-            self.ends.finished(host)
+            self.features.finished(host)
             self.what_is_left_is_whole(host)
         if code == Exit.BAD_INPUT:
             self.bad_input_is_final(host, message)
@@ -322,7 +321,7 @@ class Promises:
             self.telemetry_stops_nothing(host)
 
     def exit_codes_are_documented(self, host: Host, message: str) -> None:
-        """0, 1, 2, 75, 76; a second signal's; a kill's."""
+        """Exit codes are 0, 1, 2, 75, 76, that of a second signal, or that of a kill."""
         if host.code not in (0, 1, 2, 75, 76, 137, SECOND_SIGTERM, *([SECOND_INTERRUPT] if host.interrupted else [])):
             self.broken("exit codes are documented", f"{host.name} exits with {host.code}: {message[-300:]}")
         disturbed = host.group.disturbed or self._world.disturbed or self._world.poisoned is not None
@@ -330,7 +329,7 @@ class Promises:
             self.broken("an undisturbed attempt does not fail", f"{host.name}: {message[-300:]}")
 
     def lost_peers_are_named(self, host: Host, message: str) -> None:
-        """Every wait ends with the missing hosts named; and nobody is lost where nothing happened."""
+        """A process that lost a peer names it, and none is lost without a fault."""
         if not _NAMED.search(message):
             self.broken("missing hosts are named", f"{host.name}: {message[-300:]}")
         first = host.group.hosts[0]
@@ -342,7 +341,7 @@ class Promises:
             self.broken("an undisturbed attempt loses nobody", f"{host.name}: {message[-300:]}")
 
     def saved_means_asked_and_committed(self, host: Host, message: str) -> None:
-        """75 is for who was asked to stop; what it says is committed is."""
+        """Only a process that was asked to stop exits with 75, and the checkpoint that it names is committed."""
         if not host.group.asked_to_stop:
             self.broken("75 means asked to stop", f"{host.name}: {message[-300:]}")
         quick = self._world.plan.step_seconds <= 2 and self._world.plan.compile_seconds < 1
@@ -358,44 +357,44 @@ class Promises:
             )
 
     def _is_disturbed(self, host: Host) -> bool:
-        """Whether a stop may lack the time for its commit."""
+        """Returns whether a stop may lack the time for its commit."""
         return host.group.disturbed or host.group.delayed or self._world.disturbed
 
     def _rots_since(self, host: Host) -> bool:
-        """Whether a checkpoint was damaged when the attempt had begun: nobody may have noticed."""
+        """Returns whether a checkpoint was damaged after the attempt began, so that it may not have noticed."""
         return self._world.rotten and self._world.rotten_at >= host.group.began
 
     def a_second_sigterm_saves_too(self, host: Host) -> None:
-        """What the engine and the launcher ask for within the time to save is one request. A process that was frozen
-        may read the second one when that time is over."""
+        """Requests of the engine and the launcher within the time to save count as one. A process that was frozen may
+        read the second one after that time."""
         taken = self._world.scheduler.now - host.stops[0]
         if host.shutdown and taken < max(self._world.plan.stop_seconds, 30.0):
             self.broken("two SIGTERMs are one request", f"{host.name} left at once, {taken:.0f} s after the first")
 
     def a_stop_is_agreed_in_the_next_step(self, host: Host, steps: int) -> None:
-        """A host that was asked to stop says so in its next step, and starts none after it has read that one's
-        result. `steps`: that it has started since, without those in flight."""
+        """A host that was asked to stop says so in its next step, and starts no step after it has that step's result.
+        `steps`: the number started since the request, without those in flight."""
         if steps == 3:
             self.broken("a stop is agreed in the next step", f"{host.name} was asked at {host.stops} and trains on")
 
     def a_stop_takes_no_longer_than_it_may(self, host: Host) -> None:
-        """Some seconds after `checkpoint.stop_seconds` a process that was asked to stop has ended."""
+        """A process that was asked to stop ends within `checkpoint.stop_seconds` and a margin."""
         if host.code is None and not host.hurt:
             self.broken("a stop ends in time", f"{host.name} was asked {host.stops} and still runs")
 
-    def who_lost_a_peer_ends(self, host: Host) -> None:
-        """Once a process of the attempt has failed, the others end by themselves."""
+    def a_process_that_lost_a_peer_ends(self, host: Host) -> None:
+        """After a process of the attempt has failed, the others end by themselves."""
         if host.worker and host.code is None and not host.hurt and not host.group.hosts[0].hurt:
             self.broken("every wait ends", f"{host.name} still runs, though the attempt ended: {host.group.codes}")
 
     def finished_means_committed(self, host: Host) -> None:
-        """0 is for who committed the last step."""
+        """Only a process whose run committed the last step exits with 0."""
         if self.newest_whole < self._world.plan.steps and not self._rots_since(host):
             self.broken("0 means finished", f"{host.name} exits with 0, the newest whole step is {self.newest_whole}")
 
     def what_is_left_is_whole(self, host: Host) -> None:
-        """An attempt that has finished leaves no checkpoint that it has found damaged: it was replaced or deleted. One
-        that is whole, and can't be gone on from, may lie before those that it has looked at."""
+        """A finished attempt has replaced or deleted each checkpoint that it found damaged. A whole one that can't be
+        continued may lie before those that it read."""
         world = self._world
         if world.disturbed or self._rots_since(host) or host.group is not world.groups[-1]:
             return
@@ -406,7 +405,7 @@ class Promises:
                 self.broken("what is left is whole", f"{host.name} has finished, and of {url} {why}")
 
     def a_late_commit_is_taken_back(self, host: Host) -> None:
-        """Who was fenced leaves no manifest whose parts are gone."""
+        """A fenced process leaves no manifest without its parts."""
         fenced = any("was started again" in line for line in host.lines)
         for url, by in self._late_commits.items():
             stored = self._world.bucket.objects.get(url)
@@ -414,7 +413,8 @@ class Promises:
                 self.broken("a late commit is taken back", f"{host.name} ends, and {url} is there without its parts")
 
     def what_was_not_finite_is_recorded(self, host: Host) -> None:
-        """No host leaves for a step that was not finite before host 0 has recorded that, or has said why not."""
+        """No host exits because of a step that was not finite before host 0 has recorded it, or said why it could
+        not."""
         group, first = host.group, host.group.hosts[0]
         killed = any(other.hurt or other.code in (137, 143) for other in group.hosts) or group.asked_to_stop
         excused = killed or self._world.disturbed or any("is not recorded" in line for line in first.lines)
@@ -423,7 +423,7 @@ class Promises:
             self.broken("what was not finite is recorded", f"{host.name} ends before host 0 has recorded it")
 
     def bad_input_is_final(self, host: Host, message: str) -> None:
-        """2 means never again: only for who was fenced by a newer start, or where all checkpoints are destroyed."""
+        """Only a process fenced by a newer start, or whose checkpoints are all damaged, exits with 2 (never retry)."""
         fence = re.search(r"was started again .*?(attempt-\d+\.[0-9a-f]+\.json)", message)
         if fence:
             self.one_of_several_starts_goes_on(host.group.label, fence[1])
@@ -437,8 +437,8 @@ class Promises:
             self.broken("2 means never again", f"{host.name}: {message[-400:]}")
 
     def one_of_several_starts_goes_on(self, label: str, name: str) -> None:
-        """A start ends for another one that is newer, or was made at the same moment; never all of them for each
-        other."""
+        """A start ends because of a newer start, or one at the same moment; starts never end because of each other in a
+        circle."""
         newer = next((group for group, claim in self.claims.items() if claim.name == name), label)
         if newer == label or self.goes_before(label, newer):
             self.broken("one of several starts goes on", f"group {label} ended for group {newer}, which is older")
@@ -457,7 +457,7 @@ class Promises:
 
 
 def _writer_of(stored: Stored | None) -> str:
-    """The process that wrote an object; "" when it is gone."""
+    """Returns the process that wrote an object; "" if the object is gone."""
     return stored.writer if stored else ""
 
 

@@ -9,8 +9,8 @@ import traceback
 from dataclasses import dataclass
 
 from tests.simulation.scheduler import Stuck
-from tests.simulation.trainer.duels import stage
-from tests.simulation.trainer.ends import add_ends
+from tests.simulation.trainer.fault_scenarios import add_scenario
+from tests.simulation.trainer.features import add_features
 from tests.simulation.trainer.hosts import Output
 from tests.simulation.trainer.plan import Plan, draw
 from tests.simulation.trainer.world import World
@@ -34,7 +34,7 @@ class Result:
 def simulate(seed: int, *, trace: bool = False, without: frozenset[int] = frozenset()) -> Result:
     """Simulates one run: only the seed and the faults left out decide what happens in it."""
     began = time.perf_counter()
-    world = World(add_ends(stage(draw(seed))).leave_out(without), trace=trace)
+    world = World(add_features(add_scenario(draw(seed))).leave_out(without), trace=trace)
     output = Output(world)
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):  # type: ignore[type-var]
         try:

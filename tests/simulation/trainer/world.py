@@ -1,5 +1,5 @@
-"""The world of a life: a bucket, a network, hosts, launchers that start one attempt after another, and the faults of
-the plan. In the end it is kind, and then the run must finish."""
+"""The world of a simulated run: a bucket, a network, hosts, launchers that start one attempt after another, and the
+faults of the plan. At the end there are no more faults, and the run must finish."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import lru_cache
 from tests.simulation.scheduler import Process, Scheduler, Task
 from tests.simulation.trainer.bucket import WRITE, Bucket, Request, Stored, Treatment
 from tests.simulation.trainer.connections import Wire
-from tests.simulation.trainer.ends import HUB_SECONDS, SimulatedHub, is_export, put_tokenizer
+from tests.simulation.trainer.features import HUB_SECONDS, SimulatedHub, is_export, put_tokenizer
 from tests.simulation.trainer.hosts import Group, Host
 from tests.simulation.trainer.model import curriculum
 from tests.simulation.trainer.plan import HOSTILE_SECONDS, REQUESTER, Fault, Plan
@@ -18,11 +18,11 @@ from tests.simulation.trainer.promises import CHECKPOINTS, RUN, Promises
 from training.checkpoint.format import MANIFEST
 from training.config import TrainerConfig
 
-ATTEMPTS = 8  # that a launcher makes
-SETTLING = 12.0  # seconds after the first end that a launcher gives the other hosts
-SAVING = 45.0  # the same, when the first one ended in good order
-KIND_ATTEMPTS = 4  # within which the run must finish once nothing bad happens any more
-LONGEST = 20_000.0  # seconds of a life
+ATTEMPTS = 8  # of one launcher
+SETTLING = 12.0  # seconds that a launcher gives the other hosts after the first end
+SAVING = 45.0  # the same, if the first host ended in good order
+FINAL_ATTEMPTS = 4  # in which the run must finish without faults
+LONGEST = 20_000.0  # seconds of a simulated run
 
 
 @lru_cache(maxsize=4096)
@@ -31,7 +31,6 @@ def config_of(
     evaluate_every: int | None, best: bool, background: bool, stop_seconds: float, rendezvous_seconds: float,
     skip: bool, export: bool, hub: str,
 ) -> TrainerConfig:  # fmt: skip
-    """The run's configuration."""
     checkpoint: dict[str, object] = {
         "every_steps": every_steps, "keep_last": keep_last, "keep_every": keep_every, "background": background,
         "stop_seconds": stop_seconds,
@@ -57,7 +56,7 @@ def config_of(
 
 
 class World:
-    """Everything of a life that is not the trainer."""
+    """Everything in a simulated run but the trainer."""
 
     def __init__(self, plan: Plan, *, trace: bool = False) -> None:
         self.plan = plan
@@ -72,7 +71,7 @@ class World:
         self.curriculum = curriculum(plan.records, plan.batch, plan.steps, 0, plan.skipped)
         self.promises = Promises(self)
         self.hub = SimulatedHub(self)
-        self.differences: dict[tuple[int, ...], str | None] = {}  # of manifests and parts, by their generations
+        self.differences: dict[tuple[int, ...], str | None] = {}  # by the generations of manifest and parts
         self.manifests: dict[int, object] = {}
         self.bucket = Bucket(
             self.scheduler, self.random, self.treat, self.promises.object_changed, self.promises.write_refused
@@ -81,34 +80,36 @@ class World:
             put_tokenizer(self)
         self.wire = Wire(self.scheduler, self.random)
         self.groups: list[Group] = []
-        self.disturbed = False  # storage did not answer as it should
+        self.disturbed = False  # storage had faults
         self.jitter = plan.jitter
         self.rotten = False  # a checkpoint was damaged
-        self.rotten_at = 0.0  # seconds; when the last one was
-        # What nobody has noticed yet: generation of the damaged object -> its step, and the object as it was.
+        self.rotten_at = 0.0  # time of the last damage
+        # Unnoticed damage: generation of the damaged object -> its step, and the object before.
         self.hidden_rot: dict[int, tuple[int, Stored]] = {}
-        self.damaged = False  # or can't be gone on from
-        self.poisoned: int | None = None  # the step that is not finite when it is the first after a restore
-        self.poisoned_generation = -1  # of the manifest of that checkpoint, once somebody has noticed
-        self._hidden_poison = -1  # the same before
+        self.damaged = False  # or unusable, because the next step is not finite
+        self.poisoned: int | None = None  # a step that is not finite if it is the first after a restore
+        self.poisoned_generation = -1  # of that checkpoint's manifest, once noticed
+        self._hidden_poison = -1  # the same, before it is noticed
         # Checkpoints after which the first step was not finite once, by their manifests' generations -> step; and those
         # of them that a restore has passed over for that.
         self.suspects: dict[int, int] = {}
         self.given_up: set[int] = set()
         self.finished = False
         self._hosts: dict[Process, Host] = {}
-        self._waiting: dict[Task, None] = {}  # launchers that wait for something to happen
+        self._waiting: dict[Task, None] = {}  # launchers that wait for a change
         self._launchers = 0
         self._slices = 0
         self._late = 0.0
-        self._flips_next = False  # the next part that is written
-        self._active: list[tuple[float, Fault]] = []  # faults of storage that last, and until when
-        self._awaited = [[fault, 0] for fault in plan.faults if fault.request]  # and how often their request was seen
+        self._flips_next = False  # for the next part written
+        self._active: list[tuple[float, Fault]] = []  # (end, fault) of lasting faults of storage
+        self._awaited = [
+            [fault, 0] for fault in plan.faults if fault.request
+        ]  # and the number of matching requests so far
 
-    # --- the life
+    # --- the run
 
     def live(self) -> None:
-        """From the first start to the last end."""
+        """Simulates from the first start to the last end."""
         scheduler = self.scheduler
         for fault in self.plan.faults:
             scheduler.note(f"fault: {fault}")
@@ -128,44 +129,44 @@ class World:
         for group in self.groups:
             for host in group.hosts:
                 host.thaw()
-                self.mend(host)
+                self.restore_network(host)
         self.wait_until(lambda: all(group.is_over for group in self.groups))
         if not self.finished:
-            self._in_a_kind_world()
+            self._finish_without_faults()
         if self.promises.newest_whole != self.plan.steps and not self.rotten:
             self.promises.broken("the end", f"the newest whole checkpoint is of step {self.promises.newest_whole}")
         self._done = True
 
     @property
     def _is_quiet(self) -> bool:
-        """Whether nothing bad can happen any more."""
+        """Returns whether no fault can strike any more."""
         later = any(fault.request is None and fault.at > self.scheduler.now for fault in self.plan.faults)
         return self.finished and not later
 
-    def _in_a_kind_world(self) -> None:
-        """The run is started once more, and nothing disturbs it."""
+    def _finish_without_faults(self) -> None:
+        """Starts the run once more, without faults: it must finish."""
         self._active.clear()
         self.jitter = min(self.jitter, 0.2)
         self._flips_next = False
         self._awaited.clear()
         self.disturbed = False
-        self.scheduler.note("the world is kind now")
-        self._launch(0.0, attempts=KIND_ATTEMPTS)
+        self.scheduler.note("there are no more faults")
+        self._launch(0.0, attempts=FINAL_ATTEMPTS)
         self.wait_until(lambda: self._launchers == 0)
         if not self.finished and not self.rotten:
             last = self.groups[-1]
             lines = [line for host in last.hosts for line in host.lines[-2:]]
             self.promises.broken(
-                "a kind world lets the run finish", f"exit codes {last.codes} after {KIND_ATTEMPTS} attempts: {lines}"
+                "without faults, the run finishes", f"exit codes {last.codes} after {FINAL_ATTEMPTS} attempts: {lines}"
             )
         self.wait_until(lambda: all(group.is_over for group in self.groups))
 
     def changed(self) -> None:
-        """Something that a launcher looks at has changed."""
+        """Wakes all launchers."""
         self.scheduler.wake_all(self._waiting)
 
     def wait_until(self, is_so: Callable[[], bool], timeout: float | None = None) -> None:
-        """Waits in a task of the world."""
+        """Waits until a condition holds, at most `timeout` seconds."""
         end = None if timeout is None else self.scheduler.now + timeout
         while not is_so():
             left = None if end is None else max(0.0, end - self.scheduler.now)
@@ -173,11 +174,11 @@ class World:
                 return
 
     def group(self, label: str) -> Group:
-        """The group with that label."""
+        """Returns the group with a label."""
         return next(group for group in self.groups if group.label == label)
 
     def host_of(self, process: Process) -> Host | None:
-        """Whose process it is."""
+        """Returns the host of a process."""
         return self._hosts.get(process)
 
     # --- launchers
@@ -187,7 +188,7 @@ class World:
         self.scheduler.spawn(self._launcher, delay, attempts, self._launchers, name="launcher")
 
     def _launcher(self, delay: float, attempts: int, number: int) -> None:
-        """Attempt after attempt, until the run has finished or must not be tried again."""
+        """Starts attempt after attempt, until the run has finished or must not be retried."""
         self.scheduler.sleep(delay)
         self._slices += 1
         slice_number = self._slices
@@ -207,7 +208,7 @@ class World:
                 break
             if 2 in codes:
                 break
-            if any(host.code is None for host in group.hosts):  # zombies stay behind, on a slice that is given up
+            if any(host.code is None for host in group.hosts):  # its processes live on, on an abandoned slice
                 self._slices += 1
                 slice_number = self._slices
             self.scheduler.sleep(1 + 4 * self.random.random())
@@ -215,7 +216,7 @@ class World:
         self.changed()
 
     def _watch(self, group: Group) -> None:
-        """Until the attempt is over, or its hosts can't be reached."""
+        """Waits until the attempt is over, or its hosts can't be reached; then kills the rest."""
         first_end: float | None = None
         silent_since: float | None = None
         while not group.is_over:
@@ -234,7 +235,7 @@ class World:
                 failed = [host for host in ended if host.code not in (0, 75) and host.ended > group.claimed]
                 for host in group.hosts:
                     if failed and now - min(host.ended for host in failed) > SETTLING:
-                        self.promises.who_lost_a_peer_ends(host)
+                        self.promises.a_process_that_lost_a_peer_ends(host)
                     if not host.frozen and not host.cut:
                         host.kill()
                 return
@@ -242,7 +243,7 @@ class World:
     # --- faults
 
     def strike(self, fault: Fault, requester: Host | None = None) -> None:
-        """Something bad happens."""
+        """Applies a fault."""
         scheduler = self.scheduler
         if scheduler.now > HOSTILE_SECONDS or not self.groups:
             return
@@ -272,13 +273,13 @@ class World:
         elif fault.kind == "cut":
             host.hurt = True
             self.wire.cut(host.address)
-            scheduler.call_at(until, lambda: self.mend(host))
+            scheduler.call_at(until, lambda: self.restore_network(host))
         elif fault.kind.startswith("sigterm"):
             self._ask_to_stop(fault, group, host)
         elif fault.kind == "interrupt twice":
             host.interrupt()
             scheduler.call_at(scheduler.now + fault.seconds, host.interrupt)
-            check = self.promises.ends.a_second_interrupt_ends_at_once
+            check = self.promises.features.a_second_interrupt_ends_at_once
             scheduler.call_at(scheduler.now + fault.seconds + 1, lambda: check(host))
         elif fault.kind == "second start":
             self._launch(0.0)
@@ -297,10 +298,10 @@ class World:
             self._cut_line()
         self.changed()
 
-    def mend(self, host: Host) -> None:
-        """A host that was cut off has its network again."""
+    def restore_network(self, host: Host) -> None:
+        """Restores the network of a host."""
         if host.cut and not host.frozen:
-            self.wire.mend(host.address)
+            self.wire.restore(host.address)
             self.changed()
 
     def _ask_to_stop(self, fault: Fault, group: Group, host: Host) -> None:
@@ -336,7 +337,7 @@ class World:
             self.bucket.put(urls[-1], data[: max(1, len(data) - 9)], "world")
 
     def _poison(self) -> None:
-        """Where an older whole checkpoint is there to go back to."""
+        """Makes the newest checkpoint unusable, if an older whole one exists."""
         newest = self.promises.newest_whole
         manifest = self.bucket.objects.get(f"{CHECKPOINTS}step-{newest:08d}/{MANIFEST}")
         if self.poisoned is None and manifest and self.promises.find_whole()[1:-1] and newest < self.plan.steps:
@@ -344,28 +345,28 @@ class World:
             self.disturbed = self.damaged = True
 
     def is_poisoned(self, step: int) -> bool:
-        """Whether the checkpoint of that step is the one that can't be gone on from."""
+        """Returns whether the checkpoint of a step is the unusable one."""
         return self.generation_of(step) == self._hidden_poison > 0
 
     def generation_of(self, step: int) -> int:
-        """Of a step's manifest; 0 when there is none."""
+        """Returns the generation of a step's manifest; 0 if there is none."""
         manifest = self.bucket.objects.get(f"{CHECKPOINTS}step-{step:08d}/{MANIFEST}")
         return manifest.generation if manifest else 0
 
     def notice_poison(self) -> None:
-        """A step after the poisoned checkpoint was not finite: from now on it is as good as damaged."""
+        """Counts the poisoned checkpoint as damaged, because a step after it was not finite."""
         self.poisoned_generation = self._hidden_poison
         self.promises.newest_whole = self.promises.find_whole()[0]
 
     def refuses(self, group: Group) -> bool:
-        """Whether the world gave this group a reason to end for good: two groups had a step that was not finite, or one
-        had that which is not finite after the poisoned checkpoint too."""
+        """Returns whether a group may exit for good: two groups had a step that was not finite, or one had the step
+        that is not finite after the poisoned checkpoint."""
         glitches = [each.glitch[0] for each in self.groups if each.glitch is not None]
         poisoned = self.poisoned if self.poisoned_generation > 0 else None
         return len(glitches) > 1 or (poisoned is not None and not {poisoned - 1, poisoned}.isdisjoint(glitches))
 
     def treat(self, request: Request) -> Treatment:
-        """How a request to storage fares."""
+        """Returns the outcome of a request to storage."""
         rand, now = self.random.random, self.scheduler.now
         before, after, fails = rand() * self.jitter, rand() * 0.1, ""
         host = self._hosts.get(self.scheduler.current.process) if self.scheduler.current else None
@@ -392,8 +393,8 @@ class World:
     def _count(
         self, waiting: list, request: Request, host: Host | None, effect: float, after: float,  # type: ignore[type-arg]
     ) -> tuple[float, float]:  # fmt: skip
-        """Strikes when it is the request that a fault waits for. Returns how much longer the request takes: until it
-        takes effect, and until it is answered."""
+        """Applies a fault if this is the request that triggers it. Returns the additional seconds until the request
+        takes effect, and until its answer."""
         fault, seen = waiting
         kind, name, number = fault.request
         if request.kind != kind or name not in request.url:
@@ -413,6 +414,6 @@ class World:
 
 
 def _is_claim(request: Request) -> bool:
-    """Whether a request is about the starts of a run, by which an older one is fenced, or about its result."""
+    """Returns whether a request is about the claims of starts or about the run's result."""
     is_claim = request.name.startswith("attempt-") and request.name.endswith(".json") and ".end." not in request.name
     return is_claim or request.name in ("attempts", "summary.json")

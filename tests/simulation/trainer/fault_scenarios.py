@@ -1,7 +1,8 @@
-"""Lives in which several starts of one run meet at the worst moment, or a host stands still there: chance alone would
-have to play very many lives for one of them. Some lives are such a scene, most of them without any other fault.
+"""Fault scenarios: several starts of one run meet at the worst moment, or a host freezes there.
 
-What a scene needs beside its faults (several hosts, short steps, frequent saves) it sets in the plan.
+Random faults alone would need very many simulated runs to hit such a moment. So a share of the runs is a scenario, most
+of them without other faults. A scenario also sets what it needs of the plan: several hosts, short steps, frequent
+saves.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from dataclasses import replace
 
 from tests.simulation.trainer.plan import REQUESTER, Fault, Plan
 
-SHARE = 0.3  # of all lives
-OTHER_FAULTS = 0.25  # of these lives have other faults too
+SHARE = 0.3  # of all simulated runs
+OTHER_FAULTS = 0.25  # share of scenarios with other faults, too
 
 Request = tuple[str, str]
 MANIFEST: Request = ("write", "manifest.json")
@@ -28,8 +29,8 @@ _HANGS: tuple[Request, ...] = (
 )
 
 
-def stage(plan: Plan) -> Plan:
-    """The plan, or a scene of the same seed."""
+def add_scenario(plan: Plan) -> Plan:
+    """Returns the plan, or, for a share of the seeds, a fault scenario made from it."""
     rng = random.Random(f"scene {plan.seed}")
     if rng.random() >= SHARE:
         return plan
@@ -43,7 +44,7 @@ def stage(plan: Plan) -> Plan:
         stop_seconds=25.0,
         jitter=rng.choice((0.2, 0.2, 1.0, 3.0)),
     )
-    return rng.choice(_SCENES)(rng, plan)
+    return rng.choice(_SCENARIOS)(rng, plan)
 
 
 def _with(plan: Plan, *faults: Fault) -> Plan:
@@ -55,8 +56,8 @@ def _fault(kind: str, request: Request, number: int, moment: str = "before", sec
 
 
 def _late_commit(rng: random.Random, plan: Plan) -> Plan:
-    """Host 0 has looked at the fence, and what it then writes takes effect late, or it stands still just then. Somebody
-    starts the run again meanwhile."""
+    """After host 0 has checked the fence, its write takes effect late, or the host freezes. Meanwhile the run is
+    started again."""
     number = rng.randint(1, 3)
     kind = rng.choice(("late", "late", "late", "freeze", "hang"))
     return _with(
@@ -67,8 +68,7 @@ def _late_commit(rng: random.Random, plan: Plan) -> Plan:
 
 
 def _several_starts(rng: random.Random, plan: Plan) -> Plan:
-    """Two starts at the same moment: neither sees the other one's claim before it makes its own. And perhaps a third,
-    which sees one of them."""
+    """Two starts at the same moment, so that neither sees the claim of the other; perhaps a third that sees one."""
     plan = _with(plan, _fault("late", CLAIM, 1, "before", rng.uniform(4.0, 25.0)), _fault("second start", CLAIM, 1))
     if rng.random() < 0.6:
         plan = _with(replace(plan, jitter=0.2, steps=14), _fault("second start", CLAIM, 2, "after"))
@@ -76,20 +76,20 @@ def _several_starts(rng: random.Random, plan: Plan) -> Plan:
 
 
 def _late_listing(rng: random.Random, plan: Plan) -> Plan:
-    """A start's hosts list the checkpoints at different times, while the older start commits one."""
+    """The hosts of a start list the checkpoints at different times while an older start commits one."""
     number = rng.randint(1, 3)
     plan = _with(
         replace(plan, hosts=rng.randint(2, 3)),
         _fault("late", MANIFEST, number, "before", rng.uniform(3.0, 10.0)),
         _fault("second start", MANIFEST, number),
     )
-    # Each commit of the older start lists them too, and each of its hosts has at its beginning.
+    # Each commit of the older start lists checkpoints, too, and each of its hosts did at its beginning.
     listing = plan.hosts + number - 1 + rng.randint(1, plan.hosts)
     return _with(plan, _fault("late", ("list", "checkpoints"), listing, "before", rng.uniform(2.0, 9.0)))
 
 
-def _taken_back(rng: random.Random, plan: Plan) -> Plan:
-    """A start that was asked to stop commits late a step that the newer start never saves, and has passed."""
+def _late_commit_of_a_passed_step(rng: random.Random, plan: Plan) -> Plan:
+    """A start that was asked to stop commits, late, a step that the newer start has passed and never saves."""
     number = rng.randint(1, 2)
     stop = Fault("sigterm all", rng.uniform(3.0, 9.0), None, "before", 0, 0.0, 1.0)
     return _with(
@@ -101,20 +101,20 @@ def _taken_back(rng: random.Random, plan: Plan) -> Plan:
 
 
 def _hang(rng: random.Random, plan: Plan) -> Plan:
-    """A process hangs, and its network answers for it."""
+    """A process hangs while its kernel still answers."""
     plan = replace(plan, hosts=rng.randint(2, 4), jitter=0.2)
     return _with(plan, _fault("hang", rng.choice(_HANGS), rng.randint(1, 5), "before", rng.uniform(60.0, 200.0)))
 
 
 def _rot(rng: random.Random, plan: Plan) -> Plan:
-    """The newest checkpoint is damaged, and the run begins again."""
+    """The newest checkpoint is damaged, and the run starts again."""
     number = rng.randint(2, 5)
     plan = replace(plan, keep_last=rng.choice((2, 3)), jitter=0.2)
     return _with(plan, _fault("rot", MANIFEST, number, "after"), _fault("power", MANIFEST, number, "after"))
 
 
 def _late_record(rng: random.Random, plan: Plan) -> Plan:
-    """A step is not finite, and its record takes a while."""
+    """A step is not finite, and writing its record is slow."""
     return _with(
         replace(plan, hosts=rng.randint(2, 4), jitter=0.2),
         Fault("nan", rng.uniform(0.5, 3.0), None, "before", 0, 0.0, 1.0),
@@ -122,13 +122,13 @@ def _late_record(rng: random.Random, plan: Plan) -> Plan:
     )
 
 
-_SCENES: tuple[Callable[[random.Random, Plan], Plan], ...] = (
+_SCENARIOS: tuple[Callable[[random.Random, Plan], Plan], ...] = (
     _late_commit,
     _late_commit,
     _several_starts,
     _several_starts,
     _late_listing,
-    _taken_back,
+    _late_commit_of_a_passed_step,
     _hang,
     _rot,
     _late_record,

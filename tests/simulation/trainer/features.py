@@ -1,8 +1,8 @@
-"""How lives end, and what some of them do beside training: steps that are left out because they are not finite
-(`train.on_nonfinite: skip`), the export of the model, uploads to the Hub, writes that take as long as storage may, and
-stops that several ask for. Chosen with random numbers of its own, so that no other life changes.
+"""Optional features and endings of a share of the simulated runs: skipped steps (`train.on_nonfinite: skip`), export of
+the model, uploads to the Hub, storage as slow as it may be, and repeated requests to stop. They have random numbers of
+their own, so that no other run changes.
 
-The Hub, and the processes that upload to it, are simulated here; so are the promises about all of this.
+Simulates the Hub and the uploading processes, and has the promises about these features.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _SLOW = (("write", "part-"), ("write", "part-"), ("write", "manifest.json"), ("w
 _HUB_FAULTS = ("", "", "", "refuses", "hangs", "noise", "raises", "slow")
 
 
-def add_ends(plan: Plan) -> Plan:
-    """The plan, of which some have more to do, and more that happens to them."""
+def add_features(plan: Plan) -> Plan:
+    """Returns the plan with features, each for a share of the seeds."""
     rng = random.Random(f"ends {plan.seed}")
     kinds = [rng.random() < share for share in (0.2, 0.15, 0.15, 0.08, 0.06)]
     for is_so, change in zip(kinds, (_skip, _export, _push, _slow_storage, _stop_twice), strict=True):
@@ -44,8 +44,8 @@ def add_ends(plan: Plan) -> Plan:
 
 
 def _skip(rng: random.Random, plan: Plan) -> Plan:
-    """Steps are left out. A state that is not finite all the same is then known from saves alone; and a checkpoint that
-    can't be gone on from is none: its first step is left out."""
+    """Skips steps that are not finite. Then only a save can notice a state that is not finite, and no checkpoint is
+    unusable because the step after it is not finite: that step is skipped."""
     faults = tuple(replace(fault, kind="nan") if fault.kind == "poison" else fault for fault in plan.faults)
     if rng.random() < 0.5:
         nan = Fault("nan", rng.uniform(0.5, 4.0), None, "before", 0, 0.0, 1.0)
@@ -68,7 +68,7 @@ def _push(rng: random.Random, plan: Plan) -> Plan:
 
 
 def _slow_storage(rng: random.Random, plan: Plan) -> Plan:
-    """A request takes nearly as long as storage may, and is no reason for hosts to miss each other."""
+    """Makes a request nearly as slow as storage may be, which must not make hosts lose each other."""
     request = rng.choice(_SLOW)
     fault = Fault(
         "slow request", 0.0, (*request, rng.randint(1, 3)), rng.choice(("before", "after")), REQUESTER,
@@ -82,7 +82,7 @@ def _slow_storage(rng: random.Random, plan: Plan) -> Plan:
 
 
 def _stop_twice(rng: random.Random, plan: Plan) -> Plan:
-    """The engines of all hosts ask for a stop, and so does the launcher; or a person insists."""
+    """Requests a stop twice: the engines of all hosts and the launcher do, or the user presses Ctrl-C again."""
     kind = rng.choice(("sigterm all twice", "sigterm all twice", "interrupt twice"))
     return replace(
         plan, faults=(*plan.faults, Fault(kind, rng.uniform(1.0, 25.0), None, "before", 0, rng.uniform(0.1, 13.0), 1.0))
@@ -91,22 +91,22 @@ def _stop_twice(rng: random.Random, plan: Plan) -> Plan:
 
 @dataclass
 class Upload:
-    """One that is under way."""
+    """An upload under way."""
 
     host: Host
     step: int
 
 
 class SimulatedHub:
-    """The Hub, as `training.models.hub.RunPush` of each host, and what of it must be so."""
+    """The Hub, as the `training.models.hub.RunPush` of each host; checks promises about uploads."""
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self.steps: list[int] = []  # that were uploaded
+        self.steps: list[int] = []  # uploaded
         self._uploads: list[Upload] = []
 
     def push_of(self, host: Host) -> Callable[[Sequence[str], Callable[[], bool]], PushEnd]:
-        """The function that uploads for a host."""
+        """Returns the function that uploads for a host."""
         return lambda arguments, is_over: self._push(host, arguments, is_over)
 
     def _push(self, host: Host, arguments: Sequence[str], is_over: Callable[[], bool]) -> PushEnd:
@@ -144,15 +144,15 @@ class SimulatedHub:
         return PushEnd(0, (json.dumps({"step": step, "commit": f"https://hub/{step}"}), "warning: [1]"), ("bye",))
 
 
-class EndPromises:
-    """What holds of skipped steps, of exports and of uploads."""
+class FeaturePromises:
+    """Promises about skipped steps, exports and uploads."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._model = f"{world.config.output}/run/model"
 
     def object_written(self, url: str, stored: Stored, by: str) -> None:
-        """An object that is no checkpoint was written."""
+        """Checks a written object that is not part of a checkpoint."""
         if url == f"{self._model}/{WEIGHTS}":
             self.weights_come_last(by)
             self.what_is_exported_is_the_last_state(stored, by)
@@ -160,7 +160,7 @@ class EndPromises:
             self.the_summary_is_true(json.loads(stored.data), by)
 
     def a_checkpoint_counts_what_was_skipped(self, url: str, step: int, state: object, by: str) -> None:
-        """The count of skipped steps, and the last loss that was finite, whichever attempts the steps were of."""
+        """A checkpoint has the number of skipped steps and the last finite loss, over all attempts."""
         plan, losses = self._world.plan, self._world.curriculum.losses
         done = [number for number in range(step) if number not in plan.skipped]
         expected = (step - len(done), losses[done[0]] if done else None, losses[done[-1]] if done else None)
@@ -170,14 +170,14 @@ class EndPromises:
             self._broken("skipped steps are counted", f"{by} committed {url} with {seen} instead of {expected}")
 
     def weights_come_last(self, by: str) -> None:
-        """A model folder with weights has everything else."""
+        """When the weights are written, all other files of the model folder are there."""
         names = (CONFIG, *(url.rpartition("/")[2] for url in TOKENIZER_FILES))
         missing = [name for name in names if f"{self._model}/{name}" not in self._world.bucket.objects]
         if missing:
             self._broken("the weights of an export come last", f"{by} wrote them before {', '.join(missing)}")
 
     def what_is_exported_is_the_last_state(self, stored: Stored, by: str) -> None:
-        """The weights are those after the last step, and nothing else of the state."""
+        """The exported weights are those after the last step, without other state."""
         state = self._world.curriculum.states[self._world.plan.steps]
         expected = {name: state[name].tobytes() for name in state if name.startswith(PREFIX)}
         seen = {PREFIX + name: bytes(view) for name, (_, view) in decode(stored.data).items()}
@@ -185,7 +185,7 @@ class EndPromises:
             self._broken("what is exported is the last state", f"{by} exported other weights")
 
     def the_summary_is_true(self, summary: dict[str, object], by: str) -> None:
-        """It counts the skipped steps, and says of the Hub what is there."""
+        """The summary has the number of skipped steps, and a step that is on the Hub."""
         plan, hub = self._world.plan, summary["hub"]
         skipped = len([number for number in plan.skipped if number < plan.steps])
         if summary["skipped_steps"] != skipped:
@@ -197,7 +197,7 @@ class EndPromises:
             self._broken("the summary says what is on the Hub", f"{by}: {hub}, and there is {self._world.hub.steps}")
 
     def finished(self, host: Host) -> None:
-        """A process has ended with 0: the model is there, and on the Hub where nothing was wrong with it."""
+        """A process that exits with 0 has exported the model, and uploaded it if the Hub had no fault."""
         plan, world = self._world.plan, self._world
         if plan.export and f"{self._model}/{WEIGHTS}" not in world.bucket.objects:
             self._broken("0 means exported", f"{host.name} exits with 0, and there is no model")
@@ -206,7 +206,7 @@ class EndPromises:
             self._broken("0 means uploaded", f"{host.name} exits with 0, and the Hub has {world.hub.steps}")
 
     def a_second_interrupt_ends_at_once(self, host: Host) -> None:
-        """Ctrl-C twice is a person."""
+        """A second Ctrl-C ends the process at once."""
         if host.code is None and not host.hurt:
             self._broken("a second Ctrl-C ends a process", f"{host.name} still runs")
 
@@ -215,11 +215,11 @@ class EndPromises:
 
 
 def is_export(request: Request) -> bool:
-    """Whether a request belongs to the export of the model, which a run does not finish without."""
+    """Returns whether a request is part of the model's export, without which a run does not finish."""
     return request.url.startswith(TOKENIZER) or "/run/model/" in request.url
 
 
 def put_tokenizer(world: World) -> None:
-    """The files that an export copies."""
+    """Returns the files that an export copies."""
     for url, data in TOKENIZER_FILES.items():
         world.bucket.put(url, data, "world")
