@@ -16,12 +16,16 @@ _COLOURS = {"PASS": "green", "WARN": "yellow", "FAIL": "red"}
 
 
 @click.command()
-@click.option("--devices", is_flag=True, help="Instead: try the devices of all hosts of the slice, in the image; 16.")
+@click.option(
+    "--devices",
+    is_flag=True,
+    help="Check the devices of all hosts of the slice instead, in the image; 16 if a check fails.",
+)
 @click.option("--json", "as_json", is_flag=True, help="The rows as JSON.")
 @configured
 def doctor(config: Config, devices: bool, as_json: bool) -> None:
-    """Look at everything that a run needs, and print the command that mends what is missing. Changes nothing; 0 or
-    2.
+    """Check everything that a run needs, and print the command that fixes what is missing. Changes nothing; exits with
+    0 or 2.
 
     With --devices every host of a READY slice runs `tpu-train check-devices` once, in a container that is removed: the
     number of devices, their memory, a bfloat16 matrix product, a sum over all devices of the slice, the hosts' clocks
@@ -43,7 +47,7 @@ def doctor(config: Config, devices: bool, as_json: bool) -> None:
 
 
 def show_devices(config: Config, as_json: bool = False) -> None:
-    """Checks the devices of the slice and prints a row for each host; leaves with Exit.DEVICES when one is wrong."""
+    """Checks the devices of the slice and prints a row for each host; exits with Exit.DEVICES if a check fails."""
     from launcher.device_check.check import check_devices
     from launcher.device_check.judge import COLUMNS
 

@@ -46,7 +46,7 @@ def init(
     bucket: str | None,
     repository: str | None,
 ) -> None:
-    """Write a first file, commented and valid; asks on a terminal for what no flag says. Never overwrites.
+    """Write a first file, commented and valid; asks on a terminal for what flags do not say. Never overwrites.
 
     \b
     tpu-launch init
@@ -66,7 +66,7 @@ def init(
 
 
 def _ask(flag: str, question: str, default: str | None = None, *, optional: bool = False) -> str:
-    """The answer of a person; without a terminal the default, or an error that names the flag."""
+    """Asks the user. Without a terminal, returns an optional answer's default, or raises BadInput naming the flag."""
     if sys.stdin.isatty():
         return str(click.prompt(question, default=default, err=True)).strip()
     if default is not None and optional:
@@ -75,7 +75,7 @@ def _ask(flag: str, question: str, default: str | None = None, *, optional: bool
 
 
 def _slice_name(path: Path) -> str:
-    """The folder's name, as far as it can name a slice."""
+    """Returns the folder's name as a valid name of a slice."""
     letters = "".join(
         letter if letter.isascii() and letter.isalnum() else "-" for letter in path.absolute().parent.name.lower()
     )

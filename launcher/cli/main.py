@@ -1,8 +1,8 @@
 """`tpu-launch`: the group of its commands, and how errors become messages and exit codes.
 
-Commands are in modules of their own, which are imported when a command is used. They parse, call and render; what they
-decide is decided elsewhere. Every command takes `-f FILE`, `--set key=value` and `--emulated`. Errors are one message
-and a documented exit code (launcher.errors.Exit).
+The modules of commands are imported when a command is used. They parse, call and print; decisions are made elsewhere.
+Every command takes `-f FILE`, `--set key=value` and `--emulated`. An error is one message and a documented exit code
+(launcher.errors.Exit).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from training.lazy_command import LazyCommand
 
 COMMANDS = [
     LazyCommand("completion", "launcher.cli.completion:completion", "Print the completion script for a shell."),
-    LazyCommand("doctor", "launcher.cli.doctor:doctor", "Show what a run needs and lacks, and what mends it."),
+    LazyCommand("doctor", "launcher.cli.doctor:doctor", "Check what a run needs, and show what fixes it."),
     LazyCommand("down", "launcher.cli.slices:down", "Delete the slice and wait until it is gone."),
     LazyCommand("emulator", "launcher.cli.emulator:emulator", "Start, stop and break a stand-in for Google Cloud."),
-    LazyCommand("events", "launcher.cli.run:events", "Tell what happened to a run, oldest first."),
+    LazyCommand("events", "launcher.cli.run:events", "Print the events of a run, oldest first."),
     LazyCommand("exec", "launcher.cli.live:exec_", "Run a command in the live container of every host."),
     LazyCommand("gc", "launcher.cli.slices:gc", "Delete leftovers: slices that are expired, preempted or failed."),
     LazyCommand("image", "launcher.cli.plan:image", "Make the base that images without a container engine start from."),
@@ -89,7 +89,7 @@ def cli(context: click.Context, emulated: bool, verbose: bool) -> None:
 
 
 def main() -> None:
-    """The console script. Turns every error into one message and its exit code."""
+    """Runs the command line. Turns every error into one message and its exit code."""
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         sys.exit(cli(standalone_mode=False))
@@ -107,7 +107,7 @@ def main() -> None:
         terminal.error(str(error))
         _end(Exit.BAD_INPUT if error.exit_code == 2 else Exit.CLOUD_ERROR)
     except BrokenPipeError:
-        # The reader of our output went away (`| head`): nothing may be written at exit.
+        # The reader of our output is gone (`| head`): write nothing at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         _end(Exit.OK)
     except OSError as error:
@@ -118,12 +118,12 @@ def main() -> None:
 
 
 def _interrupt(_signal: int, _frame: object) -> None:
-    """SIGTERM is handled as Ctrl-C: local children are ended, what runs on hosts goes on."""
+    """Handles SIGTERM as Ctrl-C: ends local children; what runs on hosts goes on."""
     raise KeyboardInterrupt
 
 
 def _end(code: Exit) -> None:
-    """Leaves at once: threads that wait for a host must not delay the exit."""
+    """Exits at once: threads that wait for a host must not delay the exit."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,5 +1,5 @@
-"""Options that every command of `tpu-launch` has, and what commands make of them: the configuration, the provider, and
-the emulator's endpoints with `--emulated`."""
+"""Options that all commands of `tpu-launch` share, and what is made from them: the configuration, the provider, and
+with `--emulated` the emulator's endpoints."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:  # only the commands on a run need it, and it takes time to im
     from launcher.run.session import Context
 
 DEFAULT_FILE = Path("tpu-launch.yaml")
-# Commands that work with any provider; the others are for slices that are Cloud TPU nodes.
+# Commands that work with any provider; the others need a Cloud TPU node.
 _ANY_PROVIDER = ("up", "run", "status", "top", "logs", "stop", "down", "manifest")
-# What users of a cluster have in place of the others.
+# What users of a cluster use instead of the others.
 _WITH_KUBECTL = {
     "exec": "`kubectl exec POD -- COMMAND` runs a command in a pod",
     "notebook": "`kubectl exec POD -- jupyter notebook` and `kubectl port-forward POD 8888` are a cluster's way",
@@ -36,7 +36,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def configured(function: Function, *, file_flags: tuple[str, ...] = ("-f", "--file")) -> Function:
-    """Adds the options that every command has, loads the file, and hands it over as `config`.
+    """Returns the command with the shared options: it loads the file and calls `function` with its configuration.
 
     Args:
         function: The command; its first argument is the configuration.
@@ -100,7 +100,7 @@ def _options(file_flags: tuple[str, ...]) -> list[Callable[[Any], Any]]:
 
 
 def _require_support(command: str, provider: str, emulated: bool) -> None:
-    """Raises BadInput for a command, or `--emulated`, that the provider does not have."""
+    """Raises BadInput if the provider does not support the command, or `--emulated`."""
     if not capabilities(provider).cloud_tpu_node and command not in _ANY_PROVIDER:
         instead = f"; {_WITH_KUBECTL[command]}" if command in _WITH_KUBECTL else ""
         raise BadInput(
@@ -113,24 +113,23 @@ def _require_support(command: str, provider: str, emulated: bool) -> None:
 
 @functools.cache
 def machine() -> Workstation:
-    """The machine that this process runs on."""
     return this_machine()
 
 
 def open_provider(config: Config) -> Provider:
-    """The provider of a command; the caller closes it."""
+    """Makes the configuration's provider; the caller closes it."""
     return make_provider(config, terminal.say, machine())
 
 
 def run_context() -> Context:
-    """This process, for the commands on a run."""
+    """Returns the context in which commands on a run work."""
     from launcher.run.session import Context, Output
 
     return Context(home(), os.environ, open_provider, Output(terminal.say, terminal.host_line), machine())
 
 
 def show_plan(config: Config, command: str) -> None:
-    """`--dry-run`: prints what a command would do, as `plan` does."""
+    """Prints the steps of `plan` that a command would run, for `--dry-run`."""
     from launcher.plan import list_steps
 
     for step in list_steps(config):

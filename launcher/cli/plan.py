@@ -1,5 +1,4 @@
-"""Commands that print, try or prepare what a run would do, and start nothing on hosts: `plan`, `manifest`, `local`,
-`image base`."""
+"""Commands that prepare a run and start nothing on hosts: `plan`, `manifest`, `local`, `image base`."""
 
 from __future__ import annotations
 
@@ -64,7 +63,7 @@ def local(config: Config, command: tuple[str, ...]) -> None:
 
 @click.group()
 def image() -> None:
-    """Images: what machines without a container engine need once."""
+    """Base images, which machines without a container engine need once."""
 
 
 @image.command()
@@ -74,7 +73,7 @@ def base(config: Config, cloud_build: bool) -> None:
     """Make the base image and push it to image.repository, unless it is there.
 
     It holds everything but the code. `run` on a machine without a container engine appends the code to it, in the
-    registry. It is made anew after an upgrade that changed its packages.
+    registry. It is rebuilt after an upgrade that changed its packages.
     """
     if config.image.dockerfile or config.image.reference or config.image.base:
         raise BadInput(

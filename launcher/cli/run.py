@@ -26,19 +26,21 @@ from launcher.tpu_vm import slice_hints
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.option("--run", "run_id", metavar="RUN", help="Resume this run instead of the newest unfinished one.")
 @click.option("--new", is_flag=True, help="Start a new run even if an unfinished one could be resumed.")
-@click.option("--attach", is_flag=True, help="Go on watching a run that is already there; start nothing.")
+@click.option("--attach", is_flag=True, help="Watch a run that was started before; start nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print how the run ended as JSON on standard output, last.")
-@click.option("--no-preflight", is_flag=True, help="Go on although preflight found before that the step does not fit.")
+@click.option("--no-preflight", is_flag=True, help="Start although preflight found that the step does not fit.")
 @click.option(
-    "--env-file", type=click.Path(path_type=Path), help="NAME=VALUE lines for the command; they travel as secrets do."
+    "--env-file",
+    type=click.Path(path_type=Path),
+    help="NAME=VALUE lines for the command; sent to hosts as secrets are.",
 )
 @click.option(
-    "--overlay", metavar="FOLDER=TARGET", help="Files over those of the image that ran last, without a build."
+    "--overlay", metavar="FOLDER=TARGET", help="Lay files over those of the image that ran last, without a build."
 )
 @click.option(
     "--sync",
     metavar="FOLDER[=TARGET]",
-    help="Start the command again with the folder's changed files, without a build.",
+    help="Restart the command with the folder's changed files, without a build.",
 )
 @dry_run_option
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
@@ -141,12 +143,12 @@ def status(config: Config, as_json: bool) -> None:
 
 @click.command()
 @run_option
-@click.option("-f", "--follow", "follow", is_flag=True, help="Go on until the run has ended.")
+@click.option("-f", "--follow", "follow", is_flag=True, help="Follow until the run has ended.")
 @click.option("--host", "host", type=int, help="Only this host.")
 @click.argument("named", metavar="[FILE]", type=click.Path(path_type=Path), required=False)
 @functools.partial(configured, file_flags=("--file",))
 def logs(config: Config, run_id: str | None, follow: bool, host: int | None) -> None:
-    """Print the lines of all hosts, each once. `-f` follows here: the YAML file is FILE, or --file FILE."""
+    """Print the lines of all hosts, each once. Here -f means follow: the YAML file is FILE, or --file FILE."""
     statuses.print_logs(config, run_context(), run_id, follow=follow, host=host)
 
 
@@ -155,7 +157,7 @@ def logs(config: Config, run_id: str | None, follow: bool, host: int | None) -> 
 @click.option("--json", "as_json", is_flag=True, help="One list, every detail.")
 @configured
 def events(config: Config, run_id: str | None, as_json: bool) -> None:
-    """Tell what happened to a run, oldest first: attempts, hosts lost and back, stops, recoveries, ends."""
+    """Print the events of a run, oldest first: attempts, hosts lost and back, stops, recoveries, ends."""
     ledger = find_run(home(), machine(), run_id, slice_name=config.slice.name, provider=config.provider)
     if as_json:
         terminal.dump([entry.document() for entry in ledger.entries()])

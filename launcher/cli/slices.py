@@ -22,12 +22,12 @@ from launcher.run import launch
 from launcher.tpu_vm import inventory, ownership
 
 any_owner_option = click.option(
-    "--any-owner", is_flag=True, help="Also when somebody else made the slice of this name, or no tpu-launch."
+    "--any-owner", is_flag=True, help="Allow a slice that another user, or another program, made."
 )
 
 
 class _Dollars(click.FloatRange):
-    """A finite amount above 0: nothing costs more than NaN or infinity."""
+    """A finite amount above 0: NaN and infinity would limit nothing."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         amount = super().convert(value, param, ctx)
@@ -43,9 +43,11 @@ class _Dollars(click.FloatRange):
     metavar="DOLLARS",
     help="Refuse a slice that costs more an hour.",
 )
-@click.option("--no-preflight", is_flag=True, help="Go on although preflight found before that the step does not fit.")
+@click.option(
+    "--no-preflight", is_flag=True, help="Create the slice although preflight found that the step does not fit."
+)
 @any_owner_option
-@click.option("--check-devices", is_flag=True, help="Then try the devices of all hosts, as `doctor --devices` does.")
+@click.option("--check-devices", is_flag=True, help="Then check the devices of all hosts, as `doctor --devices` does.")
 @dry_run_option
 @configured
 def up(
@@ -56,8 +58,8 @@ def up(
     any_owner: bool,
     check_devices: bool,
 ) -> None:
-    """Create the slice and wait until every host answers. Idempotent: goes on waiting for a slice that is on its way,
-    also when another `up` began it; starts a stopped one; waits for one that is being deleted, and creates it anew."""
+    """Create the slice and wait until every host answers. Idempotent: waits for a slice that is being created, also by
+    another `up`; starts a stopped one; waits for one that is being deleted, and recreates it."""
     config = _for_owners(config, any_owner)
     if max_cost is not None:
         config = replace(config, slice=config.slice.model_copy(update={"max_cost_per_hour": max_cost}))
@@ -83,11 +85,10 @@ def up(
 @dry_run_option
 @configured
 def down(config: Config, any_owner: bool, dry_run: bool) -> None:
-    """Delete the slice and wait until it is gone. The runs' folders and what they saved stay; runs that are under way
-    here are stopped.
+    """Delete the slice and wait until it is gone. Stops its runs first; the runs' folders and checkpoints stay.
 
-    Each zone by itself; ends with the code of the first failure, after all zones were done, and with 23 when the slice
-    of that name is not yours.
+    Handles each zone by itself. The exit code is that of the first zone that failed; 23 if the slice of that name is
+    not yours.
     """
     config = _for_owners(config, any_owner)
     if dry_run:
@@ -96,13 +97,13 @@ def down(config: Config, any_owner: bool, dry_run: bool) -> None:
     try:
         launch.delete_slice(config, run_context())
     except KeyboardInterrupt:
-        terminal.say("interrupted: a deletion that Google was asked for goes on; `tpu-launch down` again waits for it")
+        terminal.say("interrupted: a requested deletion goes on; `tpu-launch down` waits for it")
         raise
     terminal.say(f"slice {config.slice.name} is gone")
 
 
 def _for_owners(config: Config, any_owner: bool) -> Config:
-    """The configuration of a command that may use the slice of any owner."""
+    """Returns the configuration with `any_owner` set. Raises BadInput where the provider has no owners."""
     if any_owner and not capabilities(config.provider).cloud_tpu_node:
         raise BadInput(f"--any-owner: provider {config.provider} does not look at owners")
     return replace(config, any_owner=any_owner)
@@ -139,8 +140,8 @@ def list_(config: Config, everywhere: bool, as_json: bool) -> None:
 
 @click.command()
 @everywhere_option
-@click.option("--all-owners", is_flag=True, help="Other people's leftovers too.")
-@click.option("--yes", is_flag=True, help="Delete them; without it they are only listed.")
+@click.option("--all-owners", is_flag=True, help="Also leftovers of other users.")
+@click.option("--yes", is_flag=True, help="Delete them; without --yes they are only listed.")
 @click.option("--json", "as_json", is_flag=True, help="What was found, for scripts.")
 @configured
 def gc(config: Config, everywhere: bool, all_owners: bool, yes: bool, as_json: bool) -> None:
@@ -168,7 +169,7 @@ def gc(config: Config, everywhere: bool, all_owners: bool, yes: bool, as_json: b
             continue
         try:
             terminal.say(f"  {item.name}: {inventory.remove(config.project, item, terminal.say, machine())}")
-        except LaunchError as error:  # the others are still deleted
+        except LaunchError as error:  # go on with the others
             terminal.error(f"{item.name}: {error}")
             failures.append(error)
     if failures:
@@ -178,7 +179,7 @@ def gc(config: Config, everywhere: bool, all_owners: bool, yes: bool, as_json: b
 
 
 def _show_failures(listing: inventory.Listing) -> list[LaunchError]:
-    """Says which zones could not be listed, and returns why."""
+    """Prints which zones could not be listed, and returns the errors."""
     for zone, error in listing.failures.items():
         terminal.error(f"{'all zones' if zone == '-' else zone} could not be listed: {error}")
     return list(listing.failures.values())

@@ -53,8 +53,8 @@ def ssh(config: Config, host: int, command: tuple[str, ...]) -> None:
 
 
 def remote_script(command: tuple[str, ...]) -> str:
-    """The command's words, each as it is. An exit code of 255 becomes 254: gcloud would take it for ssh's and run
-    the command again."""
+    """Returns a shell script that runs the command's words unchanged. It turns exit code 255 into 254: gcloud would
+    take 255 for ssh's and run the command again."""
     return f"{shlex.join(command)}; code=$?; [ $code = 255 ] && code=254; exit $code"
 
 
@@ -86,15 +86,15 @@ def open_tunnel(
     *,
     on_start: Callable[[Callable[[], None]], object] | None = None,
 ) -> None:
-    """Makes a port of a host reachable here until Ctrl-C. Raises LaunchError when it ends before.
+    """Makes a port of a host reachable here until Ctrl-C. Blocks. Raises LaunchError if the tunnel ends before.
 
     Args:
         config: Finds the slice.
         host: Worker index.
         port: On the host.
         local: Here, on 127.0.0.1.
-        text: What is said once something listens there.
-        on_start: Is given a function that ends it.
+        text: Printed once the tunnel listens.
+        on_start: Takes a function that ends the tunnel.
     """
     forward = ["-N", "-oExitOnForwardFailure=yes", f"-L127.0.0.1:{local}:localhost:{port}"]
     output: list[str] = []
@@ -114,7 +114,8 @@ def open_tunnel(
 
 
 def find_port(wanted: int | None, preferred: int) -> int:
-    """A port of 127.0.0.1 to listen on. Raises BadInput when the wanted one is taken."""
+    """Returns a free port of 127.0.0.1: the wanted one, or else the preferred or any one. Raises BadInput if the wanted
+    one is taken."""
     for port in [wanted] if wanted is not None else [preferred, 0]:
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)) as probe:
             return int(probe.getsockname()[1])
@@ -122,7 +123,7 @@ def find_port(wanted: int | None, preferred: int) -> int:
 
 
 def _announce(local: int, text: str, over: threading.Event) -> None:
-    """Says the text once something listens there."""
+    """Prints the text once the tunnel listens."""
     deadline = time.monotonic() + _TUNNEL_SECONDS
     while not over.is_set() and time.monotonic() < deadline:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", local), 1):

@@ -22,26 +22,26 @@ _begun = time.monotonic()
 
 
 def say(text: str) -> None:
-    """One line about the launcher's own work, with the seconds since it began."""
+    """Prints a line about the launcher's own work, with the seconds since it began."""
     click.echo(f"{click.style(f'{time.monotonic() - _begun:6.1f}s', dim=True)}  {text}", err=True)
 
 
 class _SayRecords(logging.Handler):
-    """Prints what the launcher logs as lines about its own work."""
+    """Prints log records as lines about the launcher's own work."""
 
     def emit(self, record: logging.LogRecord) -> None:
         say(click.style(record.getMessage(), dim=True))
 
 
 def show_log() -> None:
-    """Prints all that the launcher logs from now on: every local command, and how it ended."""
+    """Prints the launcher's log from now on: every local command, and how it ended."""
     logger = logging.getLogger("launcher")
     logger.setLevel(logging.DEBUG)
     logger.addHandler(_SayRecords())
 
 
 def host_line(worker: int, line: LogLine) -> None:
-    """One line of a host's container, with the host in front."""
+    """Prints a line of a host's container after the host's worker index."""
     click.echo(f"{click.style(f'[{worker}]', fg=_COLOURS[worker % len(_COLOURS)])} {line.text}")
 
 
@@ -49,21 +49,21 @@ _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
 
 def error(text: str) -> None:
-    """One error message."""
+    """Prints an error message."""
     click.echo(f"{click.style('error:', fg='red', bold=True)} {text}", err=True)
 
 
 def dump(value: Any) -> None:
-    """JSON for scripts."""
+    """Prints JSON for scripts."""
     click.echo(json.dumps(value, indent=2, ensure_ascii=False))
 
 
 def table(columns: list[str], rows: list[list[str]]) -> None:
-    """A plain table on standard output."""
+    """Prints a plain table on standard output."""
     grid = Table(box=None, pad_edge=False)
     for column in columns:
         grid.add_column(column, overflow="fold")
     for row in rows:
         grid.add_row(*row)
-    # Into a file or a pipe, a row stays a line.
+    # Keep each row on one line in a file or a pipe.
     Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else 1000).print(grid)
