@@ -11,6 +11,7 @@ from launcher.cli import terminal
 from launcher.cli.options import configured, run_context
 from launcher.config import Config
 from launcher.errors import Exit
+from launcher.findings import Finding, any_fatal
 
 _COLOURS = {"PASS": "green", "WARN": "yellow", "FAIL": "red"}
 
@@ -34,22 +35,31 @@ def doctor(config: Config, devices: bool, as_json: bool) -> None:
     if devices:
         show_devices(config, as_json)
         return
-    rows = doctors.examine(config)
+    findings = doctors.examine(config)
     if as_json:
-        terminal.dump([row.as_json() for row in rows])
+        terminal.dump(
+            [
+                {"check": each.where, "verdict": each.severity.value, "detail": each.message, "fix": each.fix}
+                for each in findings
+            ]
+        )
     else:
-        for row in rows:
-            click.echo(f"{click.style(row.verdict.value, fg=_COLOURS[row.verdict.value])}  {row.check}: {row.detail}")
-            if row.fix:
-                click.echo(f"      fix: {row.fix}")
-    if doctors.failed(rows):
+        for finding in findings:
+            word = finding.severity.value
+            _print(finding, f"{click.style(word, fg=_COLOURS[word])}  ")
+    if any_fatal(findings):
         sys.exit(Exit.BAD_INPUT)
+
+
+def _print(finding: Finding, before: str = "") -> None:
+    click.echo(f"{before}{finding.where}: {finding.message}")
+    if finding.fix:
+        click.echo(f"      fix: {finding.fix}")
 
 
 def show_devices(config: Config, as_json: bool = False) -> None:
     """Checks the devices of the slice and prints a row for each host; exits with Exit.DEVICES if a check fails."""
-    from launcher.device_check.check import check_devices
-    from launcher.device_check.judge import COLUMNS
+    from launcher.device_check import COLUMNS, check_devices
 
     results = check_devices(config, run_context())
     if as_json:
@@ -57,9 +67,7 @@ def show_devices(config: Config, as_json: bool = False) -> None:
     else:
         terminal.table(COLUMNS, [result.row() for result in results])
         for result in results:
-            for problem in result.problems:
-                click.echo(f"host {result.worker}: {problem.message}")
-                if problem.fix:
-                    click.echo(f"      fix: {problem.fix}")
+            for finding in result.findings:
+                _print(finding)
     if not all(result.ok for result in results):
         sys.exit(Exit.DEVICES)

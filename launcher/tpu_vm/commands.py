@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from launcher.config import Config
-from launcher.tpu_vm import idle_shutdown, slice_hints
+from launcher.tpu_vm import slice_hints
+from launcher.tpu_vm.host_scripts import LABEL_RUN
+from launcher.tpu_vm.scripts import render
 
 # gcloud has no time-outs of its own for ssh: a dead host would hang each call for minutes.
 _SSH_FLAGS = (
@@ -58,7 +60,7 @@ def node_flags(config: Config, labels: dict[str, str]) -> list[str]:
         command.append(f"--service-account={wanted.service_account}")
     command.append("--scopes=https://www.googleapis.com/auth/cloud-platform")
     both = {**labels, **wanted.labels}
-    command += idle_shutdown.metadata_flags(config)
+    command += idle_shutdown_flags(config)
     command.append("--labels=" + ",".join(f"{key}={value}" for key, value in sorted(both.items())))
     return command
 
@@ -117,3 +119,33 @@ def accelerator_types_command(config: Config) -> list[str]:
 def runtime_versions_command(config: Config) -> list[str]:
     """Lists the software versions that the zone offers for TPU VMs."""
     return [*_base(config, "versions", "list"), "--format=value(name.basename())"]
+
+
+METADATA_DELIMITER = "::::"  # between values of gcloud's --metadata; does not occur in the script
+
+
+def idle_shutdown_script(config: Config) -> str:
+    """Returns the startup script by which host 0 deletes its own slice when no run has been on it for
+    `slice.abandoned_hours`: the last guard against a forgotten slice. "" when that is not set.
+
+    Google's guest agent runs it at every boot. It calls the Cloud TPU API with the token of the host's service account,
+    which needs roles/tpu.admin; failures are logged to /var/log/tpu-launch-abandoned.log.
+    """
+    hours = config.slice.abandoned_hours
+    if hours is None:
+        return ""
+    seconds = max(1, round(hours * 3600))
+    return "#!/bin/bash\n" + render(
+        "idle_shutdown",
+        parent=f"projects/{config.project}/locations/{config.zone}",
+        slice=config.slice.name,
+        label_run=LABEL_RUN,
+        idle_seconds=seconds,
+        interval=max(1, min(60, seconds // 10)),
+    )
+
+
+def idle_shutdown_flags(config: Config) -> list[str]:
+    """Returns the flags of gcloud that give a new node its startup script; none without idle shutdown."""
+    script = idle_shutdown_script(config)
+    return [f"--metadata=^{METADATA_DELIMITER}^startup-script={script}"] if script else []

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from launcher.provider import ContainerState, HostReport, LogLine, Observation
+from launcher.provider import LOG_OVERLAP, ContainerState, HostReport, LogLine, Observation
 from launcher.tpu_vm.host_scripts import LOG_BYTES
-from training.machine.clock import parse_time
+from training.machine.clock import parse_time, shift
 
 _BUSY = "busy"  # a container of another run is running on the host; the detail is that run's id
 _FAILED = "failed"
@@ -92,3 +92,20 @@ def parse_observation(worker: int, output: str) -> Observation:
 def _log_line(line: str) -> LogLine:
     timestamp, _, text = line.partition(" ")
     return LogLine(timestamp, text.rstrip("\r")) if re.match(r"\d{4}-\d\d-\d\dT", timestamp) else LogLine("", line)
+
+
+def covers(lines: Sequence[LogLine], since: str, tail: int) -> bool:
+    """Returns whether the last lines of a log hold every line from `since` on.
+
+    They do when they begin well before the newest line known already, or at it with fewer than `tail` lines: `since` is
+    LOG_OVERLAP before that line, and times run backwards a little where stdout and stderr meet.
+
+    Args:
+        lines: The last lines of the log.
+        since: RFC 3339 time, as `Cursor.since` gives it.
+        tail: The number of lines that was asked for.
+    """
+    if not lines:
+        return False
+    first = lines[0].timestamp
+    return first <= shift(since, LOG_OVERLAP / 2) or (len(lines) < tail and first <= shift(since, LOG_OVERLAP))

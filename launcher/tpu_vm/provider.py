@@ -14,17 +14,17 @@ from dataclasses import replace
 
 from launcher.config import Config
 from launcher.errors import Exit, HostsUnreachable, LaunchError
+from launcher.findings import Finding, failure, format_findings
 from launcher.gcloud.calls import call_gcloud
 from launcher.gcloud.errors import Conflict, Preempted, explain_error
 from launcher.gcloud.retry import Retry
 from launcher.images.engine import unpacked_size
 from launcher.provider import Attempt, CommandReport, HostReport, Observation, SliceState
 from launcher.tpu_vm import CAPABILITIES, commands, host_checks, host_output, host_scripts, slices
-from launcher.tpu_vm.host_checks import HostFacts, Problem
-from launcher.tpu_vm.log_window import covers
+from launcher.tpu_vm.host_checks import HostFacts
 from launcher.tpu_vm.ssh.connections import SliceConnections
 from launcher.tpu_vm.ssh.execution import Execution
-from launcher.tpu_vm.ssh.result import HostResult
+from launcher.tpu_vm.ssh.pool import HostResult
 from launcher.workstation import Workstation
 from training.machine.clock import Clock
 
@@ -138,7 +138,7 @@ class TpuVm:
         tail = _TAIL if since else None
         script = host_scripts.observe_script(container, since, patience=patience, tail=tail)
         observation = self._observe(worker, script, patience)
-        if since and observation.lines and not covers(observation.lines, since, _TAIL):
+        if since and observation.lines and not host_output.covers(observation.lines, since, _TAIL):
             # More than the tail was written since.
             observation = self._observe(worker, host_scripts.observe_script(container, since))
         return observation
@@ -214,15 +214,15 @@ class TpuVm:
         if all(result.refused for result in results):
             return  # gcloud may still get through: `prepare` tries
         end = self._machine.clock.time()
-        problems = self._find_problems(attempt, results, begin, end)
-        fatal = [problem for problem in problems if problem.fatal]
+        findings = self._judge_hosts(attempt, results, begin, end)
+        fatal = [finding for finding in findings if finding.fatal]
         if fatal:
             raise LaunchError(
-                f"the hosts are not ready for a run:\n{host_checks.format_table(fatal)}",
-                exit_code=Exit.CONFLICT if any(problem.occupied_by for problem in fatal) else None,
+                f"the hosts are not ready for a run:\n{format_findings(fatal)}",
+                exit_code=Exit.CONFLICT if any(finding.occupied_by for finding in fatal) else None,
             )
-        for problem in problems:
-            self.say(f"host {problem.worker}: {problem.message}; {problem.fix}")
+        for finding in findings:
+            self.say(f"{finding.where}: {finding.message}; {finding.fix}")
 
     def _run_checks(self, script: str) -> list[HostResult]:
         """Runs the checks on all hosts; tries hosts that did not answer a second time."""
@@ -233,9 +233,7 @@ class TpuVm:
             results = self._connections.retry(results, script, timeout=_COMMAND_SECONDS, workers=missed)
         return results
 
-    def _find_problems(
-        self, attempt: Attempt, results: Sequence[HostResult], begin: float, end: float
-    ) -> list[Problem]:
+    def _judge_hosts(self, attempt: Attempt, results: Sequence[HostResult], begin: float, end: float) -> list[Finding]:
         hosts = [
             HostFacts(result.worker, host_checks.parse_facts(result.stdout), begin, end)
             for result in results
@@ -244,11 +242,11 @@ class TpuVm:
         have_image = all(facts.values.get("image") for facts in hosts)
         image_bytes = None if have_image else unpacked_size(attempt.image)
         unreached = [
-            Problem(result.worker, f"can't be reached: {result.problem}", "`tpu-launch up` waits for it")
+            failure(f"host {result.worker}", f"can't be reached: {result.problem}", "`tpu-launch up` waits for it")
             for result in results
             if not result.reached
         ]
-        return [*host_checks.find_problems(hosts, len(self._workers), image_bytes=image_bytes), *unreached]
+        return [*host_checks.judge_hosts(hosts, len(self._workers), image_bytes=image_bytes), *unreached]
 
     # -- all hosts ----------------------------------------------------------------------------------------------------
 

@@ -16,9 +16,10 @@ from typing import Any
 
 import pytest
 
-from launcher.checks.doctor import Verdict, base_image_row
+from launcher.checks.doctor import check_base_image
 from launcher.config import Config, load
 from launcher.errors import BadInput
+from launcher.findings import Severity
 from launcher.images import appended, base, local
 from launcher.images.distribution import credentials
 from launcher.images.distribution.client import ManifestDocument, Registry, blob_of, sha256
@@ -194,15 +195,15 @@ def test_a_base_that_is_not_there_is_one_line_that_says_how_to_make_it(server: R
 
 
 def test_doctor_looks_for_the_base(server: RegistryServer, config: Config) -> None:
-    missing = base_image_row(config)
-    assert missing.verdict is Verdict.FAIL
+    missing = check_base_image(config)
+    assert missing.severity is Severity.FAIL
     assert "tpu-launch image base" in missing.fix
     push_our_base(config)
-    assert base_image_row(config).verdict is Verdict.PASS
+    assert check_base_image(config).severity is Severity.PASS
     (config.folder / "docker" / "config.json").write_text("{}")
-    refused = base_image_row(config)
-    assert refused.verdict is Verdict.FAIL
-    assert "refuses these credentials" in refused.detail
+    refused = check_base_image(config)
+    assert refused.severity is Severity.FAIL
+    assert "refuses these credentials" in refused.message
 
 
 def test_a_base_with_nothing_to_append_is_refused(server: RegistryServer, config: Config) -> None:

@@ -28,7 +28,7 @@ from launcher.tpu_vm.provider import TpuVm
 from launcher.tpu_vm.ssh import addresses, transport
 from launcher.tpu_vm.ssh.addresses import Address, KnownSlice
 from launcher.tpu_vm.ssh.connections import SliceConnections
-from launcher.tpu_vm.ssh.result import HostResult
+from launcher.tpu_vm.ssh.pool import HostResult
 from launcher.workstation import ConnectionFailed
 from tests.launcher.emulated_gcloud import UNAVAILABLE, Cloud
 

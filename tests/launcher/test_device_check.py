@@ -12,8 +12,7 @@ from click.testing import CliRunner
 
 from launcher.cli.main import cli
 from launcher.config import load
-from launcher.device_check.check import check_devices, make_attempt
-from launcher.device_check.judge import COLUMNS, HostResult, judge
+from launcher.device_check import COLUMNS, DeviceReport, check_devices, judge_hosts, make_attempt
 from launcher.errors import Exit, LaunchError
 from launcher.provider import ContainerState, HostReport, LogLine, Observation
 from tests.kubernetes.golden import EXAMPLE
@@ -45,15 +44,15 @@ def host(worker: int, code: int | None = 0, last: str = "", **facts: Any) -> Obs
     return Observation(worker, state, tuple(LogLine("", text) for text in [*lines, last]))
 
 
-def judged(*odd: Observation) -> list[HostResult]:
+def judged(*odd: Observation) -> list[DeviceReport]:
     """The results of a v3-32, of which all hosts but the odd ones are well."""
     by_worker = {observation.worker: observation for observation in odd}
-    return judge([by_worker.get(worker) or host(worker) for worker in range(4)], "v3-32", 300)
+    return judge_hosts([by_worker.get(worker) or host(worker) for worker in range(4)], "v3-32", 300)
 
 
 def test_hosts_that_are_well_have_a_row_each_and_no_problem() -> None:
     results = judged()
-    assert all(result.ok and not result.problems for result in results)
+    assert all(result.ok and not result.findings for result in results)
     row = dict(zip(COLUMNS, results[1].row(), strict=True))
     assert row["devices"] == "8 of 8 TPU"
     assert row["memory"] == "16.0 GiB"
@@ -81,28 +80,28 @@ def test_hosts_that_are_well_have_a_row_each_and_no_problem() -> None:
 def test_what_is_wrong_with_a_host_is_told_in_one_line(observation: Observation, message: str) -> None:
     results = judged(observation)
     assert [result.ok for result in results] == [True, True, False, True]
-    (problem,) = results[2].problems
-    assert (problem.message, "\n" in problem.message) == (message, False)
-    assert problem.fix
+    (finding,) = results[2].findings
+    assert (finding.message, "\n" in finding.message) == (message, False)
+    assert finding.fix
     assert results[2].row()[-1] == "FAIL"
 
 
 def test_on_v2_and_v3_the_older_torch_xla_is_named() -> None:
     failed = host(0, 1, phase="opening the devices", error="Couldn't mmap")
-    assert "REQUIREMENTS: requirements-2.8.txt" in judge([failed], "v3-8", 300)[0].problems[0].fix
-    assert "REQUIREMENTS" not in judge([failed], "v4-8", 300)[0].problems[0].fix
+    assert "REQUIREMENTS: requirements-2.8.txt" in judge_hosts([failed], "v3-8", 300)[0].findings[0].fix
+    assert "REQUIREMENTS" not in judge_hosts([failed], "v4-8", 300)[0].findings[0].fix
 
 
 def test_a_host_that_lost_another_is_a_symptom_and_says_so() -> None:
     results = judged(host(2, 1, error="x", phase="opening the devices"), host(3, 76, phase="opening", lost="host 2"))
-    assert results[3].problems[0].message == "not finished, because of another host: host 2"
+    assert results[3].findings[0].message == "not finished, because of another host: host 2"
 
 
 def test_a_clock_that_is_off_and_a_full_disk_are_told_and_keep_no_run_from_starting() -> None:
     results = judged(host(1, clock=1042.0), host(3, disk_free_bytes=1 << 30))
     assert all(result.ok for result in results)
-    assert results[1].problems[0].message == "its clock is +42 s off the others'"
-    assert results[3].problems[0].message == "1.0 GiB of disk are free"
+    assert results[1].findings[0].message == "its clock is +42 s off the others'"
+    assert results[3].findings[0].message == "1.0 GiB of disk are free"
 
 
 # -- on hosts ---------------------------------------------------------------------------------------------------------
@@ -121,7 +120,7 @@ class CheckedHosts(FakeProvider):
         return host(worker, slice_devices=2, devices=1, devices_expected=1, sum=2.0, kind="CPU")
 
 
-def checked(work: Workstation, provider: type[CheckedHosts] = CheckedHosts) -> list[HostResult]:
+def checked(work: Workstation, provider: type[CheckedHosts] = CheckedHosts) -> list[DeviceReport]:
     context = work.context()
     object.__setattr__(context, "make_provider", lambda config: provider(config, work.hosts))
     return check_devices(work.config(), context, seconds=1)
@@ -162,7 +161,7 @@ def test_a_host_that_refuses_the_container_is_the_one_that_is_named(work: Workst
 
     first, second = checked(work, Refusing)
     assert first.ok
-    assert second.problems[0].message == "could not prepare the container: no engine"
+    assert second.findings[0].message == "could not prepare the container: no engine"
     assert work.hosts.attempts == []
 
 
@@ -208,7 +207,7 @@ def test_the_command_prints_a_row_a_host_and_ends_with_its_code(
     work: Workstation, monkeypatch: pytest.MonkeyPatch, *, as_json: bool
 ) -> None:
     work.config()
-    monkeypatch.setattr("launcher.device_check.check.check_devices", lambda *_: judged(host(2, devices=6)))
+    monkeypatch.setattr("launcher.device_check.check_devices", lambda *_: judged(host(2, devices=6)))
     words = ["doctor", "--devices", "-f", str(work.folder / "run.yaml"), *(["--json"] if as_json else [])]
     ended = CliRunner().invoke(cli, words)
     assert ended.exit_code == Exit.DEVICES == 16

@@ -9,53 +9,53 @@ from pathlib import Path
 import pytest
 
 from launcher.checks import doctor
-from launcher.checks.doctor import Verdict
 from launcher.config import load
+from launcher.findings import Severity, any_fatal, failure, ok, warning
 from launcher.gcloud.errors import PermissionDenied, explain_error
 from tests.kubernetes.golden import EXAMPLE
 
 
 def test_the_sdk_that_was_tested_passes_and_an_older_one_is_doubtful() -> None:
-    def verdict(version: str) -> Verdict:
-        return doctor.version_row({"basic": {"version": version}}).verdict
+    def verdict(version: str) -> Severity:
+        return doctor.check_version({"basic": {"version": version}}).severity
 
-    assert (verdict("528.0.0"), verdict("540.1.0"), verdict("473.0.0")) == (Verdict.PASS, Verdict.PASS, Verdict.WARN)
+    assert (verdict("528.0.0"), verdict("540.1.0"), verdict("473.0.0")) == (Severity.PASS, Severity.PASS, Severity.WARN)
 
 
 def test_an_account_is_needed_unless_credentials_are_switched_off() -> None:
-    assert doctor.account_row({"config": {"account": "ann@example.com"}}).verdict is Verdict.PASS
-    assert doctor.account_row({"config": {"account": None}}).fix.startswith("gcloud auth login")
+    assert doctor.check_account({"config": {"account": "ann@example.com"}}).severity is Severity.PASS
+    assert doctor.check_account({"config": {"account": None}}).fix.startswith("gcloud auth login")
     assert (
-        doctor.account_row({"config": {"properties": {"auth": {"disable_credentials": "true"}}}}).verdict
-        is Verdict.PASS
+        doctor.check_account({"config": {"properties": {"auth": {"disable_credentials": "true"}}}}).severity
+        is Severity.PASS
     )
 
 
 def test_docker_must_have_something_to_show_to_googles_registry() -> None:
     host = "us-central2-docker.pkg.dev"
-    assert doctor.registry_row(host, {"credHelpers": {host: "gcloud"}}).verdict is Verdict.PASS
-    assert doctor.registry_row(host, {"auths": {host: {"auth": "eA=="}}}).verdict is Verdict.PASS
-    assert doctor.registry_row(host, {"credsStore": "desktop"}).verdict is Verdict.WARN
-    missing = doctor.registry_row(host, {"credHelpers": {"eu.gcr.io": "gcloud"}})
-    assert (missing.verdict, missing.fix) == (Verdict.FAIL, f"gcloud auth configure-docker {host} --quiet")
-    assert doctor.registry_row("localhost:5000", {}).verdict is Verdict.WARN
+    assert doctor.check_registry(host, {"credHelpers": {host: "gcloud"}}).severity is Severity.PASS
+    assert doctor.check_registry(host, {"auths": {host: {"auth": "eA=="}}}).severity is Severity.PASS
+    assert doctor.check_registry(host, {"credsStore": "desktop"}).severity is Severity.WARN
+    missing = doctor.check_registry(host, {"credHelpers": {"eu.gcr.io": "gcloud"}})
+    assert (missing.severity, missing.fix) == (Severity.FAIL, f"gcloud auth configure-docker {host} --quiet")
+    assert doctor.check_registry("localhost:5000", {}).severity is Severity.WARN
 
 
 @pytest.mark.parametrize(
     ("passphrase", "mode", "verdict"),
-    [("", 0o600, Verdict.PASS), ("", 0o644, Verdict.FAIL), ("secret", 0o600, Verdict.FAIL)],
+    [("", 0o600, Severity.PASS), ("", 0o644, Severity.FAIL), ("secret", 0o600, Severity.FAIL)],
 )
 def test_a_key_must_be_private_and_usable_without_a_prompt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passphrase: str, mode: int, verdict: Verdict
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passphrase: str, mode: int, verdict: Severity
 ) -> None:
     monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
     key = tmp_path / "google_compute_engine"
-    assert doctor._ssh_key(key).verdict is Verdict.WARN
+    assert doctor._ssh_key(key).severity is Severity.WARN
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", passphrase, "-f", str(key)], check=True)
     key.chmod(mode)
     row = doctor._ssh_key(key)
-    assert row.verdict is verdict
-    assert (verdict is Verdict.PASS) == (row.fix == "")
+    assert row.severity is verdict
+    assert (verdict is Severity.PASS) == (row.fix == "")
 
 
 def test_an_api_that_is_off_is_told_with_the_command_that_turns_it_on() -> None:
@@ -69,10 +69,10 @@ def test_an_api_that_is_off_is_told_with_the_command_that_turns_it_on() -> None:
     assert "gcloud services enable tpu.googleapis.com" in str(error)
 
 
-def test_only_a_failed_row_fails() -> None:
-    rows = [doctor.Row("a", Verdict.PASS, ""), doctor.Row("b", Verdict.WARN, "")]
-    assert not doctor.failed(rows)
-    assert doctor.failed([*rows, doctor.Row("c", Verdict.FAIL, "")])
+def test_only_a_failure_is_fatal() -> None:
+    findings = [ok("a", ""), warning("b", "")]
+    assert not any_fatal(findings)
+    assert any_fatal([*findings, failure("c", "")])
 
 
 @pytest.mark.parametrize(
@@ -86,10 +86,10 @@ def test_only_a_failed_row_fails() -> None:
     ],
 )
 def test_reports_of_the_newest_libtpu_on_old_generations_are_told(changes: tuple[str, ...], words: list[str]) -> None:
-    rows = doctor.old_generation_rows(load(EXAMPLE, ("train.global_batch_size=128", *changes)))
-    assert [row.verdict for row in rows] == [Verdict.WARN] * bool(words)
+    rows = doctor.old_generation_findings(load(EXAMPLE, ("train.global_batch_size=128", *changes)))
+    assert [row.severity for row in rows] == [Severity.WARN] * bool(words)
     for word in words:
-        assert word in rows[0].detail + rows[0].fix
+        assert word in rows[0].message + rows[0].fix
 
 
 def test_the_older_torch_xla_is_locked_with_the_libtpu_it_was_released_with() -> None:

@@ -13,13 +13,14 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from launcher.checks.doctor import Verdict, quota_row
+from launcher.checks.doctor import check_quota
 from launcher.cli.main import cli
 from launcher.config import Config, load
 from launcher.errors import BadInput
+from launcher.findings import Severity
 from launcher.images import overlays
 from launcher.run import env_file
-from launcher.tpu_vm import commands, idle_shutdown
+from launcher.tpu_vm import commands
 
 FILE = "project: p\nzone: us-central2-b\nslice: {name: demo, accelerator_type: v4-16, EXTRA}\n"
 
@@ -88,8 +89,8 @@ def test_a_timer_is_a_startup_script_that_is_valid_and_only_there_when_it_is_wan
         for flag in commands.create_command(config(tmp_path, "abandoned_hours: 2"), {})
         if flag.startswith("--metadata")
     ]
-    script = flag.removeprefix(f"--metadata=^{idle_shutdown.DELIMITER}^startup-script=")
-    assert idle_shutdown.DELIMITER not in script
+    script = flag.removeprefix(f"--metadata=^{commands.METADATA_DELIMITER}^startup-script=")
+    assert commands.METADATA_DELIMITER not in script
     assert "idle_seconds=7200\n" in script
     assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
 
@@ -107,7 +108,7 @@ def test_the_timer_waits_while_a_run_is_there_and_then_asks_for_the_deletion(tmp
         (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / "bin" / name).chmod(0o755)
     (tmp_path / "runs").write_text("4711\n")
-    script = idle_shutdown.startup_script(config(tmp_path, f"abandoned_hours: {2 / 3600}")).replace(
+    script = commands.idle_shutdown_script(config(tmp_path, f"abandoned_hours: {2 / 3600}")).replace(
         "/var/log/", f"{tmp_path}/"
     )
     environment = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
@@ -129,9 +130,9 @@ def test_the_timer_waits_while_a_run_is_there_and_then_asks_for_the_deletion(tmp
 
 
 def test_the_quota_that_a_slice_needs_is_named(tmp_path: Path) -> None:
-    row = quota_row(config(tmp_path))
-    assert row.verdict is Verdict.WARN
-    assert "TPUV4... for the zone us-central2-b and the region us-central2" in row.detail
+    row = check_quota(config(tmp_path))
+    assert row.severity is Severity.WARN
+    assert "TPUV4... for the zone us-central2-b and the region us-central2" in row.message
     pattern = re.search(r"quotaId~(\S+)'", row.fix)
     assert pattern is not None
     # Names that users quote: marin #1612 and skypilot's failover handler have them of zones, regions and pods.

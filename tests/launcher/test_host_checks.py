@@ -4,7 +4,8 @@ import time
 
 import pytest
 
-from launcher.tpu_vm.host_checks import HostFacts, check_script, find_problems, format_table, parse_facts
+from launcher.findings import format_findings
+from launcher.tpu_vm.host_checks import HostFacts, check_script, judge_hosts, parse_facts
 from launcher.tpu_vm.host_scripts import HUGE_PAGES
 from tests.launcher.script_host import SHELLS, ScriptHost
 
@@ -25,7 +26,7 @@ def facts(index: int = 0, **changes: str) -> HostFacts:
 
 
 def test_good_hosts_have_no_problems() -> None:
-    assert find_problems([facts(0), facts(1)], 2, image_bytes=10**10) == []
+    assert judge_hosts([facts(0), facts(1)], 2, image_bytes=10**10) == []
 
 
 @pytest.mark.parametrize(
@@ -36,31 +37,31 @@ def test_good_hosts_have_no_problems() -> None:
         ({"worker": "3"}, "says worker 3"),
         ({"holders": "4711:python3 4712:my_job"}, "held by python3 (process 4711), my_job (process 4712)"),
         ({"image": "", "free_kb": "1000"}, "the image needs"),
-        ({"done": ""}, "did not answer the checks"),
+        ({"done": ""}, "did not run the checks"),
     ],
 )
 def test_what_would_make_the_run_fail_is_fatal_and_names_host_and_fix(changes: dict[str, str], expected: str) -> None:
-    found = find_problems([facts(0), facts(1, **changes)], 2, image_bytes=10**10)
+    found = judge_hosts([facts(0), facts(1, **changes)], 2, image_bytes=10**10)
     assert len(found) == 1
     assert found[0].fatal
-    assert found[0].worker == 1
+    assert found[0].where == "host 1"
     assert expected in found[0].message
-    assert "host 1" in format_table(found)
-    assert "fix: " in format_table(found)
+    assert "host 1" in format_findings(found)
+    assert "fix: " in format_findings(found)
 
 
 def test_a_wrong_clock_is_told_but_does_not_stop() -> None:
-    found = find_problems([facts(0, time="4600")], 1)
-    assert [problem.fatal for problem in found] == [False]
+    found = judge_hosts([facts(0, time="4600")], 1)
+    assert [finding.fatal for finding in found] == [False]
     assert "clock" in found[0].message
 
 
 def test_a_full_disk_does_not_matter_where_the_image_is_already() -> None:
-    assert find_problems([facts(0, free_kb="1")], 1, image_bytes=10**10) == []
+    assert judge_hosts([facts(0, free_kb="1")], 1, image_bytes=10**10) == []
 
 
 def test_a_missing_host_is_a_problem_of_the_slice() -> None:
-    assert find_problems([facts(0)], 2)[0].worker == -1
+    assert judge_hosts([facts(0)], 2)[0].where == "slice"
 
 
 def test_the_facts_that_the_script_prints_are_read_back() -> None:
@@ -77,8 +78,8 @@ def test_a_host_prints_its_facts_and_other_runs_than_this_one(host: ScriptHost, 
     assert values["runs"] == "other-1 other-2"
     assert host.verbs == ["image", "ps"], "its engine shows that it is up by having the image"
     assert values["done"] == "yes"
-    (problem,) = find_problems([HostFacts(3, {**values, "holders": ""}, time.time(), time.time())], 1)
-    assert problem.occupied_by == "other-1"
+    (finding,) = judge_hosts([HostFacts(3, {**values, "holders": ""}, time.time(), time.time())], 1)
+    assert finding.occupied_by == "other-1"
 
 
 @pytest.mark.parametrize("shell", SHELLS)
@@ -91,8 +92,8 @@ def test_a_host_without_the_image_says_whether_its_engine_is_up_and_what_room_th
     assert values["free_kb"].isdigit()
     host.answer("info", "exit 1")
     values = parse_facts(host.run(check_script("repo@sha256:ab", "run-1", "v4-8"), shell))
-    (problem,) = find_problems([HostFacts(3, {**values, "holders": ""}, time.time(), time.time())], 1)
-    assert "its container engine does not answer" in problem.message
+    (finding,) = judge_hosts([HostFacts(3, {**values, "holders": ""}, time.time(), time.time())], 1)
+    assert "its container engine does not answer" in finding.message
 
 
 @pytest.mark.parametrize(
@@ -115,6 +116,6 @@ def test_huge_pages_that_can_not_be_switched_on_are_told(
     values = parse_facts(host.run(script, shell))
     assert values["done"] == "yes"
     assert path.read_text() == setting + "\n", "a check changes nothing"
-    problems = find_problems([facts(3, huge_pages_kept=values.get("huge_pages_kept", ""))], 1)
-    assert [problem.fatal for problem in problems] == [False] * told
-    assert all(setting in problem.message for problem in problems)
+    findings = judge_hosts([facts(3, huge_pages_kept=values.get("huge_pages_kept", ""))], 1)
+    assert [finding.fatal for finding in findings] == [False] * told
+    assert all(setting in finding.message for finding in findings)

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from launcher.checks import inputs
-from launcher.checks.doctor import Verdict, examine_buckets
+from launcher.checks.doctor import check_buckets
 from launcher.config import Config, load
 from launcher.emulator.http_server import Request, Response
 from launcher.emulator.storage.api import error_response, refuse_buckets
 from launcher.emulator.storage.bucket import StorageError
 from launcher.errors import BadInput, Exit, LaunchError
+from launcher.findings import Severity
 from tests.bucket_server import BucketServer
 from training.storage import gcs
 
@@ -81,7 +82,7 @@ def test_an_account_that_may_see_nothing_of_a_bucket_is_warned_and_goes_on(
     (line,) = said
     assert "run.yaml:7: output: whether gs://bucket exists is not known" in line
     assert "storage.buckets.get" in line
-    assert examine_buckets(config(tmp_path)).verdict is Verdict.WARN
+    assert check_buckets(config(tmp_path)).severity is Severity.WARN
 
 
 @pytest.mark.parametrize("answer", ["503", "nothing listens"])

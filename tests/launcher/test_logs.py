@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from launcher.provider import LogLine
 from launcher.run import logs
 from launcher.run.logs import Cursor, HostLog, read_from
-from launcher.tpu_vm.log_window import covers
+from launcher.tpu_vm.host_output import covers
 
 BEGIN = datetime(2026, 1, 1)
 

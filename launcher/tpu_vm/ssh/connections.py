@@ -19,8 +19,7 @@ from launcher.provider import SliceState
 from launcher.tpu_vm import commands
 from launcher.tpu_vm.ssh import addresses
 from launcher.tpu_vm.ssh.addresses import KnownSlice
-from launcher.tpu_vm.ssh.pool import ConnectionPool
-from launcher.tpu_vm.ssh.result import HostResult
+from launcher.tpu_vm.ssh.pool import ConnectionPool, HostResult
 from launcher.workstation import Address, Workstation
 from training.machine.threads import Future
 

@@ -5,12 +5,37 @@ from __future__ import annotations
 import contextlib
 import shlex
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from launcher.tpu_vm.ssh.result import HostResult
 from launcher.workstation import Address, ConnectionFailed, HostConnection, Workstation
 
 _STALE_SECONDS = 10.0
 _AT_ONCE = 64  # hosts
+
+
+@dataclass(frozen=True)
+class HostResult:
+    """The output of a command on a host, or why it could not be run (`problem`)."""
+
+    worker: int
+
+    returncode: int | None
+    """None when the host was not reached."""
+
+    stdout: str = ""
+    stderr: str = ""
+    problem: str = ""
+
+    refused: bool = False
+    """The host answers but refuses our connection (keys, host keys, a proxy): gcloud may get through."""
+
+    timed_out: bool = False
+    """The command started and did not end in time."""
+
+    @property
+    def reached(self) -> bool:
+        """Returns whether the command ran to its end."""
+        return self.returncode is not None
 
 
 class ConnectionPool:

@@ -1,0 +1,201 @@
+"""`tpu-launch doctor --devices`: every host of a slice tries its devices, in the run's image, in some seconds.
+
+One container a host runs `tpu-train check-devices`, on all hosts at once, as an attempt does, and is removed in any
+case. Its id is that of a run, so no run starts beside it; and it does not start beside a run. `judge_hosts` and what
+follows it are pure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from launcher.config import Config
+from launcher.errors import Exit, LaunchError
+from launcher.findings import Finding, Severity, any_fatal, failure, warning
+from launcher.images import local
+from launcher.provider import Attempt, HostReport, Observation, Provider
+from launcher.run.runs import new_run_id, runs_on_slice
+from launcher.run.session import Context
+from launcher.run.start import require_all, require_ready
+from launcher.workstation import Workstation
+from training.device_check import find_problems, parse_facts
+from training.errors import Exit as TrainerExit
+
+SECONDS = 300.0
+COLUMNS = ["host", "devices", "memory", "bf16 product", "sum over all", "clock", "disk free", "bucket w / r", ""]
+_NAME = "device-check"
+_INTERVAL = 1.0  # seconds between two observations
+_CLOCK_SECONDS = 5.0  # hosts that differ more spoil the order of log lines; much more, tokens and certificates
+RECREATE = "`tpu-launch status`, then `tpu-launch down` and `up`"
+
+
+@dataclass(frozen=True)
+class DeviceReport:
+    """The facts reported by one host, and the findings about it."""
+
+    worker: int
+    facts: Mapping[str, Any]
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Returns whether a run could use the host."""
+        return not any_fatal(self.findings)
+
+    def as_json(self) -> dict[str, Any]:
+        problems = [{"message": each.message, "fix": each.fix, "fatal": each.fatal} for each in self.findings]
+        return {"worker": self.worker, "ok": self.ok, "facts": dict(self.facts), "problems": problems}
+
+    def row(self) -> list[str]:
+        """Returns the cells below COLUMNS."""
+        facts = self.facts
+        memory, free = facts.get("memory_bytes"), facts.get("disk_free_bytes")
+        write, read = facts.get("bucket_write_mb_s"), facts.get("bucket_read_mb_s")
+        wrong, total = facts.get("wrong_products"), facts.get("sum")
+        devices = f"{facts['devices']} of {facts['devices_expected']} {facts['kind']}" if "devices" in facts else "-"
+        return [
+            str(self.worker),
+            devices,
+            "-" if memory is None else f"{memory / 2**30:.1f} GiB",
+            "-" if wrong is None else f"{wrong} wrong" if wrong else "right",
+            "-" if total is None else "right" if total == facts.get("slice_devices") else f"{total:g}",
+            "-" if "clock_offset" not in facts else f"{facts['clock_offset']:+.1f} s",
+            "-" if free is None else f"{free / 2**30:.0f} GiB",
+            "-" if write is None else f"{write:g} / {read:g} MB/s",
+            "ok" if self.ok else "FAIL",
+        ]
+
+
+def check_devices(config: Config, context: Context, seconds: float = SECONDS) -> list[DeviceReport]:
+    """Checks the devices of all hosts of a READY slice. Returns a report for each host.
+
+    Args:
+        config: The slice and the image.
+        context: This process.
+        seconds: To wait for the hosts' answers, from the start of their containers.
+
+    Raises:
+        LaunchError: A run is on the slice (CONFLICT), the slice is not READY, or there is no image.
+    """
+    if any(ledger.state.phase.is_open for ledger in runs_on_slice(config, context.home, context.machine)):
+        raise LaunchError(
+            f"slice {config.slice.name} has a run: its devices are in use; "
+            "wait for it, or stop it with `tpu-launch stop`",
+            exit_code=Exit.CONFLICT,
+        )
+    provider = context.make_provider(config)
+    with contextlib.closing(provider):
+        require_ready(config, provider)
+        image = local.image(config, context.output.say)
+        attempt = make_attempt(config, new_run_id(_NAME, context.machine), image)
+        context.output.say(f"trying the devices of {config.accelerator.hosts} hosts")
+        try:
+            return _run(config, provider, attempt, context, seconds)
+        finally:
+            with contextlib.suppress(LaunchError):
+                provider.stop(attempt.container, grace=1, remove=True)
+
+
+def make_attempt(config: Config, run_id: str, image: str) -> Attempt:
+    """Returns the container that every host is given."""
+    output = ["--output", config.trainer.output] if config.trainer is not None else []
+    return Attempt(
+        run_id=run_id,
+        number=0,
+        image=image,
+        command=("tpu-train", "check-devices", "--backend", config.backend, *output),
+        environment=config.run.environment,
+        shm_size=config.run.shm_size,
+        user=config.run.user,
+    )
+
+
+def _run(config: Config, provider: Provider, attempt: Attempt, context: Context, seconds: float) -> list[DeviceReport]:
+    for verb, command in (("prepare", provider.prepare), ("start", provider.start)):
+        reports = command(attempt)
+        if any(report.occupied_by for report in reports):
+            require_all(reports, verb)
+        if not all(report.ok for report in reports):
+            return [_refused(report, verb) for report in reports]
+    deadline = context.machine.clock.monotonic() + seconds
+    while True:
+        observations = _observe(provider, attempt, config.accelerator.hosts, context.machine)
+        over = all(observation.container and observation.container.ended for observation in observations)
+        if over or context.machine.clock.monotonic() >= deadline:
+            return judge_hosts(observations, config.slice.accelerator_type, seconds)
+        context.machine.clock.sleep(_INTERVAL)
+
+
+def _refused(report: HostReport, verb: str) -> DeviceReport:
+    where = f"host {report.worker}"
+    if report.ok:
+        return DeviceReport(report.worker, {}, (warning(where, "not tried, because of another host"),))
+    return DeviceReport(
+        report.worker, {}, (failure(where, f"could not {verb} the container: {report.detail}", RECREATE),)
+    )
+
+
+def _observe(provider: Provider, attempt: Attempt, hosts: int, machine: Workstation) -> list[Observation]:
+    return machine.threads.map(
+        lambda worker: provider.observe(worker, attempt.container, None), range(hosts), at_once=64
+    )
+
+
+def judge_hosts(observations: Sequence[Observation], accelerator_type: str, seconds: float) -> list[DeviceReport]:
+    """Returns the reports of all hosts.
+
+    Args:
+        observations: The last observation of each host, in worker order.
+        accelerator_type: The slice's.
+        seconds: How long the hosts had.
+    """
+    reports = []
+    for observation in observations:
+        facts, where = parse_facts(line.text for line in observation.lines), f"host {observation.worker}"
+        findings = [
+            Finding(where, Severity.FAIL if problem.fatal else Severity.WARN, problem.message, problem.fix)
+            for problem in find_problems(facts, len(observations), accelerator_type)
+        ]
+        if not facts.get("error") and (end := _judge_end(observation, facts, seconds)):
+            findings.insert(0, end)
+        reports.append(DeviceReport(observation.worker, facts, tuple(findings)))
+    return _compare_clocks(reports)
+
+
+def _judge_end(observation: Observation, facts: Mapping[str, Any], seconds: float) -> Finding | None:
+    """Returns the finding if the host does not answer, the container still runs after `seconds`, or it failed before
+    phase 'done'; else None."""
+    state, phase, where = observation.container, facts.get("phase", "beginning"), f"host {observation.worker}"
+    if state is None:
+        return failure(where, f"does not answer: {observation.problem}", RECREATE)
+    if not state.ended:
+        return failure(where, f"not done after {seconds:g} s, in phase {phase!r}", RECREATE)
+    if state.exit_code == 0 or phase == "done":
+        return None
+    last = observation.lines[-1].text if observation.lines else ""
+    if state.exit_code == TrainerExit.LOST_PEER:
+        return failure(where, f"not finished, because of another host: {facts.get('lost') or last}")
+    return failure(where, f"{phase}: ended with exit code {state.exit_code}: {last or 'no output'}", RECREATE)
+
+
+def _compare_clocks(reports: Sequence[DeviceReport]) -> list[DeviceReport]:
+    """Returns the reports with `clock_offset` (seconds from the median) among the facts, and a warning where that is
+    large. All hosts read their clocks at their rendezvous."""
+    clocks = sorted(report.facts["clock"] for report in reports if "clock" in report.facts)
+    if not clocks:
+        return list(reports)
+    median = clocks[len(clocks) // 2]
+    compared = []
+    for report in reports:
+        if "clock" in report.facts:
+            offset = report.facts["clock"] - median
+            report = replace(report, facts={**report.facts, "clock_offset": round(offset, 3)})
+            if abs(offset) > _CLOCK_SECONDS:
+                fix = "sudo systemctl restart chrony, on that host"
+                finding = warning(f"host {report.worker}", f"its clock is {offset:+.0f} s off the others'", fix)
+                report = replace(report, findings=(*report.findings, finding))
+        compared.append(report)
+    return compared

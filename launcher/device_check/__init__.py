@@ -1,1 +1,0 @@
-"""Whether the devices of every host work, tried by a container on each: run, then judged."""

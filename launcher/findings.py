@@ -1,0 +1,61 @@
+"""The result of a check, the same for `doctor`, for the checks of hosts before a start, and for `doctor --devices`."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+class Severity(enum.Enum):
+    """How much a finding matters."""
+
+    PASS = "PASS"
+    WARN = "WARN"  # may be fine: the user decides
+    FAIL = "FAIL"  # a run can't work
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check."""
+
+    where: str
+    """What was checked: "ssh key", "host 3", "slice"."""
+
+    severity: Severity
+
+    message: str
+
+    fix: str = ""
+    """What to do: a command, or a sentence where no command would do."""
+
+    occupied_by: str = ""
+    """Id of the other run that uses the host, when that is the finding."""
+
+    @property
+    def fatal(self) -> bool:
+        return self.severity is Severity.FAIL
+
+
+def ok(where: str, message: str) -> Finding:
+    return Finding(where, Severity.PASS, message)
+
+
+def warning(where: str, message: str, fix: str = "") -> Finding:
+    return Finding(where, Severity.WARN, message, fix)
+
+
+def failure(where: str, message: str, fix: str = "") -> Finding:
+    return Finding(where, Severity.FAIL, message, fix)
+
+
+def any_fatal(findings: Iterable[Finding]) -> bool:
+    return any(finding.fatal for finding in findings)
+
+
+def format_findings(findings: Iterable[Finding]) -> str:
+    """Returns two lines a finding: where and what, then the fix if there is one."""
+    return "\n".join(
+        f"  {finding.where}: {finding.message}" + (f"\n    fix: {finding.fix}" if finding.fix else "")
+        for finding in findings
+    )
