@@ -15,10 +15,9 @@ from training import storage
 from training.backends.protocol import Backend
 from training.batch import Pending, Signals, StepResult
 from training.checkpoint.admin import find_checkpoints
-from training.checkpoint.format import Manifest
+from training.checkpoint.format import Manifest, read_manifest
 from training.checkpoint.reader import load_tensors
 from training.checkpoint.safetensors_file import Damaged, TensorSpec
-from training.checkpoint.store import read_manifest
 from training.config import Model, TrainerConfig, restore
 from training.data import tokenizer as tokenizers
 from training.distributed.agreement import agree

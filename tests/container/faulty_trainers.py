@@ -24,8 +24,8 @@ import yaml
 from tests.container import small_runs
 from tests.container.fork_server import become_trainer, fork, run_trainer
 from training import storage
+from training.checkpoint.format import committed_steps
 from training.checkpoint.reader import verify
-from training.checkpoint.store import committed_steps
 
 # The named points of a save that every host passes, in this order; and those that only host 0 passes.
 POINTS = (

@@ -10,7 +10,7 @@ import pytest
 
 from tests.container import small_runs
 from tests.container.test_regression_runs import document, examples, shards, write_csv
-from training.checkpoint.store import committed_steps, read_manifest
+from training.checkpoint.format import committed_steps, read_manifest
 from training.errors import NonFinite
 from training.telemetry.metrics import read_history
 

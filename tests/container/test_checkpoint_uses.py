@@ -14,7 +14,7 @@ from tests.container import small_runs
 from tests.container.small_runs import StopAfter
 from tests.container.test_train_one_host import run
 from training.checkpoint import admin as inspect
-from training.checkpoint.store import committed_steps
+from training.checkpoint.format import committed_steps
 from training.cli.main import tpu_train
 from training.errors import StopRequested
 from training.telemetry import metrics

@@ -14,7 +14,7 @@ import pytest
 
 from tests.container import small_runs
 from tests.container.faulty_trainers import Attempt, Fault, Run, resumed_at
-from training.checkpoint.store import committed_steps
+from training.checkpoint.format import committed_steps
 from training.errors import Exit
 
 SMALL = {

@@ -13,8 +13,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from tests.bucket_server import BucketServer
+from training.checkpoint.format import committed_steps
 from training.checkpoint.reader import verify
-from training.checkpoint.store import committed_steps
 
 HOUSE = Path(__file__).resolve().parents[2]
 RATE = 4_000_000  # bytes a second, of each host

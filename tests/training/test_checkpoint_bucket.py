@@ -13,11 +13,11 @@ import pytest
 
 from launcher.emulator.http_server import Response
 from training import storage
+from training.checkpoint.format import committed_steps
 from training.checkpoint.reader import restore
 from training.checkpoint.retention import Keep
 from training.checkpoint.safetensors_file import TensorSpec, decode
 from training.checkpoint.snapshot import Snapshot
-from training.checkpoint.store import committed_steps
 from training.checkpoint.writer import CheckpointWriter, RunDescription
 from training.config import TrainerConfig
 from training.distributed.cluster import Cluster

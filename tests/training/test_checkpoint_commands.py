@@ -13,11 +13,11 @@ import pytest
 from training import storage
 from training.checkpoint import admin as inspect
 from training.checkpoint import reader as restoring
+from training.checkpoint.format import committed_steps
 from training.checkpoint.reader import restore, verify
 from training.checkpoint.retention import Best, Keep
 from training.checkpoint.safetensors_file import Damaged, TensorSpec
 from training.checkpoint.snapshot import Snapshot
-from training.checkpoint.store import committed_steps
 from training.checkpoint.writer import CheckpointWriter, RunDescription
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import SingleHost

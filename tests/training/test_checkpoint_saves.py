@@ -18,11 +18,11 @@ from training import storage
 from training.checkpoint import admin as inspect
 from training.checkpoint import format as form
 from training.checkpoint import writer as saving
+from training.checkpoint.format import committed_steps, read_manifest
 from training.checkpoint.reader import Restored, checkpoint_name, restore, verify
 from training.checkpoint.retention import Keep
 from training.checkpoint.safetensors_file import Damaged, TensorSpec
 from training.checkpoint.snapshot import Snapshot
-from training.checkpoint.store import committed_steps, read_manifest
 from training.checkpoint.writer import CheckpointWriter, RunDescription
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import Rendezvous, SingleHost
@@ -219,7 +219,7 @@ def test_a_suspected_checkpoint_is_passed_over_only_while_there_is_one_before_it
 
     def work(worker: int) -> Restored | None:
         accept = states[worker].accept
-        return restore(str(tmp_path), meeting.of(worker), IDENTITY, accept, lambda _: None, suspects=suspects)
+        return restore(str(tmp_path), meeting.of(worker), IDENTITY, accept, lambda _: None, avoid=suspects)
 
     for restored, state in zip(on_all(2, work), states, strict=True):
         assert restored.manifest.step == expected
@@ -552,7 +552,7 @@ class MemoryStorage:
     def delete(self, url: str) -> None:
         self.objects.pop(url, None)
 
-    def sweep(self, folder: str, given_up: Callable[[str], bool]) -> None:
+    def remove_partial_files(self, folder: str, abandoned: Callable[[str], bool]) -> None:
         pass
 
 

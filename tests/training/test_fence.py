@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.training.test_checkpoint_saves import IDENTITY, MemoryStorage, State
+from training.checkpoint.format import committed_steps, read_manifest
 from training.checkpoint.reader import verify
 from training.checkpoint.retention import Keep
-from training.checkpoint.store import committed_steps, read_manifest
 from training.checkpoint.writer import CheckpointWriter, RunDescription
 from training.distributed import fence as fences
 from training.distributed.cluster import Cluster

@@ -10,8 +10,8 @@ import pytest
 
 from tests.container.small_runs import StopAfter
 from tests.training.numpy_backend import Runs
+from training.checkpoint.format import committed_steps
 from training.checkpoint.reader import verify
-from training.checkpoint.store import committed_steps
 from training.errors import BadInput, NonFinite, StopRequested
 from training.progress import MOST_SKIPPED, MOST_STEPS_BACK, NonFiniteHistory
 from training.telemetry.attempts import NonFiniteStep

@@ -1,4 +1,7 @@
-"""What `tpu-train checkpoint` shows and copies: needs no framework, no model and no other host."""
+"""Lists, verifies and copies checkpoints for `tpu-train checkpoint`, without a framework, a model or other hosts.
+
+A copy writes the manifest last, as every commit does: an interrupted copy is not a checkpoint and can be repeated.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +10,27 @@ from dataclasses import replace
 from typing import Any
 
 from training import storage
-from training.checkpoint.format import MANIFEST, Manifest, dump_manifest, render, step_folder, step_of, to_json
+from training.checkpoint.format import (
+    MANIFEST,
+    committed_steps,
+    dump_manifest,
+    read_manifest,
+    render,
+    step_folder,
+    step_of,
+    to_json,
+)
 from training.checkpoint.reader import read_part, verify
 from training.checkpoint.safetensors_file import Damaged, NotFinite
-from training.checkpoint.store import committed_steps, read_manifest
 from training.checkpoint.writer import best_step
 from training.errors import BadInput
 
 
 def find_checkpoints(folder: str) -> tuple[str, list[int]]:
-    """Finds the checkpoints of a run.
+    """Returns the checkpoint folder of a run, and its committed steps, newest first.
 
-    Args:
-        folder: A run's folder, its checkpoint folder, or one checkpoint in that.
-
-    Returns:
-        The checkpoint folder, and its committed steps, newest first (of one checkpoint: its step).
-
-    Raises:
-        BadInput: There are none.
+    `folder` is the run's folder, its checkpoint folder, or one checkpoint in it, whose step is then the only one.
+    Raises BadInput when there is no checkpoint.
     """
     below = storage.join(folder, "checkpoints")
     parent, _, name = folder.rstrip("/").rpartition("/")
@@ -40,27 +45,21 @@ def find_checkpoints(folder: str) -> tuple[str, list[int]]:
 
 
 def has_checkpoint(folder: str) -> bool:
-    """Whether there is a committed checkpoint in a run's folder."""
+    """Returns whether a run's folder has a committed checkpoint."""
     try:
         return bool(find_checkpoints(folder)[1])
     except BadInput:
         return False
 
 
-def newest_manifest(folder: str) -> Manifest:
-    """Of a run's newest checkpoint. Raises BadInput when there is none, or it is damaged."""
+def best_saved_step(folder: str) -> int:
+    """Returns the step with the best figure, which the newest checkpoint names. Raises BadInput when it names none, or
+    when that checkpoint was damaged or deleted."""
     checkpoints, steps = find_checkpoints(folder)
     try:
-        return read_manifest(checkpoints, steps[0])
+        step = best_step(read_manifest(checkpoints, steps[0]))
     except Damaged as error:
         raise BadInput(f"{checkpoints}, step {steps[0]}: {error}") from None
-
-
-def best_saved_step(folder: str) -> int:
-    """The step with the best figure, as the newest checkpoint says. Raises BadInput when there is none, or when it was
-    damaged or deleted."""
-    checkpoints, steps = find_checkpoints(folder)
-    step = best_step(newest_manifest(folder))
     if step is None:
         raise BadInput(
             f"{checkpoints}: no best checkpoint is known; the run needs checkpoint.best, and an evaluation before its "
@@ -70,21 +69,15 @@ def best_saved_step(folder: str) -> int:
 
 
 def copy_to_run(source: str, target: str, step: int | None) -> int:
-    """Copies a checkpoint, verified, into the folder of a new run, which then continues from it.
-
-    The manifest comes last, as for every commit: a copy that was interrupted is no checkpoint, and can be started
-    again.
+    """Copies a checkpoint, verified, into the folder of a new run, which then continues from it. Returns its step.
 
     Args:
-        source: As `find_checkpoints` takes it.
-        target: The folder of a run that has no checkpoint.
-        step: Which checkpoint; None for the newest.
-
-    Returns:
-        The step.
+        source: as the argument of `find_checkpoints`.
+        target: the folder of a run without checkpoints.
+        step: the checkpoint to copy; None for the newest.
 
     Raises:
-        BadInput: There is no such checkpoint, it is damaged, or the target has checkpoints.
+        BadInput: there is no such checkpoint, it is damaged, or the target has checkpoints.
     """
     checkpoints, steps = find_checkpoints(source)
     chosen = steps[0] if step is None else _require_step(checkpoints, steps, step)
@@ -104,16 +97,16 @@ def copy_to_run(source: str, target: str, step: int | None) -> int:
         raise BadInput(
             f"checkpoint of step {chosen} in {checkpoints} is damaged ({error}); choose another with --step"
         ) from None
-    state = {name: value for name, value in manifest.state.items() if name != "best"}  # that checkpoint is not copied
+    state = {name: value for name, value in manifest.state.items() if name != "best"}  # which is not copied
     storage.write(storage.join(folder, MANIFEST), dump_manifest(replace(manifest, state=state)), create_only=True)
     return chosen
 
 
 def render_table(folder: str) -> str:
-    """A table of a run's checkpoints, newest first. Raises BadInput."""
+    """Returns a table of a run's checkpoints, newest first. Raises BadInput when there is none."""
     checkpoints, steps = find_checkpoints(folder)
     lines = [f"{'step':>10}  {'bytes':>14}  parts  attempt  loss"]
-    best: Mapping[str, Any] | None = None  # as the newest manifest that can be read says
+    best: Mapping[str, Any] | None = None  # according to the newest readable manifest
     for step in steps:
         try:
             manifest = read_manifest(checkpoints, step)
@@ -132,25 +125,18 @@ def render_table(folder: str) -> str:
 
 
 def render_manifest(folder: str, step: int | None) -> str:
-    """The manifest of a checkpoint (the newest, unless `step` is given), as JSON. Raises BadInput."""
+    """Returns the manifest of a checkpoint (the newest, unless `step` is given) as JSON. Raises BadInput."""
     checkpoints, steps = find_checkpoints(folder)
     chosen = steps[0] if step is None else _require_step(checkpoints, steps, step)
     try:
-        manifest: Manifest = read_manifest(checkpoints, chosen)
+        manifest = read_manifest(checkpoints, chosen)
     except Damaged as error:
         raise BadInput(f"checkpoint of step {chosen} in {checkpoints} is damaged ({error})") from None
     return render(to_json(manifest)).rstrip()
 
 
 def verify_checkpoints(folder: str, step: int | None) -> tuple[str, bool]:
-    """Verifies all checkpoints of a run, or one.
-
-    Returns:
-        A line for each checkpoint, and whether all are good.
-
-    Raises:
-        BadInput: There is none.
-    """
+    """Verifies all checkpoints of a run, or one. Returns a line for each, and whether all are good. Raises BadInput."""
     checkpoints, steps = find_checkpoints(folder)
     lines, good = [], True
     for chosen in steps if step is None else [_require_step(checkpoints, steps, step)]:

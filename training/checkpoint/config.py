@@ -10,13 +10,13 @@ from training.yaml_file import Section
 
 
 class BestSection(Section):
-    """Which checkpoint is never deleted: the one whose evaluation had the best figure. Needs `evaluation.every`."""
+    """Never delete the checkpoint whose evaluation had the best figure. Needs `evaluation.every`."""
 
     metric: str
-    """The figure of an evaluation that decides: `loss`, or one of the task, such as `accuracy`."""
+    """The deciding figure of an evaluation: `loss`, or one of the task, such as `accuracy`."""
 
     mode: Literal["min", "max"]
-    """Whether the smallest or the largest value is the best: `min` for a loss, `max` for an accuracy."""
+    """Which value is the best: `min`, the smallest, for a loss; `max`, the largest, for an accuracy."""
 
 
 class Checkpoint(Section):
@@ -27,7 +27,7 @@ class Checkpoint(Section):
     """Save after every so many steps. A run that is killed repeats at most this many."""
 
     every_minutes: float | None = Field(default=15.0, gt=0)
-    """Save when so many minutes have passed since the last save began, also one of `every_steps`. `null`: never."""
+    """Save when so many minutes have passed since any save began. `null`: never."""
 
     keep_last: int = Field(default=2, ge=1)
     """How many of the newest checkpoints are kept. With one, a checkpoint that turns out to be damaged has none before

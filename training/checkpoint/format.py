@@ -1,43 +1,44 @@
-"""What makes a set of parts a checkpoint: the format, as pure functions.
+"""The checkpoint format: which files of a folder form a checkpoint, and how its manifest is encoded.
 
     <run folder>/checkpoints/step-00000040/part-0-of-2.9f31c2d4.safetensors      written by host 0
                                            part-1-of-2.9f31c2d4.safetensors      written by host 1
                                            manifest.json                         written last, by host 0, create-only:
                                            the commit
 
-Format 2: the manifest lists each tensor with its global shape and its slices (offsets and sizes in that shape, and the
-part that holds them). A slice is a tensor of its part's safetensors file, named as `slices.key_in_part` says.
-Format 1, still read: the manifest has only the number of tensors, and each part holds whole tensors.
+The manifest lists each tensor with its global shape and its slices (offsets and sizes in that shape, and the part that
+holds them). A slice is a tensor of its part's safetensors file, named by `slices.key_in_part`.
 
 Failure model. Hosts may die, be cut off or be slow at any byte; the store never tears an object (`storage.write` is all
-or nothing) but may lose or flip what it holds. So:
-* Without a manifest nothing is a checkpoint, whatever else lies in the folder. Host 0 writes it after every host has
-  reported the size and crc32c of the part that it has finished writing. Nothing is renamed, ever.
-* Parts carry a token of the process group that wrote them (`9f31c2d4`), so a host of an earlier attempt that resumes
-  late writes beside a committed checkpoint, never over it.
-* Only a finite state is committed: the loop ends at the step that was not, and each host looks at its part in host
-  memory. One that is not finite (of a program without this rule) is passed over like a damaged one.
+or nothing) but may lose or flip what it holds. Therefore:
+* A folder without a manifest is not a checkpoint, whatever else lies in it. Host 0 writes the manifest after every host
+  has reported the size and crc32c of its finished part. Nothing is ever renamed.
+* Part names carry a token of the process group that wrote them (`9f31c2d4`), so a host of an earlier attempt that
+  resumes late writes beside a committed checkpoint, never over it.
+* Only a finite state is committed: the loop ends at the first step that is not finite, and each host checks its part in
+  host memory. Restoring skips a checkpoint that is not finite, like a damaged one.
 * Only the newest start of a run commits: host 0 looks for later claims before and after it writes the manifest
-  (`training.distributed.fence`). One that slept between look and write commits a step of an older attempt: whole, it is
-  kept by the newest; with parts that were deleted meanwhile, it is replaced.
+  (`training.distributed.fence`). A host that was suspended between look and write may commit a step of an older
+  attempt. The newest start keeps that checkpoint if it is complete, and replaces it otherwise.
 * A manifest names its parts with size and crc32c, and carries a crc32c of itself. Restoring verifies all of it, and
   that the slices of each tensor hold every element exactly once; otherwise it falls back to an older checkpoint.
-* Deleting removes the manifest first: a half-deleted checkpoint is no checkpoint.
-* Only safetensors and JSON: nothing is executed by reading.
+* Deletion removes the manifest first: a half-deleted checkpoint is not a checkpoint.
+* Only safetensors and JSON: reading executes nothing.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import google_crc32c
 
+from training import storage as default_storage
 from training.checkpoint.safetensors_file import Damaged, TensorSpec
 from training.checkpoint.slices import Slice, partition_error, whole
+from training.storage import NotFound, Storage, join
 
 FORMAT = 2
 MANIFEST = "manifest.json"
@@ -75,12 +76,11 @@ class Manifest:
 
     step: int
     parts: tuple[Part, ...]
-    identity: Mapping[str, Any]  # what must be equal to continue: model, data, seed, batch size
+    identity: Mapping[str, Any]  # must equal the run's to continue: model, data, seed, batch size
     state: Mapping[str, Any]  # small values that the run carries along, such as its first loss
     config: Mapping[str, Any]
     code: str  # hash of the trainer's source
-    tensors: Mapping[str, StoredTensor] | None  # None: of format 1, which does not list them
-    tensor_count: int
+    tensors: Mapping[str, StoredTensor]
     run_id: str = ""
     attempt: int = 0
     hosts: int = 1
@@ -92,24 +92,21 @@ class Manifest:
 
 
 def step_folder(step: int) -> str:
-    """The name of a step's folder."""
     return f"step-{step:08d}"
 
 
 def step_of(folder: str) -> int | None:
-    """The step that a folder's name means, None for other names."""
+    """Returns the step that a folder's name means; None for other names."""
     match = _STEP_FOLDER.fullmatch(folder)
     return int(match[1]) if match else None
 
 
 def part_name(worker: int, hosts: int, token: str) -> str:
-    """The name of the part that a host writes."""
     return f"part-{worker}-of-{hosts}.{token}.safetensors"
 
 
 def assign_tensors(tensors: Mapping[str, TensorSpec], hosts: int) -> list[list[str]]:
-    """Decides which host writes which tensors, each exactly once, balanced by bytes: the largest first, each to the
-    host that has least."""
+    """Assigns each tensor to one host, balanced by bytes: the largest first, each to the host with the fewest bytes."""
     loads = [0] * hosts
     shares: list[list[str]] = [[] for _ in range(hosts)]
     for name in sorted(tensors, key=lambda name: (-tensors[name].size, name)):
@@ -120,7 +117,7 @@ def assign_tensors(tensors: Mapping[str, TensorSpec], hosts: int) -> list[list[s
 
 
 def whole_tensors(tensors: Mapping[str, TensorSpec], shares: Sequence[Sequence[str]]) -> dict[str, StoredTensor]:
-    """The manifest's list of tensors when part number i holds the tensors `shares[i]`, each as one slice."""
+    """Returns the manifest's tensors when part number i holds the tensors `shares[i]`, each as one slice."""
     return {
         name: StoredTensor(tensors[name], (StoredSlice(number, whole(tensors[name].shape)),))
         for number, names in enumerate(shares)
@@ -129,13 +126,13 @@ def whole_tensors(tensors: Mapping[str, TensorSpec], shares: Sequence[Sequence[s
 
 
 def dump_manifest(manifest: Manifest) -> bytes:
-    """Encodes a manifest of format 2 as JSON, with a crc32c over everything else in it."""
+    """Encodes a manifest as JSON, with a crc32c over everything else in it."""
     body = to_json(manifest)
     return render({**body, "crc32c": _checksum(body)}).encode()
 
 
 def load_manifest(data: bytes) -> Manifest:
-    """Decodes what `dump_manifest` wrote, or a manifest of format 1. Raises Damaged."""
+    """Decodes the bytes that `dump_manifest` wrote. Raises Damaged."""
     try:
         body = json.loads(data)
         checksum = body.pop("crc32c")
@@ -144,17 +141,13 @@ def load_manifest(data: bytes) -> Manifest:
         raise Damaged(f"{MANIFEST} can't be read ({error})") from None
     if checksum != _checksum(body):
         raise Damaged(f"{MANIFEST} has a wrong crc32c")
-    if version not in (1, FORMAT):
-        raise Damaged(f"{MANIFEST} has format {version}; this version reads formats 1 to {FORMAT}")
+    if version != FORMAT:
+        raise Damaged(f"{MANIFEST} has format {version}; this version reads format {FORMAT}")
     del body["format"]
     try:
         parts = tuple(Part(**part) for part in body.pop("parts"))
-        listed = body.pop("tensors")
-        if version == 1:
-            manifest = Manifest(**body, parts=parts, tensors=None, tensor_count=listed)
-        else:
-            tensors = {name: _load_tensor(name, value, len(parts)) for name, value in listed.items()}
-            manifest = Manifest(**body, parts=parts, tensors=tensors, tensor_count=len(tensors))
+        tensors = {name: _load_tensor(name, value, len(parts)) for name, value in body.pop("tensors").items()}
+        manifest = Manifest(**body, parts=parts, tensors=tensors)
         _check_values(manifest)
         return manifest
     except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -162,17 +155,16 @@ def load_manifest(data: bytes) -> Manifest:
 
 
 def _check_values(manifest: Manifest) -> None:
-    """Raises TypeError or ValueError for values that `dump_manifest` does not write: a right crc32c says only that
-    somebody's program wrote them."""
+    """Raises TypeError or ValueError for values that `dump_manifest` does not write, which a right crc32c does not
+    rule out."""
     for part in manifest.parts:
         if not isinstance(part.name, str) or "/" in part.name or part.name in ("", ".", "..", MANIFEST):
             raise ValueError(f"a part can't be named {part.name!r:.80}")
     for key, number in (
         *((key, getattr(manifest, key)) for key in ("step", "attempt", "hosts")),
-        ("tensors", manifest.tensor_count),
         *((f"size of {part.name}", part.size) for part in manifest.parts),
         *((f"crc32c of {part.name}", part.crc32c) for part in manifest.parts),
-        *((f"size of {name}", tensor.spec.size) for name, tensor in (manifest.tensors or {}).items()),
+        *((f"size of {name}", tensor.spec.size) for name, tensor in manifest.tensors.items()),
     ):
         if type(number) is not int or number < 0:
             raise TypeError(f"{key} is {number!r:.80}")
@@ -185,7 +177,7 @@ def _check_values(manifest: Manifest) -> None:
 
 
 def _load_tensor(name: str, value: Mapping[str, Any], parts: int) -> StoredTensor:
-    """A tensor of a manifest, whose slices hold every element exactly once. Raises Damaged."""
+    """Returns a tensor of a manifest. Raises Damaged unless its slices hold every element exactly once."""
     spec = TensorSpec(value["dtype"], tuple(value["shape"]), value["size"])
     slices = tuple(
         StoredSlice(entry["part"], Slice(tuple(entry["offsets"]), tuple(entry["sizes"]))) for entry in value["slices"]
@@ -200,14 +192,11 @@ def _load_tensor(name: str, value: Mapping[str, Any], parts: int) -> StoredTenso
 
 
 def to_json(manifest: Manifest) -> dict[str, Any]:
-    """A manifest as JSON values, without its crc32c."""
+    """Returns a manifest as JSON values, without its crc32c."""
     fields = {
         name: getattr(manifest, name)
         for name in ("step", "identity", "state", "config", "code", "run_id", "attempt", "hosts")
     }
-    parts = [{"name": part.name, "size": part.size, "crc32c": part.crc32c} for part in manifest.parts]
-    if manifest.tensors is None:
-        return {"format": 1, **fields, "parts": parts, "tensors": manifest.tensor_count}
     tensors = {
         name: {
             "dtype": tensor.spec.dtype,
@@ -220,14 +209,12 @@ def to_json(manifest: Manifest) -> dict[str, Any]:
         }
         for name, tensor in manifest.tensors.items()
     }
-    return {"format": FORMAT, **fields, "parts": parts, "tensors": tensors}
+    return {"format": FORMAT, **fields, "parts": [vars(part) for part in manifest.parts], "tensors": tensors}
 
 
 def render(body: Mapping[str, Any]) -> str:
-    """JSON for people to read: the manifest's keys sorted, and one line for each tensor."""
+    """Formats a manifest's JSON for people: keys sorted, and one line for each tensor."""
     tensors = body["tensors"]
-    if not isinstance(tensors, dict):
-        return json.dumps(body, indent=1, sort_keys=True) + "\n"
     rows = [f"  {json.dumps(name)}: {json.dumps(tensors[name], sort_keys=True)}" for name in sorted(tensors)]
     table = "{\n" + ",\n".join(rows) + "\n }" if rows else "{}"
     text = json.dumps({**body, "tensors": None}, indent=1, sort_keys=True)
@@ -243,6 +230,40 @@ def identity_differences(saved: Mapping[str, Any], wanted: Mapping[str, Any]) ->
         for key in keys
         if saved.get(key) != wanted.get(key)
     ]
+
+
+def list_folders(folder: str, storage: Storage = default_storage) -> dict[int, set[str]]:
+    """Lists the step folders of a run's checkpoint folder, committed or not: step -> file names."""
+    folders: dict[int, set[str]] = {}
+    for entry in storage.listing(folder):
+        *_, parent, name = entry.url.split("/")
+        step = step_of(parent)
+        if step is not None:
+            folders.setdefault(step, set()).add(name)
+    return folders
+
+
+def committed_steps(folder: str, storage: Storage = default_storage) -> list[int]:
+    """Returns the steps with a manifest, newest first."""
+    return sorted((step for step, names in list_folders(folder, storage).items() if MANIFEST in names), reverse=True)
+
+
+def read_manifest(folder: str, step: int, storage: Storage = default_storage) -> Manifest:
+    """Reads the manifest of a committed step. Raises Damaged."""
+    try:
+        manifest = load_manifest(storage.read(join(folder, step_folder(step), MANIFEST)))
+    except NotFound:
+        raise Damaged(f"{MANIFEST} is missing") from None
+    if manifest.step != step:
+        raise Damaged(f"{MANIFEST} is of step {manifest.step}")
+    return manifest
+
+
+def delete_checkpoint(folder: str, step: int, names: Iterable[str], storage: Storage = default_storage) -> None:
+    """Deletes the named files of a step, the manifest first, so that an interruption leaves no half checkpoint."""
+    names = set(names)
+    for name in (*(names & {MANIFEST}), *sorted(names - {MANIFEST})):
+        storage.delete(join(folder, step_folder(step), name))
 
 
 def _checksum(body: Mapping[str, Any]) -> str:

@@ -1,12 +1,15 @@
-"""Restoring: the newest checkpoint that verifies on every host, and a clear message about each one that did not.
+"""Restoring: finds the newest checkpoint that verifies on every host, and explains each one that does not.
 
-All hosts try the same checkpoint, because host 0's list counts, and meet after trying: one host with a bad read sends
-all of them to the one before. A checkpoint of another model or other data is not damaged but refused: continuing from
-it would be a mistake, not a recovery.
+All hosts try the same checkpoint, the next in host 0's list, and meet after trying: one host with a bad read sends all
+of them to the one before. A checkpoint of another model or other data is not damaged but refused: continuing from it
+would be a mistake, not a recovery.
 
 Reading is planned from the manifest: each part is read once, in ranges, and each slice is copied into its tensor. A
-tensor that is one slice is passed on without a copy; one of several slices is assembled first, and kept in memory until
-its last slice has been read.
+tensor of one slice is passed on without a copy; a tensor of several is assembled first, and kept in memory until its
+last slice has been read.
+
+Failure model: parts may be missing, short or flipped at any byte (raised as Damaged, so the next checkpoint is tried),
+and another start of the run may commit or delete checkpoints meanwhile (`_candidates` lists again).
 """
 
 from __future__ import annotations
@@ -20,12 +23,10 @@ from typing import Any
 
 from training import storage as default_storage
 from training.checkpoint import format as form
-from training.checkpoint import host_memory
-from training.checkpoint.format import Manifest, Part, StoredTensor
+from training.checkpoint.format import Manifest, Part, StoredTensor, committed_steps, read_manifest
 from training.checkpoint.safetensors_file import Damaged, NotFinite, TensorSpec, header_end, parse_header
 from training.checkpoint.slices import Slice, copy_into, key_in_part
-from training.checkpoint.snapshot import find_nonfinite
-from training.checkpoint.store import committed_steps, read_manifest
+from training.checkpoint.snapshot import allocate, find_nonfinite
 from training.distributed.rendezvous import Rendezvous
 from training.errors import BadInput
 from training.machine import SYSTEM
@@ -36,16 +37,16 @@ _HEAD = 1 << 18  # bytes that a part's header hardly ever exceeds
 _RANGE = 16 << 20  # bytes that one request reads, at least
 _READERS, _READERS_REMOTE = 2, 6  # one connection to a bucket gives a fraction of a host's bandwidth
 
-_SUSPECTED = "the first step after it was not finite in an earlier attempt"
+_TO_AVOID = "the first step after it was not finite in an earlier attempt"
 
-# Loads some tensors: name -> (specification, raw bytes). The bytes are overwritten when it has returned, so it copies.
+# Loads some tensors: name -> (specification, raw bytes). Must copy the bytes: they are overwritten once it returns.
 LoadState = Callable[[Mapping[str, tuple[TensorSpec, memoryview]]], None]
-Header = Mapping[str, tuple[TensorSpec, slice]]  # of a part: name -> (specification, byte range in the file)
+Header = Mapping[str, tuple[TensorSpec, slice]]  # of a part's file: name -> (specification, byte range)
 
 
 @dataclass(frozen=True)
 class Restored:
-    """Where to continue. `damaged` are newer committed steps that did not verify, or were passed over."""
+    """The checkpoint to continue from. `damaged`: newer committed steps that did not verify, or were avoided."""
 
     manifest: Manifest
     damaged: tuple[int, ...]
@@ -53,7 +54,7 @@ class Restored:
 
 @dataclass(frozen=True)
 class StoredBytes:
-    """Where in a part the bytes of a tensor's slice are."""
+    """The byte range of a tensor's slice in its part."""
 
     name: str
     tensor: StoredTensor
@@ -69,56 +70,53 @@ def restore(
     warn: Callable[[str], None],
     storage: Storage = default_storage,
     threads: Threads = SYSTEM.threads,
-    suspects: Collection[str] = (),
+    avoid: Collection[str] = (),
     meeting_seconds: float = 300.0,
 ) -> Restored | None:
-    """Loads the newest good checkpoint. Every host must call it.
+    """Loads the newest good checkpoint and returns it; None when there is no checkpoint. Every host must call it.
 
     Args:
-        folder: The run's checkpoint folder.
-        identity: What the checkpoint must have been made from.
-        load_state: Is given the tensors, some at a time. What a damaged checkpoint has given, the next overwrites.
-        warn: Shows a message about each damaged checkpoint.
-        suspects: Checkpoints, by `checkpoint_name`, that are passed over while there is one before them: the first step
-            after them was not finite.
-        meeting_seconds: For all hosts to meet once they have read a checkpoint, beside what storage takes.
-
-    Returns:
-        What was restored; None when there is no checkpoint.
+        folder: the run's checkpoint folder.
+        identity: what the checkpoint must have been made from.
+        load_state: receives the tensors, some at a time; after a damaged checkpoint, the next one overwrites them.
+        warn: shows a message about each damaged checkpoint.
+        avoid: names of checkpoints (`checkpoint_name`) to use only when no other one can be: the first step after them
+            was not finite.
+        meeting_seconds: for all hosts to meet once they have read a checkpoint, in addition to storage's time.
 
     Raises:
-        BadInput: A checkpoint belongs to something else, or there are checkpoints but none verifies: starting over
+        BadInput: a checkpoint belongs to something else, or there are checkpoints but none verifies: starting over
             silently would throw the run away.
     """
 
-    def load(step: int, name: str, suspects: Collection[str]) -> tuple[Manifest | None, list[str]]:
-        """Loads a checkpoint. Returns its manifest and, in worker order, why hosts can't use it, "" where they can."""
+    def load(step: int, name: str, avoid: Collection[str]) -> tuple[Manifest | None, list[str]]:
+        """Loads a checkpoint. Returns its manifest and, for each host, why it can't use the checkpoint ("": it can)."""
         rendezvous.set_phase(f"restoring {step}")
         manifest, why = None, ""
         try:
             manifest = read_manifest(folder, step, storage)
             _require_identity(folder, manifest, identity)
-            if checkpoint_name(manifest) in suspects:
-                raise Damaged(_SUSPECTED)
-            load_tensors(folder, manifest, finite(load_state), storage, threads)
+            if checkpoint_name(manifest) in avoid:
+                raise Damaged(_TO_AVOID)
+            load_tensors(folder, manifest, require_finite(load_state), storage, threads)
         except Damaged as error:
             why = str(error)
         size = sum(part.size for part in manifest.parts) if manifest else 0
         return manifest, rendezvous.meet(name, why, meeting_seconds + transfer_seconds(folder, size))
 
     damaged: list[int] = []
-    suspected: list[int] = []  # those of them that are whole
+    avoided: list[int] = []  # good ones among them
     for step in _candidates(folder, rendezvous, storage):
-        manifest, errors = load(step, f"restore {step}", suspects)
+        manifest, errors = load(step, f"restore {step}", avoid)
         if manifest is not None and not any(errors):
             return Restored(manifest, tuple(damaged))
         damaged.append(step)
-        suspected += [step] if set(errors) == {_SUSPECTED} else []
+        avoided += [step] if set(errors) == {_TO_AVOID} else []
         failures = [
             f"host {worker}: {error}" if len(errors) > 1 else error for worker, error in enumerate(errors) if error
         ]
         warn(f"checkpoint {join(folder, form.step_folder(step))} can't be used ({failures[0]}); trying the one before")
-    for step in suspected:  # what was not finite once, with nothing before it to go back to, may be finite now
+    for step in avoided:  # without an older checkpoint: the next step may be finite this time
         manifest, errors = load(step, f"restore {step} after all", ())
         if manifest is not None and not any(errors):
             warn(f"there is no checkpoint before step {step} that can be used, so the run goes on from it after all")
@@ -132,8 +130,8 @@ def restore(
 
 
 def _candidates(folder: str, rendezvous: Rendezvous, storage: Storage) -> Iterator[int]:
-    """The committed steps that host 0 sees, newest first. Once all were tried in vain it looks again: another start of
-    the run may have committed newer ones meanwhile, and deleted those."""
+    """Yields the committed steps that host 0 lists, newest first. Lists again when none of them could be used: another
+    start of the run may have committed newer ones meanwhile, and deleted these."""
     tried: set[int] = set()
     while True:
         name = f"checkpoints beside {len(tried)}" if tried else "checkpoints"
@@ -146,19 +144,19 @@ def _candidates(folder: str, rendezvous: Rendezvous, storage: Storage) -> Iterat
 
 
 def verify(folder: str, step: int, storage: Storage = default_storage) -> Manifest:
-    """Reads every byte of a checkpoint and compares. Raises Damaged, also for a state that is not finite."""
+    """Reads and checks every byte of a checkpoint. Raises Damaged, also when its state is not finite."""
     manifest = read_manifest(folder, step, storage)
-    load_tensors(folder, manifest, finite(lambda tensors: None), storage)
+    load_tensors(folder, manifest, require_finite(lambda tensors: None), storage)
     return manifest
 
 
 def checkpoint_name(manifest: Manifest) -> str:
-    """A name that no other checkpoint of the run has, not even one of the same step by a later attempt."""
+    """Returns a name that is unique in the run, even among commits of the same step by different attempts."""
     return f"{manifest.step}/{manifest.parts[0].name}"
 
 
-def finite(load_state: LoadState) -> LoadState:
-    """`load_state` of finite tensors only: it raises NotFinite for others."""
+def require_finite(load_state: LoadState) -> LoadState:
+    """Wraps `load_state`: raises NotFinite for tensors with a NaN or an infinity."""
 
     def load(tensors: Mapping[str, tuple[TensorSpec, memoryview]]) -> None:
         if name := find_nonfinite(tensors):
@@ -175,40 +173,26 @@ def load_tensors(
     storage: Storage = default_storage,
     threads: Threads = SYSTEM.threads,
 ) -> None:
-    """Gives every tensor of a checkpoint to `load_state`, some at a time; their bytes are valid until it returns.
+    """Passes every tensor of a checkpoint to `load_state`, some at a time; their bytes are valid until it returns.
 
-    Raises:
-        Damaged: The checkpoint is not what was committed. What was loaded until then is to be thrown away: the checksum
-            of a part is known only at its end.
+    Raises Damaged when the checkpoint is not what was committed. The caller must then discard the tensors loaded so
+    far: the checksum of a part is known only at its end.
     """
     urls = [_part_url(folder, manifest.step, part, storage) for part in manifest.parts]
     headers = [_read_header(url, part, storage) for url, part in zip(urls, manifest.parts, strict=True)]
-    tensors = tensors_of(manifest, headers)
-    plans = plan_parts(tensors, manifest.parts, headers)
-    assembly = _Assembly(load_state)
+    plans = plan_parts(manifest.tensors, manifest.parts, headers)
+    assembly = _TensorAssembler(load_state)
     for url, part, plan in zip(urls, manifest.parts, plans, strict=True):
-        with _naming(part):
+        with _naming_part(part):
             _load_part(url, part, plan, assembly, storage, threads)
-
-
-def tensors_of(manifest: Manifest, headers: Sequence[Header]) -> Mapping[str, StoredTensor]:
-    """The tensors that a manifest lists; of format 1, those that its parts hold. Raises Damaged."""
-    if manifest.tensors is not None:
-        return manifest.tensors
-    specs = {name: spec for header in headers for name, (spec, _) in header.items()}
-    held = sum(map(len, headers))
-    if held != manifest.tensor_count or held != len(specs):
-        raise Damaged(f"its parts hold {held} tensors instead of {manifest.tensor_count}")
-    return form.whole_tensors(specs, [list(header) for header in headers])
 
 
 def plan_parts(
     tensors: Mapping[str, StoredTensor], parts: Sequence[Part], headers: Sequence[Header]
 ) -> list[list[StoredBytes]]:
-    """Plans the reading of each part: the slices that it holds, in the order of their bytes.
+    """Returns the slices to read from each part, in the order of their bytes.
 
-    Raises:
-        Damaged: A part does not hold exactly the slices that the manifest says.
+    Raises Damaged when a part does not hold exactly the slices that the manifest lists.
     """
     plans: list[list[StoredBytes]] = [[] for _ in parts]
     for name, tensor in tensors.items():
@@ -235,7 +219,7 @@ def plan_parts(
 
 
 def read_part(folder: str, step: int, part: Part, storage: Storage = default_storage) -> memoryview:
-    """Returns the verified bytes of a part. Raises Damaged."""
+    """Reads a part and returns its verified bytes. Raises Damaged."""
     data = memoryview(bytearray(part.size))
     starts = list(range(0, part.size, _RANGE)) or [0]
     for start, chunk in _read_ranges(_part_url(folder, step, part, storage), part, starts, storage, SYSTEM.threads):
@@ -243,15 +227,15 @@ def read_part(folder: str, step: int, part: Part, storage: Storage = default_sto
     return data
 
 
-class _Assembly:
-    """Loads tensors as their slices come, those of several slices once all of them have."""
+class _TensorAssembler:
+    """Passes tensors to `load_state` as their slices arrive; tensors of several slices once all of them have."""
 
     def __init__(self, load_state: LoadState) -> None:
         self._load_state = load_state
         self._partial: dict[str, tuple[memoryview, int]] = {}  # name -> (bytes, slices that are missing)
 
     def add(self, entries: Iterable[tuple[StoredBytes, memoryview]]) -> None:
-        """Adds the bytes of some slices, which are valid until it returns."""
+        """Adds the bytes of some slices, which may be overwritten once it returns."""
         complete: dict[str, tuple[TensorSpec, memoryview]] = {}
         for entry, data in entries:
             spec = entry.tensor.spec
@@ -269,7 +253,7 @@ class _Assembly:
 
 
 def _load_part(
-    url: str, part: Part, plan: Sequence[StoredBytes], assembly: _Assembly, storage: Storage, threads: Threads
+    url: str, part: Part, plan: Sequence[StoredBytes], assembly: _TensorAssembler, storage: Storage, threads: Threads
 ) -> None:
     """Reads a part once, in ranges that end between tensors. Raises Damaged."""
     starts = [0]
@@ -286,7 +270,7 @@ def _load_part(
 
 
 def _part_url(folder: str, step: int, part: Part, storage: Storage) -> str:
-    """Where a part is, once its size is known to be what was committed. Raises Damaged."""
+    """Returns the URL of a part. Raises Damaged unless its size is what was committed."""
     url = join(folder, form.step_folder(step), part.name)
     status = storage.stat(url)
     if status is None:
@@ -297,8 +281,8 @@ def _part_url(folder: str, step: int, part: Part, storage: Storage) -> str:
 
 
 def _read_header(url: str, part: Part, storage: Storage) -> Header:
-    """What a part holds, as its file says. Raises Damaged."""
-    with _naming(part):
+    """Reads the header of a part's file. Raises Damaged."""
+    with _naming_part(part):
         head = storage.read(url, 0, _HEAD)
         if header_end(head) > len(head):
             head = storage.read(url, 0, min(header_end(head), part.size))
@@ -306,8 +290,8 @@ def _read_header(url: str, part: Part, storage: Storage) -> Header:
 
 
 @contextlib.contextmanager
-def _naming(part: Part) -> Iterator[None]:
-    """Makes sure that an error names the part."""
+def _naming_part(part: Part) -> Iterator[None]:
+    """Turns NotFound into Damaged, and adds the part's name to messages without it."""
     try:
         yield
     except NotFound:
@@ -319,16 +303,14 @@ def _naming(part: Part) -> Iterator[None]:
 def _read_ranges(
     url: str, part: Part, starts: list[int], storage: Storage, threads: Threads
 ) -> Iterator[tuple[int, memoryview]]:
-    """Yields the bytes of a part as ranges that begin at `starts`, in order, each valid until the next is asked for;
-    several threads read ahead.
+    """Yields (start, bytes) of a part's ranges that begin at `starts`, each valid until the next; threads read ahead.
 
-    Raises:
-        Damaged: The part is not what was committed; at its end if not before.
+    Raises Damaged, at the end of the part at the latest, when it is not what was committed.
     """
     sizes = [end - start for start, end in zip(starts, [*starts[1:], part.size], strict=True)]
     readers = min(_READERS_REMOTE if is_remote(url) else _READERS, len(sizes))
-    # Used again for the ranges that follow: fresh memory is slow.
-    buffers = [host_memory.allocate(max(sizes, default=0)) for _ in range(readers)]
+    # Reuse buffers for the following ranges: fresh memory is slow.
+    buffers = [allocate(max(sizes, default=0)) for _ in range(readers)]
     checksum = 0
 
     def begin(number: int) -> Future[int]:

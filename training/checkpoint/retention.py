@@ -1,4 +1,4 @@
-"""When to save and what to keep: small frozen policies with one method each, no I/O and no clock of their own."""
+"""Policies that decide when to save and which checkpoints to keep: frozen dataclasses with one pure method each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class EverySteps:
     steps: int | None
 
     def due(self, step: int) -> bool:
-        """Whether to save once `step` steps are done."""
+        """Returns whether to save once `step` steps are done."""
         return self.steps is not None and step % self.steps == 0
 
 
@@ -26,7 +26,7 @@ class EveryMinutes:
     minutes: float | None
 
     def due(self, now: float, last: float) -> bool:
-        """Whether to save now. `now` and `last` in seconds."""
+        """Returns whether to save at `now`, when the last save began at `last` (both in seconds)."""
         return self.minutes is not None and now - last >= 60 * self.minutes
 
 
@@ -38,7 +38,7 @@ class Keep:
     every: int | None = None
 
     def deletable(self, committed: Iterable[int], best: Collection[int] = ()) -> list[int]:
-        """Which of these committed steps may be deleted, oldest first. Never the newest, nor the best."""
+        """Returns the committed steps that may be deleted, oldest first: never the newest, nor one of `best`."""
         assert self.last >= 1
         ordered = sorted(committed)
         return [
@@ -48,14 +48,14 @@ class Keep:
 
 @dataclass(frozen=True)
 class Best:
-    """Which evaluation is the best so far, by one of its figures."""
+    """Compares evaluations by one of their figures."""
 
     metric: str
     mode: str  # min or max
 
     def better(self, value: float, than: float | None) -> bool:
-        """Whether `value` is better. The first value is better than None; equal ones are not, and what is not finite
-        never is."""
+        """Returns whether `value` is better than `than` (None: there is none yet). Values that are not finite never
+        are."""
         if not math.isfinite(value):
             return False
         return than is None or (value < than if self.mode == "min" else value > than)

@@ -2,7 +2,7 @@
 
 A file is 8 bytes with the length of the header (little-endian), the header as JSON, then the bytes of the tensors. The
 safetensors package takes whole arrays and returns whole bytes; here a snapshot is copied straight into the bytes of the
-file, and a file is read by ranges. Only the header can be malformed; whoever reads the tensors verifies their checksum.
+file, and a file is read by ranges. Only the header is checked here; callers verify the checksum of the tensors.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Any
 
 
 class Damaged(Exception):
-    """A checkpoint, or a part of one, is not what was committed. The message says what differs."""
+    """A checkpoint, or a part of one, differs from what was committed; the message says how."""
 
 
 class NotFinite(Damaged):
-    """A checkpoint is what was committed, and a tensor in it has a NaN or an infinity."""
+    """A checkpoint is as it was committed, but a tensor in it has a NaN or an infinity."""
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What a tensor's bytes mean: dtype (safetensors' name: F32, BF16, I64), shape, and size in bytes."""
+    """A tensor's dtype (safetensors' name: F32, BF16, I64), shape, and size in bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -33,11 +33,7 @@ class TensorSpec:
 def plan_file(
     tensors: Sequence[tuple[str, TensorSpec]], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, slice], int]:
-    """Plans a file.
-
-    Returns:
-        The first bytes of the file (up to its first tensor), the byte range of each tensor, and the size of the file.
-    """
+    """Returns a file's header bytes (up to its first tensor), the byte range of each tensor, and the file's size."""
     header: dict[str, dict[str, Any]] = {}
     offset = 0
     for name, spec in tensors:
@@ -57,11 +53,7 @@ def encode(
     metadata: Mapping[str, str] | None = None,
     allocate: Callable[[int], memoryview] = lambda size: memoryview(bytearray(size)),
 ) -> tuple[memoryview, dict[str, memoryview]]:
-    """Allocates a file whose tensors are still to be filled in.
-
-    Returns:
-        The bytes of the file, and for each tensor the view of them where its bytes go.
-    """
+    """Allocates a file without its tensors. Returns its bytes, and for each tensor the view that the caller fills."""
     head, ranges, size = plan_file(tensors, metadata)
     data = allocate(size)
     data[: len(head)] = head
@@ -75,19 +67,15 @@ def decode(data: bytes | memoryview) -> dict[str, tuple[TensorSpec, memoryview]]
 
 
 def header_end(data: bytes | memoryview) -> int:
-    """Returns, from the first 8 bytes of a file, how many bytes precede its first tensor."""
+    """Returns how many bytes precede the first tensor, from the first 8 bytes of a file."""
     return 8 + int.from_bytes(data[:8], "little")
 
 
 def parse_header(head: bytes | memoryview, size: int) -> dict[str, tuple[TensorSpec, slice]]:
-    """Returns specification and byte range of each tensor in a file.
+    """Returns specification and byte range of each tensor in a file of `size` bytes.
 
-    Args:
-        head: The file's first bytes, at least up to its first tensor.
-        size: Bytes of the whole file.
-
-    Raises:
-        Damaged: It is not a safetensors file, or a tensor lies outside of it.
+    `head` holds the file's first bytes, at least up to its first tensor. Raises Damaged when they are not a safetensors
+    header, or a tensor lies outside of the file.
     """
     try:
         start = header_end(head)

@@ -1,4 +1,4 @@
-"""Slices of a tensor: boxes in its global shape, as pure functions.
+"""Slices of a tensor: boxes in its global shape. Pure functions.
 
 A checkpoint stores each tensor as one or more slices, which may be in different parts. Together they must hold every
 element exactly once. The trainer keeps its state replicated and writes each tensor as one slice today; the format, and
@@ -23,20 +23,19 @@ class Slice:
 
     @property
     def elements(self) -> int:
-        """How many elements it holds."""
         return math.prod(self.sizes)
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """Along each axis, the first index after it."""
+        """The first index after the box, along each axis."""
         return tuple(offset + size for offset, size in zip(self.offsets, self.sizes, strict=True))
 
     def covers(self, shape: tuple[int, ...]) -> bool:
-        """Whether it is the whole of a tensor of this shape."""
+        """Returns whether the box is a whole tensor of this shape."""
         return self.sizes == shape and not any(self.offsets)
 
     def overlaps(self, other: Slice) -> bool:
-        """Whether an element is in both. Neither is empty."""
+        """Returns whether an element is in both boxes; neither may be empty."""
         return all(
             start < other_end and other_start < end
             for start, end, other_start, other_end in zip(
@@ -45,17 +44,17 @@ class Slice:
         )
 
     def __str__(self) -> str:
-        """As one would index an array: `[0:2,4:8]`."""
+        """Formats the box like an array index: `[0:2,4:8]`."""
         return "[" + ",".join(f"{start}:{end}" for start, end in zip(self.offsets, self.ends, strict=True)) + "]"
 
 
 def whole(shape: tuple[int, ...]) -> Slice:
-    """The slice that is the whole of a tensor."""
+    """Returns the slice that is a whole tensor of this shape."""
     return Slice((0,) * len(shape), shape)
 
 
 def key_in_part(name: str, box: Slice, shape: tuple[int, ...]) -> str:
-    """The name of a slice in the safetensors file that holds it: the tensor's own when it is whole."""
+    """Returns the name of a slice in its safetensors file: the tensor's own name when the slice is whole."""
     return name if box.covers(shape) else f"{name}{box}"
 
 
@@ -79,8 +78,8 @@ def partition_error(shape: tuple[int, ...], boxes: Sequence[Slice]) -> str | Non
 
 
 def _find_overlap(boxes: Sequence[Slice]) -> tuple[Slice, Slice] | None:
-    """Two boxes that overlap. Sweeps along the axis that the boxes are cut along most often, so that only boxes which
-    meet on that axis are compared."""
+    """Returns two boxes that overlap; None when no two do. Sweeps along the axis with the most cuts, so that only boxes
+    which meet on that axis are compared."""
     if len(boxes) < 2:
         return None
     axes = range(len(boxes[0].offsets))
@@ -98,7 +97,7 @@ def _find_overlap(boxes: Sequence[Slice]) -> tuple[Slice, Slice] | None:
 
 
 def copy_into(tensor: memoryview, shape: tuple[int, ...], box: Slice, data: memoryview) -> None:
-    """Copies the bytes of a slice to where they belong in the bytes of the whole tensor (both in C order)."""
+    """Copies the bytes of a slice to their place in the bytes of the whole tensor (both in C order)."""
     if not box.elements:
         return
     width = len(data) // box.elements  # bytes of an element

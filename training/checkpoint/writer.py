@@ -1,16 +1,15 @@
-"""Saving: the step loop waits for the copy to host memory at the most; writing, meeting and committing happen in a
-background thread.
+"""Saving: the step loop waits for the copy to host memory at most; a background thread writes, meets and commits.
 
     loop thread          starts the copy of this host's tensors, straight into the bytes of its part, in memory that is
-                         reused from save to save; waits for its end before it changes the state (`snapshot.py`)
-    background thread    waits for the copy, looks whether it is finite, writes the part
+                         reused from save to save; waits for the end of the copy before it changes the state
+    background thread    waits for the copy, checks that it is finite, writes the part
                          meets "checkpoint 40", where every host reports the name, size and crc32c of its part, or the
                          tensor that is not finite: then nothing is committed
                          host 0: writes the manifest, deletes what the retention policy does not keep
 
-At most one save is under way: the next one waits for it (back-pressure), so host memory holds one copy of this host's
-share and no more; it is written from where it was copied to. An error in the background is raised by the next `check`,
-`save` or `wait`; it is never only logged. What can fail half-way: see `format.py`.
+At most one save is in progress: the next one waits for it (back-pressure), so host memory holds one copy of this host's
+share and no more, and the part is written from that copy. The next `check`, `save` or `wait` raises an error of the
+background thread; errors are never only logged. `format.py` has the failure model.
 """
 
 from __future__ import annotations
@@ -21,12 +20,10 @@ from typing import Any
 
 from training import storage as default_storage
 from training.checkpoint import format as form
-from training.checkpoint import host_memory
-from training.checkpoint.format import Manifest, Part
+from training.checkpoint.format import Manifest, Part, delete_checkpoint, list_folders, read_manifest
 from training.checkpoint.retention import Keep
 from training.checkpoint.safetensors_file import Damaged, TensorSpec, encode
-from training.checkpoint.snapshot import Snapshot, StartSnapshot, find_nonfinite
-from training.checkpoint.store import delete_checkpoint, list_folders, read_manifest
+from training.checkpoint.snapshot import Snapshot, StartSnapshot, allocate, fault_in, find_nonfinite
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import Rendezvous
 from training.errors import NonFinite, TrainError
@@ -35,14 +32,13 @@ from training.machine.threads import Thread
 from training.storage import AlreadyExists, Storage, StorageError, crc32c, is_remote, join, transfer_seconds
 
 _LATE = 0.5  # seconds that a save may wait for the one before without a warning
-# Requests that host 0 makes to storage while it commits, one after another: the fence, the manifest, the fence, the
-# folders that retention looks at.
+# Consecutive storage requests of host 0 during a commit: fence, manifest, fence, listing for retention.
 _COMMIT_REQUESTS = 4
 
 
 @dataclass(frozen=True)
 class RunDescription:
-    """What every manifest of this process group says."""
+    """Values that are the same in every manifest of this process group."""
 
     identity: Mapping[str, Any]
     config: Mapping[str, Any]
@@ -51,8 +47,8 @@ class RunDescription:
 
 
 class _PartBuffer:
-    """What is the same in every save of a state: the manifest's list of tensors, and host memory for this host's part,
-    with a view for each of its tensors."""
+    """Reused by every save of a state: the manifest's tensors, and host memory for this host's part, with a view for
+    each of its tensors."""
 
     def __init__(self, specs: Mapping[str, TensorSpec], cluster: Cluster) -> None:
         shares = form.assign_tensors(specs, cluster.hosts)
@@ -60,18 +56,18 @@ class _PartBuffer:
         self.largest_part = max(sum(specs[name].size for name in names) for names in shares)  # bytes
         self.tensors = form.whole_tensors(specs, shares)
         share = [(name, specs[name]) for name in shares[cluster.worker]]
-        self.data, self.views = encode(share, allocate=host_memory.allocate)
+        self.data, self.views = encode(share, allocate=allocate)
 
     def find_nonfinite(self) -> str | None:
-        """The name of a tensor of this host's part that is not finite."""
+        """Returns the name of a tensor of this host's part that is not finite; None when all are."""
         return find_nonfinite({name: (self.specs[name], view) for name, view in self.views.items()})
 
     def fault_in(self) -> None:
-        host_memory.fault_in(self.data)
+        fault_in(self.data)
 
 
 class CheckpointWriter:
-    """Saves checkpoints of one run, one at a time, and keeps what the policy says."""
+    """Saves checkpoints of one run, one at a time, and deletes old ones by the retention policy."""
 
     def __init__(
         self,
@@ -91,25 +87,23 @@ class CheckpointWriter:
         """Creates a writer for the checkpoint folder `folder`.
 
         Args:
-            background: Whether `save` returns before the checkpoint is committed.
-            fence: Raises when this process group may not commit any more.
-            warn: Shows a message to the user.
-            meeting_seconds: For all hosts to meet once they have written their parts, beside what storage takes.
-            storage: Where checkpoints are written.
-            machine: What this process runs on.
+            background: whether `save` returns before the checkpoint is committed.
+            fence: raises when this process group may not commit any more.
+            warn: shows a message to the user.
+            meeting_seconds: for all hosts to meet once they have written their parts, in addition to storage's time.
         """
         self.folder = folder
-        self.blocked_seconds = 0.0  # that the loop has waited, without what the save under way will still cost it
+        self.blocked_seconds = 0.0  # that the loop has waited for saves, except for the save in progress
         self.committed: int | None = None  # the newest committed step, known on every host once `wait` has returned
         self.newest: int | None = None  # the newest step that was restored or whose save has begun
-        # Called in the background, on every host, when the state of a save is not finite, before `check` raises that:
-        # the main thread may be in a step that the others do not take part in any more.
+        # Called by the background thread of every host when the state of a save is not finite, before `check` raises:
+        # the main thread may be in a step that the other hosts have left.
         self.on_nonfinite: Callable[[NonFinite], None] = lambda error: None
         self._cluster, self._rendezvous, self._description, self._keep = cluster, rendezvous, description, keep
         self._background, self._fence, self._warn = background, fence, warn
         self._meeting_seconds = meeting_seconds
         self._storage, self._machine, self._clock = storage, machine, machine.clock.monotonic
-        self._warn_of_deletes = True  # until a warning was shown
+        self._warn_of_deletes = True  # False after a warning, until a deletion succeeds
         self._thread: Thread | None = None
         self._error: BaseException | None = None
         self._damaged: frozenset[int] = frozenset()
@@ -119,20 +113,21 @@ class CheckpointWriter:
         self._late = 0  # saves in a row that had to wait for the one before
 
     def prepare(self, specs: Mapping[str, TensorSpec]) -> None:
-        """Allocates the memory for snapshots in the background, so that the first save finds it."""
+        """Allocates the memory for snapshots in the background, ready for the first save."""
         self._buffer = _PartBuffer(specs, self._cluster)
         self._preparing = self._machine.threads.start(self._buffer.fault_in, name="checkpoint-memory")
 
     def restored(self, step: int, damaged: Iterable[int]) -> None:
-        """Sets the step that this attempt continues from, and the newer checkpoints that did not verify: their folders
-        may be written again."""
+        """Sets the step that this attempt continues from, and the newer steps that did not verify, which may be saved
+        again."""
         self.committed = self.newest = step
         self._damaged = frozenset(damaged)
 
     def save(
         self, step: int, specs: Mapping[str, TensorSpec], start_snapshot: StartSnapshot, state: Mapping[str, Any]
     ) -> None:
-        """Takes a snapshot at `step` and commits it in the background. Every host must call it at the same step."""
+        """Takes a snapshot at `step` and commits it in the background. Every host must call it at the same step. Raises
+        errors of the save before."""
         began = self._clock()
         self.wait()
         self._warn_if_late(step, self._clock() - began)
@@ -152,7 +147,6 @@ class CheckpointWriter:
             config=self._description.config,
             code=self._description.code,
             tensors=self._buffer.tensors,
-            tensor_count=len(specs),
             run_id=self._cluster.run_id,
             attempt=self._cluster.attempt,
             hosts=self._cluster.hosts,
@@ -173,13 +167,13 @@ class CheckpointWriter:
             )
 
     def check(self) -> None:
-        """Raises what went wrong in the background, once."""
+        """Raises the error of the background thread, once."""
         if self._error is not None:
             error, self._error = self._error, None
             raise error
 
     def wait(self) -> None:
-        """Waits until the save under way is committed. Raises what went wrong."""
+        """Waits until the save in progress is committed. Raises its error."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -190,12 +184,11 @@ class CheckpointWriter:
 
     @property
     def meeting_seconds(self) -> float:
-        """For all hosts to meet after a save, of which host 0 has the commit to make, as slowly as storage may be."""
+        """Seconds for all hosts to meet after a save, including the slowest commit by host 0 that storage allows."""
         return self._meeting_seconds + _COMMIT_REQUESTS * transfer_seconds(self.folder, 0)
 
     def release(self) -> None:
-        """After the last save: gives the memory of snapshots back, three times the model's, which the export can
-        use."""
+        """Frees the memory of snapshots (three times the model's) after the last save, for the export."""
         self.wait()
         self._buffer = None
 
@@ -215,7 +208,7 @@ class CheckpointWriter:
 
     def _commit(self, manifest: Manifest, buffer: _PartBuffer) -> None:
         """Writes this host's part, and on host 0 the manifest once all hosts have written theirs. Raises NonFinite on
-        all hosts when a part of one is not finite."""
+        all hosts when the part of any host is not finite."""
         step, cluster = manifest.step, self._cluster
         folder = join(self.folder, form.step_folder(step))
         report: dict[str, Any] = {"nonfinite": buffer.find_nonfinite()}
@@ -225,7 +218,7 @@ class CheckpointWriter:
             part = self._write_part(folder, name, buffer.data)
             report = {"name": part.name, "size": part.size, "crc32c": part.crc32c}
         self._rendezvous.set_background_phase(f"saving {step}: waiting for all parts")
-        # The first host to arrive waits as long as storage lets the slowest one write, and host 0 commit before that.
+        # The first host to arrive waits as long as the slowest host may take to write, and host 0 to commit before.
         seconds = self.meeting_seconds + transfer_seconds(self.folder, buffer.largest_part)
         reports = self._rendezvous.meet(f"checkpoint {step}", report, seconds)
         for worker, report in enumerate(reports):
@@ -242,7 +235,7 @@ class CheckpointWriter:
             self._delete_old(step, best_step(manifest))
 
     def _write_manifest(self, folder: str, manifest: Manifest) -> None:
-        """Commits: create-only, between two looks whether this process group still may."""
+        """Commits: writes the manifest create-only, and checks the fence before and after."""
         self._fence()
         url = join(folder, form.MANIFEST)
         if manifest.step in self._damaged:
@@ -251,21 +244,20 @@ class CheckpointWriter:
             self._storage.write(url, form.dump_manifest(manifest), create_only=True)
         except AlreadyExists:
             self._fence()
-            self._adopt_or_replace(url, manifest)
+            self._keep_or_replace(url, manifest)
         try:
             self._fence()
         except TrainError:
-            # This process may have been suspended while it wrote, so long that a newer attempt has taken these parts
-            # for abandoned ones and deleted them.
+            # This process may have been suspended so long that a newer attempt deleted its parts as abandoned.
             committed = self._read_committed(manifest.step)
             if committed and committed.parts == manifest.parts and not self._has_parts(committed):
                 self._storage.delete(url)
             raise
 
-    def _adopt_or_replace(self, url: str, manifest: Manifest) -> None:
-        """This step has been committed: by this process, whose answer was lost, or by a host of an older attempt that
-        woke up between its look at the fence and its write. Only the newest start comes here. What that host has
-        committed is a state of this run too, and is kept where it is whole; otherwise it is replaced."""
+    def _keep_or_replace(self, url: str, manifest: Manifest) -> None:
+        """Handles a step that is already committed: by this process, whose answer was lost, or by a suspended host of
+        an older attempt that resumed between its check of the fence and its write. Only the newest start calls this.
+        Keeps that checkpoint if it is complete, because it is a state of this run too; otherwise replaces it."""
         committed = self._read_committed(manifest.step)
         if committed and committed.identity == manifest.identity and self._has_parts(committed):
             if committed.parts != manifest.parts:
@@ -285,11 +277,10 @@ class CheckpointWriter:
         return all(self._storage.stat(join(folder, part.name)) is not None for part in manifest.parts)
 
     def _write_part(self, folder: str, name: str, data: memoryview) -> Part:
-        """Writes a part and compares what storage has with what was sent."""
+        """Writes a part. Raises TrainError unless the stored size and checksum are those of `data`."""
         url = join(folder, name)
         written = self._storage.write(url, data)
-        # For a file, `write` computes the checksum on the way to the disk. A bucket computes its own, which must be
-        # the checksum of these bytes.
+        # For a file, `write` computes the checksum on the way to the disk; a bucket computes its own.
         checksum = crc32c(data) if is_remote(url) else written.crc32c
         if (written.size, written.crc32c) != (len(data), checksum):
             raise TrainError(
@@ -299,8 +290,8 @@ class CheckpointWriter:
         return Part(name, written.size, checksum)
 
     def _delete_old(self, newest: int, best: int | None) -> None:
-        """Deletes what the policy does not keep, and parts that no commit will ever name. Never anything as new as
-        `newest`."""
+        """Deletes checkpoints that the policy does not keep, and parts that no commit will ever name, all older than
+        `newest`. A storage error is only a warning: the next save tries again."""
         contents = list_folders(self.folder, self._storage)
         committed = [
             step
@@ -316,16 +307,15 @@ class CheckpointWriter:
         try:
             for step in deletable:
                 delete_checkpoint(self.folder, step, contents[step], self._storage)
-            self._storage.sweep(self.folder, lambda name: (form.step_of(name) or newest) < newest)
+            self._storage.remove_partial_files(self.folder, lambda name: (form.step_of(name) or newest) < newest)
             self._warn_of_deletes = True
         except StorageError as error:
-            # What is committed is committed. The next save tries again.
             if self._warn_of_deletes:
                 self._warn(f"old checkpoints stay where they are: {error}")
             self._warn_of_deletes = False
 
 
 def best_step(manifest: Manifest) -> int | None:
-    """The step with the best figure when this checkpoint was saved, where checkpoint.best asks for it."""
+    """Returns the step with the best figure when this checkpoint was saved; None without `checkpoint.best`."""
     best = manifest.state.get("best")
     return None if best is None else int(best["step"])

@@ -16,10 +16,10 @@ import numpy as np
 
 from training import storage as default_storage
 from training.checkpoint.admin import find_checkpoints
-from training.checkpoint.reader import finite, load_tensors
+from training.checkpoint.format import read_manifest
+from training.checkpoint.reader import load_tensors, require_finite
 from training.checkpoint.safetensors_file import Damaged, TensorSpec, encode
 from training.checkpoint.snapshot import Snapshot, StartSnapshot
-from training.checkpoint.store import read_manifest
 from training.config import restore
 from training.data import tokenizer as tokenizers
 from training.errors import BadInput
@@ -93,7 +93,7 @@ def export_checkpoint(run: str, out: str, step: int | None = None) -> int:
 
     try:
         manifest = read_manifest(place, chosen)
-        load_tensors(place, manifest, finite(keep_weights))
+        load_tensors(place, manifest, require_finite(keep_weights))
     except Damaged as error:
         raise BadInput(
             f"checkpoint of step {chosen} in {place} can't be used ({error}); choose another with --step"

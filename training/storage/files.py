@@ -4,7 +4,8 @@ Framework-free. Everything here is all or nothing: a reader sees an object whole
 exactly one writer win, and a read pinned to a generation never mixes two versions of an object. What can fail half-way:
 
 * A local write goes to a hidden `.<name>.<random>.partial` beside its target and appears by one `link` or `replace`
-  after an fsync. A crash leaves at most the hidden file, which `listing` does not show and `sweep` removes.
+  after an fsync. A crash leaves at most the hidden file, which `listing` does not show and `remove_partial_files`
+  removes.
 * A bucket write becomes visible when the server finalises it. When the answer to a create-only write is lost, the write
   is tried again; if the object then exists with the very bytes that were sent, it counts as written.
 * A ranged read that breaks off is repeated whole, so no half range is ever returned.
@@ -175,13 +176,13 @@ def delete(url: str) -> None:
         os.unlink(url)
 
 
-def sweep(folder: str, given_up: Callable[[str], bool]) -> None:
-    """Deletes what killed writers have left hidden in those direct subfolders of a local folder whose names are
-    `given_up` (nothing writes there any more), and the subfolder when it is empty then. A bucket has neither."""
+def remove_partial_files(folder: str, abandoned: Callable[[str], bool]) -> None:
+    """Deletes hidden files of killed writers in the direct subfolders of a local folder whose names are `abandoned` (no
+    process writes there any more), and subfolders that are then empty. Does nothing for a bucket."""
     if is_remote(folder):
         return
     with local_errors(folder):
-        for name in filter(given_up, os.listdir(folder)):
+        for name in filter(abandoned, os.listdir(folder)):
             inside = os.path.join(folder, name)
             for partial in filter(_is_partial, os.listdir(inside)):
                 delete(os.path.join(inside, partial))

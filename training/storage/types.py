@@ -91,8 +91,8 @@ class Storage(Protocol):
     def delete(self, url: str) -> None:
         """Deletes an object; a missing one is fine."""
 
-    def sweep(self, folder: str, given_up: Callable[[str], bool]) -> None:
-        """Deletes what killed writers left in those direct subfolders whose names are `given_up`."""
+    def remove_partial_files(self, folder: str, abandoned: Callable[[str], bool]) -> None:
+        """Deletes unfinished files of killed writers in the direct subfolders whose names are `abandoned`."""
 
 
 def crc32c(data: bytes | memoryview, crc: int = 0) -> int:

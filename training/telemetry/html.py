@@ -14,9 +14,8 @@ from html import escape
 from typing import Any
 
 from training import storage as default_storage
-from training.checkpoint.format import Manifest
+from training.checkpoint.format import Manifest, committed_steps, read_manifest
 from training.checkpoint.safetensors_file import Damaged
-from training.checkpoint.store import committed_steps, read_manifest
 from training.errors import BadInput
 from training.storage import NotFound, Storage, join
 from training.telemetry import svg, text

@@ -124,7 +124,7 @@ class HostStorage:
     def delete(self, url: str) -> None:
         self._call(DELETE, url, lambda: self._bucket.remove(url, self._host))
 
-    def sweep(self, folder: str, given_up: Callable[[str], bool]) -> None:
+    def remove_partial_files(self, folder: str, abandoned: Callable[[str], bool]) -> None:
         pass
 
     def append(self, path: str, data: bytes) -> None:

@@ -261,7 +261,6 @@ CHECKPOINT = checkpoint_format.to_json(
         step=40, parts=(checkpoint_format.Part("part-0-of-1.ab.safetensors", 100, 7),), identity={"seed": 1},
         state={"first_loss": 5.5}, config={}, code="c", run_id="r",
         tensors=dict([_spec("w", (4, 2)), _spec("b", (3,))]),
-        tensor_count=2,
     )
 )  # fmt: skip
 
