@@ -21,7 +21,7 @@ from launcher.run.specification import SecretSource
 from launcher.run.verdict import describe_exit
 from launcher.workstation import Workstation
 from training.machine.clock import Clock, format_time, parse_time
-from training.telemetry.text import Progress, parse_progress
+from training.telemetry.text import ProgressFigures, parse_progress
 
 _SILENCE_SECONDS = 600.0  # for which `logs -f` waits for a host to answer
 _SUPERVISOR_CONFLICTS = 60  # fetches in a row that find the lock held
@@ -63,7 +63,7 @@ class Status:
     outcome: str | None
     history: list[str]
     hosts: list[HostStatus]
-    progress: Progress | None = None
+    progress: ProgressFigures | None = None
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -308,7 +308,7 @@ def _kept_lines(ledger: Ledger, number: int, worker: int) -> list[LogLine]:
     return tail(path, _LAST_LINE_BYTES) if path.exists() else []
 
 
-def _progress(ledger: Ledger, number: int, observations: Sequence[Observation]) -> Progress | None:
+def _progress(ledger: Ledger, number: int, observations: Sequence[Observation]) -> ProgressFigures | None:
     """Returns the newest progress that host 0 reported, which reports for all hosts; None without such a line."""
     if number < 0:
         return None

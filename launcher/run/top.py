@@ -22,7 +22,7 @@ from launcher.run.session import Context
 from launcher.run.status import HostStatus, read_status
 from launcher.tpu_vm import slice_hints
 from training.machine.clock import format_time
-from training.telemetry.text import Progress, parse_progress
+from training.telemetry.text import ProgressFigures, parse_progress
 
 _MEMORY_SECONDS = 10  # for a host to report its memory
 _MEMINFO = re.compile(r"(MemTotal|MemAvailable): +(\d+) kB")
@@ -44,7 +44,7 @@ class View:
     """The run, its attempt, and its state, in words."""
 
     time: str
-    progress: Progress | None = None
+    progress: ProgressFigures | None = None
     left: str = ""
     """Time left, in the trainer's words."""
 
@@ -101,9 +101,7 @@ def _progress(view: View, columns: int) -> list[str]:
     if now is None:
         return ["no step was reported yet"]
     share = now.step / now.steps if now.steps else 0.0
-    figures = f"loss {now.loss:.5f}   {now.examples_per_second:,.1f} examples/s"
-    if now.data_wait is not None:
-        figures += f"   data wait {now.data_wait:.0%}"
+    figures = f"loss {now.loss:.5f}   {now.examples_per_second:,.1f} examples/s   data wait {now.data_wait:.0%}"
     if view.left:
         figures += f"   {view.left} left"
     head = f"step {now.step:,}/{now.steps:,}  {share:4.0%}  "

@@ -17,7 +17,7 @@ from launcher.run import events
 from launcher.run.status import HostStatus
 from launcher.run.top import Top, View, plot, render
 from tests.launcher.test_runs import FakeProvider, Hosts, Workstation
-from training.telemetry.text import Progress, format_progress
+from training.telemetry.text import ProgressFigures, format_progress
 
 GIB = 2**30
 LOSSES = {step: 5.0 + 2.6 * math.exp(-step / 300) for step in range(1, 1201, 5)}
@@ -25,7 +25,7 @@ VIEW = View(
     slice="slice demo: READY, v4-16, 2 hosts",
     run="run demo-1122-103000-1f2e: attempt 1, running",
     time="2026-11-22T10:45:00Z",
-    progress=Progress(1200, 5000, 5.04762, 812.34, 0.07),
+    progress=ProgressFigures(1200, 5000, 5.04762, 812.34, 0.07),
     left="1:17:52",
     losses=LOSSES,
     hosts=[
@@ -125,4 +125,4 @@ def test_a_look_reads_the_curve_of_all_attempts_once_and_asks_hosts_for_the_rest
     provider.answers = False
     second = top.look()
     assert (second.losses[4], second.left, second.memory) == (6.5, "1:00", {})
-    assert second.progress == Progress(4, 50, 6.5, 99.5, 0.07)
+    assert second.progress == ProgressFigures(4, 50, 6.5, 99.5, 0.07)

@@ -68,7 +68,7 @@ def test_each_line_is_written_once_however_often_storage_refuses(tmp_path: Path,
     assert [line["step"] for line in read_history(str(tmp_path))] == list(range(1, 300))
     assert (tmp_path / "metrics.jsonl").exists()
     assert len(warnings) <= refused
-    assert all("503 Service Unavailable; training goes on" in message for message in warnings)
+    assert all("503 Service Unavailable; training continues" in message for message in warnings)
 
 
 def test_a_run_trains_to_its_end_while_its_metrics_are_refused(

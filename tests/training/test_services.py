@@ -11,8 +11,7 @@ import pytest
 from training.config import Telemetry, load
 from training.errors import BadInput
 from training.run_setup import require_trackers
-from training.telemetry.services.guard import MOST_WAITING, PAUSE_SECONDS, GuardedTracker, Line
-from training.telemetry.services.mlflow_tracking import flatten
+from training.telemetry.services import MOST_WAITING, PAUSE_SECONDS, GuardedTracker, Line, flatten
 from training.telemetry.tracker import AttemptInfo
 
 
@@ -71,7 +70,7 @@ def test_a_service_that_is_down_is_one_warning_and_gets_everything_when_it_is_ba
         guarded.tracker.log(step, {"loss": float(step)})
         guarded.tracker.flush()
     assert service.opened == 1, "it is left alone for a while"
-    assert guarded.warnings == ["wandb: no answer within 30 s; training goes on, and it is tried again"]
+    assert guarded.warnings == ["wandb: no answer within 30 s; training continues, and tpu-train will try again"]
     guarded.now, service.is_down = PAUSE_SECONDS, False
     guarded.tracker.flush()
     assert [step for step, _ in service.lines] == [1, 2, 3]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from training.telemetry import text
-from training.telemetry.text import Progress, format_progress, parse_progress
+from training.telemetry.text import ProgressFigures, format_progress, parse_progress
 
 
 @given(
@@ -24,13 +24,11 @@ def test_a_progress_line_is_parsed_to_what_was_formatted(
     step: int, more: int, loss: float, rate: float, wait: float, remaining: float
 ) -> None:
     line = format_progress(step, step + more, loss, rate, wait, remaining)
-    expected = Progress(step, step + more, float(f"{loss:.5f}"), float(f"{rate:.1f}"), int(f"{wait:.0%}"[:-1]) / 100)
+    expected = ProgressFigures(
+        step, step + more, float(f"{loss:.5f}"), float(f"{rate:.1f}"), int(f"{wait:.0%}"[:-1]) / 100
+    )
     assert parse_progress(line) == expected
     assert parse_progress(f"2026-11-21T22:40:00Z {line}\r") == expected
-
-
-def test_a_line_of_an_older_trainer_says_nothing_of_the_data_wait() -> None:
-    assert parse_progress("step 3/9  loss 1.50000  20.0 examples/s  0:05 left") == Progress(3, 9, 1.5, 20.0)
 
 
 @pytest.mark.parametrize(

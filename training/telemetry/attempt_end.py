@@ -1,4 +1,4 @@
-"""What host 0 writes when an attempt ends, in whichever way: its last metrics, its end record, and report.html."""
+"""Records the end of an attempt on host 0: its last metrics, its end record, and report.html."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from training.telemetry.console import Console
 from training.telemetry.phase_timer import PhaseTimer
 from training.telemetry.writer import MetricsWriter, join
 
-END_SECONDS = 90.0  # that host 0 spends on recording an end: storage may not answer
+END_SECONDS = 90.0  # limit for recording an end, because storage may not answer
 
 
 @dataclass
 class AttemptContext:
-    """What `record_attempt_end` uses; filled in while the attempt starts up."""
+    """State of the attempt that `record_attempt_end` reads; filled in while the attempt starts up."""
 
     console: Console
     log: MetricsWriter | None = None
-    is_hurried: Callable[[], bool] = lambda: False  # the machine is taken away
-    step: Callable[[], int] = lambda: 0  # steps done so far
-    close: list[Callable[[], None]] = field(default_factory=list)  # called first: ends what runs in the background
+    is_hurried: Callable[[], bool] = lambda: False  # returns whether the machine is being taken away
+    step: Callable[[], int] = lambda: 0  # returns the steps done so far
+    close: list[Callable[[], None]] = field(default_factory=list)  # called first; they end background work
 
 
 @contextlib.contextmanager
@@ -41,23 +41,21 @@ def record_attempt_end(
     machine: Machine = SYSTEM,
     patience: float = math.inf,
 ) -> Iterator[None]:
-    """Runs a whole attempt on host 0, and records how it ended.
+    """Runs the block, a whole attempt on host 0, and records how it ended. Errors of the block are raised again.
 
-    A failure to record is a warning: it changes neither the attempt's result nor its error, and delays neither for more
-    than `END_SECONDS`, an error for no more than half of `patience`: the other hosts would miss this one, and tell that
-    instead of the error.
-    An attempt that was asked to stop leaves at once, without report.html: the next attempt or `tpu-train report` writes
-    it.
+    A failure to record is a warning: it changes neither the attempt's result nor its error. Recording takes at most
+    `END_SECONDS`; after an error also at most half of `patience`, or the other hosts would report this host as lost
+    instead of the error. A stopped attempt skips report.html: the next attempt or `tpu-train report` writes it.
 
     Args:
         folder: of the run.
-        start_url: of the attempt's start record.
+        start_url: URL of the attempt's start record.
         timer: of the attempt.
-        context: what is known of the attempt by then.
-        warn: shows a warning.
-        storage: where the run's folder is.
-        machine: for the thread that records.
-        patience: seconds that the other hosts wait for this one where they meet.
+        context: state of the attempt, read at its end.
+        warn: prints a warning.
+        storage: storage of the run's folder.
+        machine: runs the thread that records.
+        patience: seconds that the other hosts wait for this one at a barrier.
     """
     limit = END_SECONDS
     error: BaseException | None = None

@@ -1,11 +1,11 @@
-"""The records of a run's attempts, in the run's folder:
+"""Reads and writes the records of a run's attempts, in the run's folder. Host 0 writes them:
 
-    attempts/attempt-0002.<token>.json        written when all hosts have agreed: hosts, code, configuration
-    attempts/attempt-0002.<token>.end.json    written by host 0 when the attempt ends in any way that Python sees
-    attempts/attempt-0002.<token>.nonfinite.json    before that, by host 0, when a step ended it that was not finite
+    attempts/attempt-0002.<token>.json              when all hosts have agreed: hosts, code, configuration
+    attempts/attempt-0002.<token>.end.json          when the attempt ends, unless it is killed
+    attempts/attempt-0002.<token>.nonfinite.json    before that, if a step that was not finite ended it
 
-An attempt without the second file is running, or was killed: preempted, out of memory, stopped hard. The token belongs
-to one group of processes, so no record is ever overwritten.
+An attempt without the second file is running, or was killed: preempted, out of memory, SIGKILL. The token belongs to
+one group of processes, so no record is ever overwritten.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _END, _NON_FINITE = ".end.json", ".nonfinite.json"
 
 @dataclass(frozen=True)
 class Attempt:
-    """Both records of one attempt."""
+    """The start record and the end record of one attempt."""
 
     number: int
     start: Mapping[str, Any] = field(default_factory=dict)
@@ -40,21 +40,19 @@ class Attempt:
 class NonFiniteStep:
     """An attempt's record of a step that was not finite. Later attempts choose their checkpoint by it."""
 
-    step: int  # its number
-    restored: int  # the step of the checkpoint that the attempt had restored; 0 when it had none
-    checkpoint: str | None  # that checkpoint: a name that no other has
-    program: str  # hash of configuration and code: another program may do better
+    step: int
+    restored: int  # step of the checkpoint that the attempt had restored; 0 without one
+    checkpoint: str | None  # unique name of that checkpoint
+    program: str  # hash of configuration and code: another program may not have this problem
 
 
 def write_nonfinite(start_url: str, record: NonFiniteStep, storage: Storage = default_storage) -> None:
-    """Writes the record of an attempt, beside its start record."""
     url = start_url.removesuffix(".json") + _NON_FINITE
     storage.write(url, json.dumps(asdict(record), indent=1).encode() + b"\n")
 
 
 def read_nonfinite(folder: str, storage: Storage = default_storage) -> list[NonFiniteStep]:
-    """The records of all attempts of the run in `folder`, in the order of their names. One that can't be read is as
-    good as none."""
+    """Returns the records of all attempts of a run, in the order of their names, without unreadable ones."""
     records = []
     for info in storage.listing(join(folder, "attempts")):
         if info.url.endswith(_NON_FINITE):
@@ -71,15 +69,15 @@ def write_end(
     now: Callable[[], float] = time.time,
     storage: Storage = default_storage,
 ) -> None:
-    """Writes the end record of an attempt.
+    """Writes the end record of an attempt beside its start record.
 
     Args:
-        start_url: of its start record.
-        error: that ended it; None when it finished.
-        step: the steps that were done.
-        seconds: by phase, as of PhaseTimer.report.
-        now: the time source, in seconds since the epoch.
-        storage: where the run's folder is.
+        start_url: URL of its start record.
+        error: the error that ended it; None if it finished.
+        step: steps done.
+        seconds: by phase, from PhaseTimer.report.
+        now: returns seconds since the epoch.
+        storage: storage of the run's folder.
     """
     record = {
         "how": classify_end(error),
@@ -92,7 +90,7 @@ def write_end(
 
 
 def classify_end(error: BaseException | None) -> str:
-    """How an attempt ended: finished, stopped, refused (bad configuration or data), lost a host, or failed."""
+    """Returns how an attempt ended: finished, stopped, refused (bad configuration or data), lost a host, or failed."""
     if error is None:
         return "finished"
     if isinstance(error, StopRequested):
@@ -109,12 +107,13 @@ def _read_document(url: str, storage: Storage) -> dict[str, Any] | None:
         document = None
     if isinstance(document, dict):
         return document
-    warn(f"{url} can't be read, and is left out")
+    warn(f"{url}: not readable as JSON; left out")
     return None
 
 
 def read_attempts(folder: str, storage: Storage = default_storage) -> list[Attempt]:
-    """All attempts of the run in `folder`, in the order in which they began."""
+    """Returns all attempts of a run in the order in which they began. Warns of records that it can't read, and leaves
+    them out."""
     records: dict[tuple[int, str], dict[str, Any]] = {}  # (number, token) -> "start" and "end"
     for info in storage.listing(join(folder, "attempts")):
         match = _NAME.fullmatch(name_of(info.url))

@@ -1,6 +1,6 @@
-"""What host 0 prints. On a terminal the progress line is replaced in place; elsewhere each one is a line of its own.
+"""Prints on host 0. A terminal's progress line is replaced in place; elsewhere each progress line is a line of its own.
 
-Nobody need be there to read it: a pipe whose reader is gone, or a log on a full disk, does not stop training.
+A failed write (a closed pipe, a log on a full disk) is ignored, so that it does not stop training.
 """
 
 from __future__ import annotations
@@ -14,28 +14,26 @@ _CLEAR = "\r\x1b[2K"
 
 
 def warn(message: str) -> None:
-    """Shows a warning on standard error."""
+    """Prints a warning on standard error."""
     with contextlib.suppress(OSError):
         print(f"tpu-train: warning: {message}", file=sys.stderr, flush=True)
 
 
 def note(message: str) -> None:
-    """Shows a line about what is under way on standard error, beside the results on standard output."""
+    """Prints a line about work in progress on standard error; standard output is for results."""
     with contextlib.suppress(OSError):
         print(f"tpu-train: {message}", file=sys.stderr, flush=True)
 
 
 class Console:
-    """Standard output, or nothing on other hosts."""
+    """Prints to standard output, or to `out`; with `shown` false, as on every host but host 0, nothing."""
 
     def __init__(self, shown: bool, out: TextIO | None = None) -> None:
-        """Prints to `out` (standard output, unless given) if `shown`."""
         self._out = out or sys.stdout
         self._shown, self._is_terminal = shown, self._out.isatty()
-        self._line_open = False  # a progress line that the next line replaces
+        self._line_open = False  # the last line is a progress line that the next one replaces
 
     def print(self, message: str) -> None:
-        """Prints a line that stays."""
         self._print(message, stays=True)
 
     def progress(self, line: str) -> None:
@@ -43,7 +41,7 @@ class Console:
         self._print(line, stays=not self._is_terminal)
 
     def close(self) -> None:
-        """Ends an open progress line, so that other output begins on its own line."""
+        """Ends the progress line, so that other output begins on its own line."""
         if self._line_open:
             with contextlib.suppress(OSError):
                 print(file=self._out, flush=True)
@@ -52,7 +50,7 @@ class Console:
     def _print(self, text: str, stays: bool) -> None:
         if not self._shown:
             return
-        if not stays:  # a line wider than the terminal would wrap, and could not be replaced
+        if not stays:  # a wider line would wrap, and could not be replaced
             text = text[: shutil.get_terminal_size().columns - 1]
         prefix = _CLEAR if self._line_open else ""
         with contextlib.suppress(OSError):

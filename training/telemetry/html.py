@@ -1,6 +1,6 @@
-"""report.html: what happened in a run, on one page that fetches nothing.
+"""Writes report.html: a run on one page that fetches nothing.
 
-It is made of what the run's folder holds. So it can be written again at any time, for any run: finished, stopped,
+The page is rendered from the run's folder alone, so it can be written at any time for any run: finished, stopped,
 failed or still running.
 """
 
@@ -43,25 +43,24 @@ pre { overflow-x: auto; padding: .8rem; border: 1px solid var(--rule); }
 
 
 @dataclass(frozen=True)
-class RunRecord:
-    """Everything that a run's folder holds, apart from its tensors."""
+class RunContents:
+    """The content of a run's folder, except for its tensors."""
 
     folder: str
     lines: Sequence[Mapping[str, Any]]  # as training.telemetry.metrics.read_history
     attempts: Sequence[Attempt]
     summary: Mapping[str, Any] | None
-    checkpoints: Sequence[tuple[int, Manifest | str]]  # newest first: the manifest, or what is wrong with it
+    checkpoints: Sequence[tuple[int, Manifest | str]]  # newest first: the manifest, or how it is damaged
     confusion: Mapping[str, Any] | None  # labels, counts
 
     @property
     def state(self) -> str:
-        """How the newest attempt ended."""
         end = self.attempts[-1].end if self.attempts else None
         return str(end["how"]) if end else _UNFINISHED
 
 
-def read_run(folder: str, storage: Storage = default_storage) -> RunRecord:
-    """Reads a run's folder. Raises BadInput for what is not one."""
+def read_run(folder: str, storage: Storage = default_storage) -> RunContents:
+    """Reads a run's folder. Raises BadInput if it has no attempts, metrics or checkpoints."""
     attempts, lines = read_attempts(folder, storage), read_history(folder, storage)
     checkpoints_folder = join(folder, "checkpoints")
     steps = committed_steps(checkpoints_folder, storage)
@@ -71,30 +70,26 @@ def read_run(folder: str, storage: Storage = default_storage) -> RunRecord:
         )
     checkpoints = [(step, _manifest_or_damage(checkpoints_folder, step, storage)) for step in steps]
     summary, confusion = (_read_json(folder, name, storage) for name in (SUMMARY_FILE, CONFUSION_FILE))
-    return RunRecord(folder, lines, attempts, summary, checkpoints, confusion)
+    return RunContents(folder, lines, attempts, summary, checkpoints, confusion)
 
 
 def write_report(folder: str, out: str | None = None, storage: Storage = default_storage) -> str:
-    """Writes the page of a run to `out` (report.html in its folder, unless given). Raises BadInput.
-
-    Returns:
-        where the page is.
-    """
+    """Writes the page of a run to `out`, or to report.html in its folder, and returns its URL. Raises BadInput."""
     url = out or join(folder, NAME)
     storage.write(url, render_report(read_run(folder, storage)).encode())
     return url
 
 
 def write_confusion(folder: str, labels: Sequence[str], counts: Sequence[Sequence[float]]) -> None:
-    """Writes the confusion matrix of the last evaluation to the run's folder: its numbers, and a picture."""
+    """Writes a confusion matrix to the run's folder as JSON and as SVG."""
     matrix = {"labels": list(labels), "counts": [[round(count) for count in row] for row in counts]}
     default_storage.write(join(folder, CONFUSION_FILE), json.dumps(matrix).encode() + b"\n")
     picture = svg.standalone(svg.confusion_matrix(labels, counts))
     default_storage.write(join(folder, "confusion.svg"), picture.encode())
 
 
-def render_report(run: RunRecord, now: Callable[[], float] = time.time) -> str:
-    """The page as XHTML, which is valid XML too. `now` gives the time of its making, in seconds since the epoch."""
+def render_report(run: RunContents, now: Callable[[], float] = time.time) -> str:
+    """Returns the page as XHTML, which is valid XML too. `now` returns seconds since the epoch."""
     start = run.attempts[-1].start if run.attempts else {}
     end = (run.attempts[-1].end or {}) if run.attempts else {}
     name = str((run.summary or start).get("run_id", default_storage.name_of(run.folder)))
@@ -127,8 +122,8 @@ def render_report(run: RunRecord, now: Callable[[], float] = time.time) -> str:
     )
 
 
-def _figures(run: RunRecord) -> str:
-    """The headline numbers, and remarks on the run."""
+def _figures(run: RunContents) -> str:
+    """Renders the headline figures and notes."""
     summary = run.summary or {}
     figures = [*_training_figures(run.lines), *_speed_figures(run.lines, summary)]
     items = "".join(
@@ -176,7 +171,7 @@ def _speed_figures(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any
 
 
 def _words(key: str) -> str:
-    """`eval_weighted_f1` as "weighted f1"."""
+    """Returns "weighted f1" for `eval_weighted_f1`."""
     return key.removeprefix("eval_").replace("_", " ")
 
 
@@ -195,7 +190,7 @@ def _curves(lines: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _phases(attempts: Sequence[Attempt]) -> str:
-    """Seconds by phase, added over all attempts that have an end record. Phases below 0.5 % are left out."""
+    """Renders the seconds by phase, summed over all attempts with an end record, without phases below 0.5 %."""
     seconds: dict[str, float] = {}
     for attempt in attempts:
         for phase, amount in (attempt.end or {}).get("seconds", {}).items():

@@ -1,13 +1,12 @@
-"""The numbers of a run: `MetricsLog` passes them to the run's trackers, and the tracker of this module, which every run
-has, keeps them as JSON lines:
+"""Passes the numbers of a run to its trackers, and keeps them as JSON lines, the tracker that every run has:
 
-    <run folder>/metrics/attempt-0002.00000.jsonl    small objects, one after another; each is rewritten until full
-    <run folder>/metrics.jsonl                       the whole history, written when an attempt ends in good order
+    <run folder>/metrics/attempt-0002.00000.jsonl    small objects; the newest is rewritten until it is full
+    <run folder>/metrics.jsonl                       the whole history, written when an attempt finishes
 
-An object store can't append, and limits how often one name is overwritten. So lines are held back until `flush`, which
-rewrites the newest object whole, at most `LINES` lines of it. A killed attempt loses only the lines it held back, and
-may leave a line that is cut: `read_history` passes over it. An attempt that resumed at step s supersedes the lines of
-earlier attempts beyond s; `read_history` leaves those out.
+An object store can't append, and limits how often one name is overwritten. So lines are buffered until `flush`, which
+rewrites the newest object, of at most `LINES` lines. A killed attempt loses its buffered lines, and may leave a
+truncated line, which `read_history` leaves out. An attempt that resumed at step s supersedes the lines of earlier
+attempts beyond s; `read_history` leaves those out too.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _NAME = re.compile(r"attempt-(\d+)\.(\d+)\.jsonl")
 
 
 class MetricsLog:
-    """Passes the numbers of one attempt to all its trackers. Host 0 has the only one; during training
+    """Passes the numbers of one attempt to all its trackers, on host 0. During training only
     `training.telemetry.writer` calls it."""
 
     def __init__(
@@ -40,15 +39,14 @@ class MetricsLog:
         storage: Storage = default_storage,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        """Starts the trackers.
+        """Opens the trackers; lists the run's folder `folder`.
 
         Args:
             folder: of the run.
             attempt: its number.
-            resumed_at: steps that were done before.
-            trackers: names in `training.telemetry.tracker.TRACKERS`. Reports and later attempts read the one
-                that is named "jsonl".
-            storage: where the run's folder is.
+            resumed_at: steps done by earlier attempts.
+            trackers: names in `training.telemetry.tracker.TRACKERS`. Reports and later attempts read "jsonl".
+            storage: storage of the run's folder.
             settings: the trainer's configuration, for trackers that show it.
         """
         number = unused_file_number(folder, attempt, storage)
@@ -56,17 +54,16 @@ class MetricsLog:
         self._trackers = [open_tracker(name, info) for name in trackers]
 
     def log(self, step: int, values: Values) -> None:
-        """Records values that belong to the state after `step` steps, in memory."""
+        """Buffers values of the state after `step` steps."""
         for tracker in self._trackers:
             tracker.log(step, values)
 
     def flush(self) -> None:
-        """Writes what the trackers hold back. One that fails does not keep the others from it; then the first error is
-        raised, and `flush` may be called again."""
+        """Flushes all trackers, then raises the first error if any failed. May be called again."""
         self._call([tracker.flush for tracker in self._trackers])
 
     def finish(self) -> None:
-        """Ends the records of an attempt that ends in good order, as `flush` does."""
+        """Finishes all trackers, then raises the first error if any failed."""
         self._call([tracker.finish for tracker in self._trackers])
 
     def _call(self, functions: Sequence[Callable[[], None]]) -> None:
@@ -81,17 +78,16 @@ class MetricsLog:
 
 
 class JsonLinesTracker:
-    """The lines of one attempt."""
+    """Writes one attempt's lines. The first one says where the attempt resumed."""
 
     def __init__(self, info: AttemptInfo) -> None:
-        """Starts with the line that says where the attempt resumed."""
         self._info = info
         self._chunk = 0  # number of the newest object
         self._lines = [json.dumps({"attempt": info.attempt, "resumed_at": info.resumed_at})]  # of the newest object
         self._dirty = True
 
     def log(self, step: int, values: Values) -> None:
-        """Adds a line. Floats keep all their digits; one that is NaN or infinite is null, and its name is in
+        """Buffers a line. Floats keep all digits; one that is NaN or infinite is null, and its name in
         "not_finite"."""
         finite = finite_or_none(values)
         lost = [name for name, value in values.items() if value is not None and finite[name] is None]
@@ -99,7 +95,7 @@ class JsonLinesTracker:
         self._dirty = True
 
     def flush(self) -> None:
-        """Rewrites the newest object, and begins others when it is full."""
+        """Rewrites the newest object, and begins the next when it is full."""
         while self._dirty:
             name = f"attempt-{self._info.file_number:04d}.{self._chunk:05d}.jsonl"
             self._info.storage.write(join(self._info.folder, "metrics", name), _join(self._lines[:LINES]))
@@ -118,8 +114,8 @@ class JsonLinesTracker:
 def read_history(
     folder: str, storage: Storage = default_storage, warn: Callable[[str], None] = warn
 ) -> list[dict[str, Any]]:
-    """All lines of a run in the order of its steps, without those that a later attempt trained again, and without those
-    that can't be read: of these it warns.
+    """Returns all lines of a run in the order of its steps, without those that a later attempt superseded. Warns of
+    unreadable lines, and leaves them out.
 
     Each has its "step", and "loss", "gradient_norm", "learning_rate", "examples_per_second" and "data_wait" or the
     "eval_..." of an evaluation; None for a figure that is not finite, whose name is then in "not_finite".
@@ -129,13 +125,13 @@ def read_history(
         lines = storage.read(url).splitlines()
         parsed = [_parse(line) for line in lines]
         if None in parsed:
-            warn(f"{url}: line {parsed.index(None) + 1} of {len(lines)} can't be read, and is left out")
+            warn(f"{url}: line {parsed.index(None) + 1} of {len(lines)} is not readable; left out")
         attempts.setdefault(attempt, []).extend(values for values in parsed if values is not None)
     return merge_attempts(attempts[attempt] for attempt in sorted(attempts))
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    """A line of an object; None for one that was cut, or is something else."""
+    """Returns the values of a line; None for a truncated or foreign one."""
     try:
         values = json.loads(line)
     except ValueError:
@@ -145,7 +141,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def merge_attempts(attempts: Iterable[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Lines of successive attempts as one history. Each attempt begins with a line that says where it resumed."""
+    """Returns the lines of successive attempts as one history. Each attempt's first line says where it resumed."""
     history: list[dict[str, Any]] = []
     for lines in attempts:
         for line in lines:
@@ -157,12 +153,12 @@ def merge_attempts(attempts: Iterable[list[dict[str, Any]]]) -> list[dict[str, A
 
 
 def unused_file_number(folder: str, attempt: int, storage: Storage = default_storage) -> int:
-    """`attempt`, or the next number that no object of the run's metrics has: a local run has only attempts 0."""
+    """Returns `attempt`, or a greater number if the run has metrics under it: all attempts of a local run are 0."""
     return max([attempt, *(used + 1 for used, _ in _objects(folder, storage))])
 
 
 def _objects(folder: str, storage: Storage) -> dict[tuple[int, int], str]:
-    """(file number of the attempt, number of the object) -> URL of each object of a run's metrics."""
+    """Returns the URLs of a run's metrics by (file number of the attempt, number of the object)."""
     urls = {}
     for info in storage.listing(join(folder, "metrics")):
         match = _NAME.fullmatch(name_of(info.url))

@@ -11,16 +11,11 @@ class PhaseTimer:
     """Adds up the seconds of each phase. Phases may nest: each second counts once, for the innermost phase."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic, began: float | None = None) -> None:
-        """Starts the timer.
-
-        Args:
-            now: the time source, in seconds.
-            began: when the process began, by that source; now, unless given.
-        """
+        """`now` returns seconds. `began`: when the process began, by `now`; the present moment, unless given."""
         self._now = now
         self.began = now() if began is None else began
         self.seconds: dict[str, float] = {}
-        self._stack: list[tuple[str, float]] = []  # open phases, outermost first: (name, since when it is counted)
+        self._stack: list[tuple[str, float]] = []  # open phases, outermost first: (name, counted until)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -37,21 +32,19 @@ class PhaseTimer:
                 self._stack[-1] = (self._stack[-1][0], now)
 
     def move(self, source: str, target: str, seconds: float) -> None:
-        """Moves `seconds` from one phase to another: the time of a compilation that happened inside a step."""
+        """Moves `seconds` from one phase to another, for example those of a compilation inside a step."""
         if seconds > 0:
             self.add(source, -seconds)
             self.add(target, seconds)
 
     def add(self, name: str, seconds: float) -> None:
-        """Adds `seconds` to the phase `name`."""
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
     def total(self) -> float:
-        """Seconds since the process began."""
         return self._now() - self.began
 
     def report(self) -> dict[str, float]:
-        """Seconds of all phases, the rest as "other", and the "total"; rounded to milliseconds."""
+        """Returns the seconds of each phase, of the rest as "other", and the "total", rounded to milliseconds."""
         total = self.total()
         phases = {name: max(0.0, seconds) for name, seconds in self.seconds.items()}
         phases["other"] = max(0.0, total - sum(phases.values()))

@@ -1,7 +1,7 @@
-"""Charts as SVG: curves, a bar of shares, a confusion matrix. Pure functions from numbers to text.
+"""Draws charts as SVG: curves, a bar of shares, a confusion matrix. Pure functions from numbers to text.
 
-The SVG fetches nothing and contains no script. Colours are CSS variables, so that a chart suits light and dark
-backgrounds: `STYLE` defines them, once in a page, or inside a chart that is a file of its own (`standalone`).
+The SVG fetches nothing and contains no script. Colours are CSS variables for light and dark backgrounds: `STYLE`
+defines them, once in a page, or inside a chart that is a file of its own (`standalone`).
 """
 
 from __future__ import annotations
@@ -26,20 +26,18 @@ svg text { fill: var(--ink); font: 12px system-ui, sans-serif; }
 svg .faint { fill: var(--faint); }
 """
 COLOURS = tuple(f"var(--{letter})" for letter in "abcdef")
-POINTS = 800  # of a curve: more can't be distinguished at its width
+POINTS = 800  # of a curve: more are indistinguishable at its width
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One line of a chart."""
-
     name: str
     points: Sequence[tuple[float, float]]  # (step, value)
 
 
 @dataclass(frozen=True)
 class ConfusedPair:
-    """Examples of one class that were classified as another."""
+    """A count of examples of one class that were classified as another."""
 
     true: str
     predicted: str
@@ -48,7 +46,7 @@ class ConfusedPair:
 
 
 def standalone(svg: str) -> str:
-    """A chart as a file of its own."""
+    """Returns a chart with its colours, as the content of an SVG file."""
     head, rest = svg.split(">", 1)
     background = '<rect width="100%" height="100%" fill="var(--paper)"/>'
     return f'<?xml version="1.0" encoding="UTF-8"?>\n{head}>\n<style>{STYLE}</style>\n{background}{rest}\n'
@@ -56,7 +54,7 @@ def standalone(svg: str) -> str:
 
 @dataclass(frozen=True)
 class _Axes:
-    """A plot area with its scales: ticks cover the range of the values."""
+    """A plot area with its scales. The ticks span the range of the values."""
 
     x_ticks: Sequence[float]
     y_ticks: Sequence[float]
@@ -68,14 +66,14 @@ class _Axes:
     bottom: int = 30
 
     def place(self, x: float, y: float) -> tuple[float, float]:
-        """Where a value is drawn, in pixels."""
+        """Returns the pixel coordinates of a point."""
         (x0, x1), (y0, y1) = (self.x_ticks[0], self.x_ticks[-1]), (self.y_ticks[0], self.y_ticks[-1])
         across = (x - x0) / (x1 - x0) * (self.width - self.left - self.right)
         up = (y - y0) / (y1 - y0) * (self.height - self.top - self.bottom)
         return self.left + across, self.height - self.bottom - up
 
     def draw(self) -> list[str]:
-        """Grid lines and labels."""
+        """Returns grid lines and labels."""
         parts = []
         for value in self.y_ticks:
             _, y = self.place(self.x_ticks[0], value)
@@ -89,7 +87,7 @@ class _Axes:
 
 
 def line_chart(title: str, curves: Sequence[Curve], *, width: int = 560, height: int = 240) -> str:
-    """Values over steps. Values that are not finite are left out."""
+    """Draws values over steps, without those that are not finite."""
     finite = [(curve.name, [(x, y) for x, y in curve.points if math.isfinite(y)]) for curve in curves]
     kept = [(name, downsample(points, POINTS)) for name, points in finite if points]
     points = [point for _, curve_points in kept for point in curve_points]
@@ -113,7 +111,7 @@ def line_chart(title: str, curves: Sequence[Curve], *, width: int = 560, height:
 
 
 def _polyline(places: Sequence[tuple[float, float]], colour: str) -> list[str]:
-    """A curve; short ones with a dot at each value."""
+    """Draws a curve, with a dot at each value if there are few."""
     corners = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
     stroke = f'fill="none" stroke="{colour}" stroke-width="1.6" stroke-linejoin="round"'
     parts = [f'<polyline points="{corners}" {stroke}/>']
@@ -123,7 +121,7 @@ def _polyline(places: Sequence[tuple[float, float]], colour: str) -> list[str]:
 
 
 def share_bar(title: str, amounts: Sequence[tuple[str, float]], *, width: int = 560) -> str:
-    """One bar, divided in proportion to the amounts (seconds), with a legend."""
+    """Draws one bar, divided in proportion to the amounts (seconds), with a legend."""
     total = sum(amount for _, amount in amounts)
     if total <= 0:
         return _empty_chart(title, width)
@@ -142,13 +140,7 @@ def share_bar(title: str, amounts: Sequence[tuple[str, float]], *, width: int = 
 
 
 def most_confused_pairs(labels: Sequence[str], counts: Sequence[Sequence[float]], top: int = 10) -> list[ConfusedPair]:
-    """The largest counts beside the diagonal, largest first.
-
-    Args:
-        labels: of the classes.
-        counts: examples by (true class, predicted class).
-        top: how many pairs at most.
-    """
+    """Returns the `top` largest counts off the diagonal, largest first. `counts`: by (true class, predicted class)."""
     pairs = [
         ConfusedPair(labels[true], labels[predicted], round(count), round(sum(row)))
         for true, row in enumerate(counts)
@@ -159,9 +151,9 @@ def most_confused_pairs(labels: Sequence[str], counts: Sequence[Sequence[float]]
 
 
 def confusion_matrix(labels: Sequence[str], counts: Sequence[Sequence[float]], top: int = 10) -> str:
-    """True classes downwards, predicted ones across, and below them the most confused pairs.
+    """Draws true classes downwards, predicted ones across, and below them the `top` most confused pairs.
 
-    The larger the share of its row, the darker is a cell. Arguments as of `most_confused_pairs`.
+    The larger a cell's share of its row, the darker its colour. `counts`: by (true class, predicted class).
     """
     cell = max(8, min(36, 640 // len(labels)))
     font = max(7, min(12, cell - 1))
@@ -190,7 +182,7 @@ def confusion_matrix(labels: Sequence[str], counts: Sequence[Sequence[float]], t
 def _matrix_cell(
     place: tuple[float, float], size: int, count: float, share: float, title: str, *, on_diagonal: bool
 ) -> list[str]:
-    """A cell of the matrix, with its count where there is room for it."""
+    """Draws a cell of the matrix, with its count if there is room."""
     x, y = place
     paint = f'fill="var(--{"a" if on_diagonal else "b"})" opacity="{0.3 + 0.7 * share:.2f}"'
     parts = [f'<rect x="{x}" y="{y}" width="{size}" height="{size}" {paint}><title>{escape(title)}</title></rect>']
@@ -202,8 +194,7 @@ def _matrix_cell(
 
 
 def downsample(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float]]:
-    """At most about `most` points that look the same: the lowest and the highest of each stretch, so that no spike is
-    lost."""
+    """Returns about `most` points at most: the lowest and the highest of each stretch, so that no spike is lost."""
     if len(points) <= most:
         return list(points)
     size = math.ceil(len(points) / (most // 2))
@@ -215,7 +206,7 @@ def downsample(points: Sequence[tuple[float, float]], most: int) -> list[tuple[f
 
 
 def axis_ticks(low: float, high: float, about: int, *, whole: bool = False) -> list[float]:
-    """Round numbers from at most `low` to at least `high`: two or more."""
+    """Returns two or more round numbers, from at most `low` to at least `high`, `whole` ones if asked."""
     if high <= low:
         pad = abs(low) * 0.1 or 1.0
         low, high = low - pad, high + pad
@@ -229,14 +220,14 @@ def axis_ticks(low: float, high: float, about: int, *, whole: bool = False) -> l
 
 
 def format_number(value: float) -> str:
-    """Short: 12000 is 12k."""
+    """Returns a short form: "12k" for 12000."""
     if value and (abs(value) >= 1e7 or abs(value) < 1e-3):
         return f"{value:.3g}".replace("e-0", "e-").replace("e+0", "e")
     return f"{value / 1000:g}k" if abs(value) >= 10_000 else f"{value:g}"
 
 
 def format_duration(amount: float) -> str:
-    """For example "2 h 05 min", "3 min 20 s", "4.2 s"."""
+    """Returns for example "2 h 05 min", "3 min 20 s", "4.2 s"."""
     if amount < 60:
         return f"{amount:.1f} s"
     whole = round(amount)

@@ -2,11 +2,11 @@
 
     <run folder>/tensorboard/events.out.tfevents.1795169047.attempt-0002.00000
 
-A file is TFRecord frames of `Event` messages, as TensorBoard reads them. On a disk it grows by appending, so that
-readers that keep the file open see the rest; a crash leaves at most one incomplete frame at its end, which readers
-leave out. An object store can't append: there the newest object is rewritten whole until it has `ROLL_BYTES`, then the
-next begins. An attempt that resumed at step s begins with a START message at s + 1, which makes TensorBoard drop the
-events of earlier attempts for the steps that are trained again.
+A file is a sequence of TFRecord frames of `Event` messages. On a disk it grows by appending, so that readers that keep
+the file open see new events; a crash leaves at most one incomplete frame at its end, which readers ignore. An object
+store can't append: there the newest object is rewritten whole until it has `ROLL_BYTES`, then the next begins. An
+attempt that resumed at step s begins with a START message at s + 1, which makes TensorBoard drop the events of earlier
+attempts for the steps that are trained again.
 """
 
 from __future__ import annotations
@@ -24,29 +24,23 @@ ROLL_BYTES = 1 << 20
 
 
 class TensorBoardTracker:
-    """The events of one attempt. Needs the package tensorboard, which brings the messages."""
+    """Writes the events of one attempt. Needs the package tensorboard, which defines the messages."""
 
     def __init__(self, info: AttemptInfo, now: Callable[[], float] = time.time) -> None:
-        """Starts the attempt's first file.
-
-        Args:
-            info: the attempt.
-            now: the time source, in seconds since the epoch.
-        """
+        """`now` returns seconds since the epoch."""
         from tensorboard.compat.proto import event_pb2, summary_pb2
 
         self._event, self._summary, self._now = event_pb2.Event, summary_pb2.Summary, now
         name = f"events.out.tfevents.{int(now()):010d}.attempt-{info.file_number:04d}"
         self._base = storage.join(info.folder, FOLDER, name)
-        self._number = 0  # of the newest object, in a bucket
-        self._written = bytearray()  # what the newest object holds, in a bucket
+        self._number = 0  # of the newest file or object
+        self._written = bytearray()  # content of the newest object, in a bucket
         self._pending = bytearray()
         self._add(self._event(wall_time=now(), step=0, file_version="brain.Event:2"))
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         self._add(self._event(wall_time=now(), step=info.resumed_at + 1, session_log=start))
 
     def log(self, step: int, values: Values) -> None:
-        """Adds an event with the values as scalars."""
         scalars = [self._summary.Value(tag=tag, simple_value=value) for tag, value in name_scalars(values).items()]
         self._add(self._event(wall_time=self._now(), step=step, summary=self._summary(value=scalars)))
 
@@ -65,12 +59,11 @@ class TensorBoardTracker:
             try:
                 storage.append(url, bytes(self._pending))
             except Exception:
-                self._number += 1  # a frame of this file may be incomplete, and nothing behind it would be read
+                self._number += 1  # readers stop at an incomplete frame, which this file may have now
                 raise
         self._pending.clear()
 
     def finish(self) -> None:
-        """Flushes."""
         self.flush()
 
     def _add(self, event: Any) -> None:
@@ -78,7 +71,7 @@ class TensorBoardTracker:
 
 
 def name_scalars(values: Mapping[str, Any]) -> dict[str, float]:
-    """TensorBoard's tag -> value: `eval_loss` is evaluation/loss, `loss` is train/loss."""
+    """Returns the numbers by TensorBoard's tag: `eval_loss` becomes evaluation/loss, `loss` train/loss."""
     return {
         f"evaluation/{name.removeprefix('eval_')}" if name.startswith("eval_") else f"train/{name}": float(value)
         for name, value in values.items()

@@ -1,5 +1,4 @@
-"""The lines that people read on host 0: the progress line, which the launcher parses, and the final summary. Pure
-functions."""
+"""Formats what host 0 prints: the progress line, which the launcher parses, and the final summary. Pure functions."""
 
 from __future__ import annotations
 
@@ -7,32 +6,32 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-_PROGRESS = re.compile(r"step +(\d+)/(\d+)  loss (\S+)  ([\d,.]+) examples/s(?:  (\d+)% data wait)?")
+_PROGRESS = re.compile(r"step +(\d+)/(\d+)  loss (\S+)  ([\d,.]+) examples/s  (\d+)% data wait")
 
 
 @dataclass(frozen=True)
-class Progress:
-    """What a progress line says."""
+class ProgressFigures:
+    """The figures of a progress line."""
 
     step: int  # steps done
     steps: int  # of the whole run
     loss: float
     examples_per_second: float
-    data_wait: float | None = None  # share of the steps' time that they waited for batches; older trainers don't say
+    data_wait: float  # share of the steps' time that was spent waiting for batches
 
 
 def format_progress(
     step: int, steps: int, loss: float, examples_per_second: float, data_wait: float, remaining_seconds: float
 ) -> str:
-    """The progress line that host 0 prints. `parse_progress` is its inverse."""
+    """Returns the progress line; `parse_progress` is the inverse."""
     return (
         f"step {step:>{len(str(steps))}}/{steps}  loss {loss:.5f}  {examples_per_second:,.1f} examples/s  "
         f"{data_wait:.0%} data wait  {format_remaining(remaining_seconds)} left"
     )
 
 
-def parse_progress(line: str) -> Progress | None:
-    """What a line of host 0's log says, or None when it holds no progress line.
+def parse_progress(line: str) -> ProgressFigures | None:
+    """Returns the figures of the progress line in a line of host 0's log, or None.
 
     The loss is rounded to 5 decimals, the rate to 1 and the data wait to percents, as in the line.
     """
@@ -40,33 +39,29 @@ def parse_progress(line: str) -> Progress | None:
     if match is None:
         return None
     step, steps, loss, rate, wait = match.groups()
-    data_wait = None if wait is None else int(wait) / 100
     try:
-        return Progress(int(step), int(steps), float(loss), float(rate.replace(",", "")), data_wait)
-    except ValueError:  # another program's line that looks alike
+        return ProgressFigures(int(step), int(steps), float(loss), float(rate.replace(",", "")), int(wait) / 100)
+    except ValueError:  # a similar line of another program
         return None
 
 
 def format_remaining(seconds: float) -> str:
-    """For example "2:05:00" or "0:07"."""
+    """Returns for example "2:05:00" or "0:07"."""
     whole = max(0, round(seconds))
     hours, minutes = divmod(whole // 60, 60)
     return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
 
 
 def format_evaluation(step: int, figures: dict[str, float]) -> str:
-    """The line of an evaluation between steps."""
     return f"evaluation after step {step}: {format_figures(figures)}"
 
 
 def format_figures(figures: dict[str, float]) -> str:
-    """The figures of an evaluation, by name."""
     return "  ".join(f"{name} {value:.5f}" for name, value in figures.items())
 
 
 def format_program_counts(summary: dict[str, Any]) -> str:
-    """The framework's own counts: compilations, syncs, operations on the host. Each costs time that the model does not
-    use."""
+    """Returns a line with the framework's counts of what costs time: compilations, syncs, operations on the host."""
     syncs, fallbacks = summary.get("device_to_host_syncs"), summary.get("host_fallbacks") or []
     counts = [f"{summary['compilations']} compilations in {summary.get('compile_seconds', 0.0):.1f} s"]
     if "graphs" in summary:
@@ -80,13 +75,13 @@ def format_program_counts(summary: dict[str, Any]) -> str:
 
 
 def format_upload(hub: dict[str, Any]) -> str:
-    """What the Hub has of the run: the value of "hub" in the summary."""
+    """Returns a line about the summary's "hub": the newest step in the Hub's repository, and the last error."""
     done = f"has step {hub['step']}: {hub['commit']}" if hub["commit"] else "has nothing of this attempt"
     return f"hub: {hub['repository']} {done}" + (f"; the last upload failed: {hub['error']}" if hub["error"] else "")
 
 
 def format_summary(summary: dict[str, Any]) -> str:
-    """A few lines of the summary for people; summary.json has all of it."""
+    """Returns the main figures of summary.json as a few lines."""
     precision = f", {summary['precision']}" if "precision" in summary else ""
     lines = [
         f"finished {summary['steps']} steps on {summary['hosts']} host(s), {summary['devices']} device(s){precision}: "
@@ -114,23 +109,21 @@ def format_summary(summary: dict[str, Any]) -> str:
 
 
 def format_skipped_steps(count: int) -> str:
-    """Steps whose update was left out."""
     return f"{count} step(s) were skipped, whose loss or gradient norm was not finite (train.on_nonfinite: skip)"
 
 
 def _number(value: float | None) -> str:
-    """A loss; of a run without a finite one, nan."""
     return "nan" if value is None else f"{value:.4f}"
 
 
 def format_start(attempt: int, seconds: dict[str, float], programs: int, cached: int) -> str:
-    """How long an attempt took to the result of its first step.
+    """Returns a line about an attempt's time to the result of its first step.
 
     Args:
         attempt: its number.
-        seconds: by phase, as of PhaseTimer.report.
-        programs: that the framework wanted compiled.
-        cached: of them, that were in the compilation cache.
+        seconds: by phase, from PhaseTimer.report.
+        programs: how many the framework compiled or took from the compilation cache.
+        cached: how many of them were in the cache.
     """
     compiled = f"{programs} program(s)" + (f", {cached} of them from the cache" if cached else "")
     return f"attempt {attempt}: first step after {seconds['total']:.1f} s: {_format_phases(seconds)}; {compiled}"

@@ -1,11 +1,10 @@
-"""The one writer of a run's numbers: a thread of host 0, so that storage which is slow or refuses can't stop training.
+"""Writes a run's numbers from a thread of host 0, so that slow or failing storage can't stop training.
 
-    loop thread      `log` puts the values into a list in memory, at most `MOST_WAITING` of them; it never waits
-    writer thread    every `FLUSH_SECONDS` passes them to the trackers and flushes those; what fails is tried again,
-                     with one warning. Values are passed on once, and only when everything before them is written
+    loop thread      `log` queues values in memory, at most `MOST_WAITING` lines; it never blocks
+    writer thread    every `FLUSH_SECONDS` passes queued values to the trackers and flushes those; retries what fails,
+                     with one warning. Each value is passed on once, and only when everything before it is written
 
-Opening the log lists the run's folder, so that belongs to the thread too. In the end `finish` waits for it, for a
-limited time.
+The thread also opens the log, which lists the run's folder. `finish` waits for the thread, for a limited time.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from training.telemetry.metrics import MetricsLog
 from training.telemetry.tracker import Values
 
 FLUSH_SECONDS = 20.0
-RETRY_SECONDS = 1.0  # between tries when the run waits for the end
-HURRIED_SECONDS = 5.0  # that the end may take while a machine is taken away
-MOST_WAITING = 10_000  # lines in memory: hours of them, in 3 MB
+RETRY_SECONDS = 1.0  # between tries while `finish` waits
+HURRIED_SECONDS = 5.0  # limit of `join` once the machine is being taken away
+MOST_WAITING = 10_000  # lines in memory: hours of training, in 3 MB
 
 
 def join(thread: Thread, seconds: float, is_hurried: Callable[[], bool], clock: Callable[[], float]) -> bool:
-    """Waits for the end of a thread, at most `seconds`, and at most `HURRIED_SECONDS` from when `is_hurried` says so.
-    Returns whether it has ended."""
+    """Waits until a thread ends, at most `seconds`, and at most `HURRIED_SECONDS` from when `is_hurried` is true.
+    Returns whether the thread has ended."""
     deadline = clock() + seconds
     was_hurried = False
     while thread.is_alive() and clock() < deadline:
@@ -60,7 +59,7 @@ class MetricsWriter:
         self._thread = machine.threads.start(self._serve, name="metrics")
 
     def log(self, step: int, values: Values) -> None:
-        """Takes values that belong to the state after `step` steps. Without room for them, the oldest are lost."""
+        """Queues values of the state after `step` steps. A full queue drops its oldest line."""
         with self._changed:
             if len(self._waiting) == MOST_WAITING:
                 self._waiting.popleft()
@@ -68,12 +67,13 @@ class MetricsWriter:
             self._waiting.append((step, dict(values)))
 
     def finish(self, seconds: float, *, whole: bool = False, is_hurried: Callable[[], bool] = lambda: False) -> None:
-        """Writes what is left, and waits for that at most `seconds`. A second call does nothing.
+        """Lets the thread write the rest and end, and waits for that; warns of lines that are lost. A second call does
+        nothing.
 
         Args:
-            seconds: to wait.
-            whole: the attempt ends in good order: the run's whole history is written too.
-            is_hurried: whether the machine is taken away: then it waits for `HURRIED_SECONDS` at most.
+            seconds: longest time to wait.
+            whole: also write the run's whole history, because the attempt has finished.
+            is_hurried: returns whether the machine is being taken away; then the wait is at most `HURRIED_SECONDS`.
         """
         if self._was_awaited:
             return
@@ -102,9 +102,9 @@ class MetricsWriter:
     def _try_to_write(self, whole: bool) -> bool:
         try:
             self._write(whole)
-        except Exception as error:  # whatever a tracker raises: it must not end the run
+        except Exception as error:  # a tracker may raise anything, and must not end the run
             if self._failure is None:
-                self._warn(f"metrics can't be written: {error}; training goes on, and it is tried again")
+                self._warn(f"metrics can't be written: {error}; training continues, and tpu-train will try again")
             self._failure = str(error)
             return False
         self._failure = None

@@ -1,0 +1,204 @@
+"""Trackers for Weights & Biases and MLflow. A service that fails costs a warning: the run and the other trackers go on.
+
+The one thread that writes metrics (training.telemetry.writer) calls them. Values wait in memory, at most `MOST_WAITING`
+lines. After a failure the service is left alone for `PAUSE_SECONDS`, so that its time-outs don't hold up the other
+trackers again and again. Values of a failed call are sent again, so a service may have some of them twice.
+
+Both record each attempt separately, because they take steps in rising order only and a resumed attempt repeats some.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from training.storage import is_remote, name_of
+from training.telemetry.console import warn
+from training.telemetry.tensorboard import name_scalars
+from training.telemetry.tracker import AttemptInfo, Values, finite_or_none
+
+PAUSE_SECONDS = 60.0
+MOST_WAITING = 10_000
+_PROJECT = "tpu-launch"  # and the name of MLflow's experiment
+_WANDB_SECONDS = 15  # timeout of the login, the start and the end of a run
+# MLflow's own defaults retry for many minutes, and would hold up the other trackers.
+_MLFLOW_TIMEOUTS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
+_MLFLOW_METRICS = 500  # of one call; a server takes 1,000
+_MLFLOW_PARAMETERS = 100  # of one call: a server's limit
+_MLFLOW_PARAMETER_LENGTH = 500  # characters
+
+Line = tuple[int, dict[str, float]]  # a step, and values by name
+
+
+class Service(Protocol):
+    """One attempt's record at a service. Its methods may raise anything."""
+
+    def send(self, lines: Sequence[Line]) -> None: ...
+
+    def close(self) -> None:
+        """Marks the record as finished."""
+
+
+class GuardedTracker:
+    """A tracker that passes values on to a service, and never raises."""
+
+    def __init__(
+        self,
+        name: str,
+        open_service: Callable[[AttemptInfo], Service],
+        info: AttemptInfo,
+        *,
+        warn: Callable[[str], None] = warn,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`open_service` begins the attempt's record; the first `flush` calls it, and later ones after it failed."""
+        self._name, self._open, self._info, self._warn, self._clock = name, open_service, info, warn, clock
+        self._service: Service | None = None
+        self._waiting: deque[Line] = deque(maxlen=MOST_WAITING)
+        self._lost, self._retry_at, self._is_failing = 0, float("-inf"), False
+
+    def log(self, step: int, values: Values) -> None:
+        """Queues the finite values under TensorBoard's names. A full queue drops its oldest line."""
+        self._lost += len(self._waiting) == MOST_WAITING
+        self._waiting.append((step, name_scalars(finite_or_none(values))))
+
+    def flush(self) -> None:
+        """Sends the queue, unless the service failed less than `PAUSE_SECONDS` ago."""
+        if self._clock() >= self._retry_at:
+            self._try(self._send)
+
+    def finish(self) -> None:
+        """Sends the queue and closes the record; warns of lines that did not arrive."""
+        self._try(self._end)
+        if self._waiting or self._lost:
+            self._warn(f"{self._name}: {len(self._waiting) + self._lost} lines of metrics did not reach it")
+
+    def _send(self) -> None:
+        if self._service is None:
+            self._service = self._open(self._info)
+        if self._waiting:
+            self._service.send(list(self._waiting))
+            self._waiting.clear()
+
+    def _end(self) -> None:
+        self._send()
+        assert self._service is not None
+        self._service.close()
+
+    def _try(self, function: Callable[[], None]) -> None:
+        try:
+            function()
+        except Exception as error:  # the service's package may raise anything
+            if not self._is_failing:
+                reason = " ".join(str(error).split()) or type(error).__name__
+                self._warn(f"{self._name}: {reason}; training continues, and tpu-train will try again")
+            self._is_failing, self._retry_at = True, self._clock() + PAUSE_SECONDS
+        else:
+            self._is_failing = False
+
+
+class WandbRun:
+    """One of Weights & Biases' runs for each attempt; the attempts of a run are a group.
+
+    WANDB_API_KEY, WANDB_PROJECT, WANDB_MODE and its other variables apply. With WANDB_MODE=offline nothing is sent; the
+    files are in `wandb` below WANDB_DIR, else below the run's folder if that is local, and `wandb sync` uploads them.
+    """
+
+    def __init__(self, info: AttemptInfo) -> None:
+        """Starts the attempt's run, or continues the one that an earlier call has started."""
+        import wandb
+
+        run = name_of(info.folder)
+        local = None if is_remote(info.folder) else info.folder
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT") or _PROJECT,
+            id=f"{run}-{info.file_number}",
+            name=f"{run}, attempt {info.attempt}",
+            group=run,
+            dir=os.environ.get("WANDB_DIR") or local or tempfile.gettempdir(),
+            config={**info.settings, "attempt": info.attempt, "resumed_at": info.resumed_at},
+            resume="allow",
+            settings=wandb.Settings(
+                console="off",
+                silent=True,
+                init_timeout=_WANDB_SECONDS,
+                finish_timeout=_WANDB_SECONDS,
+                login_timeout=_WANDB_SECONDS,
+            ),
+        )
+
+    def send(self, lines: Sequence[Line]) -> None:
+        for step, values in lines:
+            self._run.log(values, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MlflowRun:
+    """One of MLflow's runs for each attempt, with the run's id as a tag.
+
+    MLFLOW_TRACKING_URI and its other variables apply. Without that one, records are files in `mlflow` of the run's
+    folder, which must be local (MLflow writes no bucket): `mlflow ui --backend-store-uri` shows them.
+    """
+
+    def __init__(self, info: AttemptInfo) -> None:
+        """Creates the attempt's run. Raises ValueError when it would have to be in a bucket."""
+        for name, value in _MLFLOW_TIMEOUTS.items():
+            os.environ.setdefault(name, value)
+        uri = os.environ.get("MLFLOW_TRACKING_URI") or _mlflow_folder(info)
+        if "://" not in uri or uri.startswith("file:"):
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # otherwise MLflow refuses plain files
+        from mlflow import MlflowClient
+        from mlflow.entities import Metric, Param
+
+        self._metric, self._client = Metric, MlflowClient(tracking_uri=uri)
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or _PROJECT
+        experiment = self._client.get_experiment_by_name(name)
+        experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(name)
+        run = name_of(info.folder)
+        tags = {"tpu-launch.run": run, "tpu-launch.attempt": str(info.attempt)}
+        created = self._client.create_run(experiment_id, run_name=f"{run}, attempt {info.attempt}", tags=tags)
+        self._run_id: str = created.info.run_id
+        parameters = [Param(name, str(value)[:_MLFLOW_PARAMETER_LENGTH]) for name, value in flatten(info.settings)]
+        for first in range(0, len(parameters), _MLFLOW_PARAMETERS):
+            self._client.log_batch(self._run_id, params=parameters[first : first + _MLFLOW_PARAMETERS])
+
+    def send(self, lines: Sequence[Line]) -> None:
+        now = int(time.time() * 1000)
+        metrics = [self._metric(name, value, now, step) for step, values in lines for name, value in values.items()]
+        for first in range(0, len(metrics), _MLFLOW_METRICS):
+            self._client.log_batch(self._run_id, metrics=metrics[first : first + _MLFLOW_METRICS])
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run_id)
+
+
+def _mlflow_folder(info: AttemptInfo) -> str:
+    if is_remote(info.folder):
+        raise ValueError(
+            "MLFLOW_TRACKING_URI is not set, and MLflow writes no bucket: name a tracking server in run.environment"
+        )
+    return (Path(info.folder).absolute() / "mlflow").as_uri()
+
+
+def flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields nested settings as pairs like ("train.steps", 100), leaving out those that are None."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from flatten(value, f"{prefix}{name}.")
+        elif value is not None:
+            yield f"{prefix}{name}", value
+
+
+def open_wandb(info: AttemptInfo) -> GuardedTracker:
+    return GuardedTracker("wandb", WandbRun, info)
+
+
+def open_mlflow(info: AttemptInfo) -> GuardedTracker:
+    return GuardedTracker("mlflow", MlflowRun, info)
