@@ -44,12 +44,10 @@ class Head:
 class TaskEntry:
     """The parts of a task."""
 
-    data: str  # a class with the protocol training.tasks.task.Task
+    data: str  # a class over one kind of rows: a training.tasks.task.Task
     rows: str  # of the datasets that it reads: training.data.formats.dataset.Rows
     torch: str  # sums(network, batch) of torch tensors
     tensorflow: str  # sums(network, batch, training) of TensorFlow tensors
-    tensorflow_rows: str  # host_rows(config, slice, data, start): a tf.data dataset
-    tensorflow_evaluation_rows: str  # evaluation_rows(config, slice, data): a tf.data dataset
     head: Head
     # Of an evaluation: name -> which values are better; in the order in which they are shown.
     figures: Mapping[str, Literal["min", "max"]]
@@ -90,8 +88,6 @@ TASKS: dict[str, TaskEntry] = {
         rows="packed",
         torch="training.tasks.mlm.torch:sums",
         tensorflow="training.tasks.mlm.tf:sums",
-        tensorflow_rows="training.tasks.mlm.tf:host_rows",
-        tensorflow_evaluation_rows="training.tasks.mlm.tf:evaluation_rows",
         head=MASKED_LM,
         figures={"loss": "min", "perplexity": "min", "accuracy": "max"},
     ),
@@ -100,8 +96,6 @@ TASKS: dict[str, TaskEntry] = {
         rows="class-labelled",
         torch="training.tasks.classification.torch:sums",
         tensorflow="training.tasks.classification.tf:sums",
-        tensorflow_rows="training.tasks.classification.tf:host_rows",
-        tensorflow_evaluation_rows="training.tasks.classification.tf:evaluation_rows",
         head=Head("ForSequenceClassification", "text-classification", "single_label_classification"),
         figures={"loss": "min", "accuracy": "max", "weighted_f1": "max"},
         unused_keys={
@@ -116,8 +110,6 @@ TASKS: dict[str, TaskEntry] = {
         rows="number-labelled",
         torch="training.tasks.regression.torch:sums",
         tensorflow="training.tasks.regression.tf:sums",
-        tensorflow_rows="training.tasks.regression.tf:host_rows",
-        tensorflow_evaluation_rows="training.tasks.regression.tf:evaluation_rows",
         head=Head("ForSequenceClassification", "text-classification", "regression"),
         figures={"loss": "min", "mse": "min", "mae": "min", "pearson": "max"},
         unused_keys={

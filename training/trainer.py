@@ -44,6 +44,8 @@ from training.telemetry.writer import HURRIED_SECONDS, MetricsWriter
 
 _FINISH_SECONDS = 60.0  # that the last metrics may take
 
+FinishedStep = tuple[StepResult, HostBatch]
+
 RECORD_SECONDS = 30.0  # for host 0 to record that a step was not finite, before any host leaves
 
 
@@ -213,7 +215,13 @@ class Trainer:
                 with self.profiler.step(progress.step):
                     with run.timer.phase("data_wait"), self.profiler.scope("data wait"):
                         batch = next(batches)
-                    self.train_on(batch)
+                    signals = self.announce_step(batch)
+                    with self.compilations.timed("step"):
+                        with self.profiler.scope("dispatch"):
+                            pending = self.backend.step(progress.step, batch.arrays, signals)
+                        results = self.read_results_due(pending, batch, signals)
+                    self.take_results(results)
+                    self.check_step(batch)
                 self.profiler.check()
                 is_due = save.due(progress.step) or progress.signals.save
                 if is_due and not best:
@@ -229,27 +237,32 @@ class Trainer:
         if progress.signals.stop:
             self.stop()
 
-    def train_on(self, batch: HostBatch) -> None:
-        """Starts the next step, and reads the results of those that need not be in flight any more."""
-        run, progress = self.run, self.progress
-        first = "" if progress.trained else ", the first of this attempt"
-        run.rendezvous.set_phase(f"step {progress.step}{first}")
-        signals = self._signals()
+    def announce_step(self, batch: HostBatch) -> Signals:
+        """Tells the other hosts that this one starts the next step, on `batch`. Returns what this host asks of all
+        hosts in the step."""
+        first = "" if self.progress.trained else ", the first of this attempt"
+        self.run.rendezvous.set_phase(f"step {self.progress.step}{first}")
+        minutes = EveryMinutes(self.run.config.checkpoint.every_minutes)
+        save_due = self.run.cluster.is_first and minutes.due(self.run.timer.total(), self._saved_at)
+        return Signals(self.run.shutdown.requested, save_due)
+
+    def read_results_due(self, pending: Pending, batch: HostBatch, signals: Signals) -> list[FinishedStep]:
+        """Counts a step as started, and returns the results of steps that need not be in flight any more."""
+        self._in_flight.append((pending, batch))
+        self.progress.start_step()
+        self.work.add(batch.arrays)
         # A host without others need not wait until all have read the result of this step.
-        is_last = signals.stop and run.cluster.hosts == 1
-        with self.compilations.timed("step"):
-            with self.profiler.scope("dispatch"):
-                self._in_flight.append((self.backend.step(progress.step, batch.arrays, signals), batch))
-            progress.start_step()
-            self.work.add(batch.arrays)
-            with self.profiler.scope("result"):
-                finished = self._read_results(leave=0 if is_last else self.backend.in_flight)
-        self._take_results(finished)
+        is_last = signals.stop and self.run.cluster.hosts == 1
+        with self.profiler.scope("result"):
+            return self._read_results(leave=0 if is_last else self.backend.in_flight)
+
+    def check_step(self, batch: HostBatch) -> None:
+        """Raises the errors that other hosts, background saves and compilations had until this step was started."""
         self.checkpoints.check()
-        run.rendezvous.check()
+        self.run.rendezvous.check()
         if self.uploader:
             self.uploader.committed(self.checkpoints.committed)
-        self.compilations.check_step(progress.step - 1, batch)
+        self.compilations.check_step(self.progress.step - 1, batch)
 
     def save(self) -> None:
         """Begins to save the present step, unless that is done already. With `checkpoint.background` the next steps run
@@ -352,26 +365,21 @@ class Trainer:
     def finish_steps(self) -> None:
         """Waits for all steps in flight."""
         with self.compilations.timed("step"):
-            finished = self._read_results(leave=0)
-        self._take_results(finished)
+            results = self._read_results(leave=0)
+        self.take_results(results)
 
-    def _signals(self) -> Signals:
-        """What this host asks of all hosts in its next step."""
-        minutes = EveryMinutes(self.run.config.checkpoint.every_minutes)
-        is_due = self.run.cluster.is_first and minutes.due(self.run.timer.total(), self._saved_at)
-        return Signals(self.run.shutdown.requested, is_due)
-
-    def _read_results(self, leave: int) -> list[tuple[Any, HostBatch]]:
-        """Waits for steps, oldest first, until `leave` are in flight."""
+    def _read_results(self, leave: int) -> list[FinishedStep]:
+        """Waits for steps, oldest first, until `leave` are in flight. Returns their results."""
         finished = []
         while len(self._in_flight) > leave:
             pending, batch = self._in_flight.popleft()
             finished.append((pending.result(), batch))
         return finished
 
-    def _take_results(self, finished: list[tuple[Any, HostBatch]]) -> None:
+    def take_results(self, results: list[FinishedStep]) -> None:
+        """Counts and reports the results of steps. Raises NonFinite."""
         train = self.run.config.train
-        for result, batch in finished:
+        for result, batch in results:
             self.progress.finish_step(result, batch)
             step = self.progress.finished
             if self._start_seconds is None:

@@ -322,9 +322,9 @@ def _inject_into_rendezvous(injector: _Injector) -> None:
 def _inject_into_steps(injector: _Injector, trained: str) -> None:
     from training.trainer import Trainer
 
-    real_train_on = Trainer.train_on
+    announce_step = Trainer.announce_step
 
-    def train_on(trainer: Any, batch: Any) -> None:
+    def announce(trainer: Any, batch: Any) -> Any:
         line = {
             "attempt": trainer.run.cluster.attempt,
             "worker": trainer.run.cluster.worker,
@@ -337,6 +337,6 @@ def _inject_into_steps(injector: _Injector, trained: str) -> None:
         if not trainer.progress.trained:
             injector.pass_point("compiling")
         injector.pass_point("a step")
-        real_train_on(trainer, batch)
+        return announce_step(trainer, batch)
 
-    Trainer.train_on = train_on  # type: ignore[method-assign]
+    Trainer.announce_step = announce  # type: ignore[method-assign]

@@ -87,7 +87,9 @@ cluster = discover()
 rendezvous = join(cluster, asked, start_seconds=120, seconds=60, lost_seconds=10)
 code, message = Exit.FINISHED, ""
 try:
-    single_client.run(config, cluster, rendezvous, asked, program)
+    with single_client.open_host(config, cluster, rendezvous, asked) as host:
+        if host:
+            program(config, *host, asked)
 except TrainError as error:
     print(f"{type(error).__name__}: {error}", flush=True)
     code, message = error.exit_code, str(error)

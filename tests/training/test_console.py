@@ -48,20 +48,18 @@ def test_elsewhere_each_is_a_line_and_other_hosts_say_nothing() -> None:
 
 TRAINING = """
 import os, sys
-from training.cli.train import run_and_exit
+from training.cli.train import ending_process
 from training.distributed.rendezvous import SingleHost
 from training.errors import StopRequested
 from training.telemetry.console import Console, warn
 
-def work():
+with ending_process(SingleHost()):
     console = Console(True)
     for step in range(2000):
         console.progress(f"step {step}")
     warn("a warning")
     console.close()
     raise StopRequested("stopped")
-
-run_and_exit(SingleHost(), work)
 """
 
 

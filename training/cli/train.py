@@ -1,8 +1,8 @@
 """The commands of `tpu-train` that every host of a slice runs: train, evaluate, check-devices, exec; and `profile`,
 which runs beside `train`.
 
-The launcher decides from the exit code alone. So `run_and_exit` leaves with `os._exit` as soon as the code is known: a
-framework's threads may crash or hang in an orderly end of the interpreter.
+The launcher decides from the exit code alone. So `ending_process` leaves with `os._exit` as soon as the code is known:
+a framework's threads may crash or hang in an orderly end of the interpreter.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
     from training.distributed.cluster import Cluster
     from training.distributed.rendezvous import Rendezvous
     from training.distributed.shutdown import ShutdownRequest
-
-    Program = Callable[[TrainerConfig, Cluster, Rendezvous, ShutdownRequest], Any]
 
 
 @click.command()
@@ -57,15 +56,12 @@ def train(began: float | None, config: str, overrides: tuple[str, ...], run_id: 
     stop_seconds = settings.checkpoint.stop_seconds
     shutdown.limit(stop_seconds, lambda: exit_overdue(rendezvous, stop_seconds))
 
-    def run() -> None:
-        from functools import partial
-
+    with ending_process(rendezvous):
         with timer.phase("imports"):
             from training.trainer import train as run_training
-
-        _run_program(settings, cluster, rendezvous, shutdown, partial(run_training, timer=timer))
-
-    run_and_exit(rendezvous, run)
+        with _program_host(settings, cluster, rendezvous, shutdown) as host:
+            if host:
+                run_training(settings, *host, shutdown, timer)
 
 
 @click.command()
@@ -92,16 +88,15 @@ def evaluate(model: str, config: str, overrides: tuple[str, ...], step: int | No
     os.dup2(2, 1)
     cluster, rendezvous = _join_cluster(settings, shutdown)
 
-    def program(config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous, shutdown: ShutdownRequest) -> None:
-        from training import evaluate as evaluation
+    with ending_process(rendezvous), _program_host(settings, cluster, rendezvous, shutdown) as host:
+        if host:
+            from training import evaluate as evaluation
 
-        result = evaluation.evaluate(model, config, cluster, rendezvous, shutdown, step)
-        rendezvous.meet("end")
-        if cluster.is_first:
-            text = f"{result.model}, {result.examples} examples: {format_figures(result.figures)}"
-            print(json.dumps(result.as_json(), allow_nan=False) if as_json else text, file=out, flush=True)
-
-    run_and_exit(rendezvous, lambda: _run_program(settings, cluster, rendezvous, shutdown, program))
+            result = evaluation.evaluate(model, settings, *host, shutdown, step)
+            host[1].meet("end")
+            if host[0].is_first:
+                text = f"{result.model}, {result.examples} examples: {format_figures(result.figures)}"
+                print(json.dumps(result.as_json(), allow_nan=False) if as_json else text, file=out, flush=True)
 
 
 @click.command("check-devices")
@@ -131,7 +126,7 @@ def check_devices(backend: str, output: str | None, seconds: float) -> None:
     shutdown, cluster = install_signal_handlers(), discover()
     rendezvous = join(cluster, shutdown, start_seconds=seconds, seconds=seconds, lost_seconds=30)
 
-    def run() -> None:
+    with ending_process(rendezvous):
         try:
             prepare_devices(backend, cluster)
             check_host(backend, output, cluster, rendezvous, report)
@@ -141,8 +136,6 @@ def check_devices(backend: str, output: str | None, seconds: float) -> None:
         problems = find_problems(facts, cluster.hosts, cluster.accelerator_type)
         if fatal := [problem.message for problem in problems if problem.fatal]:
             raise TrainError("; ".join(fatal))
-
-    run_and_exit(rendezvous, run)
 
 
 @click.command("exec", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -198,26 +191,29 @@ def _join_cluster(config: TrainerConfig, shutdown: ShutdownRequest) -> tuple[Clu
     return cluster, rendezvous
 
 
-def _run_program(
-    config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous, shutdown: ShutdownRequest, program: Program
-) -> None:
-    """Runs `program` on every host; with TensorFlow on a TPU slice of several hosts, on host 0 for all of them."""
+def _program_host(
+    config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous, shutdown: ShutdownRequest
+) -> AbstractContextManager[tuple[Cluster, Rendezvous] | None]:
+    """Yields the cluster and the rendezvous with which the program runs on this host.
+
+    With TensorFlow on a TPU slice of several hosts, host 0 runs the program for all of them: the others serve their
+    devices to host 0 until it is done, and then get None."""
     from training.distributed.cluster import device_kind
 
     if config.backend == "tensorflow" and cluster.hosts > 1 and device_kind() == "TPU":
         from training.backends.tensorflow import pod
 
-        pod.run(config, cluster, rendezvous, shutdown, program)
-    else:
-        program(config, cluster, rendezvous, shutdown)
+        return pod.open_host(config, cluster, rendezvous, shutdown)
+    return contextlib.nullcontext((cluster, rendezvous))
 
 
-def run_and_exit(rendezvous: Rendezvous, work: Callable[[], None], machine: Machine = SYSTEM) -> NoReturn:
-    """Runs `work`, prints its error, reports to the other hosts how it ended, and ends the process with its exit
-    code."""
+@contextlib.contextmanager
+def ending_process(rendezvous: Rendezvous, machine: Machine = SYSTEM) -> Iterator[None]:
+    """Ends the process after the block: prints the block's error, reports to the other hosts how this one ended, and
+    leaves with the exit code."""
     code, message = Exit.FAILED, "unexpected error"
     try:
-        work()
+        yield
         code, message = Exit.FINISHED, ""
     except TrainError as error:
         code, message = error.exit_code, str(error)

@@ -1,9 +1,13 @@
-"""What a batch, a loss and a metric are: a folder for each task, registered in `training.registry.TASKS`.
+"""Tasks: a batch, a loss and the figures of an evaluation. `training.registry.TASKS` names them.
 
-    task.py             what all tasks have in common: the protocol, opening data, reading ahead
-    <task>/task.py      its data half, framework-free: batches, identity, figures, the shapes of its arrays
-    <task>/torch.py     `sums(network, batch)`: its loss and counts of torch tensors
-    <task>/tf.py        the same of TensorFlow tensors, and its batches as a tf.data dataset
+    task.py             the base class of all tasks: opens data, reads ahead
+    labelled_rows.py    the data half of tasks on labelled rows: one label a row, batches of a few lengths
+    masked_rows.py      the data half of tasks on masked rows: packed tokens of one length, some of them hidden
+    rows_tf.py          the same rows as tf.data datasets
+    <task>/task.py      a class over one of these kinds of rows: which labels can be, and the figures
+    <task>/torch.py     `sums(network, batch)`: the loss and counts of torch tensors
+    <task>/tf.py        the same of TensorFlow tensors
 
-To add a task, write such a folder, and its entry in the registry.
+Rows, task and network are independent: a task names its kind of rows and its head in the registry, and the network's
+family comes from the configuration.
 """

@@ -1,12 +1,13 @@
-"""What the training loop needs of a task, and what the tasks have in common: opening their data, and reading ahead."""
+"""What all tasks have in common: opening their data, and reading ahead."""
 
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from training.batch import Arrays, HostBatch, StepResult
 from training.config import TrainerConfig
@@ -21,51 +22,66 @@ from training.registry import TASKS, load
 B = TypeVar("B", covariant=True)
 
 
-class Task(Protocol):
-    """The data of one run, and the figures of its evaluations. Opening it reads manifests only."""
+class Task(ABC):
+    """The data of one run, and the figures of its evaluations."""
 
-    data: Data
+    has_labels: ClassVar[bool]  # its data names classes
+    has_lengths: ClassVar[bool]  # its batches have several lengths; otherwise all have the dataset's sequence length
     shapes: int  # how many different shapes its training batches have: each is compiled once
-    labels: tuple[str, ...] | None  # names of the classes, of a task that has some
-    figure_names: tuple[str, ...]  # of an evaluation
+    labels: tuple[str, ...] | None = None  # names of the classes
 
-    def identity(self) -> dict[str, Any]:
-        """What a checkpoint must agree with to be continued on this data."""
+    def __init__(self, config: TrainerConfig, cluster: Cluster) -> None:
+        """Opens the data, and reads manifests only. Raises BadInput for anything that does not fit together."""
+        self._config = config
+        self.data = open_data(config)
+        self._slice = training_slice(config, self.data, cluster.worker, cluster.hosts)
 
-    def batches(self, start: int) -> Generator[HostBatch, None, None]:
-        """This host's rows of batch `start`, `start` + 1, ..., read ahead in the background once the first is asked
-        for. To be closed in the end."""
+    @staticmethod
+    @abstractmethod
+    def batch_lengths(dataset: Dataset, rows: int) -> tuple[int, ...]:
+        """Returns the lengths of the batches of `rows` rows that a dataset gives, ascending, from its manifest."""
 
-    def evaluation_batches(self) -> Iterator[HostBatch]:
-        """This host's rows of the whole evaluation set, each record once and the same each time."""
+    @classmethod
+    @abstractmethod
+    def empty_batch(cls, config: TrainerConfig, rows: int, length: int) -> Arrays:
+        """Returns the arrays of a batch filled with zeros, for their names, shapes and types."""
 
     @property
+    def figure_names(self) -> tuple[str, ...]:
+        """Names of the figures of an evaluation."""
+        return tuple(TASKS[self._config.task].figures)
+
+    def identity(self) -> dict[str, Any]:
+        """Returns what a checkpoint must agree with to be continued on this data."""
+        return {
+            "task": self._config.task,
+            "data.train": self.data.train.hash,
+            "tokenizer": self.data.train.tokenizer_hash,
+        }
+
+    @abstractmethod
+    def batches(self, start: int) -> Generator[HostBatch, None, None]:
+        """Yields this host's rows of batch `start`, `start` + 1, ..., read ahead in the background once the first is
+        asked for. Close it in the end."""
+
+    @abstractmethod
+    def evaluation_batches(self) -> Iterator[HostBatch]:
+        """Yields this host's rows of the whole evaluation set, each record once and the same each time."""
+
+    @property
+    @abstractmethod
     def evaluation_batch_count(self) -> int:
-        """How many `evaluation_batches` gives."""
+        """The number of `evaluation_batches`."""
 
+    @abstractmethod
     def figures(self, total: StepResult) -> dict[str, float]:
-        """Over exactly the evaluation set."""
+        """Returns the figures of an evaluation from its totals."""
 
 
-class TaskClass(Protocol):
-    """What a task's class says before there is data."""
-
-    has_labels: bool  # its data names classes
-    has_lengths: bool  # its batches have several lengths; otherwise all have the dataset's sequence length
-
-    def __call__(self, config: TrainerConfig, cluster: Cluster) -> Task:
-        """Opens the data. Raises BadInput for anything that does not fit together."""
-
-    def batch_lengths(self, dataset: Dataset, rows: int) -> tuple[int, ...]:
-        """The lengths of the batches of `rows` rows that a dataset gives, ascending, from its manifest alone."""
-
-    def empty_batch(self, config: TrainerConfig, rows: int, length: int) -> Arrays:
-        """The arrays of a batch, as zeros: for whoever needs no more than their names, shapes and types."""
-
-
-def task_class(name: str) -> TaskClass:
-    """The data half of a registered task."""
-    return cast(TaskClass, load(TASKS[name].data))
+def task_class(name: str) -> type[Task]:
+    """Returns the class of a registered task."""
+    task: type[Task] = load(TASKS[name].data)
+    return task
 
 
 @dataclass(frozen=True)
@@ -78,11 +94,11 @@ class Data:
 
     @property
     def sequence_length(self) -> int:
-        """Of the longest row."""
+        """Tokens of the longest row."""
         return self.train.sequence_length
 
     def hashes(self) -> dict[str, str]:
-        """What must be the same on all hosts."""
+        """Returns what must be the same on all hosts."""
         return {
             "training data": self.train.hash,
             "evaluation data": self.evaluation.hash if self.evaluation else "none",
@@ -108,30 +124,30 @@ def open_data(config: TrainerConfig) -> Data:
 
 
 def training_slice(config: TrainerConfig, data: Data, host: int, hosts: int) -> HostSlice:
-    """The rows of each training batch that one host reads, and how."""
+    """Returns which rows of each training batch one host reads, and how."""
     cache = Path(config.data.cache) if config.data.cache else None
     batch_size, on_corrupt = config.train.global_batch_size, config.data.on_corrupt
     return HostSlice(data.tokens, batch_size, host, hosts, on_corrupt, cache)
 
 
 def evaluation_slice(config: TrainerConfig, training: HostSlice) -> HostSlice:
-    """The same for the batches of an evaluation."""
+    """Returns the same for the batches of an evaluation."""
     return replace(training, global_batch_size=config.evaluation_batch_size)
 
 
-class Source(Protocol[B]):
+class BatchSource(Protocol[B]):
     """Endless training batches, as in `training.data.loading.mlm_batches`."""
 
     def batch(self, k: int) -> B:
-        """This host's rows of global batch k."""
+        """Returns this host's rows of global batch k."""
 
     def close(self) -> None:
-        """Ends its threads."""
+        """Ends the source's threads."""
 
 
 def read_ahead(
-    source: Source[B], convert: Callable[[B], HostBatch], start: int, depth: int
+    source: BatchSource[B], convert: Callable[[B], HostBatch], start: int, depth: int
 ) -> Generator[HostBatch, None, None]:
-    """Batch `start`, `start` + 1, ..., `depth` of them ahead; closing it closes the source."""
+    """Yields batch `start`, `start` + 1, ..., read `depth` of them ahead. Closing it closes the source."""
     with contextlib.closing(source):
         yield from prefetch(lambda number: convert(source.batch(number)), start, depth)

@@ -1,7 +1,7 @@
 """Simulated hosts: each runs a process of `tpu-train train` on a simulated machine. A group of hosts is an attempt.
 
-A host runs the trainer's own code, from `rendezvous.join` to `run_and_exit`; only the machine, storage and computation
-below it are simulated.
+A host runs the trainer's own code, from `rendezvous.join` to `ending_process`; only the machine, storage and
+computation below it are simulated.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tests.simulation.scheduler import Killed, Process, Scheduler, SimulatedCloc
 from tests.simulation.trainer.bucket import HostStorage
 from tests.simulation.trainer.connections import HostNetwork
 from tests.simulation.trainer.model import Exchange, SimulatedBackend, SimulatedTask
-from training.cli.train import exit_overdue, print_error, run_and_exit
+from training.cli.train import ending_process, exit_overdue, print_error
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import join
 from training.distributed.shutdown import ShutdownRequest
@@ -132,7 +132,8 @@ class Host:
             push=world.hub.push_of(self),
             profiles=lambda _: None,
         )
-        run_and_exit(rendezvous, lambda: _train(config, cluster, rendezvous, shutdown, timer, dependencies), machine)
+        with ending_process(rendezvous, machine):
+            train(config, cluster, rendezvous, shutdown, timer, dependencies)  # type: ignore[arg-type]
 
     def exit(self, code: int) -> NoReturn:
         """Ends the process from inside, with an exit code."""
@@ -208,10 +209,6 @@ class Host:
     def pass_time(self, purpose: str, seconds: float) -> None:
         """Waits about so many seconds."""
         self.scheduler.sleep(seconds * (0.5 + self.world.random.random()))
-
-
-def _train(*args: object) -> None:
-    train(*args)  # type: ignore[arg-type]
 
 
 class Output:

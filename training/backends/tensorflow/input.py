@@ -20,7 +20,7 @@ from training.batch import Arrays, HostBatch
 from training.config import TrainerConfig
 from training.data.formats.dataset import Dataset
 from training.data.tf.record_source import translate_errors
-from training.registry import TASKS, load
+from training.tasks.rows_tf import evaluation_rows, training_rows
 from training.tasks.task import Data, Task, evaluation_slice, task_class, training_slice
 
 
@@ -67,8 +67,7 @@ def distributed_evaluation(strategy: Any, config: TrainerConfig, task: Task) -> 
     assert data.evaluation is not None
 
     def read_rows(host: int, hosts: int) -> Any:
-        host_slice = evaluation_slice(config, training_slice(config, data, host, hosts))
-        return load(TASKS[config.task].tensorflow_evaluation_rows)(config, host_slice, data)
+        return evaluation_rows(config, evaluation_slice(config, training_slice(config, data, host, hosts)), data)
 
     return islice(_batches(strategy, config, data.evaluation, read_rows, batch_size), task.evaluation_batch_count)
 
@@ -116,8 +115,7 @@ def _next_batch(strategy: Any, batches: Any) -> Any:
 
 def host_rows(config: TrainerConfig, data: Data, host: int, hosts: int, start: int) -> Any:
     """Returns the tf.data dataset of one host's rows of global batches from `start` on. Raises BadInput."""
-    host_slice = training_slice(config, data, host, hosts)
-    return load(TASKS[config.task].tensorflow_rows)(config, host_slice, data, start)
+    return training_rows(config, training_slice(config, data, host, hosts), data, start)
 
 
 def _shape(strategy: Any, value: Any) -> tuple[int, ...]:

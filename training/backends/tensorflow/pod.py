@@ -24,7 +24,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from training.config import TrainerConfig
@@ -42,14 +42,13 @@ CAUSE_SECONDS = 5.0  # host 0 waits so long for the report of the host whose wor
 # first. Less than rendezvous.GRACE.
 WORKER_END_SECONDS = 0.5
 
-Program = Callable[[TrainerConfig, Cluster, Rendezvous, ShutdownRequest], Any]
 
-
-def run(
-    config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous, shutdown: ShutdownRequest, program: Program
-) -> None:
-    """Starts this host's worker; then runs the program on host 0, while the other hosts serve until it ends. Raises
-    StopRequested once host 0 has committed, LostPeer, TrainError, and all errors of the program."""
+@contextlib.contextmanager
+def open_host(
+    config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous, shutdown: ShutdownRequest
+) -> Iterator[tuple[Cluster, Rendezvous] | None]:
+    """Starts this host's worker. Yields the cluster and the rendezvous for the program on host 0; on the others, serves
+    until host 0 is done, and then yields None. Raises StopRequested once host 0 has committed, LostPeer, TrainError."""
     environment = worker_environment(cluster)  # raises if TensorFlow can't drive this slice
     agree(rendezvous, {"configuration": config.hash, "code": code_hash()}, config.rendezvous.start_seconds)
     port = int(os.environ.get("TPU_TASK_PORT") or WORKER_PORT)
@@ -59,11 +58,13 @@ def run(
             "workers", f"{cluster.addresses[cluster.worker]}:{port}", config.rendezvous.start_seconds
         )
         if not cluster.is_first:
-            return _serve(rendezvous, shutdown, serving)
+            _serve(rendezvous, shutdown, serving)
+            yield None
+            return
         os.environ["TPU_NAME"] = ",".join(f"grpc://{address}" for address in workers)
         chief = Chief(rendezvous, shutdown, serving)
         try:
-            program(config, cluster.alone(), chief, shutdown)
+            yield cluster.alone(), chief
         except StopRequested:
             rendezvous.meet("done", int(Exit.SAVED))
             raise
@@ -71,7 +72,6 @@ def run(
             chief.await_cause(CAUSE_SECONDS)
             raise
         rendezvous.meet("done", int(Exit.FINISHED))
-        return None
 
 
 def worker_environment(cluster: Cluster) -> dict[str, str]:

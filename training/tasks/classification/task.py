@@ -1,4 +1,4 @@
-"""Classification of whole texts: batches of a few lengths, what must stay the same for a run to go on, and its figures.
+"""Classification of whole texts: which labels can be, and the figures.
 
 An evaluation adds up a confusion matrix over all hosts, entry [t, p] for the examples of class t that were taken for
 class p; every figure but the loss follows from it, so it is exact over exactly the evaluation set.
@@ -17,26 +17,21 @@ from training.data.formats.dataset import Dataset
 from training.data.loading.labelled_batches import LabelledBatch
 from training.distributed.cluster import Cluster
 from training.errors import BadInput
-from training.registry import TASKS
-from training.tasks.labelled import LabelledTask
+from training.tasks.labelled_rows import LabelledRows
 
 
-class Classification(LabelledTask):
-    """The data of one run."""
-
+class Classification(LabelledRows):
     has_labels = True
     label_dtype = np.int32
-    figure_names: tuple[str, ...] = tuple(TASKS["classification"].figures)
 
     def __init__(self, config: TrainerConfig, cluster: Cluster) -> None:
-        """Raises BadInput for anything that does not fit together."""
         super().__init__(config, cluster)
         self.classes = tuple(self.data.train.manifest.labels)
         if len(self.classes) < 2:
             raise BadInput(
                 f"{self.data.train.url} has {len(self.classes)} label(s), and classification needs two or more"
             )
-        self.labels: tuple[str, ...] | None = self.classes
+        self.labels = self.classes
         if self.data.evaluation:
             _require_same_labels(self.data.train, self.data.evaluation)
 
@@ -63,14 +58,14 @@ def check_labels(url: str, labels: npt.NDArray[Any], records: npt.NDArray[np.int
 
 
 def accuracy(confusion: npt.NDArray[np.float64]) -> float:
-    """The share on the diagonal of (true, predicted) counts; nan without examples."""
+    """Returns the share on the diagonal of (true, predicted) counts; nan without examples."""
     total = confusion.sum()
     return float(np.trace(confusion) / total) if total else float("nan")
 
 
 def weighted_f1(confusion: npt.NDArray[np.float64]) -> float:
-    """The mean of the classes' F1 = 2 hits / (true + predicted), weighted by how many examples each class has; nan
-    without examples.
+    """Returns the mean of the classes' F1 = 2 hits / (true + predicted), weighted by the number of examples of each
+    class; nan without examples.
 
     A class that is neither present nor predicted counts 0, with weight 0. As scikit-learn's
     f1_score(average="weighted"): https://scikit-learn.org/stable/modules/generated/sklearn.metrics.f1_score.html

@@ -11,8 +11,8 @@ from training.tasks.torch_sums import cross_entropy_sums
 
 
 def sums(network: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """(3,): weighted loss, weights, weighted hits (training.batch.SUMS), over this host's rows; and (labels, labels):
-    weights of the rows of each class (first axis) that were taken for each (second axis)."""
+    """Returns (3,): weighted loss, weights, weighted hits (training.batch.SUMS), over this host's rows; and (labels,
+    labels): the weights of the rows of each class (first axis) that were taken for each class (second axis)."""
     logits = network(
         input_ids=batch["input_ids"].long(), attention_mask=batch["attention_mask"].long()
     ).logits.float()  # (rows, labels)

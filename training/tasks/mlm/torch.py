@@ -12,8 +12,8 @@ from training.tasks.torch_sums import cross_entropy_sums
 
 
 def sums(network: Any, batch: dict[str, Tensor]) -> tuple[Tensor, None]:
-    """(3,): weighted loss, weights, weighted hits (training.batch.SUMS), over this host's rows. The head is computed at
-    the masked positions only."""
+    """Returns (3,): weighted loss, weights, weighted hits (training.batch.SUMS), over this host's rows. The head is
+    computed at the masked positions only."""
     ids = batch["input_ids"].long()  # (rows, sequence)
     # Rows have no padding. Without any mask the model would look for some, which costs a device-to-host round trip each
     # step.

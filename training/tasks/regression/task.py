@@ -1,4 +1,4 @@
-"""Regression of one number for each text: what must stay the same for a run to be continued, and its figures.
+"""Regression of one number for each text: which labels can be, and the figures.
 
 The loss is the squared error. An evaluation adds up the totals of `COUNTS` over all hosts, so its figures are of
 exactly the evaluation set. Devices add up in float32: pearson is good to about 1e-5 where the mean of the labels is at
@@ -17,21 +17,16 @@ from training.batch import StepResult
 from training.data.formats.dataset import Dataset
 from training.data.loading.labelled_batches import LabelledBatch
 from training.errors import BadInput
-from training.registry import TASKS
-from training.tasks.labelled import LabelledTask
+from training.tasks.labelled_rows import LabelledRows
 
-# What an evaluation adds up over rows, in this order: the absolute error, prediction p and label l, their squares and
+# Totals of an evaluation over rows, in this order: the absolute error, prediction p and label l, their squares and
 # product.
 COUNTS = ("absolute", "p", "l", "pp", "ll", "pl")
 
 
-class Regression(LabelledTask):
-    """The data of one run."""
-
+class Regression(LabelledRows):
     has_labels = False
     label_dtype = np.float32
-    labels: tuple[str, ...] | None = None
-    figure_names: tuple[str, ...] = tuple(TASKS["regression"].figures)
 
     def check_batch(self, dataset: Dataset, batch: LabelledBatch) -> None:
         """Raises BadInput for a label that is not finite."""
@@ -53,7 +48,7 @@ class Regression(LabelledTask):
 
 
 def pearson(count: float, totals: npt.NDArray[np.float64]) -> float:
-    """The correlation of predictions and labels, between -1 and 1; 0 where either is constant.
+    """Returns the correlation of predictions and labels, between -1 and 1; 0 if either is constant.
 
     Args:
         count: of rows.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def sums(network: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """(3,): squared errors, weights, 0 (training.batch.SUMS), over this host's rows; and (6,): the totals of
+    """Returns (3,): squared errors, weights, 0 (training.batch.SUMS), over this host's rows; and (6,): the totals of
     training.tasks.regression.task.COUNTS."""
     logits = network(input_ids=batch["input_ids"].long(), attention_mask=batch["attention_mask"].long()).logits
     predictions = logits.float()[:, 0]  # (rows,)

@@ -1,4 +1,4 @@
-"""What tasks on labelled rows have in common: batches of a few lengths, each row with its label.
+"""The data half of tasks on labelled rows: batches of a few lengths, each row with its label.
 
 A subclass says what a label is, checks it, and turns totals into figures.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Iterator
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,20 +17,17 @@ from training.data.formats.dataset import Dataset
 from training.data.loading.labelled_batches import LabelledBatch, LabelledBatches, labelled_evaluation
 from training.data.sampling import bucket_schedule
 from training.distributed.cluster import Cluster
-from training.tasks.task import evaluation_slice, open_data, read_ahead, training_slice
+from training.tasks.task import Task, evaluation_slice, read_ahead
 
 
-class LabelledTask:
-    """The data of one run."""
+class LabelledRows(Task):
+    """Labelled rows of one run."""
 
     has_lengths = True
     label_dtype: npt.DTypeLike
 
     def __init__(self, config: TrainerConfig, cluster: Cluster) -> None:
-        """Raises BadInput for anything that does not fit together."""
-        self._config = config
-        self.data = open_data(config)
-        self._slice = training_slice(config, self.data, cluster.worker, cluster.hosts)
+        super().__init__(config, cluster)
         self._source = LabelledBatches(self.data.train, self._slice, self._config.seed)
         self.shapes = len(self._source.lengths)
 
@@ -48,21 +44,14 @@ class LabelledTask:
             "weights": np.zeros(rows, np.float32),
         }
 
-    def identity(self) -> dict[str, Any]:
-        return {
-            "task": self._config.task,
-            "data.train": self.data.train.hash,
-            "tokenizer": self.data.train.tokenizer_hash,
-        }
-
     def batches(self, start: int) -> Generator[HostBatch, None, None]:
-        return read_ahead(self._source, self._host_batch(self.data.train), start, self._config.train.prefetch)
+        return read_ahead(self._source, self._converter(self.data.train), start, self._config.train.prefetch)
 
     def evaluation_batches(self) -> Iterator[HostBatch]:
-        """Bucket by bucket, in record order."""
+        """Yields bucket by bucket, in record order."""
         assert self.data.evaluation is not None
         batches = labelled_evaluation(self.data.evaluation, evaluation_slice(self._config, self._slice))
-        return map(self._host_batch(self.data.evaluation), batches)
+        return map(self._converter(self.data.evaluation), batches)
 
     @property
     def evaluation_batch_count(self) -> int:
@@ -74,7 +63,7 @@ class LabelledTask:
     def check_batch(self, dataset: Dataset, batch: LabelledBatch) -> None:
         """Raises BadInput for a label that can't be."""
 
-    def _host_batch(self, dataset: Dataset) -> Callable[[LabelledBatch], HostBatch]:
+    def _converter(self, dataset: Dataset) -> Callable[[LabelledBatch], HostBatch]:
         def convert(batch: LabelledBatch) -> HostBatch:
             self.check_batch(dataset, batch)
             arrays = {name: getattr(batch, name) for name in ("input_ids", "attention_mask", "labels", "weights")}

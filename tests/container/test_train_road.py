@@ -1,0 +1,51 @@
+"""The road from the command to the optimizer is short: a reader opens few files."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import yaml
+
+from tests.container import small_runs
+
+MOST_FRAMES, MOST_FILES = 8, 7
+
+PROGRAM = """
+import json, sys, traceback
+from training.cli.main import tpu_train
+from training.optim.adamw_torch import AdamWTorch
+
+update = AdamWTorch.update
+
+def show_road(*arguments):
+    frames = [(frame.filename, frame.name) for frame in traceback.extract_stack()[:-1]]
+    print("road", json.dumps([*frames, (sys.modules[AdamWTorch.__module__].__file__, "update")]), flush=True)
+    AdamWTorch.update = update
+    return update(*arguments)
+
+AdamWTorch.update = show_road
+tpu_train(sys.argv[1:])
+"""
+
+
+def test_from_the_train_command_to_the_optimizer_are_eight_frames_in_seven_files(tmp_path: Path) -> None:
+    """The frames of a real call, printed with `pytest -s`."""
+    small_runs.prepare(tmp_path)
+    config = small_runs.document(
+        tmp_path, train__steps=1, train__warmup_steps=0, evaluation__at_end=False, export__at_end=False
+    )
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    command = [sys.executable, "-c", PROGRAM, "train", "run.yaml", "--run-id", "road"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
+    assert ended.returncode == 0, ended.stderr
+    [road] = [line for line in ended.stdout.splitlines() if line.startswith("road ")]
+    frames = [(file.partition("/training/")[2], name) for file, name in json.loads(road.removeprefix("road "))]
+    ours = [(file, name) for file, name in frames if file]
+    ours = ours[ours.index(("cli/train.py", "train")) :]
+    print("\n".join(f"{file}: {name}" for file, name in ours))
+    assert ours[-1] == ("optim/adamw_torch.py", "update")
+    assert len(ours) <= MOST_FRAMES, ours
+    assert len({file for file, _ in ours}) <= MOST_FILES, ours

@@ -1,0 +1,27 @@
+"""One host's rows as tf.data datasets, of the same kind as the task's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from training.config import TrainerConfig
+from training.data.loading.record_source import HostSlice
+from training.data.tf.labelled_batches import labelled_batches, labelled_evaluation
+from training.data.tf.mlm_batches import mlm_batches, mlm_evaluation
+from training.tasks.masked_rows import MaskedRows, masking_of
+from training.tasks.task import Data, task_class
+
+
+def training_rows(config: TrainerConfig, host_slice: HostSlice, data: Data, start: int) -> Any:
+    """Returns one host's rows of global batch `start`, `start` + 1, ... Raises BadInput."""
+    if issubclass(task_class(config.task), MaskedRows):
+        return mlm_batches(data.train, host_slice, masking_of(config), config.seed, start)
+    return labelled_batches(data.train, host_slice, config.seed, start)
+
+
+def evaluation_rows(config: TrainerConfig, host_slice: HostSlice, data: Data) -> Any:
+    """Returns one host's rows of the evaluation set. Raises BadInput."""
+    assert data.evaluation is not None
+    if issubclass(task_class(config.task), MaskedRows):
+        return mlm_evaluation(data.evaluation, host_slice, masking_of(config))
+    return labelled_evaluation(data.evaluation, host_slice)
