@@ -37,7 +37,7 @@ _BY_HAND = "(over open ssh connections; by hand it is)"
 
 
 @dataclass(frozen=True)
-class Step:
+class PlannedCommand:
     """One command, as it would be typed."""
 
     verb: str
@@ -49,30 +49,33 @@ class Step:
         return f"# {self.verb}: {self.what}\n{shell.quote(self.command)}\n"
 
 
-def list_steps(config: Config) -> list[Step]:
+def list_commands(config: Config) -> list[PlannedCommand]:
     """Returns the commands in the order in which they would run."""
     current = slice_hints.in_current_zone(config)
     later = [zoned for zoned in slice_hints.in_every_zone(config) if zoned.zone != current.zone]
-    steps = list(_record_steps(current))
+    steps = list(_record_commands(current))
     end_of_up = next(number for number, step in enumerate(steps) if step.verb != "up")
     steps[end_of_up:end_of_up] = [
         replace(step, what=f"{step.what}, if the zones before have no capacity")
         for zoned in later
-        for step in _record_steps(zoned)
+        for step in _record_commands(zoned)
         if "create" in step.command
     ]
     first_of_run = next(number for number, step in enumerate(steps) if step.verb == "run")
-    steps[first_of_run:first_of_run] = _list_image_steps(config)
+    steps[first_of_run:first_of_run] = _list_image_commands(config)
     return steps
 
 
-def _list_image_steps(config: Config) -> list[Step]:
+def _list_image_commands(config: Config) -> list[PlannedCommand]:
     if not config.image.reference and not local.needs_engine(config):
-        return [Step("run", "get the token of the registry, in which the image is made", _TOKEN_COMMAND)]
-    return [Step("run", "build the image, if it does not exist", command) for command in local.build_commands(config)]
+        return [PlannedCommand("run", "get the token of the registry, in which the image is made", _TOKEN_COMMAND)]
+    return [
+        PlannedCommand("run", "build the image, if it does not exist", command)
+        for command in local.build_commands(config)
+    ]
 
 
-def _record_steps(config: Config) -> Iterator[Step]:
+def _record_commands(config: Config) -> Iterator[PlannedCommand]:
     """Yields the commands on the slice, each once, as the provider runs them one after another."""
     unlimited = config.slice.model_copy(update={"max_cost_per_hour": None})
     config = replace(config, any_owner=True, slice=unlimited)
@@ -103,7 +106,7 @@ def _record_steps(config: Config) -> Iterator[Step]:
                 known = len(recorder.commands)
                 act()
                 for command in recorder.commands[known:]:
-                    yield Step(verb, _purpose(command) or what, command)
+                    yield PlannedCommand(verb, _purpose(command) or what, command)
         finally:
             del os.environ["TPU_LAUNCH_HOME"]
             if before is not None:

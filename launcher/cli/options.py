@@ -129,10 +129,10 @@ def run_context() -> Context:
 
 
 def show_plan(config: Config, command: str) -> None:
-    """Prints the steps of `plan` that a command would run, for `--dry-run`."""
-    from launcher.plan import list_steps
+    """Prints the commands of `plan` that a command would run, for `--dry-run`."""
+    from launcher.plan import list_commands
 
-    for step in list_steps(config):
+    for step in list_commands(config):
         if step.verb == command:
             click.echo(step.text())
 

@@ -25,7 +25,7 @@ from launcher.images import local as images
 def plan(config: Config, as_json: bool, command: tuple[str, ...]) -> None:
     """Print every gcloud and docker command that up, run and down would use. Touches nothing."""
     config.require_something_to_run()
-    steps = plans.list_steps(config)
+    steps = plans.list_commands(config)
     if as_json:
         terminal.dump([asdict(step) for step in steps])
         return

@@ -64,7 +64,7 @@ def run(
     tpu-launch run -f run.yaml                      the trainer, as the file says
     tpu-launch run -f run.yaml -- python train.py   any command of the image
     """
-    request = launch.Request(
+    request = launch.RunRequest(
         config, run_id=run_id, new=new, env_file=env_file, overlay=overlay, sync=sync, preflight=not no_preflight
     )
     if dry_run:

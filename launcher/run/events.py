@@ -20,7 +20,7 @@ VANISHED = "vanished"
 
 
 @dataclass(frozen=True)
-class Event:
+class RunEvent:
     """Base of all kinds."""
 
     kind: ClassVar[str]
@@ -30,7 +30,7 @@ class Event:
 
 
 @dataclass(frozen=True)
-class AttemptBegan(Event):
+class AttemptBegan(RunEvent):
     """An attempt is about to be prepared on all hosts."""
 
     kind: ClassVar[str] = "attempt"
@@ -47,7 +47,7 @@ class AttemptBegan(Event):
 
 
 @dataclass(frozen=True)
-class Prepared(Event):
+class Prepared(RunEvent):
     """Every host has the same image and a container that has not started."""
 
     kind: ClassVar[str] = "prepared"
@@ -56,14 +56,14 @@ class Prepared(Event):
 
 
 @dataclass(frozen=True)
-class Started(Event):
+class Started(RunEvent):
     """The containers were started on all hosts."""
 
     kind: ClassVar[str] = "started"
 
 
 @dataclass(frozen=True)
-class Ended(Event):
+class Ended(RunEvent):
     """The attempt is over."""
 
     kind: ClassVar[str] = "ended"
@@ -79,7 +79,7 @@ class Ended(Event):
 
 
 @dataclass(frozen=True)
-class Requested(Event):
+class Requested(RunEvent):
     """`tpu-launch run` was asked to start or resume the run. Stops that were requested before no longer count."""
 
     kind: ClassVar[str] = "requested"
@@ -88,7 +88,7 @@ class Requested(Event):
 
 
 @dataclass(frozen=True)
-class StopRequested(Event):
+class RunStopRequested(RunEvent):
     """The user stopped the run (`tpu-launch stop`, `down`). No attempt follows until the next `tpu-launch run`."""
 
     kind: ClassVar[str] = "stop"
@@ -97,7 +97,7 @@ class StopRequested(Event):
 
 
 @dataclass(frozen=True)
-class HostStopped(Event):
+class HostStopped(RunEvent):
     """A host was told to end its container because the attempt had failed."""
 
     kind: ClassVar[str] = "stopped"
@@ -110,7 +110,7 @@ class HostStopped(Event):
 
 
 @dataclass(frozen=True)
-class HostOutOfReach(Event):
+class HostOutOfReach(RunEvent):
     """A host stopped answering."""
 
     kind: ClassVar[str] = "host out of reach"
@@ -121,7 +121,7 @@ class HostOutOfReach(Event):
 
 
 @dataclass(frozen=True)
-class HostBack(Event):
+class HostBack(RunEvent):
     """A host that was out of reach answers again."""
 
     kind: ClassVar[str] = "host back"
@@ -130,7 +130,7 @@ class HostBack(Event):
 
 
 @dataclass(frozen=True)
-class HostEnded(Event):
+class HostEnded(RunEvent):
     """The container of a host ended, or is gone."""
 
     kind: ClassVar[str] = "host ended"
@@ -145,7 +145,7 @@ class HostEnded(Event):
 
 
 @dataclass(frozen=True)
-class Recovering(Event):
+class Recovering(RunEvent):
     """Another attempt will follow. It counts against a retry budget of the run."""
 
     kind: ClassVar[str] = "recover"
@@ -158,7 +158,7 @@ class Recovering(Event):
 
 
 @dataclass(frozen=True)
-class RoundFailed(Event):
+class RoundFailed(RunEvent):
     """A round of a recovery (make the slice READY, start the attempt on all hosts) failed; another round follows."""
 
     kind: ClassVar[str] = "not recovered yet"
@@ -171,7 +171,7 @@ class RoundFailed(Event):
 
 
 @dataclass(frozen=True)
-class Recovered(Event):
+class Recovered(RunEvent):
     """The attempt after a recovery has started."""
 
     kind: ClassVar[str] = "recovered"
@@ -180,7 +180,7 @@ class Recovered(Event):
 
 
 @dataclass(frozen=True)
-class SliceReplaced(Event):
+class SliceReplaced(RunEvent):
     """The slice was deleted in order to be recreated: one host failed repeatedly, or hosts could not be contacted."""
 
     kind: ClassVar[str] = "replaced"
@@ -191,7 +191,7 @@ class SliceReplaced(Event):
 
 
 @dataclass(frozen=True)
-class PostMortemWritten(Event):
+class PostMortemWritten(RunEvent):
     """A post-mortem archive of logs and state was written."""
 
     kind: ClassVar[str] = "post-mortem"
@@ -200,7 +200,7 @@ class PostMortemWritten(Event):
 
 
 @dataclass(frozen=True)
-class Orphaned(Event):
+class Orphaned(RunEvent):
     """The attempt ended, and on some hosts its container may still exist: they could not be reached."""
 
     kind: ClassVar[str] = "orphaned"
@@ -211,7 +211,7 @@ class Orphaned(Event):
 
 
 @dataclass(frozen=True)
-class Reaped(Event):
+class Reaped(RunEvent):
     """Orphaned containers of an attempt were removed."""
 
     kind: ClassVar[str] = "reaped"
@@ -219,7 +219,7 @@ class Reaped(Event):
     """Worker indices."""
 
 
-KINDS: Mapping[str, type[Event]] = {
+KINDS: Mapping[str, type[RunEvent]] = {
     kind.kind: kind
     for kind in (
         AttemptBegan,
@@ -227,7 +227,7 @@ KINDS: Mapping[str, type[Event]] = {
         Started,
         Ended,
         Requested,
-        StopRequested,
+        RunStopRequested,
         HostStopped,
         HostOutOfReach,
         HostBack,
@@ -249,7 +249,7 @@ class Entry:
 
     time: str
     """RFC 3339, UTC, clock of the machine that recorded it."""
-    event: Event
+    event: RunEvent
 
     def document(self) -> dict[str, Any]:
         """Returns the line's JSON object."""

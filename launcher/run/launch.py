@@ -34,7 +34,7 @@ _SHOWN_PATHS = 5
 
 
 @dataclass(frozen=True)
-class Request:
+class RunRequest:
     """The arguments of one `tpu-launch run`."""
 
     config: Config
@@ -63,7 +63,7 @@ class Extras:
         return SecretSource(environment, self.variables.values if self.variables else {})
 
 
-def read_extras(request: Request, context: Context) -> Extras:
+def read_extras(request: RunRequest, context: Context) -> Extras:
     """Reads the env file and packs the overlay, or for --sync the changed files, which it names to the user.
 
     Raises:
@@ -84,7 +84,7 @@ def read_extras(request: Request, context: Context) -> Extras:
     return Extras(variables, changes.overlay)
 
 
-def run(request: Request, context: Context) -> Outcome:
+def run(request: RunRequest, context: Context) -> Outcome:
     """Starts the run's next attempt on every host, watches it, and starts further attempts as the budgets allow.
 
     Checks that cost nothing come first, then the image, then the hosts. An attempt that is there already is watched, as
@@ -145,7 +145,7 @@ def run(request: Request, context: Context) -> Outcome:
             return run_attempts(session.with_image(_choose_image(request, context, kept, spec)))
 
 
-def attach(request: Request, context: Context) -> Outcome:
+def attach(request: RunRequest, context: Context) -> Outcome:
     """Watches a run that was started before, from this terminal or another.
 
     Attempts that follow are made from the run's specification; the file on this command line only finds the run.
@@ -204,7 +204,7 @@ def stop(config: Config, context: Context, run_id: str | None, *, grace: int | N
     session = open_session(context, ledger, SecretSource(context.environment, {}))
     with contextlib.closing(session.provider):
         seconds = session.config.run.stop_seconds if grace is None else grace
-        ledger.append(events.StopRequested(max(0, ledger.state.attempt), seconds))
+        ledger.append(events.RunStopRequested(max(0, ledger.state.attempt), seconds))
         state = ledger.state  # from here on no attempt begins, so the last one is the one to stop
         if not state.phase.is_open and not state.orphans:
             session.say(": nothing of it runs on hosts, and no attempt follows")
@@ -240,7 +240,7 @@ def _stop_runs(config: Config, context: Context) -> None:
     ]
     for ledger in stopped:
         context.output.say(f"run {ledger.run_id} is stopped with its slice; `tpu-launch run` resumes it on another")
-        ledger.append(events.StopRequested(max(0, ledger.state.attempt), config.run.stop_seconds))
+        ledger.append(events.RunStopRequested(max(0, ledger.state.attempt), config.run.stop_seconds))
     deadline = context.machine.clock.monotonic() + config.run.stop_seconds + _RELEASE_SECONDS
     for ledger in stopped:
         if not _is_released(ledger, context, deadline):
@@ -283,7 +283,7 @@ def _is_released(ledger: Ledger, context: Context, deadline: float) -> bool:
     return True
 
 
-def _require_capabilities(request: Request, provider: Provider, secrets: SecretSource) -> None:
+def _require_capabilities(request: RunRequest, provider: Provider, secrets: SecretSource) -> None:
     """Raises BadInput for options that the provider can't carry out, and for secrets that have no value here."""
     config, capabilities = request.config, provider.capabilities
     if request.env_file is not None and not capabilities.sends_secrets:
@@ -302,7 +302,7 @@ def _require_capabilities(request: Request, provider: Provider, secrets: SecretS
         )
 
 
-def _require_startable(request: Request, ledger: Ledger, known_stops: int) -> None:
+def _require_startable(request: RunRequest, ledger: Ledger, known_stops: int) -> None:
     """Raises if the run finished or was stopped since this command began, or its slice is being deleted.
 
     Args:
@@ -325,7 +325,7 @@ def _require_startable(request: Request, ledger: Ledger, known_stops: int) -> No
         )
 
 
-def _choose_image(request: Request, context: Context, kept: Specification, spec: Specification) -> str:
+def _choose_image(request: RunRequest, context: Context, kept: Specification, spec: Specification) -> str:
     """Returns the image that hosts will run; builds and pushes it if necessary. An overlay goes over the image that ran
     last, without a build."""
     known: str | None = None

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.home import write_private, write_whole
-from launcher.run.events import Entry, Event, from_document
+from launcher.run.events import Entry, RunEvent, from_document
 from launcher.run.state import RunState, state_of
 from training.machine.clock import Clock, format_time
 
@@ -88,7 +88,7 @@ class Ledger:
         self.entries()
         return self._state
 
-    def append(self, event: Event, *, patience: float = _FULL_DISK_SECONDS) -> None:
+    def append(self, event: RunEvent, *, patience: float = _FULL_DISK_SECONDS) -> None:
         """Records an event. It must not hold secrets: the file is kept.
 
         Args:
@@ -112,14 +112,14 @@ class Ledger:
                     "on hosts goes on, and is billed: make room, then `tpu-launch run --attach`"
                 ) from None
 
-    def note(self, event: Event, say: Callable[[str], None]) -> None:
+    def note(self, event: RunEvent, say: Callable[[str], None]) -> None:
         """Records an event that only informs. If it can't be written, says so and goes on."""
         try:
             self.append(event, patience=0.0)
         except LaunchError as error:
             say(str(error))
 
-    def _write(self, event: Event) -> None:
+    def _write(self, event: RunEvent) -> None:
         line = json.dumps(Entry(format_time(self.clock.time()), event).document()) + "\n"
         with open(os.open(self._events, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), "r+b", buffering=0) as file:
             size = file.seek(0, os.SEEK_END)
@@ -164,7 +164,7 @@ class Ledger:
                     ) from None
         return entries
 
-    def events(self) -> list[Event]:
+    def events(self) -> list[RunEvent]:
         """Returns all events, oldest first."""
         return [entry.event for entry in self.entries()]
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from launcher.errors import Exit, HostsUnreachable, LaunchError
-from launcher.run.events import NOT_STARTED, VANISHED, Ended, Event, Recovering, SliceReplaced
+from launcher.run.events import NOT_STARTED, VANISHED, Ended, Recovering, RunEvent, SliceReplaced
 from launcher.run.verdict import Kind, Verdict
 
 _PREEMPTIONS = frozenset({Kind.PREEMPTED, Kind.HOST_LOST, Kind.SAVED})
@@ -132,14 +132,14 @@ def decide_round(
     return RoundDecision(NextRound.AGAIN, "trying again", delay)
 
 
-def spent_so_far(events: Sequence[Event]) -> Retries:
+def spent_so_far(events: Sequence[RunEvent]) -> Retries:
     """Returns the retries that a run's events record: the budgets hold for the run, across launcher processes."""
     ends = [Kind(event.after) for event in events if isinstance(event, Recovering)]
     preemptions = sum(kind in _PREEMPTIONS for kind in ends)
     return Retries(preemptions, len(ends) - preemptions)
 
 
-def bad_host(events: Sequence[Event]) -> tuple[int, int]:
+def bad_host(events: Sequence[RunEvent]) -> tuple[int, int]:
     """Returns the host that was the first cause of the last attempts, and of how many in a row; (-1, 0) if none was.
 
     Counts only attempts since the slice was last replaced.

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from launcher.provider import ContainerState
-from launcher.run.events import AttemptBegan, Ended, Event, Orphaned, Reaped, Requested, Started, StopRequested
+from launcher.run.events import AttemptBegan, Ended, Orphaned, Reaped, Requested, RunEvent, RunStopRequested, Started
 from launcher.run.verdict import Kind
 
 
@@ -69,7 +69,7 @@ class RunState:
         return attempt < self.attempt or not self.phase.is_open
 
 
-def state_of(events: Iterable[Event]) -> RunState:
+def state_of(events: Iterable[RunEvent]) -> RunState:
     """Returns the state of a run with these events, oldest first."""
     state = RunState()
     for event in events:
@@ -81,7 +81,7 @@ def state_of(events: Iterable[Event]) -> RunState:
             case Ended():
                 phase = Phase.FINISHED if event.outcome == Kind.FINISHED.value else Phase.ENDED
                 state = replace(state, phase=phase, outcome=event.outcome)
-            case StopRequested():
+            case RunStopRequested():
                 state = replace(state, stops=state.stops + 1)
             case Requested():
                 state = replace(state, acknowledged_stops=event.stops)

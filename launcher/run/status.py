@@ -33,7 +33,7 @@ _HISTORY_LINES = 8
 _SHOWN = (
     events.Started,
     events.Ended,
-    events.StopRequested,
+    events.RunStopRequested,
     events.Recovering,
     events.Recovered,
     events.HostOutOfReach,
@@ -203,7 +203,7 @@ def describe_event(entry: Entry) -> str:
     return f"{entry.time} attempt {event.attempt}: " + ": ".join(part for part in (name, details, where) if part)
 
 
-def _describe_details(event: events.Event) -> str:
+def _describe_details(event: events.RunEvent) -> str:
     if isinstance(event, events.Recovered):
         seconds = event.seconds
         parts = ", ".join(f"{part} {value:.1f} s" for part, value in seconds.items())

@@ -377,7 +377,9 @@ class _Supervision:
     def _stop_hosts(self) -> None:
         """Repeats the requested stop until all hosts report success or the attempt is over. Blocks. The process that
         requested the stop may be gone, or have missed a host, or containers may have started after it."""
-        grace = next(event.grace for event in reversed(self.ledger.events()) if isinstance(event, events.StopRequested))
+        grace = next(
+            event.grace for event in reversed(self.ledger.events()) if isinstance(event, events.RunStopRequested)
+        )
         while not self.over.is_set():
             with contextlib.suppress(LaunchError):
                 reports = self.provider.stop(self.container, grace=grace, remove=False)

@@ -25,11 +25,11 @@ SECRETS = {"HF_TOKEN": "s3cret", "FROM_FILE": "plain"}
 UNAVAILABLE = LaunchError("gcloud: 503 Service Unavailable\n  Google's API has a temporary failure: try again")
 
 
-def kinds(work: Workstation) -> list[type[events.Event]]:
+def kinds(work: Workstation) -> list[type[events.RunEvent]]:
     return [type(event) for event in work.ledger.events()]
 
 
-def recorded(work: Workstation, kind: type[events.Event]) -> int:
+def recorded(work: Workstation, kind: type[events.RunEvent]) -> int:
     return kinds(work).count(kind)
 
 
@@ -363,7 +363,7 @@ def test_a_run_that_waits_for_its_lock_does_not_start_after_a_stop(
     elsewhere.enter_context(ledger.supervising())
 
     def stop(_seconds: float) -> None:  # while this terminal waits for the run's lock
-        ledger.append(events.StopRequested(0))
+        ledger.append(events.RunStopRequested(0))
         elsewhere.close()
 
     monkeypatch.setattr(work.clock, "sleep", stop)
@@ -405,7 +405,7 @@ def test_a_stop_whose_command_died_is_carried_out_by_the_supervisor(work: Workst
     work.hosts.exits[0] = None
 
     def request() -> None:
-        work.ledger.append(events.StopRequested(0))
+        work.ledger.append(events.RunStopRequested(0))
 
     work.hosts.hooks["observe"] = [lambda: None] * 3 + [request]
     assert work.run(work.config()).verdict.kind is Kind.SAVED

@@ -15,13 +15,13 @@ from launcher.providers import this_machine
 from launcher.run.events import (
     AttemptBegan,
     Ended,
-    Event,
     HostBack,
     Orphaned,
     Reaped,
     Requested,
+    RunEvent,
+    RunStopRequested,
     Started,
-    StopRequested,
 )
 from launcher.run.ledger import Ledger, RunRecord
 from launcher.run.runs import begin_run, find_run, list_runs, new_run_id
@@ -142,7 +142,7 @@ def test_a_stop_holds_until_another_attempt_is_asked_for(tmp_path: Path) -> None
     run.append(Requested(0, 0))
     run.append(AttemptBegan(0))
     assert not run.state.stop_requested
-    run.append(StopRequested(0))
+    run.append(RunStopRequested(0))
     run.append(Ended(0, outcome="saved"))
     assert run.state.stop_requested
     run.append(AttemptBegan(1))  # began at the same moment
@@ -155,7 +155,7 @@ def test_a_stop_that_a_full_disk_held_back_is_later_than_what_was_asked_for_befo
     """Life 150510: `run` was asked for, then `stop`; both lines waited for room, and the stop's came first."""
     run = new_run(tmp_path)
     known = run.state.stops
-    run.append(StopRequested(0))
+    run.append(RunStopRequested(0))
     run.append(Requested(0, known))
     assert run.state.stop_requested
     run.append(Requested(0, run.state.stops))
@@ -180,7 +180,7 @@ ORPHANED = Orphaned(0, "container", (1,))
         ([BEGAN, ORPHANED, SAVED, Reaped(0, (1,))], RunState(Phase.ENDED, BEGAN, "saved")),
     ],
 )
-def test_the_events_of_a_run_say_where_it_stands(events: list[Event], state: RunState) -> None:
+def test_the_events_of_a_run_say_where_it_stands(events: list[RunEvent], state: RunState) -> None:
     assert state_of(events) == state
 
 

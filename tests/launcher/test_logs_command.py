@@ -59,7 +59,7 @@ class Terminal:
         path = self.folder / "run.yaml"
         path.write_text(FILE)
         self.config = load(path)
-        begun = launch.Request(self.config)
+        begun = launch.RunRequest(self.config)
         provider = WritingHosts(self.config, self.lines, self.states)
         self.context = Context(
             self.folder / "home",

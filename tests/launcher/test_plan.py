@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from launcher.config import load
-from launcher.plan import list_steps
+from launcher.plan import list_commands
 
 FILE = f"""\
 project: p
@@ -39,7 +39,7 @@ def test_a_plan_is_what_the_provider_would_run(
     monkeypatch.setenv("TPU_LAUNCH_HOME", str(tmp_path / "home"))
     (tmp_path / "run.yaml").write_text(FILE)
     shown = []
-    for step in list_steps(load(tmp_path / "run.yaml", overrides)):
+    for step in list_commands(load(tmp_path / "run.yaml", overrides)):
         group, verb = step.command[step.command.index("tpus") + 1 :][:2]
         shown.append(f"{step.verb}: {group} {verb}")
     assert shown == commands
@@ -51,7 +51,7 @@ def test_all_zones_are_asked_for_the_slice(tmp_path: Path) -> None:
     config = load(
         tmp_path / "run.yaml", ["slice.accelerator_type=v5litepod-8", "zone=us-central1-a", "slice.zones=[us-west4-a]"]
     )
-    created = [step for step in list_steps(config) if "create" in step.command]
+    created = [step for step in list_commands(config) if "create" in step.command]
     assert [next(word for word in step.command if "--zone" in word) for step in created] == [
         "--zone=us-central1-a",
         "--zone=us-west4-a",

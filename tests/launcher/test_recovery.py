@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from launcher.errors import BadInput, Exit, HostsUnreachable, LaunchError
 from launcher.gcloud.errors import Busy, Conflict, PermissionDenied, Preempted, QuotaExceeded, Stockout, Unavailable
-from launcher.run.events import NOT_STARTED, Ended, Event, Recovering, SliceReplaced
+from launcher.run.events import NOT_STARTED, Ended, Recovering, RunEvent, SliceReplaced
 from launcher.run.recovery import (
     NextRound,
     Retries,
@@ -61,7 +61,7 @@ def test_failures_wait_longer_each_time_and_preemptions_do_not_wait() -> None:
 def test_no_history_starts_more_attempts_than_the_budgets_allow(
     kinds: list[Kind], preemptions: int, failures: int
 ) -> None:
-    events: list[Event] = []
+    events: list[RunEvent] = []
     for kind in kinds:
         if decide(Verdict(kind), spent_so_far(events), Retries(preemptions, failures), stop_requested=False).retry:
             events.append(Recovering(0, kind.value, "", 0.0))
@@ -70,7 +70,7 @@ def test_no_history_starts_more_attempts_than_the_budgets_allow(
     assert sum(reason == Kind.FAILED.value for reason in reasons) <= failures
 
 
-def ended(worker: int, kind: Kind = Kind.FAILED) -> Event:
+def ended(worker: int, kind: Kind = Kind.FAILED) -> RunEvent:
     return Ended(0, kind.value, Cause(worker, ""))
 
 
@@ -88,7 +88,7 @@ def ended(worker: int, kind: Kind = Kind.FAILED) -> Event:
     ],
 )
 def test_a_host_is_bad_that_is_the_first_cause_again_and_again_on_one_slice(
-    events: list[Event], found: tuple[int, int]
+    events: list[RunEvent], found: tuple[int, int]
 ) -> None:
     assert bad_host(events) == found
 

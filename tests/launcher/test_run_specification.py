@@ -123,13 +123,13 @@ EVENTS = [
 
 
 @pytest.mark.parametrize("event", EVENTS)
-def test_an_event_is_read_back_as_it_was_recorded(tmp_path: Path, event: events.Event) -> None:
+def test_an_event_is_read_back_as_it_was_recorded(tmp_path: Path, event: events.RunEvent) -> None:
     Ledger(tmp_path, SystemClock()).append(event)
     assert Ledger(tmp_path, SystemClock()).events() == [event]
 
 
 def test_every_kind_has_a_name_of_its_own() -> None:
-    assert set(events.KINDS.values()) == set(events.Event.__subclasses__())
+    assert set(events.KINDS.values()) == set(events.RunEvent.__subclasses__())
     assert all(name for name in events.KINDS)
 
 

@@ -208,10 +208,10 @@ class Workstation:
         return Context(self.home, environment, lambda config: FakeProvider(config, self.hosts), output, machine)
 
     def run(self, config: Config, environment: dict[str, str] | None = None, **options: object) -> Outcome:
-        return launch.run(launch.Request(config, **options), self.context(**(environment or {})))  # type: ignore[arg-type]
+        return launch.run(launch.RunRequest(config, **options), self.context(**(environment or {})))  # type: ignore[arg-type]
 
     def attach(self, config: Config, **environment: str) -> Outcome:
-        return launch.attach(launch.Request(config), self.context(**environment))
+        return launch.attach(launch.RunRequest(config), self.context(**environment))
 
     @property
     def ledger(self) -> Ledger:
@@ -301,7 +301,7 @@ def test_an_env_file_is_for_the_command_and_not_for_the_launcher(work: Workstati
 
     config = work.config()
     context = dataclasses.replace(work.context(), make_provider=lambda config: Watching(config, work.hosts))
-    launch.run(launch.Request(config, env_file=path), context)
+    launch.run(launch.RunRequest(config, env_file=path), context)
     assert seen == [before]
     assert dict(os.environ) == before
     assert work.hosts.attempts[0].secrets == {"PATH": "/app/bin", "HOME": "/app"}

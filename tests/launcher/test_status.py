@@ -12,7 +12,7 @@ from launcher.run.verdict import Cause
 from training.machine.clock import SystemClock
 
 WHAT = "the host went away and came back; its container was killed with it"
-EVENTS: tuple[events.Event, ...] = (
+EVENTS: tuple[events.RunEvent, ...] = (
     events.AttemptBegan(0, image="sha256:1f"),
     events.Started(0),
     events.HostOutOfReach(0, 1, "timed out"),

@@ -145,10 +145,10 @@ class Command:
 
     def _run(self) -> int:
         self.world.record.runs_asked.append(self.world.scheduler.now)
-        return self._show(launch.run(launch.Request(self.config), self.context))
+        return self._show(launch.run(launch.RunRequest(self.config), self.context))
 
     def _attach(self) -> int:
-        return self._show(launch.attach(launch.Request(self.config), self.context))
+        return self._show(launch.attach(launch.RunRequest(self.config), self.context))
 
     def _show(self, outcome: Outcome) -> int:
         self.verdict, self.outcome = outcome.verdict.kind, outcome
