@@ -97,7 +97,7 @@ def write_dataset(folder: Path, tokenizer_hash: str, records: int, seed: int) ->
                 name=name, length=SEQUENCE, records=len(part), bytes=len(data), crc32c=google_crc32c.value(data)
             )
         )
-    manifest = datasets.Manifest(
+    manifest = datasets.DatasetManifest(
         rows="packed",
         split="train",
         sequence_length=SEQUENCE,
