@@ -1,17 +1,17 @@
 #!/usr/bin/python3
-"""The guest agent of an emulated TPU VM: the container's entry point. It does what Google's agents do inside a VM.
+"""The guest agent of an emulated TPU VM, the container's entry point: does what Google's agents do inside a VM.
 
-At boot it adds the metadata server's address to the loopback interface and opens listening sockets in this host's own
-network and file system: 169.254.169.254:80 (metadata), 127.0.0.1:4443 and :443 (Cloud Storage, plain and under Google's
-names) and /var/run/docker.sock. It passes them to the emulator over a unix socket (SCM_RIGHTS). The emulator accepts on
-them directly: it knows which host a request comes from, no byte is relayed, and nothing listens on an outside network.
-When the emulator restarts, the sockets are passed again; connections made meanwhile wait in the backlog.
+At boot it adds the metadata server's address to the loopback interface and opens listeners in this host's own network
+and file system: 169.254.169.254:80 (metadata), 127.0.0.1:4443 and :443 (Cloud Storage, plain and under Google's names)
+and /var/run/docker.sock. It passes them to the emulator over a unix socket (SCM_RIGHTS), which accepts on them
+directly: so the emulator knows each request's host, relays no byte, and listens on no outside network. When the
+emulator restarts, the listeners are passed again; connections made meanwhile wait in the backlog.
 
-Then, like Google's agent, it makes ssh host keys at the first boot and publishes them as guest attributes, starts sshd,
-runs `startup-script`, and keeps a user with sudo and docker for each ssh key of the metadata (by a long poll).
+Then it makes ssh host keys at the first boot and publishes them as guest attributes, starts sshd, runs
+`startup-script`, and keeps a user with sudo and docker for each ssh key of the metadata.
 
-What can fail half-way: a host may be killed at any moment and started again. Each step of the boot is idempotent, and
-authorized_keys is replaced by a rename.
+The host may be killed at any moment and started again: each step of the boot may be repeated, and authorized_keys is
+replaced by a rename.
 """
 
 import contextlib
@@ -38,12 +38,12 @@ MARK = "# Added by Google"
 
 
 def log(message):
-    """Writes a line to the container's log."""
     print(f"guest-agent: {message}", file=sys.stderr, flush=True)
 
 
 def open_listeners():
-    """Opens the sockets for the emulator, in the order that it expects: metadata, storage, storage over TLS, engine."""
+    """Opens the listeners for the emulator, in the order that it expects: metadata, storage, storage over TLS,
+    engine."""
     subprocess.run(["ip", "address", "replace", "169.254.169.254/32", "dev", "lo"], check=True)
     metadata = socket.create_server(("169.254.169.254", 80), backlog=512)
     storage = socket.create_server(("127.0.0.1", 4443), backlog=512)
@@ -59,7 +59,7 @@ def open_listeners():
 
 
 def hand_over(listeners):
-    """Passes the listeners to the emulator, and again to each server that replaces it."""
+    """Passes the listeners to the emulator, and again whenever it restarts. Never returns."""
     while True:
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as control:
@@ -73,7 +73,7 @@ def hand_over(listeners):
 
 
 def request_metadata(path, data=None, timeout=30):
-    """Reads a value of the metadata server, or writes `data` to it. Returns (text, ETag)."""
+    """Reads a value from the metadata server, or writes `data` to it; returns the response's text and ETag."""
     request = urllib.request.Request(
         METADATA + path, data=data, method="GET" if data is None else "PUT", headers={"Metadata-Flavor": "Google"}
     )
@@ -82,7 +82,7 @@ def request_metadata(path, data=None, timeout=30):
 
 
 def put_metadata(path, data):
-    """Writes a value, and tries again until the metadata server accepts it."""
+    """Writes a value; retries until the metadata server accepts it."""
     while True:
         try:
             request_metadata(path, data)
@@ -93,7 +93,6 @@ def put_metadata(path, data):
 
 
 def make_host_keys():
-    """Makes the ssh host keys unless they exist."""
     for kind in ("ed25519", "ecdsa"):
         path = f"/etc/ssh/ssh_host_{kind}_key"
         if not os.path.exists(path):
@@ -101,7 +100,7 @@ def make_host_keys():
 
 
 def start_sshd():
-    """Starts sshd and returns its process when it accepts connections."""
+    """Starts sshd and returns its process once it accepts connections."""
     os.makedirs("/run/sshd", mode=0o755, exist_ok=True)
     process = subprocess.Popen(["/usr/sbin/sshd", "-D", "-e"])
     while process.poll() is None:
@@ -124,7 +123,7 @@ def publish_host_keys():
 
 
 def parse_keys(attributes):
-    """User name -> authorized keys that have not expired, from values of `ssh-keys` ("user:key" a line)."""
+    """Parses values of `ssh-keys` (lines of "user:key"); returns each user's keys that have not expired."""
     users = {}
     for line in "\n".join(attributes).splitlines():
         user, separator, key = line.strip().partition(":")
@@ -140,12 +139,12 @@ def parse_keys(attributes):
 
 
 def apply_keys(users, before):
-    """Makes the users exist with exactly these keys; users of `before` that are gone lose theirs."""
+    """Creates missing users and gives all exactly these keys; users only in `before` lose theirs."""
     for user, keys in users.items():
         try:
             account = pwd.getpwnam(user)
         except KeyError:
-            # No password matches "*"; with "!" sshd would take the account for a locked one.
+            # No password matches "*"; with "!" sshd would treat the account as locked.
             command = ["useradd", "--create-home", "--shell", "/bin/bash", "--password", "*"]
             command += ["--groups", "docker,google-sudoers", user]
             subprocess.run(command, check=True)
@@ -157,7 +156,7 @@ def apply_keys(users, before):
 
 
 def write_keys(account, keys):
-    """Replaces the keys that came from the metadata and keeps those that a user has added, in one rename."""
+    """Replaces the keys from the metadata and keeps those that the user added."""
     folder = os.path.join(account.pw_dir, ".ssh")
     path = os.path.join(folder, "authorized_keys")
     os.makedirs(folder, mode=0o700, exist_ok=True)
@@ -174,7 +173,7 @@ def write_keys(account, keys):
 
 
 def follow_metadata():
-    """Keeps the users' keys equal to the metadata's, for ever. Expired keys go at the next change or after a minute."""
+    """Keeps the users' keys equal to the metadata's; never returns. Expired keys go at a change or after a minute."""
     etag, before = "0", {}
     while True:
         try:

@@ -72,10 +72,6 @@ def find(spec: AppendSpec) -> str | None:
 def ensure(spec: AppendSpec, say: Callable[[str], None]) -> str:
     """Makes the image in the registry unless it exists; returns REPOSITORY@sha256:...
 
-    Args:
-        spec: the image.
-        say: receives a few lines to show.
-
     Raises:
         BadInput: the base does not exist or can't be used, or a file can't be read.
         LaunchError: the registry refuses the credentials or does not answer.

@@ -37,15 +37,9 @@ def reference_of(spec: ImageSpec) -> Reference:
 
 
 def make(spec: ImageSpec, say: Callable[[str], None]) -> str:
-    """Builds the base with this machine's engine and pushes it, as far as needed; returns its name.
+    """Builds the base of an image with this machine's engine and pushes it, as far as needed; returns its name.
 
-    Args:
-        spec: the image whose base it is.
-        say: receives a few lines to show.
-
-    Raises:
-        BadInput: no engine, or no repository.
-        LaunchError: the build or the push failed, or the registry refuses the credentials.
+    Raises BadInput without an engine or a repository, LaunchError when the build or the push failed.
     """
     wanted = reference_of(spec)
     engine.require_engine()

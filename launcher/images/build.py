@@ -47,11 +47,7 @@ class Image:
 def ensure_image(spec: ImageSpec, say: Callable[[str], None]) -> Image:
     """Returns the image after pulling its bases, building and pushing it as far as needed.
 
-    When an image that was pushed before can't be pushed again, hosts get the earlier push, and a line says so.
-
-    Args:
-        spec: the image.
-        say: receives a few lines to show.
+    When an image that was pushed before can't be pushed again, hosts get the earlier push, and `say` receives a line.
 
     Raises:
         BadInput: no engine, or no base image.
@@ -111,15 +107,8 @@ def _build(spec: ImageSpec, plan: ImagePlan, log: IO[str], say: Callable[[str], 
     begin = time.monotonic()
     failure = f"{plan.local} could not be built"
     try:
-        _stream(
-            build_command(spec, plan),
-            log,
-            show_steps(say),
-            _BUILD_SECONDS,
-            failure,
-            Exit.BAD_INPUT,
-            refused=_REFUSED_IN_BUILD,
-        )
+        command = build_command(spec, plan)
+        _stream(command, log, show_steps(say), _BUILD_SECONDS, failure, Exit.BAD_INPUT, refused=_REFUSED_IN_BUILD)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     say(f"built {plan.local} in {time.monotonic() - begin:.0f} s")
@@ -129,7 +118,7 @@ def _push(plan: ImagePlan, remote: str, image_id: str, log: IO[str], say: Callab
     """Pushes the image, and records the push after docker has reported success."""
     say(f"pushing {remote}")
     tag, push = [plan.docker, "tag", plan.local, remote], [plan.docker, "push", remote]
-    _stream(tag, log, _ignore, engine.SECONDS, f"{remote} could not be tagged")
+    _stream(tag, log, lambda line: None, engine.SECONDS, f"{remote} could not be tagged")
     digests: list[str] = []
 
     def keep_digest(line: str) -> None:
@@ -144,10 +133,6 @@ def _push(plan: ImagePlan, remote: str, image_id: str, log: IO[str], say: Callab
     record_push(plan.tag, remote, image_id, digests[-1])
 
 
-def _ignore(line: str) -> None:
-    pass
-
-
 def _stream(
     argv: Sequence[str],
     log: IO[str],
@@ -159,17 +144,10 @@ def _stream(
     missing_repository: str = "",
     refused: str = _REFUSED,
 ) -> None:
-    """Runs a docker command with its output in the log. Raises LaunchError with the last lines when it fails.
+    """Runs a docker command with its output in the log. If it fails, raises LaunchError: `failure` and the last lines.
 
-    Args:
-        argv: the command.
-        log: the open log.
-        say: receives each line of the output.
-        seconds: the time-out.
-        failure: begins the message of the error.
-        code: of the error.
-        missing_repository: what to do when the registry has no such repository.
-        refused: a pattern; when the last lines match it, a registry has refused the credentials.
+    `missing_repository` says what to do when the registry has no such repository; the pattern `refused` matches last
+    lines of which a registry's refusal of the credentials is the reason.
     """
     lines: list[str] = []
 
@@ -216,27 +194,16 @@ def show_steps(say: Callable[[str], None]) -> Callable[[str], None]:
 
 @contextmanager
 def _open_log(name: str, say: Callable[[str], None]) -> Iterator[IO[str]]:
-    """Opens the log of a tag's builds and locks it, so that two processes do not build the same image at once.
-    Blocks."""
-    import fcntl  # not everywhere where images are made without an engine
+    """Opens the log of a tag's builds and locks it: two processes must not build one image at once. Blocks."""
+    import fcntl  # missing on some systems where images are made without an engine
 
     folder = home() / "images"
     folder.mkdir(mode=0o700, exist_ok=True)
     path = folder / f"{name}.log"
     with open(path, "a", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)) as log:
-        deadline = time.monotonic() + _BUILD_SECONDS
-        reported = False
-        while True:
-            try:
-                fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if not reported:
-                    say("another process builds the same image; waiting for it")
-                reported = True
-                if time.monotonic() > deadline:
-                    raise LaunchError(
-                        f"another process has held {log.name} for {_BUILD_SECONDS:.0f} s: end it and try again"
-                    ) from None
-                time.sleep(0.5)
+        try:
+            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"waiting: another process builds the same image and holds {path}")
+            fcntl.flock(log, fcntl.LOCK_EX)
         yield log

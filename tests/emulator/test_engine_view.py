@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.emulator.vm import engine_request
 from launcher.emulator.vm import engine_view as engine
 from launcher.emulator.vm.engine_client import HOST_LABEL, LABEL
+from launcher.emulator.vm.engine_request import split_version
 from launcher.emulator.vm.engine_view import EngineRefusal, EngineView
 
 VIEW = EngineView("0badcafe", "t1v-n-12345678-w-0")
@@ -21,52 +21,32 @@ IDS = ["a" * 64, "ab" + "c" * 62, "d" * 64]
 names = st.from_regex(r"[a-zA-Z0-9][a-zA-Z0-9_.-]{0,20}", fullmatch=True)
 
 
-def create(body: dict[str, Any], image: str = "sha256:1") -> dict[str, Any]:
+def create(body: dict[str, Any]) -> dict[str, Any]:
     def bind(path: str) -> str:
         if not path.startswith(("/tmp", "/dev/shm")):
             raise EngineRefusal(400, f"invalid bind source {path}")
         return f"/engine{path}"
 
     return engine.create_on_host(
-        body, VIEW, bind=bind, volume=lambda name: f"own.{name}", image=image, ca="/private/ca.pem"
+        body, VIEW, bind=bind, volume=lambda name: f"own.{name}", image="sha256:1", ca="/private/ca.pem"
     )
-
-
-def refused(status: int, words: str, body: dict[str, Any]) -> None:
-    with pytest.raises(EngineRefusal, match=words) as caught:
-        create(body)
-    assert caught.value.status == status
 
 
 def listed(name: str, identifier: str = IDS[0], **requested: Any) -> dict[str, Any]:
     """An own container as the workstation's engine lists it."""
-    labels = {
-        LABEL: VIEW.emulator,
-        HOST_LABEL: VIEW.hostname,
-        engine.REQUESTED_LABEL: json.dumps(requested),
-        "user": "x",
-    }
-    return {
-        "Id": identifier,
-        "Names": [f"/{VIEW.prefix}{name}"],
-        "Labels": labels,
-        "Image": "sha256:1",
-        "HostConfig": {"NetworkMode": "container:1"},
-    }
+    ours = {LABEL: VIEW.emulator, HOST_LABEL: VIEW.hostname, engine.REQUESTED_LABEL: json.dumps(requested)}
+    shown = {"Id": identifier, "Names": [f"/{VIEW.prefix}{name}"], "Labels": {**ours, "user": "x"}}
+    return {**shown, "Image": "sha256:1", "HostConfig": {"NetworkMode": "container:1"}}
 
 
 def test_host_network_means_the_hosts_network() -> None:
-    body = {
-        "Image": "i",
-        "Hostname": "x",
-        "ExposedPorts": {"80/tcp": {}},
-        "HostConfig": {"NetworkMode": "host", "PortBindings": {}},
-    }
+    host = {"NetworkMode": "host", "PortBindings": {}}
+    body = {"Image": "i", "Hostname": "x", "ExposedPorts": {"80/tcp": {}}, "HostConfig": dict(host)}
     made = create(body)
     assert made["HostConfig"]["NetworkMode"] == f"container:{VIEW.hostname}"
-    assert "Hostname" not in made
-    assert "ExposedPorts" not in made
-    assert body["HostConfig"] == {"NetworkMode": "host", "PortBindings": {}}, "the request itself is left as it was"
+    assert not {"Hostname", "ExposedPorts"} & set(made)
+    assert not {"CapAdd", "CapDrop", "SecurityOpt"} & set(made["HostConfig"]), "it is not privileged"
+    assert body["HostConfig"] == host, "the request itself is left as it was"
 
 
 def test_there_is_no_tpu_and_the_bucket_is_the_emulators() -> None:
@@ -80,20 +60,13 @@ def test_there_is_no_tpu_and_the_bucket_is_the_emulators() -> None:
 
 
 def test_privileged_becomes_capabilities_and_inspect_still_says_privileged() -> None:
-    made = create(
-        {
-            "Image": "repo@sha256:2",
-            "HostConfig": {"Privileged": True, "NetworkMode": "host", "Ulimits": [{"Name": "memlock"}]},
-        }
-    )
+    host = {"Privileged": True, "NetworkMode": "host", "Ulimits": [{"Name": "memlock"}]}
+    made = create({"Image": "repo@sha256:2", "HostConfig": host})
     host = made["HostConfig"]
     assert "Privileged" not in host
     assert (host["CapAdd"], host["CapDrop"], host["Ulimits"]) == (["ALL"], ["SYS_RESOURCE"], [])
-    answer = {
-        "Name": f"/{VIEW.prefix}c",
-        "Config": {"Image": made["Image"], "Labels": made["Labels"]},
-        "HostConfig": {**host, "Privileged": False},
-    }
+    config = {"Image": made["Image"], "Labels": made["Labels"]}
+    answer = {"Name": f"/{VIEW.prefix}c", "Config": config, "HostConfig": {**host, "Privileged": False}}
     shown = engine.present_container(answer, VIEW)
     assert (shown["Name"], shown["Config"]["Image"], shown["Config"]["Labels"]) == ("/c", "repo@sha256:2", {})
     assert (shown["HostConfig"]["Privileged"], shown["HostConfig"]["NetworkMode"]) == (True, "host")
@@ -112,24 +85,15 @@ def test_privileged_becomes_capabilities_and_inspect_still_says_privileged() -> 
 def test_an_engine_did_not_see_how_a_container_ended_that_died_with_its_host(
     ended: str, died: str, booted: str, code: int
 ) -> None:
-    answer = {
-        "Name": f"/{VIEW.prefix}c",
-        "Config": {"Image": "i", "Labels": {}},
-        "HostConfig": {},
-        "State": {"Status": "exited", "ExitCode": 137, "FinishedAt": ended},
-    }
+    config, state = {"Image": "i", "Labels": {}}, {"Status": "exited", "ExitCode": 137, "FinishedAt": ended}
+    answer = {"Name": f"/{VIEW.prefix}c", "Config": config, "HostConfig": {}, "State": state}
     state = engine.present_container(answer, VIEW, {"FinishedAt": died, "StartedAt": booted})["State"]
     assert (state["ExitCode"], state["FinishedAt"]) == (code, booted if code == 255 else ended)
 
 
-def test_an_unprivileged_container_gets_no_capability() -> None:
-    assert not {"CapAdd", "CapDrop", "SecurityOpt"} & set(create({"HostConfig": {"NetworkMode": "host"}})["HostConfig"])
-
-
 def test_namespaces_of_the_host_are_the_emulated_hosts() -> None:
-    host = create({"HostConfig": {"PidMode": "host", "IpcMode": "host", "UTSMode": "host", "Binds": ["/tmp/a:/a"]}})[
-        "HostConfig"
-    ]
+    given = {"PidMode": "host", "IpcMode": "host", "UTSMode": "host", "Binds": ["/tmp/a:/a"]}
+    host = create({"HostConfig": given})["HostConfig"]
     assert (host["PidMode"], host["IpcMode"], host["UTSMode"]) == (f"container:{VIEW.hostname}", "private", "")
     assert host["Binds"] == ["/engine/dev/shm:/dev/shm", "/engine/tmp/a:/a", CA_BIND]
 
@@ -143,12 +107,12 @@ def test_binds_are_of_the_hosts_folders_and_volumes_are_its_own() -> None:
     host = create({"HostConfig": {"Binds": ["/tmp/a:/a:ro", "data:/d"], "Mounts": mounts}})["HostConfig"]
     assert host["Binds"] == ["/engine/tmp/a:/a:ro", "own.data:/d", CA_BIND]
     assert [mount.get("Source") for mount in host["Mounts"]] == ["/engine/tmp/x", "own.v", None]
-    refused(400, "invalid bind source /etc", {"HostConfig": {"Binds": ["/etc:/e"]}})
 
 
 @pytest.mark.parametrize(
     ("status", "words", "host"),
     [
+        (400, "invalid bind source /etc", {"Binds": ["/etc:/e"]}),
         (400, "publishing ports", {"PortBindings": {"80/tcp": [{"HostPort": "80"}]}}),
         (400, "publishing ports", {"NetworkMode": "bridge", "PublishAllPorts": True}),
         (404, "network mine not found", {"NetworkMode": "mine"}),
@@ -160,7 +124,9 @@ def test_binds_are_of_the_hosts_folders_and_volumes_are_its_own() -> None:
     ],
 )
 def test_what_can_not_be_given_honestly_is_refused(status: int, words: str, host: dict[str, Any]) -> None:
-    refused(status, words, {"HostConfig": host})
+    with pytest.raises(EngineRefusal, match=words) as refused:
+        create({"HostConfig": host})
+    assert refused.value.status == status
 
 
 def test_users_can_not_pretend_to_be_another_host() -> None:
@@ -178,16 +144,11 @@ def test_names_come_back_as_they_were_given(name: str) -> None:
 
 def test_containers_are_found_by_name_id_and_start_of_an_id_among_the_hosts_own() -> None:
     own = [listed(name, identifier) for name, identifier in zip(("one", "two", "three"), IDS, strict=True)]
-    assert engine.resolve_container("two", own, VIEW) == IDS[1]
-    assert engine.resolve_container("/two", own, VIEW) == IDS[1]
-    assert engine.resolve_container("d", own, VIEW) == IDS[2]
-    assert engine.resolve_container(IDS[0], own, VIEW) == IDS[0]
-    with pytest.raises(EngineRefusal, match="No such container: four"):
-        engine.resolve_container("four", own, VIEW)
-    with pytest.raises(EngineRefusal, match="Multiple IDs"):
-        engine.resolve_container("a", own, VIEW)
-    with pytest.raises(EngineRefusal, match="No such container"):
-        engine.resolve_container(f"{VIEW.hostname}.", own, VIEW)
+    for name, found in (("two", IDS[1]), ("/two", IDS[1]), ("d", IDS[2]), (IDS[0], IDS[0])):
+        assert engine.resolve_container(name, own, VIEW) == found
+    for name, words in (("four", "No such container: four"), ("a", "Multiple IDs"), (VIEW.prefix, "No such container")):
+        with pytest.raises(EngineRefusal, match=words):
+            engine.resolve_container(name, own, VIEW)
 
 
 def test_listings_are_filtered_to_the_host_whatever_else_was_asked() -> None:
@@ -204,22 +165,14 @@ def test_listings_are_filtered_to_the_host_whatever_else_was_asked() -> None:
 
 def test_on_the_workstation_only_host_network_containers_reach_the_bucket() -> None:
     def made(mode: str) -> dict[str, Any]:
-        return engine.create_on_workstation(
-            {"Image": "i", "HostConfig": {"NetworkMode": mode}}, "0badcafe", "http://127.0.0.1:1", image="i"
-        )
+        body = {"Image": "i", "HostConfig": {"NetworkMode": mode}}
+        return engine.create_on_workstation(body, "0badcafe", "http://127.0.0.1:1", image="i")
 
     assert made("host")["Env"] == ["STORAGE_EMULATOR_HOST=http://127.0.0.1:1"]
     assert "Env" not in made("default")
     assert made("default")["Labels"] == {LABEL: "0badcafe"}
 
 
-@pytest.mark.parametrize(
-    ("path", "parts"),
-    [
-        ("/v1.41/containers/json", ("/v1.41", "/containers/json")),
-        ("/_ping", ("", "/_ping")),
-        ("/version", ("", "/version")),
-    ],
-)
-def test_versions_are_split_off_paths(path: str, parts: tuple[str, str]) -> None:
-    assert engine_request.split_version(path) == parts
+def test_versions_are_split_off_paths() -> None:
+    assert split_version("/v1.41/containers/json") == ("/v1.41", "/containers/json")
+    assert split_version("/version") == ("", "/version")

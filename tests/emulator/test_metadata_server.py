@@ -95,7 +95,6 @@ def test_folders_are_listed_and_read_whole(host: Host) -> None:
     assert "greeting\n" in host.text("instance/attributes/")
     whole = json.loads(host.text("", recursive="true"))
     assert whole["instance"]["attributes"]["greeting"] == "hello"
-    assert "instance/attributes/greeting hello\n" in host.text("", recursive="true", alt="text")
     assert host.ask("instance/nothing").status == 404
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
@@ -43,7 +44,7 @@ class EngineProxy:
         blobs: BlobStore,
         transfer: ImageTransfer,
     ) -> None:
-        """Connects the proxy with what it needs.
+        """Connects to nothing yet.
 
         Args:
             store: the emulator's state: pushed images, hosts, faults.
@@ -124,11 +125,7 @@ class EngineProxy:
     def _answer_host(self, request: EngineRequest, view: EngineView) -> None:
         parts = [unquote(part) for part in request.path.strip("/").split("/")]
         match (request.method, parts):
-            case (_, ["containers", *rest]):
-                self._answer_containers(request, view, rest)
-            case (_, ["images", *rest]):
-                self._answer_images(request, view, rest)
-            case ("GET" | "HEAD", ["_ping" | "version"]):
+            case ("GET" | "HEAD", ["_ping" | "version"]) | ("GET", ["images", "json"]):
                 self._forward(request)
             case ("GET", ["info"]):
                 self._call(request, "/info", None, lambda value: {**value, "Name": view.hostname})
@@ -138,50 +135,41 @@ class EngineProxy:
                 process = self._engine.call("GET", f"/exec/{quote(identifier, safe='')}/json")
                 self._own_container(process["ContainerID"], view)
                 self._forward(request)
-            case _:
-                raise _unavailable(request, parts)
-
-    def _answer_containers(self, request: EngineRequest, view: EngineView, parts: list[str]) -> None:
-        match (request.method, parts):
-            case ("GET", ["json"]):
-                request.query, names, limit = engine_view.listing_query(request.query, view)
-                self._call(
-                    request,
-                    "/containers/json",
-                    None,
-                    lambda value: engine_view.present_listing(value, view, names, limit),
-                )
-            case ("POST", ["create"]):
-                self._create_container(request, view)
-            case ("DELETE", [name]):
-                self._forward(request, f"/containers/{self._own_container(name, view)}")
-            case ("GET", [name, "json"]):
-                path = f"/containers/{self._own_container(name, view)}/json"
-                self._call(request, path, None, lambda value: self._present_container(value, view))
-            case ("POST", [name, "rename"]):
-                request.query["name"] = view.prefix + request.query.get("name", "").removeprefix("/")
-                self._call(request, f"/containers/{self._own_container(name, view)}/rename", None, view=view)
-            case (_, [name, action, *rest]) if action in engine_view.CONTAINER_ACTIONS:
-                self._forward(request, "/".join(["/containers", self._own_container(name, view), action, *rest]))
-            case _:
-                raise _unavailable(request, ["containers", *parts])
-
-    def _answer_images(self, request: EngineRequest, view: EngineView, parts: list[str]) -> None:
-        match (request.method, parts):
-            case ("GET", ["json"]):
-                self._forward(request)
-            case ("GET", [*name, "json"]) if name:
-                self._refuse_unless_pulled(view.hostname, "/".join(name))
-                self._inspect_image(request, "/".join(name), only_pushed=True)
-            case ("POST", ["create"]):
+            case ("POST", ["images", "create"]):
                 self._refuse_when_broken(view.hostname, image=request.query.get("fromImage", ""))
                 self._pull(request, view.hostname)
-            case ("DELETE" | "POST", _):
+            case ("GET", ["images", *name, "json"]):
+                self._refuse_unless_pulled(view.hostname, "/".join(name))
+                self._inspect_image(request, "/".join(name), only_pushed=True)
+            case ("DELETE" | "POST", ["images", *_]):
                 raise EngineRefusal(
                     409, "the images of an emulated TPU VM are the workstation's: remove, tag or push them there"
                 )
+            case ("GET", ["containers", "json"]):
+                request.query, names, limit = engine_view.listing_query(request.query, view)
+                present = partial(engine_view.present_listing, view=view, names=names, limit=limit)
+                self._call(request, "/containers/json", None, present)
+            case ("POST", ["containers", "create"]):
+                self._create_container(request, view)
+            case (_, ["containers", name, *action]):
+                self._answer_container(request, view, name, action)
             case _:
-                raise _unavailable(request, ["images", *parts])
+                raise _unavailable(request, parts)
+
+    def _answer_container(self, request: EngineRequest, view: EngineView, name: str, action: list[str]) -> None:
+        path = f"/containers/{self._own_container(name, view)}"
+        match (request.method, action):
+            case ("DELETE", []):
+                self._forward(request, path)
+            case ("GET", ["json"]):
+                self._call(request, f"{path}/json", None, lambda value: self._present_container(value, view))
+            case ("POST", ["rename"]):
+                request.query["name"] = view.prefix + request.query.get("name", "").removeprefix("/")
+                self._call(request, f"{path}/rename", None, view=view)
+            case (_, [verb, *rest]) if verb in engine_view.CONTAINER_ACTIONS:
+                self._forward(request, "/".join([path, verb, *rest]))
+            case _:
+                raise _unavailable(request, ["containers", name])
 
     def _create_container(self, request: EngineRequest, view: EngineView) -> None:
         body = request.json()
@@ -204,11 +192,8 @@ class EngineProxy:
         self._call(request, "/containers/create", new, view=view)
 
     def _has_virtual_tpu(self, hostname: str, image: str) -> bool:
-        """Returns whether a container of the image gets TPU devices on this host.
-
-        Its framework must be able to load them, and the slice must have one host: devices of several hosts could not
-        exchange data.
-        """
+        """Returns whether a container of the image gets TPU devices on this host: its framework can load them, and the
+        slice has one host, because devices of several hosts could not exchange data."""
         with self._store.read() as state:
             entry = find_host(state, hostname)
             alone = entry is not None and len(entry[0].hosts) == 1
@@ -225,10 +210,8 @@ class EngineProxy:
         return engine_view.resolve_container(name, self._engine.containers(*view.labels), view)
 
     def _pull(self, request: EngineRequest, hostname: str) -> None:
-        """Enters a pushed image as pulled by the host.
-
-        All hosts share the workstation's store: bytes are transferred only for an image that the store lacks.
-        """
+        """Enters a pushed image as pulled by the host. All hosts share the workstation's store: bytes move only for an
+        image that it lacks."""
         name, tag = request.query.get("fromImage", ""), request.query.get("tag", "")
         if not image_registry.is_registry(name):
             return self._forward(request)
@@ -250,10 +233,8 @@ class EngineProxy:
         return reply(request.connection, 200, image_registry.pull_progress(reference, image))
 
     def _fetch(self, reference: Reference) -> str | None:
-        """Returns the id of a registry's image, or None when the registry has no such image.
-
-        Lets the engine pull the image when the registry has its bytes and the store does not.
-        """
+        """Returns the id of a registry's image, None when there is none. The engine pulls it if only the registry has
+        its bytes."""
         held = self._blobs.manifest(reference.repository, reference.version)
         with self._store.read() as state:
             image = state.pushed.get(reference.repository, {}).get(held[0] if held else reference.version)
@@ -289,10 +270,8 @@ class EngineProxy:
                     raise EngineRefusal(404, f"No such image: {name}")
 
     def _image_id(self, name: str, *, only_pushed: bool) -> str:
-        """Returns the image id for a registry's name, and any other name unchanged.
-
-        Raises EngineRefusal for a name that was not pushed if `only_pushed` is set.
-        """
+        """Returns the image id for a registry's name, and any other name unchanged. With `only_pushed`, raises
+        EngineRefusal for a name that was not pushed."""
         if not image_registry.is_registry(name):
             return name
         with self._store.read() as state:

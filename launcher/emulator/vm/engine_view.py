@@ -203,10 +203,7 @@ def _map_bind(text: str, bind: Callable[[str], str], volume: Callable[[str], str
 def present_container(value: dict[str, Any], view: EngineView, host: dict[str, Any] | None = None) -> dict[str, Any]:
     """Returns the response to GET containers/{id}/json as the host sees it.
 
-    Args:
-        value: the engine's response.
-        view: the host.
-        host: the state of the host's own container; None for a container that has not ended.
+    `host` is the state of the host's own container, given for a container that has ended.
     """
     new = copy.deepcopy(value)
     if host is not None and _died_with_host(new["State"], host):
@@ -234,11 +231,8 @@ def present_listing(
 ) -> list[dict[str, Any]]:
     """Returns the response to GET containers/json as the host sees it.
 
-    Args:
-        values: the engine's listing of the host's containers.
-        view: the host.
-        names: name filters, which the engine could not apply because its names are longer.
-        limit: the largest number of containers; None for all.
+    `values` are the host's containers in the engine's listing. The engine could not apply the name filters `names`,
+    because its names are longer, nor `limit` before them.
     """
     shown = []
     for value in values:
@@ -271,15 +265,9 @@ def listing_query(query: dict[str, str], view: EngineView) -> tuple[dict[str, st
 
 
 def resolve_container(name: str, own: list[dict[str, Any]], view: EngineView) -> str:
-    """Returns the id of one of the host's containers.
+    """Returns the id of the host's container with a name, an id, or the start of an id (`own`: the engine's listing).
 
-    Args:
-        name: its id, its name, or the start of its id.
-        own: the engine's listing of the host's containers.
-        view: the host.
-
-    Raises:
-        EngineRefusal: none or several match; with the engine's own message.
+    Raises EngineRefusal with the engine's own message when none or several match.
     """
     ids = [str(container["Id"]) for container in own]
     if name in ids:

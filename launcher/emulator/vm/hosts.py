@@ -47,17 +47,8 @@ class Hosts:
         context: ssl.SSLContext,
         engine: Callable[[str, socket.socket], None],
     ) -> None:
-        """Connects the hosts with the services that they reach.
-
-        Args:
-            store: the emulator's state.
-            containers: of the hosts.
-            acceptor: accepts connections on the listeners that hosts hand over.
-            metadata: answers requests to a host's metadata server.
-            storage: answers requests for Cloud Storage.
-            context: the server's side of TLS under the names of Cloud Storage.
-            engine: (hostname, connection) -> answers a request to a host's container engine.
-        """
+        """Takes the handlers of a host's requests for metadata, for Cloud Storage (`context` is for TLS under its
+        names) and to its container engine (hostname, connection)."""
         self.store = store
         self.containers = containers
         self.acceptor = acceptor

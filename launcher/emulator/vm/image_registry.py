@@ -107,13 +107,7 @@ class ImageTransfer:
     """Moves images between the workstation's engine and the emulated registry, by the engine's own push and pull."""
 
     def __init__(self, engine: Engine, port: Callable[[], int], token: str) -> None:
-        """Connects to nothing yet.
-
-        Args:
-            engine: the workstation's.
-            port: returns the registry's port on 127.0.0.1.
-            token: the access token that the registry accepts from the engine.
-        """
+        """Takes a function that returns the registry's port on 127.0.0.1, and the engine's access token to it."""
         self._engine, self._port = engine, port
         login = json.dumps({"username": _USER, "password": token}).encode()
         self._login = {"X-Registry-Auth": base64.urlsafe_b64encode(login).decode()}

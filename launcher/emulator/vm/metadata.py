@@ -150,8 +150,6 @@ def _render(value: Any, request: Request) -> Response:
         if not recursive:
             names = (f"{key}/\n" if isinstance(entry, dict) else f"{key}\n" for key, entry in value.items())
             return _text(200, "".join(names), headers)
-        if form == "text":
-            return _text(200, "".join(f"{key} {text}\n" for key, text in _flat(value)), headers)
     if form == "json" or isinstance(value, dict):
         return Response(200, json.dumps(value).encode(), {**_HEADERS, **headers, "Content-Type": "application/json"})
     return _text(200, "\n".join(value) + "\n" if isinstance(value, list) else str(value), headers)
@@ -184,12 +182,6 @@ def _nested(values: dict[str, str]) -> dict[str, dict[str, str]]:
         namespace, _, key = path.partition("/")
         result.setdefault(namespace, {})[key] = value
     return result
-
-
-def _flat(value: Any, prefix: str = "") -> list[tuple[str, str]]:
-    if not isinstance(value, dict):
-        return [(prefix, str(value))]
-    return [pair for key, entry in value.items() for pair in _flat(entry, f"{prefix}/{key}" if prefix else key)]
 
 
 def _etag(value: Any) -> str:

@@ -98,11 +98,11 @@ class Registry:
 
         Args:
             host: the registry.
-            credentials: returns the credentials of a registry; called when the registry requires them.
+            credentials: returns the credentials of a registry; called when it requires them.
             writes: the repository to push to.
             reads: repositories to read.
             ca_bundle: more certificates to trust.
-            piece_bytes: a larger blob is uploaded in pieces of this size where the registry takes them.
+            piece_bytes: of an upload, where the registry takes pieces.
             sleep: waits between tries.
         """
         self.host = host
@@ -167,13 +167,8 @@ class Registry:
         return body
 
     def upload(self, path: str, blob: Blob, *, source: str | None = None) -> bool:
-        """Uploads a blob unless the repository has it; returns whether bytes were sent.
-
-        Args:
-            path: the repository.
-            blob: the blob.
-            source: another repository of this registry that may have the blob: no bytes are sent if it has.
-        """
+        """Uploads a blob unless the repository, or the repository `source` of this registry, has it; returns whether
+        bytes were sent."""
         if self.has_blob(path, blob.digest):
             return False
         query = {"mount": blob.digest, "from": source} if source else {}
@@ -230,10 +225,8 @@ class Registry:
         self._repeat(send, (201,))
 
     def _resume_upload(self, path: str, url: str) -> tuple[str, int]:
-        """Returns where to continue an upload and how many bytes the registry has of it.
-
-        Begins another upload when the registry no longer knows this one.
-        """
+        """Returns where to continue an upload, and how many bytes the registry has of it; begins another upload when
+        the registry no longer knows this one."""
         response = self._request("GET", url, {})
         if response.status in _PASSING:
             raise _PassingError(f"it answered {response.status} to the question how much it has of an upload")

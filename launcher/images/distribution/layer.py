@@ -54,15 +54,9 @@ class Layer:
 
 
 def make_layers(entries: Sequence[Entry], folder: str, title: str) -> list[Layer]:
-    """Returns the layers that put files into a folder of an image.
+    """Returns the layers that add files to a folder (an absolute path) of an image, whose other files stay.
 
-    Args:
-        entries: the files, with names relative to the folder.
-        folder: an absolute path in the image; other files in it stay, as with COPY.
-        title: describes the files in the image's history.
-
-    Raises:
-        BadInput: a file can't be read, or a layer would be too large.
+    Raises BadInput when a file can't be read or a layer would be too large.
     """
     return [
         Layer(_archive(group, folder), f"{title}{f' ({number})' if number else ''}")

@@ -93,16 +93,9 @@ def read_config(data: bytes, name: str) -> dict[str, Any]:
 def append(
     image: ImageManifest, config: Mapping[str, Any], layers: Sequence[PackedLayer], name: str
 ) -> tuple[ManifestDocument, bytes]:
-    """Returns the manifest and the configuration of the image with more layers; equal arguments give equal bytes.
+    """Returns the manifest and the configuration of an image with `layers` (the lowest first) upon its own.
 
-    Args:
-        image: the base image.
-        config: its configuration.
-        layers: the new layers, the lowest first.
-        name: the base image's name, for messages.
-
-    Raises:
-        BadInput: the image would have too many layers.
+    Equal arguments give equal bytes. Raises BadInput, with the image's name, for too many layers.
     """
     if len(image.layers) + len(layers) > _MOST_LAYERS:
         raise BadInput(f"{name}: {len(image.layers)} layers, and {len(layers)} more are too many for container engines")
