@@ -58,12 +58,9 @@ def test_only_files_that_changed_since_the_image_was_made_travel(tmp_path: Path,
     assert contents(changes.overlay) == {"train.py": "two\n", "new.py": "new\n"}
     assert (changes.changed, changes.removed) == (("new.py", "train.py"), ("part/model.py",))
     assert changes.overlay.target == "/home/trainer"
-
-
-def test_a_program_that_may_be_run_now_has_changed(tmp_path: Path, code: Path, own_code: Config) -> None:
     overlays.record_code(tmp_path, IMAGE, own_code)
     (code / "train.py").chmod(0o755)
-    assert overlays.find_changes(str(code), own_code, tmp_path, IMAGE).changed == ("train.py",)
+    assert overlays.find_changes(str(code), own_code, tmp_path, IMAGE).changed == ("train.py",), "it is a program now"
 
 
 def test_all_files_travel_over_an_image_that_is_not_known_or_has_another_folder(

@@ -142,14 +142,10 @@ def test_package_data_is_complete(installed: Path) -> None:
             assert (share / path.relative_to(ROOT)).is_file(), path
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_prints_a_script(installed: Path, tmp_path: Path, shell: str) -> None:
-    assert f"_TPU_LAUNCH_COMPLETE={shell}_complete" in run(
-        installed / "tpu-launch", "completion", shell, folder=tmp_path
-    )
-
-
-def test_completion_names_commands(installed: Path, tmp_path: Path) -> None:
+def test_completion_prints_a_script_and_names_commands(installed: Path, tmp_path: Path) -> None:
+    for shell in ("bash", "zsh", "fish"):
+        script = run(installed / "tpu-launch", "completion", shell, folder=tmp_path)
+        assert f"_TPU_LAUNCH_COMPLETE={shell}_complete" in script
     words = {"_TPU_LAUNCH_COMPLETE": "bash_complete", "COMP_WORDS": "tpu-launch prefl", "COMP_CWORD": "1"}
     assert run(installed / "tpu-launch", folder=tmp_path, **words) == "plain,preflight\n"
 
@@ -196,14 +192,11 @@ def test_installing_as_the_readme_says(checkout: Path, tmp_path: Path, command: 
     assert "docker push" in run(folder / "tpu-launch", "plan", "-f", "run.yaml", folder=tmp_path)
 
 
-def test_rehearsal_without_a_checkout_uses_the_installed_example(installed: Path, tmp_path: Path) -> None:
+def test_what_needs_no_checkout_and_no_framework_works(installed: Path, tmp_path: Path) -> None:
     script = "from launcher.installation import example; print(example('rehearsal.yaml'))"
     path = Path(run(installed / "python", "-c", script, folder=tmp_path).strip())
     assert path.is_relative_to(installed.parent)
     assert path.read_text() == (ROOT / "examples" / "rehearsal.yaml").read_text()
-
-
-def test_trainer_needs_no_framework_for_its_help(installed: Path, tmp_path: Path) -> None:
     assert "checkpoint" in run(installed / "tpu-train", "--help", folder=tmp_path)
 
 
