@@ -1,7 +1,7 @@
-"""Who works at a machine: the name and the Google account that go into the labels of what is created from it.
+"""The user and the Google account of a workstation, for the labels of the slices that it creates.
 
-The account is read from gcloud's own settings, because asking gcloud for it takes half a second. Only a hash of it is
-kept: labels are visible to everybody in a project.
+The account is read from gcloud's settings, because asking gcloud for it takes half a second. Labels hold only a hash of
+it, because all members of a project can see them.
 """
 
 from __future__ import annotations
@@ -19,30 +19,31 @@ _HASH_DIGITS = 12
 
 @dataclass(frozen=True)
 class Owner:
-    """A person, or an account that works for somebody. Both values are fit for a label."""
+    """A user with an account. Both values are valid in a label."""
 
     user: str
-    """Name of the user of this machine."""
+    """The name of the user on this machine."""
 
     account: str = ""
-    """Begin of the SHA-256 of the account's e-mail address; empty when gcloud's settings name none."""
+    """The first digits of the SHA-256 of the account's e-mail address; empty if gcloud's settings name none."""
 
 
 NOBODY = Owner("nobody")
 
 
 def this_owner(environment: Mapping[str, str]) -> Owner:
-    """The user of this process, and the account that gcloud would use."""
+    """Returns the user of this process, with the account that gcloud would use."""
     return Owner(re.sub(r"[^a-z0-9_-]", "-", getpass.getuser().lower())[:63], hash_account(_account(environment)))
 
 
 def hash_account(email: str) -> str:
-    """An account's e-mail address as a label's value; empty for none."""
+    """Returns the hash of an account's e-mail address for a label; "" for none."""
     return hashlib.sha256(email.strip().lower().encode()).hexdigest()[:_HASH_DIGITS] if email else ""
 
 
 def _account(environment: Mapping[str, str]) -> str:
-    """`core/account`, as gcloud finds it: from the environment, else from its active configuration."""
+    """Returns `core/account` as gcloud finds it: in the environment, else in its active configuration; "" if not
+    set."""
     if account := environment.get("CLOUDSDK_CORE_ACCOUNT"):
         return account
     home = environment.get("CLOUDSDK_CONFIG")

@@ -109,4 +109,4 @@ class Workstation(Machine):
     stream: StreamCommand = shell.stream
     connect: Connect
     owner: Owner = NOBODY
-    """Who works at it: what is created from here carries their labels."""
+    """Whose labels the slices created from here carry."""

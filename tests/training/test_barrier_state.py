@@ -1,5 +1,5 @@
-"""Whatever order hosts arrive, repeat, leave and break in, the state answers everyone alike and never twice
-differently."""
+"""The state of the rendezvous gives all hosts the same answers, in whatever order they arrive, repeat, leave and
+break."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def state_of(hosts: int) -> BarrierState:
     return state
 
 
-def test_all_arrivals_complete_a_rendezvous_for_everyone() -> None:
+def test_the_last_arrival_completes_a_barrier_for_all() -> None:
     state = state_of(3)
     assert state.arrive(2, "start", "c", 10, 1.0) == []
     assert state.arrive(0, "start", "a", 10, 2.0) == []
@@ -29,7 +29,7 @@ def test_all_arrivals_complete_a_rendezvous_for_everyone() -> None:
     assert all(message == {"complete": "start", "payloads": ["a", "b", "c"]} for _, message in answers)
 
 
-def test_a_repeated_arrival_counts_once_and_its_first_payload_stands() -> None:
+def test_a_repeated_arrival_counts_once_with_its_first_payload() -> None:
     state = state_of(2)
     assert state.arrive(0, "p", "first", 10, 0.0) == []
     assert state.arrive(0, "p", "second", 10, 0.0) == []
@@ -37,14 +37,14 @@ def test_a_repeated_arrival_counts_once_and_its_first_payload_stands() -> None:
     assert message["payloads"] == ["first", "other"]
 
 
-def test_a_late_repeat_gets_the_same_answer_again() -> None:
+def test_a_late_repeat_gets_the_same_answer() -> None:
     state = state_of(2)
     state.arrive(0, "p", 1, 10, 0.0)
     state.arrive(1, "p", 2, 10, 0.0)
     assert state.arrive(0, "p", "changed", 10, 99.0) == [(0, {"complete": "p", "payloads": [1, 2]})]
 
 
-def test_the_time_out_names_who_is_missing_and_what_they_did_last() -> None:
+def test_the_time_out_names_missing_hosts_and_their_last_phases() -> None:
     state = BarrierState(ME)
     for worker in (0, 1):
         state.connect(worker, ME, 0.0)
@@ -67,7 +67,7 @@ def test_hosts_of_another_run_attempt_or_size_are_refused() -> None:
     stale = state.connect(0, Identity("run", 0, 2), 0.0)
     assert stale is not None
     assert "attempt 1" in stale.reason
-    assert stale.final  # an earlier attempt has no business here any more
+    assert stale.final
     early = state.connect(0, Identity("run", 2, 2), 0.0)
     assert early is not None
     assert not early.final  # host 0 of that attempt may be about to start
@@ -87,7 +87,7 @@ def test_a_broken_connection_ends_the_attempt_for_all() -> None:
     assert "over" in str(state.connect(2, state.identity, 3.0))
 
 
-def test_a_good_end_is_no_loss_and_a_bad_one_is() -> None:
+def test_an_orderly_exit_is_no_loss_and_a_failure_is() -> None:
     state = state_of(2)
     assert state.leave(1, 0, "") == []
     assert state.disconnect(1) == []
@@ -107,7 +107,7 @@ events = st.lists(
 )
 
 
-def test_a_host_that_must_leave_before_the_others_could_save_takes_them_along_as_stopped() -> None:
+def test_an_overdue_exit_stops_the_others_with_the_same_code() -> None:
     state = state_of(2)
     [(worker, message)] = state.leave(1, 75, "out of time", overdue=True)
     assert (worker, message["code"]) == (0, 75)
@@ -116,7 +116,7 @@ def test_a_host_that_must_leave_before_the_others_could_save_takes_them_along_as
 
 
 @given(events)
-def test_a_rendezvous_has_one_answer_and_a_lost_attempt_stays_lost(history: list[tuple[str, int, str]]) -> None:
+def test_a_barrier_has_one_answer_and_a_lost_attempt_stays_lost(history: list[tuple[str, int, str]]) -> None:
     state, now = state_of(3), 0.0
     answers: dict[str, Any] = {}
     lost: set[str] = set()

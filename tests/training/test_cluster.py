@@ -1,4 +1,4 @@
-"""A host knows its place from the launcher's variables, from GKE's, or from either format of the metadata."""
+"""A host finds its place from the launcher's variables, GKE's, or either format of the metadata."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def test_the_launchers_variables() -> None:
     assert not cluster.is_first
 
 
-def test_an_indexed_job_stands_in_for_the_worker_id() -> None:
+def test_the_index_of_a_job_replaces_the_worker_id() -> None:
     cluster = from_environment({"JOB_COMPLETION_INDEX": "3", "TPU_WORKER_HOSTNAMES": "a.s, b.s, c.s, d.s"})
     assert cluster is not None
     assert (cluster.worker, cluster.addresses) == (3, ("a.s", "b.s", "c.s", "d.s"))
 
 
-def test_the_jobs_index_and_service_are_enough() -> None:
+def test_the_index_and_service_of_a_job_suffice() -> None:
     job = {
         "JOB_COMPLETION_INDEX": "1",
         "TPU_LAUNCH_HOSTS": "2",
@@ -60,7 +60,7 @@ def test_without_variables_this_is_a_single_host() -> None:
     assert (cluster.hosts, cluster.worker, cluster.run_id, cluster.attempt) == (1, 0, "local", 0)
 
 
-def test_a_machine_that_shows_chips_is_asked_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_with_chips_asks_the_metadata_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without PJRT_DEVICE, as in a notebook on a TPU VM."""
     known = {"worker-network-endpoints": "10.130.0.5", "agent-worker-number": "0", "accelerator-type": "v4-8"}
     monkeypatch.setattr(cluster_module, "_read_metadata", known.get)
@@ -119,7 +119,7 @@ def test_contradictions_are_bad_input(environment: dict[str, str], message: str)
         from_environment(environment)
 
 
-def test_a_tpu_process_never_has_to_ask_the_metadata_server() -> None:
+def test_a_tpu_process_never_asks_the_metadata_server() -> None:
     cluster = Cluster(3, tuple(f"10.0.0.{number}" for number in range(4)), "v4-32")
     assert tpu_environment(cluster) == {
         "TPU_SKIP_MDS_QUERY": "1",

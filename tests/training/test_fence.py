@@ -38,7 +38,7 @@ def may_commit(folder: str, own: Claim, storage: MemoryStorage) -> bool:
     return True
 
 
-def test_the_newest_of_starts_after_each_other_commits() -> None:
+def test_the_newest_start_commits() -> None:
     storage = MemoryStorage()
     # The names do not say the order: a local run has only attempts 0, and tokens are random.
     starts = [start("runs/r", token, storage) for token in ("cc", "aa", "bb")]
@@ -77,7 +77,7 @@ def test_of_three_starts_one_commits_though_only_two_were_after_each_other() -> 
     assert [may_commit("runs/r", own, storage) for own in (first, second, third)] == [False, True, False]
 
 
-def test_a_claim_of_an_older_program_that_appears_is_newer(tmp_path: Path) -> None:
+def test_a_claim_that_can_not_be_read_is_newer(tmp_path: Path) -> None:
     storage = MemoryStorage()
     own = start("runs/r", "bb", storage)
     storage.write("runs/r/attempts/attempt-0000.aa.json", b'{"hosts": []}')
@@ -99,7 +99,7 @@ def save(writer: CheckpointWriter, step: int) -> None:
     writer.wait()
 
 
-def test_what_a_host_commits_that_slept_behind_the_fence_is_kept_by_the_newest() -> None:
+def test_a_late_commit_of_an_older_start_is_kept_by_the_newest() -> None:
     storage, warnings = MemoryStorage(), list[str]()
     zombie = saver(storage, "aa", None, [])  # its look at the fence was before the newer start
     newer = saver(storage, "bb", start("runs/r", "bb", storage), warnings)
@@ -131,7 +131,7 @@ class LostAnswer(MemoryStorage):
         return super().write(url, data, create_only=True) if create_only else written
 
 
-def test_a_commit_whose_answer_was_lost_is_its_own() -> None:
+def test_a_commit_whose_answer_was_lost_counts_as_own() -> None:
     storage, warnings = LostAnswer(), list[str]()
     save(saver(storage, "aa", None, warnings), 10)
     verify(CHECKPOINTS, 10, storage)
@@ -161,7 +161,7 @@ def test_an_old_start_does_not_delete_what_the_newest_has_committed() -> None:
     assert "bb" in read_manifest(CHECKPOINTS, 10, storage).parts[0].name
 
 
-def test_names_of_claims_are_told_from_other_records() -> None:
+def test_names_of_claims_differ_from_other_records() -> None:
     assert fences._CLAIM.fullmatch("attempt-0002.9f31c2d4.json")
     assert not fences._CLAIM.fullmatch("attempt-0002.9f31c2d4.end.json")
     assert not fences._CLAIM.fullmatch("attempt-0002.9f31c2d4.nonfinite.json")

@@ -1,4 +1,4 @@
-"""A host that leaves and closes its connection is not lost, though host 0 was sending to it at that moment."""
+"""A host that says goodbye and closes its connection is not lost, even if host 0 is just sending to it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from training.machine import Machine
 
 
 class Reset:
-    """The kernel has got a reset, after the peer's last message."""
+    """A socket that got a reset after the peer's last message."""
 
     def __init__(self, received: bytes) -> None:
         self.received = received
@@ -39,7 +39,8 @@ class Idle:
 
 
 def serve(last_words: bytes) -> str | None:
-    """Why the attempt is over once host 0 has sent something to a host that has closed its connection."""
+    """Sends from host 0 to a host that has closed its connection after `last_words`. Returns why the attempt is
+    lost."""
     network = SimpleNamespace(listen=lambda *_: Idle(), selector=Idle)
     threads = SimpleNamespace(event=Idle, start=lambda *_, **__: Idle())
     cluster = Cluster(0, ("127.0.0.1", "127.0.0.1"), run_id="r", secret=b"0123456789abcdef")
@@ -53,9 +54,9 @@ def serve(last_words: bytes) -> str | None:
     return protocol.state.lost
 
 
-def test_a_host_that_said_that_it_leaves_is_not_lost() -> None:
+def test_a_host_that_said_goodbye_is_not_lost() -> None:
     assert serve(encode({"goodbye": 0, "reason": "", "overdue": False})) is None
 
 
-def test_a_host_that_said_nothing_is_lost() -> None:
+def test_a_host_without_a_goodbye_is_lost() -> None:
     assert serve(b"") == "host 1 is gone: its connection broke in phase 'connected'"

@@ -1,4 +1,4 @@
-"""The protocol of the rendezvous without sockets: who is let in, what a stranger can cost, and how much is sent."""
+"""The protocol of the rendezvous without sockets: which peers it accepts, what bad bytes cost, how much it sends."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OWN = HostCredentials(Identity("run", 1, 3), RENDEZVOUS, b"the secret of the att
 
 
 class Meeting:
-    """Host 0's side, and what each connection was sent."""
+    """Host 0's side, with the bytes sent on each connection."""
 
     def __init__(self, own: HostCredentials = OWN) -> None:
         self.own = own
@@ -58,7 +58,7 @@ class Meeting:
         return self.perform(self.server.received(connection, data, now))
 
     def join(self, worker: int, own: HostCredentials | None = None) -> tuple[int, Refusal | None]:
-        """A connection that introduces itself, and host 0's answer. Raises Malformed when that proves nothing."""
+        """Opens a connection and performs the handshake. Returns the connection and host 0's refusal, if any."""
         connection = self.open()
         handshake = ClientHandshake(own or self.own, worker, make_nonce())
         self.send(connection, handshake.answer_challenge(self.line(connection, 0)))
@@ -74,11 +74,11 @@ class Meeting:
         return self.sent[connection][-1] is None
 
     def read(self, connection: int) -> list[dict[str, Any]]:
-        """What a host was sent after its welcome."""
+        """Returns the messages sent to a host after its welcome."""
         return [json.loads(data) for data in self.sent[connection][2:] if data is not None]
 
 
-def test_who_knows_the_secret_is_let_in_and_knows_that_host_0_does_too() -> None:
+def test_a_host_with_the_secret_is_accepted() -> None:
     assert Meeting().join(1)[1] is None
 
 
@@ -90,7 +90,7 @@ def test_who_knows_the_secret_is_let_in_and_knows_that_host_0_does_too() -> None
         replace(OWN, purpose="gradient exchange"),
     ],
 )
-def test_who_does_not_is_closed_without_an_answer(own: HostCredentials) -> None:
+def test_a_peer_with_another_secret_or_purpose_gets_no_answer(own: HostCredentials) -> None:
     meeting = Meeting()
     with pytest.raises(Malformed, match="closed"):
         meeting.join(1, own)
@@ -99,7 +99,7 @@ def test_who_does_not_is_closed_without_an_answer(own: HostCredentials) -> None:
 
 
 @pytest.mark.parametrize("field", ["hello", "run_id", "attempt", "hosts", "nonce"])
-def test_a_hello_that_was_changed_on_the_way_is_not_believed(field: str) -> None:
+def test_a_changed_hello_is_rejected(field: str) -> None:
     meeting = Meeting()
     connection = meeting.open()
     hello = json.loads(ClientHandshake(OWN, 1, make_nonce()).answer_challenge(meeting.line(connection, 0)))
@@ -109,7 +109,7 @@ def test_a_hello_that_was_changed_on_the_way_is_not_believed(field: str) -> None
     assert meeting.server.state.members == {}
 
 
-def test_a_hello_that_was_overheard_is_worth_nothing_on_another_connection() -> None:
+def test_a_hello_replayed_on_another_connection_is_rejected() -> None:
     meeting = Meeting()
     first, second = meeting.open(), meeting.open()
     hello = ClientHandshake(OWN, 1, make_nonce()).answer_challenge(meeting.line(first, 0))
@@ -117,8 +117,8 @@ def test_a_hello_that_was_overheard_is_worth_nothing_on_another_connection() -> 
     assert meeting.is_closed(second)
 
 
-def test_a_stranger_in_host_0s_place_is_not_believed() -> None:
-    """It may even answer with the host's own proof, or repeat what it saw host 0 say to another host."""
+def test_an_impostor_of_host_0_is_rejected() -> None:
+    """It may send the host's own proof back, or replay host 0's answer to another host."""
     meeting = Meeting()
     connection, _ = meeting.join(1)
     overheard = meeting.line(connection, 1)
@@ -129,7 +129,7 @@ def test_a_stranger_in_host_0s_place_is_not_believed() -> None:
             handshake.check_answer(answer)
 
 
-def test_a_refusal_is_believed_from_host_0_alone() -> None:
+def test_only_host_0_can_refuse_a_host() -> None:
     meeting = Meeting()
     connection, refused = meeting.join(1, replace(OWN, identity=Identity("run", 0, 3)))
     assert refused is not None
@@ -142,7 +142,7 @@ def test_a_refusal_is_believed_from_host_0_alone() -> None:
         handshake.check_answer(encode({"refused": "go away", "final": True, "proof": "0" * 64}).strip())
 
 
-def test_the_two_sides_prove_different_things() -> None:
+def test_the_two_sides_have_different_proofs() -> None:
     nonces = ("0" * 64, "1" * 64)
     assert OWN.prove("host", 1, nonces, "welcome") != OWN.prove("server", 1, nonces, "welcome")
 
@@ -163,7 +163,7 @@ NOISE = {
 
 
 @pytest.mark.parametrize("noise", NOISE.values(), ids=NOISE)
-def test_noise_costs_a_stranger_its_connection_and_nobody_else_anything(noise: bytes) -> None:
+def test_noise_before_the_handshake_closes_only_its_connection(noise: bytes) -> None:
     meeting = Meeting()
     connection = meeting.open()
     meeting.send(connection, noise)
@@ -189,8 +189,7 @@ def test_noise_costs_a_stranger_its_connection_and_nobody_else_anything(noise: b
         b"x" * (HOST_BYTES + 1),
     ],
 )
-def test_noise_of_a_host_that_was_let_in_ends_the_attempt_in_good_order(noise: bytes) -> None:
-    """It is a host after all: the others are told which one is gone."""
+def test_noise_of_an_accepted_host_ends_the_attempt_and_names_it(noise: bytes) -> None:
     meeting = Meeting()
     hosts = [meeting.join(worker)[0] for worker in range(2)]
     meeting.send(hosts[1], noise)
@@ -199,8 +198,8 @@ def test_noise_of_a_host_that_was_let_in_ends_the_attempt_in_good_order(noise: b
     assert message["lost"].startswith("host 1 is gone")
 
 
-def test_what_a_host_said_before_its_noise_counts() -> None:
-    """The barrier is complete: the others must hear of it, though this host is gone."""
+def test_messages_before_noise_count() -> None:
+    """The barrier is complete, though the last host to arrive is lost."""
     meeting = Meeting()
     hosts = [meeting.join(worker)[0] for worker in range(3)]
     arrival = {"arrive": "checkpoint 1", "payload": None, "seconds": 10}
@@ -218,7 +217,7 @@ def test_nothing_may_follow_a_hello_before_its_answer() -> None:
     assert meeting.is_closed(connection)
 
 
-def test_who_says_nothing_is_cut_off_after_seconds_and_a_slow_host_is_not() -> None:
+def test_a_silent_connection_is_closed_after_its_time_and_a_slow_host_is_not() -> None:
     meeting = Meeting()
     silent, slow = meeting.open(now=0.0), meeting.open(now=0.0)
     hello = ClientHandshake(OWN, 1, make_nonce()).answer_challenge(meeting.line(slow, 0))
@@ -231,13 +230,13 @@ def test_who_says_nothing_is_cut_off_after_seconds_and_a_slow_host_is_not() -> N
     assert not meeting.is_closed(slow)
 
 
-def test_the_number_of_connections_is_bounded_and_the_oldest_pending_goes_first() -> None:
+def test_too_many_pending_connections_close_the_oldest() -> None:
     meeting = Meeting()
     hosts = [meeting.join(worker)[0] for worker in range(2)]
-    strangers = [meeting.open() for _ in range(1000)]
+    pending = [meeting.open() for _ in range(1000)]
     assert meeting.server.connections == OWN.identity.hosts + SPARE_CONNECTIONS
-    assert meeting.is_closed(strangers[0])
-    assert not meeting.is_closed(strangers[-1])
+    assert meeting.is_closed(pending[0])
+    assert not meeting.is_closed(pending[-1])
     assert not any(meeting.is_closed(host) for host in hosts)
     assert meeting.join(2)[1] is None, "there is room for a host at any time"
 
@@ -253,7 +252,7 @@ def test_a_message_to_all_hosts_is_encoded_once() -> None:
     assert len(json.loads(answers[0] or b"")["payloads"]) == 512
 
 
-def test_news_have_one_size_whatever_the_number_of_hosts() -> None:
+def test_news_are_bounded_for_any_number_of_hosts() -> None:
     own = replace(OWN, identity=Identity("run", 1, 512))
     meeting = Meeting(own)
     hosts = [meeting.join(worker)[0] for worker in range(512)]
@@ -273,7 +272,7 @@ def test_a_summary_names_the_rarest_phase_first() -> None:
     assert summarize(phases) == text
 
 
-def test_lines_survive_any_cut() -> None:
+def test_lines_are_found_in_pieces_of_any_size() -> None:
     lines = [encode({"phase": f"step {number}"}) for number in range(50)]
     stream = b"".join(lines)
     for size in (1, 2, 7, 64, len(stream)):
@@ -284,14 +283,14 @@ def test_lines_survive_any_cut() -> None:
         assert received == [line.rstrip(b"\n") for line in lines]
 
 
-def test_lines_that_were_not_taken_are_kept() -> None:
+def test_lines_not_taken_are_kept() -> None:
     buffer = LineBuffer(100)
     assert next(buffer.feed(b"first\nsecond\nthi")) == b"first"
     assert [bytes(line) for line in buffer.feed(b"")] == [b"second"]
     assert [bytes(line) for line in buffer.feed(b"rd\n")] == [b"third"]
 
 
-def test_an_error_says_what_was_expected() -> None:
+def test_an_error_names_the_expected_kinds() -> None:
     handshake = ServerHandshake(OWN)
     handshake.opened(0, 0.0)
     with pytest.raises(Malformed):

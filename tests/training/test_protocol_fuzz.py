@@ -1,8 +1,8 @@
-"""100,000 byte streams against the rendezvous and the gradient exchange: nothing changes, and nothing is left behind.
+"""100,000 byte streams against the rendezvous and the gradient exchange: none has an effect, none leaks anything.
 
-Streams are made from a seed: valid messages that were cut, spliced, repeated, bit-flipped or given other values, and
-plain noise; in pieces of any size. Most go through the protocol's own objects; some hundreds through real sockets,
-where connections, threads and memory are counted.
+A seed decides the streams: plain noise, and valid messages that are cut, spliced, repeated, bit-flipped or given other
+values, in pieces of any size. Most go to the protocol's objects; some hundreds through real sockets, where the tests
+count connections, threads and memory.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from training.machine import Machine
 from training.machine.network import listen
 
 SEED = 20260722
-STRANGERS, ADMITTED, EXCHANGE, CLIENTS = 65_000, 10_000, 10_000, 15_000  # 100,000 in all
+UNKNOWN, ADMITTED, EXCHANGE, CLIENTS = 65_000, 10_000, 10_000, 15_000  # 100,000 in all
 OWN = HostCredentials(Identity("run", 1, 3), RENDEZVOUS, b"the secret of the attempt")
 
 VALUES: list[Any] = [
@@ -72,14 +72,14 @@ SHAPES: list[dict[str, Any]] = [
 
 
 def streams(seed: int, count: int) -> Iterator[bytes]:
-    """So many byte streams."""
+    """Yields `count` byte streams."""
     chance = random.Random(seed)
     for _ in range(count):
         yield b"".join(_piece(chance) for _ in range(chance.choice((1, 1, 1, 2, 3, 8))))
 
 
 def _piece(chance: random.Random) -> bytes:
-    """A line, or a part of one, or something else."""
+    """Returns a line, a part of one, or noise."""
     kind = chance.randrange(8)
     if kind == 0:
         return chance.randbytes(chance.choice((0, 1, 5, 60, 600)))
@@ -102,7 +102,7 @@ def _piece(chance: random.Random) -> bytes:
 
 
 def cut(chance: random.Random, data: bytes) -> Iterator[bytes]:
-    """The stream in pieces, as a network delivers it."""
+    """Yields a stream in pieces, as a network delivers it."""
     while data:
         size = chance.choice((1, 7, 100, 5000, len(data))) if len(data) < 1000 else len(data)
         yield data[:size]
@@ -117,8 +117,8 @@ def admit(server: ServerProtocol, connection: int, worker: int) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left() -> Iterator[None]:
-    """Connections, threads and memory are as before, or fewer: those of earlier tests may end meanwhile."""
+def _no_leaks() -> Iterator[None]:
+    """Asserts that a test leaks no connections, threads or memory. Those of earlier tests may end meanwhile."""
     gc.collect()
     files, threads, blocks = resources()
     yield
@@ -135,18 +135,18 @@ def _nothing_is_left() -> Iterator[None]:
 
 
 def resources() -> tuple[int, int, int]:
-    """Open files, threads, allocated blocks."""
+    """Returns the numbers of open files, threads and allocated blocks."""
     return len(os.listdir("/proc/self/fd")), threading.active_count(), sys.getallocatedblocks()
 
 
-def test_strangers_change_nothing() -> None:
+def test_unknown_peers_change_nothing() -> None:
     chance = random.Random(SEED)
     server = ServerProtocol(OWN)
     for worker in range(2):
         admit(server, worker, worker)
     server.received(0, encode({"arrive": "start", "payload": None, "seconds": 1e6}), 0.0)
     before = snapshot(server)
-    for number, stream in enumerate(streams(SEED, STRANGERS), 10):
+    for number, stream in enumerate(streams(SEED, UNKNOWN), 10):
         now = number * 0.001
         sent = server.opened(number, now)
         for piece in cut(chance, stream):
@@ -172,8 +172,8 @@ def snapshot(server: ServerProtocol) -> str:
     return repr((state.members, {name: barrier.payloads for name, barrier in state.barriers.items()}, state.lost))
 
 
-def test_noise_of_a_host_costs_no_other_host_its_connection() -> None:
-    """What is valid in it counts: it is a host. Host 0's other connections and the state of others stay."""
+def test_noise_of_a_host_closes_no_other_connection() -> None:
+    """Valid messages in it count. The connections and the state of other hosts stay."""
     chance = random.Random(SEED + 1)
     for stream in streams(SEED + 1, ADMITTED):
         server = ServerProtocol(OWN)
@@ -192,7 +192,7 @@ def test_noise_of_a_host_costs_no_other_host_its_connection() -> None:
             assert all(isinstance(json.loads(data or b"{}"), dict) for _, data in actions)
 
 
-def test_the_handshake_of_the_gradient_exchange_lets_no_stranger_in() -> None:
+def test_the_gradient_exchange_accepts_no_unknown_peer() -> None:
     chance = random.Random(SEED + 2)
     handshake = ServerHandshake(replace(OWN, purpose=GRADIENT_EXCHANGE))
     for number, stream in enumerate(streams(SEED + 2, EXCHANGE)):
@@ -206,7 +206,7 @@ def test_the_handshake_of_the_gradient_exchange_lets_no_stranger_in() -> None:
     assert len(handshake) == 0
 
 
-def test_what_comes_instead_of_host_0_raises_nothing_but_malformed() -> None:
+def test_noise_instead_of_host_0_raises_only_malformed() -> None:
     chance = random.Random(SEED + 3)
     for stream in streams(SEED + 3, CLIENTS):
         handshake = ClientHandshake(OWN, 1, make_nonce())
@@ -218,7 +218,7 @@ def test_what_comes_instead_of_host_0_raises_nothing_but_malformed() -> None:
                     if steps:
                         steps.pop(0)(bytes(line))
                     else:
-                        pytest.fail("it was let in by noise")
+                        pytest.fail("noise completed the handshake")
         except Malformed:
             pass
         lines = LineBuffer(messages.SERVER_BYTES)
@@ -239,7 +239,7 @@ def cluster(worker: int, port: int) -> Cluster:
     return Cluster(worker, ("127.0.0.1",) * 3, None, "run", 1, port, free_port(), secret=OWN.secret)
 
 
-def test_strangers_at_the_sockets_of_host_0_leave_nothing_behind() -> None:
+def test_unknown_peers_at_the_rendezvous_leak_nothing() -> None:
     port = free_port()
     server = RendezvousServer(cluster(0, port), lost_seconds=2)
     hosts = []
@@ -247,18 +247,18 @@ def test_strangers_at_the_sockets_of_host_0_leave_nothing_behind() -> None:
         host = socket.create_connection(("127.0.0.1", port), timeout=10)
         assert isinstance(connections.perform_handshake(host, OWN, worker, 10), LineBuffer)
         hosts.append(host)
-    crowd: list[socket.socket] = []
+    peers: list[socket.socket] = []
     for number, stream in enumerate(streams(SEED + 4, 1000)):
-        stranger = socket.create_connection(("127.0.0.1", port), timeout=10)
+        peer = socket.create_connection(("127.0.0.1", port), timeout=10)
         try:
-            stranger.sendall(stream)
+            peer.sendall(stream)
             if number % 3 == 0:  # a reset instead of an end
-                stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+                peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
         except OSError:
             pass  # host 0 has closed it
-        crowd.append(stranger)
+        peers.append(peer)
         if number % 5:
-            crowd.pop(0).close()
+            peers.pop(0).close()
     for host in hosts:
         host.sendall(encode({"arrive": "start", "payload": None, "seconds": 10}))
     for host in hosts:
@@ -267,37 +267,37 @@ def test_strangers_at_the_sockets_of_host_0_leave_nothing_behind() -> None:
         while b'"same"' not in data:
             data += host.recv(1 << 16)
             assert b"lost" not in data
-    for connection in (*hosts, *crowd):
+    for connection in (*hosts, *peers):
         connection.close()
     server.close(5)
 
 
-def test_strangers_at_the_gradient_exchange_leave_nothing_behind() -> None:
+def test_unknown_peers_at_the_gradient_exchange_leak_nothing() -> None:
     port = free_port()
     own = replace(OWN, purpose=GRADIENT_EXCHANGE)
     listener = listen("127.0.0.1", port)
-    inside: dict[int, socket.socket] = {}
-    door = threading.Thread(target=lambda: inside.update(connections.accept_peers(listener, own, 30)))
-    door.start()
-    crowd = []
+    accepted: dict[int, socket.socket] = {}
+    accepting = threading.Thread(target=lambda: accepted.update(connections.accept_peers(listener, own, 30)))
+    accepting.start()
+    peers = []
     for stream in streams(SEED + 5, 500):
-        stranger = socket.create_connection(("127.0.0.1", port), timeout=10)
+        peer = socket.create_connection(("127.0.0.1", port), timeout=10)
         with contextlib.suppress(OSError):
-            stranger.sendall(stream)
-        crowd.append(stranger)
-        if len(crowd) > 50:
-            crowd.pop(0).close()
-    assert door.is_alive()
+            peer.sendall(stream)
+        peers.append(peer)
+        if len(peers) > 50:
+            peers.pop(0).close()
+    assert accepting.is_alive()
     hosts = [socket.create_connection(("127.0.0.1", port), timeout=10) for _ in range(2)]
     for worker, host in enumerate(hosts, 1):
         assert isinstance(connections.perform_handshake(host, own, worker, 10), LineBuffer)
-    door.join(10)
-    assert sorted(inside) == [1, 2]
-    for connection in (*crowd, *hosts, *inside.values(), listener):
+    accepting.join(10)
+    assert sorted(accepted) == [1, 2]
+    for connection in (*peers, *hosts, *accepted.values(), listener):
         connection.close()
 
 
-def test_noise_from_host_0_ends_a_client_in_good_order() -> None:
+def test_noise_from_host_0_is_a_lost_peer() -> None:
     exits: list[int] = []
 
     def leave(code: int) -> Any:

@@ -1,5 +1,5 @@
-"""A first signal is a request; a second Ctrl-C is the end, whatever the main thread is doing, and further SIGTERMs are
-the same request while there is time to save. Starts small processes."""
+"""The first signal is a request; a second Ctrl-C ends the process, whatever the main thread does; more SIGTERMs are the
+same request while there is time to save. Starts small processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from training.distributed.shutdown import ShutdownRequest
 from training.machine import Machine
 from training.machine.clock import SystemClock
 
-HOUSE = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 
 PROGRAM = """
 import os, sys, time
@@ -41,7 +41,7 @@ def start(then: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(HOUSE)},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert process.stdout
     assert process.stdout.readline() == "ready\n"
@@ -49,7 +49,7 @@ def start(then: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_request_is_noted_and_the_work_is_finished(number: signal.Signals) -> None:
+def test_the_first_signal_lets_the_work_finish(number: signal.Signals) -> None:
     process = start("")
     process.send_signal(number)
     out, err = process.communicate(timeout=10)
@@ -58,7 +58,7 @@ def test_a_request_is_noted_and_the_work_is_finished(number: signal.Signals) -> 
 
 
 @pytest.mark.parametrize("then", ["time.sleep(60)", STUCK])
-def test_a_second_ctrl_c_ends_even_a_process_that_hangs(then: str) -> None:
+def test_a_second_ctrl_c_ends_even_a_hanging_process(then: str) -> None:
     process = start(then)
     process.send_signal(signal.SIGINT)
     assert process.stdout
@@ -72,7 +72,7 @@ def test_a_second_ctrl_c_ends_even_a_process_that_hangs(then: str) -> None:
 
 
 @pytest.mark.parametrize("again", [(signal.SIGTERM, signal.SIGTERM), (signal.SIGINT,)])
-def test_the_engine_and_the_launcher_may_ask_for_the_same_stop(again: tuple[signal.Signals, ...]) -> None:
+def test_the_engine_and_the_launcher_may_request_the_same_stop(again: tuple[signal.Signals, ...]) -> None:
     process = start("time.sleep(1)")
     process.send_signal(signal.SIGTERM)
     assert process.stdout
@@ -93,7 +93,7 @@ class ManualClock(SystemClock):
 
 
 class Left(BaseException):
-    """The process would have ended."""
+    """The process exits."""
 
 
 def leave(code: int) -> NoReturn:
@@ -115,7 +115,7 @@ def test_a_sigterm_after_the_time_to_save_ends_the_process(limit: float | None, 
         request.request(signal.SIGTERM)
 
 
-def test_a_person_at_the_keyboard_leaves_at_once_after_a_sigterm_too() -> None:
+def test_two_ctrl_c_end_the_process_after_a_sigterm_too() -> None:
     request = ShutdownRequest(Machine(exit=leave))
     request.request(signal.SIGTERM)
     request.request(signal.SIGINT)
@@ -123,13 +123,13 @@ def test_a_person_at_the_keyboard_leaves_at_once_after_a_sigterm_too() -> None:
         request.request(signal.SIGINT)
 
 
-def test_a_signal_after_another_hosts_is_still_a_first_one() -> None:
+def test_a_signal_after_another_hosts_request_is_still_the_first() -> None:
     ended = subprocess.run(
         [sys.executable, "-c", HEARD],
         capture_output=True,
         text=True,
         timeout=60,
-        env={**os.environ, "PYTHONPATH": str(HOUSE)},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert (ended.returncode, ended.stdout) == (75, "heard\nsaved\n")
 

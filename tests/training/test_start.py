@@ -15,7 +15,7 @@ from training.distributed.rendezvous import SingleHost
 from training.errors import BadInput
 
 
-def test_everyone_who_differs_from_host_0_is_named() -> None:
+def test_all_hosts_that_differ_from_host_0_are_named() -> None:
     told = [
         {"code": "a", "configuration": "x"},
         {"code": "a", "configuration": "y"},
@@ -25,7 +25,7 @@ def test_everyone_who_differs_from_host_0_is_named() -> None:
     assert disagreements(told[:1] * 3) == []
 
 
-def test_a_group_that_agrees_gets_a_token_of_its_own() -> None:
+def test_hosts_that_agree_get_a_token() -> None:
     assert agree(SingleHost(), {"code": "a"}, 1) != agree(SingleHost(), {"code": "a"}, 1)
 
 
@@ -44,7 +44,7 @@ class Pair(SingleHost):
         return [payload, self.other]
 
 
-def test_an_output_that_another_host_does_not_see_is_refused(tmp_path: Path) -> None:
+def test_an_output_that_another_host_can_not_see_is_refused(tmp_path: Path) -> None:
     cluster = Cluster(0, ("a", "b"), attempt=3)
     claim(str(tmp_path), cluster, Pair(True), "t", {"config": {}})
     assert [each.name for each in (tmp_path / "attempts").iterdir()] == ["attempt-0003.t.json"]

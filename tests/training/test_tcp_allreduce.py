@@ -1,5 +1,4 @@
-"""Claims about sums across hosts over TCP: in worker order, the same bits everywhere, and an end at once when a host is
-gone."""
+"""Sums across hosts over TCP: in worker order, with the same bits on all hosts, and a quick end when a host is lost."""
 
 from __future__ import annotations
 
@@ -75,15 +74,15 @@ def test_a_host_that_dies_in_a_sum_is_named_by_the_others_at_once(hosts: Hosts, 
     )
 
 
-def test_strangers_are_not_added_and_hold_nobody_up(hosts: Hosts, port: str) -> None:
-    """Some say nothing, some say noise, and one tries to be worker 1 without the secret."""
+def test_unknown_peers_are_not_added_and_delay_no_host(hosts: Hosts, port: str) -> None:
+    """Some send nothing, some send noise, and one claims to be worker 1 without the secret."""
     environment = {"TPU_LAUNCH_GLOO_PORT": port, "TPU_LAUNCH_SECRET": "a secret of this attempt"}
     first = hosts.start(0, 2, "say open", "connect", "sum [1]", **environment)
     wait_for_line(first, "open")
-    strangers = [connect(int(port)) for _ in range(20)]
-    for number, stranger in enumerate(strangers):
+    peers = [connect(int(port)) for _ in range(20)]
+    for number, peer in enumerate(peers):
         if number % 2:
-            stranger.sendall(b"another token!!!" + b"\1\0\0\0")
+            peer.sendall(b"another token!!!" + b"\1\0\0\0")
     own = HostCredentials(Identity("run", 0, 2), GRADIENT_EXCHANGE, b"not the secret of this attempt")
     with connect(int(port)) as impostor, pytest.raises((OSError, Malformed)):
         perform_handshake(impostor, own, 1, 3.0)
@@ -93,12 +92,12 @@ def test_strangers_are_not_added_and_hold_nobody_up(hosts: Hosts, port: str) -> 
         code, text = end(process)
         assert (code, json.loads(text.splitlines()[-1])) == (0, [3]), text
     assert time.monotonic() - began < HANDSHAKE_SECONDS
-    for stranger in strangers:
-        stranger.close()
+    for peer in peers:
+        peer.close()
 
 
 def connect(port: int) -> socket.socket:
-    """A connection, once somebody listens."""
+    """Returns a connection, once a process listens."""
     deadline = time.monotonic() + 20
     while True:
         try:
