@@ -1,16 +1,15 @@
-"""People at their terminals: the commands of `tpu-launch`, each as a process of its own over a simulated machine."""
+"""The commands of `tpu-launch` that users type, each as a process of its own on a simulated workstation."""
 
 from __future__ import annotations
 
 import os
 import random
 import traceback
-from collections.abc import Callable
-from dataclasses import replace
 
 from launcher.config import Config
 from launcher.errors import Exit, LaunchError, from_disk
 from launcher.run import launch, status
+from launcher.run.ledger import Ledger
 from launcher.run.runs import list_runs
 from launcher.run.session import Context, Outcome, Output
 from launcher.run.supervise import explain
@@ -24,9 +23,9 @@ from tests.simulation.scheduler import Event, Killed, Process
 
 
 class Command:
-    """One command of a person, from its start to its end."""
+    """One command of a user, from its start to its end."""
 
-    def __init__(self, world: World, laptop: Laptop, name: str, config: Config, chance: random.Random) -> None:
+    def __init__(self, world: World, laptop: Laptop, name: str, config: Config, rng: random.Random) -> None:
         self.world, self.laptop, self.name, self.config = world, laptop, name, config
         self.began = world.scheduler.now
         self.run_id = ""  # that it spoke of last
@@ -41,13 +40,13 @@ class Command:
         self.process = Process(f"{laptop.name}:{name}")
         self.process.enter = self._enter
         self.actor = Actor(laptop, name, self.process)
-        self.machine = make_machine(world, self.actor, chance)
+        self.machine = make_machine(world, self.actor, rng)
         self.context = Context(laptop.home, {}, self._make_provider, Output(self._say, self._emit), self.machine)
         self.task = world.scheduler.spawn(self._main, name="main", process=self.process)
 
     def _enter(self) -> None:
         os.environ["TPU_LAUNCH_HOME"] = str(self.laptop.home)
-        os.environ["LOGNAME"] = self.laptop.person
+        os.environ["LOGNAME"] = self.laptop.user
 
     def _make_provider(self, config: Config) -> TpuVm:
         return TpuVm(config, self._say, self.machine)
@@ -66,13 +65,17 @@ class Command:
             self.world.reached("recovery")
         self.world.note(f"  {self.name}: {text}")
 
+    def ledgers(self) -> list[Ledger]:
+        """Returns the ledgers of the runs in the folder of its laptop."""
+        return list_runs(self.laptop.home, self.machine)
+
     def _confirm(self, run: str) -> None:
         jobs = [job for (name, _), job in self.world.record.jobs.items() if name == run]
         if jobs:
             jobs[-1].confirmed = True
 
     def _give_up(self, run: str, attempt: int) -> None:
-        self.world.record.given_up.add((run, attempt))
+        self.world.record.abandoned.add((run, attempt))
 
     def _emit(self, worker: int, line: object) -> None:
         pass
@@ -80,7 +83,7 @@ class Command:
     # -- from outside -------------------------------------------------------------------------------------------------
 
     def kill(self) -> None:
-        """The process ends at once."""
+        """Kills the process."""
         if self.code is None and not self.killed:
             self.killed, self.ended = True, self.world.scheduler.now
             self.world.note(f"{self.name} of {self.laptop.name} is killed")
@@ -88,7 +91,7 @@ class Command:
             self.over.set()
 
     def interrupt(self) -> None:
-        """Ctrl-C."""
+        """Sends Ctrl-C."""
         if self.code is None and not self.killed:
             self.interrupted = True
             self.world.note(f"Ctrl-C in {self.name} of {self.laptop.name}")
@@ -127,7 +130,7 @@ class Command:
         self.code, self.ended = code, self.world.scheduler.now
         self.world.note(f"{self.name} of {self.laptop.name} ended with {code}")
         self.over.set()
-        self.world.scheduler.kill(self.process)  # what still runs in the background ends with it
+        self.world.scheduler.kill(self.process)  # its background tasks end with it
 
     def _up(self) -> int:
         provider = self._make_provider(self.config)
@@ -137,14 +140,14 @@ class Command:
         return 0
 
     def _down(self) -> int:
-        self.world.down_allowed.add(self.laptop.person)
-        for ledger in list_runs(self.laptop.home, self.machine):  # `down` stops what is under way
+        self.world.down_allowed.add(self.laptop.user)
+        for ledger in self.ledgers():  # `down` stops the run that is under way
             self.world.record.stops.append(Stop(ledger.run_id, self.world.scheduler.now))
         launch.delete_slice(self.config, self.context)
         return 0
 
     def _run(self) -> int:
-        self.world.record.runs_asked.append(self.world.scheduler.now)
+        self.world.record.requested_runs.append(self.world.scheduler.now)
         return self._show(launch.run(launch.RunRequest(self.config), self.context))
 
     def _attach(self) -> int:
@@ -183,8 +186,3 @@ class Command:
     def _logs(self) -> int:
         status.print_logs(self.config, self.context, None, follow=True, host=None)
         return 0
-
-
-def restart_of(command: Command, name: str) -> Callable[[], Command]:
-    """Another command at the same terminal."""
-    return lambda: Command(command.world, command.laptop, name, replace(command.config), command.machine.random)

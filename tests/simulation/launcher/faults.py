@@ -44,19 +44,15 @@ class Fault:
         return f"{self.kind} {self.number} at {self.anchor}+{self.at:.1f} s for {self.seconds:.1f} s"
 
 
-def draw(chance: random.Random) -> list[Fault]:
+def draw(rng: random.Random) -> list[Fault]:
     """Draws the faults of a simulated run: none in some, one in many, several in the others."""
-    kindness = chance.random()
-    count = 0 if kindness < 0.08 else 1 if kindness < 0.3 else chance.randint(2, 8)
+    kindness = rng.random()
+    count = 0 if kindness < 0.08 else 1 if kindness < 0.3 else rng.randint(2, 8)
     weights = [_WEIGHTS.get(kind, 1.0) for kind in ALL]
     faults = []
-    for kind in chance.choices(ALL, weights, k=count):
-        anchor = chance.choice(("beginning", "start", "start", "start", "restart", "recovery", "recovery", "down"))
-        at = (
-            chance.uniform(0.0, 90.0)
-            if anchor == "beginning"
-            else chance.uniform(-8.0, 45.0 if anchor == "start" else 8.0)
-        )
-        seconds = chance.choice((chance.uniform(1.0, 12.0), chance.uniform(10.0, 60.0), chance.uniform(60.0, 300.0)))
-        faults.append(Fault(kind, anchor, max(0.0, at), seconds, chance.randrange(64)))
+    for kind in rng.choices(ALL, weights, k=count):
+        anchor = rng.choice(("beginning", "start", "start", "start", "restart", "recovery", "recovery", "down"))
+        at = rng.uniform(0.0, 90.0) if anchor == "beginning" else rng.uniform(-8.0, 45.0 if anchor == "start" else 8.0)
+        seconds = rng.choice((rng.uniform(1.0, 12.0), rng.uniform(10.0, 60.0), rng.uniform(60.0, 300.0)))
+        faults.append(Fault(kind, anchor, max(0.0, at), seconds, rng.randrange(64)))
     return faults

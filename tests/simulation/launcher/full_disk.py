@@ -1,4 +1,4 @@
-"""A laptop whose disk is full for a while: of what is written of a run, half arrives."""
+"""A laptop whose disk is full for a while: half of the bytes written to a run's folder arrive."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 from launcher.run import ledger, logs
 
-_PROBABILITY = 0.04  # that it happens in a simulation
+_PROBABILITY = 0.04  # that it occurs in a run
 _full = False
 
 
 @dataclass(frozen=True)
 class FullDisk:
-    """When the disk is full, and for how long, in seconds."""
+    """When the disk is full, and for how many seconds."""
 
     anchor: str
     after: float
@@ -23,21 +23,21 @@ class FullDisk:
 
     @property
     def long(self) -> bool:
-        """Whether lines and events are not waited for so long."""
+        """Returns whether it lasts longer than the launcher waits to write lines and events."""
         return self.seconds > 40.0
 
 
 def draw(seed: int) -> FullDisk | None:
-    """That of a simulation. Its numbers are its own, so that simulated runs without one are what they were."""
-    chance = random.Random(f"disk {seed}")
-    if chance.random() >= _PROBABILITY:
+    """Draws the full disk of a run; None for most."""
+    rng = random.Random(f"disk {seed}")
+    if rng.random() >= _PROBABILITY:
         return None
-    anchor = chance.choice(("run", "prepare", "start", "start", "recovery", "down"))
-    return FullDisk(anchor, chance.uniform(0.0, 30.0), chance.choice((1.0, 10.0, 100.0)))
+    anchor = rng.choice(("run", "prepare", "start", "start", "recovery", "down"))
+    return FullDisk(anchor, rng.uniform(0.0, 30.0), rng.choice((1.0, 10.0, 100.0)))
 
 
 def fill(full: bool) -> None:
-    """The disk is full from now on, or no longer."""
+    """Makes the disk full, or frees it."""
     global _full
     _full = full
     for module in (ledger, logs):
@@ -50,7 +50,7 @@ def _open(file: Any, mode: str = "r", *arguments: Any, **options: Any) -> Any:
 
 
 class _FullFile:
-    """An open file that nothing more fits into."""
+    """An open file on the full disk."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
@@ -65,6 +65,6 @@ class _FullFile:
         return getattr(self._file, name)
 
     def write(self, data: Any) -> int:
-        """Half of it, which is all that a file without a buffer says."""
+        """Writes half of the data, and returns its length as an unbuffered file does."""
         written: int = self._file.write(data[: len(data) // 2])
         return written

@@ -22,7 +22,7 @@ _OFFLINE = (
     "exceeded with url: / (Caused by NewConnectionError('Failed to establish a new connection: "
     "[Errno -3] Temporary failure in name resolution'))"
 )
-_WEATHER = {  # errors of a call that the API refuses for a time
+_ERRORS = {  # errors of a call that the API refuses for a time
     "unavailable": "UNAVAILABLE: The service is currently unavailable.",
     "rate": "RESOURCE_EXHAUSTED: Quota exceeded for quota metric 'Read requests' and limit 'Read requests per minute' "
     "of service 'tpu.googleapis.com'",
@@ -41,7 +41,7 @@ class Gcloud:
     def run(self) -> Output:
         """Runs the command. Blocks its task as long as gcloud would."""
         world, command = self.world, self.command
-        self.scheduler.sleep(world.chance.uniform(0.4, 1.6))
+        self.scheduler.sleep(world.rng.uniform(0.4, 1.6))
         if command.verb == "ssh":
             return self._ssh()
         if (refusal := self._refusal()) is not None:
@@ -51,17 +51,17 @@ class Gcloud:
             output = self._call(command)
         except ApiError as error:
             return 1, "", command.api_error(error)
-        if world.weather("lost") is not None:
+        if world.api_fault("lost") is not None:
             world.note(f"the answer to {command.group} {command.verb} {command.name} is lost")
-            return 1, "", command.error(_WEATHER["lost"])
-        self.actor.looked = self.actor.looked or command.verb == "describe"
+            return 1, "", command.error(_ERRORS["lost"])
+        self.actor.saw_slice = self.actor.saw_slice or command.verb == "describe"
         return output
 
     def _call(self, command: Command) -> Output:
         slice_ = self.google.slice_of(command)
         if slice_ is not None and command.group == "tpu-vm":
             self._check_gc(command, slice_)
-        answer = self.google.call(command, self.actor.person, self.actor)
+        answer = self.google.call(command, self.actor.user, self.actor)
         if not command.changes:
             return 0, command.output(answer), ""
         operation = self.google.wait(answer["name"], gcloud_commands.WAIT_SECONDS)
@@ -82,13 +82,13 @@ class Gcloud:
         """Returns the error of a fault that hits before the API does anything."""
         world = self.world
         if world.is_offline(self.actor.laptop):
-            self.scheduler.sleep(world.chance.uniform(1.0, 8.0))
+            self.scheduler.sleep(world.rng.uniform(1.0, 8.0))
             return 1, "", _OFFLINE
-        if world.weather("slow") is not None:
-            self.scheduler.sleep(world.chance.uniform(20.0, 90.0))
+        if world.api_fault("slow") is not None:
+            self.scheduler.sleep(world.rng.uniform(20.0, 90.0))
         for kind in ("unavailable", "rate", "permission"):
-            if world.weather(kind) is not None:
-                return 1, "", self.command.error(_WEATHER[kind])
+            if world.api_fault(kind) is not None:
+                return 1, "", self.command.error(_ERRORS[kind])
         return None
 
     def _ssh(self) -> Output:

@@ -31,7 +31,7 @@ class Slice:
     """A node of the API, with what only the simulation knows of it."""
 
     node: Node
-    maker: str
+    creator: str
     """The user whose command requested it."""
     by: object
     """The command that requested it."""
@@ -55,7 +55,7 @@ class Request:
     """A queued resource of the API, with what only the simulation knows of it."""
 
     queued: QueuedResource
-    maker: str
+    creator: str
     by: object
     deleter: str = ""
     """The user whose command deleted it."""
@@ -76,7 +76,7 @@ class Google:
     """All zones of all projects."""
 
     def __init__(self, world: World) -> None:
-        self.world, self.scheduler, self.chance = world, world.scheduler, world.chance
+        self.world, self.scheduler, self.rng = world, world.scheduler, world.rng
         self.state = State("5eed", 0, "", "", create_seconds=0.0, update_seconds=0.0, subnet="10.0.0.0/16")
         self.slices: dict[str, Slice] = {}  # by the API's full names, like `requests`
         self.requests: dict[str, Request] = {}
@@ -101,7 +101,7 @@ class Google:
             return command.call(self._listed(), self._now)
         if not command.changes:
             return command.call(self.state, self._now)
-        if self.world.weather("busy") is not None:
+        if self.world.api_fault("busy") is not None:
             self.state.faults.append(Fault("busy", "tpu", left=1))
         self._draw(creates=(command.group, command.verb) == ("tpu-vm", "create"))
         try:
@@ -129,11 +129,11 @@ class Google:
 
     def _draw(self, *, creates: bool) -> None:
         """Draws how long the next operations take, and whether the next creation finds no capacity."""
-        self.state.update_seconds = self.chance.uniform(1.0, 20.0)
-        seconds = self.chance.choice((self.chance.uniform(2.0, 12.0), self.chance.uniform(5.0, 60.0)))
-        if self.chance.random() < 0.01:
+        self.state.update_seconds = self.rng.uniform(1.0, 20.0)
+        seconds = self.rng.choice((self.rng.uniform(2.0, 12.0), self.rng.uniform(5.0, 60.0)))
+        if self.rng.random() < 0.01:
             seconds = _SLOW_CREATION
-        if creates and (stockout := self.world.weather("stockout")) is not None:
+        if creates and (stockout := self.world.api_fault("stockout")) is not None:
             wording = _WORDINGS[stockout.number % len(_WORDINGS)]
             self.state.faults.append(Fault("stockout", "tpu", left=1, wording=wording))
             seconds = min(seconds, 15.0)
@@ -141,9 +141,9 @@ class Google:
 
     def _listed(self) -> State:
         """Returns the state that a list shows now: the current one, or an old one."""
-        if self._lists is None or self.world.weather("stale") is None:
+        if self._lists is None or self.world.api_fault("stale") is None:
             return self.state
-        until = self.scheduler.now - self.chance.uniform(20.0, 300.0)
+        until = self.scheduler.now - self.rng.uniform(20.0, 300.0)
         old = [state for at, state in self._lists if at <= until]
         return old[-1] if old else State("", 0, "", "", 0.0, 0.0)
 
@@ -177,7 +177,7 @@ class Google:
 
     def _add_slice(self, name: str, node: Node, user: str, by: object) -> None:
         if (request := self.requests.get(node.resource.get("queuedResource", ""))) is not None:
-            user, by = request.maker, request.by
+            user, by = request.creator, request.by
         self.slices[name] = Slice(node, user, by)
         self.world.note(f"Google creates node {node.short_name} in {node.zone} for {user}")
 
@@ -196,7 +196,7 @@ class Google:
             self._later(operation.ends_at - self._now, lambda: self._finish(operation))
         if operation.cancelled and operation.name not in self._cancelled:
             self._cancelled.add(operation.name)
-            self._later(self.chance.uniform(0.2, 3.0), lambda: self._finish(operation))
+            self._later(self.rng.uniform(0.2, 3.0), lambda: self._finish(operation))
 
     def _finish(self, operation: Operation) -> None:
         """Ends an operation. A deletion waits for the end of the creation that it cancels, as in the emulator."""
@@ -222,7 +222,7 @@ class Google:
         self._made += 1
         for emulated in slice_.node.hosts:
             host = Host(self.scheduler, f"{slice_.name}@{self._made}", emulated.index, emulated.address)
-            host.ssh_from = self.scheduler.now + self.chance.uniform(0.0, 20.0)
+            host.ssh_from = self.scheduler.now + self.rng.uniform(0.0, 20.0)
             slice_.hosts.append(host)
             self.world.add_host(host)
 
@@ -247,7 +247,7 @@ class Google:
         """Sets a timer for the next step of queued resources, unless each stays as it is until something changes."""
         if not self._advancing and any(not self._is_settled(queued) for queued in self.state.queued.values()):
             self._advancing = True
-            self._later(self.chance.uniform(1.0, 6.0), self._advance)
+            self._later(self.rng.uniform(1.0, 6.0), self._advance)
 
     def _is_settled(self, queued: QueuedResource) -> bool:
         node = self.state.nodes.get(queued.node)

@@ -1,4 +1,4 @@
-"""Simulated hosts: their engine, containers, boots and clocks. What a script on a host does is in `scripts`."""
+"""Simulated hosts: their engine, containers, boots and clocks. `scripts` has the scripts that run on them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from tests.simulation.launcher.jobs import Job
 
 EPOCH = 1_800_000_000.0  # Unix seconds at virtual time 0
-_NEVER = "0001-01-01T00:00:00Z"  # what engines write for a time that is not there
+_NEVER = "0001-01-01T00:00:00Z"  # an engine's text for an absent time
 
 
 def timestamp(seconds: float) -> str:
-    """Unix seconds as an engine prints them: RFC 3339 with nine digits."""
+    """Formats Unix seconds as an engine does: RFC 3339 with nine digits."""
     whole = int(seconds)
     return f"{_format_second(whole)}.{int((seconds - whole) * 1e9):09d}Z"
 
@@ -58,17 +58,16 @@ class Container:
 
     @property
     def running(self) -> bool:
-        """Whether its command runs."""
         return self.status == "running"
 
     def write(self, text: str, at: float | None = None) -> None:
-        """Writes a line, at a virtual time of now or before."""
+        """Writes a line at a virtual time, now unless given."""
         moment = self.host.scheduler.now if at is None else at
         self.wrote = moment
         self.log.append((timestamp(moment + self.host.wall), text))
 
     def lines(self, since: str, tail: int | None) -> list[tuple[str, str]]:
-        """`docker logs --since --tail`: the last `tail` lines, of those the ones from `since` on."""
+        """Does `docker logs --since --tail`: of the last `tail` lines those from `since` on."""
         if self.job is not None:
             self.job.write_lines(self)
         log = self.log
@@ -80,7 +79,7 @@ class Container:
         return log[max(first, bisect.bisect_left(log, (since, ""))) :]
 
     def end(self, code: int, *, oom_killed: bool = False) -> None:
-        """Its command ends."""
+        """Ends its command."""
         if not self.running:
             return
         if self.job is not None:
@@ -93,7 +92,7 @@ class Container:
 
 @dataclass(eq=False)
 class Execution:
-    """A command on a host, whose result somebody may be waiting for."""
+    """A command on a host; tasks may wait for its result."""
 
     result: tuple[int, str] | None = None
     """Exit code and output, once it has ended."""
@@ -123,7 +122,7 @@ class Host:
         self.executions: dict[Execution, None] = {}  # commands that run on it
         self.ssh_from = scheduler.now  # when its sshd answers
         self.alias = f"tpu.{slice_name}.{address}-{worker}"
-        self.troubled = 0  # counts what was done to it
+        self.troubled = 0  # counts its faults
         self.trouble_over = scheduler.now  # when it last began to answer
 
     def __repr__(self) -> str:
@@ -131,12 +130,11 @@ class Host:
 
     @property
     def boot(self) -> str:
-        """Identity of this boot."""
         return f"{self!r}-boot-{self.boots}"
 
     @property
     def reachable(self) -> bool:
-        """Whether packets get an answer."""
+        """Returns whether it answers packets."""
         return self.up and not self.cut and not self.hung and self.scheduler.now >= self.ssh_from
 
     def note(self, text: str) -> None:
@@ -145,42 +143,42 @@ class Host:
             self.scheduler.note(f"[host {self!r}] {text}")
 
     def quiet_since(self, since: float) -> bool:
-        """Whether it has answered everybody since a moment."""
+        """Returns whether it has been reachable since a moment."""
         return self.reachable and self.engine_up and self.trouble_over < since
 
     def changed(self) -> None:
-        """Wakes every task that waits for something here: it may have to fail."""
+        """Wakes every task that waits for this host: it may have to fail."""
         for execution in self.executions:
             self.scheduler.wake_all(execution.waiters)
         for container in self.containers.values():
             self.scheduler.wake_all(container.waiters)
 
     def cut_off(self) -> None:
-        """No packet reaches it; what runs on it goes on."""
+        """Drops all packets to it; its programs go on."""
         self.cut, self.troubled = True, self.troubled + 1
         self.note("is cut off")
         self.changed()
         self._peers_notice("cut off")
 
     def reconnect(self) -> None:
-        """Packets reach it again."""
+        """Lets packets reach it again."""
         self.cut, self.trouble_over = False, self.scheduler.now
         self.note("is reachable again")
 
     def hang(self) -> None:
-        """Answers nothing until it is rebooted, or comes back."""
+        """Makes it answer nothing until `unhang` or a reboot."""
         self.hung, self.troubled = True, self.troubled + 1
         self.note("hangs")
         self.changed()
         self._peers_notice("hangs")
 
     def unhang(self) -> None:
-        """Answers again, as if nothing had been."""
+        """Makes it answer again; its state is unchanged."""
         self.hung, self.trouble_over = False, self.scheduler.now
         self.note("answers again")
 
     def die(self, *, for_good: bool) -> None:
-        """Loses power: everything that runs on it ends at once, and nobody writes that down."""
+        """Takes its power: everything on it ends at once, unrecorded."""
         if not self.up:
             self.gone = self.gone or for_good
             return
@@ -197,7 +195,7 @@ class Host:
         self._peers_notice("dead")
 
     def boot_up(self, exit_code: int, *, writes_time: bool) -> None:
-        """Boots; the engine restores its containers, and makes up how they ended."""
+        """Boots it; the engine restores its containers with an invented exit code."""
         if self.gone or self.up:
             return
         self.up, self.hung, self.engine_up, self.boots = True, False, True, self.boots + 1

@@ -1,7 +1,7 @@
-"""What runs in the containers of an attempt: a program that trains on all hosts together, and how it ends.
+"""The program in the containers of an attempt: it trains on all hosts together, and ends in several ways.
 
 A job is a state machine of timers, not tasks, because thousands of runs are simulated a minute. It knows why it ended;
-the promises compare that with what the launcher says.
+the promises compare that with the launcher's verdict.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ PEERS_WAIT = 40.0  # seconds that a program waits for the other hosts at its sta
 
 @dataclass(frozen=True)
 class Plan:
-    """How an attempt's program behaves when nothing disturbs it."""
+    """The behaviour of an undisturbed program."""
 
     kind: str  # finish, fail, bad input, save, stall
     seconds: float
     host: int = 0
-    """Of a failure: the host that fails."""
+    """The host that fails."""
     code: int = 0
     others_hang: bool = False
-    """Whether the hosts that lose a peer wait for it for minutes."""
+    """Whether hosts that lose a peer wait for it for minutes."""
     saves: bool = True
     """Whether SIGTERM makes it save and end with 75; else it ends with 143."""
     save_seconds: float = 2.0
@@ -35,10 +35,10 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Truth:
-    """Why a job ended."""
+class Cause:
+    """A reason for the end of a job."""
 
-    kind: str  # of a plan; or stop, host
+    kind: str  # of a plan; or stop, kill, host, deleted, no peers, no secrets
     worker: int = -1
     code: int = 0
     detail: str = ""
@@ -48,32 +48,31 @@ class Job:
     """The program of one attempt on all its hosts."""
 
     def __init__(
-        self, scheduler: Scheduler, run: str, attempt: int, hosts: int, plan: Plan, chance: random.Random
+        self, scheduler: Scheduler, run: str, attempt: int, hosts: int, plan: Plan, rng: random.Random
     ) -> None:
         self.scheduler, self.run, self.attempt, self.hosts, self.plan = scheduler, run, attempt, hosts, plan
-        self.chance = chance
+        self.rng = rng
         self.containers: dict[int, Container] = {}
         self.began: float | None = None  # when all hosts had started
-        self.first: float = scheduler.now
         self.on_end: Callable[[], None] = lambda: None  # called when it ends by itself
-        self.truths: list[Truth] = []  # everything that happened to it, in order
-        self.seen_finished = False  # whether the launcher has said so
-        self.confirmed = False  # whether the launcher has said that it runs
-        self.disturbed = False  # something that was not its plan happened to it
+        self.causes: list[Cause] = []  # all that happened to it, in order
+        self.seen_finished = False  # whether the launcher has reported its end
+        self.confirmed = False  # whether the launcher has reported its start
+        self.disturbed = False  # by something other than its plan
         self.over = False
-        self.stall_seconds: float | None = None  # of silence that the file calls a standstill
-        self.left: set[int] = set()  # containers that were removed
+        self.stall_seconds: float | None = None  # of silence after which the file calls it stalled
+        self.left: set[int] = set()  # workers whose containers were removed
 
     def __repr__(self) -> str:
         return f"{self.run}#{self.attempt}"
 
     @property
     def healthy(self) -> bool:
-        """Whether it runs on all hosts, and nothing ever happened to it."""
-        return not self.disturbed and not self.truths and all(item.running for item in self.containers.values())
+        """Returns whether it runs on all hosts and nothing has happened to it."""
+        return not self.disturbed and not self.causes and all(item.running for item in self.containers.values())
 
     def started(self, container: Container) -> None:
-        """A container of it was started."""
+        """Adds a container that was started; the program begins with the last one."""
         container.job = self
         self.containers[container.host.worker] = container
         if not container.host.engine_up:  # it failed while the start was under way
@@ -86,7 +85,7 @@ class Job:
                 self.scheduler.call_at(self.began + self.plan.seconds, self._end_as_planned)
 
     def write_lines(self, container: Container) -> None:
-        """Writes the lines that the program of a container has printed until now."""
+        """Writes the lines that the program of a container has printed so far."""
         if container.started is None or not container.running or container.awaits_secrets:
             return
         until = self.scheduler.now
@@ -103,14 +102,14 @@ class Job:
         container.lines_written = max(container.lines_written, count)
 
     def terminate(self, container: Container) -> None:
-        """SIGTERM: the program of a container saves with all others, or ends."""
+        """Sends SIGTERM: the program saves together with all others, or ends."""
         if container.stopping or not container.running:
             return
         container.stopping = True
         if container.awaits_secrets:
             container.end(143)
             return
-        self.truths.append(Truth("stop", container.host.worker))
+        self.causes.append(Cause("stop", container.host.worker))
         if self.plan.saves and self._all_run() and self.began is not None:
             self.scheduler.call_at(self.scheduler.now + self.plan.save_seconds, self._all_saved)
         elif self.plan.saves:
@@ -119,16 +118,16 @@ class Job:
             self.scheduler.call_at(self.scheduler.now + 0.3, lambda: self._exit(container, 143))
 
     def kill(self, container: Container) -> None:
-        """SIGKILL."""
+        """Sends SIGKILL."""
         if container.running:
-            self.truths.append(Truth("kill", container.host.worker))
+            self.causes.append(Cause("kill", container.host.worker))
             container.end(137)
             self._lose_peer()
 
     def host_troubled(self, host: Host, what: str) -> None:
-        """A host of it died, hangs or was cut off."""
+        """Records that a host died, hangs or was cut off; its peers notice."""
         self.disturbed = True
-        self.truths.append(Truth("host", host.worker, detail=what))
+        self.causes.append(Cause("host", host.worker, detail=what))
         if self.hosts > 1 or what == "dead":
             self._lose_peer()
 
@@ -141,7 +140,7 @@ class Job:
     def _exit(self, container: Container, code: int) -> None:
         if not container.host.up:
             return
-        if container.host.hung:  # it ends when the host goes on
+        if container.host.hung:  # it ends when the host answers again
             self._exit_later(container, code, 1.0)
             return
         container.end(code, oom_killed=code == 137 and self.plan.kind == "fail" and not container.stopping)
@@ -149,46 +148,46 @@ class Job:
     def _end_as_planned(self) -> None:
         if self.over or not all(item.running and item.host.up for item in self.containers.values()):
             return
-        if not self._all_run():  # a step takes as long as the slowest host
+        if not self._all_run():  # a step waits for the slowest host
             self.scheduler.call_at(self.scheduler.now + 1.0, self._end_as_planned)
             return
         plan = self.plan
         self.over = True
         self.on_end()
         if plan.kind == "fail":
-            self.truths.append(Truth("fail", plan.host, plan.code))
+            self.causes.append(Cause("fail", plan.host, plan.code))
             self._exit(self.containers[plan.host], plan.code)
             self._lose_peer()
             return
         code = {"finish": 0, "save": 75, "bad input": 2}[plan.kind]
-        self.truths.append(Truth(plan.kind, code=code))
+        self.causes.append(Cause(plan.kind, code=code))
         for container in self.containers.values():
-            self._exit_later(container, code, self.chance.uniform(0.0, 0.8))
+            self._exit_later(container, code, self.rng.uniform(0.0, 0.8))
 
     def _all_saved(self) -> None:
         if not self._all_run() or self.over:
             return
         self.over = True
         for container in self.containers.values():
-            self._exit_later(container, 75, self.chance.uniform(0.0, 0.5))
+            self._exit_later(container, 75, self.rng.uniform(0.0, 0.5))
 
     def _exit_later(self, container: Container, code: int, seconds: float) -> None:
         self.scheduler.call_at(self.scheduler.now + seconds, lambda: self._exit(container, code))
 
     def _lose_peer(self) -> None:
-        """The others notice that a peer is gone, after a while, which may take minutes."""
+        """Ends the other programs when they notice that a peer is gone, which may take minutes."""
         self.over = self.over or self.began is not None
         if self.began is None:
             return
         for container in self.containers.values():
             if container.running:
                 least, most = (100.0, 200.0) if self.plan.others_hang else (0.05, 6.0)
-                self._exit_later(container, 76, self.chance.uniform(least, most))
+                self._exit_later(container, 76, self.rng.uniform(least, most))
 
     def _check_peers(self) -> None:
-        """A program whose peers did not come in time gives up."""
+        """Ends a program whose peers did not start in time."""
         if self.began is None:
             for container in self.containers.values():
                 if container.running:
-                    self.truths.append(Truth("no peers", container.host.worker))
+                    self.causes.append(Cause("no peers", container.host.worker))
                     self._exit(container, 76)

@@ -27,14 +27,14 @@ class LaptopClock:
         self._scheduler.sleep(max(seconds, 1e-6))  # less would not move a clock of 64 bits
 
 
-def make_machine(world: World, actor: Actor, chance: random.Random) -> Workstation:
+def make_machine(world: World, actor: Actor, rng: random.Random) -> Workstation:
     """Returns the workstation of one command."""
     terminal = Terminal(world, actor)
     return Workstation(
         clock=LaptopClock(world.scheduler, actor.laptop),
         threads=SimulatedThreads(world.scheduler),
-        random=chance,
+        random=rng,
         run=terminal.run,
         connect=terminal.connect,
-        owner=Owner(actor.person),
+        owner=Owner(actor.user),
     )

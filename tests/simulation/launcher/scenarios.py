@@ -25,7 +25,7 @@ _LEFTOVERS = ("", "", "", "", "bob's", "a stranger's", "preempted", "stopped", "
 
 @dataclass(frozen=True)
 class Setting:
-    """What the file says."""
+    """The content of the configuration file."""
 
     accelerator: str
     queued: bool
@@ -37,13 +37,12 @@ class Setting:
 
     @property
     def hosts(self) -> int:
-        """Of the slice."""
         return dict(SLICES)[self.accelerator]
 
 
 @dataclass(frozen=True)
 class Action:
-    """Something that somebody does."""
+    """An action of a user."""
 
     kind: str
     after: float
@@ -55,7 +54,7 @@ class Action:
 
 @dataclass(frozen=True)
 class Scenario:
-    """All that people will do."""
+    """Everything that users do in a run."""
 
     setting: Setting
     leftover: str
@@ -71,28 +70,28 @@ class Theme:
     name: str
     faults: tuple[str, ...] = ()
     count: tuple[int, int] = (1, 3)
-    """How many faults, at least and at most."""
+    """The least and the greatest number of faults."""
     anchors: tuple[str, ...] = ("start",)
-    """Of the faults."""
+    """The moments that faults are anchored at."""
     spread: float = 20.0
     """Seconds after the anchor within which they happen."""
     actions: tuple[str, ...] = ()
-    """One of each group separated by "|" ; all groups are done."""
+    """One action of each group, separated by "|", is done."""
     moments: tuple[str, ...] = ("start",)
-    """Of the actions: all of them have the same one."""
+    """The moment of all actions is one of these."""
     together: float = 30.0
     """Seconds after the moment within which they happen."""
     plans: tuple[str, ...] = ()
-    """Kinds of the first attempts' programs."""
+    """Kinds of programs of the first attempts."""
     leftovers: tuple[str, ...] = ("",)
     queued: bool | None = None
     stall: bool = False
     hosts: int = 1
-    """At least."""
+    """The least number of hosts."""
     retries: bool = False
-    """Whether preemptions are followed by other attempts."""
+    """Whether preemptions are retried."""
     failures: bool = False
-    """Whether failures are."""
+    """Whether failures are retried."""
 
 
 THEMES = (
@@ -108,7 +107,7 @@ THEMES = (
           stall=True, spread=40.0),
     Theme("memory", faults=("offline", "cut", "reboot", "hang", "dead ssh"), plans=("memory",), count=(0, 2),
           failures=True),
-    Theme("a queue in bad weather", faults=("unavailable", "rate", "lost", "slow", "stockout", "busy", "offline"),
+    Theme("a queue in bad api_fault", faults=("unavailable", "rate", "lost", "slow", "stockout", "busy", "offline"),
           anchors=("beginning", "request", "up again"), actions=("kill|ctrl-c",), moments=("request", "up"),
           queued=True),
     Theme("a queue that takes back", faults=("preempt", "unavailable", "lost", "stockout"),
@@ -150,42 +149,38 @@ ADDED_THEMES = (
 
 @functools.cache
 def settings() -> tuple[Setting, ...]:
-    """All that files say."""
+    """Draws the contents of configuration files."""
     return tuple(_draw_setting(random.Random(f"setting {number}")) for number in range(_SETTINGS))
 
 
 def draw(seed: int) -> tuple[Scenario, list[Fault]]:
     """Draws the scenario and the faults of a simulated run."""
-    chance, added = random.Random(f"scenario {seed}"), random.Random(f"added {seed}")
+    rng, added = random.Random(f"scenario {seed}"), random.Random(f"added {seed}")
     if added.random() < _OF_ADDED_THEMES:
         theme = added.choice(ADDED_THEMES)
-    elif chance.random() < _WITHOUT_THEME:
-        return _draw_anything(chance), faults.draw(random.Random(f"faults {seed}"))
+    elif rng.random() < _WITHOUT_THEME:
+        return _draw_anything(rng), faults.draw(random.Random(f"faults {seed}"))
     else:
-        theme = chance.choice(THEMES)
-    return _draw_scenario(theme, chance), _draw_faults(theme, random.Random(f"faults {seed}"))
+        theme = rng.choice(THEMES)
+    return _draw_scenario(theme, rng), _draw_faults(theme, random.Random(f"faults {seed}"))
 
 
-def _draw_anything(chance: random.Random) -> Scenario:
-    setting = chance.choice(settings())
-    kinds = [
-        chance.choice(("fail", "fail", "save", "bad input", "stall")) for _ in range(chance.choice((0, 0, 1, 1, 2)))
-    ]
+def _draw_anything(rng: random.Random) -> Scenario:
+    setting = rng.choice(settings())
+    kinds = [rng.choice(("fail", "fail", "save", "bad input", "stall")) for _ in range(rng.choice((0, 0, 1, 1, 2)))]
+    actions = [Action(rng.choice(_ACTIONS), rng.uniform(0.0, 80.0)) for _ in range(rng.choice((0, 1, 1, 2, 3)))]
+    return Scenario(setting, rng.choice(_LEFTOVERS), _draw_plans(rng, kinds, setting), tuple(actions))
+
+
+def _draw_scenario(theme: Theme, rng: random.Random) -> Scenario:
+    setting = rng.choice(_settings_of(theme))
+    kinds = [rng.choice(theme.plans) for _ in range(rng.choice((1, 1, 2)))] if theme.plans else []
+    moment = rng.choice(theme.moments)
     actions = [
-        Action(chance.choice(_ACTIONS), chance.uniform(0.0, 80.0)) for _ in range(chance.choice((0, 1, 1, 2, 3)))
+        Action(rng.choice(group.split("|")), rng.uniform(0.0, theme.together), moment) for group in theme.actions
     ]
-    return Scenario(setting, chance.choice(_LEFTOVERS), _draw_plans(chance, kinds, setting), tuple(actions))
-
-
-def _draw_scenario(theme: Theme, chance: random.Random) -> Scenario:
-    setting = chance.choice(_settings_of(theme))
-    kinds = [chance.choice(theme.plans) for _ in range(chance.choice((1, 1, 2)))] if theme.plans else []
-    moment = chance.choice(theme.moments)
-    actions = [
-        Action(chance.choice(group.split("|")), chance.uniform(0.0, theme.together), moment) for group in theme.actions
-    ]
-    plans = _draw_plans(chance, kinds, setting)
-    return Scenario(setting, chance.choice(theme.leftovers), plans, tuple(actions), theme.name)
+    plans = _draw_plans(rng, kinds, setting)
+    return Scenario(setting, rng.choice(theme.leftovers), plans, tuple(actions), theme.name)
 
 
 @functools.cache
@@ -201,45 +196,45 @@ def _settings_of(theme: Theme) -> tuple[Setting, ...]:
     )
 
 
-def _draw_faults(theme: Theme, chance: random.Random) -> list[Fault]:
+def _draw_faults(theme: Theme, rng: random.Random) -> list[Fault]:
     drawn = []
-    anchor = chance.choice(theme.anchors)
-    for _ in range(chance.randint(*theme.count)):
-        if chance.random() < 0.3:
-            anchor = chance.choice(theme.anchors)
-        seconds = chance.choice((chance.uniform(1.0, 12.0), chance.uniform(10.0, 60.0), chance.uniform(30.0, 200.0)))
+    anchor = rng.choice(theme.anchors)
+    for _ in range(rng.randint(*theme.count)):
+        if rng.random() < 0.3:
+            anchor = rng.choice(theme.anchors)
+        seconds = rng.choice((rng.uniform(1.0, 12.0), rng.uniform(10.0, 60.0), rng.uniform(30.0, 200.0)))
         drawn.append(
-            Fault(chance.choice(theme.faults), anchor, chance.uniform(0.0, theme.spread), seconds, chance.randrange(64))
+            Fault(rng.choice(theme.faults), anchor, rng.uniform(0.0, theme.spread), seconds, rng.randrange(64))
         )
     return drawn
 
 
-def _draw_setting(chance: random.Random) -> Setting:
+def _draw_setting(rng: random.Random) -> Setting:
     return Setting(
-        chance.choice(SLICES)[0],
-        queued=chance.random() < 0.2,
-        preemption_retries=chance.choice((0, 1, 3, 8, 8)),
-        failure_retries=chance.choice((0, 0, 1, 2)),
-        replace_after=chance.choice((None, None, 1, 2)),
-        stall_minutes=chance.choice((None, None, 0.5)),
-        host_lost_seconds=chance.choice((20.0, 60.0)),
+        rng.choice(SLICES)[0],
+        queued=rng.random() < 0.2,
+        preemption_retries=rng.choice((0, 1, 3, 8, 8)),
+        failure_retries=rng.choice((0, 0, 1, 2)),
+        replace_after=rng.choice((None, None, 1, 2)),
+        stall_minutes=rng.choice((None, None, 0.5)),
+        host_lost_seconds=rng.choice((20.0, 60.0)),
     )
 
 
-def _draw_plans(chance: random.Random, kinds: list[str], setting: Setting) -> tuple[Plan, ...]:
-    """The programs of the first attempts, and of all that follow: it finishes."""
+def _draw_plans(rng: random.Random, kinds: list[str], setting: Setting) -> tuple[Plan, ...]:
+    """Draws the programs of the first attempts; the programs of all later attempts finish."""
     allowed = ["fail" if kind == "stall" and setting.stall_minutes is None else kind for kind in kinds]
-    return tuple(_draw_plan(chance, kind, setting.hosts) for kind in (*allowed, "finish"))
+    return tuple(_draw_plan(rng, kind, setting.hosts) for kind in (*allowed, "finish"))
 
 
-def _draw_plan(chance: random.Random, kind: str, hosts: int) -> Plan:
+def _draw_plan(rng: random.Random, kind: str, hosts: int) -> Plan:
     return Plan(
         "fail" if kind == "memory" else kind,
-        seconds=chance.choice((chance.uniform(0.2, 5.0), chance.uniform(5.0, 30.0), chance.uniform(5.0, 60.0))),
-        host=chance.randrange(hosts),
-        code=137 if kind == "memory" else chance.choice((1, 1, 3, 137, 139)),
-        others_hang=chance.random() < 0.3,
-        saves=chance.random() < 0.85,
-        save_seconds=chance.uniform(0.5, 12.0),
-        period=chance.choice((0.5, 1.0, 3.0)),
+        seconds=rng.choice((rng.uniform(0.2, 5.0), rng.uniform(5.0, 30.0), rng.uniform(5.0, 60.0))),
+        host=rng.randrange(hosts),
+        code=137 if kind == "memory" else rng.choice((1, 1, 3, 137, 139)),
+        others_hang=rng.random() < 0.3,
+        saves=rng.random() < 0.85,
+        save_seconds=rng.uniform(0.5, 12.0),
+        period=rng.choice((0.5, 1.0, 3.0)),
     )

@@ -1,6 +1,6 @@
-"""The scripts of `launcher/tpu_vm/scripts` on simulated hosts: understood by their text and parameters.
+"""The scripts of `launcher/tpu_vm/scripts` on simulated hosts, recognized by their text and parameters.
 
-Each function does what the script of its name does, with the same pauses between its steps, because other people's
+Each method does what the script of its name does, with the same pauses between its steps, because other users'
 commands and reboots come in between. It returns the exit code and the output.
 """
 
@@ -26,7 +26,7 @@ _NAMES = (
 
 
 class UnknownScript(Exception):
-    """A command that is none of the launcher's scripts, or has changed: this module must learn it."""
+    """Raised for a command that is none of the launcher's scripts, or a changed one: teach it to this module."""
 
 
 @functools.cache
@@ -36,7 +36,7 @@ def _bodies() -> list[tuple[str, str]]:
 
 @functools.lru_cache(maxsize=2_000)  # the same text goes to all hosts
 def parse(text: str) -> tuple[str, dict[str, str], str]:
-    """The name of a script, its parameters, and the line of its arguments."""
+    """Parses a script. Returns its name, its parameters, and the line of its arguments."""
     for name, body in _bodies():  # noqa: B007
         if text.endswith(body):
             header = text[: -len(body)]
@@ -55,13 +55,13 @@ def parse(text: str) -> tuple[str, dict[str, str], str]:
 
 
 def unquote(command: str) -> str:
-    """The script in `sh -c '<script>'`."""
+    """Returns the script in `sh -c '<script>'`."""
     assert command.startswith("sh -c '")
     return command[7:-1].replace("'\"'\"'", "'")
 
 
 def observe(world: World, host: Host, parameters: Mapping[str, str], arguments: str) -> tuple[int, str]:
-    """observe.sh. Runs in the task of whoever asks, because it is by far the most frequent."""
+    """observe.sh. Runs in the caller's task, because it is by far the most frequent."""
     scheduler = world.scheduler
     container = host.containers.get(parameters["container"])
     if parameters["patience"] and container is not None and container.running:
@@ -96,20 +96,20 @@ def observe(world: World, host: Host, parameters: Mapping[str, str], arguments: 
 
 
 class Shell:
-    """One script on one host, on behalf of somebody."""
+    """One script on one host."""
 
     def __init__(self, world: World, host: Host, actor: Actor) -> None:
         self.world, self.host, self.actor = world, host, actor
-        self.chance = world.chance
+        self.rng = world.rng
 
     def pause(self, least: float = 0.02, most: float = 0.2) -> None:
-        """A step of the script takes time. A hanging host does not go on."""
-        self.world.scheduler.sleep(self.chance.uniform(least, most))
+        """Waits as a step of the script does; for as long as the host hangs."""
+        self.world.scheduler.sleep(self.rng.uniform(least, most))
         while self.host.hung:
             self.world.scheduler.sleep(1.0)
 
     def report(self, text: str, code: int = 0) -> tuple[int, str]:
-        """What report.sh prints."""
+        """Returns an exit code and the output of report.sh."""
         return code, f"tpu-launch {self.host.worker} {text}\n"
 
     def run(self, text: str, stdin: str | None) -> tuple[int, str]:

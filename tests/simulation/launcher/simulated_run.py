@@ -13,19 +13,20 @@ from pathlib import Path
 
 from launcher.config import Config, load
 from launcher.errors import Exit
+from launcher.run.ledger import Ledger
+from launcher.run.runs import list_runs
 from launcher.tpu_vm.commands import create_command, delete_command
 from tests import gcloud_commands
 from tests.simulation.launcher import faults, full_disk, promises, scenarios
 from tests.simulation.launcher.commands import Command
 from tests.simulation.launcher.full_disk import FullDisk
-from tests.simulation.launcher.hosts import Host
 from tests.simulation.launcher.scenarios import Action, Setting
 from tests.simulation.launcher.speed import observe_every, remember_yaml
 from tests.simulation.launcher.world import Laptop, World
 from tests.simulation.scheduler import Scheduler, Stuck
 
-LONGEST_RUN = 16 * 3600.0  # seconds: every wait ends long before
-LONGEST_LOOK = 900.0  # seconds for which somebody looks at lines: longer than a program runs, or silence is borne
+LONGEST_RUN = 16 * 3600.0  # virtual seconds: every wait ends long before
+LONGEST_LOOK = 900.0  # seconds for which a user watches logs: longer than any program runs
 _STEPS = 80_000
 _NAME = "bert"
 
@@ -51,7 +52,7 @@ def _folder() -> Path:
 
 @functools.cache
 def make_config(setting: Setting) -> Config:
-    """The configuration of a setting. Cached: reading YAML takes longer than much of a simulation."""
+    """Returns the configuration of a setting. Cached: reading YAML takes as long as much of a simulated run."""
     path = _folder() / "run.yaml"
     lines = [
         "project: p",
@@ -75,7 +76,7 @@ def make_config(setting: Setting) -> Config:
 
 
 class SimulatedRun:
-    """One simulation."""
+    """One simulated run of the launcher."""
 
     def __init__(self, seed: int, *, trace: bool = False, without: Collection[int] = ()) -> None:
         """
@@ -99,19 +100,19 @@ class SimulatedRun:
         stall = self.scenario.setting.stall_minutes
         self.world.stall_seconds = stall * 60.0 if stall is not None else None
         self.world.host_lost_seconds = self.scenario.setting.host_lost_seconds
-        self.chance = random.Random(f"people {seed}")
-        observe_every(self.chance.choice((1.0, 2.0, 3.0, 4.0)))
+        self.rng = random.Random(f"people {seed}")
+        observe_every(self.rng.choice((1.0, 2.0, 3.0, 4.0)))
         self.full_disk = full_disk.draw(seed)
         self.commands: list[Command] = []
         homes = _folder()
         self.ann = Laptop("ann", "ann", homes / "ann")
         self.bob = Laptop("bob", "bob", homes / "bob")
         self.world.laptops = [self.ann, self.bob]
-        self.main: Command | None = None  # what ann's first terminal does, or did last
+        self.main: Command | None = None  # the newest command of ann's first terminal
         self.main_over = False
 
     def play(self) -> Result:
-        """Plays it to its end."""
+        """Simulates the run to its end."""
         for laptop in (self.ann, self.bob):
             shutil.rmtree(laptop.home, ignore_errors=True)
             laptop.home.mkdir(parents=True)
@@ -143,18 +144,26 @@ class SimulatedRun:
             tuple(self.faults),
         )
 
+    def break_promise(self, promise: str, what: str) -> None:
+        """Records that a promise is broken."""
+        self.world.break_promise(promise, what)
+
+    def ledgers(self) -> list[Ledger]:
+        """Returns the ledgers of ann's runs."""
+        return list_runs(self.ann.home, self.commands[0].machine) if self.commands else []
+
     @property
     def loses_by_its_disk(self) -> bool:
-        """Whether the laptop's disk is full for longer than lines and events are waited for."""
+        """Returns whether the laptop's disk is full for longer than the launcher waits to write lines and events."""
         return self.full_disk is not None and self.full_disk.long
 
-    # -- what people do -----------------------------------------------------------------------------------------------
+    # -- what users do -----------------------------------------------------------------------------------------------
 
     def command(self, name: str, laptop: Laptop | None = None) -> Command:
         """Starts a command."""
-        # Every command has random numbers of its own, so that leaving one out changes nothing for the others.
-        chance = random.Random(f"command {self.seed} {len(self.commands)}")
-        command = Command(self.world, laptop or self.ann, name, self.config, chance)
+        # Every command has random numbers of its own, so that a shrunk run changes nothing for the others.
+        rng = random.Random(f"command {self.seed} {len(self.commands)}")
+        command = Command(self.world, laptop or self.ann, name, self.config, rng)
         self.commands.append(command)
         if name == "down" and laptop is None:
             self.world.reached("down")
@@ -163,14 +172,14 @@ class SimulatedRun:
         return command
 
     def do(self, name: str, laptop: Laptop | None = None) -> Command:
-        """Gives a command and waits for its end."""
+        """Starts a command and waits for its end."""
         return self.finish(self.command(name, laptop))
 
     def finish(self, command: Command) -> Command:
         """Waits for the end of a command."""
-        if command.name == "logs":  # of a program that hangs, and that nobody watches, they have no end
+        if command.name == "logs":  # never ends while a program hangs without a supervisor
             command.over.wait(LONGEST_LOOK)
-            command.interrupt()  # she has seen enough
+            command.interrupt()
         command.over.wait()
         promises.check_command(self, command)
         return command
@@ -187,20 +196,22 @@ class SimulatedRun:
         self.main_over = True
 
     def _leave_something(self) -> None:
-        """What is there before ann begins."""
+        """Creates the slice that exists before ann begins."""
         kind, google = self.scenario.leftover, self.world.google
         if not kind:
             return
-        maker = "bob" if kind == "bob's" else "stranger" if kind == "a stranger's" else "ann"
-        labels = {"tpu-launch": "1", "tpu-launch-owner": maker, "tpu-launch-run": _NAME} if maker != "stranger" else {}
+        creator = "bob" if kind == "bob's" else "stranger" if kind == "a stranger's" else "ann"
+        labels = (
+            {"tpu-launch": "1", "tpu-launch-owner": creator, "tpu-launch-run": _NAME} if creator != "stranger" else {}
+        )
         command = create_command(self.config, labels)
-        google.call(gcloud_commands.parse(command), maker)
+        google.call(gcloud_commands.parse(command), creator)
         self.scheduler.sleep(100.0)
         slice_ = google.slice_of(gcloud_commands.parse(command))
         if slice_ is None or slice_.state != "READY":
             return
         for host in slice_.hosts:
-            host.key_known = maker == "ann"
+            host.key_known = creator == "ann"
         if kind == "preempted":
             google.preempt(slice_, 0.0)
             self.scheduler.sleep(1.0)
@@ -218,8 +229,8 @@ class SimulatedRun:
             if up.code == 0:
                 return True
             if up.code in (Exit.CONFLICT, Exit.BAD_INPUT):
-                return False  # somebody else's slice has the name
-            self.scheduler.sleep(self.chance.uniform(20.0, 200.0))
+                return False  # another user's slice has the name
+            self.scheduler.sleep(self.rng.uniform(20.0, 200.0))
         return False
 
     def _train(self) -> None:
@@ -232,21 +243,21 @@ class SimulatedRun:
             promises.check_command(self, run)
             if run.code == 0 or run.code == Exit.BAD_INPUT:
                 return
-            if self.world.record.stops and self.chance.random() < 0.6:
+            if self.world.record.stops and self.rng.random() < 0.6:
                 return
             if not run.killed and run.code != Exit.DETACHED:
-                self.scheduler.sleep(self.chance.uniform(1.0, 60.0))
+                self.scheduler.sleep(self.rng.uniform(1.0, 60.0))
             if run.code in (Exit.HOST_LOST, Exit.PREEMPTED, Exit.CLOUD_ERROR, Exit.CONFLICT, Exit.STOCKOUT) or (
                 run.error is not None
             ):
                 self.do("up")
             detached = run.killed or run.code == Exit.DETACHED
-            if detached and (self.ann.home / "runs").exists() and self.chance.random() < 0.25:
+            if detached and (self.ann.home / "runs").exists() and self.rng.random() < 0.25:
                 self.do("logs")
-            next_command = "attach" if detached and self.chance.random() < 0.5 else "run"
+            next_command = "attach" if detached and self.rng.random() < 0.5 else "run"
 
     def _act(self, action: Action) -> None:
-        """One action of ann's or bob's."""
+        """Carries out an action of ann or bob."""
         self.world.wait_until(action.anchor)
         self.scheduler.sleep(action.after)
         run = self.main
@@ -255,12 +266,12 @@ class SimulatedRun:
         match action.kind:
             case "kill":
                 run.kill()
-                if self.chance.random() < 0.5:
+                if self.rng.random() < 0.5:
                     self._tear_last_line()
             case "ctrl-c":
                 run.interrupt()
             case "asleep":
-                self._sleep(run, self.chance.uniform(20.0, 4000.0))
+                self._sleep(run, self.rng.uniform(20.0, 4000.0))
             case "stop" | "logs":
                 if (self.ann.home / "runs").exists():
                     self.do(action.kind)
@@ -279,14 +290,14 @@ class SimulatedRun:
                 self.do("gc", self.bob)
 
     def _sleep(self, run: Command, seconds: float) -> None:
-        """The laptop is closed for a while."""
+        """Closes the laptop for so many seconds."""
         if run.code is not None or run.killed or run.process.frozen:
             return
         self.world.note(f"the laptop sleeps for {seconds:.0f} s")
         self.scheduler.freeze(run.process)
         begin = self.scheduler.now
         self.scheduler.sleep(seconds)
-        if self.chance.random() < 0.5:  # else its clock went on, as that of a process that was stopped does
+        if self.rng.random() < 0.5:  # else its clock ran on, as for a stopped process
             self.ann.asleep += self.scheduler.now - begin
         self.scheduler.thaw(run.process)
         self.world.awake(run.actor, seconds)
@@ -301,13 +312,13 @@ class SimulatedRun:
         full_disk.fill(False)
 
     def _tear_last_line(self) -> None:
-        """A process that was killed has left half a line."""
+        """Leaves half a line, as a process that was killed while it wrote."""
         for path in self.ann.home.glob("runs/*/events.jsonl"):
             with open(path, "a") as file:
                 file.write('{"time": "2027-01-15T08:0')
 
     def _clean_up(self) -> None:
-        """Ann goes home: her slice is deleted."""
+        """Deletes ann's slice, and waits for the commands that still run."""
         for _ in range(12):
             down = self.do("down")
             if down.code == 0:
@@ -319,11 +330,6 @@ class SimulatedRun:
             if command.code is None and not command.killed:
                 deadline = self.scheduler.now + 4 * 3600.0
                 command.over.wait(deadline - self.scheduler.now)
-
-
-def hosts_of(simulation: SimulatedRun) -> list[Host]:
-    """All hosts that ever were."""
-    return simulation.world.hosts
 
 
 def simulate(seed: int, *, trace: bool = False, without: Collection[int] = ()) -> Result:

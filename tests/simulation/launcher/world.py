@@ -1,4 +1,4 @@
-"""Everything but the launcher's own code: Google, hosts, networks and people's machines, of one simulation."""
+"""The world of one simulated run: Google, hosts, networks and laptops; everything but the launcher's own code."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from tests.simulation.launcher.faults import API_FAULTS, Fault
 from tests.simulation.launcher.gcloud import Gcloud
 from tests.simulation.launcher.google import Google, Request, Slice
 from tests.simulation.launcher.hosts import Container, Execution, Host
-from tests.simulation.launcher.jobs import Job, Plan, Truth
+from tests.simulation.launcher.jobs import Cause, Job, Plan
 from tests.simulation.scheduler import Process, Scheduler, Task
 
 _CONNECT_SECONDS = 5.0  # as the launcher's transport has it
-_BROKEN_SECONDS = 10.0  # until a connection whose packets are lost is given up
+_BROKEN_SECONDS = 10.0  # until a connection whose packets are lost breaks
 _REFUSALS = 3  # in a row, at least, before a host counts as lost
-_FORGOTTEN_SECONDS = 300.0  # of silence, after which a connection may be
-_BETWEEN_LOOKS = 5.0  # seconds, at most
+_FORGOTTEN_SECONDS = 300.0  # of silence, after which a firewall may forget a connection
+_BETWEEN_LOOKS = 5.0  # seconds between two observations, at most
 
 
 @dataclass(eq=False)
 class Laptop:
-    """A laptop: one person's terminals, folder, network and clock."""
+    """One user's terminals, folder, network and clock."""
 
     name: str
-    person: str
+    user: str
     home: Path
     offline: bool = False
     wall: float = 0.0
@@ -41,27 +41,26 @@ class Laptop:
 
 @dataclass(eq=False)
 class Actor:
-    """One command of a person, as the world sees it."""
+    """One command of a user, as Google and hosts see it."""
 
     laptop: Laptop
     command: str
     process: Process
-    looked: bool = False
-    """Whether Google has shown it a slice or a request."""
+    saw_slice: bool = False
+    """Whether Google has described a slice or a request to it."""
     out_of_stock: bool = False
-    """Whether the last slice that it asked for could not be made for lack of capacity."""
+    """Whether its last creation failed for lack of capacity."""
     shown: dict[str, str] = field(default_factory=dict)
-    """The state in which it was shown each node, by uid."""
+    """The state in which Google described each node to it, by id."""
 
     @property
-    def person(self) -> str:
-        """Who gave it."""
-        return self.laptop.person
+    def user(self) -> str:
+        return self.laptop.user
 
 
 @dataclass(eq=False)
 class Stop:
-    """A `stop` of a run's owner."""
+    """A `stop` of a run."""
 
     run: str
     at: float
@@ -72,27 +71,25 @@ class Stop:
 
 @dataclass
 class Record:
-    """What promises are checked against."""
+    """Observations that promises are checked against."""
 
     broken: list[tuple[str, str]] = field(default_factory=list)
     jobs: dict[tuple[str, int], Job] = field(default_factory=dict)
-    # Attempts that the launcher ended because their start had been interrupted: what they wrote is not kept.
-    given_up: set[tuple[str, int]] = field(default_factory=set)
+    # Attempts that the launcher ended because their start was interrupted: their lines are not fetched.
+    abandoned: set[tuple[str, int]] = field(default_factory=set)
     stops: list[Stop] = field(default_factory=list)
-    runs_asked: list[float] = field(default_factory=list)  # when somebody gave `run`
+    requested_runs: list[float] = field(default_factory=list)  # when users typed `run`
     removed_logs: dict[tuple[str, int, int], list[tuple[str, str]]] = field(default_factory=dict)
-    emitted: dict[tuple[str, int, int], int] = field(default_factory=dict)
-    permanent: set[str] = field(default_factory=set)  # kinds of weather that end a command for good
-    disk_full: bool = False
+    permanent: set[str] = field(default_factory=set)  # kinds of API faults that no retry outlasts
 
 
 class World:
-    """The world of one simulation."""
+    """The world of one simulated run."""
 
     def __init__(
-        self, scheduler: Scheduler, chance: random.Random, faults: Sequence[Fault], plans: Sequence[Plan]
+        self, scheduler: Scheduler, rng: random.Random, faults: Sequence[Fault], plans: Sequence[Plan]
     ) -> None:
-        self.scheduler, self.chance, self.faults, self.plans = scheduler, chance, faults, plans
+        self.scheduler, self.rng, self.faults, self.plans = scheduler, rng, faults, plans
         self.google = Google(self)
         self.hosts: list[Host] = []  # all that ever were
         self.addresses: dict[str, Host] = {}  # of the hosts that have them now
@@ -100,15 +97,14 @@ class World:
         self.record = Record()
         self._reached: set[str] = set()
         self._awaiting: dict[str, dict[Task, None]] = {}  # tasks, by the moment
-        self.struck = False  # whether any fault has happened
-        self.pull_seconds = chance.choice((0.5, 5.0, 40.0))
+        self.struck = False  # whether any fault has occurred
+        self.pull_seconds = rng.choice((0.5, 5.0, 40.0))
         self.laptops: list[Laptop] = []
-        self.hosts_of_runs = 0
         self.slice_name = ""
         self.stall_seconds: float | None = None  # as the file says
         self.host_lost_seconds = math.inf  # as the file says
         self._refusals: dict[tuple[str, Host], list[float]] = {}  # since a laptop last heard of a host
-        self._weather: dict[str, list[tuple[float, float, Fault]]] = {}
+        self._api_faults: dict[str, list[tuple[float, float, Fault]]] = {}
         self.down_allowed: set[str] = set()  # persons who gave `down` or an expired slice's `gc`
         for fault in faults:
             if fault.anchor == "beginning":
@@ -127,19 +123,19 @@ class World:
         self.note(f"BROKEN: {promise}: {what}")
 
     def newest_job(self, run: str | None = None) -> Job | None:
-        """The newest attempt that was started, of that run or of any."""
+        """Returns the newest attempt that was started, of one run or of any."""
         jobs = [job for (name, _), job in self.record.jobs.items() if run in (None, name)]
         return jobs[-1] if jobs else None
 
-    # -- weather ------------------------------------------------------------------------------------------------------
+    # -- faults --------------------------------------------------------------------------------------------------------
 
     def _arrange(self, fault: Fault, at: float) -> None:
         if fault.kind in API_FAULTS and fault.kind != "offline":
-            self._weather.setdefault(fault.kind, []).append((at, at + fault.seconds, fault))
+            self._api_faults.setdefault(fault.kind, []).append((at, at + fault.seconds, fault))
         self.scheduler.call_at(at, lambda: self._strike(fault))
 
     def reached(self, anchor: str) -> None:
-        """A simulation has come to this moment: faults that are anchored there are arranged, the first time."""
+        """Schedules the faults that are anchored at a moment, and wakes tasks that wait for it, the first time."""
         if anchor in self._reached:
             return
         self._reached.add(anchor)
@@ -149,54 +145,53 @@ class World:
                 self._arrange(fault, self.scheduler.now + fault.at)
 
     def wait_until(self, anchor: str) -> None:
-        """Waits until the simulation comes to that moment, which may be never."""
+        """Waits until the run reaches a moment, which it may never do."""
         while anchor not in self._reached:
             self.scheduler.wait(self._awaiting.setdefault(anchor, {}), None, f"the moment {anchor!r}")
 
-    def weather(self, kind: str) -> Fault | None:
-        """The fault of that kind that hits a call now, if any."""
-        for begin, end, fault in self._weather.get(kind, ()):
-            if begin <= self.scheduler.now < end and self.chance.random() < API_FAULTS[kind]:
-                if kind in ("permission",):
+    def api_fault(self, kind: str) -> Fault | None:
+        """Returns the fault of a kind that hits a call now, None without one. Draws a random number."""
+        for begin, end, fault in self._api_faults.get(kind, ()):
+            if begin <= self.scheduler.now < end and self.rng.random() < API_FAULTS[kind]:
+                if kind == "permission":
                     self.record.permanent.add(kind)
                 return fault
         return None
 
     def refused(self, laptop: Laptop, host: Host) -> None:
-        """The network let a command of a laptop fail on a host that is well."""
+        """Records that the network failed a command of a laptop on a healthy host."""
         self._refusals.setdefault((laptop.name, host), []).append(self.scheduler.now)
 
     def answered(self, laptop: Laptop, host: Host) -> None:
-        """A laptop has heard of a host."""
+        """Records that a host answered a laptop."""
         self._refusals.pop((laptop.name, host), None)
 
     def _is_lost(self, laptop: Laptop, host: Host) -> bool:
-        """Whether one answer of the host after the other has failed, for as long as the file lets it be silent."""
+        """Returns whether all answers of a host have failed for as long as the file lets it be silent."""
         refusals = self._refusals.get((laptop.name, host), [])
         return len(refusals) >= _REFUSALS and self.scheduler.now - refusals[0] > self.host_lost_seconds - _BETWEEN_LOOKS
 
     def awake(self, actor: Actor, seconds: float) -> None:
-        """A laptop has slept: what is between it and the hosts may have forgotten its connections."""
+        """Wakes a laptop after so many seconds of sleep: firewalls may have forgotten its connections."""
         for link in self.links:
-            if link.actor is actor and seconds > _FORGOTTEN_SECONDS and self.chance.random() < 0.5:
+            if link.actor is actor and seconds > _FORGOTTEN_SECONDS and self.rng.random() < 0.5:
                 link.forgotten = True
         self.reached("awake")
 
     def is_offline(self, laptop: Laptop) -> bool:
-        """Whether a laptop has no network."""
         return laptop.offline
 
     def add_host(self, host: Host) -> None:
-        """Gives a new host its address, which may have been another's."""
+        """Adds a host; its address may have belonged to another one."""
         self.hosts.append(host)
         self.addresses[host.address] = host
 
     def _our_slice(self) -> Slice | None:
-        nodes = [node for node in self.google.slices.values() if node.name == self.slice_name and node.maker == "ann"]
+        nodes = [node for node in self.google.slices.values() if node.name == self.slice_name and node.creator == "ann"]
         return nodes[-1] if nodes else None
 
     def _strike(self, fault: Fault) -> None:
-        """A fault happens. It never blocks."""
+        """Makes a fault occur. Does not block."""
         self.struck = True
         self.note(f"FAULT: {fault}")
         later = self.scheduler.now + fault.seconds
@@ -233,7 +228,7 @@ class World:
                 call_at(later + 60.0, lambda: host.boot_up(exit_code, writes_time=True))
             case "hang":
                 host.hang()
-                if fault.number % 8 != 7:  # the others for good, until somebody reboots or deletes them
+                if fault.number % 8 != 7:  # the others hang until they are rebooted or deleted
                     call_at(later, host.unhang)
             case "cut":
                 host.cut_off()
@@ -250,12 +245,12 @@ class World:
                 host.clock_jumped = True
 
     def _maintain(self, node: Slice, fault: Fault) -> None:
-        """Google asks the hosts to shut down: programs save, then the slice goes, or its hosts reboot."""
+        """Asks the hosts to shut down: programs save, then Google takes the slice or reboots its hosts."""
         self.note(f"maintenance of {node.name}")
         for host in node.hosts:
             for container in host.containers.values():
                 if container.running and container.job is not None:
-                    container.job.truths.append(Truth("host", host.worker, detail="maintenance"))
+                    container.job.causes.append(Cause("host", host.worker, detail="maintenance"))
                     container.job.disturbed = True
                     container.job.terminate(container)
 
@@ -275,12 +270,12 @@ class World:
         for container in host.containers.values():
             if container.job is not None and container.running:
                 container.job.disturbed = True
-                container.job.truths.append(Truth("host", host.worker, detail=what))
+                container.job.causes.append(Cause("host", host.worker, detail=what))
 
     # -- containers ---------------------------------------------------------------------------------------------------
 
     def start_container(self, container: Container, actor: Actor) -> None:
-        """`docker start`."""
+        """Does `docker start`."""
         now = self.scheduler.now
         key = (container.run, container.attempt)
         job = self.record.jobs.get(key)
@@ -289,9 +284,7 @@ class World:
             job = None
         if job is None:
             plan = self.plans[min(container.attempt, len(self.plans) - 1)]
-            job = Job(
-                self.scheduler, container.run, container.attempt, self._hosts_of(container.host), plan, self.chance
-            )
+            job = Job(self.scheduler, container.run, container.attempt, self._hosts_of(container.host), plan, self.rng)
             job.stall_seconds = self.stall_seconds
             job.on_end = lambda: self.reached("end")
             self.record.jobs[key] = job
@@ -313,7 +306,7 @@ class World:
             self.reached("start")
 
     def give_secrets(self, container: Container) -> None:
-        """The command of a container begins; a second delivery changes nothing."""
+        """Begins the command of a container; a second delivery changes nothing."""
         if container.awaits_secrets and container.job is not None:
             container.awaits_secrets, container.started = False, self.scheduler.now
             self._begin_program(container, container.job)
@@ -321,7 +314,7 @@ class World:
     def _give_up_secrets(self, container: Container) -> None:
         if container.awaits_secrets and container.running and container.job is not None:
             self.note(f"{container.name} on {container.host!r} got no secrets")
-            container.job.truths.append(Truth("no secrets", container.host.worker))
+            container.job.causes.append(Cause("no secrets", container.host.worker))
             container.end(1)
 
     def _hosts_of(self, host: Host) -> int:
@@ -348,25 +341,25 @@ class World:
 
     def _check_not_stopped(self, container: Container) -> None:
         for stop in self.record.stops:
-            asked_since = any(at > stop.at for at in self.record.runs_asked)
+            asked_since = any(at > stop.at for at in self.record.requested_runs)
             if stop.run == container.run and stop.done is not None and not asked_since:
                 self.break_promise("stop is final", f"{container.name} starts after the stop at {stop.at:.1f}")
 
     def stop_container(self, container: Container, actor: Actor, *, first: bool) -> None:
-        """SIGTERM, or only waiting when it had one before."""
+        """Sends SIGTERM, the first time."""
         self._check_end(container, actor)
-        self.note(f"{container.name} on {container.host!r} gets SIGTERM from {actor.command} of {actor.person}")
+        self.note(f"{container.name} on {container.host!r} gets SIGTERM from {actor.command} of {actor.user}")
         if first and container.job is not None:
             container.job.terminate(container)
 
     def kill_container(self, container: Container, actor: Actor) -> None:
-        """SIGKILL."""
+        """Sends SIGKILL."""
         self._check_end(container, actor)
         if container.job is not None:
             container.job.kill(container)
 
     def remove_container(self, container: Container, actor: Actor, by: str) -> None:
-        """`docker rm --force`."""
+        """Does `docker rm --force`."""
         if container.running:
             self._check_end(container, actor)
             if container.job is not None:
@@ -376,7 +369,7 @@ class World:
             self.record.removed_logs[container.run, container.attempt, container.host.worker] = container.log
         container.host.containers.pop(container.name, None)
         self.scheduler.wake_all(container.waiters)
-        self.note(f"{container.name} is removed from {container.host!r} by {by} of {actor.person}")
+        self.note(f"{container.name} is removed from {container.host!r} by {by} of {actor.user}")
 
     def _check_end(self, container: Container, actor: Actor) -> None:
         job = container.job
@@ -388,20 +381,20 @@ class World:
         if not stopped and job.plan.kind != "stall":
             self.break_promise(
                 "a live attempt ends only by a stop",
-                f"{actor.command} of {actor.person} ends {container.name}, which is well",
+                f"{actor.command} of {actor.user} ends {container.name}, which is well",
             )
 
     # -- slices -------------------------------------------------------------------------------------------------------
 
     def node_deleted(self, node: Slice, who: str) -> None:
-        """Somebody's command deletes a node."""
-        self.note(f"{who} deletes node {node.name} of {node.maker}, which is {node.state}")
+        """Records that a user's command deletes a node, and checks that it may."""
+        self.note(f"{who} deletes node {node.name} of {node.creator}, which is {node.state}")
         for host in node.hosts:
             for container in host.containers.values():
                 if container.job is not None:
-                    container.job.truths.append(Truth("deleted", host.worker))
-        if node.maker != who:
-            self.break_promise("nothing of others is touched", f"{who} deletes node {node.name} of {node.maker}")
+                    container.job.causes.append(Cause("deleted", host.worker))
+        if node.creator != who:
+            self.break_promise("nothing of others is touched", f"{who} deletes node {node.name} of {node.creator}")
         wanted = who in self.down_allowed
         if not wanted:
             for host in node.hosts:
@@ -419,17 +412,17 @@ class World:
                         return
 
     def request_deleted(self, request: Request, who: str) -> None:
-        """Somebody's command deletes a queued resource."""
-        self.note(f"{who} deletes request {request.name} of {request.maker}, which is {request.state}")
-        if request.maker != who:
+        """Records that a user's command deletes a queued resource, and checks that it may."""
+        self.note(f"{who} deletes request {request.name} of {request.creator}, which is {request.state}")
+        if request.creator != who:
             self.break_promise(
-                "nothing of others is touched", f"{who} deletes request {request.name} of {request.maker}"
+                "nothing of others is touched", f"{who} deletes request {request.name} of {request.creator}"
             )
 
     # -- commands on hosts --------------------------------------------------------------------------------------------
 
     def execute(self, host: Host, script: str, stdin: str | None, actor: Actor, *, tries: int = 1) -> Execution:
-        """Runs a script on a host through ssh, in a task of its own. A result of 255: ssh failed."""
+        """Runs a script on a host through ssh, in a task of its own. The result is 255 when ssh fails."""
         execution = Execution()
         host.executions[execution] = None
         world = self.scheduler.world
@@ -450,9 +443,9 @@ class World:
         return execution
 
     def _execute_once(self, host: Host, script: str, stdin: str | None, actor: Actor) -> tuple[int, str]:
-        """ssh: 255 when the host can't be reached, or the connection broke, maybe after the script ran."""
-        self.scheduler.sleep(self.chance.uniform(0.05, 0.4))
-        if not host.reachable or self.is_offline(actor.laptop) or self.weather("dead ssh") is not None:
+        """Runs ssh once: 255 when the host can't be reached, or the connection broke, maybe after the script ran."""
+        self.scheduler.sleep(self.rng.uniform(0.05, 0.4))
+        if not host.reachable or self.is_offline(actor.laptop) or self.api_fault("dead ssh") is not None:
             self.scheduler.sleep(10.0)
             return 255, ""
         inner = Execution()
@@ -470,7 +463,7 @@ class World:
                 if not host.reachable or (inner.result is None and host.process.tasks == {}):
                     break
         host.executions.pop(inner, None)
-        if inner.result is None or self.weather("ssh loses answers") is not None:
+        if inner.result is None or self.api_fault("ssh loses answers") is not None:
             return 255, ""
         return inner.result
 
@@ -481,25 +474,24 @@ class Link:
     def __init__(self, world: World, host: Host, actor: Actor) -> None:
         self.world, self.host, self.actor = world, host, actor
         self.boots, self.closed = host.boots, False
-        self.forgotten = False  # by what is between them, which remembers a silent connection for minutes
+        self.forgotten = False  # by a firewall, which keeps a silent connection for minutes
         world.links.append(self)
 
     @property
     def is_open(self) -> bool:
-        """As far as is known here."""
+        """Returns whether the laptop takes it for open."""
         return not self.closed
 
     def close(self) -> None:
-        """Closes it."""
         self.closed = True
 
     def run(self, command: str, *, timeout: float, stdin: str | None) -> tuple[int, str, str]:
         """Runs a command. Raises TimeoutError and ConnectionFailed."""
         world, host, scheduler = self.world, self.host, self.world.scheduler
         deadline = scheduler.now + timeout
-        scheduler.sleep(world.chance.uniform(0.01, 0.06))
+        scheduler.sleep(world.rng.uniform(0.01, 0.06))
         self._require_packets(deadline)
-        if world.weather("dead ssh") is not None:
+        if world.api_fault("dead ssh") is not None:
             world.refused(self.actor.laptop, host)
             raise self._break("Connection reset by peer")
         script = scripts.unquote(command)
@@ -509,14 +501,14 @@ class Link:
         else:
             code, output = self._run_in_task(script, stdin, deadline)
         self._require_packets(deadline)
-        if world.weather("ssh loses answers") is not None:
+        if world.api_fault("ssh loses answers") is not None:
             world.refused(self.actor.laptop, host)
             raise self._break("the connection closed before the command ended")
         world.answered(self.actor.laptop, host)
         return code, output, ""
 
     def _require_packets(self, deadline: float) -> None:
-        """Waits while no packet gets through; raises when the connection is given up meanwhile."""
+        """Waits while no packet gets through. Raises ConnectionFailed or TimeoutError when that takes too long."""
         host, scheduler = self.host, self.world.scheduler
         if self.closed or host.boots != self.boots:
             raise self._break("the connection is closed")
@@ -560,24 +552,24 @@ class Link:
 
 
 class Terminal:
-    """What a command's machine does to the outside: `Workstation.run` and `Workstation.connect`."""
+    """`run` and `connect` of a command's workstation."""
 
     def __init__(self, world: World, actor: Actor) -> None:
         self.world, self.actor = world, actor
 
     def connect(self, address: Address) -> Link:
-        """Opens a connection."""
+        """Opens a connection. Raises ConnectionFailed."""
         world, scheduler = self.world, self.world.scheduler
-        scheduler.sleep(world.chance.uniform(0.05, 0.3))
+        scheduler.sleep(world.rng.uniform(0.05, 0.3))
         host = world.addresses.get(address.host)
         if host is None or not host.reachable or self.actor.laptop.offline:
             scheduler.sleep(_CONNECT_SECONDS)
             raise ConnectionFailed(f"can't be reached: no answer within {_CONNECT_SECONDS:.0f} s")
-        if world.weather("dead ssh") is not None:
+        if world.api_fault("dead ssh") is not None:
             world.refused(self.actor.laptop, host)
             raise ConnectionFailed("can't be reached: [Errno 111] Connection refused")
         if host.alias != address.alias:
-            raise ConnectionFailed("the host key has changed: somebody else answers there")
+            raise ConnectionFailed("the host key has changed: another host answers there")
         if not host.key_known:
             raise ConnectionFailed("Authentication failed.", refused=True)
         return Link(world, host, self.actor)
@@ -590,7 +582,7 @@ class Terminal:
         input: str | bytes | None = None,
         pass_fds: Sequence[int] = (),
     ) -> Result:
-        """Runs gcloud, in a process of its own: what it asked for goes on when it is ended."""
+        """Runs gcloud in a process of its own. Google carries out its request even when that process ends."""
         world, scheduler = self.world, self.world.scheduler
         if world.scheduler.trace is not None:
             shown = [word for word in argv if not word.startswith(("--command", "--ssh-flag", "--metadata", "--quiet"))]
