@@ -56,4 +56,4 @@ def test_the_cache_stops_before_the_disk_is_full(tmp_path: Path, capfd: pytest.C
         cache.put(str(number), BLOCK)
     kept = sum(path.stat().st_size for path in tmp_path.iterdir())
     assert 60 << 20 < kept < 160 << 20, "it looks each 64 MB"
-    assert capfd.readouterr().err.count("data.cache takes no more") == 1
+    assert capfd.readouterr().err.count("data.cache is full") == 1

@@ -198,12 +198,6 @@ def test_evaluation_covers_each_record_once_and_weights_out_the_rest(
     assert all(equal(one, other) for one, other in zip(whole, again, strict=True))
 
 
-def test_an_epoch_takes_steps_per_epoch(samples: Any, tmp_path: Path) -> None:
-    dataset = samples.make(tmp_path, 50)
-    assert batches(dataset).steps_per_epoch == 3
-    assert batches(dataset, global_batch_size=50).steps_per_epoch == 1
-
-
 def test_a_batch_size_that_hosts_can_not_share_is_refused(samples: Any, tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="global batch size 24 can't be divided among 5 hosts"):
         batches(samples.make(tmp_path, 50), host=0, hosts=5)

@@ -344,7 +344,7 @@ def test_a_cache_on_a_full_disk_costs_the_cache_and_not_the_run(
         training_batches = batches(dataset, cache=tmp_path)
         assert np.array_equal(training_batches.batch(7).input_ids, expected.input_ids)
         training_batches.close()
-    [warning] = [line for line in capfd.readouterr().err.splitlines() if "data.cache takes no more" in line]
+    [warning] = [line for line in capfd.readouterr().err.splitlines() if "data.cache is full" in line]
     assert "No space left on device" in warning
     assert str(tmp_path) in warning
     assert not list(tmp_path.rglob("*.partial"))

@@ -14,7 +14,7 @@ from training.data.formats.dataset import open_dataset
 from training.data.formats.verify import problems
 from training.data.prepare.corpus import Corpus
 from training.data.prepare.make_datasets import SPLITS, DatasetOptions, SplitResult, make_datasets
-from training.data.prepare.pack import Progress
+from training.data.prepare.pack import PackingProgress
 from training.data.prepare.tokenizer_training import Algorithm, train_tokenizer, write_tokenizer
 from training.errors import BadInput
 from training.registry import TASKS
@@ -189,7 +189,7 @@ class _ProgressLine:
         self._began = self._printed = time.monotonic()
         self._in_place = sys.stderr.isatty()
 
-    def __call__(self, url: str, progress: Progress) -> None:
+    def __call__(self, url: str, progress: PackingProgress) -> None:
         now = time.monotonic()
         if now - self._printed < (0.2 if self._in_place else 10):
             return

@@ -10,13 +10,13 @@ from training.yaml_file import Section
 
 
 class MaskingSection(Section):
-    """Which tokens are predicted in masked-language modelling (`task: mlm`)."""
+    """Selects the tokens to predict in masked-language modelling (`task: mlm`)."""
 
     percent: int = Field(default=15, ge=1, le=100)
     """How many percent of a row's ordinary tokens are predicted."""
 
     predictions: int | None = Field(default=None, ge=1)
-    """How many predicted tokens a row has room for; the shape is static. Default: what a full row needs."""
+    """Static number of predicted tokens that a row has room for. Default: as many as a full row needs."""
 
 
 class Data(Section):
@@ -33,12 +33,12 @@ class Data(Section):
     one that the shards were made with."""
 
     masking: MaskingSection = MaskingSection()
-    """Which tokens are predicted. Only for `task: mlm`."""
+    """Selects the tokens to predict. Only for `task: mlm`."""
 
     cache: str | None = None
     """A folder on the host's disk that keeps blocks read from `gs://` for the next epoch or attempt. Only for
     `task: mlm`. Use it when reading from the bucket limits training."""
 
     on_corrupt: Literal["stop", "skip"] = "stop"
-    """What a record with a wrong checksum does: `stop` ends the run and names the record; `skip` replaces it by another
-    one, always the same, and reports at the end how many rows of the attempt's steps were replaced."""
+    """Handling of a record with a wrong checksum: `stop` ends the run and names the record; `skip` replaces it by
+    another one, always the same, and reports at the end how many rows of the attempt's steps were replaced."""

@@ -1,4 +1,4 @@
-"""Tokenizer folders: reads one, identifies it by a hash, and encodes text with it.
+"""Reads tokenizer folders, identifies them by a hash, and encodes text.
 
 A folder holds tokenizer.json, tokenizer_config.json and special_tokens_map.json, as Hugging Face tokenizers do:
 `transformers.AutoTokenizer.from_pretrained(folder)` loads it. That function does not read gs://, so `fetch` copies a
@@ -34,7 +34,7 @@ Encode = Callable[[list[str]], list[npt.NDArray[np.int32]]]
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A tokenizer folder that was read. `content` is tokenizer.json, `hash` that of `tokenizer_hash`."""
+    """The content of a tokenizer folder: `content` is tokenizer.json, `hash` its `tokenizer_hash`."""
 
     url: str
     content: bytes
@@ -45,9 +45,7 @@ class Tokenizer:
 def read(url: str) -> Tokenizer:
     """Reads a tokenizer folder (local, gs:// or a name on the Hub), without any framework.
 
-    Raises:
-        BadInput: the folder has no tokenizer.json, or one without the special tokens that are needed.
-        StorageError: storage can't be read.
+    Raises BadInput without a tokenizer.json that has a mask and a padding token, and StorageError.
     """
     url = tokenizer_folder(url)
     file_url = storage.join(url, FILE)
@@ -64,15 +62,9 @@ def read(url: str) -> Tokenizer:
 
 
 def fetch(url: str, folder: Path) -> Path:
-    """A local folder with the tokenizer's files, for AutoTokenizer.
+    """Returns a local folder with the tokenizer's files, for AutoTokenizer; copies those of a bucket to `folder`.
 
-    Args:
-        url: the tokenizer folder.
-        folder: files are copied to it when `url` is in a bucket.
-
-    Raises:
-        BadInput: `url` has no tokenizer.json.
-        StorageError: storage can't be read.
+    Raises BadInput without a tokenizer.json, and StorageError.
     """
     url = tokenizer_folder(url)
     if not storage.is_remote(url):
@@ -88,7 +80,7 @@ def fetch(url: str, folder: Path) -> Path:
 
 
 def files(content: bytes) -> dict[str, bytes]:
-    """The files of a folder for a tokenizer.json: name -> content."""
+    """Returns the files of a tokenizer folder with this tokenizer.json: name -> content."""
     config: dict[str, Any] = {
         **ROLES,
         "clean_up_tokenization_spaces": False,
@@ -103,8 +95,8 @@ def files(content: bytes) -> dict[str, bytes]:
 
 
 def load(tokenizer: Tokenizer) -> Any:
-    """The `tokenizers.Tokenizer`, without truncation or padding. Raises BadInput where the library is missing, or does
-    not take the tokenizer."""
+    """Returns the `tokenizers.Tokenizer`, without truncation or padding. Raises BadInput if the library is missing or
+    refuses the tokenizer."""
     tokenizers = library()
     try:
         loaded = tokenizers.Tokenizer.from_str(tokenizer.content.decode())
@@ -117,7 +109,7 @@ def load(tokenizer: Tokenizer) -> Any:
 
 
 def encoder(tokenizer: Tokenizer) -> Encode:
-    """A function from texts to the ids of each, with special tokens around them. It uses all cores."""
+    """Returns a function from texts to the ids of each, with special tokens around them. Encoding uses all cores."""
     loaded = load(tokenizer)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
@@ -128,12 +120,11 @@ def encoder(tokenizer: Tokenizer) -> Encode:
 
 
 def encoder_of(url: str) -> Encode:
-    """`encoder` for a tokenizer folder."""
     return encoder(read(url))
 
 
 def library() -> Any:
-    """The `tokenizers` package. Raises BadInput where it is missing."""
+    """Imports the `tokenizers` package. Raises BadInput if it is missing."""
     try:
         import tokenizers
     except ImportError:

@@ -1,9 +1,9 @@
-"""Files and Cloud Storage objects behind one set of functions, and what can go wrong with them.
+"""Files and Cloud Storage objects behind one set of functions, and their errors.
 
-Callers write `from training import storage` and `storage.read(url)`. `files` has the functions, `types` what they
-return and raise and the `Storage` protocol, `gcs` the client of Cloud Storage, `hub` the folders that are named on the
-Hugging Face Hub. This module is a `Storage`: code whose storage can be replaced takes one as an argument, with this
-module as the default.
+Callers write `from training import storage` and `storage.read(url)`. `files` has the functions and their failure model,
+`types` their types and errors, `gcs` the client of Cloud Storage, `hub` the folders that are named on the Hugging Face
+Hub. This module implements the protocol `Storage`: code whose storage can be replaced takes one as an argument, with
+this module as the default.
 """
 
 from training.storage.files import (

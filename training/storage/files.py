@@ -1,13 +1,13 @@
 """Files and Cloud Storage objects behind one set of functions; a URL is a local path or `gs://bucket/name`.
 
-Framework-free. Everything here is all or nothing: a reader sees an object whole or not at all, `create_only` lets
-exactly one writer win, and a read pinned to a generation never mixes two versions of an object. What can fail half-way:
+Framework-free. All operations are atomic: a reader sees an object whole or not at all, exactly one `create_only` writer
+succeeds, and a read pinned to a generation never mixes two versions of an object. Failure model:
 
 * A local write goes to a hidden `.<name>.<random>.partial` beside its target and appears by one `link` or `replace`
   after an fsync. A crash leaves at most the hidden file, which `listing` does not show and `remove_partial_files`
   removes.
 * A bucket write becomes visible when the server finalises it. When the answer to a create-only write is lost, the write
-  is tried again; if the object then exists with the very bytes that were sent, it counts as written.
+  is retried; if the object then exists with exactly the bytes that were sent, the write has succeeded.
 * A ranged read that breaks off is repeated whole, so no half range is ever returned.
 
 Retries, time-outs and the mapping of the server's errors are in `training.storage.gcs`, which imports Google's library
@@ -42,11 +42,11 @@ from training.storage.types import (
 _PARTIAL = ".partial"
 _PIECE = 8 << 20
 _NO_HARD_LINKS = (errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EXDEV, errno.EMLINK)
-_WRITTEN = 64 << 20  # bytes after which the write-back begins, and other threads of the interpreter get their turn
+_WRITTEN = 64 << 20  # bytes after which the write-back begins, and other Python threads can run
 
 
 def stat(url: str) -> Stat | None:
-    """Size and generation of an object, None if there is none."""
+    """Returns size and generation of an object; None if there is none."""
     if is_remote(url):
         return gcs.stat(url)
     with local_errors(url):
@@ -60,7 +60,7 @@ def stat(url: str) -> Stat | None:
 
 
 def listing(folder: str) -> list[Stat]:
-    """Everything below a folder, recursively, sorted by URL; [] when there is nothing."""
+    """Lists the files below a folder, recursively, sorted by URL, without unfinished ones; [] if it is missing."""
     if is_remote(folder):
         return gcs.listing(folder)
     entries = []
@@ -75,8 +75,8 @@ def listing(folder: str) -> list[Stat]:
 
 
 def read(url: str, start: int = 0, end: int | None = None, *, generation: int | None = None) -> bytes:
-    """Bytes [start, end) of an object (to its end without `end`), of the pinned generation. Raises NotFound, Changed,
-    StorageError."""
+    """Reads bytes [start, end) of an object (to its end without `end`), of the given generation. Raises NotFound,
+    Changed, StorageError."""
     if start < 0 or (end is not None and end < start):
         raise ValueError(f"{url}: bytes [{start}, {end}) is not a range")
     if is_remote(url):
@@ -97,8 +97,7 @@ def read(url: str, start: int = 0, end: int | None = None, *, generation: int | 
 
 
 def read_into(url: str, start: int, place: memoryview) -> int:
-    """Fills `place` with the object's bytes from `start` on, and returns how many there were. Raises NotFound,
-    StorageError."""
+    """Fills `place` with the object's bytes from `start` on. Returns their number. Raises NotFound, StorageError."""
     if is_remote(url):
         data = gcs.read(url, start, start + len(place), None)
         place[: len(data)] = data
@@ -114,8 +113,8 @@ def read_into(url: str, start: int, place: memoryview) -> int:
 
 
 def write(url: str, data: bytes | memoryview, *, create_only: bool = False) -> Stat:
-    """Writes a whole object. With `create_only` raises AlreadyExists when there is one, and of several writers exactly
-    one wins."""
+    """Writes a whole object. With `create_only`, raises AlreadyExists when there is one; exactly one of several writers
+    succeeds."""
     if is_remote(url):
         return gcs.write(url, data, create_only)
     with local_errors(url):
@@ -125,13 +124,12 @@ def write(url: str, data: bytes | memoryview, *, create_only: bool = False) -> S
 
 
 def transfer_seconds(url: str, size: int) -> float:
-    """How long storage itself may take for `size` bytes before it gives up, however slowly they move; 0 for a file."""
+    """Returns the seconds after which a transfer of `size` bytes to or from a bucket gives up; 0 for a file."""
     return gcs.patience.seconds(size) if is_remote(url) else 0.0
 
 
 def append(path: str, data: bytes) -> None:
-    """Adds to a local file, which need not be there yet; a crash may leave a part of `data`. Objects of a bucket can't
-    grow."""
+    """Appends to a local file, or creates it; a crash may leave a part of `data`. Objects of a bucket can't grow."""
     with local_errors(path):
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         with open(path, "ab") as file:
@@ -139,7 +137,7 @@ def append(path: str, data: bytes) -> None:
 
 
 def upload(path: Path, url: str, *, create_only: bool = False) -> Stat:
-    """As `write`, from a local file that may be larger than memory."""
+    """Copies a local file, which may be larger than memory, to `url`; otherwise like `write`."""
     if is_remote(url):
         return gcs.upload(path, url, create_only)
     crc = size = 0
@@ -155,7 +153,7 @@ def upload(path: Path, url: str, *, create_only: bool = False) -> Stat:
 
 
 def download(url: str, path: Path) -> None:
-    """Copies one object to a local file, in pieces, of one generation."""
+    """Copies one generation of an object to a local file, in pieces. Raises NotFound, Changed, StorageError."""
     source = stat(url)
     if source is None:
         raise NotFound(f"{url} does not exist")
@@ -168,7 +166,7 @@ def download(url: str, path: Path) -> None:
 
 
 def delete(url: str) -> None:
-    """Removes an object; a missing one is fine."""
+    """Deletes an object, if it exists."""
     if is_remote(url):
         gcs.delete(url)
         return
@@ -193,9 +191,8 @@ def remove_partial_files(folder: str, abandoned: Callable[[str], bool]) -> None:
 def _write_summed(descriptor: int, view: memoryview) -> int:
     """Writes all bytes and returns their crc32c, which another thread computes meanwhile.
 
-    Each piece is written back while the next is copied, so that the fsync after the last finds little to do: to a local
-    file system the advice means "write this out now" (Linux starts the write-back and returns), to others nothing. It
-    also keeps the page cache for readers.
+    Writes back each piece while it copies the next, so that the final fsync has little to do: the advice makes Linux
+    start the write-back of a local file and return; other file systems ignore it.
     """
     done = 0
     with ThreadPoolExecutor(1, thread_name_prefix="crc32c") as pool:
@@ -214,7 +211,7 @@ def _is_partial(name: str) -> bool:
 
 @contextlib.contextmanager
 def _replacing(url: str, create_only: bool) -> Iterator[int]:
-    """Yields a file descriptor whose content appears at `url` when the block ends without an exception."""
+    """Yields a file descriptor; its content appears at `url` when the block ends without an exception."""
     folder, name = os.path.split(os.path.abspath(url))
     os.makedirs(folder, exist_ok=True)
     if create_only and os.path.lexists(url):

@@ -1,9 +1,9 @@
-"""Names on the Hugging Face Hub: `model.path` and `data.tokenizer` may be a local folder, a folder in a bucket, or such
-a name.
+"""Downloads from the Hugging Face Hub: `model.path` and `data.tokenizer` may be a local folder, a folder in a bucket,
+or a name on the Hub.
 
-A name has the form ORGANISATION/NAME, and is one only where there is no folder of that path. Each host downloads what
-it needs once, to the Hub's own cache (HF_HOME); HF_TOKEN gives access to private ones, HF_ENDPOINT names a mirror. Of
-weights only safetensors are downloaded. Framework-free.
+A name has the form ORGANISATION/NAME; an existing folder of that path has precedence. Each host downloads the files
+once, to the Hub's own cache (HF_HOME); HF_TOKEN gives access to private ones, HF_ENDPOINT names a mirror. Weights are
+downloaded only as safetensors. Framework-free.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ _MODEL = ("config.json", "model.safetensors", "model-*.safetensors", "model.safe
 
 
 def is_on_hub(path: str) -> bool:
-    """Whether `path` is a name on the Hub."""
+    """Returns whether `path` is a name on the Hub."""
     return bool(_NAME.fullmatch(path)) and not Path(path).exists()
 
 
 def model_folder(path: str) -> str:
-    """Returns the folder that a model's `path` means, downloading it when it is a name. Raises BadInput when the Hub
+    """Returns the folder of a model, which is downloaded if `path` is a name on the Hub. Raises BadInput when the Hub
     does not have it."""
     return _folder(path, "model.path", "model", _MODEL)
 
 
 def tokenizer_folder(path: str) -> str:
-    """The same for a tokenizer, without the model's weights."""
+    """Returns the folder of a tokenizer, like `model_folder`, without the model's weights."""
     return _folder(path, "data.tokenizer", "tokenizer", _TOKENIZER)
 
 

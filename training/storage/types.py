@@ -1,5 +1,4 @@
-"""The types of `training.storage`: URLs, what is known of an object, what can go wrong with one, and the functions that
-any storage has."""
+"""The types of `training.storage`: URLs, objects' states, errors, and the `Storage` protocol."""
 
 from __future__ import annotations
 
@@ -16,11 +15,11 @@ from training.errors import BadInput, Exit, TrainError
 
 REMOTE = "gs://"
 _PIECE = 8 << 20
-_SUMMED = 256 << 10  # fits a processor's cache: google_crc32c takes only bytes, and a copy of this size costs little
+_SUMMED = 256 << 10  # google_crc32c takes only bytes; a copy of this size fits a processor's cache and costs little
 
 
 class StorageError(TrainError):
-    """A file or object could not be read or written; the message names it."""
+    """A file or object can't be read or written; the message names it."""
 
 
 class NotFound(StorageError):
@@ -28,13 +27,13 @@ class NotFound(StorageError):
 
 
 class NoBucket(NotFound):
-    """The bucket itself does not exist: a name in the configuration is wrong, and trying again changes nothing."""
+    """The bucket itself does not exist: the configuration names a wrong one, and a retry changes nothing."""
 
     exit_code = Exit.BAD_INPUT
 
 
 class NotAllowed(StorageError):
-    """This account may not do it; another one, such as the hosts', may."""
+    """This account lacks the permission; another one, such as the hosts', may have it."""
 
 
 class AlreadyExists(StorageError):
@@ -47,7 +46,7 @@ class Changed(StorageError):
 
 @dataclass(frozen=True)
 class Stat:
-    """What is known of an object without reading it. `generation` of a local file is its st_mtime_ns."""
+    """An object's state, known without reading it. `generation` of a local file is its st_mtime_ns."""
 
     url: str
     size: int
@@ -67,37 +66,36 @@ class Stat:
 
 
 class Storage(Protocol):
-    """What checkpoints and runs need of storage. The module `training.storage` is one; a simulation passes its own.
-
-    Every method raises StorageError when storage does not answer as it should.
+    """The storage operations of checkpoints and runs. The module `training.storage` implements them; a simulation
+    passes its own. Every method raises StorageError when storage fails.
     """
 
     def stat(self, url: str) -> Stat | None:
-        """Size and generation of an object, None if there is none."""
+        """Returns size and generation of an object; None if there is none."""
 
     def listing(self, folder: str) -> list[Stat]:
-        """Everything below a folder, recursively, sorted by URL; [] when there is nothing."""
+        """Lists the files below a folder, recursively, sorted by URL, without unfinished local files; [] if it is
+        missing."""
 
     def read(self, url: str, start: int = 0, end: int | None = None, *, generation: int | None = None) -> bytes:
-        """Bytes [start, end) of an object. Raises NotFound, and Changed if it is not of `generation`."""
+        """Reads bytes [start, end) of an object. Raises NotFound, and Changed if it is not of `generation`."""
 
     def read_into(self, url: str, start: int, place: memoryview) -> int:
-        """Fills `place` with an object's bytes from `start` on, and returns how many there were. Raises NotFound."""
+        """Fills `place` with an object's bytes from `start` on. Returns their number. Raises NotFound."""
 
     def write(self, url: str, data: bytes | memoryview, *, create_only: bool = False) -> Stat:
-        """Writes a whole object, or nothing. With `create_only`, exactly one of several writers wins and the others get
-        AlreadyExists."""
+        """Writes a whole object, or nothing. With `create_only`, exactly one of several writers succeeds and the others
+        raise AlreadyExists."""
 
     def delete(self, url: str) -> None:
-        """Deletes an object; a missing one is fine."""
+        """Deletes an object, if it exists."""
 
     def remove_partial_files(self, folder: str, abandoned: Callable[[str], bool]) -> None:
         """Deletes unfinished files of killed writers in the direct subfolders whose names are `abandoned`."""
 
 
 def crc32c(data: bytes | memoryview, crc: int = 0) -> int:
-    """Returns the CRC-32C of `data` appended to what has the CRC-32C `crc`; in pieces, so that other threads get their
-    turn."""
+    """Extends the CRC-32C `crc` by `data`; in pieces, so that other threads can run in between."""
     view = memoryview(data)
     for start in range(0, len(view), _SUMMED):
         crc = google_crc32c.extend(crc, bytes(view[start : start + _SUMMED]))
@@ -105,7 +103,7 @@ def crc32c(data: bytes | memoryview, crc: int = 0) -> int:
 
 
 def is_remote(url: str) -> bool:
-    """Whether `url` is in Cloud Storage. A local path such as `./gs` is not."""
+    """Returns whether `url` is in Cloud Storage. A local path such as `./gs` is not."""
     return url.startswith(REMOTE)
 
 
@@ -116,12 +114,12 @@ def join(base: str, *names: str) -> str:
 
 
 def name_of(url: str) -> str:
-    """The last part of a URL."""
+    """Returns the last part of a URL."""
     return url.rstrip("/").rsplit("/", 1)[-1]
 
 
 def split_remote(url: str) -> tuple[str, str]:
-    """`gs://bucket/a/b` -> ("bucket", "a/b"). Raises BadInput."""
+    """Splits `gs://bucket/a/b` into ("bucket", "a/b"). Raises BadInput."""
     bucket, _, name = url.removeprefix(REMOTE).partition("/")
     if not bucket:
         raise BadInput(f"{url}: expected gs://bucket/name")
@@ -129,7 +127,7 @@ def split_remote(url: str) -> tuple[str, str]:
 
 
 def place_mistake(place: str) -> str | None:
-    """Why a text can be no local folder and no gs:// URL; None where it can."""
+    """Returns why a text is neither a local folder nor a gs:// URL; None if it is one."""
     if not place.strip():
         return "is empty: give a folder, or gs://bucket/folder"
     if place != place.strip() or any(ord(character) < 32 for character in place):
@@ -144,7 +142,7 @@ def place_mistake(place: str) -> str | None:
 
 @contextlib.contextmanager
 def local_errors(url: str) -> Iterator[None]:
-    """Turns the errors of local files into StorageErrors that name `url`."""
+    """Turns OSErrors into StorageErrors that name `url`."""
     try:
         yield
     except FileNotFoundError:

@@ -34,7 +34,7 @@ class NotAnExample(ValueError):
 
 
 def encode(features: Mapping[str, Feature]) -> bytes:
-    """An Example: bytes become a BytesList of one value, integers an Int64List, a floating-point array a FloatList."""
+    """Encodes an Example: bytes as a BytesList of one value, integers as an Int64List, a float array as a FloatList."""
     entries = []
     for name in sorted(features):
         value = features[name]
@@ -49,7 +49,7 @@ def encode(features: Mapping[str, Feature]) -> bytes:
 
 
 def decode(data: bytes) -> dict[str, Decoded]:
-    """The features of an Example. Raises NotAnExample."""
+    """Decodes the features of an Example. Raises NotAnExample."""
     entries = [
         entry
         for number, wire, features, _ in _fields(data)
@@ -61,7 +61,7 @@ def decode(data: bytes) -> dict[str, Decoded]:
 
 
 def pack_varints(values: npt.NDArray[np.int64]) -> bytes:
-    """Protobuf's base-128 varints; a negative number takes ten bytes. values: (n,)."""
+    """Encodes numbers (n,) as protobuf's base-128 varints; a negative one takes ten bytes."""
     unsigned = values.astype(np.int64).view(np.uint64)  # (n,)
     columns = [(unsigned >> np.uint64(7 * place)) & np.uint64(127) for place in range(10)]
     lengths = np.ones(len(unsigned), np.int64)  # (n,) bytes
@@ -74,7 +74,7 @@ def pack_varints(values: npt.NDArray[np.int64]) -> bytes:
 
 
 def unpack_varints(data: bytes) -> npt.NDArray[np.int64]:
-    """The inverse of `pack_varints`. Raises NotAnExample."""
+    """Decodes the output of `pack_varints`. Raises NotAnExample."""
     raw = np.frombuffer(data, np.uint8)  # (bytes,)
     if not len(raw):
         return np.zeros(0, np.int64)
@@ -94,7 +94,7 @@ def unpack_varints(data: bytes) -> npt.NDArray[np.int64]:
 
 
 def _entry(data: bytes) -> tuple[str, Decoded]:
-    """Name and values of one map entry."""
+    """Decodes name and values of one map entry."""
     name, value = "", None
     for number, wire, payload, _ in _fields(data):
         if (number, wire) == (1, _LENGTH):
@@ -108,7 +108,7 @@ def _entry(data: bytes) -> tuple[str, Decoded]:
 
 
 def _feature(data: bytes) -> Decoded | None:
-    """The values of a Feature message; None where it has no list."""
+    """Decodes the values of a Feature message; None if it has no list."""
     value: Decoded | None = None
     for kind, wire, content, _ in _fields(data):
         if wire != _LENGTH:
@@ -129,7 +129,7 @@ def _feature(data: bytes) -> Decoded | None:
 
 
 def _fields(data: bytes) -> list[tuple[int, int, bytes, int]]:
-    """The fields of a message: number, wire type, payload, and the value where it is a varint."""
+    """Splits a message into fields: number, wire type, payload, and the value of a varint (else 0)."""
     fields = []
     start, end = 0, len(data)
     while start < end:
@@ -154,7 +154,7 @@ def _fields(data: bytes) -> list[tuple[int, int, bytes, int]]:
 
 
 def _varint(data: bytes, start: int) -> tuple[int, int]:
-    """The number at `start`, and where it ends."""
+    """Decodes the varint at `start`. Returns it and the position after it."""
     value = 0
     for place, byte in enumerate(data[start : start + 10]):
         value |= (byte & 127) << (7 * place)

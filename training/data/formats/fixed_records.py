@@ -1,6 +1,6 @@
-"""Fixed-size records: converts between numpy arrays and the bytes of a shard, a whole block of records at once.
+"""Converts between numpy arrays and the fixed-size records of a shard, a whole block of records at once.
 
-A `RecordLayout` holds where each feature's numbers are in every record of a shard (the format is documented in
+A `RecordLayout` locates each feature's numbers in every record of a shard (the format is documented in
 `training.data.formats.dataset`). A block of n records is an (n, size) matrix of bytes: framing, Example tags and
 lengths are the same in every row; only the numbers and the CRC differ. Pure functions over bytes.
 """
@@ -25,7 +25,7 @@ _GZIP_LEVEL = 6
 
 @dataclass(frozen=True)
 class Column:
-    """One feature: the byte at which its numbers start in a record, how many there are, and their dtype."""
+    """One feature: the byte where its numbers start in a record, their count and dtype."""
 
     name: str
     start: int
@@ -34,7 +34,7 @@ class Column:
 
     @property
     def stop(self) -> int:
-        """The byte after its last number."""
+        """The byte after the last number."""
         return self.start + self.count * self.dtype.itemsize
 
 
@@ -54,14 +54,14 @@ class RecordLayout:
 
 
 def record_layout(features: Mapping[str, Feature], length: int) -> RecordLayout:
-    """The layout of records with `length` tokens."""
+    """Returns the layout of records with `length` tokens."""
     counts = {name: length if feature.shape else 1 for name, feature in sorted(features.items())}
     dtypes = {name: np.dtype(features[name].dtype).newbyteorder("<") for name in counts}
     sizes = {name: counts[name] * dtypes[name].itemsize for name in counts}  # bytes
     zeros = example_codec.encode({name: bytes(size) for name, size in sizes.items()})
     columns = []
     for name, count in counts.items():
-        # Find a feature's bytes: encode it with ones and compare with the encoded zeros.
+        # Locate a feature's bytes: encode it with ones and compare with the encoded zeros.
         marked = {other: (b"\1" if other == name else b"\0") * size for other, size in sizes.items()}
         different = np.frombuffer(example_codec.encode(marked), np.uint8) != np.frombuffer(zeros, np.uint8)
         columns.append(Column(name, tfrecord.HEADER + int(np.argmax(different)), count, dtypes[name]))
@@ -70,12 +70,7 @@ def record_layout(features: Mapping[str, Feature], length: int) -> RecordLayout:
 
 
 def encode_records(layout: RecordLayout, values: Mapping[str, npt.NDArray[np.generic]]) -> bytes:
-    """Encodes rows as records of a shard.
-
-    Args:
-        layout: of the records.
-        values: feature -> (n, length), or (n,) for one number per record.
-    """
+    """Encodes rows as records of a shard. values: feature -> (n, length), or (n,) for one number per record."""
     count = len(next(iter(values.values())))
     rows = np.empty((count, layout.size), np.uint8)  # (n, size)
     rows[:, : -tfrecord.FOOTER] = np.frombuffer(layout.template, np.uint8)
@@ -92,12 +87,12 @@ def encode_records(layout: RecordLayout, values: Mapping[str, npt.NDArray[np.gen
 
 
 def find_broken(layout: RecordLayout, data: bytes) -> list[int]:
-    """The rows of a block whose framing, tags or CRC are wrong. data: n * size bytes."""
+    """Returns the rows of a block whose framing, tags or CRC are wrong. data: n * size bytes."""
     rows = np.frombuffer(data, np.uint8).reshape(-1, layout.size)  # (n, size)
     stored = np.ascontiguousarray(rows[:, -tfrecord.FOOTER :]).view("<u4")[:, 0]  # (n,)
     broken = stored != _mask(_record_crcs(layout, data))  # (n,)
-    # The CRC covers tags and numbers. Header and tags must also be those of this layout, or the numbers would be read
-    # from the wrong place.
+    # The CRC covers tags and numbers. Compare header and tags with the layout too: records of another layout have a
+    # good CRC and their numbers elsewhere.
     template, start = np.frombuffer(layout.template, np.uint8), 0
     for column in layout.columns:
         broken |= (rows[:, start : column.start] != template[start : column.start]).any(axis=1)
@@ -106,7 +101,7 @@ def find_broken(layout: RecordLayout, data: bytes) -> list[int]:
 
 
 def read_column(layout: RecordLayout, data: bytes, name: str) -> npt.NDArray[np.generic]:
-    """One feature of all records of a block. data: n * size bytes. Returns (n, count)."""
+    """Returns one feature of all records of a block: (n, count). data: n * size bytes."""
     column = next(column for column in layout.columns if column.name == name)
     rows = np.frombuffer(data, np.uint8).reshape(-1, layout.size)  # (n, size)
     numbers = np.ascontiguousarray(rows[:, column.start : column.stop])  # (n, count * itemsize)
@@ -114,7 +109,7 @@ def read_column(layout: RecordLayout, data: bytes, name: str) -> npt.NDArray[np.
 
 
 def compress_members(layout: RecordLayout, data: bytes, unit: int) -> list[bytes]:
-    """The gzip members of a shard, `unit` records in each. They hold no time stamp: equal records give equal bytes."""
+    """Compresses a shard to gzip members of `unit` records, without time stamps: equal records give equal bytes."""
 
     def compress(start: int) -> bytes:
         compressor = zlib.compressobj(_GZIP_LEVEL, zlib.DEFLATED, _GZIP_WINDOW_BITS)
@@ -125,7 +120,7 @@ def compress_members(layout: RecordLayout, data: bytes, unit: int) -> list[bytes
 
 
 def expand_member(member: bytes, size: int) -> bytes:
-    """The `size` bytes of a gzip member. Where it is damaged: zeros, whose CRC is wrong in every record."""
+    """Returns the `size` bytes of a gzip member; for a damaged one zeros, so that the CRC of each record is wrong."""
     decompressor = zlib.decompressobj(_GZIP_WINDOW_BITS)
     try:
         data = decompressor.decompress(member, size + 1)
@@ -136,17 +131,17 @@ def expand_member(member: bytes, size: int) -> bytes:
 
 
 def id_dtype(vocabulary: int) -> Dtype:
-    """The narrowest dtype that TensorFlow's decode_raw reads and that holds every token id."""
+    """Returns the narrowest dtype that holds every token id and that TensorFlow's decode_raw reads."""
     return "uint16" if vocabulary <= 1 << 16 else "int32"
 
 
 def _record_crcs(layout: RecordLayout, data: bytes) -> npt.NDArray[np.uint32]:
-    """The CRC-32C of each record's payload. (n,)"""
+    """Returns the CRC-32C of each record's payload. (n,)"""
     crc32c, start, stop = google_crc32c.value, tfrecord.HEADER, layout.size - tfrecord.FOOTER
     offsets = range(0, len(data), layout.size)
     return np.array([crc32c(data[offset + start : offset + stop]) for offset in offsets], np.uint32)
 
 
 def _mask(crcs: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
-    """`tfrecord.mask` for an array."""
+    """Applies `tfrecord.mask` to an array."""
     return ((crcs >> np.uint32(15)) | (crcs << np.uint32(17))) + np.uint32(tfrecord.MASK_DELTA)

@@ -35,23 +35,21 @@ PADDED = (
 
 
 def shard_name(split: str, number: int, records: int) -> str:
-    """The name of a shard in this layout."""
     return f"{split}-{number}-{records}.tfrecord"
 
 
 def features() -> dict[str, Feature]:
-    """The features of this layout."""
     return {name: Feature(dtype="int64", shape=["length"]) for name in ("input_ids", "attention_mask")}
 
 
 def encode_shard(rows: npt.NDArray[np.integer]) -> bytes:
-    """A shard with these rows, in which every token is attended to. rows: (n, length)."""
+    """Encodes rows (n, length) as a shard in which every token is attended to."""
     attention_mask = [1] * rows.shape[1]
     return tfrecord.join(example_codec.encode({"input_ids": row, "attention_mask": attention_mask}) for row in rows)
 
 
 def open_folder(url: str) -> Dataset | None:
-    """The dataset in a folder without a manifest; None where no file has such a name. Raises BadInput."""
+    """Opens the dataset in a folder without a manifest; None if no file has such a name. Raises BadInput."""
     stats = [(NAME.match(storage.name_of(stat.url)), stat) for stat in storage.listing(url)]
     named = sorted(
         ((match, stat) for match, stat in stats if match), key=lambda pair: (pair[0]["name"], int(pair[0]["number"]))
@@ -87,16 +85,10 @@ def open_folder(url: str) -> Dataset | None:
 def decode_ids(
     framed: bytes, url: str, number: int, offset: int, length: int, vocabulary: int
 ) -> npt.NDArray[np.int32]:
-    """The input_ids of one record with its framing. (length,)
+    """Decodes the `length` input_ids of one record with its framing. (length,)
 
-    Args:
-        framed: the record's bytes with framing.
-        url, number, offset: the shard, the record's number and its byte offset there, for messages.
-        length: the number of ids that the record must have.
-        vocabulary: ids from here on are refused.
-
-    Raises:
-        BadInput: the record is damaged (Corrupt), has another length, padding, or an id that the tokenizer lacks.
+    `url`, `number` and `offset` say where the record is, for messages. Raises BadInput when the record is damaged
+    (Corrupt), has another length, padding, or an id of `vocabulary` or more.
     """
     [(_, payload)] = tfrecord.walk(framed, url, first=number, offset=offset)
     try:
@@ -120,7 +112,7 @@ def decode_ids(
 
 
 def _shard(match: re.Match[str], stat: Stat, length: int) -> Shard:
-    # A local file's CRC would need all of it to be read: that of its size and its ends stands in for it.
+    # The CRC of a local file would need a read of all of it: take the CRC of its size and its two ends instead.
     crc32c = stat.stored_crc32c
     if crc32c is None:
         ends = [storage.read(stat.url, max(start, 0), start + _END_BYTES) for start in (0, stat.size - _END_BYTES)]
@@ -131,7 +123,7 @@ def _shard(match: re.Match[str], stat: Stat, length: int) -> Shard:
 
 
 def _read_length(stat: Stat) -> int:
-    """The number of ids in the first record of a shard. Raises BadInput."""
+    """Returns the number of ids in the first record of a shard. Raises BadInput."""
     data = storage.read(stat.url, 0, _FIRST_READ_BYTES, generation=stat.generation)
     _, payload = next(tfrecord.walk(data, stat.url), (0, b""))
     try:

@@ -43,38 +43,30 @@ class Corrupt(BadInput):
 
 
 def mask(crc: int) -> int:
-    """The CRC as TFRecord stores it: rotated right by 15 bits, plus a constant (tensorflow/core/lib/hash/crc32c.h)."""
+    """Returns the CRC as TFRecord stores it: rotated right by 15 bits, plus a constant
+    (tensorflow/core/lib/hash/crc32c.h)."""
     return (((crc >> 15) | (crc << 17)) + MASK_DELTA) & 0xFFFFFFFF
 
 
 def header(length: int) -> bytes:
-    """The 12 bytes before a record of this length."""
+    """Returns the 12 bytes before a record of this length."""
     size = struct.pack("<Q", length)
     return size + struct.pack("<I", mask(google_crc32c.value(size)))
 
 
 def frame(data: bytes) -> bytes:
-    """One record with its framing."""
+    """Returns one record with its framing."""
     return header(len(data)) + data + struct.pack("<I", mask(google_crc32c.value(data)))
 
 
 def join(records: Iterable[bytes]) -> bytes:
-    """The bytes of a shard that holds these records."""
+    """Returns the bytes of a shard with these records."""
     return b"".join(map(frame, records))
 
 
 def walk(data: bytes, shard: str, *, first: int = 0, offset: int = 0) -> Iterator[tuple[int, bytes]]:
-    """Yields (byte offset of the frame, payload) of every record of `data`, checked.
-
-    Args:
-        data: whole frames.
-        shard: the shard's URL, for messages.
-        first: the number of the first record in the shard.
-        offset: the byte at which `data` starts in the shard.
-
-    Raises:
-        Corrupt: at the first bad header or payload.
-    """
+    """Yields (byte offset of the frame, payload) of every record of `data`, which starts at byte `offset` of the shard
+    with record number `first`. Raises Corrupt at the first bad header or payload."""
     position, number = 0, first
     while position < len(data):
         length = _length(data, position, shard, number, offset)
@@ -92,7 +84,7 @@ def walk(data: bytes, shard: str, *, first: int = 0, offset: int = 0) -> Iterato
 
 
 def index(data: bytes, shard: str) -> list[int]:
-    """Offsets of all frames of a whole shard, and its size as the last one. Checks only headers. Raises Corrupt."""
+    """Returns the offsets of all frames of a whole shard, and last its size. Checks only headers. Raises Corrupt."""
     offsets, position = [0], 0
     while position < len(data):
         position += HEADER + _length(data, position, shard, len(offsets) - 1, 0) + FOOTER
@@ -108,7 +100,7 @@ def index(data: bytes, shard: str) -> list[int]:
 
 
 def _length(data: bytes, position: int, shard: str, number: int, offset: int) -> int:
-    """The payload's length in the frame at `position`; `offset` is where `data` starts in the shard."""
+    """Returns the payload's length in the frame at `position` of `data`, which starts at byte `offset` of the shard."""
     size = data[position : position + HEADER]
     if len(size) < HEADER:
         raise Corrupt(

@@ -1,4 +1,4 @@
-"""Checks a whole dataset and lists everything that is wrong, not only the first problem.
+"""Verifies a whole dataset and lists all problems, not only the first.
 
 Checks each shard's size and checksum, each record's CRC and layout, each token id and each label. Reads the dataset in
 pieces, so memory does not grow with it.
@@ -26,12 +26,9 @@ PIECE_BYTES = 8 << 20
 def problems(
     dataset: Dataset, vocabulary: int | None = None, progress: Callable[[Shard], None] = lambda _: None
 ) -> Iterator[str]:
-    """One line for each problem.
+    """Yields a line for each problem. Calls `progress` before each shard.
 
-    Args:
-        dataset: opened, of either layout.
-        vocabulary: ids from here on are a problem (default: the manifest's vocabulary).
-        progress: is called before each shard.
+    Ids of `vocabulary` (default: the manifest's) or more are a problem.
     """
     stats = {storage.name_of(stat.url): stat for stat in storage.listing(dataset.url)}
     for shard in dataset.shards:
@@ -50,7 +47,7 @@ def problems(
 
 
 def _compact_problems(dataset: Dataset, shard: Shard, stat: Stat, vocabulary: int) -> Iterator[str]:
-    """Problems of a shard of fixed-size records, read in pieces of whole gzip members."""
+    """Yields the problems of a shard of fixed-size records; reads it in pieces of whole gzip members."""
     manifest = dataset.manifest
     unit, layout = manifest.member_records, fixed_records.record_layout(manifest.features, shard.length)
     if not unit and shard.records * layout.size != shard.bytes:
@@ -87,7 +84,7 @@ def _compact_problems(dataset: Dataset, shard: Shard, stat: Stat, vocabulary: in
 def _value_problems(
     layout: RecordLayout, data: bytes, manifest: DatasetManifest, vocabulary: int
 ) -> Iterator[tuple[int, str]]:
-    """(row, what is wrong) for each row with a token id or a label that can't be."""
+    """Yields (row, problem) for each row with an impossible token id or label."""
     ids = fixed_records.read_column(layout, data, "input_ids").astype(np.int64)  # (n, length)
     for row in map(int, np.flatnonzero(((ids >= vocabulary) | (ids < 0)).any(axis=1))):
         yield row, f"token id {int(ids[row].max())}, and the tokenizer has {vocabulary} ids"
@@ -103,7 +100,7 @@ def _value_problems(
 
 
 def _expand_members(stored: bytes, members: list[int], unit: int, records: int, size: int) -> bytes:
-    """The records of consecutive gzip members: `records` of `size` bytes in all, `unit` in each member."""
+    """Expands consecutive gzip members of `unit` records each: `records` of `size` bytes in all."""
     offsets = [0, *itertools.accumulate(members)]
     counts = [min(unit, records - number * unit) for number in range(len(members))]
     return b"".join(
@@ -113,7 +110,7 @@ def _expand_members(stored: bytes, members: list[int], unit: int, records: int, 
 
 
 def _recipe_problems(dataset: Dataset, shard: Shard, stat: Stat, vocabulary: int | None) -> Iterator[str]:
-    """Problems of a shard in the public recipe's layout. It can't be cut into equal pieces: it is read whole."""
+    """Yields the problems of a shard in the recipe's layout; reads it whole, because its records vary in size."""
     try:
         data = storage.read(stat.url, generation=stat.generation)
         offsets = tfrecord.index(data, stat.url)

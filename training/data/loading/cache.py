@@ -1,9 +1,9 @@
 """`data.cache`: a folder on the host's own disk for blocks that were read from a bucket.
 
-What can fail half-way: anything. Each file ends in a CRC-32C of its content, and one that can't be read, has another
-size or another checksum counts as missing, so files are neither synced to the disk nor written with any care beyond a
-rename. The cache leaves 2 % of the disk free, at least 1 GB, so that it takes the room of nothing else; then, and when
-the disk refuses a write, no more files are added and the run goes on.
+Failure model: any file may be damaged or missing. Each ends in a CRC-32C of its content; one that can't be read, or has
+another size or checksum, counts as missing, so files are renamed into place but not synced to the disk. The cache
+leaves 2 % of the disk free, at least 1 GB; below that, and when the disk refuses a write, it adds no more files and the
+run goes on.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from training import storage
 _CRC_BYTES = 4
 _LEAST_FREE_BYTES = 1 << 30
 _LEAST_FREE_SHARE = 0.02  # of the disk
-_LOOK_EVERY_BYTES = 64 << 20  # written between two looks at the disk
+_CHECK_EVERY_BYTES = 64 << 20  # written between two checks of the disk
 
 
 class Cache:
     """Cached files of one dataset. Thread-safe."""
 
     def __init__(self, folder: Path, disk_usage: Callable[[Path], tuple[int, int, int]] = shutil.disk_usage) -> None:
-        """`disk_usage`: total, used and free bytes of the disk that a folder is on."""
+        """`disk_usage` returns total, used and free bytes of a folder's disk."""
         self._folder, self._disk_usage = folder, disk_usage
         self._full = False
-        self._unlooked = _LOOK_EVERY_BYTES  # bytes written since the last look at the disk
+        self._unchecked = _CHECK_EVERY_BYTES  # bytes written since the last check of the disk
         self._lock = threading.Lock()
 
     def get(self, name: str, size: int) -> bytes | None:
-        """The file's content; None where there is no file of `size` bytes with a right checksum."""
+        """Returns the file's content; None unless it has `size` bytes with a right checksum."""
         try:
             data = (self._folder / name).read_bytes()
         except OSError:
@@ -45,7 +45,7 @@ class Cache:
         return content if len(content) == size and checksum == _checksum(content) else None
 
     def put(self, name: str, data: bytes) -> None:
-        """Writes a file. After the first that has no room, prints a warning and writes nothing any more."""
+        """Writes a file. The first that has no room prints a warning, and nothing is written from then on."""
         if self._full:
             return
         try:
@@ -54,23 +54,23 @@ class Cache:
         except OSError as error:
             self._full = True
             print(
-                "tpu-train: warning: data.cache takes no more, what is missing there is read from the bucket instead: "
+                "tpu-train: warning: data.cache is full; blocks that it lacks are read from the bucket: "
                 f"{self._folder / name}: {error.strerror or error}",
                 file=sys.stderr,
                 flush=True,
             )
 
     def drop(self, name: str) -> None:
-        """Removes a file whose content is wrong."""
+        """Removes a damaged file."""
         storage.delete(str(self._folder / name))
 
     def _require_room(self, size: int) -> None:
-        """Raises OSError when less of the disk is free than is to stay free."""
+        """Raises OSError when the disk has too little free space; checks it once for every 64 MB written."""
         with self._lock:
-            self._unlooked += size
-            if self._unlooked < _LOOK_EVERY_BYTES:
+            self._unchecked += size
+            if self._unchecked < _CHECK_EVERY_BYTES:
                 return
-            self._unlooked = 0
+            self._unchecked = 0
         self._folder.mkdir(parents=True, exist_ok=True)
         total, _, free = self._disk_usage(self._folder)
         least = max(_LEAST_FREE_BYTES, int(total * _LEAST_FREE_SHARE))

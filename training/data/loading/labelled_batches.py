@@ -1,12 +1,10 @@
-"""Batches of labelled rows, of a few static lengths: `LabelledBatches.batch(k)` is a pure function, as in
-`training.data.loading.mlm_batches`.
-
-The label is whatever the dataset's manifest says: a class number (int32) or a float32.
+"""Batches of labelled rows, of a few static lengths: `LabelledBatches.batch(k)` is a pure function of (dataset, seed,
+global batch size, k), as in `training.data.loading.packed_batches`.
 
 All rows of a global batch are of one length bucket. Each bucket is an endless stream of epochs of its own records, cut
 into full batches; no record is dropped or repeated. `training.data.sampling.bucket_schedule` decides which bucket each
-step takes, and which lengths are joined to one bucket: with fewer records than a batch, a bucket would have to repeat
-rows within a batch, so it is joined to the next longer one and its rows are padded further.
+step takes. A bucket with fewer records than a batch would have to repeat rows within a batch, so it is joined to the
+next longer one and its rows are padded further.
 
 The same in TensorFlow: `training.data.tf.labelled_batches`.
 """
@@ -22,6 +20,7 @@ import numpy.typing as npt
 from training import storage
 from training.data.formats.dataset import LABEL, Dataset
 from training.data.loading.fixed_shards import FixedShards
+from training.data.loading.packed_batches import fill_rows
 from training.data.loading.reader import Reader
 from training.data.loading.record_source import REPLACED, Arrays, HostSlice
 from training.data.sampling.bucket_schedule import batch_of_step, group_lengths
@@ -38,10 +37,10 @@ class LabelledBatch:
     Attributes:
         input_ids: (rows, length) int32.
         attention_mask: (rows, length) int32, 0 at padding.
-        labels: (rows,) int32 class numbers or float32, as the dataset says.
+        labels: (rows,) int32 class numbers or float32, by the dataset's rows.
         weights: (rows,) float32, 0 in a row that only fills an evaluation batch.
         records: (rows,) int64, -1 in such a row.
-        replaced: (rows,) bool, the record is damaged, and another one has its place.
+        replaced: (rows,) bool: another record has the place of a damaged one.
     """
 
     input_ids: npt.NDArray[np.int32]
@@ -53,7 +52,7 @@ class LabelledBatch:
 
 
 class JoinedLengths:
-    """Shards of several row lengths as one `RecordSource`: shorter rows first, all padded to the longest length."""
+    """One `RecordSource` over shards of several row lengths: shorter rows first, all padded to the longest length."""
 
     def __init__(self, sources: Sequence[FixedShards], pad: int) -> None:
         self.sources, self.pad = sources, pad
@@ -70,7 +69,7 @@ class JoinedLengths:
         arrays, start = self.empty(last - first), 0  # (n, length) and (n, 1); first record of the source
         arrays["input_ids"][:] = self.pad
         for source in self.sources:
-            # Block by block: the replacement of a bad record must not depend on which blocks are read together.
+            # Read block by block: replacements must not depend on which blocks are read together.
             for begin in range(first, last, block):
                 low, high = max(begin, start), min(begin + block, last, start + source.records)
                 if low < high:
@@ -109,13 +108,8 @@ class LabelledBatches:
             for bucket in self._buckets
         ]
 
-    @property
-    def steps_per_epoch(self) -> int:
-        """Steps in which as many rows are read as there are records."""
-        return -(-self.dataset.records // self.global_batch_size)
-
     def batch(self, k: int) -> LabelledBatch:
-        """This host's rows of global batch k. Raises BadInput, StorageError."""
+        """Returns this host's rows of global batch k. Raises BadInput, StorageError."""
         bucket, number = batch_of_step(self._records, self.global_batch_size, self.seed, k)
         start = number * self.global_batch_size
         _, records, arrays = self._readers[bucket].rows(start, start + self.global_batch_size)
@@ -128,10 +122,10 @@ class LabelledBatches:
 
 
 def labelled_evaluation(dataset: Dataset, host_slice: HostSlice) -> Iterator[LabelledBatch]:
-    """All records once, bucket by bucket, in record order.
+    """Yields all records once, bucket by bucket, in record order.
 
-    Every host gets the same number of batches; the last one of each bucket is filled up with rows of weight 0. Raises
-    BadInput, StorageError.
+    Every host gets the same number of batches; rows of weight 0 fill the last one of each bucket. Raises BadInput,
+    StorageError.
     """
     dataset.require_labels()
     first, last = host_slice.rows()
@@ -141,12 +135,16 @@ def labelled_evaluation(dataset: Dataset, host_slice: HostSlice) -> Iterator[Lab
         with Reader(bucket, order, batch_size, first, last, threads=_threads(dataset)) as reader:
             for start in range(0, bucket.records, batch_size):
                 _, records, arrays = reader.rows(start, min(start + batch_size, bucket.records))
-                yield _fill(_labelled_batch(arrays, records + bucket_start, pad), last - first, pad)
+                batch = _labelled_batch(arrays, records + bucket_start, pad)
+                # One token of attention: a row without any would divide by zero in a softmax.
+                attended = np.arange(batch.input_ids.shape[1]) == 0
+                fillers = {"input_ids": pad, "attention_mask": attended, "records": -1}
+                yield fill_rows(batch, last - first, fillers)
         bucket_start += bucket.records
 
 
 def _open_buckets(dataset: Dataset, host_slice: HostSlice) -> list[JoinedLengths]:
-    """The length buckets, ascending, each with the records of at least one batch as far as there are as many."""
+    """Opens the length buckets, ascending; each has the records of a batch, if the dataset has as many."""
 
     def open_length(length: int) -> FixedShards:
         return FixedShards(
@@ -164,7 +162,7 @@ def _threads(dataset: Dataset) -> int:
 
 
 def label_dtype(stored: np.dtype[np.generic]) -> np.dtype[np.int32 | np.float32]:
-    """The dtype of a batch's labels: float32 for stored floats, int32 for stored integers."""
+    """Returns the dtype of a batch's labels: float32 for stored floats, int32 for stored integers."""
     return np.dtype(np.float32) if np.issubdtype(stored, np.floating) else np.dtype(np.int32)
 
 
@@ -173,22 +171,3 @@ def _labelled_batch(arrays: Arrays, records: Ints, pad: int) -> LabelledBatch:
     labels = arrays[LABEL][:, 0].astype(label_dtype(arrays[LABEL].dtype))  # (rows,)
     weights, replaced = np.ones(len(ids), np.float32), arrays[REPLACED][:, 0]  # (rows,), (rows,)
     return LabelledBatch(ids, (ids != pad).astype(np.int32), labels, weights, records, replaced)
-
-
-def _fill(batch: LabelledBatch, rows: int, pad: int) -> LabelledBatch:
-    """The batch with `rows` rows: those that are missing hold padding, weight 0 and record -1."""
-    missing = rows - len(batch.records)
-    if not missing:
-        return batch
-    length = batch.input_ids.shape[1]
-    # One token of attention: a row without any would divide by zero in a softmax.
-    mask = np.zeros((missing, length), np.int32)
-    mask[:, 0] = 1
-    return LabelledBatch(
-        np.concatenate([batch.input_ids, np.full((missing, length), pad, np.int32)]),
-        np.concatenate([batch.attention_mask, mask]),
-        np.concatenate([batch.labels, np.zeros(missing, batch.labels.dtype)]),
-        np.concatenate([batch.weights, np.zeros(missing, np.float32)]),
-        np.concatenate([batch.records, np.full(missing, -1)]),
-        np.concatenate([batch.replaced, np.zeros(missing, np.bool_)]),
-    )

@@ -12,16 +12,10 @@ T = TypeVar("T")
 
 
 def prefetch(function: Callable[[int], T], start: int, depth: int, *, stop: int | None = None) -> Iterator[T]:
-    """Yields function(start), function(start + 1), ..., computed ahead on a background thread.
+    """Yields function(start), function(start + 1), ... up to `stop`, computed at most `depth` values ahead.
 
-    Args:
-        function: is called from the background thread only.
-        start: the first argument.
-        depth: how many values may wait.
-        stop: ends before this argument; None: never.
-
-    An exception of the function is raised when its value is due. Closing the iterator ends the thread after the current
-    call.
+    Only the background thread calls the function; its exception is raised when its value is due. Closing the iterator
+    ends the thread after the current call.
     """
     ready: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(maxsize=max(1, depth))
     closed = threading.Event()

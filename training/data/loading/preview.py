@@ -1,4 +1,4 @@
-"""Rows of a training batch as text, with their masks or labels, for `tpu-train dataset preview`. Rendering is pure."""
+"""Renders rows of a training batch as text, with their masks or labels, for `tpu-train dataset preview`."""
 
 from __future__ import annotations
 
@@ -32,19 +32,9 @@ def preview_batch(
     seed: int,
     percent: int,
 ) -> Iterator[str]:
-    """Reads the batch of one step and renders its first rows.
+    """Reads the batch of one step; yields a heading and the lines for its first rows, at most `rows`.
 
-    Args:
-        dataset: whose batches to read.
-        tokenizer: that wrote it.
-        step: which batch.
-        rows: how many at most.
-        host_slice: of all rows of the run's batches.
-        seed: of the run.
-        percent: of the tokens that are to be predicted, for masked language modelling.
-
-    Yields:
-        A heading, and the lines of `render` or `render_labelled`.
+    `percent` of the tokens of packed rows are masked.
     """
     heading = f"batch {step} of seed {seed}"
     if dataset.manifest.rows != "packed":
@@ -63,7 +53,7 @@ def preview_batch(
 
 
 def render(batch: MlmBatch, tokens: SpecialTokens, piece: Callable[[int], tuple[str, str]]) -> Iterator[str]:
-    """A heading and a paragraph for each row. `piece` is the result of `pieces`."""
+    """Yields a heading and a paragraph for each row. `piece` is the result of `pieces`."""
     for row, record in enumerate(batch.records):
         used = batch.weights[row] > 0
         label_at = dict(zip(batch.positions[row][used].tolist(), batch.labels[row][used].tolist(), strict=True))
@@ -96,14 +86,9 @@ def render_labelled(
     piece: Callable[[int], tuple[str, str]],
     labels: Sequence[str],
 ) -> Iterator[str]:
-    """A heading with the label and a paragraph for each of the first `count` rows, without their padding.
+    """Yields a heading with the label and a paragraph for each of the first `count` rows, without their padding.
 
-    Args:
-        batch: of labelled rows.
-        count: how many rows.
-        tokens: of the tokenizer that wrote the ids.
-        piece: the result of `pieces`.
-        labels: the names of the classes; empty where labels are numbers.
+    `piece` is the result of `pieces`; `labels` names the classes, and is empty for labels that are numbers.
     """
     for row, record in enumerate(batch.records[:count]):
         ids = batch.input_ids[row][batch.attention_mask[row] > 0].tolist()
@@ -117,7 +102,8 @@ def render_labelled(
 
 
 def pieces(content: bytes) -> Callable[[int], tuple[str, str]]:
-    """A function id -> (space before it, word) from the content of a tokenizer.json; for reading, not exact text."""
+    """Returns a function id -> (space before it, word), from the content of a tokenizer.json; for display, not
+    exact."""
     tokenizer = json.loads(content)
     vocabulary = tokenizer["model"]["vocab"]
     pairs = (

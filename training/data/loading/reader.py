@@ -1,17 +1,17 @@
 """Reads the rows of one host in the order of the steps, ahead of time.
 
-A `Reader` combines an order (which record comes when) with a record source. It works window by window (see
-`training.data.sampling.order`): when a window is first used, all blocks that hold a row of this host are requested, in
-the order of first use, by a few threads; neighbouring blocks are one request. When its last block has been read, the
-next window is started. A batch waits only for the blocks that it needs. A dataset that fits into one window is read
+A `Reader` combines an order (which record comes when) with a record source, window by window (see
+`training.data.sampling.order`): at the first use of a window, a few threads request all blocks that hold a row of this
+host, in the order of first use; neighbouring blocks are one request. When the last block of a window has been read, the
+next window is requested. A batch waits only for the blocks that it needs. A dataset that fits into one window is read
 once, not once per epoch.
 
 Memory: at most three windows of this host's rows (the previous one, for a batch that spans two; the current one; the
 next one), each about order.WINDOW_BLOCKS * order.BLOCK_BYTES = 64 MB over the number of hosts, at most twice as much,
 and one request per thread.
 
-Failures: an error of a thread is raised, unchanged, by each `rows` that needs its block. Every request has the deadline
-of `training.storage.gcs`.
+Failure model: each `rows` that needs a block whose request failed raises that error, unchanged. Every request has the
+deadline of `training.storage.gcs`.
 
 The same in TensorFlow: `training.data.tf.reader`.
 """
@@ -46,14 +46,9 @@ class Reader:
         self._workers = _Workers(threads)
 
     def rows(self, start: int, stop: int) -> tuple[Ints, Ints, Arrays]:
-        """This host's rows among the places [start, stop).
+        """Returns epochs (n,), records (n,) and feature -> (n, ...) of this host's rows among the places [start, stop).
 
-        Returns:
-            epochs (n,), records (n,), and feature -> (n, ...).
-
-        Raises:
-            BadInput: a record is damaged, or a shard has changed.
-            StorageError: storage can't be read.
+        Raises BadInput when a record is damaged or a shard has changed, and StorageError.
         """
         epochs, records, arrays = [], [], []  # of each window
         for cells in split_places(self.order, start, stop):
@@ -76,7 +71,7 @@ class Reader:
         )
 
     def close(self) -> None:
-        """Ends the threads; the results of current requests are dropped."""
+        """Ends the threads after their current requests."""
         self._workers.close()
 
     def __enter__(self) -> Reader:
@@ -86,13 +81,13 @@ class Reader:
         self.close()
 
     def _after(self, epoch: int, number: int) -> tuple[int, int] | None:
-        """The next window; None after one pass of evaluation."""
+        """Returns the next window; None after one pass of evaluation."""
         if number + 1 < self.order.windows:
             return epoch, number + 1
         return None if isinstance(self.order, EvaluationOrder) else (epoch + 1, 0)
 
     def _window(self, epoch: int, number: int) -> _Window:
-        """The window, which is created, and its blocks requested, when it is new. Call it with the lock held."""
+        """Returns a window; creates a new one and requests its blocks. The caller holds the lock."""
         window = self._windows.get((epoch, number))
         if window is None:
             cells = np.flatnonzero(cells_of_rows(self.order, self.batch, epoch, number, self.first, self.last))
@@ -108,7 +103,7 @@ class Reader:
 
 
 class _Window:
-    """This host's records of one window: their cells in it, ascending (n,), and their numbers (n,)."""
+    """This host's records of one window. `cells`: their cells, ascending (n,); `records`: their numbers (n,)."""
 
     def __init__(
         self, source: RecordSource, cells: Ints, records: Ints, block: int, workers: _Workers, previous: _Window | None
@@ -122,7 +117,7 @@ class _Window:
         needed, first_use, slot = np.unique(records // block, return_index=True, return_inverse=True)
         self._needed = needed
         if previous is not None and previous.complete and np.array_equal(previous._needed, needed):
-            # A dataset that fits into one window needs the same blocks in every epoch: they have been read.
+            # A dataset that fits into one window needs the same blocks in every epoch: reuse them.
             self._arrays, self._location, self.complete = previous._arrays, slot * block + records % block, True
             return
         self._arrays = source.empty(len(needed) * block)
@@ -138,7 +133,7 @@ class _Window:
             )
 
     def gather(self, low: int, high: int) -> Arrays:
-        """This window's records number [low, high); waits for their blocks. feature -> (high - low, ...)"""
+        """Waits for the blocks of records number [low, high) of this window. Returns feature -> (high - low, ...)."""
         location = self._location[low:high]
         if not self.complete:
             for run in np.unique(self._run_of_slot[location // self._block]):
@@ -161,7 +156,7 @@ class _Window:
 
 
 def _runs(needed: Ints, longest: int) -> Ints:
-    """Which run each of the ascending block numbers belongs to: a run is at most `longest` neighbours. (blocks,)"""
+    """Numbers the runs of neighbours, of at most `longest`, in ascending block numbers: the run of each. (blocks,)"""
     run = np.zeros(len(needed), np.int64)
     number = size = 0
     for index in range(1, len(needed)):
@@ -172,8 +167,8 @@ def _runs(needed: Ints, longest: int) -> Ints:
 
 
 class _Workers:
-    """A pool of daemon threads. concurrent.futures' pool joins its threads at exit, so that a bucket that does not
-    answer would keep the process from ending."""
+    """A pool of daemon threads. concurrent.futures' pool joins its threads at exit, so a bucket that does not answer
+    would keep the process from ending."""
 
     def __init__(self, threads: int) -> None:
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()

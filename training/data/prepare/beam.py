@@ -4,8 +4,8 @@
           ids --count--> where each batch begins in the one endless stream
           ids --cut at the borders of shards--> pieces by shard --join--> shards
 
-Only the counts, one number for each batch of about 1 MB, come together in one place. A worker holds one batch or one
-shard. A run that ends early starts again from the beginning.
+Only the counts, one number for each batch of about 1 MB, are collected in one place. A worker holds one batch or one
+shard. An interrupted run starts again from the beginning.
 
     tpu-train shards ... --runner DirectRunner \\
         --runner-option direct_num_workers=4 --runner-option direct_running_mode=multi_processing
@@ -16,8 +16,8 @@ shard. A run that ends early starts again from the beginning.
 Dataflow's workers need this package and `tokenizers`: use the training image with apache-beam added (Beam's
 documentation: "custom containers"). Needs the extra `beam`.
 
-What can fail half-way: a worker writes a file whole or not at all, and the same bytes when it writes again, so Beam may
-repeat any step.
+Failure model: a worker writes a file whole or not at all, and the same bytes when it writes again, so Beam may repeat
+any step.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ EncoderFactory = Callable[[], Encode]
 
 @dataclass(frozen=True)
 class Totals:
-    """Where each batch's ids begin in the stream, and how much there is in all."""
+    """The position of each batch's first id in the stream, and the totals."""
 
     starts: dict[Key, int]
     tokens: int
@@ -63,19 +63,10 @@ def pack_documents(
     options: Sequence[str],
     overwrite: bool = False,
 ) -> PackedDataset:
-    """`pack.pack_documents` on a runner.
+    """Runs `pack.pack_documents` on a Beam runner, with `options` (KEY=VALUE) for the runner.
 
-    Args:
-        url, plan, overwrite: as there.
-        corpus: the text.
-        split: which of its documents are in the dataset.
-        encoder: is called on each worker, once per process; must be picklable.
-        runner: the name of a Beam runner.
-        options: KEY=VALUE of that runner.
-
-    Raises:
-        BadInput: Apache Beam is not installed, or as `pack_documents`.
-        StorageError: storage can't be read or written.
+    `split` selects the documents of the dataset. `encoder` must be picklable; each worker process calls it once. Raises
+    BadInput without Apache Beam, and the errors of `pack.pack_documents`.
     """
     try:
         import apache_beam as beam
@@ -94,7 +85,7 @@ def pack_documents(
             | "read" >> beam.FlatMap(read_batches, corpus.field, split)
             | "spread" >> beam.Reshuffle()
         )
-        # Reshuffled again, so that counting and cutting use the same tokenized batches.
+        # Reshuffle again, so that counting and cutting use the same tokenized batches.
         encoded = batches | "tokenize" >> beam.Map(tokenize, encoder) | "keep" >> beam.Reshuffle()
         counts = encoded | "count" >> beam.Map(count)
         totals = pipeline | "one" >> beam.Create([url]) | "add up" >> beam.Map(add_up, beam.pvalue.AsIter(counts))
@@ -108,7 +99,7 @@ def pack_documents(
 
 
 def read_batches(file: tuple[int, str], field: str, split: SplitFilter) -> Iterator[tuple[Key, list[str]]]:
-    """The batches of documents of one file."""
+    """Yields the batches of documents of one file."""
     number, name = file
     documents = (text for text in Corpus(name, field).documents() if split.holds(text))
     for batch_number, batch in enumerate(pack.batches_of(documents)):
@@ -116,20 +107,20 @@ def read_batches(file: tuple[int, str], field: str, split: SplitFilter) -> Itera
 
 
 def tokenize(batch: tuple[Key, list[str]], encoder: EncoderFactory) -> tuple[Key, bytes, int]:
-    """The ids of a batch, as little-endian int32, and how many documents it had."""
+    """Returns the ids of a batch, as little-endian int32, and the number of its documents."""
     key, texts = batch
     ids = np.concatenate(_encode(encoder)(texts)).astype("<i4")
     return key, ids.tobytes(), len(texts)
 
 
 def count(encoded: tuple[Key, bytes, int]) -> tuple[Key, int, int]:
-    """Ids and documents of a batch."""
+    """Counts ids and documents of a batch."""
     key, ids, documents = encoded
     return key, len(ids) // 4, documents
 
 
 def add_up(url: str, counts: Iterable[tuple[Key, int, int]]) -> Totals:
-    """Where each batch begins: batches are ordered by file and number. Writes the totals for the driver."""
+    """Adds up where each batch begins, ordered by file and number. Writes the totals for the driver."""
     starts: dict[Key, int] = {}
     tokens = documents = 0
     for key, ids, texts in sorted(counts):
@@ -143,7 +134,8 @@ def add_up(url: str, counts: Iterable[tuple[Key, int, int]]) -> Totals:
 
 
 def cut(encoded: tuple[Key, bytes, int], plan: DatasetPlan, totals: Totals) -> Iterator[tuple[int, tuple[int, bytes]]]:
-    """The pieces of a batch by shard: (shard, (offset in the stream, ids)). The tail that fills no row is left out."""
+    """Yields the pieces of a batch by shard, (shard, (offset in the stream, ids)), without the tail that fills no
+    row."""
     key, ids, _ = encoded
     per_shard, start = plan.records_per_shard * plan.length, totals.starts[key]
     stop = min(start + len(ids) // 4, totals.tokens // plan.length * plan.length)
@@ -179,5 +171,5 @@ def _finish(url: str, plan: DatasetPlan) -> PackedDataset:
 
 @lru_cache(maxsize=1)
 def _encode(encoder: EncoderFactory) -> Encode:
-    """The encoder of this process: loading a tokenizer takes longer than using it on a batch."""
+    """Caches the encoder of this process: loading a tokenizer takes longer than encoding a batch."""
     return encoder()

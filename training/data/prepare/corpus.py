@@ -1,4 +1,4 @@
-"""Corpora: `--corpus` of the commands, as a stream of documents.
+"""Reads corpora (`--corpus` of the commands) as streams of documents.
 
     builtin:pydoc                       Python's own help topics (pydoc_data.topics), one document per topic; for
                                         trials, it needs no file
@@ -9,10 +9,9 @@
     datasets:NAME[:CONFIG[:SPLIT]]      the Hugging Face `datasets` library (a name on the Hub, or a folder that
                                         `load_dataset` takes)
 
-Everything streams: no corpus is ever held in memory. Documents without text are left out. The split of a document
-follows from its text alone: equal documents are always in the same split, and adding documents moves none. A byte order
-mark at the beginning of a file is no text, and half a surrogate pair, which JSON can hold and UTF-8 can't, becomes
-U+FFFD, as in every decoder.
+Corpora are never held in memory. Documents without text are skipped. The split of a document follows from its text
+alone: equal documents are always in the same split, and adding documents moves none. A byte order mark at the beginning
+of a file is dropped, and half a surrogate pair, which JSON can hold and UTF-8 can't, becomes U+FFFD.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ _PIECE_BYTES = 8 << 20
 
 
 class Row(dict[str, Any]):
-    """Column -> value. `place`: file:line of a row that comes from a file, for messages; of several lines the last."""
+    """Column -> value. `place`, for messages: file:line of the end of a row that comes from a file."""
 
     place: str | None = None
 
     @classmethod
     def at(cls, place: str, values: Mapping[str, Any]) -> Row:
-        """The row that ends at this file:line."""
+        """Returns the row that ends at this file:line."""
         row = cls(values)
         row.place = place
         return row
@@ -55,7 +54,7 @@ class Corpus:
     field: str = "text"
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """{field: text, ...} of every document, in a fixed order. Raises BadInput, StorageError."""
+        """Yields {field: text, ...} of every document, in a fixed order. Raises BadInput, StorageError."""
         if self.name == "builtin:pydoc":
             from pydoc_data.topics import topics
 
@@ -70,18 +69,19 @@ class Corpus:
                 yield from _file_rows(url, self.field)
 
     def documents(self) -> Iterator[str]:
-        """The texts that are not blank."""
+        """Yields the texts that are not blank."""
         for row in self.rows():
             text = self.text(row)
             if text.strip():
                 yield text
 
     def text(self, row: dict[str, Any]) -> str:
-        """The text of a row. Raises BadInput when the row has none."""
+        """Returns the text of a row. Raises BadInput when it has none."""
         return text_of(row, self.field, getattr(row, "place", None) or f"--corpus {self.name}: a row")
 
     def fingerprint(self) -> str:
-        """A hash of the text; reads local files once, and no object of a bucket. Raises BadInput, StorageError."""
+        """Returns a hash of the text; reads local files once, and no object of a bucket. Raises BadInput,
+        StorageError."""
         digest = hashlib.sha256(f"{self.name.rsplit('/', 1)[-1]}\0{self.field}".encode())
         if self.name.startswith("builtin:"):
             for document in self.documents():
@@ -96,7 +96,7 @@ class Corpus:
         return digest.hexdigest()
 
     def files(self) -> list[str]:
-        """The URLs of the corpus's files, in order; a name with a scheme stands for itself. Raises BadInput."""
+        """Returns the URLs of the corpus's files, in order; a name with a scheme as it is. Raises BadInput."""
         if self.name.startswith(("builtin:", "datasets:")):
             return [self.name]
         if storage.stat(self.name) is not None:
@@ -109,7 +109,7 @@ class Corpus:
 
 
 def text_of(row: Mapping[str, Any], field: str, place: str) -> str:
-    """The text of a row. `place`: where the row is, for messages. Raises BadInput when it has none."""
+    """Returns the text of the row at `place` (for messages). Raises BadInput when it has none."""
     if row.get(field) is None:
         raise BadInput(f"{place} has no {field!r}, it has: {', '.join(map(repr, row))}. Name the text with --field")
     text = row[field]
@@ -119,7 +119,7 @@ def text_of(row: Mapping[str, Any], field: str, place: str) -> str:
 
 
 def replace_surrogates(text: str) -> str:
-    """The text with U+FFFD for each half of a surrogate pair."""
+    """Replaces each half of a surrogate pair by U+FFFD."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -135,19 +135,18 @@ class SplitFilter:
     percent: float | None
 
     def holds(self, text: str) -> bool:
-        """Whether a document is in this split."""
+        """Returns whether a document is in this split."""
         return self.percent is None or in_evaluation(text, self.percent) == (self.split == "evaluation")
 
 
 def in_evaluation(text: str, percent: float) -> bool:
-    """Whether a document is in the evaluation split, which takes about `percent` of all documents."""
+    """Returns whether a document is in the evaluation split, which takes about `percent` of all documents."""
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
     return digest < percent / 100 * 2**64
 
 
 def lines(url: str) -> Iterator[str]:
-    """The lines of a UTF-8 file without their line ends and byte order mark. Raises BadInput where the bytes are not
-    UTF-8."""
+    """Yields the lines of a UTF-8 file without line ends and byte order mark. Raises BadInput for other bytes."""
     stat = storage.stat(url)
     if stat is None:
         raise BadInput(f"{url} does not exist")
@@ -171,7 +170,7 @@ def lines(url: str) -> Iterator[str]:
 
 
 def _file_rows(url: str, field: str) -> Iterator[dict[str, Any]]:
-    """The rows of one file, by its extension."""
+    """Yields the rows of one file, whose extension says how to read it."""
     if url.endswith(LINES):
         for number, line in enumerate(lines(url), 1):
             if line.strip():

@@ -1,10 +1,10 @@
-"""Writes a dataset step by step: plan, shards, manifest. Used by everything that makes datasets.
+"""Writes a dataset step by step: plan, shards, manifest. Used by all code that makes datasets.
 
-What can fail half-way: shards are written one by one, each whole or not at all, and for each a small
-`.preparing/<shard>.json` that says where in the corpus its end is (`Mark`). When the same command runs again it
-continues after the last of them, and the result is the same byte for byte. dataset.json comes last; then `.preparing/`
-is removed. `.preparing/plan.json` holds the plan, so that another corpus, tokenizer or length is refused instead of
-mixed in. Two writers at once would write the same bytes to the same names.
+Failure model: each shard is written whole or not at all, followed by a small `.preparing/<shard>.json` that says where
+in the corpus it ends (`Mark`). An interrupted command continues after the last of them when it runs again, and the
+result is the same byte for byte. dataset.json comes last; then `.preparing/` is removed. `.preparing/plan.json` holds
+the plan, so that another corpus, tokenizer or length is refused instead of mixed in. Two concurrent writers write the
+same bytes to the same names.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Ids = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class DatasetPlan:
-    """What a dataset is made from. Equal plans make equal bytes; field names are part of the format.
+    """The inputs and options of a dataset. Equal plans make equal bytes; field names are part of the format.
 
     Attributes:
         split: "train" or "evaluation".
@@ -69,7 +69,7 @@ class DatasetPlan:
 
 @dataclass(frozen=True)
 class Mark:
-    """Where shard `number` ends: after `tokens` ids of the batch of documents that starts at document `document`."""
+    """The end of shard `number`: after `tokens` ids of the batch of documents that starts at document `document`."""
 
     number: int
     shard: Shard
@@ -78,35 +78,25 @@ class Mark:
 
 
 def id_features(vocabulary: int) -> dict[str, Feature]:
-    """The feature of rows of token ids. Masks are not stored: they are made when the rows are read."""
+    """Returns the feature of rows of token ids."""
     return {"input_ids": Feature(dtype=fixed_records.id_dtype(vocabulary), shape=["length"])}
 
 
 def plan_features(plan: DatasetPlan) -> dict[str, Feature]:
-    """The features of the planned dataset, for masked language modelling."""
+    """Returns the features of a planned dataset of packed rows."""
     return recipe_layout.features() if plan.layout == "recipe" else id_features(plan.vocabulary)
 
 
 def records_per_shard(length: int, vocabulary: int) -> int:
-    """How many records make a shard of about SHARD_BYTES: whole gzip members, and at least one."""
+    """Returns the records of a shard of about SHARD_BYTES: whole gzip members, at least one."""
     size = fixed_records.record_layout(id_features(vocabulary), length).size
     return max(1, SHARD_BYTES // size // MEMBER_RECORDS) * MEMBER_RECORDS
 
 
 def find_existing(url: str, plan: DatasetPlan, overwrite: bool) -> Dataset | None:
-    """Looks at what is in the folder before a dataset is written to it.
+    """Returns the dataset in a folder if it is the planned one; None if it has to be made, or continued.
 
-    Args:
-        url: the dataset's folder.
-        plan: what is to be made.
-        overwrite: remove another dataset instead of refusing.
-
-    Returns:
-        The dataset, where it is already the planned one; None where it has to be made, or continued.
-
-    Raises:
-        BadInput: the folder holds something else.
-        StorageError: storage can't be read.
+    Raises BadInput when the folder holds something else; with `overwrite`, removes another dataset instead.
     """
     refuse = "use another --out, or --overwrite to replace it"
     try:
@@ -129,14 +119,15 @@ def find_existing(url: str, plan: DatasetPlan, overwrite: bool) -> Dataset | Non
 
 
 def _check_unfinished(url: str, plan: DatasetPlan, overwrite: bool, refuse: str) -> None:
-    """A folder without a manifest: it must be empty or hold the beginning of the planned dataset. Raises BadInput."""
+    """Raises BadInput unless a folder without a manifest is empty or holds the beginning of the planned dataset; with
+    `overwrite`, clears it instead."""
     plan_url = storage.join(url, PREPARING, PLAN)
     try:
         stored_plan = storage.read(plan_url)
     except storage.NotFound:
-        strangers = [stat.url for stat in storage.listing(url)]
-        if strangers and not overwrite:
-            raise BadInput(f"{url} is not empty ({strangers[0]}) and not a dataset: {refuse}") from None
+        others = [stat.url for stat in storage.listing(url)]
+        if others and not overwrite:
+            raise BadInput(f"{url} is not empty ({others[0]}) and not a dataset: {refuse}") from None
         _clear(url)
         return
     if stored_plan != _dump_plan(plan):
@@ -146,7 +137,7 @@ def _check_unfinished(url: str, plan: DatasetPlan, overwrite: bool, refuse: str)
 
 
 def _clear(url: str) -> None:
-    """Removes what this program writes; the manifest first, so that a half-removed dataset is not a dataset."""
+    """Deletes the files of a dataset; the manifest first, so that a half-deleted dataset is not a dataset."""
     storage.delete(storage.join(url, MANIFEST))
     _remove(url, lambda name: name.endswith(".tfrecord") or f"/{PREPARING}/" in name)
 
@@ -156,14 +147,14 @@ def _remove(url: str, chosen: Callable[[str], bool]) -> None:
         if chosen(stat.url):
             storage.delete(stat.url)
     if not storage.is_remote(url):
-        # Buckets have no folders; local ones remain when they are empty.
+        # Buckets have no folders; delete empty local ones.
         for parent, _, _ in os.walk(storage.join(url, PREPARING), topdown=False):
             with contextlib.suppress(OSError):
                 os.rmdir(parent)
 
 
 def begin_dataset(url: str, plan: DatasetPlan) -> list[Mark]:
-    """Writes the plan. Returns the marks of an interrupted run up to the first whose shard is missing or damaged."""
+    """Writes the plan. Returns the marks of an interrupted run, up to the first whose shard is missing or damaged."""
     storage.write(storage.join(url, PREPARING, PLAN), _dump_plan(plan))
     stats = {storage.name_of(stat.url): stat for stat in storage.listing(url)}
     values = [json.loads(storage.read(stat.url)) for name, stat in stats.items() if name.endswith(".tfrecord.json")]
@@ -183,13 +174,13 @@ def begin_dataset(url: str, plan: DatasetPlan) -> list[Mark]:
 
 
 def write_mark(url: str, mark: Mark) -> None:
-    """Records that a shard is written."""
+    """Records the end of a written shard, so that another run continues after it."""
     value = {"number": mark.number, "shard": mark.shard.model_dump(), "document": mark.document, "tokens": mark.tokens}
     storage.write(storage.join(url, PREPARING, f"{mark.shard.name}.json"), json.dumps(value).encode())
 
 
 def shard_writer(plan: DatasetPlan) -> Callable[[str, int, Ids], Shard]:
-    """A function (url, number, rows) that writes rows (n, length) as shard `number` of the folder `url`."""
+    """Returns a function (url, number, rows) that writes rows (n, length) as shard `number` of the folder `url`."""
     layout = fixed_records.record_layout(id_features(plan.vocabulary), plan.length)
 
     def write(url: str, number: int, rows: Ids) -> Shard:
@@ -214,7 +205,7 @@ def shard_writer(plan: DatasetPlan) -> Callable[[str, int, Ids], Shard]:
 def write_shard(
     url: str, name: str, length: int, records: int, data: bytes, members: list[bytes] | None = None
 ) -> Shard:
-    """Writes the bytes of a shard, and returns its entry in the manifest."""
+    """Writes the bytes of a shard. Returns its entry in the manifest."""
     storage.write(storage.join(url, name), data)
     return Shard(
         name=name,
@@ -233,15 +224,7 @@ def finish_dataset(
     shards: list[Shard],
     more: Mapping[str, Any] = PACKED,
 ) -> Dataset:
-    """Writes dataset.json, which commits the dataset, and removes `.preparing/`.
-
-    Args:
-        url: the dataset's folder.
-        plan: as given to `begin_dataset`.
-        features: of the records.
-        shards: all of them, in order.
-        more: other keys of the manifest.
-    """
+    """Writes dataset.json, which commits the dataset, and removes `.preparing/`. `more`: other keys of the manifest."""
     manifest = DatasetManifest.model_validate(
         {
             **more,

@@ -1,13 +1,13 @@
 """Writes datasets of labelled rows: one text and its label per row, in shards by length.
 
 A row is padded to the shortest of a few lengths (buckets) that holds it, so that a batch of short texts is not computed
-at the longest one's length; texts longer than the longest bucket are cut, and counted. Shards have one feature more
-than those of `training.data.prepare.pack`: `label`, whose kind is an object of this module:
+at the length of the longest; texts longer than the longest bucket are cut, and counted. Shards have one feature more
+than those of `training.data.prepare.pack`, `label`:
 
-  ClassLabels   class numbers of named classes (int32, a classification dataset)
-  FloatLabels   finite numbers (float32, a regression dataset)
+  ClassLabels   class numbers of named classes (int32, class-labelled rows)
+  FloatLabels   finite numbers (float32, number-labelled rows)
 
-Such datasets are small: an interrupted run starts again from the beginning, and writes the same bytes.
+Failure model: an interrupted run starts again from the beginning, and writes the same bytes; such datasets are small.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ LabelledText = tuple[str, str]  # text, label as it is written in the corpus
 
 
 class LabelKind(Protocol):
-    """How a label's text becomes the number in a record."""
+    """Converts a label's text to the number in a record."""
 
     @property
     def rows(self) -> Rows:
-        """The rows of the dataset."""
+        """The rows of the dataset that it makes."""
 
     @property
     def dtype(self) -> Dtype:
-        """Of the feature."""
+        """The feature's dtype."""
 
     @property
     def names(self) -> Sequence[str]:
-        """For the manifest: the names of labels 0, 1, ...; empty where labels have no names."""
+        """The names of labels 0, 1, ... for the manifest; empty if labels have no names."""
 
     def encode(self, label: str, place: str) -> float:
-        """The number for a label. Raises BadInput, with `place` before the message, for one that can't be."""
+        """Returns the number of a label. Raises BadInput, with `place` before the message, for an impossible one."""
 
 
 @dataclass(frozen=True)
 class ClassLabels:
-    """Classes by name; a class's number is its place in `names`."""
+    """Named classes; a class's number is its place in `names`."""
 
     names: tuple[str, ...]
     rows: ClassVar[Rows] = "class-labelled"
@@ -99,13 +99,13 @@ class LengthBuckets:
     lengths: tuple[int, ...]
 
     def of(self, tokens: int) -> int:
-        """The row length for a text of so many tokens."""
+        """Returns the row length for a text of so many tokens."""
         return next((length for length in self.lengths if tokens <= length), self.lengths[-1])
 
 
 @dataclass(frozen=True)
 class LabelledDataset:
-    """The result: `cut` texts were longer than the longest bucket; `reused`: the dataset was already there."""
+    """A written dataset. `cut`: texts longer than the longest bucket; `reused`: the dataset was already there."""
 
     dataset: Dataset
     cut: int
@@ -113,10 +113,7 @@ class LabelledDataset:
 
 
 def default_lengths(longest: int) -> tuple[int, ...]:
-    """The longest length, its half, and so on down to 16: at most half of a row is padding.
-
-    Below 16 tokens a bucket of its own is not worth a compilation.
-    """
+    """Returns the longest length, its half, and so on down to 16 (a shorter bucket is not worth a compilation)."""
     lengths = [longest]
     while lengths[0] // 2 >= 16:
         lengths.insert(0, lengths[0] // 2)
@@ -124,25 +121,25 @@ def default_lengths(longest: int) -> tuple[int, ...]:
 
 
 def labelled_features(vocabulary: int, labels: LabelKind) -> dict[str, Feature]:
-    """The features of labelled rows."""
+    """Returns the features of labelled rows."""
     return {**dataset_writer.id_features(vocabulary), LABEL: Feature(dtype=labels.dtype, shape=[])}
 
 
 def select_columns(
     rows: Iterable[Mapping[str, Any]], text: str, label: str, corpus: str, labels: LabelKind | None = None
 ) -> Iterator[LabelledText]:
-    """The text and the label of each row of a corpus.
+    """Yields the text and the label of each row of a corpus.
 
     Args:
         rows: column -> value.
         text: the column with the text.
         label: the column with the label: text, a number or a truth value, which is converted to text.
         corpus: the corpus's name, for messages.
-        labels: what labels must be; None: anything.
+        labels: checks each label; None: any printable label is allowed.
 
     Raises:
-        BadInput: a row lacks one of the columns, its text is not text, or its label can't be. The message begins with
-            file:line, or with the corpus and the number of the row.
+        BadInput: a row lacks one of the columns, its text is not text, or its label is impossible. The message begins
+            with file:line, or with the corpus and the number of the row.
     """
     for number, row in enumerate(rows, 1):
         place = getattr(row, "place", None) or f"{corpus}: row {number}"
@@ -164,7 +161,7 @@ def select_columns(
 
 
 def label_mistake(name: str) -> str | None:
-    """Why a text can't be the name of a class; None where it can."""
+    """Returns why a text can't be the name of a class; None if it can."""
     if not name.strip():
         return "is empty: leave such rows out of the corpus"
     if name != name.strip():
@@ -185,21 +182,11 @@ def write_labelled_rows(
     *,
     overwrite: bool = False,
 ) -> LabelledDataset:
-    """Writes a dataset of labelled rows.
+    """Writes a dataset of labelled rows to the folder `url`.
 
-    Args:
-        url: the dataset's folder.
-        plan: what is to be made; `plan.length` is the longest bucket.
-        buckets: the row lengths.
-        labels: how labels are stored.
-        rows: is called to read the corpus; must give the same rows each time.
-        encode: texts -> ids of each, with special tokens around them.
-        pad: the id of padding.
-        overwrite: replace another dataset.
-
-    Raises:
-        BadInput: the folder holds something else, a label can't be, or there is no row.
-        StorageError: storage can't be read or written.
+    `plan.length` is the longest bucket. `rows` is called to read the corpus, and must give the same rows each time;
+    `encode` returns the ids of each text, with special tokens around them. Raises BadInput when the folder holds
+    something else (unless `overwrite`), a label is impossible, or there is no row; and StorageError.
     """
     assert plan.length == buckets.lengths[-1]
     existing = dataset_writer.find_existing(url, plan, overwrite)
@@ -244,7 +231,7 @@ def _write_rows(
     rows: Sequence[tuple[Ids, float]],
     pad: int,
 ) -> Shard:
-    """Writes shard `number` of the rows of one length."""
+    """Writes some rows as shard `number` of one length."""
     ids = np.full((len(rows), length), pad, np.int32)  # (n, length)
     for row, (row_ids, _) in enumerate(rows):
         ids[row, : len(row_ids)] = row_ids

@@ -1,7 +1,7 @@
-"""The procedure behind `tpu-train shards`: from its options to one dataset for each split.
+"""Makes one dataset for each split from the options of `tpu-train shards`.
 
 Chooses the corpus, the plan and the writer of each split: packed rows (`pack`), packed rows on Apache Beam (`beam`), or
-labelled rows (`labelled_rows`). What can fail half-way is documented there.
+labelled rows (`labelled_rows`), which describe their failure models.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from training.data.prepare.labelled_rows import (
     select_columns,
     write_labelled_rows,
 )
-from training.data.prepare.pack import Encode, PackedDataset, Progress
+from training.data.prepare.pack import Encode, PackedDataset, PackingProgress
 from training.data.tokenizer import Tokenizer
 from training.errors import BadInput
 from training.registry import TASKS, TaskName
@@ -39,7 +39,7 @@ SPLITS = ("train", "evaluation")
 
 @dataclass(frozen=True)
 class DatasetOptions:
-    """The options of `tpu-train shards`, as they were given.
+    """The options of `tpu-train shards`.
 
     Attributes:
         corpus: the text, see `training.data.prepare.corpus`.
@@ -84,7 +84,7 @@ class DatasetOptions:
 
 @dataclass(frozen=True)
 class SplitResult:
-    """One split's dataset. `note`: what was left out; `reused`: the dataset was already there."""
+    """One split's dataset. `note` reports what was left out; `reused`: the dataset was already there."""
 
     url: str
     dataset: Dataset
@@ -93,20 +93,12 @@ class SplitResult:
 
 
 def make_datasets(
-    options: DatasetOptions, progress: Callable[[str, Progress], None] = lambda url, progress: None
+    options: DatasetOptions, progress: Callable[[str, PackingProgress], None] = lambda url, progress: None
 ) -> Iterator[SplitResult]:
-    """Makes the dataset of each split, one after the other.
+    """Makes the dataset of each split, one after the other, and yields its result.
 
-    Args:
-        options: of the command.
-        progress: (URL of the split, how far it is) is called after each shard of packed rows.
-
-    Yields:
-        The result of a split, when it is finished.
-
-    Raises:
-        BadInput: options that do not fit together, a corpus that can't be read, or a folder that holds something else.
-        StorageError: storage can't be read or written.
+    Calls `progress` with the split's URL after each shard of packed rows. Raises BadInput for options that contradict
+    each other, a corpus that can't be read, or a folder that holds something else; and StorageError.
     """
     _check(options)
     tokenizer = tokenizers.read(options.tokenizer)
@@ -122,7 +114,7 @@ def make_datasets(
 
 
 def _check(options: DatasetOptions) -> None:
-    """Raises BadInput for options that do not fit together."""
+    """Raises BadInput for options that contradict each other."""
     if options.layout == "recipe" and options.compression != "none":
         raise BadInput("--layout recipe is the public layout, which is not compressed: leave --compression out")
     plain = (options.layout, options.compression, options.runner) == ("compact", "none", None)
@@ -131,7 +123,7 @@ def _check(options: DatasetOptions) -> None:
 
 
 def _source(options: DatasetOptions, split: str) -> tuple[Corpus, SplitFilter]:
-    """The corpus of a split, and which of its documents are in it."""
+    """Returns the corpus of a split, and the filter for its documents."""
     if options.evaluation_corpus is None:
         return Corpus(options.corpus, options.field), SplitFilter(split, options.evaluation_percent)
     name = options.evaluation_corpus if split == "evaluation" else options.corpus
@@ -141,7 +133,7 @@ def _source(options: DatasetOptions, split: str) -> tuple[Corpus, SplitFilter]:
 def _plan(
     options: DatasetOptions, split: str, corpus: Corpus, percent: float | None, tokenizer: Tokenizer, **more: Any
 ) -> DatasetPlan:
-    """The plan of a split. `more`: keys of its origin."""
+    """Returns the plan of a split. `more`: keys of its origin."""
     vocabulary = tokenizer.special.vocabulary
     return DatasetPlan(
         split=split,
@@ -167,9 +159,9 @@ def _make_packed(
     split: str,
     tokenizer: Tokenizer,
     encode: Encode,
-    progress: Callable[[str, Progress], None],
+    progress: Callable[[str, PackingProgress], None],
 ) -> SplitResult:
-    """One split of packed rows, in this process or on Apache Beam."""
+    """Makes one split of packed rows, in this process or on Apache Beam."""
     corpus, documents_of_split = _source(options, split)
     plan = _plan(options, split, corpus, documents_of_split.percent, tokenizer)
     url = storage.join(options.out, split)
@@ -207,7 +199,7 @@ def _make_labelled(
     buckets: LengthBuckets,
     labels: LabelKind,
 ) -> SplitResult:
-    """One split of labelled rows."""
+    """Makes one split of labelled rows."""
     corpus, documents_of_split = _source(options, split)
     origin = {"label": options.label, "labels": list(labels.names), "lengths": list(buckets.lengths)}
     plan = _plan(options, split, corpus, documents_of_split.percent, tokenizer, **origin)
@@ -225,7 +217,7 @@ def _make_labelled(
 
 
 def parse_lengths(lengths: str | None, longest: int) -> LengthBuckets:
-    """The length buckets that --lengths asks for. Raises BadInput."""
+    """Parses --lengths. Raises BadInput."""
     if lengths is None:
         return LengthBuckets(default_lengths(longest))
     try:
@@ -240,7 +232,7 @@ def parse_lengths(lengths: str | None, longest: int) -> LengthBuckets:
 
 
 def _labels(options: DatasetOptions) -> LabelKind:
-    """How labels are stored; reads the names of classes. Raises BadInput, StorageError."""
+    """Returns how labels are stored; reads the names of classes. Raises BadInput, StorageError."""
     if options.task == "regression":
         if options.labels is not None:
             raise BadInput(

@@ -3,11 +3,10 @@
     documents --batches of about 1 MB--> ids (all cores, in the `tokenizers` library)
               --one endless stream--> rows of `length` ids --> shards
 
-Nothing is lost between batches of documents: ids that do not fill a row wait for the next batch. Only the tail of a
-split, shorter than one row, is dropped, and its size is reported. Memory does not grow with the corpus: one batch of
-documents and one shard are held.
+Ids that do not fill a row wait for the next batch of documents. Only the tail of a split, shorter than one row, is
+dropped, and its size is reported. Memory does not grow with the corpus: it holds one batch of documents and one shard.
 
-What can fail half-way: see `training.data.prepare.dataset_writer`. An interrupted run continues after its last shard.
+Failure model: as of `training.data.prepare.dataset_writer`. An interrupted run continues after its last shard.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ Encode = Callable[[list[str]], list[Ids]]
 
 
 @dataclass(frozen=True)
-class Progress:
-    """How far a split is: documents read, rows and shards written, those of an earlier, interrupted run included."""
+class PackingProgress:
+    """Documents read, rows and shards written of a split, including those of an earlier, interrupted run."""
 
     documents: int
     records: int
@@ -40,10 +39,9 @@ class Progress:
 
 @dataclass(frozen=True)
 class PackedDataset:
-    """The result.
+    """A finished dataset.
 
     Attributes:
-        dataset: the finished dataset.
         documents: how many were read.
         dropped: ids at the end that fill no row.
         reused: the dataset was already there; nothing was read.
@@ -57,7 +55,7 @@ class PackedDataset:
 
 @dataclass
 class _Stream:
-    """The ids that are not in a shard yet, batch after batch of documents.
+    """The ids that are not yet in a shard, batch after batch of documents.
 
     `used` maps the document at which a batch starts to the number of its ids that are in shards.
     """
@@ -66,14 +64,15 @@ class _Stream:
     batches: list[tuple[int, Ids]] = field(default_factory=list)  # (first document, ids)
 
     def append(self, document: int, ids: Ids) -> None:
-        """Adds the ids of the batch that starts at a document, except those that are in a shard already."""
+        """Adds the ids of the batch that starts at a document, except those already in a shard."""
         self.batches.append((document, ids[self.used.setdefault(document, 0) :]))
 
     def __len__(self) -> int:
         return sum(len(ids) for _, ids in self.batches)
 
     def take(self, count: int) -> tuple[Ids, int, int]:
-        """Removes the next `count` ids. Returns (ids, first document of the batch where they end, ids used of it)."""
+        """Removes and returns the next `count` ids, with the first document and the used ids of the batch where they
+        end."""
         taken, missing = [], count
         for number, (document, ids) in enumerate(self.batches):
             part = ids[:missing]
@@ -87,7 +86,7 @@ class _Stream:
 
 
 def batches_of(documents: Iterable[str]) -> Iterator[list[str]]:
-    """Documents in batches of at most BATCH_DOCUMENTS, or of about BATCH_CHARACTERS."""
+    """Yields batches of at most BATCH_DOCUMENTS documents, or about BATCH_CHARACTERS."""
     batch: list[str] = []
     size = 0
     for document in documents:
@@ -107,21 +106,13 @@ def pack_documents(
     encode: Encode,
     *,
     overwrite: bool = False,
-    progress: Callable[[Progress], None] = lambda _: None,
+    progress: Callable[[PackingProgress], None] = lambda _: None,
 ) -> PackedDataset:
-    """Writes the dataset of one split, or continues where an interrupted run stopped.
+    """Writes the dataset of one split to the folder `url`, or continues where an interrupted run stopped.
 
-    Args:
-        url: the dataset's folder.
-        plan: what is to be made.
-        documents: is called to read the corpus; it must give the same documents each time.
-        encode: texts -> ids of each.
-        overwrite: replace another dataset.
-        progress: is called after each shard.
-
-    Raises:
-        BadInput: the folder holds something else, or there is too little text for a row.
-        StorageError: storage can't be read or written.
+    `documents` is called to read the corpus, and must give the same documents each time; `encode` returns the ids of
+    each text; `progress` is called after each shard. Raises BadInput when the folder holds something else (unless
+    `overwrite`), or there is too little text for a row; and StorageError.
     """
     existing = dataset_writer.find_existing(url, plan, overwrite)
     if existing is not None:
@@ -160,14 +151,14 @@ def refuse_empty(url: str, plan: DatasetPlan, tokens: int, documents: int) -> No
         )
 
 
-def _progress(documents: int, shards: list[Shard]) -> Progress:
-    return Progress(documents, sum(shard.records for shard in shards), len(shards))
+def _progress(documents: int, shards: list[Shard]) -> PackingProgress:
+    return PackingProgress(documents, sum(shard.records for shard in shards), len(shards))
 
 
 def _encode_batches(
     documents: Callable[[], Iterable[str]], encode: Encode, start: int
 ) -> Iterator[tuple[int, int, Ids]]:
-    """(first document, first one after it, ids) of each batch of documents from document `start` on."""
+    """Yields (first document, document after the last, ids) of each batch of documents, from document `start` on."""
     first = start
     for batch in batches_of(itertools.islice(documents(), start, None)):
         yield first, first + len(batch), np.concatenate(encode(batch))

@@ -1,6 +1,5 @@
-"""The length bucket of every step, for labelled rows.
-
-Pure functions of (records of each bucket, batch size, seed, step).
+"""Chooses the length bucket of every step, for labelled rows. Pure functions of (records of each bucket, batch size,
+seed, step).
 
 In epoch e, counted over the whole dataset, bucket b gives as many batches as bring it to floor((e + 1) * N_b / B) in
 all, where N_b are its records and B the global batch size. So each record is seen once per epoch, except for the batch
@@ -23,12 +22,8 @@ from training.data.sampling.random_bits import Ints, stream
 def group_lengths(records_of_length: Mapping[int, int], at_least: int) -> list[list[int]]:
     """Joins row lengths to buckets: shorter ones to longer ones until a bucket has `at_least` records.
 
-    Args:
-        records_of_length: row length -> records, ascending by length.
-        at_least: the global batch size. When the longest lengths have fewer, they join the bucket before.
-
-    Returns:
-        The lengths of each bucket, ascending. A bucket's rows are padded to its last length.
+    `records_of_length` (row length -> records) is ascending; the longest lengths join the bucket before when they have
+    fewer. Returns the lengths of each bucket, ascending. A bucket's rows are padded to its last length.
     """
     groups: list[list[int]] = [[]]
     for length in records_of_length:
@@ -44,25 +39,25 @@ def group_lengths(records_of_length: Mapping[int, int], at_least: int) -> list[l
 
 
 def batch_lengths(records_of_length: Mapping[int, int], at_least: int) -> tuple[int, ...]:
-    """The row lengths of the batches that `group_lengths` leads to, ascending."""
+    """Returns the row lengths of batches, ascending: the longest of each group of `group_lengths`."""
     return tuple(group[-1] for group in group_lengths(records_of_length, at_least))
 
 
 def batch_of_step(records: tuple[int, ...], batch: int, seed: int, k: int) -> tuple[int, int]:
-    """The bucket that step k takes, and the number of that bucket's batch. records: of each bucket."""
+    """Returns the bucket of step k, and the number of that bucket's batch. records: of each bucket."""
     epoch, index = epoch_of_step(records, batch, k)
     bucket = int(epoch_order(records, batch, seed, epoch)[index])
     return bucket, batches_before(records, batch, seed, epoch, index, bucket)
 
 
 def batches_before(records: tuple[int, ...], batch: int, seed: int, epoch: int, index: int, bucket: int) -> int:
-    """How many batches a bucket has given before step number `index` of an epoch."""
+    """Counts the batches that a bucket has given before step number `index` of an epoch."""
     taken = epoch_order(records, batch, seed, epoch)[:index]
     return epoch * records[bucket] // batch + int(np.count_nonzero(taken == bucket))
 
 
 def epoch_of_step(records: tuple[int, ...], batch: int, k: int) -> tuple[int, int]:
-    """The epoch of step k, and the step's index in it."""
+    """Returns the epoch of step k, and the step's index in it."""
     epoch = max(0, k * batch // sum(records) - 1)
     while _first_step(records, batch, epoch + 1) <= k:
         epoch += 1
@@ -73,7 +68,7 @@ def epoch_of_step(records: tuple[int, ...], batch: int, k: int) -> tuple[int, in
 
 @lru_cache(maxsize=4)
 def epoch_order(records: tuple[int, ...], batch: int, seed: int, epoch: int) -> Ints:
-    """The bucket of each step of an epoch. (steps,)"""
+    """Returns the bucket of each step of an epoch. (steps,)"""
     counts = [(epoch + 1) * count // batch - epoch * count // batch for count in records]
     order = np.repeat(np.arange(len(records)), counts)  # (steps,)
     shuffled: Ints = order[np.argsort(stream(seed, "buckets", epoch, len(order)), kind="stable")]

@@ -1,4 +1,4 @@
-"""Masked language modelling: which tokens are predicted, as a pure function of (seed, epoch, record, position).
+"""Masked language modelling: selects the predicted tokens, as a pure function of (seed, epoch, record, position).
 
 For each record, with all random numbers from `training.data.sampling.random_bits`:
 
@@ -51,20 +51,15 @@ class SpecialTokens:
     vocabulary: int
 
     def ordinary(self) -> npt.NDArray[np.int64]:
-        """All ids that are not special, ascending. (ids,)"""
+        """Returns all ids that are not special, ascending. (ids,)"""
         return np.setdiff1d(np.arange(self.vocabulary), sorted(self.special))
 
 
 def special_tokens(tokenizer: Mapping[str, Any], url: str) -> SpecialTokens:
-    """Reads them from the parsed content of a tokenizer.json.
+    """Returns the special tokens in the parsed content of the tokenizer.json at `url`.
 
-    Args:
-        tokenizer: the content.
-        url: where it was read, for messages.
-
-    Raises:
-        BadInput: there is no mask or padding token.
-        ValueError, KeyError, TypeError, AttributeError: it is not the content of a tokenizer.json.
+    Raises BadInput without a mask or padding token; ValueError, KeyError, TypeError or AttributeError when it is not
+    the content of a tokenizer.json.
     """
     added = tokenizer.get("added_tokens", [])
     special = {token["content"]: token["id"] for token in added if token.get("special")}
@@ -107,7 +102,7 @@ class Masking:
             raise BadInput(f"masking.predictions must be at least 1, not {self.predictions}")
 
     def places(self, length: int) -> int:
-        """The static number of predictions for rows of `length` tokens."""
+        """Returns the static number of predictions for rows of `length` tokens."""
         return min(length, self.predictions or max(1, -(-length * self.percent // 100)))
 
 
@@ -129,7 +124,7 @@ class Masked:
 
 
 class Masker:
-    """Masks rows for one tokenizer and seed. A call is a pure function; the object only keeps its tables."""
+    """Masks rows for one tokenizer and seed. A call is a pure function; the object only caches its tables."""
 
     def __init__(self, masking: Masking, tokens: SpecialTokens, seed: int) -> None:
         self.masking, self.tokens, self.seed = masking, tokens, seed
@@ -138,17 +133,17 @@ class Masker:
         if not len(self._ordinary):
             raise BadInput("the tokenizer has special tokens only")
 
-    def __call__(self, input_ids: Ids, epoch: npt.ArrayLike, records: npt.NDArray[np.int64]) -> Masked:
-        """Masks rows.
+    def __call__(self, input_ids: Ids, epochs: npt.ArrayLike, records: npt.NDArray[np.int64]) -> Masked:
+        """Returns masked copies of the rows.
 
         Args:
-            input_ids: (n, length) int32, not changed.
-            epoch: one for all rows, or (n,).
+            input_ids: (n, length) int32.
+            epochs: one for all rows, or (n,).
             records: (n,), the record of each row.
         """
         count, length = input_ids.shape
         places = self.masking.places(length)
-        row = self._row_keys(np.asarray(epoch), records)  # (n,)
+        row = self._row_keys(np.broadcast_to(epochs, records.shape), records)  # (n,)
 
         bits = np.uint64(max(1, (length - 1).bit_length()))
         position = np.arange(length, dtype=np.uint64)  # (length,)
@@ -183,9 +178,7 @@ class Masker:
         return Masked(masked, positions.astype(np.int32), labels, used.astype(np.float32))
 
     def _row_keys(self, epochs: npt.NDArray[np.int64], records: npt.NDArray[np.int64]) -> random_bits.UInts:
-        """The key of each row. epochs: () or (n,); records: (n,). Returns (n,)."""
-        if epochs.ndim == 0:
-            return random_bits.keys(random_bits.key(self.seed, "masking", int(epochs)), records)
+        """Returns the key of each row: (n,). epochs, records: (n,)."""
         row = np.empty(len(records), np.uint64)
         for epoch in np.unique(epochs):
             chosen = epochs == epoch
@@ -193,7 +186,7 @@ class Masker:
         return row
 
     def _draw(self, row: random_bits.UInts, index: random_bits.UInts, below: int) -> npt.NDArray[np.int64]:
-        """Random numbers in [0, below). row: (n,); index: (n, places). Returns (n, places)."""
+        """Returns random numbers in [0, below): (n, places). row: (n,); index: (n, places)."""
         return ((random_bits.counted(row[:, None], index) >> np.uint64(32)) * np.uint64(below) >> np.uint64(32)).astype(
             np.int64
         )

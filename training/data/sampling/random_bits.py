@@ -41,7 +41,7 @@ _ALL = 2**64 - 1
 
 
 def mix_int(z: int) -> int:
-    """SplitMix64's output function, for one Python integer."""
+    """Applies SplitMix64's output function to one Python integer."""
     z &= _ALL
     z = ((z ^ (z >> 30)) * FIRST) & _ALL
     z = ((z ^ (z >> 27)) * SECOND) & _ALL
@@ -49,7 +49,7 @@ def mix_int(z: int) -> int:
 
 
 def mix(z: UInts) -> UInts:
-    """As `mix_int`, for an array of any shape, which is overwritten and returned."""
+    """Applies `mix_int` to an array of any shape in place, and returns it."""
     scratch = z >> np.uint64(30)
     z ^= scratch
     z *= np.uint64(FIRST)
@@ -62,7 +62,7 @@ def mix(z: UInts) -> UInts:
 
 
 def key(seed: int, purpose: str, *numbers: int) -> int:
-    """A 64-bit key of (seed, purpose, numbers...); their order matters."""
+    """Returns a 64-bit key of (seed, purpose, numbers...); their order matters."""
     state = mix_int(seed + GOLDEN)
     for number in (int.from_bytes(purpose.encode(), "little"), *numbers):
         while True:  # 64 bits at a time
@@ -74,12 +74,12 @@ def key(seed: int, purpose: str, *numbers: int) -> int:
 
 
 def bucket_seed(seed: int, length: int) -> int:
-    """The seed with which the bucket of rows of `length` tokens is shuffled."""
+    """Returns the seed that shuffles the bucket of rows of `length` tokens."""
     return seed + length
 
 
 def keys(state: int, numbers: npt.NDArray[np.int64]) -> UInts:
-    """`key` with one more number, for an array of them. numbers: (n,). Returns (n,).
+    """Extends a key by one more number, for an array of them. numbers: (n,). Returns (n,).
 
     key(..., n) == keys(key(...), [n])[0] for 0 <= n < 2**63.
     """
@@ -91,12 +91,12 @@ def keys(state: int, numbers: npt.NDArray[np.int64]) -> UInts:
 
 
 def stream(seed: int, purpose: str, epoch: int, count: int, number: int = 0) -> UInts:
-    """`count` random integers: SplitMix64 started at the key of (seed, purpose, epoch, number). (count,)"""
+    """Returns random integers: SplitMix64 started at the key of (seed, purpose, epoch, number). (count,)"""
     state = key(seed, purpose, epoch, number)
     return counted(np.uint64(state), np.arange(count, dtype=np.uint64))
 
 
 def counted(state: npt.ArrayLike, index: UInts) -> UInts:
-    """Output number `index` (from 0) of the generators that start at `state`; any shapes that broadcast."""
+    """Returns output number `index` (from 0) of the generators that start at `state`; any shapes that broadcast."""
     z = np.asarray(state, np.uint64) + (index + np.uint64(1)) * np.uint64(GOLDEN)
     return mix(z)

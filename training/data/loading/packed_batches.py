@@ -1,0 +1,115 @@
+"""Batches of packed rows, as they were written: `PackedBatches.batch(k)` is a pure function of (dataset, seed, global
+batch size, k).
+
+It does not depend on the number of hosts (each holds its rows of the same global batch), on threads, or on earlier
+reads; a run that resumes at step k starts as fast as one at step 0. `training.data` has the glossary of indices. Tasks
+derive their inputs and labels from these rows: `training.data.loading.mlm_batches` masks them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from training import storage
+from training.data.formats.dataset import Dataset
+from training.data.loading.fixed_shards import open_source
+from training.data.loading.reader import Reader
+from training.data.loading.record_source import REPLACED, HostSlice, RecordSource
+from training.data.sampling.order import evaluation_order, training_order
+from training.data.sampling.random_bits import Ints
+from training.errors import BadInput
+
+B = TypeVar("B")
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """One host's rows of a global batch. No row has padding, so there is no attention mask.
+
+    Attributes:
+        input_ids: (rows, length) int32.
+        epochs: (rows,) int64.
+        records: (rows,) int64.
+        replaced: (rows,) bool: another record has the place of a damaged one.
+    """
+
+    input_ids: npt.NDArray[np.int32]
+    epochs: Ints
+    records: Ints
+    replaced: npt.NDArray[np.bool_]
+
+
+class PackedBatches:
+    """Endless training batches. Thread-safe; `close` ends its threads."""
+
+    def __init__(self, dataset: Dataset, host_slice: HostSlice, seed: int) -> None:
+        """Checks every shard's size with one listing; reads no record yet. Raises BadInput."""
+        dataset.require(rows="packed")
+        first, last = host_slice.rows()
+        source = _open(dataset, host_slice)
+        self.dataset, self.global_batch_size = dataset, host_slice.global_batch_size
+        order = training_order(
+            source.records, source.record_bytes, source.unit, seed=seed, batch=self.global_batch_size
+        )
+        self._reader = Reader(source, order, self.global_batch_size, first, last, threads=_threads(dataset))
+
+    def batch(self, k: int) -> PackedBatch:
+        """Returns this host's rows of global batch k. Raises BadInput, StorageError."""
+        return _read(self._reader, k * self.global_batch_size, (k + 1) * self.global_batch_size)
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._reader.close()
+
+
+def packed_evaluation(dataset: Dataset, host_slice: HostSlice) -> Iterator[PackedBatch]:
+    """Yields all records once, in record order; every host gets the same number of batches.
+
+    The last batch may have fewer rows, even none (see `fill_rows`). Raises BadInput, StorageError.
+    """
+    dataset.require(rows="packed")
+    first, last = host_slice.rows()
+    source, batch_size = _open(dataset, host_slice), host_slice.global_batch_size
+    order = evaluation_order(source.records, source.record_bytes, source.unit)
+    with Reader(source, order, batch_size, first, last, threads=_threads(dataset)) as reader:
+        for start in range(0, source.records, batch_size):
+            yield _read(reader, start, min(start + batch_size, source.records))
+
+
+def fill_rows(batch: B, rows: int, fillers: Mapping[str, Any]) -> B:
+    """Appends rows to a dataclass of arrays until it has `rows`: `fillers` gives a field's value, or row, there; 0 for
+    fields without one."""
+    arrays = vars(batch)
+    missing = rows - len(next(iter(arrays.values())))
+    if not missing:
+        return batch
+
+    def fill(name: str, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        added = np.full((missing, *values.shape[1:]), fillers.get(name, 0), values.dtype)
+        return np.concatenate([values, added])
+
+    return replace(batch, **{name: fill(name, values) for name, values in arrays.items()})  # type: ignore[type-var]
+
+
+def _open(dataset: Dataset, host_slice: HostSlice) -> RecordSource:
+    vocabulary = host_slice.tokenizer.vocabulary
+    if dataset.manifest.vocabulary > vocabulary:
+        raise BadInput(
+            f"{dataset.url} was written with a tokenizer of {dataset.manifest.vocabulary} ids, and the given one has "
+            f"{vocabulary}: give the one it was made with"
+        )
+    return open_source(dataset, vocabulary=vocabulary, on_corrupt=host_slice.on_corrupt, cache=host_slice.cache)
+
+
+def _threads(dataset: Dataset) -> int:
+    return 16 if storage.is_remote(dataset.url) else 2
+
+
+def _read(reader: Reader, start: int, stop: int) -> PackedBatch:
+    epochs, records, arrays = reader.rows(start, stop)
+    return PackedBatch(arrays["input_ids"].astype(np.int32), epochs, records, arrays[REPLACED][:, 0])
