@@ -68,7 +68,7 @@ def run(
         config, run_id=run_id, new=new, env_file=env_file, overlay=overlay, sync=sync, preflight=not no_preflight
     )
     if dry_run:
-        launch.read_extras(request, run_context())
+        launch.read_extras(request, run_context())  # which may refuse them
         show_plan(config, "run")
         return
     try:

@@ -44,16 +44,13 @@ def execute(
     """Runs a command in the run's live containers, and emits its lines as they come, values of secrets masked.
 
     Args:
-        config: Finds the run: the newest one of its slice.
+        config: Finds the newest run of its slice, unless `run_id` names a run.
         context: This process.
-        run_id: Finds the run instead.
+        run_id: The run.
         command: Program and arguments.
         host: Worker index; None for all hosts.
         seconds: After which the command is ended.
         on_line: Takes each emitted line without its host, one at a time.
-
-    Returns:
-        How the command ended on each host.
 
     Raises:
         BadInput: The run is not running, or has no such host.

@@ -7,7 +7,6 @@ point: a start that finds its containers running attaches to them.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,19 +50,7 @@ class RunRequest:
     """Refuse a step that preflight found too large."""
 
 
-@dataclass(frozen=True)
-class Extras:
-    """What the command line adds to the configuration."""
-
-    variables: env_file.EnvFile | None
-    overlay: Overlay | None
-
-    def secrets(self, environment: Mapping[str, str]) -> SecretSource:
-        """Returns where values of secrets are found, the env file included."""
-        return SecretSource(environment, self.variables.values if self.variables else {})
-
-
-def read_extras(request: RunRequest, context: Context) -> Extras:
+def read_extras(request: RunRequest, context: Context) -> tuple[env_file.EnvFile | None, Overlay | None]:
     """Reads the env file and packs the overlay, or for --sync the changed files, which it names to the user.
 
     Raises:
@@ -72,7 +59,7 @@ def read_extras(request: RunRequest, context: Context) -> Extras:
     config, say = request.config, context.output.say
     variables = env_file.read(request.env_file) if request.env_file is not None else None
     if request.sync is None:
-        return Extras(variables, overlays.pack(request.overlay) if request.overlay is not None else None)
+        return variables, overlays.pack(request.overlay) if request.overlay is not None else None
     if request.overlay is not None:
         raise BadInput("--sync and --overlay: one of the two")
     changes = overlays.find_changes(request.sync, config, context.home, _last_image(config, context))
@@ -81,7 +68,7 @@ def read_extras(request: RunRequest, context: Context) -> Extras:
     say(f"{len(changes.changed)} changed files ({shown or 'none'}), {size:.1f} KiB to each host")
     if changes.removed:
         say(f"removed here, and in the image until it is built again: {', '.join(changes.removed)}")
-    return Extras(variables, changes.overlay)
+    return variables, changes.overlay
 
 
 def run(request: RunRequest, context: Context) -> Outcome:
@@ -97,8 +84,8 @@ def run(request: RunRequest, context: Context) -> Outcome:
     """
     config, say = request.config, context.output.say
     known_stops = {ledger.run_id: ledger.state.stops for ledger in list_runs(context.home, context.machine)}
-    extras = read_extras(request, context)
-    secrets = extras.secrets(context.environment)
+    variables, overlay = read_extras(request, context)
+    secrets = SecretSource(context.environment, variables.values if variables else {})
     config.require_something_to_run()
     inputs.buckets(config, say)
     inputs.data(config, say)
@@ -107,9 +94,7 @@ def run(request: RunRequest, context: Context) -> Outcome:
         _require_capabilities(request, provider, secrets)
         local.check(config)
         provider.connect()
-        requested = specification.describe(
-            config, "", variables=extras.variables, overlay=extras.overlay, preflight=checked
-        )
+        requested = specification.describe(config, "", variables=variables, overlay=overlay, preflight=checked)
         for run_id in _stop_before_restart(config, context) if request.sync is not None else ():
             known_stops[run_id] = known_stops.get(run_id, 0) + 1  # this command's own
         ledger = resolve_run(
@@ -117,7 +102,7 @@ def run(request: RunRequest, context: Context) -> Outcome:
             context.home,
             context.machine,
             requested,
-            extras.overlay,
+            overlay,
             run_id=request.run_id,
             new=request.new,
         )
@@ -138,8 +123,8 @@ def run(request: RunRequest, context: Context) -> Outcome:
                 require_ready(config, provider)
             kept = specification.read(ledger.folder)
             spec = specification.resume(kept, requested)
-            if extras.overlay is not None:
-                specification.write_overlay(ledger.folder, extras.overlay)
+            if overlay is not None:
+                specification.write_overlay(ledger.folder, overlay)
             session = Session(context, ledger, spec, config, provider, secrets)
             require_inputs(session)  # before an image is built
             return run_attempts(session.with_image(_choose_image(request, context, kept, spec)))
@@ -148,11 +133,8 @@ def run(request: RunRequest, context: Context) -> Outcome:
 def attach(request: RunRequest, context: Context) -> Outcome:
     """Watches a run that was started before, from this terminal or another.
 
-    Attempts that follow are made from the run's specification; the file on this command line only finds the run.
-
-    Args:
-        request: Finds the run: its id, or the newest one of the slice. An env file gives values of the run's secrets.
-        context: This process.
+    Attempts that follow are made from the run's specification; the file on this command line only finds the run. An env
+    file gives values of the run's secrets.
 
     Raises:
         BadInput: There is no such run, it is not running, or another attempt would follow and secrets are missing.
@@ -178,7 +160,7 @@ def attach(request: RunRequest, context: Context) -> Outcome:
                 raise StartInterrupted(ledger.run_id, state.attempt)
             missing = session.unknown_secrets() if session.provider.capabilities.sends_secrets else []
             if missing:
-                text = specification.name_missing(session.specification, missing)
+                text = specification.describe_missing(session.specification, missing)
                 session.say(f": {text}; until they are there no other attempt is started")
             return run_attempts(session, state.attempt)
 
@@ -186,13 +168,8 @@ def attach(request: RunRequest, context: Context) -> Outcome:
 def stop(config: Config, context: Context, run_id: str | None, *, grace: int | None) -> list[HostReport]:
     """Stops the run: ends its containers on all hosts (SIGTERM; SIGKILL after the grace) and waits until they ended.
 
-    No attempt follows until the next `tpu-launch run`, whichever process of this machine supervises the run.
-
-    Args:
-        config: Finds the run: the newest one of its slice.
-        context: This process.
-        run_id: Finds the run instead.
-        grace: Seconds; None for run.stop_seconds.
+    No attempt follows until the next `tpu-launch run`, whichever process of this machine supervises the run. Without
+    `run_id` stops the newest run of the slice. `grace` is in seconds; None for run.stop_seconds.
 
     Returns:
         A report for each host; [] if nothing runs on hosts.

@@ -41,12 +41,9 @@ class RunRecord:
     """How a run was started: enough to find it again."""
 
     run_id: str
-    name: str
     project: str
     zone: str
     slice: str
-    file: str
-    command: list[str]
     config_hash: str
     created: float
     provider: str

@@ -50,7 +50,7 @@ class Cursor:
         """Time from which the next observation must begin, RFC 3339; None: from the beginning."""
         return shift(self.newest, -LOG_OVERLAP) if self.newest else None
 
-    def new(self, lines: Iterable[LogLine]) -> list[LogLine]:
+    def advance(self, lines: Iterable[LogLine]) -> list[LogLine]:
         """Returns the lines that were not delivered yet, in order, and counts them as delivered.
 
         Args:
@@ -99,9 +99,9 @@ class HostLog:
         self.behind = False  # the newest observation could not be written
         if path.exists():
             self._repair()
-            self.cursor.new(tail(path, _TAIL_BYTES))
+            self.cursor.advance(tail(path, _TAIL_BYTES))
 
-    def take(self, lines: Iterable[LogLine], since: str | None = None) -> list[LogLine]:
+    def append_new(self, lines: Iterable[LogLine], since: str | None = None) -> list[LogLine]:
         """Writes the new lines of an observation, and returns them.
 
         Args:
@@ -114,7 +114,7 @@ class HostLog:
         if self.behind and since is not None and since > (self.cursor.since or ""):
             return []
         cursor = replace(self.cursor, recent=self.cursor.recent.copy())
-        fresh = cursor.new(lines)
+        fresh = cursor.advance(lines)
         if fresh:
             text = "".join(f"{line.timestamp} {line.text}\n" for line in fresh)
             try:

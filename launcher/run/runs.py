@@ -80,7 +80,7 @@ def resolve_run(
     Raises:
         BadInput: There is no run of that id, or it has another configuration hash.
     """
-    config_hash = specification.meaning(config)
+    config_hash = specification.hash_configuration(config)
     if run_id is not None:
         ledger = find_run(home, machine, run_id, provider=config.provider)
         if ledger.record.config_hash != config_hash:
@@ -94,12 +94,9 @@ def resolve_run(
             return newest
     record = RunRecord(
         run_id=new_run_id(config.run_name, machine),
-        name=config.run_name,
         project=config.project,
         zone=config.zone,
         slice=config.slice.name,
-        file=str(Path(config.document.name).absolute()),
-        command=list(config.command),
         config_hash=config_hash,
         created=machine.clock.time(),
         provider=config.provider,
@@ -115,16 +112,7 @@ def begin_run(
     requested: Specification,
     overlay: Overlay | None,
 ) -> Ledger:
-    """Makes the folder of a new run. It counts as a run once everything is written.
-
-    Args:
-        home: The launcher's folder.
-        machine: This machine.
-        record: How the run is started; its id names the folder.
-        document: The resolved configuration, as YAML.
-        requested: The specification, but for the run's id.
-        overlay: The overlay that the specification names.
-    """
+    """Writes the folder of a new run, its record last. `document` is the resolved configuration as YAML."""
     folder = home / "runs" / record.run_id
     folder.mkdir(mode=0o700, parents=True)
     write_private(folder / "config.yaml", document)

@@ -128,16 +128,7 @@ def make_attempt(
     secrets: Mapping[str, str] | None = None,
     overlay: Overlay | None = None,
 ) -> Attempt:
-    """Returns the attempt that every host is given.
-
-    Args:
-        spec: The run.
-        config: Its configuration, `spec.config()`.
-        number: The attempt's number, from 0.
-        image: REPOSITORY@sha256:... or an image id.
-        secrets: Values of the variables that only the command may see.
-        overlay: Files over the image's own.
-    """
+    """Returns the attempt that every host is given. `config` is what `spec.config()` returns."""
     checked = {CHECKED_PROGRAMS_VARIABLE: ",".join(spec.preflight)} if spec.preflight else {}
     return Attempt(
         run_id=spec.run,
@@ -156,7 +147,7 @@ def make_attempt(
     )
 
 
-def meaning(config: Config) -> str:
+def hash_configuration(config: Config) -> str:
     """Returns the configuration hash, which is equal for starts of one run: of the trainer's sections without the
     backend, and of the command; not of where the run is."""
     trainer = {
@@ -235,7 +226,7 @@ class SecretSource:
         return [name for name in specification.secrets if name not in known]
 
 
-def name_missing(specification: Specification, missing: Iterable[str]) -> str:
+def describe_missing(specification: Specification, missing: Iterable[str]) -> str:
     """Returns a sentence that says which secrets are missing, and where they were looked for."""
     places = "the environment"
     if specification.env_file is not None:

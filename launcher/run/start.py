@@ -133,7 +133,7 @@ def require_inputs(session: Session) -> None:
     if session.provider.capabilities.sends_secrets and (missing := session.unknown_secrets()):
         raise BadInput(
             f"run {spec.run}: attempt {session.ledger.state.attempt + 1} is not started: "
-            f"{specification.name_missing(spec, missing)}; "
+            f"{specification.describe_missing(spec, missing)}; "
             "nothing is lost: export them, then resume the run with the same `tpu-launch run` command"
         )
     specification.read_overlay(session.ledger.folder, spec)

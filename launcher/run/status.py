@@ -137,9 +137,9 @@ def print_logs(config: Config, context: Context, run_id: str | None, *, follow: 
     While another process supervises the run, that process fetches the lines, and this one reads its files.
 
     Args:
-        config: Finds the run: the newest one of its slice.
+        config: Finds the newest run of its slice, unless `run_id` names a run.
         context: This process.
-        run_id: Finds the run instead.
+        run_id: The run.
         follow: Go on until the attempt, or without a supervisor its containers, have ended.
         host: Worker index; None for all hosts.
     """
@@ -290,7 +290,7 @@ class _Fetcher:
         if observation.problem not in ("", self._problems[worker]):
             self._output.say(f"host {worker} does not answer: {observation.problem}")
         self._problems[worker] = observation.problem
-        if log.take(observation.lines) and observation.more:
+        if log.append_new(observation.lines) and observation.more:
             # Go on from the last line, without the overlap, which may hold more than one observation.
             self._next_page[worker] = observation.lines[-1].timestamp
         state = observation.container

@@ -263,7 +263,7 @@ class _Supervision:
     def _deliver(self, observation: Observation) -> bool:
         """Emits the lines that are new, and returns whether there were any. On a full disk they stay new."""
         try:
-            fresh = self.logs[observation.worker].take(observation.lines, observation.since)
+            fresh = self.logs[observation.worker].append_new(observation.lines, observation.since)
         except OSError as error:
             if from_disk(error) is None:
                 raise

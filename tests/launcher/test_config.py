@@ -6,7 +6,7 @@ import pytest
 
 from launcher.config import load
 from launcher.errors import BadInput, Exit
-from launcher.run.specification import meaning
+from launcher.run.specification import hash_configuration
 
 GOOD = """\
 project: my-project
@@ -117,8 +117,8 @@ def test_the_image_is_that_of_the_trainers_backend(tmp_path: Path) -> None:
 
 def test_a_run_may_go_on_with_the_other_backend_and_with_no_other_difference(tmp_path: Path) -> None:
     path = written(tmp_path, GOOD + TRAINS)
-    assert meaning(load(path)) == meaning(load(path, ["backend=tensorflow"]))
-    assert meaning(load(path)) != meaning(load(path, ["train.steps=2"]))
+    assert hash_configuration(load(path)) == hash_configuration(load(path, ["backend=tensorflow"]))
+    assert hash_configuration(load(path)) != hash_configuration(load(path, ["train.steps=2"]))
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ with Ledger(Path(sys.argv[1]), SystemClock()).supervising():
 
 def new_run(home: Path) -> Ledger:
     run_id = new_run_id("r", this_machine())
-    record = RunRecord(run_id, "r", "p", "z", "s", "f.yaml", ["true"], "hash", 0.0, "tpu-vm")
+    record = RunRecord(run_id, "p", "z", "s", "hash", 0.0, "tpu-vm")
     specification = Specification(run="", provider="tpu-vm", file="f.yaml", configuration={})
     return begin_run(home, this_machine(), record, "", specification, None)
 

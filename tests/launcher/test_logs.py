@@ -49,9 +49,9 @@ def test_every_line_is_delivered_once_and_in_order_for_any_looks(
     for cut in [*sorted(cuts), len(history)]:
         # Now and then a look was asked for before the last one was delivered.
         since = earlier if data.draw(st.booleans()) else cursor.since
-        delivered += cursor.new(engine_log(history[:cut], since))
+        delivered += cursor.advance(engine_log(history[:cut], since))
         earlier = since
-    delivered += cursor.new(engine_log(history, cursor.since))
+    delivered += cursor.advance(engine_log(history, cursor.since))
     assert delivered == history
 
 
@@ -59,20 +59,20 @@ def test_every_line_is_delivered_once_and_in_order_for_any_looks(
 def test_a_new_process_goes_on_where_the_file_ends(tmp_path_factory, history: list[LogLine], cut: int) -> None:  # type: ignore[no-untyped-def]
     path: Path = tmp_path_factory.mktemp("log") / "host-0.log"
     first = HostLog(path)
-    first.take(engine_log(history[:cut], first.cursor.since))
+    first.append_new(engine_log(history[:cut], first.cursor.since))
     second = HostLog(path)
-    second.take(engine_log(history, second.cursor.since))
+    second.append_new(engine_log(history, second.cursor.since))
     assert read_from(path, 0)[0] == history
 
 
 def test_a_line_cut_by_a_crash_is_delivered_again_whole(tmp_path: Path) -> None:
     path = tmp_path / "host-0.log"
     history = [LogLine(stamp(0), "first"), LogLine(stamp(10), "second")]
-    HostLog(path).take(history[:1])
+    HostLog(path).append_new(history[:1])
     with path.open("a") as file:
         file.write(f"{stamp(10)} sec")
     again = HostLog(path)
-    assert again.take(engine_log(history, again.cursor.since)) == history[1:]
+    assert again.append_new(engine_log(history, again.cursor.since)) == history[1:]
     assert read_from(path, 0)[0] == history
 
 
@@ -118,7 +118,7 @@ def test_lines_that_do_not_fit_on_the_disk_stay_new_and_come_before_those_behind
 ) -> None:
     log = HostLog(tmp_path / "host-0.log")
     history = [LogLine(stamp(number), f"line {number}") for number in range(6)]
-    assert log.take(history[:2], None) == history[:2]
+    assert log.append_new(history[:2], None) == history[:2]
     asked = log.cursor.since
 
     def write_half(file: FileIO, data: bytes) -> None:
@@ -128,19 +128,19 @@ def test_lines_that_do_not_fit_on_the_disk_stay_new_and_come_before_those_behind
     with monkeypatch.context() as full:
         full.setattr(logs, "write_whole", write_half)
         with pytest.raises(OSError, match="No space"):
-            log.take(history[2:4], asked)
+            log.append_new(history[2:4], asked)
     assert log.cursor.since == asked
     assert read_from(log.path, 0)[0] == history[:2], "nothing of them is in the file"
-    assert log.take(history[4:], history[3].timestamp) == [], "the next page, asked for before"
-    assert log.take(history[:4], asked) == history[2:4]
-    assert log.take(history[4:], history[3].timestamp) == history[4:]
+    assert log.append_new(history[4:], history[3].timestamp) == [], "the next page, asked for before"
+    assert log.append_new(history[:4], asked) == history[2:4]
+    assert log.append_new(history[4:], history[3].timestamp) == history[4:]
     assert read_from(log.path, 0)[0] == history
 
 
 def test_bytes_that_are_not_text_survive(tmp_path: Path) -> None:
     log = HostLog(tmp_path / "host-0.log")
     line = LogLine(stamp(0), b"\xff\xfe".decode(errors="surrogateescape"))
-    log.take([line])
+    log.append_new([line])
     assert read_from(log.path, 0)[0] == [line]
 
 
@@ -156,7 +156,7 @@ def test_looks_at_the_last_lines_only_lose_nothing(history: list[LogLine], steps
         if since is not None:
             short = engine_log(history[:written][-tail:], since)
             lines = short if covers(short, since, tail) else lines
-        delivered += cursor.new(lines)
+        delivered += cursor.advance(lines)
     assert Counter(delivered) == Counter(history)
 
 
@@ -189,6 +189,6 @@ def test_lines_are_delivered_once_and_in_order_although_the_hosts_clock_steps_ba
             log = HostLog(log.path)
         since = log.cursor.since
         is_behind = since is not None and stamp(clock)[:19] < since
-        delivered += log.take(history[-tail:] if is_behind else engine_log(history, since))
+        delivered += log.append_new(history[-tail:] if is_behind else engine_log(history, since))
     assert delivered == history
     assert read_from(log.path, 0)[0] == history

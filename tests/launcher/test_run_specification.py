@@ -66,7 +66,7 @@ def test_a_command_of_the_command_line_is_kept(tmp_path: Path) -> None:
     specification.write(tmp_path, specification.describe(config, "demo-1"))
     again = specification.read(tmp_path)
     assert again.config().command == ("python", "train.py", "--lr", "1e-4")
-    assert specification.meaning(again.config()) == specification.meaning(config)
+    assert specification.hash_configuration(again.config()) == specification.hash_configuration(config)
 
 
 @pytest.mark.parametrize(
