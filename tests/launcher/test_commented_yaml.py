@@ -1,4 +1,4 @@
-"""Claims about YAML with comments: whoever reads it, reads what was given."""
+"""YAML with comments: every reader gets the values that were written."""
 
 import subprocess
 from collections.abc import Callable
@@ -14,66 +14,13 @@ from ruamel.yaml import YAML
 from launcher.gke.commented_yaml import Commented, dump, dump_documents, is_plain, strip_comments
 from launcher.shell import find
 
-# Strings that one reader or another takes for something else when they are not quoted.
+# Strings that some reader does not read as strings if they are not quoted.
 AMBIGUOUS = [
-    "1e-4",
-    "1E4",
-    "0o17",
-    "0x1F",
-    "0b1",
-    "010",
-    "1_000",
-    "1:30",
-    "1:30:45.5",
-    "+1",
-    "-1",
-    ".5",
-    "5.",
-    "0.1.2",
-    "16Gi",
-    ".inf",
-    "-.Inf",
-    ".NaN",
-    "yes",
-    "No",
-    "ON",
-    "off",
-    "y",
-    "N",
-    "true",
-    "False",
-    "NULL",
-    "null",
-    "~",
-    "=",
-    "<<",
-    "-",
-    "--",
-    "---",
-    "...",
-    "?",
-    ":",
-    "|",
-    ">",
-    "*",
-    "&",
-    "!",
-    "%",
-    "@",
-    "`",
-    "[x]",
-    "{y}",
-    "'q'",
-    '"d"',
-    "a:",
-    "-a",
-    "#c",
-    "!t",
-    "&a",
-    "*b",
-    "2001-01-01",
-    "2001-12-14t21:59:43.10-05:00",
-]
+    "1e-4", "1E4", "0o17", "0x1F", "0b1", "010", "1_000", "1:30", "1:30:45.5", "+1", "-1", ".5", "5.", "0.1.2",
+    "16Gi", ".inf", "-.Inf", ".NaN", "yes", "No", "ON", "off", "y", "N", "true", "False", "NULL", "null", "~",
+    "=", "<<", "-", "--", "---", "...", "?", ":", "|", ">", "*", "&", "!", "%", "@", "`", "[x]", "{y}", "'q'",
+    '"d"', "a:", "-a", "#c", "!t", "&a", "*b", "2001-01-01", "2001-12-14t21:59:43.10-05:00",
+]  # fmt: skip
 ODD = [
     "",
     " ",
@@ -119,7 +66,7 @@ READERS = {"PyYAML, YAML 1.1": yaml.safe_load, "ruamel, 1.1": ruamel((1, 1)), "r
 
 
 def same(read: Any, value: Any) -> bool:
-    """Equal, in the same order, and of the same types (True is not 1)."""
+    """Returns whether two values are equal, in the same order, and of the same types (True is not 1)."""
     if type(read) is not type(value):
         return False
     if isinstance(value, dict):
@@ -131,7 +78,7 @@ def same(read: Any, value: Any) -> bool:
 
 @settings(max_examples=300, deadline=None)
 @given(st.dictionaries(text, values, max_size=4) | st.lists(values, max_size=4))
-def test_every_reader_reads_what_was_given(value: Any) -> None:
+def test_python_readers_get_the_written_values(value: Any) -> None:
     node = value
     if isinstance(value, dict):
         node = {key: Commented(inner, "what it is for, at some length " * 5) for key, inner in value.items()}
@@ -141,8 +88,8 @@ def test_every_reader_reads_what_was_given(value: Any) -> None:
         assert same(read(document), value), name
 
 
-def test_kubectl_reads_what_was_given(tmp_path: Path) -> None:
-    """Go's reader. Left out: a line separator that Go writes in a way that Python's readers fold."""
+def test_kubectl_gets_the_written_values(tmp_path: Path) -> None:
+    """Reads with Go. Leaves out a line separator that Go writes in a form that Python's readers fold."""
     values = [value for value in [*AMBIGUOUS, *PLAIN, *ODD] if value != "\x85"]
     strings = {f"key-{number}": value for number, value in enumerate(values)}
     document = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "demo"}, "data": strings}
@@ -151,12 +98,12 @@ def test_kubectl_reads_what_was_given(tmp_path: Path) -> None:
     built = subprocess.run(
         [find("kubectl"), "kustomize", str(tmp_path)], capture_output=True, text=True, check=True, timeout=60
     )
-    # All scalars as text: what Go took for a number or a boolean is written differently.
+    # Read all scalars as text: a value that Go took for a number or a boolean is written differently.
     assert yaml.load(built.stdout, yaml.BaseLoader)["data"] == strings
 
 
 @pytest.mark.parametrize("value", AMBIGUOUS)
-def test_what_one_reader_takes_for_something_else_is_quoted(value: str) -> None:
+def test_ambiguous_strings_are_quoted(value: str) -> None:
     assert not is_plain(value)
 
 
@@ -165,7 +112,7 @@ def test_words_and_paths_need_no_quotes(value: str) -> None:
     assert dump({"key": value}) == f"key: {value}\n"
 
 
-def test_comments_stand_above_what_they_explain() -> None:
+def test_comments_are_above_their_values() -> None:
     inner = {
         "first": Commented("a", "of the first key"),
         "second": Commented([Commented("x", "of an item")], "of a list"),

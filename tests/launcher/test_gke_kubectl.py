@@ -1,4 +1,4 @@
-"""Claims about what kubectl's errors, pods and logs mean. The errors are quoted from kubectl 1.32 and API servers."""
+"""The meaning of kubectl's errors, of pods and of logs. The errors are those of kubectl 1.32 and API servers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from launcher.gke.watch import JsonStream
 from launcher.provider import ContainerState, LogLine
 from launcher.providers import this_machine
 
-SAID = [
+ERRORS = [
     ('error: context "x" does not exist', Exit.BAD_INPUT, "no context x"),
     ("error: current-context is not set", Exit.BAD_INPUT, "knows no cluster"),
     (
@@ -103,13 +103,13 @@ SAID = [
         Exit.CLOUD_ERROR,
         "unable to handle",
     ),
-    ("something nobody has seen", Exit.CLOUD_ERROR, "something nobody has seen"),
+    ("an unknown error", Exit.CLOUD_ERROR, "an unknown error"),
     ("", Exit.CLOUD_ERROR, "it gave no reason"),
 ]
 
 
-@pytest.mark.parametrize(("said", "code", "words"), SAID, ids=[said[:40] for said, _, _ in SAID])
-def test_what_kubectl_says_becomes_what_to_do(said: str, code: Exit, words: str) -> None:
+@pytest.mark.parametrize(("said", "code", "words"), ERRORS, ids=[said[:40] for said, _, _ in ERRORS])
+def test_errors_of_kubectl_say_what_to_do(said: str, code: Exit, words: str) -> None:
     error = explain(said, ["kubectl", "get", "jobsets"])
     assert error.exit_code is code, str(error)
     assert words in str(error)
@@ -157,7 +157,7 @@ TAKEN = [
 ]
 
 
-def test_a_container_is_told_as_an_engine_would_tell_it() -> None:
+def test_the_state_of_a_container_is_reported_as_an_engine_does() -> None:
     assert pod("Running", {"running": {"startedAt": "a"}}).state() == (
         ContainerState("running", started_at="a", image="i"),
         "",
@@ -175,7 +175,7 @@ def test_a_container_is_told_as_an_engine_would_tell_it() -> None:
     assert pod("Running", {"running": {}}).worker == 3
 
 
-def test_a_pod_that_was_taken_away_is_a_lost_host_unless_its_trainer_said_more() -> None:
+def test_a_disrupted_pod_is_a_lost_host_unless_its_exit_code_says_more() -> None:
     for code in (137, 143, 1):
         state, problem = pod("Failed", ended(code), TAKEN).state()
         assert state is None
@@ -199,7 +199,7 @@ def test_a_pod_that_was_taken_away_is_a_lost_host_unless_its_trainer_said_more()
         ("CreateContainerConfigError", 'secret "x" not found', Exit.BAD_INPUT),
     ],
 )
-def test_a_pod_that_will_never_start_is_told_at_once(reason: str, message: str, code: Exit) -> None:
+def test_a_pod_that_can_never_start_is_an_error(reason: str, message: str, code: Exit) -> None:
     error = pod_status.trouble(
         pod("Pending", {"waiting": {"reason": reason, "message": message}}), "repository@sha256:1"
     )
@@ -208,7 +208,7 @@ def test_a_pod_that_will_never_start_is_told_at_once(reason: str, message: str, 
     assert message in str(error)
 
 
-def test_a_pod_that_may_still_start_is_no_trouble() -> None:
+def test_a_pod_that_may_still_start_is_no_error() -> None:
     for reason in ("ContainerCreating", "ErrImagePull"):
         assert pod_status.trouble(pod("Pending", {"waiting": {"reason": reason}}), "i") is None
     unschedulable = [
@@ -221,7 +221,7 @@ def test_a_pod_that_may_still_start_is_no_trouble() -> None:
     )
 
 
-def test_times_of_lines_can_be_compared_as_text() -> None:
+def test_timestamps_of_lines_compare_as_text() -> None:
     assert pod_status.parse_log_line("2026-11-20T08:00:00.5Z x").timestamp == "2026-11-20T08:00:00.500000000Z"
     assert pod_status.parse_log_line("2026-11-20T09:00:00.123456789+01:00 x y") == LogLine(
         "2026-11-20T08:00:00.123456789Z", "x y"
@@ -229,7 +229,7 @@ def test_times_of_lines_can_be_compared_as_text() -> None:
     assert pod_status.parse_log_line("no time") == LogLine("", "no time")
 
 
-def test_a_line_that_the_limit_cut_is_left_for_the_next_look() -> None:
+def test_a_line_cut_by_the_limit_is_left_out() -> None:
     text = "2026-11-20T08:00:00.000000000Z one\n2026-11-20T08:00:00.000000001Z tw"
     lines, cut = pod_status.parse_log(text, len(text))
     assert cut
@@ -239,7 +239,7 @@ def test_a_line_that_the_limit_cut_is_left_for_the_next_look() -> None:
     assert [line.text for line in lines] == ["one", "tw"]
 
 
-def test_watched_objects_are_read_in_either_form_and_warnings_are_passed_over() -> None:
+def test_watched_objects_are_parsed_in_both_forms_without_warnings() -> None:
     seen: list[dict[str, Any]] = []
     reader = JsonStream(seen.append)
     for line in [

@@ -1,4 +1,4 @@
-"""Claims about k8s/: it is what the code renders, and kubectl builds from it what tpu-launch would apply."""
+"""k8s/ is what the code renders, and kubectl builds from it what tpu-launch would apply."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ K8S = kustomize.FOLDER
 
 @pytest.fixture
 def written(tmp_path: Path) -> Path:
-    """k8s/ with the file that its reader makes."""
+    """Returns a copy of k8s/ with the file that its user creates."""
     folder = tmp_path / "k8s"
     shutil.copytree(K8S, folder)
     (folder / "base" / kustomize.SECRET_FILE).write_text("0123456789abcdef0123456789abcdef\n")
@@ -40,7 +40,7 @@ def built(folder: Path) -> list[dict[str, Any]]:
 def test_every_file_is_what_the_code_renders() -> None:
     for path, text in kustomize.files().items():
         assert (K8S / path).read_text() == text, (
-            "if this is wanted: python -m tools.kustomize, and review the difference"
+            "if this is intended: python -m tools.kustomize, and review the difference"
         )
     kept = {
         str(path.relative_to(K8S))
@@ -70,7 +70,7 @@ def test_kubectl_builds_from_an_overlay_what_tpu_launch_renders(written: Path, n
     assert len(found) == 3
 
 
-def test_the_base_is_valid_as_it_is(written: Path) -> None:
+def test_the_base_is_valid(written: Path) -> None:
     assert [schemas.mistakes(each) for each in built(written / "base")] == [[], [], []]
 
 
@@ -105,7 +105,7 @@ def test_a_patch_turns_one_into_the_other(old: dict[str, Any], new: dict[str, An
 
 
 def apply(operations: list[dict[str, Any]], document: Any) -> Any:
-    """RFC 6902, as far as it is used."""
+    """Applies a JSON patch (RFC 6902), as far as it is used here."""
     result = yaml.safe_load(yaml.safe_dump(document))
     for each in operations:
         *above, last = [part.replace("~1", "/").replace("~0", "~") for part in each["path"].split("/")[1:]]

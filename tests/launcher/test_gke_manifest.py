@@ -1,5 +1,4 @@
-"""Claims about rendered manifests. For every size of every accelerator they are valid; what can't be is refused in
-words."""
+"""Rendered manifests are valid for every size of every accelerator; configurations that GKE can't run are refused."""
 
 from __future__ import annotations
 
@@ -73,7 +72,7 @@ def test_every_size_of_every_accelerator_is_valid_and_has_its_hosts_and_chips(na
         assert int(gke_nodes(slice_).machine_type.rsplit("-", 1)[1].removesuffix("t")) == slice_.chips_per_host
 
 
-def test_what_tpu_launch_itself_runs_is_valid_too() -> None:
+def test_jobsets_of_tpu_launch_itself_are_valid_too() -> None:
     for name in ON_GKE:
         config = load(EXAMPLE, of_size(name))
         work = standalone_workload(config, "demo", IMAGE, golden.SECRET)
@@ -82,7 +81,7 @@ def test_what_tpu_launch_itself_runs_is_valid_too() -> None:
 
 
 @pytest.mark.parametrize("name", schemas.CUSTOM)
-def test_the_kept_schemas_judge_as_the_published_definitions_do(name: str) -> None:
+def test_the_kept_schemas_equal_the_published_ones(name: str) -> None:
     for version in schemas.whole_definition(name):
         kept = schemas.custom()[version["group"], version["version"], version["kind"]]
         assert [kept] == [each["schema"] for each in schemas.reduce([version])]
@@ -94,7 +93,7 @@ def test_the_kept_schemas_judge_as_the_published_definitions_do(name: str) -> No
                         assert schemas._custom(document, whole["schema"]) == []
 
 
-def test_the_schemas_find_what_is_wrong() -> None:
+def test_the_schemas_find_mistakes() -> None:
     jobset = rendered()[-1]
     jobset["spec"]["failurePolicy"]["rules"][0]["action"] = "GiveUp"
     jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["paralelism"] = 2
@@ -106,10 +105,10 @@ def test_the_schemas_find_what_is_wrong() -> None:
 
 
 @pytest.mark.parametrize("name", golden.CASES)
-def test_manifests_are_as_they_were_reviewed(name: str) -> None:
+def test_manifests_equal_the_golden_files(name: str) -> None:
     kept = (golden.FOLDER / f"{name}.yaml").read_text()
     assert golden.render(name) == kept, (
-        "if this is wanted: python -m tests.kubernetes.golden, and review the difference"
+        "if this is intended: python -m tests.kubernetes.golden, and review the difference"
     )
     for document in yaml.safe_load_all(kept):
         assert schemas.mistakes(document) == []
@@ -133,7 +132,7 @@ def test_manifests_are_as_they_were_reviewed(name: str) -> None:
         (["gke.gcsfuse={bucket: my-bucket, folder: relative}"], ["gke.gcsfuse.folder"]),
     ],
 )
-def test_what_can_not_be_is_refused_with_what_can(changes: list[str], words: list[str]) -> None:
+def test_what_gke_can_not_run_is_refused(changes: list[str], words: list[str]) -> None:
     with pytest.raises(BadInput) as refused:
         rendered(*changes)
     for word in words:
@@ -157,7 +156,7 @@ def test_an_image_must_be_named_by_its_digest() -> None:
     ("capacity", "asked", "given_"),
     [("on-demand", 60, 60), ("on-demand", 600, 600), ("spot", 10, 10), ("spot", 60, 25)],
 )
-def test_the_grace_period_is_what_the_capacity_gives(capacity: str, asked: int, given_: int) -> None:
+def test_the_grace_period_fits_the_capacity(capacity: str, asked: int, given_: int) -> None:
     pod = pod_of(rendered(f"slice.capacity={capacity}", f"run.stop_seconds={asked}"))
     assert pod["terminationGracePeriodSeconds"] == given_
     assert ("cloud.google.com/gke-spot" in pod["nodeSelector"]) == (capacity == "spot")
@@ -190,8 +189,8 @@ def test_every_container_may_lock_its_memory_before_its_command_begins(kind: str
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_the_command_gets_the_limit_and_its_own_words(shell: str) -> None:
-    """With a limit that every process may set, lower than the one it has."""
+def test_the_command_gets_the_limit_and_its_arguments(shell: str) -> None:
+    """Sets a lower limit, which every process may do."""
     script = RAISE_LOCKED_MEMORY.replace(str(LOCKED_MEMORY_KIB), "16")
     program = "import os, resource, sys; print(os.getpid(), resource.getrlimit(resource.RLIMIT_MEMLOCK), sys.argv[1:])"
     words = ["it's", "", "$HOME", "a b"]
@@ -203,7 +202,7 @@ def test_the_command_gets_the_limit_and_its_own_words(shell: str) -> None:
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_a_container_that_may_not_raise_the_limit_says_so_and_goes_on(shell: str) -> None:
+def test_a_container_that_may_not_raise_the_limit_warns(shell: str) -> None:
     script = RAISE_LOCKED_MEMORY.replace(str(LOCKED_MEMORY_KIB), "refused")  # any failure; root may raise it here
     ended = subprocess.run([shell, "-c", script, "sh", "echo", "goes on"], capture_output=True, text=True, check=True)
     assert ended.stdout == "goes on\n"
@@ -223,14 +222,14 @@ def test_only_a_slice_of_several_hosts_asks_for_a_node_pool_of_its_own() -> None
 
 
 @pytest.mark.parametrize("kind", [WorkloadKind.JOBSET, WorkloadKind.JOB])
-def test_the_trainer_finds_its_peers_by_what_the_manifest_says_alone(kind: WorkloadKind) -> None:
+def test_the_trainer_finds_its_peers_from_the_manifest_alone(kind: WorkloadKind) -> None:
     pod = pod_of(rendered("slice.accelerator_type=v4-32", kind=kind.value))
     environment = {each["name"]: each["value"] for each in pod["containers"][0]["env"] if "value" in each}
     names = tuple(host_name("demo", kind, str(index)) for index in range(4))
     assert from_environment({**environment, "JOB_COMPLETION_INDEX": "2"}) == Cluster(2, names, "v4-32", "demo")
 
 
-def test_tpu_launchs_own_jobsets_leave_every_decision_to_it() -> None:
+def test_jobsets_of_tpu_launch_leave_every_decision_to_it() -> None:
     config = load(EXAMPLE)
     jobset = strip_comments(
         make_objects(
@@ -261,7 +260,7 @@ def test_names_that_do_not_fit_a_host_name_are_refused() -> None:
         (["--emulated", "run", "--provider", "gke"], "a cluster is not emulated"),
     ],
 )
-def test_verbs_that_know_no_cluster_say_so(words: list[str], message: str) -> None:
+def test_commands_without_a_cluster_say_so(words: list[str], message: str) -> None:
     result = CliRunner().invoke(cli, [*words, "-f", str(EXAMPLE)])
     assert isinstance(result.exception, BadInput)
     assert message in str(result.exception)
@@ -296,7 +295,7 @@ def test_several_hosts_read_a_secret_that_the_command_draws_each_time() -> None:
     assert values[0] not in yaml.safe_dump(one[-1])
 
 
-def test_one_host_has_no_secret_and_who_names_an_own_one_keeps_it() -> None:
+def test_one_host_has_no_secret_and_a_secret_of_the_user_is_kept() -> None:
     assert [document["kind"] for document in rendered("slice.accelerator_type=v5litepod-8")] == ["ConfigMap", "JobSet"]
     own = rendered("gke.secrets={TPU_LAUNCH_SECRET: mine/key}")
     assert [document["kind"] for document in own] == ["ConfigMap", "JobSet"]

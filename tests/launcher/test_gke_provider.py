@@ -1,6 +1,6 @@
-"""Claims about starting an attempt on GKE: what a JobSet reads goes with it, and nodes have a time of their own.
+"""Starting an attempt on GKE: a JobSet owns the objects it reads, and waiting for nodes has a time-out of its own.
 
-kubectl is a script here; the real one is in tests/rehearsal/test_gke_runs.py."""
+kubectl is a script here; tests/rehearsal/test_gke_runs.py runs the real one."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def show(folder: Path, *nodes: str, started: bool = True) -> None:
-    """The cluster has a pod for each node; an empty name is a pod that no node takes."""
+    """Lets the cluster show a pod for each node; an empty name is an unschedulable pod."""
     pods = [
         {
             "metadata": {"name": f"pod-{worker}", "uid": str(worker), "labels": {INDEX: str(worker)}},
@@ -102,7 +102,7 @@ def provider(folder: Path, create: float, start: float) -> Gke:
 ATTEMPT = Attempt("two-0101-000000-0000", 0, IMAGE, ("train",), {}, host_secret="s" * 64)
 
 
-def test_what_a_jobset_reads_belongs_to_it(kubectl: Path) -> None:
+def test_a_jobset_owns_its_config_map_and_secret(kubectl: Path) -> None:
     show(kubectl, "a", "b")
     gke = provider(kubectl, 1, 1)
     gke.start(ATTEMPT)
@@ -122,7 +122,7 @@ def test_a_node_may_come_later_than_a_container_may_take_to_start(kubectl: Path)
     gke.close()
 
 
-def test_without_nodes_it_is_a_stockout_that_names_what_it_needs(kubectl: Path) -> None:
+def test_missing_nodes_are_a_stockout(kubectl: Path) -> None:
     show(kubectl, "a", "")
     gke = provider(kubectl, create=0.02, start=0.01)
     with pytest.raises(
@@ -134,7 +134,7 @@ def test_without_nodes_it_is_a_stockout_that_names_what_it_needs(kubectl: Path) 
     assert "host 1: no node takes its pod" in str(bad.value)
 
 
-def test_with_nodes_and_without_containers_it_is_no_stockout(kubectl: Path) -> None:
+def test_containers_that_do_not_start_are_no_stockout(kubectl: Path) -> None:
     show(kubectl, "a", "b", started=False)
     gke = provider(kubectl, create=30, start=0.02)
     with pytest.raises(LaunchError, match=r"within run\.start_minutes \(0\.02\) after they had nodes") as bad:
@@ -149,7 +149,7 @@ def calls(kubectl: Path, verb: str) -> list[str]:
     return [call for call in (kubectl / "calls").read_text().splitlines() if f" {verb} " in call]
 
 
-def test_what_a_creation_that_failed_may_have_left_is_removed_and_its_reason_is_told(kubectl: Path) -> None:
+def test_a_failed_creation_is_removed_and_explained(kubectl: Path) -> None:
     (kubectl / "refused-create").write_text(NO_ANSWER)
     gke = provider(kubectl, 1, 1)
     with pytest.raises(LaunchError, match="does not answer"):
@@ -161,7 +161,7 @@ def test_what_a_creation_that_failed_may_have_left_is_removed_and_its_reason_is_
     assert bad.value.transient
 
 
-def test_a_cluster_that_does_not_answer_for_a_moment_does_not_end_a_run_that_has_ended(kubectl: Path) -> None:
+def test_a_cluster_that_does_not_answer_fails_no_ended_run(kubectl: Path) -> None:
     show(kubectl, "a", "b")
     gke = provider(kubectl, 1, 1)
     (kubectl / "refused-get").write_text(NO_ANSWER)
@@ -172,7 +172,7 @@ def test_a_cluster_that_does_not_answer_for_a_moment_does_not_end_a_run_that_has
     assert gke.stacks(ATTEMPT.container) == {}
 
 
-def test_who_may_not_stop_a_run_is_told(kubectl: Path) -> None:
+def test_a_missing_permission_to_stop_is_an_error(kubectl: Path) -> None:
     (kubectl / "refused-get").write_text('Error from server (Forbidden): User "a@b.c" cannot list resource "pods"\n')
     with pytest.raises(LaunchError) as bad:
         provider(kubectl, 1, 1).stop(ATTEMPT.container, grace=1, remove=False)
@@ -180,7 +180,7 @@ def test_who_may_not_stop_a_run_is_told(kubectl: Path) -> None:
 
 
 @given(st.text("$()Aa =", max_size=12), st.dictionaries(st.text("Aa", min_size=1), st.text(max_size=3)))
-def test_a_pod_gets_every_word_as_it_is(text: str, variables: dict[str, str]) -> None:
+def test_a_pod_gets_every_argument_unchanged(text: str, variables: dict[str, str]) -> None:
     assert expand(literal(text), variables) == text
 
 
@@ -188,5 +188,5 @@ def test_a_pod_gets_every_word_as_it_is(text: str, variables: dict[str, str]) ->
     ("text", "expanded"),
     [("$(A)", "1"), ("$$(A)", "$(A)"), ("$$", "$"), ("$(B)", "$(B)"), ("$A", "$A"), ("$(A", "$(A"), ("x$", "x$")],
 )
-def test_the_test_clusters_kubelet_expands_as_kubernetes_documents(text: str, expanded: str) -> None:
+def test_the_test_cluster_expands_variables_as_kubernetes_does(text: str, expanded: str) -> None:
     assert expand(text, {"A": "1"}) == expanded

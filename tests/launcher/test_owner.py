@@ -1,4 +1,4 @@
-"""Claims about who is named in labels: the user, and the account that gcloud's own settings name."""
+"""The owner in labels: the user, and the account in gcloud's settings."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_account_is_that_of_gclouds_active_configuration(settings: Path) -> 
 
 
 @pytest.mark.parametrize("text", ["", "[core]\n", "not an ini file", "\0"])
-def test_settings_that_name_nobody_are_nobodys(settings: Path, text: str) -> None:
+def test_settings_without_an_account_have_none(settings: Path, text: str) -> None:
     (settings / "configurations" / "config_default").write_text(text)
     assert this_owner({"CLOUDSDK_CONFIG": str(settings)}).account == ""
     assert this_owner({"CLOUDSDK_CONFIG": str(settings / "nowhere")}).account == ""

@@ -1,4 +1,4 @@
-"""Users of processors that multiply slowly are told."""
+"""A slow processor is reported to the user."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def described(folder: Path, features: str) -> str | None:
     return describe_slow_products(read_flags(folder / "cpuinfo"))
 
 
-def test_a_processor_is_slow_by_the_instructions_that_it_lacks(tmp_path: Path) -> None:
+def test_a_processor_without_wide_instructions_is_slow(tmp_path: Path) -> None:
     assert described(tmp_path, "avx avx2 fma avx512f avx512bw avx512vl avx512dq") is None
     assert described(tmp_path, "avx avx2 fma avx512f") == described(tmp_path, "avx avx2 fma")
     line = described(tmp_path, "avx avx2 fma")
@@ -24,7 +24,7 @@ def test_a_processor_is_slow_by_the_instructions_that_it_lacks(tmp_path: Path) -
     assert "has no AVX2: " in (described(tmp_path, "avx") or "")
 
 
-def test_nothing_is_said_of_a_processor_that_does_not_say_what_it_has(tmp_path: Path) -> None:
+def test_an_unknown_processor_is_not_reported(tmp_path: Path) -> None:
     assert describe_slow_products(read_flags(tmp_path / "absent")) is None
     (tmp_path / "arm").write_text("processor\t: 0\nFeatures\t: fp asimd sve\n")
     assert describe_slow_products(read_flags(tmp_path / "arm")) is None

@@ -1,4 +1,4 @@
-"""The API server, as much of it as kubectl asks for: discovery, objects, watches, logs, authorisation by a Role, strict
+"""The API server, as far as kubectl needs it: discovery, objects, watches, logs, authorization by a Role, strict
 validation."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PATH = re.compile(
 
 
 class Refused(Exception):
-    """An answer of the kind Status."""
+    """A refused request, answered with a Status."""
 
     def __init__(self, code: int, reason: str, message: str) -> None:
         super().__init__(message)
@@ -37,13 +37,13 @@ class Refused(Exception):
 
 @dataclass
 class Api:
-    """What the server knows; `role` (rules of RBAC) is what its one user may do."""
+    """The state of the server. `role`: the RBAC rules of its one user."""
 
     store: Store
     nodes: Nodes
     role: list[Object]
     user: str = "alice@example.com"
-    missing: set[str] = field(default_factory=set)  # resources whose definition is not installed
+    missing: set[str] = field(default_factory=set)  # resources without an installed definition
     requests: list[str] = field(default_factory=list)
 
     def resources(self) -> dict[str, Resource]:
@@ -62,7 +62,7 @@ class Api:
         raise Refused(403, "Forbidden", message)
 
     def discovery(self, path: str) -> Object | None:
-        """The answers about what there is; None for other paths."""
+        """Returns the answer to a discovery request; None for other paths."""
         groups = sorted({each.group for each in self.resources().values() if each.group})
         if path == "/api":
             return {"kind": "APIVersions", "versions": ["v1"]}
@@ -120,7 +120,7 @@ class Api:
         )
 
     def _openapi(self, group: str, base: str) -> Object:
-        """Says of every kind that strict validation is done here."""
+        """Returns the OpenAPI document that announces strict validation of every kind."""
         paths = {}
         for name, each in self.resources().items():
             if each.group == group:
@@ -165,7 +165,7 @@ class Api:
         return document
 
     def patch(self, resource: str, name: str, change: Object) -> Object:
-        """A merge patch of the metadata, which is all that is asked for."""
+        """Applies a merge patch of metadata, the only patch that tpu-launch makes."""
         document = self.found(resource, name)
         assert change.keys() == {"metadata"}, change
         document["metadata"] |= change["metadata"]
@@ -185,7 +185,7 @@ class Api:
 
 
 def serve(api: Api, address: str = "127.0.0.1") -> ThreadingHTTPServer:
-    """An API server at a free port. Stop it with `shutdown` and `server_close`."""
+    """Starts an API server at a free port. Stop it with `shutdown` and `server_close`."""
 
     class Handler(_Handler):
         pass

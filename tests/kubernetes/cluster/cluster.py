@@ -1,4 +1,4 @@
-"""The whole cluster: everything above, running, and the kubeconfig by which kubectl reaches it."""
+"""The running cluster, and the kubeconfig with which kubectl reaches it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ ROLE = Path(__file__).resolve().parents[3] / "k8s" / "role.yaml"
 
 
 class Cluster:
-    """A cluster whose one user may do what k8s/role.yaml allows. To be used in a `with` statement: at its end nothing
-    is left."""
+    """A cluster whose one user has the role of k8s/role.yaml. Use it in a `with` statement, which removes everything at
+    its end."""
 
     def __init__(self, *, images: dict[str, str], environment: dict[str, str] | None = None) -> None:
         self.store = Store()
@@ -49,7 +49,7 @@ class Cluster:
         self.nodes.close()
 
     def kubeconfig(self, path: Path) -> Path:
-        """A configuration whose current context is another cluster, which does not answer."""
+        """Writes a kubeconfig whose current context is another cluster, which does not answer."""
         server = f"http://127.0.0.1:{self.server.server_port}"
         clusters = [
             {"name": "test", "cluster": {"server": server}},

@@ -1,7 +1,7 @@
-"""The controllers of JobSet and of Indexed Jobs, and what GKE adds to their pods: one pass over all objects at a time.
+"""The controllers of JobSet and of Indexed Jobs, and what GKE adds to their pods. Each pass handles all objects.
 
 Sources: kubernetes.io/docs/concepts/workloads/controllers/job (pod failure policy, back-off limits, Indexed completion
-mode), and the documentation of JobSet's failure policy. Back-off delays are left out.
+mode), and the documentation of JobSet's failure policy. There are no back-off delays.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CONTAINER_DEVICES = "google.com/tpu"
 
 
 def reconcile(store: Store, *, webhook: bool = True) -> None:
-    """`webhook`: whether the cluster has GKE's that tells the pods of several hosts who they are."""
+    """Makes one pass. `webhook`: the cluster has GKE's webhook, which sets the worker ids of several hosts."""
     for jobset in store.all("jobsets"):
         _jobset(store, jobset)
     for job in store.all("jobs"):
@@ -61,7 +61,7 @@ def _jobset(store: Store, jobset: Object) -> None:
             _fail(jobset, failed[0][1])
         elif all(condition(job, "Complete") for job in current):
             _end(jobset, "Completed", "AllJobsCompleted", "jobset completed successfully")
-    elif not jobs:  # the old ones are gone with their pods
+    elif not jobs:  # the old Jobs and their pods are gone
         for each in jobset["spec"]["replicatedJobs"]:
             for index in range(each.get("replicas", 1)):
                 store.create("jobs", _job_of(jobset, each, index, restarts))
@@ -118,7 +118,7 @@ def _job_of(jobset: Object, replicated: Object, index: int, restarts: int) -> Ob
 
 
 def _delete_job(store: Store, job: Object) -> None:
-    """In the foreground: the pods end first, each with its grace period."""
+    """Deletes in the foreground: the pods end first, each with its grace period."""
     pods = _pods(store, job)
     for pod in pods:
         delete_pod(store, pod["metadata"]["name"])
@@ -178,7 +178,7 @@ def _over(pod: Object) -> bool:
 
 
 def _count(job: Object, pod: Object) -> None:
-    """What the end of a pod means for its Job."""
+    """Updates a Job after the end of a pod."""
     status, spec = job.setdefault("status", {}), job["spec"]
     index = int(pod["metadata"]["annotations"][INDEX])
     if pod["status"]["phase"] == "Succeeded":
@@ -202,7 +202,7 @@ def _count(job: Object, pod: Object) -> None:
 
 
 def _judge(spec: Object, pod: Object) -> tuple[str, str]:
-    """The first rule of the pod failure policy that matches, and Kubernetes' message about it."""
+    """Returns the action of the first matching rule of the pod failure policy, with Kubernetes' message."""
     full = f"{pod['metadata']['namespace']}/{pod['metadata']['name']}"
     ended = {
         each["name"]: each["state"]["terminated"]["exitCode"]
@@ -259,26 +259,26 @@ def _pod_of(job: Object, index: int, webhook: bool) -> Object:
 
 
 def _injected(container: Object, job: Object, index: int, webhook: bool) -> Object:
-    """The Job controller tells the index; GKE tells pods that ask for chips who they are: its device plugin those of a
-    single host, its webhook those of several, if they have names (Indexed, parallelism above 1, a subdomain)."""
-    told: list[Any] = [{"name": "JOB_COMPLETION_INDEX", "value": str(index)}]
+    """Adds the variables of the Job controller (the index) and of GKE, for pods that request chips: its device plugin
+    sets them for a single host, its webhook for several with names (Indexed, parallelism above 1, a subdomain)."""
+    added: list[Any] = [{"name": "JOB_COMPLETION_INDEX", "value": str(index)}]
     if CONTAINER_DEVICES in container.get("resources", {}).get("limits", {}):
         spec = job["spec"]
-        told.append({"name": "TPU_SKIP_MDS_QUERY", "value": "true"})
+        added.append({"name": "TPU_SKIP_MDS_QUERY", "value": "true"})
         if spec["parallelism"] == 1:
-            told += [{"name": "TPU_WORKER_ID", "value": "0"}, {"name": "TPU_WORKER_HOSTNAMES", "value": "localhost"}]
+            added += [{"name": "TPU_WORKER_ID", "value": "0"}, {"name": "TPU_WORKER_HOSTNAMES", "value": "localhost"}]
         elif webhook and spec["completionMode"] == "Indexed" and "subdomain" in spec["template"]["spec"]:
             subdomain = spec["template"]["spec"]["subdomain"]
             names = [f"{job['metadata']['name']}-{each}.{subdomain}" for each in range(spec["parallelism"])]
-            told += [
+            added += [
                 {"name": "TPU_WORKER_ID", "value": str(index)},
                 {"name": "TPU_WORKER_HOSTNAMES", "value": ",".join(names)},
             ]
-    return {**container, "env": [*container.get("env", []), *told]}
+    return {**container, "env": [*container.get("env", []), *added]}
 
 
 def delete_pod(store: Store, name: str, grace: int | None = None) -> None:
-    """Asks for a pod's end. It stays until its container has ended."""
+    """Requests the deletion of a pod, which stays until its container has ended."""
     with store.lock:
         pod = store.get("pods", name)
         if pod is None:

@@ -1,9 +1,8 @@
-"""Scheduler and nodes: pods find a node by their selectors, tolerations and chips, and run there as containers of this
-machine's engine.
+"""The scheduler and the nodes: selectors, tolerations and chips decide the node of a pod, which runs there as a
+container of this machine's engine.
 
 A container gets exactly its pod's image, command, environment, user, capabilities, volumes and grace period, on a
-private network in which it is known by the names that its Service gives it. Instead of chips a node has a CPU:
-PJRT_DEVICE says so to the container, whatever the pod says.
+private network with the names that its Service gives it. A node has a CPU instead of chips, so it sets PJRT_DEVICE.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _TAINTS = ("google.com/tpu", "cloud.google.com/gke-spot")
 
 
 class CanNotStart(Exception):
-    """reason and message, as a kubelet gives them for a waiting container."""
+    """A container can't start. Has the reason and message of a kubelet for a waiting container."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -42,7 +41,7 @@ class Nodes:
         self.docker = docker
         self.network = f"tpu-launch-test-{identity}"
         self.label = f"{LABEL}={identity}"
-        self.images = images  # what the registry has: reference -> image of this machine
+        self.images = images  # the registry: reference -> image on this machine
         self.environment = environment
         self._folder = tempfile.TemporaryDirectory(prefix="tpu-launch-test-cluster-")
         self._begun: set[str] = set()
@@ -309,7 +308,7 @@ class Nodes:
     def _stop(self, pod: Object, grace: int) -> None:
         self.engine("stop", "--time", str(grace), self._container(pod), check=False, seconds=grace + 60)
         found = self.store.get("pods", pod["metadata"]["name"])
-        if found and found["status"]["phase"] == "Pending":  # its container could not be made
+        if found and found["status"]["phase"] == "Pending":  # its container could not be created
             self._update(pod["metadata"]["name"], lambda each: each["status"].update(phase="Failed"))
 
     def _container(self, pod: Object) -> str:
@@ -335,6 +334,6 @@ def _tolerated(spec: Object, node: Object) -> bool:
 
 
 def _may_raise_limits() -> bool:
-    """Whether this machine can give a container CAP_SYS_RESOURCE (24). One that is a container itself often can't."""
+    """Returns whether this machine can give a container CAP_SYS_RESOURCE (24); inside a container it often can't."""
     status = Path("/proc/self/status").read_text()
     return bool(int(status.partition("CapBnd:")[2].split()[0], 16) >> 24 & 1)

@@ -1,4 +1,4 @@
-"""The objects of the cluster, their versions, and every change to them in order. Held in memory, for one namespace."""
+"""The objects of the cluster in memory, their versions, and all changes in order. One namespace."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Store:
             ]
 
     def put(self, resource: str, document: Object) -> None:
-        """The object's new state; nothing happens when nothing changed, or when it is gone."""
+        """Stores a changed object. Does nothing if it did not change, or was deleted."""
         with self.lock:
             known = self._objects.get((resource, document["metadata"]["name"]))
             if known is None or known["metadata"]["uid"] != document["metadata"]["uid"]:
@@ -101,7 +101,7 @@ class Store:
                 self._collect_garbage(known["metadata"]["uid"])
 
     def _collect_garbage(self, owner: str) -> None:
-        """Removes the Secrets and ConfigMaps of what was removed; a Job's pods have a controller of their own."""
+        """Removes the Secrets and ConfigMaps that a removed object owned; the Job controller removes pods."""
         for (kind, name), document in list(self._objects.items()):
             owners = [reference["uid"] for reference in document["metadata"].get("ownerReferences", [])]
             if kind in ("secrets", "configmaps") and owner in owners:
