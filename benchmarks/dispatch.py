@@ -98,7 +98,7 @@ def measure_ours(model: str, devices: int, steps: int) -> Measured:
     from training.config import TrainerConfig
     from training.distributed.rendezvous import SingleHost
     from training.models.hugging_face import ModelRequirements
-    from training.preflight.shapes import Graph, empty_batch
+    from training.preflight.programs import Graph, empty_batch
 
     sizes = {"name": model, "max_positions": LENGTH, **sizes_of(model)}
     settings = {"steps": WARM + steps, "global_batch_size": ROWS, "precision": "bf16", "dropout": 0.1}

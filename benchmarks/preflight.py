@@ -30,9 +30,8 @@ from benchmarks.peers.rows import Row, finish, row
 from training.accelerators import accelerator
 from training.preflight.compiler import CompilationRefused, Program, compile_program
 from training.preflight.hlo import find_collectives
-from training.preflight.programs import trace_programs
+from training.preflight.programs import Graph, trace_programs
 from training.preflight.report import explain_refusal
-from training.preflight.shapes import Graph
 
 RUNS_IN = "torch-xla"
 VOCABULARY = 30_522

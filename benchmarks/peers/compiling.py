@@ -9,7 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any, TypeVar
 
 from training.config import TrainerConfig
-from training.preflight.shapes import DataFacts
+from training.preflight.programs import DataFacts
 
 T = TypeVar("T")
 

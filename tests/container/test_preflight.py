@@ -19,10 +19,9 @@ from training.backends.torch_xla import tracing
 from training.distributed.cluster import Cluster, torch_xla_environment
 from training.preflight import compiler
 from training.preflight.compiler import CompilerUnavailable, DataDependentProgram, Program
-from training.preflight.programs import TracedProgram
+from training.preflight.programs import Graph, TracedProgram
 from training.preflight.report import GIB
 from training.preflight.search import compile_all
-from training.preflight.shapes import Graph
 
 SECONDS = 800  # a compilation takes seconds on a quiet machine, and minutes on one that tests share
 pytestmark = pytest.mark.timeout(SECONDS + 60)
@@ -231,7 +230,7 @@ def test_what_is_too_large_is_told_with_its_size() -> None:
     ("options", "changes", "expected"),
     [
         (["--accelerator", "v3-16"], {}, "accelerator type 'v3-16' does not exist; v3 has v3-8"),
-        ([], {}, "which accelerator? give --accelerator"),
+        ([], {}, "no accelerator: give --accelerator"),
         (
             ["--accelerator", "v4-32"],
             {},

@@ -15,8 +15,7 @@ from typing import Any
 from training.accelerators import accelerator
 from training.config import load
 from training.preflight.compiler import compile_program
-from training.preflight.programs import trace_programs
-from training.preflight.shapes import list_graphs, read_facts
+from training.preflight.programs import list_graphs, read_facts, trace_programs
 
 
 def describe(path: str, name: str) -> dict[str, Any]:

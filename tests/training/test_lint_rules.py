@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from training.lint.rules import HOST, PROGRAM, SHAPE, VALUE, Finding, Operation, StepChecker, StepTrace, merge_findings
+from training.lint.rules import (
+    HOST,
+    PROGRAM,
+    SHAPE,
+    VALUE,
+    LintFinding,
+    Operation,
+    StepChecker,
+    StepTrace,
+    merge_findings,
+)
 
 FOUR, FIVE = {"x": (4, 8)}, {"x": (5, 8)}
 
 
-def step(compilations: int = 0, *findings: Finding, numbers: tuple[int, ...] = (1,), transfers: int = 0) -> StepTrace:
+def step(
+    compilations: int = 0, *findings: LintFinding, numbers: tuple[int, ...] = (1,), transfers: int = 0
+) -> StepTrace:
     operations = [
         Operation("addmm", "([4, 8])", "m.py:1"),
         *(Operation("roll", f"([4, 8], {number})", "m.py:2") for number in numbers),
@@ -15,7 +27,7 @@ def step(compilations: int = 0, *findings: Finding, numbers: tuple[int, ...] = (
     return StepTrace(list(findings), operations, compilations, transfers)
 
 
-def check_steps(*steps: tuple[dict[str, tuple[int, ...]], StepTrace], expected: int = 1) -> list[Finding]:
+def check_steps(*steps: tuple[dict[str, tuple[int, ...]], StepTrace], expected: int = 1) -> list[LintFinding]:
     checker = StepChecker(expected)
     for number, (shapes, trace) in enumerate(steps):
         checker.add_step(number, shapes, trace)
@@ -51,13 +63,13 @@ def test_a_compilation_without_a_difference_is_told_too() -> None:
 
 def test_pieces_of_a_broken_step_are_no_findings_of_their_own() -> None:
     for rule in (SHAPE, VALUE, HOST):
-        earlier = Finding(rule, "m.py:3", "asked")
+        earlier = LintFinding(rule, "m.py:3", "asked")
         [finding] = check_steps((FOUR, step(2, earlier)), (FOUR, step(1, earlier)))
         assert (finding.rule, finding.message) == (rule, "asked (2 times)")
 
 
 def test_transfers_that_no_line_explains_are_told() -> None:
-    earlier = Finding(VALUE, "m.py:3", "asked")
+    earlier = LintFinding(VALUE, "m.py:3", "asked")
     assert check_steps((FOUR, step(1, earlier, transfers=1))) == [earlier]
     assert [str(finding) for finding in check_steps((FOUR, step(1, transfers=2)))] == [
         "somewhere: value on the host: 2 transfer(s) to the host within a step"
@@ -65,5 +77,5 @@ def test_transfers_that_no_line_explains_are_told() -> None:
 
 
 def test_what_breaks_a_rule_in_training_and_in_evaluation_is_told_once() -> None:
-    first, other = Finding(VALUE, "m.py:3", "asked (4 times)"), Finding(SHAPE, "m.py:4", "masked")
-    assert merge_findings([first], [Finding(VALUE, "m.py:3", "asked (2 times)"), other]) == [first, other]
+    first, other = LintFinding(VALUE, "m.py:3", "asked (4 times)"), LintFinding(SHAPE, "m.py:4", "masked")
+    assert merge_findings([first], [LintFinding(VALUE, "m.py:3", "asked (2 times)"), other]) == [first, other]

@@ -17,7 +17,7 @@ from training.config import TrainerConfig
 from training.errors import BadInput
 from training.preflight.checked_programs import CheckedPrograms
 from training.preflight.compiler import Program, hash_hlo
-from training.preflight.programs import TracedProgram
+from training.preflight.programs import Graph, TracedProgram, assume_facts, empty_batch, list_graphs
 from training.preflight.report import (
     GIB,
     add_remat_advice,
@@ -27,7 +27,6 @@ from training.preflight.report import (
     roofline,
 )
 from training.preflight.search import bisect, estimate_edge
-from training.preflight.shapes import Graph, assume_facts, empty_batch, list_graphs
 
 CONFIG = TrainerConfig.model_validate(
     {

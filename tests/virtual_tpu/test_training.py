@@ -27,7 +27,7 @@ from training.accelerators import accelerator
 from training.config import from_document
 from training.device_check import parse_facts
 from training.distributed.cluster import Cluster, torch_xla_environment
-from training.preflight.shapes import list_graphs, read_facts
+from training.preflight.programs import list_graphs, read_facts
 from training.yaml_file import Document
 
 SECONDS = 560.0  # 24 layers are compiled, beside other tests

@@ -9,4 +9,4 @@ set_option = click.option(
     metavar="KEY=VALUE",
     help="Change a key of the file, for example train.steps=100.",
 )
-step_option = click.option("--step", type=int, help="Of this checkpoint; the newest, unless given.")
+step_option = click.option("--step", type=int, help="Step of the checkpoint.  [default: the newest]")

@@ -50,9 +50,7 @@ _field_option = click.option(
     show_default=True,
     help="unigram: as sentencepiece's; wordpiece: as BERT's.",
 )
-@click.option(
-    "--out", required=True, metavar="FOLDER", help="Where the tokenizer goes: a local folder or gs://bucket/folder."
-)
+@click.option("--out", required=True, metavar="FOLDER", help="Folder to write: local or gs://bucket/folder.")
 @click.option("--overwrite", is_flag=True, help="Replace another tokenizer that is there.")
 def tokenizer(corpora: tuple[str, ...], field: str, vocabulary: int, algorithm: str, out: str, overwrite: bool) -> None:
     """Train a tokenizer; the result is a Hugging Face tokenizer folder.
@@ -156,9 +154,9 @@ def tokenizer(corpora: tuple[str, ...], field: str, vocabulary: int, algorithm: 
 )
 @click.option("--overwrite", is_flag=True, help="Replace another dataset that is there.")
 def shards(splits: tuple[str, ...], **options: Any) -> None:
-    """Tokenize a corpus and write TFRecord datasets, for masked language modelling or for classification.
+    """Tokenize a corpus and write TFRecord datasets for masked language modelling, classification or regression.
 
-    Run again after an interruption, it goes on where it stopped; over the finished dataset it does nothing.
+    After an interruption, run it again: it continues where it stopped. It does nothing to a finished dataset.
 
     \b
     tpu-train shards --corpus builtin:pydoc --tokenizer gs://b/tokenizer --sequence-length 128 --out gs://b/data
@@ -183,7 +181,7 @@ def _format_result(result: SplitResult) -> str:
 
 
 class _ProgressLine:
-    """Prints progress on standard error: on a terminal a line that changes in place, elsewhere a line each 10 s."""
+    """Prints progress on standard error: in place on a terminal, elsewhere a line every 10 s."""
 
     def __init__(self) -> None:
         self._began = self._printed = time.monotonic()
@@ -209,7 +207,7 @@ def dataset() -> None:
 @dataset.command()
 @click.argument("url", metavar="PATH")
 def show(url: str) -> None:
-    """Print what a dataset's manifest says."""
+    """Print the contents of a dataset's manifest."""
     opened = open_dataset(url)
     manifest, shards = opened.manifest, opened.shards
     size = sum(shard.bytes for shard in shards) / 1e6
@@ -231,7 +229,7 @@ def show(url: str) -> None:
 @click.argument("url", metavar="PATH")
 @click.option("--tokenizer", "tokenizer_url", metavar="FOLDER", help="Also check that this tokenizer wrote it.")
 def verify(url: str, tokenizer_url: str | None) -> None:
-    """Read every record of a dataset and say everything that is wrong; exit code 2 if anything is."""
+    """Read every record of a dataset and print all problems; exits with 2 if there are any."""
     opened = open_dataset(url)
     vocabulary = None
     if tokenizer_url is not None:
@@ -251,9 +249,9 @@ def verify(url: str, tokenizer_url: str | None) -> None:
 @click.argument("url", metavar="PATH")
 @click.option("--tokenizer", "tokenizer_url", required=True, metavar="FOLDER", help="The tokenizer that wrote it.")
 @click.option(
-    "--rows", "count", type=click.IntRange(min=1), default=3, show_default=True, help="How many rows of the batch."
+    "--rows", "count", type=click.IntRange(min=1), default=3, show_default=True, help="Number of rows to show."
 )
-@click.option("--step", type=click.IntRange(min=0), default=0, show_default=True, help="Which batch.")
+@click.option("--step", type=click.IntRange(min=0), default=0, show_default=True, help="Step whose batch to show.")
 @click.option("--global-batch-size", type=click.IntRange(min=1), default=256, show_default=True, help="As in the run.")
 @click.option("--seed", type=int, default=0, show_default=True, help="As in the run.")
 @click.option(
@@ -268,8 +266,7 @@ def preview(
     seed: int,
     percent: int,
 ) -> None:
-    """Show rows of a training batch as text, with their masks or labels: the very ones that a run with this seed
-    sees."""
+    """Show rows of a training batch as text, with their masks or labels, as a run with this seed gets them."""
     from training.data.loading.preview import preview_batch
     from training.data.loading.record_source import HostSlice
 

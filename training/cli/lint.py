@@ -1,4 +1,4 @@
-"""`tpu-train check`."""
+"""The command `tpu-train check`."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from training.errors import Exit
     metavar="FILE:FUNCTION",
     help="With --module: a function that returns its batches, on the CPU: dicts, tuples or tensors.",
 )
-@click.option("--steps", type=click.IntRange(min=2), default=4, show_default=True, help="How many steps to run.")
+@click.option("--steps", type=click.IntRange(min=2), default=4, show_default=True, help="Number of steps to run.")
 @click.option(
     "--shapes",
     type=click.IntRange(min=1),
     default=1,
     show_default=True,
-    help="With --module: how many different shapes its batches may have.",
+    help="With --module: number of different shapes that its batches may have.",
 )
-@click.option("--json", "as_json", is_flag=True, help="A list of findings as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
 def check(
     config: str | None,
     overrides: tuple[str, ...],
@@ -42,14 +42,14 @@ def check(
     shapes: int,
     as_json: bool,
 ) -> None:
-    """Run a few steps on the CPU, with small batches, and report what XLA devices are slow at, each with its line.
+    """Run a few steps on the CPU with small batches, and report what would be slow on XLA devices, each with its line.
 
     \b
     tpu-train check run.yaml
     tpu-train check --module my_model.py:build --inputs my_model.py:batches
 
-    Data-dependent shapes, branches on tensors' values, and steps that compile again. Exits with 0 when there is none,
-    with 1 when there is one.
+    It finds data-dependent shapes, branches on tensors' values, and steps that compile again. Exits with 0 if there are
+    none, else with 1.
     """
     from training.config import load
     from training.lint.steps import check_configuration, check_user_module

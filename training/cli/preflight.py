@@ -1,4 +1,4 @@
-"""`tpu-train preflight`."""
+"""The command `tpu-train preflight`."""
 
 from __future__ import annotations
 
@@ -29,20 +29,18 @@ if TYPE_CHECKING:
 @click.option(
     "--max-batch",
     is_flag=True,
-    help="Also search for the largest training batch that fits; compiles it about six times more.",
+    help="Also search for the largest training batch that fits, with about six more compilations.",
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @set_option
-@click.option(
-    "--vocabulary", type=click.IntRange(min=8), help="Before there is a tokenizer: how many ids it will have."
-)
+@click.option("--vocabulary", type=click.IntRange(min=8), help="Number of ids, if there is no tokenizer yet.")
 @click.option(
     "--sequence-length",
     "lengths",
     metavar="N,...",
-    help="Before there is data: tokens a row; of each bucket, for classification.",
+    help="Tokens a row (for classification: of each bucket), if there is no data yet.",
 )
-@click.option("--labels", type=click.IntRange(min=2), help="Before there is data, classification: how many labels.")
+@click.option("--labels", type=click.IntRange(min=2), help="Number of labels for classification, if there is no data.")
 def preflight(
     config: str,
     accelerators: str | None,
@@ -53,18 +51,17 @@ def preflight(
     lengths: str | None,
     labels: int | None,
 ) -> None:
-    """Compile the step that CONFIG would train, with the TPU compiler, for slices that need not exist: does it fit, and
-    what does it cost?
+    """Compile the step of CONFIG with the TPU compiler, for slices that need not exist, and report its memory and work.
 
-    Exit codes: 0 everything fits, 2 bad configuration or no compiler here, 3 a program does not fit or is no single
-    program.
+    Exit codes: 0 everything fits, 2 bad configuration or no compiler here, 3 a program does not fit, or a step is not a
+    single program.
 
     \b
     tpu-train preflight run.yaml --accelerator v3-8,v4-32 --max-batch
     """
+    from training.preflight.programs import assume_facts, read_facts
     from training.preflight.report import format_report
     from training.preflight.search import run_preflight
-    from training.preflight.shapes import assume_facts, read_facts
     from training.yaml_file import load
 
     document = load(config, overrides)
@@ -75,7 +72,7 @@ def preflight(
     elif vocabulary is None and lengths is None:
         facts = read_facts(settings)
     else:
-        raise BadInput("--vocabulary and --sequence-length go together: both stand in for data that is not there yet")
+        raise BadInput("--vocabulary and --sequence-length stand in for missing data: give both or neither")
 
     def show(line: str) -> None:
         click.echo(f"preflight: {line}", err=True)
@@ -92,7 +89,7 @@ def _parse_settings(document: Document) -> TrainerConfig:
 
 
 def _take_libtpu_flags(document: Document) -> None:
-    """The run's containers have the variables of run.environment, so the compiler gets its own from there too."""
+    """Sets this process's LIBTPU_INIT_ARGS to that of run.environment, which the run's containers get."""
     from training.distributed.libtpu_flags import VARIABLE
 
     run = document.value.get("run")
@@ -102,19 +99,18 @@ def _take_libtpu_flags(document: Document) -> None:
 
 
 def _parse_targets(document: Document, names: str | None) -> list[Accelerator]:
-    """The accelerators that --accelerator names, or else the file's. Raises BadInput."""
+    """Returns the accelerators in --accelerator, or else the file's. Raises BadInput."""
     from training.accelerators import UnknownAccelerator, accelerator
 
     section = document.value.get("slice")
-    own = section.get("accelerator_type") if isinstance(section, dict) else None
+    default = section.get("accelerator_type") if isinstance(section, dict) else None
     if names:
         wanted = [name.strip() for name in names.split(",") if name.strip()]
     else:
-        wanted = [own] if isinstance(own, str) else []
+        wanted = [default] if isinstance(default, str) else []
     if not wanted:
         raise BadInput(
-            "which accelerator? give --accelerator, for example --accelerator v4-8, or slice.accelerator_type in the "
-            "file"
+            "no accelerator: give --accelerator, for example --accelerator v4-8, or slice.accelerator_type in the file"
         )
     try:
         return [accelerator(name) for name in dict.fromkeys(wanted)]

@@ -14,9 +14,9 @@ from training.errors import Exit
 
 @click.command()
 @click.argument("run")
-@click.option("--out", help="Another file than report.html in the run's folder.")
+@click.option("--out", help="File to write.  [default: report.html in the run's folder]")
 def report(run: str, out: str | None) -> None:
-    """Write report.html from what is in RUN, a run's folder: finished, stopped or failed."""
+    """Write report.html of RUN, a run's folder, whether the run is finished, stopped, failed or still running."""
     from training.telemetry.html import write_report
 
     click.echo(write_report(run, out))
@@ -79,7 +79,7 @@ def verify_checkpoint(folder: str, step: int | None) -> None:
 @click.argument("run")
 @click.argument("out")
 @step_option
-@click.option("--best", is_flag=True, help="Of the checkpoint with the best figure (checkpoint.best).")
+@click.option("--best", is_flag=True, help="Export the checkpoint with the best figure (checkpoint.best).")
 def export(run: str, out: str, step: int | None, best: bool) -> None:
     """Write the model of RUN, a run's folder, to OUT in Hugging Face's layout."""
     from training.checkpoint import admin
@@ -95,8 +95,8 @@ def export(run: str, out: str, step: int | None, best: bool) -> None:
 @click.argument("run")
 @click.argument("repository")
 @step_option
-@click.option("--private/--public", default=True, show_default=True, help="Of a repository that does not exist yet.")
-@click.option("--beside", is_flag=True, hidden=True, help="Started by a run: gives way to it, and answers in JSON.")
+@click.option("--private/--public", default=True, show_default=True, help="Visibility of a repository that it creates.")
+@click.option("--beside", is_flag=True, hidden=True, help="Started by a run: lower its priority, and print JSON.")
 def push(run: str, repository: str, step: int | None, private: bool, beside: bool) -> None:
     """Push the model of RUN, a run's folder, to REPOSITORY (org/name) on the Hugging Face Hub, with the token in
     HF_TOKEN."""
@@ -114,9 +114,9 @@ def push(run: str, repository: str, step: int | None, private: bool, beside: boo
 @click.command()
 @click.argument("folder")
 @click.argument("text")
-@click.option("--top", type=click.IntRange(min=1), default=5, show_default=True, help="How many answers.")
+@click.option("--top", type=click.IntRange(min=1), default=5, show_default=True, help="Number of answers.")
 def predict(folder: str, text: str, top: int) -> None:
-    """Fill the mask in TEXT, or name its class, with the model in FOLDER, as `export` writes it.
+    """Fill the mask in TEXT, or name its class, with the model in FOLDER that `export` wrote.
 
     \b
     tpu-train predict runs/local/model "The [MASK] statement ends a loop."

@@ -71,8 +71,8 @@ def train(began: float | None, config: str, overrides: tuple[str, ...], run_id: 
 @step_option
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, with the confusion matrix of a classifier.")
 def evaluate(model: str, config: str, overrides: tuple[str, ...], step: int | None, as_json: bool) -> None:
-    """Figures of MODEL, a run's folder or a model folder as `export` writes it, over the whole evaluation set. On a
-    slice: on every host.
+    """Evaluate MODEL, a run's folder or a model folder that `export` wrote, on the whole evaluation set. On a slice,
+    run it on every host.
 
     \b
     tpu-train evaluate runs/local -c run.yaml --step 500
@@ -103,13 +103,13 @@ def evaluate(model: str, config: str, overrides: tuple[str, ...], step: int | No
 @click.option("--backend", type=click.Choice(list(BACKENDS)), default="torch-xla", show_default=True, help="Framework.")
 @click.option("--output", metavar="URL", help="Folder in Cloud Storage whose speed is measured.")
 @click.option(
-    "--seconds", type=click.FloatRange(1), default=120, show_default=True, help="To wait for the other hosts."
+    "--seconds", type=click.FloatRange(1), default=120, show_default=True, help="How long to wait for the other hosts."
 )
 def check_devices(backend: str, output: str | None, seconds: float) -> None:
-    """Look at this host's devices and try them, together with all hosts of the slice: number, memory, a matrix product,
-    a sum over all devices; and clock, disk and bucket.
+    """Check this host's devices together with all hosts of the slice: number, memory, a matrix product, a sum over all
+    devices; and clock, disk and bucket.
 
-    Prints a line for each fact. Exits with 0 when all is well, with 1 when something is wrong.
+    Prints a line for each fact. Exits with 0 if there is no problem, else with 1.
     """
     from training.device_check import check_host, find_problems, print_fact
     from training.distributed.cluster import discover
@@ -147,8 +147,8 @@ def exec_script(script: str, arguments: tuple[str, ...]) -> None:
     \b
     tpu-train exec train.py --output_dir out --max_steps 100
 
-    On every host of a slice, as a run's command. Hugging Face's Trainer and Accelerate then train over all hosts. On
-    CPU hosts: one process a host, gradients summed with gloo.
+    As a run's command it starts on every host of a slice; Hugging Face's Trainer and Accelerate then train over all
+    hosts. On CPU hosts: one process a host, gradients summed with gloo.
     """
     from training.cli.user_program import run_on_host
 
@@ -156,16 +156,18 @@ def exec_script(script: str, arguments: tuple[str, ...]) -> None:
 
 
 @click.command()
-@click.option("--steps", type=click.IntRange(1, 1000), default=5, show_default=True, help="How many.")
-@click.option("--name", help="Of the profile; the same on all hosts.  [default: the time]")
+@click.option("--steps", type=click.IntRange(1, 1000), default=5, show_default=True, help="Number of steps.")
+@click.option("--name", help="Name of the profile; the same on all hosts.  [default: the time]")
 @click.option(
     "--seconds", type=click.FloatRange(1.0), default=600.0, show_default=True, help="How long to wait for the steps."
 )
-@click.option("--worker", type=click.IntRange(0), help="Of several trainers on this machine.  [default: this host's]")
+@click.option(
+    "--worker", type=click.IntRange(0), help="Which of several trainers on this machine.  [default: this host's]"
+)
 def profile(steps: int, name: str | None, seconds: float, worker: int | None) -> None:
-    """Profile the next steps of the trainer that is at work on this host, and print where the profile is.
+    """Profile the next steps of the trainer that runs on this host, and print the URL of the profile.
 
-    To be run beside the trainer, in its container: `tpu-launch profile` does it. The training goes on.
+    Run it beside the trainer, in its container, as `tpu-launch profile` does. Training continues.
     """
     from training.distributed.cluster import discover
     from training.profiler import folder_of, request
@@ -176,7 +178,7 @@ def profile(steps: int, name: str | None, seconds: float, worker: int | None) ->
 
 
 def _join_cluster(config: TrainerConfig, shutdown: ShutdownRequest) -> tuple[Cluster, Rendezvous]:
-    """Finds out which host this is, and connects to the other hosts. Raises BadInput, LostPeer."""
+    """Reads this host's place from its environment, and connects to the other hosts. Raises BadInput, LostPeer."""
     from training.distributed.cluster import discover
     from training.distributed.rendezvous import join
 

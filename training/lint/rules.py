@@ -30,7 +30,7 @@ class Operation:
 
 
 @dataclass(frozen=True)
-class Finding:
+class LintFinding:
     """A rule that a step broke."""
 
     rule: str
@@ -45,7 +45,7 @@ class Finding:
 class StepTrace:
     """The record of one step."""
 
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[LintFinding] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
     compilations: int = 0
     transfers: int = 0  # to the host
@@ -61,7 +61,7 @@ class StepChecker:
     def __init__(self, expected_shapes: int = 1) -> None:
         self._expected_shapes = expected_shapes
         self._operations: dict[ShapeKey, list[Operation]] = {}  # of the newest step of each shape
-        self._findings: dict[tuple[str, str], tuple[Finding, int]] = {}  # (rule, place) -> the first, and how many
+        self._findings: dict[tuple[str, str], tuple[LintFinding, int]] = {}  # (rule, place) -> the first, and how many
 
     def add_step(self, number: int, shapes: Shapes, trace: StepTrace) -> None:
         """Checks the trace of step `number`, which ran on arrays of these shapes."""
@@ -70,7 +70,7 @@ class StepChecker:
         rules = {finding.rule for finding in trace.findings}
         explained = sum(finding.rule == VALUE for finding in trace.findings)
         if trace.transfers > explained and not rules & {SHAPE, HOST}:
-            self._add(Finding(VALUE, "", f"{trace.transfers - explained} transfer(s) to the host within a step"))
+            self._add(LintFinding(VALUE, "", f"{trace.transfers - explained} transfer(s) to the host within a step"))
         key = tuple(sorted(shapes.items()))
         if trace.compilations and key not in self._operations and len(self._operations) >= self._expected_shapes:
             self._add(self._new_shape(number, shapes, trace.operations))
@@ -78,26 +78,26 @@ class StepChecker:
             self._add_recompilation(number, self._operations[key], trace, explained=bool(rules))
         self._operations[key] = trace.operations
 
-    def findings(self) -> list[Finding]:
+    def findings(self) -> list[LintFinding]:
         """Returns one finding for each rule and place, in the order of their first steps."""
         return [
-            finding if count == 1 else Finding(finding.rule, finding.place, f"{finding.message} ({count} times)")
+            finding if count == 1 else LintFinding(finding.rule, finding.place, f"{finding.message} ({count} times)")
             for finding, count in self._findings.values()
         ]
 
-    def _add(self, finding: Finding) -> None:
+    def _add(self, finding: LintFinding) -> None:
         key = (finding.rule, finding.place)
         first, count = self._findings.get(key, (finding, 0))
         self._findings[key] = (first, count + 1)
 
-    def _new_shape(self, number: int, shapes: Shapes, operations: Sequence[Operation]) -> Finding:
+    def _new_shape(self, number: int, shapes: Shapes, operations: Sequence[Operation]) -> LintFinding:
         earlier, earlier_operations = list(self._operations.items())[-1]
         places = (operation.place for _, operation in _differences(earlier_operations, operations) if operation.place)
         message = (
             f"step {number} has a new shape: {_shapes(shapes)}, after {_shapes(dict(earlier))}. Pad batches to one "
             "shape, or to a few"
         )
-        return Finding(PROGRAM, next(places, ""), message)
+        return LintFinding(PROGRAM, next(places, ""), message)
 
     def _add_recompilation(
         self, number: int, earlier: Sequence[Operation], trace: StepTrace, *, explained: bool
@@ -111,16 +111,16 @@ class StepChecker:
             self._add(_changed_operation(number, *difference))
         elif not explained:
             message = f"step {number} compiled again, though its operations were those of the step before"
-            self._add(Finding(PROGRAM, "", message))
+            self._add(LintFinding(PROGRAM, "", message))
 
 
-def merge_findings(first: Sequence[Finding], second: Sequence[Finding]) -> list[Finding]:
+def merge_findings(first: Sequence[LintFinding], second: Sequence[LintFinding]) -> list[LintFinding]:
     """Returns the first findings and those of the second with another rule or place."""
     known = {(finding.rule, finding.place) for finding in first}
     return [*first, *(finding for finding in second if (finding.rule, finding.place) not in known)]
 
 
-def _changed_operation(number: int, old: Operation | None, new: Operation) -> Finding:
+def _changed_operation(number: int, old: Operation | None, new: Operation) -> LintFinding:
     same_operation = old is not None and old.name == new.name
     if old is None:
         before = "where nothing was before"
@@ -128,7 +128,7 @@ def _changed_operation(number: int, old: Operation | None, new: Operation) -> Fi
         before = f"after {_short(old.operands)}" if same_operation else f"where {old.name} was before"
     advice = "numbers that change must come as tensors" if same_operation else "every step must do the same"
     message = f"step {number} compiled again: {new.name}{_short(new.operands)} {before}; {advice}"
-    return Finding(PROGRAM, new.place, message)
+    return LintFinding(PROGRAM, new.place, message)
 
 
 def _short(text: str) -> str:

@@ -21,7 +21,7 @@ from training.config import TrainerConfig
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import SingleHost
 from training.errors import BadInput, TrainError
-from training.lint.rules import HOST, Finding, Shapes, StepChecker, StepTrace, merge_findings
+from training.lint.rules import HOST, LintFinding, Shapes, StepChecker, StepTrace, merge_findings
 from training.registry import BACKENDS, load
 from training.run_setup import open_backend, open_task, prepare_framework
 from training.tasks.task import Task
@@ -52,10 +52,10 @@ class CountingWatcher:
         trace, compiled, known = StepTrace(), self._backend.compilations()[0], set(self._backend.fallbacks())
         yield trace
         trace.compilations = self._backend.compilations()[0] - compiled
-        trace.findings += [Finding(HOST, "", name) for name in self._backend.fallbacks() if name not in known]
+        trace.findings += [LintFinding(HOST, "", name) for name in self._backend.fallbacks() if name not in known]
 
 
-def check_configuration(config: TrainerConfig, steps: int) -> list[Finding]:
+def check_configuration(config: TrainerConfig, steps: int) -> list[LintFinding]:
     """Runs the first steps of a configuration, and of its evaluation, with small batches. Raises BadInput."""
     os.environ["PJRT_DEVICE"] = "CPU"
     config = _with_small_batches(config)
@@ -77,7 +77,7 @@ def check_configuration(config: TrainerConfig, steps: int) -> list[Finding]:
     return merge_findings(training.findings(), evaluation.findings())
 
 
-def check_user_module(module: str, inputs: str, steps: int, shapes: int) -> list[Finding]:
+def check_user_module(module: str, inputs: str, steps: int, shapes: int) -> list[LintFinding]:
     """Runs the first training steps of a user's own PyTorch module.
 
     Args:

@@ -1,8 +1,7 @@
 """Preflight: compiles the programs of a run with the TPU compiler on a machine without a TPU.
 
 search            the procedure, with the search for the largest batch
-shapes            lists the programs of a run
-programs          traces them from the backend's own step
+programs          lists the programs of a run and traces them from the backend's own step
 compiler          compiles a program: facts of its executable, or a refusal
 hlo               reads the text of a compiled program: memory by place in the model, collectives
 report            the results as data, text and JSON

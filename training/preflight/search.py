@@ -22,9 +22,8 @@ from training.preflight.compiler import (
     compiler_version,
     require_versions,
 )
-from training.preflight.programs import TracedProgram, trace_programs
+from training.preflight.programs import DataFacts, Graph, TracedProgram, list_graphs, trace_programs
 from training.preflight.report import AcceleratorResult, GraphResult, LargestBatch, Report
-from training.preflight.shapes import DataFacts, Graph, list_graphs
 from training.registry import BACKENDS, load
 
 MOST_ROWS = 1 << 14  # a device

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training.backends.protocol import Backend
 from training.backends.torch_xla.backend import TorchXla, count_fallbacks
 from training.errors import BadInput
-from training.lint.rules import HOST, SHAPE, VALUE, Finding, Operation, StepChecker, StepTrace
+from training.lint.rules import HOST, SHAPE, VALUE, LintFinding, Operation, StepChecker, StepTrace
 
 _NOT_USER_CODE = (*(f"{Path(module.__file__).parent}{os.sep}" for module in (torch, torch_xla)), __file__, "<")
 # Views that autograd and in-place updates make: no work, and not the same in each step.
@@ -86,7 +86,7 @@ class _OperationWatcher(TorchDispatchMode):  # type: ignore[misc]  # torch is no
         result = function(*args, **keywords)
         if fallbacks_before is not None and count_fallbacks() != fallbacks_before:
             message = f"{short} has no XLA form and runs on the host: both wait for each other in each step"
-            finding = Finding(HOST, place, message)
+            finding = LintFinding(HOST, place, message)
         if finding:
             self._trace.findings.append(finding)
         return result
@@ -104,25 +104,25 @@ class _PrintWatcher(TorchFunctionMode):  # type: ignore[misc]
     ) -> Any:
         if function is torch.Tensor.__repr__ and args[0].device.type == "xla":
             message = f"a tensor is printed: {_PROGRAM_ENDS}; print what a step returns, after it"
-            self._trace.findings.append(Finding(VALUE, _user_place(), message))
+            self._trace.findings.append(LintFinding(VALUE, _user_place(), message))
         return function(*args, **(kwargs or {}))
 
 
 def _check_operation(
     function: Any, name: str, args: Sequence[Any], keywords: Mapping[str, Any], place: str
-) -> Finding | None:
+) -> LintFinding | None:
     """The rule that an operation breaks by what it is, before it runs."""
     short = name.removeprefix("aten::")
     if torch.Tag.data_dependent_output in function.tags:
         reads_scalar = short == "_local_scalar_dense"
         causes = "a tensor's value is asked for (if, while, int(), .item(), range(), a slice up to a tensor)"
         cause = causes if reads_scalar else short
-        return Finding(VALUE, place, f"{cause}: {_PROGRAM_ENDS}; use torch.where, or masks")
+        return LintFinding(VALUE, place, f"{cause}: {_PROGRAM_ENDS}; use torch.where, or masks")
     target = keywords.get("device")
     copied_out = short == "_to_copy" and target is not None and torch.device(target).type == "cpu"
     if copied_out or (short == "copy_" and args[0].device.type == "cpu"):
         cause = "a tensor is copied to the host (.cpu(), .numpy(), .tolist())"
-        return Finding(VALUE, place, f"{cause}: {_PROGRAM_ENDS}")
+        return LintFinding(VALUE, place, f"{cause}: {_PROGRAM_ENDS}")
     by_mask = name in _INDEXING and any(
         isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8) for index in _flatten(args[1])
     )
@@ -131,13 +131,13 @@ def _check_operation(
         message = (
             f"the shape of what {operation} gives depends on values; use torch.where, weights or topk with a fixed size"
         )
-        return Finding(SHAPE, place, message)
+        return LintFinding(SHAPE, place, message)
     return None
 
 
 def check_module(
     build: Callable[[], Any], load_batches: Callable[[], Iterable[Any]], steps: int, shapes: int
-) -> list[Finding]:
+) -> list[LintFinding]:
     """Trains a user's module for a few steps of plain SGD.
 
     Its loss is what it returns: `.loss`, a single number, or else the mean of all floating-point tensors.
