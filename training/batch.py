@@ -1,4 +1,4 @@
-"""The lowest words of training: batches, signals, and what a step gives back. Framework-free; only numpy is below it.
+"""Batches, signals and the results of steps. Framework-free; only numpy is below it.
 
 A *host batch* is this host's rows of a global batch, as numpy arrays. *Sums* are totals over the global batch, so that
 every figure is a ratio of totals and exact on any number of hosts. *Signals* are one host's requests (stop, save).
@@ -17,10 +17,10 @@ import numpy as np
 
 Arrays = Mapping[str, np.ndarray]
 
-# What every step adds up over the global batch, in this order: the loss of each counted prediction times its weight,
+# Totals of every step over the global batch, in this order: the loss of each counted prediction times its weight,
 # the weights, and the weights of correct predictions.
 SUMS = ("loss", "weight", "correct")
-# What a training step tells of its update, in this order: the norm of the gradient of the mean loss, before clipping;
+# Figures of a training step's update, in this order: the norm of the gradient of the mean loss, before clipping;
 # and 1 when the update was left out because the loss or that norm is not finite (train.on_nonfinite: skip), else 0.
 UPDATE = ("gradient_norm", "skipped")
 
@@ -42,13 +42,12 @@ class Signals:
     save: bool = False
 
     def union(self, other: Signals) -> Signals:
-        """The requests of both."""
         return Signals(self.stop or other.stop, self.save or other.save)
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step computed, over all hosts."""
+    """Totals of a step over all hosts."""
 
     sums: dict[str, float]  # by the names in SUMS
     signals: Signals  # of all hosts
@@ -59,11 +58,10 @@ class StepResult:
 
     @staticmethod
     def empty() -> StepResult:
-        """Before any step."""
         return StepResult(dict.fromkeys(SUMS, 0.0), Signals())
 
     def plus(self, other: StepResult) -> StepResult:
-        """The totals of both."""
+        """Adds the totals of another step."""
         counts = [result.counts for result in (self, other) if result.counts is not None]
         return StepResult(
             {name: self.sums[name] + other.sums[name] for name in SUMS},
@@ -77,7 +75,7 @@ class StepResult:
         return self.sums["loss"] / self.sums["weight"] if self.sums["weight"] else float("nan")
 
     def nonfinite(self, step: int) -> str | None:
-        """What of training step number `step` is not finite, for messages; None when everything is."""
+        """Returns which figure of training step number `step` is not finite, for messages; None if all are."""
         if not math.isfinite(self.loss):
             return f"the loss of step {step} is {self.loss}"
         if self.gradient_norm is not None and not math.isfinite(self.gradient_norm):
@@ -89,4 +87,4 @@ class Pending(Protocol):
     """A step that may still be running on the devices."""
 
     def result(self) -> StepResult:
-        """Waits for the step."""
+        """Waits for the step and returns its result."""

@@ -1,8 +1,8 @@
 """The trainer's half of the YAML file: frozen sections, checked before anything is rented.
 
-The launcher reads the same file and validates it with these functions before it creates a slice, so this module imports
-no framework and no numpy. Sections that belong to the launcher are allowed and ignored, with one exception: if the file
-names an accelerator, the global batch is checked against its devices here, where a mistake costs nothing.
+The launcher validates the same file with these functions before it creates a slice, so this module imports no
+framework and no numpy. The launcher's sections are ignored, with one exception: if the file names an accelerator, the
+global batch is checked against its devices.
 """
 
 from __future__ import annotations
@@ -17,10 +17,8 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     AfterValidator,
     Field,
-    SerializerFunctionWrapHandler,
     ValidationError,
     field_validator,
-    model_serializer,
 )
 
 from training.accelerators import UnknownAccelerator, accelerator
@@ -39,7 +37,7 @@ Remat = Literal["none", "attention", "layers"]
 TrackerName = Literal["wandb", "mlflow"]
 Mistake = tuple[tuple[str, ...], str]  # the path of the key to change, and what is wrong
 
-LAUNCHER_SECTIONS = frozenset({"project", "zone", "slice", "image", "run", "gke"})
+IGNORED_SECTIONS = frozenset({"project", "zone", "slice", "image", "run", "gke"})  # the launcher's
 
 # The published BERT family (https://github.com/google-research/bert) and RoBERTa-base, by name:
 # hidden size, layers, attention heads, intermediate size, positions.
@@ -85,12 +83,13 @@ class Model(Section):
 
     @property
     def family(self) -> str:
-        """The architecture: bert or roberta."""
+        """Returns "bert" or "roberta"."""
         return "roberta" if self.name == "roberta-base" else "bert"
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
-        """Hidden size, layers, heads, intermediate size, positions. Changing the width changes what follows from it."""
+        """Hidden size, layers, heads, intermediate size, positions. With another `hidden_size`, heads and intermediate
+        size follow from it unless given."""
         assert self.name is not None
         hidden, layers, heads, intermediate, positions = SHAPES[self.name]
         if self.hidden_size is not None:
@@ -150,19 +149,6 @@ class Train(ScheduleSettings, AdamWSettings):
     """Training steps that one call of the program runs where it reads its rows itself: several devices and batches of
     one shape. Default: as many as take about half a second, at most 64. A stop, a save or an evaluation cuts a call, so
     it happens on its step; the losses are the same to 2e-6. Only for `backend: tensorflow`."""
-
-    @model_serializer(mode="wrap")
-    def _without_later_defaults(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leaves out later keys where they have their defaults: the hash of a configuration, and the configuration in a
-        checkpoint, are those of programs that did not have them."""
-        values: dict[str, Any] = serialize(self)
-        if self.optimizer == "adamw":
-            values.pop("optimizer", None)
-        if self.on_nonfinite == "stop":
-            values.pop("on_nonfinite", None)
-        if self.steps_per_call is None:
-            values.pop("steps_per_call", None)
-        return values
 
 
 class Evaluation(Section):
@@ -271,8 +257,8 @@ class TrainerConfig(Section):
     """The folder of all runs (`gs://`, or a folder that all hosts share); a run writes into its run id below it."""
 
     def for_device(self, kind: str) -> TrainerConfig:
-        """With `train.precision: auto` decided for this kind of device, TPU or CPU. Hashes and checkpoints have the
-        file's own value."""
+        """Returns the configuration with `train.precision: auto` decided for "TPU" or "CPU". Hashes and checkpoints
+        keep the file's own value."""
         if self.train.precision != "auto":
             return self
         precision = "bf16" if kind == "TPU" else "fp32"
@@ -280,29 +266,28 @@ class TrainerConfig(Section):
 
     @property
     def evaluation_batch_size(self) -> int:
-        """Examples of a global evaluation batch."""
         return self.evaluation.batch_size or self.train.global_batch_size
 
     def canonical(self) -> dict[str, Any]:
-        """As plain JSON values, with every default written out, and without `telemetry`: it changes nothing that is
+        """Returns plain JSON values with every default written out, and without `telemetry`: it changes nothing that is
         computed, and an attempt may resume with another one."""
         return self.model_dump(mode="json", exclude={"telemetry"})
 
     @property
     def hash(self) -> str:
-        """Equal for equal configurations, however the YAML was written."""
+        """16 hexadecimal digits, equal for equal configurations, however the YAML was written."""
         return hashlib.sha256(json.dumps(self.canonical(), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def load(path: str | Path, overrides: tuple[str, ...] = ()) -> TrainerConfig:
-    """Reads and checks a YAML file, with the changes of `--set`. Raises ConfigError, with file:line of each mistake."""
+    """Reads and checks a YAML file, with the changes of `--set`. Raises ConfigError with file:line of each mistake."""
     return from_document(load_document(path, overrides))
 
 
 def from_document(document: Document) -> TrainerConfig:
-    """The trainer's part of a document that may hold the launcher's sections too. Raises ConfigError."""
-    refuse_unknown(document, (*TrainerConfig.model_fields, *sorted(LAUNCHER_SECTIONS)))
-    own = {key: value for key, value in document.value.items() if key not in LAUNCHER_SECTIONS}
+    """Checks the trainer's sections of a document, which may hold the launcher's too. Raises ConfigError."""
+    refuse_unknown(document, (*TrainerConfig.model_fields, *sorted(IGNORED_SECTIONS)))
+    own = {key: value for key, value in document.value.items() if key not in IGNORED_SECTIONS}
     config = validate(TrainerConfig, Document(document.name, own, document.places))
     mistakes = [
         f"{document.place(path)}: {'.'.join(path)}: {message}"
@@ -315,7 +300,7 @@ def from_document(document: Document) -> TrainerConfig:
 
 
 def restore(values: Mapping[str, Any], place: str) -> TrainerConfig:
-    """The configuration that a checkpoint keeps. `place`: which one, for messages. Raises BadInput."""
+    """Returns the configuration kept in a checkpoint. `place`: of the checkpoint, for messages. Raises BadInput."""
     try:
         return TrainerConfig.model_validate(values)
     except ValidationError as error:
@@ -327,8 +312,8 @@ def restore(values: Mapping[str, Any], place: str) -> TrainerConfig:
 
 
 def batch_mistake(config: TrainerConfig, hosts: int, devices: int) -> str | None:
-    """Explains why the global batches can't be divided evenly over `devices` on `hosts`; None when they can. Called
-    again when the real devices are known."""
+    """Returns why the global batches can't be divided evenly over the devices; None if they can. Called again when the
+    real devices are known."""
     for name, size, pieces in (
         ("train.global_batch_size", config.train.global_batch_size, config.train.gradient_accumulation),
         ("the evaluation batch", config.evaluation_batch_size, 1),
@@ -343,7 +328,7 @@ def batch_mistake(config: TrainerConfig, hosts: int, devices: int) -> str | None
 
 
 def _hub_without_token(config: TrainerConfig, document: Document) -> list[str]:
-    """A file for a slice that uploads to the Hub must also give the hosts the token."""
+    """Returns a mistake if the file uploads to the Hub from a slice, and gives the hosts no token."""
     sections = {name: document.value.get(name) for name in ("slice", "run", "gke")}
     named = [section.get("secrets") for section in (sections["run"], sections["gke"]) if isinstance(section, dict)]
     secrets = [name for names in named if isinstance(names, list | dict) for name in names]  # the launcher checks them
@@ -362,7 +347,7 @@ def _accelerator_name(document: Document) -> str | None:
 
 
 def _is_set(config: TrainerConfig, path: tuple[str, ...]) -> bool:
-    """Whether the file gives this key a value other than null."""
+    """Returns whether the file gives this key a value other than null."""
     section: Any = config
     for key in path[:-1]:
         section = getattr(section, key)
@@ -370,7 +355,7 @@ def _is_set(config: TrainerConfig, path: tuple[str, ...]) -> bool:
 
 
 def _contradictions(config: TrainerConfig, accelerator_name: str | None) -> list[Mistake]:
-    """What is wrong between keys that are each right."""
+    """Returns the mistakes between keys that are each right."""
     return [
         *_model_mistakes(config.model),
         *((path, message) for path, message in TASKS[config.task].unused_keys.items() if _is_set(config, path)),
@@ -421,7 +406,7 @@ def _best_mistakes(config: TrainerConfig) -> Iterator[Mistake]:
 
 
 def _place_mistakes(config: TrainerConfig) -> Iterator[Mistake]:
-    """Folders that can't be, and those that would be made in the container, which is lost with it."""
+    """Yields folders that can't exist, and those that would be made in the container and lost with it."""
     places: dict[tuple[str, ...], str | None] = {
         ("output",): config.output,
         ("data", "train"): config.data.train,

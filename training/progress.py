@@ -1,9 +1,7 @@
-"""What the training loop knows of its run, in a few objects: how far it is, the steps that were not finite, its
-evaluations, and its compilations.
+"""The training loop's own state: how far the run is, steps that were not finite, evaluations, and compilations.
 
-No clock, and no I/O but the records of earlier attempts: the loop feeds them with results, and asks them what to report
-and what to save. A step is *started* when it was given to the backend, and *finished* when its result was read; a few
-steps may be in between.
+No clock, and no I/O but the records of earlier attempts. A step is *started* when it was given to the backend, and
+*finished* when its result was read; a few steps may be in between.
 """
 
 from __future__ import annotations
@@ -46,18 +44,17 @@ class Progress:
     signals: Signals = field(default_factory=Signals)
 
     def resume(self, step: int, state: Mapping[str, Any]) -> None:
-        """Continues from a checkpoint of `step` with this state."""
+        """Continues from a checkpoint of `step` with this `state`."""
         self.step = self.finished = step
         self.first_loss, self.last_loss = state["first_loss"], state["last_loss"]
-        self.skipped = state.get("skipped_steps", 0)
+        self.skipped = state["skipped_steps"]
 
     def start_step(self) -> None:
-        """Counts a step that was given to the backend."""
         self.step, self.trained = self.step + 1, self.trained + 1
 
     def finish_step(self, result: StepResult, batch: HostBatch) -> None:
-        """Takes the result of the oldest step in flight. Raises NonFinite for a loss or a gradient norm that is not
-        finite, unless the step has left its update out, and for too many such steps in a row."""
+        """Counts the result of the oldest step in flight. Raises NonFinite for a loss or a gradient norm that is not
+        finite, unless the step skipped its update, and for too many skipped steps in a row."""
         self.signals = self.signals.union(result.signals)
         self.replaced += batch.replaced
         problem = result.nonfinite(self.finished)
@@ -75,7 +72,7 @@ class Progress:
             self.last_loss = result.loss
 
     def _describe(self, batch: HostBatch) -> str:
-        """What came before a step that is not finite, and what it was trained on."""
+        """Returns the last finite loss and the records of the batch, for messages."""
         records = ", ".join(map(str, batch.records[:_SHOWN_RECORDS]))
         last = "none before was finite" if self.last_loss is None else f"the last finite one was {self.last_loss}"
         return f"{last}. Records of this host's batch: {records}"
@@ -83,27 +80,35 @@ class Progress:
 
 @dataclass(frozen=True)
 class NonFiniteHistory:
-    """The steps of a run that were not finite in earlier attempts with the same configuration and code."""
+    """Steps of a run that were not finite in earlier attempts with the same configuration and code."""
 
     records: tuple[NonFiniteStep, ...] = ()
 
     @staticmethod
     def read(folder: str, program: str, rendezvous: Rendezvous, is_first: bool, storage: Storage) -> NonFiniteHistory:
-        """Of the run in `folder`, as host 0 sees it: all hosts call it. `program`: of this attempt."""
+        """Reads the history on host 0 and shares it with all hosts, which must all call this.
+
+        Args:
+            folder: of the run.
+            program: configuration and code of this attempt.
+            rendezvous: of all hosts.
+            is_first: whether this is host 0.
+            storage: where the folder is.
+        """
         records = [asdict(record) for record in read_nonfinite(folder, storage)] if is_first else None
         shared = [NonFiniteStep(**record) for record in rendezvous.meet("nonfinite", records)[0]]
         return NonFiniteHistory(tuple(record for record in shared if record.program == program))
 
     @property
     def suspects(self) -> frozenset[str]:
-        """The checkpoints whose first step was not finite: the one before is tried instead."""
+        """Names of the checkpoints whose first step was not finite: the one before each is tried instead."""
         return frozenset(
             record.checkpoint for record in self.records if record.checkpoint and record.step == record.restored
         )
 
     def judge(self, error: NonFinite, restored: int) -> TrainError:
-        """What ends an attempt that had restored step `restored` (0: none): a failure, after which another attempt may
-        help, or BadInput where trying again changes nothing."""
+        """Returns the error that ends an attempt which had restored step `restored` (0: none): a failure, after which
+        another attempt may help, or BadInput if trying again changes nothing."""
         advice = "lower train.learning_rate or train.clip_norm, look at these records, or set train.on_nonfinite: skip"
         earlier = [record for record in self.records if record.step == error.step]
         if earlier:
@@ -136,13 +141,13 @@ class Evaluations:
     best: dict[str, Any] | None = None  # its "step", "metric" and "value"
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Continues from a checkpoint with this state."""
+        """Continues from a checkpoint with this `state`."""
         self.best, self.step = state.get("best"), state.get("evaluated", -1)
         figures = state.get("figures") or {}
         self.figures = {name: math.nan if value is None else value for name, value in figures.items()}
 
     def record(self, step: int, figures: dict[str, float], counts: np.ndarray | None) -> None:
-        """Takes the figures of the evaluation after `step` steps."""
+        """Keeps the figures of the evaluation after `step` steps, as the best one if they are."""
         self.step, self.figures, self.counts = step, figures, counts
         if self.rule:
             value = figures[self.rule.metric]
@@ -151,16 +156,15 @@ class Evaluations:
 
     @property
     def nonfinite(self) -> list[str]:
-        """The figures of the last evaluation that are NaN or infinite."""
+        """Names of the figures of the last evaluation that are NaN or infinite."""
         return [name for name, value in self.figures.items() if not math.isfinite(value)]
 
     def is_best(self, step: int) -> bool:
-        """Whether the state after `step` steps was evaluated, and was better than all before. Then its checkpoint says
-        so: the evaluation comes before the save."""
+        """Returns whether the state after `step` steps was evaluated, and was better than all before."""
         return self.best is not None and self.best["step"] == step == self.step
 
     def state(self, step: int) -> dict[str, Any]:
-        """What a checkpoint of `step` keeps."""
+        """Returns the values that a checkpoint of `step` keeps."""
         return {
             "evaluated": self.step,
             "figures": finite_or_none(self.figures) if self.step == step else None,
@@ -169,10 +173,8 @@ class Evaluations:
 
 
 class Compilations:
-    """Counts programs and the time that compiling them takes, and finds training steps that compile once more.
-
-    In an attempt the first step of each shape compiles, and no other does; the task knows how many shapes there are.
-    """
+    """Counts programs and the seconds of compiling them, and finds training steps that compile once more: in an attempt
+    the first step of each shape compiles, and no other."""
 
     def __init__(
         self, backend: Backend, timer: PhaseTimer, shapes: int, *, strict: bool, warn: Callable[[str], None]
@@ -193,7 +195,7 @@ class Compilations:
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """The block, as a phase of the timer; the seconds that it spends compiling count as "compile"."""
+        """Times the block as a phase; the seconds that it spends compiling count as "compile"."""
         seconds = self._backend.compilations()[1]
         try:
             with self._timer.phase(phase):
@@ -203,14 +205,15 @@ class Compilations:
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
-        """An evaluation: its programs are not the training's."""
+        """Times the block as an evaluation, and does not count its programs as the training's."""
         count = self._backend.compilations()[0]
         with self.timed("evaluation"):
             yield
         self._evaluation += self._backend.compilations()[0] - count
 
     def check_step(self, number: int, batch: HostBatch) -> None:
-        """After step `number` was started. Warns of another program than the shape's first, or raises TrainError."""
+        """Warns if step `number`, which was just started, compiled another program than its shape's first; with
+        train.strict raises TrainError."""
         shape = tuple(array.shape for array in batch.arrays.values())
         is_first = shape not in self._known and len(self._known) < self._shapes
         self._known.add(shape)

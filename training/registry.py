@@ -1,8 +1,7 @@
-"""The one place where tasks, optimizers and backends are registered: name -> what it is made of.
+"""Tasks, optimizers and backends by name.
 
-To add one, write its folder or file and add an entry here. Entries name modules as "module:attribute" and `load`
-imports them on first use, so this module imports no framework and no numpy: the launcher reads it with the
-configuration.
+Entries name modules as "module:attribute" and `load` imports them on first use, so this module imports no framework and
+no numpy: the launcher reads it with the configuration.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def load(reference: str) -> Any:
 
 @dataclass(frozen=True)
 class Head:
-    """What a network has on top of its encoder, in the terms of Hugging Face's transformers."""
+    """The layers on top of a network's encoder, in the terms of Hugging Face's transformers."""
 
     network: str  # the end of the class's name: BertForMaskedLM -> ForMaskedLM
     pipeline: str  # transformers.pipeline that uses it
@@ -36,7 +35,7 @@ class Head:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether training may begin from an encoder without this head."""
+        """Returns whether training may begin from an encoder without this head."""
         return self.problem_type is not None
 
 
@@ -165,7 +164,7 @@ for _names, _entries in ((TaskName, TASKS), (OptimizerName, OPTIMIZERS), (Backen
 
 
 def task_of_model(config: Mapping[str, Any]) -> str:
-    """The task that the model with these values of config.json is for; masked language modelling when its head is of no
+    """Returns the task that a model with these values of config.json was made for; "mlm" if its head is of no
     registered task."""
     named = config.get("architectures")
     networks = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []

@@ -12,7 +12,8 @@ from launcher.config.gke import GkeSection
 from launcher.config.sections import ImageSection, Root, RunSection, SliceSection
 from launcher.errors import BadInput
 from training.accelerators import Accelerator, UnknownAccelerator, accelerator
-from training.config import LAUNCHER_SECTIONS, TrainerConfig, from_document
+from training.config import IGNORED_SECTIONS as LAUNCHER_SECTIONS
+from training.config import TrainerConfig, from_document
 from training.yaml_file import ConfigError, Document, refuse_unknown, validate
 from training.yaml_file import load as load_document
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from training.config import LAUNCHER_SECTIONS
+from training.config import IGNORED_SECTIONS as LAUNCHER_SECTIONS
 from training.yaml_file import ConfigError, Document
 
 _SECRET_NAME = re.compile(

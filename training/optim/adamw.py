@@ -1,4 +1,4 @@
-"""AdamW (https://arxiv.org/abs/1711.05101): what every framework's half of it has in common. Framework-free.
+"""AdamW (https://arxiv.org/abs/1711.05101): settings and arithmetic that the frameworks' halves share.
 
 The halves, `adamw_torch` and `adamw_tf`, keep two moments for each parameter, in fp32 and of the parameter's shape,
 under the names in `STATE`; checkpoints store them as `adam_m/<parameter>` and `adam_v/<parameter>`.
@@ -29,11 +29,11 @@ class AdamWSettings(Section):
 
 
 def bias_corrections(settings: AdamWSettings, step: int) -> tuple[float, float]:
-    """What the two moments are divided by in step number `step`, counted from 0 (https://arxiv.org/abs/1412.6980,
+    """Returns the divisors of the two moments in step number `step`, counted from 0 (https://arxiv.org/abs/1412.6980,
     algorithm 1)."""
     return 1 - settings.adam_beta1 ** (step + 1), 1 - settings.adam_beta2 ** (step + 1)
 
 
 def is_decayed(name: str, shape: Sequence[int]) -> bool:
-    """Whether weight decay applies to the parameter with this PyTorch name: not to biases and norms."""
+    """Returns whether weight decay applies to the parameter with this PyTorch name: not to biases and norms."""
     return not name.endswith("bias") and len(shape) > 1

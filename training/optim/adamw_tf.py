@@ -16,7 +16,7 @@ class AdamWTensorFlow:
     state_names = STATE
 
     def __init__(self, settings: AdamWSettings, names: Sequence[str], variables: Sequence[Any]) -> None:
-        """Moments of zero, beside each variable. To be called in the strategy's scope.
+        """Creates moments of zero. Call it in the strategy's scope.
 
         Args:
             settings: hyperparameters.
@@ -28,16 +28,16 @@ class AdamWTensorFlow:
         self._moments = [[tf.Variable(tf.zeros_like(value), trainable=False) for value in variables] for _ in STATE]
 
     def state(self) -> dict[str, list[Any]]:
-        """Group -> moments, in the order of the variables."""
+        """Returns moments by group, in the order of the variables."""
         return dict(zip(STATE, self._moments, strict=True))
 
     def step_scalars(self, step: int) -> tuple[float, ...]:
-        """What `update` needs that changes with the step, beside the learning rate: the two bias corrections. They
-        reach the program as data, so that one program serves all steps."""
+        """Returns the arguments of `update` that change with the step, beside the learning rate. They reach the program
+        as data, so that one program serves all steps."""
         return bias_corrections(self._settings, step)
 
     def update(self, gradients: Sequence[Any], scale: Any, *scalars: Any) -> None:
-        """Changes variables and moments in place; to be called in a replica's context.
+        """Changes variables and moments in place. Call it in a replica's context.
 
         Args:
             gradients: in the order of the variables; each is multiplied by `scale` before it is used.
@@ -54,7 +54,7 @@ class AdamWTensorFlow:
         tf.distribute.get_replica_context().merge_call(update_all, args=(gradients, scale, *scalars))
 
     def _update_rule(self, decayed: bool) -> Callable[..., None]:
-        """The update of one variable and its moments, on one device."""
+        """Returns the function that updates one variable and its moments on one device."""
         settings = self._settings
         decay = settings.weight_decay if decayed else 0.0
 

@@ -16,14 +16,13 @@ class AdamWTorch:
     state_names = STATE
 
     def __init__(self, settings: AdamWSettings, parameters: Mapping[str, Tensor]) -> None:
-        """Moments of zero, beside each parameter."""
         self._settings = settings
         self._moments = [
             {name: torch.zeros_like(value, requires_grad=False) for name, value in parameters.items()} for _ in STATE
         ]
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """Group -> parameter's name -> moment."""
+        """Returns moments by group and by the parameter's name."""
         return dict(zip(STATE, self._moments, strict=True))
 
     def move_state(self, move: Callable[[Tensor], Tensor]) -> None:
@@ -31,8 +30,8 @@ class AdamWTorch:
         self._moments = [{name: move(value) for name, value in group.items()} for group in self._moments]
 
     def step_scalars(self, step: int) -> tuple[float, ...]:
-        """What `update` needs that changes with the step, beside the learning rate: the two bias corrections. They
-        reach the device as data, so that one program serves all steps."""
+        """Returns the arguments of `update` that change with the step, beside the learning rate. They reach the device
+        as data, so that one program serves all steps."""
         return bias_corrections(self._settings, step)
 
     def update(

@@ -26,10 +26,9 @@ class ScheduleSettings(Section):
 
 
 def learning_rate(settings: ScheduleSettings, step: int) -> float:
-    """For step number `step`, counted from 0: warm-up to the peak, then down to 0 after the last step.
+    """Returns the rate of step number `step`, counted from 0: warm-up to the peak, then down to 0 after the last step.
 
-    Warm-up is one step ahead of `transformers.get_linear_schedule_with_warmup`, whose first step has the rate 0: here
-    no step is without an update."""
+    Warm-up is one step ahead of `transformers.get_linear_schedule_with_warmup`, whose first step has the rate 0."""
     if step < settings.warmup_steps:
         return settings.learning_rate * (step + 1) / settings.warmup_steps
     progress = (step - settings.warmup_steps) / max(1, settings.steps - settings.warmup_steps)
