@@ -1,7 +1,7 @@
-"""The interface of a provider: what a platform that runs containers on hosts must do, and the data in which it reports.
+"""The interface of a provider, a platform that runs containers on hosts: its Protocol, and the data of its reports.
 
 `launcher.run` supervises a run through this Protocol alone. `launcher.tpu_vm` implements it over gcloud and Fabric,
-`launcher.gke` over kubectl; `launcher.providers` makes one by name. This module holds data only and decides nothing.
+`launcher.gke` over kubectl; `launcher.providers` makes one by name. This module decides nothing.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from typing import Protocol
 from training.distributed.cluster import SECRET_VARIABLE
 from training.machine.clock import Clock
 
-LOG_OVERLAP = timedelta(seconds=1)  # how far before the newest known line `observe` is asked to begin again
-
+LOG_OVERLAP = timedelta(seconds=1)  # how far before the newest known line `observe` begins again
 
 DELIVERY_SECONDS = 120
 """How long a container waits for its secrets beyond Attempt.start_seconds."""
@@ -25,31 +24,30 @@ DELIVERY_SECONDS = 120
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a provider can do beyond the methods of the Protocol. Callers ask for these, never for a provider's name."""
+    """Abilities beyond the Protocol's methods. Callers check these, never a provider's name."""
 
     cloud_tpu_node: bool
-    """The slice is a Cloud TPU node of its own: gcloud lists it, opens shells on its hosts, and its price is known."""
+    """The slice is a Cloud TPU node: gcloud lists it and opens shells on its hosts, and its price is known."""
 
     emulated: bool
     """`--emulated` can stand in for it."""
 
     sends_secrets: bool
-    """Values of `run.secrets` travel from this machine to the hosts. Otherwise the platform has secrets of its own."""
+    """Values of `run.secrets` travel from this machine to the hosts. Otherwise the platform has its own secrets."""
 
     replaces_hosts: bool
-    """A slice that is deleted and created again has other hosts. Otherwise the platform chooses hosts for each
-    attempt."""
+    """A recreated slice has other hosts. Otherwise the platform chooses hosts for each attempt."""
 
     overlays: bool
-    """Files can be laid over those of an image (`run --overlay`)."""
+    """Supports `run --overlay`."""
 
 
 @dataclass(frozen=True)
 class Overlay:
-    """Files that are laid over those of an image."""
+    """Files that replace or complement those of an image."""
 
     target: str
-    """The folder of the container over which the archive is unpacked: an absolute path."""
+    """Absolute path of the container's folder into which the archive is unpacked."""
 
     archive: bytes = field(repr=False)
     """A gzip-compressed tar archive."""
@@ -62,31 +60,30 @@ class Overlay:
 
 @dataclass(frozen=True)
 class SliceState:
-    """A slice as its owner's API describes it."""
+    """A slice as the platform's API describes it."""
 
     name: str
     state: str  # CREATING, READY, PREEMPTED, ...: Google's words
     health: str
     accelerator_type: str
     hosts: tuple[str, ...]  # internal addresses in worker order
-    detail: str = ""  # what the API says about health or symptoms
-    created: str = ""  # when, RFC 3339; empty when the API doesn't say
-    uid: str = ""  # the API's own number of it: another slice of the same name has another one
+    detail: str = ""  # the API's text about health or symptoms
+    created: str = ""  # RFC 3339; "" when the API doesn't say
+    uid: str = ""  # the API's own id: a recreated slice of the same name has another one
     labels: Mapping[str, str] = field(default_factory=dict, hash=False)
-    request: str = ""  # name of the request in the queue that it came from
+    request: str = ""  # name of the queued resource that it came from
 
     def is_same(self, other: SliceState | None) -> bool:
-        """Whether both are descriptions of one slice, and not of two that have the same name one after the other."""
+        """Returns whether both describe the same slice, and not a slice and its successor of the same name."""
         return other is not None and (self.name, self.uid, self.created) == (other.name, other.uid, other.created)
 
     @property
     def ready(self) -> bool:
-        """Whether its hosts can be used."""
         return self.state == "READY"
 
     @property
     def trouble(self) -> str:
-        """What the API says is wrong with it, for a person; empty when all is well."""
+        """Returns what the API says is wrong with the slice, for the user; "" when it is READY and healthy."""
         parts = [
             self.state if not self.ready else "",
             self.health if self.health.startswith("UNHEALTHY") else "",
@@ -96,13 +93,13 @@ class SliceState:
 
     @property
     def gone_for_good(self) -> bool:
-        """Must be deleted before anything of that name can run again."""
+        """Returns whether the slice must be deleted before its name can be used again."""
         return self.state in ("PREEMPTED", "TERMINATED")
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of a run on a slice: everything every host must be told."""
+    """One start of a run on a slice: everything that hosts need to know."""
 
     run_id: str
     number: int
@@ -116,25 +113,24 @@ class Attempt:
     user: str | None = None
     secrets: Mapping[str, str] = field(
         default_factory=dict, repr=False
-    )  # environment variables that nothing but the command may see
-    overlay: Overlay | None = None  # files over the image's own
+    )  # environment variables, seen by the command only
+    overlay: Overlay | None = None
     start_seconds: float = 900.0  # for pulling the image and starting it, on all hosts
     host_secret: str = field(default_factory=lambda: secrets.token_hex(32), repr=False, compare=False)
-    """By which the hosts of this attempt know each other, and no other attempt's. It travels as secrets do, and is kept
-    nowhere: the next attempt has another one."""
+    """Shared by the hosts of this attempt only: they prove to each other that they know it. Sent as secrets are, and
+    kept nowhere."""
 
     def all_secrets(self, hosts: int) -> dict[str, str]:
-        """The variables that nothing but the command may see, on a slice of so many hosts. One host meets nobody."""
+        """Returns the secret environment variables. A single-host slice needs no shared secret."""
         return {**({SECRET_VARIABLE: self.host_secret} if hosts > 1 else {}), **self.secrets}
 
     @property
     def container(self) -> str:
-        """Name of the attempt's container, the same on every host."""
         return container_name(self.run_id, self.number)
 
 
 def container_name(run_id: str, attempt: int) -> str:
-    """Name of an attempt's container, the same on every host."""
+    """Returns the name of an attempt's container, the same on every host."""
     return f"tpu-launch-{run_id}-{attempt}"
 
 
@@ -150,24 +146,22 @@ class ContainerState:
     error: str = ""
     image: str = ""
     rebooted: bool = False
-    """Its host has booted since it was created."""
+    """The host has booted since the container was created."""
     ended_before_reboot: bool = False
-    """Its command had ended by then."""
+    """The command had ended before that boot."""
 
     @property
     def running(self) -> bool:
-        """Whether its command runs."""
         return self.status in ("running", "paused", "restarting")
 
     @property
     def ended(self) -> bool:
-        """Whether its command has run and runs no more."""
         return self.status in ("exited", "dead")
 
 
 @dataclass(frozen=True)
 class LogLine:
-    """One line of a container's output: when the engine received it (RFC 3339, host's clock), and the line."""
+    """One line of a container's output, and when the engine received it (RFC 3339, host's clock)."""
 
     timestamp: str
     text: str
@@ -175,93 +169,92 @@ class LogLine:
 
 @dataclass(frozen=True)
 class Observation:
-    """What one look at one host showed. `container` is None when the host could not be asked; `problem` says why."""
+    """The result of observing one host. `container` is None when the host did not answer; `problem` says why."""
 
     worker: int
     container: ContainerState | None
     lines: tuple[LogLine, ...] = ()
-    more: bool = False  # the look was cut short: there are more lines right now
+    more: bool = False  # the observation was cut short: more lines can be read at once
     problem: str = ""
-    since: str | None = None  # from when on lines were asked for; None: from the beginning
+    since: str | None = None  # the first time whose lines were requested; None: from the beginning
 
 
 @dataclass(frozen=True)
 class HostReport:
-    """What one host answered to a command that all hosts were given."""
+    """A host's answer to a command given to all hosts."""
 
     worker: int
     ok: bool
     detail: str
-    """The image id, or what went wrong, for a person."""
+    """The image id, or what went wrong, for the user."""
 
     occupied_by: str = ""
-    """Id of another run that uses this host, when that is why the command failed."""
+    """Id of the other run whose use of the host made the command fail."""
 
 
 @dataclass(frozen=True)
 class CommandReport:
-    """How a command in a host's live container ended."""
+    """The end of a command in a host's live container."""
 
     worker: int
 
     exit_code: int | None
-    """The command's own; None when it was not seen to end, or did not run."""
+    """None when the command did not run, or its end was not seen."""
 
     ended: float
-    """By this machine's monotonic clock: which host was the first."""
+    """Seconds of this machine's monotonic clock."""
 
     problem: str = ""
-    """Why there is no exit code, for a person."""
+    """Why there is no exit code, for the user."""
 
 
 class Provider(Protocol):
     """A platform to run on. Every method is bounded in time and safe to repeat; errors are LaunchErrors."""
 
     @property
-    def capabilities(self) -> Capabilities:
-        """What it can do beyond these methods."""
+    def capabilities(self) -> Capabilities: ...
 
     def connect(self) -> None:
-        """Starts to open connections to the hosts in the background, where that saves time later. Does not wait."""
+        """Starts to open connections to the hosts in the background. Does not wait."""
 
     def close(self) -> None:
-        """Closes what is open. What runs on hosts goes on; the provider can be used again."""
+        """Closes connections. Containers go on; the provider can be used again."""
 
     def describe(self) -> SliceState | None:
-        """The slice, or None when it doesn't exist."""
+        """Returns the slice, or None when it doesn't exist."""
 
     def known_ready(self) -> bool:
-        """Whether the slice was READY, and as the file says, when a command from here last used it: then a start need
-        not ask before it tries."""
+        """Returns whether the slice was READY and as configured when a command of this machine last used it. Then a
+        start need not describe it first."""
 
     def create(self, clock: Clock | None = None) -> None:
         """Creates the slice and returns when it is READY and its hosts answer.
 
         Args:
-            clock: How to wait, where that may be long: its `sleep` may raise, which ends the creation.
+            clock: Used for long waits: its `sleep` may raise, which ends the creation.
         """
 
     def delete(self) -> None:
-        """Deletes the slice and returns when the API says that it is gone; none is fine."""
+        """Deletes the slice, if it exists, and returns when the API says that it is gone."""
 
     def prepare(self, attempt: Attempt) -> list[HostReport]:
-        """Gets the image onto every host and makes the attempt's container there, not yet started. `detail` is the
-        image id."""
+        """Pulls the image and creates the attempt's container on every host, without starting it. `detail` is the image
+        id."""
 
     def start(self, attempt: Attempt) -> list[HostReport]:
         """Starts the prepared containers on all hosts."""
 
     def observe(self, worker: int, container: str, since: str | None, *, patience: float = 0.0) -> Observation:
-        """One look at a container on a host: its state and its log lines from `since` (inclusive) on.
+        """Returns the state of a container on a host and its log lines from `since` (inclusive) on.
 
-        While the container runs, the look may wait `patience` seconds for its end before it answers.
+        While the container runs, may wait `patience` seconds for its end.
         """
 
     def stop(
         self, container: str, *, grace: int, remove: bool, workers: Sequence[int] | None = None
     ) -> list[HostReport]:
-        """Stops a container on every host, or on some: SIGTERM, then SIGKILL after `grace` seconds; removes it if
-        asked. Gone is fine."""
+        """Stops a container on `workers` (None: all hosts): SIGTERM, then SIGKILL after `grace` seconds. A missing
+        container counts as stopped."""
 
     def execute(
         self,
@@ -272,12 +265,12 @@ class Provider(Protocol):
         seconds: float,
         on_line: Callable[[int, str], None],
     ) -> list[CommandReport]:
-        """Runs a command in a live container on some hosts at once, never twice, and hands over each line of it (worker
-        index, text). It has no standard input, is ended after so many seconds, and when this call is interrupted."""
+        """Runs a command in a live container on some hosts at once, never twice, and passes each line of its output
+        (worker index, text) to `on_line`. It has no standard input, and is ended after `seconds` and when this call is
+        interrupted."""
 
     def evidence(self, container: str, workers: Sequence[int]) -> dict[str, str]:
-        """What the slice and the hosts know of an attempt that failed: file name -> text for a person. Never raises."""
+        """Returns diagnostics of the slice and the hosts after a failed attempt: file name -> text. Never raises."""
 
     def stacks(self, container: str) -> dict[int, str]:
-        """Where the processes of a container are, on every host that answers: text for a person. Never raises for a
-        host."""
+        """Returns the stack traces of a container's processes, by host. Never raises for a host."""

@@ -1,8 +1,8 @@
-"""The gcloud commands of a slice. Pure, so that `plan` prints exactly what would run.
+"""The gcloud commands of a slice. Pure.
 
-Known defects of the SDK (seen with 528.0.0) decide the shape of every command: `--output-directory` is broken, subsets
-of workers lose exit codes, and ssh's 255 makes gcloud run the whole command again, so commands address `all` or one
-worker, and no remote command returns 255.
+Known defects of the SDK (528.0.0) shape every command: `--output-directory` is broken, subsets of workers lose exit
+codes, and ssh's 255 makes gcloud run the whole command again. So commands address `all` or one worker, and no remote
+command returns 255.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from launcher.tpu_vm import slice_hints
 from launcher.tpu_vm.host_scripts import LABEL_RUN
 from launcher.tpu_vm.scripts import render
 
-# gcloud has no time-outs of its own for ssh: a dead host would hang each call for minutes.
+# gcloud sets no time-outs for ssh: a dead host would hang each call for minutes.
 _SSH_FLAGS = (
     "--ssh-flag=-oConnectTimeout=10",
     "--ssh-flag=-oServerAliveInterval=15",
     "--ssh-flag=-oServerAliveCountMax=3",
 )
-# OpenSSH 9.0 to 9.8 agree on session keys with sntrup761 first, which takes 60 ms of the workstation's processor a host
-# (Debian 12: 75 ms a connection, 12 ms without). Without it they take X25519, as our own connections do; newer ones
-# take ML-KEM. A script for all hosts holds nothing that must stay confidential for decades. What may (secrets,
-# overlays, a person's commands) goes to one host a call, with the client's own choice.
+# OpenSSH 9.0 to 9.8 prefer the key exchange sntrup761, which takes 60 ms of the workstation's processor a host (Debian
+# 12: 75 ms a connection, 12 ms without). Without it they take X25519, as our own connections do; newer clients take
+# ML-KEM. A script for all hosts holds nothing that must stay confidential for decades. What may (secrets, overlays,
+# the user's commands) goes to one host a call, with the client's own choice.
 _QUICK_KEY_EXCHANGE = "--ssh-flag=-oKexAlgorithms=-sntrup761*"
 
 
@@ -44,7 +44,7 @@ def create_command(config: Config, labels: dict[str, str]) -> list[str]:
 
 
 def node_flags(config: Config, labels: dict[str, str]) -> list[str]:
-    """The flags that describe a node, for its creation and for a request in the queue. The type is always given:
+    """Returns the flags that describe a node, for its creation and for a queued resource. Always includes the type:
     gcloud's default is a v2-8."""
     wanted = config.slice
     command = [f"--accelerator-type={wanted.accelerator_type}"]
@@ -81,7 +81,7 @@ def start_command(config: Config) -> list[str]:
 
 
 def ssh_command(config: Config, script: str, *, worker: str = "all", dry_run: bool = False) -> list[str]:
-    """Runs `script` (POSIX shell) on all hosts, or on one. Its output has no host prefix: scripts print their own."""
+    """Runs a POSIX shell script on all hosts, or on one. gcloud adds no host prefix: scripts print their own."""
     assert worker == "all" or worker.isdigit(), "a subset of workers loses exit codes"
     command = [*_base(config, "ssh", config.slice.name), f"--worker={worker}", *_SSH_FLAGS]
     command += _network_path(config)
@@ -93,7 +93,7 @@ def ssh_command(config: Config, script: str, *, worker: str = "all", dry_run: bo
 
 
 def shell_command(config: Config, worker: int, flags: Sequence[str] = ()) -> list[str]:
-    """A person's own ssh session on one host, or (with flags of ssh's) a tunnel to it."""
+    """Opens the user's ssh session on one host or, with flags of ssh, a tunnel to it."""
     command = [
         *_base(config, "ssh", config.slice.name),
         f"--worker={worker}",
@@ -104,20 +104,19 @@ def shell_command(config: Config, worker: int, flags: Sequence[str] = ()) -> lis
 
 
 def _network_path(config: Config) -> list[str]:
-    """How hosts without an external address are reached."""
+    """Returns the flags that reach hosts without an external address."""
     if config.slice.iap:
         return ["--tunnel-through-iap"]
     return ["--internal-ip"] if config.slice.internal_ips else []
 
 
 def accelerator_types_command(config: Config) -> list[str]:
-    """Lists the accelerator types that the zone offers; fails when the project, the API or the permissions are not in
-    order."""
+    """Lists the accelerator types of the zone; fails when the project, the API or the permissions are wrong."""
     return [*_base(config, "accelerator-types", "list"), "--format=value(name.basename())"]
 
 
 def runtime_versions_command(config: Config) -> list[str]:
-    """Lists the software versions that the zone offers for TPU VMs."""
+    """Lists the zone's runtime versions for TPU VMs."""
     return [*_base(config, "versions", "list"), "--format=value(name.basename())"]
 
 

@@ -1,7 +1,7 @@
-"""What the output of the scripts on hosts means. Pure: text in, dataclasses out.
+"""Parses the output of the scripts on hosts. Pure: text in, dataclasses out.
 
-A script reports on one line a host, `tpu-launch <worker> <word> <detail>`; gcloud mixes the lines of all hosts with its
-own. `observe.sh` prints a container's state and log instead, and only ever for one host.
+A script reports on one line a host, `tpu-launch <worker> <word> <detail>`, mixed with the lines of other hosts and of
+gcloud. `observe.sh` prints a container's state and log instead, and runs on one host at a time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FAILED = "failed"
 
 
 def parse_reports(output: str, word: str, workers: Iterable[int]) -> list[HostReport]:
-    """The report of every worker: ok when the host reported `word`. A host without a report did not answer."""
+    """Returns a report of every worker: ok when the host reported `word`; a failure when it reported nothing."""
     reports = {}
     for line in output.splitlines():
         match = re.match(r"tpu-launch (\d+) (\S+) ?(.*)", line.strip())
@@ -31,7 +31,7 @@ def parse_reports(output: str, word: str, workers: Iterable[int]) -> list[HostRe
 
 
 def has_reports(output: str) -> bool:
-    """Whether any host reported anything."""
+    """Returns whether any host reported anything."""
     return re.search(r"^\s*tpu-launch \d+ \S", output, re.MULTILINE) is not None
 
 
@@ -44,7 +44,7 @@ def _to_report(worker: int, word: str, detail: str, *, expected: str) -> HostRep
 
 
 def parse_state(line: str) -> ContainerState | None:
-    """The first line that `observe.sh` printed; None when the host's engine does not answer."""
+    """Returns the state in the first line of `observe.sh`; None when the host's engine does not answer."""
     if line == "absent":
         return ContainerState("absent")
     if not line.startswith("{"):
@@ -53,8 +53,7 @@ def parse_state(line: str) -> ContainerState | None:
     state: Mapping[str, object] = summary["state"]
     ended = state.get("Status") in ("exited", "dead")
     finished_at = str(state.get("FinishedAt", "")) if ended else ""
-    # A container that an older launcher created does not say on which boot.
-    rebooted = summary["created_on"] not in ("", summary["boot"])
+    rebooted = summary["created_on"] != summary["boot"]
     return ContainerState(
         status=str(state.get("Status", "")),
         exit_code=int(str(state.get("ExitCode", 0))) if ended else None,
@@ -68,14 +67,14 @@ def parse_state(line: str) -> ContainerState | None:
 
 
 def _is_between(finished_at: str, booted: float) -> bool:
-    """Whether a container had ended before the host booted. The engine writes the end of one that the host took down
-    when it comes up again; some versions leave it out (the year 1)."""
+    """Returns whether a container had ended before the host booted. The engine writes the end of a container that the
+    host took down at the next boot; some versions omit it (the year 1)."""
     finished = parse_time(finished_at)
     return finished is not None and 0 < finished < booted
 
 
 def parse_observation(worker: int, output: str) -> Observation:
-    """What `observe.sh` printed. A last line that was cut in the middle is left for the next observation."""
+    """Returns the observation in the output of `observe.sh`. Leaves a truncated last line to the next one."""
     first, _, rest = output.partition("\n")
     state = parse_state(first.strip())
     if state is None:

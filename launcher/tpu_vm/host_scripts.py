@@ -1,6 +1,6 @@
-"""The scripts of `scripts/` with what an attempt gives them: one function for each command that a host is given.
+"""The scripts of `scripts/` with their parameters: one function for each remote command. `host_output` parses output.
 
-Pure: an attempt in, the text of a remote command out. What the output means is in `host_output`.
+Pure: an attempt in, the text of a remote command out.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from training.accelerators import accelerator
 
 LABEL_RUN = "tpu-launch.run"
 LABEL_ATTEMPT = "tpu-launch.attempt"
-LABEL_BOOT = "tpu-launch.boot"  # the boot of the host on which the container was created; the host adds it
+LABEL_BOOT = "tpu-launch.boot"  # the host's boot id at the container's creation; added by the host
 
-LOG_BYTES = 4_000_000  # of one observation: bounds memory and time, not what is delivered
+LOG_BYTES = 4_000_000  # of one observation: bounds its memory and time; the rest comes with the next one
 
 HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/enabled"
 _WITHOUT_HUGE_PAGES = ("v2", "v3", "v4")
 
-# A volume of the host's engine, which it makes when it is first mounted, and which outlives containers.
+# A volume that the host's engine creates at its first mount, and which outlives containers.
 _PROGRAMS_VOLUME = "tpu-launch-compiled-programs"
 _PROGRAMS_FOLDER = "/var/cache/tpu-launch"  # in the container; our images have it, as the trainer's user's
 
@@ -32,14 +32,14 @@ _SECRETS_FOLDER = "/run/tpu-launch"  # in the container; await_secrets.sh and re
 
 
 def create_arguments(attempt: Attempt, hosts: Sequence[str], accelerator_type: str) -> list[str]:
-    """The arguments of `docker create` on every host, apart from TPU_WORKER_ID, which the host adds."""
+    """Returns the arguments of `docker create` on every host; each host adds TPU_WORKER_ID."""
     arguments = ["--name", attempt.container]
     arguments += ["--label", f"{LABEL_RUN}={attempt.run_id}", "--label", f"{LABEL_ATTEMPT}={attempt.number}"]
     arguments += ["--privileged", "--network", "host", "--init"]
     arguments += ["--shm-size", attempt.shm_size, "--ulimit", "memlock=-1:-1"]
     if attempt.compile_cache_gb:
         arguments += ["--volume", f"{_PROGRAMS_VOLUME}:{_PROGRAMS_FOLDER}"]
-    # Of the engine's own stops too: when its host shuts down, a container has 10 s without it.
+    # For the engine's own stops: without it, a container has 10 s when its host shuts down.
     arguments += ["--stop-timeout", str(attempt.stop_seconds)]
     if attempt.user:
         arguments += ["--user", attempt.user]
@@ -53,7 +53,7 @@ def create_arguments(attempt: Attempt, hosts: Sequence[str], accelerator_type: s
 
 
 def container_environment(attempt: Attempt, hosts: Sequence[str], accelerator_type: str) -> dict[str, str]:
-    """The environment of every host's container, apart from TPU_WORKER_ID."""
+    """Returns the environment of every host's container, without TPU_WORKER_ID."""
     cache = {
         "TPU_LAUNCH_COMPILE_CACHE": _PROGRAMS_FOLDER,
         "TPU_LAUNCH_COMPILE_CACHE_GB": f"{attempt.compile_cache_gb:g}",
@@ -70,17 +70,17 @@ def container_environment(attempt: Attempt, hosts: Sequence[str], accelerator_ty
 
 
 def huge_pages_file(accelerator_type: str) -> str:
-    """The kernel's switch of transparent huge pages, where they make libtpu start faster (v5e and newer, says JAX's
-    warning at start-up); else ""."""
+    """Returns the kernel's switch of transparent huge pages where they make libtpu start faster (v5e and newer, says
+    JAX's warning at start-up); else ""."""
     return "" if accelerator(accelerator_type).generation.name in _WITHOUT_HUGE_PAGES else HUGE_PAGES
 
 
 def prepare_script(attempt: Attempt, hosts: Sequence[str], accelerator_type: str) -> str:
     """Pulls the image and creates the container. Reports `ready <image id>`, `busy <run id>` or `failed <reason>`.
 
-    An image that is named by digest is pulled unless the host has it; one that is named by its id must be there.
-    Google's registries are shown the token of the host's own service account, any other one nothing. Where transparent
-    huge pages are of use and off, they are switched on if the host lets us.
+    Pulls an image named by digest unless the host has it, with the token of the host's service account from Google's
+    registries and without credentials from others. An image named by its id must be on the host. Switches on
+    transparent huge pages where they help, if permitted.
     """
     registry = attempt.image.split("/")[0]
     return render(
@@ -124,13 +124,13 @@ def start_script(attempt: Attempt) -> str:
 
 
 def secrets_script(attempt: Attempt) -> str:
-    """Passes its standard input (`secrets_input`) on into the started container, once. Reports `delivered`."""
+    """Passes its standard input (`secrets_input`) to the started container, once. Reports `delivered`."""
     return render("deliver_secrets", container=attempt.container, receive=load("receive_secrets"))
 
 
 def secrets_input(secrets: Mapping[str, str]) -> str:
-    """The standard input of `secrets_script`: shell assignments, so that any value survives, and a last line by which
-    the host knows that nothing was cut off."""
+    """Returns the standard input of `secrets_script`: shell assignments, so that any value survives, and a last line
+    that proves completeness."""
     assignments = "".join(f"export {key}={shlex.quote(value)}\n" for key, value in sorted(secrets.items()))
     return f"{assignments}# end\n"
 
@@ -139,10 +139,10 @@ def observe_script(container: str, since: str | None, *, patience: float = 0.0, 
     """Prints the container's state and the host's boot on one line, then the log, each line with the engine's time.
 
     Args:
-        container: its name.
-        since: only lines from this time on (RFC 3339, inclusive).
-        patience: seconds to wait for the container's end before it is looked at.
-        tail: only so many of the last lines. An engine reads a log from its end quickly, and from a time on by reading
+        container: The container's name.
+        since: Only lines from this time on (RFC 3339, inclusive).
+        patience: Seconds to wait for the container's end first.
+        tail: Only so many of the last lines: an engine reads a log quickly from its end, but from a time on by reading
             all of it.
     """
     options = [*(["--tail", str(tail)] if tail else []), *(["--since", since] if since else [])]
@@ -156,31 +156,31 @@ def execute_script(container: str, command: Sequence[str], mark: str, *, seconds
     """Runs a command in the running container. Its last line is `MARK exit CODE`, or `MARK failed REASON`.
 
     Args:
-        container: its name.
-        command: program and arguments.
-        mark: a word that nothing else prints; the command's environment carries it.
-        seconds: after which the command is ended.
-        held: whether the command is ended as soon as standard input ends.
+        container: The container's name.
+        command: Program and arguments.
+        mark: A unique word; the command's environment carries it.
+        seconds: Time limit of the command.
+        held: End the command as soon as standard input ends.
     """
     end = load("end_command")
     return render("execute", *command, container=container, mark=mark, seconds=seconds, held=held, end=end)
 
 
 def end_execution_script(container: str, mark: str) -> str:
-    """Ends a command that `execute_script` began."""
+    """Ends a command started by `execute_script`."""
     return render("end_execution", container=container, mark=mark, end=load("end_command"))
 
 
 def stacks_script(container: str) -> str:
-    """Prints the container's process list, and the stack of each of its Python processes (py-spy is in our images)."""
+    """Prints the container's process list and the stack trace of each Python process (py-spy is in our images)."""
     return render("stacks", container=container, dump=load("dump_stacks"))
 
 
 def evidence_script(container: str) -> str:
-    """Prints what a host knows of a container that failed: inspection, disks, memory, kernel messages, TPU logs."""
+    """Prints diagnostics of a failed container: inspection, disks, memory, kernel messages, TPU logs."""
     return render("evidence", container=container)
 
 
 def stop_script(container: str, grace: int, *, remove: bool) -> str:
-    """SIGTERM once, SIGKILL after `grace` seconds; a container that has ended or is gone is fine. Reports `stopped`."""
+    """Stops a container: SIGTERM once, SIGKILL after `grace` seconds. Reports `stopped`, for a missing one too."""
     return render("stop", container=container, grace=grace, remove=remove)

@@ -1,8 +1,8 @@
 """The provider for Cloud TPU VMs: slices through gcloud, hosts through gcloud and ssh connections, containers through
 their engine.
 
-A container is started on all hosts by one `gcloud ... ssh --worker=all`. Frequent commands (observe, stop) go over
-connections that stay open, and through gcloud where those can't be made.
+One `gcloud ... ssh --worker=all` starts the containers of all hosts. Frequent commands (observe, stop) use connections
+that stay open, and gcloud where those can't be opened.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from training.machine.clock import Clock
 
 _COMMAND_SECONDS = 20.0  # for a short command on a host
 _FIRST_CONTACT_SECONDS = 300.0
-# For each try of it. Short at first: a call whose key met another change of the node (409) tries for 50 s to get in
-# without it. Then longer: where a key takes 12 s to spread, no call of 10 s ever succeeds.
+# For each try. Short at first: a gcloud whose key upload met another change of the node (409) tries for 50 s to log in
+# without it. Then longer: where a key takes 12 s to propagate, no call of 10 s succeeds.
 _ONE_CONTACT_SECONDS, _LONGEST_CONTACT_SECONDS = 10.0, 60.0
 _TAIL = 5000  # lines of one observation
 _RETRY_SECONDS = 3.0  # one connection that fails once must not keep a run from starting
@@ -60,17 +60,14 @@ class TpuVm:
     # -- the slice ----------------------------------------------------------------------------------------------------
 
     def describe(self) -> SliceState | None:
-        """The slice, or None when it does not exist."""
         state = slices.describe(self.config, self._machine)
         self._connections.note_state(state)
         return state
 
     def known_ready(self) -> bool:
-        """Whether an earlier command saw the slice READY."""
         return self._connections.has_known_slice
 
     def create(self, clock: Clock | None = None) -> None:
-        """Creates the slice and waits until every host answers."""
         self.close()  # a new slice has other addresses and keys
         self._connections.forget()
         machine = replace(self._machine, clock=clock or self._machine.clock)
@@ -79,7 +76,7 @@ class TpuVm:
             self._wait_for_hosts(machine)
         except KeyboardInterrupt:
             self.say(
-                f"interrupted: slice {self.config.slice.name} exists and is billed. `tpu-launch up` waits for its "
+                f"interrupted: slice {self.config.slice.name} exists and is billed: `tpu-launch up` waits for its "
                 "hosts, `tpu-launch down` deletes it"
             )
             raise
@@ -89,18 +86,15 @@ class TpuVm:
                 self._connections.pool()
 
     def delete(self) -> None:
-        """Deletes the slice and what is kept of it."""
         self.close()
         self._connections.forget()
         if not slices.delete(self.config, self.say, self._machine):
             self.say(f"there is no slice {self.config.slice.name}")
 
     def close(self) -> None:
-        """Closes the connections."""
         self._connections.close()
 
     def connect(self) -> None:
-        """Connects to all hosts in the background."""
         self._connections.connect_in_background()
 
     # -- containers ---------------------------------------------------------------------------------------------------
@@ -134,12 +128,10 @@ class TpuVm:
         return self._send(host_scripts.secrets_script(attempt), secrets, "delivered", timeout=_SECRETS_SECONDS)
 
     def observe(self, worker: int, container: str, since: str | None, *, patience: float = 0.0) -> Observation:
-        """The state of a container, and its log from `since` on."""
         tail = _TAIL if since else None
         script = host_scripts.observe_script(container, since, patience=patience, tail=tail)
         observation = self._observe(worker, script, patience)
         if since and observation.lines and not host_output.covers(observation.lines, since, _TAIL):
-            # More than the tail was written since.
             observation = self._observe(worker, host_scripts.observe_script(container, since))
         return observation
 
@@ -156,14 +148,13 @@ class TpuVm:
     def stop(
         self, container: str, *, grace: int, remove: bool, workers: Sequence[int] | None = None
     ) -> list[HostReport]:
-        """Stops a container on all hosts, or on `workers`."""
         script = host_scripts.stop_script(container, grace, remove=remove)
         timeout = grace + 30
         chosen = list(self._workers) if workers is None else list(workers)
         results: list[HostResult] = []
         if not self._connections.gcloud_only:
             results = self._connections.run_all(script, timeout=timeout, workers=chosen)
-        # A container must not go on because a connection failed once.
+        # Retry: a container must not go on because a connection failed once.
         if missed := [result.worker for result in results if not result.reached and not result.refused]:
             results = self._connections.retry(results, script, timeout=timeout, workers=missed)
         if all(result.refused for result in results):
@@ -179,12 +170,10 @@ class TpuVm:
         seconds: float,
         on_line: Callable[[int, str], None],
     ) -> list[CommandReport]:
-        """Runs a command in a live container; see `ssh.execution`."""
         execution = Execution(self._connections, self._machine, container, command, seconds=seconds, on_line=on_line)
         return execution.run(workers)
 
     def evidence(self, container: str, workers: Sequence[int]) -> dict[str, str]:
-        """The API's description of the slice, and what the hosts know of a container that failed."""
         command = commands.describe_command(self.config)
         try:
             files = {"slice.json": call_gcloud(self._machine, command, timeout=_COMMAND_SECONDS * 2)}
@@ -197,22 +186,20 @@ class TpuVm:
         return files
 
     def stacks(self, container: str) -> dict[int, str]:
-        """The stacks of a container's processes, by host."""
         results = self._connections.run_all(host_scripts.stacks_script(container), timeout=60)
         return {result.worker: _all_output(result) for result in results}
 
     # -- checks -------------------------------------------------------------------------------------------------------
 
     def _check_hosts(self, attempt: Attempt) -> None:
-        """Checks all hosts in one round trip. Raises LaunchError with a line and a fix for each problem that would make
-        the run fail; reports the others."""
+        """Checks all hosts in one round trip. Raises LaunchError with the fatal findings; tells the user the others."""
         if self._connections.gcloud_only:
-            return  # gcloud takes seconds for it; `prepare` finds what matters most
+            return  # another call of gcloud takes seconds; `prepare` finds the most important problems
         begin = self._machine.clock.time()
         accelerator_type = self.config.slice.accelerator_type
         results = self._run_checks(host_checks.check_script(attempt.image, attempt.run_id, accelerator_type))
         if all(result.refused for result in results):
-            return  # gcloud may still get through: `prepare` tries
+            return  # gcloud may still get through: let `prepare` try
         end = self._machine.clock.time()
         findings = self._judge_hosts(attempt, results, begin, end)
         fatal = [finding for finding in findings if finding.fatal]
@@ -257,10 +244,12 @@ class TpuVm:
         return addresses or self._connections.internal_addresses()
 
     def _wait_for_hosts(self, machine: Workstation) -> None:
-        """Waits until every host answers over ssh and its engine is up. gcloud spreads the ssh key and learns the host
+        """Waits until every host answers over ssh and its engine is up. gcloud uploads the ssh key and learns the host
         keys on the way.
 
-        Raises HostsUnreachable, Preempted when the slice is taken away meanwhile, and Conflict when it is deleted.
+        Raises:
+            HostsUnreachable: A host does not answer after five minutes.
+            Preempted, Conflict: The slice was taken away, or deleted, meanwhile.
         """
         clock, name = machine.clock, self.config.slice.name
         deadline = clock.monotonic() + _FIRST_CONTACT_SECONDS
@@ -270,7 +259,7 @@ class TpuVm:
             if clock.monotonic() > deadline:
                 raise HostsUnreachable(
                     f"slice {name} is READY, but after {_FIRST_CONTACT_SECONDS:.0f} s not all hosts are: "
-                    f"{'; '.join(missing)}\n  `tpu-launch up` goes on waiting; `down`, then `up`, makes it anew"
+                    f"{'; '.join(missing)}\n  `tpu-launch up` goes on waiting; `down`, then `up`, recreates it"
                 )
             try:
                 state = retry.call(self.describe, deadline)
@@ -281,10 +270,11 @@ class TpuVm:
                     exit_code=error.exit_code,
                 ) from None
             if state is None or state.state == "DELETING":
-                raise Conflict(f"slice {name} was deleted as soon as it came; `tpu-launch up` creates it again")
+                raise Conflict(f"slice {name} was deleted as soon as it was READY; `tpu-launch up` creates it again")
             if state.gone_for_good:
                 raise Preempted(
-                    f"slice {name} is {state.state}: it was taken away as soon as it came; run `tpu-launch up` again"
+                    f"slice {name} is {state.state}: it was taken away as soon as it was READY; run `tpu-launch up` "
+                    "again"
                 )
             if missing != [reported]:
                 self.say("waiting for the hosts: " + "; ".join(missing))
@@ -293,8 +283,8 @@ class TpuVm:
             seconds = min(seconds * 1.5, _LONGEST_CONTACT_SECONDS)
 
     def _hosts_not_up(self, seconds: float) -> list[str]:
-        """Why hosts can't be used yet, one line each; empty when all can. `seconds`: for this try, beside what the
-        number of hosts takes."""
+        """Returns why hosts can't be used yet, one line each. `seconds`: time-out of this try, beside half a second a
+        host."""
         timeout = seconds + self.config.accelerator.hosts / 2
         try:
             reports = self._run_through_gcloud(host_scripts.check_engine_script(), "up", timeout=timeout)
@@ -303,8 +293,8 @@ class TpuVm:
         return [f"host {report.worker}: {report.detail}" for report in reports if not report.ok]
 
     def _run_everywhere(self, script: str, word: str, *, timeout: float) -> list[HostReport]:
-        """Runs a script over open connections; when a host can't be reached so, on all hosts through gcloud, which also
-        spreads a missing key."""
+        """Runs a script over open connections; when that fails on a host, on all hosts through gcloud, which also
+        uploads a missing key."""
         results: list[HostResult] = []
         if not self._connections.gcloud_only:
             results = self._connections.run_all(script, timeout=timeout)
@@ -313,7 +303,7 @@ class TpuVm:
         return self._run_through_gcloud(script, word, timeout=timeout)
 
     def _run_through_gcloud(self, script: str, word: str, *, timeout: float) -> list[HostReport]:
-        """Runs a script on all hosts with one gcloud call. Raises what gcloud reports when no host did."""
+        """Runs a script on all hosts with one gcloud call. Raises gcloud's error when no host reported."""
         argv = commands.ssh_command(self.config, script)
         result = self._machine.run(argv, timeout=timeout)
         if not result.ok and not host_output.has_reports(result.stdout):
@@ -321,7 +311,8 @@ class TpuVm:
         return host_output.parse_reports(result.stdout, word, self._workers)
 
     def _send(self, script: str, stdin: str, word: str, *, timeout: float) -> list[HostReport]:
-        """Runs a script with standard input on every host, through gcloud when ssh is refused. It may run twice."""
+        """Runs a script with standard input on every host, through gcloud when ssh is refused. The script may run
+        twice."""
         results: list[HostResult] = []
         if not self._connections.gcloud_only:
             results = self._connections.run_all(script, timeout=timeout, stdin=stdin)

@@ -260,7 +260,7 @@ def test_a_slice_that_is_deleted_during_first_contact_is_not_made_again(
     cloud = _KeySpreads()
     cloud.at(75, cloud.delete)
     cloud.key_seconds = 1e6
-    with pytest.raises(Conflict, match="was deleted as soon as it came") as end:
+    with pytest.raises(Conflict, match="was deleted as soon as it was READY") as end:
         TpuVm(config(tmp_path, more=", iap: true"), lambda text: None, cloud.machine()).create()
     assert not end.value.transient
 

@@ -38,12 +38,11 @@ def summary(state: dict[str, object], *, created_on: str = "boot-1", boot: str =
     ("created_on", "finished", "expected"),
     [
         ("boot-1", "2025-12-31T00:00:00Z", (False, False)),
-        ("", "2026-01-02T00:00:00Z", (False, False)),
         ("boot-0", "2025-12-31T00:00:00Z", (True, True)),
         ("boot-0", "2026-01-01T00:00:05Z", (True, False)),
         ("boot-0", "0001-01-01T00:00:00Z", (True, False)),
     ],
-    ids=["the same boot", "of an older launcher", "before the reboot", "by the reboot", "by the reboot, unknown when"],
+    ids=["the same boot", "before the reboot", "by the reboot", "by the reboot, unknown when"],
 )
 def test_an_end_is_told_from_a_reboot(created_on: str, finished: str, expected: tuple[bool, bool]) -> None:
     state: dict[str, object] = {"Status": "exited", "ExitCode": 0, "FinishedAt": finished}

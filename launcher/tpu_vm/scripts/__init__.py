@@ -1,11 +1,11 @@
-"""The shell scripts that hosts run, and how one becomes a single command line.
+"""The shell scripts that hosts run, each rendered into a single command line.
 
-A remote command is one string, carried by ssh: nothing is copied to a host before. `render` puts the parameters, as
-quoted assignments, in front of the script's text; no value is ever put into the code. A line `. ./NAME.sh` includes
-another script of this folder, and lines that are comments stay here.
+A remote command is one string, carried by ssh: nothing is copied to a host before. `render` puts parameters as quoted
+assignments in front of the script's text, never into the code. A line `. ./NAME.sh` includes another script of this
+folder; comment lines are left out.
 
 Rules for the scripts:
-- POSIX sh, checked by shellcheck; a script names the parameters that it needs at its top (`: "${name:?}"`);
+- POSIX sh, checked by shellcheck; a script names its parameters at the top (`: "${name:?}"`);
 - short and idempotent: gcloud runs the whole command again when ssh, or the command, returns 255;
 - never ends with 255;
 - secrets and data come by standard input, never as parameters: arguments are visible to every process of a host.
@@ -20,12 +20,12 @@ from importlib import resources
 
 
 def render(name: str, *arguments: str, **parameters: str | int | float | bool) -> str:
-    """The text of a script with its parameters.
+    """Returns the text of a script with its parameters.
 
     Args:
-        name: the file in this folder, without `.sh`.
-        arguments: the script's positional arguments.
-        parameters: shell variables; a boolean becomes `yes` or `no`.
+        name: The file in this folder, without `.sh`.
+        arguments: The script's positional arguments.
+        parameters: Shell variables; a boolean becomes `yes` or `no`.
     """
     assignments = [f"{key}={shlex.quote(_to_text(value))}\n" for key, value in parameters.items()]
     if arguments:
@@ -35,7 +35,7 @@ def render(name: str, *arguments: str, **parameters: str | int | float | bool) -
 
 @functools.cache
 def load(name: str) -> str:
-    """The text of a script without parameters, the scripts that it includes in their places."""
+    """Returns the text of a script without parameters, with included scripts in place."""
     text = (resources.files(__name__) / f"{name}.sh").read_text(encoding="utf-8")
     code = re.sub(r"^[ \t]*#.*\n", "", text, flags=re.MULTILINE)
     return re.sub(r"^\. \./(\w+)\.sh\n", lambda include: load(include[1]), code, flags=re.MULTILINE)

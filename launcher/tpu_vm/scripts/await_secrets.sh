@@ -1,10 +1,11 @@
 #!/bin/sh
-# Runs in the container, before the command (its arguments): waits for the secrets, $seconds at most, takes them into the
-# environment, and removes them. They come when the last host has started. /run/tpu-launch is a tmpfs: no argument, file on a disk or `docker inspect` holds a secret.
+# Runs in the container before the command (its arguments): waits for the secrets, $seconds at most, exports them, and
+# removes them. They come when the last host has started. /run/tpu-launch is a tmpfs: no argument, no file on a disk and
+# no `docker inspect` holds a secret.
 : "${seconds:?}"
 cd /run/tpu-launch || exit 1
-# The pipe is open before the file is looked for, and receive_secrets.sh makes the file before it looks for the pipe: what
-# arrives in between is not missed, and nothing runs while a host waits for the slowest one.
+# Open the pipe before looking for the file; receive_secrets.sh creates the file before it looks for the pipe. So no
+# arrival is missed, and a waiting host runs nothing.
 mkfifo gate 2>/dev/null
 exec 3<>gate
 [ -e ready ] || timeout "$seconds" head -c 1 <&3 >/dev/null

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Prints what a start depends on, `tpu-launch-fact <key> <value>` a line. Changes nothing.
-# $list_holders: the script that finds the processes which hold the TPU, as root.
+# Prints facts that a start depends on, a line each: `tpu-launch-fact <key> <value>`. Changes nothing.
+# $list_holders: the script that lists the processes holding the TPU, as root.
 # shellcheck disable=SC2046,SC2086 # unquoted: a value of several lines becomes one, without a process
 . ./engine.sh
 : "${image:?}" "${run_id:?}" "${label_run:?}" "${list_holders:?}" "${huge_pages?}"
@@ -14,7 +14,7 @@ fact image "$image_id"
 if [ -n "$image_id" ]; then
   fact engine up
 else
-  # Only then it may be away, and only then the disk must have room.
+  # Without the image, the engine may be down and the disk needs room.
   engine=$($docker info --format '{{.ServerVersion}} {{.DockerRootDir}}' 2>/dev/null)
   root=${engine#* }
   fact engine "${engine%% *}"
@@ -30,7 +30,7 @@ for run in $($docker ps --filter "label=$label_run" --format "{{.Label \"$label_
 done
 fact runs "$others"
 fact holders "$(sudo -n sh -c "$list_holders" 2>/dev/null)"
-# Transparent huge pages that are off, and that prepare.sh can't switch on.
+# Report transparent huge pages that are off and that prepare.sh can't switch on.
 [ -z "$huge_pages" ] || grep -qF '[always]' "$huge_pages" 2>/dev/null ||
   sudo -n test -w "$huge_pages" 2>/dev/null ||
   fact huge_pages_kept "$(cat "$huge_pages" 2>/dev/null)"

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Passes standard input on into the started container, once. $receive: the script that takes it there.
+# Passes standard input to the started container, once. $receive: the script that takes it there.
 # Reports `delivered` or `failed <reason>`.
 # shellcheck disable=SC2086 # $docker is one word or three
 . ./report.sh

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Runs in the container: the stack of every Python process, from py-spy or, without it, from the kernel.
+# Runs in the container: prints the stack trace of every Python process, by py-spy or, without it, the kernel's.
 for process in /proc/[0-9]*; do
   case $(readlink "$process/exe") in
     *python*)

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Runs in the container: ends every process whose environment carries the mark ($1) of a command. SIGTERM, and SIGKILL to
-# what is left after 3 s.
+# Runs in the container: ends every process whose environment carries a command's mark ($1). SIGTERM, then SIGKILL after
+# 3 s.
 for signal in TERM KILL; do
   i=0
   while [ $i -lt 15 ]; do

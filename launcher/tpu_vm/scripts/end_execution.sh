@@ -1,5 +1,5 @@
 #!/bin/sh
-# Ends a command that runs in the container: its processes carry $mark. $end runs in the container.
+# Ends a command in the container, whose processes carry $mark. $end runs in the container.
 # shellcheck disable=SC2086 # $docker is one word or three
 . ./engine.sh
 : "${container:?}" "${mark:?}" "${end:?}"

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Prints what the host knows of a container that failed. Always succeeds.
+# Prints diagnostics of a failed container. Always succeeds.
 # shellcheck disable=SC2086 # $docker is one word or three
 . ./engine.sh
 : "${container:?}"

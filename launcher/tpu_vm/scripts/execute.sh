@@ -1,8 +1,8 @@
 #!/bin/sh
-# Runs a command (this script's arguments) in the running container, and prints what it writes, errors too. The last line is
-# `$mark exit <code>`, or `$mark failed <reason>`.
-# The command is ended after $seconds, and with `held` as soon as standard input ends: with the connection, however that
-# goes. $end runs in the container and ends what carries the mark.
+# Runs a command (this script's arguments) in the running container and prints its output and errors. The last line is
+# `$mark exit <code>` or `$mark failed <reason>`.
+# Ends the command after $seconds and, with `held`, as soon as standard input ends, which it does with the connection.
+# $end runs in the container and ends the processes that carry the mark.
 # shellcheck disable=SC2086 # $docker is one word or three
 . ./engine.sh
 : "${container:?}" "${mark:?}" "${held:?}" "${seconds:?}" "${end:?}"
@@ -16,7 +16,7 @@ timeout "$seconds" $docker exec --env "TPU_LAUNCH_EXEC=$mark" "$container" "$@" 
 client=$!
 watcher=
 if [ "$held" = yes ]; then
-  # Its output is closed: the connection would be kept open by it.
+  # Close its output, which would keep the connection open.
   (while read -r _ <&3; do :; done; end_command) >/dev/null 2>&1 &
   watcher=$!
 fi
@@ -29,6 +29,6 @@ if [ $code = 124 ] && [ $(($(date +%s) - begun)) -ge "$seconds" ]; then
   echo "$mark failed not done within $seconds s: it was ended"
   exit 0
 fi
-# A client that a signal ended, as where nobody reads its output any more, leaves its command running.
+# A client that a signal ended (SIGPIPE, for example) leaves its command running.
 [ $code -lt 128 ] || end_command
 echo "$mark exit $code"

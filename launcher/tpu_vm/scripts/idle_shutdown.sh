@@ -8,7 +8,7 @@ metadata() {
 
 delete() {
   token=$(metadata service-accounts/default/token | sed -n 's/.*"access_token" *: *"\([^"]*\)".*/\1/p')
-  # The token is read from standard input: arguments are visible to every user of the host.
+  # Pass the token on standard input: arguments are visible to every user of the host.
   printf 'header = "Authorization: Bearer %s"\n' "$token" |
     curl -s --max-time 60 --config - -X DELETE "${CLOUDSDK_API_ENDPOINT_OVERRIDES_TPU:-https://tpu.googleapis.com/}v2/$1"
 }

@@ -1,13 +1,13 @@
 #!/bin/sh
-# Prints one line of JSON (the container's state, the boot of the host on which it was created, the host's boot now and
-# its time), or `absent`, or `no engine`; then the container's log with the engine's times.
-# With $patience (seconds), waits that long at most for the container's end first.
-# Arguments: options of `docker logs`; of `--tail N --since TIME` only the first while this host's clock is before TIME: it
-# stepped back, and what is written now is stamped earlier.
+# Prints one line of JSON (the container's state, the host's boot at its creation and now, and the time of this boot), or
+# `absent`, or `no engine`; then the container's log with the engine's times.
+# Waits at most $patience seconds for the container's end first, unless that is empty.
+# Arguments: options of `docker logs`. Of `--tail N --since TIME`, only the first is used while this host's clock is before
+# TIME: the clock stepped back, and new lines are stamped earlier.
 # shellcheck disable=SC2086 # $docker is one word or three
 . ./engine.sh
 . ./boot.sh
-# When the host booted, in Unix seconds.
+# Unix seconds of the host's boot.
 booted=$(($(sed -n 's/^btime //p' /proc/stat) + init_ticks / 100))
 : "${container:?}" "${patience?}" "${log_bytes:?}"
 [ -z "$patience" ] || timeout "$patience" $docker wait "$container" >/dev/null 2>&1
@@ -17,7 +17,7 @@ if [ "${1-} ${3-}" = '--tail --since' ] &&
 fi
 created_on='{{json (index .Config.Labels "'$label_boot'")}}'
 summary='{"state": {{json .State}}, "created_on": '$created_on', "boot": "'$boot'", "booted": '$booted'}'
-# docker prints an empty line, too, when there is no such container.
+# docker prints an empty line when there is no such container.
 if answer=$($docker inspect --format "$summary" "$container" 2>/dev/null); then
   printf '%s\n' "$answer"
   $docker logs --timestamps "$@" "$container" 2>&1 | head -c "$log_bytes"

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Pulls the image, refuses a host on which a container of another run is running or one of a later attempt is (this
-# script came late), removes earlier attempts of this run, and creates the container of this attempt.
+# Refuses a host with a running container of another run, or with one of a newer attempt (this script came late); removes
+# containers of older attempts of this run; pulls the image and creates the container of this attempt.
 # Arguments: the words of `docker create`. $files: one line a file, `<name> <content in base64>`.
 # Reports `ready <image id>`, `busy <id of the other run>` or `failed <reason>`.
 # shellcheck disable=SC2086 # $docker is one word or three
@@ -18,7 +18,7 @@ pull_image() {
     errors=$($docker pull --quiet "$image" 2>&1 >/dev/null)
     return
   fi
-  # The token of the host's service account is in $login; it is removed again.
+  # $login holds the token of the host's service account until clean_up.
   login=$(mktemp -d)
   curl -sf --max-time 10 -H 'Metadata-Flavor: Google' "$metadata/service-accounts/default/token" |
     sed 's/.*"access_token" *: *"\([^"]*\)".*/\1/' |
@@ -29,21 +29,21 @@ pull_image() {
 clean_up() { [ -z "$folder$login" ] || rm -rf ${folder:+"$folder"} ${login:+"$login"}; }
 folder='' login='' image_id=''
 trap clean_up EXIT
-# stop.sh makes the file before it looks for the container, and this script looks for the file after it has made the
-# container: one of the two removes it.
-refuse_what_is_over() {
+# stop.sh creates the file before it looks for the container; this script looks for the file after it has created the
+# container. So one of the two removes it.
+refuse_if_stopped() {
   [ -e "/tmp/$container.$worker.over" ] || return 0
   [ "${1-}" != created ] || $docker rm --force "$container" >/dev/null 2>&1 </dev/null
   report failed "this attempt was ended before the host was prepared for it"
   exit 1
 }
-refuse_what_is_over
+refuse_if_stopped
 there=no
 listed="{{.Label \"$label_run\"}} {{.Names}} {{.State}} {{.Label \"$label_attempt\"}} {{.Label \"$label_boot\"}}"
 runs=$($docker ps --all --filter "label=$label_run" --format "$listed")
 while read -r run name state number created_on; do
   if [ "$run" != "$run_id" ]; then
-    # The container of another run is never touched.
+    # Never touch the container of another run.
     [ "$state" != running ] || { report busy "$run"; exit 1; }
   elif [ "$number" -gt "$attempt" ]; then
     report failed "attempt $number of this run is on the host already"
@@ -51,7 +51,7 @@ while read -r run name state number created_on; do
   elif [ "$name" != "$container" ]; then
     $docker rm --force "$name" >/dev/null 2>&1 </dev/null
   elif [ "$state" = created ] && rebooted_since "$created_on"; then
-    # One that was created before the host rebooted, and never started, is created anew.
+    # Recreate a container that was created before a reboot and never started.
     $docker rm --force "$name" >/dev/null 2>&1 </dev/null
   else
     there=yes
@@ -64,10 +64,10 @@ if [ "$there" = no ]; then
   [ "$pull" = no ] || inspect_image || pull_image || fail "the image can not be pulled"
   errors=$($docker create --env TPU_WORKER_ID="$worker" --label "$label_boot=$boot" "$@" 2>&1 >/dev/null) ||
     fail "the container can not be created"
-  refuse_what_is_over created
+  refuse_if_stopped created
 fi
 
-# Of use, not needed: check_host.sh says where it can't be done.
+# Optional: check_host.sh reports where it can't be done.
 [ -z "$huge_pages" ] || grep -qF '[always]' "$huge_pages" 2>/dev/null ||
   sudo -n sh -c 'echo always >"$0"' "$huge_pages" >/dev/null 2>&1 </dev/null
 
@@ -81,7 +81,7 @@ EOF
   errors=$($docker cp "$folder/tpu-launch" "$container:/etc/" 2>&1 >/dev/null) ||
     fail "the configuration can not be copied into the container"
 fi
-# Hosts are compared by it, one that had the image with one that pulled it.
+# Hosts are compared by the image id, whether they had the image or pulled it.
 [ "$pull" = no ] || [ -n "$image_id" ] || inspect_image
 [ -n "$image_id" ] || look_at "$container"
 report ready "$image_id"

@@ -1,13 +1,13 @@
 #!/bin/sh
-# Runs in the container: keeps standard input for await_secrets.sh, unless secrets were taken before, and wakes it up. A
-# connection that breaks half-way leaves nothing: only what ends with the last line counts, and it appears as a whole. Of
-# two at once, the later one finds them taken.
+# Runs in the container: keeps standard input for await_secrets.sh and wakes it up, unless secrets were taken before. A
+# connection that breaks leaves nothing: the file appears as a whole, and only with its last line. Of two deliveries at
+# once, the later one finds the secrets taken.
 cd /run/tpu-launch && if [ -e taken ]; then
   cat >/dev/null
 else
   umask 077
   last=''
-  # By the shell itself: a start runs this on each host of a slice.
+  # Use shell built-ins only: a start runs this on every host.
   while IFS= read -r line; do
     last=$line
     printf '%s\n' "$line" || { last=''; break; }

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Prints the container's process list, and the stack of each of its Python processes ($dump runs in the container).
+# Prints the container's process list and the stack trace of each Python process ($dump runs in the container).
 # shellcheck disable=SC2086 # $docker is one word or three
 . ./engine.sh
 : "${container:?}" "${dump:?}"

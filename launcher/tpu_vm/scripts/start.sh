@@ -1,6 +1,6 @@
 #!/bin/sh
-# Starts the prepared container. One that runs, or has run, is left alone. Of two runs that were prepared on the host at
-# once, one starts.
+# Starts the prepared container; leaves one alone that runs or has run. Of two runs prepared on the host at once, one
+# starts.
 # Reports `started`, `busy <id of the other run>`, or `failed <reason>`.
 # shellcheck disable=SC2086 # $docker is one word or three
 . ./report.sh
@@ -11,7 +11,7 @@ look_at "$container"
 if [ -z "$status" ]; then report failed "there is no container $container"; exit 1; fi
 if [ "$status" = created ]; then
   if rebooted_since "$created_on"; then report failed "the host rebooted after it had been prepared"; exit 1; fi
-  # One start at a time. Every user's start must be able to open the file.
+  # Start one container at a time. Every user must be able to open the lock file.
   lock=/tmp/tpu-launch.start
   [ -e "$lock" ] || (umask 022; : >"$lock") 2>/dev/null
   if [ -r "$lock" ]; then exec 9<"$lock"; flock -w 60 9; fi

@@ -1,7 +1,7 @@
 #!/bin/sh
-# SIGTERM, then SIGKILL after $grace seconds; removes the container when $remove is `yes`. One that has ended or is
-# gone is fine; one that was only created is removed, and none is created of this name any more: a start that is late,
-# on a connection that nobody reads, does nothing. Reports `stopped` or `failed <reason>`.
+# Stops the container: SIGTERM, then SIGKILL after $grace seconds; removes it when $remove is `yes`. A container that has
+# ended or is missing counts as stopped; one that never started is removed, and prepare.sh creates none of this name any
+# more, so that a late start does nothing. Reports `stopped` or `failed <reason>`.
 # shellcheck disable=SC2086 # $docker is one word or three
 . ./report.sh
 : "${container:?}" "${grace:?}" "${remove:?}"
@@ -10,7 +10,7 @@ true 2>/dev/null >"/tmp/$container.$worker.over"
 status=$($docker inspect --format '{{.State.Status}}' "$container" 2>/dev/null)
 if [ "$status" = created ] && $docker rm --force "$container" >/dev/null 2>&1; then status=''; fi
 if [ -n "$status" ]; then
-  # A second SIGTERM may tell a program to leave without saving: a replay, or a second stop, only waits.
+  # A second SIGTERM may make a program leave without saving: a replay, or a second stop, only waits.
   if mkdir "$mark" 2>/dev/null; then
     $docker stop --time "$grace" "$container" >/dev/null 2>&1
   else

@@ -1,9 +1,8 @@
-"""The addresses of a slice's hosts: as `gcloud ... ssh --dry-run` prints them, and kept from one command to the next.
+"""Addresses of a slice's hosts: parsed from `gcloud ... ssh --dry-run`, and kept from one command to the next.
 
-`.tpu-launch/slices/<project>.<name>.hosts.json` holds what gcloud printed last for a slice that was READY, so that a
-command does not wait for two gcloud calls. It is a hint: host keys are checked in any case, and gcloud is asked again
-for a host that does not answer there (connections.py). A file that is lost, cut short, or made for another zone, type
-or way of reaching hosts counts as missing.
+`.tpu-launch/slices/<project>.<name>.hosts.json` holds the last addresses of a READY slice, which saves a command two
+gcloud calls. It is a hint: host keys are checked in any case, and gcloud is asked again for a host that does not answer
+there (connections.py). A file that is cut short, or of another zone, type or network path, counts as missing.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ from launcher.workstation import Address
 
 @dataclass(frozen=True)
 class KnownSlice:
-    """A slice as it was when it was last seen READY."""
+    """A slice when it was last seen READY."""
 
     created: str
-    """When it was created: distinguishes it from a later slice of the same name."""
+    """Creation time: distinguishes it from a later slice of the same name."""
 
     internal: tuple[str, ...]
     """The addresses by which hosts reach each other, in worker order."""
@@ -39,8 +38,8 @@ class KnownSlice:
 
 
 def parse_dry_run(text: str) -> list[Address]:
-    """The addresses in the output of `gcloud compute tpus tpu-vm ssh --worker=all --dry-run`: a line a host, in worker
-    order. Raises LaunchError when a line is not as expected."""
+    """Parses the output of `gcloud compute tpus tpu-vm ssh --worker=all --dry-run`, a line a host. Returns addresses in
+    worker order. Raises LaunchError for an unknown format."""
     addresses: list[Address] = []
     for line in text.splitlines():
         if " -i " not in line:
@@ -69,7 +68,7 @@ def parse_dry_run(text: str) -> list[Address]:
 
 
 def load(config: Config) -> KnownSlice | None:
-    """What is kept of the slice that the configuration means; None when it would not be the same slice."""
+    """Returns the kept addresses of the slice; None when there are none for this configuration."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         content = json.loads(_file(config).read_text())
         if content["of"] == _fingerprint(config):
@@ -81,18 +80,17 @@ def load(config: Config) -> KnownSlice | None:
 
 
 def save(config: Config, known: KnownSlice) -> None:
-    """Keeps the addresses for later commands. Where the disk is full, those ask gcloud."""
+    """Keeps the addresses for later commands. Ignores a full disk: later commands ask gcloud then."""
     with contextlib.suppress(OSError):
         home.write_private(_file(config), json.dumps({"of": _fingerprint(config), **asdict(known)}))
 
 
 def forget(config: Config) -> None:
-    """Removes what is kept of the slice."""
     _file(config).unlink(missing_ok=True)
 
 
 def _fingerprint(config: Config) -> str:
-    """A hash of what the addresses depend on: the API, the slice, and the way to its hosts."""
+    """Returns a hash of everything that the addresses depend on: the API, the slice, and the network path."""
     parts = [
         os.environ.get("CLOUDSDK_API_ENDPOINT_OVERRIDES_TPU", ""),
         os.environ.get("HOME", ""),

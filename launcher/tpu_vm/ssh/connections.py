@@ -1,9 +1,8 @@
-"""The connections to the hosts of one slice, shared by all threads: finds the hosts' addresses, runs commands on them
-over connections that stay open, and through gcloud where those can't be made.
+"""Connections to the hosts of one slice, shared by all threads: finds the hosts' addresses, runs commands over
+connections that stay open, and through gcloud where those can't be opened.
 
-Addresses that an earlier command kept are a hint. When hosts do not answer there, gcloud is asked once whether they
-have moved; when the slice turns out to be another one, the hint is dropped. Locks are held for moments, never while
-waiting for gcloud or a host.
+Addresses kept by an earlier command are a hint. When hosts do not answer there, gcloud is asked once for their current
+addresses; when the slice was recreated, the hint is dropped. Locks are never held while waiting for gcloud or a host.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _GCLOUD_CALLS = 16  # at once
 
 
 class SliceConnections:
-    """The hosts of the slice that a configuration describes. Tasks may run commands at once."""
+    """The hosts of the slice that a configuration describes. Threads may run commands at once."""
 
     def __init__(self, config: Config, machine: Workstation) -> None:
         self.config = config
@@ -38,7 +37,7 @@ class SliceConnections:
         self._state: SliceState | None = None  # as last described
         self._known = None if self.gcloud_only else addresses.load(config)
         self._pool: ConnectionPool | None = None
-        self._unverified: KnownSlice | None = None  # where the pool's addresses come from, until gcloud confirmed them
+        self._unverified: KnownSlice | None = None  # the hint behind the pool's addresses, until gcloud confirmed them
         self._listing = machine.threads.lock()  # one thread finds the addresses, others wait for it
         self._connecting: Future[None] | None = None
 
@@ -46,19 +45,19 @@ class SliceConnections:
 
     @property
     def has_known_slice(self) -> bool:
-        """Whether an earlier command saw this slice READY, and nothing has contradicted it since."""
+        """Returns whether an earlier command saw this slice READY, and nothing has contradicted it since."""
         with self._lock:
             return self._known is not None
 
     def note_state(self, state: SliceState | None) -> None:
-        """Takes note of what the API says of the slice; drops what is kept of another one."""
+        """Keeps the API's description of the slice; drops the hint when it is of another slice."""
         with self._lock:
             self._state, known = state, self._known
         if known is not None and (state is None or (state.created, state.hosts) != (known.created, known.internal)):
             self.forget()
 
     def internal_addresses(self) -> list[str]:
-        """The addresses by which hosts reach each other, in worker order; empty when the slice must be described
+        """Returns the addresses by which hosts reach each other, in worker order; [] when the slice must be described
         first."""
         with self._lock:
             if self._state is not None:
@@ -66,7 +65,7 @@ class SliceConnections:
             return list(self._known.internal) if self._known is not None else []
 
     def forget(self) -> None:
-        """Drops everything that is kept of the slice, and closes the connections."""
+        """Drops the hint, on disk too, and closes the connections."""
         with self._lock:
             pool, self._pool = self._pool, None
             self._known = self._unverified = None
@@ -75,7 +74,7 @@ class SliceConnections:
             pool.close()
 
     def close(self) -> None:
-        """Closes what is open; the next command opens it again."""
+        """Closes the connections; the next command opens them again."""
         self._wait_connected()
         with self._lock:
             pool, self._pool, self._unverified = self._pool, None, None
@@ -85,19 +84,19 @@ class SliceConnections:
     # -- commands -----------------------------------------------------------------------------------------------------
 
     def connect_in_background(self) -> None:
-        """Connects to all hosts while other work goes on; what fails is tried again when it is needed."""
+        """Starts to connect to all hosts and returns at once. A failure is retried by the first command."""
         if not self.gcloud_only:
             self._connecting = self._machine.threads.submit(lambda: self._open_pool().connect_all())
 
     def pool(self) -> ConnectionPool:
-        """The connections of all hosts, each opened when it is used. Raises LaunchError when gcloud can't say where the
-        hosts are."""
+        """Returns the connections of all hosts, each opened when first used. Raises LaunchError when gcloud can't give
+        the addresses."""
         self._wait_connected()
         return self._open_pool()
 
     def open_pool(self) -> ConnectionPool:
-        """As `pool`, connected to every host that answers: for what must not run twice. Where hosts have moved, gcloud
-        says so now."""
+        """Returns `pool` connected to every host that answers, for commands that must not run twice. Asks gcloud for
+        the addresses when no host answers at the kept ones."""
         pool = self.pool()
         pool.connect_all()
         if not pool.connected and (other := self.replacement_of(pool)):
@@ -106,7 +105,7 @@ class SliceConnections:
         return pool
 
     def run(self, worker: int, script: str, *, timeout: float) -> HostResult:
-        """Runs a script on one host. `timeout` in seconds; what a network or a host does is in the result."""
+        """Runs a script on one host, within `timeout` seconds. The result holds failures of the network or the host."""
         pool = self.pool()
         result = pool.run(worker, script, timeout=timeout)
         if not result.reached and (other := self.replacement_of(pool)):
@@ -116,7 +115,7 @@ class SliceConnections:
     def run_all(
         self, script: str, *, timeout: float, workers: Sequence[int] | None = None, stdin: str | None = None
     ) -> list[HostResult]:
-        """Runs a script on all hosts, or on `workers`, at once; results in worker order."""
+        """Runs a script on all hosts, or on `workers`, at once. Returns the results in worker order."""
         pool = self.pool()
         results = pool.run_all(script, timeout=timeout, workers=workers, stdin=stdin)
         if not all(result.reached for result in results) and (other := self.replacement_of(pool)):
@@ -132,7 +131,7 @@ class SliceConnections:
         workers: Sequence[int],
         stdin: str | None = None,
     ) -> list[HostResult]:
-        """The results, those of `workers` replaced by a second try."""
+        """Runs a script again on `workers`. Returns `results` with theirs replaced."""
         again = self.pool().run_all(script, timeout=timeout, workers=workers, stdin=stdin)
         second = {result.worker: result for result in again}
         return [second.get(result.worker, result) for result in results]
@@ -140,8 +139,8 @@ class SliceConnections:
     def run_through_gcloud(
         self, worker: int, script: str, stdin: str | None = None, *, timeout: float = 0.0
     ) -> HostResult:
-        """Runs a script on one host through gcloud, for workstations from which our own ssh does not get through. Takes
-        some seconds beside the script, which has `timeout` seconds."""
+        """Runs a script on one host through gcloud, for workstations whose own ssh connections are refused. Takes some
+        seconds beside the `timeout` of the script."""
         command = commands.ssh_command(self.config, script, worker=str(worker))
         try:
             result = self._machine.run(command, timeout=_GCLOUD_SECONDS + timeout, input=stdin)
@@ -154,7 +153,7 @@ class SliceConnections:
     def run_all_through_gcloud(
         self, script: str, workers: Sequence[int], stdin: str | None = None, *, timeout: float
     ) -> list[HostResult]:
-        """As `run_through_gcloud`, one call a host."""
+        """Runs a script as `run_through_gcloud`, with one call a host."""
         return self._machine.threads.map(
             lambda worker: self.run_through_gcloud(worker, script, stdin, timeout=timeout),
             workers,
@@ -162,8 +161,8 @@ class SliceConnections:
         )
 
     def replacement_of(self, pool: ConnectionPool) -> ConnectionPool | None:
-        """The connections to use after hosts of `pool` did not answer, when its addresses were kept ones and gcloud
-        gives others. gcloud is asked once."""
+        """Returns connections to the current addresses, when hosts of `pool` did not answer at kept ones and gcloud
+        gives others; else None. Asks gcloud once."""
         with self._lock:
             if self._pool is not pool:
                 return self._pool  # another thread has replaced it
@@ -204,7 +203,7 @@ class SliceConnections:
                 return self._pool
 
     def _list_addresses(self) -> tuple[Address, ...]:
-        """The addresses that gcloud would use, kept for later commands when the slice was seen READY."""
+        """Returns the addresses that gcloud uses. Keeps them for later commands when the slice is READY."""
         command = commands.ssh_command(self.config, "true", dry_run=True)
         output = call_gcloud(self._machine, command, timeout=_GCLOUD_SECONDS)
         current = tuple(addresses.parse_dry_run(output))

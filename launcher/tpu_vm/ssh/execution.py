@@ -1,10 +1,10 @@
-"""A command of a person's in the live containers of a slice: its lines as they come, and its exit code on every host.
+"""A user's command in the live containers of a slice: its lines as they come, and its exit code on every host.
 
-Over connections that stay open, a host's lines arrive while the command runs, and it ends with its connection: Ctrl-C,
-a closed laptop and a broken network leave nothing behind. Through gcloud (`run.transport: gcloud`, IAP, or where our
-own ssh is refused) lines arrive when it has ended.
+Over open connections, lines arrive while the command runs, and the command ends with its connection: Ctrl-C, a closed
+laptop and a broken network leave no process behind. Through gcloud (`run.transport: gcloud`, IAP, or where our own ssh
+is refused), lines arrive when the command has ended.
 
-A command is never run twice: unlike the scripts of this package's other commands, it need not be safe to repeat.
+A command is never run twice: unlike this package's scripts, it need not be safe to repeat.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from launcher.tpu_vm.ssh.connections import SliceConnections
 from launcher.tpu_vm.ssh.pool import HostResult
 from launcher.workstation import Workstation
 
-_ANSWER_SECONDS = 20.0  # for a host to connect, and to say how a command ended whose time is over
+_ANSWER_SECONDS = 20.0  # for a host to connect, and to report the end of a command whose time is over
 _AT_ONCE = 64
 
 OnLine = Callable[[int, str], None]
@@ -29,12 +29,12 @@ class Execution:
     """One command in the containers of some hosts.
 
     Args:
-        connections: To the slice.
-        machine: Time and concurrency.
+        connections: Connections to the slice.
+        machine: Clock and threads.
         container: The container's name, the same on every host.
         command: Program and arguments.
-        seconds: After which it is ended.
-        on_line: Is given the worker index and each line, by one task at a time for each host.
+        seconds: Time limit of the command.
+        on_line: Is given the worker index and each line, by one thread at a time for each host.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Execution:
         self._last = re.compile(rf"(.*){self._mark} (exit|failed) (.*)", re.DOTALL)
 
     def run(self, workers: Sequence[int]) -> list[CommandReport]:
-        """Runs it on these hosts at once, to its end; how it ended, in worker order."""
+        """Runs the command on these hosts at once, to its end. Returns its exit codes in worker order."""
         if self._connections.gcloud_only:
             return self._run_through_gcloud(workers)
         pool = self._connections.open_pool()
@@ -75,7 +75,7 @@ class Execution:
         script = self._script(held=False)
         try:
             results = self._connections.run_all_through_gcloud(script, workers, timeout=self._seconds)
-        except BaseException:  # gcloud and ssh were ended here, and hosts do not learn of it
+        except BaseException:  # gcloud and ssh were killed here, and the hosts do not know
             end = host_scripts.end_execution_script(self._container, self._mark)
             self._connections.run_all_through_gcloud(end, workers, timeout=_ANSWER_SECONDS)
             raise
@@ -102,7 +102,7 @@ class Execution:
 
 
 class _Lines:
-    """What one host prints: the command's lines, and last how it ended."""
+    """Splits one host's output into the command's lines and the last line, which reports its end."""
 
     def __init__(self, worker: int, on_line: OnLine, last: re.Pattern[str]) -> None:
         self._worker, self._on_line, self._last = worker, on_line, last

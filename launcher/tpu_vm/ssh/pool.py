@@ -1,4 +1,4 @@
-"""A pool of connections that stay open, one a host. A host that can't be reached is a result, not an exception."""
+"""A pool of ssh connections that stay open, one a host. An unreachable host is a result, not an exception."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class HostResult:
 
 
 class ConnectionPool:
-    """Open connections to the hosts of one slice. Tasks may use the same or different hosts at once."""
+    """Open connections to the hosts of one slice. Threads may use the same or different hosts at once."""
 
     def __init__(self, addresses: Sequence[Address], machine: Workstation) -> None:
         self.addresses = {address.worker: address for address in addresses}
@@ -50,19 +50,18 @@ class ConnectionPool:
 
     @property
     def workers(self) -> list[int]:
-        """All hosts, in order."""
         return sorted(self.addresses)
 
     def run(self, worker: int, script: str, *, timeout: float, stdin: str | None = None) -> HostResult:
-        """Runs a script on a host. Never raises for what a network or a host does: the result says it.
+        """Runs a script on a host. Failures of the network or the host are in the result.
 
         Args:
-            worker: the host.
-            script: text for `sh -c`; must be safe to run twice.
-            timeout: seconds, for connecting and the command together.
-            stdin: its standard input.
+            worker: The host.
+            script: Text for `sh -c`; must be safe to run twice.
+            timeout: Seconds, for connecting and the command together.
+            stdin: The script's standard input.
         """
-        # A connection that was idle for a while may be dead without having been noticed.
+        # A connection that was idle for a while may be dead: retry it once.
         idle = self._machine.clock.monotonic() - self._used.get(worker, 0.0)
         stale = worker in self._connections and idle > _STALE_SECONDS
         result = self._run(worker, script, timeout, stdin)
@@ -76,7 +75,7 @@ class ConnectionPool:
         try:
             with self._locks[worker]:
                 connection = self._connect(worker)
-            # report.sh need not ask the host which worker it is.
+            # Saves report.sh a call of the metadata server.
             command = f"connected_worker={worker}\n{script}"
             code, out, err = connection.run(f"sh -c {shlex.quote(command)}", timeout=timeout, stdin=stdin)
         except TimeoutError:
@@ -88,8 +87,8 @@ class ConnectionPool:
         return HostResult(worker, code, out, err)
 
     def follow(self, worker: int, script: str, *, timeout: float, on_line: Callable[[str], None]) -> HostResult:
-        """Runs a script on a host, once, and hands over its lines as they come; its standard input ends with the
-        connection. The result has no output. `timeout` in seconds, as for `run`."""
+        """Runs a script on a host, once, and passes its lines to `on_line` as they come; its standard input ends with
+        the connection. The result has no output. `timeout` in seconds, as for `run`."""
         connection: HostConnection | None = None
         try:
             with self._locks[worker]:
@@ -106,7 +105,7 @@ class ConnectionPool:
     def run_all(
         self, script: str, *, timeout: float, workers: Sequence[int] | None = None, stdin: str | None = None
     ) -> list[HostResult]:
-        """Runs a script on all hosts, or on `workers`, at once; results in worker order."""
+        """Runs a script on all hosts, or on `workers`, at once. Returns the results in worker order."""
         chosen = self.workers if workers is None else sorted(workers)
         if not chosen:
             return []
@@ -116,12 +115,12 @@ class ConnectionPool:
 
     @property
     def connected(self) -> bool:
-        """Whether there is an open connection to every host."""
+        """Returns whether there is an open connection to every host."""
         connections = [self._connections.get(worker) for worker in self.workers]
         return all(connection is not None and connection.is_open for connection in connections)
 
     def connect_all(self) -> None:
-        """Opens the connections that can be opened; a later command reports the others."""
+        """Opens the connections that can be opened; the next command reports the others."""
 
         def connect(worker: int) -> None:
             with contextlib.suppress(ConnectionFailed), self._locks[worker]:
@@ -131,7 +130,6 @@ class ConnectionPool:
         self._machine.threads.map(connect, self.workers, at_once=_AT_ONCE)
 
     def close(self) -> None:
-        """Closes all connections."""
         for worker, connection in list(self._connections.items()):
             self._drop(worker, connection)
 
@@ -144,7 +142,7 @@ class ConnectionPool:
         return connection
 
     def _drop(self, worker: int, connection: HostConnection | None) -> None:
-        """Closes a connection, unless the pool has another one for the host by now: that one stays."""
+        """Closes a connection and removes it from the pool, unless another one has replaced it there."""
         if connection is None:
             return
         if self._connections.get(worker) is connection:

@@ -1,11 +1,9 @@
-"""Ssh connections to hosts: Fabric connections, addressed and authenticated as gcloud would.
+"""Ssh connections to hosts: Fabric connections with gcloud's address, user, key, known-hosts file and host key alias
+(`addresses`), so that host keys are checked as gcloud checks them.
 
-`addresses` says how gcloud would reach each host: address, user, key, known-hosts file and the alias under which the
-host's key is kept. `SshClient` connects with exactly that, so keys are checked as gcloud checks them.
-
-Of Fabric, only `Connection.open` and `close` are used, which set up authentication and the transport. Its `run` and
-`Group` start four threads a command and host; an observation of 64 hosts a second would spend its time on them. So
-commands run on a channel of the transport (`_execute`), with one deadline for the whole command.
+Only Fabric's `Connection.open` and `close` are used, which authenticate and set up the transport. Its `run` and `Group`
+start four threads a command and host, too many to observe 64 hosts a second. Commands run on a channel of the transport
+instead (`_execute`), with one deadline for the whole command.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from paramiko.hostkeys import HostKeys
 
 from launcher.workstation import Address, ConnectionFailed
 
-# Errors are in the results; paramiko would print tracebacks of its threads as well.
+# Errors are in the results; keep paramiko from printing tracebacks of its threads.
 logging.getLogger("paramiko").addHandler(logging.NullHandler())
 logging.getLogger("paramiko").propagate = False
 
@@ -36,25 +34,24 @@ _CONNECT_SECONDS = 5.0
 _HANDSHAKE_SECONDS = 20.0
 _KEEPALIVE_SECONDS = 5
 _WAKE_SECONDS = 2.0
-_HANDSHAKES = 8  # at once: 64 would run into each other's time-outs
+_HANDSHAKES = 8  # at once: 64 exceed their time-outs
 _CHANNEL_SECONDS = 10.0  # for a host that is connected to answer at all (paramiko would wait for an hour)
 
 
 class HostKeyUnknown(paramiko.SSHException):
-    """No key of that host is known yet: gcloud learns it at its own first connection."""
+    """No key of the host is known yet; gcloud adds it at its own first connection."""
 
 
-# The host answers, but refuses us; gcloud, which spreads keys and learns those of hosts, may still get through.
+# The host answers but refuses us; gcloud, which uploads our key and learns host keys, may still get through.
 _REFUSALS = (HostKeyUnknown, paramiko.AuthenticationException, paramiko.ssh_exception.IncompatiblePeer)
 
 
 class HostKeyChanged(paramiko.SSHException):
-    """A host shows another key than the known one. It is refused; gcloud would try for 47 s before it said so."""
+    """A host shows another key than the known one. Refused at once, which gcloud does after 47 s."""
 
 
 class _AliasKeys(paramiko.MissingHostKeyPolicy):
-    """Checks a host's key under the alias by which gcloud keeps it. An unknown one is refused: gcloud adds keys at its
-    own first connection."""
+    """Checks a host's key under the alias by which gcloud keeps it, and refuses an unknown one."""
 
     def __init__(self, address: Address, known: Callable[[str], HostKeys]) -> None:
         self.address = address
@@ -70,19 +67,18 @@ class _AliasKeys(paramiko.MissingHostKeyPolicy):
             raise HostKeyUnknown(f"{subject} is not the one gcloud keeps as {self.address.alias}")
         if kept != key:
             raise HostKeyChanged(
-                f"{subject} has changed: somebody else answers there, or the host was set up anew; "
+                f"{subject} has changed: another machine answers there, or the host was recreated; "
                 f"if you know why: ssh-keygen -f {self.address.known_hosts} -R {alias}"
             )
 
 
 class SshClient:
-    """Opens connections. Threads may use it at once."""
+    """Opens connections, from several threads at once."""
 
     def __init__(self) -> None:
         self._handshakes = threading.BoundedSemaphore(_HANDSHAKES)
         self._reading = threading.Lock()
-        # By file: reading an RSA key takes longer than the rest of a handshake.
-        self._keys: dict[str, paramiko.PKey] = {}
+        self._keys: dict[str, paramiko.PKey] = {}  # by file: reading an RSA key takes longer than a handshake
         self._host_keys: dict[tuple[str, float], HostKeys] = {}  # by file and its modification time
 
     def connect(self, address: Address) -> SshConnection:
@@ -94,9 +90,9 @@ class SshClient:
             raise ConnectionFailed(f"can't be reached: no answer within {_CONNECT_SECONDS:.0f} s") from None
 
     def _open(self, address: Address) -> FabricConnection:
-        # A short time for the first packets and a long one for the handshake distinguish dead hosts from slow ones.
+        # A short time-out for the first packets and a long one for the handshake tell dead hosts from slow ones.
         link = socket.create_connection((address.host, _SSH_PORT), timeout=_CONNECT_SECONDS)
-        # The user's own ssh configuration must not change where these go.
+        # Ignore the user's ssh configuration: it must not redirect these connections.
         connection = FabricConnection(
             host=address.host,
             user=address.user,
@@ -122,17 +118,17 @@ class SshClient:
         transport = connection.client.get_transport()
         if transport is not None:
             transport.set_keepalive(_KEEPALIVE_SECONDS)
-            transport.sock.settimeout(_WAKE_SECONDS)  # its thread would wake up ten times a second
-            # A cable that is pulled shows only in what is not acknowledged: by default after a quarter of an hour.
-            # Where the system does not offer this (macOS), the deadlines of commands tell.
+            transport.sock.settimeout(_WAKE_SECONDS)  # paramiko's thread wakes up ten times a second otherwise
+            # A pulled cable shows only in unacknowledged packets, by default after a quarter of an hour. Where the
+            # system lacks this option (macOS), commands run into their deadlines.
             if sys.platform == "linux":
                 milliseconds = int(_CHANNEL_SECONDS * 1000)
                 transport.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
         return connection
 
     def key(self, path: str) -> paramiko.PKey:
-        """The private key in a file, which is read once. Raises paramiko.AuthenticationException for one that can't be
-        used."""
+        """Returns the private key in a file, which is read once. Raises paramiko.AuthenticationException for one that
+        can't be used."""
         with self._reading:
             if path not in self._keys:
                 try:
@@ -187,7 +183,7 @@ class SshConnection:
 
     def close(self) -> None:
         with contextlib.suppress(OSError, EOFError, paramiko.SSHException, AttributeError):  # it may be broken
-            # Or its thread would be waited for.
+            # Shut down first: close() waits for the transport's thread.
             self._connection.client.get_transport().sock.shutdown(socket.SHUT_RDWR)
         with contextlib.suppress(OSError, EOFError, paramiko.SSHException):
             self._connection.close()
@@ -195,7 +191,7 @@ class SshConnection:
 
 @contextlib.contextmanager
 def _failures() -> Iterator[None]:
-    """Turns what paramiko and sockets raise into ConnectionFailed; a TimeoutError stays one."""
+    """Raises ConnectionFailed for errors of paramiko and sockets; lets TimeoutError pass."""
     try:
         yield
     except TimeoutError:
@@ -207,10 +203,8 @@ def _failures() -> Iterator[None]:
 
 
 def _execute(connection: FabricConnection, command: str, timeout: float, stdin: str | None) -> tuple[int, str, str]:
-    """Exit code, output and error output of a command, on a channel of its own.
-
-    Raises TimeoutError, and what paramiko raises for a connection that breaks.
-    """
+    """Runs a command on a channel of its own. Returns its exit code, output and error output. Raises TimeoutError, and
+    paramiko's errors when the connection breaks."""
     deadline = time.monotonic() + timeout
     with connection.client.get_transport().open_session(timeout=min(timeout, _CHANNEL_SECONDS)) as channel:
         channel.settimeout(timeout)
@@ -232,7 +226,8 @@ def _execute(connection: FabricConnection, command: str, timeout: float, stdin: 
 
 
 def _follow(connection: FabricConnection, command: str, timeout: float, on_line: Callable[[str], None]) -> int:
-    """Exit code of a command on a channel of its own; its lines are handed over as they come. Raises as `_execute`."""
+    """Runs a command on a channel of its own, passing lines on as they come. Returns its exit code; raises as
+    `_execute`."""
     deadline = time.monotonic() + timeout
     with connection.client.get_transport().open_session(timeout=min(timeout, _CHANNEL_SECONDS)) as channel:
         channel.set_combine_stderr(True)
