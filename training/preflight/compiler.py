@@ -18,7 +18,7 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
-from training.accelerators import Accelerator
+from training.accelerators import Accelerator, accelerator
 from training.errors import BadInput, Exit, TrainError
 
 # The versions with which the private interfaces were tested; the images have these. jaxlib's version is jax's.
@@ -144,7 +144,7 @@ def compile_program(
     """
     require_versions()
     with _loading:
-        client, devices = _topology(target)
+        client, devices = _topology(target.name)
     from jax._src.interpreters import mlir
     from jaxlib import _jax, xla_client
 
@@ -190,9 +190,10 @@ def _compile_options(devices: int, *, replicated: bool) -> Any:
 
 
 @lru_cache(maxsize=8)
-def _topology(target: Accelerator) -> tuple[Any, tuple[Any, ...]]:
-    """Returns the compile-only client and the slice's devices, as PJRT shows them on its TPU VMs. Sets libtpu's
-    environment variables and loads it."""
+def _topology(name: str) -> tuple[Any, tuple[Any, ...]]:
+    """Returns the compile-only client and the devices of an accelerator type, as PJRT shows them on its TPU VMs. Loads
+    libtpu, and sets its environment variables."""
+    target = accelerator(name)
     os.environ.update(_ENVIRONMENT_WITHOUT_TPU)
     for variable, level in _QUIET.items():
         os.environ.setdefault(variable, level)
