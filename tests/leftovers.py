@@ -6,6 +6,7 @@ than one test are set up before the first look, so what they keep open does not 
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import threading
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-CHECKED = ("tests/launcher/", "tests/emulator/")
+CHECKED = ("tests/launcher/", "tests/training/", "tests/emulator/")
 ROOT = Path(__file__).resolve().parent.parent
 # google-cloud-storage looks at the bucket beside the first request, and after a 404
 LIBRARY_THREADS = ("_fetch_background", "_verify_existence_background")
@@ -32,6 +33,7 @@ def fail_on_leftovers() -> Iterator[None]:
     yield
     deadline = time.monotonic() + PATIENCE_SECONDS
     while left := look() - before:
+        gc.collect()  # what is no longer used may still be held by a cycle
         if time.monotonic() > deadline:
             pytest.fail(f"left behind by this test: {', '.join(sorted(left))}", pytrace=False)
         time.sleep(0.01)

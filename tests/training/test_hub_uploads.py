@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import time
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,12 @@ def _token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
 
 
-def uploader(tmp_path: Path, script: str, warnings: list[str], **settings: Any) -> BackgroundUploader:
+def uploader(tmp_path: Path, script: str, warnings: list[str], **settings: Any) -> closing[BackgroundUploader]:
     path = tmp_path / "push.py"
     path.write_text(script)
     hub = Hub(repository="a/b", every="checkpoint", **settings)
     push = partial(run_push, command=(sys.executable, str(path)))
-    return BackgroundUploader(hub, str(tmp_path), warnings.append, push)
+    return closing(BackgroundUploader(hub, str(tmp_path), warnings.append, push))
 
 
 @pytest.mark.parametrize(
@@ -40,9 +41,9 @@ def uploader(tmp_path: Path, script: str, warnings: list[str], **settings: Any) 
 )
 def test_a_line_after_the_result_changes_nothing(tmp_path: Path, noise: str) -> None:
     warnings: list[str] = []
-    pushes = uploader(tmp_path, noise, warnings)
-    pushes.committed(8)
-    assert pushes.finish(8) == {"repository": "a/b", "step": 8, "commit": "https://hub/commit/1", "error": None}
+    with uploader(tmp_path, noise, warnings) as pushes:
+        pushes.committed(8)
+        assert pushes.finish(8) == {"repository": "a/b", "step": 8, "commit": "https://hub/commit/1", "error": None}
     assert warnings == []
 
 
@@ -59,15 +60,14 @@ def test_a_line_after_the_result_changes_nothing(tmp_path: Path, noise: str) -> 
 )
 def test_an_upload_that_fails_is_one_warning(tmp_path: Path, script: str, error: str) -> None:
     warnings: list[str] = []
-    pushes = uploader(tmp_path, script, warnings, wait_seconds=1)
-    pushes.committed(8)
-    began = time.monotonic()
-    summary = pushes.finish(8)
-    assert time.monotonic() - began < 10
+    with uploader(tmp_path, script, warnings, wait_seconds=1) as pushes:
+        pushes.committed(8)
+        began = time.monotonic()
+        summary = pushes.finish(8)
+        assert time.monotonic() - began < 10
     assert summary["commit"] is None
     assert re.search(error, summary["error"])
     assert len(warnings) == 1
-    pushes.close()
 
 
 def test_a_program_that_is_not_there_is_a_warning(tmp_path: Path) -> None:
@@ -78,17 +78,17 @@ def test_a_program_that_is_not_there_is_a_warning(tmp_path: Path) -> None:
         warnings.append,
         partial(run_push, command=("/no/such/program",)),
     )
-    pushes.committed(8)
-    assert "No such file" in pushes.finish(8)["error"]
+    with closing(pushes):
+        pushes.committed(8)
+        assert "No such file" in pushes.finish(8)["error"]
     assert len(warnings) == 1
 
 
 def test_close_ends_an_upload_at_once(tmp_path: Path) -> None:
-    pushes = uploader(tmp_path, "import time; time.sleep(60)", [])
-    pushes.committed(8)
-    time.sleep(0.3)
-    began = time.monotonic()
-    pushes.close()
+    with uploader(tmp_path, "import time; time.sleep(60)", []) as pushes:
+        pushes.committed(8)
+        time.sleep(0.3)
+        began = time.monotonic()
     assert time.monotonic() - began < 3
 
 

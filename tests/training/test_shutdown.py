@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -16,6 +17,7 @@ import pytest
 from training.distributed.shutdown import ShutdownRequest
 from training.machine import Machine
 from training.machine.clock import SystemClock
+from training.machine.threads import SystemThreads
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -100,10 +102,15 @@ def leave(code: int) -> NoReturn:
     raise Left(code)
 
 
+class NoTimers(SystemThreads):
+    def start_timer(self, seconds: float, function: Callable[[], None]) -> None:
+        """Starts nothing: the test's clock decides."""
+
+
 @pytest.mark.parametrize(("limit", "one_request"), [(None, 30.0), (25.0, 30.0), (600.0, 600.0)])
 def test_a_sigterm_after_the_time_to_save_ends_the_process(limit: float | None, one_request: float) -> None:
     clock = ManualClock()
-    request = ShutdownRequest(Machine(clock=clock, exit=leave))
+    request = ShutdownRequest(Machine(clock=clock, threads=NoTimers(), exit=leave))
     if limit:
         request.limit(limit, lambda: None)
     request.request(signal.SIGTERM)

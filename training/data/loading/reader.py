@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -44,6 +45,7 @@ class Reader:
         self._windows: OrderedDict[tuple[int, int], _Window] = OrderedDict()
         self._lock = threading.Lock()
         self._workers = _Workers(threads)
+        weakref.finalize(self, self._workers.close)  # the threads of a reader that is never closed end with it
 
     def rows(self, start: int, stop: int) -> tuple[Ints, Ints, Arrays]:
         """Returns epochs (n,), records (n,) and feature -> (n, ...) of this host's rows among the places [start, stop).
@@ -201,3 +203,4 @@ class _Workers:
     def _work(self) -> None:
         while task := self._tasks.get():
             task()
+            del task  # its error's traceback holds the reader
