@@ -75,8 +75,10 @@ def test_a_run_trains_to_its_end_while_its_metrics_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("training.trainer._FINISH_SECONDS", 0.2)
-    runs = Runs(tmp_path, Weather(1_000_000))
+    weather = Weather(1_000_000)
+    runs = Runs(tmp_path, weather)
     assert runs.train("r", 0)["committed_step"] == 40
+    weather.refused = 0  # lets the writer's thread end
     errors = capsys.readouterr().err
     assert errors.count("metrics can't be written") == 1
     assert "the last metrics are not written: " in errors
@@ -99,9 +101,11 @@ def test_a_run_whose_machine_is_taken_away_does_not_wait_for_its_metrics(
     shutdown = ShutdownRequest()
     threading.Timer(1, shutdown.request).start()
     began = time.monotonic()
-    runs = Runs(tmp_path, Weather(1_000_000))
+    weather = Weather(1_000_000)
+    runs = Runs(tmp_path, weather)
     assert runs.train("r", 0, shutdown=shutdown, train__steps=4)["committed_step"] == 4
     assert time.monotonic() - began < 4
+    weather.refused = 0  # lets the writer's thread end
     assert "the last metrics are not written: " in capsys.readouterr().err
 
 
