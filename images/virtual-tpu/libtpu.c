@@ -3,13 +3,13 @@
  * It offers what libtpu offers, GetPjrtApi, by loading a CPU plugin of the PJRT C API
  * (https://github.com/openxla/xla/blob/main/xla/pjrt/c/pjrt_c_api.h) and replacing two functions of its table:
  *
- *   PJRT_Client_Create             the client gets as many CPU devices as the TPU_* variables describe, and no option
- *                                  that only a TPU knows
- *   PJRT_LoadedExecutable_Execute  torch_xla 2.9 was built with API 0.7x, whose PJRT_ExecuteOptions is shorter than the
- *                                  plugin's: it is copied into the longer struct, whose further fields are zero
+ *   PJRT_Client_Create             creates as many CPU devices as the TPU_* variables describe, and drops all options:
+ *                                  they are a TPU's
+ *   PJRT_LoadedExecutable_Execute  copies PJRT_ExecuteOptions into the plugin's longer struct and zeroes its further
+ *                                  fields: torch_xla 2.9 was built with API 0.7x
  *
  * Collectives are those of the CPU client, inside one process: one host, any number of devices. The struct offsets below
- * are those of the plugin version that images/virtual-tpu pins. A plugin with another API version is refused.
+ * belong to the plugin version that images/virtual-tpu pins; the library refuses a plugin with another API version.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -22,7 +22,7 @@
 
 enum { API_MAJOR = 0, API_MINOR = 115, API_SIZE = 1144 };
 
-typedef struct Error Error; /* PJRT_Error: the plugin's, passed through */
+typedef struct Error Error; /* PJRT_Error of the plugin, passed through */
 
 struct ApiVersion {
     size_t struct_size;
@@ -30,7 +30,7 @@ struct ApiVersion {
     int major, minor;
 };
 
-/* The table begins with its size, an extension list and its version. Functions are pointers from byte 40 on. */
+/* The table begins with its size, an extension list and its version. Function pointers start at byte 40. */
 struct Api {
     size_t struct_size;
     void *extension_start;
@@ -38,7 +38,7 @@ struct Api {
     void *functions[(API_SIZE - 40) / 8];
 };
 
-enum { CLIENT_CREATE = 10, LOADED_EXECUTABLE_EXECUTE = 55 }; /* places in the table, from 0 */
+enum { CLIENT_CREATE = 10, LOADED_EXECUTABLE_EXECUTE = 55 }; /* indices into the table, from 0 */
 
 enum { NAMED_VALUE_INT64 = 1 }; /* of PJRT_NamedValue_Type */
 
@@ -52,7 +52,7 @@ struct NamedValue { /* PJRT_NamedValue */
     size_t value_size;
 };
 
-struct ClientCreateArgs { /* PJRT_Client_Create_Args, as far as it is changed */
+struct ClientCreateArgs { /* PJRT_Client_Create_Args, up to the fields that change */
     size_t struct_size;
     void *extension_start;
     const struct NamedValue *create_options;
@@ -74,7 +74,7 @@ struct ExecuteOptions { /* PJRT_ExecuteOptions of API_MINOR */
     int64_t *incarnation_ids;
 };
 
-struct ExecuteArgs { /* PJRT_LoadedExecutable_Execute_Args, as far as it is changed */
+struct ExecuteArgs { /* PJRT_LoadedExecutable_Execute_Args, up to the field that changes */
     size_t struct_size;
     void *extension_start;
     void *executable;
@@ -99,7 +99,7 @@ static void refuse(const char *what, const char *why) {
     exit(70);
 }
 
-/* The product of "2,2,1"; 0 for anything else. */
+/* Returns the product of bounds such as "2,2,1"; 0 when they are missing or malformed. */
 static int64_t product(const char *bounds) {
     int64_t result = 1;
     for (const char *at = bounds; at && *at;) {
@@ -112,10 +112,10 @@ static int64_t product(const char *bounds) {
     return bounds && *bounds ? result : 0;
 }
 
-/* As libtpu counts them: the cores of a chip are devices on v2 and v3, and one device from v4 on. */
+/* Counts devices as libtpu does: each core of a chip on v2 and v3, each chip from v4 on. */
 static int64_t count_devices(void) {
     const char *type = getenv("TPU_ACCELERATOR_TYPE");
-    if (!type) refuse("TPU_ACCELERATOR_TYPE", "is not set; the devices of a host follow from it");
+    if (!type) refuse("TPU_ACCELERATOR_TYPE", "is not set; it decides the number of devices");
     if (product(getenv("TPU_PROCESS_BOUNDS")) != 1) refuse("TPU_PROCESS_BOUNDS", "must be 1,1,1: a virtual TPU has one host");
     int64_t chips = product(getenv("TPU_CHIPS_PER_PROCESS_BOUNDS"));
     if (chips == 0) refuse("TPU_CHIPS_PER_PROCESS_BOUNDS", "must be the chips of this host along each axis, for example 2,2,1");
@@ -145,10 +145,10 @@ static Error *execute_with_options(struct ExecuteArgs *args) {
     return error;
 }
 
-/* The plugin that lies beside this library. */
+/* Loads the plugin beside this library. Exits when it is missing or of another version. */
 static const struct Api *load_plugin(void) {
     Dl_info self;
-    if (!dladdr((void *)&product, &self)) refuse("libtpu.so", "its own place is not known");
+    if (!dladdr((void *)&product, &self)) refuse("libtpu.so", "its own path is unknown");
     char path[4096], copy[4096];
     snprintf(copy, sizeof copy, "%s", self.dli_fname);
     snprintf(path, sizeof path, "%s/pjrt_c_api_cpu_plugin.so", dirname(copy));

@@ -63,7 +63,7 @@ class _BaseImage:
 def find(spec: AppendSpec) -> str | None:
     """Returns REPOSITORY@sha256:... if the registry has the image, else None. Sends nothing. Raises as `ensure`."""
     target = parse(spec.repository)
-    with _open(spec, target, writes=False) as registry:
+    with _open_registry(spec, target, writes=False) as registry:
         base = _read_base(registry, spec)
         digest = registry.find_manifest(target.path, compute_tag(_make_layers(spec, base), base.digest))
     return f"{target.repository}@{digest}" if digest else None
@@ -77,7 +77,7 @@ def ensure(spec: AppendSpec, say: Callable[[str], None]) -> str:
         LaunchError: the registry refuses the credentials or does not answer.
     """
     target = parse(spec.repository)
-    with _open(spec, target, writes=True) as registry:
+    with _open_registry(spec, target, writes=True) as registry:
         base = _read_base(registry, spec)
         layers = _make_layers(spec, base)
         tag = compute_tag(layers, base.digest)
@@ -93,7 +93,8 @@ def ensure(spec: AppendSpec, say: Callable[[str], None]) -> str:
     return f"{target.repository}@{digest}"
 
 
-def _open(spec: AppendSpec, target: Reference, *, writes: bool) -> Registry:
+def _open_registry(spec: AppendSpec, target: Reference, *, writes: bool) -> Registry:
+    """Opens a session with the registry of the base and the target. Raises BadInput when they have different ones."""
     if target.host != spec.base.host:
         raise BadInput(
             f"image.base {spec.base} is in another registry than image.repository {spec.repository}: "
@@ -121,6 +122,7 @@ def _read_base(registry: Registry, spec: AppendSpec) -> _BaseImage:
 
 
 def _make_layers(spec: AppendSpec, base: _BaseImage) -> list[Layer]:
+    """Packs the trainer, if the base's label says that it can run it, and the user's code. Raises BadInput for none."""
     layers = []
     if _LABEL in (base.settings.get("Labels") or {}):
         layers += make_layers(spec.training, _TRAINING, "tpu-launch: the trainer")

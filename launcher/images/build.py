@@ -96,6 +96,7 @@ def _pull(docker: str, base: str, say: Callable[[str], None]) -> None:
 
 
 def _build(spec: ImageSpec, plan: ImagePlan, log: IO[str], say: Callable[[str], None]) -> None:
+    """Builds from a copy of the context, whose tag is checked: files may change while they are copied."""
     folder = plan.work_folder
     shutil.rmtree(folder, ignore_errors=True)
     build_context.assemble(spec.context, folder / "context")

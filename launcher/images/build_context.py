@@ -47,7 +47,7 @@ def tree(folder: Path, *, below: str = "", ignore: Sequence[str] = ()) -> tuple[
     """
     if not folder.is_dir():
         raise BadInput(f"{folder}: there is no such folder to build an image from")
-    is_ignored = _compile(ignore)
+    is_ignored = _compile_ignore(ignore)
     may_keep = any(line.lstrip().startswith("!") for line in ignore)
     entries = []
     for root, folders, files in os.walk(folder):
@@ -101,7 +101,7 @@ def digest(entries: Iterable[Entry]) -> bytes:
     """Returns the SHA-256 of the entries; their order does not count."""
     whole = hashlib.sha256()
     for path, source in sorted(entries):
-        for field in (path.encode(), *_content(source)):
+        for field in (path.encode(), *_read_entry(source)):
             whole.update(len(field).to_bytes(8, "big") + field)
     return whole.digest()
 
@@ -119,7 +119,7 @@ def assemble(entries: Iterable[Entry], destination: Path) -> None:
             target.chmod(0o755 if is_executable(source) else 0o644)
 
 
-def _content(source: Path) -> tuple[bytes, bytes]:
+def _read_entry(source: Path) -> tuple[bytes, bytes]:
     """Returns the kind of a file and its content. Raises BadInput."""
     try:
         if source.is_symlink():
@@ -134,7 +134,7 @@ def is_executable(source: Path) -> bool:
     return bool(source.stat().st_mode & 0o100)
 
 
-def _compile(lines: Sequence[str]) -> Callable[[str], bool]:
+def _compile_ignore(lines: Sequence[str]) -> Callable[[str], bool]:
     """Returns a predicate for .dockerignore patterns: the last pattern that matches a path or one of its folders
     decides.
 
@@ -148,7 +148,7 @@ def _compile(lines: Sequence[str]) -> Callable[[str], bool]:
         keep = pattern.startswith("!")
         cleaned = os.path.normpath(pattern.removeprefix("!").strip()).strip("/")
         if cleaned != ".":
-            rules.append((_expression(cleaned), keep))
+            rules.append((_compile_pattern(cleaned), keep))
 
     def ignored(path: str) -> bool:
         verdict = False
@@ -161,7 +161,7 @@ def _compile(lines: Sequence[str]) -> Callable[[str], bool]:
 
 
 @functools.cache
-def _expression(pattern: str) -> re.Pattern[str]:
+def _compile_pattern(pattern: str) -> re.Pattern[str]:
     parts, i = [], 0
     while i < len(pattern):
         if pattern.startswith("**/", i):

@@ -9,7 +9,6 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 
 from launcher import shell
 from launcher.config import Config
@@ -19,8 +18,6 @@ from launcher.images.build import ensure_image
 from launcher.images.distribution.reference import parse
 from launcher.images.plan import list_commands, make_plan
 from launcher.images.specification import ImageSpec, default_spec, folder_spec, own_files, training_files
-
-LABEL = "tpu-launch.local"
 
 _DAYS = 7 * 24 * 3600.0  # preparing a large corpus takes as long as it takes; Ctrl-C ends it
 
@@ -32,27 +29,20 @@ def image_spec(config: Config) -> ImageSpec:
     has_trackers = config.trainer is not None and config.trainer.telemetry.trackers
     tracker_packages = {"EXTRA": "requirements-trackers.txt"} if has_trackers else {}
     if section.dockerfile is None:
-        spec = default_spec(
-            config.backend,
-            repository=section.repository,
-            build_args={**tracker_packages, **section.build_args},
-            ca_bundle=bundle,
-            target=section.target,
-            code=config.folder / section.code if section.code else None,
-        )
+        code = config.folder / section.code if section.code else None
+        build_args = {**tracker_packages, **section.build_args}
+        spec = default_spec(config.backend, build_args=build_args, ca_bundle=bundle, code=code)
     else:
         dockerfile = config.folder / section.dockerfile
         context = config.folder / section.context if section.context else dockerfile.parent
-        spec = folder_spec(
-            f"tpu-launch/{config.run_name}",
-            context,
-            dockerfile=dockerfile,
-            repository=section.repository,
-            build_args=section.build_args,
-            ca_bundle=bundle,
-            target=section.target,
-        )
-    return replace(spec, create_repository=section.create_repository)
+        name, build_args = f"tpu-launch/{config.run_name}", dict(section.build_args)
+        spec = folder_spec(name, context, dockerfile=dockerfile, build_args=build_args, ca_bundle=bundle)
+    return replace(
+        spec,
+        repository=section.repository,
+        target=section.target,
+        create_repository=section.create_repository,
+    )
 
 
 def needs_engine(config: Config) -> bool:
@@ -153,6 +143,8 @@ def run(
 ) -> int:
     """Runs a command in the image on this machine, in the current folder, as the current user; returns its exit code.
 
+    The container gets the user's Google credentials and the values of `run.secrets`, as far as they exist here.
+
     Args:
         config: names the image.
         command: the command.
@@ -163,40 +155,20 @@ def run(
     """
     docker = engine.require_engine()
     name = f"tpu-launch-local-{secrets.token_hex(4)}"
-    variables = [name for name in config.run.secrets if name in os.environ]
-    used = reference or image(config, say)
-    argv = local_command(docker, name, used, command, Path.cwd(), Path.home(), variables, mounts or {})
-    try:
-        code = shell.stream(argv, emit, timeout=_DAYS).returncode
-    finally:
-        # The client may have been killed while its container was not.
-        shell.run([docker, "rm", "--force", name], timeout=60)
-    return code
-
-
-def local_command(
-    docker: str,
-    name: str,
-    reference: str,
-    command: Sequence[str],
-    folder: Path,
-    user_home: Path,
-    variables: Sequence[str] = (),
-    mounts: Mapping[Path, str] = MappingProxyType({}),
-) -> list[str]:
-    """Returns the `docker run` command of `run`, with the user's own Google credentials mounted read-only if there are
-    any.
-
-    `variables` are names of environment variables that docker passes on.
-    """
-    argv = [docker, "run", "--rm", "--init", "--name", name, "--label", f"{LABEL}=1", "--network", "host"]
+    folder = Path.cwd()
+    argv = [docker, "run", "--rm", "--init", "--name", name, "--network", "host"]
     argv += ["--user", f"{os.getuid()}:{os.getgid()}", "--env", "HOME=/tmp", "--env", "PJRT_DEVICE=CPU"]
     argv += ["--volume", f"{folder}:{folder}", "--workdir", str(folder)]
-    credentials = user_home / ".config" / "gcloud" / "application_default_credentials.json"
+    credentials = Path.home() / ".config" / "gcloud" / "application_default_credentials.json"
     if credentials.exists():
         argv += ["--volume", f"{credentials}:/etc/google-credentials.json:ro"]
         argv += ["--env", "GOOGLE_APPLICATION_CREDENTIALS=/etc/google-credentials.json"]
-    argv += [word for variable in variables for word in ("--env", variable)]
-    for path, inside in mounts.items():
+    for variable in config.run.secrets:
+        argv += ["--env", variable] if variable in os.environ else []
+    for path, inside in (mounts or {}).items():
         argv += ["--volume", f"{path}:{inside}:ro"]
-    return [*argv, reference, *command]
+    try:
+        return shell.stream([*argv, reference or image(config, say), *command], emit, timeout=_DAYS).returncode
+    finally:
+        # The client may have been killed while its container was not.
+        shell.run([docker, "rm", "--force", name], timeout=60)

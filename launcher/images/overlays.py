@@ -62,16 +62,10 @@ def pack(option: str) -> Overlay:
 
 
 def find_changes(option: str, config: Config, home: Path, image: str | None) -> Changes:
-    """Packs the changes that `--sync FOLDER[=TARGET]` names.
+    """Packs the files of `--sync FOLDER[=TARGET]` that differ from those in `image`, which ran last.
 
-    Args:
-        option: the option's value. Without TARGET, the files go where an image has the folder of `image.code`.
-        config: of the run.
-        home: the launcher's folder.
-        image: the image that ran last; None when none has.
-
-    Raises:
-        BadInput: the folder is missing, empty or too large, or TARGET is missing or not absolute.
+    Without TARGET, they go where an image has the folder of `image.code`. Raises BadInput when the folder is missing,
+    empty or too large, or TARGET is missing or not absolute.
     """
     name, separator, target = option.rpartition("=")
     root = Path(name if separator else option)

@@ -39,7 +39,6 @@ class ImageSpec:
 def default_spec(
     backend: str,
     *,
-    repository: str | None = None,
     build_args: Mapping[str, str] | None = None,
     ca_bundle: Path | None = None,
     target: str | None = None,
@@ -49,7 +48,6 @@ def default_spec(
 
     Args:
         backend: "torch-xla" or "tensorflow".
-        repository: where it is pushed to.
         build_args: of the Dockerfile.
         ca_bundle: certificates for the build's downloads; None: the file that TPU_LAUNCH_CA_BUNDLE names, if any.
         target: a stage of the Dockerfile.
@@ -70,7 +68,9 @@ def default_spec(
         *((f"code/{path}", file) for path, file in own_code),
     )
     name, dockerfile = f"tpu-launch/{backend}", source / "Dockerfile"
-    return ImageSpec(name, dockerfile, context, _sort(build_args), target, repository, _find_ca_bundle(ca_bundle))
+    return ImageSpec(
+        name, dockerfile, context, _sort_arguments(build_args), target, ca_bundle=_require_ca_bundle(ca_bundle)
+    )
 
 
 def training_files() -> tuple[Entry, ...]:
@@ -94,14 +94,15 @@ def folder_spec(
     repository: str | None = None,
     build_args: Mapping[str, str] | None = None,
     ca_bundle: Path | None = None,
-    target: str | None = None,
 ) -> ImageSpec:
     """Returns the image of a user's folder and its Dockerfile (or `dockerfile`). Raises BadInput."""
     dockerfile = dockerfile or folder / "Dockerfile"
     if not dockerfile.is_file():
         raise BadInput(f"{dockerfile}: there is no such Dockerfile")
     context = build_context.folder(folder, dockerfile)
-    return ImageSpec(name, dockerfile, context, _sort(build_args), target, repository, _find_ca_bundle(ca_bundle))
+    return ImageSpec(
+        name, dockerfile, context, _sort_arguments(build_args), None, repository, _require_ca_bundle(ca_bundle)
+    )
 
 
 def base_images(spec: ImageSpec) -> tuple[str, ...]:
@@ -153,7 +154,9 @@ def compute_tag(spec: ImageSpec, base_ids: Mapping[str, str]) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
-def _find_ca_bundle(given: Path | None) -> Path | None:
+def _require_ca_bundle(given: Path | None) -> Path | None:
+    """Returns the path of the given CA bundle, or of TPU_LAUNCH_CA_BUNDLE's, if any. Raises BadInput if it is
+    missing."""
     variable = os.environ.get("TPU_LAUNCH_CA_BUNDLE")
     path = given or (Path(variable) if variable else None)
     if path and not path.is_file():
@@ -161,5 +164,5 @@ def _find_ca_bundle(given: Path | None) -> Path | None:
     return path.absolute() if path else None
 
 
-def _sort(build_args: Mapping[str, str] | None) -> tuple[tuple[str, str], ...]:
+def _sort_arguments(build_args: Mapping[str, str] | None) -> tuple[tuple[str, str], ...]:
     return tuple(sorted((build_args or {}).items()))

@@ -107,13 +107,13 @@ class RegistryApi:
             origin = repository.removesuffix(path) + source
             if digest and source and self.store.link(repository, digest, origin):
                 return Response(201, b"", {"Location": f"/v2/{path}/blobs/{digest}", "Docker-Content-Digest": digest})
-            return self._progress(path, self.store.begin_upload())
+            return self._upload_response(path, self.store.begin_upload())
         size = self.store.upload_size(identifier)
         if size is None:
             return _error(404, "BLOB_UPLOAD_UNKNOWN", identifier)
         match request.method:
             case "GET":
-                return self._progress(path, identifier, status=204)
+                return self._upload_response(path, identifier, status=204)
             case "DELETE":
                 self.store.discard_upload(identifier)
                 return Response(204)
@@ -124,18 +124,18 @@ class RegistryApi:
                             400, "UNSUPPORTED", "chunked uploads are not supported: send the blob in one piece"
                         )
                     if not span.startswith(f"{size}-"):
-                        return self._progress(path, identifier, status=416)
-                self._receive(request, identifier)
-                return self._progress(path, identifier)
+                        return self._upload_response(path, identifier, status=416)
+                self._receive_bytes(request, identifier)
+                return self._upload_response(path, identifier)
             case "PUT":
-                self._receive(request, identifier)
+                self._receive_bytes(request, identifier)
                 digest = request.query.get("digest", "")
                 if not self.store.end_upload(repository, identifier, digest):
                     return _error(400, "DIGEST_INVALID", f"the bytes received are not {digest}")
                 return Response(201, b"", {"Location": f"/v2/{path}/blobs/{digest}", "Docker-Content-Digest": digest})
         return _error(405, "UNSUPPORTED", request.method)
 
-    def _receive(self, request: Request, identifier: str) -> None:
+    def _receive_bytes(self, request: Request, identifier: str) -> None:
         before = self.store.upload_size(identifier) or 0
         try:
             self.store.extend_upload(identifier, request.body.blocks())
@@ -143,7 +143,7 @@ class RegistryApi:
             with self._lock:
                 self.bytes_received += (self.store.upload_size(identifier) or 0) - before
 
-    def _progress(self, path: str, identifier: str, status: int = 202) -> Response:
+    def _upload_response(self, path: str, identifier: str, status: int = 202) -> Response:
         size = self.store.upload_size(identifier) or 0
         headers = {"Range": f"0-{max(0, size - 1)}", "Docker-Upload-UUID": identifier}
         # Some registries keep state in a query, which clients must not drop.

@@ -38,7 +38,7 @@ class BlobStore:
     def blob(self, repository: str, digest: str) -> Path | None:
         """Returns the file of a repository's blob, None when the repository has none of that digest."""
         match = _DIGEST.fullmatch(digest)
-        if match is None or not (self._repository(repository) / "blobs" / match[1]).exists():
+        if match is None or not (self._repository_folder(repository) / "blobs" / match[1]).exists():
             return None
         return self._folder / "blobs" / match[1]
 
@@ -47,7 +47,7 @@ class BlobStore:
         path = self.blob(source, digest)
         if path is None:
             return False
-        self._enter(repository, path.name)
+        self._mark_blob(repository, path.name)
         return True
 
     def begin_upload(self) -> str:
@@ -60,12 +60,12 @@ class BlobStore:
 
     def upload_size(self, identifier: str) -> int | None:
         """Returns the number of bytes of an upload; None when there is no such upload."""
-        path = self._upload(identifier)
+        path = self._upload_file(identifier)
         return path.stat().st_size if path else None
 
     def extend_upload(self, identifier: str, blocks: Iterable[bytes]) -> None:
         """Appends to an upload. Bytes received before a client disconnects stay."""
-        path = self._upload(identifier)
+        path = self._upload_file(identifier)
         assert path is not None, identifier
         with open(path, "ab") as file:
             for block in blocks:
@@ -73,7 +73,7 @@ class BlobStore:
 
     def end_upload(self, repository: str, identifier: str, digest: str) -> bool:
         """Makes an upload a blob of a repository. Deletes it and returns False when its digest differs."""
-        path = self._upload(identifier)
+        path = self._upload_file(identifier)
         assert path is not None, identifier
         with open(path, "rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
@@ -82,21 +82,21 @@ class BlobStore:
             return False
         (self._folder / "blobs").mkdir(exist_ok=True)
         os.replace(path, self._folder / "blobs" / found)
-        self._enter(repository, found)
+        self._mark_blob(repository, found)
         return True
 
     def discard_upload(self, identifier: str) -> None:
-        if path := self._upload(identifier):
+        if path := self._upload_file(identifier):
             path.unlink()
 
     # -- manifests
 
     def manifest(self, repository: str, version: str) -> tuple[str, str, bytes] | None:
         """Returns digest, media type and bytes of the manifest with a digest or tag; None when there is none."""
-        tag = self._repository(repository) / "tags" / version
+        tag = self._repository_folder(repository) / "tags" / version
         digest = tag.read_text() if _TAG.fullmatch(version) and tag.is_file() else version
         match = _DIGEST.fullmatch(digest)
-        path = self._repository(repository) / "manifests" / (match[1] if match else "")
+        path = self._repository_folder(repository) / "manifests" / (match[1] if match else "")
         if match is None or not path.is_file():
             return None
         return digest, path.read_text(), (self._folder / "blobs" / match[1]).read_bytes()
@@ -106,23 +106,23 @@ class BlobStore:
         found = hashlib.sha256(data).hexdigest()
         for folder in (
             self._folder / "blobs",
-            *(self._repository(repository) / name for name in ("manifests", "tags")),
+            *(self._repository_folder(repository) / name for name in ("manifests", "tags")),
         ):
             folder.mkdir(parents=True, exist_ok=True)
         write_atomically(self._folder / "blobs" / found, data)
-        write_atomically(self._repository(repository) / "manifests" / found, media_type.encode())
+        write_atomically(self._repository_folder(repository) / "manifests" / found, media_type.encode())
         if _TAG.fullmatch(version):
-            write_atomically(self._repository(repository) / "tags" / version, f"sha256:{found}".encode())
+            write_atomically(self._repository_folder(repository) / "tags" / version, f"sha256:{found}".encode())
         return f"sha256:{found}"
 
-    def _enter(self, repository: str, name: str) -> None:
-        folder = self._repository(repository) / "blobs"
+    def _mark_blob(self, repository: str, name: str) -> None:
+        folder = self._repository_folder(repository) / "blobs"
         folder.mkdir(parents=True, exist_ok=True)
         (folder / name).touch()
 
-    def _repository(self, repository: str) -> Path:
+    def _repository_folder(self, repository: str) -> Path:
         return self._folder / "repositories" / quote(repository, safe="")
 
-    def _upload(self, identifier: str) -> Path | None:
+    def _upload_file(self, identifier: str) -> Path | None:
         path = self._folder / "uploads" / identifier
         return path if _UPLOAD.fullmatch(identifier) and path.is_file() else None

@@ -142,68 +142,74 @@ class HostContainers:
 
     def kill(self, host: Host) -> None:
         """Kills the host and its containers with SIGKILL."""
-        self._try("POST", f"/containers/{host.hostname}/kill")
+        self._call_unless_done("POST", f"/containers/{host.hostname}/kill")
         self.kill_own(host.hostname)
 
     def kill_own(self, hostname: str) -> None:
         """Kills the containers of a host that has died."""
         alive = ("running", "restarting", "paused")
         running = [container["Id"] for container in self.own(hostname) if container["State"] in alive]
-        self._in_parallel(running, lambda container: self._try("POST", f"/containers/{container}/kill"))
+        self._in_parallel(running, lambda container: self._call_unless_done("POST", f"/containers/{container}/kill"))
 
     def power_off(self, host: Host) -> None:
         """Stops the host as a shutdown does: its containers get SIGTERM first."""
-        running = self._own_in_state(host, "running")
-        self._in_parallel(running, lambda container: self._try("POST", f"/containers/{container}/stop", {"t": "10"}))
-        self._try("POST", f"/containers/{host.hostname}/stop", {"t": "5"})
+        running = self._containers_in_state(host, "running")
+        self._in_parallel(
+            running, lambda container: self._call_unless_done("POST", f"/containers/{container}/stop", {"t": "10"})
+        )
+        self._call_unless_done("POST", f"/containers/{host.hostname}/stop", {"t": "5"})
 
     def start(self, host: Host) -> None:
         """Starts a host that exists, and those of its containers that an engine restarts after a reboot."""
         before = self.engine.call("GET", f"/containers/{host.hostname}/json")["State"]
         if before["Running"]:
             return
-        self._try("POST", f"/containers/{host.hostname}/start")
+        self._call_unless_done("POST", f"/containers/{host.hostname}/start")
         for listed in self.own(host.hostname):
             container = self.engine.call("GET", f"/containers/{listed['Id']}/json")
             policy, ended = container["HostConfig"]["RestartPolicy"]["Name"], container["State"]["FinishedAt"]
             # Times are RFC 3339 in UTC, so they compare as text. "unless-stopped" does not restart a
             # container that had ended before the host went down.
             if policy == "always" or (policy == "unless-stopped" and ended >= before["FinishedAt"]):
-                self._try("POST", f"/containers/{listed['Id']}/start")
+                self._call_unless_done("POST", f"/containers/{listed['Id']}/start")
 
     def hang(self, host: Host) -> None:
         """Pauses all processes of the host: its connections stay open, and nothing answers on them."""
-        for name in (*self._own_in_state(host, "running"), host.hostname):
-            self._try("POST", f"/containers/{name}/pause")
+        for name in (*self._containers_in_state(host, "running"), host.hostname):
+            self._call_unless_done("POST", f"/containers/{name}/pause")
 
     def wake(self, host: Host) -> None:
-        for name in (host.hostname, *self._own_in_state(host, "paused")):
-            self._try("POST", f"/containers/{name}/unpause")
+        for name in (host.hostname, *self._containers_in_state(host, "paused")):
+            self._call_unless_done("POST", f"/containers/{name}/unpause")
 
     def cut(self, host: Host) -> None:
         """Disconnects the host from the network: no ssh, no peers. Its processes continue."""
-        self._try("POST", f"/networks/{self.network}/disconnect", body={"Container": host.hostname, "Force": True})
+        self._call_unless_done(
+            "POST", f"/networks/{self.network}/disconnect", body={"Container": host.hostname, "Force": True}
+        )
 
     def join(self, host: Host) -> None:
         """Reconnects the host with the same address."""
         endpoint = {"IPAMConfig": {"IPv4Address": host.address}}
-        self._try(
+        self._call_unless_done(
             "POST", f"/networks/{self.network}/connect", body={"Container": host.hostname, "EndpointConfig": endpoint}
         )
 
     def remove(self, host: Host) -> None:
         """Removes the host, its containers and its volumes."""
-        self._try("POST", f"/containers/{host.hostname}/kill")
+        self._call_unless_done("POST", f"/containers/{host.hostname}/kill")
         names = [*(container["Id"] for container in self.own(host.hostname)), host.hostname]
-        self._in_parallel(names, lambda name: self._try("DELETE", f"/containers/{name}", {"force": "1", "v": "1"}))
+        self._in_parallel(
+            names, lambda name: self._call_unless_done("DELETE", f"/containers/{name}", {"force": "1", "v": "1"})
+        )
         own_volumes = filters(label=[f"{LABEL}={self.emulator}", f"{HOST_LABEL}={host.hostname}"])
         for volume in self.engine.call("GET", "/volumes", {"filters": own_volumes})["Volumes"] or []:
-            self._try("DELETE", f"/volumes/{volume['Name']}", {"force": "1"})
+            self._call_unless_done("DELETE", f"/volumes/{volume['Name']}", {"force": "1"})
 
-    def _own_in_state(self, host: Host, state: str) -> list[str]:
+    def _containers_in_state(self, host: Host, state: str) -> list[str]:
         return [container["Id"] for container in self.own(host.hostname) if container["State"] == state]
 
-    def _try(self, method: str, path: str, query: dict[str, Any] | None = None, body: Any = None) -> None:
+    def _call_unless_done(self, method: str, path: str, query: dict[str, Any] | None = None, body: Any = None) -> None:
         """Makes a call. Ignores errors that mean "already done" (gone, stopped, not connected) and logs others."""
         try:
             self.engine.call(method, path, query, body)
@@ -243,13 +249,15 @@ def remove_everything(engine: Engine, emulator: str) -> None:
     containers = HostContainers(engine, emulator, "", Path())
     for _ in range(20):
         names = [f"/containers/{container['Id']}" for container in engine.containers(label)]
-        containers._in_parallel(names, lambda path: containers._try("DELETE", path, {"force": "1", "v": "1"}))
+        containers._in_parallel(
+            names, lambda path: containers._call_unless_done("DELETE", path, {"force": "1", "v": "1"})
+        )
         volumes = engine.call("GET", "/volumes", {"filters": filters(label=[label])})["Volumes"] or []
         networks = engine.call("GET", "/networks", {"filters": filters(label=[label])})
         rest = [f"/volumes/{volume['Name']}" for volume in volumes]
         rest += [f"/networks/{network['Id']}" for network in networks]
         for path in rest:
-            containers._try("DELETE", path)
+            containers._call_unless_done("DELETE", path)
         if not names and not rest:
             return
         time.sleep(0.1)

@@ -114,7 +114,7 @@ class ImageTransfer:
 
     def push(self, image: str, repository: str, tag: str) -> str:
         """Pushes an image of the engine's store as repository:tag and returns its digest. Raises EngineRefusal."""
-        name = f"{_address(self._port())}{repository}"
+        name = f"{_engine_prefix(self._port())}{repository}"
         self._engine.call("POST", f"/images/{quote(image, safe=':')}/tag", {"repo": name, "tag": tag})
         try:
             records = self._transfer(f"/images/{quote(name, safe='/:')}/push", {"tag": tag})
@@ -128,7 +128,7 @@ class ImageTransfer:
 
     def pull(self, reference: Reference, digest: str) -> str:
         """Pulls an image by digest and returns its id in the engine's store. Raises EngineRefusal."""
-        name = f"{_address(self._port())}{reference.repository}"
+        name = f"{_engine_prefix(self._port())}{reference.repository}"
         self._transfer("/images/create", {"fromImage": name, "tag": digest})
         image = self._engine.call("GET", f"/images/{quote(f'{name}@{digest}', safe='/:@')}/json")
         return str(image["Id"])
@@ -147,10 +147,10 @@ def remove_pulled(engine: Engine, port: int) -> None:
     """Removes the names of images pulled from the registry at this port, and the images that have no other name."""
     for image in engine.call("GET", "/images/json"):
         for name in image.get("RepoDigests") or []:
-            if name.startswith(_address(port)):
+            if name.startswith(_engine_prefix(port)):
                 with contextlib.suppress(EngineError):
                     engine.call("DELETE", f"/images/{quote(name, safe='/:@')}")
 
 
-def _address(port: int) -> str:
+def _engine_prefix(port: int) -> str:
     return f"127.0.0.1:{port}/"

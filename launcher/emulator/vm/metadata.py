@@ -84,7 +84,7 @@ def tree(state: State, node: Node, host: Host) -> dict[str, Any]:
     return {
         "instance": {
             "attributes": attributes(state, node, host),
-            "guest-attributes": _nested(host.guest_attributes),
+            "guest-attributes": _nest_by_namespace(host.guest_attributes),
             "hostname": f"{host.hostname}.{node.zone}.c.{node.project}.internal",
             "id": host.instance_id,
             "machine-type": f"projects/{PROJECT_NUMBER}/machineTypes/n1-standard-96",
@@ -112,63 +112,65 @@ def answer(store: Store, find: FindHost, request: Request) -> Response:
     at most timeout_sec.
     """
     if request.headers.get("Metadata-Flavor") != "Google":
-        return _text(403, "Missing Metadata-Flavor:Google header.\n")
+        return _text_response(403, "Missing Metadata-Flavor:Google header.\n")
     if request.headers.get("X-Forwarded-For"):
-        return _text(403, "Requests with an X-Forwarded-For header are refused.\n")
+        return _text_response(403, "Requests with an X-Forwarded-For header are refused.\n")
     path = "/".join(request.segments) + "/"
     if not path.startswith(_ROOT):
-        return _text(200, "computeMetadata/\n") if path == "/" else _text(404, "not found\n")
+        return _text_response(200, "computeMetadata/\n") if path == "/" else _text_response(404, "not found\n")
     path = path.removeprefix(_ROOT).rstrip("/")
     if request.method == "PUT":
         return _put(store, find, path, request)
     if request.method not in ("GET", "HEAD"):
-        return _text(405, "method not allowed\n")
+        return _text_response(405, "method not allowed\n")
 
     def value(state: State) -> Any:
         entry = find(state)
-        return None if entry is None else _descend(tree(state, *entry), path)
+        return None if entry is None else _value_at(tree(state, *entry), path)
 
     with store.read() as state:
         now = value(state)
     if now is not None and request.query.get("wait_for_change", "").lower() == "true":
-        last = request.query.get("last_etag") or _etag(now)
-        store.wait(lambda state: _etag(value(state)) != last, min(float(request.query.get("timeout_sec", 300)), 3000))
+        last = request.query.get("last_etag") or _compute_etag(now)
+        store.wait(
+            lambda state: _compute_etag(value(state)) != last, min(float(request.query.get("timeout_sec", 300)), 3000)
+        )
         with store.read() as state:
             now = value(state)
     if now is None:
-        return _text(404, f"/{_ROOT}{path} was not found\n")
+        return _text_response(404, f"/{_ROOT}{path} was not found\n")
     return _render(now, request)
 
 
 def _render(value: Any, request: Request) -> Response:
     recursive = request.query.get("recursive", "").lower() == "true"
     form = request.query.get("alt", "json" if recursive else "text")
-    headers = {"ETag": _etag(value)}
+    headers = {"ETag": _compute_etag(value)}
     if isinstance(value, dict) and "access_token" not in value:
         if not request.path.endswith("/") and not recursive:
             return Response(301, b"", {**_HEADERS, "Location": request.path + "/"})
         if not recursive:
             names = (f"{key}/\n" if isinstance(entry, dict) else f"{key}\n" for key, entry in value.items())
-            return _text(200, "".join(names), headers)
+            return _text_response(200, "".join(names), headers)
     if form == "json" or isinstance(value, dict):
         return Response(200, json.dumps(value).encode(), {**_HEADERS, **headers, "Content-Type": "application/json"})
-    return _text(200, "\n".join(value) + "\n" if isinstance(value, list) else str(value), headers)
+    return _text_response(200, "\n".join(value) + "\n" if isinstance(value, list) else str(value), headers)
 
 
 def _put(store: Store, find: FindHost, path: str, request: Request) -> Response:
     """Writes a guest attribute: instance/guest-attributes/NAMESPACE/KEY."""
     parts = path.split("/")
     if parts[:2] != ["instance", "guest-attributes"] or len(parts) != 4:
-        return _text(405, "only instance/guest-attributes/NAMESPACE/KEY can be written\n")
+        return _text_response(405, "only instance/guest-attributes/NAMESPACE/KEY can be written\n")
     value = request.body.read_all(limit=1 << 20).decode(errors="replace")
     with store.change() as state:
         entry = find(state)
         if entry is not None:
             entry[1].guest_attributes[f"{parts[2]}/{parts[3]}"] = value
-    return _text(200 if entry else 404, "")
+    return _text_response(200 if entry else 404, "")
 
 
-def _descend(value: Any, path: str) -> Any:
+def _value_at(value: Any, path: str) -> Any:
     for part in path.split("/") if path else []:
         if not isinstance(value, dict) or part not in value:
             return None
@@ -176,7 +178,7 @@ def _descend(value: Any, path: str) -> Any:
     return value
 
 
-def _nested(values: dict[str, str]) -> dict[str, dict[str, str]]:
+def _nest_by_namespace(values: dict[str, str]) -> dict[str, dict[str, str]]:
     result: dict[str, dict[str, str]] = {}
     for path, value in values.items():
         namespace, _, key = path.partition("/")
@@ -184,11 +186,11 @@ def _nested(values: dict[str, str]) -> dict[str, dict[str, str]]:
     return result
 
 
-def _etag(value: Any) -> str:
+def _compute_etag(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _text(status: int, text: str, headers: dict[str, str] | None = None) -> Response:
+def _text_response(status: int, text: str, headers: dict[str, str] | None = None) -> Response:
     return Response(
         status,
         text.encode(),

@@ -78,6 +78,7 @@ def from_docker_settings(settings: Mapping[str, Any], host: str, path: Path) -> 
 
 
 def _ask_helper(helper: str, name: str) -> RegistryCredentials | None:
+    """Runs docker-credential-HELPER for a registry; None when it has no entry. Raises LaunchError when it fails."""
     command = [f"docker-credential-{helper}", "get"]
     result = shell.run(command, timeout=_SECONDS, input=name)
     if not result.ok:

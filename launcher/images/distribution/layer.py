@@ -59,12 +59,12 @@ def make_layers(entries: Sequence[Entry], folder: str, title: str) -> list[Layer
     Raises BadInput when a file can't be read or a layer would be too large.
     """
     return [
-        Layer(_archive(group, folder), f"{title}{f' ({number})' if number else ''}")
-        for number, group in enumerate(_group(entries))
+        Layer(_make_archive(group, folder), f"{title}{f' ({number})' if number else ''}")
+        for number, group in enumerate(_group_by_layer(entries))
     ]
 
 
-def _group(entries: Sequence[Entry]) -> list[list[Entry]]:
+def _group_by_layer(entries: Sequence[Entry]) -> list[list[Entry]]:
     """Returns the files of each layer: the small files, the large files that share a layer, then one large file
     each."""
     sizes = {name: source.lstat().st_size for name, source in entries}
@@ -74,7 +74,7 @@ def _group(entries: Sequence[Entry]) -> list[list[Entry]]:
     return [group for group in (small, shared, *([entry] for entry in sorted(alone))) if group]
 
 
-def _archive(entries: Sequence[Entry], folder: str) -> bytes:
+def _make_archive(entries: Sequence[Entry], folder: str) -> bytes:
     packed, folders = io.BytesIO(), set[PurePosixPath]()
     root = PurePosixPath(folder.lstrip("/"))
     with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive:
@@ -84,17 +84,17 @@ def _archive(entries: Sequence[Entry], folder: str) -> bytes:
                 # The root and the folders above it have no entries, so they keep the image's owners and modes.
                 if parent.is_relative_to(root) and parent != root and parent not in folders:
                     folders.add(parent)
-                    archive.addfile(_entry(parent, tarfile.DIRTYPE, 0o755))
-            _add(archive, path, source)
+                    archive.addfile(_tar_entry(parent, tarfile.DIRTYPE, 0o755))
+            _add_file(archive, path, source)
             if packed.tell() > _LARGEST_LAYER:
                 raise BadInput(f"{source}: the files of an image's layer are more than {_LARGEST_LAYER >> 20} MiB")
     return packed.getvalue()
 
 
-def _add(archive: tarfile.TarFile, path: PurePosixPath, source: Path) -> None:
+def _add_file(archive: tarfile.TarFile, path: PurePosixPath, source: Path) -> None:
     try:
         if source.is_symlink():
-            link = _entry(path, tarfile.SYMTYPE, 0o777)
+            link = _tar_entry(path, tarfile.SYMTYPE, 0o777)
             link.linkname = os.readlink(source)
             archive.addfile(link)
             return
@@ -102,12 +102,12 @@ def _add(archive: tarfile.TarFile, path: PurePosixPath, source: Path) -> None:
         mode = 0o755 if is_executable(source) else 0o644
     except OSError as error:
         raise BadInput(f"{source}: can't be read for the image: {error.strerror}") from None
-    entry = _entry(path, tarfile.REGTYPE, mode)
+    entry = _tar_entry(path, tarfile.REGTYPE, mode)
     entry.size = len(data)
     archive.addfile(entry, io.BytesIO(data))
 
 
-def _entry(path: PurePosixPath, kind: bytes, mode: int) -> tarfile.TarInfo:
+def _tar_entry(path: PurePosixPath, kind: bytes, mode: int) -> tarfile.TarInfo:
     entry = tarfile.TarInfo(str(path))
     entry.type, entry.mode, entry.mtime, entry.uid, entry.gid = kind, mode, 0, 0, 0
     return entry

@@ -113,6 +113,7 @@ class Transport:
 
 
 def _tls_context(ca_bundle: Path | None) -> ssl.SSLContext:
+    """Returns a context that trusts this machine's certificates and those of the bundle. Raises BadInput."""
     context = ssl.create_default_context()
     known = ssl.get_default_verify_paths()
     if not known.cafile and not known.capath:  # Python as python.org installs it on macOS
@@ -128,6 +129,7 @@ def _tls_context(ca_bundle: Path | None) -> ssl.SSLContext:
 
 
 def _parse_address(text: str) -> tuple[str, int] | None:
+    """Parses HOST:PORT; None for an empty text. Raises BadInput."""
     host, _, port = text.rpartition(":")
     if not text:
         return None
