@@ -139,8 +139,8 @@ def test_the_container_runs_once_on_every_host_and_is_removed(work: Workstation)
     assert work.hosts.state == {}
 
 
-def test_it_does_not_start_beside_a_run(work: Workstation, monkeypatch: pytest.MonkeyPatch) -> None:
-    start_and_lose_sight(work, monkeypatch)
+def test_it_does_not_start_beside_a_run(work: Workstation) -> None:
+    start_and_lose_sight(work)
     with pytest.raises(LaunchError, match="has a run") as refused:
         checked(work)
     assert refused.value.exit_code is Exit.CONFLICT

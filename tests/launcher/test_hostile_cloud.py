@@ -1,6 +1,6 @@
-"""Claims about a run to which the cloud is hostile: answers that are late, lost or stale, and a stop at any time.
+"""A run survives a hostile cloud: answers that are late, lost or stale, and a stop at any time.
 
-Over the provider of two hosts in memory of test_runs; each names what happens at which call.
+Each test says what happens at which call of the provider of two hosts in memory (test_runs).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from launcher.config import Config
 from launcher.errors import Exit, HostsUnreachable, LaunchError
 from launcher.gcloud.errors import PermissionDenied, Preempted, QuotaExceeded, Stockout
 from launcher.run import events, launch
@@ -25,35 +26,59 @@ SECRETS = {"HF_TOKEN": "s3cret", "FROM_FILE": "plain"}
 UNAVAILABLE = LaunchError("gcloud: 503 Service Unavailable\n  Google's API has a temporary failure: try again")
 
 
-def kinds(work: Workstation) -> list[type[events.RunEvent]]:
-    return [type(event) for event in work.ledger.events()]
-
-
 def recorded(work: Workstation, kind: type[events.RunEvent]) -> int:
-    return kinds(work).count(kind)
+    return [type(event) for event in work.ledger.events()].count(kind)
+
+
+def outcomes(work: Workstation) -> list[str]:
+    return [event.outcome for event in work.ledger.events() if isinstance(event, events.Ended)]
+
+
+def interrupt_start(work: Workstation, only_created: set[int]) -> Config:
+    """Interrupts the first start of a run after the hosts were told; on some hosts the container has not started."""
+
+    def interrupt() -> None:
+        work.hosts.only_created = only_created
+        raise KeyboardInterrupt
+
+    config = work.config(command=COMMAND)
+    work.hosts.exits[0] = None
+    work.hosts.hooks["started"] = [interrupt]
+    with pytest.raises(KeyboardInterrupt):
+        work.run(config)
+    return config
+
+
+def hold_lock(work: Workstation, monkeypatch: pytest.MonkeyPatch, *recorded: events.RunEvent) -> None:
+    """Holds the run's lock until the next command waits for it; records events before it lets go."""
+    ledger, elsewhere = work.ledger, contextlib.ExitStack()
+    elsewhere.enter_context(ledger.supervising())
+
+    def release(_seconds: float) -> None:
+        for event in recorded:
+            ledger.append(event)
+        elsewhere.close()
+
+    monkeypatch.setattr(work.clock, "sleep", release)
 
 
 # -- an attempt that was not seen to end ------------------------------------------------------------------------------
 
 
-def test_a_host_that_misses_one_look_does_not_make_a_healthy_run_vanish(
-    work: Workstation, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_host_that_misses_one_poll_does_not_make_a_healthy_run_vanish(work: Workstation) -> None:
     """Finding 1: `vanished` was recorded, and the next attempt removed the container of the one that ran."""
-    start_and_lose_sight(work, monkeypatch)
+    start_and_lose_sight(work)
     work.hosts.fail("observe", LaunchError("timed out"), LaunchError("timed out"))
     work.hosts.calls.clear()
     threading.Timer(1.0, work.hosts.end, [0]).start()
     outcome = work.run(work.config(command=COMMAND), SECRETS)
     assert (outcome.attempt, outcome.verdict.kind) == (0, Kind.FINISHED)
     assert "prepare" not in work.hosts.calls
-    assert [event.outcome for event in work.ledger.events() if isinstance(event, events.Ended)] == ["finished"]
+    assert outcomes(work) == ["finished"]
 
 
-def test_while_no_host_answers_nothing_is_recorded_about_an_attempt(
-    work: Workstation, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start_and_lose_sight(work, monkeypatch)
+def test_while_no_host_answers_nothing_is_recorded_about_an_attempt(work: Workstation) -> None:
+    start_and_lose_sight(work)
     work.hosts.silent = {0, 1}
 
     ended: list[int] = []
@@ -69,30 +94,17 @@ def test_while_no_host_answers_nothing_is_recorded_about_an_attempt(
     assert ended == [0]
 
 
-def test_an_attempt_whose_slice_was_taken_away_unseen_is_a_preemption_like_any_other(
-    work: Workstation, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start_and_lose_sight(work, monkeypatch)
+def test_an_attempt_whose_slice_was_taken_away_while_unwatched_is_a_preemption(work: Workstation) -> None:
+    start_and_lose_sight(work)
     work.hosts.silent, work.hosts.slice_state = {0, 1}, "PREEMPTED"
     work.hosts.hooks["create"] = [lambda: (work.hosts.silent.clear(), work.hosts.state.clear())]  # type: ignore[list-item, return-value]
     outcome = work.run(work.config(command=COMMAND), SECRETS)
     assert (outcome.attempt, outcome.verdict.kind) == (1, Kind.FINISHED)
-    assert [event.outcome for event in work.ledger.events() if isinstance(event, events.Ended)] == [
-        "preempted",
-        "finished",
-    ]
+    assert outcomes(work) == ["preempted", "finished"]
 
 
 def test_a_start_that_was_interrupted_before_any_host_ran_is_not_watched_for_ever(work: Workstation) -> None:
-    def interrupted() -> None:
-        work.hosts.only_created = {0, 1}
-        raise KeyboardInterrupt
-
-    config = work.config(command=COMMAND)
-    work.hosts.exits[0] = None
-    work.hosts.hooks["started"] = [interrupted]
-    with pytest.raises(KeyboardInterrupt):
-        work.run(config)
+    config = interrupt_start(work, only_created={0, 1})
     with pytest.raises(LaunchError, match="interrupted while it was started"):
         work.attach(config)
 
@@ -102,16 +114,7 @@ def test_a_start_that_was_interrupted_is_not_watched_for_ever_when_its_host_answ
     work: Workstation, command: str
 ) -> None:
     """Seeds 1620 and 2666: nobody could ask the host first, so its container, which never started, was watched."""
-
-    def interrupted() -> None:
-        work.hosts.only_created = {1}
-        raise KeyboardInterrupt
-
-    config = work.config(command=COMMAND)
-    work.hosts.exits[0] = None
-    work.hosts.hooks["started"] = [interrupted]
-    with pytest.raises(KeyboardInterrupt):
-        work.run(config)
+    config = interrupt_start(work, only_created={1})
     work.hosts.silent = {1}
     threading.Timer(1.0, work.hosts.silent.clear).start()
     threading.Timer(8.0, work.hosts.end, [9]).start()  # else a failure of this test would have no end
@@ -122,29 +125,19 @@ def test_a_start_that_was_interrupted_is_not_watched_for_ever_when_its_host_answ
     work.hosts.hooks["prepare"] = [work.hosts.only_created.clear]
     outcome = work.run(config)
     assert (outcome.attempt, outcome.verdict.kind) == (1, Kind.FINISHED)
-    ends = [event.outcome for event in work.ledger.events() if isinstance(event, events.Ended)]
-    assert ends == [events.NOT_STARTED, "finished"]
+    assert outcomes(work) == [events.NOT_STARTED, "finished"]
 
 
-def test_an_attempt_whose_secrets_died_with_its_launcher_is_ended_and_made_again(work: Workstation) -> None:
+def test_an_attempt_whose_secrets_died_with_its_launcher_is_ended_and_restarted(work: Workstation) -> None:
     """Its containers run on all hosts and wait for secrets that nobody has any more: `run` watched them for minutes."""
-
-    def killed() -> None:
-        raise KeyboardInterrupt
-
-    config = work.config(command=COMMAND)
     work.hosts.quiet = True
-    work.hosts.exits[0] = None
-    work.hosts.hooks["started"] = [killed]
-    with pytest.raises(KeyboardInterrupt):
-        work.run(config)
+    config = interrupt_start(work, only_created=set())
     threading.Timer(8.0, work.hosts.end, [9]).start()  # else a failure of this test would have no end
     with pytest.raises(LaunchError, match="interrupted while it was started"):
         work.attach(config)
     outcome = work.run(config)
     assert (outcome.attempt, outcome.verdict.kind) == (1, Kind.FINISHED)
-    ends = [event.outcome for event in work.ledger.events() if isinstance(event, events.Ended)]
-    assert ends == [events.NOT_STARTED, "finished"]
+    assert outcomes(work) == [events.NOT_STARTED, "finished"]
 
 
 def test_a_run_that_finishes_while_another_terminal_waits_for_it_is_not_started_again(
@@ -153,31 +146,15 @@ def test_a_run_that_finishes_while_another_terminal_waits_for_it_is_not_started_
     work.hosts.exits[0] = 3
     config = work.config(command=COMMAND)
     work.run(config)
-    ledger, elsewhere = work.ledger, contextlib.ExitStack()
-    elsewhere.enter_context(ledger.supervising())
-
-    def finish(_seconds: float) -> None:  # while this terminal waits for the run's lock
-        ledger.append(events.AttemptBegan(1))
-        ledger.append(events.Ended(1, "finished"))
-        elsewhere.close()
-
-    monkeypatch.setattr(work.clock, "sleep", finish)
+    hold_lock(work, monkeypatch, events.AttemptBegan(1), events.Ended(1, "finished"))
     with pytest.raises(LaunchError, match="has just finished elsewhere") as refused:
         work.run(config)
     assert refused.value.exit_code == Exit.CONFLICT
     assert len(work.hosts.attempts) == 1
 
 
-def test_a_start_that_was_interrupted_between_two_hosts_is_ended_and_made_again(work: Workstation) -> None:
-    def interrupted() -> None:
-        work.hosts.only_created = {1}
-        raise KeyboardInterrupt
-
-    config = work.config(command=COMMAND)
-    work.hosts.exits[0] = None
-    work.hosts.hooks["started"] = [interrupted]
-    with pytest.raises(KeyboardInterrupt):
-        work.run(config)
+def test_a_start_that_was_interrupted_between_two_hosts_is_ended_and_restarted(work: Workstation) -> None:
+    config = interrupt_start(work, only_created={1})
     with pytest.raises(LaunchError, match="interrupted while it was started"):
         work.attach(config)
     launch.explain_interrupt(config, work.context())
@@ -185,8 +162,7 @@ def test_a_start_that_was_interrupted_between_two_hosts_is_ended_and_made_again(
     work.hosts.hooks["prepare"] = [work.hosts.only_created.clear]
     outcome = work.run(config)
     assert (outcome.attempt, outcome.verdict.kind) == (1, Kind.FINISHED)
-    ends = [event.outcome for event in work.ledger.events() if isinstance(event, events.Ended)]
-    assert ends == [events.NOT_STARTED, "finished"]
+    assert outcomes(work) == [events.NOT_STARTED, "finished"]
 
 
 # -- recovery ---------------------------------------------------------------------------------------------------------
@@ -198,7 +174,7 @@ def test_a_start_that_was_interrupted_between_two_hosts_is_ended_and_made_again(
     [UNAVAILABLE, Preempted("slice demo is PREEMPTED"), Stockout("no capacity"), HostsUnreachable("no ssh")],
     ids=lambda error: type(error).__name__,
 )
-def test_what_may_pass_is_another_round_of_the_recovery_and_costs_no_budget(
+def test_a_transient_error_costs_a_round_of_the_recovery_and_no_budget(
     work: Workstation, method: str, error: LaunchError
 ) -> None:
     """Finding 2: any error ended the run, whatever was left of the budgets."""
@@ -232,7 +208,7 @@ def test_a_slice_that_is_taken_away_again_and_again_during_one_recovery_spends_o
     [(PermissionDenied("permission"), Exit.PERMISSION), (QuotaExceeded("quota"), Exit.QUOTA)],
     ids=["permission", "quota"],
 )
-def test_what_waiting_does_not_help_ends_the_recovery_at_once_and_says_what_is_billed(
+def test_a_permanent_error_ends_the_recovery_at_once_and_says_what_is_billed(
     work: Workstation, error: LaunchError, code: Exit
 ) -> None:
     work.hosts.exits[0] = 75
@@ -254,7 +230,7 @@ def test_a_recovery_is_given_up_when_its_time_is_over(work: Workstation) -> None
     assert work.ledger.state.outcome == "saved", "the run can be resumed"
 
 
-def test_ready_hosts_that_can_not_be_contacted_mean_another_slice_where_that_is_allowed(work: Workstation) -> None:
+def test_a_slice_with_unreachable_hosts_is_replaced_where_that_is_allowed(work: Workstation) -> None:
     work.hosts.exits[:2] = [75, 0]
     work.hosts.fail("create", HostsUnreachable("slice demo is READY, but after 300 s not all hosts are"))
     assert work.run(work.config("run.replace_after=3")).verdict.kind is Kind.FINISHED
@@ -262,7 +238,7 @@ def test_ready_hosts_that_can_not_be_contacted_mean_another_slice_where_that_is_
     assert recorded(work, events.SliceReplaced) == 1
 
 
-def test_a_replacement_that_fails_is_made_in_the_next_round(work: Workstation) -> None:
+def test_a_replacement_that_fails_is_repeated_in_the_next_round(work: Workstation) -> None:
     work.hosts.exits[:2] = [75, 0]
     work.hosts.fail("create", HostsUnreachable("no ssh"))
     work.hosts.fail("delete", UNAVAILABLE)
@@ -276,7 +252,7 @@ def test_a_replacement_that_fails_is_made_in_the_next_round(work: Workstation) -
     assert recorded(work, events.SliceReplaced) == 1
 
 
-def test_without_leave_to_replace_it_the_same_slice_is_tried_again(work: Workstation) -> None:
+def test_without_replace_after_the_same_slice_is_tried_again(work: Workstation) -> None:
     work.hosts.exits[:2] = [75, 0]
     work.hosts.fail("create", HostsUnreachable("no ssh"))
     assert work.run(work.config()).verdict.kind is Kind.FINISHED
@@ -284,7 +260,7 @@ def test_without_leave_to_replace_it_the_same_slice_is_tried_again(work: Worksta
     assert any("run.replace_after: 2 would" in message for message in work.messages)
 
 
-def test_after_a_save_that_nobody_asked_for_the_state_of_the_slice_is_waited_for(work: Workstation) -> None:
+def test_after_a_save_without_a_stop_the_recovery_waits_for_the_slices_state(work: Workstation) -> None:
     """The API lags: the slice is being taken away, and still READY."""
     work.hosts.exits[:2] = [75, 0]
     states = ["READY"] * 3 + ["PREEMPTED"]
@@ -359,14 +335,7 @@ def test_a_run_that_waits_for_its_lock_does_not_start_after_a_stop(
     work.hosts.exits[0] = 3
     config = work.config(command=COMMAND)
     work.run(config)
-    ledger, elsewhere = work.ledger, contextlib.ExitStack()
-    elsewhere.enter_context(ledger.supervising())
-
-    def stop(_seconds: float) -> None:  # while this terminal waits for the run's lock
-        ledger.append(events.RunStopRequested(0))
-        elsewhere.close()
-
-    monkeypatch.setattr(work.clock, "sleep", stop)
+    hold_lock(work, monkeypatch, events.RunStopRequested(0))
     with pytest.raises(RunStopped, match="`tpu-launch run` resumes it"):
         work.run(config)
     assert len(work.hosts.attempts) == 1
@@ -429,7 +398,7 @@ def test_hosts_on_which_a_failed_start_may_have_left_its_container_are_remembere
 # -- money ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_slice_that_somebody_deletes_is_not_created_again_for_its_run(work: Workstation) -> None:
+def test_a_slice_that_another_user_deletes_is_not_recreated_for_its_run(work: Workstation) -> None:
     work.hosts.exits[0] = None
 
     def deleted() -> None:
@@ -443,7 +412,7 @@ def test_a_slice_that_somebody_deletes_is_not_created_again_for_its_run(work: Wo
 
 
 @pytest.mark.parametrize("state", [None, "DELETING"])
-def test_a_slice_that_is_deleted_while_its_run_saves_is_not_created_again(work: Workstation, state: str | None) -> None:
+def test_a_slice_that_is_deleted_while_its_run_saves_is_not_recreated(work: Workstation, state: str | None) -> None:
     work.hosts.exits[0] = 75
 
     def deleted() -> None:
@@ -473,7 +442,7 @@ def test_one_answer_that_there_is_no_slice_ends_nothing(work: Workstation) -> No
     assert work.run(work.config()).verdict.kind is Kind.FINISHED
 
 
-def test_down_stops_a_run_that_is_recovered_and_waits_until_nobody_creates_its_slice(work: Workstation) -> None:
+def test_down_stops_a_recovery_and_waits_until_no_process_creates_the_slice(work: Workstation) -> None:
     work.hosts.exits[0] = 1
     order: list[str] = []
 
@@ -521,7 +490,7 @@ def test_no_attempt_starts_on_a_slice_that_down_is_deleting(work: Workstation) -
 # -- time ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_machine_that_slept_judges_nobody_by_the_time_that_it_slept(work: Workstation) -> None:
+def test_the_time_that_this_machine_slept_counts_against_no_host(work: Workstation) -> None:
     """Neither does the run stall, nor is a host lost: nobody looked meanwhile."""
     work.hosts.exits[0] = None
 
@@ -536,7 +505,7 @@ def test_a_machine_that_slept_judges_nobody_by_the_time_that_it_slept(work: Work
     assert outcome.verdict.kind is Kind.FINISHED
 
 
-def test_while_a_look_is_under_way_nothing_is_known_about_silence(work: Workstation) -> None:
+def test_hosts_are_not_silent_while_a_poll_of_them_is_open(work: Workstation) -> None:
     """Answers are late: what hosts have written meanwhile is not known yet."""
     work.hosts.exits[0] = None
     looked = threading.Event()
@@ -559,7 +528,7 @@ def test_while_a_look_is_under_way_nothing_is_known_about_silence(work: Workstat
 # -- ends that can't be carried out -----------------------------------------------------------------------------------
 
 
-def test_an_attempt_has_ended_although_its_hosts_can_not_be_told(work: Workstation) -> None:
+def test_the_end_of_an_attempt_is_recorded_although_its_hosts_are_unreachable(work: Workstation) -> None:
     """The API fails when their addresses are looked up: the end is recorded all the same, and the budget is used."""
     work.hosts.exits[:2] = [1, 0]
     work.hosts.fail("stop", UNAVAILABLE, UNAVAILABLE)
@@ -568,7 +537,7 @@ def test_an_attempt_has_ended_although_its_hosts_can_not_be_told(work: Workstati
     assert recorded(work, events.Orphaned) == 1
 
 
-def test_who_looks_between_an_end_and_the_clearing_up_learns_which_hosts_may_go_on(
+def test_orphaned_containers_are_recorded_before_the_end_of_the_attempt(
     work: Workstation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A `stop` that came then said that nothing runs, and asked no host."""

@@ -15,7 +15,7 @@ from launcher.config import Config
 from launcher.errors import BadInput, LaunchError
 from launcher.provider import CommandReport
 from launcher.run import execution
-from tests.launcher.test_runs import FakeProvider, Hosts, Workstation
+from tests.launcher.test_runs import FakeProvider, Hosts, Workstation, detach
 from training.machine.clock import SystemClock
 
 # As Jupyter Server 2 prints it, when port 8888 is taken.
@@ -52,16 +52,10 @@ class Hosting(FakeProvider):
         return [CommandReport(worker, ended.returncode, 0.0)]
 
 
-def interrupt(*_arguments: object, **_options: object) -> None:
-    raise KeyboardInterrupt
-
-
-def start(folder: Path, monkeypatch: pytest.MonkeyPatch, program: str | None, *overrides: str) -> execution.Jupyter:
+def start(folder: Path, program: str | None, *overrides: str) -> execution.Jupyter:
     """Jupyter on host 1 of a live run, whose image has this program for it."""
     work = Workstation(folder, Hosts([None]), clock=SystemClock())  # type: ignore[arg-type]
-    monkeypatch.setattr("launcher.run.loop.supervise", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        work.run(work.config(*overrides))
+    detach(work, work.config(*overrides))
     programs = folder / "programs"
     programs.mkdir()
     if program is not None:
@@ -72,23 +66,23 @@ def start(folder: Path, monkeypatch: pytest.MonkeyPatch, program: str | None, *o
         return execution.start_jupyter(session, 1, 8888)
 
 
-def test_the_port_and_the_token_are_those_that_jupyter_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    jupyter = start(tmp_path, monkeypatch, JUPYTER)
+def test_the_port_and_the_token_are_those_that_jupyter_says(tmp_path: Path) -> None:
+    jupyter = start(tmp_path, JUPYTER)
     assert (jupyter.port, jupyter.token) == (8889, "0123456789abcdef")
     arguments = (tmp_path / "programs" / "jupyter-lab.arguments").read_text().split()
     assert arguments == ["--no-browser", "--allow-root", "--ip=127.0.0.1", "--port=8888"], "no token among them"
 
 
-def test_an_image_without_jupyter_is_told_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_without_jupyter_is_told_how_to_get_it(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"has no Jupyter.*exec --host 1 -- python -m pip install notebook"):
-        start(tmp_path, monkeypatch, None)
+        start(tmp_path, None)
 
 
-def test_a_server_that_ends_at_once_shows_its_last_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_ends_at_once_shows_its_last_lines(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match=r"host 1 has ended: exit code 3; its last lines:\n  no place"):
-        start(tmp_path, monkeypatch, "#!/bin/sh\necho no place\nexit 3\n")
+        start(tmp_path, "#!/bin/sh\necho no place\nexit 3\n")
 
 
-def test_where_lines_come_only_at_the_end_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_lines_come_only_at_the_end_it_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="tpu-launch tunnel --port 8888"):
-        start(tmp_path, monkeypatch, JUPYTER, "run.transport=gcloud")
+        start(tmp_path, JUPYTER, "run.transport=gcloud")

@@ -69,8 +69,8 @@ def test_a_disk_that_fills_up_leaves_no_part_of_an_archive(ledger: Ledger, monke
     assert not [path for path in ledger.folder.iterdir() if "post-mortem" in path.name]
 
 
-def test_secrets_whose_values_are_not_known_here_are_named(work: Workstation, monkeypatch: pytest.MonkeyPatch) -> None:
-    start_and_lose_sight(work, monkeypatch)
+def test_secrets_whose_values_are_not_known_here_are_named(work: Workstation) -> None:
+    start_and_lose_sight(work)
     work.hosts.end(1)
     work.attach(work.config(), HF_TOKEN="s3cret")
     assert any(message.endswith("; not masked in it: FROM_FILE") for message in work.messages)

@@ -1,4 +1,4 @@
-"""Claims about the life of a run: start, attach, recover, resume, stop; over a provider of two hosts in memory.
+"""A run starts, attaches, recovers, resumes and stops as promised, over a provider of two hosts in memory.
 
 Everything but the provider and the clock is real: folders, locks, ledgers, supervision.
 """
@@ -49,7 +49,7 @@ HOSTS = range(2)
 
 @dataclass
 class Hosts:
-    """What outlives a launcher: containers on two hosts, and everything that they were given."""
+    """Two hosts, which outlive launchers: their containers, and the attempts that they were given."""
 
     exits: list[int | None]
     """Exit code of each attempt's containers; None: they run until `release`."""
@@ -58,7 +58,7 @@ class Hosts:
     busy: str = ""
     """Another run that is on the hosts."""
     hooks: dict[str, list[Callable[[], None]]] = field(default_factory=dict)
-    """What happens at the next calls of a provider's method, which may raise."""
+    """Called at the next calls of a method of the provider; may raise."""
     calls: list[str] = field(default_factory=list)
     """Methods of the provider that were called, but for observe and describe."""
     slice_state: str | None = "READY"
@@ -70,7 +70,7 @@ class Hosts:
     """Whether containers have written nothing."""
 
     def call(self, method: str) -> None:
-        """Counts a call, and lets happen what shall happen at it."""
+        """Counts a call, and runs the hook for it."""
         if method not in ("observe", "describe"):
             self.calls.append(method)
         if self.hooks.get(method):
@@ -223,8 +223,20 @@ def work(tmp_path: Path) -> Workstation:
     return Workstation(tmp_path, Hosts([0] * 9))
 
 
-def start_and_lose_sight(work: Workstation, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run with everything that a command line can add; its launcher is gone, and its attempt runs."""
+def detach(work: Workstation, config: Config, environment: dict[str, str] | None = None, **options: object) -> None:
+    """Starts a run, and interrupts its launcher when it begins to watch the attempt."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("launcher.run.loop.supervise", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            work.run(config, environment, **options)
+
+
+def start_and_lose_sight(work: Workstation) -> None:
+    """Starts a run with everything that a command line can add; its launcher is gone, and its attempt runs."""
     work.hosts.exits[0] = None
     overlay = work.folder / "code"
     overlay.mkdir()
@@ -235,13 +247,7 @@ def start_and_lose_sight(work: Workstation, monkeypatch: pytest.MonkeyPatch) -> 
         "run.secrets=[HF_TOKEN]", "run.environment={SETTING: of the start}", command=["python", "train.py", "--lr=1e-4"]
     )
 
-    def interrupted(*_arguments: object, **_options: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr("launcher.run.loop.supervise", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            work.run(config, {"HF_TOKEN": "s3cret"}, env_file=env_file, overlay=f"{overlay}=/opt/code")
+    detach(work, config, {"HF_TOKEN": "s3cret"}, env_file=env_file, overlay=f"{overlay}=/opt/code")
     (overlay / "loop.py").write_text("changed since\n")
     env_file.unlink()
 
@@ -250,10 +256,8 @@ def without_number(attempt: Attempt) -> dict[str, object]:
     return {key: value for key, value in vars(attempt).items() if key not in ("number", "host_secret")}
 
 
-def test_the_attempt_after_an_attach_is_what_was_started_whatever_the_file_says_now(
-    work: Workstation, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start_and_lose_sight(work, monkeypatch)
+def test_the_attempt_after_an_attach_is_what_was_started_whatever_the_file_says_now(work: Workstation) -> None:
+    start_and_lose_sight(work)
     work.hosts.end(75)  # its machine asked it to save
     outcome = work.attach(work.config(setting="changed"), HF_TOKEN="s3cret", FROM_FILE="plain")
     assert (outcome.attempt, outcome.verdict.kind) == (1, Kind.FINISHED)
@@ -267,10 +271,8 @@ def test_the_attempt_after_an_attach_is_what_was_started_whatever_the_file_says_
     assert second.overlay.target == "/opt/code"
 
 
-def test_without_its_secrets_no_attempt_follows_and_the_run_stays_resumable(
-    work: Workstation, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start_and_lose_sight(work, monkeypatch)
+def test_without_its_secrets_no_attempt_follows_and_the_run_stays_resumable(work: Workstation) -> None:
+    start_and_lose_sight(work)
     work.hosts.end(75)
     with pytest.raises(BadInput, match=r"attempt 1 is not started: .*: FROM_FILE") as refused:
         work.attach(work.config(), HF_TOKEN="s3cret")
@@ -307,8 +309,8 @@ def test_an_env_file_is_for_the_command_and_not_for_the_launcher(work: Workstati
     assert work.hosts.attempts[0].secrets == {"PATH": "/app/bin", "HOME": "/app"}
 
 
-def test_no_file_of_the_runs_folder_holds_a_secret(work: Workstation, monkeypatch: pytest.MonkeyPatch) -> None:
-    start_and_lose_sight(work, monkeypatch)
+def test_no_file_of_the_runs_folder_holds_a_secret(work: Workstation) -> None:
+    start_and_lose_sight(work)
     paths = [path for path in work.home.rglob("*") if path.is_file()]
     assert {"specification.yaml", "run.json", "config.yaml", "events.jsonl"} <= {path.name for path in paths}
     assert not [path for path in paths if b"s3cret" in path.read_bytes() or b"plain" in path.read_bytes()]
@@ -316,9 +318,9 @@ def test_no_file_of_the_runs_folder_holds_a_secret(work: Workstation, monkeypatc
 
 
 def test_an_overlay_that_was_removed_from_the_runs_folder_keeps_the_next_attempt_from_starting(
-    work: Workstation, monkeypatch: pytest.MonkeyPatch
+    work: Workstation,
 ) -> None:
-    start_and_lose_sight(work, monkeypatch)
+    start_and_lose_sight(work)
     work.hosts.end(75)
     (archive,) = work.ledger.folder.glob("overlay-*")
     archive.unlink()
@@ -327,10 +329,8 @@ def test_an_overlay_that_was_removed_from_the_runs_folder_keeps_the_next_attempt
     assert len(work.hosts.attempts) == 1
 
 
-def test_run_attaches_to_what_runs_and_its_budgets_are_those_of_the_start(
-    work: Workstation, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start_and_lose_sight(work, monkeypatch)
+def test_run_attaches_to_what_runs_and_its_budgets_are_those_of_the_start(work: Workstation) -> None:
+    start_and_lose_sight(work)
     threading.Timer(1.0, work.hosts.end, [75]).start()
     config = work.config("run.preemption_retries=0", command=["python", "train.py", "--lr=1e-4"])
     outcome = work.run(config, {"HF_TOKEN": "s3cret", "FROM_FILE": "plain"})
@@ -379,8 +379,8 @@ def test_another_run_on_the_hosts_is_a_conflict(work: Workstation) -> None:
     assert work.ledger.state.outcome == events.NOT_STARTED
 
 
-def test_stop_ends_what_runs_and_nothing_starts_again(work: Workstation, monkeypatch: pytest.MonkeyPatch) -> None:
-    start_and_lose_sight(work, monkeypatch)
+def test_stop_ends_what_runs_and_nothing_starts_again(work: Workstation) -> None:
+    start_and_lose_sight(work)
     config = work.config(setting="changed")
     assert all(report.ok for report in launch.stop(config, work.context(), None, grace=1))
     outcome = work.attach(config)
@@ -389,10 +389,8 @@ def test_stop_ends_what_runs_and_nothing_starts_again(work: Workstation, monkeyp
         work.attach(config)
 
 
-def test_an_attempt_that_no_host_has_any_more_is_recorded_and_the_next_one_started(
-    work: Workstation, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start_and_lose_sight(work, monkeypatch)
+def test_an_attempt_that_no_host_has_any_more_is_recorded_and_the_next_one_started(work: Workstation) -> None:
+    start_and_lose_sight(work)
     work.hosts.state.clear()
     config = work.config(command=["python", "train.py", "--lr=1e-4"])
     outcome = work.run(config, {"HF_TOKEN": "s3cret", "FROM_FILE": "plain"})

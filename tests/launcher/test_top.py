@@ -16,7 +16,7 @@ from launcher.provider import CommandReport, ContainerState, container_name
 from launcher.run import events
 from launcher.run.status import HostStatus
 from launcher.run.top import Top, View, plot, render
-from tests.launcher.test_runs import FakeProvider, Hosts, Workstation
+from tests.launcher.test_runs import FakeProvider, Hosts, Workstation, detach
 from training.telemetry.text import ProgressFigures, format_progress
 
 GIB = 2**30
@@ -91,17 +91,9 @@ class Speaking(FakeProvider):
         return [CommandReport(worker, 0, 0.0) for worker in workers]
 
 
-def interrupt(*_arguments: object, **_options: object) -> None:
-    raise KeyboardInterrupt
-
-
-def test_a_look_reads_the_curve_of_all_attempts_once_and_asks_hosts_for_the_rest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_look_reads_the_curve_of_all_attempts_once_and_asks_hosts_for_the_rest(tmp_path: Path) -> None:
     work = Workstation(tmp_path, Hosts([75, None]))
-    monkeypatch.setattr("launcher.run.loop.supervise", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        work.run(work.config())
+    detach(work, work.config())
     ledger = work.ledger
     ledger.append(events.Ended(0, "saved", None))
     ledger.append(events.AttemptBegan(1, image="i", command=["train"], overlay="", overlay_target="", preflight=""))
