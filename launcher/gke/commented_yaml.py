@@ -133,6 +133,7 @@ def _fits_a_block(value: str) -> bool:
 
 
 def _wrap(comment: str, column: int) -> str:
+    """Wraps a comment to the width left at a column."""
     width = _COMMENT_WIDTH - column
     return "\n".join(
         line for part in comment.split("\n") for line in textwrap.wrap(part, width, break_on_hyphens=False)

@@ -77,6 +77,7 @@ def _jobset_metadata(config: Config, work: Workload) -> dict[str, Any]:
 
 
 def _jobset_rules_of_cluster(config: Config) -> dict[str, Any]:
+    """Returns the JobSet's failure policy if the cluster decides about restarts."""
     refused = Commented(f"exit code {int(Exit.BAD_INPUT)} ", "Bad configuration or data: a restart changes nothing.")
     ignore = Commented("RestartJobSetAndIgnoreMaxRestarts", "A host saved and left, or lost its node: not a failure.")
     return {
@@ -96,6 +97,7 @@ def _jobset_rules_of_cluster(config: Config) -> dict[str, Any]:
 
 
 def _job_rules_of_cluster() -> dict[str, Any]:
+    """Returns the rules of its Job if the cluster decides about restarts."""
     refused = "Bad configuration or data. The JobSet's first rule matches this exit code."
     rules = [
         _on_exit("FailJob", Exit.BAD_INPUT, refused),
@@ -110,6 +112,7 @@ def _job_rules_of_cluster() -> dict[str, Any]:
 
 
 def _job_rules_of_launcher() -> dict[str, Any]:
+    """Returns the rules of its Job if tpu-launch decides about restarts."""
     return {
         "backoffLimitPerIndex": Commented(
             0, "A failed host does not end the others: tpu-launch finds the first failure, and ends them itself."

@@ -37,7 +37,7 @@ def render(
         BadInput: GKE can't run it, or the image has no digest.
     """
     checks.check(config)
-    work = standalone_workload(config, name or config.run_name, _image(config, image), secret)
+    work = standalone_workload(config, name or config.run_name, _resolve_image(config, image), secret)
     slice_ = config.accelerator
     file = config.document.name.rpartition("/")[2]
     heading = _HEADING.format(hosts=slice_.hosts, accelerator=slice_.name, file=file)
@@ -94,7 +94,8 @@ def _config_map(config: Config, work: Workload) -> dict[str, Any]:
     }
 
 
-def _image(config: Config, given: str | None) -> str:
+def _resolve_image(config: Config, given: str | None) -> str:
+    """Returns the given image, or the configuration's published one. Raises BadInput."""
     if given is not None and not re.match(IMAGE_BY_DIGEST, given):
         raise BadInput(f"--image {given}: give a digest, REPOSITORY@sha256:..., so that all hosts run the same image")
     reference = given or local.published(config)

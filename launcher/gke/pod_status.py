@@ -103,6 +103,7 @@ def _describe(condition: Mapping[str, Any]) -> str:
 
 
 def _container_state(state: Mapping[str, Any], image: str) -> ContainerState:
+    """Parses the state of a container status."""
     ended = state.get("terminated")
     if ended:
         reason = ended.get("reason", "")

@@ -158,7 +158,7 @@ class Gke:
     def observe(self, worker: int, container: str, since: str | None, *, patience: float = 0.0) -> Observation:
         """Returns the state of a host's pod, and its log from `since` on. Never waits for the pod: the watch knows its
         state."""
-        watch = self._watch(container)
+        watch = self._watch_pods(container)
         watch.note_log_start(worker, since)
         try:
             pod = watch.pods().get(worker)
@@ -185,7 +185,7 @@ class Gke:
             late = self._stop_pods(container, wanted, grace)
             if remove:
                 self._remove(_name(container))
-                self._watch(container).close()
+                self._watch_pods(container).close()
                 with self._lock:
                     self._watches.pop(container, None)
         except LaunchError as error:
@@ -198,7 +198,7 @@ class Gke:
     def _stop_pods(self, container: str, workers: Sequence[int], grace: int) -> set[int]:
         """Deletes the running pods of these hosts and waits until they have ended. Returns the workers whose pods have
         not."""
-        watch = self._watch(container)
+        watch = self._watch_pods(container)
         running = [pod for worker, pod in watch.pods(fresh=True).items() if worker in workers and not pod.ended]
         if running:
             self._delete("pods", *(pod.name for pod in running), f"--grace-period={grace}")
@@ -247,7 +247,7 @@ class Gke:
     def _known_pods(self, container: str) -> Mapping[int, Pod]:
         """Returns an attempt's pods; {}, with a warning, when the cluster does not answer."""
         try:
-            return self._watch(container).pods()
+            return self._watch_pods(container).pods()
         except LaunchError as error:
             self.say(f"can't list the run's pods: {error}")
             return {}
@@ -293,7 +293,7 @@ class Gke:
         now = self._clock.monotonic
         node_deadline = now() + node_minutes * 60
         placed: float | None = None  # when every host had a node
-        watch = self._watch(attempt.container)
+        watch = self._watch_pods(attempt.container)
         reported = ""
         while True:
             deadline = node_deadline if placed is None else placed + run.start_minutes * 60
@@ -314,7 +314,7 @@ class Gke:
             reasons = _describe_waiting(waiting) if any(waiting.values()) else self._describe_queued(name)
             if any(pod is None or not pod.node for pod in waiting.values()):
                 if now() > node_deadline:
-                    raise self._without_nodes(node_minutes, reasons)
+                    raise self._stockout_error(node_minutes, reasons)
                 placed = None
             else:
                 placed = placed or now()
@@ -328,7 +328,8 @@ class Gke:
                 reported = reasons
             self._clock.sleep(0.5)
 
-    def _without_nodes(self, minutes: float, reasons: str) -> LaunchError:
+    def _stockout_error(self, minutes: float, reasons: str) -> LaunchError:
+        """Returns the error for a cluster without enough nodes: what it needs and why it waits."""
         slice_ = self.config.accelerator
         return LaunchError(
             f"the cluster had no nodes for all hosts within {minutes:g} minutes (slice.create_minutes, "
@@ -356,7 +357,8 @@ class Gke:
             output = self._kubectl.call("logs", pod.name, *options, *window, seconds=_LOG_SECONDS)
         return pod_status.parse_log(output, LOG_BYTES)
 
-    def _watch(self, container: str) -> PodWatch:
+    def _watch_pods(self, container: str) -> PodWatch:
+        """Returns the watch of an attempt's pods; makes it on first use."""
         with self._lock:
             if container not in self._watches:
                 self._watches[container] = PodWatch(self._kubectl, f"{_JOBSET_LABEL}={_name(container)}")
@@ -367,6 +369,7 @@ class Gke:
             return list(self._watches.values())
 
     def _wait_ended(self, watch: PodWatch, workers: set[int], seconds: float) -> set[int]:
+        """Waits until pods have ended, at most `seconds`. Returns the workers whose pods have not."""
         deadline = self._clock.monotonic() + seconds
         while True:
             pods = watch.pods()
@@ -417,6 +420,7 @@ def _has_started(pod: Pod | None) -> bool:
 
 
 def _require_digest(image: str) -> None:
+    """Raises BadInput for an image that is only on this machine."""
     if "@sha256:" not in image:
         raise BadInput(
             f"the cluster's nodes can't pull image {image}: set image.repository, to which tpu-launch pushes it, or "

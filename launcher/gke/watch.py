@@ -92,21 +92,22 @@ class PodWatch:
             kill()
 
     def _list(self) -> None:
+        """Lists the pods: records new states, and marks missing pods as gone."""
         answer = json.loads(self._kubectl.call("get", "pods", "--selector", self._selector, "--output", "json"))
         listed = {pod.uid: pod for pod in map(pod_status.parse, answer["items"])}
         with self._lock:
             missing = [pod for uid, pod in self._pods.items() if uid not in listed]
         for pod in missing:
-            self._take(replace(pod, gone=True))
+            self._record_pod(replace(pod, gone=True))
         for pod in listed.values():
-            self._take(pod)
+            self._record_pod(pod)
         self._listed = self._clock.monotonic()
 
     def _watch(self) -> None:
         """Follows all changes until closed. Begins a new watch when one ends: the list shows whether the cluster
         answers."""
         while not self._closed.is_set():
-            reader = JsonStream(self._event)
+            reader = JsonStream(self._handle_event)
             command = ["get", "pods", "--selector", self._selector, "--watch", "--output-watch-events"]
             try:
                 self._follow([*command, "--output", "json"], reader.line, _WATCH_SECONDS)
@@ -116,12 +117,13 @@ class PodWatch:
                     return
             self._closed.wait(1.0)
 
-    def _event(self, event: dict[str, Any]) -> None:
+    def _handle_event(self, event: dict[str, Any]) -> None:
         if event.get("type") in ("ADDED", "MODIFIED", "DELETED"):
             pod = pod_status.parse(event["object"])
-            self._take(replace(pod, gone=True) if event["type"] == "DELETED" else pod)
+            self._record_pod(replace(pod, gone=True) if event["type"] == "DELETED" else pod)
 
-    def _take(self, pod: Pod) -> None:
+    def _record_pod(self, pod: Pod) -> None:
+        """Records a pod's state, and starts to follow its log once it is being deleted."""
         with self._lock:
             known = self._pods.get(pod.uid)
             if known is not None and known.ended and not (pod.ended and pod.started):
@@ -135,6 +137,7 @@ class PodWatch:
         self._threads.start(self._follow_log, pod, log, name=f"final-log-{pod.worker}")
 
     def _follow_log(self, pod: Pod, log: _FinalLog) -> None:
+        """Follows the log of a pod that is being deleted to its end. Runs in a thread."""
         since = self._log_starts.get(pod.worker)
         window = [f"--since-time={since}"] if since else []
         try:
@@ -149,6 +152,7 @@ class PodWatch:
             log.ended.set()
 
     def _follow(self, words: list[str], on_line: Callable[[str], None], seconds: float) -> None:
+        """Runs a kubectl command that `close` ends."""
         kills: list[Callable[[], None]] = []
 
         def begin(kill: Callable[[], None]) -> None:
@@ -169,7 +173,7 @@ class JsonStream:
     """Parses a stream of JSON objects, each on one line or indented, and calls `take` with each complete one."""
 
     def __init__(self, take: Callable[[dict[str, Any]], None]) -> None:
-        self._take = take
+        self._record_pod = take
         self._open: list[str] = []
 
     def line(self, line: str) -> None:
@@ -181,4 +185,4 @@ class JsonStream:
         self._open.append(line)
         if line.startswith(("{", "}")) and line.endswith("}"):
             document, self._open = "\n".join(self._open), []
-            self._take(json.loads(document))
+            self._record_pod(json.loads(document))

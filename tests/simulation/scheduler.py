@@ -559,13 +559,6 @@ class SimulatedThreads:
         self._scheduler.maybe_pause()
         return task
 
-    def start_timer(self, seconds: float, function: Callable[[], None]) -> None:
-        def run() -> None:
-            self._scheduler.sleep(seconds)
-            function()
-
-        self._scheduler.spawn(run, name="timer")
-
     def submit(self, function: Function, *args: Any) -> Future:
         future = Future(self._scheduler, function, args)
         self._scheduler.spawn(future.run, name="submitted")

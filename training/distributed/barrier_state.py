@@ -146,7 +146,7 @@ class BarrierState:
             return []
         if code == Exit.SAVED and self.lost is None:
             self.lost_code = Exit.SAVED
-        return self._lose(
+        return self._end_attempt(
             f"host {worker} stopped in phase {member.phase!r} with exit code {code}" + (f": {reason}" if reason else "")
         )
 
@@ -156,7 +156,7 @@ class BarrierState:
         if member is None or not member.connected:
             return []
         member.connected = False
-        return self._lose(f"host {worker} is gone: its connection broke in phase {member.phase!r}")
+        return self._end_attempt(f"host {worker} is gone: its connection broke in phase {member.phase!r}")
 
     def check_deadlines(self, now: float) -> Outgoing:
         """Ends the attempt if the deadline of a barrier has passed."""
@@ -166,7 +166,9 @@ class BarrierState:
                 hosts = "; ".join(self._describe(number, now) for number in missing[:DESCRIBED])
                 if others := missing[DESCRIBED:]:
                     hosts += f"; and {name_hosts(others)}"
-                return self._lose(f"rendezvous {name!r}: not all hosts arrived within {barrier.seconds:g} s: {hosts}")
+                return self._end_attempt(
+                    f"rendezvous {name!r}: not all hosts arrived within {barrier.seconds:g} s: {hosts}"
+                )
         return []
 
     def phases(self) -> list[str]:
@@ -177,6 +179,7 @@ class BarrierState:
         ]
 
     def _describe(self, worker: int, now: float) -> str:
+        """Returns when a missing host was last heard of, and its phase then."""
         member = self.members.get(worker)
         if member is None:
             return f"host {worker} never connected"
@@ -186,7 +189,8 @@ class BarrierState:
     def _to_all(self, message: Message) -> Outgoing:
         return [(worker, message) for worker, member in self.members.items() if member.connected]
 
-    def _lose(self, reason: str) -> Outgoing:
+    def _end_attempt(self, reason: str) -> Outgoing:
+        """Ends the attempt with a reason, unless it is over, and tells all hosts why."""
         if self.lost is None:
             self.lost = reason
         return self._to_all(self._lost_message())

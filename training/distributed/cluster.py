@@ -99,8 +99,10 @@ def from_environment(environment: Mapping[str, str]) -> Cluster | None:
     index = environment.get("TPU_WORKER_ID") or environment.get("JOB_COMPLETION_INDEX") or ""
     if not names and not index:
         return None
-    worker = _number("TPU_WORKER_ID" if environment.get("TPU_WORKER_ID") else "JOB_COMPLETION_INDEX", index or "0")
-    return _cluster(worker, names or ("localhost",), environment.get("TPU_ACCELERATOR_TYPE") or None, environment)
+    worker = _parse_number(
+        "TPU_WORKER_ID" if environment.get("TPU_WORKER_ID") else "JOB_COMPLETION_INDEX", index or "0"
+    )
+    return _make_cluster(worker, names or ("localhost",), environment.get("TPU_ACCELERATOR_TYPE") or None, environment)
 
 
 def _names_from_pattern(environment: Mapping[str, str]) -> tuple[str, ...]:
@@ -108,7 +110,7 @@ def _names_from_pattern(environment: Mapping[str, str]) -> tuple[str, ...]:
     pattern = environment.get("TPU_LAUNCH_HOST_NAME", "")
     if not pattern:
         return ()
-    hosts = _number("TPU_LAUNCH_HOSTS", environment.get("TPU_LAUNCH_HOSTS", ""), 65536)
+    hosts = _parse_number("TPU_LAUNCH_HOSTS", environment.get("TPU_LAUNCH_HOSTS", ""), 65536)
     return tuple(pattern.replace("*", str(worker)) for worker in range(hosts))
 
 
@@ -117,8 +119,8 @@ def from_metadata(read: Callable[[str], str | None], environment: Mapping[str, s
     endpoints = read("worker-network-endpoints")
     if not endpoints:
         return None
-    worker = _number("metadata attribute agent-worker-number", read("agent-worker-number") or "0")
-    return _cluster(worker, parse_endpoints(endpoints), read("accelerator-type"), environment)
+    worker = _parse_number("metadata attribute agent-worker-number", read("agent-worker-number") or "0")
+    return _make_cluster(worker, parse_endpoints(endpoints), read("accelerator-type"), environment)
 
 
 def discover(environment: Mapping[str, str] | None = None) -> Cluster:
@@ -127,7 +129,7 @@ def discover(environment: Mapping[str, str] | None = None) -> Cluster:
     cluster = from_environment(environment)
     if cluster is None and device_kind(environment) == "TPU" and not environment.get("TPU_SKIP_MDS_QUERY"):
         cluster = from_metadata(_read_metadata, environment)
-    return cluster or _cluster(0, ("localhost",), environment.get("TPU_ACCELERATOR_TYPE") or None, environment)
+    return cluster or _make_cluster(0, ("localhost",), environment.get("TPU_ACCELERATOR_TYPE") or None, environment)
 
 
 def device_kind(environment: Mapping[str, str] | None = None) -> str:
@@ -215,9 +217,10 @@ def tensorflow_plugin() -> dict[str, str]:
     }
 
 
-def _cluster(
+def _make_cluster(
     worker: int, addresses: tuple[str, ...], accelerator_type: str | None, environment: Mapping[str, str]
 ) -> Cluster:
+    """Returns a cluster, with the settings that do not depend on its source. Raises BadInput."""
     if worker >= len(addresses):
         raise BadInput(
             f"this host is worker {worker}, but only {len(addresses)} host(s) are known: {', '.join(addresses)}; check "
@@ -228,16 +231,18 @@ def _cluster(
         addresses=addresses,
         accelerator_type=accelerator_type,
         run_id=environment.get("TPU_LAUNCH_RUN_ID") or "local",
-        attempt=_number("TPU_LAUNCH_ATTEMPT", environment.get("TPU_LAUNCH_ATTEMPT") or "0"),
-        rendezvous_port=_number(
+        attempt=_parse_number("TPU_LAUNCH_ATTEMPT", environment.get("TPU_LAUNCH_ATTEMPT") or "0"),
+        rendezvous_port=_parse_number(
             "TPU_LAUNCH_RENDEZVOUS_PORT", environment.get("TPU_LAUNCH_RENDEZVOUS_PORT") or str(RENDEZVOUS_PORT), 65535
         ),
-        gloo_port=_number("TPU_LAUNCH_GLOO_PORT", environment.get("TPU_LAUNCH_GLOO_PORT") or str(GLOO_PORT), 65535),
-        secret=_secret(environment),
+        gloo_port=_parse_number(
+            "TPU_LAUNCH_GLOO_PORT", environment.get("TPU_LAUNCH_GLOO_PORT") or str(GLOO_PORT), 65535
+        ),
+        secret=_read_secret(environment),
     )
 
 
-def _secret(environment: Mapping[str, str]) -> bytes:
+def _read_secret(environment: Mapping[str, str]) -> bytes:
     secret = environment.get(SECRET_VARIABLE, "").strip()  # a file ends with a line end
     if secret and len(secret) < _SHORTEST_SECRET:
         raise BadInput(
@@ -246,13 +251,14 @@ def _secret(environment: Mapping[str, str]) -> bytes:
     return os.fsencode(secret)
 
 
-def _number(name: str, text: str, largest: int = 999_999_999) -> int:
+def _parse_number(name: str, text: str, largest: int = 999_999_999) -> int:
     if not re.fullmatch("[0-9]{1,9}", text) or int(text) > largest:
         raise BadInput(f"{name} is {text!r:.80}; it must be a whole number of at most {largest}")
     return int(text)
 
 
 def _read_metadata(key: str) -> str | None:
+    """Returns an attribute from the metadata server; None if it has none or does not answer."""
     request = urllib.request.Request(METADATA + key, headers={"Metadata-Flavor": "Google"})
     try:
         with urllib.request.urlopen(request, timeout=5) as response:

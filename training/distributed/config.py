@@ -11,11 +11,11 @@ class RendezvousSection(Section):
     """How long hosts wait for each other before the attempt ends with the missing hosts' names."""
 
     start_seconds: float = Field(default=600.0, gt=0, le=30 * 86400)
-    """For all hosts to appear at the start. Raise it when some hosts pull their image much later than others."""
+    """Seconds for all hosts to connect at the start. Raise it if some hosts pull their image much later than others."""
 
     seconds: float = Field(default=300.0, gt=0, le=30 * 86400)
-    """For all hosts to arrive anywhere else. Where they meet after writing or reading a checkpoint in Cloud Storage,
-    the time in which storage gives up comes on top: 120 s, and 1 s for each 2 MB."""
+    """Seconds for all hosts to arrive at any later barrier. After writing or reading a checkpoint in Cloud Storage, the
+    time-out of storage is added: 120 s, and 1 s for each 2 MB."""
 
     lost_seconds: float = Field(default=4.0, ge=2, le=86400)
-    """How long a host's network may be silent before the host counts as lost."""
+    """Seconds of silence of a host's network after which the host counts as lost."""

@@ -145,6 +145,7 @@ class _PeerAcceptor:
             self._drop(number)
 
     def _accept(self) -> None:
+        """Accepts one connection and sends it a challenge."""
         connection = accept_connection(self._listener.accept, self._close_oldest)
         if connection is None:
             return
@@ -160,6 +161,7 @@ class _PeerAcceptor:
         self._selector.register(connection, selectors.EVENT_READ, number)
 
     def _read(self, number: int) -> None:
+        """Reads from a pending connection. Moves it to `peers` after a valid hello, closes it after bad bytes."""
         connection = self._pending[number]
         try:
             data = connection.recv(HANDSHAKE_BYTES)
@@ -185,6 +187,7 @@ class _PeerAcceptor:
         return hello.identity == self._own.identity and 0 < hello.worker < self._own.identity.hosts
 
     def _forget(self, number: int) -> socket.socket:
+        """Removes a pending connection without closing it, and returns it."""
         self._handshake.forget(number)
         connection = self._pending.pop(number)
         self._selector.unregister(connection)

@@ -146,6 +146,7 @@ class ServerHandshake:
         return None
 
     def _verify(self, nonce: str, hello: Message) -> VerifiedHello:
+        """Returns a hello if its proof is valid for the identity that it claims, or raises Malformed."""
         claimed = Identity(hello["run_id"], hello["attempt"], hello["hosts"])
         nonces = (nonce, hello["nonce"])
         theirs = HostCredentials(claimed, self._own.purpose, self._own.secret)

@@ -226,6 +226,7 @@ class RendezvousClient:
         self._socket.close()
 
     def _raise_if_lost(self) -> None:
+        """Raises StopRequested or LostPeer if the attempt is over. Call it with `_changed` held."""
         if self._lost and self._shutdown.may_exit_now:
             raise StopRequested(f"asked to stop before training began ({self._lost}); nothing is lost")
         if self._lost:
@@ -235,6 +236,7 @@ class RendezvousClient:
         return (summarize(self._server.phases()) if self._server else self._news) or "none"
 
     def _post(self, *posts: Message) -> None:
+        """Sends messages to host 0. On failure, breaks the connection, which `_listen` notices."""
         data = b"".join(map(encode, posts))
         with self._sending:
             try:
@@ -244,6 +246,7 @@ class RendezvousClient:
                     self._socket.shutdown(socket.SHUT_RDWR)
 
     def _report_phases(self) -> None:
+        """Reports changed phases to host 0 until closed, at a bounded rate. Runs in a thread."""
         while not self._closing.wait(max(PHASE_INTERVAL, self._cluster.hosts / PHASES_A_SECOND)):
             self._phase_changed.wait()
             self._phase_changed.clear()
@@ -255,6 +258,7 @@ class RendezvousClient:
                 self._post({"phase": phase})
 
     def _listen(self, lines: LineBuffer) -> None:
+        """Handles messages from host 0 until the connection ends. Runs in a thread."""
         lines.limit = messages.SERVER_BYTES
         data = b""  # the bytes after the handshake are in `lines`
         try:
@@ -284,6 +288,7 @@ class RendezvousClient:
                 # It is the socket's own time-out: the kernel's "connection timed out" has an errno.
 
     def _handle(self, kind: str, message: Message) -> None:
+        """Records a message from host 0 and wakes waiters. A first "lost" starts `_end_if_stuck`."""
         with self._changed:
             if kind == "complete":
                 self._answers[message["complete"]] = message["payloads"]

@@ -64,6 +64,7 @@ class RendezvousServer:
         self._thread.join(timeout=5)
 
     def _serve(self) -> None:
+        """Handles events of all connections until closed or until a bug. Runs in the server thread."""
         next_tick = 0.0
         try:
             while not self._stop.is_set():
@@ -85,6 +86,7 @@ class RendezvousServer:
             self._selector.close()
 
     def _accept(self) -> None:
+        """Accepts waiting connections, a bounded number at once."""
         for _ in range(_ACCEPTED_AT_ONCE):
             accepted = accept_connection(self._listener.accept, self._close_oldest, self._machine.clock.sleep)
             if accepted is None:
@@ -108,6 +110,7 @@ class RendezvousServer:
         return oldest is not None
 
     def _handle(self, connection: _Peer, events: int) -> None:
+        """Reads from or writes to a ready connection. Closes it on any error."""
         if self._connections.get(connection.number) is not connection:
             return  # closed since the selector looked
         try:
@@ -144,6 +147,7 @@ class RendezvousServer:
         self._perform(self._protocol.closed(connection.number))
 
     def _perform(self, actions: Actions) -> None:
+        """Sends and closes as the protocol says, with the actions that follow from broken connections."""
         pending = deque(actions)
         while pending:
             number, data = pending.popleft()
@@ -172,6 +176,7 @@ class RendezvousServer:
         return waiting or self._flush(connection)
 
     def _flush(self, connection: _Peer) -> bool:
+        """Sends unsent bytes as far as the peer takes them. Returns False if the connection is broken."""
         unsent = connection.unsent
         try:
             while unsent:

@@ -103,6 +103,7 @@ class ServerProtocol:
         return actions
 
     def _close_overdue(self, now: float) -> Actions:
+        """Closes pending connections that are too old or too many."""
         limit = self.state.identity.hosts - len(self._workers) + SPARE_CONNECTIONS
         actions: Actions = []
         for connection in self._handshake.overdue(now, limit):
@@ -110,6 +111,7 @@ class ServerProtocol:
         return actions
 
     def _admit(self, connection: int, hello: VerifiedHello, now: float) -> Actions:
+        """Ends a handshake: accepts the host, or refuses it and closes the connection."""
         refusal = self.state.connect(hello.worker, hello.identity, now)
         self._handshake.forget(connection)
         if refusal:

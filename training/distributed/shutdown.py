@@ -61,7 +61,11 @@ class ShutdownRequest:
 
     def _count_down(self) -> None:
         if self._deadline:
-            self._machine.threads.start_timer(*self._deadline)
+            self._machine.threads.start(self._wait_for_deadline, *self._deadline, name="stop-deadline")
+
+    def _wait_for_deadline(self, seconds: float, overdue: Callable[[], None]) -> None:
+        self._machine.clock.sleep(seconds)
+        overdue()
 
     def note_other_host(self) -> None:
         """Requests a stop because another host was asked to. The next signal of this host still counts as its first."""

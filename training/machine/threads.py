@@ -95,9 +95,6 @@ class Threads(Protocol):
     def start(self, function: Callable[..., None], *args: Any, name: str | None = None) -> Thread:
         """Starts a thread that calls a function."""
 
-    def start_timer(self, seconds: float, function: Callable[[], None]) -> None:
-        """Calls a function after `seconds`, in a thread of its own."""
-
     def submit(self, function: Callable[..., R], *args: Any) -> Future[R]:
         """Calls a function in a thread of its own, and returns its future outcome."""
 
@@ -128,11 +125,6 @@ class SystemThreads:
         thread = threading.Thread(target=function, args=args, name=name, daemon=True)
         thread.start()
         return thread
-
-    def start_timer(self, seconds: float, function: Callable[[], None]) -> None:
-        timer = threading.Timer(seconds, function)
-        timer.daemon = True
-        timer.start()
 
     def submit(self, function: Callable[..., R], *args: Any) -> Future[R]:
         future = concurrent.futures.Future[R]()
