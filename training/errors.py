@@ -1,4 +1,4 @@
-"""The errors that end a training process, and the exit codes by which the launcher tells them apart.
+"""The errors that end a training process, and the exit codes that tell the launcher which one it was.
 
 Framework-free. `cli.main` turns every `TrainError` into one message on standard error and its exit code; a traceback
 means a bug.
@@ -10,17 +10,17 @@ import enum
 
 
 class Exit(enum.IntEnum):
-    """Exit codes of `tpu-train`; docs/reference/exit-codes.md is made from the texts below the members. The launcher
-    decides from these alone."""
+    """Exit codes of `tpu-train`, the launcher's only basis for decisions. docs/reference/exit-codes.md is generated
+    from the texts below the members."""
 
     FINISHED = 0
     """Finished."""
     FAILED = 1
-    """A failure, as every code that is not in this table."""
+    """A failure, like every code that is not in this table."""
     BAD_INPUT = 2
-    """Bad configuration or data: trying again changes nothing."""
+    """Bad configuration or data: a retry changes nothing."""
     DOES_NOT_FIT = 3
-    """Of `preflight`: a program does not fit into the accelerator's memory, or does not compile for it."""
+    """From `preflight`: a program does not fit into the accelerator's memory, or does not compile for it."""
     SAVED = 75
     """Asked to stop, and a checkpoint is committed: resume. (EX_TEMPFAIL of sysexits.h)"""
     LOST_PEER = 76
@@ -28,20 +28,20 @@ class Exit(enum.IntEnum):
 
 
 class TrainError(Exception):
-    """An error a user can act on. Its message is complete: what, where, what to do."""
+    """An error that a user can act on. Its message says what happened, where, and what to do."""
 
     exit_code: Exit = Exit.FAILED
 
 
 class BadInput(TrainError):
-    """Configuration or data is wrong; trying again changes nothing."""
+    """Configuration or data is wrong; a retry changes nothing."""
 
     exit_code = Exit.BAD_INPUT
 
 
 class LostPeer(TrainError):
-    """Another host did not arrive at a barrier, or its connection broke; the message names it and its last phase where
-    they are known."""
+    """Another host did not arrive at a barrier, or its connection broke; the message names the host and its last phase,
+    if known."""
 
     exit_code = Exit.LOST_PEER
 
@@ -60,7 +60,7 @@ class NonFinite(TrainError):
     """The loss, the gradient norm or the state of a run is NaN or infinite. All hosts raise it for the same step."""
 
     def __init__(self, step: int, message: str) -> None:
-        """`step`: number of the step that gave it, counted from 0."""
+        """`step`: the step with the first such value, counted from 0."""
         super().__init__(message)
         self.step = step
 
@@ -69,7 +69,7 @@ class UnusableTpu(TrainError):
     """The framework could not initialise the TPU."""
 
     def __init__(self, framework_error: str, accelerator_type: str | None, host: str = "this host") -> None:
-        """`framework_error`: its message, whose last line says why. `host`: whose TPU."""
+        """`framework_error`: the framework's message, whose last line says why. `host`: the host of the TPU."""
         lines = framework_error.strip().splitlines() or ["no reason given"]
         super().__init__(
             f"the TPU of {host} could not be initialised: {lines[-1].strip().rstrip('.')}; check that it is one of a "
@@ -89,5 +89,5 @@ _OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory", "can't allocate memory"
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether memory was short, on a device or on the host."""
+    """Returns whether the error means that a device or the host is out of memory."""
     return isinstance(error, MemoryError) or any(message in str(error) for message in _OUT_OF_MEMORY)

@@ -1,14 +1,14 @@
-"""Strict YAML 1.2 files: text in, frozen pydantic models out, every error with its file and line.
+"""Reads strict YAML 1.2 files into frozen pydantic models; every error names its file and line.
 
 Framework-free, shared by `tpu-launch` and `tpu-train`, which read the same file. A document is loaded once, changed by
-`--set key=value`, and then validated section by section against models that forbid unknown keys. Nothing is ever
-converted silently: `steps: "100"` is an error.
+`--set key=value`, and validated section by section against models that forbid unknown keys. Values are never converted
+silently: `steps: "100"` is an error.
 
 Scalars have their YAML 1.2 meaning: `1e-4` is a number, `010` is ten, and `yes`, `no`, `on`, `off` and `1:30` are
-strings. What `Document.dump` writes means the same to readers of YAML 1.1, such as PyYAML and earlier versions.
+strings. The output of `Document.dump` means the same to readers of YAML 1.1, such as PyYAML.
 
-Refused whatever the key: keys that are not text, numbers that are not finite, text that no file name or protocol can
-carry (half a surrogate pair, a NUL), a part that contains itself, and documents too deep or too large to be meant.
+Every document is refused that has keys other than text, numbers that are not finite, text that no file name or protocol
+can carry (half a surrogate pair, a NUL), a part that contains itself, or an absurd depth or size.
 """
 
 from __future__ import annotations
@@ -54,21 +54,21 @@ _TAG = "tag:yaml.org,2002:"
 
 @dataclass(frozen=True)
 class Document:
-    """A parsed file: its plain value, and where each part of it was written."""
+    """A parsed file: its plain value, and the place where each part was written."""
 
     name: str
     value: dict[str, Any]
     places: Mapping[Path_, str]  # ("train", "steps") -> "run.yaml:12", or "--set train.steps"
 
     def place(self, path: Sequence[str | int]) -> str:
-        """Where `path` was written, or the nearest enclosing part that was written somewhere."""
+        """Returns where `path`, or the nearest enclosing part in the file, was written."""
         parts = tuple(path)
         while parts and parts not in self.places:
             parts = parts[:-1]
         return self.places.get(parts, self.name)
 
     def dump(self) -> str:
-        """The document with all `--set` changes, as YAML that means the same in YAML 1.1 and 1.2."""
+        """Formats the document with all `--set` changes, as YAML that means the same in YAML 1.1 and 1.2."""
         yaml = YAML(typ="safe", pure=True)
         yaml.Representer = _Representer
         yaml.default_flow_style = False
@@ -96,7 +96,7 @@ def load(path: str | Path, overrides: Iterable[str] = ()) -> Document:
 
 
 def parse(text: str, name: str, overrides: Iterable[str] = ()) -> Document:
-    """As `load`, for text that was read already; `name` stands for the file in messages."""
+    """Parses text like `load`; `name` is the file's name in messages. Raises ConfigError."""
     if directive := re.search(r"^%YAML\s+(?!1\.2\s*$).*$", text, re.MULTILINE):
         line = text.count("\n", 0, directive.start()) + 1
         raise ConfigError(f"{name}:{line}: files are read as YAML 1.2: remove {directive[0].strip()}")
@@ -110,8 +110,8 @@ def parse(text: str, name: str, overrides: Iterable[str] = ()) -> Document:
 
 
 def validate(model: type[Model], document: Document, path: Path_ = ()) -> Model:
-    """The part of `document` at `path` as `model`; an absent part counts as empty. Raises ConfigError with a line for
-    each mistake."""
+    """Returns the part of `document` at `path` as `model`; an absent part counts as empty. Raises ConfigError with a
+    line for each mistake."""
     value: Any = document.value
     for key in path:
         value = value.get(str(key), {}) if isinstance(value, dict) else {}
@@ -137,13 +137,13 @@ class _Representer(SafeRepresenter):
     """Writes scalars so that readers of YAML 1.1 and of 1.2 get the same value."""
 
     def represent_str(self, data: str) -> ScalarNode:
-        """A string, quoted where a version would take the bare text for another type."""
+        """Quotes a string if a YAML version would read the bare text as another type."""
         ambiguous = any(pattern.match(data) for _, _, pattern, _ in implicit_resolvers)
         plain = data.isascii() and data.isprintable() and not ambiguous
         return self.represent_scalar("tag:yaml.org,2002:str", data, style=None if plain else '"')
 
     def represent_float(self, data: float) -> ScalarNode:
-        """A number that is a float in YAML 1.1 too: it must have a point."""
+        """Writes a float with a point: without one, YAML 1.1 reads text."""
         text = {"inf": ".inf", "-inf": "-.inf", "nan": ".nan"}.get(repr(data), repr(data))
         return self.represent_scalar("tag:yaml.org,2002:float", text if "." in text else text.replace("e", ".0e"))
 
@@ -153,7 +153,7 @@ _Representer.add_representer(float, _Representer.represent_float)
 
 
 def _read(text: str, name: str) -> tuple[Any, dict[Path_, str]]:
-    """The value of a YAML text, and where its parts were written. Raises ConfigError."""
+    """Returns the value of a YAML text, and where its parts were written. Raises ConfigError."""
     places: dict[Path_, str] = {}
     yaml = YAML(typ="safe", pure=True)
     try:
@@ -172,12 +172,12 @@ def _read(text: str, name: str) -> tuple[Any, dict[Path_, str]]:
         raise ConfigError(f"{name}: not valid YAML: {error}") from None
     except RecursionError:
         raise ConfigError(f"{name}:{_failing_line(text, RecursionError)}: {_TOO_DEEP}") from None
-    except ValueError as error:  # of an escape sequence, while it is read
+    except ValueError as error:  # a bad escape sequence
         raise ConfigError(f"{name}:{_failing_line(text, ValueError)}: not valid YAML: {error}") from None
 
 
 def _failing_line(text: str, kind: type[Exception]) -> int:
-    """The first line with which reading fails in this way: the library does not say."""
+    """Finds the first line with which parsing fails in this way, which the library does not report."""
     lines = text.splitlines(keepends=True)
 
     def fails(count: int) -> bool:
@@ -193,8 +193,8 @@ def _failing_line(text: str, kind: type[Exception]) -> int:
 
 
 def _check_scalar(node: ScalarNode, place: str) -> None:
-    """Raises ConfigError for a scalar that is not what its tag says, a number that is not finite, and text that can't
-    be written. `place`: for messages."""
+    """Raises ConfigError for a scalar that contradicts its tag, a number that is not finite, and text that can't be
+    written. `place` is for messages."""
     shown, tag = repr(node.value[:40]), str(node.tag)
     try:
         value = None if tag == f"{_TAG}merge" else YAML(typ="safe", pure=True).constructor.construct_object(node)
@@ -209,8 +209,8 @@ def _check_scalar(node: ScalarNode, place: str) -> None:
 def _collect_places(
     node: Node, path: Path_, name: str, places: dict[Path_, str], parents: tuple[Node, ...] = ()
 ) -> None:
-    """Notes where each part was written. Raises ConfigError for a key that is no text or is given twice, a scalar that
-    can't be, a part that contains itself, and documents that are too deep or too large."""
+    """Adds the place of each part to `places`. Raises ConfigError for a key that is not text or occurs twice, a bad
+    scalar, a part that contains itself, and documents that are too deep or too large."""
     line = node.start_mark.line + 1
     if any(node is parent for parent in parents):
         raise ConfigError(f"{name}:{line}: not valid YAML: this part contains itself (an alias of its own anchor)")

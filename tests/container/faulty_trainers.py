@@ -184,7 +184,7 @@ def _run_trainer(
     time.time = lambda: wall() + ahead
     from training.storage import gcs as bucket
 
-    bucket.patience = bucket.Patience(connect=20, silence=20, deadline=15, first_delay=0.02, longest_delay=0.3)
+    bucket.timeouts = bucket.Timeouts(connect=20, silence=20, deadline=15, first_delay=0.02, longest_delay=0.3)
     _inject(fault or Fault("never"), trained)
     run_trainer()
 
@@ -249,7 +249,6 @@ def _before(real: Callable[..., Any], injector: _Injector, point: str) -> Callab
 
 def _inject_into_storage(injector: _Injector) -> None:
     from training.checkpoint.format import MANIFEST
-    from training.storage import files
     from training.storage.types import local_errors
 
     real_write, real_delete = storage.write, storage.delete
@@ -262,7 +261,7 @@ def _inject_into_storage(injector: _Injector) -> None:
         injector.pass_point(f"before {file}")
         if injector.is_due(f"within {file}"):
             if not storage.is_remote(url):
-                with local_errors(url), files._replacing(url, create_only) as descriptor:
+                with local_errors(url), storage._replacing(url, create_only) as descriptor:
                     os.write(descriptor, data[: len(data) // 2])
                     injector.trigger()
             injector.trigger()

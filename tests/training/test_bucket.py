@@ -185,7 +185,7 @@ def test_a_create_only_write_whose_answer_was_lost_counts_as_written(gcs: Any) -
 
 
 def test_a_lasting_failure_names_the_object_and_ends_at_the_deadline(gcs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bucket, "patience", bucket.Patience(deadline=1, first_delay=0.01, longest_delay=0.1))
+    monkeypatch.setattr(bucket, "timeouts", bucket.Timeouts(deadline=1, first_delay=0.01, longest_delay=0.1))
     storage.write("gs://bucket/x", DATA)
     gcs.fault = lambda request: Response(503, b"busy")
     began = time.monotonic()
@@ -199,7 +199,7 @@ def test_a_lasting_failure_names_the_object_and_ends_at_the_deadline(gcs: Any, m
 
 def test_a_server_that_says_nothing_is_asked_again_and_given_up(gcs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     storage.write("gs://bucket/x", b"data")
-    monkeypatch.setattr(bucket, "patience", bucket.Patience(silence=0.2, deadline=5, first_delay=0.01))
+    monkeypatch.setattr(bucket, "timeouts", bucket.Timeouts(silence=0.2, deadline=5, first_delay=0.01))
     released = threading.Event()
     silent = [True, True]
 
@@ -210,7 +210,7 @@ def test_a_server_that_says_nothing_is_asked_again_and_given_up(gcs: Any, monkey
     gcs.fault = stall
     assert storage.read("gs://bucket/x") == b"data"
     silent = [True] * 1000
-    monkeypatch.setattr(bucket, "patience", bucket.Patience(silence=0.2, deadline=1, first_delay=0.01))
+    monkeypatch.setattr(bucket, "timeouts", bucket.Timeouts(silence=0.2, deadline=1, first_delay=0.01))
     began = time.monotonic()
     with pytest.raises(
         storage.StorageError, match=r"gs://bucket/x: reading it failed for .* (ReadTimeout|ConnectionError)"
@@ -244,7 +244,7 @@ def test_a_server_that_trickles_is_given_up_at_the_deadline(monkeypatch: pytest.
 
     threading.Thread(target=accept, daemon=True).start()
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{listener.getsockname()[1]}")
-    monkeypatch.setattr(bucket, "patience", bucket.Patience(silence=1, deadline=1, first_delay=0.01))
+    monkeypatch.setattr(bucket, "timeouts", bucket.Timeouts(silence=1, deadline=1, first_delay=0.01))
     began = time.monotonic()
     with pytest.raises(storage.StorageError, match=r"gs://bucket/x: reading it failed for .* bytes still trickled in"):
         storage.read("gs://bucket/x")
@@ -274,7 +274,7 @@ def test_a_bucket_that_takes_no_more_says_so_and_asks_for_no_role(gcs: Any) -> N
     with pytest.raises(
         storage.StorageError,
         match=r"^gs://bucket/x: writing it was refused: The project exceeded its quota \(quotaExceeded\)\. "
-        r"See to the quotas",
+        r"Check the quotas",
     ):
         storage.write("gs://bucket/x", b"1")
 
@@ -287,6 +287,6 @@ def test_delays_double_and_are_drawn_at_random(monkeypatch: pytest.MonkeyPatch) 
         return (low + high) / 2
 
     monkeypatch.setattr(random, "uniform", uniform)
-    delays = bucket.Patience(first_delay=1, longest_delay=10).delays()
+    delays = bucket.Timeouts(first_delay=1, longest_delay=10).delays()
     assert [next(delays) for _ in range(5)] == [1, 2, 4, 5, 5]
     assert {low for low, _ in drawn} == {0}

@@ -75,7 +75,7 @@ def test_a_metadata_server_that_answers_nonsense_for_a_moment_changes_nothing(me
 def test_a_metadata_server_that_stays_away_is_a_storage_error_that_names_the_object(
     metadata: MetadataServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bucket, "patience", bucket.Patience(deadline=1, first_delay=0.01, longest_delay=0.1))
+    monkeypatch.setattr(bucket, "timeouts", bucket.Timeouts(deadline=1, first_delay=0.01, longest_delay=0.1))
     metadata.fault = lambda: Response(404, b"no such service account")
     with pytest.raises(
         types.StorageError, match=r"^gs://bucket/x: reading it failed for \d s, \d+ times; last: RefreshError.*404"

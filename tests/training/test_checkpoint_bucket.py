@@ -92,9 +92,9 @@ def test_hosts_wait_for_each_other_longer_than_storage_waits_for_a_part(
     gcs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the rate at which storage gives up, this part takes 3,192 s: a host may have it written in 300 s, or not."""
-    monkeypatch.setattr(bucket, "patience", replace(bucket.patience, rate=0.5))
+    monkeypatch.setattr(bucket, "timeouts", replace(bucket.timeouts, rate=0.5))
     part = sum(value.nbytes for value in State(0).values.values())
-    slowest = bucket.patience.deadline + part / 0.5
+    slowest = bucket.timeouts.deadline + part / 0.5
     hosts = Patient()
     saver = CheckpointWriter(
         FOLDER, Cluster(0, ("h",), run_id="r"), hosts, RunDescription({"seed": 1}, {}, "code", "t"), Keep(2),

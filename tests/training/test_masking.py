@@ -133,14 +133,6 @@ def test_no_rows_are_no_rows() -> None:
     assert masked.positions.shape == (0, 3)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"), [({"percent": 0}, "percent must be 1 to 100"), ({"predictions": 0}, "at least 1")]
-)
-def test_impossible_settings_are_refused(options: dict[str, int], message: str) -> None:
-    with pytest.raises(BadInput, match=message):
-        Masking(**options)
-
-
 def test_special_tokens_come_from_tokenizer_json() -> None:
     added = [
         {"id": i, "content": c, "special": True} for i, c in enumerate(["[CLS]", "[SEP]", "<unk>", "<pad>", "[MASK]"])

@@ -244,7 +244,7 @@ def test_a_silent_bucket_ends_in_a_message_and_not_in_a_hang(
         released.wait(20)
 
     gcs.fault = stall
-    monkeypatch.setattr(bucket, "patience", bucket.Patience(silence=0.2, deadline=1, first_delay=0.01))
+    monkeypatch.setattr(bucket, "timeouts", bucket.Timeouts(silence=0.2, deadline=1, first_delay=0.01))
     began = time.monotonic()
     with pytest.raises(
         storage.StorageError, match=r"gs://bucket/data/train-0000\d.tfrecord: reading bytes \d+ to \d+ of it failed for"

@@ -1,24 +1,35 @@
-"""Files and Cloud Storage objects behind one set of functions, and their errors.
+"""Files and Cloud Storage objects behind one set of functions; a URL is a local path or `gs://bucket/name`.
 
-Callers write `from training import storage` and `storage.read(url)`. `files` has the functions and their failure model,
-`types` their types and errors, `gcs` the client of Cloud Storage, `hub` the folders that are named on the Hugging Face
-Hub. This module implements the protocol `Storage`: code whose storage can be replaced takes one as an argument, with
-this module as the default.
+Callers write `from training import storage` and `storage.read(url)`. `types` has the types and errors, `gcs` the client
+of Cloud Storage, which imports Google's library at the first `gs://` URL, with its retries and time-outs; `hub` the
+folders that are named on the Hugging Face Hub. This module implements the protocol `Storage`: code whose storage can be
+replaced takes one as an argument, with this module as the default.
+
+Framework-free. All operations are atomic: a reader sees an object whole or not at all, exactly one `create_only` writer
+succeeds, and a read pinned to a generation never mixes two versions of an object. Failure model:
+
+* A local write goes to a hidden `.<name>.<random>.partial` beside its target and appears by one `link` or `replace`
+  after an fsync. A crash leaves at most the hidden file, which `listing` does not show and `remove_partial_files`
+  removes.
+* A bucket write becomes visible when the server finalises it. When the answer to a create-only write is lost, the write
+  is retried; if the object then exists with exactly the bytes that were sent, the write has succeeded.
+* A ranged read that breaks off is repeated whole, so no half range is ever returned.
 """
 
-from training.storage.files import (
-    append,
-    delete,
-    download,
-    listing,
-    read,
-    read_into,
-    remove_partial_files,
-    stat,
-    transfer_seconds,
-    upload,
-    write,
-)
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import google_crc32c
+
+from training.storage import gcs
 from training.storage.types import (
     REMOTE,
     AlreadyExists,
@@ -31,33 +42,222 @@ from training.storage.types import (
     crc32c,
     is_remote,
     join,
+    local_errors,
     name_of,
     split_remote,
 )
 
-__all__ = [
-    "REMOTE",
-    "AlreadyExists",
-    "Changed",
-    "NotAllowed",
-    "NotFound",
-    "Stat",
-    "Storage",
-    "StorageError",
-    "append",
-    "crc32c",
-    "delete",
-    "download",
-    "is_remote",
-    "join",
-    "listing",
-    "name_of",
-    "read",
-    "read_into",
-    "remove_partial_files",
-    "split_remote",
-    "stat",
-    "transfer_seconds",
-    "upload",
-    "write",
-]
+__all__ = ["REMOTE", "AlreadyExists", "Changed", "NotAllowed", "NotFound", "Stat", "Storage", "StorageError"]
+__all__ += ["append", "delete", "download", "listing", "read", "read_into", "remove_partial_files", "stat"]
+__all__ += ["transfer_seconds", "upload", "write"]
+__all__ += ["crc32c", "is_remote", "join", "name_of", "split_remote"]
+
+_PARTIAL = ".partial"
+_PIECE = 8 << 20
+_NO_HARD_LINKS = (errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EXDEV, errno.EMLINK)
+_WRITTEN = 64 << 20  # bytes after which the write-back begins, and other Python threads can run
+
+
+def stat(url: str) -> Stat | None:
+    """Returns size and generation of an object; None if there is none."""
+    if is_remote(url):
+        return gcs.stat(url)
+    with local_errors(url):
+        try:
+            status = os.stat(url)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+    if not os.path.isfile(url):
+        return None
+    return Stat(url, status.st_size, status.st_mtime_ns)
+
+
+def listing(folder: str) -> list[Stat]:
+    """Lists the files below a folder, recursively, sorted by URL, without unfinished ones; [] if it is missing."""
+    if is_remote(folder):
+        return gcs.listing(folder)
+    entries = []
+    with local_errors(folder):
+        for parent, _, names in os.walk(folder):
+            for name in names:
+                if not _is_partial(name):
+                    status = stat(os.path.join(parent, name))
+                    if status:
+                        entries.append(status)
+    return sorted(entries, key=lambda status: status.url)
+
+
+def read(url: str, start: int = 0, end: int | None = None, *, generation: int | None = None) -> bytes:
+    """Reads bytes [start, end) of an object (to its end without `end`), of the given generation. Raises NotFound,
+    Changed, StorageError."""
+    if start < 0 or (end is not None and end < start):
+        raise ValueError(f"{url}: bytes [{start}, {end}) is not a range")
+    if is_remote(url):
+        return gcs.read(url, start, end, generation)
+    with local_errors(url), open(url, "rb", buffering=0) as file:
+        status = os.fstat(file.fileno())
+        if generation is not None and status.st_mtime_ns != generation:
+            raise Changed(f"{url} was changed while it was in use: don't write to data that is being read; start again")
+        stop = status.st_size if end is None else min(end, status.st_size)
+        pieces = []
+        while start < stop:
+            piece = os.pread(file.fileno(), min(stop - start, 1 << 30), start)
+            if not piece:
+                break
+            pieces.append(piece)
+            start += len(piece)
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def read_into(url: str, start: int, place: memoryview) -> int:
+    """Fills `place` with the object's bytes from `start` on. Returns their number. Raises NotFound, StorageError."""
+    if is_remote(url):
+        data = gcs.read(url, start, start + len(place), None)
+        place[: len(data)] = data
+        return len(data)
+    done = 0
+    with local_errors(url), open(url, "rb", buffering=0) as file:
+        while done < len(place):
+            count = os.preadv(file.fileno(), [place[done:]], start + done)
+            if not count:
+                break
+            done += count
+    return done
+
+
+def write(url: str, data: bytes | memoryview, *, create_only: bool = False) -> Stat:
+    """Writes a whole object. With `create_only`, raises AlreadyExists when there is one; exactly one of several writers
+    succeeds."""
+    if is_remote(url):
+        return gcs.write(url, data, create_only)
+    with local_errors(url):
+        with _replacing(url, create_only) as descriptor:
+            crc = _write_summed(descriptor, memoryview(data))
+        return Stat(url, len(data), os.stat(url).st_mtime_ns, crc)
+
+
+def transfer_seconds(url: str, size: int) -> float:
+    """Returns the seconds after which a transfer of `size` bytes to or from a bucket gives up; 0 for a file."""
+    return gcs.timeouts.seconds(size) if is_remote(url) else 0.0
+
+
+def append(path: str, data: bytes) -> None:
+    """Appends to a local file, or creates it; a crash may leave a part of `data`. Objects of a bucket can't grow."""
+    with local_errors(path):
+        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+        with open(path, "ab") as file:
+            file.write(data)
+
+
+def upload(path: Path, url: str, *, create_only: bool = False) -> Stat:
+    """Copies a local file, which may be larger than memory, to `url`; otherwise like `write`."""
+    if is_remote(url):
+        return gcs.upload(path, url, create_only)
+    crc = size = 0
+    with local_errors(url):
+        with open(path, "rb") as source, _replacing(url, create_only) as descriptor:
+            while piece := source.read(_PIECE):
+                crc = google_crc32c.extend(crc, piece)
+                size += len(piece)
+                view = memoryview(piece)
+                while view:
+                    view = view[os.write(descriptor, view) :]
+        return Stat(url, size, os.stat(url).st_mtime_ns, crc)
+
+
+def download(url: str, path: Path) -> None:
+    """Copies one generation of an object to a local file, in pieces. Raises NotFound, Changed, StorageError."""
+    source = stat(url)
+    if source is None:
+        raise NotFound(f"{url} does not exist")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with local_errors(str(path)), _replacing(str(path), create_only=False) as descriptor:
+        for start in range(0, source.size, 4 * _PIECE):
+            view = memoryview(read(url, start, start + 4 * _PIECE, generation=source.generation))
+            while view:
+                view = view[os.write(descriptor, view) :]
+
+
+def delete(url: str) -> None:
+    """Deletes an object, if it exists."""
+    if is_remote(url):
+        gcs.delete(url)
+        return
+    with local_errors(url), contextlib.suppress(FileNotFoundError):
+        os.unlink(url)
+
+
+def remove_partial_files(folder: str, abandoned: Callable[[str], bool]) -> None:
+    """Deletes hidden files of killed writers in the direct subfolders of a local folder whose names are `abandoned` (no
+    process writes there any more), and subfolders that are then empty. Does nothing for a bucket."""
+    if is_remote(folder):
+        return
+    with local_errors(folder):
+        for name in filter(abandoned, os.listdir(folder)):
+            inside = os.path.join(folder, name)
+            for partial in filter(_is_partial, os.listdir(inside)):
+                delete(os.path.join(inside, partial))
+            with contextlib.suppress(OSError):  # not empty
+                os.rmdir(inside)
+
+
+def _write_summed(descriptor: int, view: memoryview) -> int:
+    """Writes all bytes and returns their crc32c, which another thread computes meanwhile.
+
+    Writes back each piece while it copies the next, so that the final fsync has little to do: the advice makes Linux
+    start the write-back of a local file and return; other file systems ignore it.
+    """
+    done = 0
+    with ThreadPoolExecutor(1, thread_name_prefix="crc32c") as pool:
+        crc = pool.submit(crc32c, view)
+        while done < len(view):
+            count = os.write(descriptor, view[done : done + _WRITTEN])
+            if sys.platform == "linux":  # macOS has no such call
+                os.posix_fadvise(descriptor, done, count, os.POSIX_FADV_DONTNEED)
+            done += count
+        return crc.result()
+
+
+def _is_partial(name: str) -> bool:
+    return name.startswith(".") and name.endswith(_PARTIAL)
+
+
+@contextlib.contextmanager
+def _replacing(url: str, create_only: bool) -> Iterator[int]:
+    """Yields a file descriptor; its content appears at `url` when the block ends without an exception."""
+    folder, name = os.path.split(os.path.abspath(url))
+    os.makedirs(folder, exist_ok=True)
+    if create_only and os.path.lexists(url):
+        raise AlreadyExists(f"{url} already exists")
+    partial = os.path.join(folder, f".{name}.{secrets.token_hex(6)}{_PARTIAL}")
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        try:
+            yield descriptor
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        if create_only:
+            try:
+                os.link(partial, url)
+            except FileExistsError:
+                raise AlreadyExists(f"{url} already exists") from None
+            except OSError as error:
+                if error.errno not in _NO_HARD_LINKS:
+                    raise
+                raise StorageError(
+                    f"{url}: this file system has no hard links ({error.strerror}), and without them two writers could "
+                    "both win: write to gs:// itself instead of a mounted bucket, or to another file system"
+                ) from None
+            os.unlink(partial)
+        else:
+            os.replace(partial, url)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(partial)
+        raise
+    parent = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(parent)
+    finally:
+        os.close(parent)

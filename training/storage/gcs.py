@@ -1,13 +1,12 @@
 """The Cloud Storage side of `training.storage`: the unmodified client library, with our own time-outs and messages.
 
-A call is repeated on 408, 429, any 5xx, broken or silent connections, and while the metadata server gives no token, by
-`google.api_core.retry`, after a delay that doubles and is drawn at random (so that the hosts of a slice do not come
-back together), until the deadline; then one StorageError names the object and the last cause. The client's own retries
-are off: their error at the end does not say which object, which range and what was tried, and each has its own
-deadline. A server that sends a few bytes now and then never runs into a socket's time-out; it is cut off at the
-deadline.
+Failure model. `google.api_core.retry` repeats a call on 408, 429, any 5xx, broken or silent connections, and while the
+metadata server gives no token, until the deadline. The delay doubles and is random, so that the hosts of a slice do not
+return together. Then one StorageError names the object and the last cause. The client's own retries are off: their
+final error does not say which object, which range and what was tried, and each has its own deadline. A server that
+sends a few bytes now and then never reaches a socket's time-out; the download is cut off at the deadline.
 
-The client is not fork-safe and is made once a process. STORAGE_EMULATOR_HOST is honoured by the client itself.
+The client is not fork-safe, so each process makes its own. It honours STORAGE_EMULATOR_HOST itself.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Patience:
+class Timeouts:
     """Time-outs of a call, in seconds.
 
-    `connect` and `silence` break one attempt: no connection, or no byte, for that long. `deadline` is for the whole
-    call, plus 1 s for each `rate` bytes. Delays between attempts start at up to twice `first_delay`.
+    `connect` and `silence` end one attempt: no connection, or no byte, for that long. `deadline` limits the whole call,
+    plus 1 s for each `rate` bytes. Delays between attempts start at up to twice `first_delay`.
     """
 
     connect: float = 10.0
@@ -54,11 +53,11 @@ class Patience:
     longest_delay: float = 16.0
 
     def seconds(self, size: int) -> float:
-        """How long a call that transfers `size` bytes may take in all."""
+        """Returns the limit for a call that transfers `size` bytes, retries included."""
         return self.deadline + size / self.rate
 
     def delays(self) -> Iterator[float]:
-        """Seconds before the next attempts: full jitter, see
+        """Yields the delays before the next attempts, with full jitter, see
         https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/"""
         from google.api_core.retry import exponential_sleep_generator
 
@@ -66,13 +65,13 @@ class Patience:
         return delays
 
 
-patience = Patience()
+timeouts = Timeouts()
 
 _lock = threading.Lock()
 _clients: dict[tuple[int, str | None], Any] = {}
 _CONNECTIONS = 64
 _ONE_REQUEST = 8 << 20  # bytes up to which the client sends an object in one request
-# Reasons of a 403 that no permission would help against:
+# Reasons of a 403 that a permission would not remove:
 # https://cloud.google.com/storage/docs/json_api/v1/status-codes
 _QUOTA_REASONS = (
     "quotaExceeded",
@@ -83,12 +82,12 @@ _QUOTA_REASONS = (
     "notBillable",
 )
 
-# One attempt: given the client's (connect, read) time-outs and the moment at which it is over.
+# One attempt, with the client's (connect, read) time-outs and the moment of its deadline.
 Attempt = Callable[[tuple[float, float], float], T]
 
 
 def stat(url: str) -> Stat | None:
-    """Size and generation of an object, None if there is none."""
+    """Returns size and generation of an object; None if there is none."""
     bucket, name = _object(url)
 
     def attempt(timeout: tuple[float, float], _: float) -> Stat | None:
@@ -99,7 +98,7 @@ def stat(url: str) -> Stat | None:
 
 
 def listing(folder: str) -> list[Stat]:
-    """All objects below a folder, sorted by URL."""
+    """Lists all objects below a folder, sorted by URL."""
     bucket, name = split_remote(folder)
     prefix = name.rstrip("/") + "/" if name.strip("/") else ""
 
@@ -111,7 +110,7 @@ def listing(folder: str) -> list[Stat]:
 
 
 def read(url: str, start: int, end: int | None, generation: int | None) -> bytes:
-    """Bytes [start, end) of an object, to its end without `end`; of the pinned generation, if there is one."""
+    """Reads bytes [start, end) of an object, to its end without `end`; of `generation`, if it is given."""
     bucket, name = _object(url)
     if end is not None and end <= start:
         return b""
@@ -120,7 +119,7 @@ def read(url: str, start: int, end: int | None, generation: int | None) -> bytes
 
     def attempt(timeout: tuple[float, float], until: float) -> bytes:
         blob = _client().bucket(bucket).blob(name)
-        # Closed after a failure, because the errors of all attempts are kept until the last, with what they refer to.
+        # Close the buffer after a failure: the errors of all attempts live until the last, with their frames.
         with io.BytesIO() as sink, _CutOff(until):
             blob.download_to_file(
                 sink,
@@ -189,7 +188,7 @@ def upload(path: Path, url: str, create_only: bool) -> Stat:
 
 
 def delete(url: str) -> None:
-    """Deletes an object; a missing one is fine."""
+    """Deletes an object, if it exists."""
     bucket, name = _object(url)
 
     def attempt(timeout: tuple[float, float], _: float) -> None:
@@ -203,18 +202,18 @@ def delete(url: str) -> None:
 
 
 def _send(url: str, size: int, checksum: Callable[[], int], send: Callable[..., None], create_only: bool) -> Stat:
-    """Writes an object of `size` bytes by `send(blob, **options)`. `checksum` computes the crc32c of what is sent.
+    """Writes an object of `size` bytes by `send(blob, **options)`. `checksum` computes the crc32c of the sent bytes.
 
-    A large object is sent in chunks, and a chunk that fails is sent again by the client; only when the upload's session
-    is lost it begins anew."""
+    The client sends a large object in chunks and repeats a chunk that fails; the whole upload starts again only when
+    its session is lost."""
     bucket, name = _object(url)
     sent = 0  # requests that may have written the object
 
-    def may_pass(error: Exception) -> bool:
+    def should_retry(error: Exception) -> bool:
         nonlocal sent
-        passes = _may_pass(error)
-        sent += passes  # the client sends the chunk again
-        return passes
+        retry = _is_transient(error)
+        sent += retry  # the client sends the chunk again
+        return retry
 
     def attempt(timeout: tuple[float, float], until: float) -> Stat:
         from google.api_core import exceptions as api
@@ -223,13 +222,15 @@ def _send(url: str, size: int, checksum: Callable[[], int], send: Callable[..., 
         nonlocal sent
         sent += 1
         blob = _client().bucket(bucket).blob(name)
-        limits, left = patience, max(until - time.monotonic(), 0.1)
-        chunks = Retry(may_pass, 2 * limits.first_delay, limits.longest_delay, 2, left) if size > _ONE_REQUEST else None
+        limits, left = timeouts, max(until - time.monotonic(), 0.1)
+        chunks = (
+            Retry(should_retry, 2 * limits.first_delay, limits.longest_delay, 2, left) if size > _ONE_REQUEST else None
+        )
         generation = 0 if create_only else None
         try:
             send(blob, checksum="crc32c", if_generation_match=generation, timeout=timeout, retry=chunks)
         except api.PreconditionFailed:
-            # It may be there because of our own earlier request, whose answer was lost.
+            # An earlier request of this call, whose answer was lost, may have written the object.
             present = stat(url) if sent > 1 else None
             if present and present.size == size and present.crc32c == checksum():
                 return present
@@ -246,8 +247,7 @@ def _send(url: str, size: int, checksum: Callable[[], int], send: Callable[..., 
 
 
 class _CutOff:
-    """Cuts this thread's download off at a moment, however slowly bytes come in: a socket's time-out begins anew with
-    every byte."""
+    """Cuts off this thread's download at a deadline: a socket's time-out starts again with every byte."""
 
     _current = threading.local()
 
@@ -259,7 +259,7 @@ class _CutOff:
 
     @classmethod
     def watch(cls, response: Any) -> None:
-        """Notes the response that this thread is about to read."""
+        """Remembers the response that this thread is about to read."""
         current: _CutOff | None = getattr(cls._current, "cut_off", None)
         if current:
             current._response = response
@@ -267,7 +267,7 @@ class _CutOff:
     def _cut(self) -> None:
         self._over = True
         if self._response is not None:
-            with contextlib.suppress(ValueError, RuntimeError, OSError):  # it has ended by itself
+            with contextlib.suppress(ValueError, RuntimeError, OSError):  # the download has already ended
                 self._response.raw.shutdown()
 
     def __enter__(self) -> None:
@@ -282,21 +282,14 @@ class _CutOff:
 
 
 def _retry(url: str, activity: str, attempt: Attempt[T], *, size: int = 0, pinned: bool = False) -> T:
-    """Repeats `attempt` while its failures may pass.
+    """Repeats `attempt` while its failures are transient. Raises StorageError for a final failure or at the deadline.
 
-    Args:
-        url: The object, for messages.
-        activity: For messages: "reading".
-        attempt: What to repeat.
-        size: Bytes to transfer, which the deadline allows for.
-        pinned: Whether a generation was asked for, so that a missing object may have been replaced.
-
-    Raises:
-        StorageError: It failed for good; the message says what, and what to do.
+    `activity` ("reading") and `url` are for messages; `size` bytes extend the deadline. With `pinned`, the attempt asks
+    for one generation, so a missing object may have been replaced.
     """
     from google.api_core.retry import retry_target
 
-    limits = patience
+    limits = timeouts
     seconds = limits.seconds(size)
     began = time.monotonic()
     failures = 0
@@ -306,7 +299,7 @@ def _retry(url: str, activity: str, attempt: Attempt[T], *, size: int = 0, pinne
         left = max(began + seconds - time.monotonic(), 0.1)
         return attempt((min(limits.connect, left), min(limits.silence, left)), began + seconds)
 
-    def may_pass(error: Exception) -> bool:
+    def should_retry(error: Exception) -> bool:
         nonlocal failures, final
         failures += 1
         final = _final_error(url, activity, error, pinned)
@@ -320,12 +313,12 @@ def _retry(url: str, activity: str, attempt: Attempt[T], *, size: int = 0, pinne
             f"{_cause(errors[-1])}. Check the bucket's status and this host's network, then start again"
         ), errors[-1]
 
-    result: T = retry_target(call, may_pass, limits.delays(), timeout=seconds, exception_factory=give_up)
+    result: T = retry_target(call, should_retry, limits.delays(), timeout=seconds, exception_factory=give_up)
     return result
 
 
 def _final_error(url: str, activity: str, error: Exception, pinned: bool) -> Exception | None:
-    """What to raise for a failure that will not pass; None for one that may."""
+    """Returns the error to raise for a permanent failure; None for a transient one."""
     from google.api_core import exceptions as api
     from google.auth import exceptions as auth
 
@@ -347,7 +340,7 @@ def _final_error(url: str, activity: str, error: Exception, pinned: bool) -> Exc
             f"{url}: no Google credentials: run `gcloud auth application-default login`, or give the TPU's service "
             f"account access to gs://{bucket}"
         )
-    if isinstance(error, auth.GoogleAuthError) and not _may_pass(error):
+    if isinstance(error, auth.GoogleAuthError) and not _is_transient(error):
         return StorageError(
             f"{url}: {activity} it failed because Google's credentials were refused: {_cause(error)}. Run `gcloud auth "
             "application-default login` again, or check the service account of this host"
@@ -355,15 +348,15 @@ def _final_error(url: str, activity: str, error: Exception, pinned: bool) -> Exc
     code = error.code if isinstance(error, api.GoogleAPICallError) else None
     if code is not None and code not in (408, 429) and code < 500:
         return StorageError(f"{url}: {activity} it was refused: {code} {_answer(error)[0]}")
-    return None if _may_pass(error) else error
+    return None if _is_transient(error) else error
 
 
 def _refusal(url: str, activity: str, error: Any) -> StorageError:
-    """The error for a 401 or 403: a quota, or a missing permission."""
+    """Returns the error for a 401 or 403: a quota, or a missing permission."""
     message, reason = _answer(error)
     if reason in _QUOTA_REASONS:
         return StorageError(
-            f"{url}: {activity} it was refused: {message} ({reason}). See to the quotas and the billing of the "
+            f"{url}: {activity} it was refused: {message} ({reason}). Check the quotas and the billing of the "
             "bucket's project"
         )
     return NotAllowed(
@@ -373,8 +366,8 @@ def _refusal(url: str, activity: str, error: Any) -> StorageError:
 
 
 def _answer(error: Any) -> tuple[str, str]:
-    """The server's message and reason (https://cloud.google.com/storage/docs/json_api/v1/status-codes). Google's
-    library puts the whole request and the whole answer into its own message."""
+    """Returns the server's message and reason (https://cloud.google.com/storage/docs/json_api/v1/status-codes). The
+    library's own message contains the whole request and answer."""
     try:
         body = error.response.json()["error"]
         message, reason = str(body["message"]), str((body.get("errors") or [{}])[0].get("reason", ""))
@@ -383,7 +376,7 @@ def _answer(error: Any) -> tuple[str, str]:
     return " ".join(message.split()).removesuffix(".")[:500], reason
 
 
-def _may_pass(error: Exception) -> bool:
+def _is_transient(error: Exception) -> bool:
     import requests
     import urllib3
     from google.api_core import exceptions as api
@@ -415,9 +408,9 @@ def _bucket_exists(bucket: str) -> bool:
     from google.api_core.exceptions import GoogleAPICallError
 
     try:
-        return bool(_client().bucket(bucket).exists(timeout=patience.silence, retry=None))
+        return bool(_client().bucket(bucket).exists(timeout=timeouts.silence, retry=None))
     except (GoogleAPICallError, OSError):
-        return True  # unknown: the right to read objects does not include the right to look at the bucket
+        return True  # unknown: permission to read objects does not include permission to get the bucket
 
 
 def _object(url: str) -> tuple[str, str]:

@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -34,25 +34,6 @@ BATCH_ROWS = 4096
 LabelledText = tuple[str, str]  # text, label as it is written in the corpus
 
 
-class LabelKind(Protocol):
-    """Converts a label's text to the number in a record."""
-
-    @property
-    def rows(self) -> Rows:
-        """The rows of the dataset that it makes."""
-
-    @property
-    def dtype(self) -> Dtype:
-        """The feature's dtype."""
-
-    @property
-    def names(self) -> Sequence[str]:
-        """The names of labels 0, 1, ... for the manifest; empty if labels have no names."""
-
-    def encode(self, label: str, place: str) -> float:
-        """Returns the number of a label. Raises BadInput, with `place` before the message, for an impossible one."""
-
-
 @dataclass(frozen=True)
 class ClassLabels:
     """Named classes; a class's number is its place in `names`."""
@@ -66,6 +47,7 @@ class ClassLabels:
         return {name: number for number, name in enumerate(self.names)}
 
     def encode(self, label: str, place: str) -> float:
+        """Returns the number of a label. Raises BadInput, with `place` before the message, for an unknown one."""
         number = self._numbers.get(label)
         if number is None:
             raise BadInput(
@@ -83,6 +65,8 @@ class FloatLabels:
     names: ClassVar[tuple[str, ...]] = ()
 
     def encode(self, label: str, place: str) -> float:
+        """Returns the number of a label. Raises BadInput, with `place` before the message, unless it is a finite
+        float32."""
         try:
             number = float(label)
         except ValueError:
@@ -90,6 +74,9 @@ class FloatLabels:
         if not math.isfinite(number) or abs(number) > float(np.finfo(np.float32).max):
             raise BadInput(f"{place}: label {label!r} is not a finite float32: leave such rows out of the corpus")
         return number
+
+
+LabelKind = ClassLabels | FloatLabels
 
 
 @dataclass(frozen=True)

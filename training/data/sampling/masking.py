@@ -95,12 +95,6 @@ class Masking:
     percent: int = 15
     predictions: int | None = None
 
-    def __post_init__(self) -> None:
-        if not 1 <= self.percent <= 100:
-            raise BadInput(f"masking.percent must be 1 to 100, not {self.percent}")
-        if self.predictions is not None and self.predictions < 1:
-            raise BadInput(f"masking.predictions must be at least 1, not {self.predictions}")
-
     def places(self, length: int) -> int:
         """Returns the static number of predictions for rows of `length` tokens."""
         return min(length, self.predictions or max(1, -(-length * self.percent // 100)))
