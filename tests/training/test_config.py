@@ -167,10 +167,6 @@ def test_the_hash_tells_configurations_apart_and_not_their_spelling() -> None:
     other = from_document(parse(changed("seed: 1", "seed: 2"), "run.yaml"))
     config = from_document(parse(GOOD, "run.yaml"))
     assert config.hash == same.hash != other.hash
-    # Two keys that once had another default.
-    as_before = changed("global_batch_size: 64", "global_batch_size: 64\n  precision: fp32")
-    as_before += "checkpoint: {every_minutes: null}\n"
-    assert from_document(parse(as_before, "run.yaml")).hash == "89e18b4e9db1ed77", "what earlier versions computed"
 
 
 def test_precision_follows_the_device_unless_the_file_says_it() -> None:
