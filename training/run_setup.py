@@ -1,5 +1,5 @@
-"""Before the first step: the data is opened, all hosts agree on what they run, the run's folder is claimed, and the
-framework's backend is opened."""
+"""Before the first step: opens the data, makes all hosts agree on what they run, claims the run's folder, and opens the
+framework's backend."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from training.telemetry.phase_timer import PhaseTimer
 
 @dataclass(frozen=True)
 class Run:
-    """One attempt of a run on this host: what it is, and what it talks to."""
+    """One attempt of a run on this host."""
 
     config: TrainerConfig
     cluster: Cluster
@@ -54,31 +54,28 @@ class Run:
 
     @property
     def folder(self) -> str:
-        """Where everything of the run is."""
         return join(self.config.output, self.cluster.run_id)
 
     @property
     def checkpoint_folder(self) -> str:
-        """Where its checkpoints are."""
         return join(self.folder, "checkpoints")
 
     @property
     def model_folder(self) -> str:
-        """Where the result goes."""
         return join(self.folder, "model")
 
     @property
     def program(self) -> str:
-        """Equal for attempts that train in the same way: of the configuration and the code."""
+        """The hashes of configuration and code: equal for attempts that train in the same way."""
         return f"{self.config.hash}.{self.code}"
 
     @property
     def precision(self) -> str:
-        """Of matrix products, fp32 or bf16, on this host's devices."""
+        """The precision of matrix products on this host's devices, "fp32" or "bf16"."""
         return self.config.for_device(device_kind()).train.precision
 
     def model_config(self) -> dict[str, Any]:
-        """The values of the model's config.json."""
+        """Returns the values of the model's config.json."""
         tokens = self.task.data.tokens
         return build_model_config(
             self.config.model,
@@ -90,11 +87,11 @@ class Run:
         )
 
     def step_seconds(self) -> float:
-        """What this attempt has spent in steps and on waiting for their batches."""
+        """Returns the seconds that this attempt spent in steps and waiting for their batches."""
         return self.timer.seconds.get("step", 0.0) + self.timer.seconds.get("data_wait", 0.0)
 
     def with_starting_model(self) -> Run:
-        """The run, with the folder that its model starts from. Raises BadInput."""
+        """Returns the run with `model.path` a model folder; see the function of this name. Raises BadInput."""
         return replace(self, config=with_starting_model(self.config, self.folder, self.cluster, self.rendezvous))
 
 
@@ -107,8 +104,8 @@ def open_run(
     console: Console,
     dependencies: Dependencies,
 ) -> tuple[Run, str]:
-    """Opens the data, and makes sure that all hosts are about to run the same thing. Returns the run and the URL of
-    this attempt's record. Raises BadInput."""
+    """Opens the data, claims the run's folder, and makes sure that all hosts run the same configuration, code and data.
+    Returns the run and the URL of this attempt's record. Raises BadInput."""
     machine, storage = dependencies.machine, dependencies.storage
     require_trackers(config.telemetry.trackers)
     with timer.phase("dataset"):
@@ -146,7 +143,7 @@ def require_trackers(names: Sequence[str]) -> None:
 
 
 def checkpoint_identity(run: Run) -> dict[str, Any]:
-    """What a checkpoint must agree with to be continued."""
+    """Returns what a checkpoint must agree with to be continued."""
     return {
         **run.task.identity(),
         **run.model_identity,
@@ -175,12 +172,12 @@ def open_checkpoints(run: Run) -> CheckpointWriter:
 
 
 def open_task(config: TrainerConfig, cluster: Cluster) -> Task:
-    """The task that the configuration names, with its data. Raises BadInput."""
+    """Opens the data of the task that the configuration names. Raises BadInput."""
     return task_class(config.task)(config, cluster)
 
 
 def model_identity(config: TrainerConfig) -> dict[str, Any]:
-    """The network, as far as a checkpoint must agree with it."""
+    """Returns what a checkpoint must agree with of the network."""
     model = config.model
     if model.path is not None:
         return {"model.path": model.path}
@@ -193,10 +190,10 @@ def model_identity(config: TrainerConfig) -> dict[str, Any]:
 
 
 def with_starting_model(config: TrainerConfig, folder: str, cluster: Cluster, rendezvous: Rendezvous) -> TrainerConfig:
-    """Where `model.path` is a run's folder, or one checkpoint in it: host 0 writes that model to `start` in this run's
-    folder, and it is read there.
+    """Returns the configuration with a model folder as `model.path`. All hosts call it. Raises BadInput.
 
-    Later attempts find it there, whatever has become of the other run. Raises BadInput.
+    If `model.path` is another run's folder, or one checkpoint in it, host 0 writes that model to `start` in this run's
+    folder. Later attempts find it there, even if the other run is gone.
     """
     path = config.model.path
     if path is None or default_storage.stat(join(path, CONFIG)) is not None or not has_checkpoint(path):
@@ -209,8 +206,8 @@ def with_starting_model(config: TrainerConfig, folder: str, cluster: Cluster, re
 
 
 def open_backend(config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous, task: Task, token: str) -> Backend:
-    """Imports the framework and builds the model. Raises BadInput when the batch does not divide over the devices that
-    there are, and UnusableTpu."""
+    """Imports the framework and builds the model. Raises BadInput, for a batch that does not divide over the real
+    devices for instance, and UnusableTpu."""
     set_device_environment(config.backend, cluster)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     tokens = task.data.tokens
@@ -226,7 +223,7 @@ def open_backend(config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous
 
 
 def prepare_devices(name: str, cluster: Cluster) -> None:
-    """Sets the environment in which a backend's framework is to be imported to open devices alone. Raises BadInput."""
+    """Sets the environment for importing a backend's framework without a run, for `check-devices`. Raises BadInput."""
     if name == "tensorflow" and cluster.hosts > 1 and device_kind() == "TPU":
         os.environ["PJRT_DEVICE"] = "TPU"
         os.environ.update(tensorflow_environment(cluster, {"TPU_NAME": "grpc"}))  # workers have the chips
@@ -236,14 +233,14 @@ def prepare_devices(name: str, cluster: Cluster) -> None:
 
 
 def set_device_environment(name: str, cluster: Cluster) -> None:
-    """Sets PJRT_DEVICE, and on a TPU what the framework of that backend must be told. Raises BadInput."""
+    """Sets PJRT_DEVICE, and on a TPU the variables that the backend's framework needs. Raises BadInput."""
     os.environ["PJRT_DEVICE"] = device_kind()
     if os.environ["PJRT_DEVICE"] == "TPU":
         os.environ.update(load(BACKENDS[name].tpu_environment)(cluster, os.environ))
 
 
 def _import_for_devices(name: str, cluster: Cluster) -> OpenBackend:
-    """`import_backend`; TensorFlow's import already initialises some TPUs. Raises BadInput, UnusableTpu."""
+    """Calls `import_backend`, whose import of TensorFlow initialises some TPUs. Raises BadInput, UnusableTpu."""
     try:
         return import_backend(name)
     except (ImportError, TrainError):
@@ -255,13 +252,13 @@ def _import_for_devices(name: str, cluster: Cluster) -> OpenBackend:
 
 
 def import_backend(name: str) -> OpenBackend:
-    """The class of a registered backend, its framework imported. Raises BadInput where that is not installed."""
+    """Returns the class of a registered backend, its framework imported. Raises BadInput if it is not installed."""
     prepare_framework(name)
     return cast(OpenBackend, load(BACKENDS[name].backend))
 
 
 def prepare_framework(name: str) -> None:
-    """Sets the environment in which a backend's framework is to be imported. Raises BadInput where it is not
+    """Sets the variables that a backend's framework reads when it is imported. Raises BadInput if the framework is not
     installed."""
     entry = BACKENDS[name]
     if importlib.util.find_spec(entry.requires) is None:
@@ -274,7 +271,7 @@ def prepare_framework(name: str) -> None:
 
 @dataclass(frozen=True)
 class Dependencies:
-    """What the training of a run is built on. A simulation gives others."""
+    """The machine, storage and services that a run uses. A simulation gives others."""
 
     machine: Machine = SYSTEM
     storage: Storage = default_storage  # where the run's folder is

@@ -1,9 +1,9 @@
 """The training loop: `train` starts everything up, `Trainer.loop` is the loop, for every backend and task.
 
 Step number k trains on batch k and is a function of the state, k and the batch alone; "step 40" in messages and
-checkpoints means that 40 steps are done. All hosts run this code and must make the same choices. So every choice rests
-on the step number, or on a `StepResult`, which all hosts read after the same step: a host that is asked to stop says so
-in the signals of its next step, and all hosts stop after reading that step's result.
+checkpoints means that 40 steps are done. All hosts run this code and must make the same choices, from the step number or
+from a `StepResult`, which all hosts read after the same step: a host that is asked to stop says so in the signals of its
+next step, and all hosts stop after reading that step's result.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from training.telemetry.phase_timer import PhaseTimer
 from training.telemetry.text import format_evaluation, format_progress, format_start
 from training.telemetry.writer import HURRIED_SECONDS, MetricsWriter
 
-_FINISH_SECONDS = 60.0  # that the last metrics may take
+_FINISH_SECONDS = 60.0  # for the last metrics to be written
 
 FinishedStep = tuple[StepResult, HostBatch]
 
@@ -61,15 +61,15 @@ def train(
 
     Args:
         config: of the run.
-        cluster: who this host is, and the others.
+        cluster: all hosts, and which of them this one is.
         rendezvous: of all hosts.
-        shutdown: whether this process was asked to stop.
-        timer: where the time of this process goes. It is also the clock of checkpoint.every_minutes.
-        dependencies: what the training is built on; this machine, unless given.
+        shutdown: says whether this process was asked to stop.
+        timer: times the phases of this process, and is the clock of checkpoint.every_minutes.
+        dependencies: this machine, unless given.
 
     Raises:
-        StopRequested: it was asked to stop, and the state is committed.
-        TrainError: everything else that ends a run.
+        StopRequested: the process was asked to stop, and the state is committed.
+        TrainError: any other end of the run.
     """
     run, begin_record = open_run(
         config, cluster, rendezvous, shutdown, timer, Console(cluster.is_first), dependencies or Dependencies()
@@ -89,8 +89,13 @@ def train(
 
 
 def open_trainer(run: Run, context: AttemptContext, record_url: str) -> Trainer:
-    """Builds the model, as it was when the run was last committed. `context` learns what the attempt's end needs;
-    `record_url`: of this attempt's record."""
+    """Builds the model and restores the newest checkpoint.
+
+    Args:
+        run: on this host.
+        context: is given what the record of the attempt's end needs.
+        record_url: of this attempt's record.
+    """
     cluster, config = run.cluster, run.config
     with run.timer.phase("start"):
         run = run.with_starting_model()
@@ -127,26 +132,21 @@ def open_trainer(run: Run, context: AttemptContext, record_url: str) -> Trainer:
 
 
 def open_metrics(run: Run, step: int) -> MetricsWriter:
-    """The writer of the numbers of an attempt that begins at `step`, on host 0."""
+    """Opens the writer of an attempt's metrics, on host 0. `step`: at which the attempt begins."""
     dependencies = run.dependencies
 
     def open_log() -> MetricsLog:
         trackers = (*dependencies.trackers, *run.config.telemetry.trackers)
         settings = run.config.canonical()
         return MetricsLog(
-            run.folder,
-            run.cluster.attempt,
-            step,
-            trackers=trackers,
-            storage=dependencies.storage,
-            settings=settings,
+            run.folder, run.cluster.attempt, step, trackers=trackers, storage=dependencies.storage, settings=settings
         )
 
     return MetricsWriter(open_log, warn, dependencies.machine)
 
 
 def open_profiler(run: Run, finished: Callable[[], int]) -> Profiler:
-    """Takes the profiles of this host's steps. `finished`: the number of steps whose results were read."""
+    """Opens the profiler of this host's steps. `finished`: returns the number of steps whose results were read."""
 
     def open_tracer() -> Tracer:
         tracer: Tracer = load(BACKENDS[run.config.backend].profiler)()
@@ -160,12 +160,12 @@ def open_profiler(run: Run, finished: Callable[[], int]) -> Profiler:
 
 
 class Trainer:
-    """The loop of one attempt, and what it works on."""
+    """The loop of one attempt."""
 
     def __init__(
         self, run: Run, backend: Backend, checkpoints: CheckpointWriter, history: NonFiniteHistory, record_url: str
     ) -> None:
-        """A run at step 0. `history`: of earlier attempts; `record_url`: of this attempt's record."""
+        """Begins at step 0. `history`: of earlier attempts; `record_url`: of this attempt's record."""
         self.history, self._record_url = history, record_url
         self._recording = run.dependencies.machine.threads.lock()
         self._is_recorded = False  # that a step of this attempt was not finite
@@ -185,7 +185,7 @@ class Trainer:
         self._start_seconds: dict[str, float] | None = None  # to the first step's result; empty when it was recorded
 
     def resume(self, restored: Restored) -> None:
-        """Continues from a checkpoint; newer ones that were passed over may be written again."""
+        """Continues from a checkpoint. Newer ones that were passed over as damaged may be written again."""
         step, state = restored.manifest.step, restored.manifest.state
         self.restored = restored
         self.progress.resume(step, state)
@@ -196,7 +196,7 @@ class Trainer:
     # --- the loop
 
     def loop(self) -> None:
-        """All steps that are left, with the saves and evaluations that are due. Raises StopRequested."""
+        """Runs all steps that are left, with the saves and evaluations that are due. Raises StopRequested."""
         run, progress, steps = self.run, self.progress, self.run.config.train.steps
         best = run.config.checkpoint.best
         save = EverySteps(run.config.checkpoint.every_steps)
@@ -265,8 +265,8 @@ class Trainer:
         self.compilations.check_step(self.progress.step - 1, batch)
 
     def save(self) -> None:
-        """Begins to save the present step, unless that is done already. With `checkpoint.background` the next steps run
-        meanwhile."""
+        """Waits for all steps in flight and begins to save the state, unless it is saved already. With
+        `checkpoint.background` the next steps run meanwhile."""
         progress = self.progress
         self.finish_steps()
         progress.signals, self._saved_at = Signals(stop=progress.signals.stop), self.run.timer.total()
@@ -279,7 +279,7 @@ class Trainer:
             self.checkpoints.save(progress.step, self.backend.tensor_specs(), self.backend.snapshot_state, state)
 
     def evaluate(self) -> None:
-        """Over the whole evaluation set, unless all hosts learn meanwhile that one is to stop."""
+        """Evaluates the whole evaluation set, unless all hosts learn meanwhile that they are to stop."""
         run, step = self.run, self.progress.step
         self.finish_steps()
         with self.compilations.evaluation():
@@ -305,7 +305,7 @@ class Trainer:
         raise StopRequested(f"stopped after step {step}, which is committed: {self._checkpoint_url(step)}")
 
     def finish(self) -> dict[str, Any]:
-        """After the last step and its save: the evaluation, the model, the summary."""
+        """Evaluates and exports after the last step and its save. Returns the summary, and writes it on host 0."""
         run, config = self.run, self.run.config
         is_evaluated = config.checkpoint.best is not None and self.evaluations.step == self.progress.step
         if config.data.evaluation and config.evaluation.at_end and not is_evaluated:
@@ -334,16 +334,16 @@ class Trainer:
         return summary
 
     def judge(self, error: NonFinite) -> TrainError:
-        """What ends an attempt whose step, or whose state, was not finite."""
+        """Records that a step or a state was not finite, and returns the error that ends the attempt."""
         self.record(error)
         return self.history.judge(error, self.restored.manifest.step if self.restored else 0)
 
     def record(self, error: NonFinite) -> None:
-        """Host 0 records for later attempts that a step was not finite, and all hosts wait for that: host 0 ends soon
-        after the first that leaves, whatever it is doing. The first such step of an attempt counts.
+        """Records on host 0, for later attempts, that a step was not finite. All hosts wait for the record, because
+        host 0 ends soon after the first host that leaves. Only the first such step of an attempt is recorded.
 
-        A thread that saves calls it too. Hosts learn from their saves that a state is not finite, each at another step,
-        and host 0 may be waiting in a step for one that has left the loop.
+        Threads that save call this too: hosts learn from their saves that a state is not finite, each at another step,
+        while host 0 may wait in a step for a host that has left the loop.
         """
         manifest = self.restored.manifest if self.restored else None
         with self._recording:
@@ -390,7 +390,7 @@ class Trainer:
                 self._report(self.log, step, result)
 
     def _report_start(self) -> dict[str, float]:
-        """Says how long this attempt took to the result of its first step, and returns the seconds of its phases."""
+        """Prints how long this attempt took to the result of its first step, and returns the seconds of its phases."""
         seconds = self.run.timer.report()
         programs = self.backend.compilations()[0]
         cached = self.backend.counters().get("programs_from_cache", 0)
@@ -398,7 +398,7 @@ class Trainer:
         return seconds
 
     def _report(self, log: MetricsWriter, step: int, result: StepResult) -> None:
-        """The progress line, and the same for the trackers. The line of a skipped step has the last finite loss."""
+        """Shows the progress line and gives its values to the trackers. A skipped step shows the last finite loss."""
         train, loss = self.run.config.train, result.loss
         if result.skipped and self.progress.last_loss is not None:
             loss = self.progress.last_loss
@@ -424,16 +424,20 @@ class Trainer:
 
 
 class StepRate:
-    """The time of a step, and the share of it that waited for the batch, over the steps between two updates."""
+    """The seconds of a step, and the share of them that waited for the batch, between two updates."""
 
     def __init__(self) -> None:
-        """Before the first step of an attempt."""
         self._seconds, self._waited, self._steps = 0.0, 0.0, 0  # at the last update
         self._seconds_per_step, self._data_wait = 0.0, 0.0
 
     def update(self, seconds: float, waited: float, steps: int) -> tuple[float, float]:
-        """Seconds of a step, and the share of them from 0 to 1 that waited, from totals so far: the seconds of steps,
-        those among them that waited for batches, and the number of steps."""
+        """Returns the seconds of a step and their share from 0 to 1 that waited for the batch.
+
+        Args:
+            seconds: of all steps so far.
+            waited: seconds among them that waited for batches.
+            steps: number so far.
+        """
         if steps > self._steps:
             spent = seconds - self._seconds
             self._seconds_per_step = spent / (steps - self._steps)
