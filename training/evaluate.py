@@ -1,5 +1,4 @@
-"""Figures over a whole evaluation set: between the steps of a run, and with `tpu-train evaluate` of a checkpoint or of
-a model folder.
+"""Evaluates a model over a whole evaluation set: between the steps of a run, and for `tpu-train evaluate`.
 
 Each record counts once, on any number of hosts: totals are added over batches and hosts, and only then divided.
 """
@@ -36,7 +35,7 @@ from training.telemetry.tracker import finite_or_none
 
 @dataclass(frozen=True)
 class Evaluated:
-    """The figures of a model, and over what."""
+    """The figures of a model over a dataset."""
 
     model: str  # a checkpoint's folder, or a model folder
     step: int | None
@@ -47,8 +46,8 @@ class Evaluated:
     labels: tuple[str, ...] | None
 
     def as_json(self) -> dict[str, Any]:
-        """For people's programs: the figures beside the rest (null for one that is not finite, whose name is in
-        "not_finite"), and the confusion matrix where there is one."""
+        """Returns one flat JSON object: the figures (null for one that is not finite, whose name is in "not_finite")
+        beside the rest, and a classifier's confusion matrix."""
         figures = finite_or_none(self.figures)
         lost = [name for name, value in figures.items() if value is None]
         values = {"model": self.model, "step": self.step, "data": self.data, "examples": self.examples, **figures}
@@ -67,7 +66,7 @@ class Checkpoint:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Folder and step, for messages."""
         return f"{self.folder}, step {self.manifest.step}"
 
     def load_model(self, backend: Backend) -> None:
@@ -85,15 +84,15 @@ class Checkpoint:
 def evaluate_all(
     task: Task, backend: Backend, rendezvous: Rendezvous, shutdown: ShutdownRequest, phase: str
 ) -> StepResult:
-    """Adds up the totals over the evaluation set. When `signals.stop` of the result is set, all hosts have stopped
-    early: the totals are of a part.
+    """Returns the totals over the evaluation set; over a part of it if all hosts stopped early, which `signals.stop` of
+    the result says.
 
     Args:
-        task: whose evaluation set.
-        backend: with the model.
+        task: has the evaluation set.
+        backend: has the model.
         rendezvous: of all hosts.
-        shutdown: whether this process was asked to stop.
-        phase: what this is part of, for other hosts' messages.
+        shutdown: says whether this process was asked to stop.
+        phase: named to other hosts while this runs.
     """
     total, replaced = StepResult.empty(), 0
     in_flight: deque[Pending] = deque()
@@ -125,20 +124,19 @@ def evaluate(
     shutdown: ShutdownRequest,
     step: int | None = None,
 ) -> Evaluated:
-    """Evaluates a model, on all hosts.
+    """Evaluates a model. All hosts call it.
 
     Args:
-        place: a run's folder, a model folder in Hugging Face's layout, or a name on the Hub. The network is built as it
-            says.
-        config: says the data, the batch size and the precision.
-        cluster: who this host is, and the others.
+        place: a run's folder, a model folder in Hugging Face's layout, or a name on the Hub; decides the network.
+        config: decides data, batch size and precision.
+        cluster: all hosts, and which of them this one is.
         rendezvous: of all hosts.
-        shutdown: whether this process was asked to stop.
-        step: of a run, which checkpoint; the newest, unless given.
+        shutdown: says whether this process was asked to stop.
+        step: of a run's checkpoint; the newest, unless given.
 
     Raises:
-        BadInput: something does not fit together.
-        TrainError: it was asked to stop, and the evaluation ended early.
+        BadInput: model and data do not fit together, or are not there.
+        TrainError: the process was asked to stop, and the evaluation ended early.
     """
     if config.data.evaluation is None:
         raise BadInput("there is nothing to evaluate on: set data.evaluation")
@@ -195,8 +193,8 @@ def _open_checkpoint(place: str, step: int | None) -> Checkpoint:
 
 
 def _require_same_task(place: str, task: Task, checkpoint: Checkpoint | None) -> None:
-    """The model must have been made for this task, tokenizer and labels: otherwise the figures would mean nothing.
-    Raises BadInput."""
+    """Raises BadInput unless the model was made for this task, tokenizer and labels: otherwise the figures would mean
+    nothing."""
     if checkpoint:
         identity = checkpoint.manifest.identity
         kind, labels, tokenizer = identity.get("task"), identity.get("labels"), identity.get("tokenizer")

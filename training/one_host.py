@@ -1,5 +1,4 @@
-"""The trainer as Python functions on this host, for notebooks: the same code that `tpu-train` runs, without its
-process.
+"""Trains and predicts in this process, for notebooks: the code that `tpu-train` runs, as Python functions.
 
     from training import one_host
     one_host.shards("--corpus", "builtin:pydoc", "--tokenizer", "tokenizer", "--out", "data")
@@ -27,26 +26,27 @@ from training.telemetry.phase_timer import PhaseTimer
 
 
 def shards(*arguments: str) -> None:
-    """`tpu-train shards ARGUMENTS`: makes a dataset; does nothing when it is there already."""
+    """Makes a dataset, as `tpu-train shards ARGUMENTS`; does nothing if it is there already."""
     from training.cli.data import shards as command
 
     command.main(list(arguments), prog_name="shards", standalone_mode=False)
 
 
 def configuration(file: str | Path, *settings: str) -> TrainerConfig:
-    """A YAML file, checked; `settings` are as with --set, for example "train.steps=100"."""
+    """Reads and checks a YAML file. `settings`: as with --set, "train.steps=100" for instance."""
     return load(file, settings)
 
 
 def train(config: TrainerConfig, run_id: str = "notebook") -> dict[str, Any]:
-    """Trains on this host to the last step, and returns the summary that is in the run's summary.json."""
+    """Trains on this host to the last step, and returns the values of the run's summary.json."""
     from training.trainer import train as run
 
     return run(config, _this_host(run_id), SingleHost(), ShutdownRequest(), PhaseTimer())
 
 
 def _this_host(run_id: str) -> Cluster:
-    """This host alone, with the accelerator that its environment or the metadata server names. Raises BadInput."""
+    """Returns a cluster of this host alone, with the accelerator that its environment or the metadata server names.
+    Raises BadInput on a slice of several hosts."""
     if device_kind() != "TPU":
         return Cluster(0, ("localhost",), run_id=run_id)
     cluster = discover()
@@ -59,12 +59,13 @@ def _this_host(run_id: str) -> Cluster:
 
 
 def metrics(config: TrainerConfig, run_id: str = "notebook") -> list[dict[str, Any]]:
-    """The run's history: an object for each line of progress (step, loss, learning_rate, ...) and each evaluation."""
+    """Returns the run's history: an object for each progress line (step, loss, learning_rate, ...) and evaluation."""
     return read_history(storage.join(config.output, run_id))
 
 
 def predict(model: str, text: str, top: int = 5) -> list[tuple[float, str]]:
-    """(probability, class), or for a masked-language model (probability, text with its mask filled), best first."""
+    """Returns (probability, class), or for a masked-language model (probability, text with its mask filled), best
+    first."""
     from training.models.predict import classify, fill_mask, is_classifier
 
     if is_classifier(model):

@@ -1,4 +1,4 @@
-"""After the last step: all hosts compare their weights, the model is written, and host 0 writes the summary."""
+"""After the last step: compares the weights of all hosts, exports the model and writes the summary."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from training.telemetry.tracker import finite_or_none
 
 
 def compare_weights(run: Run, backend: Backend, replaced: int, seconds: float) -> tuple[str, int]:
-    """Raises TrainError when the hosts have ended with different weights.
+    """Raises TrainError if the hosts ended with different weights. All hosts call it.
 
     Args:
         run: of this host.
-        backend: with the weights.
-        replaced: rows of this host in the place of damaged records.
-        seconds: for all hosts to come here from their last save.
+        backend: holds the weights.
+        replaced: rows of this host that replaced damaged records.
+        seconds: to wait for all hosts after their last save.
 
     Returns:
-        The checksum of the weights, and such rows of all hosts.
+        The checksum of the weights, and the replaced rows of all hosts.
     """
     reports = run.rendezvous.meet("end", [weights_crc32c(backend), replaced], seconds)
     checksums = [checksum for checksum, _ in reports]
@@ -46,7 +46,7 @@ def compare_weights(run: Run, backend: Backend, replaced: int, seconds: float) -
 
 
 def weights_crc32c(backend: Backend) -> str:
-    """Of all weights in the order of their names: equal for equal bits."""
+    """Returns the checksum of all weights in the order of their names, 8 hexadecimal digits."""
     sizes = {name: spec.size for name, spec in sorted(backend.tensor_specs().items()) if name.startswith("model/")}
     crc = 0
     for names in in_batches(sizes):
@@ -71,8 +71,8 @@ def export_model(run: Run, backend: Backend) -> None:
 
 
 def export_seconds(run: Run, backend: Backend) -> float:
-    """How long the other hosts wait for the export of host 0: as long as storage may take for the weights, beside what
-    a start may take."""
+    """Returns how long the other hosts wait for the export of host 0: as long as storage may take for the weights, and
+    rendezvous.start_seconds."""
     size = sum(spec.size for name, spec in backend.tensor_specs().items() if name.startswith(export.PREFIX))
     return run.config.rendezvous.start_seconds + storage.transfer_seconds(run.model_folder, size)
 
@@ -89,7 +89,7 @@ def build_summary(
     skipped: int,
     hub: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    """The values of summary.json. `hub`: what became of the upload, where there was one."""
+    """Returns the values of summary.json. `hub`: the result of the upload, if there was one."""
     config, cluster = run.config, run.cluster
     count, compile_seconds = backend.compilations()
     step_seconds, seconds = run.step_seconds(), run.timer.report()

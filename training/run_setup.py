@@ -154,7 +154,7 @@ def checkpoint_identity(run: Run) -> dict[str, Any]:
 
 
 def open_checkpoints(run: Run) -> CheckpointWriter:
-    """The writer of the run's checkpoints."""
+    """Opens the writer of the run's checkpoints."""
     config = run.config
     return CheckpointWriter(
         run.checkpoint_folder,

@@ -1,9 +1,9 @@
 """The training loop: `train` starts everything up, `Trainer.loop` is the loop, for every backend and task.
 
 Step number k trains on batch k and is a function of the state, k and the batch alone; "step 40" in messages and
-checkpoints means that 40 steps are done. All hosts run this code and must make the same choices, from the step number or
-from a `StepResult`, which all hosts read after the same step: a host that is asked to stop says so in the signals of its
-next step, and all hosts stop after reading that step's result.
+checkpoints means that 40 steps are done. All hosts run this code and must make the same choices, from the step number
+or from a `StepResult`, which all hosts read after the same step: a host that is asked to stop says so in the signals of
+its next step, and all hosts stop after reading that step's result.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""The result: a folder in Hugging Face's layout, which `transformers.pipeline("fill-mask" or "text-classification",
-model=folder)` loads in plain torch.
+"""Writes a run's result as a folder in Hugging Face's layout: weights, config.json and the tokenizer's files, whichever
+backend trained them. Needs no framework.
 
-It consists of a run's weights, a config.json and the tokenizer's files, whichever backend trained them; writing it
-needs no framework. The tokenizer is written first, then config.json, and last model.safetensors: a folder without that
-is not finished.
+The tokenizer is written first, then config.json, and last model.safetensors: a folder without that is not finished.
 """
 
 from __future__ import annotations
@@ -47,12 +45,12 @@ def write_model_folder(
     """Writes a model folder.
 
     Args:
-        folder: where to.
-        weights: as Backend.tensor_specs; tensors that are not of the model are left out.
+        folder: to write.
+        weights: as Backend.tensor_specs; tensors of the optimizer are left out.
         snapshot_state: as Backend.snapshot_state.
         config: values of config.json.
-        tokenizer: the tokenizer folder. It may be another model's folder, whose weights are not copied.
-        storage: where both folders are.
+        tokenizer: the tokenizer's folder. It may be another model's folder, whose weights are not copied.
+        storage: of both folders.
     """
     tokenizer = tokenizer_folder(tokenizer)
     for stat in storage.listing(tokenizer):
@@ -69,19 +67,8 @@ def write_model_folder(
 
 
 def export_checkpoint(run: str, out: str, step: int | None = None) -> int:
-    """Writes the model of a checkpoint as a model folder.
-
-    Args:
-        run: the run's folder.
-        out: the model folder.
-        step: of the checkpoint; the newest, unless given.
-
-    Returns:
-        The step of the checkpoint.
-
-    Raises:
-        BadInput: there is no such checkpoint, or it is damaged.
-    """
+    """Writes the model of a run's checkpoint, the newest unless `step` is given, to the folder `out`. Returns its step.
+    Raises BadInput if there is no such checkpoint, or it is damaged."""
     place, steps = find_checkpoints(run)
     chosen = steps[0] if step is None else step
     if chosen not in steps:

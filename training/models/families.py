@@ -1,8 +1,8 @@
-"""Families of encoders that `model.path` may be of, in the terms of Hugging Face's transformers. Framework-free.
+"""Families of encoders, in the terms of Hugging Face's transformers. Framework-free.
 
-Training needs to know two things that transformers does not say: how the head for masked tokens is applied to some
-positions only, and which parameters a fresh head has. Families that are not listed are tried all the same, if their
-head is built like one of these; a backend compares the result with the network's own before it trains.
+transformers does not say how the masked-LM head is applied to some positions only, and which parameters a fresh head
+has. Unlisted families are tried if their masked-LM head is built like one of these; the result is compared with the
+network's own before it trains.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Family:
-    """What training needs to know of a family."""
+    """Names in the networks of a family."""
 
     prefix: str  # how the names of its networks begin: BertForMaskedLM
     # What a network with a fresh head (training.registry.Head) has beside its encoder: a starting model may lack these.
@@ -69,5 +69,5 @@ DROPOUT_RATES = (
 
 
 def dropout_rates(values: dict[str, object], rate: float) -> dict[str, float]:
-    """The rates among the values of a network's whole configuration, all set to `rate`."""
+    """Returns the names of dropout rates among the values of a network's configuration, each with `rate`."""
     return {name: rate for name in DROPOUT_RATES if name in values}

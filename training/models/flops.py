@@ -17,15 +17,12 @@ SIZES = ("hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size")
 
 
 def flops_per_row(config: Mapping[str, Any], length: int, predictions: int | None) -> float:
-    """FLOPs of training on one row.
+    """Returns the FLOPs of training on one row; 0 for a family with other layers, or other names of its sizes.
 
     Args:
         config: values of an encoder's config.json.
         length: tokens of the row.
         predictions: places at which a masked-LM head is computed; None for a classifier's head.
-
-    Returns:
-        0 for a family whose layers are others, or that names its sizes otherwise.
     """
     if config.get("model_type") == "modernbert" or any(type(config.get(name)) is not int for name in SIZES):
         return 0.0
@@ -40,21 +37,16 @@ def flops_per_row(config: Mapping[str, Any], length: int, predictions: int | Non
 
 
 class WorkCounter:
-    """Adds up what was trained, over all hosts."""
+    """Counts the tokens and FLOPs of training over all hosts."""
 
     def __init__(self, config: Mapping[str, Any], hosts: int) -> None:
-        """Starts at zero.
-
-        Args:
-            config: values of the model's config.json.
-            hosts: how many train on as many rows as this one.
-        """
+        """`config`: values of the model's config.json. `hosts`: number of hosts, each with as many rows as this."""
         self._config, self._hosts = config, hosts
         self.tokens = 0  # places in the batches, padding included
         self.flops = 0.0
 
     def add(self, batch: Arrays) -> None:
-        """Adds one step. `batch`: this host's rows; other hosts have as many of the same length."""
+        """Adds one step. `batch`: this host's rows."""
         rows, length = batch["input_ids"].shape
         predictions = batch["positions"].shape[1] if "positions" in batch else None
         self.tokens += rows * length * self._hosts
@@ -62,7 +54,7 @@ class WorkCounter:
 
 
 def peak_flops(accelerator_type: str | None, device_kind: str) -> float | None:
-    """FLOP/s of all devices in bf16; None where that is not known, which includes every CPU."""
+    """Returns the FLOP/s of all devices in bf16; None if unknown, as for CPUs."""
     if device_kind != "TPU" or accelerator_type is None:
         return None
     try:
@@ -73,5 +65,5 @@ def peak_flops(accelerator_type: str | None, device_kind: str) -> float | None:
 
 
 def mfu(flops: float, seconds: float, peak: float | None) -> float | None:
-    """The share of the peak (FLOP/s), between 0 and 1; None without a known peak or model."""
+    """Returns the share of the peak (FLOP/s) that was used, between 0 and 1; None without a known peak or model."""
     return round(flops / seconds / peak, 4) if peak and flops and seconds > 0 else None

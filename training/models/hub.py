@@ -1,10 +1,9 @@
-"""The model on the Hugging Face Hub: `push_model` uploads one; `BackgroundUploader` does so during a run, which it can
-neither stop nor slow down.
+"""Uploads models to the Hugging Face Hub: `push_model` at once, `BackgroundUploader` during a run.
 
-A background upload is a process of its own with low priority. It reads a committed checkpoint from the run's folder, so
-it uses neither the device nor the step loop, and it ends with the run. A failure is one warning and a line of the
-summary. The token is HF_TOKEN of the environment and nothing else: it is in no argument, no file and no message. Files
-go through the Hub's LFS protocol; its newer Xet store is not used.
+A background upload is a process of its own with low priority that reads a committed checkpoint from the run's folder.
+It can neither stop nor slow down the run, and ends with it. A failure is one warning and a line of the summary. The
+token is HF_TOKEN of the environment: it is in no argument, no file and no message. Files go through the Hub's LFS
+protocol; its newer Xet store is not used.
 """
 
 from __future__ import annotations
@@ -41,13 +40,13 @@ _SHOWN_BYTES = 1 << 16  # of what an upload printed
 def push_model(
     run: str, repository: str, step: int | None, private: bool, sleep: Callable[[float], None] = time.sleep
 ) -> tuple[int, str]:
-    """Uploads the model of a run's checkpoint. A README.md that the repository already has is not replaced.
+    """Uploads the model of a run's checkpoint, and a README.md if the repository has none.
 
     Args:
         run: the run's folder.
-        repository: ORGANISATION/NAME; made if there is none.
+        repository: ORGANISATION/NAME; created if it does not exist.
         step: of the checkpoint; the newest, unless given.
-        private: of a repository that is made.
+        private: of a repository that is created.
         sleep: waits between tries.
 
     Returns:
@@ -55,7 +54,7 @@ def push_model(
 
     Raises:
         BadInput: no token, or no such checkpoint.
-        TrainError: the Hub did not take it.
+        TrainError: the Hub refused the upload.
     """
     token = os.environ.get(TOKEN)
     if not token:
@@ -88,7 +87,7 @@ def push_model(
 
 
 def last_figures(run: str, step: int) -> dict[str, float]:
-    """The figures of the run's last evaluation up to `step`; none when there was no evaluation."""
+    """Returns the figures of the run's last evaluation up to `step`; {} without one."""
     evaluations = [
         line for line in read_history(run) if line["step"] <= step and any(name.startswith("eval_") for name in line)
     ]
@@ -102,7 +101,7 @@ def last_figures(run: str, step: int) -> dict[str, float]:
 
 
 def render_card(repository: str, config: Mapping[str, Any], figures: Mapping[str, float]) -> str:
-    """The README.md of a repository, with the metadata that the Hub reads.
+    """Returns the README.md of a repository, with the metadata that the Hub reads.
 
     Args:
         repository: ORGANISATION/NAME.
@@ -127,14 +126,14 @@ def render_card(repository: str, config: Mapping[str, Any], figures: Mapping[str
 
 @dataclass(frozen=True)
 class PushEnd:
-    """How an upload's process ended."""
+    """The end of an upload's process."""
 
-    code: int | None  # None: it was ended, because nobody waits for it any more
-    out: Sequence[str] = ()  # lines at the end of what it printed
+    code: int | None  # None: it was killed, because the run waits for it no longer
+    out: Sequence[str] = ()  # its last lines
     err: Sequence[str] = ()
 
 
-# Runs `tpu-train push` with these arguments, until it has ended or the function says that nobody waits any more.
+# Runs `tpu-train push` with these arguments until it ends, or kills it once the function returns True.
 RunPush = Callable[[Sequence[str], Callable[[], bool]], PushEnd]
 
 
@@ -143,7 +142,7 @@ def run_push(
     is_over: Callable[[], bool],
     command: Sequence[str] = (sys.executable, "-m", "training.cli", "push"),
 ) -> PushEnd:
-    """`RunPush`, as a process of its own."""
+    """Runs an upload as a process of its own; see `RunPush`."""
     if not os.environ.get(TOKEN):
         return PushEnd(2, err=[f"{TOKEN} is not in the environment (name it in run.secrets)"])
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
@@ -168,9 +167,8 @@ def _await_end(process: subprocess.Popen[bytes], is_over: Callable[[], bool]) ->
 
 
 class BackgroundUploader:
-    """The uploads of one attempt, on host 0: one at a time, by a thread that starts a process for each and reads what
-    it printed. Commits during an upload are left out, except the last. Nothing that goes wrong here reaches the loop.
-    """
+    """Uploads commits of one attempt, on host 0: one at a time, by a thread that starts a process for each. Commits
+    during an upload are left out, except the last. Its errors never reach the loop."""
 
     def __init__(
         self,
@@ -180,7 +178,7 @@ class BackgroundUploader:
         run_push: RunPush = run_push,
         machine: Machine = SYSTEM,
     ) -> None:
-        """Uploads nothing yet.
+        """Starts the thread, which uploads nothing yet.
 
         Args:
             settings: the section hub of the configuration.
@@ -202,16 +200,13 @@ class BackgroundUploader:
         self._thread = machine.threads.start(self._serve, name="hub")
 
     def committed(self, step: int | None) -> None:
-        """Uploads a newly committed step some time, if that is wanted. Called after every step."""
+        """Requests an upload of a newly committed step, if the settings want one. Call it after every step."""
         if step is not None and step != self._requested and self.settings.every == "checkpoint":
             self._request(step)
 
     def finish(self, step: int) -> dict[str, Any]:
-        """Uploads the last step, unless it is there, and waits for it as long as the settings say.
-
-        Returns:
-            What the summary says under "hub".
-        """
+        """Uploads the last step, unless it is on the Hub, and waits at most `hub.wait_seconds`. Returns the summary's
+        values under "hub"."""
         self._wait_until_idle()
         if self.pushed != step and (self.settings.at_end or self.settings.every):
             self._request(step)
@@ -219,7 +214,7 @@ class BackgroundUploader:
         return {"repository": self.settings.repository, "step": self.pushed, "commit": self.commit, "error": self.error}
 
     def close(self) -> None:
-        """Ends an upload that is under way: the Hub takes a commit whole or not at all."""
+        """Kills an upload that is under way: the Hub takes a commit whole or not at all."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -231,7 +226,7 @@ class BackgroundUploader:
             self._changed.notify_all()
 
     def _wait_until_idle(self) -> None:
-        """At most `hub.wait_seconds`: then the thread ends the upload itself."""
+        """Waits at most `hub.wait_seconds`: then the thread kills the upload itself."""
         with self._changed:
             self._deadline = self._now() + self.settings.wait_seconds
             self._changed.wait_for(
@@ -269,7 +264,7 @@ class BackgroundUploader:
             self._fail(last_line.removeprefix("tpu-train: error: ") or f"the upload ended with {end.code}")
 
     def _is_over(self) -> bool:
-        """Whether the run waits for an upload no longer."""
+        """Returns whether the run waits for an upload no longer."""
         return self._is_closed or (self._deadline is not None and self._now() >= self._deadline)
 
     def _fail(self, reason: str) -> None:
@@ -280,8 +275,8 @@ class BackgroundUploader:
 
 
 def find_result(lines: Sequence[str]) -> dict[str, Any] | None:
-    """The step and the commit that `push --beside` printed, whatever a library printed before or after; None when they
-    are not there."""
+    """Returns the step and the commit that `push --beside` printed, whatever a library printed before or after; None if
+    they are not there."""
     for line in reversed(lines):
         with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(line)
@@ -291,7 +286,7 @@ def find_result(lines: Sequence[str]) -> dict[str, Any] | None:
 
 
 def _lines(file: IO[bytes]) -> list[str]:
-    """The lines at the end of what a process has printed."""
+    """Returns the last lines that a process printed."""
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - _SHOWN_BYTES))
     return file.read().decode(errors="replace").strip().splitlines()

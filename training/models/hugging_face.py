@@ -1,5 +1,4 @@
-"""Model folders in Hugging Face's layout, and the values of their `config.json`: what the backends build networks
-from, and what the result is written with. Framework-free."""
+"""Model folders in Hugging Face's layout, and the values of their `config.json`. Framework-free."""
 
 from __future__ import annotations
 
@@ -34,7 +33,8 @@ SIZES = (
 
 @dataclass(frozen=True)
 class ModelRequirements:
-    """What a run's data needs of its model: embeddings for its tokens, positions for its rows, a head for its task."""
+    """Requirements of a run's data on its model: embeddings for its tokens, positions for its rows, a head for its
+    task."""
 
     vocabulary: int
     pad: int
@@ -52,7 +52,7 @@ def build_model_config(
     head: Head = MASKED_LM,
     labels: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """The values of config.json for a network with this head.
+    """Returns the values of config.json for a network with this head.
 
     Args:
         model: the configuration's section.
@@ -73,7 +73,7 @@ def build_model_config(
 
 
 def read_labels(config: Mapping[str, Any]) -> list[str]:
-    """The names of a classifier's classes, by number. Raises BadInput."""
+    """Returns the names of a classifier's classes, by number. Raises BadInput."""
     try:
         return [name for _, name in sorted(config.get("id2label", {}).items(), key=lambda item: int(item[0]))]
     except (AttributeError, ValueError, TypeError):
@@ -81,8 +81,14 @@ def read_labels(config: Mapping[str, Any]) -> list[str]:
 
 
 def require_family(values: Mapping[str, Any], path: str | None, head: Head, backend: BackendName) -> None:
-    """Raises BadInput for a starting model whose family can't get this head, or that a backend can't train. Other
-    families are tried by the backend. `path`: for messages."""
+    """Raises BadInput for a starting model of a family that can't get this head, or that the backend can't train.
+
+    Args:
+        values: of its config.json.
+        path: for messages.
+        head: of the task.
+        backend: of the run.
+    """
     family = values.get("model_type")
     if head.is_fresh and family not in FAMILIES:
         raise BadInput(
@@ -131,15 +137,8 @@ def _named_config(model: Model, vocabulary: int, pad: int, dropout: float) -> di
 
 
 def check_capacity(network_config: Any, requirements: ModelRequirements) -> None:
-    """Checks that the network has a position for each token of a row, and an embedding for each token of the tokenizer.
-
-    Args:
-        network_config: transformers' PretrainedConfig of the network.
-        requirements: of the data.
-
-    Raises:
-        BadInput: it has not.
-    """
+    """Raises BadInput unless the network has a position for each token of a row, and an embedding for each token of the
+    tokenizer. `network_config`: transformers' PretrainedConfig."""
     unused = requirements.pad + 1 if network_config.model_type in POSITIONS_AFTER_PAD else 0
     positions = getattr(network_config, "max_position_embeddings", math.inf) - unused
     if requirements.sequence_length > positions:
@@ -156,7 +155,7 @@ def check_capacity(network_config: Any, requirements: ModelRequirements) -> None
 
 @contextlib.contextmanager
 def local_copy(folder: str) -> Iterator[str]:
-    """Gives a local model folder: `folder` itself, or a copy of one in a bucket that exists while the block runs."""
+    """Yields a local model folder: `folder` itself, or a copy of one in a bucket, deleted after the block."""
     folder = model_folder(folder)
     if not storage.is_remote(folder):
         yield folder
@@ -168,7 +167,7 @@ def local_copy(folder: str) -> Iterator[str]:
 
 
 def read_config(folder: str) -> dict[str, Any]:
-    """The values of a model folder's config.json. Raises BadInput."""
+    """Reads the values of a model folder's config.json. Raises BadInput."""
     url = storage.join(model_folder(folder), CONFIG)
     try:
         values: dict[str, Any] = json.loads(storage.read(url))

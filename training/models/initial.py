@@ -33,7 +33,7 @@ def initial_weight(
     model_type: str = "bert",
     pad: int | None = None,
 ) -> npt.NDArray[np.float32]:
-    """The initial value of one parameter.
+    """Returns the initial value of one parameter.
 
     Args:
         name: PyTorch's.
@@ -62,8 +62,8 @@ def initial_weights(
     model_type: str = "bert",
     pad: int | None = None,
 ) -> Iterator[npt.NDArray[np.float32]]:
-    """`initial_weight` of each parameter (name, shape), in order. Every processor makes one at a time, ahead of whoever
-    takes them: bert-large's take one of them seconds."""
+    """Yields `initial_weight` of each parameter (name, shape), in order. Every processor makes one at a time, ahead of
+    the caller: a single one takes seconds for bert-large."""
     workers = os.cpu_count() or 1
     waiting: deque[Future[npt.NDArray[np.float32]]] = deque()
     with ThreadPoolExecutor(workers, thread_name_prefix="initial-weights") as pool:  # numpy releases Python's lock

@@ -1,5 +1,5 @@
-"""Predictions of a trained model on the CPU: transformers' pipelines over plain torch or, where that is not installed,
-over TensorFlow."""
+"""Predictions of a trained model on the CPU, by transformers' pipelines over torch or, if torch is not installed, over
+TensorFlow."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class ClassPrediction:
 
 
 def is_classifier(folder: str) -> bool:
-    """Whether `classify` is what the model is for, rather than `fill_mask`. Raises BadInput."""
+    """Returns whether the model is for `classify`, rather than for `fill_mask`. Raises BadInput."""
     _require_model(folder)
     return TASKS[task_of_model(read_config(folder))].head.pipeline == "text-classification"
 
 
 def fill_mask(folder: str, text: str, top: int) -> list[MaskPrediction]:
-    """The most probable tokens for the one mask in `text`, best first. Raises BadInput."""
+    """Returns the `top` most probable tokens for the one mask in `text`, best first. Raises BadInput."""
     _require_model(folder)
     with local_copy(folder) as local_folder:
         filler = open_pipeline("fill-mask", local_folder)
@@ -52,8 +52,8 @@ def fill_mask(folder: str, text: str, top: int) -> list[MaskPrediction]:
 
 
 def classify(folder: str, text: str, top: int) -> list[ClassPrediction]:
-    """The most probable classes of `text`, best first. A text with more tokens than positions is cut. Raises
-    BadInput."""
+    """Returns the `top` most probable classes of `text`, best first, and cuts a text that is longer than the model's
+    positions. Raises BadInput."""
     _require_model(folder)
     with local_copy(folder) as local_folder:
         classifier = open_pipeline("text-classification", local_folder)
@@ -66,8 +66,8 @@ def classify(folder: str, text: str, top: int) -> list[ClassPrediction]:
 
 
 def open_pipeline(name: str, folder: str) -> Any:
-    """`transformers.pipeline(name)` over a local model folder, on the CPU, with the first registered framework that is
-    installed. Raises BadInput."""
+    """Returns `transformers.pipeline(name)` over a local model folder, on the CPU, with the first registered framework
+    that is installed. Raises BadInput if none is."""
     for entry in BACKENDS.values():
         if importlib.util.find_spec(entry.inference_requires) is not None:
             return load(entry.open_pipeline)(name, folder)
