@@ -29,7 +29,7 @@ from training.errors import BadInput, TrainError
 from training.machine import SYSTEM, Machine
 from training.machine.threads import Thread
 from training.storage import Storage, StorageError, join
-from training.telemetry.writer import join as join_thread
+from training.telemetry.writer import join_thread
 
 _DELIVERY_SECONDS = 10.0  # longest time that the end of an attempt waits for the upload of a profile
 _POLL_SECONDS = 0.2

@@ -241,7 +241,11 @@ def test_what_is_too_large_is_told_with_its_size() -> None:
             {"data__train": "nowhere"},
             "Before there is data, say what it will be: --vocabulary and --sequence-length",
         ),
-        (["--accelerator", "v4-8", "--vocabulary", "100"], {}, "--vocabulary and --sequence-length go together"),
+        (
+            ["--accelerator", "v4-8", "--vocabulary", "100"],
+            {},
+            "stand in for missing data: give both or neither",
+        ),
     ],
 )
 def test_bad_input_ends_with_2(folder: Path, options: list[str], changes: dict[str, Any], expected: str) -> None:

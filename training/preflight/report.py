@@ -104,7 +104,7 @@ class Report:
         """Returns the object that `--json` prints and `tpu-launch run` stores."""
         report = asdict(self)
         for result, document in zip(self.accelerators, report["accelerators"], strict=True):
-            lines = [*_accelerator_lines(result), _footer(self)]
+            lines = [*_accelerator_lines(result), _footer_line(self)]
             document.update(fits=result.fits, distinct_graphs=result.distinct_programs, lines=lines)
             for graph, graph_document in zip(result.graphs, document["graphs"], strict=True):
                 if graph.memory:
@@ -123,11 +123,11 @@ def describe_executable(
     capacity = target.generation.usable_hbm_bytes_per_device
     memory = replace(compiled.memory, resident=traced.resident_bytes + other_programs, capacity=capacity)
     fits = memory.total <= capacity
-    beside = f" ({gib(memory.resident)} of them for state and programs beside it)" if memory.resident else ""
-    return _result(
+    beside = f" ({format_gib(memory.resident)} of them for state and programs beside it)" if memory.resident else ""
+    return _make_result(
         traced,
         fits=fits,
-        reason=None if fits else f"{_too_large(memory.total, capacity)}{beside}",
+        reason=None if fits else f"{_too_large_reason(memory.total, capacity)}{beside}",
         needed=memory.total,
         memory=memory,
         costs=roofline(compiled.flops, compiled.bytes_accessed, target, traced.graph.rows),
@@ -140,7 +140,7 @@ def describe_executable(
 def describe_refusal(traced: TracedProgram, message: str, seconds: float) -> GraphResult:
     """Returns the result for a program that the compiler refused with `message`, after `seconds`."""
     needed, reason = explain_refusal(message)
-    return _result(
+    return _make_result(
         traced,
         fits=False,
         reason=reason,
@@ -155,12 +155,12 @@ def describe_refusal(traced: TracedProgram, message: str, seconds: float) -> Gra
 
 def add_remat_advice(graph: GraphResult, with_remat: GraphResult) -> GraphResult:
     """Returns a result that does not fit, with the memory that the program needs under train.remat: layers."""
-    needed = f"would need {gib(with_remat.needed)}" if with_remat.needed else "would not compile either"
+    needed = f"would need {format_gib(with_remat.needed)}" if with_remat.needed else "would not compile either"
     advice = f"with train.remat: layers it {needed}{' and fit' if with_remat.fits else ''}"
     return replace(graph, reason=f"{graph.reason}; {advice}")
 
 
-def _result(traced: TracedProgram, **facts: Any) -> GraphResult:
+def _make_result(traced: TracedProgram, **facts: Any) -> GraphResult:
     graph = traced.graph
     return GraphResult(
         graph=str(graph),
@@ -195,15 +195,15 @@ def explain_refusal(message: str) -> tuple[int | None, str]:
     match = used or temporaries
     if match:
         wanted, available = _parse_size(match.group(1)), _parse_size(match.group(2))
-        return wanted, _too_large(wanted, available)
+        return wanted, _too_large_reason(wanted, available)
     if "allocation_size_words <= std::numeric_limits<int32_t>::max()" in message:
         return None, "does not fit: a single array is larger than the device can address"
     first_line = next((line for line in message.splitlines() if line.strip()), "no reason given")
     return None, f"the compiler refuses it: {first_line[:300]}"
 
 
-def _too_large(wanted: int, available: int) -> str:
-    return f"does not fit: it needs {gib(wanted)} of HBM a device, and {gib(available)} are there"
+def _too_large_reason(wanted: int, available: int) -> str:
+    return f"does not fit: it needs {format_gib(wanted)} of HBM a device, and {format_gib(available)} are there"
 
 
 def parse_allocations(message: str) -> list[Allocation]:
@@ -228,7 +228,7 @@ def _parse_size(text: str) -> int:
 # --- From results to text
 
 
-def gib(amount: float) -> str:
+def format_gib(amount: float) -> str:
     """Returns for example "15.48 GiB"."""
     return f"{amount / GIB:.2f} GiB"
 
@@ -242,10 +242,10 @@ def format_size(amount: float) -> str:
 
 
 def format_report(report: Report) -> list[str]:
-    return [line for result in report.accelerators for line in _accelerator_lines(result)] + [_footer(report)]
+    return [line for result in report.accelerators for line in _accelerator_lines(result)] + [_footer_line(report)]
 
 
-def _footer(report: Report) -> str:
+def _footer_line(report: Report) -> str:
     return f"({report.compiler}; {NOT_VERIFIED})"
 
 
@@ -253,8 +253,8 @@ def _accelerator_lines(result: AcceleratorResult) -> list[str]:
     hosts = "1 host" if result.hosts == 1 else f"{result.hosts} hosts"
     verdict = "fits" if result.fits else "DOES NOT FIT"
     lines = [
-        f"{result.accelerator}: {verdict}: {result.devices} devices on {hosts}, {gib(result.capacity)} of HBM each; "
-        f"{_program_count(result)}"
+        f"{result.accelerator}: {verdict}: {result.devices} devices on {hosts}, "
+        f"{format_gib(result.capacity)} of HBM each; {_program_count(result)}"
     ]
     for graph in result.graphs:
         lines += [f"  {line}" for line in _graph_lines(graph, result.devices)]
@@ -280,7 +280,7 @@ def _graph_lines(graph: GraphResult, devices: int) -> list[str]:
         memory, costs = graph.memory, graph.costs
         intensity = costs.flops / max(costs.bytes, 1)
         lines = [
-            f"{head}: {graph.reason or f'fits: {gib(memory.total)} of {gib(memory.capacity)}'}",
+            f"{head}: {graph.reason or f'fits: {format_gib(memory.total)} of {format_gib(memory.capacity)}'}",
             f"  HBM      arguments {format_size(memory.arguments)}, temporaries {format_size(memory.temporaries)}, "
             f"outputs {format_size(memory.outputs)} ({format_size(memory.donated)} of them in donated arguments), "
             f"code {format_size(memory.code)}, beside it {format_size(memory.resident)}",
@@ -288,7 +288,7 @@ def _graph_lines(graph: GraphResult, devices: int) -> list[str]:
             f"; bound: at most {costs.examples_per_second:,.0f} examples/s ({costs.bound_by})",
         ]
         lines += [
-            f"  traffic  {item.count} x {item.kind}: {format_size(item.bytes)} ({_dtypes(item)})"
+            f"  traffic  {item.count} x {item.kind}: {format_size(item.bytes)} ({_format_dtypes(item)})"
             for item in graph.collectives
         ]
     lines += [
@@ -298,7 +298,7 @@ def _graph_lines(graph: GraphResult, devices: int) -> list[str]:
     return lines
 
 
-def _dtypes(collective: Collective) -> str:
+def _format_dtypes(collective: Collective) -> str:
     return ", ".join(f"{count:,} {dtype}" for dtype, count in collective.dtypes.items())
 
 

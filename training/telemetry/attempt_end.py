@@ -14,7 +14,7 @@ from training.storage import Storage
 from training.telemetry import attempts, html
 from training.telemetry.console import Console
 from training.telemetry.phase_timer import PhaseTimer
-from training.telemetry.writer import MetricsWriter, join
+from training.telemetry.writer import MetricsWriter, join_thread
 
 END_SECONDS = 90.0  # limit for recording an end, because storage may not answer
 
@@ -80,5 +80,5 @@ def record_attempt_end(
     finally:
         context.console.close()
         recording = machine.threads.start(record, name="attempt-end")
-        if not join(recording, limit, context.is_hurried, machine.clock.monotonic):
+        if not join_thread(recording, limit, context.is_hurried, machine.clock.monotonic):
             warn(f"the end of the attempt is not recorded in {folder}: storage is slow")

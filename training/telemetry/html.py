@@ -100,13 +100,13 @@ def render_report(run: RunContents, now: Callable[[], float] = time.time) -> str
         f"<h1>{escape(name)} <span class='{state_class}'>{escape(run.state)}</span></h1>",
         f"<p class='faint'>{escape(run.folder)} · made {made}</p>",
         f"<pre class='bad'>{escape(message)}</pre>" if message else "",
-        _figures(run),
-        "<h2>Curves</h2><div class='charts'>", *_curves(run.lines), "</div>",
-        "<h2>Time</h2>", _phases(run.attempts),
-        "<h2>Attempts</h2>", _attempts(run.attempts),
-        "<h2>Checkpoints</h2>", _checkpoints(run.checkpoints),
-        _confusion(run.confusion),
-        _configuration(run.attempts),
+        _render_figures(run),
+        "<h2>Curves</h2><div class='charts'>", *_render_curves(run.lines), "</div>",
+        "<h2>Time</h2>", _render_phases(run.attempts),
+        "<h2>Attempts</h2>", _render_attempts(run.attempts),
+        "<h2>Checkpoints</h2>", _render_checkpoints(run.checkpoints),
+        _render_confusion(run.confusion),
+        _render_configuration(run.attempts),
     ]  # fmt: skip
     return "\n".join(
         [
@@ -122,7 +122,7 @@ def render_report(run: RunContents, now: Callable[[], float] = time.time) -> str
     )
 
 
-def _figures(run: RunContents) -> str:
+def _render_figures(run: RunContents) -> str:
     """Renders the headline figures and notes."""
     summary = run.summary or {}
     figures = [*_training_figures(run.lines), *_speed_figures(run.lines, summary)]
@@ -150,7 +150,7 @@ def _training_figures(lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, str
     evaluations = [line for line in lines if any(key.startswith("eval_") for key in line)]
     if evaluations:
         figures += [
-            (f"evaluation {_words(key)}", "not finite" if value is None else f"{value:.4f}")
+            (f"evaluation {_figure_title(key)}", "not finite" if value is None else f"{value:.4f}")
             for key, value in evaluations[-1].items()
             if key.startswith("eval_")
         ]
@@ -170,26 +170,26 @@ def _speed_figures(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any
     return figures
 
 
-def _words(key: str) -> str:
+def _figure_title(key: str) -> str:
     """Returns "weighted f1" for `eval_weighted_f1`."""
     return key.removeprefix("eval_").replace("_", " ")
 
 
-def _curves(lines: Sequence[Mapping[str, Any]]) -> list[str]:
+def _render_curves(lines: Sequence[Mapping[str, Any]]) -> list[str]:
     def curve(name: str, key: str) -> svg.Curve:
         return svg.Curve(name, [(line["step"], line[key]) for line in lines if line.get(key) is not None])
 
     evaluated = dict.fromkeys(key for line in lines for key in line if key.startswith("eval_") and key != "eval_loss")
     return [
         svg.line_chart("Loss", [curve("training", "loss"), curve("evaluation", "eval_loss")]),
-        *(svg.line_chart(f"Evaluation: {_words(key)}", [curve(key, key)]) for key in evaluated),
+        *(svg.line_chart(f"Evaluation: {_figure_title(key)}", [curve(key, key)]) for key in evaluated),
         svg.line_chart("Examples/s", [curve("examples/s", "examples_per_second")]),
         svg.line_chart("Gradient norm", [curve("gradient norm", "gradient_norm")]),
         svg.line_chart("Learning rate", [curve("learning rate", "learning_rate")]),
     ]
 
 
-def _phases(attempts: Sequence[Attempt]) -> str:
+def _render_phases(attempts: Sequence[Attempt]) -> str:
     """Renders the seconds by phase, summed over all attempts with an end record, without phases below 0.5 %."""
     seconds: dict[str, float] = {}
     for attempt in attempts:
@@ -205,7 +205,7 @@ def _phases(attempts: Sequence[Attempt]) -> str:
     return f"{chart}<p>Goodput, the share of the time that was spent in steps: {goodput}.</p>"
 
 
-def _attempts(attempts: Sequence[Attempt]) -> str:
+def _render_attempts(attempts: Sequence[Attempt]) -> str:
     rows = []
     for attempt in attempts:
         end = attempt.end or {}
@@ -222,10 +222,12 @@ def _attempts(attempts: Sequence[Attempt]) -> str:
                 str(end.get("message", "")),
             ]
         )
-    return _table(("attempt", "began (UTC)", "hosts", "accelerator", "ended", "at step", "took", "message"), rows)
+    return _render_table(
+        ("attempt", "began (UTC)", "hosts", "accelerator", "ended", "at step", "took", "message"), rows
+    )
 
 
-def _checkpoints(checkpoints: Sequence[tuple[int, Manifest | str]]) -> str:
+def _render_checkpoints(checkpoints: Sequence[tuple[int, Manifest | str]]) -> str:
     if not checkpoints:
         return "<p class='faint'>None was committed.</p>"
     rows = []
@@ -237,16 +239,16 @@ def _checkpoints(checkpoints: Sequence[tuple[int, Manifest | str]]) -> str:
         size = f"{sum(part.size for part in manifest.parts):,}"
         shown_loss = "" if loss is None else f"{loss:.5f}"
         rows.append([str(step), size, str(len(manifest.parts)), str(manifest.attempt), shown_loss])
-    return _table(("step", "bytes", "parts", "attempt", "loss"), rows)
+    return _render_table(("step", "bytes", "parts", "attempt", "loss"), rows)
 
 
-def _confusion(matrix: Mapping[str, Any] | None) -> str:
+def _render_confusion(matrix: Mapping[str, Any] | None) -> str:
     if not matrix:
         return ""
     return f"<h2>Confusion matrix</h2>{svg.confusion_matrix(matrix['labels'], matrix['counts'], top=20)}"
 
 
-def _configuration(attempts: Sequence[Attempt]) -> str:
+def _render_configuration(attempts: Sequence[Attempt]) -> str:
     if not attempts or not attempts[-1].start.get("config"):
         return ""
     start = attempts[-1].start
@@ -255,7 +257,7 @@ def _configuration(attempts: Sequence[Attempt]) -> str:
     return f"<h2>Configuration</h2><p class='faint'>code {code}</p>{details}"
 
 
-def _table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+def _render_table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     head = "".join(f"<th>{escape(name)}</th>" for name in header)
     body = "".join("<tr>" + "".join(f"<td>{escape(value)}</td>" for value in row) + "</tr>" for row in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

@@ -98,7 +98,7 @@ class JsonLinesTracker:
         """Rewrites the newest object, and begins the next when it is full."""
         while self._dirty:
             name = f"attempt-{self._info.file_number:04d}.{self._chunk:05d}.jsonl"
-            self._info.storage.write(join(self._info.folder, "metrics", name), _join(self._lines[:LINES]))
+            self._info.storage.write(join(self._info.folder, "metrics", name), _encode_lines(self._lines[:LINES]))
             self._dirty = len(self._lines) > LINES
             if len(self._lines) >= LINES:
                 self._chunk, self._lines = self._chunk + 1, self._lines[LINES:]
@@ -108,7 +108,7 @@ class JsonLinesTracker:
         self.flush()
         folder, storage = self._info.folder, self._info.storage
         history = read_history(folder, storage)
-        storage.write(join(folder, "metrics.jsonl"), _join(json.dumps(values) for values in history))
+        storage.write(join(folder, "metrics.jsonl"), _encode_lines(json.dumps(values) for values in history))
 
 
 def read_history(
@@ -121,16 +121,16 @@ def read_history(
     "eval_..." of an evaluation; None for a figure that is not finite, whose name is then in "not_finite".
     """
     attempts: dict[int, list[dict[str, Any]]] = {}
-    for (attempt, _), url in sorted(_objects(folder, storage).items()):
+    for (attempt, _), url in sorted(_list_objects(folder, storage).items()):
         lines = storage.read(url).splitlines()
-        parsed = [_parse(line) for line in lines]
+        parsed = [_parse_line(line) for line in lines]
         if None in parsed:
             warn(f"{url}: line {parsed.index(None) + 1} of {len(lines)} is not readable; left out")
         attempts.setdefault(attempt, []).extend(values for values in parsed if values is not None)
     return merge_attempts(attempts[attempt] for attempt in sorted(attempts))
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+def _parse_line(line: bytes) -> dict[str, Any] | None:
     """Returns the values of a line; None for a truncated or foreign one."""
     try:
         values = json.loads(line)
@@ -154,10 +154,10 @@ def merge_attempts(attempts: Iterable[list[dict[str, Any]]]) -> list[dict[str, A
 
 def unused_file_number(folder: str, attempt: int, storage: Storage = default_storage) -> int:
     """Returns `attempt`, or a greater number if the run has metrics under it: all attempts of a local run are 0."""
-    return max([attempt, *(used + 1 for used, _ in _objects(folder, storage))])
+    return max([attempt, *(used + 1 for used, _ in _list_objects(folder, storage))])
 
 
-def _objects(folder: str, storage: Storage) -> dict[tuple[int, int], str]:
+def _list_objects(folder: str, storage: Storage) -> dict[tuple[int, int], str]:
     """Returns the URLs of a run's metrics by (file number of the attempt, number of the object)."""
     urls = {}
     for info in storage.listing(join(folder, "metrics")):
@@ -167,5 +167,5 @@ def _objects(folder: str, storage: Storage) -> dict[tuple[int, int], str]:
     return urls
 
 
-def _join(lines: Iterable[str]) -> bytes:
+def _encode_lines(lines: Iterable[str]) -> bytes:
     return "".join(f"{line}\n" for line in lines).encode()

@@ -65,7 +65,7 @@ class _Axes:
     top: int = 34
     bottom: int = 30
 
-    def place(self, x: float, y: float) -> tuple[float, float]:
+    def to_pixels(self, x: float, y: float) -> tuple[float, float]:
         """Returns the pixel coordinates of a point."""
         (x0, x1), (y0, y1) = (self.x_ticks[0], self.x_ticks[-1]), (self.y_ticks[0], self.y_ticks[-1])
         across = (x - x0) / (x1 - x0) * (self.width - self.left - self.right)
@@ -76,13 +76,13 @@ class _Axes:
         """Returns grid lines and labels."""
         parts = []
         for value in self.y_ticks:
-            _, y = self.place(self.x_ticks[0], value)
+            _, y = self.to_pixels(self.x_ticks[0], value)
             ends = f'x1="{self.left}" x2="{self.width - self.right}" y1="{y:.1f}" y2="{y:.1f}"'
             parts.append(f'<line {ends} stroke="var(--rule)"/>')
-            parts.append(_text(self.left - 8, y + 4, format_number(value), "faint", anchor="end"))
+            parts.append(_text_element(self.left - 8, y + 4, format_number(value), "faint", anchor="end"))
         for value in self.x_ticks:
-            x, _ = self.place(value, self.y_ticks[0])
-            parts.append(_text(x, self.height - 10, format_number(value), "faint", anchor="middle"))
+            x, _ = self.to_pixels(value, self.y_ticks[0])
+            parts.append(_text_element(x, self.height - 10, format_number(value), "faint", anchor="middle"))
         return parts
 
 
@@ -99,15 +99,15 @@ def line_chart(title: str, curves: Sequence[Curve], *, width: int = 560, height:
         width,
         height,
     )
-    parts = [_text(axes.left, 18, title, weight=600), *axes.draw()]
+    parts = [_text_element(axes.left, 18, title, weight=600), *axes.draw()]
     for index, (name, curve_points) in enumerate(kept):
         colour = COLOURS[index % len(COLOURS)]
-        parts += _polyline([axes.place(*point) for point in curve_points], colour)
+        parts += _polyline([axes.to_pixels(*point) for point in curve_points], colour)
         if len(kept) > 1:
             x = width - axes.right - 110 * (len(kept) - index)
             parts.append(f'<rect x="{x}" y="9" width="10" height="10" fill="{colour}"/>')
-            parts.append(_text(x + 15, 18, name))
-    return _svg(title, width, height, parts)
+            parts.append(_text_element(x + 15, 18, name))
+    return _svg_document(title, width, height, parts)
 
 
 def _polyline(places: Sequence[tuple[float, float]], colour: str) -> list[str]:
@@ -125,7 +125,7 @@ def share_bar(title: str, amounts: Sequence[tuple[str, float]], *, width: int = 
     total = sum(amount for _, amount in amounts)
     if total <= 0:
         return _empty_chart(title, width)
-    parts, x = [_text(0, 18, title, weight=600)], 0.0
+    parts, x = [_text_element(0, 18, title, weight=600)], 0.0
     for index, (name, amount) in enumerate(amounts):
         share, duration = amount / total, format_duration(amount)
         paint = f'fill="{COLOURS[index % len(COLOURS)]}" opacity="{1 - 0.45 * (index // len(COLOURS))}"'
@@ -134,9 +134,9 @@ def share_bar(title: str, amounts: Sequence[tuple[str, float]], *, width: int = 
         row, column = divmod(index, 3)
         legend_x, legend_y = column * width / 3, 72 + 20 * row
         parts.append(f'<rect x="{legend_x:.1f}" y="{legend_y - 9}" width="10" height="10" {paint}/>')
-        parts.append(_text(legend_x + 15, legend_y, f"{name} {duration} ({share:.0%})"))
+        parts.append(_text_element(legend_x + 15, legend_y, f"{name} {duration} ({share:.0%})"))
         x += share * width
-    return _svg(title, width, 72 + 20 * ((len(amounts) - 1) // 3) + 12, parts)
+    return _svg_document(title, width, 72 + 20 * ((len(amounts) - 1) // 3) + 12, parts)
 
 
 def most_confused_pairs(labels: Sequence[str], counts: Sequence[Sequence[float]], top: int = 10) -> list[ConfusedPair]:
@@ -163,7 +163,7 @@ def confusion_matrix(labels: Sequence[str], counts: Sequence[Sequence[float]], t
     parts = []
     for true, (name, row) in enumerate(zip(labels, counts, strict=True)):
         y = margin + true * cell
-        parts.append(_text(margin - 6, y + cell / 2 + font / 3, name, anchor="end", size=font))
+        parts.append(_text_element(margin - 6, y + cell / 2 + font / 3, name, anchor="end", size=font))
         turned = f'transform="translate({margin + true * cell + cell / 2 + font / 3:.1f} {margin - 6}) rotate(-90)"'
         parts.append(f'<text {turned} style="font-size: {font}px">{escape(name)}</text>')
         for predicted, count in enumerate(row):
@@ -172,11 +172,11 @@ def confusion_matrix(labels: Sequence[str], counts: Sequence[Sequence[float]], t
                 place = (margin + predicted * cell, y)
                 parts += _matrix_cell(place, cell, count, count / sum(row), title, on_diagonal=true == predicted)
     parts.append(f'<rect x="{margin}" y="{margin}" width="{side}" height="{side}" fill="none" stroke="var(--rule)"/>')
-    parts.append(_text(margin, below - 10, "down: the true class; across: what it was taken for", "faint"))
+    parts.append(_text_element(margin, below - 10, "down: the true class; across: what it was taken for", "faint"))
     for index, pair in enumerate(pairs):
         line = f"{pair.true} taken for {pair.predicted}: {pair.count} of {pair.of}"
-        parts.append(_text(margin, below + 10 + 17 * index, line))
-    return _svg("Confusion matrix", width, below + 10 + 17 * len(pairs), parts)
+        parts.append(_text_element(margin, below + 10 + 17 * index, line))
+    return _svg_document("Confusion matrix", width, below + 10 + 17 * len(pairs), parts)
 
 
 def _matrix_cell(
@@ -237,15 +237,15 @@ def format_duration(amount: float) -> str:
 
 
 def _empty_chart(title: str, width: float) -> str:
-    return _svg(title, width, 60, [_text(12, 34, f"{title}: nothing was recorded", "faint")])
+    return _svg_document(title, width, 60, [_text_element(12, 34, f"{title}: nothing was recorded", "faint")])
 
 
-def _svg(title: str, width: float, height: float, parts: Sequence[str]) -> str:
+def _svg_document(title: str, width: float, height: float, parts: Sequence[str]) -> str:
     attributes = f'role="img" aria-label="{escape(title)}" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {attributes}>' + "".join(parts) + "</svg>"
 
 
-def _text(
+def _text_element(
     x: float, y: float, text: str, kind: str = "", *, anchor: str = "start", weight: int = 400, size: int = 12
 ) -> str:
     style = "".join([f"font-weight: {weight};" if weight != 400 else "", f"font-size: {size}px;" if size != 12 else ""])

@@ -36,13 +36,13 @@ class TensorBoardTracker:
         self._number = 0  # of the newest file or object
         self._written = bytearray()  # content of the newest object, in a bucket
         self._pending = bytearray()
-        self._add(self._event(wall_time=now(), step=0, file_version="brain.Event:2"))
+        self._append_event(self._event(wall_time=now(), step=0, file_version="brain.Event:2"))
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-        self._add(self._event(wall_time=now(), step=info.resumed_at + 1, session_log=start))
+        self._append_event(self._event(wall_time=now(), step=info.resumed_at + 1, session_log=start))
 
     def log(self, step: int, values: Values) -> None:
         scalars = [self._summary.Value(tag=tag, simple_value=value) for tag, value in name_scalars(values).items()]
-        self._add(self._event(wall_time=self._now(), step=step, summary=self._summary(value=scalars)))
+        self._append_event(self._event(wall_time=self._now(), step=step, summary=self._summary(value=scalars)))
 
     def flush(self) -> None:
         """Appends to the file, or rewrites the newest object of a bucket."""
@@ -66,7 +66,7 @@ class TensorBoardTracker:
     def finish(self) -> None:
         self.flush()
 
-    def _add(self, event: Any) -> None:
+    def _append_event(self, event: Any) -> None:
         self._pending += tfrecord.frame(event.SerializeToString())
 
 

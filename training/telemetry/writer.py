@@ -19,11 +19,11 @@ from training.telemetry.tracker import Values
 
 FLUSH_SECONDS = 20.0
 RETRY_SECONDS = 1.0  # between tries while `finish` waits
-HURRIED_SECONDS = 5.0  # limit of `join` once the machine is being taken away
+HURRIED_SECONDS = 5.0  # limit of `join_thread` once the machine is being taken away
 MOST_WAITING = 10_000  # lines in memory: hours of training, in 3 MB
 
 
-def join(thread: Thread, seconds: float, is_hurried: Callable[[], bool], clock: Callable[[], float]) -> bool:
+def join_thread(thread: Thread, seconds: float, is_hurried: Callable[[], bool], clock: Callable[[], float]) -> bool:
     """Waits until a thread ends, at most `seconds`, and at most `HURRIED_SECONDS` from when `is_hurried` is true.
     Returns whether the thread has ended."""
     deadline = clock() + seconds
@@ -56,7 +56,7 @@ class MetricsWriter:
         self._lost = 0  # lines for which there was no room
         self._is_ending = self._is_whole = self._was_awaited = False
         self._changed = machine.threads.condition()
-        self._thread = machine.threads.start(self._serve, name="metrics")
+        self._thread = machine.threads.start(self._run_thread, name="metrics")
 
     def log(self, step: int, values: Values) -> None:
         """Queues values of the state after `step` steps. A full queue drops its oldest line."""
@@ -81,12 +81,12 @@ class MetricsWriter:
         with self._changed:
             self._is_ending, self._is_whole = True, whole
             self._changed.notify_all()
-        if not join(self._thread, seconds, is_hurried, self._clock):
+        if not join_thread(self._thread, seconds, is_hurried, self._clock):
             self._warn(f"the last metrics are not written: {self._failure or 'storage is slow'}")
         if self._lost:
             self._warn(f"{self._lost} lines of metrics were lost: storage did not take them for too long")
 
-    def _serve(self) -> None:
+    def _run_thread(self) -> None:
         while True:
             with self._changed:
                 if not self._is_ending:

@@ -69,7 +69,7 @@ class TensorFlow:
         self._calls = StepCalls(self._run_steps, config.train.steps_per_call)
         rendezvous.set_phase("building the model")
         noise = Noise()
-        network, parameters, optimizer = _build(config, requirements, self._replicas, noise)
+        network, parameters, optimizer = _build_model(config, requirements, self._replicas, noise)
         self._state = State(parameters, optimizer, self._replicas.assign)
         task_sums = load(TASKS[config.task].tensorflow)
         self._step = TrainingStep(config, cluster, network, parameters, optimizer, noise, self._replicas, task_sums)
@@ -134,8 +134,8 @@ class TensorFlow:
         if not self._exchange:
             return _PendingStep(self._call("train", rows, seed, scalars), signals, trains=True)
         gradients = self._call("gradients", rows, seed).numpy()
-        total = self._exchange.sum(np.concatenate([gradients, _as_array(signals)]))
-        update = self._call("update", tf.constant(total[: -len(_as_array(signals))]), scalars).numpy()
+        total = self._exchange.sum(np.concatenate([gradients, _signals_array(signals)]))
+        update = self._call("update", tf.constant(total[: -len(_signals_array(signals))]), scalars).numpy()
         return _PendingStep(np.concatenate([total[len(gradients) - len(SUMS) :], update]), trains=True)
 
     def _run_steps(self, batches: Any, seeds: npt.NDArray[np.int32], scalars: npt.NDArray[np.float32], due: int) -> Any:
@@ -152,7 +152,7 @@ class TensorFlow:
             return _PendingStep(sums, signals, trains=False)
         values = sums.numpy()
         return _PendingStep(
-            self._exchange.sum(np.concatenate([values[: len(SUMS)], _as_array(signals), values[len(SUMS) :]])),
+            self._exchange.sum(np.concatenate([values[: len(SUMS)], _signals_array(signals), values[len(SUMS) :]])),
             trains=False,
         )
 
@@ -206,7 +206,7 @@ class TensorFlow:
             self._exchange.close()
 
 
-def _build(
+def _build_model(
     config: TrainerConfig, requirements: ModelRequirements, replicas: Replicas, noise: Noise
 ) -> tuple[Any, list[Parameter], Any]:
     """Builds the network, its parameters and the optimizer in the strategy's scope."""
@@ -230,7 +230,7 @@ def _build(
     return network, parameters, optimizer
 
 
-def _as_array(signals: Signals) -> npt.NDArray[np.float32]:
+def _signals_array(signals: Signals) -> npt.NDArray[np.float32]:
     return np.array([signals.stop, signals.save], np.float32)
 
 

@@ -58,7 +58,7 @@ def distributed(strategy: Any, config: TrainerConfig, data: Data, start: int) ->
     def read_rows(host: int, hosts: int) -> Any:
         return host_rows(config, data, host, hosts, start)
 
-    yield from _batches(strategy, config, data.train, read_rows, config.train.global_batch_size)
+    yield from _distribute_batches(strategy, config, data.train, read_rows, config.train.global_batch_size)
 
 
 def distributed_evaluation(strategy: Any, config: TrainerConfig, task: Task) -> Iterator[HostBatch]:
@@ -69,10 +69,12 @@ def distributed_evaluation(strategy: Any, config: TrainerConfig, task: Task) -> 
     def read_rows(host: int, hosts: int) -> Any:
         return evaluation_rows(config, evaluation_slice(config, training_slice(config, data, host, hosts)), data)
 
-    return islice(_batches(strategy, config, data.evaluation, read_rows, batch_size), task.evaluation_batch_count)
+    return islice(
+        _distribute_batches(strategy, config, data.evaluation, read_rows, batch_size), task.evaluation_batch_count
+    )
 
 
-def _batches(
+def _distribute_batches(
     strategy: Any, config: TrainerConfig, dataset: Dataset, read_rows: Callable[[int, int], Any], batch_size: int
 ) -> Generator[HostBatch, None, None]:
     """Yields global batches. `read_rows`: (host, hosts) -> the tf.data dataset of that host's rows."""
@@ -91,12 +93,12 @@ def _batches(
 
     with translate_failures(), translate_errors(dataset):
         batches = iter(strategy.distribute_datasets_from_function(host_dataset))
-        upcoming = _upcoming(strategy, batches, dataset)
+        upcoming = _upcoming_arrays(strategy, batches, dataset)
         while True:
             yield HostBatch(upcoming or _next_batch(strategy, batches), np.zeros(0, np.int64))
 
 
-def _upcoming(strategy: Any, batches: Any, dataset: Dataset) -> Any:
+def _upcoming_arrays(strategy: Any, batches: Any, dataset: Dataset) -> Any:
     """Returns the arrays of every batch if all batches have the same shapes, else None. The step's program then takes
     the rows from the iterator: `next(batches)` in Python would cost a call for each replica and step."""
     shapes = {
@@ -110,7 +112,7 @@ def _upcoming(strategy: Any, batches: Any, dataset: Dataset) -> Any:
 
 def _next_batch(strategy: Any, batches: Any) -> Any:
     values: Mapping[str, Any] = next(batches)
-    return {name: Distributed(value, _shape(strategy, value)) for name, value in values.items()}
+    return {name: Distributed(value, _global_shape(strategy, value)) for name, value in values.items()}
 
 
 def host_rows(config: TrainerConfig, data: Data, host: int, hosts: int, start: int) -> Any:
@@ -118,6 +120,6 @@ def host_rows(config: TrainerConfig, data: Data, host: int, hosts: int, start: i
     return training_rows(config, training_slice(config, data, host, hosts), data, start)
 
 
-def _shape(strategy: Any, value: Any) -> tuple[int, ...]:
+def _global_shape(strategy: Any, value: Any) -> tuple[int, ...]:
     part = strategy.experimental_local_results(value)[0]
     return (part.shape[0] * strategy.num_replicas_in_sync, *part.shape[1:])

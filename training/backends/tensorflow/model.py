@@ -88,12 +88,12 @@ def build(
             "attention_probs_dropout_prob": dropout,
             "classifier_dropout": dropout,
         }
-    network = _network(values, needs.head)
+    network = _build_network(values, needs.head)
     check_capacity(network.config, needs)
     count_positions(network)
     network.build_in_name_scope()
-    parameters = _parameters(network)
-    weights = {} if model.path is None else _from_folder(model.path, parameters, values, needs.head.is_fresh)
+    parameters = _list_parameters(network)
+    weights = {} if model.path is None else _read_weights(model.path, parameters, values, needs.head.is_fresh)
     absent = [(parameter.name, parameter.shape) for parameter in parameters if parameter.name not in weights]
     fresh = initial_weights(
         absent,
@@ -108,11 +108,11 @@ def build(
         return parameter.array_of(next(fresh) if value is None else value)
 
     assign((parameter.variable, value_of(parameter)) for parameter in parameters)
-    _stateless_dropout(network, noise)
+    _replace_dropout(network, noise)
     return network, parameters
 
 
-def _network(values: dict[str, Any], head: Head) -> Any:
+def _build_network(values: dict[str, Any], head: Head) -> Any:
     if values["model_type"] == "roberta":
         from transformers.models.roberta import modeling_tf_roberta as networks
         from transformers.models.roberta.configuration_roberta import RobertaConfig as Config
@@ -122,7 +122,7 @@ def _network(values: dict[str, Any], head: Head) -> Any:
     return getattr(networks, f"TF{FAMILIES[values['model_type']].prefix}{head.network}")(Config(**values))
 
 
-def _parameters(network: Any) -> list[Parameter]:
+def _list_parameters(network: Any) -> list[Parameter]:
     from transformers.modeling_tf_pytorch_utils import TransposeType, convert_tf_weight_name_to_pt_weight_name
 
     parameters = []
@@ -139,7 +139,7 @@ def count_positions(network: Any) -> None:
         network.roberta.embeddings.padding_idx = network.config.pad_token_id
 
 
-def _from_folder(
+def _read_weights(
     path: str, parameters: list[Parameter], values: Mapping[str, Any], fresh_head: bool
 ) -> dict[str, Array]:
     """Returns the arrays of the parameters that a model folder has. Raises BadInput unless only a fresh head is absent;
@@ -147,7 +147,7 @@ def _from_folder(
     wanted = {parameter.name: parameter.shape for parameter in parameters}
     prefix = f"{values['model_type']}."
     weights = {}
-    for raw, value in _tensors(model_folder(path)):
+    for raw, value in _read_tensors(model_folder(path)):
         name = raw.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
         name = name if name in wanted else prefix + name  # an encoder alone has no prefix
         if wanted.get(name) == value.shape:
@@ -163,7 +163,7 @@ def _from_folder(
     return weights
 
 
-def _tensors(path: str) -> Iterator[tuple[str, Array]]:
+def _read_tensors(path: str) -> Iterator[tuple[str, Array]]:
     """Yields the name and the fp32 array of all tensors of a model folder. Raises BadInput."""
     names = [WEIGHTS]
     if storage.stat(storage.join(path, WEIGHTS)) is None:
@@ -189,21 +189,21 @@ def _tensors(path: str) -> Iterator[tuple[str, Array]]:
                 )
 
 
-def _stateless_dropout(network: Any, noise: Noise) -> None:
+def _replace_dropout(network: Any, noise: Noise) -> None:
     """Makes dropout a function of `noise.seed` and the layer's place. Keras' own generators count calls, so that a
     resumed run would differ."""
     layers = [layer for layer in network.submodules if isinstance(layer, tf.keras.layers.Dropout)]
-    for place, layer in enumerate(sorted(layers, key=lambda layer: _number(layer.name))):
-        layer.call = _dropper(layer.rate, place, noise)
+    for place, layer in enumerate(sorted(layers, key=lambda layer: _layer_number(layer.name))):
+        layer.call = _make_dropout(layer.rate, place, noise)
 
 
-def _number(name: str) -> int:
+def _layer_number(name: str) -> int:
     """Returns the number of a layer: Keras names them dropout, dropout_1, ... in the order of their creation in the
     process."""
     return int(name.rpartition("_")[2]) if "_" in name else 0
 
 
-def _dropper(rate: float, place: int, noise: Noise) -> Callable[..., Any]:
+def _make_dropout(rate: float, place: int, noise: Noise) -> Callable[..., Any]:
     def call(inputs: Any, training: bool | None = None) -> Any:
         if not training or not rate:
             return inputs

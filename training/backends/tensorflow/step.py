@@ -134,7 +134,7 @@ class TrainingStep:
         for number in range(pieces):
             # Run the pieces one after the other: concurrent ones would need memory for all.
             with tf.control_dependencies(gradients):
-                piece = {name: _piece(array, number, pieces) for name, array in rows.items()}
+                piece = {name: _piece_rows(array, number, pieces) for name, array in rows.items()}
                 self._noise.seed = tf.stack([seed, tf.cast(replica, tf.int32) * pieces + number])
                 with tf.GradientTape() as tape:
                     sums, _ = self._task_sums(self._network, piece, True)
@@ -179,7 +179,7 @@ class TrainingStep:
         return [*(parameter.variable for parameter in self._parameters), *moments]
 
 
-def _piece(array: Any, number: int, pieces: int) -> Any:
+def _piece_rows(array: Any, number: int, pieces: int) -> Any:
     """Returns the rows of one gradient accumulation."""
     rows = array.shape[0] // pieces
     return array[number * rows : (number + 1) * rows]

@@ -20,7 +20,7 @@ from training.data.tf.record_source import (
     ShardIndex,
     describe_record,
     join_strings,
-    replacing,
+    replace_bad_records,
     single_element,
 )
 
@@ -44,7 +44,7 @@ def fixed_shards(dataset: Dataset, *, length: int, vocabulary: int, on_corrupt: 
     index, unit = ShardIndex(dataset, shards), source.unit
     layout = fixed_records.record_layout(dataset.manifest.features, length)
     size = layout.size
-    stored, offset = _members(index, shards, size, unit) if unit else _frames(index, size)
+    stored, offset = _read_members(index, shards, size, unit) if unit else _read_frames(index, size)
     crcs = Crc32c(size - tfrecord.OVERHEAD)
     numbers = {place for column in layout.columns for place in range(column.start, column.stop)}
     fixed = [place for place in range(size - tfrecord.FOOTER) if place not in numbers]  # bytes equal in all records
@@ -63,7 +63,7 @@ def fixed_shards(dataset: Dataset, *, length: int, vocabulary: int, on_corrupt: 
             columns[column.name] = tf.bitcast(values, columns_of[column.name][1])  # (n, count)
         return columns, good
 
-    replace = replacing(
+    replace = replace_bad_records(
         load, source.records, on_corrupt, lambda record: describe_record(index, record, offset, on_corrupt)
     )
 
@@ -86,7 +86,7 @@ def _check_ids(input_ids: Any, vocabulary: int, url: Any) -> None:
     tf.debugging.Assert(valid, [tf.strings.join(["<bad shard>", url, text, "</bad shard>"])])
 
 
-def _frames(index: ShardIndex, size: int) -> ReadStored:
+def _read_frames(index: ShardIndex, size: int) -> ReadStored:
     """Reads shards without compression."""
 
     def stored(shard: Any, first: Any, last: Any) -> Any:
@@ -95,7 +95,7 @@ def _frames(index: ShardIndex, size: int) -> ReadStored:
     return stored, lambda _, number: number * size
 
 
-def _members(index: ShardIndex, shards: Sequence[Shard], size: int, unit: int) -> ReadStored:
+def _read_members(index: ShardIndex, shards: Sequence[Shard], size: int, unit: int) -> ReadStored:
     """Reads shards of gzip members with `unit` records each. A damaged member yields zeros, whose CRCs are wrong."""
     offsets = tf.constant(np.concatenate([np.cumsum([0, *shard.members]) for shard in shards]), tf.int64)
     begins = tf.constant(np.cumsum([0, *(len(shard.members) + 1 for shard in shards)])[:-1], tf.int64)

@@ -34,7 +34,7 @@ def mlm_batches(dataset: Dataset, host_slice: HostSlice, masking: Masking, seed:
     batches = training_batches(source, order, host_slice, start)
 
     def mask_batch(batch: Columns) -> Columns:
-        return _mask(batch, batch["epoch"], seed, masking, host_slice.tokenizer)
+        return _mask_columns(batch, batch["epoch"], seed, masking, host_slice.tokenizer)
 
     return batches.map(mask_batch, num_parallel_calls=2, deterministic=True)
 
@@ -44,7 +44,7 @@ def mlm_evaluation(dataset: Dataset, host_slice: HostSlice, masking: Masking, se
     batches = evaluation_batches(_open_source(dataset, host_slice), host_slice)
 
     def mask_batch(batch: Columns) -> Columns:
-        masked = _mask(batch, EVALUATION_EPOCH, seed, masking, host_slice.tokenizer)
+        masked = _mask_columns(batch, EVALUATION_EPOCH, seed, masking, host_slice.tokenizer)
         real = (batch["records"] >= 0)[:, None]  # (rows, 1)
         masked["input_ids"] = tf.where(real, masked["input_ids"], host_slice.tokenizer.pad)
         for name in ("positions", "labels", "weights"):
@@ -60,7 +60,7 @@ def _open_source(dataset: Dataset, host_slice: HostSlice) -> RecordSource:
     return open_source(dataset, vocabulary=host_slice.tokenizer.vocabulary, on_corrupt=host_slice.on_corrupt)
 
 
-def _mask(batch: Columns, epoch: Any, seed: int, masking: Masking, tokens: SpecialTokens) -> Columns:
+def _mask_columns(batch: Columns, epoch: Any, seed: int, masking: Masking, tokens: SpecialTokens) -> Columns:
     """Returns the fields of an `MlmBatch`. epoch: one for all rows, or (rows,)."""
     input_ids, positions, labels, weights = mask(
         tf.cast(batch["input_ids"], tf.int32), epoch, batch["records"], seed=seed, masking=masking, tokens=tokens

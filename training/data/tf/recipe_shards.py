@@ -16,7 +16,7 @@ from training.data.formats.dataset import Dataset
 from training.data.loading.recipe_shards import RecipeShards
 from training.data.loading.record_source import OnCorrupt
 from training.data.tf.crc32c import Crc32c, read_numbers
-from training.data.tf.record_source import Columns, RecordSource, ShardIndex, describe_record, replacing
+from training.data.tf.record_source import Columns, RecordSource, ShardIndex, describe_record, replace_bad_records
 
 
 def recipe_shards(dataset: Dataset, *, vocabulary: int, on_corrupt: OnCorrupt) -> RecordSource:
@@ -72,5 +72,5 @@ def recipe_shards(dataset: Dataset, *, vocabulary: int, on_corrupt: OnCorrupt) -
     def describe(record: Any) -> Any:
         return describe_record(index, record, lambda _, __: offsets[offset_index(record[None])[0]], on_corrupt)
 
-    read = replacing(load, source.records, on_corrupt, describe)
+    read = replace_bad_records(load, source.records, on_corrupt, describe)
     return RecordSource(source.records, source.record_bytes, 0, length, {"input_ids": (length, tf.int32)}, read)

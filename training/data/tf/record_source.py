@@ -137,7 +137,7 @@ def single_element(dataset: Any) -> Any:
     return dataset.with_options(options).get_single_element()
 
 
-def replacing(
+def replace_bad_records(
     load: Load, records: int, on_corrupt: OnCorrupt, describe: Callable[[Any], Any]
 ) -> Callable[[Any, Any], Columns]:
     """Returns a function from (first, last) to the columns of these records, as the numpy `read_replacing`.
