@@ -1,8 +1,8 @@
-"""What a slice costs: list prices per chip and hour, by generation, region and kind of capacity.
+"""Costs of slices: list prices per chip and hour, by generation, region and capacity.
 
-The table has a date: Google changes spot prices up to once a month, and a contract or a reservation has prices of its
-own. A price that is not in the table is unknown and never guessed; a limit (`slice.max_cost_per_hour`) refuses a slice
-whose price is unknown.
+The table has a date: Google changes spot prices up to once a month, and contracts and reservations have their own
+prices. A price that is not in the table is unknown, never guessed; with `slice.max_cost_per_hour`, a slice of unknown
+price is refused.
 
 Source: Google's price list (cloud.google.com/tpu/pricing) as SkyPilot's catalogue reads it through Google's billing API
 (github.com/skypilot-org/skypilot-catalog, catalogs/v8/gcp/vms.csv at 8427bbff), slices divided by their chips. US
@@ -24,13 +24,13 @@ SOURCE = "SkyPilot's catalogue of Google's prices"
 
 @dataclass(frozen=True)
 class Price:
-    """Dollars per chip and hour; None where it isn't known."""
+    """Dollars per chip and hour; None: unknown."""
 
     on_demand: float | None
     spot: float | None
 
 
-# (generation, one host or several, region). Slices of v2 and v3 on one host are priced apart from larger ones.
+# By region. Slices of v2 and v3 on one host have other prices than larger ones.
 _V2_ONE = {
     "us-central1": Price(1.125, 0.3375),
     "europe-west4": Price(1.2375, 0.31556),
@@ -76,9 +76,9 @@ def _table(slice_type: Accelerator) -> dict[str, Price]:
 
 
 def per_hour(accelerator_type: str, zone: str, capacity: str) -> float | None:
-    """Dollars an hour for a whole slice; None when the table does not know. `capacity` is that of `slice.capacity`.
+    """Returns the dollars an hour for a whole slice; None when unknown. `capacity`: as `slice.capacity`.
 
-    Reserved capacity is counted at the on-demand price, its upper bound: what a contract says is not public.
+    Reserved capacity has the on-demand price, its upper bound.
     """
     slice_type = accelerator(accelerator_type)
     price = _table(slice_type).get(zone.rsplit("-", 1)[0])
@@ -89,7 +89,7 @@ def per_hour(accelerator_type: str, zone: str, capacity: str) -> float | None:
 
 
 def line(config: Config) -> str:
-    """What the slice of this file costs an hour, with the table's date."""
+    """Returns one line about the hourly cost of the configured slice, with the table's date."""
     cost = per_hour(config.slice.accelerator_type, config.zone, config.slice.capacity)
     subject = f"{config.slice.accelerator_type}, {config.slice.capacity}, {config.zone}"
     if cost is None:
@@ -101,27 +101,24 @@ def line(config: Config) -> str:
 
 
 def so_far(accelerator_type: str, zone: str, capacity: str, seconds: float) -> float | None:
-    """Dollars for a slice that exists since `seconds`; None when its price isn't known."""
+    """Returns the dollars for a slice that has existed for `seconds`; None when its price is unknown."""
     try:
         cost = per_hour(accelerator_type, zone, capacity)
-    except ValueError:  # a type that was made by something else
+    except ValueError:  # a type that the table of accelerators lacks
         return None
     return None if cost is None else cost * max(0.0, seconds) / 3600
 
 
 def of_slice(config: Config, created: str, now: float) -> float | None:
-    """Dollars so far for the slice of this file; None when its age or its price is not known."""
+    """Returns the dollars so far for the configured slice; None when its age or its price is unknown."""
     begun = parse_time(created)
-    return (
-        None
-        if begun is None
-        else so_far(config.slice.accelerator_type, config.zone, config.slice.capacity, now - begun)
-    )
+    if begun is None:
+        return None
+    return so_far(config.slice.accelerator_type, config.zone, config.slice.capacity, now - begun)
 
 
 def since(config: Config, created: str, now: float) -> str:
-    """How long the slice of this file exists, and what that cost; empty when the API doesn't say when it was
-    created."""
+    """Returns a text about the slice's age and cost so far; "" when the API does not give its creation time."""
     begun, cost = parse_time(created), of_slice(config, created, now)
     if begun is None:
         return ""
@@ -130,8 +127,7 @@ def since(config: Config, created: str, now: float) -> str:
 
 
 def check(config: Config) -> None:
-    """Raises BadInput when the slice would cost more an hour than `slice.max_cost_per_hour`, or when that is
-    not known."""
+    """Raises BadInput when the slice costs more than `slice.max_cost_per_hour`, or when its price is unknown."""
     limit = config.slice.max_cost_per_hour
     if limit is None:
         return
@@ -144,7 +140,7 @@ def check(config: Config) -> None:
 
 
 def duration(seconds: float) -> str:
-    """ "3 d 4 h", "2 h 5 min", "40 s"."""
+    """Returns the seconds as the user reads them: "3 d 4 h", "2 h 5 min", "40 s"."""
     whole = int(abs(seconds))
     days, hours, minutes = whole // 86400, whole % 86400 // 3600, whole % 3600 // 60
     if days:

@@ -1,5 +1,5 @@
-"""All providers, by the name that `--provider` takes, and the machine that they are given. A provider is imported when
-it is used."""
+"""The table of providers, by their `--provider` names, and the Workstation that they are given. A provider is imported
+at its first use."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class ProviderKind:
-    """A provider that `--provider` can name."""
+    """An entry of PROVIDERS."""
 
     capabilities: Capabilities
     make: Callable[[Config, Say, Workstation], Provider]
@@ -53,7 +53,7 @@ PROVIDERS: Mapping[str, ProviderKind] = {
 
 
 def make_provider(config: Config, say: Say, machine: Workstation) -> Provider:
-    """The provider of a configuration. `say` is given lines for a person.
+    """Makes the provider of a configuration. `say` is given lines for the user.
 
     Raises:
         BadInput: A program that it needs is missing, or the configuration can't be used with it.
@@ -62,13 +62,12 @@ def make_provider(config: Config, say: Say, machine: Workstation) -> Provider:
 
 
 def capabilities(name: str) -> Capabilities:
-    """What the provider of that name can do, without making one."""
+    """Returns the capabilities of the provider of that name, without making one."""
     return PROVIDERS[name].capabilities
 
 
 def this_machine() -> Workstation:
-    """The machine that this process runs on; the command line makes it once."""
-
+    """Returns the workstation that this process runs on. The command line calls this once."""
     making = SYSTEM.threads.lock()
 
     @functools.cache
@@ -78,7 +77,7 @@ def this_machine() -> Workstation:
         return SshClient()
 
     def connect(address: Address) -> HostConnection:
-        with making:  # the first commands go to all hosts at once: each would make a client, and read its key again
+        with making:  # the first commands reach all hosts at once: make one client, which reads the key once
             ssh = client()
         return ssh.connect(address)
 

@@ -1,4 +1,4 @@
-"""What is checked before anything is created: programs, buckets, datasets.
+"""Checks before anything is created: programs, buckets, datasets.
 
 Each check raises BadInput that says what is missing and what to do, before a slice costs anything.
 """
@@ -31,7 +31,7 @@ def buckets(config: Config, say: Callable[[str], None]) -> None:
 
     Args:
         config: Names the buckets.
-        say: Is given a line for a bucket that this account may not look at: the hosts' account may.
+        say: Is given a line for a bucket that this account may not read, because the hosts' account may.
 
     Raises:
         BadInput: A bucket does not exist, or there are no valid credentials.
@@ -52,18 +52,18 @@ def buckets(config: Config, say: Callable[[str], None]) -> None:
 
 
 def data(config: Config, say: Callable[[str], None]) -> None:
-    """Checks that the datasets are complete and fit the configuration, down to the tokenizer that wrote them and the
-    size of every shard, and that the run can train a model of the family that `model.path` is of.
+    """Checks that the datasets are complete and fit the configuration, including their tokenizer and the size of every
+    shard, and that the run can train the model family of `model.path`.
 
-    A tokenizer on the Hub is compared by the hosts, when they start: this machine has no client of the Hub.
+    The hosts compare a tokenizer on the Hub when they start: this machine has no client of the Hub.
 
     Args:
         config: Names the datasets.
-        say: Is given a line for a dataset that this account may not read: the hosts' account may.
+        say: Is given a line for a dataset that this account may not read, because the hosts' account may.
 
     Raises:
-        BadInput: A dataset is not there, incomplete, or does not fit.
-        LaunchError: Storage can't be read now.
+        BadInput: A dataset is missing, incomplete, or does not fit.
+        LaunchError: Storage does not answer.
     """
     if config.trainer is None:
         return
@@ -84,7 +84,7 @@ def data(config: Config, say: Callable[[str], None]) -> None:
                 sequence_length=length,
             ).sequence_length
         except NotAllowed as error:
-            say(f"{place}: the dataset is not checked before the hosts read it: {error}")
+            say(f"{place}: the dataset is not checked now, only when the hosts read it: {error}")
         except (BadDataset, NotFound, Changed) as error:
             raise BadInput(f"{place}: {error}") from None
         except TrainError as error:
@@ -92,8 +92,8 @@ def data(config: Config, say: Callable[[str], None]) -> None:
 
 
 def _starting_model(config: Config, trainer: TrainerConfig) -> None:
-    """Raises BadInput for a model folder of a family that the run can't train. A name on the Hub, a run's folder, and a
-    folder that this machine can't read are looked at by the hosts."""
+    """Raises BadInput for a model folder of a family that the run can't train. The hosts check names on the Hub, runs'
+    folders, and folders that this machine can't read."""
     from training.models.hugging_face import read_config, require_family
     from training.registry import TASKS
     from training.storage import StorageError, join, stat
@@ -127,13 +127,13 @@ def _require_bucket(project: str, name: str, place: str, say: Callable[[str], No
         exists = _bucket_exists(project, name)
     except (DefaultCredentialsError, RefreshError) as error:
         raise BadInput(
-            f"{place}: gs://{name} can't be looked at without valid credentials ({error}): "
+            f"{place}: gs://{name} can't be checked without valid credentials ({error}): "
             "gcloud auth application-default login"
         ) from None
     except exceptions.Forbidden as error:
         say(
-            f"{place}: whether gs://{name} exists is not known: this account may neither look at it nor list its "
-            f"objects ({error.message}); the hosts' account must"
+            f"{place}: it is unknown whether gs://{name} exists: this account may neither read it nor list its objects "
+            f"({error.message}); the hosts' account must"
         )
         return
     except (exceptions.GoogleAPIError, GoogleAuthError, OSError) as error:
@@ -150,8 +150,8 @@ def _require_bucket(project: str, name: str, place: str, say: Callable[[str], No
 
 
 def _bucket_exists(project: str, name: str) -> bool:
-    """Looks at the bucket; where only its objects may be seen (Storage Object User has no storage.buckets.get), at the
-    first of them. Raises google.api_core's and google.auth's errors."""
+    """Returns whether the bucket exists. Where the account may only list objects (Storage Object User lacks
+    storage.buckets.get), lists the first. Raises google.api_core's and google.auth's errors."""
     from google.api_core.exceptions import Forbidden, NotFound
     from google.cloud import storage
     from google.cloud.storage.retry import DEFAULT_RETRY

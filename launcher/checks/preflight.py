@@ -1,11 +1,9 @@
-"""Whether the training step fits on an accelerator: results of `tpu-launch preflight`, and how `up` and `run` use them.
+"""Checks whether the training step fits on an accelerator: `tpu-launch preflight`, and its results for `up` and `run`.
 
-The image's own `tpu-train preflight` compiles the step with the TPU compiler, in a container here. Its result is kept
-below `.tpu-launch/preflight/`, one file for each accelerator and question: the name is a hash of everything that the
-result depends on (the trainer's sections that shape the step, the manifests of the datasets and the tokenizer, the
-accelerator, and the image's content, which includes the trainer's code and the compiler).
-
-What can fail half-way: a file is written under a temporary name and renamed; a damaged one counts as none.
+`tpu-train preflight` of the image compiles the step with the TPU compiler, in a container on this machine. The result
+is kept in `.tpu-launch/preflight/`, in a file named by the accelerator and a hash of what the result depends on: the
+trainer's sections that shape the step, the manifests of the datasets and the tokenizer, and the image's content, which
+includes the trainer's code and the compiler. A damaged file counts as missing.
 """
 
 from __future__ import annotations
@@ -30,12 +28,12 @@ from training.distributed import libtpu_flags
 from training.storage.hub import is_on_hub
 
 FORMAT = 1
-_MARK = '{"preflight"'  # what the JSON line of `tpu-train preflight` begins with
-# What the trainer reads and no program depends on.
+_MARK = '{"preflight"'  # begin of the JSON line that `tpu-train preflight` prints
+# Keys on which no program depends.
 _NOT_IN_PROGRAMS = ("output", "checkpoint", "export", "rendezvous")
 _NOT_IN_STEP = ("steps", "learning_rate", "warmup_steps", "schedule", "log_every", "strict", "prefetch")
 
-_RESULT_KEYS = {"accelerator", "fits", "graphs", "max_batch"}  # of a kept answer
+_RESULT_KEYS = {"accelerator", "fits", "graphs", "max_batch"}
 
 Say = Callable[[str], None]
 
@@ -43,18 +41,18 @@ Say = Callable[[str], None]
 def check(
     config: Config, home: Path, names: Sequence[str], *, max_batch: bool, more: Sequence[str], say: Say
 ) -> list[dict[str, Any]]:
-    """Whether the training step fits on these accelerators.
+    """Compiles the training step for these accelerators, unless a kept result answers.
 
     Args:
-        config: The run. Its trainer's step is compiled, here, unless it was compiled before.
+        config: The run, with its trainer's sections.
         home: The launcher's folder, which keeps results.
-        names: Accelerator types; none for the file's.
+        names: Accelerator types; [] for the configuration's.
         max_batch: Also search for the largest batch.
         more: More arguments of `tpu-train preflight`. Results with such arguments are not kept.
-        say: Takes lines for a person.
+        say: Is given lines for the user.
 
     Returns:
-        One result for each accelerator, as `tpu-train preflight --json` prints it.
+        A result for each accelerator, as `tpu-train preflight --json` prints it.
 
     Raises:
         BadInput: There is no trainer, or an accelerator does not exist.
@@ -85,7 +83,7 @@ def check(
 
 
 def known(config: Config, home: Path) -> dict[str, Any] | None:
-    """The result for the file's accelerator, if this very step was compiled before."""
+    """Returns the kept result for the configuration's accelerator and step, if there is one."""
     if config.trainer is None:
         return None
     path = _path(config, home, config.accelerator.name)
@@ -94,11 +92,10 @@ def known(config: Config, home: Path) -> dict[str, Any] | None:
 
 
 def require(config: Config, home: Path, say: Say) -> tuple[str, ...]:
-    """What `up` and `run` do with a result of before.
+    """Refuses a step that does not fit according to a kept result.
 
     Returns:
-        Hashes of the programs that were compiled, which the containers compare with what they run; none when the step
-        was not compiled before.
+        Hashes of the compiled programs, which the containers compare with what they run; () without a kept result.
 
     Raises:
         LaunchError: The step does not fit (Exit.DOES_NOT_FIT).
@@ -114,14 +111,14 @@ def require(config: Config, home: Path, say: Say) -> tuple[str, ...]:
             "how far), raise train.gradient_accumulation, or go on regardless with --no-preflight",
             exit_code=Exit.DOES_NOT_FIT,
         )
-    say(f"preflight: the step was compiled for {result['accelerator']} before, and fits")
+    say(f"preflight: the step fits on {result['accelerator']}, as compiled before")
     return tuple(dict.fromkeys(graph["hash"] for graph in result["graphs"]))
 
 
 def _no_answer(exit_code: int) -> LaunchError:
-    """The error for a container that ended without a result."""
+    """Returns the error for a container that ended without a result."""
     defect = (
-        "a defect of libtpu that shows now and then near the end of the memory: run it again, or try another batch size"
+        "a defect of libtpu that shows occasionally when memory runs short: run it again, or try another batch size"
     )
     reasons = {
         128 + signal.SIGKILL: (
@@ -175,7 +172,7 @@ def _compile(
 
 
 def _path(config: Config, home: Path, name: str) -> Path | None:
-    """Where the answer is kept; None when what it depends on can't be read now."""
+    """Returns the file of the result; None when something that the result depends on can't be read."""
     assert config.trainer is not None
     trainer = {key: value for key, value in config.trainer.canonical().items() if key not in _NOT_IN_PROGRAMS}
     trainer["train"] = {key: value for key, value in trainer["train"].items() if key not in _NOT_IN_STEP}
@@ -194,7 +191,7 @@ def _path(config: Config, home: Path, name: str) -> Path | None:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """A kept answer; None where there is none, or it is damaged, or from a time before this format."""
+    """Returns a kept result with its format; None when it is missing, damaged, or of another format."""
     try:
         document = json.loads(path.read_text())
     except (OSError, ValueError):

@@ -1,6 +1,6 @@
-"""What gcloud's error messages mean: no capacity, no quota, no permission, a conflict, something missing. Pure.
+"""Classifies gcloud's error messages: no capacity, no quota, no permission, a conflict, something missing. Pure.
 
-gcloud's English is interpreted here and nowhere else.
+No other module interprets gcloud's English.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from launcher.errors import Exit, LaunchError
 
 
 class NotFound(LaunchError):
-    """There is no such thing."""
+    """The resource does not exist."""
 
 
 class Stockout(LaunchError):
@@ -30,67 +30,64 @@ class QuotaExceeded(LaunchError):
 
 
 class PermissionDenied(LaunchError):
-    """The account may not do it, or the API is off."""
+    """The account lacks a permission, or the API is off."""
 
     exit_code = Exit.PERMISSION
 
 
 class Conflict(LaunchError):
-    """Something of that name exists already."""
+    """The name is taken."""
 
     exit_code = Exit.CONFLICT
 
 
 class Preempted(LaunchError):
-    """The slice was taken away; only deleting it is left."""
+    """The slice was taken away and can only be deleted."""
 
     exit_code = Exit.PREEMPTED
 
 
 class Busy(LaunchError):
-    """Another operation is on its way; the same request works when that has ended."""
+    """Another operation is under way; the same request succeeds when that has ended."""
 
     exit_code = Exit.CONFLICT
 
     @property
     def transient(self) -> bool:
-        """The other operation ends."""
         return True
 
 
 class Refused(LaunchError):
-    """Google refuses the request as it is written; asking again changes nothing."""
+    """Google rejects the request as written; repeating it changes nothing."""
 
     exit_code = Exit.BAD_INPUT
 
 
 class Unavailable(LaunchError):
-    """Google's API can't be reached from here, or fails for a time."""
+    """Google's API can't be reached, or fails temporarily."""
 
 
 class RateLimited(Unavailable):
-    """Too many requests in a minute: the next minute has others."""
+    """Too many requests in a minute; the quota renews in the next."""
 
 
 class StillRunning(LaunchError):
-    """gcloud stopped waiting for an operation, which goes on."""
+    """gcloud stopped waiting for an operation that goes on."""
 
 
 _NO_CAPACITY = "no capacity in the zone right now: try again later, another zone, or another accelerator type"
 _NO_ACCESS = (
     "the account lacks a permission, the zone is not open to the project, or the zone does not exist: "
-    "`tpu-launch doctor` looks which"
+    "`tpu-launch doctor` finds out which"
 )
 _NO_QUOTA = (
-    "quota: ask for more in the Cloud console (IAM & Admin > Quotas), or use what you have elsewhere; waiting does not "
-    "help"
+    "quota: request more in the Cloud console (IAM & Admin > Quotas), or use another zone's; waiting does not help"
 )
-_SSH = "a host can't be reached with ssh yet, or any more: try again in a minute"
+_SSH = "a host does not accept ssh connections now: try again in a minute"
 
-# Longest and most specific first: the first that matches explains the error. tests/launcher/test_gcloud_errors.py has
-# each wording with its source.
+# Most specific first: the first match explains the error. tests/launcher/test_gcloud_errors.py has their sources.
 _MEANINGS: tuple[tuple[str, type[LaunchError], str], ...] = (
-    # Of ssh, which gcloud runs: its "Permission denied" and "Connection refused" are not the API's.
+    # Errors of ssh, which gcloud runs: its "Permission denied" and "Connection refused" are not the API's.
     (r"Permission denied \((publickey|keyboard-interactive|password)", LaunchError, _SSH),
     (r"ssh: connect to host|kex_exchange_identification|Connection (closed|reset) by .* port \d+", LaunchError, _SSH),
     (r"no more capacity|[Ii]nsufficient (reserved )?capacity|insufficientCapacity|(?i:stock_?out)|"
@@ -102,7 +99,7 @@ _MEANINGS: tuple[tuple[str, type[LaunchError], str], ...] = (
      r"[Aa]nother operation .*in progress", Busy,
      "another operation on it has not ended yet: try again in a minute"),
     (r'"code": 1\b|\bCANCELLED\b|creation of \S+ was cancelled', Conflict,
-     "somebody deleted it meanwhile: `tpu-launch up` creates a slice again"),
+     "it was deleted by another command: `tpu-launch up` creates a slice again"),
     (r"(?i:has not finished in \d+ seconds)", StillRunning, "Google goes on with it"),
     (r"(?i:per (minute|second|100 seconds))|RATE_?LIMIT_?EXCEEDED|(?i:rate ?limit ?exceeded|too many requests)|"
      r"PerMinute|OPERATION_RATE_EXCEEDED|Resource has been exhausted", RateLimited,
@@ -114,7 +111,7 @@ _MEANINGS: tuple[tuple[str, type[LaunchError], str], ...] = (
     (r"Max retries exceeded|NewConnectionError|[Nn]ame or service not known|name resolution|NameResolutionError|"
      r"Network is unreachable|No route to host|Unable to find the server|RemoteDisconnected|Connection aborted|"
      r"(Read|Connect)Timeout|[Rr]ead timed out|ConnectionError|SSLEOFError|EOF occurred", Unavailable,
-     "Google's API can't be reached from this machine: look at its network, then try again"),
+     "Google's API can't be reached from this machine: check its network, then try again"),
     (r"[Bb]illing .*(disabled|not enabled|not found|closed)|BILLING_DISABLED", PermissionDenied,
      "billing is off in this project: turn it on in the Cloud console (Billing)"),
     (r"SERVICE_DISABLED|has not been used in project|API .*is disabled|is not enabled", PermissionDenied,
@@ -125,9 +122,9 @@ _MEANINGS: tuple[tuple[str, type[LaunchError], str], ...] = (
     (r"PERMISSION_DENIED|[Pp]ermission .*denied|does not have permission|[Ff]orbidden|access is unauthorized|"
      r"prohibited by organization|CONSUMER_INVALID|not found or deleted", PermissionDenied, _NO_ACCESS),
     (r"ALREADY_EXISTS|already exists", Conflict,
-     "something of that name exists already: choose another name, or delete it"),
+     "the name is taken: choose another one, or delete what has it"),
     (r"NOT_FOUND|was not found|could not be found", NotFound,
-     "it does not exist: look at its name, project and zone; `tpu-launch up` creates a slice"),
+     "it does not exist: check its name, project and zone; `tpu-launch up` creates a slice"),
     (r"INVALID_ARGUMENT|invalid AcceleratorType|invalid RuntimeVersion", Refused,
      "Google refuses the request: correct the file"),
     (r"unrecognized arguments|Invalid choice|(?i:must be specified)", Refused,
@@ -136,21 +133,20 @@ _MEANINGS: tuple[tuple[str, type[LaunchError], str], ...] = (
      r"Bad Gateway|Service Unavailable|[Bb]ackend ?[Ee]rror|[Uu]nknown [Ee]rror", Unavailable,
      "Google's API has a temporary failure: try again"),
 )  # fmt: skip
-# Of a creation whose operation failed: Google says no more than this where it has no hosts for a large slice.
+# A creation whose operation failed: Google says no more than this when it has no hosts for a large slice.
 _OF_CREATION: tuple[tuple[str, type[LaunchError], str], ...] = (
     (r'"code": 13\b|an internal error has occurred', Stockout,
-     f"Google does not say why; when hosts are created it is mostly that there are none. {_NO_CAPACITY}"),
+     f"Google does not say why; at a creation, the cause is mostly missing capacity. {_NO_CAPACITY}"),
 )  # fmt: skip
 
 
 def _is_creation(argv: Sequence[str]) -> bool:
-    """Whether the command asks for hosts: `gcloud compute tpus <kind> create|start ...`."""
+    """Returns whether the command creates or starts hosts: `gcloud compute tpus <kind> create|start ...`."""
     return list(argv[1:3]) == ["compute", "tpus"] and list(argv[4:5]) in (["create"], ["start"])
 
 
 def explain_error(stderr: str, argv: Sequence[str]) -> LaunchError:
-    """The error that gcloud's message means, with what to do about it. Whether it may pass is its `transient`; an error
-    whose wording is not known is."""
+    """Returns the error that gcloud's message means, with advice. An unknown wording counts as transient."""
     text = summarize_error(stderr)
     of_creation = _OF_CREATION if _is_creation(argv) else ()
     for pattern, kind, advice in (*of_creation, *_MEANINGS):
@@ -158,11 +154,11 @@ def explain_error(stderr: str, argv: Sequence[str]) -> LaunchError:
             if advice.startswith("sign in"):  # gcloud says it in eight lines
                 text = text.splitlines()[0]
             return kind(f"{text}\n  {advice}")
-    return LaunchError(f"{text}\n  from: {shell.quote(argv)[:400]}\n  `tpu-launch status` looks; then try again")
+    return LaunchError(f"{text}\n  from: {shell.quote(argv)[:400]}\n  check `tpu-launch status`, then try again")
 
 
 def summarize_error(stderr: str) -> str:
-    """The part of gcloud's output that says what went wrong, without its own decoration."""
+    """Returns the part of gcloud's output that says what went wrong, without decoration."""
     lines = [
         line
         for line in stderr.splitlines()

@@ -80,7 +80,7 @@ def test_an_account_that_may_see_nothing_of_a_bucket_is_warned_and_goes_on(
     said: list[str] = []
     inputs.buckets(config(tmp_path), said.append)
     (line,) = said
-    assert "run.yaml:7: output: whether gs://bucket exists is not known" in line
+    assert "run.yaml:7: output: it is unknown whether gs://bucket exists" in line
     assert "storage.buckets.get" in line
     assert check_buckets(config(tmp_path)).severity is Severity.WARN
 
@@ -108,7 +108,9 @@ def test_a_dataset_that_this_account_may_not_read_is_left_to_the_hosts(server: B
     said: list[str] = []
     inputs.data(config(tmp_path), said.append)
     (line,) = said
-    assert "run.yaml:5: data.train: the dataset is not checked before the hosts read it: gs://bucket/data" in line
+    assert (
+        "run.yaml:5: data.train: the dataset is not checked now, only when the hosts read it: gs://bucket/data" in line
+    )
 
 
 def test_a_dataset_that_is_not_there_is_bad_input(server: BucketServer, tmp_path: Path) -> None:

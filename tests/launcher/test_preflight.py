@@ -115,7 +115,7 @@ def test_containers_are_told_what_was_checked(folder: Path) -> None:
     assert spec.preflight == ["0123456789abcdef"], "what the run's folder keeps"
     attempt = make_attempt(spec, config, 0, "image")
     assert attempt.environment == {"TPU_LAUNCH_PREFLIGHT": "0123456789abcdef"}
-    assert messages == ["preflight: the step was compiled for v4-16 before, and fits"]
+    assert messages == ["preflight: the step fits on v4-16, as compiled before"]
 
 
 def test_a_file_that_was_cut_is_no_answer(folder: Path) -> None:

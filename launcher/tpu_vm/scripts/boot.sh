@@ -1,7 +1,7 @@
 #!/bin/sh
-# Included by scripts that inspect a container or distinguish boots of the host. Sets $boot: the kernel's boot id and the
-# start time of PID 1, so that a host that is a container with its own init has one, too. A container carries the boot of
-# its creation as its label $label_boot.
+# Included by scripts that inspect a container or distinguish boots of the host. Sets $boot: the kernel's boot id and
+# the start time of PID 1, so that a host that is a container with its own init has one, too. A container carries the
+# boot of its creation as its label $label_boot.
 # Uses shell built-ins only: a start runs this on every host.
 # shellcheck disable=SC2034,SC2046,SC2086 # the scripts that include this one use it; words are meant to be split
 : "${docker:?}" "${label_boot:?}"

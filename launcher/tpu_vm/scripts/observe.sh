@@ -1,9 +1,9 @@
 #!/bin/sh
-# Prints one line of JSON (the container's state, the host's boot at its creation and now, and the time of this boot), or
-# `absent`, or `no engine`; then the container's log with the engine's times.
+# Prints one line of JSON (the container's state, the host's boot at its creation and now, and the time of this boot),
+# or `absent`, or `no engine`; then the container's log with the engine's times.
 # Waits at most $patience seconds for the container's end first, unless that is empty.
-# Arguments: options of `docker logs`. Of `--tail N --since TIME`, only the first is used while this host's clock is before
-# TIME: the clock stepped back, and new lines are stamped earlier.
+# Arguments: options of `docker logs`. Of `--tail N --since TIME`, only the first is used while this host's clock is
+# before TIME: the clock stepped back, and new lines are stamped earlier.
 # shellcheck disable=SC2086 # $docker is one word or three
 . ./engine.sh
 . ./boot.sh

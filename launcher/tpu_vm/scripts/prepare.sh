@@ -1,6 +1,6 @@
 #!/bin/sh
-# Refuses a host with a running container of another run, or with one of a newer attempt (this script came late); removes
-# containers of older attempts of this run; pulls the image and creates the container of this attempt.
+# Refuses a host with a running container of another run, or with one of a newer attempt (this script came late);
+# removes containers of older attempts of this run; pulls the image and creates the container of this attempt.
 # Arguments: the words of `docker create`. $files: one line a file, `<name> <content in base64>`.
 # Reports `ready <image id>`, `busy <id of the other run>` or `failed <reason>`.
 # shellcheck disable=SC2086 # $docker is one word or three

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Included by every script that reports. gcloud mixes the output of hosts, so a report is one line with the worker index:
-# `tpu-launch <worker> <word> <detail>`.
+# Included by every script that reports. gcloud mixes the output of hosts, so a report is one line with the worker
+# index: `tpu-launch <worker> <word> <detail>`.
 . ./engine.sh
 metadata=http://metadata.google.internal/computeMetadata/v1/instance
 # Our own connections set $connected_worker, which check_host.sh has compared with the metadata server; gcloud gives all
