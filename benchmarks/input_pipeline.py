@@ -223,7 +223,7 @@ def bucket(folder: str) -> Iterator[dict[str, str]]:
 
 def serve(port: int, folder: str) -> None:
     """Serves buckets in a folder, each answer LATENCY late, until the process is ended."""
-    from launcher.emulator.http_server import Acceptor, Request, Response, serve_http
+    from launcher.emulator.http_server import Acceptor, HttpRequest, HttpResponse, serve_http
     from launcher.emulator.storage.api import StorageApi
     from launcher.emulator.storage.bucket import Buckets
 
@@ -231,7 +231,7 @@ def serve(port: int, folder: str) -> None:
     buckets.ensure("bucket")
     api = StorageApi(buckets)
 
-    def late(request: Request) -> Response:
+    def late(request: HttpRequest) -> HttpResponse:
         time.sleep(LATENCY)
         return api.answer(request)
 

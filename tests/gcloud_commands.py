@@ -12,7 +12,7 @@ from typing import Any
 from launcher.emulator.api import catalogue, queued_resources
 from launcher.emulator.api import nodes as tpu_api
 from launcher.emulator.api.catalogue import ApiError
-from launcher.emulator.state import Operation, State
+from launcher.emulator.state import EmulatorState, Operation
 
 WAIT_SECONDS = 1800.0  # for which gcloud waits for an operation: googlecloudsdk/api_lib/util/waiter.py
 _COLLECTIONS = {"tpu-vm": "nodes", "queued-resources": "queuedResources"}
@@ -64,7 +64,7 @@ class Command:
             return self.error(f"Operation {name} has not finished in {WAIT_SECONDS:.0f} seconds.")
         return self.error(json.dumps(operation.error)) if operation.error else ""
 
-    def call(self, state: State, now: float) -> dict[str, Any]:
+    def call(self, state: EmulatorState, now: float) -> dict[str, Any]:
         """Makes the command's call, and returns the API's answer: for a change, an operation. Raises ApiError."""
         answer = tpu_api.answer if self.group == "tpu-vm" else queued_resources.answer
         return answer(state, self._api_call(), now)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.emulator.http_server import Acceptor, Request, Response
+from launcher.emulator.http_server import Acceptor, HttpRequest, HttpResponse
 from launcher.emulator.registry.api import NAMES, RegistryApi
 from launcher.emulator.registry.blobs import BlobStore
 from launcher.emulator.storage.tls import CA_FILE, serve_secure, tls_context
@@ -27,7 +27,7 @@ class RegistryServer:
         folder.mkdir()
         self.api = RegistryApi(BlobStore(folder / "registry"), lambda token: token == TOKEN, takes_pieces=takes_pieces)
         self.asked: list[str] = []
-        self.before: Callable[[Request], Response | None] = lambda request: None
+        self.before: Callable[[HttpRequest], HttpResponse | None] = lambda request: None
         self.context = tls_context(folder, (*NAMES, OTHER_HOST))
         self.ca = folder / CA_FILE
         self.listener = socket.create_server(("127.0.0.1", 0), backlog=16)
@@ -36,7 +36,7 @@ class RegistryServer:
         self.acceptor.start()
         self.acceptor.add(self.listener, lambda connection: serve_secure(connection, self.context, self._answer))
 
-    def _answer(self, request: Request) -> Response:
+    def _answer(self, request: HttpRequest) -> HttpResponse:
         self.asked.append(f"{request.method} {request.path}")
         return self.before(request) or self.api.answer(request)
 

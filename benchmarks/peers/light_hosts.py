@@ -24,9 +24,9 @@ from typing import Any
 from launcher.emulator.api import nodes as tpu_api
 from launcher.emulator.api.catalogue import CODES, ApiError
 from launcher.emulator.control import IMAGE
-from launcher.emulator.http_server import Acceptor, Request, Response, json_response, serve_http
+from launcher.emulator.http_server import Acceptor, HttpRequest, HttpResponse, json_response, serve_http
 from launcher.emulator.operations import finish_pending_operations
-from launcher.emulator.state import State
+from launcher.emulator.state import EmulatorState
 from launcher.images import engine
 from launcher.images.build import ensure_image
 from launcher.images.specification import folder_spec
@@ -185,7 +185,7 @@ def rack(hosts: int) -> Iterator[Rack]:
             image,
             "infinity",
         )
-        state = State("benchmark", 0, "", "", 0, 0, subnet=subnet)
+        state = EmulatorState("benchmark", 0, "", "", 0, 0, subnet=subnet)
         key = folder / "home" / ".ssh" / "google_compute_engine"
         key.parent.mkdir(parents=True, mode=0o700)
         subprocess.run(
@@ -239,11 +239,11 @@ def rack(hosts: int) -> Iterator[Rack]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def serve_api(state: State) -> tuple[int, Closing]:
+def serve_api(state: EmulatorState) -> tuple[int, Closing]:
     """The emulator's Cloud TPU API over `state`; operations end at once."""
     lock = threading.Lock()
 
-    def answer(request: Request) -> Response:
+    def answer(request: HttpRequest) -> HttpResponse:
         try:
             with lock:
                 segments = request.segments
@@ -277,7 +277,7 @@ class Closing:
         self.inner.remove(self.listener, close=True)
 
 
-def make_node(state: State, hosts: int, owner: Owner, host_key: str) -> Any:
+def make_node(state: EmulatorState, hosts: int, owner: Owner, host_key: str) -> Any:
     """The slice, as `tpu-launch up` of `owner` would have created it. `host_key`: the ssh key that its hosts show."""
     labels = {ownership.LABEL: "1", ownership.OWNER: owner.user}
     if owner.account:

@@ -45,9 +45,6 @@ def emulator() -> None:
 )
 @click.option("--bucket", help="Create this bucket, unless it exists.")
 @click.option(
-    "--create-seconds", type=click.FloatRange(0), help="How long the creation of a node takes at least (default 0.2)."
-)
-@click.option(
     "--full-pushes/--named-pushes",
     default=None,
     help="docker's pushes send an image's bytes to the emulated registry; else only its name is entered.",
@@ -60,7 +57,6 @@ def emulator() -> None:
 def start(
     port: int | None,
     bucket: str | None,
-    create_seconds: float | None,
     full_pushes: bool | None,
     environment: bool,
 ) -> None:
@@ -70,7 +66,6 @@ def start(
         home,
         port=port,
         bucket=bucket,
-        create_seconds=create_seconds,
         full_pushes=full_pushes,
     )
     values = control.environment(home)

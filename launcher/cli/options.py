@@ -57,9 +57,9 @@ def configured(function: Function, *, file_flags: tuple[str, ...] = ("-f", "--fi
         config = replace(load(path, overrides, command=options.get("command", ())), provider=provider)
         if not emulated:
             return function(config, **options)
-        from launcher.emulator import session
+        from launcher.emulator import control
 
-        with session.emulated(terminal.say):
+        with control.emulated(terminal.say):
             return function(config, **options)
 
     functools.update_wrapper(wrapped, function)

@@ -8,8 +8,7 @@
     state.py        everything that survives the server, in one file
     http_server.py  requests and responses for all services
     server.py       the process that connects these
-    control.py      starts, stops and describes that process
-    session.py      `--emulated`, for one command
+    control.py      starts, stops and describes that process; `--emulated`
 
 Only the launcher's command line knows that a slice is emulated. The rest of the launcher, and the trainer, reach the
 emulator through Google's own interfaces.

@@ -19,13 +19,13 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from launcher import shell
 from launcher.emulator.server import ACCESS_TOKEN, CONTROL, ENGINE
-from launcher.emulator.state import State, emulator_id, from_json, to_json, write_atomically
+from launcher.emulator.state import EmulatorState, emulator_id, from_json, to_json, write_atomically
 from launcher.emulator.storage.tls import CA_FILE
 from launcher.emulator.vm import virtual_tpu
 from launcher.emulator.vm.engine_client import Engine, EngineError, UnixConnection
@@ -43,6 +43,7 @@ STOP_TIMEOUT = 15.0  # seconds after which a server that does not end is killed
 IMAGE = "tpu-launch/host"
 CREATE_SECONDS = 0.2  # that operations take at least; gcloud first polls after 1 s, then every 2 s
 UPDATE_SECONDS = 0.5
+_STARTED_BY_COMMAND = "started-by-a-command"  # a file in the home
 
 
 def default_home() -> Path:
@@ -55,7 +56,6 @@ def start(
     *,
     bucket: str | None = None,
     port: int | None = None,
-    create_seconds: float | None = None,
     full_pushes: bool | None = None,
 ) -> None:
     """Starts the emulator of `home` unless it runs.
@@ -64,7 +64,6 @@ def start(
         home: its folder.
         bucket: a bucket to create unless it exists.
         port: on 127.0.0.1; None: the port of before, or a free one.
-        create_seconds: that a node's creation takes at least; None: as before.
         full_pushes: whether docker's pushes send bytes to the registry; None: as before.
 
     Raises:
@@ -79,10 +78,8 @@ def start(
         with _starting(home):
             state = _read(home)
             if state is None or not _answers(state):  # another process may have started it meanwhile
-                state = state or State(emulator_id(home), 0, "", engine.path, CREATE_SECONDS, UPDATE_SECONDS)
+                state = state or EmulatorState(emulator_id(home), 0, "", engine.path, CREATE_SECONDS, UPDATE_SECONDS)
                 state.port = _free_port(port, state.port)
-                if create_seconds is not None:
-                    state.create_seconds = create_seconds
                 if full_pushes is not None:
                     state.full_pushes = full_pushes
                 _launch(home, state, engine, image, tpu_volume)
@@ -187,10 +184,40 @@ def environment(home: Path) -> dict[str, str]:
     }
 
 
+# -- `--emulated`
+
+
+@contextlib.contextmanager
+def emulated(say: Callable[[str], None]) -> Iterator[None]:
+    """Makes commands inside the block reach the emulator instead of Google.
+
+    Starts an emulator when none runs. One that was started so is stopped by the command after which no slice is left;
+    its buckets are kept, so that a run can be resumed. One that `tpu-launch emulator start` started is left running.
+    Reports starts and stops to `say`.
+    """
+    home = default_home()
+    mark = home / _STARTED_BY_COMMAND
+    if not status(home)["running"]:
+        say("starting the emulator (a first start builds the image of its hosts)")
+        start(home)
+        mark.touch()
+    before = dict(os.environ)
+    os.environ.update(environment(home))
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        report = status(home) if mark.exists() else {}
+        if report and not report.get("nodes") and not report.get("queued_resources"):
+            stop(home, keep_data=True)
+            say("stopped the emulator: it has no slices left")
+
+
 # -- starting
 
 
-def _launch(home: Path, state: State, engine: Engine, image: str, tpu_volume: str) -> None:
+def _launch(home: Path, state: EmulatorState, engine: Engine, image: str, tpu_volume: str) -> None:
     """Writes the state, starts the server, and waits until it answers. Raises LaunchError when it does not."""
     state.engine, state.pid = engine.path, 0
     state.sockets = str(_make_socket_folder(home))
@@ -210,7 +237,7 @@ def _launch(home: Path, state: State, engine: Engine, image: str, tpu_volume: st
         raise
 
 
-def _wait_for_server(state: State, pid: int, log: Path) -> None:
+def _wait_for_server(state: EmulatorState, pid: int, log: Path) -> None:
     """Waits until the server answers. Raises LaunchError when it ended or does not answer in START_TIMEOUT."""
     deadline = time.monotonic() + START_TIMEOUT
     while not _answers(state):
@@ -265,7 +292,7 @@ def _free_port(wanted: int | None, before: int) -> int:
     raise LaunchError("no free port on 127.0.0.1")
 
 
-def _find_engine(state: State | None) -> Engine:
+def _find_engine(state: EmulatorState | None) -> Engine:
     """Returns the workstation's engine. Raises BadInput when none answers."""
     engine = Engine(_engine_path(state))
     try:
@@ -278,7 +305,7 @@ def _find_engine(state: State | None) -> Engine:
     return engine
 
 
-def _engine_path(state: State | None) -> str:
+def _engine_path(state: EmulatorState | None) -> str:
     """Returns the engine's unix socket: DOCKER_HOST, unless that is an emulator's socket; else the state's; else
     docker's default. Raises BadInput for an engine on another machine."""
     host = os.environ.get("DOCKER_HOST", "")
@@ -343,7 +370,7 @@ def _docker_host(value: str) -> Iterator[None]:
 # -- requests to the server
 
 
-def _read(home: Path) -> State | None:
+def _read(home: Path) -> EmulatorState | None:
     """Reads the state file; None when there is none. Raises BadInput when it is damaged."""
     try:
         return from_json((home / "state.json").read_text())
@@ -356,7 +383,7 @@ def _read(home: Path) -> State | None:
         ) from None
 
 
-def _running(home: Path) -> State:
+def _running(home: Path) -> EmulatorState:
     state = _read(home)
     if state is None or not _answers(state):
         crashed = " (its server crashed; a new start continues from its state)" if state is not None else ""
@@ -364,7 +391,7 @@ def _running(home: Path) -> State:
     return state
 
 
-def _answers(state: State) -> bool:
+def _answers(state: EmulatorState) -> bool:
     path = Path(state.sockets) / CONTROL
     if not state.sockets or not path.exists():
         return False
@@ -375,7 +402,7 @@ def _answers(state: State) -> bool:
     return True
 
 
-def _ask(state: State, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+def _ask(state: EmulatorState, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
     try:
         status, data = _raw(Path(state.sockets) / CONTROL, method, path, body)
     except (OSError, http.client.HTTPException) as error:

@@ -10,7 +10,7 @@ from typing import Any
 
 from launcher.emulator.api import catalogue
 from launcher.emulator.api.catalogue import ApiError, event_id
-from launcher.emulator.state import Fault, Host, Node, State
+from launcher.emulator.state import EmulatorState, Fault, Host, Node
 from training.accelerators import Accelerator
 
 SERVICES = ("tpu", "storage", "metadata")
@@ -20,7 +20,7 @@ class NoSuchTarget(ValueError):
     """Raised when a fault names a node or a worker that does not exist. The message lists those that do."""
 
 
-def take(state: State, kind: str, service: str = "tpu") -> Fault | None:
+def take(state: EmulatorState, kind: str, service: str = "tpu") -> Fault | None:
     """Uses up one occurrence of the first such fault and returns the fault; None when there is none."""
     for fault in state.faults:
         if fault.kind == kind and fault.service == service:
@@ -32,7 +32,7 @@ def take(state: State, kind: str, service: str = "tpu") -> Fault | None:
     return None
 
 
-def refuse_create(state: State, requested: Accelerator, zone: str) -> None:
+def refuse_create(state: EmulatorState, requested: Accelerator, zone: str) -> None:
     """Raises ApiError for a creation when a quota or permission fault is due."""
     if take(state, "permission"):
         raise ApiError(catalogue.PERMISSION_DENIED, f"Permission denied on 'locations/{zone}' (or it may not exist).")
@@ -43,13 +43,13 @@ def refuse_create(state: State, requested: Accelerator, zone: str) -> None:
         )
 
 
-def refuse_change(state: State) -> None:
+def refuse_change(state: EmulatorState) -> None:
     """Raises ApiError, as Google while another operation is pending, when a busy fault is due."""
     if take(state, "busy"):
         raise ApiError(catalogue.ABORTED, "unable to queue the operation")
 
 
-def engine_trouble(state: State, hostname: str, *, registry: bool) -> str | None:
+def engine_trouble(state: EmulatorState, hostname: str, *, registry: bool) -> str | None:
     """Returns the error of an engine whose registry is down or whose disk is full; None when neither is.
 
     Args:
@@ -108,7 +108,7 @@ STOCKOUTS: dict[str, tuple[int, str]] = {
 }
 
 
-def stockout(state: State, zone: str) -> dict[str, Any] | None:
+def stockout(state: EmulatorState, zone: str) -> dict[str, Any] | None:
     """Uses up a stock-out that is due, and returns the error of the creation's operation; None when none is due."""
     fault = take(state, "stockout")
     if fault is None:
@@ -118,7 +118,7 @@ def stockout(state: State, zone: str) -> dict[str, Any] | None:
     return {"code": code, "message": text if code == catalogue.INTERNAL else f"{text} {event_id(text)}"}
 
 
-def deletion_seconds(state: State) -> float:
+def deletion_seconds(state: EmulatorState) -> float:
     """Returns how many seconds a deletion takes at least."""
     return max([state.update_seconds, *(fault.seconds for fault in state.faults if fault.kind == "slow-deletion")])
 
@@ -141,7 +141,7 @@ def show_preemption(node: Node, now: float) -> bool:
     return True
 
 
-def error_status(state: State, service: str, drawn: float) -> int | None:
+def error_status(state: EmulatorState, service: str, drawn: float) -> int | None:
     """Returns the HTTP status with which the next request to a service fails; None when it does not fail.
 
     Args:
@@ -156,12 +156,12 @@ def error_status(state: State, service: str, drawn: float) -> int | None:
     return None
 
 
-def delay(state: State, service: str) -> float:
+def delay(state: EmulatorState, service: str) -> float:
     """Returns how many seconds each request to a service waits."""
     return sum(fault.seconds for fault in state.faults if fault.kind == "slow" and fault.service == service)
 
 
-def find_node(state: State, name: str) -> Node:
+def find_node(state: EmulatorState, name: str) -> Node:
     """Returns the node of a short or full name. Raises NoSuchTarget."""
     nodes = [node for node in state.nodes.values() if name in (node.name, node.short_name)]
     if len(nodes) == 1:
@@ -172,7 +172,7 @@ def find_node(state: State, name: str) -> Node:
     raise NoSuchTarget(f"there is no node {name!r} on this emulator; nodes: {known}")
 
 
-def find_host(state: State, name: str, worker: int) -> Host:
+def find_host(state: EmulatorState, name: str, worker: int) -> Host:
     """Returns the host of a node by worker index. Raises NoSuchTarget."""
     node = find_node(state, name)
     if not 0 <= worker < len(node.hosts):

@@ -1,8 +1,8 @@
 """The part of HTTP/1.1 that the emulator needs: requests with streamed bodies, responses from memory or from a file.
 
 One thread accepts on all listeners (TCP, unix, and those that hosts hand over), so that a listener can be added, paused
-and removed at any time; each connection has a thread of its own. Handlers are functions from `Request` to `Response`
-and know nothing about sockets. Why by hand: docs/architecture.md.
+and removed at any time; each connection has a thread of its own. Handlers are functions from `HttpRequest` to
+`HttpResponse` and know nothing about sockets. Why by hand: docs/architecture.md.
 
 What can fail half-way: when a client disconnects in the middle of a body, `Body` raises `Disconnected` in the handler,
 and no response is sent.
@@ -104,7 +104,7 @@ class Body:
 
 
 @dataclass
-class Request:
+class HttpRequest:
     """One HTTP request."""
 
     method: str
@@ -136,7 +136,7 @@ class FileRegion:
 
 
 @dataclass
-class Response:
+class HttpResponse:
     """One HTTP response. Its Content-Length is added when it is sent."""
 
     status: int = 200
@@ -144,15 +144,15 @@ class Response:
     headers: dict[str, str] = field(default_factory=dict)
 
 
-def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(
+def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> HttpResponse:
+    return HttpResponse(
         status,
         json.dumps(value, indent=1).encode(),
         {"Content-Type": "application/json; charset=UTF-8", **(headers or {})},
     )
 
 
-Handler = Callable[[Request], Response]
+Handler = Callable[[HttpRequest], HttpResponse]
 
 
 def serve_http(connection: socket.socket, handler: Handler) -> None:
@@ -191,7 +191,7 @@ class _Connection(BaseHTTPRequestHandler):
         body = Body(self.rfile, int(length) if length else None, chunked)  # type: ignore[arg-type]
         parameters = {name: values[-1] for name, values in parse_qs(query, keep_blank_values=True).items()}
         try:
-            response = self._handler(Request(self.command, path, parameters, self.headers, body))
+            response = self._handler(HttpRequest(self.command, path, parameters, self.headers, body))
         except Disconnected:
             self.close_connection = True
             return
@@ -205,7 +205,7 @@ class _Connection(BaseHTTPRequestHandler):
             self.close_connection = True
         self._send(response)
 
-    def _send(self, response: Response) -> None:
+    def _send(self, response: HttpResponse) -> None:
         head = self._head(response).encode("latin-1", "replace")
         without_body = self.command == "HEAD" or response.status in (204, 304)
         if isinstance(response.body, FileRegion):
@@ -217,7 +217,7 @@ class _Connection(BaseHTTPRequestHandler):
         else:
             self.connection.sendall(head if without_body else head + response.body)
 
-    def _head(self, response: Response) -> str:
+    def _head(self, response: HttpResponse) -> str:
         length = response.body.length if isinstance(response.body, FileRegion) else len(response.body)
         head = [f"HTTP/1.1 {response.status} {REASONS.get(response.status, '')}"]
         head += [f"{name}: {value}" for name, value in response.headers.items()]

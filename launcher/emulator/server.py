@@ -26,7 +26,7 @@ from launcher.emulator import faults
 from launcher.emulator.api import catalogue, queued_resources, repositories
 from launcher.emulator.api import nodes as tpu_api
 from launcher.emulator.api.catalogue import ApiError
-from launcher.emulator.http_server import Acceptor, Request, Response, json_response, serve_http
+from launcher.emulator.http_server import Acceptor, HttpRequest, HttpResponse, json_response, serve_http
 from launcher.emulator.operations import OperationRunner
 from launcher.emulator.registry.api import NAMES as REGISTRY_NAMES
 from launcher.emulator.registry.api import RegistryApi
@@ -139,7 +139,7 @@ class Server:
 
     # -- Google's services
 
-    def google(self, request: Request) -> Response:
+    def google(self, request: HttpRequest) -> HttpResponse:
         """Answers a request on 127.0.0.1."""
         first = request.path.split("/")[1]
         if first in ("storage", "upload", "download", "resumable"):
@@ -150,7 +150,7 @@ class Server:
             {"error": {"code": 404, "message": f"the emulator has no {request.path}", "status": "NOT_FOUND"}}, 404
         )
 
-    def _api(self, request: Request) -> Response:
+    def _api(self, request: HttpRequest) -> HttpResponse:
         try:
             segments = request.segments
             if segments[:3] == ["compute", "v1", "projects"] and len(segments) == 4 and request.method == "GET":
@@ -181,7 +181,7 @@ class Server:
                 ApiError(catalogue.INVALID_ARGUMENT, f"Invalid JSON payload received. {error}").as_json(), 400
             )
 
-    def _storage(self, request: Request) -> Response:
+    def _storage(self, request: HttpRequest) -> HttpResponse:
         with self.store.read() as state:
             refused = refuse_buckets(request) if any(fault.kind == "object-user" for fault in state.faults) else None
         return self._faulty("storage", lambda: refused or self.storage.answer(request))
@@ -210,14 +210,14 @@ class Server:
         with self.store.read() as state:
             return version in state.pushed.get(repository, {})
 
-    def _metadata(self, hostname: str, request: Request) -> Response:
+    def _metadata(self, hostname: str, request: HttpRequest) -> HttpResponse:
         if request.path.startswith("/v2/"):
             return self._faulty("tpu", lambda: self._api_for_host(hostname, request))
         return self._faulty(
             "metadata", lambda: metadata.answer(self.store, lambda state: find_host(state, hostname), request)
         )
 
-    def _faulty(self, service: str, answer: Callable[[], Response]) -> Response:
+    def _faulty(self, service: str, answer: Callable[[], HttpResponse]) -> HttpResponse:
         """Answers after the service's injected delay, or with an injected error instead."""
         with self.store.read() as state:
             delay = faults.delay(state, service)
@@ -230,7 +230,7 @@ class Server:
                 return _injected_error(status)
         return answer()
 
-    def _api_for_host(self, hostname: str, request: Request) -> Response:
+    def _api_for_host(self, hostname: str, request: HttpRequest) -> HttpResponse:
         """Answers a host's call of the Cloud TPU API; the host must send the token of its own service account."""
         with self.store.read() as state:
             entry = find_host(state, hostname)
@@ -244,7 +244,7 @@ class Server:
 
     # -- control
 
-    def control(self, request: Request) -> Response:
+    def control(self, request: HttpRequest) -> HttpResponse:
         """Answers a request of control.py over the private socket."""
         try:
             match (request.method, request.path):
@@ -370,7 +370,7 @@ def _registry_listener(port: int) -> socket.socket:
         return socket.create_server(("127.0.0.1", 0), backlog=128)
 
 
-def _injected_error(status: int) -> Response:
+def _injected_error(status: int) -> HttpResponse:
     """Returns an error in the shape of Google's services."""
     names = {
         403: ("PERMISSION_DENIED", "Permission 'tpu.nodes.get' denied on resource (or it may not exist)."),

@@ -1,6 +1,6 @@
 """The emulator's state, kept in one JSON file.
 
-`State` holds everything that must survive the server: nodes and their hosts, operations, pushed images, faults. Code
+`EmulatorState` holds what must survive the server: nodes and their hosts, operations, pushed images, faults. Code
 changes it only inside `Store.change()`, which holds the lock and writes the file before another thread sees the change.
 Objects of buckets are in files of their own (storage/bucket.py).
 
@@ -116,7 +116,7 @@ class Fault:
 
 
 @dataclass
-class State:
+class EmulatorState:
     """Everything that survives the server."""
 
     id: str  # of the home directory: the label of every container and network
@@ -144,11 +144,11 @@ def emulator_id(home: Path) -> str:
     return hashlib.sha256(str(home.resolve()).encode()).hexdigest()[:8]
 
 
-def to_json(state: State) -> str:
+def to_json(state: EmulatorState) -> str:
     return json.dumps(dataclasses.asdict(state), indent=1)
 
 
-def from_json(text: str) -> State:
+def from_json(text: str) -> EmulatorState:
     """Parses the state file. Raises ValueError when it is not a state of this format."""
     value = json.loads(text)
     if not isinstance(value, dict) or value.get("format") != FORMAT:
@@ -161,7 +161,7 @@ def from_json(text: str) -> State:
         value["operations"] = {name: Operation(**operation) for name, operation in value["operations"].items()}
         value["faults"] = [Fault(**fault) for fault in value["faults"]]
         value["queued"] = {name: QueuedResource(**queued) for name, queued in value["queued"].items()}
-        return State(**value)
+        return EmulatorState(**value)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"not an emulator state: {error!r}") from None
 
@@ -179,7 +179,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 class Store:
     """The state, shared by all threads of the server."""
 
-    def __init__(self, state: State, path: Path | None) -> None:
+    def __init__(self, state: EmulatorState, path: Path | None) -> None:
         self._state = state
         self._path = path  # None: the state is kept in memory only
         self._condition = threading.Condition(threading.RLock())
@@ -187,7 +187,7 @@ class Store:
         self.after_change: Callable[[], None] = lambda: None
 
     @contextlib.contextmanager
-    def change(self) -> Iterator[State]:
+    def change(self) -> Iterator[EmulatorState]:
         """Yields the state to change it, and writes it when the block ends. A block that raises must change nothing."""
         with self._condition:
             yield self._state
@@ -196,12 +196,12 @@ class Store:
         self.after_change()
 
     @contextlib.contextmanager
-    def read(self) -> Iterator[State]:
+    def read(self) -> Iterator[EmulatorState]:
         """Yields the state to read it."""
         with self._condition:
             yield self._state
 
-    def wait(self, ready: Callable[[State], bool], timeout: float) -> bool:
+    def wait(self, ready: Callable[[EmulatorState], bool], timeout: float) -> bool:
         """Waits until `ready(state)`. Returns False when `timeout` seconds passed first."""
         deadline = time.monotonic() + timeout
         with self._condition:

@@ -21,7 +21,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from launcher.emulator.http_server import Body, Disconnected, Response, json_response
+from launcher.emulator.http_server import Body, Disconnected, HttpResponse, json_response
 from tests.bucket_server import BucketServer
 from tests.container import small_runs
 from tests.container.faulty_trainers import POINTS, POINTS_OF_FIRST, Fault, Run, resumed_at
@@ -101,7 +101,7 @@ def finish_and_compare(run: Run, folder: Path) -> None:
 
 
 def unavailable(bucket: BucketServer, request: Any) -> Any:
-    return Response(503, b"busy")
+    return HttpResponse(503, b"busy")
 
 
 def full(bucket: BucketServer, request: Any) -> Any:

@@ -12,7 +12,7 @@ import pytest
 
 from launcher.emulator.api import nodes as tpu_api
 from launcher.emulator.http_server import Acceptor, serve_http
-from launcher.emulator.state import Node, Operation, State
+from launcher.emulator.state import EmulatorState, Node, Operation
 from launcher.emulator.storage.api import StorageApi
 from launcher.emulator.storage.bucket import Buckets
 
@@ -29,7 +29,7 @@ class Api:
     """Calls against one state, at a time that the test sets."""
 
     def __init__(self) -> None:
-        self.state = State(
+        self.state = EmulatorState(
             "0badcafe", 1, "/nowhere", "/nowhere", create_seconds=1.0, update_seconds=0.5, subnet="10.200.0.0/22"
         )
         self.now = 1_700_000_000.0

@@ -59,8 +59,8 @@ def test_waiting_ends_when_the_state_is_as_wanted_or_the_time_is_over(api: Any) 
 WRITER = """
 import sys
 from pathlib import Path
-from launcher.emulator.state import State, Store
-store = Store(State("0badcafe", 1, "", "", 1.0, 1.0), Path(sys.argv[1]))
+from launcher.emulator.state import EmulatorState, Store
+store = Store(EmulatorState("0badcafe", 1, "", "", 1.0, 1.0), Path(sys.argv[1]))
 for number in range(10**9):
     with store.change() as state:
         state.port, state.subnet = number, "x" * (number % 1000) * 50

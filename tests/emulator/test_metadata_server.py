@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from launcher.emulator.http_server import Body, Request, Response
+from launcher.emulator.http_server import Body, HttpRequest, HttpResponse
 from launcher.emulator.state import Store
 from launcher.emulator.vm import metadata
 
@@ -28,11 +28,13 @@ class Host:
 
     def ask(
         self, path: str, method: str = "GET", body: bytes = b"", headers: dict[str, str] | None = None, **query: str
-    ) -> Response:
+    ) -> HttpResponse:
         message = Message()
         for key, value in (headers if headers is not None else {"Metadata-Flavor": "Google"}).items():
             message[key] = value
-        request = Request(method, f"/computeMetadata/v1/{path}", query, message, Body(BytesIO(body), len(body), False))
+        request = HttpRequest(
+            method, f"/computeMetadata/v1/{path}", query, message, Body(BytesIO(body), len(body), False)
+        )
         return metadata.answer(self.store, lambda state: (self.node, self.node.hosts[1]), request)
 
     def text(self, path: str, **query: str) -> str:

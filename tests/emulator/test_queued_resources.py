@@ -10,7 +10,7 @@ import pytest
 from launcher.emulator.api import nodes as tpu_api
 from launcher.emulator.api import queued_resources
 from launcher.emulator.api.catalogue import ApiError
-from launcher.emulator.state import Fault, State, from_json, to_json
+from launcher.emulator.state import EmulatorState, Fault, from_json, to_json
 
 ZONE = "us-central2-b"
 PARENT = f"projects/p/locations/{ZONE}"
@@ -25,7 +25,7 @@ class Queue:
     """Requests against one state."""
 
     def __init__(self) -> None:
-        self.state = State(
+        self.state = EmulatorState(
             "0badcafe", 1, "/nowhere", "/nowhere", create_seconds=1.0, update_seconds=0.5, subnet="10.200.0.0/22"
         )
         self.now = 1_700_000_000.0

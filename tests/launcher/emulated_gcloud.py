@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from launcher.emulator.api import nodes as tpu_api
 from launcher.emulator.api import queued_resources
 from launcher.emulator.api.catalogue import ApiError
-from launcher.emulator.state import Node, State
+from launcher.emulator.state import EmulatorState, Node
 from launcher.errors import CommandTimeout
 from launcher.owner import Owner
 from launcher.providers import this_machine
@@ -71,7 +71,7 @@ class Cloud:
 
     def __init__(self) -> None:
         self.clock = Clock()
-        self.state = State(
+        self.state = EmulatorState(
             "0badcafe", 1, "/nowhere", "/nowhere", create_seconds=60.0, update_seconds=20.0, subnet="10.200.0.0/22"
         )
         self.calls: list[str] = []  # "us-central2-b tpu-vm delete"

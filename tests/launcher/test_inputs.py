@@ -13,9 +13,9 @@ import pytest
 from launcher.checks import inputs
 from launcher.checks.doctor import check_buckets
 from launcher.config import Config, load
-from launcher.emulator.http_server import Request, Response
+from launcher.emulator.http_server import HttpRequest, HttpResponse
 from launcher.emulator.storage.api import error_response, refuse_buckets
-from launcher.emulator.storage.bucket import StorageError
+from launcher.emulator.storage.bucket import StorageApiError
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.findings import Severity
 from tests.bucket_server import BucketServer
@@ -46,12 +46,12 @@ def config(folder: Path, bucket: str = "bucket") -> Config:
     return load(path)
 
 
-def refuse(*paths: str) -> Callable[[Request], Response | None]:
+def refuse(*paths: str) -> Callable[[HttpRequest], HttpResponse | None]:
     """A service that refuses what matches one of the paths."""
 
-    def fault(request: Request) -> Response | None:
+    def fault(request: HttpRequest) -> HttpResponse | None:
         if any(re.fullmatch(path, request.path) for path in paths):
-            return error_response(StorageError(403, "forbidden", "me@x does not have storage.buckets.get access"))
+            return error_response(StorageApiError(403, "forbidden", "me@x does not have storage.buckets.get access"))
         return None
 
     return fault
@@ -90,7 +90,7 @@ def test_a_service_that_does_not_answer_is_named_in_time(
     server: BucketServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str
 ) -> None:
     monkeypatch.setattr(inputs, "_SECONDS", 2.0)
-    server.fault = lambda _: error_response(StorageError(503, "backendError", "try again"))
+    server.fault = lambda _: error_response(StorageApiError(503, "backendError", "try again"))
     if answer == "nothing listens":
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:9")
     begin = time.monotonic()
@@ -123,7 +123,7 @@ def test_a_bucket_that_can_not_be_read_now_is_no_bad_input(
 ) -> None:
     quick = gcs.Patience(connect=2, silence=1, deadline=2, first_delay=0.01, longest_delay=0.1)
     monkeypatch.setattr(gcs, "patience", quick)
-    server.fault = lambda _: error_response(StorageError(503, "backendError", "try again"))
+    server.fault = lambda _: error_response(StorageApiError(503, "backendError", "try again"))
     with pytest.raises(LaunchError, match=r"run\.yaml:5: data\.train: ") as bad:
         inputs.data(config(tmp_path), print)
     assert bad.value.exit_code is Exit.CLOUD_ERROR

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.emulator.http_server import Disconnected, Request, Response, json_response
+from launcher.emulator.http_server import Disconnected, HttpRequest, HttpResponse, json_response
 from launcher.emulator.registry.api import RegistryApi
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.images.distribution import client, reference
@@ -79,7 +79,7 @@ def test_an_upload_that_breaks_off_goes_on_where_it_was(server: RegistryServer) 
     """The connection ends in the middle of the second piece; what had arrived of it is not sent again."""
     blob, broken = blob_of(os.urandom(3 * 2**20)), []
 
-    def break_off(request: Request) -> Response | None:
+    def break_off(request: HttpRequest) -> HttpResponse | None:
         if request.method == "PATCH" and request.headers["Content-Range"].startswith(f"{2**20}-") and not broken:
             identifier = request.segments[-1]
             broken.append(identifier)
@@ -98,7 +98,7 @@ def test_an_upload_that_breaks_off_goes_on_where_it_was(server: RegistryServer) 
 def test_an_upload_to_google_that_breaks_off_begins_again(server: RegistryServer) -> None:
     failures = [503, 0]
 
-    def fail(request: Request) -> Response | None:
+    def fail(request: HttpRequest) -> HttpResponse | None:
         if request.method != "PUT" or not failures:
             return None
         if status := failures.pop(0):
@@ -204,7 +204,7 @@ def test_a_manifest_is_taken_when_its_blobs_are_there(server: RegistryServer) ->
 
 
 def test_a_manifest_with_other_bytes_than_its_digest_is_refused(server: RegistryServer) -> None:
-    server.before = lambda request: Response(200, b"{}") if "manifests" in request.path else None
+    server.before = lambda request: HttpResponse(200, b"{}") if "manifests" in request.path else None
     with session() as registry, pytest.raises(LaunchError, match="sent another manifest"):
         registry.read_manifest("p/images/code", "sha256:" + "0" * 64)
 

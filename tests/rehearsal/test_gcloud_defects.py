@@ -43,8 +43,8 @@ from launcher.config import Config, load
 from launcher.emulator.api import nodes as tpu_api
 from launcher.emulator.api import queued_resources
 from launcher.emulator.api.catalogue import CODES, ApiError
-from launcher.emulator.http_server import Acceptor, Request, Response, json_response, serve_http
-from launcher.emulator.state import Host, State
+from launcher.emulator.http_server import Acceptor, HttpRequest, HttpResponse, json_response, serve_http
+from launcher.emulator.state import EmulatorState, Host
 from launcher.gcloud.calls import call_gcloud
 from launcher.providers import this_machine
 from launcher.tpu_vm import commands, inventory, queued, slices
@@ -60,7 +60,7 @@ BODY = {
 }
 
 
-def finish_operations(state: State) -> None:
+def finish_operations(state: EmulatorState) -> None:
     for operation in list(state.operations.values()):
         if not operation.done and "/nodes/" in operation.target:
             tpu_api.finish_operation(state, operation, time.time())
@@ -73,14 +73,14 @@ def asked() -> list[tuple[str, Any]]:
 
 
 @pytest.fixture
-def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[tuple[str, Any]]) -> Iterator[State]:
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[tuple[str, Any]]) -> Iterator[EmulatorState]:
     """A READY slice of two hosts that nobody can reach, behind the emulated API."""
-    found = State("0badcafe", 0, "", "", 0, 0, subnet="10.200.0.0/22")
+    found = EmulatorState("0badcafe", 0, "", "", 0, 0, subnet="10.200.0.0/22")
     tpu_api.answer(found, tpu_api.Call("POST", NODE, "", {"nodeId": "demo"}, dict(BODY)), time.time())
     finish_operations(found)
     lock = threading.Lock()
 
-    def answer(request: Request) -> Response:
+    def answer(request: HttpRequest) -> HttpResponse:
         with lock:
             if request.segments[0] == "compute":
                 return json_response(tpu_api.compute_project("p"))
@@ -129,12 +129,12 @@ def config(tmp_path: Path) -> Config:
     return load(path, command=["true"])
 
 
-def hosts_of(state: State) -> list[Host]:
+def hosts_of(state: EmulatorState) -> list[Host]:
     (node,) = state.nodes.values()
     return node.hosts
 
 
-def test_a_host_whose_guest_agent_is_not_up_yet_is_a_problem_that_passes(state: State, config: Config) -> None:
+def test_a_host_whose_guest_agent_is_not_up_yet_is_a_problem_that_passes(state: EmulatorState, config: Config) -> None:
     """gcloud itself crashes on one worker of a slice without guest attributes; for the launcher that host does not
     answer yet."""
     crashed = shell.run(commands.ssh_command(config, "true", worker="0"), timeout=60)
@@ -156,7 +156,7 @@ def body(asked: list[tuple[str, Any]], collection: str) -> Any:
 
 
 def test_without_a_type_gcloud_asks_for_a_v2_8_and_we_always_say_which(
-    state: State, asked: list[tuple[str, Any]], config: Config
+    state: EmulatorState, asked: list[tuple[str, Any]], config: Config
 ) -> None:
     words = [
         "gcloud",
@@ -176,7 +176,7 @@ def test_without_a_type_gcloud_asks_for_a_v2_8_and_we_always_say_which(
 
 
 def test_reserved_without_a_zone_asks_for_a_reservation_in_none_and_we_always_say_where(
-    state: State, asked: list[tuple[str, Any]], config: Config, monkeypatch: pytest.MonkeyPatch
+    state: EmulatorState, asked: list[tuple[str, Any]], config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CLOUDSDK_COMPUTE_ZONE", "us-central2-b")
     words = [
@@ -198,7 +198,7 @@ def test_reserved_without_a_zone_asks_for_a_reservation_in_none_and_we_always_sa
 
 
 def test_scp_to_several_hosts_wants_its_key_in_the_agent_so_files_travel_on_standard_input(
-    state: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    state: EmulatorState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for host in hosts_of(state):
         host.guest_attributes["hostkeys/ssh-ed25519"] = "AAAAC3NzaC1lZDI1NTE5AAAAIGAbCdEf"
@@ -235,7 +235,7 @@ def test_scp_to_several_hosts_wants_its_key_in_the_agent_so_files_travel_on_stan
 
 @pytest.mark.nightly
 def test_a_slice_is_deleted_created_and_found_again(
-    state: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    state: EmulatorState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The whole life of a slice with the real gcloud; the emulated API provides it at once."""
     monkeypatch.setenv("TPU_LAUNCH_HOME", str(tmp_path / "kept"))

@@ -13,7 +13,7 @@ from typing import Any
 import google_crc32c
 import pytest
 
-from launcher.emulator.http_server import Disconnected, Response
+from launcher.emulator.http_server import Disconnected, HttpResponse
 from training import storage
 from training.errors import BadInput, Exit
 from training.storage import gcs as bucket
@@ -101,7 +101,7 @@ def test_upload_and_download_copy_a_file_larger_than_one_request(gcs: Any, tmp_p
 @pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504])
 def test_a_third_of_the_requests_failing_changes_nothing(gcs: Any, status: int) -> None:
     chance = random.Random(status)
-    gcs.fault = lambda request: Response(status, b"later") if chance.random() < 1 / 3 else None
+    gcs.fault = lambda request: HttpResponse(status, b"later") if chance.random() < 1 / 3 else None
     for number in range(5):
         url = f"gs://bucket/{number}"
         assert storage.write(url, DATA, create_only=True).size == len(DATA)
@@ -119,7 +119,7 @@ def test_a_failed_chunk_of_a_large_object_alone_is_sent_again(
     failed: list[str] = []
     content = DATA * 40  # 12 MB, 12 chunks
 
-    def fail_once(request: Any) -> Response | None:
+    def fail_once(request: Any) -> HttpResponse | None:
         if (
             request.method != "PUT"
             or failed
@@ -128,7 +128,7 @@ def test_a_failed_chunk_of_a_large_object_alone_is_sent_again(
             return None
         failed.append(request.headers["Content-Range"])
         if failure == "refused":
-            return Response(503, b"busy")
+            return HttpResponse(503, b"busy")
         gcs.api.answer(request)
         raise Disconnected
 
@@ -144,10 +144,10 @@ def test_an_upload_whose_session_is_lost_begins_anew(gcs: Any, monkeypatch: pyte
     monkeypatch.setattr("google.cloud.storage.blob._DEFAULT_CHUNKSIZE", 4 << 20)
     lost: list[int] = []
 
-    def lose(request: Any) -> Response | None:
+    def lose(request: Any) -> HttpResponse | None:
         if request.method == "PUT" and len(lost) < 2:
             lost.append(1)
-            return Response(410 if len(lost) == 1 else 404, b"no such upload")
+            return HttpResponse(410 if len(lost) == 1 else 404, b"no such upload")
         return None
 
     gcs.fault = lose
@@ -187,7 +187,7 @@ def test_a_create_only_write_whose_answer_was_lost_counts_as_written(gcs: Any) -
 def test_a_lasting_failure_names_the_object_and_ends_at_the_deadline(gcs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bucket, "timeouts", bucket.Timeouts(deadline=1, first_delay=0.01, longest_delay=0.1))
     storage.write("gs://bucket/x", DATA)
-    gcs.fault = lambda request: Response(503, b"busy")
+    gcs.fault = lambda request: HttpResponse(503, b"busy")
     began = time.monotonic()
     with pytest.raises(
         storage.StorageError,
@@ -254,7 +254,7 @@ def test_a_server_that_trickles_is_given_up_at_the_deadline(monkeypatch: pytest.
 
 
 def test_a_refusal_is_not_repeated_and_says_what_to_grant(gcs: Any) -> None:
-    gcs.fault = lambda request: Response(
+    gcs.fault = lambda request: HttpResponse(
         403, b'{"error": {"code": 403, "message": "no access"}}', {"Content-Type": "application/json"}
     )
     message = r"^gs://bucket/x: %s it is not allowed: no access\. Grant .* roles/storage.objectUser on gs://bucket$"
@@ -270,7 +270,7 @@ def test_a_bucket_that_takes_no_more_says_so_and_asks_for_no_role(gcs: Any) -> N
         b'{"error": {"code": 403, "message": "The project exceeded its quota.", '
         b'"errors": [{"reason": "quotaExceeded"}]}}'
     )
-    gcs.fault = lambda request: Response(403, full, {"Content-Type": "application/json"})
+    gcs.fault = lambda request: HttpResponse(403, full, {"Content-Type": "application/json"})
     with pytest.raises(
         storage.StorageError,
         match=r"^gs://bucket/x: writing it was refused: The project exceeded its quota \(quotaExceeded\)\. "

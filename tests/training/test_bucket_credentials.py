@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from launcher.emulator.http_server import Acceptor, Response, serve_http
+from launcher.emulator.http_server import Acceptor, HttpResponse, serve_http
 from training import storage
 from training.storage import gcs as bucket
 from training.storage import types
 
-Answer = Callable[[], Response | None]
+Answer = Callable[[], HttpResponse | None]
 
 
 class MetadataServer:
@@ -32,7 +32,7 @@ class MetadataServer:
         self._acceptor.start()
         self._acceptor.add(self._listener, lambda connection: serve_http(connection, self.answer))
 
-    def answer(self, request: Any) -> Response:
+    def answer(self, request: Any) -> HttpResponse:
         """Answers one request."""
         if fault := self.fault():
             return fault
@@ -40,7 +40,7 @@ class MetadataServer:
         if request.path.partition("?")[0].endswith("/token"):
             self.tokens += 1
             content = {"access_token": f"token-{self.tokens}", "expires_in": 3600, "token_type": "Bearer"}
-        return Response(200, json.dumps(content).encode(), {"Content-Type": "application/json"})
+        return HttpResponse(200, json.dumps(content).encode(), {"Content-Type": "application/json"})
 
     def close(self) -> None:
         """Stops accepting connections."""
@@ -65,7 +65,7 @@ def metadata(gcs: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[MetadataServ
 
 
 def test_a_metadata_server_that_answers_nonsense_for_a_moment_changes_nothing(metadata: MetadataServer) -> None:
-    hiccups = [Response(200, b"{", {"Content-Type": "application/json"}), Response(404, b"not yet")]
+    hiccups = [HttpResponse(200, b"{", {"Content-Type": "application/json"}), HttpResponse(404, b"not yet")]
     metadata.fault = lambda: hiccups.pop() if hiccups else None
     storage.write("gs://bucket/x", b"data")
     assert not hiccups
@@ -76,7 +76,7 @@ def test_a_metadata_server_that_stays_away_is_a_storage_error_that_names_the_obj
     metadata: MetadataServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bucket, "timeouts", bucket.Timeouts(deadline=1, first_delay=0.01, longest_delay=0.1))
-    metadata.fault = lambda: Response(404, b"no such service account")
+    metadata.fault = lambda: HttpResponse(404, b"no such service account")
     with pytest.raises(
         types.StorageError, match=r"^gs://bucket/x: reading it failed for \d s, \d+ times; last: RefreshError.*404"
     ):

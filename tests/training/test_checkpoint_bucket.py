@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from launcher.emulator.http_server import Response
+from launcher.emulator.http_server import HttpResponse
 from training import storage
 from training.checkpoint.format import committed_steps
 from training.checkpoint.reader import restore
@@ -144,7 +144,7 @@ def test_a_manifest_is_written_by_exactly_one_of_two_trainers(gcs: Any) -> None:
 def test_a_bucket_that_answers_503_for_a_while_costs_nothing(gcs: Any) -> None:
 
     answers = iter(range(1000))
-    gcs.fault = lambda request: Response(503, b"") if next(answers) % 3 == 0 else None
+    gcs.fault = lambda request: HttpResponse(503, b"") if next(answers) % 3 == 0 else None
     save(10, 20)
     assert load()[0] == 20
 
@@ -179,7 +179,7 @@ def test_a_checkpoint_becomes_a_model_folder(gcs: Any) -> None:
 
 def test_without_the_right_to_delete_saves_go_on_and_old_checkpoints_stay(gcs: Any) -> None:
     warnings: list[str] = []
-    refused = Response(
+    refused = HttpResponse(
         403,
         b'{"error": {"code": 403, "message": "no storage.objects.delete access"}}',
         {"Content-Type": "application/json"},

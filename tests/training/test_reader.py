@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from launcher.emulator.http_server import Disconnected, Response
+from launcher.emulator.http_server import Disconnected, HttpResponse
 from training import storage
 from training.data.formats import fixed_records
 from training.data.formats.dataset import Dataset
@@ -224,7 +224,7 @@ def test_a_bucket_gives_the_batches_of_a_disk_even_when_a_third_of_the_requests_
         draw = chance.random()
         if draw < 0.1:
             raise Disconnected
-        return Response(chance.choice((429, 500, 503)), b"later") if draw < 1 / 3 else None
+        return HttpResponse(chance.choice((429, 500, 503)), b"later") if draw < 1 / 3 else None
 
     gcs.fault = misbehave
     one, other = batches(local), batches(remote)

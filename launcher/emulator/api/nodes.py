@@ -20,7 +20,7 @@ from typing import Any
 from launcher.emulator import faults
 from launcher.emulator.api import catalogue
 from launcher.emulator.api.catalogue import ApiError, bad_request
-from launcher.emulator.state import Host, Node, Operation, State
+from launcher.emulator.state import EmulatorState, Host, Node, Operation
 from training.accelerators import ACCELERATORS, Accelerator
 
 PROJECT_NUMBER = "100000000001"
@@ -51,7 +51,7 @@ def timestamp(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
-def answer(state: State, call: Call, now: float) -> dict[str, Any]:
+def answer(state: EmulatorState, call: Call, now: float) -> dict[str, Any]:
     """Carries out a call. Returns the response's JSON. Raises ApiError."""
     match call.path:
         case ("projects", project, "locations"):
@@ -67,7 +67,9 @@ def answer(state: State, call: Call, now: float) -> dict[str, Any]:
     raise no_method(call)
 
 
-def _in_zone(state: State, call: Call, project: str, zone: str, rest: tuple[str, ...], now: float) -> dict[str, Any]:
+def _in_zone(
+    state: EmulatorState, call: Call, project: str, zone: str, rest: tuple[str, ...], now: float
+) -> dict[str, Any]:
     parent = f"projects/{project}/locations/{zone}"
     match rest:
         case ("nodes", *name):
@@ -80,7 +82,7 @@ def _in_zone(state: State, call: Call, project: str, zone: str, rest: tuple[str,
     raise no_method(call)
 
 
-def _answer_nodes(state: State, call: Call, parent: str, name: tuple[str, ...], now: float) -> dict[str, Any]:
+def _answer_nodes(state: EmulatorState, call: Call, parent: str, name: tuple[str, ...], now: float) -> dict[str, Any]:
     def node() -> Node:
         return _node(state, f"{parent}/nodes/{name[0]}")
 
@@ -130,7 +132,7 @@ def service_account() -> str:
 # -- calls
 
 
-def _create(state: State, call: Call, parent: str, now: float) -> Operation:
+def _create(state: EmulatorState, call: Call, parent: str, now: float) -> Operation:
     node_id = call.query.get("nodeId", "")
     catalogue.check_node_name(node_id)
     name = f"{parent}/nodes/{node_id}"
@@ -178,7 +180,7 @@ def _new_resource(
     }
 
 
-def _new_hosts(state: State, name: str, count: int, now: float) -> list[Host]:
+def _new_hosts(state: EmulatorState, name: str, count: int, now: float) -> list[Host]:
     """Makes the hosts of a new node, with the lowest free addresses. Raises ApiError when the network is full."""
     taken = {host.address for node in state.nodes.values() for host in node.hosts}
     addresses = itertools.islice(ipaddress.ip_network(state.subnet).hosts(), _FIRST_HOST - 1, None)
@@ -192,7 +194,7 @@ def _new_hosts(state: State, name: str, count: int, now: float) -> list[Host]:
     return [Host(i, free[i], f"t1v-n-{digest}-w-{i}", _number(f"{name} {i}", now)) for i in range(count)]
 
 
-def _delete(state: State, node: Node, now: float) -> Operation:
+def _delete(state: EmulatorState, node: Node, now: float) -> Operation:
     if node.state == "DELETING":
         raise ApiError(catalogue.ABORTED, "unable to queue the operation")
     faults.refuse_change(state)
@@ -202,7 +204,7 @@ def _delete(state: State, node: Node, now: float) -> Operation:
     return start_delete(state, node, now)
 
 
-def start_delete(state: State, node: Node, now: float) -> Operation:
+def start_delete(state: EmulatorState, node: Node, now: float) -> Operation:
     """Enters the deletion of a node in any state."""
     node.resource["state"] = "DELETING"
     return start_operation(state, "delete", node.name, now, faults.deletion_seconds(state))
@@ -214,7 +216,7 @@ _UPDATABLE: dict[str, Callable[[Any], None]] = {
 }
 
 
-def _update(state: State, node: Node, call: Call, now: float) -> Operation:
+def _update(state: EmulatorState, node: Node, call: Call, now: float) -> Operation:
     mask = [part for part in call.query.get("updateMask", "").split(",") if part]
     if not mask:
         raise bad_request("updateMask is required")
@@ -234,7 +236,7 @@ def _update(state: State, node: Node, call: Call, now: float) -> Operation:
     return operation
 
 
-def _stop_or_start(state: State, node: Node, verb: str, now: float) -> Operation:
+def _stop_or_start(state: EmulatorState, node: Node, verb: str, now: float) -> Operation:
     before, during = ("READY", "STOPPING") if verb == "stop" else ("STOPPED", "STARTING")
     if len(node.hosts) > 1:
         raise bad_request(
@@ -310,7 +312,7 @@ def _accelerator_json(parent: str, name: str) -> dict[str, Any]:
     return {"name": f"{parent}/acceleratorTypes/{name}", "type": name, "acceleratorConfigs": [config]}
 
 
-def start_operation(state: State, verb: str, target: str, now: float, seconds: float) -> Operation:
+def start_operation(state: EmulatorState, verb: str, target: str, now: float, seconds: float) -> Operation:
     """Enters a pending operation that ends after `seconds` at the earliest."""
     parent = target.rsplit("/", 2)[0]
     number = _number(f"{verb} {target} {len(state.operations)}", now)
@@ -319,7 +321,9 @@ def start_operation(state: State, verb: str, target: str, now: float, seconds: f
     return state.operations[name]
 
 
-def finish_operation(state: State, operation: Operation, now: float, error: dict[str, Any] | None = None) -> None:
+def finish_operation(
+    state: EmulatorState, operation: Operation, now: float, error: dict[str, Any] | None = None
+) -> None:
     """Ends a node's operation once its work on the hosts is done, and changes the node as the operation promised.
 
     Args:
@@ -363,13 +367,13 @@ def _apply(operation: Operation, node: Node) -> None:
             node.resource |= {"state": "READY", "health": "HEALTHY"}
 
 
-def _node(state: State, name: str) -> Node:
+def _node(state: EmulatorState, name: str) -> Node:
     if name not in state.nodes:
         raise ApiError(catalogue.NOT_FOUND, f"Resource '{name}' was not found")
     return state.nodes[name]
 
 
-def _operation(state: State, name: str) -> Operation:
+def _operation(state: EmulatorState, name: str) -> Operation:
     if name not in state.operations:
         raise ApiError(catalogue.NOT_FOUND, f"Resource '{name}' was not found")
     return state.operations[name]

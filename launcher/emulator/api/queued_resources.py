@@ -23,7 +23,7 @@ from launcher.emulator.api import catalogue
 from launcher.emulator.api import nodes as tpu_api
 from launcher.emulator.api.catalogue import ApiError, bad_request
 from launcher.emulator.api.nodes import Call
-from launcher.emulator.state import Operation, QueuedResource, State
+from launcher.emulator.state import EmulatorState, Operation, QueuedResource
 
 _TRY_SECONDS = 1.0  # between tries to find capacity
 # Requests in these states have no node and may be deleted without force.
@@ -35,7 +35,7 @@ def concerns(call: Call) -> bool:
     return call.path[4:5] == ("queuedResources",)
 
 
-def answer(state: State, call: Call, now: float) -> dict[str, Any]:
+def answer(state: EmulatorState, call: Call, now: float) -> dict[str, Any]:
     """Carries out a call. Returns the response's JSON. Raises ApiError."""
     _, project, _, zone, _, *rest = call.path
     if zone != "-":
@@ -67,7 +67,7 @@ def to_json(queued: QueuedResource) -> dict[str, Any]:
     return {**queued.resource, "state": shown}
 
 
-def advance(state: State, now: float) -> None:
+def advance(state: EmulatorState, now: float) -> None:
     """Moves every request to the state that it can reach at `now`."""
     for queued in list(state.queued.values()):
         node = state.nodes.get(queued.node)
@@ -92,7 +92,7 @@ def advance(state: State, now: float) -> None:
                         _end(operation, {"@type": "type.googleapis.com/google.protobuf.Empty"}, now)
 
 
-def _try(state: State, queued: QueuedResource, now: float) -> None:
+def _try(state: EmulatorState, queued: QueuedResource, now: float) -> None:
     """Tries to create the node. Fails the request after its valid-until time."""
     if queued.until is not None and now > queued.until:
         text = f"Resource {queued.name} could not be provisioned before its valid-until time"
@@ -125,7 +125,7 @@ def _try(state: State, queued: QueuedResource, now: float) -> None:
     queued.state = "PROVISIONING"
 
 
-def _create(state: State, call: Call, parent: str, now: float) -> Operation:
+def _create(state: EmulatorState, call: Call, parent: str, now: float) -> Operation:
     zone = parent.split("/")[3]
     queued_id = call.query.get("queuedResourceId", "")
     catalogue.check_node_name(queued_id)
@@ -179,7 +179,7 @@ def _until(policy: dict[str, Any], now: float) -> float | None:
     return now + float(match.group(1))
 
 
-def _delete(state: State, queued: QueuedResource, force: bool, now: float) -> Operation:
+def _delete(state: EmulatorState, queued: QueuedResource, force: bool, now: float) -> Operation:
     if queued.state == "DELETING":
         raise ApiError(catalogue.ABORTED, "unable to queue the operation")
     if not force and queued.state not in _NO_NODE:
@@ -196,7 +196,7 @@ def _end(operation: Operation, response: dict[str, Any], now: float) -> None:
     operation.done, operation.ended, operation.response = True, now, response
 
 
-def _find(state: State, name: str) -> QueuedResource:
+def _find(state: EmulatorState, name: str) -> QueuedResource:
     if name not in state.queued:
         raise ApiError(catalogue.NOT_FOUND, f"Resource '{name}' was not found")
     return state.queued[name]

@@ -6,7 +6,7 @@ from typing import Any
 
 from launcher.emulator.api import catalogue
 from launcher.emulator.api.catalogue import ApiError, bad_request
-from launcher.emulator.state import State
+from launcher.emulator.state import EmulatorState
 
 
 def concerns(segments: list[str]) -> bool:
@@ -15,7 +15,7 @@ def concerns(segments: list[str]) -> bool:
 
 
 def answer(
-    state: State, method: str, segments: list[str], query: dict[str, str], body: dict[str, Any]
+    state: EmulatorState, method: str, segments: list[str], query: dict[str, str], body: dict[str, Any]
 ) -> dict[str, Any]:
     """Carries out a call. Returns the response's JSON. Raises ApiError."""
     parent = "/".join(segments[1:6])
@@ -37,7 +37,7 @@ def answer(
     raise ApiError(catalogue.NOT_FOUND, f"{method} is not emulated for repositories")
 
 
-def is_there(state: State, repository: str) -> bool:
+def is_there(state: EmulatorState, repository: str) -> bool:
     """Returns whether the repository of LOCATION-docker.pkg.dev/PROJECT/NAME/IMAGE was created."""
     host, project, name = [*repository.split("/"), "", ""][:3]
     return (

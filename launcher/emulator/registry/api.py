@@ -14,7 +14,7 @@ import re
 import threading
 from collections.abc import Callable
 
-from launcher.emulator.http_server import FileRegion, Request, Response, json_response
+from launcher.emulator.http_server import FileRegion, HttpRequest, HttpResponse, json_response
 from launcher.emulator.registry.blobs import BlobStore
 
 NAMES = ("*.pkg.dev", "gcr.io", "*.gcr.io")
@@ -54,7 +54,7 @@ class RegistryApi:
         self._lock = threading.Lock()
         self.bytes_received = 0  # of blobs and manifests
 
-    def answer(self, request: Request) -> Response:
+    def answer(self, request: HttpRequest) -> HttpResponse:
         if request.path == "/v2/token":
             return self._token(request)
         if not self._accepts(request.headers.get("Authorization", "").removeprefix("Bearer ")):
@@ -74,7 +74,7 @@ class RegistryApi:
             return self._answer_blob(request, repository, match[3])
         return self._answer_manifest(request, match[1], repository, match[3])
 
-    def _token(self, request: Request) -> Response:
+    def _token(self, request: HttpRequest) -> HttpResponse:
         """Answers a login with a token: its password, which is an access token."""
         try:
             text = base64.b64decode(request.headers.get("Authorization", "").removeprefix("Basic ")).decode()
@@ -86,7 +86,7 @@ class RegistryApi:
         return json_response({"token": password, "expires_in": 3599})
 
     @staticmethod
-    def _challenge(request: Request) -> Response:
+    def _challenge(request: HttpRequest) -> HttpResponse:
         host = request.headers.get("Host", "")
         response = _error(401, "UNAUTHORIZED", "Unauthenticated request.")
         response.headers["WWW-Authenticate"] = f'Bearer realm="https://{host}/v2/token",service="{host}"'
@@ -94,19 +94,21 @@ class RegistryApi:
 
     # -- blobs
 
-    def _answer_blob(self, request: Request, repository: str, digest: str) -> Response:
+    def _answer_blob(self, request: HttpRequest, repository: str, digest: str) -> HttpResponse:
         path = self.store.blob(repository, digest)
         if path is None or request.method not in ("GET", "HEAD"):
             return _error(404, "BLOB_UNKNOWN", digest)
         headers = {"Docker-Content-Digest": digest, "Content-Type": "application/octet-stream"}
-        return Response(200, FileRegion(open(path, "rb"), 0, path.stat().st_size), headers)
+        return HttpResponse(200, FileRegion(open(path, "rb"), 0, path.stat().st_size), headers)
 
-    def _answer_upload(self, request: Request, path: str, repository: str, identifier: str) -> Response:
+    def _answer_upload(self, request: HttpRequest, path: str, repository: str, identifier: str) -> HttpResponse:
         if request.method == "POST" and not identifier:
             digest, source = request.query.get("mount", ""), request.query.get("from", "")
             origin = repository.removesuffix(path) + source
             if digest and source and self.store.link(repository, digest, origin):
-                return Response(201, b"", {"Location": f"/v2/{path}/blobs/{digest}", "Docker-Content-Digest": digest})
+                return HttpResponse(
+                    201, b"", {"Location": f"/v2/{path}/blobs/{digest}", "Docker-Content-Digest": digest}
+                )
             return self._upload_response(path, self.store.begin_upload())
         size = self.store.upload_size(identifier)
         if size is None:
@@ -116,7 +118,7 @@ class RegistryApi:
                 return self._upload_response(path, identifier, status=204)
             case "DELETE":
                 self.store.discard_upload(identifier)
-                return Response(204)
+                return HttpResponse(204)
             case "PATCH":
                 if span := request.headers.get("Content-Range"):
                     if not self._takes_pieces:
@@ -132,10 +134,12 @@ class RegistryApi:
                 digest = request.query.get("digest", "")
                 if not self.store.end_upload(repository, identifier, digest):
                     return _error(400, "DIGEST_INVALID", f"the bytes received are not {digest}")
-                return Response(201, b"", {"Location": f"/v2/{path}/blobs/{digest}", "Docker-Content-Digest": digest})
+                return HttpResponse(
+                    201, b"", {"Location": f"/v2/{path}/blobs/{digest}", "Docker-Content-Digest": digest}
+                )
         return _error(405, "UNSUPPORTED", request.method)
 
-    def _receive_bytes(self, request: Request, identifier: str) -> None:
+    def _receive_bytes(self, request: HttpRequest, identifier: str) -> None:
         before = self.store.upload_size(identifier) or 0
         try:
             self.store.extend_upload(identifier, request.body.blocks())
@@ -143,15 +147,17 @@ class RegistryApi:
             with self._lock:
                 self.bytes_received += (self.store.upload_size(identifier) or 0) - before
 
-    def _upload_response(self, path: str, identifier: str, status: int = 202) -> Response:
+    def _upload_response(self, path: str, identifier: str, status: int = 202) -> HttpResponse:
         size = self.store.upload_size(identifier) or 0
         headers = {"Range": f"0-{max(0, size - 1)}", "Docker-Upload-UUID": identifier}
         # Some registries keep state in a query, which clients must not drop.
-        return Response(status, b"", {**headers, "Location": f"/v2/{path}/blobs/uploads/{identifier}?_state={size}"})
+        return HttpResponse(
+            status, b"", {**headers, "Location": f"/v2/{path}/blobs/uploads/{identifier}?_state={size}"}
+        )
 
     # -- manifests
 
-    def _answer_manifest(self, request: Request, path: str, repository: str, version: str) -> Response:
+    def _answer_manifest(self, request: HttpRequest, path: str, repository: str, version: str) -> HttpResponse:
         if request.method == "PUT":
             return self._put_manifest(request, path, repository, version)
         found = self.store.manifest(repository, version)
@@ -159,9 +165,9 @@ class RegistryApi:
             hint = f" ({_NAME_ONLY})" if self._named(repository, version) else ""
             return _error(404, "MANIFEST_UNKNOWN", f'Failed to fetch "{version}"{hint}')
         digest, media_type, data = found
-        return Response(200, data, {"Docker-Content-Digest": digest, "Content-Type": media_type})
+        return HttpResponse(200, data, {"Docker-Content-Digest": digest, "Content-Type": media_type})
 
-    def _put_manifest(self, request: Request, path: str, repository: str, version: str) -> Response:
+    def _put_manifest(self, request: HttpRequest, path: str, repository: str, version: str) -> HttpResponse:
         data = request.body.read_all()
         with self._lock:
             self.bytes_received += len(data)
@@ -180,8 +186,8 @@ class RegistryApi:
         digest = self.store.put_manifest(repository, version, media_type, data)
         if ":" in version and version != digest:
             return _error(400, "DIGEST_INVALID", f"the manifest is {digest}")
-        return Response(201, b"", {"Location": f"/v2/{path}/manifests/{digest}", "Docker-Content-Digest": digest})
+        return HttpResponse(201, b"", {"Location": f"/v2/{path}/manifests/{digest}", "Docker-Content-Digest": digest})
 
 
-def _error(status: int, code: str, text: str) -> Response:
+def _error(status: int, code: str, text: str) -> HttpResponse:
     return json_response({"errors": [{"code": code, "message": text}]}, status)

@@ -12,8 +12,8 @@ from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import quote
 
-from launcher.emulator.http_server import FileRegion, Request, Response, json_response
-from launcher.emulator.storage.bucket import Bucket, Buckets, Listing, Preconditions, StorageError, StoredObject
+from launcher.emulator.http_server import FileRegion, HttpRequest, HttpResponse, json_response
+from launcher.emulator.storage.bucket import Bucket, Buckets, ListRequest, Preconditions, StorageApiError, StoredObject
 from launcher.emulator.storage.uploads import Uploads, integer, preconditions
 
 _PREFIXES = {"storage": 2, "upload": 3, "download": 3, "resumable": 4}  # how many parts of the path come before "b"
@@ -26,16 +26,16 @@ class StorageApi:
         self._buckets = buckets
         self._uploads = Uploads(buckets)
 
-    def answer(self, request: Request) -> Response:
+    def answer(self, request: HttpRequest) -> HttpResponse:
         """Answers one request; errors become responses in Google's shape."""
         try:
             return self._answer(request)
-        except StorageError as error:
+        except StorageApiError as error:
             return error_response(error, plain=request.query.get("alt") == "media")
         except (ValueError, KeyError, TypeError) as error:
-            return error_response(StorageError(400, "invalid", f"Invalid request: {error!r}"))
+            return error_response(StorageApiError(400, "invalid", f"Invalid request: {error!r}"))
 
-    def _answer(self, request: Request) -> Response:
+    def _answer(self, request: HttpRequest) -> HttpResponse:
         base = _base(request)
         parts = request.segments
         kind = parts[0]
@@ -44,7 +44,7 @@ class StorageApi:
             if len(parts) != 3 or parts[0] != "b" or parts[2] != "o":
                 raise _not_found(request)
             result = self._uploads.answer(request, parts[1], base)
-            return result if isinstance(result, Response) else json_response(object_json(*result, base))
+            return result if isinstance(result, HttpResponse) else json_response(object_json(*result, base))
         match (request.method, parts):
             case ("GET", ["b"]):
                 prefix = request.query.get("prefix", "")
@@ -57,7 +57,7 @@ class StorageApi:
                 return json_response(bucket_json(self._buckets.get(bucket), base))
             case ("DELETE", ["b", bucket]):
                 self._buckets.delete(bucket)
-                return Response(204)
+                return HttpResponse(204)
             case ("GET", ["b", bucket, "storageLayout"]):
                 layout = {
                     "kind": "storage#storageLayout",
@@ -72,7 +72,7 @@ class StorageApi:
                 return self._object(request, self._buckets.get(bucket), name, rest, base)
         raise _not_found(request)
 
-    def _object(self, request: Request, bucket: Bucket, name: str, rest: list[str], base: str) -> Response:
+    def _object(self, request: HttpRequest, bucket: Bucket, name: str, rest: list[str], base: str) -> HttpResponse:
         generation = integer(request.query, "generation")
         conditions = preconditions(request.query)
         match (request.method, rest):
@@ -84,14 +84,14 @@ class StorageApi:
                 return json_response(object_json(bucket, stored, base), headers={"ETag": etag(stored)})
             case ("DELETE", []):
                 bucket.delete(name, generation, conditions)
-                return Response(204)
+                return HttpResponse(204)
             case ("POST", ["rewriteTo", "b", target, "o", new_name]):
                 return self._rewrite(request, bucket, name, self._buckets.get(target), new_name, base)
         raise _not_found(request)
 
     def _download(
-        self, request: Request, bucket: Bucket, name: str, generation: int | None, conditions: Preconditions
-    ) -> Response:
+        self, request: HttpRequest, bucket: Bucket, name: str, generation: int | None, conditions: Preconditions
+    ) -> HttpResponse:
         stored, file = bucket.open(name, generation, conditions)
         headers = {
             "Content-Type": str(stored.settings.get("contentType", "application/octet-stream")),
@@ -108,18 +108,18 @@ class StorageApi:
             headers["Content-Encoding"] = str(stored.settings["contentEncoding"])
         requested = byte_range(request.headers.get("Range", ""), stored.size)
         if requested is None:
-            return Response(200, FileRegion(file, 0, stored.size), headers)
+            return HttpResponse(200, FileRegion(file, 0, stored.size), headers)
         start, end = requested
         if start >= stored.size:
             file.close()
             headers = {"Content-Type": "text/html; charset=UTF-8", "Content-Range": f"bytes */{stored.size}"}
-            return Response(416, b"Requested range not satisfiable", headers)
+            return HttpResponse(416, b"Requested range not satisfiable", headers)
         headers["Content-Range"] = f"bytes {start}-{end - 1}/{stored.size}"
-        return Response(206, FileRegion(file, start, end - start), headers)
+        return HttpResponse(206, FileRegion(file, start, end - start), headers)
 
-    def _list(self, request: Request, bucket: Bucket, base: str) -> Response:
+    def _list(self, request: HttpRequest, bucket: Bucket, base: str) -> HttpResponse:
         query = request.query
-        listing = Listing(
+        listing = ListRequest(
             prefix=query.get("prefix", ""),
             delimiter=query.get("delimiter", ""),
             after=base64.urlsafe_b64decode(query.get("pageToken", "").encode()).decode(),
@@ -138,8 +138,8 @@ class StorageApi:
         return json_response(value)
 
     def _rewrite(
-        self, request: Request, bucket: Bucket, name: str, target: Bucket, new_name: str, base: str
-    ) -> Response:
+        self, request: HttpRequest, bucket: Bucket, name: str, target: Bucket, new_name: str, base: str
+    ) -> HttpResponse:
         """Copies the whole object in one call."""
         source, file = bucket.open(
             name, integer(request.query, "sourceGeneration"), preconditions(request.query, "ifSource")
@@ -224,7 +224,7 @@ def etag(stored: StoredObject) -> str:
     return base64.b64encode(f"{stored.generation}/1".encode()).decode()
 
 
-def refuse_buckets(request: Request) -> Response | None:
+def refuse_buckets(request: HttpRequest) -> HttpResponse | None:
     """Returns the refusal that a user with the role Storage Object User gets for a request about a bucket itself; None
     for a request about objects.
 
@@ -237,20 +237,20 @@ def refuse_buckets(request: Request) -> Response | None:
             lacking = "storage.buckets.list access to the Google Cloud project"
         case _:
             return None
-    return error_response(StorageError(403, "forbidden", f"me@example.com does not have {lacking}."))
+    return error_response(StorageApiError(403, "forbidden", f"me@example.com does not have {lacking}."))
 
 
-def error_response(error: StorageError, *, plain: bool = False) -> Response:
+def error_response(error: StorageApiError, *, plain: bool = False) -> HttpResponse:
     """Returns the error in Google's shape: JSON, or text where the client requested bytes."""
     if error.status == 304:
-        return Response(304)
+        return HttpResponse(304)
     if plain:
-        return Response(error.status, str(error).encode(), {"Content-Type": "text/html; charset=UTF-8"})
+        return HttpResponse(error.status, str(error).encode(), {"Content-Type": "text/html; charset=UTF-8"})
     detail = {"message": str(error), "domain": "global", "reason": error.reason}
     return json_response({"error": {"code": error.status, "message": str(error), "errors": [detail]}}, error.status)
 
 
-def _base(request: Request) -> str:
+def _base(request: HttpRequest) -> str:
     return f"http://{request.headers.get('Host', '127.0.0.1')}"
 
 
@@ -258,5 +258,5 @@ def _time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
-def _not_found(request: Request) -> StorageError:
-    return StorageError(404, "notFound", f"Not Found: {request.method} {request.path}")
+def _not_found(request: HttpRequest) -> StorageApiError:
+    return StorageApiError(404, "notFound", f"Not Found: {request.method} {request.path}")

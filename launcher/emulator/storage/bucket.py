@@ -46,7 +46,7 @@ SETTABLE = (
 _BLOCK = 1 << 20
 
 
-class StorageError(Exception):
+class StorageApiError(Exception):
     """An error of the service: HTTP status, reason and message, in Google's words."""
 
     def __init__(self, status: int, reason: str, message: str) -> None:
@@ -76,17 +76,17 @@ class Preconditions:
     not_generation: int | None = None
 
     def check(self, current: StoredObject | None, *, reading: bool = False) -> None:
-        """Raises StorageError 412 when a condition does not hold, or 304 when a reader has this generation already."""
+        """Raises StorageApiError 412 when a condition does not hold, or 304 when a reader has this generation."""
         generation = current.generation if current else 0
         if self.not_generation == generation and reading:
-            raise StorageError(304, "notModified", "Not Modified")
+            raise StorageApiError(304, "notModified", "Not Modified")
         if self.generation not in (None, generation) or self.not_generation == generation:
             message = "At least one of the pre-conditions you specified did not hold."
-            raise StorageError(412, "conditionNotMet", message)
+            raise StorageApiError(412, "conditionNotMet", message)
 
 
 @dataclass(frozen=True)
-class Listing:
+class ListRequest:
     """A request for a listing: names with `prefix` in [start, end). Names with `delimiter` after the prefix are rolled
     up into one common prefix."""
 
@@ -129,11 +129,11 @@ class Incoming:
         return base64.b64encode(self._md5.digest()).decode()
 
     def verify(self, crc32c: str | None, md5: str | None) -> None:
-        """Raises StorageError when a checksum that the client sent differs from that of the bytes."""
+        """Raises StorageApiError when a checksum that the client sent differs from that of the bytes."""
         for name, sent, computed in (("CRC32C", crc32c, self.crc32c), ("MD5 hash", md5, self.md5)):
             if sent and sent != computed:
                 message = f'Provided {name} "{sent}" doesn\'t match calculated {name} "{computed}".'
-                raise StorageError(400, "invalid", message)
+                raise StorageApiError(400, "invalid", message)
 
     def close(self) -> None:
         self._file.close()
@@ -175,12 +175,12 @@ class Bucket:
         self._last = max(map(int, live), default=0)
 
     def get(self, name: str, generation: int | None = None) -> StoredObject:
-        """Returns the object. Raises StorageError 404 when there is none, or when that generation was replaced."""
+        """Returns the object. Raises StorageApiError 404 when there is none, or when that generation was replaced."""
         with self._lock:
             stored = self._objects.get(name)
         if stored is None or (generation is not None and generation != stored.generation):
             version = f"#{generation}" if generation is not None and stored else ""
-            raise StorageError(404, "notFound", f"No such object: {self.name}/{name}{version}")
+            raise StorageApiError(404, "notFound", f"No such object: {self.name}/{name}{version}")
         return stored
 
     def find(self, name: str) -> StoredObject | None:
@@ -200,9 +200,9 @@ class Bucket:
     def commit(
         self, name: str, bytes_: Incoming, settings: Mapping[str, Any], preconditions: Preconditions
     ) -> StoredObject:
-        """Makes the bytes the object's newest generation, all or nothing. Raises StorageError 400 or 412."""
+        """Makes the bytes the object's newest generation, all or nothing. Raises StorageApiError 400 or 412."""
         if not 1 <= len(name.encode()) <= 1024 or "\n" in name or "\r" in name:
-            raise StorageError(400, "invalid", f"Invalid object name: {name[:80]!r}")
+            raise StorageApiError(400, "invalid", f"Invalid object name: {name[:80]!r}")
         bytes_.close()
         with self._lock:
             current = self._objects.get(name)
@@ -218,7 +218,7 @@ class Bucket:
             return new
 
     def delete(self, name: str, generation: int | None, preconditions: Preconditions) -> None:
-        """Removes the object. Raises StorageError 404 or 412."""
+        """Removes the object. Raises StorageApiError 404 or 412."""
         with self._lock:
             current = self.get(name, generation)
             preconditions.check(current)
@@ -226,7 +226,7 @@ class Bucket:
             del self._objects[name]
             del self._names[bisect.bisect_left(self._names, name)]
 
-    def listing(self, request: Listing) -> tuple[list[StoredObject], list[str], str]:
+    def listing(self, request: ListRequest) -> tuple[list[StoredObject], list[str], str]:
         """Returns objects, common prefixes and the token of the next page ("" after the last)."""
         prefix, delimiter, after = request.prefix, request.delimiter, request.after
         items: list[StoredObject] = []
@@ -279,20 +279,20 @@ class Buckets:
         self._buckets = {path.name: Bucket(path) for path in folder.iterdir() if (path / "bucket.json").is_file()}
 
     def get(self, name: str) -> Bucket:
-        """Returns the bucket. Raises StorageError 404."""
+        """Returns the bucket. Raises StorageApiError 404."""
         with self._lock:
             if name not in self._buckets:
-                raise StorageError(404, "notFound", "The specified bucket does not exist.")
+                raise StorageApiError(404, "notFound", "The specified bucket does not exist.")
             return self._buckets[name]
 
     def create(self, name: str, settings: Mapping[str, Any]) -> Bucket:
-        """Creates a bucket. Raises StorageError when the name is bad or taken."""
+        """Creates a bucket. Raises StorageApiError when the name is bad or taken."""
         if not _NAME.match(name) or len(name) > (222 if "." in name else 63) or ".." in name or name.startswith("goog"):
-            raise StorageError(400, "invalid", f"Invalid bucket name: '{name}'")
+            raise StorageApiError(400, "invalid", f"Invalid bucket name: '{name}'")
         with self._lock:
             if name in self._buckets:
                 message = "Your previous request to create the named bucket succeeded and you already own it."
-                raise StorageError(409, "conflict", message)
+                raise StorageApiError(409, "conflict", message)
             folder = self._folder / name
             folder.mkdir(mode=0o700, exist_ok=True)
             write_json(folder / "bucket.json", {**settings, "name": name, "timeCreated": time.time()})
@@ -303,16 +303,16 @@ class Buckets:
         """Creates the bucket unless it exists. Raises ValueError when its name is bad."""
         try:
             self.create(name, {})
-        except StorageError as error:
+        except StorageApiError as error:
             if error.status != 409:
                 raise ValueError(str(error)) from None
 
     def delete(self, name: str) -> None:
-        """Removes an empty bucket. Raises StorageError 404 or 409."""
+        """Removes an empty bucket. Raises StorageApiError 404 or 409."""
         bucket = self.get(name)
         with self._lock:
             if bucket.totals()["objects"]:
-                raise StorageError(409, "conflict", "The bucket you tried to delete is not empty.")
+                raise StorageApiError(409, "conflict", "The bucket you tried to delete is not empty.")
             del self._buckets[name]
         with contextlib.suppress(FileNotFoundError):
             (bucket.folder / "bucket.json").unlink()

@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from launcher.emulator.http_server import Handler, Request, Response, serve_http
+from launcher.emulator.http_server import Handler, HttpRequest, HttpResponse, serve_http
 
 NAMES = ("storage.googleapis.com", "www.googleapis.com")
 CA_FILE = "ca.pem"  # in the emulator's private folder, and from there in containers
@@ -121,7 +121,7 @@ def serve_secure(connection: socket.socket, context: ssl.SSLContext, handler: Ha
     secure.close()
 
 
-def answer(request: Request, handler: Handler) -> Response:
+def answer(request: HttpRequest, handler: Handler) -> HttpResponse:
     """Answers one request under Google's names. The URL of a resumable upload gets https, too."""
     response = handler(as_json_api(request))
     location = response.headers.get("Location", "")
@@ -130,13 +130,13 @@ def answer(request: Request, handler: Handler) -> Response:
     return response
 
 
-def as_json_api(request: Request) -> Request:
+def as_json_api(request: HttpRequest) -> HttpRequest:
     """Turns a GET of `/bucket/object` into a download by the JSON API; leaves requests of that API as they are."""
     parts = request.path.strip("/").split("/")
     if parts[0] in _JSON or len(parts) < 2:
         return request
     bucket, name = parts[0], "%2F".join(parts[1:])
-    return Request(
+    return HttpRequest(
         request.method,
         f"/download/storage/v1/b/{bucket}/o/{name}",
         {**request.query, "alt": "media"},

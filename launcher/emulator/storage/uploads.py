@@ -16,13 +16,13 @@ from dataclasses import asdict
 from typing import Any
 from urllib.parse import quote
 
-from launcher.emulator.http_server import Request, Response
+from launcher.emulator.http_server import HttpRequest, HttpResponse
 from launcher.emulator.storage.bucket import (
     Bucket,
     Buckets,
     Incoming,
     Preconditions,
-    StorageError,
+    StorageApiError,
     StoredObject,
     write_json,
 )
@@ -42,8 +42,8 @@ class Uploads:
         self._locks: dict[str, threading.Lock] = {}
         self._lock = threading.Lock()
 
-    def answer(self, request: Request, bucket_name: str, base: str) -> Made | Response:
-        """Answers one request. `base` is the server's URL. Raises StorageError."""
+    def answer(self, request: HttpRequest, bucket_name: str, base: str) -> Made | HttpResponse:
+        """Answers one request. `base` is the server's URL. Raises StorageApiError."""
         bucket = self._buckets.get(bucket_name)
         if "upload_id" in request.query:
             return self._continue(request, bucket, request.query["upload_id"])
@@ -54,24 +54,24 @@ class Uploads:
                 return self._multipart(request, bucket)
             case "resumable":
                 return self._begin(request, bucket, base)
-        raise StorageError(400, "invalid", f"Invalid upload type: {request.query.get('uploadType')!r}")
+        raise StorageApiError(400, "invalid", f"Invalid upload type: {request.query.get('uploadType')!r}")
 
-    def _media(self, request: Request, bucket: Bucket) -> Made:
+    def _media(self, request: HttpRequest, bucket: Bucket) -> Made:
         settings = {"contentType": request.headers.get("Content-Type", "application/octet-stream")}
         return self._whole(request, bucket, request.query["name"], settings, request.body.blocks())
 
-    def _multipart(self, request: Request, bucket: Bucket) -> Made:
+    def _multipart(self, request: HttpRequest, bucket: Bucket) -> Made:
         """Stores a multipart/related body: JSON, then the object's bytes, which are streamed up to the boundary."""
         match = re.search(r'boundary="?([^";]+)', request.headers.get("Content-Type", ""))
         if not match:
-            raise StorageError(400, "badContent", "Multipart body without a boundary.")
+            raise StorageApiError(400, "badContent", "Multipart body without a boundary.")
         boundary = b"--" + match[1].strip().strip("'").encode()
         blocks = request.body.blocks()
         data = b""
         while (start := _second_part(data, boundary)) is None:
             block = next(blocks, None)
             if block is None or len(data) > _MAX_HEAD:
-                raise StorageError(400, "badContent", "Multipart body must have exactly two parts.")
+                raise StorageApiError(400, "badContent", "Multipart body must have exactly two parts.")
             data += block
         head, kind, newline, data = start
         settings = json.loads(head)
@@ -90,12 +90,12 @@ class Uploads:
                     data = data[-keep:]
             place = data.rfind(end)
             if place < 0:
-                raise StorageError(400, "badContent", "Multipart body without its final boundary.")
+                raise StorageApiError(400, "badContent", "Multipart body without its final boundary.")
             yield data[:place]
 
         return self._whole(request, bucket, name, settings, content())
 
-    def _whole(self, request: Request, bucket: Bucket, name: str, settings: dict[str, Any], blocks: Any) -> Made:
+    def _whole(self, request: HttpRequest, bucket: Bucket, name: str, settings: dict[str, Any], blocks: Any) -> Made:
         incoming = bucket.incoming()
         try:
             for block in blocks:
@@ -109,7 +109,7 @@ class Uploads:
 
     # -- resumable
 
-    def _begin(self, request: Request, bucket: Bucket, base: str) -> Response:
+    def _begin(self, request: HttpRequest, bucket: Bucket, base: str) -> HttpResponse:
         settings = request.json()
         if kind := request.headers.get("X-Upload-Content-Type"):
             settings.setdefault("contentType", kind)
@@ -121,12 +121,12 @@ class Uploads:
         write_json(bucket.folder / "uploads" / f"{identifier}.json", session)
         query = f"uploadType=resumable&name={quote(name, safe='')}&upload_id={identifier}"
         location = f"{base}/upload/storage/v1/b/{bucket.name}/o?{query}"
-        return Response(200, b"", {"Location": location, "X-GUploader-UploadID": identifier})
+        return HttpResponse(200, b"", {"Location": location, "X-GUploader-UploadID": identifier})
 
-    def _continue(self, request: Request, bucket: Bucket, identifier: str) -> Made | Response:
+    def _continue(self, request: HttpRequest, bucket: Bucket, identifier: str) -> Made | HttpResponse:
         path = bucket.folder / "uploads" / f"{identifier}.json"
         if not re.fullmatch(r"[0-9a-f]{32}", identifier) or not path.exists():
-            raise StorageError(404, "notFound", "No such upload; begin again.")
+            raise StorageApiError(404, "notFound", "No such upload; begin again.")
         with self._lock:
             lock = self._locks.setdefault(identifier, threading.Lock())
         with lock:
@@ -135,27 +135,27 @@ class Uploads:
                 return bucket, StoredObject(**session["made"])
             if request.method == "DELETE":
                 self._forget(bucket, identifier)
-                return Response(499)
+                return HttpResponse(499)
             incoming = self._open.get(identifier) or Incoming(path.with_suffix(".data"))
             self._open[identifier] = incoming
             total = self._receive(request, incoming)
             if total is None or incoming.size < total:
                 headers = {"Range": f"bytes=0-{incoming.size - 1}"} if incoming.size else {}
-                return Response(308, b"", headers)
+                return HttpResponse(308, b"", headers)
             return self._finish(request, bucket, identifier, session, incoming)
 
-    def _receive(self, request: Request, incoming: Incoming) -> int | None:
+    def _receive(self, request: HttpRequest, incoming: Incoming) -> int | None:
         """Appends the request's bytes that had not arrived yet. Returns the object's size, None if it is unknown."""
         text = request.headers.get("Content-Range", "")
         match = re.fullmatch(r"bytes (?:(\d+)-(\d+)|\*)/(\d+|\*)", text.strip())
         if text and not match:
-            raise StorageError(400, "invalid", f"Invalid Content-Range: {text}")
+            raise StorageApiError(400, "invalid", f"Invalid Content-Range: {text}")
         first = int(match[1]) if match and match[1] is not None else None if match else incoming.size
         total = int(match[3]) if match and match[3] != "*" else None
         if first is None:  # a status query
             return total
         if first > incoming.size:
-            raise StorageError(503, "backendError", f"Bytes {incoming.size}-{first - 1} are missing.")
+            raise StorageApiError(503, "backendError", f"Bytes {incoming.size}-{first - 1} are missing.")
         skip = incoming.size - first
         # Keep what has arrived when the client disconnects: it will query the status.
         for block in request.body.blocks():
@@ -165,20 +165,20 @@ class Uploads:
         if not match:
             return incoming.size
         if total is None and (int(match[2]) + 1 - first) % _CHUNK:
-            raise StorageError(400, "invalid", f"Chunks but the last must be multiples of {_CHUNK} bytes.")
+            raise StorageApiError(400, "invalid", f"Chunks but the last must be multiples of {_CHUNK} bytes.")
         if total is not None and incoming.size > total:
-            raise StorageError(400, "invalid", f"More bytes than the {total} announced.")
+            raise StorageApiError(400, "invalid", f"More bytes than the {total} announced.")
         return total
 
     def _finish(
-        self, request: Request, bucket: Bucket, identifier: str, session: dict[str, Any], incoming: Incoming
+        self, request: HttpRequest, bucket: Bucket, identifier: str, session: dict[str, Any], incoming: Incoming
     ) -> Made:
         settings = session["settings"]
         crc32c, md5 = _sent_hashes(request)
         try:
             incoming.verify(settings.get("crc32c") or crc32c, settings.get("md5Hash") or md5)
             made = bucket.commit(session["name"], incoming, settings, Preconditions(**session["preconditions"]))
-        except StorageError:
+        except StorageApiError:
             self._forget(bucket, identifier)
             raise
         write_json(bucket.folder / "uploads" / f"{identifier}.json", {**session, "made": asdict(made)})
@@ -212,7 +212,7 @@ def _second_part(data: bytes, boundary: bytes) -> tuple[bytes, str, bytes, bytes
     return None
 
 
-def _sent_hashes(request: Request) -> tuple[str | None, str | None]:
+def _sent_hashes(request: HttpRequest) -> tuple[str | None, str | None]:
     """Returns crc32c and md5 of the X-Goog-Hash header."""
     text = request.headers.get("X-Goog-Hash", "")
     values = dict(part.strip().split("=", 1) for part in text.split(",") if "=" in part)
@@ -220,16 +220,16 @@ def _sent_hashes(request: Request) -> tuple[str | None, str | None]:
 
 
 def preconditions(query: Mapping[str, str], prefix: str = "if") -> Preconditions:
-    """Returns the preconditions of a query. Raises StorageError when one is not a number."""
+    """Returns the preconditions of a query. Raises StorageApiError when one is not a number."""
     return Preconditions(integer(query, f"{prefix}GenerationMatch"), integer(query, f"{prefix}GenerationNotMatch"))
 
 
 def integer(query: Mapping[str, str], name: str) -> int | None:
-    """Returns a number of a query, None when it is absent. Raises StorageError when it is not a number."""
+    """Returns a number of a query, None when it is absent. Raises StorageApiError when it is not a number."""
     text = query.get(name)
     if not text:
         return None
     try:
         return int(text)
     except ValueError:
-        raise StorageError(400, "invalidParameter", f"Invalid value for {name}: {text!r}") from None
+        raise StorageApiError(400, "invalidParameter", f"Invalid value for {name}: {text!r}") from None

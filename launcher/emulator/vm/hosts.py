@@ -19,8 +19,8 @@ from pathlib import Path
 from urllib.parse import urlencode
 
 from launcher.emulator import faults
-from launcher.emulator.http_server import Acceptor, Request, Response, serve_http
-from launcher.emulator.state import Host, Node, State, Store
+from launcher.emulator.http_server import Acceptor, HttpRequest, HttpResponse, serve_http
+from launcher.emulator.state import EmulatorState, Host, Node, Store
 from launcher.emulator.storage.tls import serve_tls
 from launcher.emulator.vm.engine_client import LABEL, MACHINE_LABEL, EngineError, UnixConnection, filters
 from launcher.emulator.vm.engine_view import EngineRefusal
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 _DISCONNECTED_SECONDS = 3600.0  # how long a request of a disconnected host waits
 # (hostname, request) -> response
-HostService = Callable[[str, Request], Response]
+HostService = Callable[[str, HttpRequest], HttpResponse]
 
 
 class Hosts:
@@ -105,10 +105,10 @@ class Hosts:
             self.acceptor.add(listeners[1], lambda connection: serve_http(connection, storage))
             self.acceptor.add(listeners[2], lambda connection: serve_tls(connection, self._context, storage))
 
-    def _when_connected(self, hostname: str, service: HostService) -> Callable[[Request], Response]:
+    def _when_connected(self, hostname: str, service: HostService) -> Callable[[HttpRequest], HttpResponse]:
         """Returns a handler that delays requests of a disconnected host until its network is back."""
 
-        def answer(request: Request) -> Response:
+        def answer(request: HttpRequest) -> HttpResponse:
             self.store.wait(lambda state: _is_connected(state, hostname), timeout=_DISCONNECTED_SECONDS)
             return service(hostname, request)
 
@@ -204,7 +204,7 @@ class Hosts:
                 connection.request("GET", "/events?" + urlencode(query))
                 response = connection.getresponse()
                 for container in self.containers.engine.containers(f"{LABEL}={emulator}", MACHINE_LABEL):
-                    if container["State"] != "running":
+                    if container["EmulatorState"] != "running":
                         self.containers.kill_own(container["Names"][0].removeprefix("/"))
                 while line := response.readline():
                     name = json.loads(line)["Actor"]["Attributes"]["name"]
@@ -214,17 +214,17 @@ class Hosts:
             time.sleep(0.5)
 
 
-def _is_connected(state: State, hostname: str) -> bool:
+def _is_connected(state: EmulatorState, hostname: str) -> bool:
     entry = find_host(state, hostname)
     return entry is None or not entry[1].cut
 
 
-def all_hosts(state: State) -> list[Host]:
+def all_hosts(state: EmulatorState) -> list[Host]:
     """Returns the hosts of all nodes."""
     return [host for node in state.nodes.values() for host in node.hosts]
 
 
-def find_host(state: State, hostname: str) -> tuple[Node, Host] | None:
+def find_host(state: EmulatorState, hostname: str) -> tuple[Node, Host] | None:
     """Returns a host with its node; None when there is no host of this name."""
     for node in state.nodes.values():
         for host in node.hosts:

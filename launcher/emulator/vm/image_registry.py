@@ -2,7 +2,7 @@
 
 Image names on hosts of Google's registries belong to the emulated registry, all others to the engine. `docker push`
 enters only a name in the state's `pushed` (repository -> tag or digest -> image id): the image stays in the
-workstation's store, and its digest is its id. With `State.full_pushes` the engine also pushes the bytes into
+workstation's store, and its digest is its id. With `EmulatorState.full_pushes` the engine also pushes the bytes into
 launcher/emulator/registry. Hosts can pull what was pushed either way, and nothing else.
 
 The engine reaches the registry at 127.0.0.1, where engines accept any certificate. A pulled image keeps a name there,

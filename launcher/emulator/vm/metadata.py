@@ -12,17 +12,17 @@ from collections.abc import Callable
 from typing import Any
 
 from launcher.emulator.api.nodes import PROJECT_NUMBER, service_account
-from launcher.emulator.http_server import Request, Response
-from launcher.emulator.state import Host, Node, State, Store
+from launcher.emulator.http_server import HttpRequest, HttpResponse
+from launcher.emulator.state import EmulatorState, Host, Node, Store
 from training.accelerators import ACCELERATORS
 
-FindHost = Callable[[State], tuple[Node, Host] | None]
+FindHost = Callable[[EmulatorState], tuple[Node, Host] | None]
 _HEADERS = {"Metadata-Flavor": "Google", "Server": "Metadata Server for VM"}
 _ROOT = "computeMetadata/v1/"
 _SCOPES = ["https://www.googleapis.com/auth/cloud-platform"]
 
 
-def attributes(state: State, node: Node, host: Host) -> dict[str, str]:
+def attributes(state: EmulatorState, node: Node, host: Host) -> dict[str, str]:
     """Returns instance/attributes/: the user's metadata and the values that Cloud TPU adds."""
     return {
         **node.resource.get("metadata", {}),
@@ -68,7 +68,7 @@ def tpu_env(node: Node, host: Host) -> str:
     return "".join(f"{key}: '{value}'\n" for key, value in sorted(values.items()))
 
 
-def tree(state: State, node: Node, host: Host) -> dict[str, Any]:
+def tree(state: EmulatorState, node: Node, host: Host) -> dict[str, Any]:
     """Returns everything below computeMetadata/v1/. Unlike Google's, recursive JSON has the names of the paths."""
     account = {
         "aliases": ["default"],
@@ -100,12 +100,12 @@ def tree(state: State, node: Node, host: Host) -> dict[str, Any]:
     }
 
 
-def token(state: State, host: Host) -> str:
+def token(state: EmulatorState, host: Host) -> str:
     """Returns the access token of a host's service account."""
     return f"emulated-{state.id}-{host.instance_id}"
 
 
-def answer(store: Store, find: FindHost, request: Request) -> Response:
+def answer(store: Store, find: FindHost, request: HttpRequest) -> HttpResponse:
     """Answers a request of the host that `find` returns; None means that the host is gone.
 
     A GET with wait_for_change blocks until the value's ETag differs from last_etag (by default from the current one),
@@ -124,7 +124,7 @@ def answer(store: Store, find: FindHost, request: Request) -> Response:
     if request.method not in ("GET", "HEAD"):
         return _text_response(405, "method not allowed\n")
 
-    def value(state: State) -> Any:
+    def value(state: EmulatorState) -> Any:
         entry = find(state)
         return None if entry is None else _value_at(tree(state, *entry), path)
 
@@ -142,22 +142,24 @@ def answer(store: Store, find: FindHost, request: Request) -> Response:
     return _render(now, request)
 
 
-def _render(value: Any, request: Request) -> Response:
+def _render(value: Any, request: HttpRequest) -> HttpResponse:
     recursive = request.query.get("recursive", "").lower() == "true"
     form = request.query.get("alt", "json" if recursive else "text")
     headers = {"ETag": _compute_etag(value)}
     if isinstance(value, dict) and "access_token" not in value:
         if not request.path.endswith("/") and not recursive:
-            return Response(301, b"", {**_HEADERS, "Location": request.path + "/"})
+            return HttpResponse(301, b"", {**_HEADERS, "Location": request.path + "/"})
         if not recursive:
             names = (f"{key}/\n" if isinstance(entry, dict) else f"{key}\n" for key, entry in value.items())
             return _text_response(200, "".join(names), headers)
     if form == "json" or isinstance(value, dict):
-        return Response(200, json.dumps(value).encode(), {**_HEADERS, **headers, "Content-Type": "application/json"})
+        return HttpResponse(
+            200, json.dumps(value).encode(), {**_HEADERS, **headers, "Content-Type": "application/json"}
+        )
     return _text_response(200, "\n".join(value) + "\n" if isinstance(value, list) else str(value), headers)
 
 
-def _put(store: Store, find: FindHost, path: str, request: Request) -> Response:
+def _put(store: Store, find: FindHost, path: str, request: HttpRequest) -> HttpResponse:
     """Writes a guest attribute: instance/guest-attributes/NAMESPACE/KEY."""
     parts = path.split("/")
     if parts[:2] != ["instance", "guest-attributes"] or len(parts) != 4:
@@ -190,8 +192,8 @@ def _compute_etag(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _text_response(status: int, text: str, headers: dict[str, str] | None = None) -> Response:
-    return Response(
+def _text_response(status: int, text: str, headers: dict[str, str] | None = None) -> HttpResponse:
+    return HttpResponse(
         status,
         text.encode(),
         {**_HEADERS, "Content-Type": "application/text" if status == 200 else "text/html", **(headers or {})},

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from launcher.emulator import faults
 from launcher.emulator.api import nodes as tpu_api
 from launcher.emulator.api import queued_resources
-from launcher.emulator.state import Fault, Node, Operation, QueuedResource, State
+from launcher.emulator.state import EmulatorState, Fault, Node, Operation, QueuedResource
 from tests.gcloud_commands import Command
 from tests.simulation.launcher.hosts import EPOCH, Host
 from tests.simulation.scheduler import Task
@@ -77,10 +77,10 @@ class Google:
 
     def __init__(self, world: World) -> None:
         self.world, self.scheduler, self.rng = world, world.scheduler, world.rng
-        self.state = State("5eed", 0, "", "", create_seconds=0.0, update_seconds=0.0, subnet="10.0.0.0/16")
+        self.state = EmulatorState("5eed", 0, "", "", create_seconds=0.0, update_seconds=0.0, subnet="10.0.0.0/16")
         self.slices: dict[str, Slice] = {}  # by the API's full names, like `requests`
         self.requests: dict[str, Request] = {}
-        self._lists: list[tuple[float, State]] | None = None  # old states, where lists may be old
+        self._lists: list[tuple[float, EmulatorState]] | None = None  # old states, where lists may be old
         if any(fault.kind == "stale" for fault in world.faults):
             self._lists = []
         self._made = 0  # slices so far
@@ -139,13 +139,13 @@ class Google:
             seconds = min(seconds, 15.0)
         self.state.create_seconds = seconds
 
-    def _listed(self) -> State:
+    def _listed(self) -> EmulatorState:
         """Returns the state that a list shows now: the current one, or an old one."""
         if self._lists is None or self.world.api_fault("stale") is None:
             return self.state
         until = self.scheduler.now - self.rng.uniform(20.0, 300.0)
         old = [state for at, state in self._lists if at <= until]
-        return old[-1] if old else State("", 0, "", "", 0.0, 0.0)
+        return old[-1] if old else EmulatorState("", 0, "", "", 0.0, 0.0)
 
     # -- what follows from a change -----------------------------------------------------------------------------------
 
@@ -172,7 +172,7 @@ class Google:
                 self._schedule(operation)
         if self._lists is not None:
             shown = {"nodes": self.state.nodes, "queued": self.state.queued}
-            self._lists.append((self.scheduler.now, State("", 0, "", "", 0.0, 0.0, **copy.deepcopy(shown))))
+            self._lists.append((self.scheduler.now, EmulatorState("", 0, "", "", 0.0, 0.0, **copy.deepcopy(shown))))
         self._advance_later()
 
     def _add_slice(self, name: str, node: Node, user: str, by: object) -> None:

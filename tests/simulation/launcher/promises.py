@@ -22,6 +22,7 @@ _CODES = {int(code) for code in Exit}
 _LOOK_SECONDS = 6.0  # from a line until the launcher has seen it
 _TAKES_HOSTS = ("preempt", "maintenance", "reboot", "die")  # faults
 _BILLED = ("CREATING", "READY", "STOPPED", "STARTING")
+_UNBILLED_REQUESTS = ("DELETING", "SUSPENDED", "FAILED")  # the next `up` replaces a suspended or failed one
 
 
 def slices_of(world: World, user: str) -> list[Slice]:
@@ -152,7 +153,7 @@ def failed_up_names_what_stays(simulation: SimulatedRun, command: Command) -> No
         return
     google, user = simulation.world.google, command.laptop.user
     left: list[object] = [node for node in slices_of(simulation.world, user) if node.state in _BILLED]
-    left += [item for item in google.requests.values() if item.creator == user and item.state != "DELETING"]
+    left += [item for item in google.requests.values() if item.creator == user and item.state not in _UNBILLED_REQUESTS]
     if left and not any(word in "\n".join(command.said) for word in ("tpu-launch down", "tpu-launch up", "billed")):
         simulation.break_promise("a failed up names what stays", f"{command.error}; there is {left[0]}")
 
