@@ -1,8 +1,8 @@
-"""Writes k8s/: what `tpu-launch manifest` renders, as a kustomize base and overlays, for people who use kubectl alone.
+"""Writes k8s/: the output of `tpu-launch manifest` as a kustomize base with overlays, for users of kubectl alone.
 
-An overlay is what becomes different in the base when keys of examples/gke.yaml are changed: a JSON patch (RFC 6902),
-made by comparing both renderings. A test checks that k8s/ is what this writes and that kubectl builds it. To write it
-again: .venv/bin/python -m tools.kustomize
+An overlay is the difference that other values in examples/gke.yaml make: a JSON patch (RFC 6902) between both
+manifests. A test checks that k8s/ is up to date and that kubectl builds it. To write it again:
+.venv/bin/python -m tools.kustomize
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FOLDER = ROOT / "k8s"
 EXAMPLE = ROOT / "examples" / "gke.yaml"
 HEADING = "Made by tools/kustomize.py; its source is launcher/gke/manifest.py with examples/gke.yaml."
 IMAGE = "us-central2-docker.pkg.dev/my-project/tpu-launch/torch-xla"
-NO_DIGEST = "sha256:" + "0" * 64  # stands for the reader's own
+NO_DIGEST = "sha256:" + "0" * 64  # stands for the user's own
 QUEUE = "tpu-queue"
 TENSORFLOW = (
     "backend=tensorflow",
@@ -35,13 +35,13 @@ class Overlay:
     """One overlay of the base."""
 
     about: str
-    """The comment above it."""
+    """The comment at its top."""
 
     changes: tuple[str, ...] = ()
     """Keys of examples/gke.yaml with other values."""
 
     more: dict[str, Any] = field(default_factory=dict)
-    """Further fields of the kustomization."""
+    """More fields of the kustomization."""
 
 
 OVERLAYS: dict[str, Overlay] = {
@@ -49,11 +49,11 @@ OVERLAYS: dict[str, Overlay] = {
     "v4": Overlay("A v4-32: 4 hosts, 16 devices.", ("slice.accelerator_type=v4-32",)),
     "v5e": Overlay("A v5litepod-16: 4 hosts, 16 devices.", ("slice.accelerator_type=v5litepod-16",)),
     "spot": Overlay(
-        "Spot nodes: cheaper, and taken away 30 s after a notice, of which 25 are for saving.",
+        "Spot nodes: cheaper, preempted 30 s after a notice; the trainer has 25 s of them to save.",
         ("slice.capacity=spot",),
     ),
     "kueue": Overlay(
-        "Waits in a Kueue queue until all hosts can start together. An administrator makes queue.yaml once.",
+        "Waits in a Kueue queue until all hosts can start together. An administrator applies queue.yaml once.",
         (f"gke.queue={QUEUE}",),
     ),
     "tensorflow": Overlay("TensorFlow, and its image for TPUs.", TENSORFLOW),
@@ -72,11 +72,11 @@ OVERLAYS: dict[str, Overlay] = {
 }
 
 
-SECRET_FILE = "host-secret"  # in base/, made by the reader
+SECRET_FILE = "host-secret"  # in base/, created by the user
 
 
 def files() -> dict[str, str]:
-    """Every file that is made, by its path below k8s/."""
+    """Returns path below k8s/ -> content of every generated file."""
     base = _rendered(())
     names = {"ConfigMap": "config.yaml", "JobSet": "jobset.yaml"}
     made = {f"base/{names[strip_comments(node)['kind']]}": dump_documents([node], HEADING) for node in base}
@@ -93,8 +93,10 @@ def files() -> dict[str, str]:
 
 
 def _secret(metadata: dict[str, Any]) -> Any:
-    """The Secret by which the hosts know each other, from a file that is in no repository."""
-    comment = f"By which the hosts know each other. Make it first: openssl rand -hex 32 >k8s/base/{SECRET_FILE}"
+    """Returns the generator of the Secret that the hosts share, from a file outside the repository."""
+    comment = (
+        f"Shared by the hosts, which let in no others. Create it first: openssl rand -hex 32 >k8s/base/{SECRET_FILE}"
+    )
     generator = {
         "name": metadata["name"],
         "namespace": metadata["namespace"],
@@ -105,12 +107,12 @@ def _secret(metadata: dict[str, Any]) -> Any:
 
 
 def objects_of(name: str) -> list[dict[str, Any]]:
-    """What kubectl must build from an overlay."""
+    """Returns the objects that kubectl must build from an overlay."""
     return [strip_comments(node) for node in _rendered(OVERLAYS[name].changes)]
 
 
 def queue() -> list[Any]:
-    """Kueue's objects for the base's nodes."""
+    """Returns Kueue's objects for the nodes of the base."""
     config = load(EXAMPLE)
     api = "kueue.x-k8s.io/v1beta1"
     chips = config.accelerator.chips
@@ -155,7 +157,7 @@ def queue() -> list[Any]:
 
 
 def json_patch(old: Any, new: Any, path: str = "") -> list[dict[str, Any]]:
-    """The operations (RFC 6902) that turn `old` into `new`."""
+    """Returns the operations (RFC 6902) that turn `old` into `new`."""
     if isinstance(old, dict) and isinstance(new, dict):
         operations = [{"op": "remove", "path": f"{path}/{_escape(key)}"} for key in old if key not in new]
         for key, value in new.items():
