@@ -67,6 +67,7 @@ def list_commands(config: Config) -> list[PlannedCommand]:
 
 
 def _list_image_commands(config: Config) -> list[PlannedCommand]:
+    """Returns the commands that make the image; [] for one that the file names."""
     if not config.image.reference and not local.needs_engine(config):
         return [PlannedCommand("run", "get the token of the registry, in which the image is made", _TOKEN_COMMAND)]
     return [
@@ -114,12 +115,14 @@ def _record_commands(config: Config) -> Iterator[PlannedCommand]:
 
 
 def _purpose(command: Sequence[str]) -> str:
+    """Returns what a command is for; "" for a script on the hosts."""
     if "--dry-run" in command:
         return "find out how to reach the hosts"
     return _PURPOSES.get(_group_and_verb(command), "")
 
 
 def _group_and_verb(command: Sequence[str]) -> str:
+    """Returns for example "tpu-vm create"."""
     after = list(command).index("tpus") + 1
     return " ".join(command[after : after + 2])
 

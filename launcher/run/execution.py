@@ -166,6 +166,7 @@ def start_jupyter(session: Session, host: int, port: int) -> Jupyter:
 
 
 def _explain_end(reports: list[CommandReport], host: int, lines: list[str]) -> LaunchError:
+    """Returns the error for a Jupyter that ended before it printed its address."""
     if _NO_JUPYTER in lines:
         return BadInput(
             "the image has no Jupyter. For this container alone: `tpu-launch exec --host "

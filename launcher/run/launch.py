@@ -200,6 +200,7 @@ def delete_slice(config: Config, context: Context) -> None:
 
 
 def _find(config: Config, context: Context, run_id: str | None) -> Ledger:
+    """Returns the run of that id, or the newest one of the slice. Raises BadInput when there is none."""
     return find_run(context.home, context.machine, run_id, slice_name=config.slice.name, provider=config.provider)
 
 

@@ -117,6 +117,7 @@ class Ledger:
             say(str(error))
 
     def _write(self, event: RunEvent) -> None:
+        """Appends the line of an event, and ends a line that was cut before it. Raises OSError."""
         line = json.dumps(Entry(format_time(self.clock.time()), event).document()) + "\n"
         with open(os.open(self._events, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), "r+b", buffering=0) as file:
             size = file.seek(0, os.SEEK_END)

@@ -54,6 +54,7 @@ def write(ledger: Ledger, attempt: int, evidence: Mapping[str, str], secrets: Ma
 
 
 def _files(ledger: Ledger, attempt: int) -> Iterable[Path]:
+    """Yields the paths of the run's records, and of the attempt's logs and stack traces."""
     yield from (path for name in _RECORDS if (path := ledger.folder / name).exists())
     for kind in ("logs", "stacks"):
         yield from sorted((ledger.folder / kind / f"attempt-{attempt}").glob("*"))
@@ -69,6 +70,7 @@ def _masked_end(path: Path, masker: SecretMasker) -> bytes:
 
 
 def _add(archive: tarfile.TarFile, name: str, data: bytes, now: float) -> None:
+    """Adds a file with this content to the archive."""
     entry = tarfile.TarInfo(name)
     entry.size, entry.mode, entry.mtime = len(data), 0o600, int(now)
     archive.addfile(entry, io.BytesIO(data))

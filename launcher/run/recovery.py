@@ -59,9 +59,9 @@ def decide(verdict: Verdict, spent: Retries, budgets: Retries, *, stop_requested
     if kind is Kind.BAD_INPUT:
         return Decision(False, "trying again changes nothing")
     if kind in _PREEMPTIONS:
-        return _within("preemption", spent.preemptions, budgets.preemptions, 0.0)
+        return _retry_within_budget("preemption", spent.preemptions, budgets.preemptions, 0.0)
     delay = min(_LONGEST_DELAY, _FIRST_DELAY * 2.0**spent.failures)
-    return _within("failure", spent.failures, budgets.failures, delay)
+    return _retry_within_budget("failure", spent.failures, budgets.failures, delay)
 
 
 class SliceDeleted(LaunchError):
@@ -156,7 +156,8 @@ def bad_host(events: Sequence[RunEvent]) -> tuple[int, int]:
     return worker, count
 
 
-def _within(word: str, spent: int, budget: int, delay: float) -> Decision:
+def _retry_within_budget(word: str, spent: int, budget: int, delay: float) -> Decision:
+    """Returns the decision to retry, unless the budget of that name ("preemption", "failure") is spent."""
     if budget == 0:
         return Decision(False, f"run.{word}_retries is 0")
     if spent >= budget:

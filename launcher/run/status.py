@@ -204,6 +204,7 @@ def describe_event(entry: Entry) -> str:
 
 
 def _describe_details(event: events.RunEvent) -> str:
+    """Returns the most telling field of an event, as text; "" without one."""
     if isinstance(event, events.Recovered):
         seconds = event.seconds
         parts = ", ".join(f"{part} {value:.1f} s" for part, value in seconds.items())
@@ -216,6 +217,7 @@ def _describe_details(event: events.RunEvent) -> str:
 def _observe_hosts(
     provider: Provider, ledger: Ledger, number: int, hosts: int, machine: Workstation
 ) -> list[Observation]:
+    """Observes all hosts at once, with their lines of the last minute."""
     container = container_name(ledger.run_id, number)
     since = format_time(machine.clock.time() - _RECENT_SECONDS)
     return machine.threads.map(lambda worker: provider.observe(worker, container, since), range(hosts), at_once=64)
@@ -298,12 +300,14 @@ class _Fetcher:
 
 
 def _describe_container(observation: Observation) -> str:
+    """Returns the state of a host's container in words, or why the host could not be asked."""
     if observation.container is None:
         return f"not reachable: {observation.problem}"
     return describe_exit(observation.container) if observation.container.ended else observation.container.status
 
 
 def _kept_lines(ledger: Ledger, number: int, worker: int) -> list[LogLine]:
+    """Returns the last lines of a host in the run's folder."""
     path = ledger.log_file(number, worker)
     return tail(path, _LAST_LINE_BYTES) if path.exists() else []
 

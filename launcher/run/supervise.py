@@ -247,6 +247,7 @@ class _Supervision:
             self.views[worker] = replace(view, seen=min(now, view.seen + still), ended_seen=ended_seen)
 
     def _take_news(self) -> None:
+        """Waits a moment for an observation or the state of the slice, and takes it in."""
         news = self.inbox.get(timeout=_INBOX_SECONDS)
         if news is None:
             return
@@ -280,6 +281,7 @@ class _Supervision:
         return bool(fresh)
 
     def _update_view(self, news: Observation) -> None:
+        """Updates what is known of a host, and records when it goes out of reach, comes back, or ends."""
         number, worker, now = self.attempt, news.worker, self.clock.monotonic()
         view = self.views[worker]
         if news.container is None:
@@ -314,6 +316,7 @@ class _Supervision:
             self.threads.start(self._describe_slice)
 
     def _warn_if_unreachable(self) -> None:
+        """Tells the user from time to time that no host answers."""
         now = self.clock.monotonic()
         if not any(view.reachable for view in self.views.values()) and now - self.warned > _WARN_EVERY:
             self.warned = now
@@ -330,10 +333,12 @@ class _Supervision:
                 self.threads.start(self._poll_once, view.worker)
 
     def _reachable(self, verdict: Verdict) -> list[int]:
+        """Returns the hosts that answer, without the host that the verdict calls lost."""
         lost = {verdict.cause.worker} if verdict.kind is Kind.HOST_LOST and verdict.cause else set()
         return [view.worker for view in self.views.values() if view.reachable and view.worker not in lost]
 
     def _add_slice_problems(self, verdict: Verdict) -> Verdict:
+        """Returns the verdict; to a lost host it adds the problems that the API reports about the slice."""
         if verdict.kind is not Kind.HOST_LOST or verdict.cause is None or not self.slice.trouble:
             return verdict
         what = f"{verdict.cause.what} (the slice: {self.slice.trouble})"
@@ -365,9 +370,11 @@ class _Supervision:
             self.over.wait(self.interval * 5 if ended else max(0.0, self.interval - elapsed))
 
     def _poll_once(self, worker: int) -> None:
+        """Observes one host now, and puts the observation into the inbox."""
         self.inbox.put(self._observe(worker, self.logs[worker].cursor.since, 0.0))
 
     def _observe(self, worker: int, since: str | None, patience: float) -> Observation:
+        """Returns an observation of a host; an error becomes its `problem`."""
         try:
             observation = self.provider.observe(worker, self.container, since, patience=patience)
             return replace(observation, since=since)
@@ -388,6 +395,7 @@ class _Supervision:
             self.over.wait(_STOP_AGAIN_SECONDS)
 
     def _describe_slice(self) -> None:
+        """Puts the slice's state into the inbox, if the API answers. Describes a missing slice twice."""
         with contextlib.suppress(LaunchError):  # the API does not answer either
             slice_state = self.provider.describe()
             if slice_state is None:  # a stale answer must not end a run

@@ -197,7 +197,7 @@ def judge(
         saved = any(view.exit_code == TrainerExit.SAVED for view in views)
         return Verdict(Kind.SAVED if saved else Kind.FINISHED)
     if api_alone > limits.unreachable:
-        return Verdict(Kind.HOST_LOST, _unreachable(views, api_alone))
+        return Verdict(Kind.HOST_LOST, _describe_unreachable(views, api_alone))
     return _judge_running(views, now, limits, stop_requested=stop_requested, quiet=quiet)
 
 
@@ -218,7 +218,7 @@ def _judge_running(
     # If no host answers, our own network may be down: a host is lost if others answered for long after it.
     for lost in sorted(overdue, key=lambda view: view.seen):
         if any(view.seen - max(view.answering_since, lost.seen) > limits.lost / 2 for view in views):
-            return Verdict(Kind.HOST_LOST, _lost(lost, now))
+            return Verdict(Kind.HOST_LOST, _describe_lost(lost, now))
     if limits.stall is not None and quiet > limits.stall and not unreachable and not stop_requested:
         return Verdict(Kind.STALLED, Cause(-1, f"no host has written a line for {quiet / 60:.1f} minutes"))
     return Verdict(Kind.RUNNING)
@@ -247,25 +247,25 @@ def _judge_failure(
         return Verdict(Kind.SETTLING)
     refused = [view for view in failed if view.exit_code == TrainerExit.BAD_INPUT and not view.rebooted]
     if stop_requested and refused:  # a stop never causes this exit code: the user must know before the next `run`
-        return Verdict(Kind.BAD_INPUT, _exit(_first(refused)))
+        return Verdict(Kind.BAD_INPUT, _describe_exit_of(_first(refused)))
     if stop_requested:
         # Our own SIGTERM and SIGKILL are no failures; the user must know that nothing was saved.
-        return Verdict(Kind.STOPPED, _exit(_first(failed)) if failed else None)
+        return Verdict(Kind.STOPPED, _describe_exit_of(_first(failed)) if failed else None)
 
     def symptoms(cause: HostView) -> tuple[str, ...]:
-        return _symptoms([view for view in failed if view is not cause])
+        return _describe_exits([view for view in failed if view is not cause])
 
     if rebooted := [view for view in failed if view.rebooted]:
         cause = min(rebooted, key=lambda view: (view.lost_peer_first, view.worker))
         what = "the host rebooted, and its container was killed with it"
-        return Verdict(Kind.HOST_LOST, replace(_exit(cause), what=what), symptoms(cause))
+        return Verdict(Kind.HOST_LOST, replace(_describe_exit_of(cause), what=what), symptoms(cause))
     if lost := [view for view in silent if not view.ended]:
         cause = min(lost, key=lambda view: view.seen)
-        return Verdict(Kind.HOST_LOST, _lost(cause, now), symptoms(cause))
+        return Verdict(Kind.HOST_LOST, _describe_lost(cause, now), symptoms(cause))
     if restarted := [view for view in failed if view.ended_away and view.exit_code in _KILLED and not view.oom_killed]:
         cause = min(restarted, key=lambda view: view.finished_at)
         what = "the host went away and came back; its container was killed with it"
-        return Verdict(Kind.HOST_LOST, replace(_exit(cause), what=what), symptoms(cause))
+        return Verdict(Kind.HOST_LOST, replace(_describe_exit_of(cause), what=what), symptoms(cause))
     if away := [view for view in removed if view.ended_away]:
         what = "the host went away and came back without its container"
         return Verdict(Kind.HOST_LOST, Cause(away[0].worker, what), symptoms(away[0]))
@@ -276,7 +276,7 @@ def _judge_failure(
         )
     cause = _first(failed)
     kind = Kind.BAD_INPUT if cause.exit_code == TrainerExit.BAD_INPUT else Kind.FAILED
-    return Verdict(kind, _exit(cause), symptoms(cause))
+    return Verdict(kind, _describe_exit_of(cause), symptoms(cause))
 
 
 _SUCCESSES = (TrainerExit.FINISHED, TrainerExit.SAVED)
@@ -289,14 +289,16 @@ def _first(failed: Sequence[HostView]) -> HostView:
     return min(causes or failed, key=lambda view: view.finished_at)
 
 
-def _lost(view: HostView, now: float) -> Cause:
+def _describe_lost(view: HostView, now: float) -> Cause:
+    """Returns the cause of an end by a host that does not answer."""
     return Cause(
         view.worker,
         f"the host has not answered for {now - view.seen:.0f} s ({view.problem or 'no answer yet to the last look'})",
     )
 
 
-def _unreachable(views: Sequence[HostView], seconds: float) -> Cause:
+def _describe_unreachable(views: Sequence[HostView], seconds: float) -> Cause:
+    """Returns the cause of an end by all hosts being out of reach while the API answers."""
     first = min((view for view in views if not view.ended), key=lambda view: view.seen)
     who = "no host has" if len(views) > 1 else "the host has not"
     return Cause(
@@ -306,13 +308,14 @@ def _unreachable(views: Sequence[HostView], seconds: float) -> Cause:
     )
 
 
-def _exit(view: HostView) -> Cause:
+def _describe_exit_of(view: HostView) -> Cause:
+    """Returns the cause of an end by the exit of a host's container."""
     state = view.container
     assert state is not None
     return Cause(view.worker, describe_exit(state), state.exit_code, state.oom_killed, state.finished_at)
 
 
-def _symptoms(views: Sequence[HostView]) -> tuple[str, ...]:
+def _describe_exits(views: Sequence[HostView]) -> tuple[str, ...]:
     return tuple(f"host {view.worker}: {describe_exit(view.container)}" for view in views if view.container is not None)
 
 

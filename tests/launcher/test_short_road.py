@@ -29,7 +29,7 @@ case "$*" in
   *'docker start'*) echo "tpu-launch 0 started" ;;
   *'docker create'*) echo "tpu-launch 0 ready sha256:ab" ;;
   *'logs --timestamps'*)
-    echo '{"state": {"Status": "exited"}, "created_on": "", "boot": "b", "booted": 1}'
+    echo '{"state": {"Status": "exited"}, "created_on": "b", "boot": "b", "booted": 1}'
     ;;
   *) echo "tpu-launch 0 stopped" ;;
 esac
