@@ -1,5 +1,5 @@
-"""What the training loop needs of a framework. Everything framework-specific is behind these methods; no module above
-them imports a framework. The words of the signatures (batches, signals, results) are in `training.batch`."""
+"""The interface between the training loop and a framework: no module above it imports a framework. Batches, signals and
+results are in `training.batch`."""
 
 from __future__ import annotations
 
@@ -22,27 +22,26 @@ class Backend(Protocol):
     devices: int  # of all hosts
     # Steps to start before reading the result of the oldest: more than 0 where reading would stall the device.
     in_flight: int
-    # What opening it took after the framework's import, by phase: devices, model.
+    # Seconds of opening after the framework's import, by phase: devices, model.
     opening_seconds: Mapping[str, float]
 
     def batches(self, task: Task, start: int) -> Generator[HostBatch, None, None]:
-        """The input iterator: the task's batches from step `start` on, as `step` takes them. To be closed in the
-        end."""
+        """Yields the task's batches from step `start` on, as `step` takes them. Close it in the end."""
 
     def evaluation_batches(self, task: Task) -> Iterator[HostBatch]:
-        """The task's evaluation set, as `evaluate` takes its batches."""
+        """Yields the batches of the task's evaluation set, as `evaluate` takes them."""
 
     def step(self, number: int, batch: Arrays, signals: Signals) -> Pending:
-        """Trains on this host's rows of batch `number`. What it does is a function of the state, `number` and the
-        global batch alone."""
+        """Starts training step `number` on this host's rows of its batch. The step is a function of the state, `number`
+        and the global batch alone."""
 
     def evaluate(self, batch: Arrays, signals: Signals) -> Pending:
-        """Adds up the sums, and the task's counts, without changing anything. Called by all hosts with batches of one
-        shape."""
+        """Starts adding up the sums and the task's counts over a batch, and changes nothing. All hosts call it with
+        batches of one shape."""
 
     def tensor_specs(self) -> dict[str, TensorSpec]:
-        """All tensors of the state: `model/<parameter>`, and for each name of the optimizer's state
-        `<name>/<parameter>`."""
+        """Returns all tensors of the state: `model/<parameter>`, and `<name>/<parameter>` for each of the optimizer's
+        tensors."""
 
     def snapshot_state(self, buffers: Mapping[str, memoryview]) -> Snapshot:
         """Begins to copy the named tensors to host memory, as raw little-endian bytes. No step changes the state before
@@ -53,25 +52,25 @@ class Backend(Protocol):
         no place in it."""
 
     def compilations(self) -> tuple[int, float]:
-        """How many programs were compiled for this run so far, and the seconds that took."""
+        """Returns the number of programs that were compiled for this run so far, and the seconds they took."""
 
     def counters(self) -> dict[str, int]:
-        """What the framework counted for this run so far: "graphs" (different programs that it traced),
-        "device_to_host_transfers", and "device_to_host_syncs" (those transfers that neither a result nor a snapshot
-        asked for: the model's own, each of which stalls the device). A count that the framework does not have is
-        absent."""
+        """Returns the framework's counts for this run so far: "graphs" (different programs that it traced),
+        "device_to_host_transfers", and "device_to_host_syncs" (transfers that neither a result nor a snapshot asked
+        for: the model's own, each of which stalls the device). Counts that the framework does not keep are absent."""
 
     def fallbacks(self) -> list[str]:
-        """Operations that ran on the host because the device has none: each costs a round trip every step."""
+        """Returns operations that ran on the host because the device lacks them: each costs a round trip every step."""
 
     def preflight(self) -> str | None:
-        """Whether it ran the programs that preflight had compiled, in a few words; None when none were."""
+        """Returns in a few words whether the run's programs are those that preflight compiled; None without a
+        preflight."""
 
     def close(self) -> None:
-        """Leaves the other hosts. The process may end without it."""
+        """Disconnects from the other hosts. The process may end without it."""
 
 
 # A backend's class: (configuration, cluster, rendezvous, what the data needs of the model, the run's token) -> backend.
 OpenBackend = Callable[[TrainerConfig, Cluster, Rendezvous, ModelRequirements, str], Backend]
-# The class of a backend -> that backend for the run at hand: for whoever builds one of a kind of its own.
+# The class of a backend -> that backend for the run at hand, for callers that choose the class.
 BuildBackend = Callable[[Any], Any]

@@ -51,70 +51,39 @@ class _Program(Structure):
     _fields_ = (*_HEAD, ("code", c_void_p), ("code_size", c_size_t), ("format", c_void_p), ("format_size", c_size_t))
 
 
-class _Compile(Structure):
-    _fields_ = (
-        *_HEAD,
-        ("client", c_void_p),
-        ("program", POINTER(_Program)),
-        ("options", c_void_p),
-        ("options_size", c_size_t),
-        ("executable", c_void_p),  # out: loaded
-    )
+def _arguments(*fields: tuple[str, Any]) -> Any:
+    """Returns the structure of a function's arguments."""
+    return type("_Arguments", (Structure,), {"_fields_": (*_HEAD, *fields)})
 
 
-class _PlatformVersion(Structure):
-    _fields_ = (*_HEAD, ("client", c_void_p), ("version", c_void_p), ("version_size", c_size_t))
-
-
-class _GetExecutable(Structure):
-    _fields_ = (*_HEAD, ("loaded", c_void_p), ("executable", c_void_p))
-
-
-class _ExecutableDestroy(Structure):
-    _fields_ = (*_HEAD, ("executable", c_void_p))
-
-
-class _Serialize(Structure):
-    _fields_ = (
-        *_HEAD,
-        ("executable", c_void_p),
-        ("bytes", c_void_p),
-        ("size", c_size_t),
-        ("serialized", c_void_p),
-        ("deleter", c_void_p),
-    )
-
-
-class _Deserialize(Structure):
-    _fields_ = (
-        *_HEAD,
-        ("client", c_void_p),
-        ("serialized", c_char_p),
-        ("size", c_size_t),
-        ("executable", c_void_p),  # out: loaded
-        ("options", c_void_p),  # instead of those in the program; none
-        ("options_size", c_size_t),
-    )
-
-
-class _ErrorMessage(Structure):
-    _fields_ = (*_HEAD, ("error", c_void_p), ("message", c_void_p), ("size", c_size_t))
-
-
-class _ErrorDestroy(Structure):
-    _fields_ = (*_HEAD, ("error", c_void_p))
-
+# `executable` of _Compile and _Deserialize is set by the plugin: a loaded executable.
+_Compile = _arguments(
+    ("client", c_void_p), ("program", POINTER(_Program)), ("options", c_void_p), ("options_size", c_size_t),
+    ("executable", c_void_p),
+)  # fmt: skip
+_PlatformVersion = _arguments(("client", c_void_p), ("version", c_void_p), ("version_size", c_size_t))
+_GetExecutable = _arguments(("loaded", c_void_p), ("executable", c_void_p))
+_ExecutableDestroy = _arguments(("executable", c_void_p))
+_Serialize = _arguments(
+    ("executable", c_void_p), ("bytes", c_void_p), ("size", c_size_t), ("serialized", c_void_p), ("deleter", c_void_p)
+)
+_Deserialize = _arguments(
+    ("client", c_void_p), ("serialized", c_char_p), ("size", c_size_t), ("executable", c_void_p),
+    ("options", c_void_p), ("options_size", c_size_t),  # instead of those in the program; none
+)  # fmt: skip
+_ErrorMessage = _arguments(("error", c_void_p), ("message", c_void_p), ("size", c_size_t))
+_ErrorDestroy = _arguments(("error", c_void_p))
 
 _Function = ctypes.CFUNCTYPE(c_void_p, c_void_p)  # a pointer to arguments -> a PJRT_Error or none
 
 
 @dataclass
 class CacheCounts:
-    """What became of the programs that the framework wanted compiled."""
+    """Counts of the programs that the framework wanted compiled."""
 
     loaded: int = 0  # from the store
     compiled: int = 0
-    problem: str = ""  # why the last one that could not be loaded, or not be kept, could not
+    problem: str = ""  # the last error of loading or keeping a program
 
 
 def open_cache(
@@ -128,11 +97,11 @@ def open_cache(
     Args:
         environment: of the process.
         library: the plugin that the framework will load.
-        identity: of what decides how a program is compiled, beside the plugin's own version.
-        warn: gets a line where there can be no cache, or an entry can't be written.
+        identity: versions that decide how a program is compiled, beside the plugin's own.
+        warn: called with a line if there can be no cache, or an entry can't be written.
 
     Returns:
-        Its counts; None where there is no cache.
+        The cache's counts; None without a cache.
     """
     folder = environment.get(FOLDER_VARIABLE)
     if not folder or environment.get("PJRT_DEVICE") != "TPU":
@@ -151,15 +120,13 @@ def open_cache(
 
 
 def install(library: Path, store: ProgramStore, identity: str) -> CacheCounts | None:
-    """Puts the store before the compiling function of a plugin. Returns the counts, which grow as programs come.
+    """Puts the store before the compiling function of a plugin. Returns counts that grow as programs come; None, and
+    changes nothing, if the version of the plugin's table is unknown.
 
     Args:
-        library: of the plugin, the file that the framework will load.
+        library: the plugin's file, which the framework will load.
         store: the compiled programs.
-        identity: of what else decides how a program is compiled and run, such as versions.
-
-    Returns:
-        None where the plugin's table is of a version that is not known here: then nothing was changed.
+        identity: versions that decide how a program is compiled and run.
     """
     plugin = ctypes.CDLL(str(library))
     plugin.GetPjrtApi.restype = c_void_p
@@ -185,18 +152,16 @@ class _Table:
         self._address = address
 
     def function(self, place: int) -> Callable[[int], int | None]:
-        """The function at this place now."""
         pointer = c_void_p.from_address(self._address + _FUNCTIONS_AT + 8 * place).value
         assert pointer, f"PJRT: no function at {place}"
         return _Function(pointer)
 
     def replace(self, place: int, function: Any) -> None:
-        """Puts a function at this place."""
         pointer = ctypes.cast(function, c_void_p)
         c_void_p.from_address(self._address + _FUNCTIONS_AT + 8 * place).value = pointer.value
 
     def call(self, place: int, arguments: Structure) -> None:
-        """Calls a function that must succeed. Raises PluginError."""
+        """Calls a function. Raises PluginError if it fails."""
         arguments.struct_size = ctypes.sizeof(arguments)
         error = self.function(place)(ctypes.addressof(arguments))
         if error:
@@ -209,7 +174,7 @@ class _Table:
 
 
 class PluginError(Exception):
-    """What the plugin said."""
+    """An error that the plugin reported."""
 
 
 class _Cache:
@@ -220,7 +185,8 @@ class _Cache:
         self._compile = table.function(_COMPILE)
 
     def compile(self, address: int) -> int | None:
-        """PJRT_Client_Compile: its arguments are at this address."""
+        """Replaces PJRT_Client_Compile, whose arguments are at this address: loads the program from the store, or
+        compiles and keeps it. Returns the plugin's error, None without one."""
         arguments = _Compile.from_address(address)
         key = None
         try:
@@ -243,8 +209,8 @@ class _Cache:
                 self._counts.problem = f"{type(error).__name__}: {error}"
         return failure
 
-    def _key(self, arguments: _Compile) -> str:
-        """Of a program: 64 hexadecimal digits."""
+    def _key(self, arguments: Any) -> str:
+        """Returns the key of a program in the store, 64 hexadecimal digits."""
         version = _PlatformVersion(client=arguments.client)
         self._table.call(_PLATFORM_VERSION, version)
         program = arguments.program.contents

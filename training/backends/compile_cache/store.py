@@ -27,19 +27,19 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 class ProgramStore:
-    """The entries of one folder, which is made when the first is written."""
+    """A folder of compiled programs, created when the first is written."""
 
     def __init__(self, folder: Path, warn: Callable[[str], None], largest_bytes: int) -> None:
         """
         Args:
             folder: on the host's disk.
-            warn: gets a line when the folder can't be written, once.
+            warn: called once with a line if the folder can't be written.
             largest_bytes: of all entries.
         """
         self._folder, self._warn, self._largest_bytes = folder, warn, largest_bytes
 
     def read(self, key: str) -> bytes | None:
-        """The program with this key; None where there is none that is whole."""
+        """Returns the program with this key, and notes its use; None if there is none. Removes a damaged entry."""
         path = self._folder / key
         try:
             content = path.read_bytes()
@@ -54,8 +54,8 @@ class ProgramStore:
         return program
 
     def write(self, key: str, program: bytes) -> None:
-        """Keeps a program, and removes the entries that were not used for the longest time as far as all have more
-        bytes than the bound. A program that alone has more is not kept."""
+        """Keeps a program, unless it alone exceeds the bound. Removes the least recently used entries as long as all
+        entries exceed the bound."""
         content = MAGIC + hashlib.sha256(program).digest() + program
         if len(content) > self._largest_bytes:
             return

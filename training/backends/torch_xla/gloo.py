@@ -1,4 +1,4 @@
-"""Sums across hosts over TCP, for CPU hosts: the framework's own collectives end at the process there.
+"""Sums across CPU hosts over TCP: there the framework's own collectives end at the process.
 
 gloo's ring adds in an order that depends only on the number of hosts, so runs on the same number of hosts give the same
 bits, and every host gets the same sum. A peer that dies closes its connections, and the sum fails at once. A peer that
@@ -26,7 +26,7 @@ class Exchange:
         self._rendezvous = rendezvous
         wait = timedelta(seconds=seconds)
         host, port = cluster.addresses[0], cluster.gloo_port
-        # gloo itself lets anybody in; but who does not know the secret can't find the group's addresses in the store.
+        # gloo accepts every connection, but without the secret the group's addresses can't be found in the store.
         name = derive_token(cluster, token)
         rendezvous.set_phase("connecting gloo")
         try:

@@ -38,13 +38,13 @@ _PROGRAM_ENDS = "the program ends here and waits for the device"
 
 
 class TorchStepWatcher:
-    """Records the operations of a step, and the rules that single operations break."""
+    """Records the operations of a step and their findings."""
 
     def __init__(self, backend: Backend | None = None) -> None:
-        """Watches everything that runs on XLA devices in this process, of the backend or of a user's module."""
+        """Watches all operations on XLA devices in this process, of `backend` or of a user's module."""
         if isinstance(backend, TorchXla):
             backend.trace_always()
-            backend.upload()  # is no part of a step
+            backend.upload()  # not part of a step
 
     @contextmanager
     def step(self) -> Iterator[StepTrace]:
@@ -93,7 +93,7 @@ class _OperationWatcher(TorchDispatchMode):  # type: ignore[misc]  # torch is no
 
 
 class _PrintWatcher(TorchFunctionMode):  # type: ignore[misc]
-    """Sees tensors that are printed: the dispatch mode does not, because printing switches it off."""
+    """Finds printed tensors: the dispatch mode does not, because printing switches it off."""
 
     def __init__(self, trace: StepTrace) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class _PrintWatcher(TorchFunctionMode):  # type: ignore[misc]
 def _check_operation(
     function: Any, name: str, args: Sequence[Any], keywords: Mapping[str, Any], place: str
 ) -> LintFinding | None:
-    """The rule that an operation breaks by what it is, before it runs."""
+    """Returns the rule that an operation breaks by its kind and arguments, before it runs; None if it breaks none."""
     short = name.removeprefix("aten::")
     if torch.Tag.data_dependent_output in function.tags:
         reads_scalar = short == "_local_scalar_dense"
@@ -138,18 +138,18 @@ def _check_operation(
 def check_module(
     build: Callable[[], Any], load_batches: Callable[[], Iterable[Any]], steps: int, shapes: int
 ) -> list[LintFinding]:
-    """Trains a user's module for a few steps of plain SGD.
+    """Trains a user's module for a few steps of plain SGD, and returns the findings.
 
     Its loss is what it returns: `.loss`, a single number, or else the mean of all floating-point tensors.
 
     Args:
         build: returns the torch.nn.Module.
         load_batches: returns its inputs, on the CPU: a dict is passed as keywords, a tuple or list as positions.
-        steps: how many to run; batches repeat.
-        shapes: how many different shapes the batches may have.
+        steps: number to run; batches repeat.
+        shapes: number of different shapes that the batches may have.
 
     Raises:
-        BadInput: the functions do not return that.
+        BadInput: the functions return something else.
     """
     device, checker, watcher = torch_xla.device(), StepChecker(shapes), TorchStepWatcher()
     torch.manual_seed(0)  # the same findings each time
@@ -172,7 +172,7 @@ def check_module(
 
 
 def _train(network: Any, batch: Mapping[str, Any]) -> None:
-    """One step of SGD. `_user_place` knows this function by its name."""
+    """Runs one step of SGD. `_user_place` knows this function by its name."""
     positions = [value for name, value in batch.items() if name.isdigit()]
     loss = _loss(network(*positions, **{name: value for name, value in batch.items() if not name.isdigit()}))
     parameters = [value for value in network.parameters() if value.requires_grad]
@@ -194,34 +194,34 @@ def _loss(output: Any) -> Any:
         loss = sum(tensors[1:], start=tensors[0]) if tensors else None
     if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
         raise BadInput(
-            "what the module returns is nothing to train on: it must have .loss, or be or hold floating-point tensors "
-            "that depend on its weights"
+            "the module's output can't be trained on: it must have .loss, or be or hold floating-point tensors that "
+            "depend on the weights"
         )
     return loss
 
 
 def _name_inputs(batch: Any) -> dict[str, Any]:
-    """A user's batch as a dict; positions have their number as name."""
+    """Returns a user's batch as a dict; positional inputs have their number as name."""
     if isinstance(batch, Mapping):
         return {str(name): value for name, value in batch.items()}
     return {str(index): value for index, value in enumerate(batch if isinstance(batch, tuple | list) else [batch])}
 
 
 def _format_operands(values: Sequence[Any]) -> str:
-    """Shapes and numbers: what is compiled into the program."""
+    """Returns the shapes and numbers that are compiled into the program, as text."""
     operands = [str(list(value.shape)) if isinstance(value, torch.Tensor) else str(value) for value in values]
     return f"({', '.join(operands)})"
 
 
 def _flatten(values: Any) -> list[Any]:
-    """The leaves of nested lists, tuples and mappings."""
+    """Returns the leaves of nested lists, tuples and mappings."""
     if isinstance(values, Mapping):
         values = list(values.values())
     return [leaf for value in values for leaf in _flatten(value)] if isinstance(values, list | tuple) else [values]
 
 
 def _user_place() -> str:
-    """file:line of the innermost frame of user code; in a backward pass, of the forward line that it belongs to."""
+    """Returns file:line of the innermost frame of user code; in a backward pass, that of the forward operation."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and not (
         frame.f_code.co_filename == __file__ and frame.f_code.co_name in ("_train", "step")
