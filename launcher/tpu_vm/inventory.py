@@ -201,7 +201,7 @@ def find_leftovers(slices: Sequence[OwnedSlice], now: float, *, owner: Owner | N
     return [
         slice_
         for slice_ in slices
-        if slice_.why_leftover(now) and (owner is None or (slice_.owner and not why_not_ours(slice_.labels, owner)))
+        if slice_.why_leftover(now) and (owner is None or not why_not_ours(slice_.labels, owner))
     ]
 
 

@@ -39,8 +39,8 @@ def why_not_ours(labels: Mapping[str, str], owner: Owner) -> str:
     """Returns why the labels do not prove that `owner` created the slice; "" when they do."""
     if labels.get(LABEL) != "1":
         return f"tpu-launch did not create it (it has no label {LABEL}=1)"
-    made_by, account = labels.get(OWNER, ""), labels.get(ACCOUNT, "")
-    if made_by and made_by != owner.user:
+    made_by, account = labels.get(OWNER) or "an unknown user", labels.get(ACCOUNT, "")
+    if made_by != owner.user:
         return f"{made_by} created it, and you are {owner.user} (label {OWNER})"
     if account and account != owner.account:
         return f"it was created with another Google account than the one that gcloud uses here (label {ACCOUNT})"

@@ -344,7 +344,6 @@ def test_a_host_that_is_connected_to_need_not_ask_which_worker_it_is(
         [Address(3, "h", "me", "key", "known", "h")], replace(this_machine(), connect=lambda _: Connection())
     )
     assert pool.run(3, script, timeout=20).stdout == f"tpu-launch 3 {report}\n"
-    Path("/tmp/tpu-launch-demo-1-0.3.go").unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize("shell", SHELLS)

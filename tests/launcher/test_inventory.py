@@ -205,9 +205,7 @@ def test_a_zone_that_can_not_be_listed_hides_no_other(cloud: Cloud) -> None:
 def test_leftovers_of_another_account_are_not_ours_even_with_the_same_user_name() -> None:
     listed = inventory.parse_node(node(state="PREEMPTED", labels={**node()["labels"], "tpu-launch-account": "b" * 12}))
     assert inventory.find_leftovers([listed], NOW, owner=ANN) == []
-    early = inventory.parse_node(node(state="PREEMPTED", labels={"tpu-launch": "1"}))
-    assert inventory.find_leftovers([early], NOW, owner=ANN) == []
-    assert inventory.find_leftovers([early], NOW, owner=None) == [early], "of an early version: with --all-owners"
+    assert inventory.find_leftovers([listed], NOW, owner=None) == [listed], "with --all-owners"
 
 
 def test_a_dead_request_is_not_deleted_under_a_live_slice_of_its_name(cloud: Cloud) -> None:

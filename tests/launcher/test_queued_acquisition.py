@@ -74,7 +74,11 @@ class Queue:
                 "name": "projects/p/locations/z/queuedResources/s",
                 "state": {"state": state, "stateInitiator": "SERVICE"},
                 "createTime": format_time(self.created),
-                "tpu": {"nodeSpec": [{"node": {"labels": {"tpu-launch": "1"}}}]},
+                "tpu": {
+                    "nodeSpec": [
+                        {"node": {"labels": {"tpu-launch": "1", "tpu-launch-owner": this_machine().owner.user}}}
+                    ]
+                },
             }
             if self.error:
                 document["state"]["failedData"] = {"error": {"message": self.error}}  # type: ignore[index]
@@ -147,21 +151,6 @@ def test_a_failure_that_waiting_does_not_mend_ends_it_at_once(config: Config) ->
     with pytest.raises(QuotaExceeded):
         obtain(config, queue)
     assert queue.calls == ["create", "delete"], "a failed request would keep its quota"
-
-
-def test_one_that_somebody_deletes_is_not_made_again(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    queue = Queue(Clock(), lambda attempt, age: "WAITING_FOR_RESOURCES")
-    sleep = queue.clock.sleep
-
-    def delete_after_ten_minutes(seconds: float) -> None:
-        sleep(seconds)
-        if queue.clock.now > 1_800_000_600.0:
-            queue.created = None
-
-    monkeypatch.setattr(queue.clock, "sleep", delete_after_ten_minutes)
-    with pytest.raises(LaunchError, match="was deleted by another command"):
-        obtain(config, queue)
-    assert queue.calls == ["create"]
 
 
 # -- a cloud that does not always answer ------------------------------------------------------------------------------
