@@ -48,11 +48,13 @@ class Running:
     def __init__(self, api: Any) -> None:
         self.api = api
         api.state.create_seconds, api.state.update_seconds = 0.02, 0.01
+        self.gates: list[threading.Event] = []
         self.serve(Store(api.state, None))
 
     def serve(self, store: Store) -> None:
         self.store = store
         self.containers = HostContainers(store)
+        self.gates.append(self.containers.gate)
         self.operations = OperationRunner(store, self.containers, prepare=lambda node, host: None)  # type: ignore[arg-type]
         store.after_change = self.operations.wake
 
@@ -77,7 +79,8 @@ class Running:
 def running(api: Any) -> Iterator[Running]:
     served = Running(api)
     yield served
-    served.containers.gate.set()
+    for gate in served.gates:
+        gate.set()
 
 
 def test_a_creation_ends_ready_with_the_node_as_its_response(running: Running) -> None:
