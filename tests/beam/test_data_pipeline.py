@@ -86,7 +86,7 @@ def test_the_shards_are_those_of_the_local_path(
     assert not (tmp_path / "beam" / dataset_writer.PREPARING).exists()
 
 
-def test_a_finished_dataset_is_left_alone_and_too_little_text_is_said(tmp_path: Path, tokenizer: str) -> None:
+def test_a_finished_dataset_is_reused_and_too_little_text_is_an_error(tmp_path: Path, tokenizer: str) -> None:
     (tmp_path / "a.txt").write_text("one\n\ntwo")
     encoder = partial(tokenizers.encoder_of, tokenizer)
     run = partial(

@@ -117,7 +117,7 @@ def test_a_new_shape_is_named_unless_it_was_announced(model: Path) -> None:
     assert check(model, "clean", "ragged", "--shapes", "2") == (0, [])
 
 
-def test_what_can_not_be_checked_is_said_in_one_message(model: Path) -> None:
+def test_a_module_that_fails_is_one_message(model: Path) -> None:
     with pytest.raises(BadInput, match=rf"{line(model, 'typo')}: RuntimeError"):
         check(model, "typo")
     with pytest.raises(BadInput, match="gave no batch"):
@@ -129,7 +129,7 @@ def test_what_can_not_be_checked_is_said_in_one_message(model: Path) -> None:
 
 
 @pytest.mark.parametrize("task", ["mlm", "classification"])
-def test_what_our_configurations_run_is_clean(task: str, tmp_path: Path) -> None:
+def test_our_configurations_are_clean(task: str, tmp_path: Path) -> None:
     if task == "mlm":
         document = small_runs.document(small_runs.prepare(tmp_path))
     else:

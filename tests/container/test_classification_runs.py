@@ -135,7 +135,7 @@ def test_each_length_is_compiled_once(undisturbed: dict[str, Any]) -> None:
     assert undisturbed["host_fallbacks"] == []
 
 
-def test_a_stopped_run_goes_on_to_the_same_bits(undisturbed: dict[str, Any], folder: Path) -> None:
+def test_a_resumed_run_gives_the_same_bits(undisturbed: dict[str, Any], folder: Path) -> None:
     with pytest.raises(StopRequested):
         run(folder, "stopped", small_runs.StopAfter(13))
     resumed = run(folder, "stopped", attempt=1)

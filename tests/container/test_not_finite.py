@@ -21,10 +21,10 @@ def test_a_loss_that_overflows_is_skipped_too(tmp_path: Path) -> None:
     assert_skip_leaves_the_state_alone(tmp_path, "torch-xla", 1e30)
 
 
-def test_nothing_is_committed_behind_a_finite_loss_with_an_infinite_gradient(tmp_path: Path) -> None:
+def test_nothing_is_committed_after_an_infinite_gradient(tmp_path: Path) -> None:
     assert_stop_commits_nothing_behind_it(tmp_path, "torch-xla", 1e19)
 
 
 @pytest.mark.nightly
-def test_two_hosts_leave_the_same_update_out(tmp_path: Path) -> None:
+def test_two_hosts_skip_the_same_update(tmp_path: Path) -> None:
     assert_two_hosts_skip_alike(tmp_path, "torch-xla")

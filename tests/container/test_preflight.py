@@ -128,7 +128,7 @@ def traced_step(folder: Path, name: str, target: str, **changes: Any) -> dict[st
 @pytest.mark.parametrize(
     "evaluation", [pytest.param("with evaluation", marks=pytest.mark.nightly), "without, and with the choice to skip"]
 )
-def test_all_of_the_state_is_donated_whatever_was_traced_before(folder: Path, evaluation: str) -> None:
+def test_all_of_the_state_is_donated(folder: Path, evaluation: str) -> None:
     skip = {"data__evaluation": None, "train__on_nonfinite": "skip"}  # the old state is needed to the program's end
     changes: dict[str, Any] = {} if evaluation == "with evaluation" else skip
     step = traced_step(folder, "donors", "v3-8", train__precision="bf16", **changes)
@@ -136,7 +136,7 @@ def test_all_of_the_state_is_donated_whatever_was_traced_before(folder: Path, ev
     assert step["resident_bytes"] == 0, "nothing of the state waits beside a step"
 
 
-def test_every_device_of_a_slice_of_hosts_gets_all_of_the_state(folder: Path) -> None:
+def test_every_device_of_several_hosts_gets_the_whole_state(folder: Path) -> None:
     """The program says so of every output, and what one device of a v3-32 makes has the shapes of the whole, also where
     the program may leave the update out."""
     step = traced_step(folder, "replicated", "v3-32", train__precision="bf16", train__on_nonfinite="skip")
@@ -178,7 +178,7 @@ def test_two_preflights_at_once_share_the_compiler(folder: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_programs_are_compiled_with_the_flags_that_the_run_has(folder: Path) -> None:
+def test_programs_are_compiled_with_the_flags_of_the_run(folder: Path) -> None:
     """torch_xla's own, those of the generation, and the file's. The compiler refuses flags that it does not know, so it
     has read these."""
     run = {"environment": {"LIBTPU_INIT_ARGS": "--xla_latency_hiding_scheduler_rerun=2"}}
@@ -193,7 +193,7 @@ def test_programs_are_compiled_with_the_flags_that_the_run_has(folder: Path) -> 
         compiler.compile_program(Program(DOUBLED), accelerator("v3-8"), {"no_such_flag": "1"})
 
 
-def test_a_run_says_whether_it_runs_what_was_checked(folder: Path, v4: dict[str, Any]) -> None:
+def test_a_run_reports_programs_that_preflight_did_not_compile(folder: Path, v4: dict[str, Any]) -> None:
     """With four devices, the programs of a run are those of the v4-8. One hash is kept back: that program was not
     checked."""
     training, evaluation = (graph["hash"] for graph in v4["graphs"])
@@ -210,7 +210,7 @@ def test_a_run_says_whether_it_runs_what_was_checked(folder: Path, v4: dict[str,
     assert "the training program" not in host.text()
 
 
-def test_what_is_too_large_is_told_with_its_size() -> None:
+def test_a_program_that_does_not_fit_is_reported_with_its_size() -> None:
     """The compiler refuses arguments beyond the memory by itself. Outputs it lets pass, and what waits beside a program
     it can't know: these we add up."""
     target = accelerator("v2-8")
@@ -309,7 +309,7 @@ def test_a_model_whose_program_depends_on_data_ends_with_3(folder: Path) -> None
     assert "modeling_longformer.py:" in answer.text
 
 
-def test_a_module_of_another_framework_goes_through_the_same_compiler() -> None:
+def test_stablehlo_of_any_framework_is_compiled() -> None:
     """StableHLO text, as TensorFlow's experimental_get_compiler_ir gives it, for one chip and for 2048 devices."""
     for name in ("v5litepod-1", "v3-2048"):
         compiled = compiler.compile_program(Program(DOUBLED), accelerator(name))

@@ -62,9 +62,7 @@ def test_a_file_grows_in_place_on_a_disk(tmp_path: Path) -> None:
     assert len(read(tmp_path).Scalars("train/loss")) == 2
 
 
-def test_in_a_bucket_objects_are_rewritten_whole_and_then_the_next_begins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_in_a_bucket_an_object_is_rewritten_until_it_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[str] = []
 
     def write(url: str, data: bytes) -> None:

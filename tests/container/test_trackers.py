@@ -15,7 +15,7 @@ from training.telemetry.writer import MetricsWriter
 SETTINGS = {"train": {"steps": 10}, "seed": 1}
 
 
-def test_numbers_arrive_in_both_while_both_are_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_wandb_and_mlflow_record_the_values_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     run, warnings = tmp_path / "run-1", list[str]()

@@ -79,7 +79,7 @@ def test_another_seed_gives_other_bits(undisturbed: dict[str, Any], folder: Path
 
 
 @pytest.mark.parametrize("steps", [0, 1, 7])
-def test_a_stopped_run_goes_on_to_the_same_bits(undisturbed: dict[str, Any], folder: Path, steps: int) -> None:
+def test_a_resumed_run_gives_the_same_bits(undisturbed: dict[str, Any], folder: Path, steps: int) -> None:
     name = f"stopped-{steps}"
     with pytest.raises(StopRequested, match="committed"):
         run(folder, name, small_runs.StopAfter(steps), evaluation__every=5)

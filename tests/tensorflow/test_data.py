@@ -1,5 +1,4 @@
-"""Claims about data and TensorFlow, to be run where TensorFlow is: it reads our shards with its own code, we read its
-shards, masks are the same."""
+"""TensorFlow reads our shards with its own code, our examples are its bytes, and masks are the same integers."""
 
 from __future__ import annotations
 
@@ -11,8 +10,7 @@ import pytest
 import tensorflow as tf
 
 from training.data.formats import example_codec
-from training.data.formats.dataset import Dataset, open_dataset
-from training.data.loading.fixed_shards import open_source
+from training.data.formats.dataset import Dataset
 from training.data.prepare.dataset_writer import DatasetPlan
 from training.data.prepare.pack import pack_documents
 from training.data.sampling.masking import Masker, Masking, SpecialTokens
@@ -53,21 +51,6 @@ def test_tensorflow_reads_our_shards_in_the_public_layout(tmp_path: Path) -> Non
     ]
     assert np.array_equal(np.concatenate([batch["input_ids"].numpy() for batch in batches]), ROWS)
     assert all((batch["attention_mask"].numpy() == 1).all() for batch in batches)
-
-
-def test_we_read_shards_that_tensorflow_wrote(tmp_path: Path) -> None:
-    for number, (start, stop) in enumerate(((0, 300), (300, 1000))):
-        with tf.io.TFRecordWriter(str(tmp_path / f"dataset-{number}-{stop - start}.tfrecord")) as writer:
-            for row in ROWS[start:stop]:
-                values = {"attention_mask": [1] * 128, "input_ids": row}
-                feature = {
-                    name: tf.train.Feature(int64_list=tf.train.Int64List(value=numbers))
-                    for name, numbers in values.items()
-                }
-                writer.write(tf.train.Example(features=tf.train.Features(feature=feature)).SerializeToString())
-    assert np.array_equal(
-        open_source(open_dataset(str(tmp_path)), vocabulary=30_000).read(0, 1000, 1000)["input_ids"], ROWS
-    )
 
 
 def test_our_examples_are_tensorflows_bytes() -> None:

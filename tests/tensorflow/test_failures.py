@@ -38,14 +38,12 @@ def test_a_lost_connection_is_a_lost_peer_only_where_there_are_workers(
         raise error
 
 
-def test_other_errors_stay_what_they_are() -> None:
+def test_other_errors_pass_unchanged() -> None:
     with pytest.raises(tf.errors.InvalidArgumentError), translate_failures():
         raise tf.errors.InvalidArgumentError(None, None, "shapes differ")
 
 
-def test_out_of_memory_while_waiting_for_a_batch_is_told_as_such(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_out_of_memory_surfaces_while_waiting_for_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = from_document(
         Document("test", small_runs.document(small_runs.prepare(tmp_path), backend="tensorflow"), {})
     )
@@ -79,7 +77,7 @@ def test_a_tpu_that_cannot_be_initialised_is_one_line() -> None:
     assert len(message.splitlines()) == 1
 
 
-def test_of_the_errors_of_a_slice_the_first_is_named_with_its_host() -> None:
+def test_the_first_error_of_a_slice_is_reported_with_its_host() -> None:
     message = """2 root error(s) found.
   (0) UNKNOWN: {{function_node __inference__tpu_init_fn_4}} TPU initialization failed: No device found.
 \t [[{{node configure_tpu_host/_8}}]]

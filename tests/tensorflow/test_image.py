@@ -20,7 +20,7 @@ def test_one_package_owns_tensorflow() -> None:
     assert len(set(packages_distributions()["tensorflow"])) == 1
 
 
-def test_keras_is_the_one_that_the_models_are_made_of() -> None:
+def test_the_models_use_tf_keras() -> None:
     assert tf.keras.Model is tf_keras.Model
 
 

@@ -192,7 +192,7 @@ def test_labelled_batches_are_those_of_numpy(
 
 
 @pytest.mark.parametrize("layout", others_at_night(sorted(LAYOUTS), ("recipe",)))
-def test_damage_stops_the_run_with_its_place_or_is_replaced_as_by_numpy(tmp_path: Path, layout: str) -> None:
+def test_a_damaged_record_is_an_error_or_replaced_as_by_numpy(tmp_path: Path, layout: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dataset_writer, "MEMBER_RECORDS", 4)
         dataset = make(tmp_path, 130, layout)
@@ -219,7 +219,7 @@ def test_damage_stops_the_run_with_its_place_or_is_replaced_as_by_numpy(tmp_path
 
 
 @pytest.mark.nightly
-def test_whole_blocks_without_a_good_record_are_replaced_as_by_numpy(tmp_path: Path) -> None:
+def test_blocks_without_a_good_record_are_replaced_as_by_numpy(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dataset_writer, "MEMBER_RECORDS", 64)
         dataset = make(tmp_path, 300, "gzip", per_shard=64)
@@ -257,7 +257,7 @@ def test_every_bit_of_a_record_is_checked(tmp_path: Path) -> None:
             read()
 
 
-def test_a_shard_that_is_gone_or_cut_is_a_clear_message(tmp_path: Path) -> None:
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     dataset = make(tmp_path, 20)
     batches = tf_mlm.mlm_batches(dataset, HostSlice(TOKENS, 4), Masking(), 0)
     (tmp_path / dataset.shards[0].name).unlink()
@@ -266,7 +266,7 @@ def test_a_shard_that_is_gone_or_cut_is_a_clear_message(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [tf.errors.NotFoundError, tf.errors.ResourceExhaustedError, tf.errors.AbortedError])
-def test_errors_that_name_no_shard_are_not_of_the_data(tmp_path: Path, error: type[tf.errors.OpError]) -> None:
+def test_errors_that_name_no_shard_pass_unchanged(tmp_path: Path, error: type[tf.errors.OpError]) -> None:
     """A step in flight may fail while the program waits for a batch."""
     dataset = make(tmp_path, 20)
     with pytest.raises(error), translate_errors(dataset):
@@ -287,7 +287,7 @@ def test_shards_of_the_public_layout_are_read_once_for_all_hosts(
     assert len(scans) == len(dataset.shards)
 
 
-def test_ids_that_the_tokenizer_lacks_are_refused(tmp_path: Path) -> None:
+def test_ids_outside_the_vocabulary_are_refused(tmp_path: Path) -> None:
     few = SpecialTokens(mask=4, pad=3, special=frozenset(range(5)), vocabulary=100)
     dataset = make(tmp_path, 20)
     source = tf_source.open_source(dataset, vocabulary=few.vocabulary, on_corrupt="stop")

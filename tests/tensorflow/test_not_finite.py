@@ -20,21 +20,21 @@ def test_a_skipped_step_leaves_the_state_bit_for_bit(tmp_path: Path) -> None:
     assert_skip_leaves_the_state_alone(tmp_path, "tensorflow", 1e19)
 
 
-def test_a_loss_that_overflows_is_skipped_too_in_a_program_of_xla(tmp_path: Path) -> None:
+def test_an_overflowing_loss_is_skipped_under_xla(tmp_path: Path) -> None:
     assert_skip_leaves_the_state_alone(tmp_path, "tensorflow", 1e30, train__jit_compile=True)
 
 
-def test_nothing_is_committed_behind_a_finite_loss_with_an_infinite_gradient(tmp_path: Path) -> None:
+def test_nothing_is_committed_after_an_infinite_gradient(tmp_path: Path) -> None:
     assert_stop_commits_nothing_behind_it(tmp_path, "tensorflow", 1e19)
 
 
 @pytest.mark.nightly
-def test_two_hosts_leave_the_same_update_out(tmp_path: Path) -> None:
+def test_two_hosts_skip_the_same_update(tmp_path: Path) -> None:
     assert_two_hosts_skip_alike(tmp_path, "tensorflow")
 
 
 @pytest.mark.nightly
-def test_two_devices_leave_the_same_update_out(tmp_path: Path) -> None:
+def test_two_devices_skip_the_same_update(tmp_path: Path) -> None:
     """Under a strategy, as on a TPU."""
     config = poisoned_document(tmp_path, "tensorflow", 1e19, train__on_nonfinite="skip")
     [host] = small_runs.start(tmp_path, "skip", config, CPU_NUM_DEVICES="2")

@@ -43,7 +43,7 @@ def test_a_run_and_its_model_are_evaluated_alike(folder: Path, undisturbed: dict
 
 
 @pytest.mark.nightly
-def test_two_devices_train_as_one_and_read_for_themselves(folder: Path, undisturbed: dict[str, Any]) -> None:
+def test_two_devices_train_as_one(folder: Path, undisturbed: dict[str, Any]) -> None:
     """MirroredStrategy is TPUStrategy's path: the rows come from the task's tf.data dataset."""
     config = document(folder, backend="tensorflow", train__dropout=0.0)
     alone = small_runs.train_here(config, "alone")

@@ -40,7 +40,7 @@ print(Counted.reads - replicas.count, replicas.count)
 """
 
 
-def test_an_array_leaves_the_process_once_for_a_host_and_every_device_has_its_bits() -> None:
+def test_assign_sends_an_array_once_to_a_host_and_all_devices_get_it() -> None:
     ended = subprocess.run(
         [sys.executable, "-c", ASSIGN],
         env={**os.environ, "CPU_NUM_DEVICES": "4"},
@@ -58,12 +58,12 @@ def array_types(document: dict[str, Any]) -> set[type]:
     return {type(array) for array in batch.arrays.values()}
 
 
-def test_the_step_takes_its_rows_itself_where_all_batches_have_one_shape(tmp_path: Path) -> None:
+def test_batches_are_upcoming_if_all_have_one_shape(tmp_path: Path) -> None:
     assert array_types(mlm_document(tmp_path / "mlm", "tensorflow")) == {Upcoming}
     assert array_types(labelled_document(tmp_path / "labelled", "tensorflow")) == {Distributed}
 
 
-def test_the_hosts_of_a_strategy_read_as_many_evaluation_batches_as_there_are(tmp_path: Path) -> None:
+def test_hosts_of_a_strategy_read_the_evaluation_set_once(tmp_path: Path) -> None:
     """Batches of 37 rows in several lengths: the last of each length is filled up."""
     config = from_document(Document("test", labelled_document(tmp_path, "tensorflow"), {}))
     task = open_task(config, small_runs.this_host())

@@ -152,7 +152,7 @@ def children(host: subprocess.Popen[str]) -> list[int]:
 
 
 @pytest.mark.nightly
-def test_each_worker_reads_its_hosts_rows_where_no_python_of_ours_is(folder: Path) -> None:
+def test_each_worker_reads_its_hosts_rows_without_python(folder: Path) -> None:
     assert ended(folder, start(folder, "read")) == [0, 0], (folder / "0.log").read_text() + (
         folder / "1.log"
     ).read_text()
@@ -175,7 +175,7 @@ def small_runs_batch(folder: Path) -> list[list[int]]:
     return rows
 
 
-def test_a_host_that_is_asked_to_stop_stops_the_program_and_all_end_saved(folder: Path) -> None:
+def test_a_stop_request_on_one_host_ends_all_hosts_saved(folder: Path) -> None:
     hosts = start(folder, "idle")
     wait_for_program(folder)
     hosts[1].send_signal(signal.SIGTERM)
@@ -198,7 +198,7 @@ TRAIN = ["config.yaml", "--set", "data.evaluation=null"]
     ],
     ids=["idle", "next", "train"],
 )
-def test_a_worker_that_ends_ends_the_run_and_is_the_cause(folder: Path, arguments: list[str], line: str) -> None:
+def test_a_lost_worker_ends_the_run_and_is_named_as_the_cause(folder: Path, arguments: list[str], line: str) -> None:
     """Host 0 notices it as an operation that fails, often before host 1 notices it."""
     hosts = start(folder, *arguments)
     wait_for_program(folder, line)
@@ -225,7 +225,7 @@ def test_training_and_evaluation_know_all_hosts_of_the_slice(folder: Path) -> No
     assert "examples" not in (folder / "1.log").read_text()
 
 
-def test_when_a_host_is_killed_the_other_has_lost_a_peer_and_no_worker_is_left(folder: Path) -> None:
+def test_a_killed_host_is_a_lost_peer_and_no_worker_is_left(folder: Path) -> None:
     hosts = start(folder, "idle")
     wait_for_program(folder)
     workers = [children(host)[0] for host in hosts]

@@ -58,7 +58,7 @@ def figures(folder: Path, run_id: str) -> tuple[list[float], dict[int, float]]:
 
 
 @pytest.mark.nightly
-def test_losses_and_evaluations_do_not_depend_on_how_steps_are_divided_into_calls(tmp_path: Path) -> None:
+def test_losses_do_not_depend_on_steps_per_call(tmp_path: Path) -> None:
     """A save after 5 and 10 steps, an evaluation after 6, and the end: each cuts a call. As golden losses are, they are
     compared to all but the last bits."""
     small_runs.prepare(tmp_path)

@@ -25,7 +25,7 @@ PARAMETERS = (
 SUMS = 3
 
 
-def test_the_step_is_one_program_a_device_that_adds_gradients_over_the_slice(tmp_path: Path) -> None:
+def test_the_step_is_one_program_that_sums_gradients_over_the_slice(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(FILE)
     command = [

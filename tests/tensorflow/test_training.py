@@ -58,13 +58,13 @@ def plain(folder: Path) -> dict[str, Any]:
     return run(folder, "plain", train__dropout=0.0)
 
 
-def test_it_learns_and_traces_a_step_and_an_evaluation_once(undisturbed: dict[str, Any]) -> None:
+def test_training_learns_and_traces_each_program_once(undisturbed: dict[str, Any]) -> None:
     assert undisturbed["last_loss"] < undisturbed["first_loss"] - 0.5
     assert undisturbed["eval_perplexity"] < 120
     assert (undisturbed["compilations"], undisturbed["host_fallbacks"]) == (2, [])
 
 
-def test_a_stopped_run_goes_on_to_the_same_bits(undisturbed: dict[str, Any], folder: Path) -> None:
+def test_a_resumed_run_gives_the_same_bits(undisturbed: dict[str, Any], folder: Path) -> None:
     config = document(folder, evaluation__every=5)
     with pytest.raises(StopRequested, match="committed"):
         small_runs.train_here(config, "stopped", small_runs.StopAfter(7))
@@ -73,9 +73,7 @@ def test_a_stopped_run_goes_on_to_the_same_bits(undisturbed: dict[str, Any], fol
         assert resumed[key] == undisturbed[key]
 
 
-def test_dropout_follows_from_the_seed_and_changes_the_losses(
-    undisturbed: dict[str, Any], plain: dict[str, Any], folder: Path
-) -> None:
+def test_dropout_changes_the_losses(undisturbed: dict[str, Any], plain: dict[str, Any], folder: Path) -> None:
     dropped, whole = (small_runs.losses(folder, name) for name in ("undisturbed", "plain"))
     assert dropped[0] != whole[0]
     assert dropped == pytest.approx(whole, rel=0.1)
@@ -83,7 +81,7 @@ def test_dropout_follows_from_the_seed_and_changes_the_losses(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("task", ["mlm", "classification"])
-def test_over_two_devices_it_is_the_same_training(folder: Path, labelled: Path, task: str) -> None:
+def test_two_devices_give_the_same_training(folder: Path, labelled: Path, task: str) -> None:
     """MirroredStrategy over logical devices, which is TPUStrategy's path through the backend. A process of its own:
     devices are counted once a process."""
     place, make = (folder, document) if task == "mlm" else (labelled, classification)
@@ -118,13 +116,13 @@ def tensors(model: Path) -> dict[str, Any]:
     return decode((model / "model.safetensors").read_bytes())
 
 
-def test_a_model_folder_is_where_training_goes_on(plain: dict[str, Any], folder: Path) -> None:
+def test_training_starts_from_a_model_folder(plain: dict[str, Any], folder: Path) -> None:
     further = run(folder, "further", model={"path": plain["model"]}, train__dropout=0.0, train__steps=2)
     assert further["first_loss"] < plain["first_loss"] - 0.5
     assert tensors(Path(further["model"])).keys() == tensors(Path(plain["model"])).keys()
 
 
-def test_positions_of_roberta_begin_behind_its_own_padding_id(folder: Path) -> None:
+def test_positions_of_roberta_begin_after_its_padding_id(folder: Path) -> None:
     from training.backends.tensorflow.inference import open_pipeline
 
     made = Path(run(folder, "roberta", model={"name": "roberta-base", **SMALL}, train__steps=2)["model"])
@@ -147,7 +145,7 @@ def test_positions_of_roberta_begin_behind_its_own_padding_id(folder: Path) -> N
     assert ours == pytest.approx(shifted, abs=1e-5)
 
 
-def test_an_encoder_gets_a_fresh_head_and_what_is_missing_is_refused(plain: dict[str, Any], labelled: Path) -> None:
+def test_an_encoder_gets_a_fresh_head_and_missing_weights_are_refused(plain: dict[str, Any], labelled: Path) -> None:
     model = labelled / "encoder"
     shutil.copytree(plain["model"], model)
     body = {name.removeprefix("bert."): value for name, value in tensors(model).items() if name.startswith("bert.")}

@@ -36,7 +36,7 @@ def test_on_a_terminal_progress_stays_in_one_line(monkeypatch: pytest.MonkeyPatc
     assert screen._out.getvalue() == "step 1\r\x1b[2Kstep 2xxxxxxxxxxxxx\r\x1b[2Kevaluation\nstep 3\n"  # type: ignore[attr-defined]
 
 
-def test_elsewhere_each_is_a_line_and_other_hosts_say_nothing() -> None:
+def test_elsewhere_each_progress_is_a_line_and_other_hosts_print_nothing() -> None:
     with on(io.StringIO()) as screen:
         screen.progress("step 1")
         screen.print("evaluation")
@@ -72,7 +72,7 @@ exit_overdue(SingleHost(), 25)
 
 @pytest.mark.parametrize("program", [TRAINING, OVERDUE])
 @pytest.mark.parametrize("place", ["/dev/full", "a pipe without a reader"])
-def test_output_that_nobody_takes_changes_neither_training_nor_its_exit_code(place: str, program: str) -> None:
+def test_closed_or_full_output_changes_no_exit_code(place: str, program: str) -> None:
     if place == "/dev/full":
         descriptor = os.open(place, os.O_WRONLY)
     else:

@@ -32,7 +32,7 @@ metadata={op_name="bert.1/bert.encoder.layer.1.attention.3/aten__softmax" source
 """
 
 
-def test_the_fullest_moment_has_what_is_read_later() -> None:
+def test_the_peak_has_the_buffers_that_are_read_later() -> None:
     """At the all-reduce: its operand and result, and one of the softmaxes, which is read after it. The other was read
     before; the result is no temporary."""
     allocations = largest_allocations(PROGRAM, 10)
@@ -44,7 +44,7 @@ def test_the_fullest_moment_has_what_is_read_later() -> None:
     ]
 
 
-def test_like_places_are_counted_together() -> None:
+def test_the_same_place_of_all_layers_is_counted_once() -> None:
     text = PROGRAM.replace("fusion(%sum, %again)", "fusion(%sum, %again, %small)")
     assert (
         next(allocation for allocation in largest_allocations(text, 10) if allocation.shape == "f32[100,100]").count

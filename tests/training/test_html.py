@@ -57,7 +57,7 @@ def texts(document: str) -> str:
     return " ".join(" ".join(root.itertext()).split())
 
 
-def test_a_run_that_failed_is_told_with_all_its_attempts(tmp_path: Path) -> None:
+def test_the_report_of_a_failed_run_has_all_attempts(tmp_path: Path) -> None:
     attempt(tmp_path, 0, 0, range(1, 31), StopRequested("stopped after step 30"))
     attempt(tmp_path, 1, 30, range(31, 41), None, ended=False)
     attempt(tmp_path, 2, 20, range(21, 51), TrainError("the loss of step 50 is nan & <infinite>"))
@@ -75,7 +75,7 @@ def test_a_run_that_failed_is_told_with_all_its_attempts(tmp_path: Path) -> None
     assert "Goodput, the share of the time that was spent in steps: 60.0% of 20.0 s" in page_text
 
 
-def test_a_finished_run_is_told_with_its_figures_and_its_confusion(tmp_path: Path) -> None:
+def test_the_report_of_a_finished_run_has_figures_and_confusion(tmp_path: Path) -> None:
     attempt(tmp_path, 0, 0, range(1, 31), None)
     summary: dict[str, Any] = {
         "run_id": "bank", "examples_per_second": 1234.5, "tokens_per_second": 9876.0, "mfu": 0.412, "goodput": 0.9,
@@ -107,7 +107,7 @@ def test_a_finished_run_is_told_with_its_figures_and_its_confusion(tmp_path: Pat
     assert "card stolen taken for card <lost>: 1 of 10" in " ".join(picture.itertext())
 
 
-def test_a_run_in_a_bucket_is_told_there(gcs: Any) -> None:
+def test_the_report_of_a_run_in_a_bucket_is_written_there(gcs: Any) -> None:
     start = "gs://bucket/runs/bert/attempts/attempt-0000.t.json"
     storage.write(start, json.dumps({"run_id": "bert", "hosts": ["a"]}).encode())
     log = MetricsLog("gs://bucket/runs/bert", 0, 0)
@@ -118,7 +118,7 @@ def test_a_run_in_a_bucket_is_told_there(gcs: Any) -> None:
     assert "bert finished" in texts(storage.read("gs://bucket/runs/bert/report.html").decode())
 
 
-def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="not a run's folder"):
         html.read_run(str(tmp_path / "nothing"))
 
@@ -131,7 +131,7 @@ def test_how_an_attempt_ended() -> None:
     assert ends == ["finished", "stopped", "refused", "lost a host", "failed", "failed"]
 
 
-def test_curves_keep_spikes_and_leave_out_what_is_not_finite() -> None:
+def test_curves_keep_spikes_and_leave_out_values_that_are_not_finite() -> None:
     points = [(float(step), 1.0) for step in range(10_000)]
     points[5_000] = (5_000.0, 99.0)
     thinned = svg.downsample(points, 800)

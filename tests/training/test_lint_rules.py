@@ -38,37 +38,37 @@ def test_the_first_step_of_each_announced_shape_may_compile() -> None:
     assert check_steps((FOUR, step(1)), (FOUR, step()), (FIVE, step(1)), (FIVE, step()), expected=2) == []
 
 
-def test_a_shape_that_was_not_announced_is_named_after_the_one_before() -> None:
+def test_an_unexpected_shape_is_reported_with_the_last_one() -> None:
     [finding] = check_steps((FOUR, step(1)), (FIVE, step(1, numbers=(9,))))
     assert (finding.rule, finding.place) == (PROGRAM, "m.py:2")
     assert "step 1 has a new shape: x [5, 8], after x [4, 8]" in finding.message
 
 
-def test_a_number_that_changes_is_named_with_its_line_once() -> None:
+def test_a_changing_number_is_reported_once_with_its_line() -> None:
     [finding] = check_steps(*((FOUR, step(1, numbers=(number,))) for number in range(4)))
     assert (finding.rule, finding.place) == (PROGRAM, "m.py:2")
     assert "roll([4, 8], 1) after ([4, 8], 0)" in finding.message
     assert finding.message.endswith("(3 times)")
 
 
-def test_a_step_that_does_more_than_before_is_told_by_what_it_does_more() -> None:
+def test_a_new_operation_is_reported() -> None:
     [finding] = check_steps((FOUR, step(1)), (FOUR, step(1, numbers=(1, 2))))
     assert "roll([4, 8], 2) where nothing was before; every step must do the same" in finding.message
 
 
-def test_a_compilation_without_a_difference_is_told_too() -> None:
+def test_a_recompilation_of_the_same_operations_is_reported() -> None:
     [finding] = check_steps((FOUR, step(1)), (FOUR, step(1)))
     assert (finding.rule, finding.place) == (PROGRAM, "")
 
 
-def test_pieces_of_a_broken_step_are_no_findings_of_their_own() -> None:
+def test_compilations_that_a_finding_explains_are_not_reported() -> None:
     for rule in (SHAPE, VALUE, HOST):
         earlier = LintFinding(rule, "m.py:3", "asked")
         [finding] = check_steps((FOUR, step(2, earlier)), (FOUR, step(1, earlier)))
         assert (finding.rule, finding.message) == (rule, "asked (2 times)")
 
 
-def test_transfers_that_no_line_explains_are_told() -> None:
+def test_unexplained_transfers_are_reported() -> None:
     earlier = LintFinding(VALUE, "m.py:3", "asked")
     assert check_steps((FOUR, step(1, earlier, transfers=1))) == [earlier]
     assert [str(finding) for finding in check_steps((FOUR, step(1, transfers=2)))] == [
@@ -76,6 +76,6 @@ def test_transfers_that_no_line_explains_are_told() -> None:
     ]
 
 
-def test_what_breaks_a_rule_in_training_and_in_evaluation_is_told_once() -> None:
+def test_a_finding_of_training_and_evaluation_is_reported_once() -> None:
     first, other = LintFinding(VALUE, "m.py:3", "asked (4 times)"), LintFinding(SHAPE, "m.py:4", "masked")
     assert merge_findings([first], [LintFinding(VALUE, "m.py:3", "asked (2 times)"), other]) == [first, other]

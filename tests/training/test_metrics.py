@@ -16,7 +16,7 @@ from training.telemetry import metrics
 from training.telemetry.metrics import MetricsLog, read_history
 
 
-def test_lines_are_held_back_and_written_in_small_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_are_buffered_and_written_in_small_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "LINES", 4)
     log = MetricsLog(str(tmp_path), 0, 0)
     log.log(1, {"loss": 0.1 + 0.2})
@@ -32,7 +32,7 @@ def test_lines_are_held_back_and_written_in_small_objects(tmp_path: Path, monkey
     assert lines[0]["loss"] == 0.1 + 0.2  # all digits
 
 
-def test_steps_that_were_trained_again_are_told_once(tmp_path: Path) -> None:
+def test_repeated_steps_are_in_the_history_once(tmp_path: Path) -> None:
     first = MetricsLog(str(tmp_path), 0, 0)
     for step in (1, 2, 3, 4):
         first.log(step, {"loss": float(step)})
@@ -52,7 +52,7 @@ def test_a_run_without_attempt_numbers_never_overwrites_its_past(tmp_path: Path)
     assert [line["step"] for line in read_history(str(tmp_path))] == [1, 2]
 
 
-def test_a_line_that_was_cut_is_passed_over_with_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_truncated_line_is_left_out_with_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = MetricsLog(str(tmp_path), 0, 0)
     for step in (1, 2, 3):
         log.log(step, {"loss": 1.0})

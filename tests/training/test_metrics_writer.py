@@ -85,7 +85,7 @@ def test_a_run_trains_to_its_end_while_its_metrics_are_refused(
     assert (runs.path("r") / "summary.json").exists()
 
 
-def test_a_run_ends_well_beside_lines_of_an_earlier_attempt_that_were_cut(tmp_path: Path) -> None:
+def test_truncated_lines_of_an_earlier_attempt_do_not_end_a_run(tmp_path: Path) -> None:
     runs = Runs(tmp_path)
     cut = runs.path("r") / "metrics" / "attempt-0000.00000.jsonl"
     cut.parent.mkdir(parents=True)
@@ -94,7 +94,7 @@ def test_a_run_ends_well_beside_lines_of_an_earlier_attempt_that_were_cut(tmp_pa
     assert len(read_history(str(runs.path("r")))) == 41  # with the evaluation
 
 
-def test_a_run_whose_machine_is_taken_away_does_not_wait_for_its_metrics(
+def test_a_preempted_run_does_not_wait_for_its_metrics(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(writer, "HURRIED_SECONDS", 0.2)
@@ -109,7 +109,7 @@ def test_a_run_whose_machine_is_taken_away_does_not_wait_for_its_metrics(
     assert "the last metrics are not written: " in capsys.readouterr().err
 
 
-def test_memory_is_bounded_and_what_is_lost_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_bounded_and_lost_lines_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "MOST_WAITING", 10)
     warnings: list[str] = []
     opened = threading.Event()
@@ -144,7 +144,7 @@ def test_memory_is_bounded_while_storage_refuses_for_hours(tmp_path: Path, monke
     assert warnings[-1] == f"{200 - len(written)} lines of metrics were lost: storage did not take them for too long"
 
 
-def test_an_end_that_can_not_be_recorded_does_not_delay_the_exit(
+def test_slow_storage_does_not_delay_the_exit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(attempt_end, "END_SECONDS", 0.2)
@@ -155,7 +155,7 @@ def test_an_end_that_can_not_be_recorded_does_not_delay_the_exit(
     assert "is not recorded in" in capsys.readouterr().err
 
 
-def test_an_error_is_not_held_back_for_its_record_longer_than_other_hosts_wait(
+def test_recording_an_error_takes_less_time_than_other_hosts_wait(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     release = threading.Event()

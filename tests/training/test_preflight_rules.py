@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -89,12 +90,12 @@ def test_buckets_are_programs_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("task", "lengths", "labels"), [("classification", (32,), None), ("mlm", (32,), 5), ("mlm", (32, 64), None)]
 )
-def test_stand_ins_fit_to_the_task(task: str, lengths: tuple[int, ...], labels: int | None) -> None:
+def test_assumed_facts_must_fit_the_task(task: str, lengths: tuple[int, ...], labels: int | None) -> None:
     with pytest.raises(BadInput, match=f"task is {task}"):
         assume_facts(CONFIG.model_copy(update={"task": task}), 100, lengths, labels)
 
 
-def test_a_refusal_for_memory_is_told_in_plain_words() -> None:
+def test_a_refusal_for_memory_is_explained() -> None:
     assert explain_refusal(REFUSAL) == (
         int(22.46 * GIB),
         "does not fit: it needs 22.46 GiB of HBM a device, and 15.48 GiB are there",
@@ -116,7 +117,7 @@ def test_any_other_refusal_is_the_compilers_first_line() -> None:
     )
 
 
-def test_what_does_not_fit_is_told_with_what_computing_again_would_need() -> None:
+def test_a_program_that_does_not_fit_is_reported_with_advice_on_remat() -> None:
     traced = TracedProgram(Graph("training", 128, 512), Program(""), 0, 0.0)
     large, less = (describe_refusal(traced, f"Used {size}G of 15.48G hbm.", 1.0) for size in ("22.46", "16.00"))
     assert str(add_remat_advice(large, less).reason).endswith(
@@ -135,63 +136,48 @@ def test_what_does_not_fit_is_told_with_what_computing_again_would_need() -> Non
         ({100: 15.9, 120: 15.8}, 120),
     ],
 )
-def test_memory_is_expected_to_end_where_the_nearest_line_says(
-    needed: dict[int, float], expected: float | None
-) -> None:
+def test_the_edge_is_estimated_from_the_nearest_two_results(needed: dict[int, float], expected: float | None) -> None:
     traced = TracedProgram(Graph("training", 128, 512), Program(""), 0, 0.0)
     known = {rows: describe_refusal(traced, f"Used {size:.2f}G of 16.00G hbm.", 1.0) for rows, size in needed.items()}
     assert estimate_edge(known, 16 * GIB) == (expected if expected is None else pytest.approx(expected))
 
 
-@given(st.integers(1, 5000), st.integers(1, 5000))
-def test_the_search_ends_next_to_the_edge(edge: int, start: int) -> None:
-    """Rows up to `edge` fit: the first result fits, the second does not, and there is little between them."""
-    tried: list[int] = []
+def tries(edge: int, start: int, estimate: Callable[[list[int]], float | None]) -> int:
+    """Searches where rows up to `edge` fit, checks that the result is next to the edge, and returns how many tries.
+
+    `estimate` gets the numbers tried so far, `start` included.
+    """
+    tried = [start]
 
     def fits(rows: int) -> bool:
         tried.append(rows)
         return rows <= edge
 
-    good, bad = bisect(fits, start, start <= edge)
+    good, bad = bisect(fits, start, start <= edge, lambda: estimate(tried))
     assert good is not None
     assert bad is not None
     assert good <= edge < bad
     assert bad - good <= max(1, bad // 16)
-    assert len(tried) <= 2 * 13
+    return len(tried) - 1
+
+
+@given(st.integers(1, 5000), st.integers(1, 5000))
+def test_the_search_ends_next_to_the_edge(edge: int, start: int) -> None:
+    assert tries(edge, start, lambda _: None) <= 2 * 13
 
 
 @given(st.integers(1, 5000), st.integers(1, 5000), st.floats(0.97, 1.03))
-def test_it_ends_soon_where_the_edge_is_expected(edge: int, start: int, off: float) -> None:
-    tried: list[int] = []
-
-    def fits(rows: int) -> bool:
-        tried.append(rows)
-        return rows <= edge
-
-    good, bad = bisect(fits, start, start <= edge, lambda: edge * off)
-    assert good is not None
-    assert bad is not None
-    assert good <= edge < bad
-    assert bad - good <= max(1, bad // 16)
-    assert len(tried) <= 4
+def test_the_search_is_short_if_the_estimate_is_good(edge: int, start: int, error: float) -> None:
+    assert tries(edge, start, lambda _: edge * error) <= 4
 
 
 @given(st.integers(1, 5000), st.floats(1.0, 3.0))
 @example(11, 2.375)
-def test_it_ends_soon_where_the_compiler_makes_room_at_the_edge(full: int, further: float) -> None:
-    """From `full` rows on the memory in use is all there is, and yet more rows fit. Of all edges up to three times
-    `full` none takes more than 11 tries, and those of about 25 rows that many."""
-    edge, tried = int(full * further), [full]
-
-    def fits(rows: int) -> bool:
-        tried.append(rows)
-        return rows <= edge
-
-    good, bad = bisect(fits, full, True, lambda: max(rows for rows in tried if rows <= edge) * 1.001)
-    assert good is not None
-    assert bad is not None
-    assert good <= edge < bad
-    assert len(tried) <= 11  # with the first, which is known
+def test_the_search_is_short_if_the_compiler_rematerializes_at_the_edge(full: int, further: float) -> None:
+    """From `full` rows on the memory is used up, and yet more rows fit. No edge up to three times `full` takes more
+    than 10 tries; those of about 25 rows take that many."""
+    edge = int(full * further)
+    assert tries(edge, full, lambda tried: max(rows for rows in tried if rows <= edge) * 1.001) <= 10
 
 
 def test_the_search_ends_when_nothing_fits() -> None:
@@ -213,14 +199,14 @@ def test_every_accelerator_has_usable_memory_below_its_size() -> None:
         assert 0.9 * size < generation.usable_hbm_bytes_per_device < 1.01 * size
 
 
-def test_the_hash_is_blind_to_names_and_layouts_and_sees_shapes() -> None:
+def test_the_hash_ignores_names_and_layouts_but_not_shapes() -> None:
     line = '  %add.1 = f32[8,128]{1,0} add(%a, %b), metadata={op_name="x" source_file="y"}\n'
     assert hash_hlo(line) == hash_hlo(line.replace("{1,0}", "{0,1}").replace('"x"', '"z"'))
     assert hash_hlo(line) != hash_hlo(line.replace("8,128", "16,128"))
     assert hash_hlo(line) != hash_hlo(line.replace("add(", "subtract("))
 
 
-def test_a_run_compares_what_it_runs_only_where_that_means_something() -> None:
+def test_programs_are_compared_only_if_comparable() -> None:
     environment = {"TPU_LAUNCH_PREFLIGHT": "abc,def"}
     assert CheckedPrograms({}, comparable=True, warns=True).summary() is None
     not_comparable = CheckedPrograms(environment, comparable=False, warns=True)

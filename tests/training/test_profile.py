@@ -92,7 +92,7 @@ def test_the_next_steps_are_profiled_until_their_results_are_read(tmp_path: Path
     assert sorted(path.name for path in training.requests.iterdir()) == ["one.json"]
 
 
-def test_a_training_that_ends_gives_what_was_recorded(tmp_path: Path) -> None:
+def test_the_end_of_training_ends_the_profile(tmp_path: Path) -> None:
     training = Training(tmp_path)
     with training.profiler, asking(training.requests, "short", 100) as ended:
         training.train(6)
@@ -100,7 +100,7 @@ def test_a_training_that_ends_gives_what_was_recorded(tmp_path: Path) -> None:
     assert [(answer.first, answer.last) for answer in ended] == [(1, 4)]
 
 
-def test_nobody_waits_for_a_trainer_that_is_not_there(tmp_path: Path) -> None:
+def test_a_request_without_a_trainer_is_refused(tmp_path: Path) -> None:
     training = Training(tmp_path)
     with training.profiler:
         pass
@@ -109,7 +109,7 @@ def test_nobody_waits_for_a_trainer_that_is_not_there(tmp_path: Path) -> None:
             request(folder, "late", 1, 5)
 
 
-def test_a_trainer_that_takes_no_step_is_told_and_the_request_withdrawn(tmp_path: Path) -> None:
+def test_a_request_times_out_if_the_trainer_begins_no_step(tmp_path: Path) -> None:
     training = Training(tmp_path)
     with training.profiler:
         with pytest.raises(TrainError, match="no profile of 1 steps after 0 s: the trainer has not begun a step"):
@@ -119,13 +119,13 @@ def test_a_trainer_that_takes_no_step_is_told_and_the_request_withdrawn(tmp_path
 
 
 @pytest.mark.parametrize("name", ["", "../x", "a/b", "request", "trainer", ".hidden", "x" * 65])
-def test_a_name_is_no_path(tmp_path: Path, name: str) -> None:
+def test_a_name_that_is_a_path_is_refused(tmp_path: Path, name: str) -> None:
     training = Training(tmp_path)
     with training.profiler, pytest.raises(BadInput, match="invalid name of a profile"):
         request(training.requests, name, 1, 1)
 
 
-def test_one_asks_at_a_time_and_a_name_is_used_once(tmp_path: Path) -> None:
+def test_only_one_request_is_pending_and_a_name_is_used_once(tmp_path: Path) -> None:
     training = Training(tmp_path)
     with training.profiler:
         with asking(training.requests, "first", 1) as ended:
@@ -163,7 +163,7 @@ class Full:
     ],
     ids=["start", "stop", "storage"],
 )
-def test_what_fails_is_an_answer_and_the_training_goes_on(
+def test_a_failure_is_the_answer_and_training_continues(
     tmp_path: Path, tracer: Any, options: dict[str, Any], problem: str
 ) -> None:
     training = Training(tmp_path, tracer, **options)
@@ -178,7 +178,7 @@ def test_what_fails_is_an_answer_and_the_training_goes_on(
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"name": "../../x", "steps": 1}', '{"name": "x"}', "\x00"])
-def test_a_request_that_can_not_be_read_is_a_warning(tmp_path: Path, text: str) -> None:
+def test_an_unreadable_request_is_a_warning(tmp_path: Path, text: str) -> None:
     training = Training(tmp_path)
     with training.profiler:
         (training.requests / "request.json").write_text(text)
@@ -187,7 +187,7 @@ def test_a_request_that_can_not_be_read_is_a_warning(tmp_path: Path, text: str) 
     assert "request.json is not readable" in training.warnings[0]
 
 
-def test_a_place_that_can_not_be_made_is_a_warning(tmp_path: Path) -> None:
+def test_an_unusable_request_folder_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "requests").write_text("a file")
     training = Training(tmp_path)
     with training.profiler:

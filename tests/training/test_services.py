@@ -64,7 +64,7 @@ def test_values_arrive_once_under_tensorboards_names(service: Service) -> None:
     assert guarded.warnings == []
 
 
-def test_a_service_that_is_down_is_one_warning_and_gets_everything_when_it_is_back(service: Service) -> None:
+def test_a_service_that_recovers_gets_all_values_after_one_warning(service: Service) -> None:
     guarded, service.is_down = Guarded(service), True
     for step in (1, 2, 3):
         guarded.tracker.log(step, {"loss": float(step)})
@@ -76,7 +76,7 @@ def test_a_service_that_is_down_is_one_warning_and_gets_everything_when_it_is_ba
     assert [step for step, _ in service.lines] == [1, 2, 3]
 
 
-def test_a_service_that_stays_down_loses_the_oldest_values_and_says_so(service: Service) -> None:
+def test_lines_that_did_not_reach_a_service_are_counted(service: Service) -> None:
     guarded, service.is_down = Guarded(service), True
     for step in range(MOST_WAITING + 5):
         guarded.tracker.log(step, {"loss": 1.0})
@@ -84,7 +84,7 @@ def test_a_service_that_stays_down_loses_the_oldest_values_and_says_so(service: 
     assert guarded.warnings[-1] == f"wandb: {MOST_WAITING + 5} lines of metrics did not reach it"
 
 
-def test_trackers_do_not_change_what_a_run_is(tmp_path: Path) -> None:
+def test_trackers_are_not_part_of_the_configuration_hash(tmp_path: Path) -> None:
     text = """\
 model: {name: bert-tiny}
 data: {train: /data/train, tokenizer: /data/tokenizer}
@@ -100,12 +100,12 @@ output: /runs
 
 
 @pytest.mark.parametrize("names", [["wandb", "wandb"], ["comet"]])
-def test_trackers_that_are_none_or_named_twice_are_refused(names: list[str]) -> None:
+def test_unknown_and_repeated_trackers_are_refused(names: list[str]) -> None:
     with pytest.raises(ValueError, match="trackers"):
         Telemetry.model_validate({"trackers": names})
 
 
-def test_a_tracker_that_is_not_in_the_image_is_one_line() -> None:
+def test_a_missing_trackers_package_is_one_message() -> None:
     with pytest.raises(BadInput, match=r"no_such_tracker is not installed here: install it"):
         require_trackers(["no_such_tracker"])
     require_trackers(["json"])

@@ -40,7 +40,7 @@ def train(calls: StepCalls, steps: int) -> None:
 
 
 @pytest.mark.parametrize(("seconds", "longest"), [(1e-6, MOST_STEPS), (CALL_SECONDS / 10, 10), (2 * CALL_SECONDS, 1)])
-def test_a_call_grows_to_what_takes_half_a_second(seconds: float, longest: int) -> None:
+def test_a_call_grows_until_it_takes_half_a_second(seconds: float, longest: int) -> None:
     program = Program(seconds)
     train(StepCalls(program.run, None, lambda: program.time), 300)
     assert program.calls[0] == 1
@@ -54,7 +54,7 @@ def test_the_first_call_is_of_one_step_and_later_ones_are_as_configured() -> Non
     assert program.calls == [1, 4, 4]
 
 
-def test_reading_a_result_starts_the_steps_that_are_queued() -> None:
+def test_reading_a_result_starts_the_queued_steps() -> None:
     program = Program(1.0)
     calls = StepCalls(program.run, 8, lambda: program.time)
     first, *others = [calls.add("iterator", number, (0.0,)) for number in range(4)]

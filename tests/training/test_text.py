@@ -43,7 +43,7 @@ def test_remaining_time(seconds: float, expected: str) -> None:
     assert text.format_remaining(seconds) == expected
 
 
-def test_the_summary_names_what_counts() -> None:
+def test_the_summary_has_the_main_figures() -> None:
     values: dict[str, Any] = {
         "hosts": 2,
         "devices": 8,

@@ -46,7 +46,7 @@ def test_every_tracker_receives_the_same_values(monkeypatch: pytest.MonkeyPatch,
     assert read_history(run) == [{"step": 41, "loss": 2.5}, {"step": 41, "eval_loss": 2.25}]
 
 
-def test_a_tracker_that_is_not_used_is_not_imported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_unused_tracker_is_not_imported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(tracker.TRACKERS, "absent", "no.such.module:Tracker")
     MetricsLog(str(tmp_path), 0, 0).finish()
     with pytest.raises(ModuleNotFoundError):

@@ -12,7 +12,7 @@ from tests.container import small_runs
 from tests.oracle import libtpu, no_chips
 
 
-def test_libtpu_understands_every_accelerator_type_as_the_device_plugin_means_it() -> None:
+def test_libtpu_reads_our_environment_as_gkes_device_plugins() -> None:
     assert libtpu.compare("tensorflow") == []
 
 
@@ -23,7 +23,7 @@ def test_training_without_chips_ends_with_one_message(name: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize(("name", "hosts"), [("v4-16", 2), ("v3-32", 4)])
-def test_workers_of_a_slice_meet_and_end_with_a_message(name: str, hosts: int, tmp_path: Path) -> None:
+def test_workers_of_a_slice_connect_and_end_with_a_message(name: str, hosts: int, tmp_path: Path) -> None:
     """Every worker loads its plugin, and on v3 the client connects to all of them; then each looks for its chips."""
     folder = small_runs.prepare(tmp_path)
     config = small_runs.document(folder, backend="tensorflow", train__global_batch_size=64)

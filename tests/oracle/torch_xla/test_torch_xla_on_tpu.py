@@ -14,7 +14,7 @@ from tests.oracle import libtpu, no_chips
 from training.distributed.cluster import Cluster, torch_xla_environment, tpu_environment
 
 
-def test_libtpu_understands_every_accelerator_type_as_the_device_plugin_means_it() -> None:
+def test_libtpu_reads_our_environment_as_gkes_device_plugins() -> None:
     assert libtpu.compare("torch-xla") == []
 
 
@@ -66,7 +66,7 @@ assert compiler.value != before, "the framework would get libtpu's own"
 """
 
 
-def test_the_table_of_libtpu_takes_the_compilation_cache(tmp_path: Path) -> None:
+def test_the_compilation_cache_hooks_into_libtpus_table(tmp_path: Path) -> None:
     command = [sys.executable, "-c", CACHE_BEFORE_THE_COMPILER, str(tmp_path)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 0, ended.stderr
