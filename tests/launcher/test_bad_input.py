@@ -1,5 +1,4 @@
-"""Claims about bad input, through the command line: one message that names the place and what to do, exit code 2, no
-traceback, nothing started."""
+"""Bad input on the command line is one message that names the place and what to do; exit code 2, nothing started."""
 
 from __future__ import annotations
 
@@ -63,49 +62,40 @@ def test_an_unknown_key_is_named_by_every_verb(folder: Path, verb: str) -> None:
     )
 
 
-def test_a_wrong_type_is_named(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["up", "-f", "nowhere.yaml"], ["nowhere.yaml: no such file"]),
+        (["up", "--set", "slice.accelerator_type=v3-16"], ["v3-16", "v3-8, v3-32"]),
+        (["up", "--colour"], ["--colour"]),
+        (["up", "--max-cost", "nan"], ["nan is not an amount of dollars"]),
+        (["up", "--max-cost", "inf"], ["inf is not an amount of dollars"]),
+        (["logs", "--file", "run.yaml"], ["no run was started from this folder yet"]),
+        (["logs", "run.yaml"], ["no run was started from this folder yet"]),
+    ],
+)
+def test_a_mistake_is_named(folder: Path, arguments: list[str], expected: list[str]) -> None:
+    file = [] if {"-f", "--file", "run.yaml"} & set(arguments) else ["-f", "run.yaml"]
+    refused(launch(folder, *arguments, *file), *expected)
+
+
+def test_a_wrong_type_is_named_with_its_line(folder: Path) -> None:
     (folder / "run.yaml").write_text(GOOD + "  stop_seconds: soon\n")
-    refused(
-        launch(folder, "run", "-f", "run.yaml"), "run.yaml:8: run.stop_seconds: should be a valid integer, not 'soon'"
-    )
+    refused(launch(folder, "run", "-f", "run.yaml"), "run.yaml:8: run.stop_seconds: should be a valid integer")
 
 
-def test_a_missing_file_is_named(folder: Path) -> None:
-    refused(launch(folder, "up", "-f", "nowhere.yaml"), "nowhere.yaml: no such file")
-
-
-def test_the_default_file_missing_says_so(tmp_path: Path) -> None:
+def test_the_default_file_is_tpu_launch_yaml(tmp_path: Path) -> None:
     refused(launch(tmp_path, "up"), "tpu-launch.yaml: no such file", "tpu-launch init")
-
-
-def test_an_unknown_accelerator_is_named_with_those_that_exist(folder: Path) -> None:
-    refused(launch(folder, "up", "-f", "run.yaml", "--set", "slice.accelerator_type=v3-16"), "v3-16", "v3-8, v3-32")
 
 
 def test_an_engine_that_does_not_run_is_named(folder: Path) -> None:
     refused(launch(folder, "run", "-f", "run.yaml", DOCKER_HOST=f"unix://{folder}/none.sock"), "none.sock")
 
 
-def test_gcloud_missing_is_named(folder: Path) -> None:
-    bare = folder / "bin"
-    bare.mkdir()
-    refused(
-        launch(folder, "up", "-f", "run.yaml", PATH=str(bare)), "gcloud was not found on PATH", "cloud.google.com/sdk"
-    )
-
-
-def test_an_unknown_option_is_named(folder: Path) -> None:
-    refused(launch(folder, "up", "--colour"), "--colour")
-
-
-@pytest.mark.parametrize("amount", ["nan", "inf"])
-def test_a_limit_of_costs_that_refuses_nothing_is_refused(folder: Path, amount: str) -> None:
-    refused(launch(folder, "up", "-f", "run.yaml", "--max-cost", amount), f"{amount} is not an amount of dollars")
-
-
-def test_logs_of_no_run_say_so(folder: Path) -> None:
-    refused(launch(folder, "logs", "--file", "run.yaml"), "no run was started from this folder yet")
-    refused(launch(folder, "logs", "-f", "run.yaml"), "no run was started from this folder yet")
+def test_a_missing_gcloud_is_named(folder: Path) -> None:
+    (folder / "bin").mkdir()
+    ended = launch(folder, "up", "-f", "run.yaml", PATH=str(folder / "bin"))
+    refused(ended, "gcloud was not found on PATH", "cloud.google.com/sdk")
 
 
 def test_plan_prints_the_commands_and_leaves_no_trace(folder: Path) -> None:

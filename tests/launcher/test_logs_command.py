@@ -1,9 +1,9 @@
-"""Claims about `tpu-launch logs` of a run that no other process watches: every line, and an end."""
+"""`logs` prints every line of an unwatched run and ends; an attempt that ended delivers its last lines."""
 
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -14,9 +14,14 @@ from launcher.provider import ContainerState, LogLine, Observation
 from launcher.providers import this_machine
 from launcher.run import events, launch, status
 from launcher.run.ledger import Ledger
+from launcher.run.logs import read_from
 from launcher.run.runs import find_run
-from launcher.run.session import Context, Output
-from tests.launcher.test_runs import FILE, FakeProvider, Hosts
+from launcher.run.session import Context, Output, open_session
+from launcher.run.specification import SecretSource
+from launcher.run.supervise import _Supervision
+from tests.launcher.test_runs import FILE, FakeProvider, Hosts, Workstation, work
+
+__all__ = ["work"]
 
 PAGE = 1000  # lines of one observation
 
@@ -133,3 +138,60 @@ def test_following_an_attempt_ends_although_the_next_one_has_begun(tmp_path: Pat
     terminal.logs(follow=True)
     follower.join()
     assert sorted(terminal.printed) == sorted(everything(1))
+
+
+# -- the end of an attempt --------------------------------------------------------------------------------------------
+
+SHORT_PAGE = 100
+LONG = [line(number) for number in range(12 * SHORT_PAGE)]
+
+
+class LongLogs(FakeProvider):
+    """Two hosts with LONG, of which one observation holds a tenth."""
+
+    def __init__(self, config: Config, log_files: list[Path], failures: list[Exception | Observation]) -> None:
+        super().__init__(config, Hosts([]))
+        self.log_files, self.failures = log_files, failures
+        self.held = [0, 0]
+        """The most lines of a host that were observed and not yet in its file."""
+
+    def observe(self, worker: int, container: str, since: str | None, *, patience: float = 0.0) -> Observation:
+        if worker == 0 and self.failures:
+            failure = self.failures.pop()
+            if isinstance(failure, Exception):
+                raise failure
+            return failure
+        begin = 0 if since is None else next(index for index, each in enumerate(LONG) if each.timestamp >= since)
+        kept, _ = read_from(self.log_files[worker], 0)
+        self.held[worker] = max(self.held[worker], begin - len(kept))
+        state = super().observe(worker, container, since).container
+        return Observation(worker, state, tuple(LONG[begin : begin + SHORT_PAGE]), more=begin + SHORT_PAGE < len(LONG))
+
+
+def fetch_rest(work: Workstation, failures: list[Exception | Observation]) -> LongLogs:
+    work.run(work.config())
+    ledger = work.ledger
+    files = [ledger.folder / f"host-{worker}.log" for worker in range(2)]
+    provider = LongLogs(work.config(), files, failures)
+    context = replace(work.context(), make_provider=lambda config: provider)
+    supervision = _Supervision(open_session(context, ledger, SecretSource({}, {})), 0)
+    for worker, log in supervision.logs.items():
+        log.path, log.cursor = files[worker], type(log.cursor)()
+    supervision.fetch_rest([0, 1])
+    return provider
+
+
+def test_of_a_huge_rest_one_page_a_host_is_held(work: Workstation) -> None:
+    provider = fetch_rest(work, [])
+    assert [read_from(path, 0)[0] for path in provider.log_files] == [LONG, LONG]
+    assert max(provider.held) <= 1
+
+
+def test_the_rest_of_a_host_that_does_not_answer_for_a_moment_is_not_lost(work: Workstation) -> None:
+    provider = fetch_rest(work, [Observation(0, None, problem="no route to host"), LaunchError("ssh: timed out")])
+    assert read_from(provider.log_files[0], 0)[0] == LONG
+
+
+def test_a_host_whose_rest_can_not_be_had_is_named(work: Workstation) -> None:
+    fetch_rest(work, [LaunchError("ssh: timed out")] * 9)
+    assert "host 0: its last lines may be missing: ssh: timed out" in work.messages

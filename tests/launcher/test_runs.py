@@ -408,11 +408,3 @@ def test_the_image_of_a_run_is_known_before_its_attempt_begins(
     work.run(work.config())
     assert [attempt.image for attempt in work.hosts.attempts] == ["image-0", "image-0"], "recovery builds nothing"
     assert specification.read(work.ledger.folder).image == "image-0"
-
-
-def test_an_env_file_changes_nothing_but_the_command(work: Workstation) -> None:
-    (work.folder / "some.env").write_text("PATH=/app/bin\n")
-    environment = {"PATH": "/usr/bin"}
-    work.run(work.config(), environment, env_file=work.folder / "some.env")
-    assert work.hosts.attempts[0].secrets == {"PATH": "/app/bin"}
-    assert environment == {"PATH": "/usr/bin"}
