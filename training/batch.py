@@ -71,7 +71,7 @@ class StepResult:
 
     @property
     def loss(self) -> float:
-        """The weighted mean loss over the global batch; nan when nothing was counted."""
+        """Weighted mean loss over the global batch; nan if nothing was counted."""
         return self.sums["loss"] / self.sums["weight"] if self.sums["weight"] else float("nan")
 
     def nonfinite(self, step: int) -> str | None:

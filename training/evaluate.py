@@ -57,7 +57,7 @@ class Evaluated:
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class CommittedCheckpoint:
     """A committed checkpoint of a run."""
 
     folder: str  # of all checkpoints of the run
@@ -177,7 +177,7 @@ def _confusion(task: Task, total: StepResult) -> list[list[float]] | None:
     return rows
 
 
-def _open_checkpoint(place: str, step: int | None) -> Checkpoint:
+def _open_checkpoint(place: str, step: int | None) -> CommittedCheckpoint:
     try:
         folder, steps = find_checkpoints(place)
     except BadInput as error:
@@ -189,10 +189,10 @@ def _open_checkpoint(place: str, step: int | None) -> Checkpoint:
         manifest = read_manifest(folder, chosen)
     except Damaged as error:
         raise BadInput(f"{folder}: step {chosen} is damaged: {error}; choose another with --step") from None
-    return Checkpoint(folder, restore(manifest.config, f"{folder}, step {chosen}"), manifest)
+    return CommittedCheckpoint(folder, restore(manifest.config, f"{folder}, step {chosen}"), manifest)
 
 
-def _require_same_task(place: str, task: Task, checkpoint: Checkpoint | None) -> None:
+def _require_same_task(place: str, task: Task, checkpoint: CommittedCheckpoint | None) -> None:
     """Raises BadInput unless the model was made for this task, tokenizer and labels: otherwise the figures would mean
     nothing."""
     if checkpoint:

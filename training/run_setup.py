@@ -66,12 +66,12 @@ class Run:
 
     @property
     def program(self) -> str:
-        """The hashes of configuration and code: equal for attempts that train in the same way."""
+        """Hashes of configuration and code: equal for attempts that train in the same way."""
         return f"{self.config.hash}.{self.code}"
 
     @property
     def precision(self) -> str:
-        """The precision of matrix products on this host's devices, "fp32" or "bf16"."""
+        """Precision of matrix products on this host's devices, "fp32" or "bf16"."""
         return self.config.for_device(device_kind()).train.precision
 
     def model_config(self) -> dict[str, Any]:

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from training.models.torch.dropout import Dropout, Noise, row_keys
+from training.models.torch.dropout import Dropout, DropoutNoise, row_keys
 
 ROWS, HEADS, LENGTH, RATE = 16, 4, 128, 0.1
 SHAPE = torch.Size((ROWS, HEADS, LENGTH, LENGTH))  # a million elements
 
 
 def kept(seed: int = 1, step: int = 0, place: int = 0, rate: float = RATE, shape: torch.Size = SHAPE) -> np.ndarray:
-    noise = Noise(HEADS * LENGTH)
+    noise = DropoutNoise(HEADS * LENGTH)
     noise.rows = torch.from_numpy(row_keys(seed, step, 0, shape[0]))
     found: np.ndarray = noise.kept(shape, rate, place).numpy()
     return found
@@ -56,14 +56,14 @@ def test_corners_of_rectangles_are_nearly_independent() -> None:
 
 
 def test_a_row_drops_the_same_whichever_other_rows_are_there() -> None:
-    noise = Noise(HEADS * LENGTH)
+    noise = DropoutNoise(HEADS * LENGTH)
     noise.rows = torch.from_numpy(row_keys(1, 0, 5, 7))
     part = noise.kept(torch.Size((2, *SHAPE[1:])), RATE, 0).numpy()
     assert (part == kept()[5:7]).all()
 
 
 def test_what_stays_is_scaled_and_evaluation_drops_nothing() -> None:
-    noise = Noise(1000)
+    noise = DropoutNoise(1000)
     noise.rows = torch.from_numpy(row_keys(1, 0, 0, 8))
     module, values = Dropout(0.5, 0, noise), torch.ones(8, 1000)
     assert set(module(values).unique().tolist()) == {0.0, 2.0}

@@ -9,17 +9,17 @@ from training.data.loading.record_source import HostSlice
 from training.data.tf.labelled_batches import labelled_batches, labelled_evaluation
 from training.data.tf.mlm_batches import mlm_batches, mlm_evaluation
 from training.tasks.masked_rows import MaskedRows, masking_of
-from training.tasks.task import Data, task_class
+from training.tasks.task import RunData, task_class
 
 
-def training_rows(config: TrainerConfig, host_slice: HostSlice, data: Data, start: int) -> Any:
+def training_rows(config: TrainerConfig, host_slice: HostSlice, data: RunData, start: int) -> Any:
     """Returns one host's rows of global batch `start`, `start` + 1, ... Raises BadInput."""
     if issubclass(task_class(config.task), MaskedRows):
         return mlm_batches(data.train, host_slice, masking_of(config), config.seed, start)
     return labelled_batches(data.train, host_slice, config.seed, start)
 
 
-def evaluation_rows(config: TrainerConfig, host_slice: HostSlice, data: Data) -> Any:
+def evaluation_rows(config: TrainerConfig, host_slice: HostSlice, data: RunData) -> Any:
     """Returns one host's rows of the evaluation set. Raises BadInput."""
     assert data.evaluation is not None
     if issubclass(task_class(config.task), MaskedRows):

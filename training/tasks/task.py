@@ -71,7 +71,7 @@ class Task(ABC):
     @property
     @abstractmethod
     def evaluation_batch_count(self) -> int:
-        """The number of `evaluation_batches`."""
+        """Number of `evaluation_batches`."""
 
     @abstractmethod
     def figures(self, total: StepResult) -> dict[str, float]:
@@ -85,7 +85,7 @@ def task_class(name: str) -> type[Task]:
 
 
 @dataclass(frozen=True)
-class Data:
+class RunData:
     """A run's datasets and the tokenizer that wrote them."""
 
     train: Dataset
@@ -106,7 +106,7 @@ class Data:
         }
 
 
-def open_data(config: TrainerConfig) -> Data:
+def open_data(config: TrainerConfig) -> RunData:
     """Reads manifests, and looks at every shard of the evaluation set: a missing one is found before the first step,
     not at the first evaluation. Raises BadInput for anything that does not fit together."""
     tokenizer = tokenizers.read(config.data.tokenizer)
@@ -120,10 +120,10 @@ def open_data(config: TrainerConfig) -> Data:
     evaluation = open_one(config.data.evaluation, train.sequence_length) if config.data.evaluation else None
     if evaluation:
         find_shards(evaluation)
-    return Data(train, evaluation, tokenizer.special)
+    return RunData(train, evaluation, tokenizer.special)
 
 
-def training_slice(config: TrainerConfig, data: Data, host: int, hosts: int) -> HostSlice:
+def training_slice(config: TrainerConfig, data: RunData, host: int, hosts: int) -> HostSlice:
     """Returns which rows of each training batch one host reads, and how."""
     cache = Path(config.data.cache) if config.data.cache else None
     batch_size, on_corrupt = config.train.global_batch_size, config.data.on_corrupt

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 
 def cross_entropy_sums(logits: Any, labels: Any, weights: Any) -> Any:
-    """The sums of a prediction among classes.
+    """Returns the sums of predictions among classes.
 
     Args:
         logits: (predictions, classes).

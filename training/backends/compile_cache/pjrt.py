@@ -1,12 +1,12 @@
 """The function of a PJRT plugin that compiles, with a store of compiled programs before it.
 
 A plugin is a library with one function, `GetPjrtApi`, which returns a table of functions
-(https://github.com/openxla/xla/blob/main/xla/pjrt/c/pjrt_c_api.h). The table belongs to the library: whoever loads the
-same file gets the same table. So `install`, called before the framework opens its devices, puts a function into the
-table that looks into the store, and calls the plugin's own for what is not there. JAX's own cache serialises and loads
-programs by the same three functions of libtpu.
+(https://github.com/openxla/xla/blob/main/xla/pjrt/c/pjrt_c_api.h). The table belongs to the library: every caller that
+loads the same file gets the same table. So `install`, called before the framework opens its devices, puts a function
+into the table that looks into the store first, and calls the plugin's own if the program is not there. JAX's own cache
+serialises and loads programs by the same three functions of libtpu.
 
-Whatever fails here, a program that can't be serialised or loaded, leads to the plugin's own function and its answer.
+If a program can't be serialised or loaded, the plugin's own function compiles it.
 """
 
 from __future__ import annotations

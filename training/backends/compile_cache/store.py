@@ -100,4 +100,4 @@ class ProgramStore:
 
 
 def _ignore(_message: str) -> None:
-    """It was said before."""
+    """Takes the place of a warning that was shown already."""

@@ -21,7 +21,7 @@ from training.config import TrainerConfig
 from training.data.formats.dataset import Dataset
 from training.data.tf.record_source import translate_errors
 from training.tasks.rows_tf import evaluation_rows, training_rows
-from training.tasks.task import Data, Task, evaluation_slice, task_class, training_slice
+from training.tasks.task import RunData, Task, evaluation_slice, task_class, training_slice
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def dataset_of(batch: Arrays) -> Dataset:
     return next(array.dataset for array in batch.values() if isinstance(array, Upcoming))
 
 
-def distributed(strategy: Any, config: TrainerConfig, data: Data, start: int) -> Generator[HostBatch, None, None]:
+def distributed(strategy: Any, config: TrainerConfig, data: RunData, start: int) -> Generator[HostBatch, None, None]:
     """Yields global batches from `start` on, endless, read ahead by tf.data. Raises BadInput, StorageError, LostPeer,
     OutOfMemory; if batches are `Upcoming`, the step's program raises them instead."""
 
@@ -115,7 +115,7 @@ def _next_batch(strategy: Any, batches: Any) -> Any:
     return {name: Distributed(value, _global_shape(strategy, value)) for name, value in values.items()}
 
 
-def host_rows(config: TrainerConfig, data: Data, host: int, hosts: int, start: int) -> Any:
+def host_rows(config: TrainerConfig, data: RunData, host: int, hosts: int, start: int) -> Any:
     """Returns the tf.data dataset of one host's rows of global batches from `start` on. Raises BadInput."""
     return training_rows(config, training_slice(config, data, host, hosts), data, start)
 

@@ -152,7 +152,7 @@ class TorchXla:
             return self._step.trace_evaluation(inputs)
 
     def trace_always(self) -> None:
-        """From here on records the operations of every step, so that they can be watched."""
+        """Makes every further step record its operations, so that they can be watched."""
         self._state.keep_apart()
         for cache in (self._training, self._evaluation):
             cache.trace_always()
@@ -221,7 +221,7 @@ class TorchXla:
 
 
 def _silent(_line: str) -> None:
-    """On other hosts than the first."""
+    """Prints nothing, on other hosts than the first."""
 
 
 def _shapes(batch: Arrays) -> dict[str, tuple[int, ...]]:

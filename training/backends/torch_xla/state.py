@@ -32,13 +32,13 @@ from training.backends.torch_xla import internals
 from training.backends.torch_xla.sharding import DataParallel, HostArray
 from training.checkpoint.safetensors_file import Damaged, TensorSpec
 from training.checkpoint.snapshot import Snapshot, in_batches
-from training.models.torch.dropout import Noise
+from training.models.torch.dropout import DropoutNoise
 
 
 class State:
     """A network, its optimizer's tensors, and the table that its dropouts draw from."""
 
-    def __init__(self, network: Any, optimizer_class: Any, settings: Any, noise: Noise | None) -> None:
+    def __init__(self, network: Any, optimizer_class: Any, settings: Any, noise: DropoutNoise | None) -> None:
         """
         Args:
             network: on the CPU, in training mode.

@@ -47,13 +47,13 @@ class StepCache:
             warn: called with a line when steps can't be cached.
         """
         self._kind, self._state, self._compare, self._say, self._warn = kind, state, compare, say, warn
-        self._traced: dict[Shapes, _Program] = {}  # once
-        self._cached: dict[Shapes, _Program] = {}
+        self._traced: dict[Shapes, _CompiledStep] = {}  # once
+        self._cached: dict[Shapes, _CompiledStep] = {}
         self._repeats = True  # as far as two traces of each shape tell
         self._syncs = False
 
     def trace_always(self) -> None:
-        """From here on traces every step and runs it by `torch_xla.sync`, so that its operations can be watched."""
+        """Makes every further step be traced and run by `torch_xla.sync`, so that its operations can be watched."""
         self._syncs = True
 
     def run(
@@ -101,7 +101,7 @@ class StepCache:
             self._remember(shapes, program)
         return report
 
-    def _remember(self, shapes: Shapes, program: _Program) -> None:
+    def _remember(self, shapes: Shapes, program: _CompiledStep) -> None:
         former = self._traced.setdefault(shapes, program)
         if former is program:
             return
@@ -126,7 +126,7 @@ class _Arguments:
 
 
 @dataclass(frozen=True, eq=False)
-class _Program:
+class _CompiledStep:
     """A compiled step. Its arguments are given by their places in one list: the state's buffers, the inputs, the
     constants (scalars and tables that tracing has put on the device), and the seed if the network draws from the
     generator."""
@@ -146,7 +146,7 @@ class _Program:
         arguments = itemgetter(*self.places)(values) if len(self.places) > 1 else [values[at] for at in self.places]
         return internals.start_program(self.hash, arguments)
 
-    def difference(self, other: _Program, copy: Copy) -> str | None:
+    def difference(self, other: _CompiledStep, copy: Copy) -> str | None:
         """Returns why two traces of a step are different functions of state, inputs and seed; None if they are not."""
         if self.places != other.places or self.changed != other.changed:
             return "its arguments are others"
@@ -159,7 +159,7 @@ class _Program:
         return None
 
 
-def _compile(brought: _Arguments, report: Tensor, copy: Copy) -> tuple[_Program, list[Tensor]]:
+def _compile(brought: _Arguments, report: Tensor, copy: Copy) -> tuple[_CompiledStep, list[Tensor]]:
     """Compiles a traced step without running it. Returns it with the arguments to start it with this time."""
     changed = tuple(place for place, is_changed in enumerate(internals.uncomputed(brought.state)) if is_changed)
     outputs = [*(brought.state[place] for place in changed), report]
@@ -177,7 +177,7 @@ def _compile(brought: _Arguments, report: Tensor, copy: Copy) -> tuple[_Program,
     places |= {handle: brought.brought + number for number, handle in enumerate(constants)}
     if seed_handle is not None:
         places[seed_handle] = brought.brought + len(constants)
-    program = _Program(
+    program = _CompiledStep(
         internals.compile_program(outputs),
         tuple(places[handle] for handle in handles),
         changed,

@@ -40,7 +40,7 @@ def _upper(numbers: random_bits.UInts) -> np.ndarray:
     return (numbers >> np.uint64(32)).astype(np.uint32).view(np.int32)
 
 
-class Noise:
+class DropoutNoise:
     """The random numbers that all dropouts of a network draw from."""
 
     rows: Tensor  # (rows,) int32, of `row_keys`: of the rows that the network is about to see
@@ -84,7 +84,7 @@ def _odd(place: int, number: int) -> int:
 class Dropout(torch.nn.Module):  # type: ignore[misc]  # torch is not here when types are checked
     """Replaces torch.nn.Dropout, for arrays whose first axis is the rows of the batch."""
 
-    def __init__(self, rate: float, place: int, noise: Noise) -> None:
+    def __init__(self, rate: float, place: int, noise: DropoutNoise) -> None:
         super().__init__()
         self.rate, self.place, self.noise = rate, place, noise
 

@@ -27,7 +27,7 @@ from training.models.hugging_face import (
 )
 from training.models.initial import initial_weights
 from training.models.torch.attention import Barrier, SelfAttention, recompute
-from training.models.torch.dropout import Dropout, Noise
+from training.models.torch.dropout import Dropout, DropoutNoise
 from training.registry import Head
 
 
@@ -57,7 +57,7 @@ def patch_modules(
     default: Remat,
     barrier: Barrier,
     constants: Callable[[], AbstractContextManager[Any]],
-) -> Noise | None:
+) -> DropoutNoise | None:
     """Replaces dropout and self-attention in a network of BERT's or RoBERTa's family by those of this folder.
 
     Args:
@@ -65,7 +65,7 @@ def patch_modules(
         remat: train.remat, what is computed a second time in the backward pass.
         default: the same if the file does not say.
         barrier: the runtime's, for `attention.recompute`.
-        constants: the runtime's, for `dropout.Noise`.
+        constants: the runtime's, for `dropout.DropoutNoise`.
 
     Returns:
         The random numbers that the dropouts draw from; None for another family.
@@ -87,7 +87,9 @@ def patch_modules(
         )
     remat = remat or default
     # A row's matrices are (positions, width), and for each head (positions, positions).
-    noise = Noise(max(config.num_attention_heads * config.max_position_embeddings, config.hidden_size), constants)
+    noise = DropoutNoise(
+        max(config.num_attention_heads * config.max_position_embeddings, config.hidden_size), constants
+    )
     dropouts = [name for name, module in network.named_modules() if isinstance(module, torch.nn.Dropout)]
     for place, name in enumerate(dropouts):
         network.set_submodule(name, Dropout(network.get_submodule(name).p, place, noise))
