@@ -22,8 +22,8 @@ from pydantic import (
 )
 
 from training.accelerators import UnknownAccelerator, accelerator
-from training.checkpoint.config import Checkpoint
-from training.data.config import Data
+from training.checkpoint.config import CheckpointSection
+from training.data.config import DataSection
 from training.distributed.config import RendezvousSection
 from training.errors import BadInput
 from training.optim.adamw import AdamWSettings
@@ -229,7 +229,7 @@ class TrainerConfig(Section):
     model: Model
     """Which network."""
 
-    data: Data
+    data: DataSection
     """The shards and the tokenizer."""
 
     train: Train
@@ -238,7 +238,7 @@ class TrainerConfig(Section):
     evaluation: Evaluation = Evaluation()
     """When the model is evaluated."""
 
-    checkpoint: Checkpoint = Checkpoint()
+    checkpoint: CheckpointSection = CheckpointSection()
     """When the state of training is saved, and which checkpoints are kept."""
 
     rendezvous: RendezvousSection = RendezvousSection()

@@ -119,6 +119,12 @@ def save(
     return on_all(hosts, work)
 
 
+def writer_alone(folder: Path, token: str = "t", **options: Any) -> CheckpointWriter:
+    """The writer of a run with one host."""
+    cluster, description = Cluster(0, ("h",), run_id="r"), RunDescription(IDENTITY, {}, "c", token)
+    return CheckpointWriter(str(folder), cluster, SingleHost(), description, Keep(2), **options)
+
+
 def load(
     folder: Path, hosts: int = 1, identity: Mapping[str, Any] = IDENTITY
 ) -> tuple[Restored | None, State, list[str]]:
@@ -142,12 +148,6 @@ def test_what_some_hosts_wrote_any_number_of_hosts_reads(tmp_path: Path, writers
     assert (restored.manifest.step, restored.manifest.state, warnings) == (20, {"first_loss": 9.5}, [])
     assert state.is_of(20)
     assert len(restored.manifest.parts) == writers
-
-
-def test_only_the_last_checkpoints_are_kept(tmp_path: Path) -> None:
-    save(tmp_path, [10, 20, 30, 40])
-    assert committed_steps(str(tmp_path)) == [40, 30]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000030", "step-00000040"]
 
 
 def test_nothing_is_no_checkpoint(tmp_path: Path) -> None:
@@ -318,9 +318,7 @@ def test_a_host_that_dies_at_any_point_of_a_save_costs_only_that_save(
 def test_a_failed_save_is_raised_by_the_next_look_and_only_once(tmp_path: Path) -> None:
     blocker = tmp_path / "step-00000010"
     blocker.write_text("a file where a folder has to be")
-    saver = CheckpointWriter(
-        str(tmp_path), Cluster(0, ("h",)), SingleHost(), RunDescription(IDENTITY, {}, "c", "t"), Keep(2)
-    )
+    saver = writer_alone(tmp_path)
     saver.save(10, State(1).layout(), State(1).copy, {})
     with pytest.raises(TrainError):
         saver.wait()
@@ -340,14 +338,7 @@ def test_a_save_that_is_slower_than_its_interval_is_waited_for_counted_and_told_
 
     monkeypatch.setattr(storage, "write", slow)
     warnings: list[str] = []
-    saver = CheckpointWriter(
-        str(tmp_path),
-        Cluster(0, ("h",), run_id="r"),
-        SingleHost(),
-        RunDescription(IDENTITY, {}, "c", "t"),
-        Keep(2),
-        warn=warnings.append,
-    )
+    saver = writer_alone(tmp_path, warn=warnings.append)
     for step in (10, 20, 30, 40, 50):
         saver.save(step, State(step).layout(), State(step).copy, {})
         assert saver.committed == (step - 10 or None), "at most one save is under way"
@@ -476,14 +467,7 @@ def test_a_trainer_that_was_replaced_commits_nothing(tmp_path: Path) -> None:
         if replaced:
             raise BadInput("run r was started again")
 
-    saver = CheckpointWriter(
-        str(tmp_path),
-        Cluster(0, ("h",), run_id="r"),
-        SingleHost(),
-        RunDescription(IDENTITY, {}, "c", "old"),
-        Keep(2),
-        fence=fence,
-    )
+    saver = writer_alone(tmp_path, "old", fence=fence)
     saver.save(20, State(20).layout(), State(20).copy, {})
     saver.wait()
     replaced.append(True)
@@ -506,77 +490,11 @@ def test_a_trainer_that_slept_while_it_committed_takes_back_what_has_no_parts_an
                 part.unlink()
             raise BadInput("run r was started again")
 
-    saver = CheckpointWriter(
-        str(tmp_path),
-        Cluster(0, ("h",), run_id="r"),
-        SingleHost(),
-        RunDescription(IDENTITY, {}, "c", "old"),
-        Keep(2),
-        fence=fence,
-    )
+    saver = writer_alone(tmp_path, "old", fence=fence)
     saver.save(30, State(30).layout(), State(30).copy, {})
     with pytest.raises(BadInput, match="started again"):
         saver.wait()
     assert committed_steps(str(tmp_path)) == [40]
-
-
-class MemoryStorage:
-    """Objects in a dictionary, as a simulation would keep them."""
-
-    def __init__(self) -> None:
-        self.objects: dict[str, bytes] = {}
-
-    def stat(self, url: str) -> storage.Stat | None:
-        data = self.objects.get(url)
-        return None if data is None else storage.Stat(url, len(data), 0, storage.crc32c(data))
-
-    def listing(self, folder: str) -> list[storage.Stat]:
-        return [stat for url in sorted(self.objects) if url.startswith(f"{folder}/") and (stat := self.stat(url))]
-
-    def read(self, url: str, start: int = 0, end: int | None = None, *, generation: int | None = None) -> bytes:
-        if url not in self.objects:
-            raise storage.NotFound(f"{url} does not exist")
-        return self.objects[url][start:end]
-
-    def read_into(self, url: str, start: int, place: memoryview) -> int:
-        data = self.read(url, start, start + len(place))
-        place[: len(data)] = data
-        return len(data)
-
-    def write(self, url: str, data: bytes | memoryview, *, create_only: bool = False) -> storage.Stat:
-        if create_only and url in self.objects:
-            raise storage.AlreadyExists(f"{url} already exists")
-        self.objects[url] = bytes(data)
-        return storage.Stat(url, len(data), 0, storage.crc32c(data))
-
-    def delete(self, url: str) -> None:
-        self.objects.pop(url, None)
-
-    def remove_partial_files(self, folder: str, abandoned: Callable[[str], bool]) -> None:
-        pass
-
-
-def test_checkpoints_are_kept_in_the_storage_that_is_passed_in() -> None:
-    memory, warnings = MemoryStorage(), list[str]()
-    saver = CheckpointWriter(
-        "runs/r/checkpoints",
-        Cluster(0, ("h",)),
-        SingleHost(),
-        RunDescription(IDENTITY, {}, "c", "t"),
-        Keep(2),
-        storage=memory,
-    )
-    for step in (10, 20, 30):
-        saver.save(step, State(step).layout(), State(step).copy, {})
-    saver.wait()
-    assert committed_steps("runs/r/checkpoints", memory) == [30, 20]
-    [part] = [url for url in memory.objects if "step-00000030/part-" in url]
-    memory.objects[part] = memory.objects[part][:-1] + b"?"
-    state = State(-1)
-    restored = restore("runs/r/checkpoints", SingleHost(), IDENTITY, state.accept, warnings.append, memory)
-    assert restored is not None
-    assert (restored.manifest.step, restored.damaged, len(warnings)) == (20, (30,), 1)
-    assert state.is_of(20)
 
 
 class BeforeNewerStart(SingleHost):
@@ -586,16 +504,10 @@ class BeforeNewerStart(SingleHost):
         return [[3]] if name == "checkpoints" else [payload]
 
 
-def test_a_restore_that_finds_nothing_of_what_it_listed_looks_again() -> None:
-    storage = MemoryStorage()
-    description = RunDescription(IDENTITY, {}, "c", "aa")
-    writer = CheckpointWriter(
-        "runs/r", Cluster(0, ("h",), run_id="r"), SingleHost(), description, Keep(2), storage=storage
-    )
-    writer.save(8, State(8).layout(), State(8).copy, {})
-    writer.wait()
+def test_a_restore_that_finds_nothing_of_what_it_listed_looks_again(tmp_path: Path) -> None:
+    save(tmp_path, [8])
     warnings: list[str] = []
-    restored = restore("runs/r", BeforeNewerStart(), IDENTITY, lambda _: None, warnings.append, storage)
+    restored = restore(str(tmp_path), BeforeNewerStart(), IDENTITY, lambda _: None, warnings.append)
     assert restored is not None
     assert (restored.manifest.step, restored.damaged) == (8, (3,))
     assert "manifest.json is missing" in warnings[0]

@@ -3,10 +3,8 @@ and what to do."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import random
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +18,6 @@ from training.data.formats.dataset import (
     check_dataset,
     dump_manifest,
     find_shards,
-    load_manifest,
     open_dataset,
     tokenizer_hash,
 )
@@ -171,37 +168,6 @@ def test_a_run_is_checked_against_its_data_before_anything_is_rented(samples: An
     storage.delete("gs://bucket/data/train-00002.tfrecord")
     with pytest.raises(BadInput, match=r"train-00002.tfrecord is missing"):
         check_dataset("gs://bucket/data", rows="packed", tokenizer="gs://bucket/tokenizer")
-
-
-def test_no_mutated_manifest_is_taken_for_another_dataset(samples: Any, tmp_path: Path) -> None:
-    """6,000 damaged manifests: refused with a message, or (white space only) the same dataset."""
-    dataset = samples.make(tmp_path, 25)
-    data, chance = (tmp_path / "dataset.json").read_bytes(), random.Random(0)
-    accepted = 0
-    for _ in range(6000):
-        mutated = mutate(data, chance)
-        with contextlib.suppress(BadInput):
-            assert load_manifest(mutated, str(tmp_path)) == dataset
-            accepted += 1
-    assert accepted < 1500
-
-
-def mutate(data: bytes, chance: random.Random) -> bytes:
-    """A bit flipped, a byte changed, a stretch cut out, doubled or overwritten, or the end cut off."""
-    start = chance.randrange(len(data))
-    stop = min(len(data), start + chance.choice((1, 1, 2, 8, 60)))
-    match chance.randrange(6):
-        case 0:
-            return data[:start] + bytes([data[start] ^ 1 << chance.randrange(8)]) + data[start + 1 :]
-        case 1:
-            return data[:start] + chance.randbytes(1) + data[start + 1 :]
-        case 2:
-            return data[:start] + data[stop:]
-        case 3:
-            return data[:stop] + data[start:]
-        case 4:
-            return data[:start] + chance.choice(b'0123456789"{}[],:eE-. \n'.split(b",")) + data[stop:]
-    return data[:start]
 
 
 def test_a_manifest_is_checked_without_numpy_and_frameworks() -> None:

@@ -4,11 +4,13 @@ between its look and its write does no harm."""
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.training.test_checkpoint_saves import IDENTITY, MemoryStorage, State
+from tests.training.test_checkpoint_saves import IDENTITY, State
+from training import storage
 from training.checkpoint.format import committed_steps, read_manifest
 from training.checkpoint.reader import verify
 from training.checkpoint.retention import Keep
@@ -20,6 +22,42 @@ from training.distributed.rendezvous import SingleHost
 from training.errors import BadInput
 
 CHECKPOINTS = "runs/r/checkpoints"
+
+
+class MemoryStorage:
+    """Objects in a dictionary, as a simulation would keep them."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, bytes] = {}
+
+    def stat(self, url: str) -> storage.Stat | None:
+        data = self.objects.get(url)
+        return None if data is None else storage.Stat(url, len(data), 0, storage.crc32c(data))
+
+    def listing(self, folder: str) -> list[storage.Stat]:
+        return [stat for url in sorted(self.objects) if url.startswith(f"{folder}/") and (stat := self.stat(url))]
+
+    def read(self, url: str, start: int = 0, end: int | None = None, *, generation: int | None = None) -> bytes:
+        if url not in self.objects:
+            raise storage.NotFound(f"{url} does not exist")
+        return self.objects[url][start:end]
+
+    def read_into(self, url: str, start: int, place: memoryview) -> int:
+        data = self.read(url, start, start + len(place))
+        place[: len(data)] = data
+        return len(data)
+
+    def write(self, url: str, data: bytes | memoryview, *, create_only: bool = False) -> storage.Stat:
+        if create_only and url in self.objects:
+            raise storage.AlreadyExists(f"{url} already exists")
+        self.objects[url] = bytes(data)
+        return storage.Stat(url, len(data), 0, storage.crc32c(data))
+
+    def delete(self, url: str) -> None:
+        self.objects.pop(url, None)
+
+    def remove_partial_files(self, folder: str, abandoned: Callable[[str], bool]) -> None:
+        pass
 
 
 def cluster(attempt: int = 0) -> Cluster:

@@ -23,8 +23,6 @@ from training.data.loading.fixed_shards import FixedShards, open_source
 from training.data.loading.mlm_batches import MlmBatches
 from training.data.loading.record_source import HostSlice
 from training.data.prepare import dataset_writer
-from training.data.prepare.dataset_writer import DatasetPlan
-from training.data.prepare.pack import pack_documents
 from training.data.sampling.masking import Masking, SpecialTokens
 from training.data.sampling.order import evaluation_order
 from training.errors import BadInput
@@ -155,30 +153,6 @@ def damage(path: Path, offset: int) -> None:
     data = bytearray(path.read_bytes())
     data[offset] ^= 1
     path.write_bytes(data)
-
-
-def test_text_takes_less_than_half_of_the_recipe(tmp_path: Path) -> None:
-    """Ids distributed as words are (Zipf), and the help text of Python itself, a byte a token."""
-    from pydoc_data.topics import topics
-
-    zipf = np.minimum(np.random.default_rng(0).zipf(1.2, (2000, 128)), 29_999).astype(np.int32)
-    text = (
-        np.frombuffer("".join(topics[name] for name in sorted(topics)).encode()[: 2000 * 128], np.uint8)
-        .reshape(-1, 128)
-        .astype(np.int32)
-    )
-    for name, ids in (("zipf", zipf), ("text", text)):
-        sizes = {}
-        for kind, options in (("gzip", {"compression": "gzip"}), ("recipe", {"layout": "recipe"})):
-            plan = DatasetPlan("train", 128, "t", 30_000, 5000, **options)
-            made = pack_documents(
-                str(tmp_path / f"{name}-{kind}"),
-                plan,
-                lambda ids=ids: map(str, range(len(ids))),
-                lambda batch, ids=ids: [ids[int(text)] for text in batch],
-            )
-            sizes[kind] = sum(shard.bytes for shard in made.dataset.shards)
-        assert sizes["gzip"] < 0.5 * sizes["recipe"], (name, sizes)
 
 
 def publish(folder: Path, ids: Any, counts: list[int], *, name: str = "dataset", padded: tuple[int, ...] = ()) -> None:

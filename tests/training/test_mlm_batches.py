@@ -126,17 +126,6 @@ def test_neighbours_are_spread_over_batches(batch: int) -> None:
     assert max(others) < (12 if batch <= 256 else 45)
 
 
-@pytest.mark.parametrize("hosts", [2, 4, 8])
-def test_hosts_together_read_a_large_dataset_about_once(hosts: int) -> None:
-    shuffled = of_rows(900_000, seed=5, batch=256)
-    blocks_read = 0
-    for host in range(hosts):
-        for number in range(shuffled.windows):
-            cells = order.cells_of_rows(shuffled, 256, 0, number, *order.host_rows(256, host, hosts))
-            blocks_read += len(np.unique(shuffled.window(0, number)[cells] // shuffled.block))
-    assert blocks_read < 1.03 * shuffled.blocks
-
-
 @settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_batches_do_not_depend_on_the_number_of_hosts(
@@ -173,14 +162,6 @@ def test_going_on_at_any_step_gives_what_never_stopping_gives(samples: Any, tmp_
         for start in range(steps):
             resumed = batches(dataset, host=host, hosts=hosts)
             assert all(equal(resumed.batch(k), expected[k]) for k in range(start, steps))
-
-
-def test_any_order_of_asking_gives_the_same_batches(samples: Any, tmp_path: Path) -> None:
-    dataset = samples.make(tmp_path, 70)
-    expected = [batches(dataset).batch(k) for k in range(12)]
-    resumed = batches(dataset)
-    for k in (11, 0, 5, 5, 3, 10, 1):
-        assert equal(resumed.batch(k), expected[k])
 
 
 @pytest.mark.parametrize(("records", "batch", "hosts"), [(50, 24, 1), (50, 24, 3), (48, 24, 2), (1, 8, 8), (23, 24, 4)])
@@ -239,21 +220,3 @@ def test_closing_prefetch_ends_its_thread() -> None:
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert threading.active_count() == before
-
-
-def test_batches_for_trainers_are_static_and_typed(samples: Any, tmp_path: Path) -> None:
-    training_batches = batches(samples.make(tmp_path, 30), host=1, hosts=2)
-    shapes = {
-        tuple((values.shape, values.dtype.name) for values in vars(training_batches.batch(k)).values())
-        for k in range(5)
-    }
-    assert shapes == {
-        (
-            ((12, 8), "int32"),
-            ((12, 2), "int32"),
-            ((12, 2), "int32"),
-            ((12, 2), "float32"),
-            ((12,), "int64"),
-            ((12,), "bool"),
-        )
-    }

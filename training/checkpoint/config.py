@@ -19,7 +19,7 @@ class BestSection(Section):
     """Which value is the best: `min`, the smallest, for a loss; `max`, the largest, for an accuracy."""
 
 
-class Checkpoint(Section):
+class CheckpointSection(Section):
     """When the state of training is saved, and which checkpoints are kept. It is also saved when training ends or is
     asked to stop."""
 

@@ -19,7 +19,7 @@ class MaskingSection(Section):
     """Static number of predicted tokens that a row has room for. Default: as many as a full row needs."""
 
 
-class Data(Section):
+class DataSection(Section):
     """Folders of shards (local or `gs://`), as `tpu-train shards` writes them."""
 
     train: str
