@@ -19,7 +19,7 @@ _COLLECTIONS = {"tpu-vm": "nodes", "queued-resources": "queuedResources"}
 
 
 class UnknownCommand(Exception):
-    """The launcher calls gcloud in a way that this module must learn."""
+    """Raised for a command line of the launcher that this module does not know yet."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Command:
 
     @property
     def full_name(self) -> str:
-        """The resource's name in the API."""
+        """Returns the resource's name in the API."""
         return f"{self.parent}/{_COLLECTIONS[self.group]}/{self.name}"
 
     def error(self, text: str) -> str:

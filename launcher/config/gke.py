@@ -64,8 +64,7 @@ class GkeSection(Section):
     """Memory that is requested for each host's container, as Kubernetes writes it: "300Gi"."""
 
     restarts: int = Field(default=10, ge=0)
-    """How often the cluster restarts a manifest that was applied with kubectl. Runs of `tpu-launch run` count attempts
-    themselves."""
+    """Restarts by the cluster of a manifest that was applied with kubectl. `tpu-launch run` counts attempts itself."""
 
     privileged: bool = False
     """Runs the container privileged, which GKE before 1.28 needs to reach the TPU. Otherwise it has the capability

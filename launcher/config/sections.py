@@ -41,7 +41,7 @@ class SliceSection(Section):
     """Software version of the TPU VM; the generation's recommended one when absent."""
 
     capacity: Literal["on-demand", "spot", "reserved"] = "on-demand"
-    """What is paid for. `spot` is cheap and can be taken away at any time: set run.preemption_retries with it.
+    """How capacity is bought. `spot` is cheap, and Google may take it away at any time: set run.preemption_retries too.
     `reserved` uses a reservation of the project."""
 
     network: str | None = None
@@ -110,7 +110,7 @@ class ImageSection(Section):
 
     context: str | None = None
     """Build context of your Dockerfile, relative to this file; the Dockerfile's folder when absent. Left out is what
-    `<Dockerfile>.dockerignore` or .dockerignore names, and what is left out of image.code."""
+    `<Dockerfile>.dockerignore` or .dockerignore names, and all that image.code leaves out."""
 
     build: Literal["auto", "engine", "registry"] = "auto"
     """How the image is made. engine: with this machine's container engine. registry: without one; our trainer and
@@ -171,8 +171,8 @@ class RunSection(Section):
     """Size of the container's /dev/shm: a number and k, m or g. Raise it when data loader workers run out of it."""
 
     compile_cache_gb: Annotated[float, Field(ge=0, le=1000)] = 4
-    """What a host's disk may keep of compiled programs, in GB, so that a later start on the same host need not compile
-    them again; the oldest are removed. 0: nothing is kept. Used by `backend: torch-xla` on TPU VMs, not on GKE."""
+    """GB of compiled programs that a host's disk keeps, so that a later start on the same host does not compile them
+    again; the oldest are removed. 0: none. Used by `backend: torch-xla` on TPU VMs, not on GKE."""
 
     user: str | None = None
     """User inside the container, a name or number; the image's own when absent."""

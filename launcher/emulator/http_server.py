@@ -114,7 +114,7 @@ class HttpRequest:
     body: Body
 
     def json(self) -> dict[str, Any]:
-        """The body as a JSON object. Raises ValueError."""
+        """Returns the body as a JSON object. Raises ValueError."""
         value = json.loads(self.body.read_all() or b"{}")
         if not isinstance(value, dict):
             raise ValueError("a JSON object is expected")

@@ -177,7 +177,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 class Store:
-    """The state, shared by all threads of the server."""
+    """Shares the state between all threads of the server, and writes it."""
 
     def __init__(self, state: EmulatorState, path: Path | None) -> None:
         self._state = state

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from launcher.emulator.api import nodes as tpu_api
+from launcher.emulator.api import queued_resources
 from launcher.emulator.http_server import Acceptor, serve_http
 from launcher.emulator.state import EmulatorState, Node, Operation
 from launcher.emulator.storage.api import StorageApi
@@ -37,22 +38,20 @@ class Api:
     def call(
         self, method: str, *path: str, verb: str = "", body: dict[str, Any] | None = None, **query: str
     ) -> dict[str, Any]:
-        """A call below the zone; `zone` in the query chooses another one."""
+        """Makes a call below ZONE, or below the query's `zone`."""
         parent = ("projects", "p", "locations", query.pop("zone", ZONE))
         self.now += 0.001
-        return tpu_api.answer(self.state, tpu_api.Call(method, parent + path, verb, query, body or {}), self.now)
+        answer = queued_resources.answer if path[0] == "queuedResources" else tpu_api.answer
+        return answer(self.state, tpu_api.Call(method, parent + path, verb, query, body or {}), self.now)
 
     def create(self, name: str = "pod", zone: str = ZONE, **changes: Any) -> dict[str, Any]:
         body = {key: value for key, value in {**BODY, **changes}.items() if value is not None}
         return self.call("POST", "nodes", body=body, nodeId=name, zone=zone)
 
     def ready(self, name: str = "pod", **changes: Any) -> Node:
-        """A node as if its creation had ended."""
-        operation = self.create(name, **changes)
-        node = self.state.nodes[f"projects/p/locations/{ZONE}/nodes/{name}"]
-        node.resource |= {"state": "READY", "health": "HEALTHY"}
-        self.operation(operation).done = True
-        return node
+        """Creates a node and ends its creation."""
+        tpu_api.finish_operation(self.state, self.operation(self.create(name, **changes)), self.now)
+        return self.state.nodes[f"projects/p/locations/{ZONE}/nodes/{name}"]
 
     def operation(self, value: dict[str, Any]) -> Operation:
         return self.state.operations[value["name"]]
@@ -98,7 +97,7 @@ def storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Storage
 
 @pytest.fixture
 def client(storage: Storage) -> Any:
-    """The unmodified client library."""
+    """Returns a client of the unmodified library."""
     from google.cloud import storage as library
 
     return library.Client(project="p")

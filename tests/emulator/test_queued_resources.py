@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from launcher.emulator.api import nodes as tpu_api
 from launcher.emulator.api import queued_resources
 from launcher.emulator.api.catalogue import ApiError
-from launcher.emulator.state import EmulatorState, Fault, from_json, to_json
+from launcher.emulator.state import Fault, from_json, to_json
 
 ZONE = "us-central2-b"
 PARENT = f"projects/p/locations/{ZONE}"
@@ -24,20 +23,12 @@ NODE = {
 class Queue:
     """Requests against one state."""
 
-    def __init__(self) -> None:
-        self.state = EmulatorState(
-            "0badcafe", 1, "/nowhere", "/nowhere", create_seconds=1.0, update_seconds=0.5, subnet="10.200.0.0/22"
-        )
-        self.now = 1_700_000_000.0
+    def __init__(self, api: Any) -> None:
+        self.api, self.state = api, api.state
 
-    def call(
-        self, method: str, *path: str, verb: str = "", body: dict[str, Any] | None = None, **query: str
-    ) -> dict[str, Any]:
-        call = tpu_api.Call(
-            method, ("projects", "p", "locations", ZONE, "queuedResources", *path), verb, query, body or {}
-        )
-        assert queued_resources.concerns(call)
-        return queued_resources.answer(self.state, call, self.now)
+    def call(self, method: str, *path: str, **more: Any) -> dict[str, Any]:
+        answer: dict[str, Any] = self.api.call(method, "queuedResources", *path, **more)
+        return answer
 
     def create(self, seconds: int = 60, **changes: Any) -> dict[str, Any]:
         spec = {"parent": PARENT, "nodeId": "n", "node": NODE}
@@ -45,9 +36,9 @@ class Queue:
         return self.call("POST", body=body, queuedResourceId="q")
 
     def advance(self, seconds: float = 0.0) -> str:
-        """The state after so many seconds, looked at as the server does."""
-        self.now += seconds
-        queued_resources.advance(self.state, self.now)
+        """Returns the state after so many seconds."""
+        self.api.now += seconds
+        queued_resources.advance(self.state, self.api.now)
         return str(self.shown()["state"]) if self.state.queued else "gone"
 
     def shown(self) -> dict[str, Any]:
@@ -68,8 +59,8 @@ class Queue:
 
 
 @pytest.fixture
-def queue() -> Queue:
-    return Queue()
+def queue(api: Any) -> Queue:
+    return Queue(api)
 
 
 def refusal(queue: Queue, *arguments: Any, **more: Any) -> tuple[int, str]:

@@ -2,10 +2,10 @@
 gcs_file_system.cc).
 
 On an emulated host these names resolve to its loopback interface, where the emulator answers with its own certificate.
-Each server makes a new CA and discards the CA's key. CURL_CA_BUNDLE in a container names a file with this CA and the
+Each server creates a new CA and discards the CA's key. CURL_CA_BUNDLE in a container names a file with this CA and the
 machine's own ones, so TLS to other servers is not affected. The token comes from the metadata server, as on a TPU VM.
 
-Whole objects are read by the XML API's paths (`GET /bucket/object`); everything else is the JSON API of api.py.
+TensorFlow reads whole objects by the XML API's paths (`GET /bucket/object`), and calls the JSON API otherwise.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _DAYS = 365
 
 
 def tls_context(folder: Path, names: Sequence[str] = NAMES) -> ssl.SSLContext:
-    """The server's side of TLS for these names; writes `folder`/ca.pem, with which clients verify it."""
+    """Returns a server's TLS context for these names. Writes `folder`/ca.pem, with which clients verify it."""
     now, ca_key, key = (
         datetime.now(UTC),
         ec.generate_private_key(ec.SECP256R1()),
@@ -41,10 +41,10 @@ def tls_context(folder: Path, names: Sequence[str] = NAMES) -> ssl.SSLContext:
 
     def certificate(name: x509.Name, public_key: ec.EllipticCurvePublicKey, *, ca: bool) -> x509.CertificateBuilder:
         builder = x509.CertificateBuilder().issuer_name(ca_name).subject_name(name).public_key(public_key)
-        # A day back: the machine's clock may be set while the emulator runs.
+        # Valid since a day ago: the machine's clock may be set back while the emulator runs.
         builder = builder.serial_number(x509.random_serial_number()).not_valid_before(now - timedelta(days=1))
         builder = builder.not_valid_after(now + timedelta(days=_DAYS))
-        # With both, as RFC 5280 demands: clients on Python 3.13 verify strictly.
+        # RFC 5280 demands both identifiers; clients on Python 3.13 verify strictly.
         own_id = x509.SubjectKeyIdentifier.from_public_key(public_key)
         ca_id = x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key())
         builder = builder.add_extension(own_id, critical=False).add_extension(ca_id, critical=False)
@@ -73,7 +73,7 @@ def tls_context(folder: Path, names: Sequence[str] = NAMES) -> ssl.SSLContext:
     context.load_cert_chain(pair)
     pair.unlink()
     others = next((path.read_bytes() for path in _system_cas() if path.is_file()), b"")
-    # Written in place: running containers have this file mounted.
+    # Write in place: running containers have this file mounted.
     (folder / CA_FILE).write_bytes(ca + others)
     (folder / CA_FILE).chmod(0o644)
     return context
@@ -94,7 +94,7 @@ def _signs_certificates() -> x509.KeyUsage:
 
 
 def _system_cas() -> list[Path]:
-    """Files in which this machine's own CAs may be."""
+    """Returns the files that may hold this machine's own CAs."""
     default = ssl.get_default_verify_paths().cafile
     return [
         *([Path(default)] if default else []),
@@ -109,7 +109,7 @@ def serve_tls(connection: socket.socket, context: ssl.SSLContext, handler: Handl
 
 
 def serve_secure(connection: socket.socket, context: ssl.SSLContext, handler: Handler) -> None:
-    """Answers the requests of one connection; drops it when the TLS handshake fails."""
+    """Answers the requests of one TLS connection. Drops it when the handshake fails."""
     connection.setblocking(True)
     connection.settimeout(30)
     try:
@@ -122,7 +122,7 @@ def serve_secure(connection: socket.socket, context: ssl.SSLContext, handler: Ha
 
 
 def answer(request: HttpRequest, handler: Handler) -> HttpResponse:
-    """Answers one request under Google's names. The URL of a resumable upload gets https, too."""
+    """Answers a request under Google's names. The URL of a resumable upload becomes https."""
     response = handler(as_json_api(request))
     location = response.headers.get("Location", "")
     if location.startswith("http://"):
@@ -131,7 +131,7 @@ def answer(request: HttpRequest, handler: Handler) -> HttpResponse:
 
 
 def as_json_api(request: HttpRequest) -> HttpRequest:
-    """Turns a GET of `/bucket/object` into a download by the JSON API; leaves requests of that API as they are."""
+    """Returns a GET of `/bucket/object` as a download of the JSON API, and requests of that API unchanged."""
     parts = request.path.strip("/").split("/")
     if parts[0] in _JSON or len(parts) < 2:
         return request

@@ -76,7 +76,7 @@ class Gcloud:
             self.actor.shown[identity] = slice_.state
         shown = self.actor.shown.get(identity, "")
         if command.verb == "delete" and self.actor.command == "gc" and shown in ("CREATING", "READY"):
-            self.world.break_promise("gc deletes what is left over", f"{slice_.name}, which it has seen to be {shown}")
+            self.world.break_promise("gc deletes what is left over", f"{slice_.name}, described to it as {shown}")
 
     def _refusal(self) -> Output | None:
         """Returns the error of a fault that hits before the API does anything."""

@@ -65,7 +65,7 @@ class Scenario:
 
 @dataclass(frozen=True)
 class Theme:
-    """One kind of trouble. What is empty is drawn as in any simulation."""
+    """One kind of trouble. Empty fields are drawn as in other scenarios."""
 
     name: str
     faults: tuple[str, ...] = ()
