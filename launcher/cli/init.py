@@ -1,4 +1,4 @@
-"""`tpu-launch init`: writes a first file."""
+"""Commands that set up a workstation: `init` writes a first file, `completion` prints a shell's completion script."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import sys
 from pathlib import Path
 
 import click
+from click.shell_completion import get_completion_class
 
 from launcher import scaffold, shell
 from launcher.cli import terminal
 from launcher.cli.options import DEFAULT_FILE
 from launcher.errors import BadInput
+
+_COMPLETION_VARIABLE = "_TPU_LAUNCH_COMPLETE"  # click's name for the program tpu-launch
 
 
 @click.command()
@@ -80,3 +83,22 @@ def _slice_name(path: Path) -> str:
         letter if letter.isascii() and letter.isalnum() else "-" for letter in path.absolute().parent.name.lower()
     )
     return letters.strip("-0123456789")[:40].rstrip("-") or "slice"
+
+
+@click.command()
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+@click.pass_context
+def completion(context: click.Context, shell: str) -> None:
+    """Print the completion script for a shell.
+
+    \b
+    bash    add to ~/.bashrc:     eval "$(tpu-launch completion bash)"
+    zsh     add to ~/.zshrc:      eval "$(tpu-launch completion zsh)"
+    fish    run once:             tpu-launch completion fish > ~/.config/fish/completions/tpu-launch.fish
+    """
+    complete = get_completion_class(shell)
+    assert complete is not None
+    try:
+        click.echo(complete(context.find_root().command, {}, "tpu-launch", _COMPLETION_VARIABLE).source())
+    except RuntimeError as error:  # click asks bash for its version
+        raise BadInput(f"completion for {shell}: {error}") from None

@@ -20,7 +20,7 @@ from training.errors import TrainError
 from training.lazy_command import LazyCommand
 
 COMMANDS = [
-    LazyCommand("completion", "launcher.cli.completion:completion", "Print the completion script for a shell."),
+    LazyCommand("completion", "launcher.cli.init:completion", "Print the completion script for a shell."),
     LazyCommand("doctor", "launcher.cli.doctor:doctor", "Check what a run needs, and show what fixes it."),
     LazyCommand("down", "launcher.cli.slices:down", "Delete the slice and wait until it is gone."),
     LazyCommand("emulator", "launcher.cli.emulator:emulator", "Start, stop and break a stand-in for Google Cloud."),
@@ -38,7 +38,7 @@ COMMANDS = [
     LazyCommand("plan", "launcher.cli.plan:plan", "Print every command that up, run and down would use."),
     LazyCommand(
         "preflight",
-        "launcher.cli.preflight:preflight",
+        "launcher.cli.plan:preflight",
         "Compile the step with the TPU compiler: does it fit, what does it cost?",
     ),
     LazyCommand("rehearsal", "launcher.cli.emulator:rehearsal", "Rehearse a whole run on an emulated slice."),

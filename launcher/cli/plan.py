@@ -1,4 +1,4 @@
-"""Commands that prepare a run and start nothing on hosts: `plan`, `manifest`, `local`, `image base`."""
+"""Commands that prepare a run and start nothing on hosts: `plan`, `preflight`, `manifest`, `local`, `image base`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from launcher import plan as plans
 from launcher.cli import terminal
 from launcher.cli.options import configured, machine
 from launcher.config import Config
-from launcher.errors import BadInput
+from launcher.errors import BadInput, Exit
 from launcher.gke import manifest as manifests
+from launcher.home import home
 from launcher.images import base as bases
 from launcher.images import local as images
 
@@ -32,6 +33,52 @@ def plan(config: Config, as_json: bool, command: tuple[str, ...]) -> None:
     click.echo(f"# {costs.line(config)}\n")
     for step in steps:
         click.echo(step.text())
+
+
+@click.command()
+@click.option(
+    "--accelerator", "accelerators", metavar="TYPE,...", default="", help="v3-8,v4-32,...  [default: the file's]"
+)
+@click.option(
+    "--max-batch",
+    is_flag=True,
+    help="Also search for the largest training batch that fits: compiles about six times more.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Everything, for scripts.")
+@click.option("--vocabulary", type=int, help="Before there is a tokenizer: how many ids it will have.")
+@click.option(
+    "--sequence-length", metavar="N,...", help="Before there is data: tokens a row; of each bucket, for classification."
+)
+@click.option("--labels", type=int, help="Before there is data, classification: how many labels.")
+@configured
+def preflight(
+    config: Config,
+    accelerators: str,
+    max_batch: bool,
+    as_json: bool,
+    vocabulary: int | None,
+    sequence_length: str | None,
+    labels: int | None,
+) -> None:
+    """Compile the run's step with the TPU compiler, here, for slices that need not exist: does it fit, and what does it
+    cost?
+
+    \b
+    tpu-launch preflight -f run.yaml
+    tpu-launch preflight -f run.yaml --accelerator v3-8,v4-32 --max-batch
+    """
+    from launcher.checks import preflight as checks
+
+    stand_ins = {"--vocabulary": vocabulary, "--sequence-length": sequence_length, "--labels": labels}
+    more = [part for flag, value in stand_ins.items() if value is not None for part in (flag, str(value))]
+    names = [name.strip() for name in accelerators.split(",") if name.strip()]
+    results = checks.check(config, home(), names, max_batch=max_batch, more=more, say=terminal.say)
+    if as_json:
+        terminal.dump({"fits": all(result["fits"] for result in results), "accelerators": results})
+    else:
+        for line in (line for result in results for line in result["lines"]):
+            click.echo(line)
+    sys.exit(Exit.OK if all(result["fits"] for result in results) else Exit.DOES_NOT_FIT)
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
