@@ -165,16 +165,16 @@ def _use_devices(
     report("sum", devices.sum_ones())
 
 
-def measure_bucket(url: str, report: Callable[[str, Any], None], store: storage.Storage = storage) -> None:
+def measure_bucket(url: str, report: Callable[[str, Any], None]) -> None:
     """Writes, reads and deletes an object, and reports the speeds (MB/s) or the error."""
     data = os.urandom(_FILE_BYTES)
     try:
         began = time.monotonic()
-        store.write(url, data)
+        storage.write(url, data)
         written = time.monotonic()
-        intact = store.read(url) == data
+        intact = storage.read(url) == data
         read = time.monotonic()
-        store.delete(url)
+        storage.delete(url)
     except TrainError as error:
         report("bucket_error", str(error))
         return

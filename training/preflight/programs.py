@@ -10,7 +10,7 @@ import os
 import re
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,11 +138,7 @@ class ProgramTracer(Protocol):
 
 
 def trace_programs(
-    config: TrainerConfig,
-    facts: DataFacts,
-    graphs: Sequence[Graph],
-    devices: int,
-    now: Callable[[], float] = time.monotonic,
+    config: TrainerConfig, facts: DataFacts, graphs: Sequence[Graph], devices: int
 ) -> list[TracedProgram]:
     """Traces each of `graphs` for a slice of `devices` devices, and returns the programs in their order.
 
@@ -167,12 +163,12 @@ def trace_programs(
     programs = []
     # Trace evaluations first: they don't change the state, while a traced step may.
     for graph in sorted(graphs, key=lambda graph: graph.kind != "evaluation"):
-        began = now()
+        began = time.monotonic()
         sizes = tracer.open()
         with _explain_errors(graph):
             program = tracer.trace(graph.kind, empty_batch(config, graph))
         resident = sum(sizes.values()) - sum(sizes[name] for name in program.arguments.values())
-        programs.append(TracedProgram(graph, program, resident, now() - began))
+        programs.append(TracedProgram(graph, program, resident, time.monotonic() - began))
     tracer.close()
     return sorted(programs, key=lambda traced: graphs.index(traced.graph))
 

@@ -80,7 +80,6 @@ def compile_all(
     target: Accelerator,
     show: ShowProgress,
     flags: Mapping[str, str] = MappingProxyType({}),
-    now: Callable[[], float] = time.monotonic,
 ) -> AcceleratorResult:
     """Compiles the programs of one run for one accelerator, with `flags` beside LIBTPU_INIT_ARGS. Raises
     CompilerUnavailable."""
@@ -88,11 +87,11 @@ def compile_all(
     def compile_one(traced: TracedProgram) -> tuple[CompiledProgram | str, float]:
         """Returns (the executable's facts or the refusal's message, seconds of the compilation)."""
         show(f"compiling {traced.graph} for {target.name}")
-        began = now()
+        began = time.monotonic()
         try:
-            return compile_program(traced.program, target, flags), now() - began
+            return compile_program(traced.program, target, flags), time.monotonic() - began
         except CompilationRefused as error:
-            return str(error), now() - began
+            return str(error), time.monotonic() - began
 
     # Two at a time: the compiler uses little more than one core, and each further one would need more memory.
     with ThreadPoolExecutor(max_workers=2) as pool:

@@ -14,7 +14,7 @@ import contextlib
 import json
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -66,7 +66,6 @@ def write_end(
     error: BaseException | None,
     step: int,
     seconds: Mapping[str, float],
-    now: Callable[[], float] = time.time,
     storage: Storage = default_storage,
 ) -> None:
     """Writes the end record of an attempt beside its start record.
@@ -76,14 +75,13 @@ def write_end(
         error: the error that ended it; None if it finished.
         step: steps done.
         seconds: by phase, from PhaseTimer.report.
-        now: returns seconds since the epoch.
         storage: storage of the run's folder.
     """
     record = {
         "how": classify_end(error),
         "message": str(error or ""),
         "step": step,
-        "ended": round(now(), 3),
+        "ended": round(time.time(), 3),
         "seconds": dict(seconds),
     }
     storage.write(start_url.removesuffix(".json") + _END, json.dumps(record, indent=1).encode() + b"\n")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -88,14 +88,14 @@ def write_confusion(folder: str, labels: Sequence[str], counts: Sequence[Sequenc
     default_storage.write(join(folder, "confusion.svg"), picture.encode())
 
 
-def render_report(run: RunContents, now: Callable[[], float] = time.time) -> str:
-    """Returns the page as XHTML, which is valid XML too. `now` returns seconds since the epoch."""
+def render_report(run: RunContents) -> str:
+    """Returns the page as XHTML, which is valid XML too."""
     start = run.attempts[-1].start if run.attempts else {}
     end = (run.attempts[-1].end or {}) if run.attempts else {}
     name = str((run.summary or start).get("run_id", default_storage.name_of(run.folder)))
     message = str(end.get("message", ""))
     state_class = "faint" if run.state == "finished" else "bad"
-    made = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now()))
+    made = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     body = [
         f"<h1>{escape(name)} <span class='{state_class}'>{escape(run.state)}</span></h1>",
         f"<p class='faint'>{escape(run.folder)} · made {made}</p>",

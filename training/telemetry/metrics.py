@@ -111,23 +111,27 @@ class JsonLinesTracker:
         storage.write(join(folder, "metrics.jsonl"), _encode_lines(json.dumps(values) for values in history))
 
 
-def read_history(
-    folder: str, storage: Storage = default_storage, warn: Callable[[str], None] = warn
-) -> list[dict[str, Any]]:
+def read_history(folder: str, storage: Storage = default_storage) -> list[dict[str, Any]]:
     """Returns all lines of a run in the order of its steps, without those that a later attempt superseded. Warns of
     unreadable lines, and leaves them out.
 
     Each has its "step", and "loss", "gradient_norm", "learning_rate", "examples_per_second" and "data_wait" or the
     "eval_..." of an evaluation; None for a figure that is not finite, whose name is then in "not_finite".
     """
-    attempts: dict[int, list[dict[str, Any]]] = {}
-    for (attempt, _), url in sorted(_list_objects(folder, storage).items()):
+    history: list[dict[str, Any]] = []
+    for _, url in sorted(_list_objects(folder, storage).items()):
         lines = storage.read(url).splitlines()
         parsed = [_parse_line(line) for line in lines]
         if None in parsed:
             warn(f"{url}: line {parsed.index(None) + 1} of {len(lines)} is not readable; left out")
-        attempts.setdefault(attempt, []).extend(values for values in parsed if values is not None)
-    return merge_attempts(attempts[attempt] for attempt in sorted(attempts))
+        for values in parsed:
+            if values is None:
+                continue
+            if "resumed_at" in values:  # the first line of an attempt
+                history = [earlier for earlier in history if earlier["step"] <= values["resumed_at"]]
+            else:
+                history.append(values)
+    return history
 
 
 def _parse_line(line: bytes) -> dict[str, Any] | None:
@@ -138,18 +142,6 @@ def _parse_line(line: bytes) -> dict[str, Any] | None:
         return None
     is_line = isinstance(values, dict) and isinstance(values.get("step", values.get("resumed_at")), int)
     return values if is_line else None
-
-
-def merge_attempts(attempts: Iterable[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Returns the lines of successive attempts as one history. Each attempt's first line says where it resumed."""
-    history: list[dict[str, Any]] = []
-    for lines in attempts:
-        for line in lines:
-            if "resumed_at" in line:
-                history = [earlier for earlier in history if earlier["step"] <= line["resumed_at"]]
-            else:
-                history.append(line)
-    return history
 
 
 def unused_file_number(folder: str, attempt: int, storage: Storage = default_storage) -> int:

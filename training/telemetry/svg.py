@@ -86,8 +86,9 @@ class _Axes:
         return parts
 
 
-def line_chart(title: str, curves: Sequence[Curve], *, width: int = 560, height: int = 240) -> str:
+def line_chart(title: str, curves: Sequence[Curve]) -> str:
     """Draws values over steps, without those that are not finite."""
+    width, height = 560, 240
     finite = [(curve.name, [(x, y) for x, y in curve.points if math.isfinite(y)]) for curve in curves]
     kept = [(name, downsample(points, POINTS)) for name, points in finite if points]
     points = [point for _, curve_points in kept for point in curve_points]
@@ -120,7 +121,7 @@ def _polyline(places: Sequence[tuple[float, float]], colour: str) -> list[str]:
     return parts
 
 
-def share_bar(title: str, amounts: Sequence[tuple[str, float]], *, width: int = 560) -> str:
+def share_bar(title: str, amounts: Sequence[tuple[str, float]], *, width: int) -> str:
     """Draws one bar, divided in proportion to the amounts (seconds), with a legend."""
     total = sum(amount for _, amount in amounts)
     if total <= 0:

@@ -12,7 +12,7 @@ attempts for the steps that are trained again.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from training import storage
@@ -26,23 +26,22 @@ ROLL_BYTES = 1 << 20
 class TensorBoardTracker:
     """Writes the events of one attempt. Needs the package tensorboard, which defines the messages."""
 
-    def __init__(self, info: AttemptInfo, now: Callable[[], float] = time.time) -> None:
-        """`now` returns seconds since the epoch."""
+    def __init__(self, info: AttemptInfo) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2
 
-        self._event, self._summary, self._now = event_pb2.Event, summary_pb2.Summary, now
-        name = f"events.out.tfevents.{int(now()):010d}.attempt-{info.file_number:04d}"
+        self._event, self._summary, now = event_pb2.Event, summary_pb2.Summary, time.time()
+        name = f"events.out.tfevents.{int(now):010d}.attempt-{info.file_number:04d}"
         self._base = storage.join(info.folder, FOLDER, name)
         self._number = 0  # of the newest file or object
         self._written = bytearray()  # content of the newest object, in a bucket
         self._pending = bytearray()
-        self._append_event(self._event(wall_time=now(), step=0, file_version="brain.Event:2"))
+        self._append_event(self._event(wall_time=now, step=0, file_version="brain.Event:2"))
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-        self._append_event(self._event(wall_time=now(), step=info.resumed_at + 1, session_log=start))
+        self._append_event(self._event(wall_time=now, step=info.resumed_at + 1, session_log=start))
 
     def log(self, step: int, values: Values) -> None:
         scalars = [self._summary.Value(tag=tag, simple_value=value) for tag, value in name_scalars(values).items()]
-        self._append_event(self._event(wall_time=self._now(), step=step, summary=self._summary(value=scalars)))
+        self._append_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=scalars)))
 
     def flush(self) -> None:
         """Appends to the file, or rewrites the newest object of a bucket."""

@@ -7,6 +7,7 @@ the sums over all devices.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import tensorflow as tf
@@ -20,13 +21,15 @@ from training.preflight.compiler import Program, hash_hlo
 
 
 class SliceReplicas(Replicas):
-    """One replica of a simulated slice."""
+    """One replica of a simulated slice of `devices` devices."""
 
-    slice_devices = 1
+    def __init__(self, devices: int) -> None:
+        super().__init__()
+        self.devices = devices
 
     def sum(self, values: Any) -> Any:
         """Sums over all devices of the slice by XLA's own operation."""
-        devices = tf.constant([list(range(self.slice_devices))])
+        devices = tf.constant([list(range(self.devices))])
 
         def all_reduce(value: Any) -> Any:
             return gen_xla_ops.xla_all_reduce(value, devices, "Add", "CrossReplica")
@@ -35,14 +38,14 @@ class SliceReplicas(Replicas):
 
 
 class LoweringBackend(TensorFlow):
-    """The backend, with the programs that one device of a slice runs."""
+    """The backend, with the programs that one of a slice's `devices` runs."""
+
+    def __init__(self, devices: int, *arguments: Any) -> None:
+        self._slice_devices = devices
+        super().__init__(*arguments)
 
     def _open_replicas(self) -> Replicas:
-        self._slice = SliceReplicas()
-        return self._slice
-
-    def simulate_devices(self, count: int) -> None:
-        self._slice.slice_devices = count
+        return SliceReplicas(self._slice_devices)
 
     def lower(self, training: bool, batch: Arrays) -> tuple[str, str, Mapping[int, str]]:
         """Lowers the step or the evaluation for a global batch.
@@ -51,7 +54,7 @@ class LoweringBackend(TensorFlow):
             StableHLO, HLO without source lines, and the names of the state's tensors among the arguments, by number.
         """
         rows = {
-            name: tf.TensorSpec((array.shape[0] // self._slice.slice_devices, *array.shape[1:]), array.dtype)
+            name: tf.TensorSpec((array.shape[0] // self._slice_devices, *array.shape[1:]), array.dtype)
             for name, array in batch.items()
         }
         scalars = []
@@ -86,8 +89,7 @@ class TensorFlowTracer:
 
     def open(self) -> dict[str, int]:
         if self._backend is None:
-            self._backend = self._open_backend(LoweringBackend)
-            self._backend.simulate_devices(self._devices)
+            self._backend = self._open_backend(partial(LoweringBackend, self._devices))
         return {name: spec.size for name, spec in self._backend.tensor_specs().items()}
 
     def trace(self, kind: str, batch: Arrays) -> Program:
