@@ -85,15 +85,7 @@ def evaluate_all(
     task: Task, backend: Backend, rendezvous: Rendezvous, shutdown: ShutdownRequest, phase: str
 ) -> StepResult:
     """Returns the totals over the evaluation set; over a part of it if all hosts stopped early, which `signals.stop` of
-    the result says.
-
-    Args:
-        task: has the evaluation set.
-        backend: has the model.
-        rendezvous: of all hosts.
-        shutdown: says whether this process was asked to stop.
-        phase: named to other hosts while this runs.
-    """
+    the result says. Other hosts see `phase` while this runs."""
     total, replaced = StepResult.empty(), 0
     in_flight: deque[Pending] = deque()
     for number, batch in enumerate(backend.evaluation_batches(task)):
@@ -129,9 +121,6 @@ def evaluate(
     Args:
         place: a run's folder, a model folder in Hugging Face's layout, or a name on the Hub; decides the network.
         config: decides data, batch size and precision.
-        cluster: all hosts, and which of them this one is.
-        rendezvous: of all hosts.
-        shutdown: says whether this process was asked to stop.
         step: of a run's checkpoint; the newest, unless given.
 
     Raises:

@@ -86,15 +86,8 @@ class NonFiniteHistory:
 
     @staticmethod
     def read(folder: str, program: str, rendezvous: Rendezvous, is_first: bool, storage: Storage) -> NonFiniteHistory:
-        """Reads the history on host 0 and shares it with all hosts, which must all call this.
-
-        Args:
-            folder: of the run.
-            program: configuration and code of this attempt.
-            rendezvous: of all hosts.
-            is_first: whether this is host 0.
-            storage: where the folder is.
-        """
+        """Reads the history on host 0 and shares it with all hosts, which must all call this. `folder`: of the run;
+        `program`: hashes of this attempt's configuration and code."""
         records = [asdict(record) for record in read_nonfinite(folder, storage)] if is_first else None
         shared = [NonFiniteStep(**record) for record in rendezvous.meet("nonfinite", records)[0]]
         return NonFiniteHistory(tuple(record for record in shared if record.program == program))
@@ -181,8 +174,8 @@ class Compilations:
     ) -> None:
         """
         Args:
-            backend: whose compilations are counted.
-            timer: where their seconds are moved to the phase "compile".
+            backend: counts its compilations.
+            timer: gets their seconds in the phase "compile".
             shapes: different shapes of the task's training batches.
             strict: another program is an error, instead of a warning.
             warn: shows a warning.

@@ -24,17 +24,9 @@ from training.telemetry.tracker import finite_or_none
 
 
 def compare_weights(run: Run, backend: Backend, replaced: int, seconds: float) -> tuple[str, int]:
-    """Raises TrainError if the hosts ended with different weights. All hosts call it.
-
-    Args:
-        run: of this host.
-        backend: holds the weights.
-        replaced: rows of this host that replaced damaged records.
-        seconds: to wait for all hosts after their last save.
-
-    Returns:
-        The checksum of the weights, and the replaced rows of all hosts.
-    """
+    """Raises TrainError if the hosts ended with different weights. All hosts call it, within `seconds` after their last
+    save. Returns the checksum of the weights, and the number of rows of all hosts that replaced damaged records
+    (`replaced`: of this host)."""
     reports = run.rendezvous.meet("end", [weights_crc32c(backend), replaced], seconds)
     checksums = [checksum for checksum, _ in reports]
     if len(set(checksums)) > 1:

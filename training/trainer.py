@@ -59,13 +59,7 @@ def train(
 ) -> dict[str, Any]:
     """Trains to the last step and returns the summary, on every host.
 
-    Args:
-        config: of the run.
-        cluster: all hosts, and which of them this one is.
-        rendezvous: of all hosts.
-        shutdown: says whether this process was asked to stop.
-        timer: times the phases of this process, and is the clock of checkpoint.every_minutes.
-        dependencies: this machine, unless given.
+    `timer` times the phases of this process, and is the clock of checkpoint.every_minutes.
 
     Raises:
         StopRequested: the process was asked to stop, and the state is committed.
@@ -89,13 +83,8 @@ def train(
 
 
 def open_trainer(run: Run, context: AttemptContext, record_url: str) -> Trainer:
-    """Builds the model and restores the newest checkpoint.
-
-    Args:
-        run: on this host.
-        context: is given what the record of the attempt's end needs.
-        record_url: of this attempt's record.
-    """
+    """Builds the model and restores the newest checkpoint. Gives `context` what the record of the attempt's end
+    needs; `record_url` is the URL of the attempt's record."""
     cluster, config = run.cluster, run.config
     with run.timer.phase("start"):
         run = run.with_starting_model()

@@ -157,7 +157,7 @@ def test_products_of_fp32_are_not_rounded_to_bf16(folder: Path) -> None:
 
 
 def test_two_preflights_at_once_share_the_compiler(folder: Path) -> None:
-    """libtpu has a lock file in /tmp for chips, which nobody has here."""
+    """libtpu has a lock file in /tmp for chips, and there are none here."""
     program = (
         "import sys\n"
         "from tests.container.test_preflight import DOUBLED\n"

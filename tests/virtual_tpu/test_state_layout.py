@@ -25,7 +25,7 @@ rows = layout.send_rows({"rows": np.ones((8, 4), np.float32)})["rows"]
 layout.declare_state({"kept": kept, "replaced": replaced})
 torch_xla.sync()
 kept.mul_(2)  # as an optimizer should
-replaced = replaced * 2  # a tensor that nobody declared
+replaced = replaced * 2  # a tensor without a declared sharding
 tensors = {"kept": kept, "replaced": replaced, "rows": rows}
 try:
     layout.require_declared({name: tensors[name] for name in sys.argv[1:]})

@@ -73,7 +73,7 @@ def test_the_functions_for_notebooks_train_on_all_devices_of_the_host(folder: Pa
 
 @pytest.mark.parametrize("task", others_at_night(DOCUMENTS, ("mlm", "classification")))
 def test_losses_are_those_of_one_cpu_to_the_fifth_digit(task: str, tmp_path: Path) -> None:
-    """In strict mode, with one program for each shape, one for evaluations, and no transfer that nobody asked for."""
+    """In strict mode, with one program for each shape, one for evaluations, and no unplanned transfer."""
     config = {**DOCUMENTS[task](tmp_path, "torch-xla")}
     config["train"] = {**config["train"], "strict": True, "precision": "fp32"}
     settings = from_document(Document("test", config, {}))

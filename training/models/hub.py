@@ -178,15 +178,7 @@ class BackgroundUploader:
         run_push: RunPush = run_push,
         machine: Machine = SYSTEM,
     ) -> None:
-        """Starts the thread, which uploads nothing yet.
-
-        Args:
-            settings: the section hub of the configuration.
-            run: the run's folder.
-            warn: shows a warning.
-            run_push: uploads.
-            machine: for the thread, and for `hub.wait_seconds`.
-        """
+        """Starts the thread, which uploads nothing yet. `run`: the run's folder."""
         self.settings, self.run, self.warn = settings, run, warn
         self.pushed: int | None = None  # the newest step on the Hub
         self.commit: str | None = None  # its URL

@@ -56,14 +56,14 @@ def build_model_config(
 
     Args:
         model: the configuration's section.
-        vocabulary: of the tokenizer.
+        vocabulary: size of the tokenizer's vocabulary.
         pad: the number of its padding token.
         dropout: a share between 0 and 1.
         head: of the task.
-        labels: names of the classes, of a classifier.
+        labels: names of the classes of a classifier.
 
     Raises:
-        BadInput: model.path has no config.json, or one of a family that is not known here.
+        BadInput: model.path has no config.json, or one of an unknown family.
     """
     try:
         values = _named_config(model, vocabulary, pad, dropout) if model.path is None else read_config(model.path)
@@ -82,13 +82,7 @@ def read_labels(config: Mapping[str, Any]) -> list[str]:
 
 def require_family(values: Mapping[str, Any], path: str | None, head: Head, backend: BackendName) -> None:
     """Raises BadInput for a starting model of a family that can't get this head, or that the backend can't train.
-
-    Args:
-        values: of its config.json.
-        path: for messages.
-        head: of the task.
-        backend: of the run.
-    """
+    `values`: of the model's config.json; `path`: for messages."""
     family = values.get("model_type")
     if head.is_fresh and family not in FAMILIES:
         raise BadInput(
