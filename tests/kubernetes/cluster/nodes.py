@@ -22,7 +22,6 @@ from tests.kubernetes.cluster.store import Object, Store, now, set_condition
 
 LABEL = "tpu-launch.test-cluster"
 POOL = "cloud.google.com/gke-nodepool"
-_TAINTS = ("google.com/tpu", "cloud.google.com/gke-spot")
 
 
 class CanNotStart(Exception):

@@ -83,12 +83,6 @@ class End:
             raise OSError(self._error, "the connection broke")
         return b""
 
-    def recv_into(self, view: memoryview) -> int:
-        """Receives into the caller's memory."""
-        data = self.recv(len(view))
-        view[: len(data)] = data
-        return len(data)
-
     def shutdown(self, how: int, /) -> None:
         if self.closed or self._error:
             raise OSError(errno.ENOTCONN, "not connected")
