@@ -69,7 +69,7 @@ def default_spec(
     )
     name, dockerfile = f"tpu-launch/{backend}", source / "Dockerfile"
     return ImageSpec(
-        name, dockerfile, context, _sort_arguments(build_args), target, ca_bundle=_require_ca_bundle(ca_bundle)
+        name, dockerfile, context, _sorted_items(build_args), target, ca_bundle=_require_ca_bundle(ca_bundle)
     )
 
 
@@ -101,7 +101,7 @@ def folder_spec(
         raise BadInput(f"{dockerfile}: there is no such Dockerfile")
     context = build_context.folder(folder, dockerfile)
     return ImageSpec(
-        name, dockerfile, context, _sort_arguments(build_args), None, repository, _require_ca_bundle(ca_bundle)
+        name, dockerfile, context, _sorted_items(build_args), None, repository, _require_ca_bundle(ca_bundle)
     )
 
 
@@ -164,5 +164,5 @@ def _require_ca_bundle(given: Path | None) -> Path | None:
     return path.absolute() if path else None
 
 
-def _sort_arguments(build_args: Mapping[str, str] | None) -> tuple[tuple[str, str], ...]:
+def _sorted_items(build_args: Mapping[str, str] | None) -> tuple[tuple[str, str], ...]:
     return tuple(sorted((build_args or {}).items()))

@@ -14,7 +14,6 @@ import contextlib
 import ipaddress
 import logging
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -136,80 +135,74 @@ class HostContainers:
         volume = self.engine.call("GET", f"/volumes/{host.hostname}{path.replace('/', '-')}")
         return Path(volume["Mountpoint"])
 
-    def own(self, hostname: str) -> list[dict[str, Any]]:
+    def list_on(self, hostname: str) -> list[dict[str, Any]]:
         """Returns the containers that run, or ran, on a host."""
         return self.engine.containers(f"{LABEL}={self.emulator}", f"{HOST_LABEL}={hostname}")
 
     def kill(self, host: Host) -> None:
         """Kills the host and its containers with SIGKILL."""
-        self._call_unless_done("POST", f"/containers/{host.hostname}/kill")
-        self.kill_own(host.hostname)
+        self._call("POST", f"/containers/{host.hostname}/kill")
+        self.kill_containers(host.hostname)
 
-    def kill_own(self, hostname: str) -> None:
+    def kill_containers(self, hostname: str) -> None:
         """Kills the containers of a host that has died."""
         alive = ("running", "restarting", "paused")
-        running = [container["Id"] for container in self.own(hostname) if container["State"] in alive]
-        self._in_parallel(running, lambda container: self._call_unless_done("POST", f"/containers/{container}/kill"))
+        running = [container["Id"] for container in self.list_on(hostname) if container["State"] in alive]
+        self._call_all("POST", [f"/containers/{container}/kill" for container in running])
 
     def power_off(self, host: Host) -> None:
         """Stops the host as a shutdown does: its containers get SIGTERM first."""
         running = self._containers_in_state(host, "running")
-        self._in_parallel(
-            running, lambda container: self._call_unless_done("POST", f"/containers/{container}/stop", {"t": "10"})
-        )
-        self._call_unless_done("POST", f"/containers/{host.hostname}/stop", {"t": "5"})
+        self._call_all("POST", [f"/containers/{container}/stop" for container in running], {"t": "10"})
+        self._call("POST", f"/containers/{host.hostname}/stop", {"t": "5"})
 
     def start(self, host: Host) -> None:
         """Starts a host that exists, and those of its containers that an engine restarts after a reboot."""
         before = self.engine.call("GET", f"/containers/{host.hostname}/json")["State"]
         if before["Running"]:
             return
-        self._call_unless_done("POST", f"/containers/{host.hostname}/start")
-        for listed in self.own(host.hostname):
+        self._call("POST", f"/containers/{host.hostname}/start")
+        for listed in self.list_on(host.hostname):
             container = self.engine.call("GET", f"/containers/{listed['Id']}/json")
             policy, ended = container["HostConfig"]["RestartPolicy"]["Name"], container["State"]["FinishedAt"]
             # Times are RFC 3339 in UTC, so they compare as text. "unless-stopped" does not restart a
             # container that had ended before the host went down.
             if policy == "always" or (policy == "unless-stopped" and ended >= before["FinishedAt"]):
-                self._call_unless_done("POST", f"/containers/{listed['Id']}/start")
+                self._call("POST", f"/containers/{listed['Id']}/start")
 
     def hang(self, host: Host) -> None:
         """Pauses all processes of the host: its connections stay open, and nothing answers on them."""
         for name in (*self._containers_in_state(host, "running"), host.hostname):
-            self._call_unless_done("POST", f"/containers/{name}/pause")
+            self._call("POST", f"/containers/{name}/pause")
 
     def wake(self, host: Host) -> None:
         for name in (host.hostname, *self._containers_in_state(host, "paused")):
-            self._call_unless_done("POST", f"/containers/{name}/unpause")
+            self._call("POST", f"/containers/{name}/unpause")
 
     def cut(self, host: Host) -> None:
         """Disconnects the host from the network: no ssh, no peers. Its processes continue."""
-        self._call_unless_done(
-            "POST", f"/networks/{self.network}/disconnect", body={"Container": host.hostname, "Force": True}
-        )
+        self._call("POST", f"/networks/{self.network}/disconnect", body={"Container": host.hostname, "Force": True})
 
     def join(self, host: Host) -> None:
         """Reconnects the host with the same address."""
         endpoint = {"IPAMConfig": {"IPv4Address": host.address}}
-        self._call_unless_done(
+        self._call(
             "POST", f"/networks/{self.network}/connect", body={"Container": host.hostname, "EndpointConfig": endpoint}
         )
 
     def remove(self, host: Host) -> None:
         """Removes the host, its containers and its volumes."""
-        self._call_unless_done("POST", f"/containers/{host.hostname}/kill")
-        names = [*(container["Id"] for container in self.own(host.hostname)), host.hostname]
-        self._in_parallel(
-            names, lambda name: self._call_unless_done("DELETE", f"/containers/{name}", {"force": "1", "v": "1"})
-        )
+        self._call("POST", f"/containers/{host.hostname}/kill")
+        names = [*(container["Id"] for container in self.list_on(host.hostname)), host.hostname]
+        self._call_all("DELETE", [f"/containers/{name}" for name in names], {"force": "1", "v": "1"})
         own_volumes = filters(label=[f"{LABEL}={self.emulator}", f"{HOST_LABEL}={host.hostname}"])
         for volume in self.engine.call("GET", "/volumes", {"filters": own_volumes})["Volumes"] or []:
-            self._call_unless_done("DELETE", f"/volumes/{volume['Name']}", {"force": "1"})
+            self._call("DELETE", f"/volumes/{volume['Name']}", {"force": "1"})
 
     def _containers_in_state(self, host: Host, state: str) -> list[str]:
-        return [container["Id"] for container in self.own(host.hostname) if container["State"] == state]
+        return [container["Id"] for container in self.list_on(host.hostname) if container["State"] == state]
 
-    def _call_unless_done(self, method: str, path: str, query: dict[str, Any] | None = None, body: Any = None) -> None:
+    def _call(self, method: str, path: str, query: dict[str, Any] | None = None, body: Any = None) -> None:
         """Makes a call. Ignores errors that mean "already done" (gone, stopped, not connected) and logs others."""
         try:
             self.engine.call(method, path, query, body)
@@ -217,11 +210,11 @@ class HostContainers:
             if error.status not in (304, 404, 409):
                 log.warning("%s", error)
 
-    @staticmethod
-    def _in_parallel(names: list[str], action: Callable[[str], None]) -> None:
-        if names:
-            with ThreadPoolExecutor(min(16, len(names))) as pool:
-                list(pool.map(action, names))
+    def _call_all(self, method: str, paths: list[str], query: dict[str, Any] | None = None) -> None:
+        """Makes a call on several paths in parallel."""
+        if paths:
+            with ThreadPoolExecutor(min(16, len(paths))) as pool:
+                list(pool.map(lambda path: self._call(method, path, query), paths))
 
 
 def free_subnets(emulator: str, taken: list[str]) -> list[str]:
@@ -249,15 +242,13 @@ def remove_everything(engine: Engine, emulator: str) -> None:
     containers = HostContainers(engine, emulator, "", Path())
     for _ in range(20):
         names = [f"/containers/{container['Id']}" for container in engine.containers(label)]
-        containers._in_parallel(
-            names, lambda path: containers._call_unless_done("DELETE", path, {"force": "1", "v": "1"})
-        )
+        containers._call_all("DELETE", names, {"force": "1", "v": "1"})
         volumes = engine.call("GET", "/volumes", {"filters": filters(label=[label])})["Volumes"] or []
         networks = engine.call("GET", "/networks", {"filters": filters(label=[label])})
         rest = [f"/volumes/{volume['Name']}" for volume in volumes]
         rest += [f"/networks/{network['Id']}" for network in networks]
         for path in rest:
-            containers._call_unless_done("DELETE", path)
+            containers._call("DELETE", path)
         if not names and not rest:
             return
         time.sleep(0.1)

@@ -204,11 +204,11 @@ class Hosts:
                 connection.request("GET", "/events?" + urlencode(query))
                 response = connection.getresponse()
                 for container in self.containers.engine.containers(f"{LABEL}={emulator}", MACHINE_LABEL):
-                    if container["EmulatorState"] != "running":
-                        self.containers.kill_own(container["Names"][0].removeprefix("/"))
+                    if container["State"] != "running":
+                        self.containers.kill_containers(container["Names"][0].removeprefix("/"))
                 while line := response.readline():
                     name = json.loads(line)["Actor"]["Attributes"]["name"]
-                    threading.Thread(target=self.containers.kill_own, args=(name,), daemon=True).start()
+                    threading.Thread(target=self.containers.kill_containers, args=(name,), daemon=True).start()
             except (OSError, ValueError, KeyError, EngineError, http.client.HTTPException):
                 log.exception("watching the engine's events")
             time.sleep(0.5)
