@@ -18,12 +18,9 @@ class BucketServer:
     def __init__(self, folder: Path) -> None:
         """Starts a server with a bucket named "bucket" whose objects are below `folder`."""
         from launcher.emulator.http_server import Acceptor, serve_http
-        from launcher.emulator.storage.api import StorageApi
-        from launcher.emulator.storage.bucket import Buckets
 
-        buckets = Buckets(folder)
-        buckets.ensure("bucket")
-        self.api = StorageApi(buckets)
+        self.folder = folder
+        self.restart()
         self.fault: Callable[[Any], Any] = lambda request: None
         self.requests: list[tuple[str, str, str]] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -31,6 +28,15 @@ class BucketServer:
         self._acceptor = Acceptor()
         self._acceptor.start()
         self._acceptor.add(self._listener, lambda connection: serve_http(connection, self.answer))
+
+    def restart(self) -> None:
+        """Forgets everything that is not on disk, as a new server after a crash."""
+        from launcher.emulator.storage.api import StorageApi
+        from launcher.emulator.storage.bucket import Buckets
+
+        buckets = Buckets(self.folder)
+        buckets.ensure("bucket")
+        self.api = StorageApi(buckets)
 
     def answer(self, request: Any) -> Any:
         """Answers one request."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,8 @@ import pytest
 
 from launcher.emulator.api import nodes as tpu_api
 from launcher.emulator.api import queued_resources
-from launcher.emulator.http_server import Acceptor, serve_http
 from launcher.emulator.state import EmulatorState, Node, Operation
-from launcher.emulator.storage.api import StorageApi
-from launcher.emulator.storage.bucket import Buckets
+from tests.bucket_server import BucketServer
 
 ZONE = "us-central2-b"
 PARENT = ("projects", "p", "locations", ZONE)
@@ -62,32 +59,9 @@ def api() -> Api:
     return Api()
 
 
-class Storage:
-    """Cloud Storage on a loopback port, over a folder; `restart` is what a crash and a new server are to a client."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.api = StorageApi(Buckets(folder))
-        self._acceptor = Acceptor()
-        self._acceptor.start()
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
-        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
-        self._acceptor.add(
-            self._listener, lambda connection: serve_http(connection, lambda request: self.api.answer(request))
-        )
-
-    def restart(self) -> None:
-        """Forgets everything that isn't on disk."""
-        self.api = StorageApi(Buckets(self.folder))
-
-    def close(self) -> None:
-        self._acceptor.remove(self._listener, close=True)
-        self._acceptor.close()
-
-
 @pytest.fixture
-def storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Storage]:
-    served = Storage(tmp_path / "buckets")
+def storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[BucketServer]:
+    served = BucketServer(tmp_path / "buckets")
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", served.url)
     for name in [key for key in os.environ if key.lower().endswith("_proxy")]:
         monkeypatch.delenv(name)
@@ -96,7 +70,7 @@ def storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Storage
 
 
 @pytest.fixture
-def client(storage: Storage) -> Any:
+def client(storage: BucketServer) -> Any:
     """Returns a client of the unmodified library."""
     from google.cloud import storage as library
 
