@@ -160,19 +160,6 @@ def test_two_hosts_train_as_one(folder: Path) -> None:
     assert (two["eval_accuracy"], two["eval_weighted_f1"]) == (one["eval_accuracy"], one["eval_weighted_f1"])
 
 
-@pytest.mark.nightly
-def test_sharded_over_two_devices_it_is_the_same_training(folder: Path) -> None:
-    """What a TPU host does. A process of its own, because devices are counted once a process."""
-    changes = {"train__dropout": 0.0, "train__steps": 8, "evaluation__every": None}
-    [host] = small_runs.start(folder, "two-devices", document(folder, **changes), CPU_NUM_DEVICES="2")
-    one = run(folder, "one-device", **changes)
-    assert host.finish() == 0, host.text()
-    two = small_runs.summary(folder, "two-devices")
-    assert (two["devices"], two["compilations"]) == (2, 4)
-    assert two["last_loss"] == pytest.approx(one["last_loss"], rel=1e-5)
-    assert (two["eval_accuracy"], two["eval_weighted_f1"]) == (one["eval_accuracy"], one["eval_weighted_f1"])
-
-
 def test_the_result_is_a_model_that_text_classification_loads(undisturbed: dict[str, Any], folder: Path) -> None:
     model, exported = Path(undisturbed["model"]), folder / "exported"
     assert export_checkpoint(str(folder / "runs" / "undisturbed"), str(exported)) == 40

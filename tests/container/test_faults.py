@@ -1,5 +1,4 @@
-"""Two hosts, and something that no training survives on one of them or on both: host 0 says what it was, and nobody is
-left behind.
+"""A fault on one of two hosts, or on both, that no training survives: host 0 names the fault, and every host ends.
 
 Each host works in a folder of its own with its own copy of the data, as hosts with local disks do; the runs' folder is
 common to both.

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from tests.container import small_runs
 from training.cli.main import tpu_train
-from training.errors import BadInput, StopRequested
+from training.errors import BadInput
 from training.models.hugging_face import read_config
 from training.models.predict import classify
 
@@ -120,39 +120,9 @@ def test_predict_prints_the_number(undisturbed: dict[str, Any]) -> None:
     assert numbers[0] > numbers[1] + 0.1
 
 
-def test_a_run_and_its_model_are_evaluated_alike(folder: Path, undisturbed: dict[str, Any]) -> None:
-    for place in (str(folder / "runs" / "undisturbed"), undisturbed["model"]):
-        evaluated = small_runs.evaluate_here(document(folder), place)
-        assert (evaluated.examples, evaluated.labels, evaluated.confusion) == (EVALUATED, None, None)
-        for name, value in evaluated.figures.items():
-            assert value == pytest.approx(undisturbed[f"eval_{name}"], rel=1e-5)
-
-
-def test_going_on_changes_no_bit(folder: Path, undisturbed: dict[str, Any]) -> None:
-    with pytest.raises(StopRequested):
-        small_runs.train_here(document(folder), "stopped", small_runs.StopAfter(25))
-    resumed = small_runs.train_here(document(folder), "stopped", attempt=1)
-    assert resumed["final_weights_crc32c"] == undisturbed["final_weights_crc32c"]
-    assert resumed["eval_pearson"] == undisturbed["eval_pearson"]
-
-
-@pytest.mark.nightly
-def test_two_hosts_train_as_one(folder: Path, undisturbed: dict[str, Any]) -> None:
-    hosts = small_runs.start(folder, "pair", document(folder), hosts=2)
-    assert [host.finish() for host in hosts] == [0, 0], hosts[0].text()
-    pair = small_runs.summary(folder, "pair")
-    for name in ("first_loss", "eval_mse", "eval_mae", "eval_pearson"):
-        assert pair[name] == pytest.approx(undisturbed[name], rel=0.02), name
-
-
 def test_a_label_that_is_no_number_is_one_message_with_its_line(folder: Path, tmp_path: Path) -> None:
     small_runs.write_tokenizer(tmp_path / "tokenizer")
     bad = write_csv(tmp_path / "bad.csv", [("w5 w6", 0.5), ("w7", "much")])  # type: ignore[list-item]
     made = shards(tmp_path, bad, folder / "evaluation.csv")
     assert isinstance(made.exception, BadInput)
     assert f"{bad}:3: label 'much' is not a number" in str(made.exception)
-
-
-def test_data_of_another_task_is_refused(folder: Path) -> None:
-    with pytest.raises(BadInput, match="holds number-labelled rows, and the task needs class-labelled ones"):
-        small_runs.train_here(document(folder, task="classification"), "other")
