@@ -8,9 +8,9 @@ from training.lint.rules import (
     SHAPE,
     VALUE,
     LintFinding,
-    Operation,
     StepChecker,
     StepTrace,
+    TracedOperation,
     merge_findings,
 )
 
@@ -21,8 +21,8 @@ def step(
     compilations: int = 0, *findings: LintFinding, numbers: tuple[int, ...] = (1,), transfers: int = 0
 ) -> StepTrace:
     operations = [
-        Operation("addmm", "([4, 8])", "m.py:1"),
-        *(Operation("roll", f"([4, 8], {number})", "m.py:2") for number in numbers),
+        TracedOperation("addmm", "([4, 8])", "m.py:1"),
+        *(TracedOperation("roll", f"([4, 8], {number})", "m.py:2") for number in numbers),
     ]
     return StepTrace(list(findings), operations, compilations, transfers)
 

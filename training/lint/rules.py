@@ -21,7 +21,7 @@ SHAPE, VALUE, PROGRAM, HOST = "data-dependent shape", "value on the host", "anot
 
 
 @dataclass(frozen=True)
-class Operation:
+class TracedOperation:
     """One operation of a step: what of it determines the compiled program, and its source line."""
 
     name: str
@@ -46,7 +46,7 @@ class StepTrace:
     """The record of one step."""
 
     findings: list[LintFinding] = field(default_factory=list)
-    operations: list[Operation] = field(default_factory=list)
+    operations: list[TracedOperation] = field(default_factory=list)
     compilations: int = 0
     transfers: int = 0  # to the host
 
@@ -60,7 +60,7 @@ class StepChecker:
 
     def __init__(self, expected_shapes: int = 1) -> None:
         self._expected_shapes = expected_shapes
-        self._operations: dict[ShapeKey, list[Operation]] = {}  # of the newest step of each shape
+        self._operations: dict[ShapeKey, list[TracedOperation]] = {}  # of the newest step of each shape
         self._findings: dict[tuple[str, str], tuple[LintFinding, int]] = {}  # (rule, place) -> the first, and how many
 
     def add_step(self, number: int, shapes: Shapes, trace: StepTrace) -> None:
@@ -90,7 +90,7 @@ class StepChecker:
         first, count = self._findings.get(key, (finding, 0))
         self._findings[key] = (first, count + 1)
 
-    def _new_shape(self, number: int, shapes: Shapes, operations: Sequence[Operation]) -> LintFinding:
+    def _new_shape(self, number: int, shapes: Shapes, operations: Sequence[TracedOperation]) -> LintFinding:
         earlier, earlier_operations = list(self._operations.items())[-1]
         places = (operation.place for _, operation in _differences(earlier_operations, operations) if operation.place)
         message = (
@@ -100,7 +100,7 @@ class StepChecker:
         return LintFinding(PROGRAM, next(places, ""), message)
 
     def _add_recompilation(
-        self, number: int, earlier: Sequence[Operation], trace: StepTrace, *, explained: bool
+        self, number: int, earlier: Sequence[TracedOperation], trace: StepTrace, *, explained: bool
     ) -> None:
         """Adds the finding for a step that compiled although its shape is known.
 
@@ -120,7 +120,7 @@ def merge_findings(first: Sequence[LintFinding], second: Sequence[LintFinding]) 
     return [*first, *(finding for finding in second if (finding.rule, finding.place) not in known)]
 
 
-def _changed_operation(number: int, old: Operation | None, new: Operation) -> LintFinding:
+def _changed_operation(number: int, old: TracedOperation | None, new: TracedOperation) -> LintFinding:
     same_operation = old is not None and old.name == new.name
     if old is None:
         before = "where nothing was before"
@@ -140,8 +140,8 @@ def _shapes(shapes: Shapes) -> str:
 
 
 def _differences(
-    earlier: Sequence[Operation], later: Sequence[Operation]
-) -> Iterator[tuple[Operation | None, Operation]]:
+    earlier: Sequence[TracedOperation], later: Sequence[TracedOperation]
+) -> Iterator[tuple[TracedOperation | None, TracedOperation]]:
     """Yields (old, new) for each position where the operation of the later step differs."""
     for old, new in zip_longest(earlier, later):
         if new is not None and (old is None or (old.name, old.operands) != (new.name, new.operands)):

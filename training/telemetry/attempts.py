@@ -28,7 +28,7 @@ _END, _NON_FINITE = ".end.json", ".nonfinite.json"
 
 
 @dataclass(frozen=True)
-class Attempt:
+class AttemptRecords:
     """The start record and the end record of one attempt."""
 
     number: int
@@ -109,7 +109,7 @@ def _read_document(url: str, storage: Storage) -> dict[str, Any] | None:
     return None
 
 
-def read_attempts(folder: str, storage: Storage = default_storage) -> list[Attempt]:
+def read_attempts(folder: str, storage: Storage = default_storage) -> list[AttemptRecords]:
     """Returns all attempts of a run in the order in which they began. Warns of records that it can't read, and leaves
     them out."""
     records: dict[tuple[int, str], dict[str, Any]] = {}  # (number, token) -> "start" and "end"
@@ -120,4 +120,4 @@ def read_attempts(folder: str, storage: Storage = default_storage) -> list[Attem
             record = records.setdefault((int(match[1]), match[2]), {})
             record["end" if match[3] else "start"] = document
     ordered = sorted(records.items(), key=lambda item: (item[0][0], item[1].get("start", {}).get("began", 0.0)))
-    return [Attempt(number, record.get("start", {}), record.get("end")) for (number, _), record in ordered]
+    return [AttemptRecords(number, record.get("start", {}), record.get("end")) for (number, _), record in ordered]

@@ -19,7 +19,7 @@ from training.checkpoint.safetensors_file import Damaged
 from training.errors import BadInput
 from training.storage import NotFound, Storage, join
 from training.telemetry import svg, text
-from training.telemetry.attempts import Attempt, read_attempts
+from training.telemetry.attempts import AttemptRecords, read_attempts
 from training.telemetry.metrics import read_history
 
 NAME = "report.html"
@@ -48,7 +48,7 @@ class RunContents:
 
     folder: str
     lines: Sequence[Mapping[str, Any]]  # as training.telemetry.metrics.read_history
-    attempts: Sequence[Attempt]
+    attempts: Sequence[AttemptRecords]
     summary: Mapping[str, Any] | None
     checkpoints: Sequence[tuple[int, Manifest | str]]  # newest first: the manifest, or how it is damaged
     confusion: Mapping[str, Any] | None  # labels, counts
@@ -189,7 +189,7 @@ def _render_curves(lines: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def _render_phases(attempts: Sequence[Attempt]) -> str:
+def _render_phases(attempts: Sequence[AttemptRecords]) -> str:
     """Renders the seconds by phase, summed over all attempts with an end record, without phases below 0.5 %."""
     seconds: dict[str, float] = {}
     for attempt in attempts:
@@ -205,7 +205,7 @@ def _render_phases(attempts: Sequence[Attempt]) -> str:
     return f"{chart}<p>Goodput, the share of the time that was spent in steps: {goodput}.</p>"
 
 
-def _render_attempts(attempts: Sequence[Attempt]) -> str:
+def _render_attempts(attempts: Sequence[AttemptRecords]) -> str:
     rows = []
     for attempt in attempts:
         end = attempt.end or {}
@@ -248,7 +248,7 @@ def _render_confusion(matrix: Mapping[str, Any] | None) -> str:
     return f"<h2>Confusion matrix</h2>{svg.confusion_matrix(matrix['labels'], matrix['counts'], top=20)}"
 
 
-def _render_configuration(attempts: Sequence[Attempt]) -> str:
+def _render_configuration(attempts: Sequence[AttemptRecords]) -> str:
     if not attempts or not attempts[-1].start.get("config"):
         return ""
     start = attempts[-1].start

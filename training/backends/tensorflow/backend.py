@@ -26,8 +26,8 @@ from training.backends.tensorflow.failures import translate_failures
 from training.backends.tensorflow.input import dataset_of, distributed, distributed_evaluation, is_upcoming
 from training.backends.tensorflow.model import Noise, Parameter, build
 from training.backends.tensorflow.replicas import Replicas
-from training.backends.tensorflow.state import State
-from training.backends.tensorflow.step import TrainingStep
+from training.backends.tensorflow.state import TensorFlowState
+from training.backends.tensorflow.step import TensorFlowStep
 from training.batch import SUMS, Arrays, HostBatch, Signals, StepResult
 from training.checkpoint.safetensors_file import TensorSpec
 from training.checkpoint.snapshot import Snapshot
@@ -70,9 +70,9 @@ class TensorFlow:
         rendezvous.set_phase("building the model")
         noise = Noise()
         network, parameters, optimizer = _build_model(config, requirements, self._replicas, noise)
-        self._state = State(parameters, optimizer, self._replicas.assign)
+        self._state = TensorFlowState(parameters, optimizer, self._replicas.assign)
         task_sums = load(TASKS[config.task].tensorflow)
-        self._step = TrainingStep(config, cluster, network, parameters, optimizer, noise, self._replicas, task_sums)
+        self._step = TensorFlowStep(config, cluster, network, parameters, optimizer, noise, self._replicas, task_sums)
         # On a TPU the whole program is compiled anyway.
         compiled = config.train.jit_compile and self._replicas.count == 1 and not self._replicas.is_tpu
         self._programs: dict[str, Any] = {
@@ -121,47 +121,47 @@ class TensorFlow:
         return self._replicas.count > 1 and not self._exchange and not counts_skipped
 
     @translate_failures()
-    def step(self, number: int, batch: Arrays, signals: Signals) -> _PendingStep:
+    def step(self, number: int, batch: Arrays, signals: Signals) -> _PendingResult:
         if is_upcoming(batch) and self._config.train.steps_per_call != 1:
             dataset = dataset_of(batch)
             with translate_errors(dataset):
                 queued = self._calls.add(self._replicas.send_rows(batch), *self._step.scalar_values(number))
-            return _PendingStep(queued, signals, dataset, trains=True)
+            return _PendingResult(queued, signals, dataset, trains=True)
         seed, scalars = self._step.scalars(number)
         rows = self._replicas.send_rows(batch)
         if is_upcoming(batch):
             return self._pending_of_upcoming(batch, True, signals, rows, seed, scalars)
         if not self._exchange:
-            return _PendingStep(self._call("train", rows, seed, scalars), signals, trains=True)
+            return _PendingResult(self._call("train", rows, seed, scalars), signals, trains=True)
         gradients = self._call("gradients", rows, seed).numpy()
         total = self._exchange.sum(np.concatenate([gradients, _signals_array(signals)]))
         update = self._call("update", tf.constant(total[: -len(_signals_array(signals))]), scalars).numpy()
-        return _PendingStep(np.concatenate([total[len(gradients) - len(SUMS) :], update]), trains=True)
+        return _PendingResult(np.concatenate([total[len(gradients) - len(SUMS) :], update]), trains=True)
 
     def _run_steps(self, batches: Any, seeds: npt.NDArray[np.int32], scalars: npt.NDArray[np.float32], due: int) -> Any:
         return self._call("train several", batches, tf.constant(seeds), tf.constant(scalars), tf.constant(due))
 
     @translate_failures()
-    def evaluate(self, batch: Arrays, signals: Signals) -> _PendingStep:
+    def evaluate(self, batch: Arrays, signals: Signals) -> _PendingResult:
         self._calls.flush()
         rows = self._replicas.send_rows(batch)
         if is_upcoming(batch):
             return self._pending_of_upcoming(batch, False, signals, rows)
         sums = self._call("evaluate", rows)
         if not self._exchange:
-            return _PendingStep(sums, signals, trains=False)
+            return _PendingResult(sums, signals, trains=False)
         values = sums.numpy()
-        return _PendingStep(
+        return _PendingResult(
             self._exchange.sum(np.concatenate([values[: len(SUMS)], _signals_array(signals), values[len(SUMS) :]])),
             trains=False,
         )
 
-    def _pending_of_upcoming(self, batch: Arrays, trains: bool, signals: Signals, *arguments: Any) -> _PendingStep:
+    def _pending_of_upcoming(self, batch: Arrays, trains: bool, signals: Signals, *arguments: Any) -> _PendingResult:
         """Runs a program that takes its rows itself: errors of its rows surface in this call or with its result."""
         dataset = dataset_of(batch)
         with translate_errors(dataset):
             sums = self._call("train next" if trains else "evaluate next", *arguments)
-        return _PendingStep(sums, signals, dataset, trains=trains)
+        return _PendingResult(sums, signals, dataset, trains=trains)
 
     def _call(self, name: str, *arguments: Any) -> Any:
         """Runs a program, and adds up the seconds of calls that trace."""
@@ -234,7 +234,7 @@ def _signals_array(signals: Signals) -> npt.NDArray[np.float32]:
     return np.array([signals.stop, signals.save], np.float32)
 
 
-class _PendingStep:
+class _PendingResult:
     """The result of a step or an evaluation that may still run.
 
     Args:

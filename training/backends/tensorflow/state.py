@@ -12,7 +12,7 @@ from training.checkpoint.safetensors_file import Damaged, TensorSpec
 from training.checkpoint.snapshot import Snapshot
 
 
-class State:
+class TensorFlowState:
     """Variables under PyTorch's names and in PyTorch's shapes. `optimizer` is one of training.registry.OPTIMIZERS, over
     the same parameters."""
 

@@ -25,7 +25,7 @@ from training.optim.schedule import learning_rate
 TaskSums = Callable[[Any, Mapping[str, Any], bool], tuple[Any, Any]]
 
 
-class TrainingStep:
+class TensorFlowStep:
     """The step of one run, as operations on its variables."""
 
     def __init__(

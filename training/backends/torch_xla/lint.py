@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training.backends.protocol import Backend
 from training.backends.torch_xla.backend import TorchXla, count_fallbacks
 from training.errors import BadInput
-from training.lint.rules import HOST, SHAPE, VALUE, LintFinding, Operation, StepChecker, StepTrace
+from training.lint.rules import HOST, SHAPE, VALUE, LintFinding, StepChecker, StepTrace, TracedOperation
 
 _NOT_USER_CODE = (*(f"{Path(module.__file__).parent}{os.sep}" for module in (torch, torch_xla)), __file__, "<")
 # Views that autograd and in-place updates make: no work, and not the same in each step.
@@ -80,7 +80,7 @@ class _OperationWatcher(TorchDispatchMode):  # type: ignore[misc]  # torch is no
             return function(*args, **keywords)
         place, short = _user_place(), name.removeprefix("aten::")
         if short not in _BOOKKEEPING:
-            self._trace.operations.append(Operation(short, _format_operands(values), place))
+            self._trace.operations.append(TracedOperation(short, _format_operands(values), place))
         finding = _check_operation(function, name, args, keywords, place)
         fallbacks_before = None if finding else count_fallbacks()
         result = function(*args, **keywords)

@@ -16,8 +16,8 @@ from training.data.tf.crc32c import Crc32c
 from training.data.tf.recipe_shards import recipe_shards
 from training.data.tf.record_source import (
     Columns,
-    RecordSource,
     ShardIndex,
+    TensorRecordSource,
     describe_record,
     join_strings,
     replace_bad_records,
@@ -29,7 +29,9 @@ from training.data.tf.record_source import (
 ReadStored = tuple[Callable[[Any, Any, Any], Any], Callable[[Any, Any], Any]]
 
 
-def open_source(dataset: Dataset, *, vocabulary: int, on_corrupt: OnCorrupt, length: int | None = None) -> RecordSource:
+def open_source(
+    dataset: Dataset, *, vocabulary: int, on_corrupt: OnCorrupt, length: int | None = None
+) -> TensorRecordSource:
     """Returns the source for a dataset of either layout, as the numpy `open_source`. Raises BadInput."""
     if dataset.manifest.layout == "recipe":
         return recipe_shards(dataset, vocabulary=vocabulary, on_corrupt=on_corrupt)
@@ -37,7 +39,7 @@ def open_source(dataset: Dataset, *, vocabulary: int, on_corrupt: OnCorrupt, len
     return fixed_shards(dataset, length=length, vocabulary=vocabulary, on_corrupt=on_corrupt)
 
 
-def fixed_shards(dataset: Dataset, *, length: int, vocabulary: int, on_corrupt: OnCorrupt) -> RecordSource:
+def fixed_shards(dataset: Dataset, *, length: int, vocabulary: int, on_corrupt: OnCorrupt) -> TensorRecordSource:
     """Returns the source for the rows of `length` tokens. Options as for `FixedShards`. Raises BadInput."""
     source = FixedShards(dataset, length=length, vocabulary=vocabulary, on_corrupt=on_corrupt)  # checks every shard
     shards = [shard for shard in dataset.shards if shard.length == length and shard.records]
@@ -72,7 +74,7 @@ def fixed_shards(dataset: Dataset, *, length: int, vocabulary: int, on_corrupt: 
         _check_ids(columns["input_ids"], vocabulary, index.urls[index.shard_of(first)])
         return columns
 
-    return RecordSource(source.records, size, unit, length, columns_of, read)
+    return TensorRecordSource(source.records, size, unit, length, columns_of, read)
 
 
 def _check_ids(input_ids: Any, vocabulary: int, url: Any) -> None:

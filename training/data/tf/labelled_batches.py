@@ -22,7 +22,7 @@ from training.data.sampling.random_bits import bucket_seed
 from training.data.tf.fixed_shards import open_source
 from training.data.tf.order import buckets_of_steps
 from training.data.tf.reader import evaluation_batches, training_batches
-from training.data.tf.record_source import Columns, RecordSource
+from training.data.tf.record_source import Columns, TensorRecordSource
 
 
 def labelled_batches(dataset: Dataset, host_slice: HostSlice, seed: int, start: int = 0) -> Any:
@@ -73,12 +73,12 @@ def _converter(bucket_start: int, pad: int) -> Callable[[Columns], Columns]:
     return convert
 
 
-def _open_buckets(dataset: Dataset, host_slice: HostSlice) -> list[RecordSource]:
+def _open_buckets(dataset: Dataset, host_slice: HostSlice) -> list[TensorRecordSource]:
     """Opens the length buckets, in ascending order of length."""
     dataset.require_labels()
     host_slice.rows()  # raises for an indivisible batch before any shard is listed
 
-    def open_length(length: int) -> RecordSource:
+    def open_length(length: int) -> TensorRecordSource:
         tokens = host_slice.tokenizer
         return open_source(dataset, vocabulary=tokens.vocabulary, on_corrupt=host_slice.on_corrupt, length=length)
 
@@ -88,13 +88,13 @@ def _open_buckets(dataset: Dataset, host_slice: HostSlice) -> list[RecordSource]
     ]
 
 
-def _join_lengths(sources: Sequence[RecordSource], pad: int) -> RecordSource:
+def _join_lengths(sources: Sequence[TensorRecordSource], pad: int) -> TensorRecordSource:
     """Joins sources as `JoinedLengths`: shorter rows first, all padded to the longest length."""
     if len(sources) == 1:
         return sources[0]
     longest, starts = sources[-1].length, np.cumsum([0, *(source.records for source in sources)])
 
-    def read_padded(source: RecordSource, low: Any, high: Any) -> Columns:
+    def read_padded(source: TensorRecordSource, low: Any, high: Any) -> Columns:
         columns = source.read(low, high)
         padding = [[0, 0], [0, longest - source.length]]
         ids = columns["input_ids"]
@@ -105,7 +105,7 @@ def _join_lengths(sources: Sequence[RecordSource], pad: int) -> RecordSource:
         for source, start in zip(sources, starts, strict=False):
             low, high = tf.maximum(first - start, 0), tf.minimum(last - start, source.records)
 
-            def piece(source: RecordSource = source, low: Any = low, high: Any = high) -> Columns:
+            def piece(source: TensorRecordSource = source, low: Any = low, high: Any = high) -> Columns:
                 return read_padded(source, low, high)
 
             pieces.append(tf.cond(low < high, piece, sources[-1].empty))

@@ -22,7 +22,7 @@ from training.data.sampling.order import training_order
 from training.data.tf.fixed_shards import open_source
 from training.data.tf.masking import mask
 from training.data.tf.reader import evaluation_batches, training_batches
-from training.data.tf.record_source import Columns, RecordSource
+from training.data.tf.record_source import Columns, TensorRecordSource
 
 
 def mlm_batches(dataset: Dataset, host_slice: HostSlice, masking: Masking, seed: int, start: int = 0) -> Any:
@@ -54,7 +54,7 @@ def mlm_evaluation(dataset: Dataset, host_slice: HostSlice, masking: Masking, se
     return batches.map(mask_batch, num_parallel_calls=2, deterministic=True)
 
 
-def _open_source(dataset: Dataset, host_slice: HostSlice) -> RecordSource:
+def _open_source(dataset: Dataset, host_slice: HostSlice) -> TensorRecordSource:
     dataset.require(rows="packed")
     host_slice.rows()  # raises for an indivisible batch before any shard is read
     return open_source(dataset, vocabulary=host_slice.tokenizer.vocabulary, on_corrupt=host_slice.on_corrupt)

@@ -14,12 +14,12 @@ import tensorflow as tf
 from training.data.loading.record_source import REPLACED, HostSlice
 from training.data.sampling.order import Order, evaluation_order, locate
 from training.data.tf.order import ENDLESS, block_permutation, rows_of_window
-from training.data.tf.record_source import Columns, RecordSource
+from training.data.tf.record_source import Columns, TensorRecordSource
 
 CONCURRENT_BLOCKS = 16  # blocks read at a time
 
 
-def training_batches(source: RecordSource, order: Order, host_slice: HostSlice, start: int) -> Any:
+def training_batches(source: TensorRecordSource, order: Order, host_slice: HostSlice, start: int) -> Any:
     """Returns the dataset of this host's rows of batches from `start` on: columns, `records`, `epoch`."""
     first, last = host_slice.rows()
     batch_size = host_slice.global_batch_size
@@ -27,7 +27,7 @@ def training_batches(source: RecordSource, order: Order, host_slice: HostSlice, 
     return rows.rebatch(last - first, drop_remainder=True)
 
 
-def evaluation_batches(source: RecordSource, host_slice: HostSlice) -> Any:
+def evaluation_batches(source: TensorRecordSource, host_slice: HostSlice) -> Any:
     """Returns the dataset of this host's rows of one pass in record order; rows of record -1 fill the last batch up."""
     (first, last), batch_size = host_slice.rows(), host_slice.global_batch_size
     order = evaluation_order(source.records, source.record_bytes, source.unit)
@@ -43,7 +43,7 @@ def evaluation_batches(source: RecordSource, host_slice: HostSlice) -> Any:
 
 
 def _read_rows(
-    source: RecordSource, order: Order, batch: int, first: int, last: int, start: int, epochs: int = ENDLESS
+    source: TensorRecordSource, order: Order, batch: int, first: int, last: int, start: int, epochs: int = ENDLESS
 ) -> Any:
     """Returns the dataset of rows [first, last) of the batches from place `start` on, one element per window."""
     first_epoch, first_window, _ = locate(order, start)

@@ -16,10 +16,10 @@ from training.data.formats.dataset import Dataset
 from training.data.loading.recipe_shards import RecipeShards
 from training.data.loading.record_source import OnCorrupt
 from training.data.tf.crc32c import Crc32c, read_numbers
-from training.data.tf.record_source import Columns, RecordSource, ShardIndex, describe_record, replace_bad_records
+from training.data.tf.record_source import Columns, ShardIndex, TensorRecordSource, describe_record, replace_bad_records
 
 
-def recipe_shards(dataset: Dataset, *, vocabulary: int, on_corrupt: OnCorrupt) -> RecordSource:
+def recipe_shards(dataset: Dataset, *, vocabulary: int, on_corrupt: OnCorrupt) -> TensorRecordSource:
     """Returns the source for a folder in this layout. Options as for `RecipeShards`. Raises BadInput."""
     source = RecipeShards(dataset, vocabulary=vocabulary, on_corrupt=on_corrupt)
     shards, length = [shard for shard in dataset.shards if shard.records], dataset.sequence_length
@@ -73,4 +73,4 @@ def recipe_shards(dataset: Dataset, *, vocabulary: int, on_corrupt: OnCorrupt) -
         return describe_record(index, record, lambda _, __: offsets[offset_index(record[None])[0]], on_corrupt)
 
     read = replace_bad_records(load, source.records, on_corrupt, describe)
-    return RecordSource(source.records, source.record_bytes, 0, length, {"input_ids": (length, tf.int32)}, read)
+    return TensorRecordSource(source.records, source.record_bytes, 0, length, {"input_ids": (length, tf.int32)}, read)

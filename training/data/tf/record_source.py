@@ -32,7 +32,7 @@ Load = Callable[[Any, Any], tuple[dict[str, Any], Any]]
 
 
 @dataclass(frozen=True)
-class RecordSource:
+class TensorRecordSource:
     """Records 0 .. records-1 of one row length.
 
     Attributes:
