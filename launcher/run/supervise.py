@@ -27,7 +27,7 @@ OBSERVE_EVERY = 1.0  # seconds between two observations of a host
 _OBSERVATIONS_A_SECOND = 16  # of all hosts together, so that the load does not grow with the slice
 _INBOX_SIZE = 64  # an observation may hold 4 MB: pollers that are faster than this machine must wait
 _STANDSTILL_SECONDS = 10.0  # a turn of the main task takes a fraction of a second
-_INBOX_SECONDS = 0.25  # how long the main task waits for news before it judges again
+_INBOX_SECONDS = 0.25  # how long the main task waits for an answer before it judges again
 _DESCRIBE_SLICE_EVERY = 15.0  # seconds between two API calls while a host is out of reach
 _DESCRIBE_AGAIN_SECONDS = 5.0  # before a slice that seems to be gone is described again
 _STOP_AGAIN_SECONDS = 5.0  # before hosts that were missed are stopped again
@@ -43,7 +43,7 @@ _AT_ONCE = 64  # for work on all hosts at once
 
 
 @dataclass(frozen=True)
-class SliceNews:
+class SliceAnswer:
     """The API's answer about the slice."""
 
     state: str | None
@@ -54,7 +54,7 @@ class SliceNews:
 
 
 @dataclass
-class ApiAlone:
+class ApiOnlyTime:
     """For how long Google's API has answered while no host has. A long gap between two answers of the API does not
     count: this machine may have had no network, or have slept."""
 
@@ -179,15 +179,15 @@ class _Supervision:
             stall=None if settings.stall_minutes is None else settings.stall_minutes * 60,
         )
         self.logs = {worker: HostLog(ledger.log_file(attempt, worker)) for worker in session.workers}
-        self.inbox: Queue[Observation | SliceNews] = self.threads.queue(_INBOX_SIZE)
+        self.inbox: Queue[Observation | SliceAnswer] = self.threads.queue(_INBOX_SIZE)
         self.over = self.threads.event()
         self.interval = max(OBSERVE_EVERY, len(session.workers) / _OBSERVATIONS_A_SECOND)
         self.started_everywhere = ledger.state.phase is Phase.RUNNING
         begun = self.clock.monotonic()
         self.views = {worker: HostView(worker, None, seen=begun) for worker in session.workers}
-        self.slice = SliceNews("READY")
+        self.slice = SliceAnswer("READY")
         self.slice_described = begun - _DESCRIBE_SLICE_EVERY
-        self.api_alone = ApiAlone()
+        self.api_only = ApiOnlyTime()
         self.warned = begun
         self.last_line = begun  # when a host last wrote a line, or could not be asked whether it did
         self.turned = begun  # when the main task last began a turn of its loop
@@ -201,7 +201,7 @@ class _Supervision:
             self.threads.start(self._poll_repeatedly, worker)
         try:
             while True:
-                self._take_news()
+                self._receive()
                 now = self.clock.monotonic()
                 self._forgive_standstill(now)  # before anything is judged by that time
                 self._describe_slice_if_unreachable()
@@ -217,7 +217,7 @@ class _Supervision:
                     slice_state=self.slice.state,
                     stop_requested=stop_requested,
                     quiet=min(view.seen for view in self.views.values()) - self.last_line,
-                    api_alone=self.api_alone.seconds,
+                    api_only_seconds=self.api_only.seconds,
                 )
                 if verdict.kind is Kind.SETTLING:
                     self._poll_all_now()
@@ -246,20 +246,20 @@ class _Supervision:
             ended_seen = min(now, view.ended_seen + still) if view.ended_seen is not None else None
             self.views[worker] = replace(view, seen=min(now, view.seen + still), ended_seen=ended_seen)
 
-    def _take_news(self) -> None:
+    def _receive(self) -> None:
         """Waits a moment for an observation or the state of the slice, and takes it in."""
-        news = self.inbox.get(timeout=_INBOX_SECONDS)
-        if news is None:
+        answer = self.inbox.get(timeout=_INBOX_SECONDS)
+        if answer is None:
             return
-        if isinstance(news, SliceNews):
-            if news.trouble and news.trouble != self.slice.trouble:
-                self.say(f"the slice: {news.trouble}")
-            self.slice = SliceNews(news.state, news.trouble or self.slice.trouble)
-            self.api_alone.api_answers(self.clock.monotonic())
+        if isinstance(answer, SliceAnswer):
+            if answer.trouble and answer.trouble != self.slice.trouble:
+                self.say(f"the slice: {answer.trouble}")
+            self.slice = SliceAnswer(answer.state, answer.trouble or self.slice.trouble)
+            self.api_only.api_answers(self.clock.monotonic())
             return
-        if self._deliver(news) or news.problem:  # an unreachable host may be writing
+        if self._deliver(answer) or answer.problem:  # an unreachable host may be writing
             self.last_line = self.clock.monotonic()
-        self._update_view(news)
+        self._update_view(answer)
 
     def _deliver(self, observation: Observation) -> bool:
         """Emits the lines that are new, and returns whether there were any. On a full disk they stay new."""
@@ -280,24 +280,24 @@ class _Supervision:
             self.session.context.output.emit(observation.worker, line)
         return bool(fresh)
 
-    def _update_view(self, news: Observation) -> None:
+    def _update_view(self, answer: Observation) -> None:
         """Updates what is known of a host, and records when it goes out of reach, comes back, or ends."""
-        number, worker, now = self.attempt, news.worker, self.clock.monotonic()
+        number, worker, now = self.attempt, answer.worker, self.clock.monotonic()
         view = self.views[worker]
-        if news.container is None:
+        if answer.container is None:
             if view.reachable:
-                self.ledger.note(events.HostOutOfReach(number, worker, news.problem), self.say)
-                self.say(f"host {worker} does not answer: {news.problem}")
-            self.views[worker] = replace(view, problem=news.problem or "no answer")
+                self.ledger.note(events.HostOutOfReach(number, worker, answer.problem), self.say)
+                self.say(f"host {worker} does not answer: {answer.problem}")
+            self.views[worker] = replace(view, problem=answer.problem or "no answer")
             return
         if not view.reachable:
             self.ledger.note(events.HostBack(number, worker), self.say)
             self.say(f"host {worker} answers again")
             view = replace(view, answering_since=now)
-        if not self.started_everywhere and news.container.status in ("created", "absent"):
+        if not self.started_everywhere and answer.container.status in ("created", "absent"):
             raise StartInterrupted(self.ledger.run_id, number)
-        self.api_alone = ApiAlone()
-        container, ended_seen, ended_away = news.container, view.ended_seen, view.ended_away
+        self.api_only = ApiOnlyTime()
+        container, ended_seen, ended_away = answer.container, view.ended_seen, view.ended_away
         if (container.ended or container.status == "absent") and ended_seen is None:
             ended_seen, ended_away = now, bool(view.problem)
             what = describe_exit(container) if container.ended else "its container is gone"
@@ -401,8 +401,8 @@ class _Supervision:
             if slice_state is None:  # a stale answer must not end a run
                 self.over.wait(_DESCRIBE_AGAIN_SECONDS)
                 slice_state = self.provider.describe()
-            news = SliceNews(None) if slice_state is None else SliceNews(slice_state.state, slice_state.trouble)
-            self.inbox.put(news)
+            answer = SliceAnswer(None) if slice_state is None else SliceAnswer(slice_state.state, slice_state.trouble)
+            self.inbox.put(answer)
 
     def _fetch_rest_of(self, worker: int, turn: AbstractContextManager[Any]) -> None:
         """Delivers a host's last lines. Retries a host that does not answer: its container is removed next."""

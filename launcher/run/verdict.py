@@ -169,7 +169,7 @@ def judge(
     slice_state: str | None = "READY",
     stop_requested: bool = False,
     quiet: float = 0.0,
-    api_alone: float = 0.0,
+    api_only_seconds: float = 0.0,
 ) -> Verdict:
     """Returns the state of an attempt.
 
@@ -180,7 +180,7 @@ def judge(
         slice_state: The slice's state as the API last reported it; None: it does not exist.
         stop_requested: Whether the user stopped the run.
         quiet: For how many seconds no host has written a line.
-        api_alone: For how many seconds the API has answered while no host has.
+        api_only_seconds: For how many seconds the API has answered while no host has.
     """
     if slice_state in (None, "DELETING"):
         return Verdict(Kind.DELETED, SLICE_DELETED)
@@ -196,8 +196,8 @@ def judge(
     if all(view.ended for view in views):
         saved = any(view.exit_code == TrainerExit.SAVED for view in views)
         return Verdict(Kind.SAVED if saved else Kind.FINISHED)
-    if api_alone > limits.unreachable:
-        return Verdict(Kind.HOST_LOST, _describe_unreachable(views, api_alone))
+    if api_only_seconds > limits.unreachable:
+        return Verdict(Kind.HOST_LOST, _describe_unreachable(views, api_only_seconds))
     return _judge_running(views, now, limits, stop_requested=stop_requested, quiet=quiet)
 
 

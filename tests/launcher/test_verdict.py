@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from launcher.errors import Exit
 from launcher.provider import ContainerState
-from launcher.run.supervise import ApiAlone
+from launcher.run.supervise import ApiOnlyTime
 from launcher.run.verdict import HostView, Kind, Limits, judge
 
 LIMITS = Limits(settle=4, blip=2.5, lost=120)
@@ -168,15 +168,15 @@ def test_a_lost_peer_alone_is_reported_after_the_settling_time() -> None:
 def test_hosts_that_stay_away_while_the_api_answers_are_lost() -> None:
     limits = Limits(unreachable=600)
     views = [running(0, seen=5.0, problem="timed out"), running(1, seen=3.0, problem="timed out")]
-    assert judged(views, 9000.0, limits, api_alone=599) == (Kind.RUNNING, -1)
-    verdict = judge(views, 9000.0, limits, api_alone=601)
+    assert judged(views, 9000.0, limits, api_only_seconds=599) == (Kind.RUNNING, -1)
+    verdict = judge(views, 9000.0, limits, api_only_seconds=601)
     assert verdict.cause is not None
     assert (verdict.kind, verdict.cause.worker) == (Kind.HOST_LOST, 1)
     assert "no host has answered for 10 minutes, while Google's API did (timed out)" in verdict.cause.what
 
 
 def test_hours_without_a_network_do_not_count_as_answers_of_the_api() -> None:
-    alone = ApiAlone()
+    alone = ApiOnlyTime()
     for now in (0.0, 15.0, 30.0, 9000.0, 9020.0):
         alone.api_answers(now)
     assert alone.seconds == 50.0
