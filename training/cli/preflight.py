@@ -14,7 +14,6 @@ from training.errors import BadInput, Exit
 
 if TYPE_CHECKING:
     from training.accelerators import Accelerator
-    from training.config import TrainerConfig
     from training.yaml_file import Document
 
 
@@ -59,13 +58,14 @@ def preflight(
     \b
     tpu-train preflight run.yaml --accelerator v3-8,v4-32 --max-batch
     """
+    from training.config import from_document
     from training.preflight.programs import assume_facts, read_facts
     from training.preflight.report import format_report
     from training.preflight.search import run_preflight
     from training.yaml_file import load
 
     document = load(config, overrides)
-    settings, targets = _parse_settings(document), _parse_targets(document, accelerators)
+    settings, targets = from_document(document), _parse_targets(document, accelerators)
     _take_libtpu_flags(document)
     if vocabulary is not None and lengths is not None:
         facts = assume_facts(settings, vocabulary, _parse_lengths(lengths), labels)
@@ -80,12 +80,6 @@ def preflight(
     report = run_preflight(settings, facts, targets, search_batch=max_batch, show=show)
     click.echo(json.dumps(report.as_json()) if as_json else "\n".join(format_report(report)))
     sys.exit(Exit.FINISHED if report.fits else Exit.DOES_NOT_FIT)
-
-
-def _parse_settings(document: Document) -> TrainerConfig:
-    from training.config import from_document
-
-    return from_document(document)
 
 
 def _take_libtpu_flags(document: Document) -> None:
