@@ -21,14 +21,14 @@ TOKEN = "a-good-token"
 
 
 class RegistryServer:
-    """Its interface, and what clients asked."""
+    """An emulated registry, and what clients asked it. `token`: what it demands; "" for nothing."""
 
-    def __init__(self, folder: Path, *, takes_pieces: bool = False) -> None:
+    def __init__(self, folder: Path, *, takes_pieces: bool = False, token: str = TOKEN) -> None:
         folder.mkdir()
-        self.api = RegistryApi(BlobStore(folder / "registry"), lambda token: token == TOKEN, takes_pieces=takes_pieces)
+        self.api = RegistryApi(BlobStore(folder / "registry"), lambda given: given == token, takes_pieces=takes_pieces)
         self.asked: list[str] = []
         self.before: Callable[[HttpRequest], HttpResponse | None] = lambda request: None
-        self.context = tls_context(folder, (*NAMES, OTHER_HOST))
+        self.context = tls_context(folder, (*NAMES, OTHER_HOST, "localhost"))
         self.ca = folder / CA_FILE
         self.listener = socket.create_server(("127.0.0.1", 0), backlog=16)
         self.address = f"127.0.0.1:{self.listener.getsockname()[1]}"

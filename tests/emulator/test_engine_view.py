@@ -82,7 +82,7 @@ def test_privileged_becomes_capabilities_and_inspect_still_says_privileged() -> 
     ],
     ids=["died with the host", "ended before", "ended since", "never rebooted"],
 )
-def test_an_engine_did_not_see_how_a_container_ended_that_died_with_its_host(
+def test_a_container_that_died_with_its_host_has_the_exit_code_of_an_unseen_end(
     ended: str, died: str, booted: str, code: int
 ) -> None:
     config, state = {"Image": "i", "Labels": {}}, {"Status": "exited", "ExitCode": 137, "FinishedAt": ended}
@@ -123,7 +123,7 @@ def test_binds_are_of_the_hosts_folders_and_volumes_are_its_own() -> None:
         (400, "PidMode of another container", {"PidMode": "container:other"}),
     ],
 )
-def test_what_can_not_be_given_honestly_is_refused(status: int, words: str, host: dict[str, Any]) -> None:
+def test_settings_that_can_not_be_emulated_are_refused(status: int, words: str, host: dict[str, Any]) -> None:
     with pytest.raises(EngineRefusal, match=words) as refused:
         create({"HostConfig": host})
     assert refused.value.status == status

@@ -168,7 +168,7 @@ def test_layers_are_the_same_bytes_whatever_the_order_and_the_times(tmp_path: Pa
     assert [layer.pack().blob.digest for layer in first] == [layer.pack().blob.digest for layer in second]
 
 
-def test_a_base_of_ones_own_gets_the_code_alone_and_its_layers_do_not_travel(
+def test_a_users_own_base_gets_only_the_code_and_its_layers_are_not_sent(
     server: RegistryServer, config: Config
 ) -> None:
     push_base(f"{OTHER_HOST}/p/images/mine:1")
@@ -181,7 +181,7 @@ def test_a_base_of_ones_own_gets_the_code_alone_and_its_layers_do_not_travel(
         make(write(config.folder, text.replace(", code: own", "")))
 
 
-def test_a_base_that_is_not_there_is_one_line_that_says_how_to_make_it(server: RegistryServer, config: Config) -> None:
+def test_a_missing_base_is_an_error_that_says_how_to_make_it(server: RegistryServer, config: Config) -> None:
     how = r"base-[0-9a-f]{16} is not in the registry.*tpu-launch image base -f \S*run\.yaml"
     with pytest.raises(BadInput, match=how):
         make(config)
@@ -239,7 +239,7 @@ def test_without_an_engine_and_with_a_repository_the_registry_is_taken(
         ("build: somewhere", "build"),
     ],
 )
-def test_what_contradicts_itself_is_refused(config: Config, change: str, message: str) -> None:
+def test_contradicting_keys_are_refused(config: Config, change: str, message: str) -> None:
     with pytest.raises(BadInput, match=message):
         write(config.folder, FILE.replace("build: registry", change))
 
@@ -264,14 +264,14 @@ def test_cloud_build_makes_the_same_base(config: Config, tmp_path: Path) -> None
     assert build["steps"][0]["args"][:3] == ["build", "--target", base.TARGET]
 
 
-def test_gcloud_says_who_we_are_to_googles_registries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_googles_registries_get_gclouds_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "token").write_text(TOKEN)
     monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path / "gcloud"))
     monkeypatch.setenv("CLOUDSDK_AUTH_ACCESS_TOKEN_FILE", str(tmp_path / "token"))
     assert credentials.find(HOST) == RegistryCredentials("oauth2accesstoken", TOKEN)
 
 
-def test_nothing_on_this_path_needs_what_only_linux_has() -> None:
+def test_making_an_image_in_the_registry_needs_no_module_of_linux_alone() -> None:
     hidden = "import sys; sys.modules.update(dict.fromkeys(['fcntl', 'grp', 'resource', 'termios'])); "
     program = hidden + "import launcher.images.local, launcher.images.appended, launcher.images.base"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -142,7 +142,7 @@ def test_a_damaged_record_means_another_push(docker: Path, spec: ImageSpec, tmp_
         ("ERROR: failed to fetch oauth token: unexpected status: 403 Forbidden", 22),
     ],
 )
-def test_only_a_registrys_refusal_is_told_as_one_in_a_build(
+def test_only_a_registrys_refusal_is_reported_as_one_during_a_build(
     docker: Path, spec: ImageSpec, output: str, code: int
 ) -> None:
     (docker / "failure").write_text(output + "\n")

@@ -9,7 +9,7 @@ from launcher.images import artifact_registry as registries
 @pytest.mark.parametrize(
     "image", ["repository/image", "repository/deeper/image:tag", "repository/image@sha256:00", "repository"]
 )
-def test_where_a_repository_is_is_in_its_name(image: str) -> None:
+def test_location_project_and_name_are_read_from_an_images_name(image: str) -> None:
     found = registries.parse(f"us-central2-docker.pkg.dev/my-project/{image}")
     assert found == registries.Repository("us-central2", "my-project", "repository")
 
@@ -23,7 +23,7 @@ def test_other_registries_are_left_alone(name: str) -> None:
     assert "create it in that registry" in registries.advice(name)
 
 
-def test_who_pushes_to_none_reads_the_command_that_makes_it_and_nobody_is_let_in() -> None:
+def test_advice_for_a_missing_repository_is_the_command_that_creates_it_privately() -> None:
     found = registries.parse("us-central2-docker.pkg.dev/p/r/i:t")
     assert found is not None
     command = " ".join(found.create_command)

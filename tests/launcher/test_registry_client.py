@@ -64,7 +64,7 @@ def test_a_blob_of_another_repository_is_entered_without_its_bytes(server: Regis
     assert server.api.bytes_received == blob.size
 
 
-def test_a_large_blob_goes_in_pieces_where_the_registry_takes_them_and_in_one_to_googles(
+def test_a_large_blob_is_sent_in_pieces_except_to_googles_registries(
     server: RegistryServer,
 ) -> None:
     blob = blob_of(os.urandom(2_500_000))
@@ -75,7 +75,7 @@ def test_a_large_blob_goes_in_pieces_where_the_registry_takes_them_and_in_one_to
         assert sum(line.startswith("PATCH") for line in server.asked) == patches
 
 
-def test_an_upload_that_breaks_off_goes_on_where_it_was(server: RegistryServer) -> None:
+def test_an_interrupted_upload_continues_where_it_was(server: RegistryServer) -> None:
     """The connection ends in the middle of the second piece; what had arrived of it is not sent again."""
     blob, broken = blob_of(os.urandom(3 * 2**20)), []
 
@@ -95,7 +95,7 @@ def test_an_upload_that_breaks_off_goes_on_where_it_was(server: RegistryServer) 
     assert server.api.bytes_received == blob.size - 2**20 - 2**18 + 2**20  # all but the quarter that came by the way
 
 
-def test_an_upload_to_google_that_breaks_off_begins_again(server: RegistryServer) -> None:
+def test_an_interrupted_upload_to_google_begins_again(server: RegistryServer) -> None:
     failures = [503, 0]
 
     def fail(request: HttpRequest) -> HttpResponse | None:
@@ -218,7 +218,7 @@ def test_a_manifest_with_other_bytes_than_its_digest_is_refused(server: Registry
         ("docker.io/a/b", ("registry-1.docker.io", "a/b", "", "")),
     ],
 )
-def test_names_of_images_are_taken_apart(name: str, parts: tuple[str, str, str, str]) -> None:
+def test_names_of_images_are_parsed(name: str, parts: tuple[str, str, str, str]) -> None:
     parsed = reference.parse(name)
     assert (parsed.host, parsed.path, parsed.tag, parsed.digest) == parts
 
@@ -242,7 +242,7 @@ def test_credentials_come_from_dockers_settings(tmp_path: Path, monkeypatch: pyt
     assert "b:c" not in repr(found)
 
 
-def test_of_an_index_the_image_for_tpu_vms_is_taken() -> None:
+def test_the_image_for_tpu_vms_is_chosen_from_an_index() -> None:
     entries = [
         {"digest": f"sha256:{number}", "platform": {"os": "linux", "architecture": architecture}}
         for number, architecture in enumerate(["arm64", "amd64", "unknown"])

@@ -75,9 +75,7 @@ def test_all_files_travel_over_an_image_that_is_not_known_or_has_another_folder(
     assert overlays.find_changes(str(code), own_code, tmp_path, IMAGE).changed == both
 
 
-def test_a_change_that_was_taken_back_is_not_the_overlay_of_the_sync_before(
-    tmp_path: Path, code: Path, own_code: Config
-) -> None:
+def test_after_a_reverted_change_all_files_are_sent_again(tmp_path: Path, code: Path, own_code: Config) -> None:
     overlays.record_code(tmp_path, IMAGE, own_code)
     changes = overlays.find_changes(str(code), own_code, tmp_path, IMAGE)
     assert changes.changed == ()
@@ -97,7 +95,7 @@ def test_a_folder_that_can_not_be_synced_is_refused(
         overlays.find_changes(option, own_code, tmp_path, IMAGE)
 
 
-def test_in_an_image_of_ones_own_the_place_must_be_named(tmp_path: Path, code: Path) -> None:
+def test_in_a_users_own_image_the_target_must_be_named(tmp_path: Path, code: Path) -> None:
     work = Workstation(tmp_path, Hosts([0]))
     with pytest.raises(BadInput, match=r"--sync .*=TARGET, an absolute path"):
         work.run(work.config(), sync=str(code))

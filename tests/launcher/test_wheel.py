@@ -192,7 +192,7 @@ def test_installing_as_the_readme_says(checkout: Path, tmp_path: Path, command: 
     assert "docker push" in run(folder / "tpu-launch", "plan", "-f", "run.yaml", folder=tmp_path)
 
 
-def test_what_needs_no_checkout_and_no_framework_works(installed: Path, tmp_path: Path) -> None:
+def test_rehearsal_and_trainer_help_need_no_checkout_and_no_framework(installed: Path, tmp_path: Path) -> None:
     script = "from launcher.installation import example; print(example('rehearsal.yaml'))"
     path = Path(run(installed / "python", "-c", script, folder=tmp_path).strip())
     assert path.is_relative_to(installed.parent)

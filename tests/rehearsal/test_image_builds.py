@@ -1,36 +1,33 @@
 """Real builds: what is built again and what isn't, what reaches a registry, and what must never be in a layer.
 
-Starts small builds from debian:bookworm-slim, a registry on loopback that speaks as much of the distribution protocol
-as `docker push` needs, and reads the whole torch-xla image once, layer by layer.
+Starts small builds from debian:bookworm-slim and a registry on loopback, and reads the whole torch-xla image once,
+layer by layer.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
-import http.server
 import json
 import os
 import re
 import secrets
 import subprocess
 import tarfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 
 from launcher import shell
-from launcher.emulator.storage import tls as bucket_tls
+from launcher.emulator.http_server import Request, Response, json_response
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.images import engine
 from launcher.images.build import ensure_image
 from launcher.images.plan import list_commands, make_plan
 from launcher.images.specification import ImageSpec, default_spec, folder_spec
+from tests.registry_server import RegistryServer
 
 pytestmark = pytest.mark.alone
 
@@ -199,117 +196,43 @@ def test_base_image_that_nobody_has_is_named(spec: ImageSpec) -> None:
         ensure_image(again(spec), print)
 
 
-class _Registry(http.server.BaseHTTPRequestHandler):
-    """As much of the distribution protocol (https://distribution.github.io/distribution/spec/api/) as pushing and
-    looking need; digests are checked."""
-
-    protocol_version = "HTTP/1.1"
-    blobs: ClassVar[dict[str, bytes]] = {}
-    uploads: ClassVar[dict[str, bytes]] = {}
-    manifests: ClassVar[dict[str, str]] = {}
-    refuse: ClassVar[bool] = False
-
-    def do_GET(self) -> None:
-        if self.path == "/v2/":
-            self._answer(200, {"Docker-Distribution-Api-Version": "registry/2.0"})
-            return
-        digest = self.manifests.get(self.path, self.path.rpartition("/")[2])
-        found = self.blobs.get(digest)
-        if found is None:
-            self._answer(404)
-            return
-        kind = json.loads(found)["mediaType"] if "/manifests/" in self.path else "application/octet-stream"
-        self._answer(200, {"Docker-Content-Digest": digest, "Content-Type": kind}, found)
-
-    def do_HEAD(self) -> None:
-        name = self.path.rpartition("/")[2]
-        digest = self.manifests.get(self.path, name)
-        self._answer(200 if digest in self.blobs else 404, {"Docker-Content-Digest": digest})
-
-    def do_POST(self) -> None:
-        if self.refuse:
-            self._answer(
-                403,
-                body=(
-                    b'{"errors": [{"code": "DENIED", "message": "Permission '
-                    b'artifactregistry.repositories.uploadArtifacts denied"}]}'
-                ),
-            )
-            return
-        upload = f"{self.path}{secrets.token_hex(8)}"
-        self.uploads[upload] = b""
-        self._answer(202, {"Location": upload})
-
-    def do_PATCH(self) -> None:
-        self.uploads[self.path] += self._body()
-        self._answer(202, {"Location": self.path, "Range": f"0-{len(self.uploads[self.path]) - 1}"})
-
-    def do_PUT(self) -> None:
-        path, _, query = self.path.partition("?")
-        data = self._body()
-        if path in self.uploads:
-            data = self.uploads.pop(path) + data
-        digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
-        if query and digest not in query.replace("%3A", ":"):
-            self._answer(400)
-            return
-        self.blobs[digest] = data
-        if "/manifests/" in path:
-            self.manifests[path] = digest
-        self._answer(201, {"Location": path, "Docker-Content-Digest": digest})
-
-    def _body(self) -> bytes:
-        if self.headers.get("Transfer-Encoding") != "chunked":
-            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        parts = []
-        while size := int(self.rfile.readline(), 16):
-            parts.append(self.rfile.read(size))
-            self.rfile.readline()
-        self.rfile.readline()
-        return b"".join(parts)
-
-    def _answer(self, status: int, headers: dict[str, str] | None = None, body: bytes = b"") -> None:
-        self.send_response(status)
-        for key, value in {
-            "Content-Length": str(len(body)),
-            "Content-Type": "application/json",
-            **(headers or {}),
-        }.items():
-            self.send_header(key, value)
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RegistryServer]:
+    """An empty registry that demands no login, over TLS: without, docker pushes to it but does not read its
+    manifests."""
+    served = RegistryServer(tmp_path / "registry", token="")
+    monkeypatch.setenv("SSL_CERT_FILE", str(served.ca))
+    yield served
+    served.close()
 
 
 @pytest.fixture
-def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The address of an empty registry on loopback, over TLS: without, docker pushes to it, but does not look at its
-    manifests."""
-    for kept in (_Registry.blobs, _Registry.uploads, _Registry.manifests):
-        kept.clear()
-    _Registry.refuse = False
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Registry)
-    folder = tmp_path / "registry"
-    folder.mkdir()
-    server.socket = bucket_tls.tls_context(folder, ["localhost"]).wrap_socket(
-        server.socket, server_side=True, do_handshake_on_connect=False
-    )
-    monkeypatch.setenv("SSL_CERT_FILE", str(folder / bucket_tls.CA_FILE))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"localhost:{server.server_address[1]}"
-    server.shutdown()
-    server.server_close()
+def registry(server: RegistryServer) -> str:
+    """Its address."""
+    return f"localhost:{server.address.rpartition(':')[2]}"
 
 
-def test_with_a_repository_hosts_run_by_the_digest_that_the_registry_has(spec: ImageSpec, registry: str) -> None:
+def refuse_uploads(request: Request) -> Response | None:
+    """Artifact Registry's answer to an account that may only read."""
+    denied = {"code": "DENIED", "message": "Permission artifactregistry.repositories.uploadArtifacts denied"}
+    return json_response({"errors": [denied]}, 403) if request.method == "POST" else None
+
+
+def held(server: RegistryServer, tag: str) -> str | None:
+    """The digest that the registry has under a tag of project/name."""
+    found = server.api.store.manifest("localhost/project/name", tag)
+    return found[0] if found else None
+
+
+def test_with_a_repository_hosts_run_by_the_digest_that_the_registry_has(
+    spec: ImageSpec, registry: str, server: RegistryServer
+) -> None:
     wanted = dataclasses.replace(spec, repository=f"{registry}/project/name")
     said: list[str] = []
     image = ensure_image(wanted, said.append)
     tag = make_plan(wanted).tag
     assert image.reference == f"{registry}/project/name@{image.digest}"
-    assert _Registry.manifests[f"/v2/project/name/manifests/{tag}"] == image.digest
+    assert held(server, tag) == image.digest
     assert any("pushing" in line for line in said)
     said.clear()
     assert ensure_image(wanted, said.append) == image
@@ -323,15 +246,17 @@ def test_image_that_was_built_before_is_pushed_without_another_build(spec: Image
     assert [line.split()[0] for line in said] == ["pushing"]
 
 
-def test_a_push_that_the_registry_broke_off_is_done_again(spec: ImageSpec, registry: str) -> None:
+def test_a_push_that_the_registry_broke_off_is_done_again(
+    spec: ImageSpec, registry: str, server: RegistryServer
+) -> None:
     wanted = dataclasses.replace(spec, repository=f"{registry}/project/name")
-    _Registry.refuse = True
+    server.before = refuse_uploads
     with pytest.raises(LaunchError, match="could not be pushed"):
         ensure_image(wanted, print)
-    _Registry.refuse = False
+    server.before = lambda request: None
     assert [command[1] for command in list_commands(wanted)] == ["tag", "push"]
     image = ensure_image(wanted, print)
-    assert _Registry.manifests[f"/v2/project/name/manifests/{make_plan(wanted).tag}"] == image.digest
+    assert held(server, make_plan(wanted).tag) == image.digest
 
 
 def test_the_size_of_an_image_that_only_the_registry_has_is_known(spec: ImageSpec, registry: str) -> None:
@@ -354,8 +279,8 @@ def test_the_size_of_an_image_that_only_the_registry_has_is_known(spec: ImageSpe
     assert engine.unpacked_size(f"{registry}/project/other:none") is None
 
 
-def test_registry_that_refuses_us_is_a_permission_error(spec: ImageSpec, registry: str) -> None:
-    _Registry.refuse = True
+def test_registry_that_refuses_us_is_a_permission_error(spec: ImageSpec, registry: str, server: RegistryServer) -> None:
+    server.before = refuse_uploads
     with pytest.raises(LaunchError, match="could not be pushed") as caught:
         ensure_image(dataclasses.replace(spec, repository=f"{registry}/project/name"), print)
     assert caught.value.exit_code == Exit.PERMISSION
