@@ -1,5 +1,4 @@
-"""A regression is trained with TensorFlow: it learns, its figures are those of its predictions, on one device and on
-two."""
+"""TensorFlow trains a regression: it learns, and its figures are those of its predictions."""
 
 from __future__ import annotations
 
@@ -40,16 +39,3 @@ def test_a_run_and_its_model_are_evaluated_alike(folder: Path, undisturbed: dict
         figures = small_runs.evaluate_here(document(folder, backend="tensorflow"), place).figures
         for name, value in figures.items():
             assert value == pytest.approx(undisturbed[f"eval_{name}"], rel=1e-5)
-
-
-@pytest.mark.nightly
-def test_two_devices_train_as_one(folder: Path, undisturbed: dict[str, Any]) -> None:
-    """MirroredStrategy is TPUStrategy's path: the rows come from the task's tf.data dataset."""
-    config = document(folder, backend="tensorflow", train__dropout=0.0)
-    alone = small_runs.train_here(config, "alone")
-    (host,) = small_runs.start(folder, "devices", config, CPU_NUM_DEVICES="2")
-    assert host.finish() == 0, host.text()
-    devices = small_runs.summary(folder, "devices")
-    assert devices["devices"] == 2
-    for name in ("first_loss", "eval_mse", "eval_pearson"):
-        assert devices[name] == pytest.approx(alone[name], rel=1e-3), name
