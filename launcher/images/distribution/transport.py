@@ -45,7 +45,7 @@ class Transport:
     """Connections to registries, one kept open for each server."""
 
     def __init__(self, ca_bundle: Path | None = None) -> None:
-        """Connects to nothing yet. Raises BadInput for an unusable CA bundle or TPU_LAUNCH_REGISTRY_ADDRESS."""
+        """Connects to nothing yet. Raises BadInput for an unusable CA bundle, proxy or TPU_LAUNCH_REGISTRY_ADDRESS."""
         import urllib3  # here, because it takes a tenth of a second and most commands ask no registry
 
         self._error = urllib3.exceptions.HTTPError
@@ -54,8 +54,10 @@ class Transport:
         self._direct = urllib3.PoolManager(ssl_context=context, timeout=_SECONDS)
         self._proxied = self._direct
         if proxy := urllib.request.getproxies().get("https"):
-            parts = urlsplit(proxy if "//" in proxy else f"//{proxy}")
-            address = f"{parts.scheme or 'http'}://{parts.hostname}:{parts.port or 3128}"
+            parts = urlsplit(proxy if "//" in proxy else f"http://{proxy}")
+            if parts.scheme not in ("http", "https"):
+                raise BadInput(f"https_proxy={parts.scheme}://...: only http and https proxies are supported")
+            address = f"{parts.scheme}://{parts.hostname}:{parts.port or 3128}"
             login = RegistryCredentials(unquote(parts.username or ""), unquote(parts.password or ""))
             headers = {"Proxy-Authorization": login.basic} if parts.username is not None else None
             self._proxied = urllib3.ProxyManager(address, ssl_context=context, timeout=_SECONDS, proxy_headers=headers)
