@@ -118,7 +118,7 @@ def run(request: RunRequest, context: Context) -> Outcome:
                     return outcome
             ledger.append(events.Requested(ledger.state.attempt + 1, known))
             if ledger.state.stop_requested:  # meanwhile
-                raise RunStopped(ledger.run_id)
+                raise RunStopped.of(ledger.run_id)
             if not slice_is_known:
                 require_ready(config, provider)
             kept = specification.read(ledger.folder)
@@ -294,7 +294,7 @@ def _require_startable(request: RunRequest, ledger: Ledger, known_stops: int) ->
             exit_code=Exit.CONFLICT,
         )
     if ledger.state.stops > known_stops:
-        raise RunStopped(ledger.run_id)
+        raise RunStopped.of(ledger.run_id)
     if is_held(_deletion_mark(request.config)):
         raise LaunchError(
             f"slice {request.config.slice.name} is being deleted by `tpu-launch down` on this machine: wait for its "

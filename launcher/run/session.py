@@ -24,8 +24,10 @@ class RunStopped(LaunchError):
 
     exit_code = Exit.STOPPED
 
-    def __init__(self, run_id: str) -> None:
-        super().__init__(f"run {run_id} was stopped (`tpu-launch stop` or `down`); `tpu-launch run` resumes it")
+    @classmethod
+    def of(cls, run_id: str) -> RunStopped:
+        """Returns the error of a run. Code that adds to a LaunchError's message calls the constructor."""
+        return cls(f"run {run_id} was stopped (`tpu-launch stop` or `down`); `tpu-launch run` resumes it")
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ class Session:
     def check_stop(self) -> None:
         """Raises RunStopped when the user has stopped the run, in this process or another one of this machine."""
         if self.ledger.state.stop_requested:
-            raise RunStopped(self.ledger.run_id)
+            raise RunStopped.of(self.ledger.run_id)
 
     def container(self, attempt: int) -> str:
         """Returns the name of an attempt's container, the same on every host."""

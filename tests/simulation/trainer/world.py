@@ -337,7 +337,9 @@ class World:
             self.bucket.put(urls[-1], data[: max(1, len(data) - 9)], "world")
 
     def _poison(self) -> None:
-        """Makes the newest checkpoint unusable, if an older whole one exists."""
+        """Makes the newest checkpoint unusable, if an older whole one exists that retention keeps."""
+        if self.plan.keep_last < 2:
+            return
         newest = self.promises.newest_whole
         manifest = self.bucket.objects.get(f"{CHECKPOINTS}step-{newest:08d}/{MANIFEST}")
         if self.poisoned is None and manifest and self.promises.find_whole()[1:-1] and newest < self.plan.steps:
