@@ -81,6 +81,14 @@ class BackendEntry:
 
 MASKED_LM = Head("ForMaskedLM", "fill-mask")
 
+
+def _keys_of_packed_rows(task: str, predicted: str) -> dict[tuple[str, ...], str]:
+    return {
+        ("data", "cache"): f"{task} does not read through a cache: remove data.cache",
+        ("data", "masking"): (f"{task} predicts {predicted}, not masked tokens: remove data.masking, or set task: mlm"),
+    }
+
+
 TASKS: dict[str, TaskEntry] = {
     "mlm": TaskEntry(
         data="training.tasks.mlm.task:MaskedLanguageModeling",
@@ -97,12 +105,7 @@ TASKS: dict[str, TaskEntry] = {
         tensorflow="training.tasks.classification.tf:sums",
         head=Head("ForSequenceClassification", "text-classification", "single_label_classification"),
         figures={"loss": "min", "accuracy": "max", "weighted_f1": "max"},
-        unused_keys={
-            ("data", "cache"): "classification does not read through a cache: remove data.cache",
-            ("data", "masking"): (
-                "classification predicts labels, not masked tokens: remove data.masking, or set task: mlm"
-            ),
-        },
+        unused_keys=_keys_of_packed_rows("classification", "labels"),
     ),
     "regression": TaskEntry(
         data="training.tasks.regression.task:Regression",
@@ -111,12 +114,7 @@ TASKS: dict[str, TaskEntry] = {
         tensorflow="training.tasks.regression.tf:sums",
         head=Head("ForSequenceClassification", "text-classification", "regression"),
         figures={"loss": "min", "mse": "min", "mae": "min", "pearson": "max"},
-        unused_keys={
-            ("data", "cache"): "regression does not read through a cache: remove data.cache",
-            ("data", "masking"): (
-                "regression predicts numbers, not masked tokens: remove data.masking, or set task: mlm"
-            ),
-        },
+        unused_keys=_keys_of_packed_rows("regression", "numbers"),
     ),
 }
 

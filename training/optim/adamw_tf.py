@@ -13,8 +13,6 @@ from training.optim.adamw import STATE, AdamWSettings, bias_corrections, is_deca
 class AdamWTensorFlow:
     """The moments of all parameters, and the update."""
 
-    state_names = STATE
-
     def __init__(self, settings: AdamWSettings, names: Sequence[str], variables: Sequence[Any]) -> None:
         """Creates moments of zero. Call it in the strategy's scope.
 

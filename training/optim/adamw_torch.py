@@ -13,8 +13,6 @@ from training.optim.adamw import STATE, AdamWSettings, bias_corrections, is_deca
 class AdamWTorch:
     """The moments of all parameters, and the update."""
 
-    state_names = STATE
-
     def __init__(self, settings: AdamWSettings, parameters: Mapping[str, Tensor]) -> None:
         self._settings = settings
         self._moments = [
