@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from training.backends.torch_xla.tracer import return_freed_memory
+
+from training.backends.torch_xla.tracing import return_freed_memory
 
 
 def test_the_image_allocates_with_jemalloc() -> None:

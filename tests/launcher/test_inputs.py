@@ -121,8 +121,8 @@ def test_a_dataset_that_is_not_there_is_bad_input(server: BucketServer, tmp_path
 def test_a_bucket_that_can_not_be_read_now_is_no_bad_input(
     server: BucketServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    quick = gcs.Patience(connect=2, silence=1, deadline=2, first_delay=0.01, longest_delay=0.1)
-    monkeypatch.setattr(gcs, "patience", quick)
+    quick = gcs.Timeouts(connect=2, silence=1, deadline=2, first_delay=0.01, longest_delay=0.1)
+    monkeypatch.setattr(gcs, "timeouts", quick)
     server.fault = lambda _: error_response(StorageApiError(503, "backendError", "try again"))
     with pytest.raises(LaunchError, match=r"run\.yaml:5: data\.train: ") as bad:
         inputs.data(config(tmp_path), print)
