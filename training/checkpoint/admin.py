@@ -12,6 +12,7 @@ from typing import Any
 from training import storage
 from training.checkpoint.format import (
     MANIFEST,
+    Manifest,
     committed_steps,
     dump_manifest,
     read_manifest,
@@ -56,10 +57,7 @@ def best_saved_step(folder: str) -> int:
     """Returns the step with the best figure, which the newest checkpoint names. Raises BadInput when it names none, or
     when that checkpoint was damaged or deleted."""
     checkpoints, steps = find_checkpoints(folder)
-    try:
-        step = best_step(read_manifest(checkpoints, steps[0]))
-    except Damaged as error:
-        raise BadInput(f"{checkpoints}, step {steps[0]}: {error}") from None
+    step = best_step(_read_manifest(checkpoints, steps[0]))
     if step is None:
         raise BadInput(
             f"{checkpoints}: no best checkpoint is known; the run needs checkpoint.best, and an evaluation before its "
@@ -128,11 +126,7 @@ def render_manifest(folder: str, step: int | None) -> str:
     """Returns the manifest of a checkpoint (the newest, unless `step` is given) as JSON. Raises BadInput."""
     checkpoints, steps = find_checkpoints(folder)
     chosen = steps[0] if step is None else _require_step(checkpoints, steps, step)
-    try:
-        manifest = read_manifest(checkpoints, chosen)
-    except Damaged as error:
-        raise BadInput(f"checkpoint of step {chosen} in {checkpoints} is damaged ({error})") from None
-    return render(to_json(manifest)).rstrip()
+    return render(to_json(_read_manifest(checkpoints, chosen))).rstrip()
 
 
 def verify_checkpoints(folder: str, step: int | None) -> tuple[str, bool]:
@@ -147,6 +141,14 @@ def verify_checkpoints(folder: str, step: int | None) -> tuple[str, bool]:
             good = False
             lines.append(f"step {chosen}: {'not finite' if isinstance(error, NotFinite) else 'damaged'}: {error}")
     return "\n".join(lines), good
+
+
+def _read_manifest(checkpoints: str, step: int) -> Manifest:
+    """Reads the manifest of a step. Raises BadInput when it is damaged."""
+    try:
+        return read_manifest(checkpoints, step)
+    except Damaged as error:
+        raise BadInput(f"checkpoint of step {step} in {checkpoints} is damaged ({error})") from None
 
 
 def _require_step(checkpoints: str, steps: list[int], step: int) -> int:

@@ -180,16 +180,8 @@ class ShardSource(ABC):
 def read_replacing(load: Load, first: int, last: int, *, block: int, records: int, on_corrupt: OnCorrupt) -> Arrays:
     """Reads records [first, last) with REPLACED, and replaces bad ones as the module's docstring says.
 
-    Args:
-        load: loads records of the source.
-        first: begins a block.
-        last: exclusive.
-        block: records per block; the last block may be shorter.
-        records: in the source.
-        on_corrupt: what to do about a bad record.
-
-    Raises:
-        BadInput: a record is bad, and `on_corrupt` is "stop" or no record is good.
+    `first` begins a block of `block` records; the source has `records`. Raises BadInput when a record is bad, and
+    `on_corrupt` is "stop" or no record is good.
     """
     arrays, bad = load(first, last)
     if bad and on_corrupt == "stop":

@@ -45,11 +45,10 @@ EncoderFactory = Callable[[], Encode]
 
 @dataclass(frozen=True)
 class Totals:
-    """The position of each batch's first id in the stream, and the totals."""
+    """The position of each batch's first id in the stream, and the number of all ids."""
 
     starts: dict[Key, int]
     tokens: int
-    documents: int
 
 
 def pack_documents(
@@ -130,7 +129,7 @@ def add_up(url: str, counts: Iterable[tuple[Key, int, int]]) -> Totals:
     storage.write(
         storage.join(url, dataset_writer.PREPARING, FOLDER, "totals.json"), json.dumps([tokens, documents]).encode()
     )
-    return Totals(starts, tokens, documents)
+    return Totals(starts, tokens)
 
 
 def cut(encoded: tuple[Key, bytes, int], plan: DatasetPlan, totals: Totals) -> Iterator[tuple[int, tuple[int, bytes]]]:

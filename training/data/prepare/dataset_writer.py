@@ -47,23 +47,18 @@ class DatasetPlan:
     """The inputs and options of a dataset. Equal plans make equal bytes; field names are part of the format.
 
     Attributes:
-        split: "train" or "evaluation".
         length: tokens of the longest row.
-        tokenizer_hash: of the tokenizer that writes the ids.
-        vocabulary: its number of ids.
-        records_per_shard: rows of a full shard.
-        layout: "compact" or "recipe".
-        compression: "none" or "gzip".
+        vocabulary: number of ids of the tokenizer with `tokenizer_hash`.
         origin: corpus and options, as JSON values.
     """
 
-    split: str
+    split: str  # "train" or "evaluation"
     length: int
     tokenizer_hash: str
     vocabulary: int
     records_per_shard: int
-    layout: str = "compact"
-    compression: str = "none"
+    layout: str = "compact"  # or "recipe"
+    compression: str = "none"  # or "gzip"
     origin: dict[str, Any] = field(default_factory=dict)
 
 

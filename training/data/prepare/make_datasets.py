@@ -42,24 +42,15 @@ class DatasetOptions:
     """The options of `tpu-train shards`.
 
     Attributes:
-        corpus: the text, see `training.data.prepare.corpus`.
-        tokenizer: a tokenizer folder, local or gs://.
         out: splits are written to <out>/train and <out>/evaluation.
         task: decides which rows are written.
         evaluation_corpus: text of the evaluation split; `corpus` is then all training.
         evaluation_percent: without an evaluation corpus, the share of documents for evaluation.
-        field: the column or key that holds the text.
-        sequence_length: tokens of the longest row.
-        label: labelled rows: the column or key that holds the label.
-        labels: classification: URL of a JSON list of all labels; None: those of `corpus`, sorted.
-        lengths: labelled rows: "N,N,...", ascending; None: halves of the sequence length.
-        splits: which ones to make.
+        field, label: the columns or keys that hold the text and the label.
+        labels: URL of a JSON list of all class names; None: those of `corpus`, sorted.
+        lengths: row lengths of labelled rows, "N,N,...", ascending; None: halves of the sequence length.
         records_per_shard: None: shards of about 64 MB.
-        layout: of the records.
-        compression: of the shards.
-        runner: an Apache Beam runner; None: this process.
-        runner_options: KEY=VALUE of that runner.
-        overwrite: replace another dataset.
+        runner: an Apache Beam runner with `runner_options` KEY=VALUE; None: this process.
     """
 
     corpus: str
