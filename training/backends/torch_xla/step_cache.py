@@ -121,7 +121,7 @@ class _Arguments:
 
     def __init__(self, state: list[Tensor], inputs: list[Tensor], seed: int | None) -> None:
         xm.wait_device_ops()  # an argument that is being computed has no handle of its own yet
-        self.state, self.seed, self.brought = state, seed, len(state) + len(inputs)
+        self.state, self.seed, self.count = state, seed, len(state) + len(inputs)
         self.places = {handle: place for place, handle in enumerate(internals.handles([*state, *inputs]))}
 
 
@@ -159,24 +159,24 @@ class _CompiledStep:
         return None
 
 
-def _compile(brought: _Arguments, report: Tensor, copy: Copy) -> tuple[_CompiledStep, list[Tensor]]:
+def _compile(given: _Arguments, report: Tensor, copy: Copy) -> tuple[_CompiledStep, list[Tensor]]:
     """Compiles a traced step without running it. Returns it with the arguments to start it with this time."""
-    changed = tuple(place for place, is_changed in enumerate(internals.uncomputed(brought.state)) if is_changed)
-    outputs = [*(brought.state[place] for place in changed), report]
+    changed = tuple(place for place, is_changed in enumerate(internals.uncomputed(given.state)) if is_changed)
+    outputs = [*(given.state[place] for place in changed), report]
     arguments = internals.arguments_of(outputs)
     handles = internals.handles(arguments)
-    places, constants, seed_handle = dict(brought.places), dict[int, Tensor](), None
+    places, constants, seed_handle = dict(given.places), dict[int, Tensor](), None
     for handle, argument in zip(handles, arguments, strict=True):
-        if handle in brought.places:
-            if brought.places[handle] in changed:
+        if handle in given.places:
+            if given.places[handle] in changed:
                 internals.donate(argument)
-        elif seed_handle is None and brought.seed is not None and _is_seed(argument, brought.seed, copy):
+        elif seed_handle is None and given.seed is not None and _is_seed(argument, given.seed, copy):
             seed_handle = handle
         else:
             constants[handle] = argument
-    places |= {handle: brought.brought + number for number, handle in enumerate(constants)}
+    places |= {handle: given.count + number for number, handle in enumerate(constants)}
     if seed_handle is not None:
-        places[seed_handle] = brought.brought + len(constants)
+        places[seed_handle] = given.count + len(constants)
     program = _CompiledStep(
         internals.compile_program(outputs),
         tuple(places[handle] for handle in handles),
