@@ -40,6 +40,7 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = 1_800_000_000.0
+        self.slept: list[float] = []
         self.events: list[tuple[float, Callable[[], object]]] = []
 
     def monotonic(self) -> float:
@@ -49,6 +50,7 @@ class Clock:
         return self.now
 
     def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
         end = self.now + seconds
         while due := sorted((event for event in self.events if event[0] <= end), key=lambda event: event[0]):
             self.events.remove(due[0])

@@ -21,28 +21,10 @@ from launcher.providers import this_machine
 from launcher.shell import Result
 from launcher.tpu_vm import ownership, queued, slices
 from launcher.tpu_vm.ownership import NotOurs
-from tests.launcher.emulated_gcloud import BOB, DENIED, OFFLINE, UNAVAILABLE, Cloud
+from tests.launcher.emulated_gcloud import BOB, DENIED, OFFLINE, UNAVAILABLE, Clock, Cloud
 from training.machine.clock import format_time
 
 HOUR = 3600.0
-
-
-class Clock:
-    """Time passes only by sleeping."""
-
-    def __init__(self) -> None:
-        self.now = 1_800_000_000.0
-        self.slept: list[float] = []
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def time(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-        self.slept.append(seconds)
 
 
 class Queue:
