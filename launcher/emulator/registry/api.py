@@ -21,6 +21,7 @@ NAMES = ("*.pkg.dev", "gcr.io", "*.gcr.io")
 """The names of its certificate. The engine, which does not trust it, connects to 127.0.0.1."""
 
 _USER = "oauth2accesstoken"
+_API_VERSION = {"Docker-Distribution-Api-Version": "registry/2.0"}  # docker 20.10 requires it
 _NAME_ONLY = "docker pushed its name only: to push the bytes, `tpu-launch emulator start --full-pushes` first"
 _PATH = re.compile(r"/v2/(.+)/(blobs|manifests)/(.+)")
 
@@ -60,8 +61,10 @@ class RegistryApi:
         if not self._accepts(request.headers.get("Authorization", "").removeprefix("Bearer ")):
             return self._challenge(request)
         match = _PATH.fullmatch(request.path)
-        if request.path == "/v2/" or match is None:
-            return json_response({}) if request.path == "/v2/" else _error(404, "NOT_FOUND", request.path)
+        if request.path == "/v2/":
+            return json_response({}, headers=_API_VERSION)
+        if match is None:
+            return _error(404, "NOT_FOUND", request.path)
         host = request.headers.get("Host", "")
         repository = match[1] if host.startswith("127.0.0.1:") else f"{host.partition(':')[0]}/{match[1]}"
         if text := self._trouble(repository):
@@ -89,7 +92,8 @@ class RegistryApi:
     def _challenge(request: HttpRequest) -> HttpResponse:
         host = request.headers.get("Host", "")
         response = _error(401, "UNAUTHORIZED", "Unauthenticated request.")
-        response.headers["WWW-Authenticate"] = f'Bearer realm="https://{host}/v2/token",service="{host}"'
+        realm = f'Bearer realm="https://{host}/v2/token",service="{host}"'
+        response.headers |= {"WWW-Authenticate": realm, **_API_VERSION}
         return response
 
     # -- blobs
