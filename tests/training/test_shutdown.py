@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
@@ -102,15 +102,15 @@ def leave(code: int) -> NoReturn:
     raise Left(code)
 
 
-class NoTimers(SystemThreads):
-    def start_timer(self, seconds: float, function: Callable[[], None]) -> None:
+class NoThreads(SystemThreads):
+    def start(self, function: Callable[..., None], *arguments: Any, name: str | None = None) -> None:
         """Starts nothing: the test's clock decides."""
 
 
 @pytest.mark.parametrize(("limit", "one_request"), [(None, 30.0), (25.0, 30.0), (600.0, 600.0)])
 def test_a_sigterm_after_the_time_to_save_ends_the_process(limit: float | None, one_request: float) -> None:
     clock = ManualClock()
-    request = ShutdownRequest(Machine(clock=clock, threads=NoTimers(), exit=leave))
+    request = ShutdownRequest(Machine(clock=clock, threads=NoThreads(), exit=leave))
     if limit:
         request.limit(limit, lambda: None)
     request.request(signal.SIGTERM)
