@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from launcher import shell
-from launcher.emulator.http_server import Request, Response, json_response
+from launcher.emulator.http_server import HttpRequest, HttpResponse, json_response
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.images import engine
 from launcher.images.build import ensure_image
@@ -212,7 +212,7 @@ def registry(server: RegistryServer) -> str:
     return f"localhost:{server.address.rpartition(':')[2]}"
 
 
-def refuse_uploads(request: Request) -> Response | None:
+def refuse_uploads(request: HttpRequest) -> HttpResponse | None:
     """Artifact Registry's answer to an account that may only read."""
     denied = {"code": "DENIED", "message": "Permission artifactregistry.repositories.uploadArtifacts denied"}
     return json_response({"errors": [denied]}, 403) if request.method == "POST" else None
