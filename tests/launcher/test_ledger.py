@@ -71,16 +71,6 @@ def test_runs_begun_in_the_same_second_have_ids_of_their_own(tmp_path: Path) -> 
     assert len({new_run(tmp_path).folder.name for _ in range(20)}) == 20
 
 
-def test_a_run_is_under_way_from_the_beginning_of_an_attempt_to_its_end(tmp_path: Path) -> None:
-    run = new_run(tmp_path)
-    assert not run.state.phase.is_open
-    for number in range(2):
-        run.append(AttemptBegan(number))
-        assert run.state.phase.is_open
-        run.append(Ended(number, outcome="failed"))
-        assert not run.state.phase.is_open
-
-
 @pytest.mark.parametrize("cut", [1, 10, -1])
 def test_a_line_that_a_crash_cut_swallows_neither_the_next_event_nor_a_number(tmp_path: Path, cut: int) -> None:
     run = new_run(tmp_path)

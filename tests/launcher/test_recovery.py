@@ -44,11 +44,6 @@ def test_what_its_owner_stopped_is_not_started_again(kind: Kind) -> None:
     assert not decide(Verdict(kind), Retries(), Retries(9, 9), stop_requested=True).retry
 
 
-def test_without_budgets_nothing_is_started_again() -> None:
-    for kind in ENDED:
-        assert not decide(Verdict(kind), Retries(), Retries(), stop_requested=False).retry
-
-
 def test_failures_wait_longer_each_time_and_preemptions_do_not_wait() -> None:
     delays = [decide(Verdict(Kind.FAILED), Retries(0, n), Retries(0, 99), stop_requested=False).delay for n in range(9)]
     assert delays == sorted(delays)

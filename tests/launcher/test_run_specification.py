@@ -128,11 +128,6 @@ def test_an_event_is_read_back_as_it_was_recorded(tmp_path: Path, event: events.
     assert Ledger(tmp_path, SystemClock()).events() == [event]
 
 
-def test_every_kind_has_a_name_of_its_own() -> None:
-    assert set(events.KINDS.values()) == set(events.RunEvent.__subclasses__())
-    assert all(name for name in events.KINDS)
-
-
 @pytest.mark.parametrize(
     "line",
     [{"event": "from the future", "attempt": 3}, {"event": "started"}, {"event": "started", "attempt": 1, "x": 1}],

@@ -317,18 +317,6 @@ def test_no_file_of_the_runs_folder_holds_a_secret(work: Workstation) -> None:
     assert all(path.stat().st_mode & 0o077 == 0 for path in paths)
 
 
-def test_an_overlay_that_was_removed_from_the_runs_folder_keeps_the_next_attempt_from_starting(
-    work: Workstation,
-) -> None:
-    start_and_lose_sight(work)
-    work.hosts.end(75)
-    (archive,) = work.ledger.folder.glob("overlay-*")
-    archive.unlink()
-    with pytest.raises(BadInput, match="overlay can't be read"):
-        work.attach(work.config(), HF_TOKEN="s3cret", FROM_FILE="plain")
-    assert len(work.hosts.attempts) == 1
-
-
 def test_run_attaches_to_what_runs_and_its_budgets_are_those_of_the_start(work: Workstation) -> None:
     start_and_lose_sight(work)
     threading.Timer(1.0, work.hosts.end, [75]).start()
@@ -355,14 +343,6 @@ def test_another_command_is_another_run(work: Workstation) -> None:
     assert work.run(work.config(command=["other"])).run_id != first
     with pytest.raises(BadInput, match="was started with another configuration or command"):
         work.run(work.config(command=["third"]), run_id=first)
-
-
-def test_a_run_recovers_as_often_as_its_budget_allows(work: Workstation) -> None:
-    work.hosts.exits[:3] = [75, 75, 75]
-    outcome = work.run(work.config())
-    assert (outcome.attempt, outcome.verdict.kind) == (2, Kind.SAVED)
-    kinds = [type(event) for event in work.ledger.events()]
-    assert [kinds.count(kind) for kind in (events.AttemptBegan, events.Recovering, events.Recovered)] == [3, 2, 2]
 
 
 def test_a_secret_that_the_file_names_must_be_there_before_anything_starts(work: Workstation) -> None:

@@ -115,9 +115,8 @@ def replay(side: str, seed: int, *, trace: bool, fewer: bool) -> int:
 def print_reach(side: str, target: str, seeds: Iterable[int]) -> int:
     """Prints the seeds whose runs call a function, given as FILE:FUNCTION. Returns the exit code: 1 when none does."""
     path, _, function = target.partition(":")
-    source = Path(path).read_text(encoding="utf-8")
-    reached.import_instead(Path(path), reached.mark(source, [(reached.first_line(source, function), 0)]))
-    found = reached.record(load(side).simulate, seeds).get(0, [])
+    reached.import_instead(Path(path), reached.mark(Path(path).read_text(encoding="utf-8"), function))
+    found = reached.record(load(side).simulate, seeds)
     print(f"{target}: {len(found)} runs: {' '.join(map(str, found))}")
     return int(not found)
 
