@@ -13,7 +13,7 @@ from launcher import shell
 from launcher.errors import Exit, LaunchError
 
 
-class NotFound(LaunchError):
+class ResourceNotFound(LaunchError):
     """The resource does not exist."""
 
 
@@ -123,7 +123,7 @@ _MEANINGS: tuple[tuple[str, type[LaunchError], str], ...] = (
      r"prohibited by organization|CONSUMER_INVALID|not found or deleted", PermissionDenied, _NO_ACCESS),
     (r"ALREADY_EXISTS|already exists", Conflict,
      "the name is taken: choose another one, or delete what has it"),
-    (r"NOT_FOUND|was not found|could not be found", NotFound,
+    (r"NOT_FOUND|was not found|could not be found", ResourceNotFound,
      "it does not exist: check its name, project and zone; `tpu-launch up` creates a slice"),
     (r"INVALID_ARGUMENT|invalid AcceleratorType|invalid RuntimeVersion", Refused,
      "Google refuses the request: correct the file"),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from launcher import shell
 from launcher.gcloud.calls import run_gcloud
-from launcher.gcloud.errors import Conflict, NotFound
+from launcher.gcloud.errors import Conflict, ResourceNotFound
 
 _SECONDS = 120.0
 
@@ -53,7 +53,7 @@ def require(image: str) -> bool:
     try:
         run_gcloud(repository.describe_command, timeout=_SECONDS)
         return False
-    except NotFound:
+    except ResourceNotFound:
         pass
     try:
         run_gcloud(repository.create_command, timeout=_SECONDS)

@@ -16,7 +16,7 @@ from typing import Any
 from launcher import costs
 from launcher.errors import LaunchError
 from launcher.gcloud.calls import DELETE_SECONDS, Look, call_gcloud, delete_until_gone
-from launcher.gcloud.errors import NotFound
+from launcher.gcloud.errors import ResourceNotFound
 from launcher.gcloud.retry import Retry
 from launcher.owner import Owner
 from launcher.tpu_vm.ownership import ACCOUNT, EXPIRES, LABEL, OWNER, RUN, why_not_ours
@@ -271,7 +271,7 @@ def _describe(project: str, listed: OwnedSlice, machine: Workstation) -> OwnedSl
     command = [*_command(project, listed.zone, kind, "describe", listed.name), "--format=json"]
     try:
         resource = json.loads(call_gcloud(machine, command, timeout=_SECONDS))
-    except NotFound:
+    except ResourceNotFound:
         return None
     return parse_node(resource) if listed.kind == "node" else parse_queued(resource)
 

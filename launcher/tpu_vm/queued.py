@@ -17,7 +17,7 @@ from launcher import costs
 from launcher.config import Config
 from launcher.errors import LaunchError
 from launcher.gcloud.calls import DELETE_SECONDS, Look, call_gcloud, delete_until_gone
-from launcher.gcloud.errors import Conflict, NotFound, Stockout, explain_error
+from launcher.gcloud.errors import Conflict, ResourceNotFound, Stockout, explain_error
 from launcher.gcloud.retry import Backoff, Retry
 from launcher.provider import SliceState
 from launcher.tpu_vm import commands, ownership, slice_hints
@@ -109,7 +109,7 @@ def describe(config: Config, machine: Workstation) -> Request | None:
     """Returns the request, or None when there is none."""
     try:
         return parse(call_gcloud(machine, describe_command(config), timeout=_SECONDS))
-    except NotFound:
+    except ResourceNotFound:
         return None
 
 

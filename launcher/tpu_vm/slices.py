@@ -21,7 +21,7 @@ from launcher import costs, shell
 from launcher.config import Config
 from launcher.errors import CommandTimeout, LaunchError
 from launcher.gcloud.calls import DELETE_SECONDS, Look, call_gcloud, delete_until_gone
-from launcher.gcloud.errors import Conflict, NotFound, PermissionDenied, Preempted, StillRunning, Stockout
+from launcher.gcloud.errors import Conflict, PermissionDenied, Preempted, ResourceNotFound, StillRunning, Stockout
 from launcher.gcloud.retry import Backoff, Retry
 from launcher.provider import SliceState
 from launcher.tpu_vm import commands, ownership, queued, slice_hints
@@ -104,7 +104,7 @@ def _describe_in_zone(config: Config, machine: Workstation) -> SliceState | None
 def _describe_node(config: Config, machine: Workstation) -> SliceState | None:
     try:
         return parse_state(call_gcloud(machine, commands.describe_command(config), timeout=_SECONDS))
-    except NotFound:
+    except ResourceNotFound:
         return None
 
 

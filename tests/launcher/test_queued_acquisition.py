@@ -15,7 +15,7 @@ from launcher.config import Config, load
 from launcher.emulator import faults
 from launcher.emulator.state import Fault
 from launcher.errors import LaunchError
-from launcher.gcloud.errors import Conflict, NotFound, PermissionDenied, QuotaExceeded, Stockout
+from launcher.gcloud.errors import Conflict, PermissionDenied, QuotaExceeded, ResourceNotFound, Stockout
 from launcher.provider import SliceState
 from launcher.providers import this_machine
 from launcher.shell import Result
@@ -43,14 +43,14 @@ class Queue:
     def run(self, argv: Sequence[str], **_options: object) -> Result:
         try:
             return Result(tuple(argv), 0, self.call(argv), "")
-        except NotFound as error:
+        except ResourceNotFound as error:
             return Result(tuple(argv), 1, "", f"ERROR: NOT_FOUND: {error}")
 
     def call(self, argv: Sequence[str]) -> str:
         verb = argv[4]
         if verb == "describe":
             if self.created is None:
-                raise NotFound("no such request")
+                raise ResourceNotFound("no such request")
             state = self.state(self.calls.count("create"), self.clock.now - self.created)
             document = {
                 "name": "projects/p/locations/z/queuedResources/s",
