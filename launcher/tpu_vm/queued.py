@@ -168,8 +168,8 @@ class _Acquisition:
         first_look = Retry(machine, say, f"request {config.slice.name}", retry_denied=False)
         look_until = machine.clock.monotonic() + _FIRST_LOOK_SECONDS
         self.request = first_look.call(lambda: describe(config, machine), look_until)
-        self.reslice_hintss = 0
-        self.backoff = Backoff(machine, _FIRST_PAUSE, _LONGEST_PAUSE)  # between reslice_hintss
+        self.replacements = 0
+        self.backoff = Backoff(machine, _FIRST_PAUSE, _LONGEST_PAUSE)  # between replacements
         self.lost_answers = 0
         self.lost: LaunchError | None = None  # why the last answer is not known
         self.node_missing_since: float | None = None
@@ -270,11 +270,11 @@ class _Acquisition:
                     raise error
             if left <= _LATE_SECONDS / 2:
                 raise Stockout(_too_late(self.config, request))
-        wait = min(self.backoff.next(), max(0.0, self._left())) if self.reslice_hintss else 0.0
+        wait = min(self.backoff.next(), max(0.0, self._left())) if self.replacements else 0.0
         reason = request.error or f"by {request.initiator}"
         self.say(f"request {request.name} was {request.state} ({reason}): deleted it; making a new one in {wait:.0f} s")
         self.machine.clock.sleep(wait)
-        self.reslice_hintss += 1
+        self.replacements += 1
 
     def _remove(self) -> None:
         if self.request is not None:
