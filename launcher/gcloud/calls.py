@@ -73,7 +73,7 @@ def delete_until_gone(
         description, command = seen
         if machine.clock.monotonic() > deadline:
             raise CommandTimeout(
-                f"{description} and not gone after {DELETE_SECONDS / 60:.0f} minutes; run `tpu-launch down` again"
+                f"{description} and not gone after {DELETE_SECONDS / 60:.0f} minutes; run the command again"
             )
         if command is not None:
             try:

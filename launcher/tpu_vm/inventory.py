@@ -247,7 +247,7 @@ def remove(project: str, leftover: OwnedSlice, say: Callable[[str], None], machi
         # A deletion with force would take along the node of a request's name.
         node = describe(replace(leftover, kind="node")) if leftover.kind != "node" else None
         current = describe(leftover)
-        if current is None or (requested and (current.uid != leftover.uid or current.state == "DELETING")):
+        if current is None or (requested and (_is_another(leftover, current) or current.state == "DELETING")):
             return None
         if reason := _why_changed(leftover, current, machine.clock.time()):
             outcome = f"left alone: {reason}"
@@ -276,9 +276,14 @@ def _describe(project: str, listed: OwnedSlice, machine: Workstation) -> OwnedSl
     return parse_node(resource) if listed.kind == "node" else parse_queued(resource)
 
 
+def _is_another(listed: OwnedSlice, current: OwnedSlice) -> bool:
+    """Returns whether the slice was recreated under the listed name. A queued resource has no uid."""
+    return (listed.uid, listed.created) != (current.uid, current.created)
+
+
 def _why_changed(listed: OwnedSlice, current: OwnedSlice, now: float) -> str:
     """Returns why the slice of the listed name must not be deleted now; "" when nothing changed since the list."""
-    if (listed.uid, listed.created) != (current.uid, current.created):
+    if _is_another(listed, current):
         return "it was recreated since it was listed"
     for label in (LABEL, OWNER, ACCOUNT):
         if listed.labels.get(label) != current.labels.get(label):

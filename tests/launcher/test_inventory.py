@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from launcher.emulator.state import QueuedResource
+from launcher.errors import CommandTimeout
 from launcher.owner import Owner
 from launcher.tpu_vm import inventory
 from tests.launcher.emulated_gcloud import ANN, BUSY, UNAVAILABLE, Cloud
@@ -52,7 +53,7 @@ def test_an_entry_says_whose_it_is_how_old_and_what_it_cost() -> None:
     assert shown["leftover"] == ""
 
 
-def test_leftovers_are_expired_or_dead_and_never_somebody_elses_unless_asked() -> None:
+def test_leftovers_are_expired_or_dead_and_ours_unless_all_owners_are_meant() -> None:
     labels = node()["labels"]
     fine = inventory.parse_node(node(labels={**labels, "tpu-launch-expires": str(int(NOW + 60))}))
     expired = inventory.parse_node(node(labels={**labels, "tpu-launch-expires": str(int(NOW - 60))}))
@@ -127,7 +128,7 @@ def test_a_leftover_is_described_again_and_deleted(cloud: Cloud) -> None:
     assert cloud.node() is None
 
 
-def test_a_slice_that_was_made_anew_since_the_list_lives_on(cloud: Cloud) -> None:
+def test_a_slice_that_was_recreated_since_the_list_is_left_alone(cloud: Cloud) -> None:
     cloud.made_by(EXPIRED)
     listed = leftover(cloud)
     cloud.delete()
@@ -167,7 +168,7 @@ def test_one_that_is_gone_or_being_deleted_needs_nothing(cloud: Cloud) -> None:
     assert remove(cloud, listed) == "gone already"
 
 
-def test_a_slice_that_is_made_anew_while_its_deletion_waits_lives_on(cloud: Cloud) -> None:
+def test_a_slice_that_is_recreated_while_its_deletion_is_retried_is_left_alone(cloud: Cloud) -> None:
     cloud.made_by(EXPIRED)
     listed = leftover(cloud)
 
@@ -208,18 +209,43 @@ def test_leftovers_of_another_account_are_not_ours_even_with_the_same_user_name(
     assert inventory.find_leftovers([listed], NOW, owner=None) == [listed], "with --all-owners"
 
 
-def test_a_dead_request_is_not_deleted_under_a_live_slice_of_its_name(cloud: Cloud) -> None:
-    request = {**queued("SUSPENDED"), "createTime": "2027-01-15T07:00:00Z"}
+def dead_request(created: str = "2027-01-15T07:00:00Z") -> QueuedResource:
     name, node_name = (f"projects/p/locations/us-central2-b/{kind}/demo" for kind in ("queuedResources", "nodes"))
     spec = {"nodeId": "demo", "node": {"acceleratorType": "v4-16", "labels": EXPIRED}}
-    cloud.state.queued[name] = QueuedResource(
-        name, {**request, "name": name, "tpu": {"nodeSpec": [spec]}}, node_name, "SUSPENDED", 0.0, None
-    )
+    resource = {**queued("SUSPENDED"), "createTime": created, "name": name, "tpu": {"nodeSpec": [spec]}}
+    return QueuedResource(name, resource, node_name, "SUSPENDED", 0.0, None)
+
+
+def test_a_dead_request_that_is_recreated_after_its_deletion_counts_as_deleted(cloud: Cloud) -> None:
+    request = dead_request()
+    cloud.state.queued[request.name] = request
+    listed = leftover(cloud)
+
+    def recreate(zone: str, command: str, now: float) -> None:
+        if request.name not in cloud.state.queued:
+            cloud.state.queued[request.name] = dead_request("2027-01-15T08:30:00Z")
+
+    cloud.trouble = recreate
+    assert remove(cloud, listed) == "deleted"
+    assert cloud.calls.count("us-central2-b queued-resources delete") == 1
+
+
+def test_a_deletion_without_an_end_says_to_run_the_command_again(cloud: Cloud) -> None:
+    cloud.made_by(EXPIRED)
+    listed = leftover(cloud)
+    cloud.trouble = lambda zone, command, now: BUSY if "delete" in command else None
+    with pytest.raises(CommandTimeout, match="node demo is READY and not gone after 15 minutes; run the command again"):
+        remove(cloud, listed)
+
+
+def test_a_dead_request_is_not_deleted_under_a_live_slice_of_its_name(cloud: Cloud) -> None:
+    request = dead_request()
+    cloud.state.queued[request.name] = request
     cloud.made_by({key: value for key, value in EXPIRED.items() if not key.endswith("expires")})
     assert "did not come from it" in remove(cloud, leftover(cloud))
     cloud.clock.sleep(100)
     found = cloud.node()
     assert found is not None
     assert found.state == "READY"
-    del cloud.state.nodes[node_name]
+    del cloud.state.nodes[request.node]
     assert remove(cloud, leftover(cloud)) == "deleted"
