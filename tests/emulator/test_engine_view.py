@@ -151,6 +151,12 @@ def test_containers_are_found_by_name_id_and_start_of_an_id_among_the_hosts_own(
             engine.resolve_container(name, own, VIEW)
 
 
+def test_the_last_containers_of_a_host_are_listed_whether_they_run_or_not() -> None:
+    query, _, limit = engine.listing_query({"limit": "1"}, VIEW)  # docker ps --latest
+    assert (query["all"], limit) == ("1", 1)
+    assert "all" not in engine.listing_query({}, VIEW)[0]
+
+
 def test_listings_are_filtered_to_the_host_whatever_else_was_asked() -> None:
     query, filtered, limit = engine.listing_query(
         {"all": "1", "limit": "2", "filters": '{"label": {"a=b": true}, "name": ["^/run"]}'}, VIEW

@@ -260,8 +260,11 @@ def listing_query(query: dict[str, str], view: EngineView) -> tuple[dict[str, st
     names = filters.pop("name", [])
     filters["label"] = [*filters.get("label", []), *view.labels]
     new = {**query, "filters": json.dumps(filters)}
-    limit = new.pop("limit", "")
-    return new, names, int(limit) if limit.isdigit() else None
+    given_limit = new.pop("limit", "")
+    limit = int(given_limit) if given_limit.isdigit() else 0
+    if limit:
+        new["all"] = "1"  # as the engine does: the last containers, whether they run or not
+    return new, names, limit or None
 
 
 def resolve_container(name: str, own: list[dict[str, Any]], view: EngineView) -> str:
