@@ -154,6 +154,7 @@ def run(
         mounts: more files to mount read-only, each at a path in the container.
     """
     docker = engine.require_engine()
+    used = reference or image(config, say)
     name = f"tpu-launch-local-{secrets.token_hex(4)}"
     folder = Path.cwd()
     argv = [docker, "run", "--rm", "--init", "--name", name, "--network", "host"]
@@ -168,7 +169,7 @@ def run(
     for path, inside in (mounts or {}).items():
         argv += ["--volume", f"{path}:{inside}:ro"]
     try:
-        return shell.stream([*argv, reference or image(config, say), *command], emit, timeout=_DAYS).returncode
+        return shell.stream([*argv, used, *command], emit, timeout=_DAYS).returncode
     finally:
         # The client may have been killed while its container was not.
         shell.run([docker, "rm", "--force", name], timeout=60)

@@ -11,7 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from launcher import shell
+from launcher.config import load
 from launcher.errors import BadInput
+from launcher.images import engine, local
 from launcher.images.build import show_steps
 from launcher.images.plan import list_commands
 from launcher.images.specification import ImageSpec, compute_tag, default_spec, folder_spec, parse_bases
@@ -163,3 +166,23 @@ def test_only_steps_that_really_run_are_shown() -> None:
     for line in output.splitlines():
         show(line)
     assert shown == ["  [base 2/2] RUN pip"]
+
+
+def test_a_command_whose_image_can_not_be_made_starts_and_removes_no_container(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The removal could take a minute and replace the error that says what to do."""
+    calls: list[object] = []
+
+    def refuse(*_: object) -> str:
+        raise BadInput("no Dockerfile")
+
+    monkeypatch.setattr(engine, "require_engine", lambda: "docker")
+    monkeypatch.setattr(local, "image", refuse)
+    monkeypatch.setattr(shell, "run", lambda argv, **_: calls.append(argv))
+    (tmp_path / "run.yaml").write_text(
+        "project: p\nzone: us-central2-b\nslice: {name: demo, accelerator_type: v4-8}\nrun: {command: [train]}\n"
+    )
+    with pytest.raises(BadInput, match="no Dockerfile"):
+        local.run(load(tmp_path / "run.yaml"), ["true"], print)
+    assert calls == []
