@@ -17,7 +17,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from training.data import tokenizer as tokenizers
-from training.data.formats.dataset import open_dataset
+from training.data.formats.open_dataset import open_dataset
 from training.data.loading.fixed_shards import open_source
 from training.data.prepare.corpus import Corpus
 

@@ -37,7 +37,7 @@ PROGRAM = """
 import hashlib, json
 import tensorflow as tf
 from training.data.tf.mlm_batches import mlm_batches
-from training.data.formats.dataset import open_dataset
+from training.data.formats.open_dataset import open_dataset
 from training.data.sampling.masking import Masking, SpecialTokens
 from training.data.loading.record_source import HostSlice
 url = "gs://BUCKET/data"

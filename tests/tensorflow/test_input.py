@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from tests.nightly import others_at_night
 from training.data.formats import tfrecord
-from training.data.formats.dataset import Dataset, open_dataset
+from training.data.formats.dataset import Dataset
+from training.data.formats.open_dataset import open_dataset
 from training.data.formats.tfrecord import Corrupt
 from training.data.loading import labelled_batches, mlm_batches
 from training.data.loading.record_source import HostSlice

@@ -13,14 +13,8 @@ from typing import Any
 import pytest
 
 from training import storage
-from training.data.formats.dataset import (
-    DatasetManifest,
-    check_dataset,
-    dump_manifest,
-    find_shards,
-    open_dataset,
-    tokenizer_hash,
-)
+from training.data.formats.dataset import DatasetManifest, dump_manifest, find_shards, tokenizer_hash
+from training.data.formats.open_dataset import check_dataset, open_dataset
 from training.errors import BadInput
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from training.data.formats.dataset import Dataset, open_dataset
+from training.data.formats.dataset import Dataset
+from training.data.formats.open_dataset import open_dataset
 from training.data.formats.verify import problems
 from training.data.loading.labelled_batches import LabelledBatches, labelled_evaluation
 from training.data.loading.mlm_batches import MlmBatches

@@ -17,7 +17,8 @@ import pytest
 
 from training import storage
 from training.data.formats import example_codec, recipe_layout, tfrecord, verify
-from training.data.formats.dataset import Dataset, open_dataset
+from training.data.formats.dataset import Dataset
+from training.data.formats.open_dataset import open_dataset
 from training.data.formats.tfrecord import Corrupt
 from training.data.loading.fixed_shards import FixedShards, open_source
 from training.data.loading.mlm_batches import MlmBatches

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from training.data import tokenizer as tokenizers
-from training.data.formats.dataset import _read_tokenizer_hash
+from training.data.formats.open_dataset import _read_tokenizer_hash
 from training.errors import BadInput
 
 GOOD: dict[str, Any] = {

@@ -10,7 +10,7 @@ from typing import Any, cast
 import click
 
 from training.data import tokenizer as tokenizers
-from training.data.formats.dataset import open_dataset
+from training.data.formats.open_dataset import open_dataset
 from training.data.formats.verify import problems
 from training.data.prepare.corpus import Corpus
 from training.data.prepare.make_datasets import SPLITS, DatasetOptions, SplitResult, make_datasets

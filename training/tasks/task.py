@@ -12,7 +12,8 @@ from typing import Any, ClassVar, Protocol, TypeVar
 from training.batch import Arrays, HostBatch, StepResult
 from training.config import TrainerConfig
 from training.data import tokenizer as tokenizers
-from training.data.formats.dataset import Dataset, find_shards, open_dataset
+from training.data.formats.dataset import Dataset, find_shards
+from training.data.formats.open_dataset import open_dataset
 from training.data.loading.prefetch import prefetch
 from training.data.loading.record_source import HostSlice
 from training.data.sampling.masking import SpecialTokens
