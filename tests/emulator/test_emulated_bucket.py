@@ -281,6 +281,27 @@ def test_a_rewritten_object_has_the_bytes_of_its_source(client: Any, bucket: Any
     refused(PreconditionFailed, copied.rewrite, one, if_generation_match=0)
 
 
+def test_parts_of_a_large_file_are_composed_into_one_object(storage: Any, bucket: Any) -> None:
+    parts = [bucket.blob(f"part-{number}") for number in range(2)]
+    for part in parts:
+        part.upload_from_string(part.name.encode())
+    whole = bucket.blob("whole")
+    whole.compose(parts, if_generation_match=0)
+    assert whole.download_as_bytes() == b"part-0part-1"
+    refused(PreconditionFailed, whole.compose, parts, if_generation_match=0)
+    refused(NotFound, whole.compose, [*parts, bucket.blob("missing")])
+    assert not list((storage.folder / bucket.name / "incoming").iterdir())
+    storage.restart()
+    stored = bucket.get_blob("whole")
+    assert (stored.component_count, stored.md5_hash, stored.size) == (2, None, 12)
+    assert stored.crc32c == base64.b64encode(google_crc32c.value(b"part-0part-1").to_bytes(4, "big")).decode()
+
+
+def test_a_bucket_lists_no_managed_folders(storage: Any, bucket: Any) -> None:
+    answer = requests.get(f"{storage.url}/storage/v1/b/{bucket.name}/managedFolders", timeout=10)
+    assert (answer.status_code, answer.json()["items"]) == (200, [])
+
+
 def test_objects_survive_the_server_and_half_written_ones_do_not(storage: Any, client: Any, bucket: Any) -> None:
     blob = bucket.blob("x")
     blob.upload_from_string(b"first")

@@ -66,6 +66,7 @@ class StoredObject:
     md5: str
     created: float
     settings: Mapping[str, Any] = field(default_factory=dict)
+    components: int = 0  # uploads that the object is composed of; such an object has no MD5
 
 
 @dataclass(frozen=True)
@@ -198,7 +199,12 @@ class Bucket:
         return Incoming(self.folder / "incoming" / os.urandom(8).hex())
 
     def commit(
-        self, name: str, bytes_: Incoming, settings: Mapping[str, Any], preconditions: Preconditions
+        self,
+        name: str,
+        bytes_: Incoming,
+        settings: Mapping[str, Any],
+        preconditions: Preconditions,
+        components: int = 0,
     ) -> StoredObject:
         """Makes the bytes the object's newest generation, all or nothing. Raises StorageApiError 400 or 412."""
         if not 1 <= len(name.encode()) <= 1024 or "\n" in name or "\r" in name:
@@ -210,12 +216,37 @@ class Bucket:
             now = time.time()
             self._last = generation = max(self._last + 1, int(now * 1e6))
             kept = {key: value for key, value in settings.items() if key in SETTABLE and value is not None}
-            new = StoredObject(name, generation, bytes_.size, bytes_.crc32c, bytes_.md5, now, kept)
+            md5 = "" if components else bytes_.md5
+            new = StoredObject(name, generation, bytes_.size, bytes_.crc32c, md5, now, kept, components)
             os.rename(bytes_.path, self._data(generation))
             self._enter(new)
             if current is not None:
                 self._forget(current)
             return new
+
+    def compose(
+        self,
+        name: str,
+        sources: list[tuple[str, int | None]],
+        settings: Mapping[str, Any],
+        preconditions: Preconditions,
+    ) -> StoredObject:
+        """Joins the bytes of up to 32 objects, each a name and a generation, into one. Raises StorageApiError."""
+        if not 1 <= len(sources) <= 32:
+            raise StorageApiError(400, "invalid", "The number of source components provided must be between 1 and 32.")
+        new = self.incoming()
+        components = 0
+        try:
+            for source, generation in sources:
+                stored, file = self.open(source, generation, Preconditions())
+                components += max(1, stored.components)
+                with file:
+                    while data := file.read(_BLOCK):
+                        new.write(data)
+            return self.commit(name, new, settings, preconditions, components)
+        except BaseException:
+            new.discard()
+            raise
 
     def delete(self, name: str, generation: int | None, preconditions: Preconditions) -> None:
         """Removes the object. Raises StorageApiError 404 or 412."""
