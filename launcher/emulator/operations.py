@@ -67,11 +67,11 @@ class OperationRunner:
     def _run(self, name: str) -> None:
         with self._store.read() as state:
             operation = state.operations[name]
-            node = state.nodes[operation.target]
+            node = state.nodes.get(operation.target)
         work = {"create": self._create, "delete": self._delete, "stop": self._stop, "start": self._start}
         message = ""
         try:
-            if operation.verb in work:
+            if node is not None and operation.verb in work:
                 message = work[operation.verb](operation, node)
         except Exception as error:
             log.exception("operation %s", name)

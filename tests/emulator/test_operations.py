@@ -151,6 +151,17 @@ def test_a_single_host_stops_and_starts(running: Running) -> None:
     assert len(running.containers.hosts) == 1
 
 
+def test_a_start_ends_when_its_node_is_deleted_meanwhile(running: Running) -> None:
+    running.ended(running.call(running.api.create, acceleratorType="v4-8"))
+    running.ended(running.call(running.api.call, "POST", "nodes", "pod", verb="stop"))
+    running.containers.gate.clear()
+    start = running.call(running.api.call, "POST", "nodes", "pod", verb="start")
+    running.ended(running.call(running.api.call, "DELETE", "nodes", "pod"))
+    running.containers.gate.set()
+    assert running.ended(start)["code"] == 1
+    assert not running.api.state.nodes
+
+
 def test_a_creation_that_the_engine_refuses_ends_with_an_error_and_can_be_deleted(running: Running) -> None:
     running.containers.broken = True
     error = running.ended(running.call(running.api.create))

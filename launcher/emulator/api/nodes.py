@@ -332,9 +332,11 @@ def finish_operation(
         now: seconds since 1970.
         error: of the work. A creation's cancellation or stock-out, if any, is reported instead.
     """
-    node = state.nodes[operation.target]
+    node = state.nodes.get(operation.target)
     response: dict[str, Any] | None = None
-    if operation.verb == "create" and operation.cancelled:
+    if node is None:  # a deletion does not wait for a start or a stop
+        error = {"code": catalogue.CANCELLED, "message": f"{operation.target} was deleted."}
+    elif operation.verb == "create" and operation.cancelled:
         error = {"code": catalogue.CANCELLED, "message": f"The creation of {node.short_name} was cancelled."}
     elif operation.failure is not None:
         error = operation.failure
