@@ -56,6 +56,11 @@ def test_every_accelerator_of_the_table_can_be_created_in_its_zones_and_nowhere_
     [
         ({"acceleratorType": "v3-16", "zone": "europe-west4-a"}, 400, 'invalid AcceleratorType, "v3-16"'),
         ({"acceleratorType": "h100"}, 400, 'invalid AcceleratorType, "h100"'),
+        (
+            {"acceleratorType": None, "acceleratorConfig": {"type": "V4", "topology": "2x2x2"}},
+            400,
+            "acceleratorConfig (gcloud's --type and --topology) is not emulated",
+        ),
         ({"zone": "us-nowhere1-a"}, 403, "Permission denied on 'locations/us-nowhere1-a' (or it may not exist)."),
         ({"runtimeVersion": "tpu-ubuntu1804"}, 400, 'the runtime version "tpu-ubuntu1804" was not found'),
         ({"runtimeVersion": "v2-alpha-tpuv6e"}, 400, "is not supported for accelerator type"),

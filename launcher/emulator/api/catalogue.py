@@ -154,7 +154,11 @@ def check_metadata(metadata: Any) -> None:
 
 
 def requested_accelerator(body: dict[str, Any], zone: str) -> Accelerator:
-    """Returns the accelerator of a node's creation. Raises ApiError when the zone does not have it."""
+    """Returns the accelerator of a node's creation. Raises ApiError if the zone lacks it or a topology is given."""
+    if "acceleratorConfig" in body:
+        raise bad_request(
+            "acceleratorConfig (gcloud's --type and --topology) is not emulated: give an accelerator type"
+        )
     name = str(body.get("acceleratorType") or "v2-8")
     if name not in accelerators_in(zone):
         valid = ", ".join(accelerators_in(zone))
