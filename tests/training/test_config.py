@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from training.config import SHAPES, TrainerConfig, batch_mistake, from_document, load, restore
+from training.config import TrainerConfig, batch_mistake, from_document, load, restore
 from training.errors import BadInput
 from training.storage.types import place_mistake
 from training.yaml_file import ConfigError, parse
@@ -183,25 +183,9 @@ def test_a_changed_width_takes_heads_and_intermediate_size_along() -> None:
     assert config.model.shape == (256, 12, 4, 1024, 512)
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_every_known_model_has_heads_of_64(name: str) -> None:
-    hidden, _, heads, intermediate, _ = SHAPES[name]
-    assert hidden == 64 * heads
-    assert intermediate == 4 * hidden
-
-
 @pytest.mark.parametrize("name", ["rehearsal", "mlm"])
 def test_the_examples_are_right(name: str) -> None:
     assert isinstance(load(HOUSE / "examples" / f"{name}.yaml"), TrainerConfig)
-
-
-def test_blocks_of_the_bucket_may_be_kept_on_the_host() -> None:
-    config = from_document(
-        parse(
-            changed("  tokenizer: gs://b/tokenizer", "  cache: /tmp/blocks\n  tokenizer: gs://b/tokenizer"), "run.yaml"
-        )
-    )
-    assert config.data.cache == "/tmp/blocks"
 
 
 def test_a_model_for_the_hub_needs_the_token_on_the_hosts() -> None:

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.training.test_checkpoint_saves import IDENTITY, State
+from tests.training.checkpoint_writers import save_step, single_host_writer
 from training import storage
 from training.checkpoint.format import committed_steps, read_manifest
 from training.checkpoint.reader import verify
-from training.checkpoint.retention import Keep
-from training.checkpoint.writer import CheckpointWriter, RunDescription
+from training.checkpoint.writer import CheckpointWriter
 from training.distributed import fence as fences
 from training.distributed.cluster import Cluster
 from training.distributed.fence import Claim, claim, fence
@@ -126,26 +125,18 @@ def test_a_claim_that_can_not_be_read_is_newer(tmp_path: Path) -> None:
 
 def saver(storage: MemoryStorage, token: str, own: Claim | None, warnings: list[str]) -> CheckpointWriter:
     check = fence("runs/r", cluster(), own, storage) if own else lambda: None
-    description = RunDescription(IDENTITY, {}, "c", token)
-    return CheckpointWriter(
-        CHECKPOINTS, cluster(), SingleHost(), description, Keep(2), fence=check, storage=storage, warn=warnings.append
-    )
-
-
-def save(writer: CheckpointWriter, step: int) -> None:
-    writer.save(step, State(step).layout(), State(step).copy, {})
-    writer.wait()
+    return single_host_writer(CHECKPOINTS, token=token, fence=check, storage=storage, warn=warnings.append)
 
 
 def test_a_late_commit_of_an_older_start_is_kept_by_the_newest() -> None:
     storage, warnings = MemoryStorage(), list[str]()
     zombie = saver(storage, "aa", None, [])  # its look at the fence was before the newer start
     newer = saver(storage, "bb", start("runs/r", "bb", storage), warnings)
-    save(zombie, 10)
-    save(newer, 10)
+    save_step(zombie, 10)
+    save_step(newer, 10)
     assert "part-0-of-1.aa.safetensors" in read_manifest(CHECKPOINTS, 10, storage).parts[0].name
     assert warnings == ["step 10 was committed by attempt 0 meanwhile: that is kept"]
-    save(newer, 20)
+    save_step(newer, 20)
     assert committed_steps(CHECKPOINTS, storage) == [20, 10]
     for step in (10, 20):
         verify(CHECKPOINTS, step, storage)
@@ -153,10 +144,10 @@ def test_a_late_commit_of_an_older_start_is_kept_by_the_newest() -> None:
 
 def test_a_commit_whose_parts_are_gone_is_replaced_by_the_newest() -> None:
     storage, warnings = MemoryStorage(), list[str]()
-    save(saver(storage, "aa", None, []), 10)
+    save_step(saver(storage, "aa", None, []), 10)
     [part] = [url for url in storage.objects if "/part-" in url]
     storage.delete(part)
-    save(saver(storage, "bb", start("runs/r", "bb", storage), warnings), 10)
+    save_step(saver(storage, "bb", start("runs/r", "bb", storage), warnings), 10)
     verify(CHECKPOINTS, 10, storage)
     assert warnings == []
 
@@ -171,7 +162,7 @@ class LostAnswer(MemoryStorage):
 
 def test_a_commit_whose_answer_was_lost_counts_as_own() -> None:
     storage, warnings = LostAnswer(), list[str]()
-    save(saver(storage, "aa", None, warnings), 10)
+    save_step(saver(storage, "aa", None, warnings), 10)
     verify(CHECKPOINTS, 10, storage)
     assert warnings == []
 
@@ -189,12 +180,12 @@ def test_an_old_start_does_not_delete_what_the_newest_has_committed() -> None:
         if check.__name__ == "check":
             [part] = [url for url in storage.objects if "/part-" in url and ".aa." in url]
             storage.delete(part)
-            save(newer, 10)
+            save_step(newer, 10)
         check()
 
     zombie._fence = second_look
     with pytest.raises(BadInput, match="only the newest start may commit"):
-        save(zombie, 10)
+        save_step(zombie, 10)
     verify(CHECKPOINTS, 10, storage)
     assert "bb" in read_manifest(CHECKPOINTS, 10, storage).parts[0].name
 

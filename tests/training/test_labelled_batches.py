@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.training.damage import flip
 from training import storage
 from training.data.formats.dataset import Dataset
 from training.data.loading.labelled_batches import LabelledBatch, LabelledBatches, labelled_evaluation
@@ -169,10 +170,7 @@ def test_batches_do_not_depend_on_the_number_of_hosts_or_on_what_was_read(tmp_pa
 def test_a_damaged_row_is_replaced_alike_on_every_host(tmp_path: Path) -> None:
     dataset = make(tmp_path, 100, per_shard=1000)
     for shard in dataset.shards:
-        path = tmp_path / shard.name
-        data = bytearray(path.read_bytes())
-        data[40] ^= 1
-        path.write_bytes(data)
+        flip(tmp_path / shard.name, 40)
     with pytest.raises(BadInput, match="record 0 at byte 0"):
         [batches(dataset).batch(k) for k in range(20)]
     alone = batches(dataset, on_corrupt="skip", global_batch_size=40)

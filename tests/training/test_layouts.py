@@ -15,29 +15,22 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.training.damage import flip
+from tests.training.mlm_rows import mlm_batches, unmask
 from training import storage
 from training.data.formats import example_codec, recipe_layout, tfrecord, verify
 from training.data.formats.dataset import Dataset
 from training.data.formats.open_dataset import open_dataset
 from training.data.formats.tfrecord import Corrupt
 from training.data.loading.fixed_shards import FixedShards, open_source
-from training.data.loading.mlm_batches import MlmBatches
-from training.data.loading.record_source import HostSlice
 from training.data.prepare import dataset_writer
-from training.data.sampling.masking import Masking, SpecialTokens
 from training.data.sampling.order import evaluation_order
 from training.errors import BadInput
-
-TOKENS = SpecialTokens(mask=4, pad=3, special=frozenset(range(5)), vocabulary=100)
 
 
 @pytest.fixture
 def small_members(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dataset_writer, "MEMBER_RECORDS", 4)
-
-
-def batches(dataset: Dataset, *, seed: int = 1, **how: Any) -> MlmBatches:
-    return MlmBatches(dataset, HostSlice(**{"tokenizer": TOKENS, "global_batch_size": 16, **how}), Masking(), seed)
 
 
 def rows(dataset: Dataset) -> Any:
@@ -73,7 +66,7 @@ def test_batches_are_those_of_any_other_layout(samples: Any, tmp_path: Path, gcs
             samples.make(tmp_path, 300, per_shard=70),
             samples.make("gs://bucket/data", 300, per_shard=70, **options),
         )
-    one, two = batches(plain), batches(other)
+    one, two = mlm_batches(plain), mlm_batches(other)
     for k in range(40):
         assert np.array_equal(one.batch(k).input_ids, two.batch(k).input_ids)
 
@@ -114,13 +107,11 @@ def test_no_mutated_gzip_shard_gives_a_wrong_record(
 @pytest.mark.usefixtures("small_members")
 def test_a_damaged_member_is_replaced_from_its_block(samples: Any, tmp_path: Path) -> None:
     dataset, expected = samples.make(tmp_path, 64, per_shard=64, compression="gzip"), samples.ids(64)
-    data = bytearray((tmp_path / "train-00000.tfrecord").read_bytes())
-    data[dataset.shards[0].members[0] + 20] ^= 1
-    (tmp_path / "train-00000.tfrecord").write_bytes(data)
+    flip(tmp_path / "train-00000.tfrecord", dataset.shards[0].members[0] + 20)
     with pytest.raises(
         Corrupt, match=rf"record 4 at byte {dataset.shards[0].members[0]}: the gzip member there is damaged"
     ):
-        batches(dataset).batch(0)
+        mlm_batches(dataset).batch(0)
     read_rows = FixedShards(dataset, on_corrupt="skip").read(0, 64, 64)["input_ids"]
     assert np.array_equal(read_rows, expected[[*range(4), 8, 8, 8, 8, *range(8, 64)]])
 
@@ -132,28 +123,20 @@ def test_a_member_that_is_a_whole_block_is_replaced_from_the_next_good_one_on_ev
     monkeypatch.setattr(dataset_writer, "MEMBER_RECORDS", 64)
     dataset, expected = samples.make(tmp_path, 300, per_shard=128, compression="gzip"), samples.ids(300)
     assert evaluation_order(300, dataset.shards[0].bytes // 128, 64).block == 64
-    damage(tmp_path / "train-00000.tfrecord", dataset.shards[0].members[0] + 40)  # records 64 to 127
-    damage(tmp_path / "train-00001.tfrecord", 40)  # and 128 to 191
-    damage(tmp_path / "train-00002.tfrecord", 40)  # and 256 to 299, the short block at the end
+    flip(tmp_path / "train-00000.tfrecord", dataset.shards[0].members[0] + 40)  # records 64 to 127
+    flip(tmp_path / "train-00001.tfrecord", 40)  # and 128 to 191
+    flip(tmp_path / "train-00002.tfrecord", 40)  # and 256 to 299, the short block at the end
     with pytest.raises(Corrupt, match=r"the gzip member there is damaged.*or set data.on_corrupt to skip"):
-        [batches(dataset).batch(k) for k in range(19)]
+        [mlm_batches(dataset).batch(k) for k in range(19)]
     replaced = {record: 192 + record % 64 for record in range(64, 192)} | {256 + row: row for row in range(44)}
-    alone = batches(dataset, on_corrupt="skip")
-    hosts = [batches(dataset, on_corrupt="skip", host=host, hosts=4) for host in range(4)]
+    alone = mlm_batches(dataset, on_corrupt="skip")
+    hosts = [mlm_batches(dataset, on_corrupt="skip", host=host, hosts=4) for host in range(4)]
     for k in (0, 7, 19, 40):
         batch, parts = alone.batch(k), [host.batch(k) for host in hosts]
-        shown, used = batch.input_ids.copy(), batch.weights > 0
-        shown[np.nonzero(used)[0], batch.positions[used]] = batch.labels[used]
-        assert np.array_equal(shown, expected[[replaced.get(record, record) for record in batch.records]])
+        assert np.array_equal(unmask(batch), expected[[replaced.get(record, record) for record in batch.records]])
         for name, values in vars(batch).items():
             assert np.array_equal(np.concatenate([getattr(part, name) for part in parts]), values)
         assert batch.replaced.tolist() == [record in replaced for record in batch.records]
-
-
-def damage(path: Path, offset: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[offset] ^= 1
-    path.write_bytes(data)
 
 
 def publish(folder: Path, ids: Any, counts: list[int], *, name: str = "dataset", padded: tuple[int, ...] = ()) -> None:
@@ -177,7 +160,7 @@ def test_padded_rows_of_the_public_layout_are_refused_with_their_place(
     dataset = open_dataset(str(tmp_path))
     message = r"dataset-1-10\.tfrecord: record 3 at byte \d+ has padding \(its attention_mask is not all 1\)"
     with pytest.raises(BadInput, match=message):
-        batches(dataset, on_corrupt=on_corrupt).batch(0)
+        mlm_batches(dataset, on_corrupt=on_corrupt).batch(0)
     assert [re.search(message, problem) is not None for problem in verify.problems(dataset)] == [True]
 
 
@@ -229,7 +212,7 @@ def test_a_folder_in_the_public_layout_is_read_without_a_manifest(samples: Any, 
     assert (dataset.records, dataset.sequence_length, len(dataset.shards)) == (130, 8, 4)
     dataset.require(rows="packed", tokenizer_hash="any", sequence_length=8)
     assert np.array_equal(rows(dataset), ids)
-    seen = np.concatenate([batches(dataset).batch(k).records for k in range(9)])
+    seen = np.concatenate([mlm_batches(dataset).batch(k).records for k in range(9)])
     assert sorted(seen[:130].tolist()) == list(range(130))
 
 
@@ -249,9 +232,7 @@ def test_damage_in_the_public_layout_is_found_or_replaced(samples: Any, tmp_path
     publish(tmp_path, samples.ids(20), [20])
     path = tmp_path / "dataset-0-20.tfrecord"
     offsets = tfrecord.index(path.read_bytes(), "s")
-    data = bytearray(path.read_bytes())
-    data[offsets[7] + 30] ^= 1
-    path.write_bytes(data)
+    flip(path, offsets[7] + 30)
     dataset = open_dataset(str(tmp_path))
     with pytest.raises(Corrupt, match=rf"dataset-0-20.tfrecord: record 7 at byte {offsets[7]}: its checksum"):
         rows(dataset)
@@ -259,16 +240,10 @@ def test_damage_in_the_public_layout_is_found_or_replaced(samples: Any, tmp_path
     assert np.array_equal(read_rows, samples.ids(20)[[*range(7), 8, *range(8, 20)]])
 
 
-@pytest.mark.parametrize(
-    ("record", "message"),
-    [
-        ({"input_ids": b"12"}, "its first record has no int64 feature input_ids"),
-        ({"tokens": [1, 2]}, "its first record has no int64 feature input_ids"),
-    ],
-)
-def test_other_tfrecords_are_not_taken_for_the_public_layout(tmp_path: Path, record: Any, message: str) -> None:
+@pytest.mark.parametrize("record", [{"input_ids": b"12"}, {"tokens": [1, 2]}])
+def test_other_tfrecords_are_not_taken_for_the_public_layout(tmp_path: Path, record: Any) -> None:
     (tmp_path / "dataset-0-1.tfrecord").write_bytes(tfrecord.frame(example_codec.encode(record)))
-    with pytest.raises(BadInput, match=message):
+    with pytest.raises(BadInput, match="its first record has no int64 feature input_ids"):
         open_dataset(str(tmp_path))
 
 
@@ -289,9 +264,7 @@ def test_verify_names_everything_that_is_wrong(samples: Any, tmp_path: Path, opt
     names = [shard.name for shard in dataset.shards]
     (tmp_path / names[0]).unlink()
     (tmp_path / names[1]).write_bytes(b"")
-    data = bytearray((tmp_path / names[2]).read_bytes())
-    data[len(data) // 2] ^= 1
-    (tmp_path / names[2]).write_bytes(data)
+    flip(tmp_path / names[2], dataset.shards[2].bytes // 2)
     (tmp_path / "stray.tfrecord").write_bytes(b"")
     problems = "\n".join(verify.problems(dataset))
     assert f"{names[0]} is missing" in problems

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.training.mlm_rows import unmask
 from training.data.sampling import random_bits
-from training.data.sampling.masking import Masked, Masker, Masking, SpecialTokens, special_tokens
+from training.data.sampling.masking import Masker, Masking, SpecialTokens, special_tokens
 from training.errors import BadInput
 
 TOKENS = SpecialTokens(mask=4, pad=3, special=frozenset(range(5)), vocabulary=1000)
@@ -20,12 +21,6 @@ def rows(count: int, length: int, seed: int = 0) -> Any:
     rows = np.random.default_rng(seed).integers(0, 1000, (count, length)).astype(np.int32)
     rows[:, 0], rows[:, -1] = 0, 1
     return rows
-
-
-def restored(masked: Masked) -> Any:
-    ids, used = masked.input_ids.copy(), masked.weights > 0
-    ids[np.nonzero(used)[0], masked.positions[used]] = masked.labels[used]
-    return ids
 
 
 def test_splitmix64_gives_its_published_numbers() -> None:
@@ -53,8 +48,8 @@ def test_keys_is_key_for_arrays(seed: int, number: int) -> None:
 def test_the_masks_are_pinned() -> None:
     """Both backends and every version must see the same integers."""
     masked = Masker(Masking(), TOKENS, 7)(np.arange(100, 140, dtype=np.int32).reshape(2, 20), 1, np.array([0, 5]))
-    assert masked.positions.tolist() == PINNED_POSITIONS
-    assert masked.input_ids[masked.input_ids != np.arange(100, 140).reshape(2, 20)].tolist() == PINNED_IDS
+    assert masked.positions.tolist() == [[0, 7, 16], [8, 9, 18]]
+    assert masked.input_ids[masked.input_ids != np.arange(100, 140).reshape(2, 20)].tolist() == [4, 4, 4, 4, 4]
 
 
 @settings(deadline=None)
@@ -69,7 +64,7 @@ def test_the_masks_are_pinned() -> None:
 def test_labels_restore_the_row(count: int, length: int, percent: int, seed: int, epoch: int, data: int) -> None:
     ids = rows(count, length, data)
     masked = Masker(Masking(percent), TOKENS, seed)(ids, epoch, np.arange(count))
-    assert np.array_equal(restored(masked), ids)
+    assert np.array_equal(unmask(masked), ids)
     used = masked.weights > 0
     special = np.isin(ids, list(TOKENS.special))
     assert not special[np.nonzero(used)[0], masked.positions[used]].any(), "special tokens are never predicted"
@@ -144,7 +139,3 @@ def test_special_tokens_come_from_tokenizer_json() -> None:
     content["added_tokens"] = added[:4]
     with pytest.raises(BadInput, match=r"gs://b/t: the tokenizer has no mask token \(one of \[MASK\], <mask>\)"):
         special_tokens(content, "gs://b/t")
-
-
-PINNED_POSITIONS = [[0, 7, 16], [8, 9, 18]]
-PINNED_IDS = [4, 4, 4, 4, 4]

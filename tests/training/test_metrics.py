@@ -70,14 +70,6 @@ def train(**changes: Any) -> Train:
     return Train(**{"steps": 100, "global_batch_size": 8, "learning_rate": 1.0, "warmup_steps": 10, **changes})
 
 
-def test_the_learning_rate_warms_up_and_comes_down() -> None:
-    rates = [learning_rate(train(), step) for step in range(100)]
-    assert rates[:10] == pytest.approx([number / 10 for number in range(1, 11)])
-    assert rates[10] == 1.0
-    assert rates[99] == pytest.approx(1 / 90)
-    assert all(rates[10:][index] > rates[10:][index + 1] for index in range(89))
-
-
 def test_the_warm_up_is_one_step_ahead_of_hugging_faces_and_the_rest_is_the_same() -> None:
     def published(step: int) -> float:  # transformers.get_linear_schedule_with_warmup
         return step / 10 if step < 10 else (100 - step) / (100 - 10)

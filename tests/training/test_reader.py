@@ -13,33 +13,23 @@ import numpy as np
 import pytest
 
 from launcher.emulator.http_server import Disconnected, HttpResponse
+from tests.training.damage import flip
+from tests.training.mlm_rows import TOKENS, mlm_batches, unmask
 from training import storage
 from training.data.formats import fixed_records
 from training.data.formats.dataset import Dataset
 from training.data.formats.tfrecord import Corrupt
 from training.data.loading.fixed_shards import FixedShards
-from training.data.loading.mlm_batches import MlmBatches, mlm_evaluation
+from training.data.loading.mlm_batches import mlm_evaluation
 from training.data.loading.record_source import HostSlice, read_replacing
 from training.data.sampling.masking import Masking, SpecialTokens
 from training.data.sampling.order import evaluation_order
 from training.errors import BadInput
 from training.storage import gcs as bucket
 
-TOKENS = SpecialTokens(mask=4, pad=3, special=frozenset(range(5)), vocabulary=100)
-
-
-def batches(dataset: Dataset, *, seed: int = 1, **how: Any) -> MlmBatches:
-    return MlmBatches(dataset, HostSlice(**{"tokenizer": TOKENS, "global_batch_size": 16, **how}), Masking(), seed)
-
 
 def rows(dataset: Dataset, **options: Any) -> Any:
     return FixedShards(dataset, **options).read(0, dataset.records, dataset.records)["input_ids"]
-
-
-def flip(path: Path, offset: int, mask: int = 1) -> None:
-    data = bytearray(path.read_bytes())
-    data[offset] ^= mask
-    path.write_bytes(data)
 
 
 def size_of(dataset: Dataset) -> int:
@@ -128,16 +118,13 @@ def test_a_bad_record_is_replaced_by_the_next_good_one_of_its_block_on_every_hos
         flip(tmp_path / f"train-{record // 50:05d}.tfrecord", record % 50 * size + 20)
     replaced = {0: 1, 63: 1, 64: 65, 100: 102, 101: 102}
     with pytest.raises(Corrupt):
-        [batches(dataset).batch(k) for k in range(10)]
-    alone = batches(dataset, on_corrupt="skip")
+        [mlm_batches(dataset).batch(k) for k in range(10)]
+    alone = mlm_batches(dataset, on_corrupt="skip")
     counts = [0, 0]  # of replaced rows: on one host, on two together
-    pair = [batches(dataset, on_corrupt="skip", host=host, hosts=2) for host in (0, 1)]
+    pair = [mlm_batches(dataset, on_corrupt="skip", host=host, hosts=2) for host in (0, 1)]
     for k in range(30):
         batch = alone.batch(k)
-        shown = batch.input_ids.copy()
-        used = batch.weights > 0
-        shown[np.nonzero(used)[0], batch.positions[used]] = batch.labels[used]
-        assert np.array_equal(shown, expected[[replaced.get(record, record) for record in batch.records]])
+        assert np.array_equal(unmask(batch), expected[[replaced.get(record, record) for record in batch.records]])
         halves = [host.batch(k) for host in pair]
         assert np.array_equal(np.concatenate([half.input_ids for half in halves]), batch.input_ids)
         assert batch.replaced.tolist() == [record in replaced for record in batch.records]
@@ -165,7 +152,7 @@ def test_a_dataset_without_a_good_record_stops_even_when_skipping_and_does_not_a
     with pytest.raises(
         Corrupt, match=r"record 0 at byte 0.* skip does not help, because the dataset has no good record"
     ):
-        batches(dataset, on_corrupt="skip").batch(0)
+        mlm_batches(dataset, on_corrupt="skip").batch(0)
 
 
 def test_ids_that_the_tokenizer_does_not_have_are_refused(samples: Any, tmp_path: Path) -> None:
@@ -175,7 +162,7 @@ def test_ids_that_the_tokenizer_does_not_have_are_refused(samples: Any, tmp_path
     ):
         rows(dataset, vocabulary=50)
     with pytest.raises(BadInput, match="was written with a tokenizer of 100 ids, and the given one has 50"):
-        batches(dataset, tokenizer=SpecialTokens(4, 3, frozenset(range(5)), 50))
+        mlm_batches(dataset, tokenizer=SpecialTokens(4, 3, frozenset(range(5)), 50))
 
 
 def test_a_valid_record_of_another_layout_is_refused(samples: Any, tmp_path: Path) -> None:
@@ -194,7 +181,7 @@ def test_a_valid_record_of_another_layout_is_refused(samples: Any, tmp_path: Pat
 def test_a_shard_replaced_during_the_run_stops_it(samples: Any, tmp_path: Path, gcs: Any, place: str) -> None:
     folder = str(tmp_path) if place == "local" else place
     dataset = samples.make(folder, 25)
-    training_batches = batches(dataset)
+    training_batches = mlm_batches(dataset)
     url = storage.join(folder, "train-00001.tfrecord")
     time.sleep(0.01)
     storage.write(url, storage.read(url))
@@ -208,7 +195,7 @@ def test_a_shard_replaced_during_the_run_stops_it(samples: Any, tmp_path: Path, 
 @pytest.mark.parametrize("place", ["local", "gs://bucket/data"])
 def test_a_shard_removed_during_the_run_stops_it(samples: Any, tmp_path: Path, gcs: Any, place: str) -> None:
     folder = str(tmp_path) if place == "local" else place
-    training_batches = batches(samples.make(folder, 25))
+    training_batches = mlm_batches(samples.make(folder, 25))
     storage.delete(storage.join(folder, "train-00001.tfrecord"))
     with pytest.raises(BadInput, match=r"train-00001.tfrecord does not exist"):
         training_batches.batch(0)
@@ -227,7 +214,7 @@ def test_a_bucket_gives_the_batches_of_a_disk_even_when_a_third_of_the_requests_
         return HttpResponse(chance.choice((429, 500, 503)), b"later") if draw < 1 / 3 else None
 
     gcs.fault = misbehave
-    one, other = batches(local), batches(remote)
+    one, other = mlm_batches(local), mlm_batches(remote)
     for k in range(40):
         assert np.array_equal(one.batch(k).input_ids, other.batch(k).input_ids)
 
@@ -237,7 +224,7 @@ def test_a_silent_bucket_ends_in_a_message_and_not_in_a_hang(
 ) -> None:
     import threading
 
-    training_batches = batches(samples.make("gs://bucket/data", 25))
+    training_batches = mlm_batches(samples.make("gs://bucket/data", 25))
     released = threading.Event()
 
     def stall(request: Any) -> None:
@@ -256,7 +243,7 @@ def test_a_silent_bucket_ends_in_a_message_and_not_in_a_hang(
 
 def test_neighbouring_blocks_are_read_in_large_requests(samples: Any, gcs: Any) -> None:
     dataset = samples.make("gs://bucket/data", 5000, per_shard=5000)
-    training_batches = batches(dataset)
+    training_batches = mlm_batches(dataset)
     gcs.requests.clear()
     [training_batches.batch(k) for k in range(0, 300, 60)]
     assert len([path for _, path, _ in gcs.requests if path.startswith("/download/")]) == 1
@@ -270,7 +257,7 @@ def test_a_host_reads_only_what_its_rows_need(samples: Any, gcs: Any, monkeypatc
     monkeypatch.setattr(order, "BLOCK_BYTES", 430)
     dataset = samples.make("gs://bucket/data", 2000, per_shard=500)
     gcs.requests.clear()
-    training_batches = batches(dataset, global_batch_size=64, host=1, hosts=4)
+    training_batches = mlm_batches(dataset, global_batch_size=64, host=1, hosts=4)
     [training_batches.batch(k) for k in range(2000 // 64)]
     training_batches.close()
     ranges = [byte_range[6:].split("-") for _, path, byte_range in gcs.requests if path.startswith("/download/")]
@@ -280,22 +267,20 @@ def test_a_host_reads_only_what_its_rows_need(samples: Any, gcs: Any, monkeypatc
 
 def test_a_dataset_that_fits_into_one_window_is_read_once(samples: Any, gcs: Any) -> None:
     dataset, expected = samples.make("gs://bucket/data", 300, per_shard=100), samples.ids(300)
-    training_batches = batches(dataset)
+    training_batches = mlm_batches(dataset)
     training_batches.batch(0)
     gcs.requests.clear()
     for k in range(100):
         batch = training_batches.batch(k)
-        shown, used = batch.input_ids.copy(), batch.weights > 0
-        shown[np.nonzero(used)[0], batch.positions[used]] = batch.labels[used]
-        assert np.array_equal(shown, expected[batch.records])
+        assert np.array_equal(unmask(batch), expected[batch.records])
     assert not [path for _, path, _ in gcs.requests if path.startswith("/download/")]
 
 
 def test_the_cache_saves_the_second_reading(samples: Any, gcs: Any, tmp_path: Path) -> None:
     dataset = samples.make("gs://bucket/data", 300, per_shard=100)
-    expected = batches(dataset, cache=tmp_path).batch(7)
+    expected = mlm_batches(dataset, cache=tmp_path).batch(7)
     gcs.requests.clear()
-    again = batches(dataset, cache=tmp_path).batch(7)
+    again = mlm_batches(dataset, cache=tmp_path).batch(7)
     assert np.array_equal(again.input_ids, expected.input_ids)
     assert not [path for _, path, _ in gcs.requests if path.startswith("/download/")]
 
@@ -312,21 +297,11 @@ def test_the_cache_keeps_each_block_once_whatever_is_read_together(samples: Any,
     assert not gcs.requests
 
 
-def test_a_damaged_cache_is_fetched_again(samples: Any, gcs: Any, tmp_path: Path) -> None:
-    dataset = samples.make("gs://bucket/data", 300, per_shard=100)
-    expected = batches(dataset, cache=tmp_path).batch(7)
-    for path in tmp_path.rglob("*"):
-        if path.is_file():
-            flip(path, 100)
-    again = batches(dataset, cache=tmp_path).batch(7)
-    assert np.array_equal(again.input_ids, expected.input_ids)
-
-
 def test_a_cache_on_a_full_disk_costs_the_cache_and_not_the_run(
     samples: Any, gcs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     dataset = samples.make("gs://bucket/data", 300, per_shard=100)
-    expected = batches(dataset).batch(7)
+    expected = mlm_batches(dataset).batch(7)
     room = 5 * size_of(dataset)
     real = os.write
 
@@ -341,14 +316,14 @@ def test_a_cache_on_a_full_disk_costs_the_cache_and_not_the_run(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", write)
-        training_batches = batches(dataset, cache=tmp_path)
+        training_batches = mlm_batches(dataset, cache=tmp_path)
         assert np.array_equal(training_batches.batch(7).input_ids, expected.input_ids)
         training_batches.close()
     [warning] = [line for line in capfd.readouterr().err.splitlines() if "data.cache is full" in line]
     assert "No space left on device" in warning
     assert str(tmp_path) in warning
     assert not list(tmp_path.rglob("*.partial"))
-    assert np.array_equal(batches(dataset, cache=tmp_path).batch(7).input_ids, expected.input_ids), (
+    assert np.array_equal(mlm_batches(dataset, cache=tmp_path).batch(7).input_ids, expected.input_ids), (
         "what is there is whole"
     )
 
@@ -356,7 +331,7 @@ def test_a_cache_on_a_full_disk_costs_the_cache_and_not_the_run(
 def test_an_error_is_raised_again_by_every_batch_that_needs_the_record(samples: Any, tmp_path: Path) -> None:
     dataset = samples.make(tmp_path, 25)
     flip(tmp_path / "train-00001.tfrecord", 20)
-    training_batches = batches(dataset)
+    training_batches = mlm_batches(dataset)
     for _ in range(3):
         with pytest.raises(Corrupt):
             training_batches.batch(0)

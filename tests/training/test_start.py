@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from training.distributed.agreement import agree, code_hash, disagreements
+from training.distributed.agreement import agree, disagreements
 from training.distributed.cluster import Cluster
 from training.distributed.fence import claim
 from training.distributed.rendezvous import SingleHost
@@ -27,11 +27,6 @@ def test_all_hosts_that_differ_from_host_0_are_named() -> None:
 
 def test_hosts_that_agree_get_a_token() -> None:
     assert agree(SingleHost(), {"code": "a"}, 1) != agree(SingleHost(), {"code": "a"}, 1)
-
-
-def test_the_code_hash_is_of_the_source_alone() -> None:
-    assert code_hash() == code_hash()
-    assert len(code_hash()) == 16
 
 
 class Pair(SingleHost):

@@ -1,57 +1,12 @@
-"""Claims about `training.storage` on local files; tests/training/test_bucket.py makes them for gs://."""
+"""Claims about `training.storage` on local files; tests/training/test_bucket.py has what files and gs:// share."""
 
 import errno
 import os
-import threading
 from pathlib import Path
 
-import google_crc32c
 import pytest
 
 from training import storage
-
-
-def test_a_written_object_is_read_back_with_its_size_and_checksum(tmp_path: Path) -> None:
-    url = storage.join(str(tmp_path), "a", "b")
-    stat = storage.write(url, b"hello")
-    assert storage.read(url) == b"hello"
-    assert (stat.size, stat.crc32c) == (5, google_crc32c.value(b"hello"))
-    assert storage.stat(url) == stat
-    assert storage.stat(url).crc32c == stat.crc32c
-
-
-def test_a_range_is_cut_at_the_end_of_the_object(tmp_path: Path) -> None:
-    url = str(tmp_path / "x")
-    storage.write(url, b"0123456789")
-    assert storage.read(url, 2, 5) == b"234"
-    assert storage.read(url, 8, 50) == b"89"
-    assert storage.read(url, 50) == b""
-    assert storage.read(url, 3, 3) == b""
-
-
-def test_create_only_refuses_what_exists_and_keeps_it(tmp_path: Path) -> None:
-    url = str(tmp_path / "x")
-    storage.write(url, b"first", create_only=True)
-    with pytest.raises(storage.AlreadyExists, match="x already exists"):
-        storage.write(url, b"second", create_only=True)
-    assert storage.read(url) == b"first"
-
-
-def test_of_many_create_only_writers_one_wins(tmp_path: Path) -> None:
-    url, wins = str(tmp_path / "x"), []
-
-    def race(number: int) -> None:
-        try:
-            storage.write(url, b"%d" % number, create_only=True)
-            wins.append(number)
-        except storage.AlreadyExists:
-            pass
-
-    threads = [threading.Thread(target=race, args=(number,)) for number in range(16)]
-    [thread.start() for thread in threads]
-    [thread.join() for thread in threads]
-    assert len(wins) == 1
-    assert storage.read(url) == b"%d" % wins[0]
 
 
 def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,17 +45,6 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     assert storage.stat(str(tmp_path / "nothing")) is None
     assert storage.stat(str(tmp_path)) is None
     storage.delete(str(tmp_path / "nothing"))
-
-
-def test_upload_and_download_copy_a_file(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    source.write_bytes(os.urandom(100_000))
-    stat = storage.upload(source, str(tmp_path / "copy"), create_only=True)
-    assert stat.crc32c == google_crc32c.value(source.read_bytes())
-    storage.download(str(tmp_path / "copy"), tmp_path / "back" / "again")
-    assert (tmp_path / "back" / "again").read_bytes() == source.read_bytes()
-    with pytest.raises(storage.AlreadyExists):
-        storage.upload(source, str(tmp_path / "copy"), create_only=True)
 
 
 @pytest.mark.parametrize(

@@ -10,19 +10,6 @@ from hypothesis import strategies as st
 from training.data.formats import tfrecord
 
 
-def unmask(masked: int) -> int:
-    """The inverse of `tfrecord.mask`."""
-    rotated = (masked - tfrecord.MASK_DELTA) & 0xFFFFFFFF
-    return ((rotated >> 17) | (rotated << 15)) & 0xFFFFFFFF
-
-
-def test_crc32c_is_masked_as_tensorflow_does() -> None:
-    # crc32c("123456789") = 0xe3069283 (RFC 3720's check value); rotated right by 15: 0x2507c60d; plus 0xa282ead8:
-    # 0xc78ab0e5
-    assert tfrecord.mask(0xE3069283) == 0xC78AB0E5
-    assert unmask(0xC78AB0E5) == 0xE3069283
-
-
 def test_a_frame_is_length_crc_data_crc() -> None:
     framed = tfrecord.frame(b"123456789")
     assert framed[:8] == b"\x09" + b"\0" * 7

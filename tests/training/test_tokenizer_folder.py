@@ -51,12 +51,6 @@ def test_what_is_no_tokenizer_is_refused_with_its_url(tmp_path: Path, content: b
         tokenizers.read(url)
 
 
-def test_a_tokenizer_without_a_mask_token_is_refused(tmp_path: Path) -> None:
-    url = folder_with(tmp_path, json.dumps({**GOOD, "added_tokens": GOOD["added_tokens"][:1]}).encode())
-    with pytest.raises(BadInput, match="the tokenizer has no mask token"):
-        tokenizers.read(url)
-
-
 @pytest.mark.parametrize("content", [b"[" * 200_000, b"[]", b"{", b"\xff", b"null"])
 def test_the_launcher_refuses_the_same_before_a_slice_exists(tmp_path: Path, content: bytes) -> None:
     with pytest.raises(BadInput, match="is not a tokenizer of the `tokenizers` library"):

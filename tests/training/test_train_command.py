@@ -71,15 +71,3 @@ def test_mistakes_are_named_with_their_lines(tmp_path: Path) -> None:
     assert "train.steps: should be a valid integer, not 'many'" in text
     assert "unknown key 'train.learnig_rate'; did you mean 'learning_rate'?" in text
     assert all(line.startswith("run.yaml:") for line in text.splitlines()[1:])
-
-
-def test_an_unknown_command_is_bad_input(tmp_path: Path) -> None:
-    code, text = tpu_train(tmp_path, "trian")
-    assert code == Exit.BAD_INPUT
-    assert "Did you mean 'train'?" in text
-
-
-@pytest.mark.parametrize("command", [["--help"], ["train", "--help"], ["checkpoint", "--help"]])
-def test_help_needs_no_framework(tmp_path: Path, command: list[str]) -> None:
-    code, text = tpu_train(tmp_path, *command)
-    assert (code, "Usage: tpu-train" in text) == (0, True)

@@ -1,0 +1,63 @@
+"""A state of a few tensors, and the checkpoint writer of a run with one host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from training.checkpoint.retention import Keep
+from training.checkpoint.safetensors_file import TensorSpec
+from training.checkpoint.snapshot import Snapshot
+from training.checkpoint.writer import CheckpointWriter, RunDescription
+from training.distributed.cluster import Cluster
+from training.distributed.rendezvous import Rendezvous, SingleHost
+
+IDENTITY = {"seed": 1, "model.layers": 2}
+
+
+class State:
+    """Tensors whose values tell the step."""
+
+    def __init__(self, step: int = 0) -> None:
+        self.values = {f"model/{index}": np.full((index + 1, 3), step + index, np.float32) for index in range(6)}
+
+    def layout(self) -> dict[str, TensorSpec]:
+        return {name: TensorSpec("F32", value.shape, value.nbytes) for name, value in self.values.items()}
+
+    def copy(self, places: Mapping[str, memoryview]) -> Snapshot:
+        return Snapshot(
+            (np.frombuffer(place, np.float32), self.values[name].reshape(-1)) for name, place in places.items()
+        )
+
+    def accept(self, tensors: Mapping[str, tuple[TensorSpec, memoryview]]) -> None:
+        for name, (info, data) in tensors.items():
+            self.values[name] = np.frombuffer(bytes(data), np.float32).reshape(info.shape)
+
+    def is_of(self, step: int) -> bool:
+        return all(
+            np.array_equal(value, other)
+            for value, other in zip(self.values.values(), State(step).values.values(), strict=True)
+        )
+
+
+def single_host_writer(
+    folder: Path | str,
+    keep_last: int = 2,
+    *,
+    token: str = "t",
+    config: Mapping[str, Any] | None = None,
+    rendezvous: Rendezvous | None = None,
+    **options: Any,
+) -> CheckpointWriter:
+    """Returns the writer of a run's only host. `options`: further arguments of CheckpointWriter"""
+    cluster, description = Cluster(0, ("h",), run_id="r"), RunDescription(IDENTITY, dict(config or {}), "c", token)
+    return CheckpointWriter(str(folder), cluster, rendezvous or SingleHost(), description, Keep(keep_last), **options)
+
+
+def save_step(writer: CheckpointWriter, step: int) -> None:
+    """Saves `State(step)` and waits for the commit."""
+    writer.save(step, State(step).layout(), State(step).copy, {})
+    writer.wait()
