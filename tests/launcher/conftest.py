@@ -4,10 +4,22 @@ from pathlib import Path
 
 import pytest
 
-from tests.launcher.script_host import ScriptHost
+from tests.launcher.script_host import SHELLS, ScriptHost
+
+
+@pytest.fixture(autouse=True)
+def _own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes `home` in the test's folder the launcher's, in place of the user's `.tpu-launch`."""
+    monkeypatch.setenv("TPU_LAUNCH_HOME", str(tmp_path / "home"))
 
 
 @pytest.fixture
 def host(tmp_path: Path) -> ScriptHost:
     """A host on which scripts run."""
     return ScriptHost(tmp_path / "host")
+
+
+@pytest.fixture(params=SHELLS)
+def shell(request: pytest.FixtureRequest) -> str:
+    """A shell that hosts may have as `sh`."""
+    return str(request.param)

@@ -81,13 +81,11 @@ class Cloud:
         self.lost: Trouble = lambda zone, command, now: None  # the command is carried out, and this is the answer
 
     def machine(self, owner: Owner = ANN) -> Workstation:
-        """Returns the workstation of a user."""
         return replace(
             this_machine(), clock=self.clock, threads=InOrder(), run=self.run, random=random.Random(1), owner=owner
         )
 
     def at(self, seconds: float, act: Callable[[], object]) -> None:
-        """Calls `act` in so many seconds."""
         self.clock.events.append((self.clock.now + seconds, act))
 
     def node(self, name: str = "demo", zone: str = "us-central2-b") -> Node | None:

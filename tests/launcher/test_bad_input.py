@@ -22,16 +22,12 @@ run:
 """
 
 
-def launch(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    base = {
-        key: value
-        for key, value in os.environ.items()
-        if key not in ("DOCKER_HOST", "STORAGE_EMULATOR_HOST", "TPU_LAUNCH_HOME")
-    }
+def launch(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    base = {key: value for key, value in os.environ.items() if key not in ("DOCKER_HOST", "STORAGE_EMULATOR_HOST")}
     return subprocess.run(
         [sys.executable, "-m", "launcher.cli", *arguments],
         cwd=folder,
-        env={**base, "PYTHONPATH": str(HOUSE), **environment},
+        env={**base, "PYTHONPATH": str(HOUSE)},
         capture_output=True,
         text=True,
         timeout=60,

@@ -120,14 +120,6 @@ def test_secrets_and_state_of_this_machine_are_not_sent(tmp_path: Path) -> None:
     assert sent == [".github/ci.yaml", "environment.py", "tokenizer.json", "train.py"]
 
 
-def test_a_run_does_not_change_the_hash_of_the_folder_that_it_was_started_in(tmp_path: Path) -> None:
-    make_folder(tmp_path, "train.py", *PRIVATE)
-    before = build_context.digest(build_context.folder(tmp_path))
-    make_folder(tmp_path, ".tpu-launch/runs/s/events.jsonl", ".git/index")
-    (tmp_path / ".env").write_text("TOKEN=another")
-    assert build_context.digest(build_context.folder(tmp_path)) == before
-
-
 @pytest.mark.parametrize("name", ["state", "st[a]te*"])
 def test_the_launchers_own_folder_is_left_out_whatever_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str

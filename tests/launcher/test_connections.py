@@ -30,7 +30,7 @@ from launcher.tpu_vm.ssh.addresses import Address, KnownSlice
 from launcher.tpu_vm.ssh.connections import SliceConnections
 from launcher.tpu_vm.ssh.pool import HostResult
 from launcher.workstation import ConnectionFailed
-from tests.launcher.emulated_gcloud import UNAVAILABLE, Cloud
+from tests.launcher.emulated_gcloud import Cloud
 
 DRY_RUN = (  # as gcloud 528 prints it
     "/usr/bin/ssh -T -i key -o CheckHostIP=no -o HashKnownHosts=no -o HostKeyAlias=tpu.1-{worker} "
@@ -108,7 +108,6 @@ def test_ctrl_c_does_not_wait_for_hosts_that_pull() -> None:
 
 
 def test_a_slice_is_remembered_for_the_same_file_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TPU_LAUNCH_HOME", str(tmp_path / "kept"))
     two = tuple(Address(worker, f"10.0.0.{worker}", "me", "key", "known", f"tpu.1-{worker}") for worker in range(2))
     known = KnownSlice("2026-01-01T00:00:00Z", ("10.1.0.0", "10.1.0.1"), two)
     assert addresses.load(config(tmp_path)) is None
@@ -119,11 +118,11 @@ def test_a_slice_is_remembered_for_the_same_file_and_no_other(tmp_path: Path, mo
     monkeypatch.setenv("CLOUDSDK_API_ENDPOINT_OVERRIDES_TPU", "http://127.0.0.1:1/")
     assert addresses.load(config(tmp_path)) is None, "an emulated slice is another one"
     monkeypatch.delenv("CLOUDSDK_API_ENDPOINT_OVERRIDES_TPU")
-    (kept,) = (tmp_path / "kept" / "slices").iterdir()
+    (kept,) = (tmp_path / "home" / "slices").iterdir()
     kept.write_text(kept.read_text()[:40])
     assert addresses.load(config(tmp_path)) is None, "cut short"
     addresses.forget(config(tmp_path))
-    assert not list((tmp_path / "kept" / "slices").iterdir())
+    assert not list((tmp_path / "home" / "slices").iterdir())
 
 
 def remembered(folder: Path) -> KnownSlice:
@@ -140,10 +139,7 @@ def seen(known: KnownSlice) -> SliceState:
     return SliceState("demo", "READY", "HEALTHY", "v4-16", known.internal, created=known.created)
 
 
-def test_what_is_remembered_holds_until_the_slice_is_seen_to_be_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TPU_LAUNCH_HOME", str(tmp_path / "kept"))
+def test_what_is_remembered_holds_until_the_slice_is_seen_to_be_another(tmp_path: Path) -> None:
     known = remembered(tmp_path)
     connections = SliceConnections(config(tmp_path), this_machine())
     connections.note_state(seen(known))
@@ -158,7 +154,6 @@ def test_what_is_remembered_holds_until_the_slice_is_seen_to_be_another(
 def test_gcloud_is_asked_once_where_hosts_are_that_do_not_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, moved: bool
 ) -> None:
-    monkeypatch.setenv("TPU_LAUNCH_HOME", str(tmp_path / "kept"))
     known = remembered(tmp_path)
     asked = gcloud_says(tmp_path, monkeypatch, [f"127.9.{8 if moved else 9}.{worker + 1}" for worker in range(2)])
     connections = SliceConnections(config(tmp_path), this_machine())
@@ -176,7 +171,6 @@ def test_looks_that_come_back_late_find_no_slice_and_never_break(
 ) -> None:
     """Threads that look at hosts of an attempt that is over, while the slice is seen to be gone: they get an answer or
     a LaunchError, nothing else."""
-    monkeypatch.setenv("TPU_LAUNCH_HOME", str(tmp_path / "kept"))
     gcloud_says(tmp_path, monkeypatch, [])
 
     def look(connections: SliceConnections, worker: int) -> bool:
@@ -235,28 +229,12 @@ class _KeySpreads(Cloud):
         return Result(tuple(argv), 0, "tpu-launch 0 up\ntpu-launch 1 up\n", "")
 
 
-def test_first_contact_succeeds_however_long_a_key_takes_to_spread(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TPU_LAUNCH_HOME", str(tmp_path / "kept"))
+def test_first_contact_succeeds_however_long_a_key_takes_to_spread(tmp_path: Path) -> None:
     cloud = _KeySpreads()
     TpuVm(config(tmp_path, more=", iap: true"), lambda text: None, cloud.machine()).create()
 
 
-@pytest.mark.parametrize("away", [100.0, 250.0])
-def test_an_api_that_is_away_during_first_contact_does_not_end_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, away: float
-) -> None:
-    monkeypatch.setenv("TPU_LAUNCH_HOME", str(tmp_path / "kept"))
-    cloud = _KeySpreads()
-    cloud.trouble = lambda zone, command, now: UNAVAILABLE if 70 < now - 1_800_000_000 < away else None
-    TpuVm(config(tmp_path, more=", iap: true"), lambda text: None, cloud.machine()).create()
-
-
-def test_a_slice_that_is_deleted_during_first_contact_is_not_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TPU_LAUNCH_HOME", str(tmp_path / "kept"))
+def test_a_slice_that_is_deleted_during_first_contact_is_not_made_again(tmp_path: Path) -> None:
     cloud = _KeySpreads()
     cloud.at(75, cloud.delete)
     cloud.key_seconds = 1e6

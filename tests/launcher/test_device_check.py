@@ -16,11 +16,13 @@ from launcher.device_check import COLUMNS, DeviceReport, check_devices, judge_ho
 from launcher.errors import Exit, LaunchError
 from launcher.provider import ContainerState, HostReport, LogLine, Observation
 from tests.kubernetes.golden import EXAMPLE
-from tests.launcher.test_runs import FakeProvider, Hosts, Workstation, start_and_lose_sight
+from tests.launcher.test_runs import FakeProvider, Hosts, Workstation, start_and_lose_sight, work
 from training import device_check
 from training.device_check import PREFIX
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import SingleHost
+
+__all__ = ["work"]
 
 GOOD = {
     "clock": 1000.0,
@@ -124,11 +126,6 @@ def checked(work: Workstation, provider: type[CheckedHosts] = CheckedHosts) -> l
     context = work.context()
     object.__setattr__(context, "make_provider", lambda config: provider(config, work.hosts))
     return check_devices(work.config(), context, seconds=1)
-
-
-@pytest.fixture
-def work(tmp_path: Path) -> Workstation:
-    return Workstation(tmp_path, Hosts([0] * 9))
 
 
 def test_the_container_runs_once_on_every_host_and_is_removed(work: Workstation) -> None:

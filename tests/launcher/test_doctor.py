@@ -10,7 +10,7 @@ import pytest
 
 from launcher.checks import doctor
 from launcher.config import load
-from launcher.findings import Severity, any_fatal, failure, ok, warning
+from launcher.findings import Severity
 from launcher.gcloud.errors import PermissionDenied, explain_error
 from tests.kubernetes.golden import EXAMPLE
 
@@ -67,12 +67,6 @@ def test_an_api_that_is_off_is_told_with_the_command_that_turns_it_on() -> None:
     error = explain_error(said, ["gcloud"])
     assert isinstance(error, PermissionDenied)
     assert "gcloud services enable tpu.googleapis.com" in str(error)
-
-
-def test_only_a_failure_is_fatal() -> None:
-    findings = [ok("a", ""), warning("b", "")]
-    assert not any_fatal(findings)
-    assert any_fatal([*findings, failure("c", "")])
 
 
 @pytest.mark.parametrize(

@@ -60,14 +60,6 @@ def test_only_a_client_without_buildx_is_bad_input_and_says_what_to_install(
     assert caught.value.exit_code == Exit.BAD_INPUT
 
 
-def test_no_client_at_all_is_bad_input_and_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    search(monkeypatch, tmp_path)
-    with pytest.raises(BadInput, match="docker was not found on PATH"):
-        engine.client()
-
-
 def test_engine_that_does_not_run_is_named_by_docker_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
     with pytest.raises(

@@ -7,7 +7,6 @@ import pytest
 
 from launcher.config import Config, load
 from launcher.tpu_vm import commands
-from launcher.tpu_vm.slices import parse_state
 from launcher.tpu_vm.ssh.addresses import parse_dry_run
 
 FILE = "project: p\nzone: us-central2-b\nslice: {name: demo, accelerator_type: v4-16, capacity: spot}\n"
@@ -63,15 +62,3 @@ def test_the_dry_run_says_how_to_reach_every_host() -> None:
     assert addresses[1].user == "me"
     assert addresses[1].alias == "tpu.4711-1-AbCd/="
     assert addresses[1].known_hosts.endswith("google_compute_known_hosts")
-
-
-def test_a_described_node_has_its_hosts_in_worker_order() -> None:
-    text = (
-        '{"name": "projects/p/locations/z/nodes/demo", "state": "READY", "health": "HEALTHY", '
-        '"acceleratorType": "v4-16",'
-        ' "networkEndpoints": [{"ipAddress": "10.0.0.2"}, {"ipAddress": "10.0.0.3"}]}'
-    )
-    state = parse_state(text)
-    assert state.ready
-    assert state.name == "demo"
-    assert state.hosts == ("10.0.0.2", "10.0.0.3")

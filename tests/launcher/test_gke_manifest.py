@@ -21,7 +21,6 @@ from launcher.gke.pod_template import LOCKED_MEMORY_KIB, RAISE_LOCKED_MEMORY
 from launcher.gke.workload import Restarts, WorkloadKind, host_name
 from tests.kubernetes import golden, schemas
 from tests.kubernetes.golden import EXAMPLE, IMAGE
-from tests.launcher.script_host import SHELLS
 from training.accelerators import ACCELERATORS, gke_nodes
 from training.distributed.cluster import Cluster, from_environment
 
@@ -72,12 +71,17 @@ def test_every_size_of_every_accelerator_is_valid_and_has_its_hosts_and_chips(na
         assert int(gke_nodes(slice_).machine_type.rsplit("-", 1)[1].removesuffix("t")) == slice_.chips_per_host
 
 
-def test_jobsets_of_tpu_launch_itself_are_valid_too() -> None:
+def test_jobsets_of_tpu_launch_are_valid_and_leave_every_decision_to_it() -> None:
     for name in ON_GKE:
         config = load(EXAMPLE, of_size(name))
         work = standalone_workload(config, "demo", IMAGE, golden.SECRET)
-        for document in make_objects(config, work, WorkloadKind.JOBSET, Restarts.BY_LAUNCHER):
-            assert schemas.mistakes(strip_comments(document)) == []
+        objects = make_objects(config, work, WorkloadKind.JOBSET, Restarts.BY_LAUNCHER)
+        documents = [strip_comments(each) for each in objects]
+        assert [schemas.mistakes(document) for document in documents] == [[]] * len(documents)
+        job = job_of(documents)
+        assert documents[-1]["spec"]["failurePolicy"] == {"maxRestarts": 0}
+        assert job["backoffLimitPerIndex"] == 0
+        assert "podFailurePolicy" not in job
 
 
 @pytest.mark.parametrize("name", schemas.CUSTOM)
@@ -188,7 +192,6 @@ def test_every_container_may_lock_its_memory_before_its_command_begins(kind: str
     assert "$(" not in script, "Kubernetes would look for a variable"
 
 
-@pytest.mark.parametrize("shell", SHELLS)
 def test_the_command_gets_the_limit_and_its_arguments(shell: str) -> None:
     """Sets a lower limit, which every process may do."""
     script = RAISE_LOCKED_MEMORY.replace(str(LOCKED_MEMORY_KIB), "16")
@@ -201,7 +204,6 @@ def test_the_command_gets_the_limit_and_its_arguments(shell: str) -> None:
     assert output == f"{process.pid} {(16 * 1024, 16 * 1024)} {words}\n", "the command is the process itself"
 
 
-@pytest.mark.parametrize("shell", SHELLS)
 def test_a_container_that_may_not_raise_the_limit_warns(shell: str) -> None:
     script = RAISE_LOCKED_MEMORY.replace(str(LOCKED_MEMORY_KIB), "refused")  # any failure; root may raise it here
     ended = subprocess.run([shell, "-c", script, "sh", "echo", "goes on"], capture_output=True, text=True, check=True)
@@ -227,19 +229,6 @@ def test_the_trainer_finds_its_peers_from_the_manifest_alone(kind: WorkloadKind)
     environment = {each["name"]: each["value"] for each in pod["containers"][0]["env"] if "value" in each}
     names = tuple(host_name("demo", kind, str(index)) for index in range(4))
     assert from_environment({**environment, "JOB_COMPLETION_INDEX": "2"}) == Cluster(2, names, "v4-32", "demo")
-
-
-def test_jobsets_of_tpu_launch_leave_every_decision_to_it() -> None:
-    config = load(EXAMPLE)
-    jobset = strip_comments(
-        make_objects(
-            config, standalone_workload(config, "demo", IMAGE, golden.SECRET), WorkloadKind.JOBSET, Restarts.BY_LAUNCHER
-        )[-1]
-    )
-    job = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
-    assert jobset["spec"]["failurePolicy"] == {"maxRestarts": 0}
-    assert job["backoffLimitPerIndex"] == 0
-    assert "podFailurePolicy" not in job
 
 
 def test_names_that_do_not_fit_a_host_name_are_refused() -> None:

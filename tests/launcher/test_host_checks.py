@@ -7,7 +7,7 @@ import pytest
 from launcher.findings import format_findings
 from launcher.tpu_vm.host_checks import HostFacts, check_script, judge_hosts, parse_facts
 from launcher.tpu_vm.host_scripts import HUGE_PAGES
-from tests.launcher.script_host import SHELLS, ScriptHost
+from tests.launcher.script_host import ScriptHost
 
 GOOD = {
     "worker": "0",
@@ -69,7 +69,6 @@ def test_the_facts_that_the_script_prints_are_read_back() -> None:
     assert facts == {"worker": "1", "runs": "", "holders": "1:a 2:b"}
 
 
-@pytest.mark.parametrize("shell", SHELLS)
 def test_a_host_prints_its_facts_and_other_runs_than_this_one(host: ScriptHost, shell: str) -> None:
     host.answer("image inspect", "echo sha256:ab")
     host.answer("ps", 'printf "run\'1\\nother-1\\nother-2\\n"')
@@ -82,7 +81,6 @@ def test_a_host_prints_its_facts_and_other_runs_than_this_one(host: ScriptHost, 
     assert finding.occupied_by == "other-1"
 
 
-@pytest.mark.parametrize("shell", SHELLS)
 def test_a_host_without_the_image_says_whether_its_engine_is_up_and_what_room_there_is(
     host: ScriptHost, shell: str
 ) -> None:
@@ -104,7 +102,6 @@ def test_a_host_without_the_image_says_whether_its_engine_is_up_and_what_room_th
         ("madvise [never]", False, True),
     ],
 )
-@pytest.mark.parametrize("shell", SHELLS)
 def test_huge_pages_that_can_not_be_switched_on_are_told(
     host: ScriptHost, shell: str, setting: str, *, writable: bool, told: bool
 ) -> None:

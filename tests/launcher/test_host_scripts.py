@@ -117,7 +117,6 @@ def test_a_host_that_shuts_down_gives_the_container_its_time_to_save(host: Scrip
     assert words.index("--stop-timeout") < words.index("sha256:ab"), "an option of the engine, not of the command"
 
 
-@pytest.mark.parametrize("shell", SHELLS)
 @pytest.mark.parametrize("may", [True, False])
 @pytest.mark.parametrize(("kind", "wanted"), [("v4-8", False), ("v5litepod-8", True), ("v5p-8", True), ("v6e-8", True)])
 def test_huge_pages_are_switched_on_where_they_help_and_a_refusal_is_no_failure(
@@ -133,14 +132,12 @@ def test_huge_pages_are_switched_on_where_they_help_and_a_refusal_is_no_failure(
     assert (path.read_text() == "always\n") == (wanted and may)
 
 
-@pytest.mark.parametrize("shell", SHELLS)
 def test_a_host_that_another_run_uses_is_left_alone(host: ScriptHost, shell: str) -> None:
     host.answer("ps", "echo demo-1 tpu-launch-demo-1-0 exited 0; echo other tpu-launch-other-0 running 0")
     assert host.run(prepare(), shell) == "tpu-launch 3 busy other\n"
     assert not any(call.startswith(("create", "rm --force tpu-launch-other")) for call in host.calls)
 
 
-@pytest.mark.parametrize("shell", SHELLS)
 def test_earlier_attempts_go_and_an_ended_container_of_another_run_stays(host: ScriptHost, shell: str) -> None:
     host.answer("ps", "echo demo-1 tpu-launch-demo-1-9 running 9; echo other tpu-launch-other-0 exited 0")
     host.answer_container({"Status": "created"})
@@ -149,7 +146,6 @@ def test_earlier_attempts_go_and_an_ended_container_of_another_run_stays(host: S
     assert not any(call.startswith("pull") for call in host.calls), "an image that is named by its id is there"
 
 
-@pytest.mark.parametrize("shell", SHELLS)
 def test_a_preparation_that_comes_after_that_of_a_later_attempt_touches_nothing(host: ScriptHost, shell: str) -> None:
     """The attempt was given up while the host was out of reach, so nothing on the host says that it is over."""
     host.answer("ps", "echo demo-1 tpu-launch-demo-1-10 running 10")
@@ -158,7 +154,6 @@ def test_a_preparation_that_comes_after_that_of_a_later_attempt_touches_nothing(
     assert not any(call.startswith(("create", "rm --force")) for call in host.calls)
 
 
-@pytest.mark.parametrize("shell", SHELLS)
 def test_files_arrive_as_they_are(host: ScriptHost, shell: str) -> None:
     content = bytes(range(256)) * 40
     host.run(prepare(files={"config.yaml": content, "empty": b""}), shell)
@@ -167,7 +162,6 @@ def test_files_arrive_as_they_are(host: ScriptHost, shell: str) -> None:
     assert any(call.endswith("/tpu-launch tpu-launch-demo-1-0:/etc/") for call in host.calls)
 
 
-@pytest.mark.parametrize("shell", SHELLS)
 @pytest.mark.parametrize(("image", "shown"), [("us-docker.pkg.dev/p/r/i", True), ("registry.example.com/i", False)])
 def test_hosts_show_their_own_token_to_googles_registries_only(
     host: ScriptHost,
@@ -185,7 +179,6 @@ def test_hosts_show_their_own_token_to_googles_registries_only(
     assert any(f"pull --quiet {image}{DIGEST}" in call for call in host.calls)
 
 
-@pytest.mark.parametrize("shell", SHELLS)
 def test_an_image_that_can_not_be_pulled_is_reported_with_the_engines_words(host: ScriptHost, shell: str) -> None:
     host.answer("pull", "echo no such >&2; echo manifest >&2; exit 1")
     assert (
@@ -194,7 +187,6 @@ def test_an_image_that_can_not_be_pulled_is_reported_with_the_engines_words(host
     )
 
 
-@pytest.mark.parametrize("shell", SHELLS)
 def test_an_overlay_is_copied_and_its_hash_comes_back(host: ScriptHost, shell: str) -> None:
     archive = "H4sIAAAAAAAAAwMAAAAAAAAAAAA="  # gzip of nothing
     host.answer("cp -", "cat >/dev/null")
@@ -204,7 +196,6 @@ def test_an_overlay_is_copied_and_its_hash_comes_back(host: ScriptHost, shell: s
     assert host.calls == ["cp - tpu-launch-demo-1-0:/opt/it's"]
 
 
-@pytest.mark.parametrize("shell", SHELLS)
 def test_a_second_stop_sends_no_second_signal(host: ScriptHost, shell: str) -> None:
     container = f"tpu-launch-test-{host.folder.parent.name}-{shell}"
     host.answer_container({"Status": "exited"})
@@ -218,7 +209,6 @@ def test_a_second_stop_sends_no_second_signal(host: ScriptHost, shell: str) -> N
     over.unlink()
 
 
-@pytest.mark.parametrize("shell", SHELLS)
 @pytest.mark.parametrize("meanwhile", [False, True])
 def test_a_preparation_that_arrives_after_the_end_of_its_attempt_touches_nothing(
     host: ScriptHost, shell: str, meanwhile: bool
@@ -263,7 +253,6 @@ def test_secrets_are_waited_for_until_the_slowest_host_may_have_started(tmp_path
     assert f"seconds={minutes * 60 + 120}\n" in script
 
 
-@pytest.mark.parametrize("shell", SHELLS)
 def test_secrets_that_do_not_arrive_end_the_command_with_a_message(tmp_path: Path, shell: str) -> None:
     script = scripts.render("await_secrets", seconds=1).replace("/run/tpu-launch", str(tmp_path))
     ended = subprocess.run([shell, "-c", script, "sh", "true"], stderr=subprocess.PIPE, text=True, check=False)
@@ -271,7 +260,6 @@ def test_secrets_that_do_not_arrive_end_the_command_with_a_message(tmp_path: Pat
     assert "did not arrive within 1 s" in ended.stderr
 
 
-@pytest.mark.parametrize("shell", SHELLS)
 def test_of_two_runs_that_were_prepared_at_once_one_starts(host: ScriptHost, shell: str) -> None:
     """The engine lists what was started; the first start takes long."""
     host.answer_container({"Status": "created"})
@@ -298,7 +286,6 @@ def test_a_container_that_has_started_is_not_started_again(host: ScriptHost) -> 
     assert "start" not in host.verbs
 
 
-@pytest.mark.parametrize("shell", SHELLS)
 def test_the_image_that_a_host_has_is_looked_at_once_and_one_that_it_pulled_is_named_alike(
     host: ScriptHost, shell: str
 ) -> None:
@@ -313,7 +300,6 @@ def test_the_image_that_a_host_has_is_looked_at_once_and_one_that_it_pulled_is_n
     assert host.verbs[5:] == ["ps", "image", "create"]
 
 
-@pytest.mark.parametrize("shell", SHELLS)
 @pytest.mark.parametrize(
     ("script", "report"),
     [
@@ -346,21 +332,18 @@ def test_a_host_that_is_connected_to_need_not_ask_which_worker_it_is(
     assert pool.run(3, script, timeout=20).stdout == f"tpu-launch 3 {report}\n"
 
 
-@pytest.mark.parametrize("shell", SHELLS)
 def test_a_host_whose_engine_is_down_has_not_stopped_anything(host: ScriptHost, shell: str) -> None:
     host.answer("version", "exit 1")
     report = host.run(host_scripts.stop_script("demo", 5, remove=True), shell)
     assert report == "tpu-launch 3 failed its container engine does not answer\n"
 
 
-@pytest.mark.parametrize("shell", SHELLS)
 def test_a_stop_keeps_a_container_from_starting_that_was_only_created(host: ScriptHost, shell: str) -> None:
     host.answer_container({"Status": "created"})
     host.run(host_scripts.stop_script("demo", 5, remove=False), shell)
     assert "rm --force demo" in host.calls
 
 
-@pytest.mark.parametrize("shell", SHELLS)
 def test_an_observation_asks_for_the_lines_that_are_wanted(host: ScriptHost, shell: str) -> None:
     host.answer_container({"Status": "running"}, "an earlier boot")
     host.answer("logs", "echo 2026-01-01T00:00:00.5Z hello")
@@ -372,7 +355,6 @@ def test_an_observation_asks_for_the_lines_that_are_wanted(host: ScriptHost, she
     assert host.calls[-1] == "logs --timestamps --tail 10 --since 2026-01-01T00:00:00Z demo"
 
 
-@pytest.mark.parametrize("shell", SHELLS)
 @pytest.mark.parametrize(
     ("now", "options"),
     [
@@ -399,7 +381,6 @@ def boot_of(host: ScriptHost, shell: str) -> str:
     return label.removeprefix("tpu-launch.boot=")
 
 
-@pytest.mark.parametrize("shell", SHELLS)
 @pytest.mark.parametrize("rebooted", [False, True])
 def test_an_end_says_whether_the_host_rebooted_under_the_container(
     host: ScriptHost, shell: str, *, rebooted: bool
@@ -416,7 +397,6 @@ def test_an_end_says_whether_the_host_rebooted_under_the_container(
     assert container.ended_before_reboot == rebooted
 
 
-@pytest.mark.parametrize("shell", SHELLS)
 def test_a_container_that_waits_for_its_start_does_not_outlive_a_reboot(host: ScriptHost, shell: str) -> None:
     boot = boot_of(host, shell)
     host.answer_container({"Status": "created"}, boot)
@@ -435,7 +415,6 @@ def test_a_container_that_waits_for_its_start_does_not_outlive_a_reboot(host: Sc
     assert host.verbs[-4:] == ["ps", "rm", "create", "inspect"], "it is created anew"
 
 
-@pytest.mark.parametrize("shell", SHELLS)
 def test_a_start_looks_at_each_container_no_oftener_than_it_must(host: ScriptHost, shell: str) -> None:
     """On a host of many containers, each call of the engine's client is a process that takes tens of milliseconds."""
     host.answer_container({"Status": "created"})
@@ -444,7 +423,6 @@ def test_a_start_looks_at_each_container_no_oftener_than_it_must(host: ScriptHos
     assert host.verbs == ["ps", "create", "cp", "inspect", "inspect", "ps", "start"]
 
 
-@pytest.mark.parametrize("shell", SHELLS)
 def test_the_boot_of_a_host_is_the_kernels_and_that_of_its_first_process(host: ScriptHost, shell: str) -> None:
     started = Path("/proc/1/stat").read_text().rsplit(") ", 1)[1].split()[19]
     kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -457,7 +435,6 @@ def test_an_absent_container_is_told_from_an_engine_that_is_down(host: ScriptHos
     assert host.run(host_scripts.observe_script("demo", None)) == printed
 
 
-@pytest.mark.parametrize("shell", SHELLS)
 def test_secrets_reach_the_command_and_stay_nowhere(tmp_path: Path, shell: str) -> None:
     """The two scripts that run in the container, in a folder that stands for its tmpfs."""
     value = "it's\na 'secret' $HOME"
@@ -474,7 +451,6 @@ def test_secrets_reach_the_command_and_stay_nowhere(tmp_path: Path, shell: str) 
     assert not (folder / "secrets").exists()
 
 
-@pytest.mark.parametrize("shell", SHELLS)
 def test_secrets_that_were_cut_off_are_not_taken(tmp_path: Path, shell: str) -> None:
     """A connection that breaks half-way ends standard input like any other end."""
     receive = scripts.load("receive_secrets").replace("/run/tpu-launch", str(tmp_path))

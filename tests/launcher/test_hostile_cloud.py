@@ -308,7 +308,7 @@ def test_a_recovery_that_is_stopped_says_that_the_slice_is_billed_and_can_be_res
 
 def test_ctrl_c_during_a_recovery_says_that_the_slice_is_billed(work: Workstation) -> None:
     work.hosts.exits[0] = 75
-    work.hosts.hooks["create"] = [lambda: _raise(KeyboardInterrupt())]
+    work.hosts.fail("create", KeyboardInterrupt())
     config = work.config()
     with pytest.raises(KeyboardInterrupt):
         work.run(config)
@@ -316,17 +316,10 @@ def test_ctrl_c_during_a_recovery_says_that_the_slice_is_billed(work: Workstatio
     assert "slice demo stays if it is there, and is billed, until `tpu-launch down` deletes it" in work.messages[-1]
 
 
-def _raise(error: BaseException) -> None:
-    raise error
-
-
 def test_a_stop_whose_command_died_is_carried_out_by_the_supervisor(work: Workstation) -> None:
     work.hosts.exits[0] = None
-
-    def request() -> None:
-        work.ledger.append(events.RunStopRequested(0))
-
-    work.hosts.hooks["observe"] = [lambda: None] * 3 + [request]
+    request = events.RunStopRequested(0)
+    work.hosts.hooks["observe"] = [lambda: None] * 3 + [lambda: work.ledger.append(request)]
     assert work.run(work.config()).verdict.kind is Kind.SAVED
     assert "stop" in work.hosts.calls
 
@@ -350,11 +343,7 @@ def test_hosts_on_which_a_failed_start_may_have_left_its_container_are_remembere
 
 def test_a_slice_that_another_user_deletes_is_not_recreated_for_its_run(work: Workstation) -> None:
     work.hosts.exits[0] = None
-
-    def deleted() -> None:
-        work.hosts.silent, work.hosts.slice_state = {0, 1}, None
-
-    work.hosts.hooks["observe"] = [lambda: None] * 3 + [deleted]
+    work.hosts.hooks["observe"] = [lambda: None] * 3 + [work.hosts.change(silent={0, 1}, slice_state=None)]
     outcome = work.run(work.config("run.failure_retries=1"))
     assert outcome.verdict.kind is Kind.DELETED
     assert outcome.verdict.kind.exit_code is Exit.PREEMPTED
@@ -364,11 +353,7 @@ def test_a_slice_that_another_user_deletes_is_not_recreated_for_its_run(work: Wo
 @pytest.mark.parametrize("state", [None, "DELETING"])
 def test_a_slice_that_is_deleted_while_its_run_saves_is_not_recreated(work: Workstation, state: str | None) -> None:
     work.hosts.exits[0] = 75
-
-    def deleted() -> None:
-        work.hosts.slice_state = state
-
-    work.hosts.hooks["started"] = [deleted]
+    work.hosts.hooks["started"] = [work.hosts.change(slice_state=state)]
     with pytest.raises(LaunchError, match="it was deleted") as ended:
         work.run(work.config())
     assert ended.value.exit_code is Exit.PREEMPTED
@@ -378,17 +363,10 @@ def test_a_slice_that_is_deleted_while_its_run_saves_is_not_recreated(work: Work
 def test_one_answer_that_there_is_no_slice_ends_nothing(work: Workstation) -> None:
     work.hosts.exits[:2] = [75, 0]
 
-    def say_missing() -> None:
-        work.hosts.slice_state = None
-        work.hosts.hooks["describe"] = [say_there]
+    def be_missed_once() -> None:
+        work.hosts.hooks["describe"] = [work.hosts.change(slice_state=None), work.hosts.change(slice_state="READY")]
 
-    def say_there() -> None:
-        work.hosts.slice_state = "READY"
-
-    def expect_missing() -> None:
-        work.hosts.hooks["describe"] = [say_missing]
-
-    work.hosts.hooks["started"] = [expect_missing]
+    work.hosts.hooks["started"] = [be_missed_once]
     assert work.run(work.config()).verdict.kind is Kind.FINISHED
 
 
@@ -444,13 +422,8 @@ def test_the_time_that_this_machine_slept_counts_against_no_host(work: Workstati
     """Neither does the run stall, nor is a host lost: nobody looked meanwhile."""
     work.hosts.exits[0] = None
 
-    def sleep() -> None:
-        work.clock.skipped += 3600
-
-    def end() -> None:
-        work.hosts.end(0)
-
-    work.hosts.hooks["observe"] = [lambda: None, lambda: None, sleep, lambda: None, end]
+    hooks = [lambda: None, lambda: None, lambda: work.clock.sleep(3600), lambda: None, lambda: work.hosts.end(0)]
+    work.hosts.hooks["observe"] = hooks
     outcome = work.run(work.config("run.stall_minutes=5"))
     assert outcome.verdict.kind is Kind.FINISHED
 
@@ -458,21 +431,14 @@ def test_the_time_that_this_machine_slept_counts_against_no_host(work: Workstati
 def test_hosts_are_not_silent_while_a_poll_of_them_is_open(work: Workstation) -> None:
     """Answers are late: what hosts have written meanwhile is not known yet."""
     work.hosts.exits[0] = None
-    looked = threading.Event()
 
     def be_late() -> None:
         for _ in range(15):  # of both hosts, in small steps: this process does not stand still
             time.sleep(0.1)
             work.clock.skipped += 1.4
 
-    def end() -> None:
-        looked.set()
-        work.hosts.end(0)
-
-    work.hosts.hooks["observe"] = [lambda: None, lambda: None, be_late, be_late, end]
-    outcome = work.run(work.config("run.stall_minutes=0.5"))
-    assert looked.is_set()
-    assert outcome.verdict.kind is Kind.FINISHED
+    work.hosts.hooks["observe"] = [lambda: None, lambda: None, be_late, be_late, lambda: work.hosts.end(0)]
+    assert work.run(work.config("run.stall_minutes=0.5")).verdict.kind is Kind.FINISHED
 
 
 # -- ends that can't be carried out -----------------------------------------------------------------------------------
@@ -491,17 +457,13 @@ def test_orphaned_containers_are_recorded_before_the_end_of_the_attempt(
     work: Workstation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A `stop` that came then said that nothing runs, and asked no host."""
-
-    def be_silent() -> None:
-        work.hosts.silent = {1}
-
     left: list[tuple[int, ...]] = []
 
     def look(*_: object) -> dict[str, str]:
         left.extend(event.hosts for event in work.ledger.state.orphans)
         return {}
 
-    work.hosts.hooks["observe"] = [lambda: None, lambda: None, be_silent]
+    work.hosts.hooks["observe"] = [lambda: None, lambda: None, work.hosts.change(silent={1})]
     work.hosts.exits[0] = None
     monkeypatch.setattr(FakeProvider, "evidence", look)
     ended = work.run(work.config("run.preemption_retries=0", "run.host_lost_seconds=2"))

@@ -29,14 +29,6 @@ def spec(tmp_path: Path) -> ImageSpec:
     return folder_spec("test/image", tmp_path)
 
 
-def test_tag_is_the_same_for_two_copies_of_the_same_files(spec: ImageSpec, tmp_path: Path) -> None:
-    copy = tmp_path / "copy"
-    copy.mkdir()
-    for _, source in spec.context:
-        (copy / source.name).write_bytes(source.read_bytes())
-    assert compute_tag(folder_spec("test/image", copy), BASE) == compute_tag(spec, BASE)
-
-
 def test_tag_changes_with_a_file_the_dockerfile_an_argument_the_target_and_the_base(
     spec: ImageSpec, tmp_path: Path
 ) -> None:
@@ -134,7 +126,6 @@ def test_commands_are_shown_without_an_engine_and_touch_nothing(
     spec: ImageSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
-    monkeypatch.setenv("TPU_LAUNCH_HOME", str(tmp_path / "home"))
     bundle = tmp_path / "ca.pem"
     bundle.write_text("certificates")
     given = dataclasses.replace(

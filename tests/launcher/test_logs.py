@@ -65,17 +65,6 @@ def test_a_new_process_goes_on_where_the_file_ends(tmp_path_factory, history: li
     assert read_from(path, 0)[0] == history
 
 
-def test_a_line_cut_by_a_crash_is_delivered_again_whole(tmp_path: Path) -> None:
-    path = tmp_path / "host-0.log"
-    history = [LogLine(stamp(0), "first"), LogLine(stamp(10), "second")]
-    HostLog(path).append_new(history[:1])
-    with path.open("a") as file:
-        file.write(f"{stamp(10)} sec")
-    again = HostLog(path)
-    assert again.append_new(engine_log(history, again.cursor.since)) == history[1:]
-    assert read_from(path, 0)[0] == history
-
-
 def test_reading_goes_on_at_the_offset_and_leaves_an_unfinished_line(tmp_path: Path) -> None:
     path = tmp_path / "host-0.log"
     path.write_text(f"{stamp(0)} one\n{stamp(1)} tw")

@@ -6,16 +6,13 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from launcher.config import Config
 from launcher.errors import BadInput, LaunchError
-from launcher.provider import CommandReport
 from launcher.run import execution
-from tests.launcher.test_runs import FakeProvider, Hosts, Workstation, detach
+from tests.launcher.test_runs import Hosts, Workstation, detach
 from training.machine.clock import SystemClock
 
 # As Jupyter Server 2 prints it, when port 8888 is taken.
@@ -28,30 +25,6 @@ echo "[I 10:00:01 ServerApp]     http://127.0.0.1:8889/lab?token=0123456789abcde
 """
 
 
-class Hosting(FakeProvider):
-    """Two hosts whose containers have the programs of a folder."""
-
-    def __init__(self, config: Config, hosts: Hosts, folder: Path) -> None:
-        super().__init__(config, hosts)
-        self.folder = folder
-
-    def execute(
-        self, _container: str, command: Sequence[str], workers: Sequence[int], **options: object
-    ) -> list[object]:
-        (worker,) = workers
-        ended = subprocess.run(
-            command,
-            env={"PATH": f"{self.folder}:/usr/bin:/bin"},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=20,
-        )
-        for line in ended.stdout.splitlines():
-            options["on_line"](worker, line)  # type: ignore[operator]
-        return [CommandReport(worker, ended.returncode, 0.0)]
-
-
 def start(folder: Path, program: str | None, *overrides: str) -> execution.Jupyter:
     """Jupyter on host 1 of a live run, whose image has this program for it."""
     work = Workstation(folder, Hosts([None]), clock=SystemClock())  # type: ignore[arg-type]
@@ -61,8 +34,14 @@ def start(folder: Path, program: str | None, *overrides: str) -> execution.Jupyt
     if program is not None:
         (programs / "jupyter-lab").write_text(program)
         os.chmod(programs / "jupyter-lab", 0o755)
-    context = replace(work.context(), make_provider=lambda config: Hosting(config, work.hosts, programs))
-    with execution.live_session(work.config(), context, None) as session:
+
+    def execute(command: Sequence[str]) -> tuple[int, list[str]]:
+        environment = {"PATH": f"{programs}:/usr/bin:/bin"}
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=20)
+        return ended.returncode, ended.stdout.splitlines()
+
+    work.hosts.execute = execute
+    with execution.live_session(work.config(), work.context(), None) as session:
         return execution.start_jupyter(session, 1, 8888)
 
 

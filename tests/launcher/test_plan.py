@@ -33,10 +33,7 @@ QUEUED = [DESCRIBE, "up: queued-resources describe", "up: queued-resources creat
         (["slice.queued={valid_until_hours: 1}"], [*QUEUED, *RUN, "down: queued-resources delete"]),
     ],
 )
-def test_a_plan_is_what_the_provider_would_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], commands: list[str]
-) -> None:
-    monkeypatch.setenv("TPU_LAUNCH_HOME", str(tmp_path / "home"))
+def test_a_plan_is_what_the_provider_would_run(tmp_path: Path, overrides: list[str], commands: list[str]) -> None:
     (tmp_path / "run.yaml").write_text(FILE)
     shown = []
     for step in list_commands(load(tmp_path / "run.yaml", overrides)):

@@ -4,9 +4,6 @@ engine is needed for that."""
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +14,7 @@ from launcher.config import load
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.run import specification
 from launcher.run.specification import make_attempt
-
-HOUSE = Path(__file__).resolve().parents[2]
+from tests.launcher.test_bad_input import launch
 
 FILE = """\
 project: my-project
@@ -54,21 +50,6 @@ def keep(folder: Path, answer: dict[str, Any]) -> Path:
     assert path is not None
     preflight._write(path, answer)
     return path
-
-
-def launch(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {
-        key: value for key, value in os.environ.items() if key not in ("DOCKER_HOST", "STORAGE_EMULATOR_HOST")
-    }
-    return subprocess.run(
-        [sys.executable, "-m", "launcher.cli", *arguments],
-        cwd=folder,
-        env={**environment, "PYTHONPATH": str(HOUSE), "TPU_LAUNCH_HOME": str(folder / "home")},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
 
 
 def test_a_slice_is_not_created_for_a_step_that_is_known_not_to_fit(folder: Path) -> None:

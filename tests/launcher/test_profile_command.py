@@ -67,14 +67,6 @@ def test_tensorboard_with_its_plugin_is_found_through_a_link(path: Path, tmp_pat
 
 
 @pytest.mark.usefixtures("bucket")
-def test_the_profiles_of_all_hosts_are_copied_into_one_log_folder(tmp_path: Path) -> None:
-    live.copy_profiles(lines(0, 1), tmp_path / "log")
-    for host in range(2):
-        copy = tmp_path / "log" / "plugins" / "profile" / "now" / f"host-{host}.xplane.pb"
-        assert copy.read_bytes() == b"profile of host %d" % host
-
-
-@pytest.mark.usefixtures("bucket")
 def test_a_profile_that_is_not_in_the_bucket_is_told(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match=r"can't be copied here: gs://.*host-7.xplane.pb does not exist"):
         live.copy_profiles(lines(7), tmp_path / "log")
@@ -92,7 +84,6 @@ def invoke(folder: Path, monkeypatch: pytest.MonkeyPatch, asked: list[str]) -> A
         return [CommandReport(host, 0, 0.0) for host in range(2)]
 
     monkeypatch.chdir(folder)
-    monkeypatch.setenv("TPU_LAUNCH_HOME", str(folder / "home"))
     monkeypatch.setattr(execution, "execute", execute)
     (folder / "run.yaml").write_text(RUN)
     return CliRunner().invoke(cli, ["profile", "-f", "run.yaml", "--host", "all", "--open"])

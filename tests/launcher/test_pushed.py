@@ -49,7 +49,6 @@ def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "docker").write_text(DOCKER)
     (folder / "docker").chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
-    monkeypatch.setenv("TPU_LAUNCH_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("DOCKER_HOST", raising=False)
     return folder
 

@@ -11,7 +11,6 @@ import pytest
 
 from launcher.config import Config, load
 from launcher.errors import BadInput
-from launcher.gcloud.errors import Stockout, explain_error
 from launcher.tpu_vm import commands, queued, slice_hints
 
 SLICE = (
@@ -21,8 +20,7 @@ SLICE = (
 
 
 @pytest.fixture
-def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
-    monkeypatch.setenv("TPU_LAUNCH_HOME", str(tmp_path / "home"))
+def config(tmp_path: Path) -> Config:
     (tmp_path / "run.yaml").write_text(f"project: p\nzone: us-west1-c\nslice: {SLICE}\n")
     return load(tmp_path / "run.yaml")
 
@@ -101,13 +99,3 @@ def test_a_zone_that_can_not_be_one_is_named_with_its_line(tmp_path: Path) -> No
     )
     with pytest.raises(BadInput, match=r"run\.yaml:7: .*'europe' is not the name of a zone"):
         load(tmp_path / "run.yaml")
-
-
-def test_an_operations_error_is_told_by_its_message() -> None:
-    output = (
-        'Create request issued\nERROR: (gcloud.create) {\n  "code": 8,\n  '
-        '"message": "There is no more capacity in the zone \\"z\\""\n}\n'
-    )
-    error = explain_error(output, ["gcloud"])
-    assert isinstance(error, Stockout)
-    assert str(error).splitlines()[0] == 'gcloud: There is no more capacity in the zone "z"'

@@ -60,15 +60,6 @@ def test_what_is_written_is_read_back_and_means_the_same_configuration(tmp_path:
     assert stat.S_IMODE((tmp_path / "specification.yaml").stat().st_mode) == 0o600
 
 
-def test_a_command_of_the_command_line_is_kept(tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text(FILE)
-    config = load(tmp_path / "run.yaml", command=["python", "train.py", "--lr", "1e-4"])
-    specification.write(tmp_path, specification.describe(config, "demo-1"))
-    again = specification.read(tmp_path)
-    assert again.config().command == ("python", "train.py", "--lr", "1e-4")
-    assert specification.hash_configuration(again.config()) == specification.hash_configuration(config)
-
-
 @pytest.mark.parametrize(
     "text", ["", "format: 2\n", "format: 1\nrun: x\n", "not: [valid", "- a list\n", "format: 1\nsurprise: 1\n"]
 )
@@ -99,16 +90,6 @@ def test_values_of_secrets_come_from_this_command_line_the_runs_env_file_and_the
     (tmp_path / "some.env").unlink()
     assert SecretSource(environment, {}).values(spec) == {"HF_TOKEN": "environment", "FROM_FILE": "environment"}
     assert SecretSource({"HF_TOKEN": "x"}, {}).missing(spec) == ["FROM_FILE"]
-
-
-def test_a_resumed_run_keeps_the_secrets_and_the_overlay_that_the_command_line_does_not_repeat(
-    tmp_path: Path, spec: Specification
-) -> None:
-    bare = specification.describe(load(tmp_path / "run.yaml", ["run.stop_seconds=5"]), "demo-1")
-    resumed = specification.resume(spec, bare)
-    assert resumed.overlay == spec.overlay
-    assert set(resumed.secrets) == {"HF_TOKEN", "FROM_FILE"}
-    assert resumed.config().run.stop_seconds == 5
 
 
 EVENTS = [

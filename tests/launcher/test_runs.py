@@ -22,6 +22,7 @@ from launcher.images import local
 from launcher.provider import (
     Attempt,
     Capabilities,
+    CommandReport,
     ContainerState,
     HostReport,
     LogLine,
@@ -68,6 +69,8 @@ class Hosts:
     """Hosts on which containers have not started."""
     quiet: bool = False
     """Whether containers have written nothing."""
+    execute: Callable[[Sequence[str]], tuple[int, list[str]]] = lambda command: (0, [])
+    """Returns the exit code and the lines of a command in a container."""
 
     def call(self, method: str) -> None:
         """Counts a call, and runs the hook for it."""
@@ -76,10 +79,14 @@ class Hosts:
         if self.hooks.get(method):
             self.hooks[method].pop(0)()
 
-    def fail(self, method: str, *errors: Exception) -> None:
+    def change(self, **state: object) -> Callable[[], None]:
+        """Returns a hook that changes the hosts."""
+        return lambda: vars(self).update(state)
+
+    def fail(self, method: str, *errors: BaseException) -> None:
         """The next calls of a method raise these."""
 
-        def failing(error: Exception) -> Callable[[], None]:
+        def failing(error: BaseException) -> Callable[[], None]:
             def fail() -> None:
                 raise error
 
@@ -160,6 +167,23 @@ class FakeProvider:
         elif container in self.hosts.state and not self.hosts.state[container].ended:
             self.hosts.end(75)
         return [HostReport(worker, worker not in self.hosts.silent, "") for worker in workers or HOSTS]
+
+    def execute(
+        self,
+        container: str,
+        command: Sequence[str],
+        workers: Sequence[int],
+        *,
+        seconds: float,
+        on_line: Callable[[int, str], None],
+    ) -> list[CommandReport]:
+        reports = []
+        for worker in workers:
+            code, lines = self.hosts.execute(command)
+            for line in lines:
+                on_line(worker, line)
+            reports.append(CommandReport(worker, code, 0.0))
+        return reports
 
     def evidence(self, container: str, workers: Sequence[int]) -> dict[str, str]:
         return {}

@@ -55,7 +55,6 @@ def test_run_starts_containers_within_eight_frames_of_eight_files(
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setenv("TPU_LAUNCH_HOME", str(tmp_path / "home"))
     (tmp_path / "run.yaml").write_text(FILE)
     starts: list[list[tuple[str, str]]] = []
     original = subprocess.Popen

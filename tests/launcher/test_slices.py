@@ -34,15 +34,13 @@ def cloud() -> Cloud:
 
 
 @pytest.fixture
-def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
-    monkeypatch.setenv("TPU_LAUNCH_HOME", str(tmp_path / "home"))
+def config(tmp_path: Path) -> Config:
     (tmp_path / "run.yaml").write_text(f"project: p\nzone: {ZONE}\nslice: {{name: demo, accelerator_type: v4-16}}\n")
     return load(tmp_path / "run.yaml")
 
 
 @pytest.fixture
-def zones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
-    monkeypatch.setenv("TPU_LAUNCH_HOME", str(tmp_path / "home"))
+def zones(tmp_path: Path) -> Config:
     section = "{name: demo, accelerator_type: v5litepod-8, zones: [us-central1-a, us-west4-a]}"
     (tmp_path / "zones.yaml").write_text(f"project: p\nzone: us-west1-c\nslice: {section}\n")
     return load(tmp_path / "zones.yaml")
@@ -271,14 +269,6 @@ def test_somebody_elses_slice_in_another_zone_does_not_keep_ours_from_being_made
 
 
 # -- down -------------------------------------------------------------------------------------------------------------
-
-
-def test_down_waits_while_another_operation_is_on_its_way(cloud: Cloud, config: Config) -> None:
-    cloud.made_by(OURS)
-    begin = cloud.clock.now
-    cloud.trouble = lambda zone, command, now: BUSY if "delete" in command and now - begin < 300 else None
-    assert down(cloud, config)
-    assert cloud.node() is None
 
 
 def test_down_ends_with_a_time_out_when_the_other_operation_does_not_end(cloud: Cloud, config: Config) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.errors import LaunchError
-from launcher.provider import CommandReport, ContainerState, container_name
+from launcher.provider import ContainerState, container_name
 from launcher.run import events
 from launcher.run.status import HostStatus
 from launcher.run.top import Top, View, plot, render
@@ -74,21 +74,8 @@ def test_a_run_that_has_not_stepped_and_a_slice_without_a_run_say_so() -> None:
     assert "does not exist" in text
 
 
-class Speaking(FakeProvider):
-    """Two hosts that say how much memory they use."""
-
-    answers = True
-
-    def execute(
-        self, _container: str, command: Sequence[str], workers: Sequence[int], **options: object
-    ) -> list[object]:
-        if not self.answers:
-            raise LaunchError("the slice does not answer")
-        assert command == ["cat", "/proc/meminfo"]
-        for worker in workers:
-            for line in ("MemTotal:       16777216 kB", "MemFree: 1 kB", "MemAvailable:   12582912 kB"):
-                options["on_line"](worker, line)  # type: ignore[operator]
-        return [CommandReport(worker, 0, 0.0) for worker in workers]
+def away(_command: Sequence[str]) -> tuple[int, list[str]]:
+    raise LaunchError("the slice does not answer")
 
 
 def test_a_look_reads_the_curve_of_all_attempts_once_and_asks_hosts_for_the_rest(tmp_path: Path) -> None:
@@ -106,15 +93,16 @@ def test_a_look_reads_the_curve_of_all_attempts_once_and_asks_hosts_for_the_rest
 
     write(0, (1, 9.0), (2, 8.0), (3, 7.5))
     write(1, (3, 7.0))
-    provider = Speaking(work.config(), work.hosts)
-    top = Top(work.config(), work.context(), provider)
+    memory = ["MemTotal:       16777216 kB", "MemFree: 1 kB", "MemAvailable:   12582912 kB"]
+    work.hosts.execute = lambda command: (0, memory if command == ["cat", "/proc/meminfo"] else [])
+    top = Top(work.config(), work.context(), FakeProvider(work.config(), work.hosts))
     first = top.look()
     assert first.losses == {1: 9.0, 2: 8.0, 3: 7.0}
     assert first.memory == {0: (4 * GIB, 16 * GIB), 1: (4 * GIB, 16 * GIB)}
     assert "attempt 1, running" in first.run
     write(1, (4, 6.5))
     work.hosts.quiet = True
-    provider.answers = False
+    work.hosts.execute = away
     second = top.look()
     assert (second.losses[4], second.left, second.memory) == (6.5, "1:00", {})
     assert second.progress == ProgressFigures(4, 50, 6.5, 99.5, 0.07)

@@ -91,8 +91,6 @@ class Task:
 
 
 class Scheduler:
-    """Runs the tasks of one simulated run."""
-
     def __init__(self, randomness: random.Random, now: float = 0.0, preempt: float = PREEMPT) -> None:
         """
         Args:
@@ -152,7 +150,6 @@ class Scheduler:
             self._unwind(self._dying.pop())
 
     def note(self, text: str) -> None:
-        """Adds a line to the trace, if one is wanted."""
         if self.trace is not None:
             who = self.current.process.name if self.current else "world"
             self.trace.append(f"{self.now:10.3f}  {who:<16} {text}")
@@ -215,8 +212,8 @@ class Scheduler:
 
     def pause(self) -> None:
         """Lets other tasks run first; the caller stays runnable."""
-        task = self._caller()
-        if task is not None:
+        self.check_alive()
+        if (task := self.current) is not None:
             task._generation += 1
             self._make_ready(task)
             self.hub.switch()
@@ -236,10 +233,8 @@ class Scheduler:
             what: A description of what it waits for.
         """
         task = self.current
-        if task is None:
-            raise RuntimeError(f"the scheduler itself can't wait for {what}")
-        if not task.process.alive:
-            raise Killed
+        assert task is not None, f"the scheduler itself can't wait for {what}"
+        self.check_alive()
         task._generation += 1
         if waiters is not None:
             waiters[task] = None
@@ -247,12 +242,7 @@ class Scheduler:
         if timeout is not None:
             heapq.heappush(self._timers, (self.now + timeout, next(self._numbers), task, task._generation))
         self.hub.switch()
-        self.current = task
-        if not task.process.alive:
-            raise Killed
-        if task._interruption is not None:
-            interruption, task._interruption = task._interruption, None
-            raise interruption
+        self._resumed(task)
         task.waits_for = ""
         return bool(task._outcome)
 
@@ -264,7 +254,6 @@ class Scheduler:
             count -= 1
 
     def wake_all(self, waiters: dict[Task, None]) -> None:
-        """Wakes all waiters."""
         for task in list(waiters):
             self._wake(task, True)
 
@@ -278,12 +267,6 @@ class Scheduler:
             raise Killed
 
     # --- inside
-
-    def _caller(self) -> Task | None:
-        task = self.current
-        if task is not None and not task.process.alive:
-            raise Killed
-        return task
 
     def _resumed(self, task: Task) -> None:
         self.current = task

@@ -135,7 +135,6 @@ class Api:
         return {"openapi": "3.0.0", "info": {"title": "Kubernetes", "version": "v1.32.4"}, "paths": paths}
 
     # -- objects
-    # --------------------------------------------------------------------------------------------------------
 
     def create(self, resource: str, document: Object, namespace: str, dry_run: bool) -> Object:
         if resource in self.missing:

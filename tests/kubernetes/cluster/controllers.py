@@ -27,7 +27,6 @@ def reconcile(store: Store, *, webhook: bool = True) -> None:
 
 
 # -- JobSet
-# ---------------------------------------------------------------------------------------------------------------
 
 
 def _jobset(store: Store, jobset: Object) -> None:
@@ -129,7 +128,6 @@ def _delete_job(store: Store, job: Object) -> None:
 
 
 # -- Job
-# ------------------------------------------------------------------------------------------------------------------
 
 
 def _pods(store: Store, job: Object) -> list[Object]:

@@ -93,7 +93,6 @@ class Nodes:
         self._folder.cleanup()
 
     # -- what happens to nodes
-    # ------------------------------------------------------------------------------------------
 
     def preempt(self, pool: str, notice: int = 25) -> None:
         """Spot: the nodes are told, their pods have what is left of 30 s, and the nodes are gone."""
@@ -130,7 +129,6 @@ class Nodes:
         self._update(pod["metadata"]["name"], change)
 
     # -- the scheduler
-    # --------------------------------------------------------------------------------------------------
 
     def _schedule(self, pod: Object) -> None:
         spec = pod["spec"]
@@ -178,7 +176,6 @@ class Nodes:
         self._update(name, lambda each: set_condition(each, "PodScheduled", "Unschedulable", message, status="False"))
 
     # -- the kubelet
-    # ----------------------------------------------------------------------------------------------------
 
     def _live(self, pod: Object) -> None:
         """A pod's whole life on its node."""

@@ -66,7 +66,6 @@ class Command:
         self.world.note(f"  {self.name}: {text}")
 
     def ledgers(self) -> list[Ledger]:
-        """Returns the ledgers of the runs in the folder of its laptop."""
         return list_runs(self.laptop.home, self.machine)
 
     def _confirm(self, run: str) -> None:
@@ -83,7 +82,6 @@ class Command:
     # -- from outside -------------------------------------------------------------------------------------------------
 
     def kill(self) -> None:
-        """Kills the process."""
         if self.code is None and not self.killed:
             self.killed, self.ended = True, self.world.scheduler.now
             self.world.note(f"{self.name} of {self.laptop.name} is killed")

@@ -32,8 +32,6 @@ _ERRORS = {  # errors of a call that the API refuses for a time
 
 
 class Gcloud:
-    """One gcloud process."""
-
     def __init__(self, world: World, actor: Actor, argv: Sequence[str]) -> None:
         self.world, self.google, self.scheduler, self.actor = world, world.google, world.scheduler, actor
         self.command = gcloud_commands.parse(argv)

@@ -124,7 +124,6 @@ class Google:
         return operation
 
     def slice_of(self, command: Command) -> Slice | None:
-        """Returns the slice that a command names."""
         return self.slices.get(f"{command.parent}/nodes/{command.name}")
 
     def _draw(self, *, creates: bool) -> None:

@@ -31,8 +31,6 @@ def _format_second(whole: int) -> str:
 
 @dataclass(eq=False)
 class Container:
-    """A container of a host's engine."""
-
     name: str
     run: str
     attempt: int
@@ -101,8 +99,6 @@ class Execution:
 
 
 class Host:
-    """One host of a slice."""
-
     def __init__(self, scheduler: Scheduler, slice_name: str, worker: int, address: str) -> None:
         self.scheduler, self.slice_name, self.worker, self.address = scheduler, slice_name, worker, address
         self.process = Process(f"{slice_name}-w{worker}")
@@ -138,7 +134,6 @@ class Host:
         return self.up and not self.cut and not self.hung and self.scheduler.now >= self.ssh_from
 
     def note(self, text: str) -> None:
-        """Adds a line to the trace."""
         if self.scheduler.trace is not None:
             self.scheduler.note(f"[host {self!r}] {text}")
 

@@ -36,8 +36,6 @@ class Plan:
 
 @dataclass(frozen=True)
 class Cause:
-    """A reason for the end of a job."""
-
     kind: str  # of a plan; or stop, kill, host, deleted, no peers, no secrets
     worker: int = -1
     code: int = 0
@@ -45,8 +43,6 @@ class Cause:
 
 
 class Job:
-    """The program of one attempt on all its hosts."""
-
     def __init__(
         self, scheduler: Scheduler, run: str, attempt: int, hosts: int, plan: Plan, rng: random.Random
     ) -> None:

@@ -42,7 +42,6 @@ def check_command(simulation: SimulatedRun, command: Command) -> None:
 
 
 def documented_code(simulation: SimulatedRun, command: Command) -> None:
-    """Every ending has a documented code."""
     if command.code not in _CODES:
         simulation.break_promise("every ending has a documented code", f"{command.name} ended with {command.code}")
 
@@ -58,7 +57,6 @@ def message_with_a_next_step(simulation: SimulatedRun, command: Command) -> None
 
 
 def nothing_is_left_after_down(simulation: SimulatedRun, command: Command) -> None:
-    """After `down` nothing of ours is left."""
     if command.name != "down" or command.code != 0:
         return
     user = command.laptop.user
@@ -173,7 +171,6 @@ def after_a_stop_nothing_runs(simulation: SimulatedRun, command: Command) -> Non
 
 
 def stop_in_a_kind_world_succeeds(simulation: SimulatedRun, command: Command) -> None:
-    """Without a fault, a `stop` succeeds."""
     if command.name != "stop" or simulation.world.struck or command.interrupted or simulation.world.down_allowed:
         return
     if command.code not in (0, Exit.BAD_INPUT):

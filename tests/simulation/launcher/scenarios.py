@@ -25,8 +25,6 @@ _LEFTOVERS = ("", "", "", "", "bob's", "a stranger's", "preempted", "stopped", "
 
 @dataclass(frozen=True)
 class Setting:
-    """The content of the configuration file."""
-
     accelerator: str
     queued: bool
     preemption_retries: int
@@ -42,8 +40,6 @@ class Setting:
 
 @dataclass(frozen=True)
 class Action:
-    """An action of a user."""
-
     kind: str
     after: float
     """Seconds after `anchor`."""
@@ -54,8 +50,6 @@ class Action:
 
 @dataclass(frozen=True)
 class Scenario:
-    """Everything that users do in a run."""
-
     setting: Setting
     leftover: str
     plans: tuple[Plan, ...]

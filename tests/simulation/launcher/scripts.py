@@ -96,8 +96,6 @@ def observe(world: World, host: Host, parameters: Mapping[str, str], arguments: 
 
 
 class Shell:
-    """One script on one host."""
-
     def __init__(self, world: World, host: Host, actor: Actor) -> None:
         self.world, self.host, self.actor = world, host, actor
         self.rng = world.rng
@@ -126,14 +124,12 @@ class Shell:
     # -- the scripts --------------------------------------------------------------------------------------------------
 
     def check_engine(self, _parameters: Mapping[str, str], _arguments: str) -> tuple[int, str]:
-        """check_engine.sh."""
         self.pause()
         if self.host.engine_up:
             return self.report("up")
         return self.report("failed its container engine does not answer yet")
 
     def check_host(self, parameters: Mapping[str, str], _arguments: str) -> tuple[int, str]:
-        """check_host.sh."""
         self.pause(0.1, 0.6)
         host = self.host
         others = [item.run for item in host.containers.values() if item.running and item.run != parameters["run_id"]]
@@ -152,7 +148,6 @@ class Shell:
         return 0, "".join(f"tpu-launch-fact {key} {value}\n" for key, value in facts.items())
 
     def prepare(self, parameters: Mapping[str, str], arguments: str) -> tuple[int, str]:
-        """prepare.sh."""
         host, name = self.host, parameters["container"]
         self.world.reached("prepare")
         self.pause()
@@ -194,7 +189,6 @@ class Shell:
         return self.report(f"ready {parameters['image']}")
 
     def start(self, parameters: Mapping[str, str], _arguments: str) -> tuple[int, str]:
-        """start.sh."""
         host, name = self.host, parameters["container"]
         self.pause()
         container = self._get(parameters)
@@ -210,7 +204,6 @@ class Shell:
         return self.report("started")
 
     def stop(self, parameters: Mapping[str, str], _arguments: str) -> tuple[int, str]:
-        """stop.sh."""
         host, name, grace = self.host, parameters["container"], float(parameters["grace"])
         mark = f"{name}.stopping"
         host.marks.add(f"{name}.over")
@@ -240,17 +233,14 @@ class Shell:
         return self.report("stopped")
 
     def stacks(self, _parameters: Mapping[str, str], _arguments: str) -> tuple[int, str]:
-        """stacks.sh."""
         self.pause()
         return 0, "a stack\n"
 
     def evidence(self, _parameters: Mapping[str, str], _arguments: str) -> tuple[int, str]:
-        """evidence.sh."""
         self.pause()
         return 0, f"disks and memory at {EPOCH + self.world.scheduler.now:.0f}\n"
 
     def deliver_secrets(self, parameters: Mapping[str, str], _arguments: str) -> tuple[int, str]:
-        """deliver_secrets.sh."""
         self.pause()
         container = self._get(parameters)
         if container is None or not container.running:

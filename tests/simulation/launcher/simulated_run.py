@@ -17,7 +17,7 @@ from launcher.run.ledger import Ledger
 from launcher.run.runs import list_runs
 from launcher.tpu_vm.commands import create_command, delete_command
 from tests import gcloud_commands
-from tests.simulation.launcher import faults, full_disk, promises, scenarios
+from tests.simulation.launcher import full_disk, promises, scenarios
 from tests.simulation.launcher.commands import Command
 from tests.simulation.launcher.full_disk import FullDisk
 from tests.simulation.launcher.scenarios import Action, Setting
@@ -33,15 +33,8 @@ _NAME = "bert"
 
 @dataclass(frozen=True)
 class Result:
-    """Outcome of a simulated run."""
-
-    seed: int
-    broken: tuple[tuple[str, str], ...]
-    seconds: float
-    """Virtual."""
-    steps: int
-    trace: tuple[str, ...] = ()
-    faults: tuple[faults.Fault, ...] = ()
+    broken: list[tuple[str, str]]  # promises, and what was seen
+    trace: list[str]
 
 
 @functools.cache
@@ -76,8 +69,6 @@ def make_config(setting: Setting) -> Config:
 
 
 class SimulatedRun:
-    """One simulated run of the launcher."""
-
     def __init__(self, seed: int, *, trace: bool = False, without: Collection[int] = ()) -> None:
         """
         Args:
@@ -112,7 +103,6 @@ class SimulatedRun:
         self.main_over = False
 
     def play(self) -> Result:
-        """Simulates the run to its end."""
         for laptop in (self.ann, self.bob):
             shutil.rmtree(laptop.home, ignore_errors=True)
             laptop.home.mkdir(parents=True)
@@ -135,21 +125,12 @@ class SimulatedRun:
                     os.environ[name] = value
         for task in self.scheduler.crashed:
             self.world.break_promise("every ending has a documented code", f"{task} raised {task.error!r}")
-        return Result(
-            self.seed,
-            tuple(self.world.record.broken),
-            self.scheduler.now,
-            self.scheduler.steps,
-            tuple(self.scheduler.trace or ()),
-            tuple(self.faults),
-        )
+        return Result(self.world.record.broken, self.scheduler.trace or [])
 
     def break_promise(self, promise: str, what: str) -> None:
-        """Records that a promise is broken."""
         self.world.break_promise(promise, what)
 
     def ledgers(self) -> list[Ledger]:
-        """Returns the ledgers of ann's runs."""
         return list_runs(self.ann.home, self.commands[0].machine) if self.commands else []
 
     @property
@@ -160,7 +141,6 @@ class SimulatedRun:
     # -- what users do -----------------------------------------------------------------------------------------------
 
     def command(self, name: str, laptop: Laptop | None = None) -> Command:
-        """Starts a command."""
         # Every command has random numbers of its own, so that a shrunk run changes nothing for the others.
         rng = random.Random(f"command {self.seed} {len(self.commands)}")
         command = Command(self.world, laptop or self.ann, name, self.config, rng)
@@ -172,11 +152,9 @@ class SimulatedRun:
         return command
 
     def do(self, name: str, laptop: Laptop | None = None) -> Command:
-        """Starts a command and waits for its end."""
         return self.finish(self.command(name, laptop))
 
     def finish(self, command: Command) -> Command:
-        """Waits for the end of a command."""
         if command.name == "logs":  # never ends while a program hangs without a supervisor
             command.over.wait(LONGEST_LOOK)
             command.interrupt()
@@ -333,6 +311,5 @@ class SimulatedRun:
 
 
 def simulate(seed: int, *, trace: bool = False, without: Collection[int] = ()) -> Result:
-    """Simulates one run of the launcher."""
     remember_yaml()
     return SimulatedRun(seed, trace=trace, without=without).play()

@@ -84,8 +84,6 @@ class Record:
 
 
 class World:
-    """The world of one simulated run."""
-
     def __init__(
         self, scheduler: Scheduler, rng: random.Random, faults: Sequence[Fault], plans: Sequence[Plan]
     ) -> None:
@@ -113,12 +111,10 @@ class World:
     # -- the trace ----------------------------------------------------------------------------------------------------
 
     def note(self, text: str) -> None:
-        """Adds a line to the trace."""
         if self.scheduler.trace is not None:
             self.scheduler.note(text)
 
     def break_promise(self, promise: str, what: str) -> None:
-        """Records that a promise is broken."""
         self.record.broken.append((promise, what))
         self.note(f"BROKEN: {promise}: {what}")
 
@@ -353,7 +349,6 @@ class World:
             container.job.terminate(container)
 
     def kill_container(self, container: Container, actor: Actor) -> None:
-        """Sends SIGKILL."""
         self._check_end(container, actor)
         if container.job is not None:
             container.job.kill(container)

@@ -32,8 +32,6 @@ class Stored:
 
 @dataclass(frozen=True)
 class Request:
-    """An operation that a host requests."""
-
     host: str
     kind: str
     url: str

@@ -257,7 +257,6 @@ class Wire:
         return self._random.random() * 2 * _LATENCY
 
     def link(self, address: str) -> Link:
-        """Returns the network interface of a host."""
         return self.links.setdefault(address, Link(address))
 
     def cut(self, address: str) -> None:
@@ -270,7 +269,6 @@ class Wire:
                 self.scheduler.call_at(now + side.lost_seconds, lambda side=side: self._give_up(side))
 
     def restore(self, address: str) -> None:
-        """Restores a host's network."""
         link = self.link(address)
         link.cut = False
         for end in list(link.ends):

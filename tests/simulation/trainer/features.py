@@ -91,8 +91,6 @@ def _stop_twice(rng: random.Random, plan: Plan) -> Plan:
 
 @dataclass
 class Upload:
-    """An upload under way."""
-
     host: Host
     step: int
 
@@ -145,8 +143,6 @@ class SimulatedHub:
 
 
 class FeaturePromises:
-    """Promises about skipped steps, exports and uploads."""
-
     def __init__(self, world: World) -> None:
         self._world = world
         self._model = f"{world.config.output}/run/model"
@@ -206,7 +202,6 @@ class FeaturePromises:
             self._broken("0 means uploaded", f"{host.name} exits with 0, and the Hub has {world.hub.steps}")
 
     def a_second_interrupt_ends_at_once(self, host: Host) -> None:
-        """A second Ctrl-C ends the process at once."""
         if host.code is None and not host.hurt:
             self._broken("a second Ctrl-C ends a process", f"{host.name} still runs")
 
@@ -220,6 +215,5 @@ def is_export(request: Request) -> bool:
 
 
 def put_tokenizer(world: World) -> None:
-    """Returns the files that an export copies."""
     for url, data in TOKENIZER_FILES.items():
         world.bucket.put(url, data, "world")

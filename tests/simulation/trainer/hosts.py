@@ -52,12 +52,10 @@ class Group:
         self.disturbed = any(host.hurt for host in self.hosts) or world.jitter > 1
 
     def _draw_seconds(self) -> float:
-        """Returns the seconds of one collective."""
         return self.world.plan.step_seconds * (0.5 + self.world.random.random())
 
     @property
     def is_over(self) -> bool:
-        """Returns whether all processes have ended."""
         return all(host.code is not None for host in self.hosts)
 
     @property
@@ -93,7 +91,6 @@ class Host:
 
     @property
     def cut(self) -> bool:
-        """Returns whether its network is cut."""
         return self.world.wire.link(self.address).cut
 
     def start(self, delay: float) -> None:

@@ -29,8 +29,6 @@ State = dict[str, np.ndarray]
 
 
 class Curriculum:
-    """The records of each step, and the state after it."""
-
     def __init__(self, records: int, batch: int, steps: int, seed: int, skipped: frozenset[int] = frozenset()) -> None:
         """`skipped`: steps that leave the state unchanged and have no loss."""
         order = training_order(records, RECORD_BYTES, seed=seed, batch=batch)
@@ -58,7 +56,6 @@ class Curriculum:
 
 @lru_cache(maxsize=256)
 def curriculum(records: int, batch: int, steps: int, seed: int, skipped: frozenset[int] = frozenset()) -> Curriculum:
-    """Returns a cached Curriculum."""
     made = Curriculum(records, batch, steps, seed, skipped)
     made.check_epochs()
     return made

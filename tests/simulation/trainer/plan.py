@@ -74,8 +74,6 @@ _REQUESTS = (
 
 @dataclass(frozen=True)
 class Plan:
-    """A simulated run."""
-
     seed: int
     hosts: int
     records: int

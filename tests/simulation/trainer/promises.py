@@ -44,8 +44,6 @@ class Claimed:
 
 
 class Promises:
-    """Checks a simulated run."""
-
     def __init__(self, world: World) -> None:
         self._world = world
         self.features = FeaturePromises(world)
@@ -59,10 +57,8 @@ class Promises:
         self._committed_at = 0.0  # seconds; the newest commit
         self._commit_times: dict[str, float] = {}  # of groups' newest commits
         self._fenced_by: dict[str, str] = {}  # group label -> label of the start with precedence
-        self.refused_start = False  # all checkpoints are damaged, or another start has precedence
 
     def broken(self, promise: str, what: str) -> None:
-        """Records a broken promise."""
         self._world.scheduler.note(f"BROKEN: {promise}: {what}")
         self.violations.append((promise, what))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 import traceback
 from dataclasses import dataclass
 
@@ -12,7 +11,7 @@ from tests.simulation.scheduler import Stuck
 from tests.simulation.trainer.fault_scenarios import add_scenario
 from tests.simulation.trainer.features import add_features
 from tests.simulation.trainer.hosts import Output
-from tests.simulation.trainer.plan import Plan, draw
+from tests.simulation.trainer.plan import draw
 from tests.simulation.trainer.world import World
 
 os.environ.setdefault("PJRT_DEVICE", "CPU")  # or the trainer looks for chips
@@ -20,20 +19,12 @@ os.environ.setdefault("PJRT_DEVICE", "CPU")  # or the trainer looks for chips
 
 @dataclass(frozen=True)
 class Result:
-    """Outcome of a simulated run."""
-
-    seed: int
-    plan: Plan
     broken: list[tuple[str, str]]  # promises, and what was seen
     trace: list[str]
-    seconds: float  # of this computer
-    virtual_seconds: float
-    attempts: int
 
 
 def simulate(seed: int, *, trace: bool = False, without: frozenset[int] = frozenset()) -> Result:
     """Simulates one run: only the seed and the faults left out decide what happens in it."""
-    began = time.perf_counter()
     world = World(add_features(add_scenario(draw(seed))).leave_out(without), trace=trace)
     output = Output(world)
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):  # type: ignore[type-var]
@@ -48,7 +39,4 @@ def simulate(seed: int, *, trace: bool = False, without: frozenset[int] = frozen
     for task in world.scheduler.crashed:
         lines = "".join(traceback.format_exception(task.error))
         world.promises.broken("no thread dies of an exception", f"{task}: {lines[-1500:]}")
-    return Result(
-        seed, world.plan, world.promises.violations, world.scheduler.trace or [],
-        time.perf_counter() - began, world.scheduler.now, len(world.groups),
-    )  # fmt: skip
+    return Result(world.promises.violations, world.scheduler.trace or [])

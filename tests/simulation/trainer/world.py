@@ -162,7 +162,6 @@ class World:
         self.wait_until(lambda: all(group.is_over for group in self.groups))
 
     def changed(self) -> None:
-        """Wakes all launchers."""
         self.scheduler.wake_all(self._waiting)
 
     def wait_until(self, is_so: Callable[[], bool], timeout: float | None = None) -> None:
@@ -174,11 +173,9 @@ class World:
                 return
 
     def group(self, label: str) -> Group:
-        """Returns the group with a label."""
         return next(group for group in self.groups if group.label == label)
 
     def host_of(self, process: Process) -> Host | None:
-        """Returns the host of a process."""
         return self._hosts.get(process)
 
     # --- launchers
@@ -299,7 +296,6 @@ class World:
         self.changed()
 
     def restore_network(self, host: Host) -> None:
-        """Restores the network of a host."""
         if host.cut and not host.frozen:
             self.wire.restore(host.address)
             self.changed()
