@@ -50,7 +50,7 @@ def test_a_fault_is_not_consumed_by_a_creation_that_is_invalid_anyway(api: Any) 
     assert len(api.state.faults) == 1
 
 
-def test_errors_hit_the_share_and_the_service_that_were_asked_for(api: Any) -> None:
+def test_errors_hit_the_given_share_of_the_given_service(api: Any) -> None:
     api.state.faults.append(Fault("errors", "storage", left=2, status=503, rate=0.3))
     assert faults.error_status(api.state, "tpu", drawn=0.0) is None
     assert faults.error_status(api.state, "storage", drawn=0.5) is None

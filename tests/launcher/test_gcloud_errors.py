@@ -1,7 +1,7 @@
 """Claims about reading gcloud's errors: each wording, where it was seen, and what it means.
 
 Sources: `gcloud` is SDK 528 itself (googlecloudsdk/core, or run against a server that is not there); the others are
-issues and source files of public repositories in which somebody quotes what Google said.
+issues and source files of public repositories that quote Google's messages.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ WORDINGS: list[tuple[str, str, type[LaunchError]]] = [
     ("gcloud waiter.py",
      "ERROR: gcloud crashed (TimeoutError): Operation projects/p/locations/z/operations/o has not finished in 1800 "
      "seconds. The operations may still be underway remotely", StillRunning),
-    ("gcloud, nobody listens",
+    ("gcloud, connection refused",
      "ERROR: gcloud crashed (ConnectionError): HTTPSConnectionPool(host='tpu.googleapis.com', port=443): Max retries "
      "exceeded with url: /v2/x (Caused by NewConnectionError('Failed to establish a new connection: [Errno 111]'))",
      Unavailable),
@@ -106,7 +106,7 @@ WORDINGS: list[tuple[str, str, type[LaunchError]]] = [
     ("the API", "ERROR: (gcloud.x) NOT_FOUND: Resource 'projects/p/nodes/n' was not found", ResourceNotFound),
     ("the API", "ERROR: (gcloud.x) INVALID_ARGUMENT: CloudTpu received an invalid AcceleratorType", Refused),
     ("an old gcloud", "ERROR: (gcloud.x) unrecognized arguments: --spot", Refused),
-    ("nobody", "something new", LaunchError),
+    ("no source", "something new", LaunchError),
 ]  # fmt: skip
 
 PERMANENT = {QuotaExceeded, PermissionDenied, Conflict, Refused}

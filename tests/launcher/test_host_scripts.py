@@ -147,7 +147,7 @@ def test_earlier_attempts_go_and_an_ended_container_of_another_run_stays(host: S
 
 
 def test_a_preparation_that_comes_after_that_of_a_later_attempt_touches_nothing(host: ScriptHost, shell: str) -> None:
-    """The attempt was given up while the host was out of reach, so nothing on the host says that it is over."""
+    """The attempt ended while the host was unreachable, so the host has no record of the end."""
     host.answer("ps", "echo demo-1 tpu-launch-demo-1-10 running 10")
     report = host.run(prepare(number=9), shell)
     assert report == "tpu-launch 3 failed attempt 10 of this run is on the host already\n"
@@ -213,7 +213,7 @@ def test_a_second_stop_sends_no_second_signal(host: ScriptHost, shell: str) -> N
 def test_a_preparation_that_arrives_after_the_end_of_its_attempt_touches_nothing(
     host: ScriptHost, shell: str, meanwhile: bool
 ) -> None:
-    """Life 70979: the ssh of a launcher that had been killed came through, and removed the next attempt's container."""
+    """The delayed ssh command of a killed launcher must not remove the next attempt's container."""
     run = f"test-{host.folder.parent.name}-{shell}-{meanwhile}"
     over = Path(f"/tmp/tpu-launch-{run}-0.3.over")
     host.answer("ps", f"echo {run} tpu-launch-{run}-1 running 1 boot" if not meanwhile else "true")
@@ -412,7 +412,7 @@ def test_a_container_that_waits_for_its_start_does_not_outlive_a_reboot(host: Sc
         host_scripts.start_script(attempt()), shell
     )
     host.run(prepare(), shell)
-    assert host.verbs[-4:] == ["ps", "rm", "create", "inspect"], "it is created anew"
+    assert host.verbs[-4:] == ["ps", "rm", "create", "inspect"], "it is recreated"
 
 
 def test_a_start_looks_at_each_container_no_oftener_than_it_must(host: ScriptHost, shell: str) -> None:
@@ -477,6 +477,6 @@ def test_the_hosts_of_an_attempt_are_given_a_secret_that_no_script_and_no_other_
     assert secret in host_scripts.secrets_input(one.all_secrets(2))
 
 
-def test_one_host_meets_nobody_and_waits_for_no_secret() -> None:
+def test_a_single_host_slice_needs_no_shared_secret() -> None:
     assert attempt().all_secrets(1) == {}
     assert "--tmpfs" not in host_scripts.create_arguments(attempt(), ["10.0.0.1"], "v4-8")

@@ -66,7 +66,7 @@ def hold_lock(work: Workstation, monkeypatch: pytest.MonkeyPatch, *recorded: eve
 
 
 def test_a_host_that_misses_one_poll_does_not_make_a_healthy_run_vanish(work: Workstation) -> None:
-    """Finding 1: `vanished` was recorded, and the next attempt removed the container of the one that ran."""
+    """Recording `vanished` would let the next attempt remove the container of the running one."""
     start_and_lose_sight(work)
     work.hosts.fail("observe", LaunchError("timed out"), LaunchError("timed out"))
     work.hosts.calls.clear()
@@ -90,7 +90,7 @@ def test_an_attempt_whose_slice_was_taken_away_while_unwatched_is_a_preemption(w
 def test_a_start_that_was_interrupted_is_not_watched_for_ever_when_its_host_answers_late(
     work: Workstation, command: str
 ) -> None:
-    """Seeds 1620 and 2666: nobody could ask the host first, so its container, which never started, was watched."""
+    """The host is silent at first: its container, which never started, must not be supervised."""
     config = interrupt_start(work, only_created={1})
     work.hosts.silent = {1}
     threading.Timer(1.0, work.hosts.silent.clear).start()
@@ -106,7 +106,7 @@ def test_a_start_that_was_interrupted_is_not_watched_for_ever_when_its_host_answ
 
 
 def test_an_attempt_whose_secrets_died_with_its_launcher_is_ended_and_restarted(work: Workstation) -> None:
-    """Its containers run on all hosts and wait for secrets that nobody has any more: `run` watched them for minutes."""
+    """Its containers run on all hosts and wait for secrets that no process has any more."""
     work.hosts.quiet = True
     config = interrupt_start(work, only_created=set())
     threading.Timer(8.0, work.hosts.end, [9]).start()  # else a failure of this test would have no end
@@ -157,7 +157,7 @@ def test_a_start_that_was_interrupted_on_some_hosts_is_ended_and_restarted(
 def test_a_transient_error_costs_a_round_of_the_recovery_and_no_budget(
     work: Workstation, method: str, error: LaunchError
 ) -> None:
-    """Finding 2: any error ended the run, whatever was left of the budgets."""
+    """A transient error of a round does not end the run."""
     work.hosts.exits[:2] = [75, 0]
     work.hosts.hooks[method] = [] if method == "create" else [lambda: None]  # the first start succeeds
     work.hosts.fail(method, *[error] * 5)
@@ -245,7 +245,6 @@ def stop_elsewhere(work: Workstation) -> None:
 
 @pytest.mark.parametrize("method", ["create", "prepare", "start"])
 def test_no_attempt_starts_after_a_stop_at_any_point_of_a_recovery(work: Workstation, method: str) -> None:
-    """Finding 14: attempt 1 started anyway."""
     work.hosts.exits[:2] = [75, None]
     later = [] if method == "create" else [lambda: None]
     work.hosts.hooks[method] = [*later, lambda: stop_elsewhere(work)]
@@ -398,7 +397,7 @@ def test_down_stops_a_recovery_and_waits_until_no_process_creates_the_slice(work
 
 
 def test_no_attempt_starts_on_a_slice_that_down_is_deleting(work: Workstation) -> None:
-    """Life 126914: `run` in another terminal took the deletion for a preemption, and made the slice again."""
+    """`run` in another terminal must not take the deletion for a preemption and recreate the slice."""
     config = work.config(command=COMMAND)
     work.run(config)
 
@@ -419,7 +418,7 @@ def test_no_attempt_starts_on_a_slice_that_down_is_deleting(work: Workstation) -
 
 
 def test_the_time_that_this_machine_slept_counts_against_no_host(work: Workstation) -> None:
-    """Neither does the run stall, nor is a host lost: nobody looked meanwhile."""
+    """The run neither stalls nor loses a host: the supervisor did not poll meanwhile."""
     work.hosts.exits[0] = None
 
     hooks = [lambda: None, lambda: None, lambda: work.clock.sleep(3600), lambda: None, lambda: work.hosts.end(0)]

@@ -107,7 +107,7 @@ def test_an_event_that_does_not_fit_on_the_disk_is_one_message_and_the_next_one_
     assert run.state.attempt == 0
 
 
-def test_a_full_disk_keeps_nobody_from_asking_who_supervises_a_run(tmp_path: Path) -> None:
+def test_a_full_disk_does_not_hide_who_supervises_a_run(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     assert not run.supervised()
     assert not (run.folder / "lock").exists(), "it asks without writing"
@@ -127,7 +127,7 @@ def test_a_damaged_record_is_no_run_and_a_clear_message_for_who_names_it(tmp_pat
         find_run(tmp_path, this_machine(), bad.run_id)
 
 
-def test_a_stop_holds_until_another_attempt_is_asked_for(tmp_path: Path) -> None:
+def test_a_stop_holds_until_another_attempt_is_requested(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     run.append(Requested(0, 0))
     run.append(AttemptBegan(0))
@@ -141,8 +141,8 @@ def test_a_stop_holds_until_another_attempt_is_asked_for(tmp_path: Path) -> None
     assert not run.state.stop_requested
 
 
-def test_a_stop_that_a_full_disk_held_back_is_later_than_what_was_asked_for_before_it(tmp_path: Path) -> None:
-    """Life 150510: `run` was asked for, then `stop`; both lines waited for room, and the stop's came first."""
+def test_a_stop_holds_although_a_full_disk_delayed_an_earlier_request_beyond_it(tmp_path: Path) -> None:
+    """`run` was requested before `stop`, but a full disk delayed both records and the stop's was written first."""
     run = new_run(tmp_path)
     known = run.state.stops
     run.append(RunStopRequested(0))

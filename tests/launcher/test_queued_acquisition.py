@@ -191,7 +191,7 @@ def test_a_request_whose_answer_is_lost_is_found_and_made_once(config: Config, c
 
 
 def test_a_request_is_looked_for_after_the_last_answer_that_is_lost_too(config: Config, cloud: Cloud) -> None:
-    """Life 148867: the third creation arrived, its answer did not, and `up` ended without a word of it."""
+    """Otherwise `up` ends without naming a request that Google received, when only the answer was lost."""
     cloud.state.faults.clear()
 
     def asked(command: str) -> bool:
@@ -213,7 +213,7 @@ def test_a_request_that_never_arrives_is_made_a_few_times_only(config: Config, c
     assert cloud.calls.count("us-west1-c queued-resources create") == 3
 
 
-def test_a_request_that_somebody_deletes_while_we_wait_stays_deleted(config: Config, cloud: Cloud) -> None:
+def test_a_request_that_another_command_deletes_meanwhile_stays_deleted(config: Config, cloud: Cloud) -> None:
     cloud.at(60, lambda: cloud.machine().run(queued.delete_command(config), timeout=60))
     with pytest.raises(Conflict, match="was deleted by another command"):
         create(config, cloud)
@@ -248,7 +248,7 @@ def test_one_answer_that_the_node_is_not_there_does_not_delete_a_granted_slice(c
     assert not [call for call in cloud.calls if "delete" in call]
 
 
-def test_somebody_elses_request_is_neither_waited_for_nor_deleted(config: Config, cloud: Cloud) -> None:
+def test_a_request_of_another_owner_is_neither_waited_for_nor_deleted(config: Config, cloud: Cloud) -> None:
     bobs = cloud.machine(BOB)
     made = bobs.run(queued.create_command(config, ownership.make_labels(config, BOB, 0.0), HOUR), timeout=60)
     assert made.ok, made.stderr

@@ -157,7 +157,7 @@ def _first(cloud: Cloud, command: str) -> bool:
     return command == "tpu-vm create" and cloud.calls.count(f"{ZONE} tpu-vm create") == 1
 
 
-def test_a_slice_that_somebody_else_made_a_moment_earlier_is_not_used(cloud: Cloud, config: Config) -> None:
+def test_a_slice_that_another_user_created_a_moment_earlier_is_not_used(cloud: Cloud, config: Config) -> None:
     bobs = {"tpu-launch": "1", "tpu-launch-owner": "bob"}
     cloud.trouble = lambda zone, command, now: cloud.made_by(bobs) if _first(cloud, command) else None
     with pytest.raises(NotOurs, match="bob created it"):
@@ -185,7 +185,7 @@ def test_a_creation_whose_answer_is_lost_is_found(cloud: Cloud, config: Config) 
     assert cloud.calls.count(f"{ZONE} tpu-vm create") == 1
 
 
-def test_a_creation_that_never_arrived_is_asked_for_again_and_a_few_times_only(cloud: Cloud, config: Config) -> None:
+def test_a_create_request_that_never_arrived_is_repeated_a_few_times_only(cloud: Cloud, config: Config) -> None:
     cloud.trouble = lambda zone, command, now: UNAVAILABLE if _first(cloud, command) else None
     assert up(cloud, config).ready
     down(cloud, config)
@@ -211,7 +211,7 @@ def test_an_api_that_is_away_at_once_is_told_at_once(cloud: Cloud, config: Confi
 
 
 @pytest.mark.parametrize("seconds", [5, 30, 70])
-def test_a_slice_that_somebody_deletes_while_it_is_waited_for_stays_deleted(
+def test_a_slice_that_another_command_deletes_meanwhile_stays_deleted(
     cloud: Cloud, config: Config, seconds: float
 ) -> None:
     cloud.state.create_seconds = 120
@@ -260,7 +260,7 @@ def test_code_13_of_a_creation_is_a_stock_out_and_the_next_zone_is_tried(cloud: 
     assert cloud.node(zone="us-central1-a") is not None
 
 
-def test_somebody_elses_slice_in_another_zone_does_not_keep_ours_from_being_made(cloud: Cloud, zones: Config) -> None:
+def test_a_slice_of_another_owner_in_another_zone_does_not_prevent_ours(cloud: Cloud, zones: Config) -> None:
     cloud.made_by({"tpu-launch": "1", "tpu-launch-owner": "bob"}, zone="us-west4-a")
     assert up(cloud, zones).ready
     assert cloud.node(zone="us-west1-c") is not None
@@ -285,7 +285,7 @@ def test_a_deletion_whose_answer_is_lost_is_waited_for(cloud: Cloud, config: Con
     assert cloud.node() is None
 
 
-def test_down_looks_again_for_a_slice_that_a_killed_command_has_just_asked_for(cloud: Cloud, config: Config) -> None:
+def test_down_looks_again_for_a_slice_that_a_killed_command_has_just_requested(cloud: Cloud, config: Config) -> None:
     clock = cloud.machine().clock
     slice_hints.save_create_time(config, clock.time())
     cloud.at(3.0, lambda: cloud.made_by(OURS))
@@ -296,8 +296,8 @@ def test_down_looks_again_for_a_slice_that_a_killed_command_has_just_asked_for(c
     assert clock.time() - begin < 5
 
 
-def test_down_waits_for_a_gcloud_that_outlives_the_command_which_asked(cloud: Cloud, config: Config) -> None:
-    """Life 190105: it was killed, and its gcloud, which a slow network held up, asked for the slice after `down`."""
+def test_down_waits_for_a_gcloud_that_outlives_its_killed_command(cloud: Cloud, config: Config) -> None:
+    """On a slow network, that gcloud may send its create request only after `down` has looked."""
     clock, mark = cloud.machine().clock, contextlib.ExitStack()
     slice_hints.save_create_time(config, clock.time())
     mark.enter_context(slice_hints.mark_create_in_flight(config))

@@ -84,7 +84,7 @@ CASES = {
         [exited(0, 0), exited(1, 0, rebooted=True, ended_before_reboot=True)],
         (Kind.FINISHED, -1),
     ),
-    "seed 2623: of two rebooted hosts, one had lost its peer before": (
+    "of two rebooted hosts, one had lost its peer before": (
         [exited(0, 76, rebooted=True, ended_before_reboot=True), exited(1, 143, rebooted=True)],
         (Kind.HOST_LOST, 1),
     ),
@@ -128,9 +128,9 @@ def test_a_host_that_rebooted_is_lost_whatever_exit_code_its_engine_made_up(code
     ("views", "expected"),
     [
         ([exited(0, 143), exited(1, 137)], (Kind.STOPPED, 0)),
-        # Seed 1445: no signal makes a program exit with 2; the next `run` would end so again.
+        # No signal makes a program exit with 2; the next `run` would end so again.
         ([exited(0, 2), exited(1, 143)], (Kind.BAD_INPUT, 0)),
-        # Seed 2078: the host with the lowest number may only have lost its peer.
+        # The host with the lowest number may only have lost its peer.
         ([exited(0, 76), exited(1, 3), exited(2, 143, at=LATE)], (Kind.STOPPED, 1)),
     ],
 )
