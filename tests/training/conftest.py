@@ -1,5 +1,4 @@
-"""Small datasets of generated ids and a bucket that can misbehave, for the tests of training.data and
-training.storage."""
+"""Small datasets of generated ids, a bucket that can misbehave, and hosts that are processes."""
 
 from __future__ import annotations
 
@@ -12,6 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from tests.bucket_server import BucketServer
+from tests.training.host_processes import Hosts
 from training.data.formats.dataset import Dataset
 from training.data.prepare.dataset_writer import DatasetPlan
 from training.data.prepare.pack import pack_documents
@@ -60,3 +60,10 @@ def gcs(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(bucket, "timeouts", quick)
     yield server
     server.close()
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    hosts = Hosts()
+    yield hosts
+    hosts.close()

@@ -23,7 +23,6 @@ class MetadataServer:
     """A metadata server with one service account. `fault()` may return a response to send instead of the token."""
 
     def __init__(self) -> None:
-        """Starts it on a loopback port."""
         self.fault: Answer = lambda: None
         self.tokens = 0
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -33,7 +32,6 @@ class MetadataServer:
         self._acceptor.add(self._listener, lambda connection: serve_http(connection, self.answer))
 
     def answer(self, request: Any) -> HttpResponse:
-        """Answers one request."""
         if fault := self.fault():
             return fault
         content: dict[str, object] = {"email": "tpu@project.iam.gserviceaccount.com", "scopes": ["storage"]}
@@ -43,7 +41,6 @@ class MetadataServer:
         return HttpResponse(200, json.dumps(content).encode(), {"Content-Type": "application/json"})
 
     def close(self) -> None:
-        """Stops accepting connections."""
         self._acceptor.remove(self._listener, close=True)
         self._acceptor.close()
 

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from tests.bucket_server import BucketServer
+from tests.training.host_processes import free_port
 from training.checkpoint.format import committed_steps
 from training.checkpoint.reader import verify
 
@@ -66,23 +67,13 @@ class SlowLine:
 
 def seconds_of_a_save(server: BucketServer, hosts: int) -> float:
     """From the moment when all hosts begin to the commit, as host 0 sees it."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    folder = f"gs://bucket/{hosts}"
+    port, folder = free_port(), f"gs://bucket/{hosts}"
     with ExitStack() as stack:
         processes = []
         for worker in range(hosts):
             line = stack.enter_context(SlowLine(server.url, RATE))
-            command = [
-                sys.executable,
-                "-m",
-                "tests.training.saving_host",
-                folder,
-                str(worker),
-                str(hosts),
-                str(port),
-                str(SIZE),
-            ]
+            arguments = map(str, (folder, worker, hosts, port, SIZE))
+            command = [sys.executable, "-m", "tests.training.saving_host", *arguments]
             environment = {**os.environ, "STORAGE_EMULATOR_HOST": line.url, "PYTHONPATH": str(HOUSE)}
             processes.append(subprocess.Popen(command, cwd=HOUSE, env=environment, stdout=subprocess.PIPE, text=True))
         outputs = [process.communicate(timeout=120)[0] for process in processes]

@@ -35,8 +35,12 @@ output: gs://b/runs
 
 def mistakes(text: str) -> str:
     with pytest.raises(ConfigError) as raised:
-        from_document(parse(text, "run.yaml"))
+        config_of(text)
     return str(raised.value)
+
+
+def config_of(text: str) -> TrainerConfig:
+    return from_document(parse(text, "run.yaml"))
 
 
 def changed(old: str, new: str) -> str:
@@ -45,7 +49,7 @@ def changed(old: str, new: str) -> str:
 
 
 def test_the_launchers_sections_are_allowed_and_ignored() -> None:
-    config = from_document(parse(GOOD, "run.yaml"))
+    config = config_of(GOOD)
     assert config.train.steps == 100
     assert config.evaluation_batch_size == 64
     assert "slice" not in config.canonical()
@@ -151,35 +155,31 @@ def test_a_mistake_is_named(old: str, new: str, expected: str) -> None:
 
 def test_the_batch_is_checked_against_the_slice_before_it_exists() -> None:
     assert "8 devices on 2 hosts" in mistakes(changed("global_batch_size: 64", "global_batch_size: 12"))
-    assert from_document(parse(changed("v4-16", "v4-32"), "run.yaml")).train.global_batch_size == 64
+    assert config_of(changed("v4-16", "v4-32")).train.global_batch_size == 64
 
 
 def test_the_batch_must_divide_by_the_gradient_accumulation_too() -> None:
-    config = from_document(
-        parse(changed("global_batch_size: 64", "global_batch_size: 64\n  gradient_accumulation: 4"), "run.yaml")
-    )
+    config = config_of(changed("global_batch_size: 64", "global_batch_size: 64\n  gradient_accumulation: 4"))
     assert batch_mistake(config, 2, 16) is None
     assert "multiple of 128" in str(batch_mistake(config, 4, 32))
 
 
 def test_the_hash_tells_configurations_apart_and_not_their_spelling() -> None:
-    same = from_document(parse(changed("seed: 1\n", "") + "seed: 1\ncheckpoint: {}\n", "other.yaml"))
-    other = from_document(parse(changed("seed: 1", "seed: 2"), "run.yaml"))
-    config = from_document(parse(GOOD, "run.yaml"))
+    same = config_of(changed("seed: 1\n", "") + "seed: 1\ncheckpoint: {}\n")
+    other = config_of(changed("seed: 1", "seed: 2"))
+    config = config_of(GOOD)
     assert config.hash == same.hash != other.hash
 
 
 def test_precision_follows_the_device_unless_the_file_says_it() -> None:
-    config = from_document(parse(GOOD, "run.yaml"))
+    config = config_of(GOOD)
     assert [config.for_device(kind).train.precision for kind in ("TPU", "CPU")] == ["bf16", "fp32"]
-    exact = from_document(
-        parse(changed("global_batch_size: 64", "global_batch_size: 64\n  precision: fp32"), "run.yaml")
-    )
+    exact = config_of(changed("global_batch_size: 64", "global_batch_size: 64\n  precision: fp32"))
     assert exact.for_device("TPU") == exact
 
 
 def test_a_changed_width_takes_heads_and_intermediate_size_along() -> None:
-    config = from_document(parse(changed("name: bert-tiny", "name: bert-base\n  hidden_size: 256"), "run.yaml"))
+    config = config_of(changed("name: bert-tiny", "name: bert-base\n  hidden_size: 256"))
     assert config.model.shape == (256, 12, 4, 1024, 512)
 
 
@@ -188,17 +188,16 @@ def test_the_examples_are_right(name: str) -> None:
     assert isinstance(load(HOUSE / "examples" / f"{name}.yaml"), TrainerConfig)
 
 
+NO_TOKEN = "run.yaml:17: hub: uploading needs HF_TOKEN on the hosts: add it to run.secrets (on GKE: gke.secrets)"
+
+
 def test_a_model_for_the_hub_needs_the_token_on_the_hosts() -> None:
     hub = "hub: {repository: org/model}\n"
-    message = mistakes(GOOD + hub)
-    assert (
-        message
-        == "run.yaml:17: hub: uploading needs HF_TOKEN on the hosts: add it to run.secrets (on GKE: gke.secrets)"
-    )
+    assert mistakes(GOOD + hub) == NO_TOKEN
     for given in ("run: {secrets: [HF_TOKEN]}\n", "gke: {secrets: {HF_TOKEN: huggingface/token}}\n"):
-        assert from_document(parse(GOOD + hub + given, "run.yaml")).hub is not None
+        assert config_of(GOOD + hub + given).hub is not None
     without_slice = changed("slice:\n  accelerator_type: v4-16\n", "") + hub
-    assert from_document(parse(without_slice, "run.yaml")).hub is not None  # the environment's business
+    assert config_of(without_slice).hub is not None  # the environment's business
     assert "run.yaml:17: hub.repository: must be a name on the Hub, ORGANISATION/NAME, not 'model'" in mistakes(
         GOOD + "hub: {repository: model}\n"
     )
@@ -208,10 +207,7 @@ def test_a_model_for_the_hub_needs_the_token_on_the_hosts() -> None:
 def test_secrets_that_are_no_list_name_no_token(section: str) -> None:
     """What they should be is the launcher's to say; nothing is raised here but the mistake."""
     text = f"{GOOD}hub: {{repository: a/b}}\n{section}\n"
-    assert (
-        mistakes(text) == "run.yaml:17: hub: uploading needs HF_TOKEN on the hosts: add it to run.secrets (on GKE: "
-        "gke.secrets)"
-    )
+    assert mistakes(text) == NO_TOKEN
 
 
 @pytest.mark.parametrize("place", ["runs", "./gs", "/a b/c", "gs://b", "gs://my_bucket.example.com/a", "C:", "a:b/c"])
@@ -220,7 +216,7 @@ def test_folders_and_buckets_are_places(place: str) -> None:
 
 
 def test_a_checkpoint_of_another_program_is_named_with_what_is_wrong() -> None:
-    config = from_document(parse(GOOD, "run.yaml"))
+    config = config_of(GOOD)
     assert restore(config.canonical(), "step 40") == config
     with pytest.raises(
         BadInput, match=r"^step 40: the configuration in it can't be read: train: Field required; it was"

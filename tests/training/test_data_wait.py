@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.training.manual_clock import ManualClock
 from tests.training.numpy_backend import NumpyBackend, Runs
 from training.batch import HostBatch
 from training.tasks.task import Task
@@ -19,17 +20,10 @@ from training.trainer import StepRate
 SLOW_FROM = 20  # the batch whose loading takes three times as long as a step, as do all after it
 
 
-class Clock:
-    seconds = 100.0
-
-    def __call__(self) -> float:
-        return self.seconds
-
-
 def test_each_line_tells_the_data_wait_since_the_line_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    clock = Clock()
+    clock = ManualClock()
 
     def take_a_second(_number: int) -> None:
         clock.seconds += 1.0

@@ -111,5 +111,3 @@ def test_the_procedure_reads_numbers_from_a_corpus(tmp_path: Path, monkeypatch: 
     assert [result.url for result in results] == [str(tmp_path / "out" / split) for split in ("train", "evaluation")]
     assert sum(result.dataset.records for result in results) == len(VALUES)
     assert next(make_datasets(options)).reused
-    with pytest.raises(BadInput, match="--labels lists the names of classes"):
-        list(make_datasets(DatasetOptions("c", "t", "o", "regression", labels="names.json")))

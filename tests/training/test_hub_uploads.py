@@ -23,11 +23,13 @@ def _token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
 
 
-def uploader(tmp_path: Path, script: str, warnings: list[str], **settings: Any) -> closing[BackgroundUploader]:
+def uploader(
+    tmp_path: Path, script: str, warnings: list[str], *, program: str = sys.executable, **settings: Any
+) -> closing[BackgroundUploader]:
     path = tmp_path / "push.py"
     path.write_text(script)
     hub = Hub(repository="a/b", every="checkpoint", **settings)
-    push = partial(run_push, command=(sys.executable, str(path)))
+    push = partial(run_push, command=(program, str(path)))
     return closing(BackgroundUploader(hub, str(tmp_path), warnings.append, push))
 
 
@@ -72,13 +74,7 @@ def test_an_upload_that_fails_is_one_warning(tmp_path: Path, script: str, error:
 
 def test_a_program_that_is_not_there_is_a_warning(tmp_path: Path) -> None:
     warnings: list[str] = []
-    pushes = BackgroundUploader(
-        Hub(repository="a/b", every="checkpoint"),
-        str(tmp_path),
-        warnings.append,
-        partial(run_push, command=("/no/such/program",)),
-    )
-    with closing(pushes):
+    with uploader(tmp_path, "", warnings, program="/no/such/program") as pushes:
         pushes.committed(8)
         assert "No such file" in pushes.finish(8)["error"]
     assert len(warnings) == 1

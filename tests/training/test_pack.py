@@ -81,19 +81,18 @@ def test_a_run_killed_anywhere_is_taken_up_and_ends_in_the_same_bytes(
     documents = corpus(30)
     pack_documents(str(tmp_path / "undisturbed"), plan(), lambda: documents, encode)
     expected = content(str(tmp_path / "undisturbed"))
-    writes, write = [0], storage.write
+    write = storage.write
 
     class Killed(BaseException):
         pass
 
-    def dies_before_write(number: int, then: Callable[[], None] = lambda: None) -> Callable[..., Any]:
+    def dies_before_write(number: int) -> Callable[..., Any]:
         left = [number]
 
         def dying(*arguments: Any, **options: Any) -> Any:
             if not left[0]:
                 raise Killed
             left[0] -= 1
-            writes[0] += 1
             return write(*arguments, **options)
 
         return dying
@@ -107,20 +106,13 @@ def test_a_run_killed_anywhere_is_taken_up_and_ends_in_the_same_bytes(
         except Killed:
             finished = False
         monkeypatch.setattr(storage, "write", write)
-        seen: list[str] = []
-
-        def watched(seen: list[str] = seen) -> Iterator[str]:
-            for document in documents:
-                seen.append(document)
-                yield document
-
         encoded = [0]
 
         def counted(texts: list[str], encoded: list[int] = encoded) -> list[Any]:
             encoded[0] += len(texts)
             return encode(texts)
 
-        again = pack_documents(url, plan(), watched, counted)
+        again = pack_documents(url, plan(), lambda: documents, counted)
         assert again.reused is finished
         assert content(url) == expected
         if finished:

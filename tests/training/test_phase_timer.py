@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
+from tests.training.manual_clock import ManualClock
 from training.telemetry.phase_timer import PhaseTimer
 
 
-class Time:
-    """A clock that stands still until it is moved."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def test_nested_phases_count_each_second_once() -> None:
-    time = Time()
-    timer = PhaseTimer(time)
+    clock = ManualClock()
+    timer = PhaseTimer(clock)
     with timer.phase("step"):
-        time.now += 2
+        clock.seconds += 2
         with timer.phase("checkpoint"):
-            time.now += 3
-        time.now += 1
-    time.now += 4
+            clock.seconds += 3
+        clock.seconds += 1
+    clock.seconds += 4
     timer.move("step", "compile", 2.5)
     assert timer.report() == {"step": 0.5, "checkpoint": 3.0, "compile": 2.5, "other": 4.0, "total": 10.0}

@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 
+from tests.training.host_processes import free_port
 from training.distributed import connection as connections
 from training.distributed import messages
 from training.distributed.barrier_state import Identity
@@ -227,12 +228,6 @@ def test_noise_instead_of_host_0_raises_only_malformed() -> None:
                 messages.decode(line, FROM_SERVER)
         except Malformed:
             pass
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def cluster(worker: int, port: int) -> Cluster:

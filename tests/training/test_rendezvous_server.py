@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.training.host_processes import free_port
 from training.distributed import connection as connections
 from training.distributed.barrier_state import Identity
 from training.distributed.cluster import SECRET_VARIABLE, Cluster, discover
@@ -51,9 +52,7 @@ class Host:
 
 @pytest.fixture
 def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        number: int = probe.getsockname()[1]
-        return number
+    return free_port()
 
 
 @pytest.fixture

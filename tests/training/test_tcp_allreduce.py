@@ -6,11 +6,10 @@ import json
 import signal
 import socket
 import time
-from collections.abc import Iterator
 
 import pytest
 
-from tests.training.test_rendezvous import Hosts, end, wait_for_line
+from tests.training.host_processes import Hosts, end, free_port, wait_for_line
 from training.distributed.barrier_state import Identity
 from training.distributed.connection import perform_handshake
 from training.distributed.handshake import GRADIENT_EXCHANGE, HANDSHAKE_SECONDS, HostCredentials
@@ -19,18 +18,8 @@ from training.errors import Exit
 
 
 @pytest.fixture
-def hosts() -> Iterator[Hosts]:
-    started = Hosts()
-    yield started
-    for process in started.started:
-        process.kill()
-        process.wait()
-
-
-@pytest.fixture
 def port() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return str(probe.getsockname()[1])
+    return str(free_port())
 
 
 @pytest.mark.parametrize(("numbers", "total"), [((1e8, 1.0, -1e8), 0.0), ((1e8, -1e8, 1.0), 1.0)])
@@ -38,18 +27,10 @@ def test_the_sum_is_in_worker_order_and_the_same_on_all_hosts(
     hosts: Hosts, port: str, numbers: tuple[float, ...], total: float
 ) -> None:
     """In single precision 1e8 + 1 is 1e8: the order shows."""
-    processes = [
-        hosts.start(
-            worker,
-            3,
-            "connect",
-            f"sum [{number}, {worker}, 2.5]",
-            "sum [1]",
-            "meet end",
-            TPU_LAUNCH_GLOO_PORT=port,
-        )
-        for worker, number in reversed(list(enumerate(numbers)))
-    ]
+    processes = []
+    for worker, number in reversed(list(enumerate(numbers))):
+        lines = ("connect", f"sum [{number}, {worker}, 2.5]", "sum [1]", "meet end")
+        processes.append(hosts.start(worker, 3, *lines, TPU_LAUNCH_GLOO_PORT=port))
     for process in processes:
         code, text = end(process)
         assert code == 0, text

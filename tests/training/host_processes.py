@@ -1,0 +1,110 @@
+"""Hosts as small processes on loopback, for the tests of the rendezvous and of the gradient exchange."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# A host: does what its arguments say, then exits as `tpu-train` does.
+PROGRAM = """
+import json, os, sys, threading, time
+import numpy as np
+from training.distributed import rendezvous
+from training.distributed.tcp_allreduce import TcpAllReduce
+from training.distributed.cluster import discover
+from training.errors import Exit, TrainError
+from training.distributed.rendezvous import join
+from training.distributed.shutdown import ShutdownRequest
+code, why, meeting = 1, "", None
+rendezvous.STOP_PATIENCE = 1.0
+try:
+    stopping = ShutdownRequest()
+    if os.environ.get("ASKED"):
+        threading.Timer(float(os.environ["ASKED"]), stopping.request).start()
+    start, seconds = (float(os.environ.get(name, "20")) for name in ("START", "WAIT"))
+    meeting = join(discover(), stopping, start_seconds=start, seconds=seconds, lost_seconds=3)
+    for line in sys.argv[1:]:
+        what, _, rest = line.partition(" ")
+        if what == "meet":
+            print(json.dumps(meeting.meet(rest, {"from": os.environ["TPU_WORKER_ID"]})), flush=True)
+        elif what == "phase":
+            meeting.set_phase(rest)
+        elif what == "say":
+            print(rest, flush=True)
+        elif what == "sleep":
+            deadline = time.monotonic() + float(rest)
+            while time.monotonic() < deadline:
+                meeting.check()
+                time.sleep(0.01)
+        elif what == "hang":
+            time.sleep(float(rest))
+        elif what == "fail":
+            raise TrainError(rest)
+        elif what == "connect":
+            exchange = TcpAllReduce(discover(), meeting, 20)
+        elif what == "sum":
+            print(json.dumps(exchange.sum(np.array(json.loads(rest), np.float32)).tolist()), flush=True)
+    code = 0
+except TrainError as error:
+    code, why = error.exit_code, str(error)
+    print("error:", error, flush=True)
+if meeting:
+    meeting.close(code, why)
+os._exit(code)
+"""
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class Hosts:
+    """Starts hosts of one run, which meet on this machine."""
+
+    def __init__(self) -> None:
+        self.port = free_port()
+        self.started: list[subprocess.Popen[str]] = []
+
+    def start(self, worker: int, hosts: int, *lines: str, **environment: str) -> subprocess.Popen[str]:
+        cluster = {
+            "TPU_WORKER_ID": str(worker),
+            "TPU_WORKER_HOSTNAMES": ",".join(["127.0.0.1"] * hosts),
+            "TPU_LAUNCH_RENDEZVOUS_PORT": str(self.port),
+            "TPU_LAUNCH_RUN_ID": "run",
+            "PYTHONPATH": str(ROOT),
+        }
+        process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, *lines],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, **cluster, **environment},
+        )
+        self.started.append(process)
+        return process
+
+    def close(self) -> None:
+        for process in self.started:
+            process.kill()
+            process.wait()
+
+
+def end(process: subprocess.Popen[str], seconds: float = 20) -> tuple[int, str]:
+    text, _ = process.communicate(timeout=seconds)
+    return process.returncode, text
+
+
+def wait_for_line(process: subprocess.Popen[str], text: str) -> None:
+    """Reads lines until one contains `text`."""
+    assert process.stdout
+    for line in process.stdout:
+        if text in line:
+            return
+    raise AssertionError(f"ended before it said {text!r}")

@@ -1,0 +1,10 @@
+"""A clock that stands still until a test moves it."""
+
+from __future__ import annotations
+
+
+class ManualClock:
+    seconds = 100.0
+
+    def __call__(self) -> float:
+        return self.seconds
