@@ -51,7 +51,7 @@ Look = tuple[str, Sequence[str] | None]
 
 
 def delete_until_gone(
-    machine: Workstation, say: Callable[[str], None], look: Callable[[], Look | None], deadline: float | None = None
+    machine: Workstation, say: Callable[[str], None], look: Callable[[], Look | None], deadline: float
 ) -> None:
     """Deletes something and returns when it is gone. Each deletion follows a look: what was seen before may have been
     minutes ago.
@@ -60,14 +60,12 @@ def delete_until_gone(
         machine: Runs gcloud, and waits.
         say: Is given a line for each new error after which the deletion is repeated.
         look: Asks the API; returns None when nothing is left to delete.
-        deadline: Seconds of the monotonic clock; None for DELETE_SECONDS from now.
+        deadline: Seconds of the monotonic clock; DELETE_SECONDS after the begin.
 
     Raises:
         CommandTimeout: It is still there after the deadline.
         LaunchError: Repeating the deletion changes nothing.
     """
-    if deadline is None:
-        deadline = machine.clock.monotonic() + DELETE_SECONDS
     reported = ""
     while (seen := look()) is not None:
         description, command = seen
