@@ -89,35 +89,6 @@ def test_a_resumed_run_gives_the_same_bits(undisturbed: dict[str, Any], folder: 
     assert [line for line in metrics.read_history(str(folder / "runs" / name)) if "loss" in line] != []
 
 
-def test_metrics_of_all_attempts_are_one_history(undisturbed: dict[str, Any], folder: Path) -> None:
-    with pytest.raises(StopRequested):
-        run(folder, "history", small_runs.StopAfter(6))
-    run(folder, "history", attempt=1)
-    whole = [json.loads(line) for line in (folder / "runs" / "history" / "metrics.jsonl").read_text().splitlines()]
-    straight = metrics.read_history(str(folder / "runs" / "undisturbed"))
-    assert [(line["step"], line["loss"]) for line in whole if "loss" in line] == [
-        (line["step"], line["loss"]) for line in straight if "loss" in line
-    ]
-
-
-def test_a_damaged_part_sends_the_run_to_the_checkpoint_before(
-    undisturbed: dict[str, Any], folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(StopRequested):
-        run(folder, "damaged", small_runs.StopAfter(9), evaluation__every=5)
-    checkpoints = folder / "runs" / "damaged" / "checkpoints"
-    newest = max(checkpoints.iterdir())
-    part = next(newest.glob("part-*"))
-    data = bytearray(part.read_bytes())
-    data[len(data) // 2] ^= 1
-    part.write_bytes(data)
-    resumed = run(folder, "damaged", attempt=1, evaluation__every=5)
-    warned = capsys.readouterr().err
-    assert part.name in warned
-    assert "crc32c" in warned
-    assert resumed["final_weights_crc32c"] == undisturbed["final_weights_crc32c"]
-
-
 def test_a_checkpoint_of_another_model_is_refused_with_the_difference(
     undisturbed: dict[str, Any], folder: Path
 ) -> None:
@@ -245,16 +216,8 @@ def test_what_can_not_be_evaluated_is_refused(undisturbed: dict[str, Any], folde
 
 def test_evaluate_is_a_command(undisturbed: dict[str, Any], folder: Path) -> None:
     (folder / "run.yaml").write_text(yaml.safe_dump(small_runs.document(folder)))
-    command = [
-        sys.executable,
-        "-m",
-        "training.cli",
-        "evaluate",
-        undisturbed["model"],
-        "--config",
-        str(folder / "run.yaml"),
-        "--json",
-    ]
+    options = [undisturbed["model"], "--config", str(folder / "run.yaml"), "--json"]
+    command = [sys.executable, "-m", "training.cli", "evaluate", *options]
     told = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout
     assert json.loads(told)["loss"] == undisturbed["eval_loss"]
     assert json.loads(told)["examples"] == 19

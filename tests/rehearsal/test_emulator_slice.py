@@ -30,6 +30,9 @@ BUCKET = "slice-bucket"
 WHO = "curl -s -H Metadata-Flavor:Google http://metadata.google.internal/computeMetadata/v1/instance/attributes/agent-worker-number"
 
 
+TPU_VM = ("compute", "tpus", "tpu-vm")
+
+
 class Slice:
     """An emulator, and the environment in which the real tools talk to it."""
 
@@ -47,22 +50,11 @@ class Slice:
         return ended.stdout + ended.stderr
 
     def gcloud(self, *arguments: str, check: bool = True) -> str:
-        return self.run("gcloud", "compute", "tpus", "tpu-vm", *arguments, "--zone", ZONE, check=check)
+        return self.run("gcloud", *TPU_VM, *arguments, "--zone", ZONE, check=check)
 
     def ssh(self, command: str, worker: str = "all", name: str = "pod") -> list[str]:
         """The lines that a command prints on the workers, sorted."""
-        argv = [
-            "gcloud",
-            "compute",
-            "tpus",
-            "tpu-vm",
-            "ssh",
-            f"me@{name}",
-            "--zone",
-            ZONE,
-            f"--worker={worker}",
-            f"--command={command}",
-        ]
+        argv = ["gcloud", *TPU_VM, "ssh", f"me@{name}", "--zone", ZONE, f"--worker={worker}", f"--command={command}"]
         ended = subprocess.run(argv, capture_output=True, text=True, env=self.environment, timeout=90)
         assert ended.returncode == 0, ended.stdout + ended.stderr
         return sorted(ended.stdout.splitlines())
@@ -374,33 +366,16 @@ def test_defects_of_gcloud_that_decide_how_it_is_called_are_still_there(pod: Sli
         "its files go to a folder called None"
     )
     assert list(tmp_path.iterdir()) == []
-    argv = ["gcloud", "compute", "tpus", "tpu-vm", "ssh", "me@pod", "--zone", ZONE, "--worker=2,3", "--command=exit 7"]
+    argv = ["gcloud", *TPU_VM, "ssh", "me@pod", "--zone", ZONE, "--worker=2,3", "--command=exit 7"]
     subset = subprocess.run(argv, capture_output=True, text=True, env=pod.environment, timeout=90)
     assert (subset.returncode, "Command execution on worker" in subset.stderr) == (0, True), subset.stderr
-    every = subprocess.run(
-        [*argv[:-2], "--worker=all", "--command=exit 7"],
-        capture_output=True,
-        text=True,
-        env=pod.environment,
-        timeout=90,
-    )
+    argv[-2] = "--worker=all"
+    every = subprocess.run(argv, capture_output=True, text=True, env=pod.environment, timeout=90)
     assert every.returncode == 7
 
 
 def test_gcloud_reaches_hosts_through_iap_as_it_is_told(pod: Slice) -> None:
     """What `slice.iap` adds, as the real gcloud reads it; the proxy itself is Google's."""
-    argv = [
-        "gcloud",
-        "alpha",
-        "compute",
-        "tpus",
-        "tpu-vm",
-        "ssh",
-        "me@pod",
-        "--zone",
-        ZONE,
-        "--worker=all",
-        "--tunnel-through-iap",
-    ]
+    argv = ["gcloud", "alpha", *TPU_VM, "ssh", "me@pod", "--zone", ZONE, "--worker=all", "--tunnel-through-iap"]
     printed = pod.run(*argv, "--dry-run", "--command=true", check=False)
     assert printed.count("start-iap-tunnel") == 4, printed

@@ -52,6 +52,8 @@ from launcher.tpu_vm.ownership import NotOurs
 from launcher.tpu_vm.ssh.addresses import parse_dry_run
 from launcher.tpu_vm.ssh.connections import SliceConnections
 
+GCLOUD = ("gcloud", "compute", "tpus")
+PLACE = ("--project=p", "--zone=us-central2-b")
 NODE = ("projects", "p", "locations", "us-central2-b", "nodes")
 BODY = {
     "acceleratorType": "v4-16",
@@ -158,18 +160,8 @@ def body(asked: list[tuple[str, Any]], collection: str) -> Any:
 def test_without_a_type_gcloud_asks_for_a_v2_8_and_we_always_say_which(
     state: EmulatorState, asked: list[tuple[str, Any]], config: Config
 ) -> None:
-    words = [
-        "gcloud",
-        "compute",
-        "tpus",
-        "tpu-vm",
-        "create",
-        "bare",
-        "--project=p",
-        "--zone=us-central2-b",
-        "--version=tpu-ubuntu2204-base",
-    ]
-    shell.run([*words, "--quiet"], timeout=60)
+    words = [*GCLOUD, "tpu-vm", "create", "bare", *PLACE, "--version=tpu-ubuntu2204-base", "--quiet"]
+    shell.run(words, timeout=60)
     assert body(asked, "nodes")["acceleratorType"] == "v2-8"
     shell.run(commands.create_command(config, {}), timeout=60)
     assert body(asked, "nodes")["acceleratorType"] == "v4-16"
@@ -179,17 +171,7 @@ def test_reserved_without_a_zone_asks_for_a_reservation_in_none_and_we_always_sa
     state: EmulatorState, asked: list[tuple[str, Any]], config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CLOUDSDK_COMPUTE_ZONE", "us-central2-b")
-    words = [
-        "gcloud",
-        "compute",
-        "tpus",
-        "queued-resources",
-        "create",
-        "bare",
-        "--project=p",
-        "--node-id=bare",
-        "--accelerator-type=v4-16",
-    ]
+    words = [*GCLOUD, "queued-resources", "create", "bare", "--project=p", "--node-id=bare", "--accelerator-type=v4-16"]
     shell.run([*words, "--runtime-version=tpu-ubuntu2204-base", "--reserved", "--quiet"], timeout=60)
     assert "/locations/None/" in body(asked, "queuedResources")["reservationName"]
     reserved = replace(config, slice=config.slice.model_copy(update={"capacity": "reserved"}))
@@ -212,19 +194,7 @@ def test_scp_to_several_hosts_wants_its_key_in_the_agent_so_files_travel_on_stan
         another = tmp_path / "another"
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", another], check=True)
         subprocess.run(["ssh-add", "-q", another], check=True)
-        words = [
-            "gcloud",
-            "compute",
-            "tpus",
-            "tpu-vm",
-            "scp",
-            __file__,
-            "demo:",
-            "--worker=all",
-            "--project=p",
-            "--zone=us-central2-b",
-            "--quiet",
-        ]
+        words = [*GCLOUD, "tpu-vm", "scp", __file__, "demo:", "--worker=all", *PLACE, "--quiet"]
         refused = shell.run(words, timeout=60)
     finally:
         process.terminate()

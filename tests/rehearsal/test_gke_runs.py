@@ -15,6 +15,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -340,15 +341,22 @@ def test_a_cluster_that_is_not_there_is_told_in_words(
     assert "Traceback" not in ended.output
 
 
-def test_without_permission_it_says_who_may_not_do_what(work: Workstation, cluster: Cluster) -> None:
+@contextmanager
+def without_verbs(cluster: Cluster, resource: str) -> Iterator[None]:
+    """Lets alice only get, list and delete objects of one kind."""
     role = cluster.api.role
     cluster.api.role = [
-        rule if "jobsets" not in rule["resources"] else {**rule, "verbs": ["get", "list", "delete"]} for rule in role
+        rule if resource not in rule["resources"] else {**rule, "verbs": ["get", "list", "delete"]} for rule in role
     ]
     try:
-        ended = work.launch(*sh("true"))
+        yield
     finally:
         cluster.api.role = role
+
+
+def test_without_permission_it_says_who_may_not_do_what(work: Workstation, cluster: Cluster) -> None:
+    with without_verbs(cluster, "jobsets"):
+        ended = work.launch(*sh("true"))
     assert ended.code == 22
     assert "alice@example.com may not create jobsets in namespace default" in ended.output
     assert "role.yaml" in ended.output
@@ -356,14 +364,8 @@ def test_without_permission_it_says_who_may_not_do_what(work: Workstation, clust
 
 @pytest.mark.nightly
 def test_who_may_list_pods_but_not_watch_them_is_told_so(work: Workstation, cluster: Cluster) -> None:
-    role = cluster.api.role
-    cluster.api.role = [
-        rule if "pods" not in rule["resources"] else {**rule, "verbs": ["get", "list", "delete"]} for rule in role
-    ]
-    try:
+    with without_verbs(cluster, "pods"):
         ended = work.launch("run", *GKE, "--set", "run.stop_seconds=1", "--new", "--", "sleep", "30")
-    finally:
-        cluster.api.role = role
     assert ended.code == 22
     assert "may not watch pods" in ended.output
     assert cluster.store.all("jobsets") == []

@@ -299,17 +299,8 @@ def test_trainer_gets_the_signal_of_docker_stop(torch_xla: str) -> None:
         "print('ready', flush=True); time.sleep(60)"
     )
     # As `tpu-train` does it: a shell that replaces itself by Python.
-    command = [
-        "run",
-        "--detach",
-        "--network=none",
-        "--label=tpu-launch.tests=stop",
-        torch_xla,
-        "sh",
-        "-c",
-        'exec python -c "$0"',
-        program,
-    ]
+    options = ("--detach", "--network=none", "--label=tpu-launch.tests=stop")
+    command = ["run", *options, torch_xla, "sh", "-c", 'exec python -c "$0"', program]
     container = shell.run([docker, *command], timeout=60).stdout.strip()
     try:
         end = time.monotonic() + 30

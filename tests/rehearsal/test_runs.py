@@ -27,16 +27,8 @@ def run_id_of(output: str) -> str:
 
 def test_a_command_runs_on_every_host_and_knows_who_it_is(two_hosts: TwoHosts) -> None:
     work, file = two_hosts
-    ended = work.good(
-        "--emulated",
-        "run",
-        "--new",
-        "-f",
-        file,
-        *command(
-            'echo "$TPU_WORKER_ID of $TPU_WORKER_HOSTNAMES $TPU_ACCELERATOR_TYPE $PJRT_DEVICE"; ls /etc/tpu-launch'
-        ),
-    )
+    script = 'echo "$TPU_WORKER_ID of $TPU_WORKER_HOSTNAMES $TPU_ACCELERATOR_TYPE $PJRT_DEVICE"; ls /etc/tpu-launch'
+    ended = work.good("--emulated", "run", "--new", "-f", file, *command(script))
     for worker in (0, 1):
         assert re.search(rf"^\[{worker}\] {worker} of [\d.]+,[\d.]+ v4-16 CPU$", ended.output, re.MULTILINE), (
             ended.output
@@ -87,15 +79,8 @@ def test_a_command_that_the_image_lacks_is_told_in_words(two_hosts: TwoHosts) ->
 
 def test_exit_code_255_is_reported_once_and_not_run_again(two_hosts: TwoHosts) -> None:
     work, file = two_hosts
-    ended = work.launch(
-        "--emulated",
-        "run",
-        "--new",
-        "--json",
-        "-f",
-        file,
-        *command('echo ran; [ "$TPU_WORKER_ID" = 0 ] && exit 255; exec sleep 60'),
-    )
+    script = 'echo ran; [ "$TPU_WORKER_ID" = 0 ] && exit 255; exec sleep 60'
+    ended = work.launch("--emulated", "run", "--new", "--json", "-f", file, *command(script))
     assert ended.code == 10, ended.output
     assert ended.json()["cause"]["exit_code"] == 255
     assert ended.output.count("[0] ran") == 1
