@@ -12,18 +12,23 @@ from launcher.emulator.api.catalogue import ApiError
 from launcher.emulator.state import Fault
 
 
-def test_a_stockout_spoils_as_many_creations_as_asked_and_no_more(api: Any) -> None:
-    api.state.faults.append(Fault("stockout", "tpu", left=2))
+@pytest.mark.parametrize(
+    ("wording", "code", "words"),
+    [
+        ("capacity", 8, 'There is no more capacity in the zone "us-central2-b"'),
+        ("internal", 13, "an internal error has occurred"),
+        ("resources", 8, "does not have enough resources available to fulfill the request"),
+    ],
+)
+def test_a_stockout_spoils_as_many_creations_as_asked_in_googles_words(
+    api: Any, wording: str, code: int, words: str
+) -> None:
+    api.state.faults.append(Fault("stockout", "tpu", left=2, wording=wording))
     failures = [api.operation(api.create(f"n{i}")).failure for i in range(3)]
-    assert [failure and failure["code"] for failure in failures] == [8, 8, None]
-    assert failures[0]["message"].startswith('There is no more capacity in the zone "us-central2-b"')
+    assert [failure and failure["code"] for failure in failures] == [code, code, None]
+    assert words in failures[0]["message"]
+    assert [len(node.hosts) for node in api.state.nodes.values()] == [0, 0, 2]
     assert not api.state.faults
-
-
-def test_a_node_that_will_not_come_gets_no_hosts(api: Any) -> None:
-    api.state.faults.append(Fault("stockout", "tpu", left=1))
-    api.create()
-    assert api.state.nodes["projects/p/locations/us-central2-b/nodes/pod"].hosts == []
 
 
 @pytest.mark.parametrize(
@@ -109,22 +114,7 @@ def test_a_registry_that_is_down_for_one_host_serves_the_others(api: Any) -> Non
     assert "no space left" in (faults.engine_trouble(api.state, "b", registry=False) or "")
 
 
-@pytest.mark.parametrize(
-    ("wording", "code", "words"),
-    [
-        ("capacity", 8, 'There is no more capacity in the zone "us-central2-b"'),
-        ("internal", 13, "an internal error has occurred"),
-        ("resources", 8, "does not have enough resources available to fulfill the request"),
-    ],
-)
-def test_a_stock_out_is_worded_as_google_words_it(api: Any, wording: str, code: int, words: str) -> None:
-    api.state.faults.append(Fault("stockout", "tpu", left=1, wording=wording))
-    failure = api.operation(api.create()).failure
-    assert failure["code"] == code
-    assert words in failure["message"]
-
-
-def test_a_preemption_may_be_shown_late(api: Any) -> None:
+def test_a_preemption_may_be_shown_late_and_undoes_no_deletion(api: Any) -> None:
     node = api.ready()
     faults.begin_preemption(node, shown_at=30.0, now=10.0)
     assert not faults.show_preemption(node, 29.0)
@@ -132,14 +122,11 @@ def test_a_preemption_may_be_shown_late(api: Any) -> None:
     assert faults.show_preemption(node, 30.0)
     assert node.state == "PREEMPTED"
     assert not faults.show_preemption(node, 31.0), "shown once"
-
-
-def test_a_preemption_that_is_shown_too_late_does_not_undo_a_deletion(api: Any) -> None:
-    node = api.ready()
-    faults.begin_preemption(node, shown_at=30.0, now=10.0)
-    api.call("DELETE", "nodes", "pod")
-    assert not faults.show_preemption(node, 30.0)
-    assert node.state == "DELETING"
+    other = api.ready("other")
+    faults.begin_preemption(other, shown_at=30.0, now=10.0)
+    api.call("DELETE", "nodes", "other")
+    assert not faults.show_preemption(other, 30.0)
+    assert other.state == "DELETING"
 
 
 def test_a_slow_deletion_takes_its_time(api: Any) -> None:

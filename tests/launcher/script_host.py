@@ -34,24 +34,28 @@ esac
 }
 
 
+def write_program(folder: Path, name: str, shell: str = "") -> Path:
+    """Writes a program of shell lines into a folder, which is made if need be. Returns its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    program = folder / name
+    program.write_text(f"#!/bin/sh\n{shell}\n")
+    program.chmod(0o755)
+    return program
+
+
 class ScriptHost:
     """Worker 3 of a slice."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        (folder / "bin").mkdir(parents=True)
-        (folder / "answers").mkdir()
+        (folder / "answers").mkdir(parents=True)
         for name, text in _PROGRAMS.items():
-            program = folder / "bin" / name
-            program.write_text(f"#!/bin/sh\n{text}\n")
-            program.chmod(0o755)
+            self.replace(name, text)
         self.environment = {**os.environ, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "HOST": str(folder)}
 
     def replace(self, program: str, shell: str) -> None:
         """That program runs these shell lines instead."""
-        path = self.folder / "bin" / program
-        path.write_text(f"#!/bin/sh\n{shell}\n")
-        path.chmod(0o755)
+        write_program(self.folder / "bin", program, shell)
 
     def answer(self, call: str, shell: str) -> None:
         """Docker calls that begin with `call` run these shell lines."""

@@ -25,6 +25,7 @@ from launcher.images.distribution import credentials
 from launcher.images.distribution.client import ManifestDocument, Registry, blob_of, sha256
 from launcher.images.distribution.credentials import RegistryCredentials
 from launcher.images.distribution.layer import LARGE_BYTES, make_layers
+from tests.launcher.script_host import write_program
 from tests.registry_server import HOST, OTHER_HOST, TOKEN, RegistryServer, serve
 
 MANIFEST = "application/vnd.docker.distribution.manifest.v2+json"
@@ -248,9 +249,7 @@ def test_cloud_build_makes_the_same_base(config: Config, tmp_path: Path) -> None
     spec = local.image_spec(config)
     commands = base.cloud_build_commands(spec, "p")
     script = tmp_path / "script.sh"
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "gcloud").write_text('#!/bin/sh\necho "$@"\n')
-    (tmp_path / "bin" / "gcloud").chmod(0o755)
+    write_program(tmp_path / "bin", "gcloud", 'echo "$@"')
     script.write_text(commands)
     environment = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
     ran = subprocess.run(

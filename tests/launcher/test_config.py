@@ -31,11 +31,6 @@ def test_a_file_with_a_command_is_enough(tmp_path: Path) -> None:
     assert config.trainer is None
 
 
-def test_set_changes_a_key(tmp_path: Path) -> None:
-    config = load(written(tmp_path, GOOD), ["slice.accelerator_type=v4-32"], command=["true"])
-    assert config.accelerator.hosts == 4
-
-
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
@@ -69,11 +64,6 @@ def test_a_mistake_is_named_with_its_line(tmp_path: Path, change: tuple[str, str
         load(path, command=["true"])
     assert expected in str(caught.value)
     assert caught.value.exit_code is Exit.BAD_INPUT
-
-
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=r"nowhere\.yaml: no such file"):
-        load(tmp_path / "nowhere.yaml")
 
 
 def test_a_file_that_runs_nothing_is_refused_by_run_only(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from launcher.tpu_vm.ssh.connections import SliceConnections
 from launcher.tpu_vm.ssh.pool import HostResult
 from launcher.workstation import ConnectionFailed
 from tests.launcher.emulated_gcloud import Cloud
+from tests.launcher.script_host import write_program
 
 DRY_RUN = (  # as gcloud 528 prints it
     "/usr/bin/ssh -T -i key -o CheckHostIP=no -o HashKnownHosts=no -o HostKeyAlias=tpu.1-{worker} "
@@ -47,12 +48,9 @@ def gcloud_says(folder: Path, monkeypatch: pytest.MonkeyPatch, hosts: list[str])
     )
     asked.write_text("")
     (folder / "told").write_text(told)
-    script = folder / "bin" / "gcloud"
-    script.parent.mkdir()
     end = f"cat {folder}/told" if hosts else "echo 'ERROR: (gcloud) NOT_FOUND: no slice demo' >&2; exit 1"
-    script.write_text(f"#!/bin/sh\necho asked >>{asked}\n{end}\n")
-    script.chmod(0o755)
-    monkeypatch.setenv("PATH", str(script.parent), prepend=":")
+    write_program(folder / "bin", "gcloud", f"echo asked >>{asked}\n{end}")
+    monkeypatch.setenv("PATH", str(folder / "bin"), prepend=":")
     return asked
 
 
@@ -108,10 +106,8 @@ def test_ctrl_c_does_not_wait_for_hosts_that_pull() -> None:
 
 
 def test_a_slice_is_remembered_for_the_same_file_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    two = tuple(Address(worker, f"10.0.0.{worker}", "me", "key", "known", f"tpu.1-{worker}") for worker in range(2))
-    known = KnownSlice("2026-01-01T00:00:00Z", ("10.1.0.0", "10.1.0.1"), two)
     assert addresses.load(config(tmp_path)) is None
-    addresses.save(config(tmp_path), known)
+    known = remembered(tmp_path)
     assert addresses.load(config(tmp_path)) == known
     assert addresses.load(config(tmp_path, "v4-32")) is None
     assert addresses.load(config(tmp_path, more=", internal_ips: true")) is None

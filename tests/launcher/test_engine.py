@@ -8,6 +8,7 @@ import pytest
 
 from launcher.errors import BadInput, Exit
 from launcher.images import engine
+from tests.launcher.script_host import write_program
 
 
 def client_script(version: str, *, buildx: bool = False, else_says: str = "") -> str:
@@ -25,11 +26,7 @@ NEW_WITH_BUILDX = client_script("28.2.2", buildx=True)
 
 
 def install(folder: Path, script: str) -> Path:
-    folder.mkdir(parents=True)
-    program = folder / "docker"
-    program.write_text(f"#!/bin/sh\n{script}\n")
-    program.chmod(0o755)
-    return program
+    return write_program(folder, "docker", script)
 
 
 def search(monkeypatch: pytest.MonkeyPatch, *folders: Path) -> None:

@@ -21,6 +21,7 @@ from launcher.findings import Severity
 from launcher.images import overlays
 from launcher.run import env_file
 from launcher.tpu_vm import commands
+from tests.launcher.script_host import write_program
 
 FILE = "project: p\nzone: us-central2-b\nslice: {name: demo, accelerator_type: v4-16, EXTRA}\n"
 
@@ -97,7 +98,6 @@ def test_a_timer_is_a_startup_script_that_is_valid_and_only_there_when_it_is_wan
 
 def test_the_timer_waits_while_a_run_is_there_and_then_asks_for_the_deletion(tmp_path: Path) -> None:
     """The script under a real shell; its docker says what the test says, its curl writes down what is asked."""
-    (tmp_path / "bin").mkdir()
     asked = tmp_path / "asked"
     programs = {
         "docker": f'[ "$1" = ps ] && cat {tmp_path}/runs 2>/dev/null; exit 0',
@@ -105,8 +105,7 @@ def test_the_timer_waits_while_a_run_is_there_and_then_asks_for_the_deletion(tmp
         f'*) cat >> {asked}; echo "$*" >> {asked} ;; esac',
     }
     for name, text in programs.items():
-        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / "bin" / name).chmod(0o755)
+        write_program(tmp_path / "bin", name, text)
     (tmp_path / "runs").write_text("4711\n")
     script = commands.idle_shutdown_script(config(tmp_path, f"abandoned_hours: {2 / 3600}")).replace(
         "/var/log/", f"{tmp_path}/"

@@ -117,16 +117,8 @@ def test_errors_of_kubectl_say_what_to_do(said: str, code: Exit, words: str) -> 
 
 
 def test_commands_name_the_context_and_are_bounded() -> None:
-    assert Kubectl(this_machine(), "c", "n").argv("get", "pods") == [
-        "kubectl",
-        "--context",
-        "c",
-        "--namespace",
-        "n",
-        "--request-timeout=20s",
-        "get",
-        "pods",
-    ]
+    command = "kubectl --context c --namespace n --request-timeout=20s get pods"
+    assert Kubectl(this_machine(), "c", "n").argv("get", "pods") == command.split()
     assert "--context" not in Kubectl(this_machine(), None, "n").argv("get", "pods")
 
 
@@ -242,15 +234,7 @@ def test_a_line_cut_by_the_limit_is_left_out() -> None:
 def test_watched_objects_are_parsed_in_both_forms_without_warnings() -> None:
     seen: list[dict[str, Any]] = []
     reader = JsonStream(seen.append)
-    for line in [
-        '{"type":"ADDED"}',
-        "warning: something",
-        "{",
-        '    "type": "DELETED",',
-        '    "object": {',
-        "    }",
-        "}",
-        '{"type":"MODIFIED"}',
-    ]:
+    deleted = ["{", '    "type": "DELETED",', '    "object": {', "    }", "}"]
+    for line in ['{"type":"ADDED"}', "warning: something", *deleted, '{"type":"MODIFIED"}']:
         reader.line(line)
     assert [each["type"] for each in seen] == ["ADDED", "DELETED", "MODIFIED"]

@@ -22,6 +22,7 @@ from launcher.provider import Attempt
 from launcher.providers import this_machine
 from tests.kubernetes.cluster.expansion import expand
 from tests.kubernetes.golden import IMAGE
+from tests.launcher.script_host import write_program
 
 FILE = """\
 project: p
@@ -30,7 +31,7 @@ slice: {name: two, accelerator_type: v4-16, create_minutes: CREATE}
 image: {reference: 'IMAGE'}
 run: {command: [train], start_minutes: START}
 """
-KUBECTL = """#!/bin/sh
+KUBECTL = """
 cd "$(dirname "$0")" || exit 9
 echo "$*" >>calls
 for refused in refused-*; do
@@ -49,10 +50,7 @@ esac
 
 @pytest.fixture
 def kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    (folder / "kubectl").write_text(KUBECTL)
-    (folder / "kubectl").chmod(0o755)
+    folder = write_program(tmp_path / "bin", "kubectl", KUBECTL).parent
     (folder / "jobsets").write_text('{"items": []}')
     show(folder)
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")

@@ -3,7 +3,6 @@ in Jupyter's place."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,11 +11,12 @@ import pytest
 
 from launcher.errors import BadInput, LaunchError
 from launcher.run import execution
+from tests.launcher.script_host import write_program
 from tests.launcher.test_runs import Hosts, Workstation, detach
 from training.machine.clock import SystemClock
 
 # As Jupyter Server 2 prints it, when port 8888 is taken.
-JUPYTER = """#!/bin/sh
+JUPYTER = """
 echo "$*" >"$0.arguments"
 echo "[I 10:00:00 ServerApp] The port 8888 is already in use, trying another port."
 echo "[I 10:00:01 ServerApp] Jupyter Server 2.14.2 is running at:"
@@ -30,10 +30,8 @@ def start(folder: Path, program: str | None, *overrides: str) -> execution.Jupyt
     work = Workstation(folder, Hosts([None]), clock=SystemClock())  # type: ignore[arg-type]
     detach(work, work.config(*overrides))
     programs = folder / "programs"
-    programs.mkdir()
     if program is not None:
-        (programs / "jupyter-lab").write_text(program)
-        os.chmod(programs / "jupyter-lab", 0o755)
+        write_program(programs, "jupyter-lab", program)
 
     def execute(command: Sequence[str]) -> tuple[int, list[str]]:
         environment = {"PATH": f"{programs}:/usr/bin:/bin"}
@@ -59,7 +57,7 @@ def test_an_image_without_jupyter_is_told_how_to_get_it(tmp_path: Path) -> None:
 
 def test_a_server_that_ends_at_once_shows_its_last_lines(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match=r"host 1 has ended: exit code 3; its last lines:\n  no place"):
-        start(tmp_path, "#!/bin/sh\necho no place\nexit 3\n")
+        start(tmp_path, "echo no place; exit 3")
 
 
 def test_where_lines_come_only_at_the_end_it_is_refused(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from launcher.errors import BadInput, LaunchError
 from launcher.provider import CommandReport
 from launcher.run import execution
 from tests.bucket_server import BucketServer
+from tests.launcher.script_host import write_program
 from training import storage
 
 RUN = "project: p\nzone: us-central2-b\nslice: {name: demo, accelerator_type: v4-16}\n"
@@ -44,12 +45,6 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def add(folder: Path, name: str, script: str = "") -> None:
-    program = folder / name
-    program.write_text(f"#!/bin/sh\n{script}\n")
-    program.chmod(0o755)
-
-
 def lines(*hosts: int) -> list[str]:
     return ["a warning of the framework", *(f"steps 19 to 23: {URL.format(host)}" for host in hosts)]
 
@@ -58,11 +53,11 @@ def test_tensorboard_with_its_plugin_is_found_through_a_link(path: Path, tmp_pat
     """As pipx installs it: the program's folder has a link to TensorBoard alone."""
     environment = tmp_path / "environment"
     environment.mkdir()
-    add(environment, "tensorboard")
+    write_program(environment, "tensorboard")
     (path / "tensorboard").symlink_to(environment / "tensorboard")
     with pytest.raises(BadInput, match=r"tensorboard has no profile plugin: `pip install tensorboard xprof`"):
         live.find_tensorboard()
-    add(environment, "xprof")
+    write_program(environment, "xprof")
     assert live.find_tensorboard() == str(path / "tensorboard")
 
 
@@ -91,8 +86,10 @@ def invoke(folder: Path, monkeypatch: pytest.MonkeyPatch, asked: list[str]) -> A
 
 @pytest.mark.usefixtures("bucket")
 def test_tensorboard_shows_the_copies_until_ctrl_c(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    add(path, "xprof")
-    add(path, "tensorboard", '(echo "$*"; ls "$2/plugins/profile/now") >"$0.shown"; kill -INT $PPID; sleep 20')
+    write_program(path, "xprof")
+    write_program(
+        path, "tensorboard", '(echo "$*"; ls "$2/plugins/profile/now") >"$0.shown"; kill -INT $PPID; sleep 20'
+    )
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background ignores it
     try:
         result = invoke(tmp_path, monkeypatch, [])
@@ -108,8 +105,8 @@ def test_tensorboard_shows_the_copies_until_ctrl_c(path: Path, tmp_path: Path, m
 def test_a_tensorboard_that_ends_by_itself_is_an_error(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    add(path, "xprof")
-    add(path, "tensorboard", "echo no module named tensorboard; exit 3")
+    write_program(path, "xprof")
+    write_program(path, "tensorboard", "echo no module named tensorboard; exit 3")
     result = invoke(tmp_path, monkeypatch, [])
     assert isinstance(result.exception, LaunchError), result.output
     assert "TensorBoard ended by itself with 3" in str(result.exception)

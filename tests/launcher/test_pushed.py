@@ -16,10 +16,11 @@ from launcher.errors import LaunchError
 from launcher.images.build import ensure_image
 from launcher.images.plan import list_commands, make_plan
 from launcher.images.specification import ImageSpec, folder_spec
+from tests.launcher.script_host import write_program
 
 DIGEST = "sha256:" + "d" * 64
 REFERENCE = f"r.example/p/n@{DIGEST}"
-DOCKER = f"""#!/bin/sh
+DOCKER = f"""
 cd "$(dirname "$0")" || exit 9
 echo "$*" >>calls
 case "$1 $2" in
@@ -44,10 +45,7 @@ esac
 @pytest.fixture
 def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of the script, its state and its calls."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    (folder / "docker").write_text(DOCKER)
-    (folder / "docker").chmod(0o755)
+    folder = write_program(tmp_path / "bin", "docker", DOCKER).parent
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
     monkeypatch.delenv("DOCKER_HOST", raising=False)
     return folder

@@ -131,8 +131,3 @@ def test_a_recovery_is_tried_for_its_time_and_no_longer(
         now += decision.delay
         assert now <= limit
         now += round_seconds
-
-
-def test_what_is_permanent_ends_a_recovery_at_once() -> None:
-    decision = decide_round(Trouble.PERMANENT, 1, 0.0, limit=3600, may_replace=True)
-    assert decision.next is NextRound.GIVE_UP

@@ -21,6 +21,7 @@ from launcher.images.distribution.client import ManifestDocument, Registry, blob
 from launcher.images.distribution.credentials import RegistryCredentials, from_docker_settings
 from launcher.images.distribution.manifest import append, choose_platform, read_config, read_image
 from launcher.images.distribution.transport import ADDRESS
+from tests.launcher.script_host import write_program
 from tests.registry_server import HOST, OTHER_HOST, TOKEN, RegistryServer, serve
 
 MANIFEST = "application/vnd.docker.distribution.manifest.v2+json"
@@ -230,9 +231,8 @@ def test_malformed_names_of_images_are_refused() -> None:
 
 
 def test_credentials_come_from_dockers_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    helper = tmp_path / "docker-credential-test"
-    helper.write_text('#!/bin/sh\nread name\necho "{\\"Username\\": \\"me\\", \\"Secret\\": \\"of $name\\"}"\n')
-    helper.chmod(0o755)
+    answer = r"{\"Username\": \"me\", \"Secret\": \"of $name\"}"
+    write_program(tmp_path, "docker-credential-test", f'read name; echo "{answer}"')
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     found = from_docker_settings({"credHelpers": {OTHER_HOST: "test"}}, OTHER_HOST, tmp_path)
     assert found == RegistryCredentials("me", f"of {OTHER_HOST}")

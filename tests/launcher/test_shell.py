@@ -22,11 +22,6 @@ def alive(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
 
 
-def test_a_command_returns_what_it_printed_and_how_it_ended() -> None:
-    result = shell.run(["sh", "-c", "echo out; echo err >&2; exit 3"], timeout=10)
-    assert (result.returncode, result.stdout, result.stderr) == (3, "out\n", "err\n")
-
-
 def test_a_missing_program_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(CommandMissing, match="install the Google Cloud CLI"):

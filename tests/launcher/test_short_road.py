@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from launcher.cli.main import cli
+from tests.launcher.script_host import write_program
 
 MOST_FRAMES, MOST_FILES = 8, 8
 LAUNCHER = Path(__file__).resolve().parents[2] / "launcher"
@@ -23,7 +24,7 @@ image: {{reference: 'r/i@sha256:{"0" * 64}'}}
 run: {{command: [train], transport: gcloud}}
 """
 # Answers as the scripts of one host do.
-GCLOUD = """#!/bin/sh
+GCLOUD = """
 case "$*" in
   *" describe "*) echo '{"name": "demo", "state": "READY", "networkEndpoints": [{"ipAddress": "10.0.0.2"}]}' ;;
   *'docker start'*) echo "tpu-launch 0 started" ;;
@@ -51,9 +52,8 @@ def our_frames() -> Iterator[tuple[str, str]]:
 def test_run_starts_containers_within_eight_frames_of_eight_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, text in (("gcloud", GCLOUD), ("ssh", "#!/bin/sh\n")):
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
+    write_program(tmp_path, "gcloud", GCLOUD)
+    write_program(tmp_path, "ssh")
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     (tmp_path / "run.yaml").write_text(FILE)
     starts: list[list[tuple[str, str]]] = []

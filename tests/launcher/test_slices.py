@@ -117,25 +117,6 @@ def test_a_slice_that_takes_the_place_of_ours_while_down_waits_is_left_alone(
 # -- up ---------------------------------------------------------------------------------------------------------------
 
 
-def test_one_that_is_being_deleted_is_waited_out_and_made_again(cloud: Cloud, config: Config) -> None:
-    cloud.made_by(OURS, "DELETING")
-    before = cloud.node()
-    assert up(cloud, config).ready
-    assert cloud.node() is not before
-    assert not [call for call in cloud.calls if "delete" in call]
-
-
-def test_a_stopped_one_is_started(cloud: Cloud, config: Config) -> None:
-    one_host = replace(config, slice=config.slice.model_copy(update={"accelerator_type": "v4-8"}))
-    cloud.made_by(OURS, "STOPPED")
-    node = cloud.node()
-    assert node is not None
-    node.resource["acceleratorType"] = "v4-8"
-    del node.hosts[1:]
-    assert up(cloud, one_host).ready
-    assert cloud.calls.count(f"{ZONE} tpu-vm start") == 1
-
-
 def test_a_stopped_one_without_capacity_is_not_made_twice_in_another_zone(cloud: Cloud, zones: Config) -> None:
     cloud.made_by(OURS, "STOPPED", "us-central1-a")
     node = cloud.node(zone="us-central1-a")
@@ -196,13 +177,6 @@ def test_a_create_request_that_never_arrived_is_repeated_a_few_times_only(cloud:
     assert cloud.calls.count(f"{ZONE} tpu-vm create") == 3
 
 
-def test_an_api_that_is_away_for_minutes_does_not_end_the_waiting(cloud: Cloud, config: Config) -> None:
-    cloud.made_by(OURS, "CREATING")
-    begin = cloud.clock.now
-    cloud.trouble = lambda zone, command, now: UNAVAILABLE if 5 < now - begin < 300 else None
-    assert up(cloud, config).ready
-
-
 def test_an_api_that_is_away_at_once_is_told_at_once(cloud: Cloud, config: Config) -> None:
     cloud.trouble = lambda zone, command, now: UNAVAILABLE
     with pytest.raises(Unavailable, match="may exist, and is billed then"):
@@ -248,11 +222,6 @@ def test_a_slice_that_was_deleted_while_the_api_was_away_stays_deleted(cloud: Cl
     assert cloud.calls.count(f"{ZONE} tpu-vm create") == 1
 
 
-def test_a_preempted_one_is_deleted_and_made_again(cloud: Cloud, config: Config) -> None:
-    cloud.made_by(OURS, "PREEMPTED")
-    assert up(cloud, config).ready
-
-
 def test_code_13_of_a_creation_is_a_stock_out_and_the_next_zone_is_tried(cloud: Cloud, zones: Config) -> None:
     error = 'ERROR: (gcloud.compute.tpus.tpu-vm.create) {"code": 13, "message": "an internal error has occurred"}'
     cloud.trouble = lambda zone, command, now: error if (zone, command) == ("us-west1-c", "tpu-vm create") else None
@@ -276,13 +245,6 @@ def test_down_ends_with_a_time_out_when_the_other_operation_does_not_end(cloud: 
     cloud.trouble = lambda zone, command, now: BUSY if "delete" in command else None
     with pytest.raises(CommandTimeout, match="is READY and not gone after 15 minutes"):
         down(cloud, config)
-
-
-def test_a_deletion_whose_answer_is_lost_is_waited_for(cloud: Cloud, config: Config) -> None:
-    cloud.made_by(OURS)
-    cloud.lost = lambda zone, command, now: UNAVAILABLE if "delete" in command else None
-    assert down(cloud, config)
-    assert cloud.node() is None
 
 
 def test_down_looks_again_for_a_slice_that_a_killed_command_has_just_requested(cloud: Cloud, config: Config) -> None:
