@@ -1,7 +1,7 @@
-# Set-up, rehearsal, tests. `make help` lists the targets; tools/ holds what they run.
+# Set-up, rehearsal, tests. `make help` lists the targets; their scripts are in tools/.
 #
-# Each target sets up what it needs by itself and is quick the second time: the virtual environment is made again only when its pins
-# change, and dockerd is started only when no container engine answers (and stopped again when the command ends).
+# Each target sets up its dependencies and is quick the second time: the virtual environment is updated only when its pins change,
+# and dockerd is started only if no container engine runs (and stopped when the command ends).
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -19,10 +19,10 @@ PYTHON_CODE := launcher training tests tools $(wildcard benchmarks)
 
 .PHONY: help rehearsal test test-nightly test-fast wheel lint docs reference benchmark benchmark-page lock simulate clean need-python need-containers need-kubectl
 
-help: ## this list
+help: ## print this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-13s %s\n", $$1, $$2 }'
 
-rehearsal: need-containers $(VENV_READY) ## a whole run on an emulated slice: up, train, down (SET="slice.accelerator_type=v4-32 ...")
+rehearsal: need-containers $(VENV_READY) ## rehearse a whole run on an emulated slice: up, train, down (SET="slice.accelerator_type=v4-32 ...")
 	@tools/with-engine.sh $(BIN)/tpu-launch rehearsal -f examples/rehearsal.yaml $(foreach each,$(SET),--set '$(each)')
 
 test: need-containers need-kubectl $(VENV_READY) ## lint, fast tests, tests inside the images, emulated slices (test-nightly: further cases)
@@ -37,21 +37,21 @@ test-nightly: need-containers $(VENV_READY) ## trainers killed at every point of
 	@$(BIN)/pytest -m nightly
 	@SIMULATED_RUNS=20000 $(BIN)/pytest -s tests/simulation/test_simulated_runs.py
 
-test-fast: need-kubectl $(VENV_READY) ## the tests that need no container (ARGS="-k words")
+test-fast: need-kubectl $(VENV_READY) ## run the tests that need no container (ARGS="-k words")
 	@$(BIN)/pytest $(ARGS)
 
-simulate: $(VENV_READY) ## runs of launcher and trainer in a hostile world: RUNS=N SIDE=launcher|trainer FIRST=S; SEED=S replays one
+simulate: $(VENV_READY) ## simulate runs of launcher and trainer under injected faults: RUNS=N SIDE=launcher|trainer FIRST=S; SEED=S replays one
 	@$(BIN)/python -m tests.simulation $(if $(SIDE),--side $(SIDE)) $(if $(FIRST),--first $(FIRST)) \
 	    $(if $(SEED),--seed $(SEED) --trace,--runs $(or $(RUNS),10000))
 
-wheel: $(VENV_READY) ## the wheel and the source distribution, in dist/
+wheel: $(VENV_READY) ## build the wheel and the source distribution, in dist/
 	@$(BIN)/python -m build --no-isolation --outdir dist >.tpu-launch/wheel.log || { cat .tpu-launch/wheel.log >&2; exit 1; }
 	@ls dist/*
 
-lint: $(VENV_READY) ## ruff, its formatter's opinion, mypy (for Linux and macOS), shellcheck, import layers, and the structure of files
+lint: $(VENV_READY) ## ruff, ruff format, mypy (for Linux and macOS), shellcheck, import layers, and the structure of files
 	@status=0; mkdir -p -m 700 .tpu-launch; \
 	$(BIN)/ruff check --quiet --output-format concise $(PYTHON_CODE) || status=1; \
-	$(BIN)/ruff format --check --quiet --output-format concise $(PYTHON_CODE) || { echo "not formatted; mend it with: $(BIN)/ruff format $(PYTHON_CODE)"; status=1; }; \
+	$(BIN)/ruff format --check --quiet --output-format concise $(PYTHON_CODE) || { echo "not formatted; run: $(BIN)/ruff format $(PYTHON_CODE)"; status=1; }; \
 	$(BIN)/mypy --no-error-summary || status=1; \
 	$(BIN)/mypy --no-error-summary --platform darwin --cache-dir .mypy_cache/darwin || status=1; \
 	git ls-files -z '*.sh' .ci/run | xargs -0 $(BIN)/shellcheck || status=1; \
@@ -59,18 +59,18 @@ lint: $(VENV_READY) ## ruff, its formatter's opinion, mypy (for Linux and macOS)
 	$(BIN)/python tools/check_structure.py || status=1; \
 	exit $$status
 
-docs: reference ## the documentation as pages in site/, with a search box; opens without a network
+docs: reference ## build the documentation into site/, with a search box; needs no network
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet && echo "open site/index.html"
 
-reference: $(VENV_READY) ## docs/reference/ anew, from the code
+reference: $(VENV_READY) ## generate docs/reference/ from the code
 	@$(BIN)/python -m tools.reference
 
-benchmark: need-containers $(VENV_READY) ## one benchmark: NAME=x runs benchmarks/x.py (ARGS="--json")
+benchmark: need-containers $(VENV_READY) ## run one benchmark: NAME=x runs benchmarks/x.py (ARGS="--json")
 	@test -n "$(NAME)" || { echo "make benchmark NAME=x, where x is one of: $(basename $(notdir $(wildcard benchmarks/*.py)))" >&2; exit 2; }
 	@test -f "benchmarks/$(NAME).py" || { echo "there is no benchmarks/$(NAME).py" >&2; exit 2; }
 	@tools/with-engine.sh $(BIN)/python tools/benchmark.py "$(NAME)" $(ARGS)
 
-benchmark-page: $(VENV_READY) ## the results of `make benchmark` into docs/benchmarks.md
+benchmark-page: $(VENV_READY) ## write the results of `make benchmark` into docs/benchmarks.md
 	@$(BIN)/python tools/benchmark_page.py
 
 lock: $(VENV_READY) ## resolve all pins again (UPGRADE=1: to the newest allowed)
@@ -83,7 +83,7 @@ lock: $(VENV_READY) ## resolve all pins again (UPGRADE=1: to the newest allowed)
 	done
 
 clean: export IMAGES := $(IMAGES)
-clean: ## remove every container, network, volume, process and state of ours, and prove it (IMAGES=1: the images too)
+clean: ## remove all containers, networks, volumes, processes and state of tpu-launch, and check it (IMAGES=1: the images too)
 	@tools/clean.sh
 
 need-python:

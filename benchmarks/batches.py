@@ -1,4 +1,5 @@
-"""The largest training batches that fit, by the TPU compiler, without a TPU: the table in docs/guide/preflight.md.
+"""Finds the largest training batches that fit, by the TPU compiler, without a TPU: the table in
+docs/guide/preflight.md.
 
     make benchmark NAME=batches [ARGS="--json --model bert-base --accelerator v3-8"]
 
@@ -28,13 +29,13 @@ RUNS_IN = "torch-xla"
 LENGTH = 512
 TRIES = 3
 SLICES = ("v3-8", "v4-8", "v5litepod-8", "v5p-8", "v6e-8")
-# Vocabulary, GiB of weights and moments, and GiB of HBM a row. The last two say where the search begins, which changes
+# Vocabulary, GiB of weights and moments, and GiB of HBM a row. The last two set where the search begins, which changes
 # its time only.
 MODELS = {"bert-base": (30_522, 1.3, 0.0905), "bert-large": (30_522, 3.8, 0.236), "roberta-base": (50_265, 1.5, 0.0912)}
 
 
 def search_largest(model: str, name: str) -> LargestBatch:
-    """The search of `tpu-train preflight --max-batch`."""
+    """Runs the search of `tpu-train preflight --max-batch`."""
     target = accelerator(name)
     vocabulary, _, _ = MODELS[model]
     config, facts = make_run(model, LENGTH, vocabulary, first_rows(model, target) * target.devices)
@@ -48,13 +49,13 @@ def search_largest(model: str, name: str) -> LargestBatch:
 
 
 def first_rows(model: str, target: Accelerator) -> int:
-    """Rows a device with which the search begins."""
+    """Returns the rows per device with which the search begins."""
     _, state, row_size = MODELS[model]
     return max(8, int((target.generation.usable_hbm_bytes_per_device / 2**30 - state) / row_size) // 8 * 8)
 
 
 def measure(model: str, name: str) -> Row:
-    """One search, in a process of its own; repeated where the compiler crashed, as it sometimes does when memory is
+    """Runs one search in its own process; repeats it if the compiler crashed, as it sometimes does when memory is
     nearly used up."""
     title, goal = f"{model}, {LENGTH} tokens, {name}: largest batch", "at least 0.93"
     for _ in range(TRIES):

@@ -1,4 +1,4 @@
-"""What a checkpoint costs: the loop's waiting, the commit, the restore and the memory, beside what PyTorch users have.
+"""Measures the cost of a checkpoint (blocked loop, commit, restore, memory) beside what PyTorch users have.
 
     make benchmark NAME=checkpoint [ARGS="--json --repeat 3"]
 
@@ -61,7 +61,7 @@ CONFIG = {
 
 
 def backend() -> Any:
-    """The trainer's own, with a fresh model; its state is on the (CPU) device once `upload` was called."""
+    """Returns the trainer's backend with a fresh model; `upload` moves its state to the (CPU) device."""
     from training.backends.torch_xla.backend import TorchXla
 
     config = TrainerConfig.model_validate(CONFIG)
@@ -75,7 +75,7 @@ def backend() -> Any:
 
 
 def plain_state() -> dict[str, Any]:
-    """The same tensors on the host, with values that don't compress."""
+    """Returns the same tensors on the host, with values that don't compress."""
     import torch
 
     made = backend()
@@ -86,7 +86,7 @@ def plain_state() -> dict[str, Any]:
 
 
 def train_on(made: Any, number: int) -> None:
-    """A step, on two short rows: what it changes is all of the state."""
+    """Runs a step on two short rows, which changes the whole state."""
     ids = np.random.default_rng(number).integers(1_000, 30_000, (2, 32), dtype=np.int32)
     batch = {
         "input_ids": ids,
@@ -99,7 +99,7 @@ def train_on(made: Any, number: int) -> None:
 
 
 def saver(folder: str) -> CheckpointWriter:
-    """It keeps everything: others' files are deleted outside of the clock, and so are ours."""
+    """Returns a writer that keeps every checkpoint: files are deleted outside the measured time, ours and theirs."""
     return CheckpointWriter(
         folder, Cluster(0, ("localhost",)), SingleHost(), RunDescription(IDENTITY, {}, "", "t"), Keep(1_000)
     )
@@ -115,7 +115,7 @@ def write_plainly(path: Path, data: memoryview, *, sync: bool) -> None:
 
 
 def clear(target: Path, folder: Path) -> None:
-    """Everyone writes where nothing is, with nothing else on its way to the disk."""
+    """Empties the folder and flushes the disk, so that each method writes under the same conditions."""
     if target.is_dir():
         shutil.rmtree(target)
     target.unlink(missing_ok=True)
@@ -135,7 +135,7 @@ def timed(work: Callable[[], Any]) -> float:
 
 
 def forget(folder: Path) -> None:
-    """Puts files on the disk, so that they are not on their way during the next measurement, and drops them from the
+    """Flushes files to the disk, so that the next measurement does not pay for them, and drops them from the
     page cache."""
     for path in folder.rglob("*"):
         if path.is_file():
@@ -145,11 +145,11 @@ def forget(folder: Path) -> None:
             os.close(descriptor)
 
 
-# --- what runs in a process of its own
+# --- run in a process of its own
 
 
 def saving(folder: Path, repeat: int) -> dict[str, float]:
-    """Seconds: blocked and until durable, of each."""
+    """Returns the seconds of each method: blocked, and until durable."""
     import torch
     from safetensors.torch import save_file
     from torch.distributed.checkpoint import async_save
@@ -192,14 +192,14 @@ def saving(folder: Path, repeat: int) -> dict[str, float]:
         ("async_save", distributed, save_beside),
     ]
     for round_ in range(1, repeat + 1):
-        # Beside training: what the loop notices.
+        # During training: the time that the loop is blocked.
         clear(folder / "ours", folder)
         blocked = keeper.blocked_seconds
         keeper.save(2 * round_, layout, ours.snapshot_state, {})
         train_on(ours, round_)
         keeper.wait()
         note("ours blocked", keeper.blocked_seconds - blocked)
-        # With nothing beside it: what the disk gets.
+        # Without training: the disk's throughput.
         clear(folder / "ours", folder)
         began = time.perf_counter()
         keeper.save(2 * round_ + 1, layout, copied, {})
@@ -214,7 +214,7 @@ def saving(folder: Path, repeat: int) -> dict[str, float]:
 
 
 def restoring(folder: Path, repeat: int) -> dict[str, float]:
-    """Seconds, of each; the files are those that `saving` has left."""
+    """Returns the seconds of each method, reading the files that `saving` wrote."""
     import torch
     from safetensors.torch import load_file
 
@@ -236,7 +236,7 @@ def restoring(folder: Path, repeat: int) -> dict[str, float]:
 
 
 def memory(folder: Path, what: str) -> dict[str, float]:
-    """Bytes that a save needs beside the state, at the most."""
+    """Returns the peak bytes that a save needs beyond the state."""
     import torch
     from torch.distributed.checkpoint import async_save
 

@@ -1,4 +1,4 @@
-"""What a training step costs the host before the devices can start it, beside Hugging Face's plain loop and JAX.
+"""Measures the host time of a training step before the devices can start it, beside Hugging Face's plain loop and JAX.
 
     make benchmark NAME=dispatch [ARGS="--devices 8 --model bert-base --json"]
 
@@ -8,8 +8,8 @@ call that starts a step has returned, with devices that are idle (each step's re
 the median of the steps after compiling. Each figure is of a process of its own, one after another.
 
 The virtual devices compute on the cores that the host's threads need, as soon as the program has started; a TPU does
-not. So the time for which the calling thread was ready to run and had no core, as the kernel counts it, is left out;
-what it waits for another thread counts. A row shows the whole time beside it.
+not. So the time for which the calling thread was ready to run and had no core, as the kernel counts it, is excluded;
+time spent waiting for another thread counts. A row shows the whole time beside it.
 
   ours          `step` of the trainer's own backend, bf16, dropout 0.1: from the batch in numpy to the started program
   plain loop    the unmodified BertForMaskedLM, bf16 autocast, torch.optim.AdamW and torch_xla.sync(): forward,
@@ -36,7 +36,7 @@ from benchmarks.peers.rows import Row, finish, row
 
 RUNS_IN = "torch-xla"
 VIRTUAL_TPU = True
-SLICES = {1: "v5litepod-1", 8: "v3-8"}  # devices -> a slice with so many
+SLICES = {1: "v5litepod-1", 8: "v3-8"}  # devices -> a slice with this many
 ROWS, LENGTH, VOCABULARY = 8, 16, 128
 WARM = 4  # steps before the first that counts: the trainer traces the first two
 GOALS = {"bert-base": 6.0, "bert-large": 10.0}  # ms
@@ -53,14 +53,14 @@ class Measured:
 
 
 def sizes_of(model: str) -> dict[str, int]:
-    """Full depth and heads, tiny widths."""
+    """Returns the sizes of a network with full depth and heads, and tiny widths."""
     layers, heads = {"bert-base": (12, 12), "bert-large": (24, 16)}[model]
     return {"hidden_size": 2 * heads, "layers": layers, "heads": heads, "intermediate_size": 32}
 
 
 def time_steps(start: Callable[[int], Callable[[], Any]], steps: int) -> tuple[float, float]:
-    """Medians of the milliseconds that `start` takes, which returns how to wait for what it has started: without and
-    with what this thread waited for a core."""
+    """Returns the medians of the milliseconds that `start` takes, without and with the time this thread waited for a
+    core. `start` returns a function that waits for the started step."""
     elapsed, waited = [], []
     for number in range(WARM + steps):
         without_core, began = seconds_without_core(), time.perf_counter()
@@ -73,13 +73,13 @@ def time_steps(start: Callable[[int], Callable[[], Any]], steps: int) -> tuple[f
 
 
 def seconds_without_core() -> float:
-    """For how long this thread, in all, was ready to run and waited for a core
+    """Returns the total seconds for which this thread was ready to run and waited for a core
     (https://docs.kernel.org/scheduler/sched-stats.html)."""
     return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
 
 
 def use_virtual_tpu(devices: int) -> Any:
-    """Lets torch_xla, imported after this, open so many devices. Returns the host of that slice."""
+    """Lets torch_xla, imported afterwards, open this many devices. Returns the host of that slice."""
     from training.distributed.cluster import Cluster, torch_xla_environment
 
     cluster = Cluster(0, ("localhost",), SLICES[devices])
@@ -89,7 +89,7 @@ def use_virtual_tpu(devices: int) -> Any:
 
 
 def measure_ours(model: str, devices: int, steps: int) -> Measured:
-    """The trainer's backend."""
+    """Measures the trainer's backend."""
     cluster = use_virtual_tpu(devices)
     import numpy as np
 
@@ -112,7 +112,7 @@ def measure_ours(model: str, devices: int, steps: int) -> Measured:
 
 
 def measure_plain_loop(model: str, devices: int, steps: int) -> Measured:
-    """Hugging Face's model and torch's optimizer, as torch_xla's guides write a loop."""
+    """Measures Hugging Face's model and torch's optimizer in a loop as in torch_xla's guides."""
     use_virtual_tpu(devices)
     import numpy as np
     import torch
@@ -160,7 +160,7 @@ def measure_plain_loop(model: str, devices: int, steps: int) -> Measured:
 
 
 def measure_jax(buffers: int, devices: int, steps: int) -> Measured:
-    """Small buffers, replicated over the devices, each changed in place."""
+    """Measures a JAX function over small buffers, replicated over the devices, each changed in place."""
     os.environ |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
     import jax
     import numpy as np
@@ -179,14 +179,14 @@ def measure_jax(buffers: int, devices: int, steps: int) -> Measured:
 
 
 def measure(label: str, function: Callable[..., Measured], *arguments: Any) -> Measured:
-    """In a process of its own; told as soon as it is known, because compiling takes long."""
+    """Measures one case in a process of its own; prints it at once, because compiling takes long."""
     measured = run_in_process(function, *arguments)
     print(f"  {label}: {measured.milliseconds:.2f} ms of {measured.elapsed:.2f}", file=sys.stderr, flush=True)
     return measured
 
 
 def compare(model: str, devices: int, steps: int) -> tuple[list[Row], float]:
-    """The rows of one model on so many devices, and our milliseconds."""
+    """Returns the rows of one model on this many devices, and our milliseconds."""
     name = f"{model}, {_count(devices)}"
     print(name, file=sys.stderr, flush=True)
     ours = measure("ours", measure_ours, model, devices, steps)

@@ -1,10 +1,10 @@
-"""What a training step with TensorFlow costs the host, on eight replicas (logical devices of this CPU).
+"""Measures the host time of a training step with TensorFlow, on eight replicas (logical devices of this CPU).
 
     make benchmark NAME=dispatch ARGS="--backend tensorflow [--layers 12 --json]"
 
-A CPU's call returns when its devices have ended, so what is measured is the processor's time of the thread that calls:
-the devices compute on others. The mean over the steps after warming up, of which each figure has a process of its own.
-The model is BERT with tiny widths and, unless told otherwise, two layers: TensorFlow builds the program once a replica.
+On CPUs a call returns when its devices have ended, so the figure is the processor time of the calling thread: the
+devices compute on other threads. It is the mean over the steps after warming up; each figure has a process of its own.
+The model is BERT with tiny widths and, by default, two layers: TensorFlow builds the program once per replica.
 
   ours            `step` of the trainer's own backend and its result, read as late as the loop does, with
                   train.steps_per_call 1 and as the trainer chooses it
@@ -36,12 +36,12 @@ GOAL = 2.0  # ms
 
 
 def use_replicas() -> None:
-    """For TensorFlow, imported after this."""
+    """Sets the number of logical devices for TensorFlow, imported afterwards."""
     os.environ |= {"CPU_NUM_DEVICES": str(REPLICAS), "TF_CPP_MIN_LOG_LEVEL": "2", "TF_USE_LEGACY_KERAS": "1"}
 
 
 def time_steps(step: Callable[[int], None], steps: int) -> float:
-    """Milliseconds of this thread's processor time a step: the mean, because a call may be of several."""
+    """Returns the mean milliseconds of this thread's processor time per step; a call may run several steps."""
     for number in range(WARM):
         step(number)
     began = time.thread_time()
@@ -51,7 +51,7 @@ def time_steps(step: Callable[[int], None], steps: int) -> float:
 
 
 def measure_ours(layers: int, steps: int, steps_per_call: int | None) -> float:
-    """The trainer's backend, on a dataset of its format."""
+    """Measures the trainer's backend, on a dataset of its format."""
     use_replicas()
     import numpy as np
 
@@ -96,7 +96,7 @@ def measure_ours(layers: int, steps: int, steps_per_call: int | None) -> float:
 
 
 def _peer(layers: int) -> tuple[Any, Any, Any]:
-    """A strategy, and in its scope Hugging Face's model and Keras' Adam."""
+    """Returns a strategy, with Hugging Face's model and Keras' Adam made in its scope."""
     use_replicas()
     import tensorflow as tf
     import tf_keras
@@ -121,7 +121,7 @@ def _peer(layers: int) -> tuple[Any, Any, Any]:
 
 
 def _rows() -> Any:
-    """Endless batches of one array, as ids and as labels."""
+    """Yields batches of one array, as ids and as labels, without end."""
     import tensorflow as tf
 
     ids = tf.ones((ROWS, LENGTH), tf.int32)
@@ -129,14 +129,14 @@ def _rows() -> Any:
 
 
 def measure_keras(layers: int, steps: int) -> float:
-    """`model.fit`."""
+    """Measures `model.fit`."""
     strategy, model, optimizer = _peer(layers)
     import tf_keras
 
     times: list[float] = []
 
     class Clock(tf_keras.callbacks.Callback):  # type: ignore[misc]
-        """The processor's time at the end of each step."""
+        """Records the processor time at the end of each step."""
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             times.append(time.thread_time())
@@ -148,7 +148,7 @@ def measure_keras(layers: int, steps: int) -> float:
 
 
 def measure_plain_loop(layers: int, steps: int) -> float:
-    """A loop as TensorFlow's guides to tf.distribute write it."""
+    """Measures a loop as in TensorFlow's guides to tf.distribute."""
     strategy, model, optimizer = _peer(layers)
     import tensorflow as tf
 
@@ -170,7 +170,7 @@ def measure_plain_loop(layers: int, steps: int) -> float:
 
 
 def measure(label: str, function: Callable[..., float], *arguments: Any) -> float:
-    """In a process of its own; told as soon as it is known."""
+    """Measures one case in a process of its own; prints it at once."""
     milliseconds = run_in_process(function, *arguments)
     print(f"  {label}: {milliseconds:.2f} ms", file=sys.stderr, flush=True)
     return milliseconds

@@ -1,5 +1,5 @@
-"""How soon a command in the live containers of a run answers, beside one `gcloud ... ssh --worker=all` that runs `true`
-on the same hosts.
+"""Measures how soon a command in the live containers of a run answers, beside one `gcloud ... ssh --worker=all` that
+runs `true` on the same hosts.
 
     make benchmark NAME=exec [ARGS="--json --hosts 4,32 --repeat 5"]
 
@@ -29,7 +29,7 @@ GOAL_SECONDS = 2.0
 
 
 def main() -> None:
-    """Measures, and prints the table."""
+    """Measures every size and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--hosts", default="4", help="sizes of slices, of " + ", ".join(map(str, TYPES)))
     parser.add_argument("--repeat", type=int, default=5)
@@ -42,13 +42,13 @@ def main() -> None:
 
 
 def measure(hosts: int, repeat: int) -> list[Row]:
-    """Both, in turns, while a run is live on a slice of this size."""
+    """Measures both in turn, while a run is live on a slice of this size."""
     with rack(hosts) as slice_:
         process = slice_.launch("while :; do sleep 1; done")
         until(process, "started on all hosts")
         threading.Thread(target=drain, args=(process, []), daemon=True).start()
         peers, ours = [], []
-        for _ in range(repeat):  # in turns: whatever else the machine does concerns both
+        for _ in range(repeat):  # in turn, so that other load on the machine affects both
             peers.append(slice_.gcloud())
             ours.append(answer(slice_))
         call(slice_, "stop", "-f", "run.yaml", "--grace", "2")
@@ -61,7 +61,7 @@ def measure(hosts: int, repeat: int) -> list[Row]:
 
 
 def answer(slice_: Rack) -> float:
-    """Seconds of one `exec` that every host answers."""
+    """Returns the seconds of one `exec` that every host answers."""
     begun = time.perf_counter()
     output = call(slice_, "exec", "-f", "run.yaml", "--", "echo", "here")
     seconds = time.perf_counter() - begun
@@ -70,7 +70,7 @@ def answer(slice_: Rack) -> float:
 
 
 def call(slice_: Rack, *words: str) -> str:
-    """What `tpu-launch` printed on standard output."""
+    """Runs `tpu-launch` and returns its standard output."""
     argv = [sys.executable, "-m", "launcher.cli", *words]
     ended = subprocess.run(
         argv, cwd=slice_.folder, env=slice_.environment, capture_output=True, text=True, check=False, timeout=300

@@ -1,13 +1,14 @@
-"""How long a run waits for its image: unchanged, and after a changed line, without a container engine and with one.
+"""Measures how long a run waits for its image: unchanged, and after a changed line, without a container engine and with
+one.
 
     make benchmark NAME=image [ARGS="--json --repeat 5 --files 200"]
 
-The registry is the emulated one, over TLS, with real bytes; gcloud says who we are; the engine is this machine's. Each
-time is that of a process of its own, from its start until the image's digest is known ("pushed"). The program is a
+The registry is the emulated one, over TLS, with real bytes; gcloud gives the credentials; the engine is this machine's.
+Each time is that of a process of its own, from its start until the image's digest is known ("pushed"). The program is a
 folder of small files beside one of 8 MiB, upon Debian.
 
   unchanged    the image was made before. Peer: `docker push` of an image that the registry has
-  changed      one line of one file is another one. Peer: `docker build` and `docker push`
+  changed      one line of one file changed. Peer: `docker build` and `docker push`
   more         changed less unchanged, both without an engine. Peer: the goal
   sent         bytes that the registry received after the changed line. Peer: those of docker's push
 """
@@ -64,7 +65,7 @@ def main() -> None:
 
 
 class Measurement:
-    """One folder with a program, and its two ways into the registry."""
+    """Measures one folder with a program on both ways into the registry."""
 
     def __init__(self, folder: Path, environment: dict[str, str], home: Path) -> None:
         self._folder, self._registry, self._line = folder, home / "registry" / "blobs", 0
@@ -72,7 +73,7 @@ class Measurement:
         self._docker = engine.client()
 
     def run(self, repeat: int, files: int) -> list[Row]:
-        """The table's rows."""
+        """Returns the table's rows."""
         program = self._folder / "program"
         program.mkdir()
         for number in range(files):
@@ -103,7 +104,7 @@ class Measurement:
         ]
 
     def _change(self) -> int:
-        """Writes another line; returns how many bytes the registry has."""
+        """Changes a line of the program; returns how many bytes the registry has."""
         self._line += 1
         (self._folder / "program" / "main.sh").write_text(f"echo line {self._line}\n")
         return self._bytes()

@@ -47,7 +47,7 @@ from training.data.prepare.pack import pack_documents
 from training.data.sampling import order
 from training.data.sampling.masking import Masking, SpecialTokens
 
-RUNS_IN = "tensorflow"  # the image that has what we compare with
+RUNS_IN = "tensorflow"  # the image that has the peers' packages
 VOCABULARY, LENGTH, BATCH = 50_000, 128, 256
 TOKENS = SpecialTokens(mask=4, pad=3, special=frozenset(range(5)), vocabulary=VOCABULARY)
 LATENCY = 0.020
@@ -56,7 +56,7 @@ EPOCHS = 4
 
 
 def generate(folder: str, records: int) -> None:
-    """The same rows as compact, gzip and recipe shards."""
+    """Writes the same rows as compact, gzip and recipe shards."""
     rows = np.minimum(np.random.default_rng(0).zipf(1.2, (records, LENGTH)) + 4, VOCABULARY - 1).astype(np.int32)
     for name, options in (("compact", {}), ("gzip", {"compression": "gzip"}), ("recipe", {"layout": "recipe"})):
         plan = DatasetPlan("train", LENGTH, "t", VOCABULARY, 16_384, **options)
@@ -69,12 +69,13 @@ def generate(folder: str, records: int) -> None:
 
 
 def open_batches(url: str) -> MlmBatches:
-    """Our batches of a dataset."""
+    """Returns our batches of a dataset."""
     return MlmBatches(open_dataset(url), HostSlice(TOKENS, BATCH), Masking(), seed=1)
 
 
 def throughput(url: str) -> float:
-    """Records per second, with a quarter of the usual window: a dataset that fits into one window is read only once."""
+    """Returns records per second, with a quarter of the usual window: a dataset that fits into one window is read only
+    once."""
     order.WINDOW_BLOCKS //= 4
     source = open_batches(url)
     steps = EPOCHS * source.dataset.records // BATCH
@@ -85,14 +86,14 @@ def throughput(url: str) -> float:
 
 
 def first_batch(url: str) -> float:
-    """Seconds from opening the dataset to batch FAR."""
+    """Returns the seconds from opening the dataset to batch FAR."""
     began = time.perf_counter()
     open_batches(url).batch(FAR)
     return time.perf_counter() - began
 
 
 def memory(url: str) -> float:
-    """Peak MB of a process that reads two epochs, everything included."""
+    """Returns the peak MB of a process that reads two epochs, libraries included."""
     source = open_batches(url)
     for k in range(2 * source.dataset.records // BATCH):
         source.batch(k)
@@ -101,13 +102,14 @@ def memory(url: str) -> float:
 
 
 def size(url: str) -> float:
-    """Bytes a record."""
+    """Returns the bytes per record."""
     dataset = open_dataset(url)
     return sum(shard.bytes for shard in dataset.shards) / dataset.records
 
 
 def recipe(url: str) -> float:
-    """Records a second of the public recipe's pipeline, whose shuffle buffer holds all of these records."""
+    """Returns the records per second of the public recipe's pipeline, whose shuffle buffer holds all of these
+    records."""
     import tensorflow as tf
     from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFast
 
@@ -137,7 +139,7 @@ def recipe(url: str) -> float:
 
 
 def batched(url: str) -> float:
-    """Records a second of batching before parsing."""
+    """Returns the records per second of batching before parsing."""
     import tensorflow as tf
 
     spec = {name: tf.io.FixedLenFeature(dtype=tf.int64, shape=(LENGTH,)) for name in ("input_ids", "attention_mask")}
@@ -181,7 +183,7 @@ def _rate(dataset: Any) -> float:
 def measure(
     name: str, url: str, repeat: int, *, smallest: bool = False, environment: dict[str, str] | None = None
 ) -> float | None:
-    """The best of several runs, each in its own process; None when a package is missing."""
+    """Returns the best of several runs, each in its own process; None if a package is missing."""
     values = []
     for _ in range(repeat):
         process = subprocess.run(
@@ -201,7 +203,8 @@ def measure(
 
 @contextmanager
 def bucket(folder: str) -> Iterator[dict[str, str]]:
-    """The emulator's storage in another process, each answer LATENCY late; the environment that leads to it."""
+    """Runs the emulator's storage in another process, each answer LATENCY late; yields the environment for its
+    clients."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -242,7 +245,7 @@ def serve(port: int, folder: str) -> None:
 
 
 def compare(folder: str, records: int, repeat: int) -> list[Row]:
-    """All rows of the report."""
+    """Returns all rows of the report."""
     generate(folder, records)
     rows: list[Row] = []
 

@@ -1,5 +1,5 @@
-"""What it costs to start, watch and end a run on many hosts, beside one `gcloud ... ssh --worker=all` that runs `true`
-on the same hosts.
+"""Measures the start, supervision and end of a run on many hosts, beside one `gcloud ... ssh --worker=all` that runs
+`true` on the same hosts.
 
     make benchmark NAME=launch [ARGS="--json --hosts 2,8,32,64 --lines 1000000"]
 
@@ -8,8 +8,8 @@ container engine a shell script that runs a command as a plain process. gcloud, 
 against the emulator's Cloud TPU API. The lines are delivered by the real engine, from an emulated slice of two hosts
 (`--lines 0` leaves that out).
 
-  start      from the start of `tpu-launch run` until all hosts have started; peer: that one gcloud call, as a person
-             types it (ours leaves out a slow key exchange: launcher/tpu_vm/commands.py). Both the best of `--repeat`
+  start      from the start of `tpu-launch run` until all hosts have started; peer: that one gcloud call, as a user
+             types it (ours skips a slow key exchange: launcher/tpu_vm/commands.py). Both the best of `--repeat`
   stop       a host dies at once, the others lose it and report it: until no process of the run is left on any of them
   watcher    processor time, memory, and bytes on the wire for each observation of a host, while each host writes a line
              every ten seconds
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def until(process: subprocess.Popen[str], pattern: str, seconds: float = 300) -> list[str]:
-    """Reads what a launcher prints until a line matches."""
+    """Reads a launcher's output until a line matches."""
     lines = []
     deadline = time.monotonic() + seconds
     assert process.stdout is not None
@@ -72,16 +72,16 @@ def until(process: subprocess.Popen[str], pattern: str, seconds: float = 300) ->
 
 
 def drain(process: subprocess.Popen[str], lines: list[str]) -> None:
-    """Reads what a launcher prints until its end."""
+    """Reads a launcher's output until its end."""
     assert process.stdout is not None
     lines.extend(process.stdout)
 
 
 def measure_slice(hosts: int, repeat: int) -> list[Row]:
-    """Start, watcher and stop of one size."""
+    """Measures start, watcher and stop for one size."""
     with rack(hosts) as slice_:
         peers, starts = [], []
-        for _ in range(repeat):  # in turns: whatever else the machine does concerns both
+        for _ in range(repeat):  # in turn, so that other load on the machine affects both
             peers.append(slice_.gcloud())
             begun = time.perf_counter()
             process = slice_.launch("exit 0")
@@ -102,7 +102,7 @@ def measure_slice(hosts: int, repeat: int) -> list[Row]:
 
 
 def measure_watcher(slice_: Rack) -> dict[str, float]:
-    """A run that writes a line every ten seconds on each host, watched for a while."""
+    """Measures the supervision of a run that writes a line every ten seconds on each host."""
     process = slice_.launch("i=0; while :; do echo line $i; i=$((i+1)); sleep 10; done")
     until(process, "started on all hosts")
     reader = threading.Thread(target=drain, args=(process, []), daemon=True)
@@ -133,7 +133,7 @@ def measure_watcher(slice_: Rack) -> dict[str, float]:
 
 
 def measure_stop(slice_: Rack) -> float:
-    """Seconds from a host's death until nothing of the run is left on the others."""
+    """Returns the seconds from a host's death until nothing of the run is left on the others."""
     slice_.inside("rm -f /rack/dead")
     process = slice_.launch(
         "while [ ! -e /rack/dead ] || [ $((WORKER % 2)) = 1 ]; do sleep 0.5; done; sleep 0.2; exit 76"
@@ -144,7 +144,7 @@ def measure_stop(slice_: Rack) -> float:
     lines: list[str] = []
     reader = threading.Thread(target=drain, args=(process, lines), daemon=True)
     reader.start()
-    # First its address, so that no connection is closed in order, then everything of it at once; half of the others
+    # First its address, so that no connection closes properly, then all its processes at once; half of the others
     # notice, the rest hang.
     of_host = "tr '\\0' '\\n' < $p/environ 2>/dev/null | grep -qx WORKER=1"
     kill = f"for p in /proc/[0-9]*; do {of_host} && kill -9 ${{p#/proc/}}; done; true"
@@ -163,7 +163,7 @@ def measure_stop(slice_: Rack) -> float:
 
 
 def measure_lines(lines: int) -> list[Row]:
-    """Half of the lines on each of two emulated hosts, while their ssh sessions are cut."""
+    """Counts lost and doubled lines of two emulated hosts, half of the lines each, while their ssh sessions are cut."""
     folder = Path(tempfile.mkdtemp(prefix="tpu-launch-benchmark-"))
     environment = {key: value for key, value in os.environ.items() if key != "DOCKER_HOST"}
     environment |= {"TPU_LAUNCH_HOME": str(folder / ".tpu-launch"), "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}

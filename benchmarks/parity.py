@@ -1,13 +1,13 @@
-"""Whether both backends do the same training: PyTorch/XLA and TensorFlow, from the same seed, on the same dataset
+"""Checks that both backends train alike: PyTorch/XLA and TensorFlow, from the same seed, on the same dataset
 folder, each in its own image.
 
     make benchmark NAME=parity            masked-language modelling and classification, on 1 and on 2 hosts, and
     RoBERTa: 20 steps in fp32 without dropout
 
-Compared are, integer by integer, the batches (with their masks) that every host of each backend gets, and the loss of
-every step. Then each backend goes on from the other's checkpoint of step 10, weights and moments, and is compared with
-the one that was never interrupted; and the model that TensorFlow exported is loaded in plain torch and asked the same
-as PyTorch's own. The text is this repository's licence, and README with the guide.
+It compares the batches (with their masks) that every host of each backend gets, integer by integer, and the loss of
+every step. Then each backend continues from the other's checkpoint of step 10, weights and moments, and is compared
+with the uninterrupted run; and the model that TensorFlow exported is loaded in plain torch and gets the same inputs as
+PyTorch's. The text is this repository's licence, and README with the guide.
 
 This file runs in three places: the workstation starts a container of each image (`compare`), whose first process starts
 one for each host (`in_container`), which trains (`as_host`). Hosts meet on loopback.
@@ -49,7 +49,7 @@ Job = dict[str, Any]
 
 
 def compare(folder: Path) -> list[dict[str, Any]]:
-    """All rows of the report; `folder` keeps the runs."""
+    """Returns all rows of the report; `folder` keeps the runs."""
     guide = [HOUSE / "README.md", *sorted((HOUSE / "docs" / "guide").glob("*.md"))]
     for name, sources in (("licence", [HOUSE / "LICENSE"]), ("readme", guide)):
         (folder / f"{name}.txt").write_text("\n".join(source.read_text() for source in sources))
@@ -88,7 +88,7 @@ def run_of(backend: str, case: str, hosts: int) -> str:
 
 
 def in_image(backend: str, folder: Path, jobs: list[Job], ask: list[str] | None = None) -> None:
-    """Runs jobs, one after the other, in a container of a backend's image. PyTorch's then also asks the models of these
+    """Runs jobs one after another in a container of a backend's image. PyTorch's then also runs the models of these
     runs."""
     from launcher.images import engine
     from launcher.images.build import ensure_image
@@ -182,7 +182,7 @@ def losses(folder: Path, run: str) -> list[float]:
 
 
 def worst(one: list[float], other: list[float]) -> float:
-    """The largest relative difference."""
+    """Returns the largest relative difference."""
     return max(abs(a - b) / abs(a) for a, b in zip(one, other, strict=True))
 
 
@@ -190,7 +190,7 @@ def worst(one: list[float], other: list[float]) -> float:
 
 
 def in_container(plan: Path) -> None:
-    """Data, once; then one process for everything on a single host, and two for the runs of two hosts."""
+    """Makes the data once; then starts one process for all runs of one host, and two for the runs of two hosts."""
     folder = plan.parent
     if not (folder / "data").exists():
         prepare(folder)
@@ -239,7 +239,7 @@ def prepare(folder: Path) -> None:
 
 
 def as_host(plan: Path, hosts: int, worker: int) -> None:
-    """Trains this host's part of all runs of so many hosts."""
+    """Trains this host's part of all runs of this many hosts."""
     from training.config import from_document
     from training.distributed.cluster import Cluster
     from training.distributed.rendezvous import SingleHost, join
@@ -288,7 +288,7 @@ def document(folder: Path, job: Job) -> dict[str, Any]:
 
 
 def batches(config: Any, cluster: Any) -> list[str]:
-    """A hash of each of this host's batches: names, dtypes, shapes and every number."""
+    """Returns a hash of each of this host's batches: names, dtypes, shapes and every number."""
     from training.run_setup import open_task
 
     task = open_task(config, cluster)
@@ -304,7 +304,7 @@ def batches(config: Any, cluster: Any) -> list[str]:
 
 
 def ask(folder: Path, runs: list[str]) -> None:
-    """Loads exported models in plain torch, and writes down their answers' scores."""
+    """Loads exported models in plain torch, and records the scores of their answers."""
     from training.models.predict import classify, fill_mask
 
     for run in runs:

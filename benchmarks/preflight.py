@@ -1,4 +1,4 @@
-"""The trainer's step beside Hugging Face's own, both compiled by the TPU compiler in this run, without a TPU.
+"""Compares the trainer's step with Hugging Face's own, both compiled by the TPU compiler in this run, without a TPU.
 
     make benchmark NAME=preflight [ARGS="--json --only 'bert-large 512 v3-8'"]
 
@@ -10,8 +10,8 @@ FLOPs are the compiler's count for one device, divided by its sequences. Where t
 its work is shown twice: that of its first step at the same batch, which makes AdamW's moments instead of reading them
 (it fits because the compiler rematerializes much), and that of the step at half the batch, where nothing is
 rematerialized. Temporaries, alone and with weights and moments, are bytes of HBM of one device; for a step that is
-refused, they are what the compiler says it needs. All-reduces of the compiled program are shown beside the parameters,
-whose gradients they add up. The first case also has a row for `train.remat: layers` at twice its batch.
+refused, they are the compiler's figure for what it needs. All-reduces of the compiled program are shown beside the
+parameters, whose gradients they add up. The first case also has a row for `train.remat: layers` at twice its batch.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ DOUBLE = Case("bert-large", 512, 256, "v3-8")
 
 @dataclass(frozen=True)
 class StepCosts:
-    """What the compiler says of a step. A step that it refuses has no work and no exchange, and the temporaries that it
-    would need."""
+    """The compiler's figures for a step. A refused step has no work and no exchange, only the temporaries that it would
+    need."""
 
     flops: float | None  # TFLOP a sequence
     temporaries: float | None  # GiB
@@ -76,7 +76,7 @@ class StepCosts:
 
     @property
     def fits(self) -> bool:
-        """Whether the compiler accepted it."""
+        """Returns whether the compiler accepted the step."""
         return self.flops is not None
 
 
@@ -99,7 +99,7 @@ def compile_step(program: Program, case: Case, state: int) -> StepCosts:
 
 
 def compile_ours(case: Case, parameters: int, **train: Any) -> StepCosts:
-    """The trainer's step."""
+    """Compiles the trainer's step."""
     config, facts = make_run(case.model, case.length, VOCABULARY, case.batch, **train)
     graph = Graph("training", case.batch, case.length)
     [traced] = trace_programs(config, facts, [graph], accelerator(case.accelerator).devices)
@@ -107,8 +107,8 @@ def compile_ours(case: Case, parameters: int, **train: Any) -> StepCosts:
 
 
 def compile_theirs(case: Case, *, first: bool = False) -> tuple[StepCosts, int]:
-    """Hugging Face's model and torch's optimizer: the first step, or one that reads the moments. Also the number of
-    parameters."""
+    """Compiles Hugging Face's model and torch's optimizer: the first step, or one that reads the moments. Also returns
+    the number of parameters."""
     import numpy as np
     import torch
     import torch_xla
@@ -163,7 +163,7 @@ def compile_theirs(case: Case, *, first: bool = False) -> tuple[StepCosts, int]:
 
 
 def compare_steps(case: Case) -> list[Row]:
-    """The rows of one case."""
+    """Returns the rows of one case."""
     print(f"{case}: {PEER}", file=sys.stderr, flush=True)
     theirs, parameters = run_in_process(compile_theirs, case)
     works = [(PEER, theirs.flops)]
@@ -193,7 +193,7 @@ def _name(case: Case) -> str:
 
 
 def _capacity(case: Case) -> float:
-    """GiB of HBM of a device."""
+    """Returns the GiB of HBM of a device."""
     return accelerator(case.accelerator).generation.usable_hbm_bytes_per_device / GIB
 
 
@@ -202,7 +202,7 @@ def _goal(goal: float | None) -> str:
 
 
 def compile_with_remat(case: Case) -> list[Row]:
-    """The row of the same model with whole layers recomputed, at twice the batch."""
+    """Returns the row of the same model with whole layers recomputed, at twice the batch."""
     print(f"{case}: ours with train.remat: layers", file=sys.stderr, flush=True)
     ours = run_in_process(compile_ours, case, 0, remat="layers")
     total = ours.total if ours.fits else None

@@ -1,12 +1,12 @@
-"""The public recipe (transformers' examples/tensorflow/language-modeling-tpu) from end to end on WikiText, with our
-commands and TensorFlow.
+"""Runs the public recipe (transformers' examples/tensorflow/language-modeling-tpu) from end to end on WikiText, with
+our commands and TensorFlow.
 
     make benchmark NAME=public_recipe [ARGS="--json --steps 300 --corpus /data/wikitext"]
 
 A Unigram tokenizer, shards in the recipe's layout without a manifest, masked-language modelling over two logical
-devices (MirroredStrategy: TPUStrategy's path through the backend), and what `pipeline("fill-mask")` of the exported
-folder answers. Trained is on `wiki.valid.tokens`, evaluated on `wiki.test.tokens`. The peer of the perplexity is the
-model that has learnt nothing but how frequent each token is.
+devices (MirroredStrategy: TPUStrategy's path through the backend), and the answers of `pipeline("fill-mask")` of the
+exported folder. It trains on `wiki.valid.tokens` and evaluates on `wiki.test.tokens`. The peer of the perplexity is a
+model that knows only the frequency of each token.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def tpu_train(*arguments: str, **environment: str) -> None:
 
 
 def recipe(corpus: Path, folder: Path, steps: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The run's summary, and the answers for ASKED."""
+    """Runs the recipe; returns the run's summary, and the answers for ASKED."""
     train, evaluation, tokenizer = (
         str(corpus / "wiki.valid.tokens"),
         str(corpus / "wiki.test.tokens"),
@@ -76,7 +76,7 @@ def recipe(corpus: Path, folder: Path, steps: int) -> tuple[dict[str, Any], list
 
 
 def frequency_perplexity(folder: Path) -> float:
-    """Of the evaluation set, when each token is guessed with its frequency in the training set."""
+    """Returns the perplexity of the evaluation set if each token has its frequency in the training set."""
 
     def counts(split: str) -> Any:
         dataset = open_dataset(str(folder / split))

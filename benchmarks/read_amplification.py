@@ -1,5 +1,5 @@
-"""What all hosts of a slice read in an epoch, over the size of the dataset: blocks are read whole, and a host needs
-only some of the records of a block.
+"""Computes the bytes that all hosts of a slice read in an epoch, over the size of the dataset: blocks are read whole,
+and a host needs only some of the records of a block.
 
     make benchmark NAME=read_amplification [ARGS="--records 4000000 --json"]
 

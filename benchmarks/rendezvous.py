@@ -1,18 +1,18 @@
-"""What a meeting of 512 hosts costs host 0: its CPU time, and the bytes that it sends.
+"""Measures the cost of a rendezvous of 512 hosts for host 0: its CPU time, and the bytes that it sends.
 
     make benchmark NAME=rendezvous [ARGS="--json --hosts 512 --meetings 50"]
 
 Host 0 is this process, with the server's thread and its own client as in training. The other hosts are connections of
-another process over loopback, each of which has proved that it knows the secret, and sends what a host's client sends:
-its phase, another one each time, and its arrival. The CPU time is this whole process's, the kernel's part for its
-sockets included; on loopback that is also the receivers' part of TCP.
+another process over loopback, each of which has passed the handshake, and sends what a host's client sends: its
+phase, a new one each time, and its arrival. The CPU time is that of this whole process, the kernel's part for its
+sockets included; on loopback that includes the receivers' part of TCP.
 
-  barrier       nobody has anything to say, as at the end of a step's save: the answer is the same short line for all
+  barrier       no host sends a payload, as at the end of a step's save: all get the same short answer
   checkpoint    every host reports its part of a checkpoint: the answer holds all of them, about 40 KB
-  news          what all hosts do, told to all of them once a second, where each does something else
-  handshake  all hosts connect and are let in
+  news          the phases of all hosts, sent to each of them once a second, where every host has another phase
+  handshake     all hosts connect and are accepted
 
-The peer is the goal, or what was sent while every host was told the phases of all others one by one.
+The peer is the goal, or the bytes of an earlier protocol, which sent every host the phases of all others one by one.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ BEFORE_MB = 12.6
 
 
 class Crowd:
-    """All hosts but host 0."""
+    """The connections of all hosts but host 0."""
 
     def __init__(self, cluster: Cluster) -> None:
         own = host_credentials(cluster, RENDEZVOUS)
@@ -60,12 +60,12 @@ class Crowd:
             self._selector.register(host, selectors.EVENT_READ)
 
     def report(self, phase: str) -> None:
-        """Every host reports a phase of its own."""
+        """Reports a different phase from every host."""
         for worker, host in enumerate(self._hosts, 1):
             host.sendall(encode({"phase": f"{phase} {worker}"}))
 
     def meet(self, name: str, payload: bool) -> int:
-        """All arrive at a barrier, and read its answer. Returns how many bytes they received."""
+        """Lets all hosts arrive at a barrier and read its answer. Returns how many bytes they received."""
         for worker, host in enumerate(self._hosts, 1):
             part = {"name": f"part-{worker:05d}.safetensors", "size": 10**9, "crc32c": worker} if payload else None
             phase = {"phase": f"saving {name}: waiting for all parts"}
@@ -91,7 +91,7 @@ class Crowd:
 
 
 def crowd(cluster: Cluster, orders: Connection) -> None:
-    """The process of all hosts but host 0: does what it is told."""
+    """Runs the process of all hosts but host 0: executes the orders of the measuring process."""
     allow_many_connections()
     hosts = Crowd(cluster)
     orders.send("in")
@@ -101,13 +101,13 @@ def crowd(cluster: Cluster, orders: Connection) -> None:
 
 
 def allow_many_connections() -> None:
-    """As a container engine does."""
+    """Raises the limit of open files, as a container engine does."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def measure(hosts: int, meetings: int) -> dict[str, float]:
-    """CPU milliseconds of host 0 and megabytes received by the others, for each kind of meeting."""
+    """Returns the CPU milliseconds of host 0 and the megabytes received by the others, for each kind of meeting."""
     allow_many_connections()
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port: int = probe.getsockname()[1]

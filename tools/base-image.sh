@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Puts debian:bookworm-slim, from which the images are built, into the engine's store: pulled, or made from Debian's archive where no
+# Puts debian:bookworm-slim, from which the images are built, into the engine's store: pulls it, or makes it from Debian's archive if no
 # registry can be reached.
 set -euo pipefail
 cd "$(dirname "$0")/.."

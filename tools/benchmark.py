@@ -1,12 +1,12 @@
-"""Runs one benchmark where it must run: benchmark.py NAME [the benchmark's arguments]
+"""Runs one benchmark, here or in an image: benchmark.py NAME [the benchmark's arguments]
 
-A benchmark that needs a framework says so in a line of its own, `RUNS_IN = "tensorflow"` (or "torch-xla"): it then runs
+A benchmark that needs a framework declares it in a line, `RUNS_IN = "tensorflow"` (or "torch-xla"): it then runs
 in that image's test stage, from this checkout, as the current user, without a network. Otherwise it runs here. Either
-way it writes .tpu-launch/benchmarks/NAME.json. With the line `VIRTUAL_TPU = True` the virtual TPU is mounted there, for
-processes that ask for it (PJRT_DEVICE=TPU).
+way it writes .tpu-launch/benchmarks/NAME.json. With the line `VIRTUAL_TPU = True` the container also has the virtual
+TPU, for processes with PJRT_DEVICE=TPU.
 
-Real data is at /data there: the folder that BENCHMARK_DATA names, or ../shared/data, where there is one. Packages that
-only the benchmark wants (`PACKAGES = "name==1.0 other==2.0"`) are fetched to .tpu-launch/benchmarks/packages.
+The container has real data at /data: the folder that BENCHMARK_DATA names, or ../shared/data, if it exists. Packages
+that only the benchmark needs (`PACKAGES = "name==1.0 other==2.0"`) are installed into .tpu-launch/benchmarks/packages.
 """
 
 from __future__ import annotations
@@ -80,13 +80,13 @@ def main(arguments: list[str]) -> int:
 
 
 def say(line: str) -> None:
-    """A line of a build."""
+    """Prints a line of a build."""
     print(line, file=sys.stderr, flush=True)
 
 
 def chosen(name: str, *rest: str) -> tuple[str, list[str]]:
-    """The script and its arguments: with `--backend tensorflow`, NAME_tensorflow where there is one, for that backend
-    is in another image."""
+    """Returns the script and its arguments: with `--backend tensorflow`, NAME_tensorflow if it exists, because that
+    backend is in another image."""
     if "--backend" in rest[:-1]:
         at = rest.index("--backend")
         other = f"{name}_{rest[at + 1]}"
@@ -96,7 +96,7 @@ def chosen(name: str, *rest: str) -> tuple[str, list[str]]:
 
 
 def fetch(packages: list[str], folder: Path) -> bool:
-    """Whether the packages are in `folder`, without what they depend on."""
+    """Installs the packages into `folder`, without their dependencies, once. Returns whether pip succeeded."""
     mark = folder / (" ".join(packages) + ".fetched")
     if not mark.exists():
         command = [

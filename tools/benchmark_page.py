@@ -22,7 +22,7 @@ INTRODUCTION = """\
 
 Each table is made by the command above it, on a machine of two cores and 24 GB without a TPU, and written here by
 `make benchmark-page`. Machines differ and are noisy: compare ratios, not seconds. A ratio is ours over the peer's,
-measured in the same run on the same machine. What only a TPU could show is in [limits](limits.md).
+measured in the same run on the same machine. [Limits](limits.md) lists what needs a TPU.
 """
 
 

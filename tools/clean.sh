@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Removes what tpu-launch left on this machine, and checks that nothing is left: emulators' processes, every container, network and volume
+# Removes everything of tpu-launch on this machine, and checks the result: emulators' processes, every container, network and volume
 # with one of our labels, sockets, and this checkout's .tpu-launch and caches. Prints what it removed; exits with 1 when something remains.
 #
 # The virtual environment and the images stay, because they are slow to make; IMAGES=1 removes the images too. Slices on Google
@@ -14,7 +14,7 @@ if ! engine_answers && [ -z "${CLEANING:-}" ] && [ -z "${DOCKER_HOST:-}" ] && [ 
     CLEANING=1 ENGINE_ONLY=1 exec tools/with-engine.sh tools/clean.sh
 fi
 
-# Process ids of emulators' servers, whichever home they serve.
+# Prints the process ids of emulators' servers of all homes.
 server_pids() {
     local folder
     for folder in /proc/[0-9]*; do
@@ -24,7 +24,7 @@ server_pids() {
     done
 }
 
-# Ids of one kind (container, network, volume, image) that are ours.
+# Prints the ids of our objects of one kind (container, network, volume, image).
 list_objects() {
     engine_answers || return 0
     case $1 in

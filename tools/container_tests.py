@@ -4,13 +4,13 @@
   virtual-tpu         tests/virtual_tpu in the torch-xla image, on a virtual v3-8 with 8 devices
   tensorflow          tests/tensorflow in the tensorflow image
   beam                tests/beam in the environment with Apache Beam that the tensorflow image's test stage has
-  oracle-torch-xla    tests/oracle/torch_xla: what the torch-xla image's libtpu understands
+  oracle-torch-xla    tests/oracle/torch_xla: settings that the torch-xla image's libtpu accepts
   oracle-tensorflow   tests/oracle/tensorflow: the same in the tensorflow image for TPUs
 
-  --build-only        no tests: makes what the places need that are not nightly
+  --build-only        runs no tests: builds the images of all places that are not nightly
 
-The image is built by the launcher's own code when anything in it changed. The tests run as the image's user and import
-the `training` package that is in the image; only what the tests read is mounted, read-only.
+The launcher's own code builds the image if anything in it changed. The tests run as the image's user and import the
+`training` package of the image; only files that the tests read are mounted, read-only.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from launcher.images.build import ensure_image
 from launcher.images.specification import default_spec
 
 ROOT = Path(__file__).resolve().parent.parent
-MOUNTED = ("tests", "examples", "launcher", "pyproject.toml")  # of the launcher tests use the emulated bucket
+MOUNTED = ("tests", "examples", "launcher", "pyproject.toml")  # tests use the launcher's emulated bucket
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ PLACES = {
 
 
 def build_images() -> int:
-    """Makes the images that `make test` needs, so that the tests find them, and the volume of the virtual TPU."""
+    """Builds the images that `make test` needs, and the volume of the virtual TPU."""
     try:
         for place in (place for place in PLACES.values() if not place.nightly):
             ensure_image(default_spec(place.image, target="test", build_args=place.build_args), say)
@@ -71,7 +71,7 @@ def build_images() -> int:
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the tests; pytest's exit code, or the launcher's where there is no image."""
+    """Runs the tests. Returns pytest's exit code, or the launcher's if the image can't be built."""
     if arguments == ["--build-only"]:
         return build_images()
     name, *rest = arguments if arguments and arguments[0] in PLACES else ["torch-xla", *arguments]
@@ -123,7 +123,7 @@ def main(arguments: list[str]) -> int:
 
 
 def say(line: str) -> None:
-    """Shows the progress of a build."""
+    """Prints a line of a build."""
     print(line, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""A hook of mkdocs: links from docs/ to files outside it (`../launcher/config.py`) become the file's path.
+"""A hook for mkdocs: links from docs/ to files outside it (`../launcher/config.py`) become the file's path.
 
 On a code host such a link opens the file. The built pages hold no sources, so a link would lead nowhere.
 tests/launcher/test_readme.py checks that every linked file exists.
@@ -14,7 +14,7 @@ _LINK = re.compile(r"\[([^\]]+)\]\(((?:\.\./)+[^)#]+)(#[^)]*)?\)")
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_other: Any) -> str:
-    """Called by mkdocs for each page's text before it is rendered."""
+    """Rewrites the links of a page. mkdocs calls it with each page's text before rendering."""
     folder = posixpath.dirname(page.file.src_uri)
 
     def replaced(match: re.Match[str]) -> str:

@@ -1,6 +1,6 @@
 """Writes k8s/: the output of `tpu-launch manifest` as a kustomize base with overlays, for users of kubectl alone.
 
-An overlay is the difference that other values in examples/gke.yaml make: a JSON patch (RFC 6902) between both
+An overlay is the effect of other values in examples/gke.yaml: a JSON patch (RFC 6902) between both
 manifests. A test checks that k8s/ is up to date and that kubectl builds it. To write it again:
 .venv/bin/python -m tools.kustomize
 """

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Checks that the programs which a target needs are installed: need.sh [python] [containers] [gcloud] [kubectl]
 #
-# On Debian as root, what is missing is installed; otherwise one message says what to install, and the exit code is 2.
+# On Debian as root it installs missing programs; otherwise one message says what to install, and the exit code is 2.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 log=.tpu-launch/setup.log

@@ -1,7 +1,7 @@
-"""The pages of docs/reference/ that are made from the code: python -m tools.reference [--check]
+"""Generates the pages of docs/reference/ from the code: python -m tools.reference [--check]
 
-Without an argument the pages are written; with `--check` nothing is written, and the exit code is 1 when a page is
-stale. tests/launcher/test_reference.py checks the same, and that every key, option and exit code has its text.
+Without an argument it writes the pages; with `--check` it writes nothing, and the exit code is 1 if a page is stale.
+tests/launcher/test_reference.py checks the same, and that every key, option and exit code has its text.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Key:
 
 
 def configuration_page() -> str:
-    """Every key of the YAML file."""
+    """Returns the page of all keys of the YAML file."""
     lines = [
         *_title("Configuration", "launcher/config/sections.py", "launcher/config/gke.py", "training/config.py"),
         "One YAML file describes a run. Unknown keys, wrong types and contradictions are refused, with their line,",
@@ -78,7 +78,7 @@ def configuration_page() -> str:
 
 
 def roots() -> list[tuple[str, type[BaseModel], tuple[str, ...]]]:
-    """The two halves of the file: heading, model, names of its keys."""
+    """Returns the two halves of the file: heading, model, names of its keys."""
     root = launcher.config.Root
     return [
         ("Read by `tpu-launch`", root, tuple(root.model_fields)),
@@ -87,7 +87,7 @@ def roots() -> list[tuple[str, type[BaseModel], tuple[str, ...]]]:
 
 
 def all_keys() -> Iterator[tuple[str, Key]]:
-    """Every key with its path, for example ("slice.queued.valid_until_hours", Key)."""
+    """Yields every key with its path, for example ("slice.queued.valid_until_hours", Key)."""
 
     def below(prefix: str, model: type[BaseModel]) -> Iterator[tuple[str, Key]]:
         for key in keys(model):
@@ -100,7 +100,7 @@ def all_keys() -> Iterator[tuple[str, Key]]:
 
 
 def keys(model: type[BaseModel]) -> list[Key]:
-    """The keys of a section, in the order of the code."""
+    """Returns the keys of a section, in the order of the code."""
     hints = typing.get_type_hints(model, include_extras=True)
     return [_key(name, field, hints[name]) for name, field in model.model_fields.items()]
 
@@ -157,7 +157,7 @@ def _type_name(hint: Any) -> str:
 
 
 def _bounds(metadata: list[Any]) -> str:
-    """For example ">= 1, <= 600"."""
+    """Returns the bounds as text, for example ">= 1, <= 600"."""
     signs = ((annotated_types.Ge, "ge", ">="), (annotated_types.Gt, "gt", ">"))
     signs += ((annotated_types.Le, "le", "<="), (annotated_types.Lt, "lt", "<"))
     return ", ".join(
@@ -193,13 +193,13 @@ def _unit(name: str, field: FieldInfo) -> str:
 
 
 def commands_page() -> str:
-    """Every command of `tpu-launch`."""
+    """Returns the page of all commands of `tpu-launch`."""
     introduction = "`tpu-launch` runs on your machine. Every command takes `-h` and explains itself."
     return _commands("Commands of tpu-launch", "launcher/cli", "tpu-launch", tpu_launch, introduction)
 
 
 def trainer_commands_page() -> str:
-    """Every command of `tpu-train`."""
+    """Returns the page of all commands of `tpu-train`."""
     introduction = (
         "`tpu-train` runs in the container: on every host of a slice when `tpu-launch run` starts it, "
         "or on this machine by `tpu-launch local -- tpu-train ...`."
@@ -208,7 +208,7 @@ def trainer_commands_page() -> str:
 
 
 def all_commands(program: str, group: click.Group) -> Iterator[tuple[str, click.Command]]:
-    """Every command below a group with its full name, for example ("tpu-train dataset show", Command)."""
+    """Yields every command below a group with its full name, for example ("tpu-train dataset show", Command)."""
     context = click.Context(group, info_name=program)
     for name in group.list_commands(context):
         command = group.get_command(context, name)
@@ -223,7 +223,7 @@ def all_commands(program: str, group: click.Group) -> Iterator[tuple[str, click.
 
 
 def parameters(command: click.Command) -> list[click.Parameter]:
-    """The visible parameters, arguments first."""
+    """Returns the visible parameters, arguments first."""
     visible = [item for item in command.params if not getattr(item, "hidden", False)]
     return sorted(visible, key=lambda item: not isinstance(item, click.Argument))
 
@@ -248,7 +248,7 @@ def _commands(title: str, source: str, program: str, group: click.Group, introdu
 
 
 def _help(command: click.Command) -> list[str]:
-    """The help text; paragraphs that click must not wrap become code."""
+    """Returns the help text; paragraphs that click must not wrap become code."""
     lines: list[str] = []
     for paragraph in inspect.cleandoc(command.help or "").split("\n\n"):
         if paragraph.startswith("\b"):
@@ -278,7 +278,7 @@ def _option_table(command: click.Command) -> list[str]:
 
 
 def exit_codes_page() -> str:
-    """The exit codes of both programs."""
+    """Returns the page of the exit codes of both programs."""
     lines = [
         *_title("Exit codes", "launcher/errors.py", "training/errors.py"),
         "What a script may decide by. A number means the same in every command that can return it.",
@@ -304,7 +304,7 @@ def exit_codes_page() -> str:
 
 
 def member_texts(definition: type) -> dict[str, str]:
-    """Name -> the string literal below it, of a class's members that have one."""
+    """Returns name -> string literal below the member, for members of a class that have one."""
     (body,) = (node.body for node in ast.parse(inspect.getsource(definition)).body if isinstance(node, ast.ClassDef))
     texts: dict[str, str] = {}
     for node, following in itertools.pairwise(body):
@@ -325,7 +325,7 @@ def _code_table(codes: type[IntEnum]) -> list[str]:
 
 
 def events_page() -> str:
-    """Every kind of event of a run's ledger."""
+    """Returns the page of all kinds of events of a run's ledger."""
     lines = [
         *_title("Events of a run", "launcher/run/events.py"),
         "`tpu-launch events` shows what happened to a run, `--json` with every detail. Each line of `events.jsonl`",
@@ -346,7 +346,7 @@ def events_page() -> str:
 
 
 def accelerators_page() -> str:
-    """Every accelerator type."""
+    """Returns the page of all accelerator types."""
     lines = [
         *_title("Accelerators", "training/accelerators.py"),
         "The values of `slice.accelerator_type`. A host is one TPU VM; a device is what PJRT shows, and",
@@ -379,7 +379,7 @@ PAGES = {
 
 
 def stale() -> list[str]:
-    """The names of the pages that differ from what the code says now."""
+    """Returns the names of the pages that differ from the generated ones."""
     return [
         name
         for name, page in PAGES.items()

@@ -1,8 +1,8 @@
-"""Everything `make test` runs: lint, fast tests, tests inside the images, whole emulated slices. run_tests.py
+"""Runs all stages of `make test`: lint, fast tests, tests inside the images, whole emulated slices. run_tests.py
 [stage...]
 
-A stage that fails does not keep the next from running. Each stage's output goes to the screen and to
-.tpu-launch/tests/<stage>.log; at the end comes a table of what ran and how long it took, and as the last line "N
+After a failed stage the next one still runs. Each stage's output goes to the screen and to
+.tpu-launch/tests/<stage>.log; at the end it prints a table of the stages with their times, and as the last line "N
 passed, N failed", also in .tpu-launch/tests/closing-line.
 """
 
@@ -32,7 +32,7 @@ class Stage:
     command: tuple[str, ...]
     seconds: int  # how long it may take
     runs_tests: bool = True
-    idle: bool = False  # takes only the processor's time that nothing else wants
+    idle: bool = False  # uses only idle processor time
 
 
 @dataclass(frozen=True)
@@ -137,11 +137,11 @@ class Running:
         self._ended = time.monotonic()
 
     def has_ended(self) -> bool:
-        """Whether the process has ended and all its lines were read."""
+        """Returns whether the process has ended and all its lines were read."""
         return self.process.poll() is not None and not self._reading.is_alive()
 
     def outcome(self) -> Outcome:
-        """Waits for its end."""
+        """Waits for the end of the stage and returns its outcome."""
         returncode = self.process.wait()
         self._late.cancel()
         self._reading.join()
@@ -152,13 +152,14 @@ class Running:
 
 
 def yield_to_other_sessions(process: int) -> None:
-    """Where the kernel shares the processor between sessions first, `nice` counts only inside one (sched(7))."""
+    """Lowers this session's share: where the kernel divides the processor by sessions, `nice` acts only inside one
+    (sched(7))."""
     with contextlib.suppress(OSError):
         Path(f"/proc/{process}/autogroup").write_text("19", encoding="ascii")
 
 
 class Lane:
-    """Stages that run one after the other."""
+    """Stages that run one after another."""
 
     def __init__(self, stages: Sequence[Stage], *, named: bool) -> None:
         self.outcomes: list[Outcome] = []
@@ -172,7 +173,7 @@ class Lane:
         self.running = Running(stage, prefix=f"{stage.name}: " if self._named else "") if stage else None
 
     def advance(self) -> bool:
-        """Starts the next stage where one has ended. Whether any is left."""
+        """Starts the next stage if the current one has ended. Returns whether any stage remains."""
         if self.running and self.running.has_ended():
             self.outcomes.append(self.running.outcome())
             self._start_next()
@@ -180,7 +181,7 @@ class Lane:
 
 
 def run(rows: Sequence[Sequence[Sequence[Stage]]], beside: Sequence[Stage]) -> list[Outcome]:
-    """Runs the rows one after the other, and the stages of `beside` meanwhile."""
+    """Runs the rows one after another, and the stages of `beside` at the same time."""
     lanes = [Lane(beside, named=True)]
     try:
         for row in rows:
@@ -203,7 +204,7 @@ def count(closing: str, *words: str) -> int:
 
 
 def end(processes: Sequence[subprocess.Popen[str]], why: str) -> None:
-    """Interrupts stages as Ctrl-C would, so that they can clean up; kills what is left after a minute."""
+    """Interrupts stages as Ctrl-C would, so that they can clean up; kills remaining processes after a minute."""
     print(why, flush=True)
     for number in (signal.SIGINT, signal.SIGKILL):
         for process in processes:
@@ -216,7 +217,7 @@ def end(processes: Sequence[subprocess.Popen[str]], why: str) -> None:
 
 
 def choose(stages: Sequence[Stage], names: Sequence[str]) -> list[Stage]:
-    """Those that were asked for; all of them where none was."""
+    """Returns the named stages; all of them if none is named."""
     return [stage for stage in stages if not names or stage.name in names]
 
 

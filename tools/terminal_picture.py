@@ -1,7 +1,7 @@
-"""The picture of a rehearsal in README: make rehearsal 2>&1 | python -m tools.terminal_picture FILE.svg
+"""Draws the picture of a rehearsal in README: make rehearsal 2>&1 | python -m tools.terminal_picture FILE.svg
 
-Reads what a terminal shows and draws it as SVG, with the commands highlighted. Left out are the lines of image builds
-and of `--help`; long lines are cut. The picture names no font of the network: it opens without one.
+Reads the output of a terminal and draws it as SVG, with the commands highlighted, without the lines of image builds
+and of `--help`; long lines are cut. The picture uses no font from the network.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rich.text import Text
 
 _COLUMNS = 118
 _COMMAND = re.compile(r" *[\d.]+s  \$ ")
-# Image builds, the help text that shows that the image works, gloo's greetings, the summary's JSON.
+# Image builds, the help text of the image's check, gloo's greetings, the summary's JSON.
 _LEFT_OUT = re.compile(
     r"image builds trust| building | built |\[\S+ (\d|\d/\d)\] |\[Gloo\]|summary: \{|^ {9}( *$|[UOC ] *\S+.*)"
 )
@@ -25,7 +25,7 @@ _FONT_FACE = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
 
 
 def picture(lines: Iterable[str], title: str = "make rehearsal") -> str:
-    """The lines as an SVG document."""
+    """Returns the lines as an SVG document."""
     console = Console(record=True, width=_COLUMNS, file=open("/dev/null", "w", encoding="utf-8"))  # noqa: SIM115
     console.print(Text("$ make rehearsal", style="bold green"))
     for line in shown(lines):
@@ -35,7 +35,7 @@ def picture(lines: Iterable[str], title: str = "make rehearsal") -> str:
 
 
 def shown(lines: Iterable[str]) -> Iterator[str]:
-    """The lines that the picture has, cut to its width."""
+    """Yields the lines of the picture, cut to its width."""
     folder = str(Path.cwd())
     for line in lines:
         text = line.rstrip("\n").replace(folder, "~/tpu-launch")

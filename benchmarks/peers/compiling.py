@@ -1,5 +1,4 @@
-"""What the benchmarks of the TPU compiler have in common: the run whose step is compiled, and a process for each
-compilation."""
+"""Shared by the benchmarks of the TPU compiler: the run whose step is compiled, and a process for each compilation."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ T = TypeVar("T")
 
 
 def make_run(model: str, length: int, vocabulary: int, batch: int, **train: Any) -> tuple[TrainerConfig, DataFacts]:
-    """A run of MLM in bf16, and the facts of its data. Nothing is read.
+    """Returns a run of MLM in bf16, and the properties of its data. Reads no files.
 
     Args:
         model: a name, as of model.name.
@@ -34,6 +33,6 @@ def make_run(model: str, length: int, vocabulary: int, batch: int, **train: Any)
 
 def run_in_process(function: Callable[..., T], *arguments: Any, **keywords: Any) -> T:
     """Calls a function in a process of its own, whose memory (7 GB and more for bert-large) is free afterwards. Raises
-    BrokenProcessPool when that process dies."""
+    BrokenProcessPool if that process dies."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(function, *arguments, **keywords).result()

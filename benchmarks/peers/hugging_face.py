@@ -1,8 +1,8 @@
-"""The peer: Hugging Face's Trainer in plain torch on the CPU, as a process of its own: hugging_face.py JOB.json
+"""Runs the peer: Hugging Face's Trainer in plain torch on the CPU, as a process of its own: hugging_face.py JOB.json
 
 It is driven as the public recipes drive it (transformers' run_mlm.py and run_glue.py): a model, rows, a collator,
-TrainingArguments. It prints `step N` after each step, for whoever measures, and at the end one JSON object with the
-figures of the evaluation, if there is one.
+TrainingArguments. It prints `step N` after each step, for the measuring process, and at the end one JSON object with
+the figures of the evaluation, if there is one.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Rows(Dataset[dict[str, Any]]):
 
 
 class InOrder(IterableDataset[dict[str, Any]]):
-    """The same rows in the order in which they are."""
+    """The same rows in their stored order."""
 
     def __init__(self, rows: Rows) -> None:
         self.rows = rows
@@ -58,7 +58,7 @@ class InOrder(IterableDataset[dict[str, Any]]):
 
 
 class Steps(TrainerCallback):
-    """Tells of each step."""
+    """Prints a line after each step."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         print(f"step {state.global_step}", flush=True)
@@ -74,7 +74,7 @@ def model(job: dict[str, Any]) -> torch.nn.Module:
 
 
 def figures(network: torch.nn.Module, rows: Rows, batch: int) -> dict[str, float]:
-    """Loss and accuracy over the predictions of the rows: those with a label that is not -100."""
+    """Returns loss and accuracy over the predictions: the positions whose label is not -100."""
     network.eval()
     loss, hits, count = 0.0, 0, 0
     with torch.no_grad():

@@ -1,7 +1,7 @@
-"""The peer of `backend: tensorflow`, as a process of its own: keras_fit.py JOB.json
+"""Runs the peer of `backend: tensorflow`, as a process of its own: keras_fit.py JOB.json
 
-It is the public recipe's run_mlm.py (transformers' examples/tensorflow/language-modeling-tpu).
-Its data pipeline, model, optimizer and `model.fit`, on shards in its layout. TPUStrategy is left out: there is no TPU.
+It has the data pipeline, model, optimizer and `model.fit` of the public recipe's run_mlm.py (transformers'
+examples/tensorflow/language-modeling-tpu), on shards in its layout, without TPUStrategy: there is no TPU.
 It prints `step N` after each step.
 """
 
@@ -25,14 +25,14 @@ SHUFFLE = 2**18  # the recipe's default
 
 
 class Steps(tf_keras.callbacks.Callback):
-    """Tells of each step."""
+    """Prints a line after each step."""
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         print(f"step {batch + 1}", flush=True)
 
 
 def rows(folder: Path, length: int, batch: int, collator: Any) -> Any:
-    """prepare_dataset of run_mlm.py, endless."""
+    """Returns the dataset of run_mlm.py's prepare_dataset, repeated without end."""
     spec = {name: tf.io.FixedLenFeature(dtype=tf.int64, shape=(length,)) for name in ("input_ids", "attention_mask")}
     tokenizer = collator.tokenizer
 

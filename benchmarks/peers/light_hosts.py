@@ -1,4 +1,4 @@
-"""Slices of light hosts: what gcloud, ssh and the launcher need of a host, without a machine for each.
+"""Slices of light hosts, which have what gcloud, ssh and the launcher need, without a machine for each.
 
 All hosts of a slice are in one container, each with an address and an sshd of its own. In place of a container engine a
 shell script runs a command as a plain process. Before them is the emulator's Cloud TPU API. Everything is removed when
@@ -112,7 +112,7 @@ class Rack:
         )
 
     def up(self) -> None:
-        """`tpu-launch up`."""
+        """Runs `tpu-launch up`."""
         argv = [sys.executable, "-m", "launcher.cli", "up", "-f", "run.yaml"]
         ended = subprocess.run(
             argv, cwd=self.folder, env=self.environment, capture_output=True, text=True, check=False, timeout=600
@@ -120,7 +120,7 @@ class Rack:
         assert ended.returncode == 0, ended.stderr
 
     def gcloud(self) -> float:
-        """Seconds of one gcloud call that runs `true` on every host."""
+        """Returns the seconds of one gcloud call that runs `true` on every host."""
         argv = [
             "gcloud",
             "compute",
@@ -139,7 +139,7 @@ class Rack:
         return time.perf_counter() - begun
 
     def running(self) -> list[int]:
-        """The hosts on which a process of a run is left."""
+        """Returns the hosts on which a process of a run still exists."""
         script = (
             "cd /rack; for p in */tpu-launch-*/child; do [ -e $p ] && kill -0 $(cat $p) 2>/dev/null && echo ${p%%/*}; "
             "done; true"
@@ -147,20 +147,20 @@ class Rack:
         return [int(line) for line in self.inside(script).split()]
 
     def bytes_on_the_wire(self) -> int:
-        """Bytes that the hosts have received and sent."""
+        """Returns the bytes that the hosts have received and sent."""
         fields = (
             next(line for line in self.inside("cat /proc/net/dev").splitlines() if "eth0" in line).split(":")[1].split()
         )
         return int(fields[0]) + int(fields[8])
 
     def looks(self) -> int:
-        """How often a container's state was read."""
+        """Returns how often a container's state was read."""
         return int(self.inside("cat /rack/*/looks 2>/dev/null | wc -l"))
 
 
 @contextmanager
 def rack(hosts: int) -> Iterator[Rack]:
-    """A slice of light hosts, which is up. Everything is removed at the end."""
+    """Creates a slice of light hosts; removes everything at the end."""
     docker = engine.require_engine()
     image = ensure_image(
         folder_spec(IMAGE, ROOT / "images" / "host"), lambda line: print(line, file=sys.stderr)
@@ -245,7 +245,7 @@ def rack(hosts: int) -> Iterator[Rack]:
 
 
 def serve_api(state: EmulatorState) -> tuple[int, Closing]:
-    """The emulator's Cloud TPU API over `state`; operations end at once."""
+    """Serves the emulator's Cloud TPU API over `state`; operations end at once."""
     lock = threading.Lock()
 
     def answer(request: HttpRequest) -> HttpResponse:
@@ -271,7 +271,7 @@ def serve_api(state: EmulatorState) -> tuple[int, Closing]:
 
 @dataclass
 class Closing:
-    """A listener, and who accepts on it."""
+    """A listener, and the acceptor that serves it."""
 
     listener: Any
 
@@ -283,7 +283,8 @@ class Closing:
 
 
 def make_node(state: EmulatorState, hosts: int, owner: Owner, host_key: str) -> Any:
-    """The slice, as `tpu-launch up` of `owner` would have created it. `host_key`: the ssh key that its hosts show."""
+    """Adds the node as `tpu-launch up` of `owner` would have created it. `host_key`: the ssh key that its hosts
+    show."""
     labels = {ownership.LABEL: "1", ownership.OWNER: owner.user}
     if owner.account:
         labels[ownership.ACCOUNT] = owner.account

@@ -1,5 +1,5 @@
-"""Trainers as processes whose steps are timed from outside, ours and the peer's alike: by the times at which the lines
-with their numbers arrive."""
+"""Runs trainers as processes and times their steps from outside, ours and the peer's alike, by the arrival of the
+lines with their numbers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STEP = re.compile(r"step +(\d+)\b")
 
 
 def timed(command: list[str], warm: int, seconds: float = 1500, **environment: str) -> tuple[float, str]:
-    """Steps a second after the first `warm` ones (0 when there were no more), and all that was printed."""
+    """Returns steps per second after the first `warm` ones (0 if there were no more), and the whole output."""
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -48,7 +48,7 @@ def timed(command: list[str], warm: int, seconds: float = 1500, **environment: s
 
 
 def done(command: list[str], seconds: float = 1500) -> str:
-    """What a command printed that must succeed."""
+    """Runs a command and returns its output; raises an error if it fails."""
     ended = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
     if ended.returncode:
         raise SystemExit(f"{' '.join(command)} ended with code {ended.returncode}:\n{ended.stdout}{ended.stderr}")
@@ -56,7 +56,7 @@ def done(command: list[str], seconds: float = 1500) -> str:
 
 
 def ours(folder: Path, config: dict[str, Any], warm: int, run_id: str = "run") -> tuple[float, dict[str, Any]]:
-    """Steps a second of `tpu-train train`, and the run's summary."""
+    """Returns steps per second of `tpu-train train`, and the run's summary."""
     path = folder / f"{run_id}.yaml"
     path.write_text(yaml.safe_dump(config))
     rate, _ = timed([sys.executable, "-m", "training.cli", "train", str(path), "--run-id", run_id], warm)
@@ -65,7 +65,7 @@ def ours(folder: Path, config: dict[str, Any], warm: int, run_id: str = "run") -
 
 
 def peer(folder: Path, job: dict[str, Any], warm: int) -> tuple[float, str]:
-    """Steps a second of Hugging Face's Trainer, and what it printed."""
+    """Returns steps per second of Hugging Face's Trainer, and its output."""
     path = folder / "job.json"
     path.write_text(json.dumps({"out": str(folder / "peer"), **job}))
     return timed([sys.executable, str(PEER), str(path)], warm)

@@ -1,4 +1,4 @@
-"""What a benchmark prints: rows that set ours beside a peer's, as a table or as one JSON object."""
+"""Prints the results of a benchmark: rows with our figure beside a peer's, as a table or as one JSON object."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ Row = dict[str, Any]
 
 
 def row(name: str, unit: str, ours: float | None, peer_name: str, peer: float | None, goal: str) -> Row:
-    """A row of the table.
+    """Returns a row of the table.
 
     Args:
-        name: of what was measured.
+        name: of the measurement.
         unit: of both numbers.
         ours: None where it can't be measured here.
         peer_name: of the peer.
@@ -34,7 +34,7 @@ def row(name: str, unit: str, ours: float | None, peer_name: str, peer: float | 
 
 
 def table(rows: list[Row]) -> str:
-    """The rows as aligned text."""
+    """Returns the rows as aligned text."""
     lines = [f"{'':56} {'ours':>10} {'peer':>10} {'ratio':>7}  unit, peer, goal"]
     for item in rows:
         ratio = "" if item["ratio"] is None else f"{item['ratio']:.3f}"

@@ -1,4 +1,4 @@
-"""Fine-tunes BERT to name the intent of a sentence, with a training loop of its own and Hugging Face's Accelerate.
+"""Fine-tunes BERT to name the intent of a sentence, with its own training loop and Hugging Face's Accelerate.
 
 A program as it would run anywhere: nothing of tpu-launch is imported. One process for each device; Accelerate gives
 each its part of the data and averages the gradients. Without --model and --data it trains a small BERT on a few
@@ -39,7 +39,7 @@ Row = tuple[str, str]  # text, intent
 
 
 def read(folder: str, name: str) -> list[Row]:
-    """The rows of a CSV file with the columns text and category, in a folder or a bucket."""
+    """Returns the rows of a CSV file with the columns text and category, in a folder or a bucket."""
     if folder.startswith("gs://"):
         from google.cloud import storage
 
@@ -51,7 +51,8 @@ def read(folder: str, name: str) -> list[Row]:
 
 
 def sentences() -> tuple[list[Row], list[Row]]:
-    """Every opening, text and closing with its intent: seven of eight to train on, the others to try."""
+    """Returns every opening, text and closing with its intent: seven of eight for training, the others for
+    evaluation."""
     rows = [
         (f"{opening} {text} {closing}".strip(), intent)
         for intent, texts in INTENTS.items()
@@ -61,7 +62,7 @@ def sentences() -> tuple[list[Row], list[Row]]:
 
 
 def word_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """A vocabulary of the words in `texts`, with BERT's special tokens."""
+    """Returns a vocabulary of the words in `texts`, with BERT's special tokens."""
     names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
     words = Tokenizer(models.WordLevel(unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -100,7 +101,7 @@ def main() -> None:
             texts, padding="max_length", truncation=True, max_length=options.length, return_tensors="pt"
         )
         data = TensorDataset(encoded["input_ids"], encoded["attention_mask"], labels)
-        # Whole batches only: a shorter last one would be a new shape, which is compiled anew.
+        # Whole batches only: a shorter last one would be a new shape, which causes a compilation.
         return DataLoader(data, options.batch_size, shuffle=shuffle, drop_last=True)
 
     batches, trials = loader(training, shuffle=True), loader(test, shuffle=False)

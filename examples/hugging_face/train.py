@@ -36,14 +36,14 @@ CLOSINGS = ["", "thanks", "as soon as possible", "today", "for the second time",
 
 @dataclass
 class DataArguments:
-    """What this program takes beside TrainingArguments."""
+    """This program's arguments in addition to TrainingArguments."""
 
     sequence_length: int = 24
     upload: str = ""  # gs://bucket/folder: the finished model is copied there
 
 
 def sentences() -> Dataset:
-    """Every opening, text and closing with its intent, shuffled. Put `datasets.load_dataset(...)` here."""
+    """Returns every opening, text and closing with its intent, shuffled. Put `datasets.load_dataset(...)` here."""
     rows = [
         {"text": f"{opening} {text} {closing}".strip(), "label": label}
         for label, texts in enumerate(INTENTS.values())
@@ -53,7 +53,7 @@ def sentences() -> Dataset:
 
 
 def word_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """A vocabulary of the words in `texts`, with BERT's special tokens."""
+    """Returns a vocabulary of the words in `texts`, with BERT's special tokens."""
     names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
     words = Tokenizer(models.WordLevel(unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -84,7 +84,7 @@ def main() -> None:
     tokenizer = word_tokenizer(rows["text"])
 
     def encode(batch: dict) -> dict:
-        # One shape for every batch: on a TPU each new shape is compiled anew.
+        # One shape for every batch: on a TPU each new shape causes a compilation.
         return tokenizer(batch["text"], padding="max_length", truncation=True, max_length=data.sequence_length)
 
     encoded = rows.map(encode, batched=True, remove_columns=["text"]).train_test_split(test_size=128, seed=0)

@@ -25,7 +25,7 @@ PORT = 8476  # of host 0; any that is free there
 
 
 def join() -> None:
-    """Makes the hosts' processes one program: `tpu-launch` tells each where the others are."""
+    """Joins the hosts' processes to one program, by the addresses that `tpu-launch` sets."""
     hosts = os.environ.get("TPU_WORKER_HOSTNAMES", "localhost").split(",")
     if os.environ.get("PJRT_DEVICE") == "CPU":  # an emulated slice
         jax.config.update("jax_platforms", "cpu")
@@ -35,7 +35,7 @@ def join() -> None:
 
 
 def batch(step: int) -> tuple[np.ndarray, np.ndarray]:
-    """This host's rows of a step's batch; the seed is the step and the host, so that a batch is the same again."""
+    """Returns this host's rows of a step's batch, from a seed of step and host: repeated steps get the same batch."""
     rows = BATCH // jax.process_count()
     x = np.random.default_rng((step, jax.process_index())).normal(size=(rows, 2)).astype(np.float32)
     return x, np.sin(3 * x[:, 0]) * x[:, 1]
@@ -54,7 +54,7 @@ def blob(url: str):
 
 
 def save(url: str, step: int, weights: dict[str, jax.Array]) -> None:
-    """Process 0 writes one object, which is there as a whole or not at all."""
+    """Writes the weights as one object, atomically, in process 0."""
     if url and jax.process_index() == 0:
         file = io.BytesIO()
         np.savez(file, step=step, **{name: np.asarray(value) for name, value in weights.items()})
@@ -63,7 +63,7 @@ def save(url: str, step: int, weights: dict[str, jax.Array]) -> None:
 
 
 def restore(url: str) -> tuple[int, dict[str, np.ndarray]]:
-    """The step and the weights that were saved last; step 0 and none when nothing was."""
+    """Returns the step and the weights that were saved last; step 0 and None if there are none."""
     saved = blob(url) if url else None
     if saved is None or not saved.exists():
         return 0, {}
@@ -96,12 +96,12 @@ def main() -> None:
 
     @jax.jit
     def update(weights, x, y, asked):
-        value, gradients = jax.value_and_grad(loss)(weights, x, y)  # XLA adds the devices' gradients up
+        value, gradients = jax.value_and_grad(loss)(weights, x, y)  # XLA sums the gradients of the devices
         return jax.tree.map(lambda weight, gradient: weight - RATE * gradient, weights, gradients), value, asked.max()
 
     value = jnp.nan
     for step in range(begin, options.steps):
-        # Whether somebody was asked to stop goes through the step, so that all leave after the same one.
+        # The step sums the stop requests of all hosts, so that all exit after the same step.
         asked = np.full(jax.local_device_count(), len(stopping), np.float32)
         parts = (jax.make_array_from_process_local_data(rows, part) for part in (*batch(step), asked))
         weights, value, stop = update(weights, *parts)
@@ -111,7 +111,7 @@ def main() -> None:
         if stop or done % options.save_every == 0 or done == options.steps:
             save(options.save, done, weights)
         if stop and done < options.steps:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # this host's own may come while it leaves
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # this host's own SIGTERM may arrive while it exits
             sys.exit(75)  # saved: `tpu-launch run` starts the program again
     print(
         f"process {jax.process_index()} of {jax.process_count()}, {jax.device_count()} {jax.default_backend()} "

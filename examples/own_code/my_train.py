@@ -9,7 +9,7 @@ one process a host drives all its chips (SPMD): the compiler sums the gradients.
 
 import os
 
-from training.distributed.cluster import discover, tpu_environment  # of the image
+from training.distributed.cluster import discover, tpu_environment  # installed in the image
 
 WORKER = int(os.environ.get("TPU_WORKER_ID", "0"))
 HOSTS = os.environ.get("TPU_WORKER_HOSTNAMES", "localhost").split(",")  # addresses, in worker order
@@ -37,7 +37,7 @@ elif len(HOSTS) > 1:
 
 
 def send(rows: np.ndarray) -> torch.Tensor:
-    """This host's rows; on TPU as part of one array over the devices of all hosts."""
+    """Returns this host's rows; on TPU as part of one array over the devices of all hosts."""
     if not TPU:
         return torch.from_numpy(rows).to(device)
     spec = spmd.ShardingSpec(mesh, ("data", None), minibatch=len(HOSTS) > 1)
