@@ -1,11 +1,8 @@
-"""Claims about waiting for a slice in the queue. The clock is simulated, and so is the API: gcloud's calls change its
-state as the test says."""
+"""Claims about waiting for a slice in the queue of the emulated API; the clock is simulated."""
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,64 +12,15 @@ from launcher.config import Config, load
 from launcher.emulator import faults
 from launcher.emulator.state import Fault
 from launcher.errors import LaunchError
-from launcher.gcloud.errors import Conflict, PermissionDenied, QuotaExceeded, ResourceNotFound, Stockout
+from launcher.gcloud.errors import Conflict, PermissionDenied, QuotaExceeded, Stockout
+from launcher.owner import Owner
 from launcher.provider import SliceState
-from launcher.providers import this_machine
-from launcher.shell import Result
 from launcher.tpu_vm import ownership, queued, slices
 from launcher.tpu_vm.ownership import NotOurs
-from tests.launcher.emulated_gcloud import BOB, DENIED, OFFLINE, UNAVAILABLE, Clock, Cloud
-from training.machine.clock import format_time
+from tests.gcloud_commands import Command
+from tests.launcher.emulated_gcloud import ANN, BOB, DENIED, OFFLINE, UNAVAILABLE, Cloud
 
 HOUR = 3600.0
-
-
-class Queue:
-    """The API: one request, whose state is a function of its age in seconds."""
-
-    def __init__(self, clock: Clock, state: Callable[[int, float], str], error: str = "") -> None:
-        self.clock, self.state, self.error = clock, state, error
-        self.created: float | None = None
-        self.calls: list[str] = []
-
-    def request(self, config: Config) -> None:
-        """As if it had been made before."""
-        self.created = self.clock.now
-        self.calls.append("create")
-
-    def run(self, argv: Sequence[str], **_options: object) -> Result:
-        try:
-            return Result(tuple(argv), 0, self.call(argv), "")
-        except ResourceNotFound as error:
-            return Result(tuple(argv), 1, "", f"ERROR: NOT_FOUND: {error}")
-
-    def call(self, argv: Sequence[str]) -> str:
-        verb = argv[4]
-        if verb == "describe":
-            if self.created is None:
-                raise ResourceNotFound("no such request")
-            state = self.state(self.calls.count("create"), self.clock.now - self.created)
-            document = {
-                "name": "projects/p/locations/z/queuedResources/s",
-                "state": {"state": state, "stateInitiator": "SERVICE"},
-                "createTime": format_time(self.created),
-                "tpu": {
-                    "nodeSpec": [
-                        {"node": {"labels": {"tpu-launch": "1", "tpu-launch-owner": this_machine().owner.user}}}
-                    ]
-                },
-            }
-            if self.error:
-                document["state"]["failedData"] = {"error": {"message": self.error}}  # type: ignore[index]
-            return json.dumps(document)
-        self.calls.append(verb)
-        self.created = self.clock.now if verb == "create" else None
-        return ""
-
-    def node(self) -> SliceState | None:
-        if self.created is None or self.state(self.calls.count("create"), self.clock.now - self.created) != "ACTIVE":
-            return None
-        return SliceState("s", "READY", "HEALTHY", "v5litepod-8", ("10.0.0.1",))
 
 
 @pytest.fixture
@@ -82,75 +30,95 @@ def config(tmp_path: Path) -> Config:
     return load(tmp_path / "run.yaml")
 
 
-def obtain(config: Config, queue: Queue, seed: int = 0) -> list[str]:
-    said: list[str] = []
-    machine = replace(this_machine(), clock=queue.clock, run=queue.run, random=random.Random(seed))
-    queued.obtain(config, {}, queue.node, said.append, machine)
-    return said
-
-
-def test_a_request_is_made_once_and_waited_for(config: Config) -> None:
-    queue = Queue(Clock(), lambda attempt, age: "ACTIVE" if age > HOUR else "WAITING_FOR_RESOURCES")
-    said = obtain(config, queue)
-    assert queue.calls == ["create"]
-    reports = [line for line in said if "is WAITING_FOR_RESOURCES" in line]
-    assert 55 <= len(reports) <= 65, "once a minute"
-
-
-def test_one_that_is_there_is_waited_for_and_its_age_counts(config: Config) -> None:
-    queue = Queue(Clock(), lambda attempt, age: "WAITING_FOR_RESOURCES")
-    queue.request(config)
-    queue.clock.now += 5 * HOUR
-    begin = queue.clock.now
-    with pytest.raises(Stockout, match="within 6 h"):
-        obtain(config, queue)
-    assert HOUR <= queue.clock.now - begin <= HOUR + 120
-    assert queue.calls == ["create", "delete"]
-
-
-def test_one_that_is_being_provided_at_the_end_gets_the_time_of_a_creation(config: Config) -> None:
-    late = 6 * HOUR + 300
-    queue = Queue(Clock(), lambda attempt, age: "ACTIVE" if age > late else "PROVISIONING")
-    obtain(config, queue)
-    assert queue.calls == ["create"]
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_a_lost_request_is_made_again_with_growing_pauses(config: Config, seed: int) -> None:
-    queue = Queue(Clock(), lambda attempt, age: "ACTIVE" if attempt == 6 else "SUSPENDED" if age > 60 else "ACCEPTED")
-    said = obtain(config, queue, seed)
-    assert queue.calls == [*(["create", "delete"] * 5), "create"]
-    assert sum("was SUSPENDED (by SERVICE): deleted it" in line for line in said) == 5
-    pauses = [seconds for seconds in queue.clock.slept if seconds > 2.0]
-    assert all(
-        low <= pause <= high for pause, low, high in zip(pauses, (5, 10, 20, 40), (15, 30, 60, 120), strict=True)
-    )
-
-
-def test_a_failure_that_waiting_does_not_mend_ends_it_at_once(config: Config) -> None:
-    queue = Queue(Clock(), lambda attempt, age: "FAILED", error="Quota limit 'TPUs' has been exceeded")
-    with pytest.raises(QuotaExceeded):
-        obtain(config, queue)
-    assert queue.calls == ["create", "delete"], "a failed request would keep its quota"
-
-
-# -- a cloud that does not always answer ------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def cloud() -> Cloud:
+    """A cloud without capacity."""
     cloud = Cloud()
     cloud.state.faults.append(Fault("stockout", "tpu"))
     return cloud
 
 
-def create(config: Config, cloud: Cloud) -> tuple[SliceState, list[str]]:
+def create(config: Config, cloud: Cloud, seed: int = 1) -> tuple[SliceState, list[str]]:
     said: list[str] = []
-    return slices.create(config, said.append, cloud.machine()), said
+    machine = replace(cloud.machine(), random=random.Random(seed))
+    return slices.create(config, said.append, machine), said
+
+
+def make_request(config: Config, cloud: Cloud, owner: Owner = ANN) -> None:
+    """Makes a request before the command under test."""
+    labels = ownership.make_labels(config, owner, 0.0)
+    made = cloud.machine(owner).run(queued.create_command(config, labels, 6 * HOUR), timeout=60)
+    assert made.ok, made.stderr
 
 
 def request_state(cloud: Cloud) -> str:
     return "".join(queued.state for queued in cloud.state.queued.values())
+
+
+def requests(cloud: Cloud) -> int:
+    """Returns how often a request was made."""
+    return cloud.calls.count("us-west1-c queued-resources create")
+
+
+def test_a_request_is_made_once_and_told_of_once_a_minute(config: Config, cloud: Cloud) -> None:
+    cloud.at(HOUR, cloud.state.faults.clear)
+    node, said = create(config, cloud)
+    assert node.ready
+    assert requests(cloud) == 1
+    assert 55 <= sum("is WAITING_FOR_RESOURCES" in line for line in said) <= 65
+
+
+def test_one_that_is_there_is_waited_for_and_its_age_counts(config: Config, cloud: Cloud) -> None:
+    make_request(config, cloud)
+    cloud.clock.sleep(5 * HOUR)
+    begin = cloud.clock.now
+    with pytest.raises(Stockout):
+        create(config, cloud)
+    assert HOUR - 60 <= cloud.clock.now - begin <= HOUR + 120
+    assert requests(cloud) == 1
+    assert request_state(cloud) == ""
+
+
+def test_one_that_is_being_provided_at_the_end_gets_the_time_of_a_creation(config: Config, cloud: Cloud) -> None:
+    cloud.state.create_seconds = 600.0
+    cloud.at(6 * HOUR - 300, cloud.state.faults.clear)
+    assert create(config, cloud)[0].ready
+    assert requests(cloud) == 1
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_lost_request_is_made_again_with_growing_pauses(config: Config, cloud: Cloud, seed: int) -> None:
+    def take_back(_zone: str, command: str, now: float) -> None:
+        for request in cloud.state.queued.values():
+            if command == "queued-resources describe" and requests(cloud) < 6 and now > request.created + 60:
+                request.state, request.initiator = "SUSPENDED", "SERVICE"
+        if requests(cloud) == 6:
+            cloud.state.faults.clear()
+
+    cloud.trouble = take_back
+    node, said = create(config, cloud, seed)
+    assert node.ready
+    assert requests(cloud) == 6
+    assert sum("was SUSPENDED (by SERVICE): deleted it" in line for line in said) == 5
+    pauses = [seconds for seconds in cloud.clock.slept if seconds > 2.0 and seconds != 5.0]  # 5 s: gcloud's own polls
+    assert all(
+        low <= pause <= high for pause, low, high in zip(pauses, (5, 10, 20, 40), (15, 30, 60, 120), strict=True)
+    )
+
+
+def test_a_failure_that_waiting_does_not_mend_ends_it_at_once(config: Config, cloud: Cloud) -> None:
+    def fail(_zone: str, _command: str, _now: float) -> None:
+        for request in cloud.state.queued.values():
+            request.state, request.error = "FAILED", {"code": 8, "message": "Quota limit 'TPUs' has been exceeded"}
+
+    cloud.trouble = fail
+    with pytest.raises(QuotaExceeded):
+        create(config, cloud)
+    assert requests(cloud) == 1
+    assert request_state(cloud) == "", "a failed request would keep its quota"
+
+
+# -- a cloud that does not always answer ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("answer", [UNAVAILABLE, OFFLINE, DENIED])
@@ -162,7 +130,7 @@ def test_waiting_survives_minutes_of_failures_and_says_so(config: Config, cloud:
     assert node.ready
     assert sum("still waiting, although" in line for line in said) == 1
     assert not [line for line in said if "sign in" in line]
-    assert cloud.calls.count("us-west1-c queued-resources create") == 1
+    assert requests(cloud) == 1
 
 
 def test_a_night_without_a_network_is_waited_out(config: Config, cloud: Cloud) -> None:
@@ -187,7 +155,7 @@ def test_a_request_whose_answer_is_lost_is_found_and_made_once(config: Config, c
     cloud.state.faults.clear()
     cloud.lost = lambda zone, command, now: UNAVAILABLE if command == "queued-resources create" else None
     assert create(config, cloud)[0].ready
-    assert cloud.calls.count("us-west1-c queued-resources create") == 1
+    assert requests(cloud) == 1
 
 
 def test_a_request_is_looked_for_after_the_last_answer_that_is_lost_too(config: Config, cloud: Cloud) -> None:
@@ -197,20 +165,17 @@ def test_a_request_is_looked_for_after_the_last_answer_that_is_lost_too(config: 
     def asked(command: str) -> bool:
         return command == "queued-resources create"
 
-    def times() -> int:
-        return cloud.calls.count("us-west1-c queued-resources create")
-
-    cloud.trouble = lambda zone, command, now: UNAVAILABLE if asked(command) and times() < 3 else None
+    cloud.trouble = lambda zone, command, now: UNAVAILABLE if asked(command) and requests(cloud) < 3 else None
     cloud.lost = lambda zone, command, now: UNAVAILABLE if asked(command) else None
     assert create(config, cloud)[0].ready
-    assert times() == 3
+    assert requests(cloud) == 3
 
 
 def test_a_request_that_never_arrives_is_made_a_few_times_only(config: Config, cloud: Cloud) -> None:
     cloud.trouble = lambda zone, command, now: UNAVAILABLE if command == "queued-resources create" else None
     with pytest.raises(LaunchError, match="temporary failure"):
         create(config, cloud)
-    assert cloud.calls.count("us-west1-c queued-resources create") == 3
+    assert requests(cloud) == 3
 
 
 def test_a_request_that_another_command_deletes_meanwhile_stays_deleted(config: Config, cloud: Cloud) -> None:
@@ -220,20 +185,18 @@ def test_a_request_that_another_command_deletes_meanwhile_stays_deleted(config: 
     assert request_state(cloud) == ""
 
 
-def test_a_request_that_is_being_deleted_already_is_waited_out_and_made_again(config: Config) -> None:
-    queue = Queue(Clock(), lambda attempt, age: "DELETING" if attempt == 1 else "ACTIVE")
-    queue.request(config)
-    sleep = queue.clock.sleep
-
-    def gone_after_five_minutes(seconds: float) -> None:
-        sleep(seconds)
-        if queue.calls == ["create"] and queue.clock.now > 1_800_000_300.0:
-            queue.created = None
-
-    queue.clock.sleep = gone_after_five_minutes  # type: ignore[method-assign]
-    said = obtain(config, queue)
-    assert queue.calls == ["create", "create"]
-    assert "is DELETING: waiting until it is gone" in said[0]
+def test_a_request_that_is_being_deleted_already_is_waited_out_and_made_again(config: Config, cloud: Cloud) -> None:
+    cloud.state.faults.clear()
+    create(config, cloud)
+    cloud.state.update_seconds = 300.0
+    Command("queued-resources", "delete", "s", {"project": "p", "zone": "us-west1-c", "force": ""}).call(
+        cloud.state, cloud.clock.now
+    )
+    assert request_state(cloud) == "DELETING"
+    node, said = create(config, cloud)
+    assert node.ready
+    assert requests(cloud) == 2
+    assert any("is DELETING: waiting until it is gone" in line for line in said)
 
 
 def test_one_answer_that_the_node_is_not_there_does_not_delete_a_granted_slice(config: Config, cloud: Cloud) -> None:
@@ -249,14 +212,12 @@ def test_one_answer_that_the_node_is_not_there_does_not_delete_a_granted_slice(c
 
 
 def test_a_request_of_another_owner_is_neither_waited_for_nor_deleted(config: Config, cloud: Cloud) -> None:
-    bobs = cloud.machine(BOB)
-    made = bobs.run(queued.create_command(config, ownership.make_labels(config, BOB, 0.0), HOUR), timeout=60)
-    assert made.ok, made.stderr
+    make_request(config, cloud, BOB)
     for act in (slices.create, slices.delete):
         with pytest.raises(NotOurs, match="bob created it"):
             act(config, lambda text: None, cloud.machine())
     assert request_state(cloud) == "WAITING_FOR_RESOURCES"
-    assert slices.delete(config, lambda text: None, bobs)
+    assert slices.delete(config, lambda text: None, cloud.machine(BOB))
     assert request_state(cloud) == ""
 
 
