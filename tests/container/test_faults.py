@@ -6,21 +6,17 @@ common to both.
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.container import small_runs, test_classification_runs
-from training.config import Model
 from training.data.formats import example_codec, tfrecord
 from training.errors import Exit
-from training.models.hugging_face import build_model_config
 
 SECONDS = 240  # for all hosts to end; a loaded machine takes a while to import frameworks
 
@@ -108,36 +104,6 @@ def test_out_of_memory(mlm: Path) -> None:
     assert set(codes) <= {Exit.FAILED, Exit.LOST_PEER}, "\n".join(told)
     assert "out of memory: lower train.global_batch_size" in told[0], told[0]
     assert "Traceback" not in "".join(told)
-
-
-def test_a_model_with_too_small_a_vocabulary(mlm: Path) -> None:
-    codes, told = end(
-        mlm, "vocabulary", hosts_of(mlm, "vocabulary"), small_runs.document(mlm, model__vocabulary_size=100)
-    )
-    assert codes[0] in (Exit.BAD_INPUT, Exit.LOST_PEER)  # both find it; one of them may hear of the other first
-    assert codes[1] in (Exit.BAD_INPUT, Exit.LOST_PEER)
-    assert "the tokenizer has 200 tokens, but the model only 100" in told[0]
-
-
-def test_a_pretrained_folder_with_missing_weights(mlm: Path) -> None:
-    from safetensors.numpy import save_file
-
-    broken = mlm / "broken"
-    broken.mkdir()
-    values = build_model_config(
-        Model(**small_runs.document(mlm)["model"]), vocabulary=small_runs.VOCABULARY, pad=3, dropout=0.1
-    )
-    (broken / "config.json").write_text(json.dumps(values))
-    save_file(
-        {"bert.embeddings.word_embeddings.weight": np.zeros((small_runs.VOCABULARY, 32), np.float32)},
-        broken / "model.safetensors",
-        {"format": "pt"},
-    )
-    config = small_runs.document(mlm)
-    config["model"] = {"path": str(broken)}
-    codes, told = end(mlm, "weights", hosts_of(mlm, "weights"), config)
-    assert set(codes) <= {Exit.BAD_INPUT, Exit.LOST_PEER}, "\n".join(told)
-    assert re.search(r"lacks \d+ of the model's weights: bert\.embeddings", told[0]), told[0]
 
 
 @pytest.mark.nightly

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +42,8 @@ def write_rows(path: Path, count: int) -> str:
 
 
 def options(tmp_path: Path, **changes: Any) -> DatasetOptions:
-    values = {
-        "corpus": "builtin:pydoc",
-        "tokenizer": "t",
-        "out": str(tmp_path / "out"),
-        "sequence_length": 32,
-        **changes,
-    }
-    return DatasetOptions(**values)
+    default = DatasetOptions("builtin:pydoc", "t", str(tmp_path / "out"), sequence_length=32)
+    return replace(default, **changes)
 
 
 def test_both_splits_of_a_corpus_are_made_and_share_no_document(tmp_path: Path) -> None:
@@ -71,18 +66,9 @@ def test_classes_are_numbered_in_the_order_of_their_names_or_of_a_file(tmp_path:
     corpus = write_rows(tmp_path / "a.jsonl", 60)
     (tmp_path / "names.json").write_text(json.dumps(NAMES[::-1]))
     for number, (labels, names) in enumerate([(None, NAMES), (str(tmp_path / "names.json"), NAMES[::-1])]):
-        [result] = make_datasets(
-            options(
-                tmp_path / str(number),
-                task="classification",
-                corpus=corpus,
-                evaluation_corpus=corpus,
-                label="kind",
-                labels=labels,
-                lengths="8,32",
-                splits=("train",),
-            )
-        )
+        changes = {"label": "kind", "labels": labels, "lengths": "8,32", "splits": ("train",)}
+        corpora = {"corpus": corpus, "evaluation_corpus": corpus}
+        [result] = make_datasets(options(tmp_path / str(number), task="classification", **corpora, **changes))
         assert result.dataset.manifest.labels == names
         assert {shard.length for shard in result.dataset.shards} == {8, 32}
         counts = np.zeros(3, np.int64)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +25,7 @@ LENGTH = 8
 
 
 def plan(**changes: Any) -> DatasetPlan:
-    values = {
-        "split": "train",
-        "length": LENGTH,
-        "tokenizer_hash": "t",
-        "vocabulary": 1000,
-        "records_per_shard": 5,
-        **changes,
-    }
-    return DatasetPlan(**values)
+    return replace(DatasetPlan("train", LENGTH, "t", vocabulary=1000, records_per_shard=5), **changes)
 
 
 def corpus(count: int, seed: int = 0) -> list[str]:

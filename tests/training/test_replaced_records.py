@@ -22,15 +22,8 @@ def test_a_damaged_record_counts_once_in_an_epoch_and_a_damaged_evaluation_is_to
     runs = Runs(tmp_path)
     damage(runs.folder / "train")
     damage(runs.folder / "evaluation")
-    batch, records = 8, 64
-    summary = runs.train(
-        "r",
-        0,
-        train__steps=3 * records // batch,
-        train__global_batch_size=batch,
-        checkpoint__every_steps=None,
-        data__on_corrupt="skip",
-    )
+    changes = {"train__steps": 3 * 64 // 8, "train__global_batch_size": 8, "checkpoint__every_steps": None}
+    summary = runs.train("r", 0, **changes, data__on_corrupt="skip")
     assert summary["skipped_records"] == 3, "once in each of three epochs"
     told = capsys.readouterr()
     assert "1 damaged records of this host's part of" in told.err
