@@ -8,7 +8,7 @@ if its process is killed, the run goes on, and another process attaches to it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -88,6 +88,7 @@ def supervise(session: Session, attempt: int) -> Verdict:
         StartInterrupted: A host whose container was not seen to start reports that the container never started.
     """
     ledger = session.ledger
+    secrets, unknown = session.secret_values(), session.unknown_secrets()  # as of now: an env file may change later
     supervision = _Supervision(session, attempt)
     verdict, reachable = supervision.watch()
     orphaned = set(session.workers) - set(reachable)
@@ -99,19 +100,21 @@ def supervise(session: Session, attempt: int) -> Verdict:
     last = tuple(last_lines(ledger, attempt, verdict))
     ledger.append(events.Ended(attempt, verdict.kind.value, verdict.cause, verdict.symptoms, last))
     if verdict.kind in _WORTH_A_POST_MORTEM:
-        _write_post_mortem(session, attempt, reachable)
+        _write_post_mortem(session, attempt, reachable, secrets, unknown)
     reports = stop_hosts(session, attempt, reachable, grace=1, remove=True)
     if left := tuple(report.worker for report in reports if not report.ok and report.worker not in orphaned):
         ledger.append(events.Orphaned(attempt, session.container(attempt), left))
     return verdict
 
 
-def _write_post_mortem(session: Session, attempt: int, reachable: Sequence[int]) -> None:
-    """Writes the archive of a failed attempt. If that fails, says so and goes on."""
-    say, unknown = session.context.output.say, session.unknown_secrets()
+def _write_post_mortem(
+    session: Session, attempt: int, reachable: Sequence[int], secrets: Mapping[str, str], unknown: Sequence[str]
+) -> None:
+    """Writes the archive of a failed attempt, without the values of `secrets`. If that fails, says so and goes on."""
+    say = session.context.output.say
     evidence = session.provider.evidence(session.container(attempt), reachable)
     try:
-        path = post_mortem.write(session.ledger, attempt, evidence, session.secret_values())
+        path = post_mortem.write(session.ledger, attempt, evidence, secrets)
     except OSError as error:
         say(f"no post-mortem of attempt {attempt} could be written: {error}")
         return

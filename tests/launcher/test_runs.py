@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import tarfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -331,6 +332,28 @@ def test_an_env_file_is_for_the_command_and_not_for_the_launcher(work: Workstati
     assert seen == [before]
     assert dict(os.environ) == before
     assert work.hosts.attempts[0].secrets == {"PATH": "/app/bin", "HOME": "/app"}
+
+
+def test_a_post_mortem_masks_the_secrets_of_its_attempt_though_the_env_file_changed(
+    work: Workstation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work.hosts.exits[0] = None
+    env_file = work.folder / "some.env"
+    env_file.write_text("TOKEN=s3cret-of-the-start\n")
+    detach(work, work.config(), env_file=env_file)
+    work.hosts.end(1)
+
+    def change_file() -> None:
+        env_file.write_text("no value\n")
+
+    work.hosts.hooks["stop"] = [change_file]
+    monkeypatch.setattr(FakeProvider, "evidence", lambda *_: {"host-0.txt": "it is s3cret-of-the-start"})
+    assert work.attach(work.config()).verdict.kind is Kind.FAILED
+    with tarfile.open(work.ledger.folder / "post-mortem-0.tar.gz") as archive:
+        (name,) = (name for name in archive.getnames() if name.endswith("host-0.txt"))
+        kept = archive.extractfile(name)
+        assert kept is not None
+        assert kept.read() == b"it is ***"
 
 
 def test_no_file_of_the_runs_folder_holds_a_secret(work: Workstation) -> None:
