@@ -173,7 +173,7 @@ class JsonStream:
     """Parses a stream of JSON objects, each on one line or indented, and calls `take` with each complete one."""
 
     def __init__(self, take: Callable[[dict[str, Any]], None]) -> None:
-        self._record_pod = take
+        self._take = take
         self._open: list[str] = []
 
     def line(self, line: str) -> None:
@@ -185,4 +185,4 @@ class JsonStream:
         self._open.append(line)
         if line.startswith(("{", "}")) and line.endswith("}"):
             document, self._open = "\n".join(self._open), []
-            self._record_pod(json.loads(document))
+            self._take(json.loads(document))
