@@ -161,3 +161,16 @@ def test_equally_frequent_words_are_a_sample_of_all_and_the_same_each_time(monke
     assert len(sample) == len(set(sample)) == 300
     assert min(sum(word[0] == letter for word in sample) for letter in letters) >= 3
     assert [word for word, _ in tokenizer_training._most_frequent(dict(reversed(words.items())))] == sample
+
+
+def test_a_vocabulary_of_text_without_spaces_is_trained_on_short_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    trained: dict[str, int] = {}
+
+    def train(words: dict[str, int], size: int) -> dict[str, float]:
+        trained.update(words)
+        return {"a": -1.0}
+
+    monkeypatch.setattr(tokenizer_training, "_train_sentencepiece", train)
+    tokenizer_training._unigram_pieces({"ab" * 1000: 3, "ab": 1}, {"a", "b"}, 10)
+    assert max(map(len, trained)) == tokenizer_training.MAX_WORD
+    assert sum(len(word) * count for word, count in trained.items()) == 3 * 2000 + 2

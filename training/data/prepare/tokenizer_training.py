@@ -31,6 +31,7 @@ QUOTES = (("``", '"'), ("''", '"'))
 Algorithm = Literal["unigram", "wordpiece"]
 MAX_WORDS = 1 << 18  # the most frequent words decide a Unigram vocabulary
 MAX_PIECE = 16  # characters
+MAX_WORD = 512  # characters; the time of sentencepiece's trainer grows with the square of a word's length
 RESERVED = re.compile("[\t\r\n\0▅]")  # characters with a meaning of their own in sentencepiece's input
 
 
@@ -122,7 +123,8 @@ def _unigram_pieces(counts: Mapping[str, int], characters: set[str], size: int) 
     lines: Counter[str] = Counter()
     for word, count in _most_frequent(counts):
         for part in filter(None, RESERVED.split(word)):
-            lines[part] += count
+            for start in range(0, len(part), MAX_WORD):
+                lines[part[start : start + MAX_WORD]] += count
     scores = _train_sentencepiece(lines, size) if lines else {}
     # Reserved characters, such as line ends, become the least probable pieces.
     missing, lowest = characters - scores.keys(), min(scores.values(), default=0.0)
