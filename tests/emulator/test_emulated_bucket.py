@@ -55,7 +55,7 @@ def test_a_bucket_is_made_once_and_goes_only_when_it_is_empty(client: Any, bucke
     assert [each.name for each in client.list_buckets()] == ["bucket"]
 
 
-def test_of_many_creators_at_once_exactly_one_wins(bucket: Any) -> None:
+def test_exactly_one_of_many_creators_at_once_wins(bucket: Any) -> None:
     def create(i: int) -> int | None:
         try:
             bucket.blob("race").upload_from_string(str(i).encode() * 1000, if_generation_match=0)

@@ -54,16 +54,16 @@ class ScriptHost:
         self.environment = {**os.environ, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "HOST": str(folder)}
 
     def replace(self, program: str, shell: str) -> None:
-        """That program runs these shell lines instead."""
+        """Makes a program run these shell lines instead."""
         write_program(self.folder / "bin", program, shell)
 
     def answer(self, call: str, shell: str) -> None:
-        """Docker calls that begin with `call` run these shell lines."""
+        """Makes docker calls that begin with `call` run these shell lines."""
         (self.folder / "answers" / call.replace(" ", "_")).write_text(shell)
 
     def answer_container(self, state: dict[str, object], created_on: str = "") -> None:
-        """What `docker inspect --format TEMPLATE NAME` prints of a container of image sha256:ab, with that state and
-        label of a boot."""
+        """Makes `docker inspect --format TEMPLATE NAME` print a container of image sha256:ab in a state, created on a
+        boot."""
         fields = {
             "json .State": json.dumps(state),
             ".State.Status": str(state["Status"]),
@@ -86,7 +86,7 @@ class ScriptHost:
         )
 
     def run(self, script: str, shell: str = "sh", stdin: str = "") -> str:
-        """What the script printed; it must not complain."""
+        """Runs a script, which must print no error. Returns its output."""
         process = self.popen(script, shell)
         out, err = process.communicate(stdin, timeout=30)
         assert err == ""
@@ -100,11 +100,11 @@ class ScriptHost:
 
     @property
     def verbs(self) -> list[str]:
-        """What docker was called for: the first word of each call, whose others may hold line ends."""
+        """Returns the first word of each docker call; the other words may hold line ends."""
         path = self.folder / "verbs"
         return path.read_text().split() if path.exists() else []
 
     @property
     def created(self) -> list[str]:
-        """The arguments of `docker create`."""
+        """Returns the arguments of `docker create`."""
         return (self.folder / "create").read_bytes().decode().split("\0")[:-1]

@@ -22,27 +22,9 @@ AMBIGUOUS = [
     '"d"', "a:", "-a", "#c", "!t", "&a", "*b", "2001-01-01", "2001-12-14t21:59:43.10-05:00",
 ]  # fmt: skip
 ODD = [
-    "",
-    " ",
-    "a: b",
-    "a #b",
-    "? b",
-    "- a",
-    "trailing ",
-    "\ttab",
-    "a\n",
-    "a\n\nb\n",
-    "a\n\n",
-    " a\n",
-    "a\r\nb",
-    "\x07",
-    "\x85",
-    "\u2028",
-    "\ufeff",
-    "é",
-    "\U0001f600",
-    "word " * 60,
-]
+    "", " ", "a: b", "a #b", "? b", "- a", "trailing ", "\ttab", "a\n", "a\n\nb\n", "a\n\n", " a\n", "a\r\nb", "\x07",
+    "\x85", "\u2028", "\ufeff", "é", "\U0001f600", "word " * 60,
+]  # fmt: skip
 PLAIN = ["demo", "tpu-launch/run", "/etc/tpu-launch", "$(NAME)", "v3-32", "e1", "cloud.google.com/gke-tpu-topology"]
 
 text = st.text() | st.sampled_from([*AMBIGUOUS, *ODD, *PLAIN])

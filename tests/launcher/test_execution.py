@@ -82,7 +82,7 @@ def host(tmp_path: Path) -> ScriptHost:
 
 
 def run(host: ScriptHost, *command: str, seconds: float = 20, shell: str = "sh") -> tuple[list[str], CommandReport]:
-    """The lines of a command on one host, and how it ended."""
+    """Runs a command on one host. Returns its lines, and how it ended."""
     machine = replace(this_machine(), connect=lambda address: Connected(host, shell))
     pool = ConnectionPool([Address(0, "h", "me", "key", "known", "h")], machine)
     lines: list[str] = []
@@ -105,7 +105,7 @@ def is_running(word: str) -> bool:
 
 
 def gone(word: str, seconds: float = 8.0) -> bool:
-    """Whether no process whose command begins so is left, soon."""
+    """Waits until no process whose command begins with `word` is left. Returns whether that is so in time."""
     deadline = time.monotonic() + seconds
     while is_running(word) and time.monotonic() < deadline:
         time.sleep(0.05)

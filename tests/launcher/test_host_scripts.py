@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launcher.provider import Attempt, Overlay
+from launcher.provider import Attempt, ContainerState, Overlay
 from launcher.providers import this_machine
 from launcher.tpu_vm import host_checks, host_scripts, scripts
 from launcher.tpu_vm.host_output import parse_observation, parse_reports
@@ -260,7 +260,7 @@ def test_secrets_that_do_not_arrive_end_the_command_with_a_message(tmp_path: Pat
     assert "did not arrive within 1 s" in ended.stderr
 
 
-def test_of_two_runs_that_were_prepared_at_once_one_starts(host: ScriptHost, shell: str) -> None:
+def test_one_of_two_runs_that_were_prepared_at_once_starts(host: ScriptHost, shell: str) -> None:
     """The engine lists what was started; the first start takes long."""
     host.answer_container({"Status": "created"})
     host.answer("start", 'sleep 0.5; echo "$2" >>"$HOST/running"')
@@ -374,6 +374,12 @@ def test_a_host_whose_clock_stepped_back_gives_its_last_lines(
     assert host.calls[-1] == "logs --timestamps --since 2026-01-01T00:00:10.5Z demo"
 
 
+def observed(host: ScriptHost, shell: str) -> ContainerState:
+    container = parse_observation(3, host.run(host_scripts.observe_script("demo", None), shell)).container
+    assert container is not None
+    return container
+
+
 def boot_of(host: ScriptHost, shell: str) -> str:
     """The label of a container that is created now."""
     host.run(prepare(), shell)
@@ -388,13 +394,10 @@ def test_an_end_says_whether_the_host_rebooted_under_the_container(
     created_on = "another-boot.7" if rebooted else boot_of(host, shell)
     state = {"Status": "exited", "ExitCode": 255, "FinishedAt": "2999-01-01T00:00:00Z"}
     host.answer_container(state, created_on)
-    container = parse_observation(3, host.run(host_scripts.observe_script("demo", None), shell)).container
-    assert container is not None
+    container = observed(host, shell)
     assert (container.exit_code, container.rebooted, container.ended_before_reboot) == (255, rebooted, False)
     host.answer_container({**state, "FinishedAt": "2001-01-01T00:00:00Z"}, created_on)
-    container = parse_observation(3, host.run(host_scripts.observe_script("demo", None), shell)).container
-    assert container is not None
-    assert container.ended_before_reboot == rebooted
+    assert observed(host, shell).ended_before_reboot == rebooted
 
 
 def test_a_container_that_waits_for_its_start_does_not_outlive_a_reboot(host: ScriptHost, shell: str) -> None:

@@ -83,7 +83,7 @@ class Terminal:
         return find_run(self.folder / "home", this_machine(), None)
 
     def logs(self, *, follow: bool, seconds: float = 20.0) -> None:
-        """Prints them; fails when that has not ended in time."""
+        """Prints the logs. Fails when that has not ended in time."""
         command = threading.Thread(
             target=status.print_logs,
             args=(self.config, self.context, None),
@@ -181,7 +181,7 @@ def fetch_rest(work: Workstation, failures: list[Exception | Observation]) -> Lo
     return provider
 
 
-def test_of_a_huge_rest_one_page_a_host_is_held(work: Workstation) -> None:
+def test_at_most_one_page_a_host_of_a_huge_rest_is_held(work: Workstation) -> None:
     provider = fetch_rest(work, [])
     assert [read_from(path, 0)[0] for path in provider.log_files] == [LONG, LONG]
     assert max(provider.held) <= 1

@@ -45,7 +45,7 @@ def result(*, fits: bool) -> dict[str, Any]:
 
 
 def keep(folder: Path, answer: dict[str, Any]) -> Path:
-    """As preflight keeps it for the file as it is now."""
+    """Writes an answer where preflight keeps that for the current file. Returns its path."""
     path = preflight._path(load("run.yaml"), folder / "home", "v4-16")
     assert path is not None
     preflight._write(path, answer)

@@ -40,7 +40,7 @@ def test_some_ends_are_final_whatever_the_budgets(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("kind", ENDED)
-def test_what_its_owner_stopped_is_not_started_again(kind: Kind) -> None:
+def test_a_run_that_its_user_stopped_is_not_started_again(kind: Kind) -> None:
     assert not decide(Verdict(kind), Retries(), Retries(9, 9), stop_requested=True).retry
 
 

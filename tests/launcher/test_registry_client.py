@@ -34,7 +34,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Registry
 
 
 def session(host: str = HOST, password: str = TOKEN, piece_bytes: int = 2**20) -> Registry:
-    """A session that pushes to p/images/code and waits for nothing."""
+    """Returns a session that pushes to p/images/code and does not sleep between tries."""
     return Registry(
         host,
         lambda host: RegistryCredentials("oauth2accesstoken", password),

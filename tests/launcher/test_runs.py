@@ -85,7 +85,7 @@ class Hosts:
         return lambda: vars(self).update(state)
 
     def fail(self, method: str, *errors: BaseException) -> None:
-        """The next calls of a method raise these."""
+        """Makes the next calls of a method raise errors, one after another."""
 
         def failing(error: BaseException) -> Callable[[], None]:
             def fail() -> None:

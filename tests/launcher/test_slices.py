@@ -302,7 +302,7 @@ def test_a_zone_that_does_not_answer_keeps_no_other_slice_alive(cloud: Cloud, zo
     assert not cloud.state.nodes
 
 
-def test_who_waits_for_capacity_waits_out_an_api_that_is_away_but_the_first_contact_says_so(
+def test_waiting_for_capacity_outlasts_an_api_that_is_away_but_the_first_call_does_not(
     cloud: Cloud, config: Config
 ) -> None:
     config = replace(config, slice=config.slice.model_copy(update={"stockout_minutes": 30.0}))

@@ -18,7 +18,7 @@ from urllib.parse import parse_qs, urlsplit
 from tests.kubernetes import schemas
 from tests.kubernetes.cluster.controllers import delete_pod
 from tests.kubernetes.cluster.nodes import Nodes
-from tests.kubernetes.cluster.store import RESOURCES, AlreadyThere, Object, Resource, Store, now
+from tests.kubernetes.cluster.store import RESOURCES, Object, Resource, Store, now
 
 _VERBS = ["create", "delete", "deletecollection", "get", "list", "patch", "update", "watch"]
 _PATH = re.compile(
@@ -147,14 +147,10 @@ class Api:
                 f"{document['kind']} in version {document['apiVersion']!r} cannot be handled: strict decoding error: "
                 f"{mistakes[0]}",
             )
-        if self.store.get(resource, document["metadata"]["name"]):
-            raise Refused(409, "AlreadyExists", f'{resource} "{document["metadata"]["name"]}" already exists')
-        if dry_run:
-            return document
-        try:
-            return self.store.create(resource, document)
-        except AlreadyThere:
-            raise Refused(409, "AlreadyExists", f'{resource} "{document["metadata"]["name"]}" already exists') from None
+        with self.store.lock:
+            if self.store.get(resource, document["metadata"]["name"]):
+                raise Refused(409, "AlreadyExists", f'{resource} "{document["metadata"]["name"]}" already exists')
+            return document if dry_run else self.store.create(resource, document)
 
     def found(self, resource: str, name: str) -> Object:
         document = self.store.get(resource, name)

@@ -44,10 +44,6 @@ class Event:
     object: Object
 
 
-class AlreadyThere(Exception):
-    pass
-
-
 class Store:
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -59,8 +55,7 @@ class Store:
     def create(self, resource: str, document: Object) -> Object:
         with self.lock:
             name = document["metadata"]["name"]
-            if (resource, name) in self._objects:
-                raise AlreadyThere(name)
+            assert (resource, name) not in self._objects
             made = copy.deepcopy(document)
             made["metadata"] |= {"uid": str(uuid.uuid4()), "creationTimestamp": now()}
             if RESOURCES[resource].namespaced:
