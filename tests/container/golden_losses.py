@@ -14,7 +14,7 @@ import pytest
 
 from tests.container import small_runs
 from tests.container.test_classification_runs import document as classification_document
-from tests.container.test_classification_runs import write as write_classification
+from tests.container.test_classification_runs import prepare as prepare_classification
 from tests.container.test_regression_runs import document as regression_settings
 from tests.container.test_regression_runs import prepare as prepare_regression
 
@@ -33,9 +33,7 @@ def mlm_document(folder: Path, backend: str) -> dict[str, Any]:
 
 def labelled_document(folder: Path, backend: str) -> dict[str, Any]:
     """Twenty steps of classification, over batches of several lengths."""
-    small_runs.write_tokenizer(folder / "tokenizer")
-    write_classification(folder / "train", folder / "tokenizer", 96, 1)
-    write_classification(folder / "evaluation", folder / "tokenizer", 37, 2)
+    prepare_classification(folder)
     return classification_document(folder, seed=1, backend=backend, train__steps=STEPS, train__learning_rate=0.003)
 
 

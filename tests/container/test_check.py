@@ -133,10 +133,7 @@ def test_our_configurations_are_clean(task: str, tmp_path: Path) -> None:
     if task == "mlm":
         document = small_runs.document(small_runs.prepare(tmp_path))
     else:
-        small_runs.write_tokenizer(tmp_path / "tokenizer")
-        for split, count in (("train", 48), ("evaluation", 19)):
-            test_classification_runs.write(tmp_path / split, tmp_path / "tokenizer", count, 1)
-        document = test_classification_runs.document(tmp_path)
+        document = test_classification_runs.document(test_classification_runs.prepare(tmp_path))
     (tmp_path / "run.yaml").write_text(yaml.safe_dump({**document, "output": str(tmp_path / "runs")}))
     ended = CliRunner().invoke(tpu_train, ["check", str(tmp_path / "run.yaml")])
     assert (ended.exit_code, ended.stdout.strip()) == (0, "4 steps: clean"), ended.stdout

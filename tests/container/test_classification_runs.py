@@ -57,13 +57,17 @@ def write(folder: Path, tokenizer: Path, count: int, seed: int, labels: list[str
     )
 
 
+def prepare(folder: Path) -> Path:
+    """Writes a tokenizer, 96 rows to train with and 37 to evaluate."""
+    small_runs.write_tokenizer(folder / "tokenizer")
+    write(folder / "train", folder / "tokenizer", 96, 1)
+    write(folder / "evaluation", folder / "tokenizer", 37, 2)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("runs")
-    small_runs.write_tokenizer(place / "tokenizer")
-    write(place / "train", place / "tokenizer", 96, 1)
-    write(place / "evaluation", place / "tokenizer", 37, 2)
-    return place
+    return prepare(tmp_path_factory.mktemp("runs"))
 
 
 def document(folder: Path, **changes: Any) -> dict[str, Any]:

@@ -28,11 +28,7 @@ def mlm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def labelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("labelled")
-    small_runs.write_tokenizer(place / "tokenizer")
-    for name, count, seed in (("train", 96, 1), ("evaluation", 37, 2)):
-        test_classification_runs.write(place / name, place / "tokenizer", count, seed)
-    return place
+    return test_classification_runs.prepare(tmp_path_factory.mktemp("labelled"))
 
 
 def hosts_of(folder: Path, name: str) -> list[Path]:

@@ -40,11 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def labelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("labelled")
-    small_runs.write_tokenizer(place / "tokenizer")
-    test_classification_runs.write(place / "train", place / "tokenizer", 96, 1)
-    test_classification_runs.write(place / "evaluation", place / "tokenizer", 37, 2)
-    return place
+    return test_classification_runs.prepare(tmp_path_factory.mktemp("labelled"))
 
 
 def write_model(folder: Path, family: str) -> str:

@@ -24,18 +24,9 @@ def execute(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.nightly
 def test_hugging_face_trainer_trains_on_the_xla_device_of_one_host(tmp_path: Path) -> None:
-    flags = [
-        "--output_dir",
-        "out",
-        "--max_steps",
-        "20",
-        "--per_device_train_batch_size",
-        "16",
-        "--optim",
-        "adamw_torch",
-    ]
-    more = ["--learning_rate", "2e-3", "--logging_steps", "10", "--report_to", "none", "--disable_tqdm", "true"]
-    ended = execute(str(EXAMPLE), *flags, *more, cwd=tmp_path)
+    training = ["--max_steps", "20", "--per_device_train_batch_size", "16", "--optim", "adamw_torch"]
+    output = ["--output_dir", "out", "--logging_steps", "10", "--report_to", "none", "--disable_tqdm", "true"]
+    ended = execute(str(EXAMPLE), *training, "--learning_rate", "2e-3", *output, cwd=tmp_path)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert re.search(r"^process 0 of 1 on xla:0: loss [\d.]+,", ended.stdout, re.MULTILINE), ended.stdout
     assert {file.name for file in (tmp_path / "out").iterdir()} >= {"config.json", "model.safetensors", "checkpoint-20"}

@@ -25,23 +25,8 @@ def test_status_tells_step_loss_speed_ages_and_cost_and_a_failure_leaves_a_maske
         "i=0; while [ ! -e /tmp/fail ]; do sleep 0.2; i=$((i+1)); [ $i -gt 40 ] && [ "
         '"$TPU_WORKER_ID" = 1 ] && exit 5; done'
     )
-    running = work.begin(
-        *(
-            "--emulated",
-            "run",
-            "--new",
-            "--json",
-            "-f",
-            file,
-            "--set",
-            "run.secrets=[HF_TOKEN]",
-            "--",
-            "sh",
-            "-c",
-            script,
-        ),
-        environment={"HF_TOKEN": SECRET},
-    )
+    begin = ("--emulated", "run", "--new", "--json", "-f", file, "--set", "run.secrets=[HF_TOKEN]")
+    running = work.begin(*begin, "--", "sh", "-c", script, environment={"HF_TOKEN": SECRET})
     running.wait_for(r"^\[1\] token")
     shown = work.good("--emulated", "status", "-f", file, "--json").json()
     progress = {"step": 12, "steps": 500, "loss": 6.54321, "examples_per_second": 1234.5, "data_wait": 0.25}

@@ -41,21 +41,9 @@ def test_hostile_values_env_files_and_overlays_arrive_as_they_are(two_hosts: tup
         f"[os.environ['FROM_FILE'], probe.WHERE]; "
     )
     program += "print('TOLD', json.dumps([hostile, sys.argv[1:], *rest, os.path.exists('/tmp/pwned')]))"
-    ended = work.good(
-        *(
-            "--emulated",
-            "run",
-            "--new",
-            "--json",
-            "-f",
-            name,
-            "--env-file",
-            "some.env",
-            "--overlay",
-            "changed=/opt/tpu-launch/training",
-        ),
-        *("--", "python", "-c", program, *arguments),
-    )
+    extras = ("--env-file", "some.env", "--overlay", "changed=/opt/tpu-launch/training")
+    run = ("--emulated", "run", "--new", "--json", "-f", name, *extras)
+    ended = work.good(*run, "--", "python", "-c", program, *arguments)
     for worker in (0, 1):
         (told,) = [line for line in ended.output.splitlines() if line.startswith(f"[{worker}] TOLD ")]
         assert json.loads(told.split("TOLD ")[1]) == [

@@ -18,16 +18,8 @@ from tests.rehearsal.workstation import ROOT, Workstation
 
 pytestmark = [pytest.mark.alone, pytest.mark.nightly]
 
-ANSWERS = (
-    "--project",
-    "rehearsal-project",
-    "--accelerator-type",
-    "v4-16",
-    "--zone",
-    "us-central2-b",
-    "--name",
-    "first",
-)
+PROJECT = ("--project", "rehearsal-project", "--zone", "us-central2-b")
+ANSWERS = (*PROJECT, "--accelerator-type", "v4-16", "--name", "first")
 
 
 @pytest.fixture

@@ -284,19 +284,8 @@ def test_secrets_reach_the_command_and_nothing_else(work: Workstation, cluster: 
     cluster.store.create("secrets", {"metadata": {"name": "huggingface"}, "data": {"token": "aGZfdmVyeXNlY3JldA=="}})
     right = '[ "$HF_TOKEN" = "hf_very""secret" ] && [ ${#TPU_LAUNCH_SECRET} = 64 ]'
     check = f'{right} && [ "$$" -gt 0 ] && echo right'  # $$: as a shell has it
-    ended = work.good(
-        "run",
-        *GKE,
-        "--set",
-        "gke.secrets={HF_TOKEN: huggingface/token}",
-        "--set",
-        "run.secrets=[HF_TOKEN]",
-        "--new",
-        "--",
-        "sh",
-        "-c",
-        check,
-    )
+    secrets = ("--set", "gke.secrets={HF_TOKEN: huggingface/token}", "--set", "run.secrets=[HF_TOKEN]")
+    ended = work.good("run", *GKE, *secrets, "--new", "--", "sh", "-c", check)
     assert "[1] right" in ended.output
     cluster.store.remove("secrets", "huggingface")
     # By which the hosts know each other: it belongs to the JobSet, as the ConfigMap does, and goes with it.

@@ -31,17 +31,8 @@ def trainable(emulator: Workstation) -> Workstation:
     corpus = ["--corpus", "builtin:pydoc"]
     local = ["--emulated", "local", "-f", FILE, "--", "tpu-train"]
     emulator.good(*local, "tokenizer", *corpus, "--vocabulary", "2000", "--out", "gs://rehearsal/tokenizer")
-    emulator.good(
-        *local,
-        "shards",
-        *corpus,
-        "--tokenizer",
-        "gs://rehearsal/tokenizer",
-        "--sequence-length",
-        "64",
-        "--out",
-        "gs://rehearsal/data",
-    )
+    shards = ["--tokenizer", "gs://rehearsal/tokenizer", "--sequence-length", "64", "--out", "gs://rehearsal/data"]
+    emulator.good(*local, "shards", *corpus, *shards)
     return emulator
 
 

@@ -43,17 +43,8 @@ def left(work: Workstation) -> list[str]:
 @pytest.mark.parametrize(("accelerator", "hosts"), [("v4-16", 2), pytest.param("v4-32", 4, marks=pytest.mark.nightly)])
 def test_a_rehearsal_trains_commits_and_leaves_nothing(workstation: Workstation, accelerator: str, hosts: int) -> None:
     file = str(ROOT / "examples" / "rehearsal.yaml")
-    ended = workstation.good(
-        "rehearsal",
-        "-f",
-        file,
-        "--set",
-        f"slice.accelerator_type={accelerator}",
-        "--set",
-        "train.steps=12",
-        *COMPILE_FAST,
-        seconds=600,
-    )
+    changes = ("--set", f"slice.accelerator_type={accelerator}", "--set", "train.steps=12", *COMPILE_FAST)
+    ended = workstation.good("rehearsal", "-f", file, *changes, seconds=600)
     summary = json.loads((Path(workstation.environment["TPU_LAUNCH_HOME"]) / "rehearsal" / "summary.json").read_text())
     assert summary.keys() >= KEYS
     assert summary["hosts"] == hosts

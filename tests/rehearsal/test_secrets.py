@@ -45,21 +45,9 @@ def test_a_secret_reaches_the_command_and_nothing_else_shows_it(
     over = threading.Event()
     watch = threading.Thread(target=arguments_of_all_processes, args=(seen, over))
     watch.start()
-    running = work.begin(
-        *(
-            "--emulated",
-            "run",
-            "--new",
-            "-f",
-            file,
-            "--set",
-            "run.secrets=[HF_TOKEN]",
-            "--set",
-            f"run.transport={transport}",
-        ),
-        *("--", "python", "-c", program),
-        environment={"HF_TOKEN": VALUE},
-    )
+    changes = ("--set", "run.secrets=[HF_TOKEN]", "--set", f"run.transport={transport}")
+    command = ("--emulated", "run", "--new", "-f", file, *changes, "--", "python", "-c", program)
+    running = work.begin(*command, environment={"HF_TOKEN": VALUE})
     running.wait_for(rf"^\[0\] {digest}")
     running.wait_for(rf"^\[1\] {digest}")
     running.wait_for(r"^\[0\] reversed [0-9a-f]{64}")

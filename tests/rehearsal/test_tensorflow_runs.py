@@ -19,16 +19,8 @@ from tests.rehearsal.workstation import ROOT, Workstation
 pytestmark = pytest.mark.alone
 
 FILE = "tensorflow.yaml"
-LENGTH = [
-    "--set",
-    "train.steps=160",
-    "--set",
-    "checkpoint.every_steps=20",
-    "--set",
-    "evaluation.every=80",
-    "--set",
-    "train.log_every=5",
-]
+SETTINGS = ("train.steps=160", "checkpoint.every_steps=20", "evaluation.every=80", "train.log_every=5")
+LENGTH = [word for setting in SETTINGS for word in ("--set", setting)]
 
 
 def begin_to_train(work: Workstation, *options: str) -> Any:

@@ -28,17 +28,8 @@ SUMS = 3
 def test_the_step_is_one_program_that_sums_gradients_over_the_slice(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(FILE)
-    command = [
-        "preflight",
-        str(path),
-        "--accelerator",
-        "v4-16",
-        "--vocabulary",
-        "200",
-        "--sequence-length",
-        "32",
-        "--json",
-    ]
+    shapes = ["--accelerator", "v4-16", "--vocabulary", "200", "--sequence-length", "32"]
+    command = ["preflight", str(path), *shapes, "--json"]
     ended = CliRunner().invoke(tpu_train, command)
     assert ended.exit_code == 0, ended.output
     [found] = json.loads(ended.stdout)["accelerators"]

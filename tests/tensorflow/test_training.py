@@ -16,7 +16,7 @@ import pytest
 
 from tests.container import small_runs
 from tests.container.test_classification_runs import document as classification
-from tests.container.test_classification_runs import write as write_classification
+from tests.container.test_classification_runs import prepare as prepare_classification
 from training.checkpoint.safetensors_file import decode, encode
 from training.errors import BadInput, StopRequested
 
@@ -30,11 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def labelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("labelled")
-    small_runs.write_tokenizer(place / "tokenizer")
-    write_classification(place / "train", place / "tokenizer", 96, 1)
-    write_classification(place / "evaluation", place / "tokenizer", 37, 2)
-    return place
+    return prepare_classification(tmp_path_factory.mktemp("labelled"))
 
 
 def document(folder: Path, **changes: Any) -> dict[str, Any]:
