@@ -111,18 +111,16 @@ def test_a_run_may_go_on_with_the_other_backend_and_with_no_other_difference(tmp
     assert hash_configuration(load(path)) != hash_configuration(load(path, ["train.steps=2"]))
 
 
+SECRET_NAMES = (
+    *("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "PRIVATE_KEY", "SSH_PRIVATE_KEY_BASE64", "WANDB_API_KEY"),
+    *("AZURE_STORAGE_ACCOUNT_KEY", "PGPASSWORD", "MYSQL_PWD", "CLIENT_SECRET_JSON"),
+)
+
+
 @pytest.mark.parametrize(
     ("name", "value", "refused"),
     [
-        ("HF_TOKEN", "x", True),
-        ("AWS_SECRET_ACCESS_KEY", "x", True),
-        ("PRIVATE_KEY", "x", True),
-        ("SSH_PRIVATE_KEY_BASE64", "x", True),
-        ("WANDB_API_KEY", "x", True),
-        ("AZURE_STORAGE_ACCOUNT_KEY", "x", True),
-        ("PGPASSWORD", "x", True),
-        ("MYSQL_PWD", "x", True),
-        ("CLIENT_SECRET_JSON", "x", True),
+        *[(name, "x", True) for name in SECRET_NAMES],
         ("PIP_INDEX_URL", "https://me:s3cret@pypi.example/simple", True),
         ("SOURCE", "git+https://abcdefghijklmnopqrstuv@host/x", True),
         ("CERTIFICATE", "-----BEGIN PRIVATE KEY-----", True),

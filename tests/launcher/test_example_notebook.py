@@ -7,11 +7,8 @@ import ast
 import functools
 import http.server
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 import threading
 import tomllib
 from collections.abc import Iterator
@@ -20,12 +17,13 @@ from typing import Any
 
 import pytest
 
+from tests.launcher.test_wheel import copy_sources, uv
+from tests.launcher.test_wheel import run as run_outside
 from tests.pythons import find_python
 from training import one_host
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOK = ROOT / "examples" / "banking77.ipynb"
-WHEEL = ("launcher", "training", "images", "examples", "pyproject.toml", "setup.py", "README.md", "LICENSE")
 PACKAGES = ("ipykernel", "nbclient", "nbformat")  # what a notebook service has
 INSTALL_SECONDS = 3600
 # Executes the notebook of the working directory with the parameters of its argument, and prints what its cells print.
@@ -131,31 +129,10 @@ def environment(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.parametrize("version", ["3.11", "3.12"])
 def test_every_cell_runs_on_a_plain_machine(version: str, website: str, environment: Path, tmp_path: Path) -> None:
     checkout = tmp_path / "checkout"
-    for name in WHEEL:
-        if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy(ROOT / name, checkout / name)
-
-    def run(*command: str | Path) -> str:
-        inherited = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "VIRTUAL_ENV"))}
-        words = [str(word) for word in command]
-        ended = subprocess.run(
-            words,
-            cwd=checkout / "examples",
-            env=inherited,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-            timeout=INSTALL_SECONDS,
-        )
-        assert ended.returncode == 0, ended.stdout
-        return ended.stdout
-
-    run(
-        Path(sys.executable).with_name("uv"), "venv", "--quiet", "--seed", "--python", find_python(version), environment
-    )
+    checkout.mkdir()
+    copy_sources(checkout)
+    run = functools.partial(run_outside, folder=checkout / "examples", seconds=INSTALL_SECONDS)
+    run(uv(), "venv", "--quiet", "--seed", "--python", find_python(version), environment)
     run(environment / "bin" / "python", "-m", "pip", "install", "--quiet", *PACKAGES)
     changes = [
         f"source = {website!r}",

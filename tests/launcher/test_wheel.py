@@ -31,9 +31,13 @@ VERSIONS = [
 ]
 
 
-def run(*command: str | Path, folder: Path, code: int = 0, **environment: str) -> str:
+def run(*command: str | Path, folder: Path, code: int = 0, seconds: float = 240, **environment: str) -> str:
     """Runs a command with nothing of this checkout in its environment, and returns what it printed."""
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "VIRTUAL_ENV"))}
+    inherited = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("PYTHON", "TPU_LAUNCH_HOME", "VIRTUAL_ENV"))
+    }
     words = [str(word) for word in command]
     result = subprocess.run(
         words,
@@ -43,7 +47,7 @@ def run(*command: str | Path, folder: Path, code: int = 0, **environment: str) -
         stderr=subprocess.STDOUT,
         text=True,
         check=False,
-        timeout=240,
+        timeout=seconds,
     )
     assert result.returncode == code, f"{words}: {result.stdout}"
     return result.stdout
@@ -55,16 +59,21 @@ def uv() -> str:
     return program
 
 
-@pytest.fixture(scope="module")
-def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A committed copy of what a wheel is built from."""
-    folder = tmp_path_factory.mktemp("checkout")
+def copy_sources(folder: Path) -> None:
+    """Copies what a wheel is built from."""
     for name in SOURCES:
         source = ROOT / name
         if source.is_dir():
             shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__", "commit.txt"))
         else:
             shutil.copy(source, folder / name)
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A committed copy of what a wheel is built from."""
+    folder = tmp_path_factory.mktemp("checkout")
+    copy_sources(folder)
     (folder / ".gitignore").write_text("*.egg-info/\nbuild/\n")
     git = ("git", "-c", "user.name=test", "-c", "user.email=test@localhost")
     run("git", "init", "--quiet", folder=folder)
