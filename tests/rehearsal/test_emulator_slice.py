@@ -170,7 +170,7 @@ def test_files_go_to_every_worker_with_scp(pod: Slice, tmp_path: Path) -> None:
     assert pod.ssh("cat /tmp/note") == ["for all"] * 4
 
 
-def test_a_container_on_each_host_has_that_hosts_network_and_nobody_elses_containers(pod: Slice, image: str) -> None:
+def test_a_container_on_each_host_has_that_hosts_network_and_only_its_own_containers(pod: Slice, image: str) -> None:
     run = (
         f"docker run --rm --privileged --net=host -e PJRT_DEVICE=TPU --name me --entrypoint sh {image} "
         f"-c 'echo $({WHO}) $(hostname) $PJRT_DEVICE'"

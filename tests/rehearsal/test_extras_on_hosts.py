@@ -82,7 +82,7 @@ def test_an_abandoned_slice_deletes_itself(emulator: Workstation) -> None:
     seen = False
     while not seen or "lonely" in json.dumps(emulator.good("emulator", "status", "--json").json()["nodes"]):
         seen = seen or "lonely" in json.dumps(emulator.good("emulator", "status", "--json").json()["nodes"])
-        assert time.monotonic() < deadline, "nobody needed it for long, and it is still there"
+        assert time.monotonic() < deadline, "no run needed it for long, and it is still there"
         time.sleep(0.5)
     running.end(120)  # READY, or gone before every host had answered
 

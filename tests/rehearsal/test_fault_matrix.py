@@ -390,7 +390,7 @@ def test_conflicts_with_other_changes_pass_and_one_with_another_slice_is_told(pa
     assert hosts(pair, "single") == []
 
 
-def test_a_changed_host_key_is_told_at_once_and_nobody_is_trusted(pair: Workstation) -> None:
+def test_a_changed_host_key_is_told_at_once_and_not_trusted(pair: Workstation) -> None:
     kinds = "for kind in ed25519 ecdsa; do f=/etc/ssh/ssh_host_${kind}_key; "
     on_host(
         pair,
@@ -437,7 +437,7 @@ def test_a_preemption_during_the_start_counts_as_one(pair: Workstation) -> None:
 
 
 @pytest.mark.nightly
-def test_a_slice_that_was_made_anew_by_somebody_else_is_recognised(pair: Workstation) -> None:
+def test_a_slice_that_was_made_anew_by_another_user_is_recognised(pair: Workstation) -> None:
     """Same name, other hosts and keys: gcloud alone would meet the old key under the old alias."""
     elsewhere = {"TPU_LAUNCH_HOME": pair.environment["TPU_LAUNCH_HOME"]}
     for verb in ("down", "up"):

@@ -76,7 +76,7 @@ def asked() -> list[tuple[str, Any]]:
 
 @pytest.fixture
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[tuple[str, Any]]) -> Iterator[EmulatorState]:
-    """A READY slice of two hosts that nobody can reach, behind the emulated API."""
+    """A READY slice of two hosts without reachable addresses, behind the emulated API."""
     found = EmulatorState("0badcafe", 0, "", "", 0, 0, subnet="10.200.0.0/22")
     tpu_api.answer(found, tpu_api.Call("POST", NODE, "", {"nodeId": "demo"}, dict(BODY)), time.time())
     finish_operations(found)

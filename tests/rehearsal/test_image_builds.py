@@ -188,7 +188,7 @@ def test_failed_build_shows_the_last_lines_and_the_log_and_leaves_no_tag(spec: I
     assert make_plan(again(spec)).image_id is None
 
 
-def test_base_image_that_nobody_has_is_named(spec: ImageSpec) -> None:
+def test_a_missing_base_image_is_named(spec: ImageSpec) -> None:
     spec.dockerfile.write_text("FROM localhost:1/no/such:image\n")
     with pytest.raises(
         BadInput, match=r"the base image localhost:1/no/such:image is not in the engine's store and can't be pulled"

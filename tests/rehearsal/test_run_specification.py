@@ -1,5 +1,5 @@
 """Claims about the run specification, on an emulated slice of two hosts: every later attempt is the same program with
-the same configuration, secrets and overlay, whoever watches the run; what happened while nobody watched is found out.
+the same configuration, secrets and overlay, whichever launcher watches; what happened while none watched is found out.
 Starts one slice; about 2 minutes."""
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def detach(work: Workstation, file: str, seconds: int) -> str:
     return run_id
 
 
-def test_a_host_that_rebooted_while_nobody_watched_is_lost_whatever_its_engine_says(
+def test_a_host_that_rebooted_while_no_launcher_watched_is_lost_whatever_its_engine_says(
     two_hosts: tuple[Workstation, str],
 ) -> None:
     """It was never seen away, and its engine says 255 of a container whose end it did not see."""

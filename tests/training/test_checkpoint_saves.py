@@ -210,7 +210,7 @@ def test_what_killed_writers_left_hidden_goes_with_the_next_commit(tmp_path: Pat
         "step-00000030",
     ]
     assert not older.exists()
-    assert newer.exists(), "somebody may still be writing it"
+    assert newer.exists(), "another process may still write it"
     assert committed_steps(str(tmp_path)) == [20, 10]
 
 

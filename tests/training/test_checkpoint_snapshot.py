@@ -21,7 +21,7 @@ class Place:
         self.content, self.opened = np.zeros(3, np.float32), threading.Event()
 
     def __setitem__(self, key: Any, value: np.ndarray) -> None:
-        assert self.opened.wait(10), "nobody opened it"
+        assert self.opened.wait(10), "it was not opened"
         self.content[key] = value
 
 
@@ -42,7 +42,7 @@ def test_the_loop_goes_on_and_is_held_up_before_the_change() -> None:
 
 
 def test_what_was_copied_is_let_go() -> None:
-    """Somebody who still looked at a device's memory would cost the next step a copy of the state."""
+    """A reference to a device's memory that is kept costs the next step a copy of the state."""
     state = np.ones(3, np.float32)
     gone = weakref.ref(state)
     snapshot = Snapshot([(np.empty(3, np.float32), state)])
