@@ -168,6 +168,21 @@ def test_a_transient_error_costs_a_round_of_the_recovery_and_no_budget(
     assert recorded(work, events.Recovered) == 1
 
 
+def test_a_slice_that_is_taken_away_again_and_again_during_one_recovery_spends_one_preemption(
+    work: Workstation,
+) -> None:
+    work.hosts.exits[:2] = [75, 0]
+
+    def taken_away() -> None:
+        work.hosts.slice_state = "PREEMPTED"
+        raise LaunchError("the hosts could not start the container")
+
+    work.hosts.hooks["start"] = [lambda: None, taken_away, taken_away]
+    outcome = work.run(work.config("run.preemption_retries=1"))
+    assert outcome.verdict.kind is Kind.FINISHED
+    assert recorded(work, events.Recovering) == 1
+
+
 @pytest.mark.parametrize(
     ("error", "code"),
     [(PermissionDenied("permission"), Exit.PERMISSION), (QuotaExceeded("quota"), Exit.QUOTA)],

@@ -17,7 +17,6 @@ from launcher.owner import Owner
 from launcher.provider import SliceState
 from launcher.tpu_vm import ownership, queued, slices
 from launcher.tpu_vm.ownership import NotOurs
-from tests.gcloud_commands import Command
 from tests.launcher.emulated_gcloud import ANN, BOB, DENIED, OFFLINE, UNAVAILABLE, Cloud
 
 HOUR = 3600.0
@@ -186,17 +185,19 @@ def test_a_request_that_another_command_deletes_meanwhile_stays_deleted(config: 
 
 
 def test_a_request_that_is_being_deleted_already_is_waited_out_and_made_again(config: Config, cloud: Cloud) -> None:
-    cloud.state.faults.clear()
-    create(config, cloud)
-    cloud.state.update_seconds = 300.0
-    Command("queued-resources", "delete", "s", {"project": "p", "zone": "us-west1-c", "force": ""}).call(
-        cloud.state, cloud.clock.now
-    )
-    assert request_state(cloud) == "DELETING"
+    make_request(config, cloud)
+    cloud.at(600, cloud.state.faults.clear)
+
+    def show_deletion(_zone: str, command: str, _now: float) -> None:
+        for request in cloud.state.queued.values():
+            if command == "queued-resources describe" and requests(cloud) == 1:
+                request.state = "DELETING"
+
+    cloud.trouble = show_deletion
     node, said = create(config, cloud)
     assert node.ready
     assert requests(cloud) == 2
-    assert any("is DELETING: waiting until it is gone" in line for line in said)
+    assert any("request s is DELETING: waiting until it is gone" in line for line in said)
 
 
 def test_one_answer_that_the_node_is_not_there_does_not_delete_a_granted_slice(config: Config, cloud: Cloud) -> None:

@@ -222,6 +222,11 @@ def test_a_slice_that_was_deleted_while_the_api_was_away_stays_deleted(cloud: Cl
     assert cloud.calls.count(f"{ZONE} tpu-vm create") == 1
 
 
+def test_a_preempted_one_is_deleted_and_made_again(cloud: Cloud, config: Config) -> None:
+    cloud.made_by(OURS, "PREEMPTED")
+    assert up(cloud, config).ready
+
+
 def test_code_13_of_a_creation_is_a_stock_out_and_the_next_zone_is_tried(cloud: Cloud, zones: Config) -> None:
     error = 'ERROR: (gcloud.compute.tpus.tpu-vm.create) {"code": 13, "message": "an internal error has occurred"}'
     cloud.trouble = lambda zone, command, now: error if (zone, command) == ("us-west1-c", "tpu-vm create") else None
