@@ -51,7 +51,7 @@ class OperationRunner:
             self._booting.wait_for(lambda: self._boots == 0, timeout=10)
 
     def wake(self) -> None:
-        """Starts a thread for each pending operation that has none."""
+        """Starts a thread for each pending operation on a node that has no thread yet."""
         with self._store.read() as state:
             pending = [
                 operation.name

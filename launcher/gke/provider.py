@@ -74,7 +74,11 @@ class Gke:
     # -- the slice ----------------------------------------------------------------------------------------------------
 
     def describe(self) -> SliceState:
-        """Returns READY when JobSets can be listed, PREEMPTED when every watched pod was disrupted."""
+        """Returns PREEMPTED if all pods of one of the watched attempts were disrupted, else READY.
+
+        The addresses are the pods' host names in the newest JobSet that has not ended, "" without one. Raises
+        LaunchError if JobSets can't be listed.
+        """
         running = {jobset["metadata"]["name"]: jobset for jobset in self._list_jobsets() if not _is_over(jobset)}
         state = "PREEMPTED" if any(_all_disrupted(watch) for watch in self._open_watches()) else "READY"
         newest = max(running, default="", key=lambda name: running[name]["metadata"].get("creationTimestamp", ""))

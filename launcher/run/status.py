@@ -134,7 +134,8 @@ def read_status(config: Config, context: Context, provider: Provider) -> Status:
 def print_logs(config: Config, context: Context, run_id: str | None, *, follow: bool, host: int | None) -> None:
     """Emits every line of the newest attempt once: first what the run's folder has, then further lines of hosts.
 
-    While another process supervises the run, that process fetches the lines, and this one reads its files.
+    While another process supervises the run, that process fetches the lines, and this one reads its files. Without a
+    supervisor, this process fetches them into the run's folder, and stops following after minutes without an answer.
 
     Args:
         config: Finds the newest run of its slice, unless `run_id` names a run.
@@ -142,6 +143,9 @@ def print_logs(config: Config, context: Context, run_id: str | None, *, follow: 
         run_id: The run.
         follow: Go on until the attempt, or without a supervisor its containers, have ended.
         host: Worker index; None for all hosts.
+
+    Raises:
+        BadInput: The run was never started, or the slice has no such host.
     """
     ledger = find_run(context.home, context.machine, run_id, slice_name=config.slice.name, provider=config.provider)
     number = ledger.state.attempt

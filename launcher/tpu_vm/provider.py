@@ -128,6 +128,11 @@ class TpuVm:
         return self._send(host_scripts.secrets_script(attempt), secrets, "delivered", timeout=_SECRETS_SECONDS)
 
     def observe(self, worker: int, container: str, since: str | None, *, patience: float = 0.0) -> Observation:
+        """Returns the state of a container on a host and its log lines from `since` on.
+
+        Waits up to `patience` seconds for the container's end. Asks for the last lines first, and a second time for all
+        lines from `since` if those don't reach back to it.
+        """
         tail = _TAIL if since else None
         script = host_scripts.observe_script(container, since, patience=patience, tail=tail)
         observation = self._observe(worker, script, patience)

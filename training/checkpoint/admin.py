@@ -67,7 +67,9 @@ def best_saved_step(folder: str) -> int:
 
 
 def copy_to_run(source: str, target: str, step: int | None) -> int:
-    """Copies a checkpoint, verified, into the folder of a new run, which then continues from it. Returns its step.
+    """Copies a checkpoint into the folder of a new run, which then continues from it. Returns the checkpoint's step.
+
+    Verifies each part against its checksum. The manifest is copied last, without the record of the best step.
 
     Args:
         source: as the argument of `find_checkpoints`.

@@ -210,6 +210,6 @@ class _PeerAcceptor:
 
 
 def describe_error(error: BaseException) -> str:
-    """Returns an error's message in one line; its class name if it has no message."""
+    """Returns the first line of an error's message; the system's text for a bare errno; else its class name."""
     text = str(error) or (os.strerror(error.errno) if isinstance(error, OSError) and error.errno else "")
     return (text or type(error).__name__).splitlines()[0]

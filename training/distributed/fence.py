@@ -89,7 +89,8 @@ def fence(folder: str, cluster: Cluster, own: Claim, storage: Storage = default_
 
 
 def _takes_precedence(record: Mapping[str, Any], name: str, own: Claim) -> bool:
-    """Returns whether a claim that `own` does not list is newer, or equally old with the higher rank."""
+    """Returns whether another start's claim outranks `own`: it lists more earlier claims or, with as many, `_rank`
+    orders its name higher. True for an unreadable claim."""
     after = record.get("after")
     if not isinstance(after, list):
         return True  # an unreadable claim

@@ -166,8 +166,10 @@ def find_origin(line: str) -> str:
 
 
 def _find_tensorflow_origin(names: list[str]) -> str:
-    """Returns the place for the scopes of a TensorFlow operation, for example
-    gradient_tape/bert/encoder/layer_._0/attention/self/MatMul."""
+    """Returns the place in the model of a TensorFlow operation, from its scopes.
+
+    For example "gradient of bert.encoder.layer.0: MatMul" for gradient_tape, bert, encoder, layer_._0, MatMul.
+    """
     if names[0] == "XLA_Args":
         return "copy of an argument"
     gradient = BACKWARD if names[0] == "gradient_tape" and len(names) > 2 else ""

@@ -107,7 +107,8 @@ def _answer_nodes(state: EmulatorState, call: Call, parent: str, name: tuple[str
 
 
 def _list_offers(call: Call, parent: str, kind: str) -> dict[str, Any]:
-    """Lists the acceleratorTypes or the runtimeVersions of a zone."""
+    """Returns all acceleratorTypes or runtimeVersions (`kind`) of the zone `parent`, projects/P/locations/Z, in one
+    page."""
     if kind == "acceleratorTypes":
         return {kind: [_accelerator_json(parent, name) for name in catalogue.accelerators_in(parent.rsplit("/", 1)[1])]}
     versions = catalogue.runtime_versions()

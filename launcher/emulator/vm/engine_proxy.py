@@ -289,6 +289,8 @@ class EngineProxy:
         self._call(request, path, None, lambda value: image_registry.with_digests(value, pushed))
 
     def _present_container(self, value: dict[str, Any], view: EngineView) -> dict[str, Any]:
+        """Returns the inspection of a container as its host sees it. For a container that has exited, asks the engine
+        whether the host went down with it."""
         host: dict[str, Any] | None = None
         if value["State"]["Status"] == "exited":
             host = self._engine.call("GET", f"/containers/{view.hostname}/json")["State"]

@@ -159,7 +159,8 @@ class Hosts:
         )
 
     def _real_path(self, hostname: str, path: str) -> str:
-        """Resolves symbolic links inside the host: a link must not lead out of the shared folders."""
+        """Returns a host's path with its symbolic links resolved, by running realpath on the host. The result may lie
+        outside the shared folders, which `bind` refuses."""
         body = {"AttachStdout": True, "Tty": True, "Cmd": ["realpath", "-m", "--", path]}
         identifier = self.containers.engine.call("POST", f"/containers/{hostname}/exec", body=body)["Id"]
         _, data = self.containers.engine.raw("POST", f"/exec/{identifier}/start", body={"Tty": True})

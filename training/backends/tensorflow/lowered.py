@@ -99,4 +99,5 @@ class TensorFlowTracer:
         return Program(text, donated, state, hash_hlo(hlo), replicated=True)
 
     def close(self) -> None:
+        """Releases the model and its memory."""
         self._backend = None

@@ -68,6 +68,7 @@ class TorchTracer:
             return extract_program(outputs, state)
 
     def close(self) -> None:
+        """Releases the model and its memory; `open` builds it again."""
         self._backend = None
         gc.collect()
         return_freed_memory()
@@ -159,6 +160,7 @@ class _DataDependenceGuard(TorchDispatchMode):  # type: ignore[misc]  # torch is
 
 
 def _depends_on_data(function: Any, arguments: Any) -> bool:
+    """Returns whether an operation on these arguments reads a tensor's values, as for a result's shape, on the host."""
     if not _DATA_DEPENDENT_TAGS & set(function.tags):
         return False
     if function is torch.ops.aten.index.Tensor:  # with a mask; with numbers its shape is known
