@@ -62,7 +62,7 @@ _V6E = {
 }
 
 
-def _table(slice_type: Accelerator) -> dict[str, Price]:
+def _prices_by_region(slice_type: Accelerator) -> dict[str, Price]:
     one = slice_type.hosts == 1
     tables = {
         "v2": _V2_ONE if one else _V2_MORE,
@@ -81,7 +81,7 @@ def per_hour(accelerator_type: str, zone: str, capacity: str) -> float | None:
     Reserved capacity has the on-demand price, its upper bound.
     """
     slice_type = accelerator(accelerator_type)
-    price = _table(slice_type).get(zone.rsplit("-", 1)[0])
+    price = _prices_by_region(slice_type).get(zone.rsplit("-", 1)[0])
     if price is None:
         return None
     per_chip = price.spot if capacity == "spot" else price.on_demand

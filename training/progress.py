@@ -205,8 +205,10 @@ class Compilations:
         self._evaluation += self._backend.compilations()[0] - count
 
     def check_step(self, number: int, batch: HostBatch) -> None:
-        """Warns if step `number`, which was just started, compiled another program than its shape's first; with
-        train.strict raises TrainError."""
+        """Warns, or with train.strict raises TrainError, if step `number`, which was just started, compiled a program.
+
+        The first step of each expected shape may compile one; a shape beyond the expected number may not.
+        """
         shape = tuple(array.shape for array in batch.arrays.values())
         is_first = shape not in self._known and len(self._known) < self._shapes
         self._known.add(shape)

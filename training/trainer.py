@@ -294,7 +294,8 @@ class Trainer:
         raise StopRequested(f"stopped after step {step}, which is committed: {self._checkpoint_url(step)}")
 
     def finish(self) -> dict[str, Any]:
-        """Evaluates and exports after the last step and its save. Returns the summary, and writes it on host 0."""
+        """Evaluates, compares the hosts' weights, exports and waits for the upload to the Hub, after the last step and
+        its save. Returns the summary, and writes it on host 0. Ends by `stop` if a host was asked to stop meanwhile."""
         run, config = self.run, self.run.config
         is_evaluated = config.checkpoint.best is not None and self.evaluations.step == self.progress.step
         if config.data.evaluation and config.evaluation.at_end and not is_evaluated:

@@ -80,6 +80,8 @@ def _scheduling(config: Config) -> dict[str, Any]:
 
 
 def _pod_security(config: Config, work: Workload) -> Any:
+    """Returns the pod's securityContext: the workload's user and group, else root, and the runtime's seccomp profile
+    unless gke.privileged."""
     user, _, group = (work.user or "0").partition(":")
     fields: dict[str, Any] = {"runAsUser": int(user)}
     if group:

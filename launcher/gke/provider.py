@@ -160,8 +160,11 @@ class Gke:
         return [HostReport(worker, True, "") for worker in self._workers]
 
     def observe(self, worker: int, container: str, since: str | None, *, patience: float = 0.0) -> Observation:
-        """Returns the state of a host's pod, and its log from `since` on. Never waits for the pod: the watch knows its
-        state."""
+        """Returns the state of a host's pod, and its log from `since` on; a missing pod is "absent".
+
+        Ignores `patience`: the watch knows the state. When the cluster does not answer, the state is None, and
+        `problem` says why.
+        """
         watch = self._watch_pods(container)
         watch.note_log_start(worker, since)
         try:

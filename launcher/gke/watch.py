@@ -55,8 +55,11 @@ class PodWatch:
         self._final_logs: dict[int, _FinalLog] = {}
 
     def pods(self, *, fresh: bool = False) -> dict[int, Pod]:
-        """Returns the last pod of each host by worker number, also ended and deleted ones. Lists the pods again if
-        `fresh`, or if the last list is old. Raises LaunchError when the cluster does not answer."""
+        """Returns the last pod of each host by worker number, also ended and deleted ones.
+
+        Lists the pods again if `fresh`, or if the last list is old, and starts the thread that watches them unless it
+        runs. Raises LaunchError when the cluster does not answer or refused the watch.
+        """
         with self._listing:
             if fresh or self._clock.monotonic() - self._listed > _LIST_EVERY:
                 self._list()

@@ -67,7 +67,7 @@ def judge_hosts(hosts: Sequence[HostFacts], host_count: int, *, image_bytes: int
         findings.append(failure("slice", message, "`tpu-launch status`, then `tpu-launch down` and `up`"))
     for facts in hosts:
         if facts.values.get("done") == "yes":
-            findings += [*_identity(facts), *_occupation(facts), *_disk(facts, image_bytes), *_clock(facts)]
+            findings += [*_worker_and_engine(facts), *_occupation(facts), *_disk(facts, image_bytes), *_clock(facts)]
             findings += _huge_pages(facts)
         else:
             message = "the host's shell did not run the checks"
@@ -75,7 +75,8 @@ def judge_hosts(hosts: Sequence[HostFacts], host_count: int, *, image_bytes: int
     return sorted(findings, key=lambda finding: not finding.fatal)
 
 
-def _identity(facts: HostFacts) -> Iterator[Finding]:
+def _worker_and_engine(facts: HostFacts) -> Iterator[Finding]:
+    """Yields a failure if the host is another worker than its address says, or its container engine does not answer."""
     worker = facts.values.get("worker")
     if worker != str(facts.worker):
         fix = "the slice is not as its API says: delete and create it again"

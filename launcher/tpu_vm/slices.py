@@ -479,7 +479,14 @@ def _look_and_delete(config: Config, say: Say, machine: Workstation) -> bool:
 def _delete_in_zone(
     config: Config, request: queued.Request | None, node: SliceState | None, say: Say, machine: Workstation
 ) -> None:
-    """Deletes what was found in one zone and waits until it is gone. Raises NotOurs and CommandTimeout."""
+    """Deletes the queued resource and node that were found in one zone, and waits until they are gone.
+
+    Also deletes a node that the queued resource was granted meanwhile; leaves a node that has replaced the one found.
+
+    Raises:
+        NotOurs: One of them has another owner's labels; it is not deleted.
+        CommandTimeout: One of them is not gone in time.
+    """
     for labels in [found.labels for found in (request, node) if found is not None]:
         ownership.require_ours(config, labels, machine.owner)
     deadline = machine.clock.monotonic() + DELETE_SECONDS

@@ -155,7 +155,7 @@ def run_push(
         finally:
             process.kill()
             process.wait()
-        return PushEnd(code, _lines(out), _lines(err))
+        return PushEnd(code, _last_lines(out), _last_lines(err))
 
 
 def _await_end(process: subprocess.Popen[bytes], is_over: Callable[[], bool]) -> int | None:
@@ -277,8 +277,8 @@ def find_result(lines: Sequence[str]) -> dict[str, Any] | None:
     return None
 
 
-def _lines(file: IO[bytes]) -> list[str]:
-    """Returns the last lines that a process printed."""
+def _last_lines(file: IO[bytes]) -> list[str]:
+    """Returns the lines in the last _SHOWN_BYTES of a process's output; the first may be cut."""
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - _SHOWN_BYTES))
     return file.read().decode(errors="replace").strip().splitlines()

@@ -187,7 +187,8 @@ def bisect(
             last one, and then the middle.
 
     Returns:
-        (largest that fits, smallest that does not). They differ by at most 1/16 of the larger, or by 1.
+        (largest that fits, smallest that does not). They differ by at most 1/16 of the larger, or by 1. The first is
+        None if not even 1 fits; the second is None if a number of MOST_ROWS or more fits.
     """
     good, bad = (start, None) if start_fits else (None, start)
     tries = surprises = 0

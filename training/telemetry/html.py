@@ -249,6 +249,7 @@ def _render_confusion(matrix: Mapping[str, Any] | None) -> str:
 
 
 def _render_configuration(attempts: Sequence[AttemptRecords]) -> str:
+    """Returns the section with the newest attempt's configuration and code; "" if that attempt recorded none."""
     if not attempts or not attempts[-1].start.get("config"):
         return ""
     start = attempts[-1].start

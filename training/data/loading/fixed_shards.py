@@ -74,6 +74,11 @@ class FixedShards(ShardSource):
         return arrays
 
     def _load(self, first: int, last: int, block: int) -> tuple[Arrays, dict[int, BadInput]]:
+        """Returns the columns of records [first, last), and the errors of damaged ones by row, 0 for `first`.
+
+        `block` is the number of records in a block of the cache. If a record is damaged, reads all again without the
+        cache, and drops their blocks from it.
+        """
         data = self._read_cached(first, last, block)
         bad = fixed_records.find_broken(self._layout, data)
         if bad and self._cache is not None:  # perhaps the cache is damaged, and the bucket is not

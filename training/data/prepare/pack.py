@@ -110,6 +110,9 @@ def pack_documents(
 ) -> PackedDataset:
     """Writes the dataset of one split to the folder `url`, or continues where an interrupted run stopped.
 
+    Returns a complete dataset of the same plan as it is, without reading the corpus. Drops the ids after the last full
+    row.
+
     `documents` is called to read the corpus, and must give the same documents each time; `encode` returns the ids of
     each text; `progress` is called after each shard. Raises BadInput when the folder holds something else (unless
     `overwrite`), or there is too little text for a row; and StorageError.
