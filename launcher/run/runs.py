@@ -20,11 +20,12 @@ from training.machine.clock import format_time
 
 
 def list_runs(home: Path, machine: Workstation) -> list[Ledger]:
-    """Returns all runs of the launcher's folder, oldest first, without those whose run.json is damaged."""
+    """Returns all runs of the launcher's folder, oldest first, without those that are damaged or of another version."""
     created = {}
     for path in (home / "runs").glob("*/run.json"):
         ledger = Ledger(path.parent, machine.clock)
         with contextlib.suppress(BadInput):  # `find_run` reports it when the user names the run
+            ledger.entries()
             created[ledger] = ledger.record.created
     return sorted(created, key=lambda ledger: (created[ledger], ledger.run_id))
 
@@ -53,7 +54,8 @@ def find_run(
             if ledger.run_id == run_id:
                 return ledger
         if (home / "runs" / run_id / "run.json").exists():
-            _ = Ledger(home / "runs" / run_id, machine.clock).record  # raises if damaged; else another slice's run
+            ledger = Ledger(home / "runs" / run_id, machine.clock)
+            _ = ledger.record, ledger.entries()  # raises if damaged or of another version; else another slice's run
         raise BadInput(f"there is no run {run_id!r} here; known: {', '.join(run.run_id for run in known) or 'none'}")
     if not known:
         raise BadInput(

@@ -117,6 +117,15 @@ def test_a_full_disk_does_not_hide_who_supervises_a_run(tmp_path: Path) -> None:
     assert not run.supervised()
 
 
+def test_a_run_of_another_version_does_not_keep_others_from_running(tmp_path: Path) -> None:
+    run, other = new_run(tmp_path), new_run(tmp_path)
+    with (other.folder / "events.jsonl").open("a") as events:
+        events.write('{"time": "2026-01-01T00:00:00Z", "event": "swept", "attempt": 0}\n')
+    assert [ledger.run_id for ledger in list_runs(tmp_path, this_machine())] == [run.run_id]
+    with pytest.raises(BadInput, match="an event of another version"):
+        find_run(tmp_path, this_machine(), other.run_id)
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"run_id": "r"}'])
 def test_a_damaged_record_is_no_run_and_a_clear_message_for_who_names_it(tmp_path: Path, text: str) -> None:
     good, bad = new_run(tmp_path), new_run(tmp_path)
