@@ -294,10 +294,9 @@ def exit_codes_page() -> str:
         "## tpu-train",
         "",
         *_code_table(training.errors.Exit),
-        "`tpu-launch run` decides by these codes what follows an attempt. 0 and 2 end the run. 75, when nobody asked",
-        "for a stop, counts as a preemption (`run.preemption_retries`). 76 is a symptom: another host's failure",
-        "decides.",
-        "Anything else is a failure (`run.failure_retries`). A command of your own may use the same codes.",
+        "From these codes `tpu-launch run` decides whether another attempt follows. 0 and 2 end the run. 75 without a",
+        "requested stop counts as a preemption (`run.preemption_retries`). 76 is a symptom: another host's failure",
+        "decides. Every other code is a failure (`run.failure_retries`). Your own command may use the same codes.",
         "",
     ]
     return "\n".join(lines).rstrip() + "\n"
@@ -349,9 +348,9 @@ def accelerators_page() -> str:
     """Returns the page of all accelerator types."""
     lines = [
         *_title("Accelerators", "training/accelerators.py"),
-        "The values of `slice.accelerator_type`. A host is one TPU VM; a device is what PJRT shows, and",
-        "`train.global_batch_size` must be a multiple of their number. Memory is what the compiler leaves to",
-        "a program.",
+        "Values of `slice.accelerator_type`. A host is one TPU VM. A device is one PJRT device: a core on v2 and v3, a",
+        "chip on later generations; `train.global_batch_size` must be a multiple of the number of devices. Memory is",
+        "the part of a device's memory that the compiler gives to a program.",
         "",
         "| type | hosts | chips | devices | topology | memory per device | zones | through |",
         "|---|---|---|---|---|---|---|---|",
