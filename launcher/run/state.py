@@ -88,7 +88,8 @@ def state_of(events: Iterable[RunEvent]) -> RunState:
             case Orphaned():
                 state = replace(state, orphans=(*state.orphans, event))
             case Reaped():
-                left = tuple(orphan for orphan in state.orphans if orphan.attempt != event.attempt)
+                reaped = (event.attempt, set(event.hosts))
+                left = tuple(each for each in state.orphans if (each.attempt, set(each.hosts)) != reaped)
                 state = replace(state, orphans=left)
     return state
 

@@ -162,6 +162,7 @@ def test_a_stop_holds_although_a_full_disk_delayed_an_earlier_request_beyond_it(
 
 
 BEGAN, STARTED, SAVED, FINISHED = AttemptBegan(0), Started(0), Ended(0, "saved"), Ended(0, "finished")
+OTHERS = Orphaned(0, "container", (0, 2))
 ORPHANED = Orphaned(0, "container", (1,))
 
 
@@ -177,6 +178,10 @@ ORPHANED = Orphaned(0, "container", (1,))
         ([BEGAN, STARTED, SAVED, AttemptBegan(1), STARTED], RunState(Phase.STARTING, AttemptBegan(1))),
         ([BEGAN, ORPHANED, SAVED], RunState(Phase.ENDED, BEGAN, "saved", orphans=(ORPHANED,))),
         ([BEGAN, ORPHANED, SAVED, Reaped(0, (1,))], RunState(Phase.ENDED, BEGAN, "saved")),
+        (
+            [BEGAN, ORPHANED, SAVED, OTHERS, Reaped(0, (0, 2))],
+            RunState(Phase.ENDED, BEGAN, "saved", orphans=(ORPHANED,)),
+        ),
     ],
 )
 def test_the_events_of_a_run_say_where_it_stands(events: list[RunEvent], state: RunState) -> None:
