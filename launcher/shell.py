@@ -130,8 +130,6 @@ def stream(
         text=True,
         errors="replace",
     )
-    if on_start is not None:
-        on_start(lambda: _kill_group(process))
     lines: list[str] = []
     expired = threading.Event()
 
@@ -141,8 +139,10 @@ def stream(
 
     timer = threading.Timer(timeout, expire)
     timer.daemon = True
-    timer.start()
     try:
+        timer.start()
+        if on_start is not None:
+            on_start(lambda: _kill_group(process))
         assert process.stdout is not None
         for line in process.stdout:
             lines.append(line)

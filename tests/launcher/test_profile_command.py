@@ -88,7 +88,9 @@ def invoke(folder: Path, monkeypatch: pytest.MonkeyPatch, asked: list[str]) -> A
 def test_tensorboard_shows_the_copies_until_ctrl_c(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_program(path, "xprof")
     write_program(
-        path, "tensorboard", '(echo "$*"; ls "$2/plugins/profile/now") >"$0.shown"; kill -INT $PPID; sleep 20'
+        path,
+        "tensorboard",
+        '(echo "$*"; ls "$2/plugins/profile/now") >"$0.shown"; sleep 0.2; kill -INT $PPID; sleep 20',
     )
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background ignores it
     try:
