@@ -49,7 +49,7 @@ def tpu_train() -> None:
 
 
 def main() -> None:
-    """Entry point of `tpu-train`."""
+    """Runs the command line; prints a known error as one message, and exits with its code."""
     try:
         tpu_train(prog_name="tpu-train", standalone_mode=False, obj=_BEGAN)
     except click.ClickException as error:

@@ -93,7 +93,7 @@ def _take_libtpu_flags(document: Document) -> None:
 
 
 def _parse_targets(document: Document, names: str | None) -> list[Accelerator]:
-    """Returns the accelerators in --accelerator, or else the file's. Raises BadInput."""
+    """Returns each accelerator in --accelerator, else the file's, once. Raises BadInput for none or an unknown one."""
     from training.accelerators import UnknownAccelerator, accelerator
 
     section = document.value.get("slice")
@@ -113,6 +113,7 @@ def _parse_targets(document: Document, names: str | None) -> list[Accelerator]:
 
 
 def _parse_lengths(text: str) -> tuple[int, ...]:
+    """Returns the numbers of "32,64,128", ascending, each once. Raises BadInput for other text or a number below 2."""
     try:
         lengths = tuple(sorted({int(number) for number in text.split(",")}))
     except ValueError:

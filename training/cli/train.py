@@ -178,7 +178,8 @@ def profile(steps: int, name: str | None, seconds: float, worker: int | None) ->
 
 
 def _join_cluster(config: TrainerConfig, shutdown: ShutdownRequest) -> tuple[Cluster, Rendezvous]:
-    """Reads this host's place from its environment, and connects to the other hosts. Raises BadInput, LostPeer."""
+    """Reads this host's place from its environment or the metadata server, and connects to host 0. Raises BadInput if
+    the place contradicts itself or the hosts have no shared secret, LostPeer if host 0 does not answer in time."""
     from training.distributed.cluster import discover
     from training.distributed.rendezvous import join
 
@@ -233,8 +234,8 @@ def ending_process(rendezvous: Rendezvous, machine: Machine = SYSTEM) -> Iterato
 
 
 def exit_overdue(rendezvous: Rendezvous, seconds: float, machine: Machine = SYSTEM) -> NoReturn:
-    """Ends the process, and with it the attempt on all hosts. Called from a timer thread when the main thread has not
-    stopped `seconds` after a stop request."""
+    """Ends the process with exit code SAVED, and with it the attempt on all hosts. Called from a timer thread when the
+    main thread has not stopped `seconds` after a stop request."""
     message = (
         f"could not stop in good order within {seconds:g} s (checkpoint.stop_seconds); the run goes on from its last "
         "commit"
@@ -245,17 +246,19 @@ def exit_overdue(rendezvous: Rendezvous, seconds: float, machine: Machine = SYST
 
 
 def print_error(error: TrainError) -> None:
-    """Prints one message on standard error."""
+    """Prints one message on standard error: a stop, a lost peer or another error."""
     kind = "stopped" if isinstance(error, StopRequested) else "lost peer" if isinstance(error, LostPeer) else "error"
     _print(f"tpu-train: {kind}: {error}")
 
 
 def _print(message: str) -> None:
+    """Prints a line on standard error."""
     with contextlib.suppress(OSError):  # a full disk or a closed pipe must not change the exit code
         print(message, file=sys.stderr, flush=True)
 
 
 def _exit(code: int, machine: Machine) -> NoReturn:
+    """Flushes standard output and error, and ends the process at once, without Python's clean-up."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.flush()

@@ -64,7 +64,8 @@ class StepChecker:
         self._findings: dict[tuple[str, str], tuple[LintFinding, int]] = {}  # (rule, place) -> the first, and how many
 
     def add_step(self, number: int, shapes: Shapes, trace: StepTrace) -> None:
-        """Checks the trace of step `number`, which ran on arrays of these shapes."""
+        """Adds the findings of step `number`, which ran on arrays of these shapes: those of its trace, unexplained
+        transfers to the host, a new shape beyond the expected ones, another compilation for a known shape."""
         for finding in trace.findings:
             self._add(finding)
         rules = {finding.rule for finding in trace.findings}
@@ -86,11 +87,13 @@ class StepChecker:
         ]
 
     def _add(self, finding: LintFinding) -> None:
+        """Keeps a finding if it is the first of its rule and place, else only counts it."""
         key = (finding.rule, finding.place)
         first, count = self._findings.get(key, (finding, 0))
         self._findings[key] = (first, count + 1)
 
     def _new_shape(self, number: int, shapes: Shapes, operations: Sequence[TracedOperation]) -> LintFinding:
+        """Returns the finding for a new shape, at the first operation that differs from the previous new shape's."""
         earlier, earlier_operations = list(self._operations.items())[-1]
         places = (operation.place for _, operation in _differences(earlier_operations, operations) if operation.place)
         message = (
@@ -102,10 +105,8 @@ class StepChecker:
     def _add_recompilation(
         self, number: int, earlier: Sequence[TracedOperation], trace: StepTrace, *, explained: bool
     ) -> None:
-        """Adds the finding for a step that compiled although its shape is known.
-
-        If no operation differs and the step is `explained`, another finding already says why it compiles in pieces.
-        """
+        """Adds the finding for a step that compiled although its shape is known. If no operation differs and the step
+        is `explained`, another finding already says why it compiles in pieces."""
         difference = next(_differences(earlier, trace.operations), None)
         if difference is not None:
             self._add(_changed_operation(number, *difference))
@@ -121,6 +122,7 @@ def merge_findings(first: Sequence[LintFinding], second: Sequence[LintFinding]) 
 
 
 def _changed_operation(number: int, old: TracedOperation | None, new: TracedOperation) -> LintFinding:
+    """Returns the finding for a step that compiled again because it runs `new` in place of `old` (None: of nothing)."""
     same_operation = old is not None and old.name == new.name
     if old is None:
         before = "where nothing was before"
@@ -136,6 +138,7 @@ def _short(text: str) -> str:
 
 
 def _shapes(shapes: Shapes) -> str:
+    """Returns for example "ids [2, 128], labels [2]"."""
     return ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
 
 

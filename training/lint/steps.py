@@ -56,7 +56,8 @@ class CountingWatcher:
 
 
 def check_configuration(config: TrainerConfig, steps: int) -> list[LintFinding]:
-    """Runs the first steps of a configuration, and of its evaluation, with small batches. Raises BadInput."""
+    """Runs the first `steps` steps of a configuration, and of its evaluation, with small batches on the CPU; returns
+    the findings of both. Sets PJRT_DEVICE. Raises BadInput if the data or the model can't be opened."""
     os.environ["PJRT_DEVICE"] = "CPU"
     config = _with_small_batches(config)
     task = open_task(config, cluster := Cluster(0, ("localhost",), run_id="check"))
@@ -78,13 +79,11 @@ def check_configuration(config: TrainerConfig, steps: int) -> list[LintFinding]:
 
 
 def check_user_module(module: str, inputs: str, steps: int, shapes: int) -> list[LintFinding]:
-    """Runs the first training steps of a user's own PyTorch module.
+    """Runs the first `steps` training steps of a user's own PyTorch module on the CPU; sets PJRT_DEVICE.
 
     Args:
         module: FILE:FUNCTION; the function returns the module.
-        inputs: FILE:FUNCTION; the function returns its batches.
-        steps: number of steps to run.
-        shapes: number of different shapes that the batches may have.
+        inputs: FILE:FUNCTION; the function returns its batches, which may have `shapes` different shapes.
 
     Raises:
         BadInput: a function does not exist, or its code fails.
@@ -99,6 +98,7 @@ def check_user_module(module: str, inputs: str, steps: int, shapes: int) -> list
 
 
 def _with_small_batches(config: TrainerConfig) -> TrainerConfig:
+    """Returns the configuration with `ROWS` rows a gradient accumulation, and jit_compile only for TensorFlow."""
     rows = ROWS * config.train.gradient_accumulation
     changes = {
         "global_batch_size": rows,
@@ -110,6 +110,7 @@ def _with_small_batches(config: TrainerConfig) -> TrainerConfig:
 
 
 def _evaluation_batches(config: TrainerConfig, task: Task, steps: int) -> Iterator[HostBatch]:
+    """Returns the first `steps` evaluation batches; none if the configuration has no evaluation data."""
     return islice(task.evaluation_batches(), steps) if config.data.evaluation else iter(())
 
 
@@ -133,7 +134,7 @@ def _report_user_line(*functions: str) -> Iterator[None]:
 
 
 def _load_function(option: str, reference: str) -> Callable[[], Any]:
-    """Returns the function that FILE:FUNCTION names. Raises BadInput."""
+    """Imports FILE and returns its FUNCTION. Raises BadInput, naming `option`, if either does not exist."""
     file, _, name = reference.rpartition(":")
     if not file or not name:
         raise BadInput(f"{option} is {reference!r}, and must be FILE:FUNCTION, for example my_model.py:build")

@@ -30,13 +30,9 @@ class CheckedPrograms:
         self._run: dict[tuple[object, ...], str] = {}  # (kind, shape...) -> hash
 
     def compare(self, kind: str, shapes: Sequence[tuple[int, ...]], hash_program: Callable[[], str]) -> None:
-        """Compares a program before it runs; prints a warning if preflight did not compile it.
-
-        Args:
-            kind: "training" or "evaluation".
-            shapes: of the arrays that it will run on.
-            hash_program: called only if a comparison is due, because it takes time.
-        """
+        """Compares a program before it first runs on arrays of these shapes; prints a warning if preflight did not
+        compile it. Does nothing if no preflight preceded the run, or its programs are not comparable with this one.
+        `kind` is "training" or "evaluation"; `hash_program` takes time, so it is called only if a comparison is due."""
         if not self._checked or not self._comparable or (kind, *shapes) in self._run:
             return
         program_hash = self._run[kind, *shapes] = hash_program()

@@ -175,6 +175,7 @@ def compile_program(
 
 
 def _compile_options(devices: int, *, replicated: bool) -> Any:
+    """Returns options for one replica a device if `replicated`, else for one program partitioned over the devices."""
     import numpy as np
     from jaxlib import xla_client
 
@@ -192,7 +193,7 @@ def _compile_options(devices: int, *, replicated: bool) -> Any:
 @lru_cache(maxsize=8)
 def _topology(name: str) -> tuple[Any, tuple[Any, ...]]:
     """Returns the compile-only client and the devices of an accelerator type, as PJRT shows them on its TPU VMs. Loads
-    libtpu, and sets its environment variables."""
+    libtpu, and sets its environment variables. Raises CompilerUnavailable if libtpu does not know the slice."""
     target = accelerator(name)
     os.environ.update(_ENVIRONMENT_WITHOUT_TPU)
     for variable, level in _QUIET.items():
@@ -222,7 +223,7 @@ def _topology(name: str) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _with_donors(program: Program) -> Any:
-    """Returns the parsed module with its donated arguments marked."""
+    """Returns the parsed module with donated arguments marked, and without its aliases and compiler settings."""
     from jaxlib.mlir import ir
 
     module = ir.Module.parse(program.stablehlo)

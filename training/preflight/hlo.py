@@ -94,6 +94,7 @@ class _Array:
 
 
 def _bits(dtype: str) -> int:
+    """Returns the bits of one element of a type: 32 for "s32"."""
     if dtype in _BITS:
         return _BITS[dtype]
     match = re.match(r"[a-z]+(\d+)", dtype)
@@ -102,6 +103,7 @@ def _bits(dtype: str) -> int:
 
 
 def _parse_arrays(text: str) -> list[_Array]:
+    """Returns all arrays that a text names, in their order; a dynamic size counts as its bound."""
     return [
         _Array(dtype, tuple(int(size.lstrip("<=")) for size in dims.split(",") if size), layout)
         for dtype, dims, layout in _ARRAY.findall(text)
@@ -166,10 +168,8 @@ def find_origin(line: str) -> str:
 
 
 def _find_tensorflow_origin(names: list[str]) -> str:
-    """Returns the place in the model of a TensorFlow operation, from its scopes.
-
-    For example "gradient of bert.encoder.layer.0: MatMul" for gradient_tape, bert, encoder, layer_._0, MatMul.
-    """
+    """Returns the place in the model of a TensorFlow operation, from its scopes: "gradient of bert.encoder.layer.0:
+    MatMul" for gradient_tape, bert, encoder, layer_._0, MatMul."""
     if names[0] == "XLA_Args":
         return "copy of an argument"
     gradient = BACKWARD if names[0] == "gradient_tape" and len(names) > 2 else ""
@@ -186,10 +186,8 @@ _Buffer = tuple[int, int]  # (number of the line that produces it, leaf of that 
 
 
 def largest_allocations(text: str, count: int, arguments: Mapping[int, str] = MappingProxyType({})) -> list[Allocation]:
-    """Returns at most `count` of the largest temporary allocations at the peak of HBM.
-
-    `arguments` names the program's arguments by number, for copies of them.
-    """
+    """Returns at most `count` of the largest temporary allocations at the peak of HBM. `arguments` names the program's
+    arguments by number, for copies of them."""
     lines = list(_parse_lines(text))
     last_use, results = _buffer_lives(lines)
     sizes = {buffer: lines[buffer[0]].arrays[buffer[1]].in_hbm for buffer in last_use.keys() - results}
@@ -264,7 +262,7 @@ def _find_buffer_origin(
     lines: list[_Line], number: int, producers: Mapping[str, int], arguments: Mapping[int, str]
 ) -> str:
     """Returns the place in the model that a buffer's value comes from. A copy or a fusion without a name gets the name
-    of its first operand."""
+    of its first operand, followed over at most 8 instructions; "" beyond."""
     for _ in range(8):
         line = lines[number]
         if line.operation == "parameter":

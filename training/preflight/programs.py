@@ -56,7 +56,8 @@ class Graph:
 
 
 def read_facts(config: TrainerConfig) -> DataFacts:
-    """Reads the facts from the manifests of the datasets and the tokenizer, without any record. Raises BadInput."""
+    """Reads the facts from the manifests of the datasets and the tokenizer, without any record. Raises BadInput if one
+    is missing or unreadable, or a dataset has rows of another task."""
     task = task_class(config.task)
     try:
         tokens = tokenizers.read(config.data.tokenizer).special
@@ -80,7 +81,7 @@ def read_facts(config: TrainerConfig) -> DataFacts:
 
 
 def assume_facts(config: TrainerConfig, vocabulary: int, lengths: tuple[int, ...], labels: int | None) -> DataFacts:
-    """Returns the facts of data that does not exist yet. Raises BadInput if they do not fit the task."""
+    """Returns facts of data that does not exist yet. Raises BadInput if `labels` or `lengths` do not fit the task."""
     task = task_class(config.task)
     if task.has_labels and labels is None:
         raise BadInput(f"--labels says how many labels there will be: task is {config.task}")
@@ -125,10 +126,10 @@ class ProgramTracer(Protocol):
     """Traces the programs of one backend for a slice: `tracer` of a backend's entry in the registry."""
 
     def __init__(self, open_backend: BuildBackend, devices: int) -> None:
-        """Raises CompilerUnavailable."""
+        """Keeps `open_backend`, which `open` calls. Raises CompilerUnavailable for untested versions."""
 
     def open(self) -> Mapping[str, int]:
-        """Builds the model, unless it is built. Returns the bytes of each tensor of the state."""
+        """Builds the model, unless a usable one is built. Returns the bytes of each tensor of the state."""
 
     def trace(self, kind: str, batch: Arrays) -> Program:
         """Returns the program of a step ("training") or of an "evaluation" on a global batch, without executing it."""
@@ -140,7 +141,7 @@ class ProgramTracer(Protocol):
 def trace_programs(
     config: TrainerConfig, facts: DataFacts, graphs: Sequence[Graph], devices: int
 ) -> list[TracedProgram]:
-    """Traces each of `graphs` for a slice of `devices` devices, and returns the programs in their order.
+    """Traces `graphs` for a slice of `devices` devices; returns the programs in this order. Sets PJRT_DEVICE to CPU.
 
     Raises:
         BadInput: the backend's framework is not installed, or the model can't be built.

@@ -154,13 +154,14 @@ def describe_refusal(traced: TracedProgram, message: str, seconds: float) -> Gra
 
 
 def add_remat_advice(graph: GraphResult, with_remat: GraphResult) -> GraphResult:
-    """Returns a result that does not fit, with the memory that the program needs under train.remat: layers."""
+    """Returns `graph`, which does not fit; its reason also says what `with_remat`, train.remat: layers, needs."""
     needed = f"would need {format_gib(with_remat.needed)}" if with_remat.needed else "would not compile either"
     advice = f"with train.remat: layers it {needed}{' and fit' if with_remat.fits else ''}"
     return replace(graph, reason=f"{graph.reason}; {advice}")
 
 
 def _make_result(traced: TracedProgram, **facts: Any) -> GraphResult:
+    """Returns a result with the shape, hash and tracing time of `traced`; `facts` are its other fields."""
     graph = traced.graph
     return GraphResult(
         graph=str(graph),
@@ -174,8 +175,8 @@ def _make_result(traced: TracedProgram, **facts: Any) -> GraphResult:
 
 
 def roofline(flops: float, bytes_accessed: float, target: Accelerator, rows: int) -> Costs:
-    """Returns the bound by the slower of arithmetic and memory traffic at the published peak rates
-    (https://doi.org/10.1145/1498765.1498785)."""
+    """Returns the bound by the slower of arithmetic and memory traffic of one device at the published peak rates
+    (https://doi.org/10.1145/1498765.1498785). `rows`: of the global batch."""
     generation = target.generation
     compute = flops * generation.devices_per_chip / generation.bf16_flops_per_chip
     memory = bytes_accessed * generation.devices_per_chip / generation.hbm_bytes_per_second_per_chip
@@ -221,6 +222,7 @@ def parse_allocations(message: str) -> list[Allocation]:
 
 
 def _parse_size(text: str) -> int:
+    """Returns the bytes of "15.48G" or "512"; K, M, G and T are powers of 1024."""
     scale = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}.get(text[-1], 1)
     return int(float(text.rstrip("KMGT")) * scale)
 
@@ -229,7 +231,7 @@ def _parse_size(text: str) -> int:
 
 
 def format_gib(amount: float) -> str:
-    """Returns for example "15.48 GiB"."""
+    """Returns bytes as for example "15.48 GiB"."""
     return f"{amount / GIB:.2f} GiB"
 
 
@@ -266,6 +268,7 @@ def _accelerator_lines(result: AcceleratorResult) -> list[str]:
 
 
 def _program_count(result: AcceleratorResult) -> str:
+    """Returns text: the number of distinct programs, and the seconds that all compilations took."""
     seconds = sum(graph.compile_seconds for graph in result.graphs)
     count = result.distinct_programs
     programs = f"{count} program{'s' if count > 1 else ''}"

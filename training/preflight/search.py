@@ -81,8 +81,9 @@ def compile_all(
     show: ShowProgress,
     flags: Mapping[str, str] = MappingProxyType({}),
 ) -> AcceleratorResult:
-    """Compiles the programs of one run for one accelerator, with `flags` beside LIBTPU_INIT_ARGS. Raises
-    CompilerUnavailable."""
+    """Compiles the programs of one run for one accelerator, two at a time, with `flags` beside LIBTPU_INIT_ARGS. A
+    program that the compiler refuses is a result that does not fit. Raises CompilerUnavailable if there is no compiler
+    here, or it does not know the slice."""
 
     def compile_one(traced: TracedProgram) -> tuple[CompiledProgram | str, float]:
         """Returns (the executable's facts or the refusal's message, seconds of the compilation)."""
@@ -113,7 +114,8 @@ def compile_all(
 def _advise_remat(
     config: TrainerConfig, facts: DataFacts, result: AcceleratorResult, target: Accelerator, show: ShowProgress
 ) -> AcceleratorResult:
-    """Returns `result`; if its longest training batch does not fit, with what train.remat: layers would change."""
+    """Returns `result`; if its longest training batch does not fit, compiles that batch with train.remat: layers too
+    and adds to the reason what that would change. Only for torch-xla, and models that can recompute layers."""
     longest = result.graphs[0]
     if longest.fits or config.backend != "torch-xla" or config.train.remat == "layers":
         return result
@@ -131,7 +133,8 @@ def _advise_remat(
 def _search_batch(
     config: TrainerConfig, facts: DataFacts, target: Accelerator, first: GraphResult, show: ShowProgress
 ) -> LargestBatch:
-    """Returns the largest training batch that fits, by bisection over rows per device, starting at the file's batch."""
+    """Returns the largest training batch that fits, by bisection over rows per device. Starts at the file's batch,
+    whose result is `first`, and traces and compiles each further one."""
     step = target.devices * config.train.gradient_accumulation
     known = {config.train.global_batch_size // step: first}
     flags = libtpu_defaults(config, target)
@@ -158,10 +161,8 @@ def _search_batch(
 
 def estimate_edge(known: Mapping[int, GraphResult], capacity: int) -> float | None:
     """Returns the rows per device at which memory should run out, by a line through the two results nearest to
-    `capacity` bytes; None while too little is known. 0 rows, which need no temporaries, count as a result.
-
-    `known`: results by rows per device.
-    """
+    `capacity` bytes; None while too little is known. 0 rows, which need no temporaries, count as a result. `known`:
+    results by rows per device."""
     needed = {rows: result.needed for rows, result in known.items() if result.needed}
     memory = next((result.memory for result in known.values() if result.memory), None)
     if memory:
@@ -207,11 +208,13 @@ def bisect(
 
 
 def _near(good: int | None, bad: int | None) -> bool:
+    """Returns whether the bounds differ by at most 1/16 of `bad`, or by 1; True if one of them is unknown."""
     return good is None or bad is None or bad - good <= max(1, bad // 16)
 
 
 def _next_rows(good: int | None, bad: int | None, expected: float | None, surprises: int) -> int:
-    """Returns the number to try next: just below the expected edge, or one that would end the search."""
+    """Returns the number to try next: just below the expected edge, with longer strides after more `surprises` (numbers
+    that fit far beyond it), or one that would end the search; if `expected` is None, twice, half or the middle."""
     low, high = (good or 0) + 1, bad - 1 if bad else MOST_ROWS
     if expected is None:
         return min(2 * (good or 0), MOST_ROWS) if bad is None else bad // 2 if good is None else (good + bad) // 2
@@ -225,4 +228,5 @@ def _next_rows(good: int | None, bad: int | None, expected: float | None, surpri
 
 
 def _with_batch(config: TrainerConfig, rows: int) -> TrainerConfig:
+    """Returns the configuration with a global batch of `rows`."""
     return config.model_copy(update={"train": config.train.model_copy(update={"global_batch_size": rows})})

@@ -43,19 +43,13 @@ def record_attempt_end(
 ) -> Iterator[None]:
     """Runs the block, a whole attempt on host 0, and records how it ended. Errors of the block are raised again.
 
-    A failure to record is a warning: it changes neither the attempt's result nor its error. Recording takes at most
-    `END_SECONDS`; after an error also at most half of `patience`, or the other hosts would report this host as lost
-    instead of the error. A stopped attempt skips report.html: the next attempt or `tpu-train report` writes it.
+    In a thread, calls the functions in `context.close`, and writes the last metrics, the end record beside the start
+    record at `start_url`, and report.html in the run's folder `folder`. A stopped attempt skips report.html: the next
+    attempt or `tpu-train report` writes it. A failure to record is a warning: it changes neither the attempt's result
+    nor its error.
 
-    Args:
-        folder: of the run.
-        start_url: URL of the attempt's start record.
-        timer: of the attempt.
-        context: state of the attempt, read at its end.
-        warn: prints a warning.
-        storage: storage of the run's folder.
-        machine: runs the thread that records.
-        patience: seconds that the other hosts wait for this one at a barrier.
+    Recording takes at most `END_SECONDS`; after an error also at most half of `patience`, the seconds that the other
+    hosts wait for this one at a barrier, or they would report this host as lost instead of the error.
     """
     limit = END_SECONDS
     error: BaseException | None = None

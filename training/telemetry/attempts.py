@@ -47,6 +47,7 @@ class NonFiniteStep:
 
 
 def write_nonfinite(start_url: str, record: NonFiniteStep, storage: Storage = default_storage) -> None:
+    """Writes the record of a step that was not finite beside the attempt's start record at `start_url`."""
     url = start_url.removesuffix(".json") + _NON_FINITE
     storage.write(url, json.dumps(asdict(record), indent=1).encode() + b"\n")
 
@@ -68,15 +69,8 @@ def write_end(
     seconds: Mapping[str, float],
     storage: Storage = default_storage,
 ) -> None:
-    """Writes the end record of an attempt beside its start record.
-
-    Args:
-        start_url: URL of its start record.
-        error: the error that ended it; None if it finished.
-        step: steps done.
-        seconds: by phase, from PhaseTimer.report.
-        storage: storage of the run's folder.
-    """
+    """Writes the end record of an attempt, with the time now, beside its start record at `start_url`. `error` ended the
+    attempt (None: it finished) after `step` steps; `seconds` is by phase, from PhaseTimer.report."""
     record = {
         "how": classify_end(error),
         "message": str(error or ""),
@@ -88,7 +82,7 @@ def write_end(
 
 
 def classify_end(error: BaseException | None) -> str:
-    """Returns how an attempt ended: finished, stopped, refused (bad configuration or data), lost a host, or failed."""
+    """Returns "finished", "stopped", "refused" (exit code BAD_INPUT), "lost a host", or "failed" (any other error)."""
     if error is None:
         return "finished"
     if isinstance(error, StopRequested):
@@ -99,6 +93,7 @@ def classify_end(error: BaseException | None) -> str:
 
 
 def _read_document(url: str, storage: Storage) -> dict[str, Any] | None:
+    """Returns the JSON object at `url`; warns and returns None if the file has none."""
     try:
         document = json.loads(storage.read(url))
     except ValueError:
@@ -110,8 +105,7 @@ def _read_document(url: str, storage: Storage) -> dict[str, Any] | None:
 
 
 def read_attempts(folder: str, storage: Storage = default_storage) -> list[AttemptRecords]:
-    """Returns all attempts of a run in the order in which they began. Warns of records that it can't read, and leaves
-    them out."""
+    """Returns a run's attempts by number, then by start. Warns of each unreadable record, and leaves it out."""
     records: dict[tuple[int, str], dict[str, Any]] = {}  # (number, token) -> "start" and "end"
     for info in storage.listing(join(folder, "attempts")):
         match = _NAME.fullmatch(name_of(info.url))

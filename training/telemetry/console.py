@@ -34,20 +34,22 @@ class Console:
         self._line_open = False  # the last line is a progress line that the next one replaces
 
     def print(self, message: str) -> None:
+        """Prints a line that stays, in place of an open progress line."""
         self._print(message, stays=True)
 
     def progress(self, line: str) -> None:
-        """Prints a line that the next one may replace."""
+        """Prints a progress line: on a terminal cut to its width and replaced by the next line, elsewhere kept."""
         self._print(line, stays=not self._is_terminal)
 
     def close(self) -> None:
-        """Ends the progress line, so that other output begins on its own line."""
+        """Ends an open progress line with a newline, so that other output begins on its own line. Closes no file."""
         if self._line_open:
             with contextlib.suppress(OSError):
                 print(file=self._out, flush=True)
             self._line_open = False
 
     def _print(self, text: str, stays: bool) -> None:
+        """Prints `text`, if `shown`, over an open progress line; unless `stays`, `text` is the next open one."""
         if not self._shown:
             return
         if not stays:  # a wider line would wrap, and could not be replaced

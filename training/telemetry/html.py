@@ -55,12 +55,13 @@ class RunContents:
 
     @property
     def state(self) -> str:
+        """Returns how the newest attempt ended, as classify_end; "going on, or killed" without an end record."""
         end = self.attempts[-1].end if self.attempts else None
         return str(end["how"]) if end else _UNFINISHED
 
 
 def read_run(folder: str, storage: Storage = default_storage) -> RunContents:
-    """Reads a run's folder. Raises BadInput if it has no attempts, metrics or checkpoints."""
+    """Reads what the page of a run shows. Raises BadInput if the folder has no attempts, metrics or checkpoints."""
     attempts, lines = read_attempts(folder, storage), read_history(folder, storage)
     checkpoints_folder = join(folder, "checkpoints")
     steps = committed_steps(checkpoints_folder, storage)
@@ -74,14 +75,14 @@ def read_run(folder: str, storage: Storage = default_storage) -> RunContents:
 
 
 def write_report(folder: str, out: str | None = None, storage: Storage = default_storage) -> str:
-    """Writes the page of a run to `out`, or to report.html in its folder, and returns its URL. Raises BadInput."""
+    """Writes the page of a run to `out` (None: its report.html) and returns the URL. Raises BadInput as `read_run`."""
     url = out or join(folder, NAME)
     storage.write(url, render_report(read_run(folder, storage)).encode())
     return url
 
 
 def write_confusion(folder: str, labels: Sequence[str], counts: Sequence[Sequence[float]]) -> None:
-    """Writes a confusion matrix to the run's folder as JSON and as SVG."""
+    """Writes confusion.json and confusion.svg to the run's folder. `counts`: by (true class, predicted class)."""
     matrix = {"labels": list(labels), "counts": [[round(count) for count in row] for row in counts]}
     default_storage.write(join(folder, CONFUSION_FILE), json.dumps(matrix).encode() + b"\n")
     picture = svg.standalone(svg.confusion_matrix(labels, counts))
@@ -89,7 +90,7 @@ def write_confusion(folder: str, labels: Sequence[str], counts: Sequence[Sequenc
 
 
 def render_report(run: RunContents) -> str:
-    """Returns the page as XHTML, which is valid XML too."""
+    """Returns the page as XHTML, valid XML too. State, message and configuration are those of the newest attempt."""
     start = run.attempts[-1].start if run.attempts else {}
     end = (run.attempts[-1].end or {}) if run.attempts else {}
     name = str((run.summary or start).get("run_id", default_storage.name_of(run.folder)))
@@ -123,7 +124,7 @@ def render_report(run: RunContents) -> str:
 
 
 def _render_figures(run: RunContents) -> str:
-    """Renders the headline figures and notes."""
+    """Renders the headline figures, and notes on compiled programs, the Hub, skipped steps and damaged records."""
     summary = run.summary or {}
     figures = [*_training_figures(run.lines), *_speed_figures(run.lines, summary)]
     items = "".join(
@@ -141,6 +142,7 @@ def _render_figures(run: RunContents) -> str:
 
 
 def _training_figures(lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """Returns (name, value) of the steps, the first and the last loss, and the figures of the last evaluation."""
     figures: list[tuple[str, str]] = []
     if lines:
         figures.append(("steps", f"{lines[-1]['step']:,}"))
@@ -158,6 +160,7 @@ def _training_figures(lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, str
 
 
 def _speed_figures(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Returns (name, value) of the summary's speed and MFU; without a summary, the last line's examples/s."""
     figures = []
     rates = [line["examples_per_second"] for line in lines if "examples_per_second" in line]
     if "examples_per_second" in summary or rates:
@@ -176,6 +179,8 @@ def _figure_title(key: str) -> str:
 
 
 def _render_curves(lines: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns charts by step: losses, each other evaluation figure, examples/s, gradient norm, learning rate."""
+
     def curve(name: str, key: str) -> svg.Curve:
         return svg.Curve(name, [(line["step"], line[key]) for line in lines if line.get(key) is not None])
 
@@ -190,7 +195,7 @@ def _render_curves(lines: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _render_phases(attempts: Sequence[AttemptRecords]) -> str:
-    """Renders the seconds by phase, summed over all attempts with an end record, without phases below 0.5 %."""
+    """Renders the seconds by phase (without those below 0.5 %) and goodput, of all attempts with an end record."""
     seconds: dict[str, float] = {}
     for attempt in attempts:
         for phase, amount in (attempt.end or {}).get("seconds", {}).items():
@@ -243,6 +248,7 @@ def _render_checkpoints(checkpoints: Sequence[tuple[int, Manifest | str]]) -> st
 
 
 def _render_confusion(matrix: Mapping[str, Any] | None) -> str:
+    """Returns the section with the matrix and its 20 most confused pairs; "" without a matrix."""
     if not matrix:
         return ""
     return f"<h2>Confusion matrix</h2>{svg.confusion_matrix(matrix['labels'], matrix['counts'], top=20)}"
@@ -272,6 +278,7 @@ def _manifest_or_damage(checkpoints_folder: str, step: int, storage: Storage) ->
 
 
 def _read_json(folder: str, name: str, storage: Storage) -> dict[str, Any] | None:
+    """Returns the JSON object in the file `name` of a folder; None if there is no such file."""
     try:
         document: dict[str, Any] = json.loads(storage.read(join(folder, name)))
     except NotFound:

@@ -39,14 +39,11 @@ class MetricsLog:
         storage: Storage = default_storage,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        """Opens the trackers; lists the run's folder `folder`.
+        """Opens the trackers, with a file number that no earlier attempt in the run's folder `folder` has used.
 
         Args:
-            folder: of the run.
-            attempt: its number.
             resumed_at: steps done by earlier attempts.
             trackers: names in `training.telemetry.tracker.TRACKERS`. Reports and later attempts read "jsonl".
-            storage: storage of the run's folder.
             settings: the trainer's configuration, for trackers that show it.
         """
         number = unused_file_number(folder, attempt, storage)
@@ -54,7 +51,7 @@ class MetricsLog:
         self._trackers = [open_tracker(name, info) for name in trackers]
 
     def log(self, step: int, values: Values) -> None:
-        """Buffers values of the state after `step` steps."""
+        """Passes values of the state after `step` steps to all trackers, which buffer them."""
         for tracker in self._trackers:
             tracker.log(step, values)
 
@@ -67,6 +64,7 @@ class MetricsLog:
         self._call([tracker.finish for tracker in self._trackers])
 
     def _call(self, functions: Sequence[Callable[[], None]]) -> None:
+        """Calls all functions, then raises the first error if any failed."""
         errors = []
         for function in functions:
             try:
@@ -95,7 +93,7 @@ class JsonLinesTracker:
         self._dirty = True
 
     def flush(self) -> None:
-        """Rewrites the newest object, and begins the next when it is full."""
+        """Rewrites the newest object if there are new lines; begins the next object after `LINES` lines."""
         while self._dirty:
             name = f"attempt-{self._info.file_number:04d}.{self._chunk:05d}.jsonl"
             self._info.storage.write(join(self._info.folder, "metrics", name), _encode_lines(self._lines[:LINES]))
@@ -145,7 +143,7 @@ def _parse_line(line: bytes) -> dict[str, Any] | None:
 
 
 def unused_file_number(folder: str, attempt: int, storage: Storage = default_storage) -> int:
-    """Returns `attempt`, or a greater number if the run has metrics under it: all attempts of a local run are 0."""
+    """Returns `attempt`, or one more than the greatest file number in use if that is more: all local attempts are 0."""
     return max([attempt, *(used + 1 for used, _ in _list_objects(folder, storage))])
 
 

@@ -32,7 +32,7 @@ class PhaseTimer:
                 self._stack[-1] = (self._stack[-1][0], now)
 
     def move(self, source: str, target: str, seconds: float) -> None:
-        """Moves `seconds` from one phase to another, for example those of a compilation inside a step."""
+        """Moves `seconds`, if positive, from one phase to another, for example those of a compilation inside a step."""
         if seconds > 0:
             self.add(source, -seconds)
             self.add(target, seconds)
@@ -41,6 +41,7 @@ class PhaseTimer:
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
     def total(self) -> float:
+        """Returns the seconds since the process began, in phases or not."""
         return self._now() - self.began
 
     def report(self) -> dict[str, float]:
@@ -51,6 +52,7 @@ class PhaseTimer:
         return {name: round(seconds, 3) for name, seconds in {**phases, "total": total}.items()}
 
     def _count_innermost(self, now: float) -> None:
+        """Adds the seconds until `now` to the innermost open phase; the caller marks them as counted."""
         if self._stack:
             name, since = self._stack[-1]
             self.add(name, now - since)

@@ -36,7 +36,7 @@ Line = tuple[int, dict[str, float]]  # a step, and values by name
 
 
 class Service(Protocol):
-    """One attempt's record at a service. Its methods may raise anything."""
+    """One attempt's record at a service. If `send` raises, its lines are sent again. Methods may raise anything."""
 
     def send(self, lines: Sequence[Line]) -> None: ...
 
@@ -68,17 +68,18 @@ class GuardedTracker:
         self._waiting.append((step, name_scalars(finite_or_none(values))))
 
     def flush(self) -> None:
-        """Sends the queue, unless the service failed less than `PAUSE_SECONDS` ago."""
+        """Opens the record and sends the queue, unless the service failed less than `PAUSE_SECONDS` ago."""
         if self._clock() >= self._retry_at:
             self._try(self._send)
 
     def finish(self) -> None:
-        """Sends the queue and closes the record; warns of lines that did not arrive."""
+        """Sends the queue, even in a pause, and closes the record; warns of lines that did not arrive."""
         self._try(self._end)
         if self._waiting or self._lost:
             self._warn(f"{self._name}: {len(self._waiting) + self._lost} lines of metrics did not reach it")
 
     def _send(self) -> None:
+        """Opens the record if it is not open; sends the queue, and then clears it."""
         if self._service is None:
             self._service = self._open(self._info)
         if self._waiting:
@@ -86,11 +87,13 @@ class GuardedTracker:
             self._waiting.clear()
 
     def _end(self) -> None:
+        """Sends the queue and closes the record."""
         self._send()
         assert self._service is not None
         self._service.close()
 
     def _try(self, function: Callable[[], None]) -> None:
+        """Calls `function`. An error begins a pause of `PAUSE_SECONDS`; the first of successive errors is a warning."""
         try:
             function()
         except Exception as error:  # the service's package may raise anything
@@ -148,7 +151,8 @@ class MlflowRun:
     """
 
     def __init__(self, info: AttemptInfo) -> None:
-        """Creates the attempt's run. Raises ValueError when it would have to be in a bucket."""
+        """Creates the attempt's run with its settings; sets MLflow's unset time-outs in os.environ. Raises ValueError
+        if MLFLOW_TRACKING_URI is not set and the run's folder is in a bucket."""
         for name, value in _MLFLOW_TIMEOUTS.items():
             os.environ.setdefault(name, value)
         uri = os.environ.get("MLFLOW_TRACKING_URI") or _mlflow_folder(info)
@@ -180,6 +184,7 @@ class MlflowRun:
 
 
 def _mlflow_folder(info: AttemptInfo) -> str:
+    """Returns the file URI of `mlflow` in the run's folder. Raises ValueError if that folder is in a bucket."""
     if is_remote(info.folder):
         raise ValueError(
             "MLFLOW_TRACKING_URI is not set, and MLflow writes no bucket: name a tracking server in run.environment"

@@ -46,7 +46,7 @@ class ConfusedPair:
 
 
 def standalone(svg: str) -> str:
-    """Returns a chart with its colours, as the content of an SVG file."""
+    """Returns a chart with its colours and a background, as the content of an SVG file."""
     head, rest = svg.split(">", 1)
     background = '<rect width="100%" height="100%" fill="var(--paper)"/>'
     return f'<?xml version="1.0" encoding="UTF-8"?>\n{head}>\n<style>{STYLE}</style>\n{background}{rest}\n'
@@ -66,14 +66,13 @@ class _Axes:
     bottom: int = 30
 
     def to_pixels(self, x: float, y: float) -> tuple[float, float]:
-        """Returns the pixel coordinates of a point."""
         (x0, x1), (y0, y1) = (self.x_ticks[0], self.x_ticks[-1]), (self.y_ticks[0], self.y_ticks[-1])
         across = (x - x0) / (x1 - x0) * (self.width - self.left - self.right)
         up = (y - y0) / (y1 - y0) * (self.height - self.top - self.bottom)
         return self.left + across, self.height - self.bottom - up
 
     def draw(self) -> list[str]:
-        """Returns grid lines and labels."""
+        """Returns horizontal grid lines and the numbers at the ticks of both axes."""
         parts = []
         for value in self.y_ticks:
             _, y = self.to_pixels(self.x_ticks[0], value)
@@ -87,7 +86,7 @@ class _Axes:
 
 
 def line_chart(title: str, curves: Sequence[Curve]) -> str:
-    """Draws values over steps, without those that are not finite."""
+    """Draws values over steps, without those that are not finite; an empty chart says that nothing was recorded."""
     width, height = 560, 240
     finite = [(curve.name, [(x, y) for x, y in curve.points if math.isfinite(y)]) for curve in curves]
     kept = [(name, downsample(points, POINTS)) for name, points in finite if points]
@@ -112,7 +111,7 @@ def line_chart(title: str, curves: Sequence[Curve]) -> str:
 
 
 def _polyline(places: Sequence[tuple[float, float]], colour: str) -> list[str]:
-    """Draws a curve, with a dot at each value if there are few."""
+    """Draws a curve through `places`, in pixels, with a dot at each value if there are at most 40."""
     corners = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
     stroke = f'fill="none" stroke="{colour}" stroke-width="1.6" stroke-linejoin="round"'
     parts = [f'<polyline points="{corners}" {stroke}/>']
@@ -122,7 +121,7 @@ def _polyline(places: Sequence[tuple[float, float]], colour: str) -> list[str]:
 
 
 def share_bar(title: str, amounts: Sequence[tuple[str, float]], *, width: int) -> str:
-    """Draws one bar, divided in proportion to the amounts (seconds), with a legend."""
+    """Draws one bar, divided in proportion to the amounts (seconds), with a legend. `width` is in pixels."""
     total = sum(amount for _, amount in amounts)
     if total <= 0:
         return _empty_chart(title, width)
@@ -152,10 +151,8 @@ def most_confused_pairs(labels: Sequence[str], counts: Sequence[Sequence[float]]
 
 
 def confusion_matrix(labels: Sequence[str], counts: Sequence[Sequence[float]], top: int = 10) -> str:
-    """Draws true classes downwards, predicted ones across, and below them the `top` most confused pairs.
-
-    The larger a cell's share of its row, the darker its colour. `counts`: by (true class, predicted class).
-    """
+    """Draws true classes downwards, predicted ones across, and below them the `top` most confused pairs. The larger a
+    cell's share of its row, the darker its colour. `counts`: by (true class, predicted class)."""
     cell = max(8, min(36, 640 // len(labels)))
     font = max(7, min(12, cell - 1))
     margin, side = 14 + round(max(map(len, labels)) * font * 0.56), cell * len(labels)
@@ -183,7 +180,7 @@ def confusion_matrix(labels: Sequence[str], counts: Sequence[Sequence[float]], t
 def _matrix_cell(
     place: tuple[float, float], size: int, count: float, share: float, title: str, *, on_diagonal: bool
 ) -> list[str]:
-    """Draws a cell of the matrix, with its count if there is room."""
+    """Draws a cell, top left at `place`, with its count if there is room; the larger `share` (0 to 1), the darker."""
     x, y = place
     paint = f'fill="var(--{"a" if on_diagonal else "b"})" opacity="{0.3 + 0.7 * share:.2f}"'
     parts = [f'<rect x="{x}" y="{y}" width="{size}" height="{size}" {paint}><title>{escape(title)}</title></rect>']
@@ -207,7 +204,7 @@ def downsample(points: Sequence[tuple[float, float]], most: int) -> list[tuple[f
 
 
 def axis_ticks(low: float, high: float, about: int, *, whole: bool = False) -> list[float]:
-    """Returns two or more round numbers, from at most `low` to at least `high`, `whole` ones if asked."""
+    """Returns round numbers (integers if `whole`) that cover `low` to `high`, in about `about` steps or fewer."""
     if high <= low:
         pad = abs(low) * 0.1 or 1.0
         low, high = low - pad, high + pad
@@ -221,14 +218,14 @@ def axis_ticks(low: float, high: float, about: int, *, whole: bool = False) -> l
 
 
 def format_number(value: float) -> str:
-    """Returns a short form: "12k" for 12000."""
+    """Returns a short form: "12k" for 12000, "2e7" for 20 million."""
     if value and (abs(value) >= 1e7 or abs(value) < 1e-3):
         return f"{value:.3g}".replace("e-0", "e-").replace("e+0", "e")
     return f"{value / 1000:g}k" if abs(value) >= 10_000 else f"{value:g}"
 
 
 def format_duration(amount: float) -> str:
-    """Returns for example "2 h 05 min", "3 min 20 s", "4.2 s"."""
+    """Returns seconds as for example "2 h 05 min", "3 min 20 s", "4.2 s"."""
     if amount < 60:
         return f"{amount:.1f} s"
     whole = round(amount)
@@ -249,6 +246,7 @@ def _svg_document(title: str, width: float, height: float, parts: Sequence[str])
 def _text_element(
     x: float, y: float, text: str, kind: str = "", *, anchor: str = "start", weight: int = 400, size: int = 12
 ) -> str:
+    """Draws text at (x, y), escaped. `kind` is its CSS class; `anchor` the point of the text that is at x."""
     style = "".join([f"font-weight: {weight};" if weight != 400 else "", f"font-size: {size}px;" if size != 12 else ""])
     extra = "".join(f' {name}="{value}"' for name, value in (("class", kind), ("style", style)) if value)
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{extra}>{escape(text)}</text>'

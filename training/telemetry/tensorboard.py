@@ -27,6 +27,7 @@ class TensorBoardTracker:
     """Writes the events of one attempt. Needs the package tensorboard, which defines the messages."""
 
     def __init__(self, info: AttemptInfo) -> None:
+        """Buffers the first two events, version and START; `flush` creates the file."""
         from tensorboard.compat.proto import event_pb2, summary_pb2
 
         self._event, self._summary, now = event_pb2.Event, summary_pb2.Summary, time.time()
@@ -44,7 +45,7 @@ class TensorBoardTracker:
         self._append_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=scalars)))
 
     def flush(self) -> None:
-        """Appends to the file, or rewrites the newest object of a bucket."""
+        """Appends to the file, after a failed append to a new one; in a bucket, rewrites the newest object."""
         if not self._pending:
             return
         url = f"{self._base}.{self._number:05d}"
@@ -66,11 +67,12 @@ class TensorBoardTracker:
         self.flush()
 
     def _append_event(self, event: Any) -> None:
+        """Adds an event to those that the next `flush` writes."""
         self._pending += tfrecord.frame(event.SerializeToString())
 
 
 def name_scalars(values: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the numbers by TensorBoard's tag: `eval_loss` becomes evaluation/loss, `loss` train/loss."""
+    """Returns numbers, without None, by TensorBoard's tag: `eval_loss` becomes evaluation/loss, `loss` train/loss."""
     return {
         f"evaluation/{name.removeprefix('eval_')}" if name.startswith("eval_") else f"train/{name}": float(value)
         for name, value in values.items()

@@ -31,10 +31,8 @@ def format_progress(
 
 
 def parse_progress(line: str) -> ProgressFigures | None:
-    """Returns the figures of the progress line in a line of host 0's log, or None.
-
-    The loss is rounded to 5 decimals, the rate to 1 and the data wait to percents, as in the line.
-    """
+    """Returns the figures of the progress line in a line of host 0's log; None if the line has none. The loss is
+    rounded to 5 decimals, the rate to 1 and the data wait to percents, as in the line."""
     match = _PROGRESS.search(line)
     if match is None:
         return None
@@ -46,7 +44,7 @@ def parse_progress(line: str) -> ProgressFigures | None:
 
 
 def format_remaining(seconds: float) -> str:
-    """Returns for example "2:05:00" or "0:07"."""
+    """Returns seconds as hours, minutes and seconds, for example "2:05:00" or "0:07"."""
     whole = max(0, round(seconds))
     hours, minutes = divmod(whole // 60, 60)
     return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
@@ -113,27 +111,24 @@ def format_skipped_steps(count: int) -> str:
 
 
 def _number(value: float | None) -> str:
+    """Returns a number with four decimals; "nan" for None."""
     return "nan" if value is None else f"{value:.4f}"
 
 
 def format_start(attempt: int, seconds: dict[str, float], programs: int, cached: int) -> str:
-    """Returns a line about an attempt's time to the result of its first step.
-
-    Args:
-        attempt: its number.
-        seconds: by phase, from PhaseTimer.report.
-        programs: how many the framework compiled or took from the compilation cache.
-        cached: how many of them were in the cache.
-    """
+    """Returns a line about an attempt's time to the result of its first step. `seconds` is by phase, from
+    PhaseTimer.report; `cached` of the `programs` were in the compilation cache, the framework compiled the others."""
     compiled = f"{programs} program(s)" + (f", {cached} of them from the cache" if cached else "")
     return f"attempt {attempt}: first step after {seconds['total']:.1f} s: {_format_phases(seconds)}; {compiled}"
 
 
 def _format_phases(seconds: dict[str, float]) -> str:
+    """Returns the phases of at least 0.05 s with their seconds, without the total."""
     return ", ".join(f"{name} {amount:.1f}" for name, amount in seconds.items() if name != "total" and amount >= 0.05)
 
 
 def _format_speed(summary: dict[str, Any]) -> str:
+    """Returns a line with the summary's examples/s, tokens/s, MFU if known, and seconds by phase."""
     seconds: dict[str, float] = summary["seconds"]
     rates = [
         f"{summary['examples_per_second']:,.1f} examples/s",

@@ -60,6 +60,7 @@ TRACKERS = {
 
 
 def open_tracker(name: str, info: AttemptInfo) -> Tracker:
+    """Imports the module of the tracker `name` in `TRACKERS`, and opens the tracker for the attempt."""
     module, _, attribute = TRACKERS[name].partition(":")
     tracker: Tracker = getattr(importlib.import_module(module), attribute)(info)
     return tracker

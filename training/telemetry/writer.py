@@ -41,13 +41,8 @@ class MetricsWriter:
     def __init__(
         self, open_log: Callable[[], MetricsLog], warn: Callable[[str], None], machine: Machine = SYSTEM
     ) -> None:
-        """Starts the thread.
-
-        Args:
-            open_log: makes the log that is written; called in the thread, again after it failed.
-            warn: shows a warning.
-            machine: for the thread.
-        """
+        """Starts the thread of `machine`. The thread calls `open_log` for the log that it writes, again after a
+        failure, and `warn` to show a warning."""
         self._open_log, self._warn, self._clock = open_log, warn, machine.clock.monotonic
         self._log: MetricsLog | None = None  # the thread's
         self._is_flushed = True  # the thread's
@@ -87,6 +82,7 @@ class MetricsWriter:
             self._warn(f"{self._lost} lines of metrics were lost: storage did not take them for too long")
 
     def _run_thread(self) -> None:
+        """Writes every `FLUSH_SECONDS`; after `finish` was called, until everything is written, then returns."""
         while True:
             with self._changed:
                 if not self._is_ending:
@@ -100,6 +96,7 @@ class MetricsWriter:
                     self._changed.wait(RETRY_SECONDS)
 
     def _try_to_write(self, whole: bool) -> bool:
+        """Returns whether `_write` succeeded; warns of the first of successive failures."""
         try:
             self._write(whole)
         except Exception as error:  # a tracker may raise anything, and must not end the run
@@ -111,6 +108,7 @@ class MetricsWriter:
         return True
 
     def _write(self, whole: bool) -> None:
+        """Flushes what an earlier flush left, then logs and flushes the queue; with `whole`, also finishes the log."""
         if self._log is None:
             self._log = self._open_log()
         if not self._is_flushed:
