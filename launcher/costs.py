@@ -63,6 +63,7 @@ _V6E = {
 
 
 def _prices_by_region(slice_type: Accelerator) -> dict[str, Price]:
+    """Returns the prices per chip of the slice's generation and size, by region; {} for a generation without prices."""
     one = slice_type.hosts == 1
     tables = {
         "v2": _V2_ONE if one else _V2_MORE,
@@ -76,10 +77,8 @@ def _prices_by_region(slice_type: Accelerator) -> dict[str, Price]:
 
 
 def per_hour(accelerator_type: str, zone: str, capacity: str) -> float | None:
-    """Returns the dollars an hour for a whole slice; None when unknown. `capacity`: as `slice.capacity`.
-
-    Reserved capacity has the on-demand price, its upper bound.
-    """
+    """Returns the list price of a whole slice in dollars an hour; None when the table lacks it. `capacity` is as
+    `slice.capacity`; reserved capacity has the on-demand price, its upper bound. Raises UnknownAccelerator."""
     slice_type = accelerator(accelerator_type)
     price = _prices_by_region(slice_type).get(zone.rsplit("-", 1)[0])
     if price is None:
@@ -101,7 +100,7 @@ def line(config: Config) -> str:
 
 
 def so_far(accelerator_type: str, zone: str, capacity: str, seconds: float) -> float | None:
-    """Returns the dollars for a slice that has existed for `seconds`; None when its price is unknown."""
+    """Returns the dollars for a slice that has existed for `seconds`; None when its type or its price is unknown."""
     try:
         cost = per_hour(accelerator_type, zone, capacity)
     except ValueError:  # a type that the table of accelerators lacks
@@ -110,7 +109,8 @@ def so_far(accelerator_type: str, zone: str, capacity: str, seconds: float) -> f
 
 
 def of_slice(config: Config, created: str, now: float) -> float | None:
-    """Returns the dollars so far for the configured slice; None when its age or its price is unknown."""
+    """Returns the slice's dollars from `created` (RFC 3339) to `now` (Unix seconds); None if age or price is
+    unknown."""
     begun = parse_time(created)
     if begun is None:
         return None
@@ -127,7 +127,7 @@ def since(config: Config, created: str, now: float) -> str:
 
 
 def check(config: Config) -> None:
-    """Raises BadInput when the slice costs more than `slice.max_cost_per_hour`, or when its price is unknown."""
+    """Raises BadInput if there is a `slice.max_cost_per_hour`, and the slice costs more or its price is unknown."""
     limit = config.slice.max_cost_per_hour
     if limit is None:
         return

@@ -46,11 +46,12 @@ class DeviceReport:
         return not any_fatal(self.findings)
 
     def as_json(self) -> dict[str, Any]:
+        """Returns the report as `doctor --devices --json` prints it; findings become `problems`."""
         problems = [{"message": each.message, "fix": each.fix, "fatal": each.fatal} for each in self.findings]
         return {"worker": self.worker, "ok": self.ok, "facts": dict(self.facts), "problems": problems}
 
     def row(self) -> list[str]:
-        """Returns the cells below COLUMNS."""
+        """Returns the cells below COLUMNS; "-" for a fact that the host did not report."""
         facts = self.facts
         memory, free = facts.get("memory_bytes"), facts.get("disk_free_bytes")
         write, read = facts.get("bucket_write_mb_s"), facts.get("bucket_read_mb_s")
@@ -70,12 +71,9 @@ class DeviceReport:
 
 
 def check_devices(config: Config, context: Context, seconds: float = SECONDS) -> list[DeviceReport]:
-    """Checks the devices of all hosts of a READY slice. Returns a report for each host.
+    """Checks the devices of all hosts of a READY slice, in containers of the run's image, which are removed.
 
-    Args:
-        config: The slice and the image.
-        context: This process.
-        seconds: To wait for the hosts' answers, from the start of their containers.
+    Builds the image if necessary. Waits for answers until `seconds` after the start. Returns a report for each host.
 
     Raises:
         LaunchError: A run is on the slice (CONFLICT), the slice is not READY, or there is no image.
@@ -100,7 +98,7 @@ def check_devices(config: Config, context: Context, seconds: float = SECONDS) ->
 
 
 def make_attempt(config: Config, run_id: str, image: str) -> Attempt:
-    """Returns the container that every host is given."""
+    """Returns the attempt that runs `tpu-train check-devices` on every host; a trainer's output bucket is tried too."""
     output = ["--output", config.trainer.output] if config.trainer is not None else []
     return Attempt(
         run_id=run_id,
@@ -114,6 +112,8 @@ def make_attempt(config: Config, run_id: str, image: str) -> Attempt:
 
 
 def _run(config: Config, provider: Provider, attempt: Attempt, context: Context, seconds: float) -> list[DeviceReport]:
+    """Prepares and starts the containers, observes all hosts until every container has ended or `seconds` have passed,
+    and judges. Returns at once if a host can't prepare or start; raises LaunchError if another run uses one."""
     for verb, command in (("prepare", provider.prepare), ("start", provider.start)):
         reports = command(attempt)
         if any(report.occupied_by for report in reports):
@@ -130,6 +130,8 @@ def _run(config: Config, provider: Provider, attempt: Attempt, context: Context,
 
 
 def _refused(report: HostReport, verb: str) -> DeviceReport:
+    """Returns the report of a host when prepare or start (`verb`) failed: a failure; a warning if on other hosts
+    only."""
     where = f"host {report.worker}"
     if report.ok:
         return DeviceReport(report.worker, {}, (warning(where, "not tried, because of another host"),))
@@ -139,19 +141,15 @@ def _refused(report: HostReport, verb: str) -> DeviceReport:
 
 
 def _observe(provider: Provider, attempt: Attempt, hosts: int, machine: Workstation) -> list[Observation]:
+    """Observes the attempt's container once on every host, 64 hosts at a time, with all of its lines."""
     return machine.threads.map(
         lambda worker: provider.observe(worker, attempt.container, None), range(hosts), at_once=64
     )
 
 
 def judge_hosts(observations: Sequence[Observation], accelerator_type: str, seconds: float) -> list[DeviceReport]:
-    """Returns the reports of all hosts.
-
-    Args:
-        observations: The last observation of each host, in worker order.
-        accelerator_type: The slice's.
-        seconds: How long the hosts had.
-    """
+    """Returns the reports of all hosts, with clocks compared. `observations` are the last ones, in worker order;
+    `seconds` is how long the hosts had."""
     reports = []
     for observation in observations:
         facts, where = parse_facts(line.text for line in observation.lines), f"host {observation.worker}"

@@ -69,8 +69,8 @@ class LaunchError(Exception):
 
     @property
     def transient(self) -> bool:
-        """Whether a retry may succeed although nothing was changed: every error but a configuration, a quota, a
-        permission, a conflict."""
+        """Whether a retry may succeed although nothing was changed: after every error but bad input, a step that does
+        not fit, devices that fail, a quota, a permission, a conflict and a requested stop."""
         return self.exit_code not in _PERMANENT
 
 
@@ -96,7 +96,7 @@ _DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
 def from_disk(error: OSError) -> LaunchError | None:
-    """Returns the error to show when this machine's disk is full or fails; None for any other error."""
+    """Returns the error to show when this machine's disk is full, read-only or broken; None for any other error."""
     if error.errno not in _DISK_TROUBLE:
         return None
     return LaunchError(

@@ -27,7 +27,7 @@ def hold_shared(path: Path) -> Iterator[int | None]:
 
 
 def is_held(path: Path) -> bool:
-    """Returns whether any process holds a lock on a file."""
+    """Returns whether any process holds a lock on a file; False if the file can't be opened. Keeps no lock itself."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError:

@@ -14,7 +14,7 @@ from launcher.errors import BadInput
 
 
 def where() -> Path:
-    """Returns the path of the launcher's folder, which may not exist yet."""
+    """Returns the absolute path of $TPU_LAUNCH_HOME, or of `.tpu-launch` here, which may not exist yet."""
     return Path(os.environ.get("TPU_LAUNCH_HOME") or ".tpu-launch").absolute()
 
 
@@ -24,6 +24,7 @@ def write_private(path: Path, text: str) -> None:
 
 
 def write_private_bytes(path: Path, data: bytes) -> None:
+    """Writes a file of bytes as `write_private` writes text."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
@@ -50,5 +51,5 @@ def home() -> Path:
 
 
 def of_slice(project: str, name: str, ending: str) -> Path:
-    """Returns the path of a file with this machine's local knowledge of a slice."""
+    """Returns the path of a file with this machine's local knowledge of a slice: slices/PROJECT.NAME.ENDING."""
     return where() / "slices" / f"{project.replace('/', '_')}.{name}.{ending}"

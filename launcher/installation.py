@@ -47,6 +47,7 @@ def shared_folder(name: str) -> Path:
 
 
 def _commit() -> str | None:
+    """Returns the commit recorded at the build, else what git says of the checkout ("-dirty" if changed), else None."""
     recorded = _PACKAGE / "commit.txt"
     if recorded.is_file():
         return recorded.read_text(encoding="utf-8").strip()

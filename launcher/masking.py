@@ -47,6 +47,8 @@ class SecretMasker:
         return max(map(len, self._literals), default=0)
 
     def mask(self, data: bytes) -> bytes:
+        """Returns the data with `MASK` for every form of the values; for short ones as a word or after their name
+        only."""
         for literal in self._literals:
             data = data.replace(literal, MASK)
         for expression in self._expressions:
@@ -55,7 +57,8 @@ class SecretMasker:
 
 
 def _parts(value: str) -> Iterator[str]:
-    """Yields the value and its lines, which a log shows separately."""
+    """Yields the value, also without white space around it, and its lines of at least `_LONG` characters, which a log
+    shows separately."""
     yield value
     yield value.strip()
     if "\n" in value:
@@ -64,18 +67,19 @@ def _parts(value: str) -> Iterator[str]:
 
 # Both patterns begin with a literal, which `re` finds quickly.
 def _after_name(name: str, value: str) -> re.Pattern[bytes]:
-    """Matches a short value after its variable's name: NAME=1, NAME='1', "NAME": "1"."""
+    """Returns a pattern for a short value after its variable's name (group 1): NAME=1, NAME='1', "NAME": "1"."""
     between = rb"(=[\"']?|\": ?\")"
     return re.compile(b"(" + re.escape(name.encode()) + between + b")" + re.escape(value.encode()) + rb"(?![\w-])")
 
 
 def _word(form: bytes) -> re.Pattern[bytes]:
-    """Matches a form that is not part of a longer word."""
+    """Returns a pattern for a form that is not part of a longer word; group 1 is empty."""
     escaped = re.escape(form)
     return re.compile(b"()" + escaped + rb"(?<![\w-]" + escaped + rb")(?![\w-])")
 
 
 def _escaped(value: str) -> Iterator[bytes]:
+    """Yields the value unchanged and as JSON (once and twice), Python, shells, URLs and HTML escape it."""
     in_json = [json.dumps(value, ensure_ascii=ascii_only)[1:-1] for ascii_only in (True, False)]
     # Go escapes these three for HTML, as `docker inspect` prints them.
     in_json += [re.sub("[<>&]", lambda match: f"\\u{ord(match[0]):04x}", text) for text in in_json]
@@ -97,6 +101,7 @@ def _escaped(value: str) -> Iterator[bytes]:
 
 
 def _encoded(value: str) -> Iterator[bytes]:
+    """Yields the value in hexadecimal and in base64, alone and as a part of a longer encoded text."""
     data = value.encode(errors="surrogateescape")
     yield from (data.hex().encode(), data.hex().upper().encode())
     for encode in (base64.b64encode, base64.urlsafe_b64encode):

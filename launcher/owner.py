@@ -32,18 +32,18 @@ NOBODY = Owner("nobody")
 
 
 def this_owner(environment: Mapping[str, str]) -> Owner:
-    """Returns the user of this process, with the account that gcloud would use."""
+    """Returns this process's user name, as a valid label, with the hash of the account that gcloud would use."""
     return Owner(re.sub(r"[^a-z0-9_-]", "-", getpass.getuser().lower())[:63], hash_account(_account(environment)))
 
 
 def hash_account(email: str) -> str:
-    """Returns the hash of an account's e-mail address for a label; "" for none."""
+    """Returns the first digits of the SHA-256 of an e-mail address in lower case, for a label; "" for no address."""
     return hashlib.sha256(email.strip().lower().encode()).hexdigest()[:_HASH_DIGITS] if email else ""
 
 
 def _account(environment: Mapping[str, str]) -> str:
-    """Returns `core/account` as gcloud finds it: in the environment, else in its active configuration; "" if not
-    set."""
+    """Returns `core/account` as gcloud finds it: in the environment, else in its active configuration; "" if not set or
+    not readable."""
     if account := environment.get("CLOUDSDK_CORE_ACCOUNT"):
         return account
     home = environment.get("CLOUDSDK_CONFIG")
@@ -58,6 +58,7 @@ def _account(environment: Mapping[str, str]) -> str:
 
 
 def _read(path: Path) -> str:
+    """Returns a file's text without white space around it; "" if the file is missing."""
     try:
         return path.read_text().strip()
     except FileNotFoundError:

@@ -50,7 +50,7 @@ class PlannedCommand:
 
 
 def list_commands(config: Config) -> list[PlannedCommand]:
-    """Returns the commands in the order in which they would run."""
+    """Returns the commands of up, run, stop and down as they would run, with creations in all later zones."""
     current = slice_hints.in_current_zone(config)
     later = [zoned for zoned in slice_hints.in_every_zone(config) if zoned.zone != current.zone]
     steps = list(_record_commands(current))
@@ -67,7 +67,8 @@ def list_commands(config: Config) -> list[PlannedCommand]:
 
 
 def _list_image_commands(config: Config) -> list[PlannedCommand]:
-    """Returns the commands that make the image; [] for one that the file names."""
+    """Returns the commands that make the image; only that of the registry's token where no engine is needed; [] for an
+    image that the file names."""
     if not config.image.reference and not local.needs_engine(config):
         return [PlannedCommand("run", "get the token of the registry, in which the image is made", _TOKEN_COMMAND)]
     return [
@@ -77,7 +78,8 @@ def _list_image_commands(config: Config) -> list[PlannedCommand]:
 
 
 def _record_commands(config: Config) -> Iterator[PlannedCommand]:
-    """Yields the commands on the slice, each once, as the provider runs them one after another."""
+    """Yields the commands on the slice, each once, as the provider runs them one after another. Ignores owners and the
+    cost limit; until its end, TPU_LAUNCH_HOME is a temporary folder."""
     unlimited = config.slice.model_copy(update={"max_cost_per_hour": None})
     config = replace(config, any_owner=True, slice=unlimited)
     recorder = _Recorder(config)
@@ -128,7 +130,7 @@ def _group_and_verb(command: Sequence[str]) -> str:
 
 
 def _refuse(_address: Address) -> HostConnection:
-    """Makes every command on a host go through gcloud."""
+    """Raises ConnectionFailed, so that the provider runs every command on a host through gcloud."""
     raise ConnectionFailed("a plan connects to no host", refused=True)
 
 
@@ -150,7 +152,7 @@ class _Recorder:
     def run(
         self, argv: Sequence[str], *, timeout: float, input: str | bytes | None = None, pass_fds: Sequence[int] = ()
     ) -> Result:
-        """Records a command, and returns its result without running it."""
+        """Records a command, once if it comes again, and returns its result without running it."""
         command = list(argv)
         if command not in self.commands:
             self.commands.append(command)
@@ -160,7 +162,7 @@ class _Recorder:
         return Result(tuple(argv), 0, output, "")
 
     def _answer(self, command: list[str]) -> str | None:
-        """Returns a command's output; None for a description of what does not exist."""
+        """Returns a command's output; None for a description of what was not created, or is deleted."""
         group, verb = _group_and_verb(command).split()
         workers = range(self.config.accelerator.hosts)
         if verb == "ssh" and "--dry-run" in command:

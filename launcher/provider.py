@@ -228,11 +228,8 @@ class Provider(Protocol):
         start need not describe it first."""
 
     def create(self, clock: Clock | None = None) -> None:
-        """Creates the slice and returns when it is READY and its hosts answer.
-
-        Args:
-            clock: Used for long waits: its `sleep` may raise, which ends the creation.
-        """
+        """Finds the slice READY, waits for it, or creates it, after deleting one that is gone for good; returns when
+        its hosts answer. Long waits use `clock` (None: the machine's), whose `sleep` may raise to end the creation."""
 
     def delete(self) -> None:
         """Deletes the slice, if it exists, and returns when the API says that it is gone."""
@@ -245,10 +242,8 @@ class Provider(Protocol):
         """Starts the prepared containers on all hosts."""
 
     def observe(self, worker: int, container: str, since: str | None, *, patience: float = 0.0) -> Observation:
-        """Returns the state of a container on a host and its log lines from `since` (inclusive) on.
-
-        While the container runs, may wait `patience` seconds for its end.
-        """
+        """Returns the state of a container on a host and its log lines from the time `since` (inclusive; None: the
+        first line) on. While the container runs, may wait up to `patience` seconds for its end. Does not retry."""
 
     def stop(
         self, container: str, *, grace: int, remove: bool, workers: Sequence[int] | None = None

@@ -33,6 +33,7 @@ class ProviderKind:
 
 
 def _tpu_vm(config: Config, say: Say, machine: Workstation) -> Provider:
+    """Makes the provider of TPU VMs. Raises CommandMissing when gcloud or ssh is not installed."""
     from launcher.checks import inputs
     from launcher.tpu_vm.provider import TpuVm
 
@@ -53,11 +54,8 @@ PROVIDERS: Mapping[str, ProviderKind] = {
 
 
 def make_provider(config: Config, say: Say, machine: Workstation) -> Provider:
-    """Makes the provider of a configuration. `say` is given lines for the user.
-
-    Raises:
-        BadInput: A program that it needs is missing, or the configuration can't be used with it.
-    """
+    """Makes the provider that the configuration names. `say` is given lines for the user. Raises BadInput when a
+    program that the provider needs is missing, or the configuration can't be used with it."""
     return PROVIDERS[config.provider].make(config, say, machine)
 
 
@@ -67,7 +65,7 @@ def capabilities(name: str) -> Capabilities:
 
 
 def this_machine() -> Workstation:
-    """Returns the workstation that this process runs on. The command line calls this once."""
+    """Returns the workstation of this process. Its ssh client is made at the first connection: call this once."""
     making = SYSTEM.threads.lock()
 
     @functools.cache

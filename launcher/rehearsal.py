@@ -98,15 +98,13 @@ def steps(config: Config, path: Path, overrides: Sequence[str]) -> list[Step]:
 
 
 def _file(path: Path, overrides: Sequence[str]) -> list[str]:
+    """Returns the options that name the run's file and its changes: -f PATH --set KEY=VALUE ..."""
     return ["-f", str(path), *(word for override in overrides for word in ("--set", override))]
 
 
 def rehearse(path: Path, overrides: Sequence[str], screen: Screen) -> dict[str, Any]:
-    """Runs all steps, writes the summary and returns it.
-
-    Raises:
-        LaunchError: a step failed; the error has the step's exit code. Nothing is left running.
-    """
+    """Runs all steps on an emulator of its own, in a zone that has the accelerator; writes summary.json and returns its
+    content. Removes slice and emulator in any case. Raises LaunchError with the exit code of a failed step."""
     config = load(path, overrides)
     zones = config.accelerator.zones(Api.CLOUD_TPU)
     if config.zone not in zones:
@@ -192,12 +190,13 @@ def _timed(
 
 
 def _take_down(environment: dict[str, str], screen: Screen) -> None:
+    """Stops the rehearsal's emulator, removes everything that it started, and says so."""
     control.stop(Path(environment["TPU_LAUNCH_HOME"]) / "emulator")
     screen.say("the emulator and everything it started are gone")
 
 
 def _trainer_summary(config: Config, folder: Path) -> dict[str, Any]:
-    """Reads the trainer's summary from the run's folder in the bucket."""
+    """Reads the newest run's summary from the bucket; sets the emulator's variables in os.environ meanwhile."""
     assert config.trainer is not None
     run_id = find_run(folder, this_machine(), None).run_id
     before = dict(os.environ)

@@ -69,6 +69,7 @@ def text(answers: Answers) -> str:
 
 
 def _repository(answers: Answers) -> str:
+    """Returns the line of `image.repository`: the answer, or null with a comment that shows the form of a name."""
     if answers.repository:
         return f"  repository: {_scalar(answers.repository)} # where the image is pushed; hosts run it by digest"
     example = f"REGION-docker.pkg.dev/{answers.project}/REPOSITORY/NAME"
@@ -76,11 +77,13 @@ def _repository(answers: Answers) -> str:
 
 
 def _counts(slice_type: Accelerator) -> str:
+    """Returns the slice's size in words: "2 hosts, 8 devices"."""
     hosts = "1 host" if slice_type.hosts == 1 else f"{slice_type.hosts} hosts"
     return f"{hosts}, {slice_type.devices} devices"
 
 
 def _trainer(bucket: str, slice_type: Accelerator) -> list[str]:
+    """Returns the lines of the trainer's sections, with data and output in the bucket (a name without gs://)."""
     return [
         "# From here on: what `tpu-train` reads on every host.",
         "seed: 1",
@@ -102,6 +105,7 @@ def _trainer(bucket: str, slice_type: Accelerator) -> list[str]:
 
 
 def _no_trainer() -> list[str]:
+    """Returns the comment that stands in the file instead of the trainer's sections."""
     return [
         "# No trainer sections: give the command, `tpu-launch run -- python train.py`. "
         "With `init --bucket` the trainer's are written too."
@@ -115,7 +119,8 @@ def _scalar(value: str) -> str:
 
 
 def write(path: Path, answers: Answers) -> None:
-    """Writes the file. Raises BadInput when it exists or an answer makes it invalid."""
+    """Writes the file in one step, after loading it with the real checks. Raises BadInput when the file exists or can't
+    be written, or an answer makes it invalid; then nothing is written."""
     if path.exists() or path.is_symlink():
         raise BadInput(f"{path} exists and is not overwritten: choose another name with --file, or remove it")
     temporary = path.with_name(f".{path.name}.{os.getpid()}")

@@ -68,12 +68,11 @@ def run(
     env: Mapping[str, str] | None = None,
     pass_fds: Sequence[int] = (),
 ) -> Result:
-    """Runs a command to its end. A non-zero exit code raises nothing.
+    """Runs a command to its end, without a terminal and in a session of its own. A non-zero exit code raises nothing.
 
     Args:
-        argv: the command.
         timeout: seconds, after which the command's whole process group is ended.
-        input: its standard input, if any.
+        input: its standard input; None for an empty one.
         env: variables to add to this process's environment.
         pass_fds: file descriptors that it inherits.
 
@@ -199,11 +198,12 @@ def _log_start(argv: Sequence[str]) -> float:
 
 
 def _log_end(argv: Sequence[str], returncode: int, begun: float) -> None:
+    """Logs a command's exit code, and the seconds since `begun`, which `_log_start` returned."""
     _log.debug("%s ended with %d after %.1f s", Path(argv[0]).name, returncode, time.monotonic() - begun)
 
 
 def _kill_group(process: subprocess.Popen[bytes] | subprocess.Popen[str]) -> None:
-    """Ends a command and its children: SIGTERM, so that they can clean up, then SIGKILL."""
+    """Ends a command and its children, and waits for it: SIGTERM, so that they can clean up, then SIGKILL."""
     for number, seconds in ((signal.SIGTERM, _TERMINATE_SECONDS), (signal.SIGKILL, None)):
         try:
             os.killpg(process.pid, number)

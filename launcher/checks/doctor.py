@@ -34,7 +34,7 @@ _NEEDS_LOGIN = ("pkg.dev", "gcr.io")
 
 
 def examine(config: Config) -> list[Finding]:
-    """Returns the findings of all checks, in the order in which to fix them."""
+    """Runs all checks at once, and returns their findings in the order in which to fix them."""
     checks: list[Callable[[], list[Finding]]] = [
         lambda: [_cost(config)],
         lambda: old_generation_findings(config),
@@ -53,6 +53,7 @@ def examine(config: Config) -> list[Finding]:
 
 
 def _cost(config: Config) -> Finding:
+    """Checks the hourly cost against slice.max_cost_per_hour; warns of an unknown price without such a limit."""
     try:
         costs.check(config)
     except LaunchError as error:
@@ -78,6 +79,7 @@ def old_generation_findings(config: Config) -> list[Finding]:
 
 
 def _gcloud_and_account() -> list[Finding]:
+    """Checks that gcloud and ssh are installed, and gcloud's version and account."""
     try:
         shell.find("gcloud")
         shell.find("ssh")
@@ -107,6 +109,7 @@ def check_version(info: dict[str, Any]) -> Finding:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
+    """Returns "528.0.0" as (528, 0, 0); leaves out parts that are no numbers."""
     return tuple(int(part) for part in version.split(".") if part.isdigit())
 
 
@@ -149,6 +152,7 @@ def _zone(config: Config) -> list[Finding]:
 
 
 def _fix_of(config: Config, error: LaunchError) -> str:
+    """Returns the command that fixes an error of gcloud; the message's last line if no permission is missing."""
     if isinstance(error, PermissionDenied):
         text = str(error)
         if "services enable" in text:
@@ -160,6 +164,7 @@ def _fix_of(config: Config, error: LaunchError) -> str:
 
 
 def _runtime(config: Config) -> list[Finding]:
+    """Checks that the zone has the runtime version. Returns [] if the API fails, which `_zone` reports."""
     try:
         offered = run_gcloud(commands.runtime_versions_command(config), timeout=_SECONDS).split()
     except LaunchError:
@@ -220,6 +225,7 @@ def _ssh_key(path: Path) -> Finding:
 
 
 def _engine(config: Config) -> Finding:
+    """Checks that a container engine can build the image; none is fine where none is needed."""
     try:
         docker = engine.require_engine()
     except LaunchError as error:
@@ -235,6 +241,7 @@ def _engine(config: Config) -> Finding:
 
 
 def _registry(config: Config) -> Finding:
+    """Checks the registry: credentials of docker, or the base image if the image is made without an engine."""
     if config.image.repository is None:
         if config.image.reference:
             return ok("registry", "not pushed to: image.reference is given")
@@ -302,6 +309,7 @@ def check_buckets(config: Config) -> Finding:
 
 
 def _folder() -> Finding:
+    """Checks that the launcher's folder is there, or can be made, and can be written."""
     try:
         path = home.home()
     except LaunchError as error:

@@ -27,11 +27,8 @@ def tools() -> None:
 
 
 def buckets(config: Config, say: Callable[[str], None]) -> None:
-    """Raises BadInput unless every bucket that the trainer's sections name exists.
-
-    Args:
-        config: Names the buckets.
-        say: Is given a line for a bucket that this account may not read, because the hosts' account may.
+    """Requires that every bucket that the trainer's sections name exists. `say` is given a line for a bucket that this
+    account may not read, because the hosts' account may.
 
     Raises:
         BadInput: A bucket does not exist, or there are no valid credentials.
@@ -55,11 +52,8 @@ def data(config: Config, say: Callable[[str], None]) -> None:
     """Checks that the datasets are complete and fit the configuration, including their tokenizer and the size of every
     shard, and that the run can train the model family of `model.path`.
 
-    The hosts compare a tokenizer on the Hub when they start: this machine has no client of the Hub.
-
-    Args:
-        config: Names the datasets.
-        say: Is given a line for a dataset that this account may not read, because the hosts' account may.
+    The hosts compare a tokenizer on the Hub when they start: this machine has no client of the Hub. `say` is given a
+    line for a dataset that this account may not read, because the hosts' account may.
 
     Raises:
         BadInput: A dataset is missing, incomplete, or does not fit.
@@ -113,6 +107,7 @@ def _starting_model(config: Config, trainer: TrainerConfig) -> None:
 
 
 def _datasets(config: Config) -> Iterable[tuple[tuple[str, str], str]]:
+    """Yields the key and the URL of each dataset that the trainer's sections name."""
     assert config.trainer is not None
     yield ("data", "train"), config.trainer.data.train
     if config.trainer.data.evaluation:
@@ -120,6 +115,8 @@ def _datasets(config: Config) -> Iterable[tuple[tuple[str, str], str]]:
 
 
 def _require_bucket(project: str, name: str, place: str, say: Callable[[str], None]) -> None:
+    """Raises BadInput if a bucket does not exist or credentials are invalid, LaunchError if Cloud Storage does not
+    answer. Only says so if the account may not look. `place` begins the messages: where the file names it."""
     from google.api_core import exceptions
     from google.auth.exceptions import DefaultCredentialsError, GoogleAuthError, RefreshError
 

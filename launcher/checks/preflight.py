@@ -41,14 +41,13 @@ Say = Callable[[str], None]
 def check(
     config: Config, home: Path, names: Sequence[str], *, max_batch: bool, more: Sequence[str], say: Say
 ) -> list[dict[str, Any]]:
-    """Compiles the training step for these accelerators, unless a kept result answers.
+    """Compiles the training step for these accelerators, unless a kept result answers; keeps new results.
 
     Args:
-        config: The run, with its trainer's sections.
         home: The launcher's folder, which keeps results.
         names: Accelerator types; [] for the configuration's.
         max_batch: Also search for the largest batch.
-        more: More arguments of `tpu-train preflight`. Results with such arguments are not kept.
+        more: More arguments of `tpu-train preflight`. Results with such arguments are neither kept nor reused.
         say: Is given lines for the user.
 
     Returns:
@@ -92,14 +91,8 @@ def known(config: Config, home: Path) -> dict[str, Any] | None:
 
 
 def require(config: Config, home: Path, say: Say) -> tuple[str, ...]:
-    """Refuses a step that does not fit according to a kept result.
-
-    Returns:
-        Hashes of the compiled programs, which the containers compare with what they run; () without a kept result.
-
-    Raises:
-        LaunchError: The step does not fit (Exit.DOES_NOT_FIT).
-    """
+    """Refuses a step that does not fit according to a kept result: raises LaunchError (Exit.DOES_NOT_FIT). Else returns
+    hashes of the compiled programs, which the containers compare with what they run; () without a kept result."""
     result = known(config, home)
     if result is None:
         return ()
@@ -138,6 +131,8 @@ def _no_answer(exit_code: int) -> LaunchError:
 def _compile(
     config: Config, names: Sequence[str], *, max_batch: bool, more: Sequence[str], say: Say
 ) -> list[dict[str, Any]]:
+    """Runs `tpu-train preflight` in a container here, after building the image if needed, and returns a result for each
+    accelerator type. Raises LaunchError if the container prints none."""
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", prefix="preflight-") as file:
         file.write(config.document.dump())
         file.flush()
@@ -172,7 +167,8 @@ def _compile(
 
 
 def _path(config: Config, home: Path, name: str) -> Path | None:
-    """Returns the file of the result; None when something that the result depends on can't be read."""
+    """Returns the file of the result, named by the accelerator and a hash of what the result depends on; None when some
+    of that can't be read."""
     assert config.trainer is not None
     trainer = {key: value for key, value in config.trainer.canonical().items() if key not in _NOT_IN_PROGRAMS}
     trainer["train"] = {key: value for key, value in trainer["train"].items() if key not in _NOT_IN_STEP}
@@ -203,6 +199,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _write(path: Path, result: dict[str, Any]) -> None:
+    """Writes a result with its format, in one step, and creates its folder."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     scratch = path.with_suffix(f".{os.getpid()}.part")
     scratch.write_text(json.dumps({"format": FORMAT, "result": result}, indent=1) + "\n")

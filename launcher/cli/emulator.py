@@ -28,6 +28,7 @@ class _Reporting(click.Group):
 
 
 def _home() -> Path:
+    """Returns the folder of the emulator's state."""
     return control.default_home()
 
 

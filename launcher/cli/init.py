@@ -78,7 +78,7 @@ def _ask(flag: str, question: str, default: str | None = None, *, optional: bool
 
 
 def _slice_name(path: Path) -> str:
-    """Returns the folder's name as a valid name of a slice."""
+    """Returns the name of the file's folder as a valid name of a slice; "slice" if nothing is left of it."""
     letters = "".join(
         letter if letter.isascii() and letter.isalnum() else "-" for letter in path.absolute().parent.name.lower()
     )

@@ -32,7 +32,7 @@ _PROFILE_LINE = re.compile(r"steps \d+ to \d+: (\S+/profiles/[^/\s]+)/(plugins/p
 
 
 class _Host(click.ParamType[int | None]):
-    """A worker index, or `all`."""
+    """A worker index, or `all`, which becomes None."""
 
     name = "N|all"
 
@@ -122,7 +122,7 @@ def notebook(config: Config, run_id: str | None, host: int, port: int, local_por
 
 
 def _end_after(ended: Future[list[CommandReport]], end: Callable[[], None]) -> None:
-    """Waits until Jupyter has ended, then ends the tunnel."""
+    """Waits until Jupyter has ended, well or not, then calls `end`, which ends the tunnel."""
     ended.exception()
     end()
 
@@ -180,11 +180,8 @@ def find_tensorboard() -> str:
 
 
 def copy_profiles(lines: Sequence[str], folder: Path) -> None:
-    """Copies the profiles that these lines of hosts name into `folder`, a log folder for TensorBoard.
-
-    Raises:
-        LaunchError: A profile is not in Cloud Storage, or can't be read.
-    """
+    """Copies the profiles that these lines of hosts name into `folder`, a log folder for TensorBoard. Raises
+    LaunchError if one is not in Cloud Storage, or can't be read."""
     from training import storage
 
     for match in filter(None, map(_PROFILE_LINE.fullmatch, lines)):

@@ -53,6 +53,7 @@ COMMANDS = [
 
 
 def _print_version(context: click.Context, _option: click.Parameter, wanted: bool) -> None:
+    """Handles --version: prints the program's name, version and commit, and exits."""
     if wanted and not context.resilient_parsing:
         click.echo(f"{context.find_root().info_name}, version {installation.version()}")
         context.exit()
@@ -89,7 +90,7 @@ def cli(context: click.Context, emulated: bool, verbose: bool) -> None:
 
 
 def main() -> None:
-    """Runs the command line. Turns every error into one message and its exit code."""
+    """Runs the command line and exits. Turns every error into one message and its exit code, SIGTERM into Ctrl-C."""
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         sys.exit(cli(standalone_mode=False))

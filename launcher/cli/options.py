@@ -38,9 +38,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def configured(function: Function, *, file_flags: tuple[str, ...] = ("-f", "--file")) -> Function:
     """Returns the command with the shared options: it loads the file and calls `function` with its configuration.
 
-    Args:
-        function: The command; its first argument is the configuration.
-        file_flags: Flags that name the file.
+    Refuses a missing file and an unsupported provider (BadInput); --emulated sets the emulator's endpoints meanwhile.
+    `function` takes the configuration first; `file_flags` are the flags that name the file.
     """
 
     def wrapped(
@@ -70,6 +69,7 @@ def configured(function: Function, *, file_flags: tuple[str, ...] = ("-f", "--fi
 
 
 def _options(file_flags: tuple[str, ...]) -> list[Callable[[Any], Any]]:
+    """Returns decorators that add the shared options."""
     return [
         click.option(
             "--emulated", is_flag=True, help="Use the emulated slice of this machine instead of Google Cloud."
@@ -113,6 +113,7 @@ def _require_support(command: str, provider: str, emulated: bool) -> None:
 
 @functools.cache
 def machine() -> Workstation:
+    """Returns this process's workstation, made at the first call."""
     return this_machine()
 
 

@@ -110,6 +110,7 @@ def _for_owners(config: Config, any_owner: bool) -> Config:
 
 
 def _zones(config: Config, everywhere: bool) -> list[str]:
+    """Returns the zones to list: those of the file, or "-", which stands for all zones of the project."""
     return ["-"] if everywhere else config.zones
 
 

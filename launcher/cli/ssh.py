@@ -29,6 +29,7 @@ host_option = click.option(
 
 
 def _check_host(config: Config, host: int) -> None:
+    """Raises BadInput for a host that the slice does not have."""
     if host >= config.accelerator.hosts:
         raise BadInput(
             f"--host {host}: a {config.slice.accelerator_type} has hosts 0 to {config.accelerator.hosts - 1}"
@@ -123,7 +124,7 @@ def find_port(wanted: int | None, preferred: int) -> int:
 
 
 def _announce(local: int, text: str, over: threading.Event) -> None:
-    """Prints the text once the tunnel listens."""
+    """Prints the text once the local port accepts a connection; gives up after two minutes, or if `over` is set."""
     deadline = time.monotonic() + _TUNNEL_SECONDS
     while not over.is_set() and time.monotonic() < deadline:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", local), 1):

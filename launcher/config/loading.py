@@ -70,6 +70,7 @@ class Config:
 
     @property
     def runtime_version(self) -> str:
+        """Returns `slice.runtime_version`, or the one recommended for the accelerator's generation."""
         return self.slice.runtime_version or self.accelerator.generation.runtime_version
 
     @property
@@ -92,12 +93,11 @@ class Config:
 
 
 def load(path: str | Path, overrides: Iterable[str] = (), *, command: Iterable[str] = ()) -> Config:
-    """Reads and checks a run's file.
+    """Reads and checks a run's YAML file.
 
     Args:
-        path: of the YAML file.
         overrides: changes of keys, KEY=VALUE, where the value is YAML.
-        command: replaces the trainer and `run.command`.
+        command: replaces the trainer and `run.command`; () for none.
 
     Raises:
         BadInput: the file is wrong; the message names file:line of every mistake.
@@ -109,16 +109,13 @@ def load(path: str | Path, overrides: Iterable[str] = (), *, command: Iterable[s
 
 
 def restore(value: Mapping[str, Any], *, name: str, command: Iterable[str] | None, provider: str) -> Config:
-    """Returns the configuration of a document that `load` read before.
+    """Returns the configuration of a document that `load` read before. Raises BadInput if this version refuses it.
 
     Args:
         value: the document's value.
         name: path of the document's file.
         command: replaces the trainer and `run.command`; None: the document's own.
         provider: name of the provider.
-
-    Raises:
-        BadInput: the document is not valid in this version.
     """
     try:
         config = _from_document(Document(name, dict(value), {}), tuple(command or ()))
@@ -128,6 +125,8 @@ def restore(value: Mapping[str, Any], *, name: str, command: Iterable[str] | Non
 
 
 def _from_document(document: Document, command: tuple[str, ...]) -> Config:
+    """Validates a document and returns its configuration; the trainer's sections only if no command replaces the
+    trainer (`command`, else `run.command`). Raises ConfigError for wrong, unknown and refused values."""
     refuse_unknown(document, (*LAUNCHER_SECTIONS, *TRAINER_SECTIONS))
     launcher_sections = {key: value for key, value in document.value.items() if key in LAUNCHER_SECTIONS}
     root = validate(Root, Document(document.name, launcher_sections, document.places))

@@ -83,8 +83,8 @@ def _texts(key: Key, value: Any) -> Iterator[tuple[Key, str]]:
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Returns whether a variable is named like a secret, or its value holds a password, a token in a URL or a private
-    key."""
+    """Returns whether a variable is named like a secret (and not like a file's or an id's name), or its value holds a
+    password, a token in a URL or a private key."""
     if _CREDENTIALS_IN_VALUE.search(value):
         return True
     if name.upper().endswith("CREDENTIALS") and re.fullmatch(r"/[\w./-]+\.\w+", value):
@@ -93,6 +93,7 @@ def is_secret(name: str, value: str) -> bool:
 
 
 def _variables(document: Document, place: tuple[str, str]) -> Iterator[tuple[str, str]]:
+    """Yields names and values, as texts, of the map at a place such as run.environment; nothing if it is missing."""
     section = document.value.get(place[0])
     variables = section.get(place[1]) if isinstance(section, Mapping) else None
     for name, value in (variables or {}).items():

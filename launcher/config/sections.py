@@ -133,6 +133,7 @@ class ImageSection(Section):
 
     @model_validator(mode="after")
     def _one_way(self) -> ImageSection:
+        """Returns the section. Raises ValueError for keys that name more than one way to make the image."""
         if self.code and (self.dockerfile or self.reference):
             raise ValueError(
                 "code comes into our image: copy it in your own Dockerfile, "

@@ -17,6 +17,8 @@ _SECRET_KEY = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[-._a-zA-Z0-9]+")
 
 
 def _matches(pattern: str, problem: str) -> AfterValidator:
+    """Returns a validator that raises ValueError ("VALUE problem") unless the pattern matches the whole value."""
+
     def check(value: str) -> str:
         if not re.fullmatch(pattern, value):
             raise ValueError(f"{value!r} {problem}")
@@ -26,11 +28,14 @@ def _matches(pattern: str, problem: str) -> AfterValidator:
 
 
 def _known_accelerator(value: str) -> str:
+    """Returns the type unchanged. Raises UnknownAccelerator if there is none of that name."""
     accelerator(value)  # UnknownAccelerator is a ValueError: pydantic reports it with its place
     return value
 
 
 def _labels(value: dict[str, str]) -> dict[str, str]:
+    """Returns the labels unchanged. Raises ValueError for a key or a value that Google refuses, and for a key that
+    begins with tpu-launch, which the launcher itself gives."""
     for key, text in value.items():
         if not _LABEL.fullmatch(key) or not key or not _LABEL.fullmatch(text):
             raise ValueError(f"label {key}={text}: lower-case letters, digits, '_' and '-' only, 63 characters at most")
@@ -40,17 +45,20 @@ def _labels(value: dict[str, str]) -> dict[str, str]:
 
 
 def _require_variables(names: Iterable[str]) -> None:
+    """Raises ValueError for a name that no environment variable can have."""
     for name in names:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise ValueError(f"{name!r} is not the name of an environment variable")
 
 
 def _variable_names(value: list[str]) -> list[str]:
+    """Returns the names unchanged. Raises ValueError for one that no environment variable can have."""
     _require_variables(value)
     return value
 
 
 def _environment(value: dict[str, str]) -> dict[str, str]:
+    """Returns the variables unchanged. Raises ValueError for an invalid name, or a value with a line break or NUL."""
     _require_variables(value)
     for key, text in value.items():
         if "\n" in text or "\0" in text:
@@ -59,6 +67,7 @@ def _environment(value: dict[str, str]) -> dict[str, str]:
 
 
 def _secrets(value: dict[str, str]) -> dict[str, str]:
+    """Returns variable name -> SECRET/KEY unchanged. Raises ValueError for an invalid name or another form of value."""
     _require_variables(value)
     for key, source in value.items():
         if not _SECRET_KEY.fullmatch(source):

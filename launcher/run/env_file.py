@@ -27,11 +27,8 @@ class EnvFile:
 
 
 def read(path: Path) -> EnvFile:
-    """Returns the variables of the file.
-
-    Raises:
-        BadInput: The file can't be read, or a line is not NAME=VALUE; the message has file:line and no value.
-    """
+    """Returns the variables of the file. Raises BadInput, with file:line and no value, if the file can't be read, or a
+    line is not NAME=VALUE."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -45,9 +45,6 @@ def execute(
 
     Args:
         config: Finds the newest run of its slice, unless `run_id` names a run.
-        context: This process.
-        run_id: The run.
-        command: Program and arguments.
         host: Worker index; None for all hosts.
         seconds: After which the command is ended.
         on_line: Takes each emitted line without its host, one at a time.
@@ -64,11 +61,8 @@ def execute(
 
 @contextlib.contextmanager
 def live_session(config: Config, context: Context, run_id: str | None) -> Iterator[Session]:
-    """Opens the session of a run whose last attempt has not ended, as far as is known here.
-
-    Raises:
-        BadInput: The run was never started, or its last attempt has ended.
-    """
+    """Yields the session of a run whose last attempt has not ended, as far as is known here, and closes its provider at
+    the end. Raises BadInput if the run was never started, or its last attempt has ended."""
     ledger = find_run(context.home, context.machine, run_id, slice_name=config.slice.name, provider=config.provider)
     state = ledger.state
     if state.phase is Phase.NEW:
@@ -130,11 +124,11 @@ class Jupyter:
 
 
 def start_jupyter(session: Session, host: int, port: int) -> Jupyter:
-    """Starts Jupyter on a host, and returns when it has printed its address.
+    """Starts Jupyter on a host, at `port` or the next free one; returns when it has printed its address.
 
     Raises:
         BadInput: The image has no Jupyter, or the slice is reached through gcloud alone.
-        LaunchError: Jupyter has ended, or did not print its address in time.
+        LaunchError: Jupyter has ended, or did not print its address within two minutes.
     """
     if session.config.run.transport == "gcloud" or session.config.slice.iap:  # lines come when a command has ended
         raise BadInput(

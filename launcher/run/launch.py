@@ -51,11 +51,8 @@ class RunRequest:
 
 
 def read_extras(request: RunRequest, context: Context) -> tuple[env_file.EnvFile | None, Overlay | None]:
-    """Reads the env file and packs the overlay, or for --sync the changed files, which it names to the user.
-
-    Raises:
-        BadInput: The env file, the overlay or the folder can't be used.
-    """
+    """Reads the env file and packs the overlay, or for --sync the changed files, which it names to the user; None for
+    what is not asked for. Raises BadInput if the env file, the overlay or the folder can't be used."""
     config, say = request.config, context.output.say
     variables = env_file.read(request.env_file) if request.env_file is not None else None
     if request.sync is None:
@@ -75,7 +72,7 @@ def run(request: RunRequest, context: Context) -> Outcome:
     """Starts the run's next attempt on every host, watches it, and starts further attempts as the budgets allow.
 
     Checks that cost nothing come first, then the image, then the hosts. An attempt that is there already is watched, as
-    its specification says; `request` counts for an attempt that is started.
+    its specification says (--sync stops it first); `request` counts for an attempt that is started.
 
     Raises:
         BadInput: The request can't be carried out; nothing was started.
@@ -137,7 +134,9 @@ def attach(request: RunRequest, context: Context) -> Outcome:
     file gives values of the run's secrets.
 
     Raises:
-        BadInput: There is no such run, it is not running, or another attempt would follow and secrets are missing.
+        BadInput: There is no such run, it is not running, its start was interrupted (StartInterrupted), or another
+            attempt
+            would follow and secrets are missing.
     """
     config = request.config
     if (request.overlay or request.sync) is not None:
@@ -169,7 +168,9 @@ def stop(config: Config, context: Context, run_id: str | None, *, grace: int | N
     """Stops the run: ends its containers on all hosts (SIGTERM; SIGKILL after the grace) and waits until they ended.
 
     No attempt follows until the next `tpu-launch run`, whichever process of this machine supervises the run. Without
-    `run_id` stops the newest run of the slice. `grace` is in seconds; None for run.stop_seconds.
+    `run_id` stops the newest run of the slice. `grace` is in seconds; None for run.stop_seconds. Raises BadInput if
+    there
+    is no such run, or it was never started.
 
     Returns:
         A report for each host; [] if nothing runs on hosts.
@@ -205,12 +206,13 @@ def _find(config: Config, context: Context, run_id: str | None) -> Ledger:
 
 
 def _deletion_mark(config: Config) -> Path:
-    """Returns the path of the file that is marked while the slice is being deleted."""
+    """Returns the path of the file on which `delete_slice` holds a lock while it works."""
     return of_slice(config.project, config.slice.name, "deleting")
 
 
 def _stop_runs(config: Config, context: Context) -> None:
-    """Stops the slice's runs, and waits for the processes that supervise them."""
+    """Requests a stop of each run on the slice, which their supervising processes carry out. Waits for these processes,
+    a minute beyond run.stop_seconds at most, and says which have not ended."""
     stopped = [
         ledger
         for ledger in runs_on_slice(config, context.home, context.machine)
@@ -229,14 +231,8 @@ def _stop_runs(config: Config, context: Context) -> None:
 
 
 def _stop_before_restart(config: Config, context: Context) -> list[str]:
-    """Stops the runs on the slice, so that they can save, and waits for the processes that supervise them.
-
-    Returns:
-        Ids of the stopped runs.
-
-    Raises:
-        LaunchError: A host could not be stopped, or a process does not end.
-    """
+    """Stops the open runs on the slice, so that they can save, waits for the processes that supervise them, and returns
+    the runs' ids. Raises LaunchError if a host could not be stopped, or a process does not end within a minute."""
     stopped = []
     for ledger in runs_on_slice(config, context.home, context.machine):
         if not ledger.state.phase.is_open:
@@ -253,7 +249,7 @@ def _stop_before_restart(config: Config, context: Context) -> list[str]:
 
 
 def _is_released(ledger: Ledger, context: Context, deadline: float) -> bool:
-    """Waits until no process supervises the run. Returns False if one still does at `deadline`."""
+    """Waits until no process supervises the run. Returns False if one still does at `deadline` (monotonic clock)."""
     while ledger.supervised():
         if context.machine.clock.monotonic() > deadline:
             return False
@@ -281,13 +277,8 @@ def _require_capabilities(request: RunRequest, provider: Provider, secrets: Secr
 
 
 def _require_startable(request: RunRequest, ledger: Ledger, known_stops: int) -> None:
-    """Raises if the run finished or was stopped since this command began, or its slice is being deleted.
-
-    Args:
-        request: What the user asked for.
-        ledger: The run, whose lock is held.
-        known_stops: Number of stops of the run when this command began.
-    """
+    """Raises LaunchError if the run finished elsewhere and was not asked for by its id, or its slice is being deleted;
+    RunStopped if it has more stops than `known_stops`, their number when this command began."""
     if request.run_id is None and ledger.state.phase is Phase.FINISHED:
         raise LaunchError(
             f"run {ledger.run_id} has just finished elsewhere: `tpu-launch run` again starts a new one",
@@ -304,8 +295,8 @@ def _require_startable(request: RunRequest, ledger: Ledger, known_stops: int) ->
 
 
 def _choose_image(request: RunRequest, context: Context, kept: Specification, spec: Specification) -> str:
-    """Returns the image that hosts will run; builds and pushes it if necessary. An overlay goes over the image that ran
-    last, without a build."""
+    """Returns the image that hosts will run; builds and pushes it if necessary, and records its code for a later
+    --sync. An overlay, of this request or kept, goes over the image that ran last, without a build."""
     known: str | None = None
     if request.overlay is not None or request.sync is not None:
         known = _last_image(request.config, context)

@@ -53,6 +53,7 @@ class Ledger:
     """The folder of one run."""
 
     def __init__(self, folder: Path, clock: Clock) -> None:
+        """Reads nothing yet, and creates nothing; `clock` times the events."""
         self.folder = folder
         self.clock = clock
         self._events = folder / "events.jsonl"
@@ -81,20 +82,13 @@ class Ledger:
 
     @property
     def state(self) -> RunState:
-        """Where the run stands now, by the events that any process of this machine has recorded."""
+        """Where the run stands now, by the events that all processes of this machine recorded. Raises as `entries`."""
         self.entries()
         return self._state
 
     def append(self, event: RunEvent, *, patience: float = _FULL_DISK_SECONDS) -> None:
-        """Records an event. It must not hold secrets: the file is kept.
-
-        Args:
-            event: What happened.
-            patience: Seconds to retry on a full disk.
-
-        Raises:
-            LaunchError: The event can't be written.
-        """
+        """Records an event, which must not hold secrets: the file is kept. Retries for `patience` seconds, on a full
+        disk for example; then raises LaunchError."""
         deadline = self.clock.monotonic() + patience
         while True:
             try:
@@ -110,7 +104,7 @@ class Ledger:
                 ) from None
 
     def note(self, event: RunEvent, say: Callable[[str], None]) -> None:
-        """Records an event that only informs. If it can't be written, says so and goes on."""
+        """Records an event that only informs. If it can't be written at once, says so and goes on."""
         try:
             self.append(event, patience=0.0)
         except LaunchError as error:
@@ -149,7 +143,8 @@ class Ledger:
         self._end += len(whole) + len(newline)
 
     def _parse(self, data: bytes) -> list[Entry]:
-        """Returns the entries of lines; skips lines that a crash has cut."""
+        """Returns the entries of lines, without lines that a crash has cut. Raises BadInput for other versions'
+        events."""
         entries = []
         for line in data.decode(errors="replace").split("\n"):
             with contextlib.suppress(json.JSONDecodeError):
@@ -194,14 +189,8 @@ class Ledger:
 
     @contextlib.contextmanager
     def supervising(self, patience: float = 5.0) -> Iterator[None]:
-        """Holds the run's lock.
-
-        Args:
-            patience: Seconds to wait for the lock: `logs` takes it for a moment at a time.
-
-        Raises:
-            LaunchError: Another process supervises the run (Exit.CONFLICT).
-        """
+        """Holds the run's lock, whose file names this process. Waits `patience` seconds (`logs` takes the lock for a
+        moment at a time), then raises LaunchError (Exit.CONFLICT): another process supervises the run."""
         deadline = self.clock.monotonic() + patience
         with open(os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0) as lock:
             while True:

@@ -94,6 +94,7 @@ class HostLog:
     """The log file of one host in one attempt: every line once, with the engine's time."""
 
     def __init__(self, path: Path) -> None:
+        """Goes on from the end of an existing file, after cutting off a last line without its end."""
         self.path = path
         self.cursor = Cursor()
         self.behind = False  # the newest observation could not be written

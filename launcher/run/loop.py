@@ -32,14 +32,11 @@ _SETTLE_POLL_SECONDS = 5.0
 
 
 def run_attempts(session: Session, attempt: int | None = None) -> Outcome:
-    """Starts the next attempt and watches it, then further attempts as the budgets allow.
+    """Starts the next attempt, watches it, then further attempts as the budgets allow. Returns how the last one ended.
 
     Args:
         session: The run. Its specification names the image.
-        attempt: Number of an attempt that runs, which is watched first.
-
-    Returns:
-        How the last attempt ended.
+        attempt: Number of an attempt that runs, which is watched first; None: there is none.
 
     Raises:
         LaunchError: An attempt could not be started, or the run could not be recovered.
@@ -60,13 +57,8 @@ def run_attempts(session: Session, attempt: int | None = None) -> Outcome:
 
 
 def resume_open_attempt(session: Session) -> Outcome | None:
-    """Watches the attempt whose end is not recorded, or records how it ended while no process watched it.
-
-    Closes the session's provider.
-
-    Returns:
-        How the run ended; None if the next attempt has to be started.
-    """
+    """Watches the attempt whose end is not recorded, or records an end that no process saw; ends an interrupted start.
+    Closes the provider. Returns how the run ended; None if the next attempt has to be started."""
     ledger = session.ledger
     number = ledger.state.attempt
     with contextlib.closing(session.provider):
@@ -91,7 +83,8 @@ def resume_open_attempt(session: Session) -> Outcome | None:
 
 
 def _recover(session: Session, attempt: int, verdict: Verdict) -> int | None:
-    """Starts the attempt that follows, and returns its number; None if none follows."""
+    """Starts the attempt that follows, and returns its number; None if the run is over: by the verdict, a spent budget
+    or a stop. Raises LaunchError if the recovery is given up, BadInput if secrets or the overlay are missing."""
     ledger, settings = session.ledger, session.config.run
     decision = decide(
         verdict,
@@ -173,7 +166,8 @@ class _Recovery:
             self.clock.sleep(_SETTLE_POLL_SECONDS)
 
     def _try(self) -> int:
-        """Makes the slice READY, starts the attempt and returns its number: one round."""
+        """Deletes a bad slice, makes the slice READY, starts the attempt and returns its number: one round. Records
+        Recovered. Raises LaunchError if any of it fails, or the slice is taken away meanwhile."""
         session = self.session
         round_begun = self.clock.monotonic()
         self._delete_slice_if_bad()
@@ -194,7 +188,8 @@ class _Recovery:
         return attempt
 
     def _wait_after(self, error: LaunchError) -> None:
-        """Waits for the next round. Raises LaunchError if the recovery is given up."""
+        """Records the failed round, and waits for the next, which deletes the slice first if `decide_round` says so.
+        Raises LaunchError if the recovery is given up."""
         session, now = self.session, self.clock.monotonic()
         self.failed += 1
         if self.failed == 1:
@@ -245,7 +240,7 @@ class _Recovery:
 
 
 def _describe_bill(session: Session) -> str:
-    """Returns a sentence that says what is still billed; empty where the run has no slice of its own."""
+    """Asks the API, and returns a sentence about what is still billed; "" where the run has no slice of its own."""
     if not session.provider.capabilities.cloud_tpu_node:
         return ""
     name = session.config.slice.name

@@ -22,17 +22,8 @@ _LOG_BYTES = 20_000_000  # of the end of each log
 
 
 def write(ledger: Ledger, attempt: int, evidence: Mapping[str, str], secrets: Mapping[str, str]) -> Path:
-    """Writes the archive and returns its path.
-
-    Args:
-        ledger: The run.
-        attempt: The attempt's number.
-        evidence: File name -> text, from the provider.
-        secrets: Values to mask, by name.
-
-    Raises:
-        OSError: The archive can't be written, for example on a full disk; no part of it is left.
-    """
+    """Writes the archive of an attempt and returns its path. `evidence` is file name -> text, from the provider;
+    `secrets` are values to mask, by name. Raises OSError, and leaves no part, if the disk is full or fails."""
     masker = SecretMasker(secrets)
     target = ledger.folder / f"post-mortem-{attempt}.tar.gz"
     now = ledger.clock.time()
@@ -61,7 +52,7 @@ def _files(ledger: Ledger, attempt: int) -> Iterable[Path]:
 
 
 def _masked_end(path: Path, masker: SecretMasker) -> bytes:
-    """Returns the masked end of a file. Masks before it cuts, so that a secret that the cut divides is masked too."""
+    """Returns the end of a file (20 MB). Masks before it cuts, so that a secret that the cut divides is masked too."""
     with open(path, "rb") as file:
         start = max(0, path.stat().st_size - _LOG_BYTES - masker.longest)
         file.seek(start)

@@ -43,7 +43,8 @@ def runs_on_slice(config: Config, home: Path, machine: Workstation) -> list[Ledg
 def find_run(
     home: Path, machine: Workstation, run_id: str | None, *, slice_name: str | None = None, provider: str | None = None
 ) -> Ledger:
-    """Returns the run of that id, or the newest one, of that slice and provider. Raises BadInput when there is none."""
+    """Returns the run of that id, or the newest one (`run_id` None), of that slice and provider (None: any). Raises
+    BadInput when there is none, or the named run is damaged."""
     known = [
         ledger
         for ledger in list_runs(home, machine)
@@ -74,13 +75,10 @@ def resolve_run(
     run_id: str | None,
     new: bool,
 ) -> Ledger:
-    """Returns the run to resume, or a new one, whose folder is made.
+    """Returns the run to resume, or a new one, whose folder is made with `requested` and `overlay`.
 
     Resumed is the run of `run_id`, or else the newest run on the slice, unless it has finished, its configuration hash
-    differs, or `new` is set.
-
-    Raises:
-        BadInput: There is no run of that id, or it has another configuration hash.
+    differs, or `new` is set. Raises BadInput if there is no run of that id, or it has another configuration hash.
     """
     config_hash = specification.hash_configuration(config)
     if run_id is not None:

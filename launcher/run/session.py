@@ -78,6 +78,7 @@ class _UntilStopped:
         return self.clock.time()
 
     def sleep(self, seconds: float) -> None:
+        """Waits; checks every second, and at the beginning, for a stop of the run: raises RunStopped."""
         deadline = self.clock.monotonic() + seconds
         while True:
             self.check_stop()
@@ -114,7 +115,7 @@ class Session:
         return _UntilStopped(self.machine.clock, self.check_stop)
 
     def say(self, text: str) -> None:
-        """Says a line about this run."""
+        """Says "run ID" and the text, which begins with ":" or ","."""
         self.context.output.say(f"run {self.ledger.run_id}{text}")
 
     def check_stop(self) -> None:

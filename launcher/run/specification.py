@@ -88,7 +88,7 @@ def describe(
     overlay: Overlay | None = None,
     preflight: Sequence[str] = (),
 ) -> Specification:
-    """Returns the specification of a run of this configuration, without its image."""
+    """Returns a run's specification, without its image; of `variables` it holds the names, of `overlay` the hash."""
     names = [*config.run.secrets, *(variables.values if variables else ())]
     return Specification(
         run=run_id,
@@ -128,7 +128,7 @@ def make_attempt(
     secrets: Mapping[str, str] | None = None,
     overlay: Overlay | None = None,
 ) -> Attempt:
-    """Returns the attempt that every host is given. `config` is what `spec.config()` returns."""
+    """Returns the attempt that every host is given; `image`, not spec.image, counts. `config` is `spec.config()`."""
     checked = {CHECKED_PROGRAMS_VARIABLE: ",".join(spec.preflight)} if spec.preflight else {}
     return Attempt(
         run_id=spec.run,
@@ -213,7 +213,8 @@ class SecretSource:
     """Values of an `--env-file` on this command line, which win."""
 
     def values(self, specification: Specification) -> dict[str, str]:
-        """Returns the known values by name. Reads the run's own env file if this command line gave none."""
+        """Returns the known values by name. Reads the run's own env file, if there is one and this command line gave
+        none; raises BadInput if that file is invalid."""
         recorded: dict[str, str] = {}
         if specification.env_file is not None and not self.given and Path(specification.env_file).exists():
             recorded = env_file.read(Path(specification.env_file)).values

@@ -23,7 +23,7 @@ from training.machine.clock import format_time, parse_time
 
 
 def start_attempt(session: Session) -> tuple[int, Verdict | None]:
-    """Starts the next attempt on all hosts.
+    """Removes orphans of earlier attempts from the slice, then starts the next attempt on all hosts and records it.
 
     Returns:
         The attempt's number, and a verdict if the slice was taken away meanwhile: a preemption like any other.
@@ -80,7 +80,8 @@ def start_attempt(session: Session) -> tuple[int, Verdict | None]:
 
 
 def _prepare_hosts(session: Session, attempt: Attempt) -> str:
-    """Makes the attempt's containers and returns the image id that all hosts have. On any failure removes them."""
+    """Makes the attempt's containers and returns the image id that all hosts have. On any failure, or if ids differ,
+    removes them and raises LaunchError."""
     prepared = session.provider.prepare(attempt)
     images = {report.detail for report in prepared}
     if len(images) == 1 and all(report.ok for report in prepared):
@@ -95,7 +96,7 @@ def _prepare_hosts(session: Session, attempt: Attempt) -> str:
 
 
 def _judge_slice(provider: Provider) -> Verdict | None:
-    """Returns the verdict on a failed start if the slice is gone; None if the slice is not why."""
+    """Returns the verdict on a failed start if the slice is gone; None if it is there, or the API does not answer."""
     try:
         slice_state = provider.describe()
     except LaunchError:
@@ -164,8 +165,8 @@ def end_everywhere(session: Session, attempt: int, workers: Sequence[int], *, gr
 
 
 def _reap_orphans(session: Session) -> None:
-    """Removes containers that earlier attempts left on hosts that were out of reach: such a container goes on working,
-    and holds the TPU."""
+    """Removes containers that earlier attempts, of any run on the slice, left on hosts that were out of reach: such a
+    container goes on working, and holds the TPU. Keeps the record of those that can't be removed."""
     for ledger in runs_on_slice(session.config, session.context.home, session.machine):
         for orphan in ledger.state.orphans:
             with contextlib.suppress(LaunchError):

@@ -103,7 +103,8 @@ class Status:
 
 
 def read_status(config: Config, context: Context, provider: Provider) -> Status:
-    """Asks the API and, while an attempt is open, every host once."""
+    """Asks the API, and each host once if the newest run has an open attempt and the slice is READY. Returns the slice,
+    that run's state and history, and a status for each host asked. Raises LaunchError if the API fails."""
     slice_state = provider.describe()
     try:
         ledger = find_run(context.home, context.machine, None, slice_name=config.slice.name, provider=config.provider)
@@ -139,8 +140,6 @@ def print_logs(config: Config, context: Context, run_id: str | None, *, follow: 
 
     Args:
         config: Finds the newest run of its slice, unless `run_id` names a run.
-        context: This process.
-        run_id: The run.
         follow: Go on until the attempt, or without a supervisor its containers, have ended.
         host: Worker index; None for all hosts.
 
@@ -191,7 +190,7 @@ def print_logs(config: Config, context: Context, run_id: str | None, *, follow: 
 
 
 def recent_history(ledger: Ledger) -> list[str]:
-    """Returns the last events, one line each: enough for a lost host and its recovery."""
+    """Returns the last eight events of the kinds that `status` shows, one line each."""
     return [describe_event(entry) for entry in ledger.entries() if isinstance(entry.event, _SHOWN)][-_HISTORY_LINES:]
 
 
@@ -286,7 +285,8 @@ class _Fetcher:
                 self.silent = False
 
     def _fetch_from(self, worker: int, page: str | None) -> bool:
-        """Fetches a page of a host's lines, and returns whether its container may go on writing."""
+        """Appends a page of a host's new lines, from the time `page` on (None: the log's end), and says if the host
+        does not answer. Returns whether its container may go on writing."""
         log = HostLog(self._files[worker])
         container = container_name(self._ledger.run_id, self._number)
         try:
@@ -311,7 +311,7 @@ def _describe_container(observation: Observation) -> str:
 
 
 def _kept_lines(ledger: Ledger, number: int, worker: int) -> list[LogLine]:
-    """Returns the last lines of a host in the run's folder."""
+    """Returns the last lines of a host in the run's folder; [] if it has no file."""
     path = ledger.log_file(number, worker)
     return tail(path, _LAST_LINE_BYTES) if path.exists() else []
 

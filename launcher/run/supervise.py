@@ -80,9 +80,9 @@ class StartInterrupted(BadInput):
 
 
 def supervise(session: Session, attempt: int) -> Verdict:
-    """Watches an attempt to its end, ends it on every host, and records how it ended.
+    """Watches an attempt to its end, ends it on every host, records how it ended, and removes its containers.
 
-    KeyboardInterrupt leaves everything running.
+    Writes a post-mortem of one that failed. KeyboardInterrupt leaves everything running.
 
     Raises:
         StartInterrupted: A host whose container was not seen to start reports that the container never started.
@@ -150,9 +150,11 @@ def stop_hosts(session: Session, attempt: int, workers: Sequence[int], *, grace:
 
 
 def _end_on_hosts(session: Session, attempt: int, verdict: Verdict, reachable: Sequence[int]) -> set[int]:
-    """Stops a failed attempt on all hosts that answer, and returns the hosts on which that failed.
+    """Stops a failed attempt on all hosts that answer, after saving the stack traces of a stalled one.
 
-    A host that does not answer is not waited for: its container is removed before the next start.
+    Returns the hosts on which that failed. A host that does not answer is not waited for: its container is removed
+    before
+    the next start.
     """
     say, ledger = session.context.output.say, session.ledger
     say(f"ending the attempt on all hosts: {explain(verdict)[0]}")
@@ -172,6 +174,7 @@ class _Supervision:
     """The state of watching one attempt. Its tasks share nothing but the inbox."""
 
     def __init__(self, session: Session, attempt: int) -> None:
+        """Opens the hosts' logs at their ends. Starts no task: `watch` does."""
         ledger, machine, settings = session.ledger, session.machine, session.config.run
         self.session, self.attempt, self.container = session, attempt, session.container(attempt)
         self.provider, self.ledger, self.say = session.provider, ledger, session.context.output.say
@@ -199,7 +202,8 @@ class _Supervision:
         self.disk_full = False  # this machine's, so that lines wait on their hosts
 
     def watch(self) -> tuple[Verdict, list[int]]:
-        """Returns the verdict that ends the attempt, and the hosts that answer."""
+        """Starts a task that polls each host, and one that stops hosts if the user stops the run. Returns the verdict
+        that ends the attempt, and the hosts that answer."""
         for worker in self.session.workers:
             self.threads.start(self._poll_repeatedly, worker)
         try:
@@ -250,7 +254,8 @@ class _Supervision:
             self.views[worker] = replace(view, seen=min(now, view.seen + still), ended_seen=ended_seen)
 
     def _receive(self) -> None:
-        """Waits a moment for an observation or the state of the slice, and takes it in."""
+        """Takes in an observation or the slice's state, if one comes within 0.25 s: delivers lines, says new
+        problems."""
         answer = self.inbox.get(timeout=_INBOX_SECONDS)
         if answer is None:
             return
@@ -284,7 +289,7 @@ class _Supervision:
         return bool(fresh)
 
     def _update_view(self, answer: Observation) -> None:
-        """Updates what is known of a host, and records when it goes out of reach, comes back, or ends."""
+        """Updates what is known of a host; records that it is away, back, or ended. Raises StartInterrupted."""
         number, worker, now = self.attempt, answer.worker, self.clock.monotonic()
         view = self.views[worker]
         if answer.container is None:
@@ -311,7 +316,7 @@ class _Supervision:
         )
 
     def _describe_slice_if_unreachable(self) -> None:
-        """Asks the API in the background while a host is out of reach."""
+        """Starts a task that asks the API, every 15 seconds while a host is out of reach."""
         now = self.clock.monotonic()
         unreachable = any(not view.reachable for view in self.views.values())
         if unreachable and now - self.slice_described > _DESCRIBE_SLICE_EVERY:

@@ -129,6 +129,7 @@ def _hosts(view: View, columns: int) -> list[str]:
 
 
 def _memory(bytes_used: tuple[int, int] | None) -> str:
+    """Returns bytes in use and in total as "12.5/188 GiB"; "?" for None."""
     if bytes_used is None:
         return "?"
     used, total = (amount / 2**30 for amount in bytes_used)
@@ -141,6 +142,7 @@ def _spread(left: str, right: str, columns: int) -> str:
 
 
 def _cut(line: str, columns: int) -> str:
+    """Returns the line, shortened to `columns` with "…" at its end if it is longer."""
     return line if len(line) <= columns else f"{line[: columns - 1]}…"
 
 
@@ -180,6 +182,7 @@ class Top:
         )
 
     def _find_run(self) -> Ledger | None:
+        """Returns the newest run of the slice; None if there is none."""
         config, context = self._config, self._context
         try:
             return find_run(context.home, context.machine, None, slice_name=config.slice.name, provider=config.provider)
@@ -201,7 +204,8 @@ class Top:
                         self._losses[progress.step] = progress.loss
 
     def _read_memory(self, ledger: Ledger, workers: Sequence[int]) -> dict[int, tuple[int, int]]:
-        """Returns bytes in use and in total of hosts that report them; {} where that takes a gcloud call for each."""
+        """Runs `cat /proc/meminfo` in these hosts' containers, and returns bytes in use and in total of those that
+        answer; {} where that would take a gcloud call for each."""
         run, slice_ = self._config.run, self._config.slice
         if not workers or not self._provider.capabilities.cloud_tpu_node or run.transport == "gcloud" or slice_.iap:
             return {}

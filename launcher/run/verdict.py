@@ -178,7 +178,7 @@ def judge(
         now: The monotonic clock.
         limits: Time limits.
         slice_state: The slice's state as the API last reported it; None: it does not exist.
-        stop_requested: Whether the user stopped the run.
+        stop_requested: Whether the user stopped the run: failures other than bad input then count as STOPPED.
         quiet: For how many seconds no host has written a line.
         api_only_seconds: For how many seconds the API has answered while no host has.
     """
@@ -316,6 +316,7 @@ def _describe_exit_of(view: HostView) -> Cause:
 
 
 def _describe_exits(views: Sequence[HostView]) -> tuple[str, ...]:
+    """Returns how each of these hosts' containers exited, as "host N: ..." (symptoms of a verdict)."""
     return tuple(f"host {view.worker}: {describe_exit(view.container)}" for view in views if view.container is not None)
 
 
