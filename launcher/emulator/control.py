@@ -58,16 +58,12 @@ def start(
     port: int | None = None,
     full_pushes: bool | None = None,
 ) -> None:
-    """Starts the emulator of `home` unless it runs.
-
-    Args:
-        home: its folder.
-        bucket: a bucket to create unless it exists.
-        port: on 127.0.0.1; None: the port of before, or a free one.
-        full_pushes: whether docker's pushes send bytes to the registry; None: as before.
+    """Starts the emulator of `home` unless it runs. Makes the hosts' image and the virtual TPU's volume if needed, and
+    `bucket` unless it exists. `port` is on 127.0.0.1 (None: the port of before, or a free one); with `full_pushes`
+    docker's pushes send bytes to the registry (None: as before).
 
     Raises:
-        BadInput: no engine runs, the port is taken, or the home can't be used.
+        BadInput: no engine runs, the port is taken, the home can't be used, or it runs with another port or setting.
         LaunchError: the image can't be built, or the server does not start.
     """
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -95,15 +91,8 @@ def start(
 
 def stop(home: Path, *, keep_data: bool = False) -> None:
     """Removes the server, containers, networks, volumes, sockets and state of the emulator, also after a crash, with a
-    broken state file and when nothing runs.
-
-    Args:
-        home: the emulator's folder.
-        keep_data: whether the objects of its buckets stay.
-
-    Raises:
-        LaunchError: the engine does not answer, and may hold hosts.
-    """
+    broken state file and when nothing runs. `keep_data` keeps the objects of its buckets. Raises LaunchError when the
+    engine does not answer and may hold hosts, or can't remove them."""
     with _starting(home):
         _stop(home, keep_data)
     with contextlib.suppress(OSError):
@@ -218,7 +207,7 @@ def emulated(say: Callable[[str], None]) -> Iterator[None]:
 
 
 def _launch(home: Path, state: EmulatorState, engine: Engine, image: str, tpu_volume: str) -> None:
-    """Writes the state, starts the server, and waits until it answers. Raises LaunchError when it does not."""
+    """Writes the state, starts the server, and waits until it answers; else kills it and raises LaunchError."""
     state.engine, state.pid = engine.path, 0
     state.sockets = str(_make_socket_folder(home))
     write_atomically(home / "state.json", to_json(state).encode())
@@ -253,7 +242,7 @@ def _wait_for_server(state: EmulatorState, pid: int, log: Path) -> None:
 
 
 def _has_ended(pid: int) -> bool:
-    """Returns whether a child process has ended."""
+    """Returns whether a child process has ended, and reaps it; True also if it is no child of this process."""
     try:
         return os.waitpid(pid, os.WNOHANG)[0] == pid
     except ChildProcessError:
@@ -317,6 +306,7 @@ def _engine_path(state: EmulatorState | None) -> str:
 
 
 def _socket_folder(home: Path) -> Path:
+    """Returns the folder of the home's sockets, below XDG_RUNTIME_DIR or else /tmp. Does not create it."""
     base = os.environ.get("XDG_RUNTIME_DIR", "")
     return Path(base if base and os.path.isdir(base) else "/tmp") / f"tpu-launch-{os.getuid()}" / emulator_id(home)
 
@@ -357,6 +347,7 @@ def _virtual_tpu(engine: Engine) -> str:
 
 @contextlib.contextmanager
 def _docker_host(value: str) -> Iterator[None]:
+    """Sets DOCKER_HOST inside the block, and restores it afterwards."""
     before = os.environ.get("DOCKER_HOST")
     os.environ["DOCKER_HOST"] = value
     try:
@@ -384,6 +375,7 @@ def _read(home: Path) -> EmulatorState | None:
 
 
 def _running(home: Path) -> EmulatorState:
+    """Returns the state of an emulator that answers. Raises BadInput when it does not run."""
     state = _read(home)
     if state is None or not _answers(state):
         crashed = " (its server crashed; a new start continues from its state)" if state is not None else ""
@@ -392,6 +384,7 @@ def _running(home: Path) -> EmulatorState:
 
 
 def _answers(state: EmulatorState) -> bool:
+    """Returns whether the emulator's server answers a ping within PING_TIMEOUT."""
     path = Path(state.sockets) / CONTROL
     if not state.sockets or not path.exists():
         return False
@@ -403,6 +396,8 @@ def _answers(state: EmulatorState) -> bool:
 
 
 def _ask(state: EmulatorState, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Sends a request to the server and returns its JSON. Raises BadInput for status 400, LaunchError for other
+    errors."""
     try:
         status, data = _raw(Path(state.sockets) / CONTROL, method, path, body)
     except (OSError, http.client.HTTPException) as error:
@@ -417,6 +412,7 @@ def _ask(state: EmulatorState, method: str, path: str, body: dict[str, Any] | No
 
 
 def _raw(path: Path, method: str, target: str, body: dict[str, Any] | None, timeout: float = 60) -> tuple[int, bytes]:
+    """Returns status and body of an HTTP request over a unix socket. Raises OSError or HTTPException."""
     connection = UnixConnection(str(path), timeout)
     try:
         connection.request(method, target, None if body is None else json.dumps(body).encode())
@@ -445,6 +441,7 @@ def _end_server(home: Path, sockets: Path) -> None:
 
 
 def _unlocked(home: Path) -> bool:
+    """Returns whether no server of this home runs: none holds its lock."""
     try:
         with open(home / "lock", "rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

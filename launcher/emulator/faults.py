@@ -21,7 +21,8 @@ class NoSuchTarget(ValueError):
 
 
 def take(state: EmulatorState, kind: str, service: str = "tpu") -> Fault | None:
-    """Uses up one occurrence of the first such fault and returns the fault; None when there is none."""
+    """Returns the first fault of a kind and service, and uses up one occurrence if they are counted; None without
+    one."""
     for fault in state.faults:
         if fault.kind == kind and fault.service == service:
             if fault.left is not None:
@@ -33,7 +34,7 @@ def take(state: EmulatorState, kind: str, service: str = "tpu") -> Fault | None:
 
 
 def refuse_create(state: EmulatorState, requested: Accelerator, zone: str) -> None:
-    """Raises ApiError for a creation when a quota or permission fault is due."""
+    """Raises ApiError for a creation, and uses up the fault, when a permission or quota fault is due."""
     if take(state, "permission"):
         raise ApiError(catalogue.PERMISSION_DENIED, f"Permission denied on 'locations/{zone}' (or it may not exist).")
     if take(state, "quota"):
@@ -44,19 +45,14 @@ def refuse_create(state: EmulatorState, requested: Accelerator, zone: str) -> No
 
 
 def refuse_change(state: EmulatorState) -> None:
-    """Raises ApiError, as Google while another operation is pending, when a busy fault is due."""
+    """Raises ApiError, as Google while another operation is pending, and uses up the fault, if a busy fault is due."""
     if take(state, "busy"):
         raise ApiError(catalogue.ABORTED, "unable to queue the operation")
 
 
 def engine_trouble(state: EmulatorState, hostname: str, *, registry: bool) -> str | None:
-    """Returns the error of an engine whose registry is down or whose disk is full; None when neither is.
-
-    Args:
-        state: the emulator's.
-        hostname: of the engine's host; "" for the workstation.
-        registry: whether the request needs the registry.
-    """
+    """Returns the error of the engine of `hostname` ("": the workstation) if its disk is full, or if the request needs
+    the registry and the registry is down; None otherwise. Faults of the registry without a host affect all engines."""
     for fault in state.faults:
         if fault.host in ("", hostname):
             if fault.kind == "registry" and registry:
@@ -84,6 +80,7 @@ def begin_outage(node: Node, kind: str, until: float) -> None:
 
 
 def end_outage(node: Node) -> None:
+    """Removes the outage's fields from the node; one that is READY or REPAIRING becomes READY and HEALTHY."""
     node.outage_until = None
     for key in ("upcomingMaintenance", "healthDescription"):
         node.resource.pop(key, None)
@@ -130,7 +127,7 @@ def begin_preemption(node: Node, shown_at: float, now: float) -> None:
 
 
 def show_preemption(node: Node, now: float) -> bool:
-    """Makes the API show a preemption whose time has come. Returns whether it does so now."""
+    """Makes the API show a preemption whose time has come, unless the node is being deleted. Returns whether it did."""
     if node.preempted_at is None or now < node.preempted_at:
         return False
     node.preempted_at = None
@@ -142,13 +139,8 @@ def show_preemption(node: Node, now: float) -> bool:
 
 
 def error_status(state: EmulatorState, service: str, drawn: float) -> int | None:
-    """Returns the HTTP status with which the next request to a service fails; None when it does not fail.
-
-    Args:
-        state: the emulator's.
-        service: one of SERVICES.
-        drawn: a random number from [0, 1).
-    """
+    """Returns the HTTP status with which the next request to a service fails, and uses up that fault; None if it
+    succeeds. A fault applies when `drawn`, a random number from [0, 1), is below its rate."""
     for fault in state.faults:
         if fault.kind == "errors" and fault.service == service and drawn < fault.rate:
             take(state, "errors", service)
@@ -162,7 +154,7 @@ def delay(state: EmulatorState, service: str) -> float:
 
 
 def find_node(state: EmulatorState, name: str) -> Node:
-    """Returns the node of a short or full name. Raises NoSuchTarget."""
+    """Returns the node of a short or full name. Raises NoSuchTarget when none, or several, have that name."""
     nodes = [node for node in state.nodes.values() if name in (node.name, node.short_name)]
     if len(nodes) == 1:
         return nodes[0]
@@ -173,7 +165,7 @@ def find_node(state: EmulatorState, name: str) -> Node:
 
 
 def find_host(state: EmulatorState, name: str, worker: int) -> Host:
-    """Returns the host of a node by worker index. Raises NoSuchTarget."""
+    """Returns the host of a node by worker index. Raises NoSuchTarget when the node or the worker does not exist."""
     node = find_node(state, name)
     if not 0 <= worker < len(node.hosts):
         raise NoSuchTarget(f"node {node.short_name} has workers 0 to {len(node.hosts) - 1}, no worker {worker}")

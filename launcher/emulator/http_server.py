@@ -41,19 +41,14 @@ class Body:
     """A request's body, read as it arrives."""
 
     def __init__(self, source: BinaryIO, length: int | None, chunked: bool) -> None:
-        """
-        Args:
-            source: the connection, at the begin of the body.
-            length: of the body in bytes; None: 0, unless it is chunked.
-            chunked: whether the transfer encoding is chunked.
-        """
+        """Reads from a connection, at the begin of a body, `length` bytes (None: 0), or chunks if `chunked`."""
         self._source = source
         self._left = 0 if chunked else (length or 0)  # bytes of the body, or of the current chunk
         self._chunked = chunked
         self._ended = not chunked and not self._left
 
     def read(self, size: int = BLOCK) -> bytes:
-        """Returns up to `size` bytes; b"" at the end. Raises Disconnected when the body ends early."""
+        """Waits for and returns up to `size` bytes; b"" at the end. Raises Disconnected when the body ends early."""
         if self._ended:
             return b""
         if self._chunked and self._left == 0 and not self._begin_chunk():
@@ -114,7 +109,7 @@ class HttpRequest:
     body: Body
 
     def json(self) -> dict[str, Any]:
-        """Returns the body as a JSON object. Raises ValueError."""
+        """Returns the body as a JSON object, {} for an empty body. Raises ValueError when it is anything else."""
         value = json.loads(self.body.read_all() or b"{}")
         if not isinstance(value, dict):
             raise ValueError("a JSON object is expected")
@@ -185,6 +180,7 @@ class _Connection(BaseHTTPRequestHandler):
         raise AttributeError(name)
 
     def _answer(self) -> None:
+        """Sends the handler's response, or a 500 if it fails; nothing if the client disconnects during the handler."""
         path, _, query = self.path.partition("?")
         length = self.headers.get("Content-Length")
         chunked = self.headers.get("Transfer-Encoding", "").lower() == "chunked"
@@ -206,6 +202,7 @@ class _Connection(BaseHTTPRequestHandler):
         self._send(response)
 
     def _send(self, response: HttpResponse) -> None:
+        """Sends head and body (no body for HEAD, 204 and 304), and closes the file of a FileRegion."""
         head = self._head(response).encode("latin-1", "replace")
         without_body = self.command == "HEAD" or response.status in (204, 304)
         if isinstance(response.body, FileRegion):
@@ -246,6 +243,7 @@ class Acceptor:
         self._thread.start()
 
     def add(self, listener: socket.socket, serve: Callable[[socket.socket], None]) -> None:
+        """Makes the accepting thread accept on a listener; `serve` runs in a thread for each connection."""
         listener.setblocking(False)
         self._later(lambda: self._selector.register(listener, selectors.EVENT_READ, serve))
 
@@ -265,7 +263,8 @@ class Acceptor:
             done.wait(_CHANGE_SECONDS)
 
     def close(self) -> None:
-        """Stops accepting, and ends all connections. Listeners stay open unless `remove` closed them."""
+        """Stops accepting (waits for that at most _CHANGE_SECONDS), and shuts down all connections. Listeners stay open
+        unless `remove` closed them."""
         self._later(self._closing.set)
         self._thread.join(_CHANGE_SECONDS)
         with self._lock:
@@ -275,6 +274,7 @@ class Acceptor:
                 connection.shutdown(socket.SHUT_RDWR)
 
     def _later(self, change: Callable[[], object]) -> None:
+        """Queues a change of the listeners for the accepting thread, and wakes it."""
         with self._lock:
             self._changes.append(change)
         os.write(self._wake_write, b"x")

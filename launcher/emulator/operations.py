@@ -29,12 +29,7 @@ class OperationRunner:
     """Runs the pending operations of a store on the containers of its hosts."""
 
     def __init__(self, store: Store, containers: HostContainers, *, prepare: Callable[[Node, Host], None]) -> None:
-        """
-        Args:
-            store: holds the operations.
-            containers: the hosts.
-            prepare: opens a host's control socket; called before the host is started.
-        """
+        """Takes the operations, the hosts, and a function that opens a host's control socket before the host starts."""
         self._store = store
         self._containers = containers
         self._prepare = prepare
@@ -65,6 +60,8 @@ class OperationRunner:
             threading.Thread(target=self._run, args=(name,), name=name.rsplit("/", 1)[1], daemon=True).start()
 
     def _run(self, name: str) -> None:
+        """Does an operation's work on the hosts, waits until it may end, and ends it; an exception becomes its
+        error."""
         with self._store.read() as state:
             operation = state.operations[name]
             node = state.nodes.get(operation.target)
@@ -85,7 +82,7 @@ class OperationRunner:
             self._running.discard(name)
 
     def _create(self, operation: Operation, node: Node) -> str:
-        """Boots the hosts. Returns an error's message, "" without an error."""
+        """Boots the hosts, unless it is to fail, and waits for their ssh keys. Returns an error's message, or ""."""
         if operation.failure is None:
             self._for_each_host(node, lambda host: self._boot(operation, node, host))
             self._store.wait(lambda _: operation.cancelled or all(map(_booted, node.hosts)), BOOT_TIMEOUT)
@@ -99,6 +96,7 @@ class OperationRunner:
         )
 
     def _boot(self, operation: Operation, node: Node, host: Host) -> None:
+        """Makes and starts a host, unless the operation is cancelled or the runner closes."""
         with self._booting:
             if operation.cancelled or self._closing:
                 return
@@ -112,6 +110,8 @@ class OperationRunner:
                 self._booting.notify_all()
 
     def _delete(self, operation: Operation, node: Node) -> str:
+        """Removes the hosts, when the node's creation has ended (at most BOOT_TIMEOUT later). Returns "": no error."""
+
         def is_creation(other: Operation) -> bool:
             return other.verb == "create" and other.target == node.name and not other.done
 
@@ -125,6 +125,7 @@ class OperationRunner:
         return ""
 
     def _start(self, operation: Operation, node: Node) -> str:
+        """Starts the hosts and waits for their ssh keys, at most BOOT_TIMEOUT. Returns "" even if some did not boot."""
         for host in node.hosts:
             self._prepare(node, host)
             self._containers.start(host)
@@ -136,8 +137,10 @@ class OperationRunner:
             list(pool.map(act, node.hosts))
 
     def _wait_until_due(self, operation: Operation) -> None:
+        """Waits until the operation's `ends_at`, or until it is cancelled."""
         self._store.wait(lambda _: operation.cancelled, max(0.0, operation.ends_at - time.time()))
 
 
 def _booted(host: Host) -> bool:
+    """Returns whether the host has published its ssh host key."""
     return "hostkeys/ssh-ed25519" in host.guest_attributes

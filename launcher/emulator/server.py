@@ -55,6 +55,7 @@ class Server:
     """One emulator."""
 
     def __init__(self, home: Path, image: str, tpu_volume: str) -> None:
+        """Reads the state, makes a new CA and connects the services. Listens on nothing yet."""
         self.home = home
         state = from_json((home / "state.json").read_text())
         self.store = Store(state, home / "state.json")
@@ -95,7 +96,8 @@ class Server:
         self.stopping = threading.Event()
 
     def run(self, listener: socket.socket) -> None:
-        """Serves until `stopping` is set. Blocks."""
+        """Opens the other sockets, continues pending operations, restarts hosts if the workstation rebooted, and serves
+        until `stopping` is set. Then lets hosts that are being made finish."""
         registry = _registry_listener(self._registry_port())
         write_atomically(self.home / ACCESS_TOKEN, self.token.encode())
         with self.store.change() as state:
@@ -140,7 +142,7 @@ class Server:
     # -- Google's services
 
     def google(self, request: HttpRequest) -> HttpResponse:
-        """Answers a request on 127.0.0.1."""
+        """Answers a request on 127.0.0.1 to Cloud Storage, Cloud TPU, Compute or Artifact Registry; else 404."""
         first = request.path.split("/")[1]
         if first in ("storage", "upload", "download", "resumable"):
             return self._storage(request)
@@ -151,6 +153,8 @@ class Server:
         )
 
     def _api(self, request: HttpRequest) -> HttpResponse:
+        """Answers a call of Cloud TPU, Compute or Artifact Registry. A "lost" fault makes the change, but answers
+        503."""
         try:
             segments = request.segments
             if segments[:3] == ["compute", "v1", "projects"] and len(segments) == 4 and request.method == "GET":
@@ -182,6 +186,7 @@ class Server:
             )
 
     def _storage(self, request: HttpRequest) -> HttpResponse:
+        """Answers a Cloud Storage request; an object-user fault refuses requests about buckets themselves."""
         with self.store.read() as state:
             refused = refuse_buckets(request) if any(fault.kind == "object-user" for fault in state.faults) else None
         return self._faulty("storage", lambda: refused or self.storage.answer(request))
@@ -196,6 +201,7 @@ class Server:
             return token == self.token or any(token == metadata.token(state, host) for host in all_hosts(state))
 
     def _registry_trouble(self, repository: str) -> str | None:
+        """Returns the error of the registry while a fault has it down for all hosts, else None."""
         with self.store.read() as state:
             return faults.engine_trouble(state, "", registry=True)
 
@@ -211,6 +217,7 @@ class Server:
             return version in state.pushed.get(repository, {})
 
     def _metadata(self, hostname: str, request: HttpRequest) -> HttpResponse:
+        """Answers a host's metadata request; a path below /v2/ is a call of the Cloud TPU API."""
         if request.path.startswith("/v2/"):
             return self._faulty("tpu", lambda: self._api_for_host(hostname, request))
         return self._faulty(
@@ -310,7 +317,9 @@ class Server:
         }
 
     def inject(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Enters or executes a fault: {"fault": KIND, ...}. launcher/cli/emulator.py describes the arguments."""
+        """Enters or executes the fault {"fault": KIND, ...}; "clear" removes all faults and restores their hosts.
+        launcher/cli/emulator.py describes the arguments. Raises ValueError for an unknown target or a node in a wrong
+        state."""
         kind = arguments.pop("fault")
         if kind in ("preempt", "kill-host", "cut-host", "hang-host", "restore-host", *faults.OUTAGES):
             return self._inject_host(kind, arguments)
@@ -329,6 +338,8 @@ class Server:
         return {"fault": kind, "restored": [host.hostname for host in broken]}
 
     def _inject_host(self, kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Preempts a node or begins its outage, or kills, cuts, hangs or restores one host; acts on the containers at
+        once."""
         with self.store.change() as state:
             node = faults.find_node(state, arguments["node"])
             if kind == "preempt":
@@ -395,7 +406,8 @@ def _injected_error(status: int) -> HttpResponse:
 
 
 def main() -> None:
-    """Runs the server. Arguments: HOME, the hosts' IMAGE, the VOLUME of the virtual TPU."""
+    """Runs the server of HOME with the hosts' IMAGE and the virtual TPU's VOLUME. Exits if one runs or the port is
+    taken."""
     home, image, tpu_volume = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(threadName)s %(name)s: %(message)s")
     lock = os.open(home / "lock", os.O_RDWR | os.O_CREAT, 0o600)

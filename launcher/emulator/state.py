@@ -188,7 +188,8 @@ class Store:
 
     @contextlib.contextmanager
     def change(self) -> Iterator[EmulatorState]:
-        """Yields the state to change it, and writes it when the block ends. A block that raises must change nothing."""
+        """Yields the locked state to change it. After the block: writes it, wakes `wait`, calls `after_change`. A block
+        that raises must change nothing."""
         with self._condition:
             yield self._state
             self._save()
@@ -197,7 +198,7 @@ class Store:
 
     @contextlib.contextmanager
     def read(self) -> Iterator[EmulatorState]:
-        """Yields the state to read it."""
+        """Yields the state to read it, under the lock of `change`."""
         with self._condition:
             yield self._state
 
@@ -213,6 +214,7 @@ class Store:
             return True
 
     def _save(self) -> None:
+        """Writes the state's file, if it has one and the state has changed."""
         text = to_json(self._state)
         if self._path is not None and text != self._written:
             write_atomically(self._path, text.encode())

@@ -93,8 +93,8 @@ def parse_endpoints(text: str) -> tuple[str, ...]:
 
 
 def from_environment(environment: Mapping[str, str]) -> Cluster | None:
-    """Returns the cluster that the variables describe; None if they name no hosts. Raises BadInput if they contradict
-    each other."""
+    """Returns the cluster that the variables describe; None if they name neither hosts nor a worker. Raises BadInput if
+    they contradict each other."""
     names = parse_hostnames(environment.get("TPU_WORKER_HOSTNAMES", "")) or _names_from_pattern(environment)
     index = environment.get("TPU_WORKER_ID") or environment.get("JOB_COMPLETION_INDEX") or ""
     if not names and not index:
@@ -115,7 +115,8 @@ def _names_from_pattern(environment: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def from_metadata(read: Callable[[str], str | None], environment: Mapping[str, str]) -> Cluster | None:
-    """Returns the cluster that the metadata server describes, or None. `read(key)` returns an attribute or None."""
+    """Returns the cluster that the metadata server describes; None if it lists no hosts. `read(key)` returns an
+    attribute or None. Raises BadInput if the worker is not among them."""
     endpoints = read("worker-network-endpoints")
     if not endpoints:
         return None
@@ -142,10 +143,8 @@ def device_kind(environment: Mapping[str, str] | None = None) -> str:
 
 def tpu_environment(cluster: Cluster) -> dict[str, str]:
     """Returns the variables that torch_xla and libtpu would otherwise look up on the metadata server, for one process
-    per host that owns all its chips.
-
-    Set them before torch_xla is imported. Raises BadInput if the accelerator is unknown or has another number of hosts.
-    """
+    per host that owns all its chips. Set them before torch_xla is imported. Raises BadInput if the accelerator is
+    unknown or has another number of hosts."""
     if cluster.accelerator_type is None:
         raise BadInput(
             "PJRT_DEVICE=TPU, but neither TPU_ACCELERATOR_TYPE nor the metadata server says which accelerator this is; "
@@ -179,7 +178,7 @@ def tpu_environment(cluster: Cluster) -> dict[str, str]:
 
 def torch_xla_environment(cluster: Cluster, environment: Mapping[str, str]) -> dict[str, str]:
     """Returns the variables to set on a TPU before torch_xla is imported, with the user's libtpu flags kept. Raises
-    BadInput."""
+    BadInput as `tpu_environment` does."""
     variables = tpu_environment(cluster)
     generation = accelerator(variables["TPU_ACCELERATOR_TYPE"]).generation.name
     own = environment.get(libtpu_flags.VARIABLE, "")
@@ -220,7 +219,8 @@ def tensorflow_plugin() -> dict[str, str]:
 def _make_cluster(
     worker: int, addresses: tuple[str, ...], accelerator_type: str | None, environment: Mapping[str, str]
 ) -> Cluster:
-    """Returns a cluster, with the settings that do not depend on its source. Raises BadInput."""
+    """Returns a cluster with the environment's settings. Raises BadInput for a bad setting or a worker without
+    address."""
     if worker >= len(addresses):
         raise BadInput(
             f"this host is worker {worker}, but only {len(addresses)} host(s) are known: {', '.join(addresses)}; check "
@@ -243,6 +243,7 @@ def _make_cluster(
 
 
 def _read_secret(environment: Mapping[str, str]) -> bytes:
+    """Returns the attempt's secret, b"" if there is none. Raises BadInput if it is too short."""
     secret = environment.get(SECRET_VARIABLE, "").strip()  # a file ends with a line end
     if secret and len(secret) < _SHORTEST_SECRET:
         raise BadInput(
@@ -252,13 +253,15 @@ def _read_secret(environment: Mapping[str, str]) -> bytes:
 
 
 def _parse_number(name: str, text: str, largest: int = 999_999_999) -> int:
+    """Returns a whole number from 0 to `largest`. Raises BadInput, which names the variable, for any other text."""
     if not re.fullmatch("[0-9]{1,9}", text) or int(text) > largest:
         raise BadInput(f"{name} is {text!r:.80}; it must be a whole number of at most {largest}")
     return int(text)
 
 
 def _read_metadata(key: str) -> str | None:
-    """Returns an attribute from the metadata server; None if it has none or does not answer."""
+    """Returns a metadata attribute; None if it is missing or no server answers. Raises BadInput for other HTTP
+    errors."""
     request = urllib.request.Request(METADATA + key, headers={"Metadata-Flavor": "Google"})
     try:
         with urllib.request.urlopen(request, timeout=5) as response:

@@ -31,16 +31,9 @@ def accept_connection(
     close_oldest: Callable[[], bool],
     sleep: Callable[[float], None] = time.sleep,
 ) -> T | None:
-    """Returns the next connection, or None if none waits, or if this process can have no more.
-
-    Args:
-        accept: Of a listener whose time-out is 0.
-        close_oldest: Closes the oldest pending connection to make room; returns False if there is none.
-        sleep: Waits so many seconds.
-
-    Raises:
-        OSError: The listener itself is broken.
-    """
+    """Returns the next connection, or None if none waits, or if this process can have no more. `accept` is that of a
+    listener with time-out 0; `close_oldest` closes the oldest pending connection to make room, or returns False if
+    there is none. Raises OSError if the listener itself is broken."""
     while True:
         try:
             accepted, _ = accept()
@@ -59,22 +52,9 @@ def accept_connection(
 def perform_handshake(
     connection: Connection, own: HostCredentials, worker: int, seconds: float, machine: Machine = SYSTEM
 ) -> LineBuffer | Refusal:
-    """Performs a peer's side of the handshake on a new connection to host 0. Changes the connection's time-out.
-
-    Args:
-        connection: To host 0.
-        own: This host's credentials.
-        worker: This host's number.
-        seconds: Time-out of the whole handshake.
-        machine: The machine of this process.
-
-    Returns:
-        The bytes received after the handshake, or host 0's refusal.
-
-    Raises:
-        OSError: Host 0 closed the connection, or did not answer in time.
-        Malformed: Another program than host 0 answered.
-    """
+    """Performs the handshake of `worker` on a new connection to host 0, within `seconds`, and changes its time-out.
+    Returns the bytes received after the handshake, or host 0's refusal. Raises OSError if host 0 closed the connection
+    or did not answer in time, Malformed if another program than host 0 answered."""
     lines = LineBuffer(HANDSHAKE_BYTES)
     received = _receive_lines(connection, lines, machine.clock.monotonic() + seconds, machine.clock.monotonic)
     handshake = ClientHandshake(own, worker, machine.random.randbytes(NONCE_BYTES).hex())
@@ -96,13 +76,8 @@ def _receive_lines(
 
 def accept_peers(listener: socket.socket, own: HostCredentials, seconds: float) -> dict[int, socket.socket]:
     """Returns connections of all hosts but host 0, by worker, after each has proved that it belongs to the attempt.
-
-    Other clients that connect meanwhile delay nothing: each holds a connection for HANDSHAKE_SECONDS at most.
-
-    Raises:
-        TimeoutError: Not all hosts connected within `seconds`; the message names the missing ones.
-        OSError: The listener is broken.
-    """
+    Other clients delay nothing: each holds a connection for HANDSHAKE_SECONDS at most. Raises TimeoutError, which names
+    the missing hosts, if not all connected within `seconds`, and OSError if the listener is broken."""
     acceptor = _PeerAcceptor(listener, own)
     try:
         deadline = time.monotonic() + seconds
@@ -184,6 +159,7 @@ class _PeerAcceptor:
         self.peers[hello.worker] = connection
 
     def _is_peer(self, hello: VerifiedHello) -> bool:
+        """Returns whether a hello is from another host of this very attempt."""
         return hello.identity == self._own.identity and 0 < hello.worker < self._own.identity.hosts
 
     def _forget(self, number: int) -> socket.socket:
@@ -197,6 +173,7 @@ class _PeerAcceptor:
         self._forget(number).close()
 
     def _close_oldest(self) -> bool:
+        """Closes the connection that has been pending longest. Returns False if none is pending."""
         oldest = self._handshake.oldest()
         if oldest is not None:
             self._drop(oldest)

@@ -63,14 +63,8 @@ class HostCredentials:
     secret: bytes = field(repr=False)
 
     def prove(self, role: str, worker: int, nonces: tuple[str, str], statement: str = "") -> str:
-        """Returns the proof for a connection, in hexadecimal.
-
-        Args:
-            role: The side that proves, "host" or "server".
-            worker: The peer of host 0 on this connection.
-            nonces: Host 0's and the peer's.
-            statement: Host 0's answer, which the proof covers.
-        """
+        """Returns the proof of `role`, "host" or "server", in hexadecimal, for a connection of `worker` to host 0.
+        `nonces` are host 0's and the worker's; `statement` is host 0's answer, which the proof covers."""
         identity = self.identity
         claimed = (identity.run_id, identity.attempt, identity.hosts)
         text = json.dumps([_VERSION, self.purpose, role, *claimed, worker, *nonces, statement])
@@ -89,6 +83,7 @@ def host_credentials(cluster: Cluster, purpose: str) -> HostCredentials:
 
 
 def _is_loopback(address: str) -> bool:
+    """Returns whether an address is "localhost" or a loopback IP; does not resolve names."""
     if address == "localhost":
         return True
     try:
@@ -163,6 +158,7 @@ class ServerHandshake:
         return encode({"refused": reason, "final": final, "proof": self._prove(hello, f"refused {final} {reason}")})
 
     def _prove(self, hello: VerifiedHello, statement: str) -> str:
+        """Returns host 0's proof of its answer to a hello, for the identity that the hello claims."""
         theirs = HostCredentials(hello.identity, self._own.purpose, self._own.secret)
         return theirs.prove("server", hello.worker, hello.nonces, statement)
 
@@ -193,7 +189,7 @@ class ClientHandshake:
         self._nonces: tuple[str, str] | None = None
 
     def answer_challenge(self, line: bytes | bytearray) -> bytes:
-        """Returns the hello that answers host 0's first line. Raises Malformed."""
+        """Returns the hello that answers host 0's first line. Raises Malformed if that is no challenge."""
         _, message = decode(line, CHALLENGE)
         self._nonces = (message["challenge"], self._nonce)
         identity = self._own.identity

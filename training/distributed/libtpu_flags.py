@@ -28,12 +28,7 @@ def parse(flags: str) -> dict[str, str]:
 
 
 def torch_xla_defaults(generation: str, own: str) -> dict[str, str]:
-    """Returns the flags that torch_xla adds to the user's.
-
-    Args:
-        generation: Of the accelerator, for example "v5e".
-        own: The user's LIBTPU_INIT_ARGS.
-    """
+    """Returns the flags that torch_xla adds on a `generation` such as "v5e", except those in `own`, the user's."""
     defaults = {**_TORCH_XLA, **(_TORCH_XLA_V5 if generation.startswith("v5") else {})}
     given = parse(own)
     return {name: value for name, value in defaults.items() if name not in given}

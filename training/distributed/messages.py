@@ -28,6 +28,7 @@ class Malformed(ValueError):
 
 
 def _is_whole(value: Any) -> bool:
+    """Returns whether a value is an int, not a bool, from 0 to 2**31 - 1."""
     return type(value) is int and 0 <= value < _MANY
 
 
@@ -54,6 +55,7 @@ def _is_digest(value: Any) -> bool:
 
 
 def _is_seconds(value: Any) -> bool:
+    """Returns whether a value is a number from 0 to ten years."""
     return type(value) in (int, float) and 0 <= value <= 3660 * _DAY
 
 

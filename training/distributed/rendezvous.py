@@ -52,9 +52,9 @@ class Rendezvous(Protocol):
     """Barriers of all hosts of an attempt."""
 
     def meet(self, name: str, payload: Any = None, seconds: float | None = None) -> list[Any]:
-        """Waits for all hosts at barrier `name`. Returns their payloads (JSON values) in worker order.
-
-        Raises LostPeer if a host is lost or does not arrive within `seconds`."""
+        """Waits for all hosts at barrier `name`. Returns their payloads (JSON values) in worker order. Raises LostPeer
+        if a host is lost or does not arrive within `seconds` (None: the default of `join`), StopRequested if another
+        host's stop ended the attempt or this host is to stop before any training."""
 
     def set_phase(self, name: str) -> None:
         """Reports what this host is doing, in the background."""
@@ -63,7 +63,7 @@ class Rendezvous(Protocol):
         """Reports what a background thread is doing, beside the phase; "" when it is done."""
 
     def check(self) -> None:
-        """Raises LostPeer if another host is lost. Does not wait."""
+        """Raises LostPeer if another host is lost, StopRequested if it was asked to stop. Does not wait."""
 
     def phases(self) -> str:
         """Returns the last known phase of each host, for messages."""
@@ -104,15 +104,8 @@ def join(
     lost_seconds: float,
     machine: Machine = SYSTEM,
 ) -> Rendezvous:
-    """Starts the server on host 0 and connects to it.
-
-    Args:
-        cluster: This host's place among the hosts.
-        shutdown: The request to stop this host.
-        start_seconds: Time-out of connecting, with retries.
-        seconds: Default time-out of a barrier.
-        lost_seconds: After this silence of a host's network, the host counts as lost.
-        machine: The machine of this process.
+    """Starts the server on host 0 and connects to it, retrying for `start_seconds`; a single host needs neither.
+    `seconds` is the default time-out of a barrier; after `lost_seconds` of silence a host counts as lost.
 
     Raises:
         BadInput: The hosts have no shared secret.
@@ -147,14 +140,9 @@ class RendezvousClient:
         seconds: float,
         machine: Machine = SYSTEM,
     ) -> None:
-        """Takes over a connection that host 0 has accepted.
-
-        Args:
-            server: The server of this process, which closes with the client; None except on host 0.
-            lines: The bytes received on `connection` after the handshake.
-            seconds: Default time-out of a barrier.
-            machine: The machine of this process.
-        """
+        """Takes over a connection that host 0 has accepted, and starts two threads that read it and report phases.
+        `lines` holds the bytes received after the handshake; `server` is this process's, closed with the client (None
+        except on host 0); `seconds` is the default time-out of a barrier."""
         self._cluster = cluster
         self._server = server
         self._shutdown = shutdown
@@ -213,6 +201,8 @@ class RendezvousClient:
                 self._raise_if_lost()
 
     def close(self, code: int, reason: str = "", *, overdue: bool = False) -> None:
+        """Reports this host's exit and closes the connection; does nothing the second time. Host 0 waits until the
+        other hosts have left, at most 5 s after an orderly exit, else 1 s."""
         if self._closing.is_set():
             return
         why = messages.clip(reason.splitlines()[0]) if reason else ""
@@ -334,7 +324,7 @@ def _connect(
     machine: Machine,
 ) -> tuple[Connection, LineBuffer]:
     """Retries until host 0 accepts this host, at most `start_seconds`. Returns the connection, and the bytes received
-    after the handshake."""
+    after the handshake. Raises LostPeer in the end, TrainError for a final refusal, StopRequested if asked to stop."""
     address = (cluster.addresses[0], cluster.rendezvous_port)
     host = f"host 0 ({address[0]}:{address[1]})"
     clock = machine.clock.monotonic

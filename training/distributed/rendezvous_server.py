@@ -37,7 +37,7 @@ class RendezvousServer:
     """The thread on host 0 that serves the rendezvous."""
 
     def __init__(self, cluster: Cluster, lost_seconds: float, machine: Machine = SYSTEM) -> None:
-        """Listens, and starts the thread. Raises TrainError if it can't listen."""
+        """Listens, and starts the thread. Raises TrainError if it can't listen, BadInput without the hosts' secret."""
         own = host_credentials(cluster, RENDEZVOUS)
         self._protocol = ServerProtocol(own, lambda: machine.random.randbytes(NONCE_BYTES).hex())
         self._lost_seconds = lost_seconds
@@ -56,7 +56,7 @@ class RendezvousServer:
         return self._protocol.state.phases()
 
     def close(self, wait_seconds: float) -> None:
-        """Waits until all other hosts have left, at most `wait_seconds`, then ends the thread."""
+        """Waits until all other hosts have left, at most `wait_seconds`, then ends the thread and all connections."""
         deadline = self._clock() + wait_seconds
         while self._clock() < deadline and self._thread.is_alive() and self._protocol.workers not in ([], [0]):
             self._machine.clock.sleep(0.02)
@@ -104,6 +104,7 @@ class RendezvousServer:
             self._perform(self._protocol.opened(connection.number, self._clock()))
 
     def _close_oldest(self) -> bool:
+        """Drops the connection whose handshake is pending longest. Returns False if none is."""
         oldest = self._protocol.oldest_pending()
         if oldest is not None:
             self._perform(self._protocol.drop(oldest))
@@ -127,6 +128,7 @@ class RendezvousServer:
             self._perform(self._protocol.drop(connection.number))
 
     def _read(self, connection: _Peer) -> None:
+        """Reads once from a connection and handles the bytes; at its end, loses it."""
         try:
             data = connection.socket.recv(_CHUNK)
         except BlockingIOError:
@@ -196,6 +198,7 @@ class RendezvousServer:
         return True
 
     def _close(self, connection: _Peer) -> None:
+        """Closes a connection and stops watching it, without telling the protocol."""
         del self._connections[connection.number]
         self._selector.unregister(connection.socket)
         connection.socket.close()

@@ -56,12 +56,12 @@ class ServerProtocol:
         return self._handshake.oldest()
 
     def opened(self, connection: int, now: float) -> Actions:
-        """Begins the handshake on a new connection."""
+        """Begins the handshake on a new connection, and closes pending ones that are too old or too many."""
         challenge = self._handshake.opened(connection, now)
         return [*self._close_overdue(now), (connection, challenge)]
 
     def received(self, connection: int, data: bytes, now: float) -> Actions:
-        """Handles bytes that a connection sent."""
+        """Handles bytes of a connection, its handshake or its messages. Drops the connection if they are malformed."""
         actions: Actions = []
         try:
             if connection in self._handshake:
@@ -80,7 +80,7 @@ class ServerProtocol:
         return [(connection, None), *self.closed(connection)]
 
     def closed(self, connection: int) -> Actions:
-        """Handles a broken connection."""
+        """Forgets a broken connection. If its host had not said goodbye, the attempt ends for all."""
         self._handshake.forget(connection)
         worker, _ = self._workers.pop(connection, (None, None))
         if worker is None or self._connections.get(worker) != connection:

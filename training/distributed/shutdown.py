@@ -60,6 +60,7 @@ class ShutdownRequest:
             self._count_down()
 
     def _count_down(self) -> None:
+        """Starts the countdown to `overdue` in a thread; does nothing before `limit` was called."""
         if self._deadline:
             self._machine.threads.start(self._wait_for_deadline, *self._deadline, name="stop-deadline")
 
@@ -92,6 +93,7 @@ class ShutdownRequest:
 
 
 def _say(message: str) -> None:
+    """Prints to stderr; ignores a broken stream."""
     with contextlib.suppress(OSError):  # the thread that reads signals must survive
         print(f"tpu-train: {message}", file=sys.stderr, flush=True)
 

@@ -37,17 +37,9 @@ class TcpAllReduce:
     """Sums arrays over all hosts of an attempt."""
 
     def __init__(self, cluster: Cluster, rendezvous: Rendezvous, seconds: float) -> None:
-        """Connects all hosts. Every host must call it.
-
-        Args:
-            cluster: This host's place, and the hosts' shared secret.
-            rendezvous: Names a lost host.
-            seconds: Time-out of connecting, and of each send and receive.
-
-        Raises:
-            BadInput: The hosts have no secret.
-            LostPeer: A host did not connect.
-        """
+        """Connects all hosts; every host must call it. `rendezvous` names a lost host; `seconds` limits connecting, and
+        each later send and receive. Raises BadInput if the hosts have no secret, TrainError if host 0 can't listen, and
+        LostPeer if a host did not connect."""
         self._rendezvous, self._first = rendezvous, cluster.is_first
         self._peers: list[socket.socket] = []  # on host 0: workers 1, 2, ...; on other hosts: host 0
         own = host_credentials(cluster, GRADIENT_EXCHANGE)
@@ -69,7 +61,7 @@ class TcpAllReduce:
                 listener.close()
 
     def sum(self, flat: Flat) -> Flat:
-        """Returns the sum of all hosts' arrays, which have one size. Raises LostPeer."""
+        """Returns the sum of all hosts' arrays, which have one size. Raises LostPeer if a host is lost or hangs."""
         try:
             if not self._first:
                 [peer] = self._peers
@@ -91,11 +83,8 @@ class TcpAllReduce:
 
 
 def raise_lost_peer(rendezvous: Rendezvous, activity: str, error: Exception) -> NoReturn:
-    """Raises LostPeer for a collective that failed with `error`.
-
-    Waits until the rendezvous knows which host is lost. If none is, a host hangs: all other hosts come here after the
-    same time-out, and a barrier names the missing one.
-    """
+    """Raises LostPeer for a collective that failed with `error`. Waits until the rendezvous knows which host is lost.
+    If none is, a host hangs: all other hosts come here after the same time-out, and a barrier names the missing one."""
     deadline = time.monotonic() + NAMING_SECONDS
     while time.monotonic() < deadline:
         rendezvous.check()
@@ -106,12 +95,8 @@ def raise_lost_peer(rendezvous: Rendezvous, activity: str, error: Exception) -> 
 
 
 def _join(cluster: Cluster, rendezvous: Rendezvous, own: HostCredentials, seconds: float) -> socket.socket:
-    """Returns a connection to host 0. Retries: other clients there may cost a host its connection.
-
-    Raises:
-        OSError, Malformed: Host 0 did not accept this host within `seconds`.
-        LostPeer: Another host was lost meanwhile.
-    """
+    """Returns a connection to host 0. Retries: other clients there may cost a host its connection. Raises OSError or
+    Malformed if host 0 did not accept this host within `seconds`, LostPeer if another host was lost meanwhile."""
     deadline = time.monotonic() + seconds
     while True:
         try:

@@ -63,7 +63,7 @@ class Network(Protocol):
     """Makes connections."""
 
     def listen(self, address: str, port: int) -> Listener:
-        """Listens on this host's own address. Raises TrainError."""
+        """Listens on this host's own address. Raises TrainError if it is not this host's, or its port is in use."""
 
     def connect(self, address: str, port: int, timeout: float) -> Connection:
         """Connects to a host. Raises OSError."""
@@ -107,7 +107,7 @@ def connect(address: str, port: int, timeout: float) -> socket.socket:
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """Listens on this host's own address. Waits until its name is known, at most NAME_SECONDS. Raises TrainError."""
+    """Listens on this host's own address, once its name is known (at most NAME_SECONDS), or raises TrainError."""
     deadline = time.monotonic() + NAME_SECONDS
     while True:
         try:

@@ -154,7 +154,7 @@ def check_metadata(metadata: Any) -> None:
 
 
 def requested_accelerator(body: dict[str, Any], zone: str) -> Accelerator:
-    """Returns the accelerator of a node's creation. Raises ApiError if the zone lacks it or a topology is given."""
+    """Returns the accelerator of a node's creation, v2-8 by default. Raises ApiError if the zone lacks it."""
     if "acceleratorConfig" in body:
         raise bad_request(
             "acceleratorConfig (gcloud's --type and --topology) is not emulated: give an accelerator type"
@@ -184,7 +184,8 @@ def check_runtime_version(version: Any, requested: Accelerator) -> None:
 
 
 def check_node(body: dict[str, Any], zone: str) -> Accelerator:
-    """Checks the body of a node's creation. Returns its accelerator. Raises ApiError."""
+    """Returns the accelerator of a node's creation. Raises ApiError for a body that Cloud TPU or the emulator
+    refuses."""
     unknown = sorted(set(body) - _FIELDS)
     if unknown:
         text = f"Invalid JSON payload received. Unknown name \"{unknown[0]}\" at 'node': Cannot find field."

@@ -70,6 +70,7 @@ def answer(state: EmulatorState, call: Call, now: float) -> dict[str, Any]:
 def _in_zone(
     state: EmulatorState, call: Call, project: str, zone: str, rest: tuple[str, ...], now: float
 ) -> dict[str, Any]:
+    """Carries out a call on the nodes, operations or offers of a zone ("-": all zones). Raises ApiError."""
     parent = f"projects/{project}/locations/{zone}"
     match rest:
         case ("nodes", *name):
@@ -83,6 +84,8 @@ def _in_zone(
 
 
 def _answer_nodes(state: EmulatorState, call: Call, parent: str, name: tuple[str, ...], now: float) -> dict[str, Any]:
+    """Carries out a call on the nodes of `parent` (`name` is ()), or on one node (`name` is (its id,))."""
+
     def node() -> Node:
         return _node(state, f"{parent}/nodes/{name[0]}")
 
@@ -134,6 +137,8 @@ def service_account() -> str:
 
 
 def _create(state: EmulatorState, call: Call, parent: str, now: float) -> Operation:
+    """Enters a node and its pending creation. Uses up a stock-out or stuck fault: the creation will fail, or never
+    end."""
     node_id = call.query.get("nodeId", "")
     catalogue.check_node_name(node_id)
     name = f"{parent}/nodes/{node_id}"
@@ -196,6 +201,7 @@ def _new_hosts(state: EmulatorState, name: str, count: int, now: float) -> list[
 
 
 def _delete(state: EmulatorState, node: Node, now: float) -> Operation:
+    """Cancels the node's pending operations and enters its deletion. Raises ApiError if it is being deleted already."""
     if node.state == "DELETING":
         raise ApiError(catalogue.ABORTED, "unable to queue the operation")
     faults.refuse_change(state)
@@ -206,7 +212,7 @@ def _delete(state: EmulatorState, node: Node, now: float) -> Operation:
 
 
 def start_delete(state: EmulatorState, node: Node, now: float) -> Operation:
-    """Enters the deletion of a node in any state."""
+    """Marks a node in any state as DELETING and enters the pending deletion."""
     node.resource["state"] = "DELETING"
     return start_operation(state, "delete", node.name, now, faults.deletion_seconds(state))
 
@@ -218,6 +224,8 @@ _UPDATABLE: dict[str, Callable[[Any], None]] = {
 
 
 def _update(state: EmulatorState, node: Node, call: Call, now: float) -> Operation:
+    """Enters a change of the labels and metadata in updateMask. Raises ApiError unless the node is idle, READY or
+    STOPPED."""
     mask = [part for part in call.query.get("updateMask", "").split(",") if part]
     if not mask:
         raise bad_request("updateMask is required")
@@ -238,6 +246,7 @@ def _update(state: EmulatorState, node: Node, call: Call, now: float) -> Operati
 
 
 def _stop_or_start(state: EmulatorState, node: Node, verb: str, now: float) -> Operation:
+    """Enters a stop of a READY node, or a start of a STOPPED one. Raises ApiError otherwise, and for several hosts."""
     before, during = ("READY", "STOPPING") if verb == "stop" else ("STOPPED", "STARTING")
     if len(node.hosts) > 1:
         raise bad_request(
@@ -255,7 +264,7 @@ def _stop_or_start(state: EmulatorState, node: Node, verb: str, now: float) -> O
 
 
 def _guest_attributes(node: Node, body: dict[str, Any]) -> dict[str, Any]:
-    """Returns one entry a worker, in order. gcloud sends workerIds [""] for all of them."""
+    """Returns each worker's attributes below queryPath, in order. gcloud sends workerIds [""] for all of them."""
     workers = [worker for worker in body.get("workerIds", []) if worker != ""]
     if any(not str(worker).isdigit() or int(worker) >= len(node.hosts) for worker in workers):
         raise bad_request(f"worker ids {workers} are not of this node, which has {len(node.hosts)} workers")
@@ -325,14 +334,9 @@ def start_operation(state: EmulatorState, verb: str, target: str, now: float, se
 def finish_operation(
     state: EmulatorState, operation: Operation, now: float, error: dict[str, Any] | None = None
 ) -> None:
-    """Ends a node's operation once its work on the hosts is done, and changes the node as the operation promised.
-
-    Args:
-        state: the emulator's.
-        operation: not done yet.
-        now: seconds since 1970.
-        error: of the work. A creation's cancellation or stock-out, if any, is reported instead.
-    """
+    """Ends a node's operation once its work on the hosts is done, and changes the node as the operation promised. After
+    an `error` of that work the node is UNKNOWN, unless it was an update. A creation's cancellation or stock-out is
+    reported instead; a stock-out removes the node. Only the newest _KEPT_OPERATIONS ended operations stay."""
     node = state.nodes.get(operation.target)
     response: dict[str, Any] | None = None
     if node is None:  # a deletion does not wait for a start or a stop
@@ -358,6 +362,7 @@ def finish_operation(
 
 
 def _apply(operation: Operation, node: Node) -> None:
+    """Gives the node the state or fields of its finished creation, update, stop or start."""
     match operation.verb:
         case "update":
             node.resource |= operation.change
@@ -388,6 +393,7 @@ def no_method(call: Call) -> ApiError:
 
 
 def _qualified(name: str, prefix: str) -> str:
+    """Puts `prefix` before a name, unless it is a path already."""
     return name if "/" in name else prefix + name
 
 

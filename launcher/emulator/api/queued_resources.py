@@ -36,7 +36,7 @@ def concerns(call: Call) -> bool:
 
 
 def answer(state: EmulatorState, call: Call, now: float) -> dict[str, Any]:
-    """Carries out a call. Returns the response's JSON. Raises ApiError."""
+    """Lists, creates, shows or deletes queued resources. Returns the response's JSON. Raises ApiError."""
     _, project, _, zone, _, *rest = call.path
     if zone != "-":
         catalogue.check_zone(zone)
@@ -93,7 +93,8 @@ def advance(state: EmulatorState, now: float) -> None:
 
 
 def _try(state: EmulatorState, queued: QueuedResource, now: float) -> None:
-    """Tries to create the node. Fails the request after its valid-until time."""
+    """Tries to create the node, once in _TRY_SECONDS. Without capacity the request waits; it fails after its
+    valid-until time, on an internal error, and if the node can't be entered."""
     if queued.until is not None and now > queued.until:
         text = f"Resource {queued.name} could not be provisioned before its valid-until time"
         queued.state, queued.error = (
@@ -126,6 +127,8 @@ def _try(state: EmulatorState, queued: QueuedResource, now: float) -> None:
 
 
 def _create(state: EmulatorState, call: Call, parent: str, now: float) -> Operation:
+    """Enters an ACCEPTED request, whose operation is done at once. Raises ApiError for a request that Google
+    refuses."""
     zone = parent.split("/")[3]
     queued_id = call.query.get("queuedResourceId", "")
     catalogue.check_node_name(queued_id)
@@ -165,6 +168,7 @@ def _create(state: EmulatorState, call: Call, parent: str, now: float) -> Operat
 
 
 def _until(policy: dict[str, Any], now: float) -> float | None:
+    """Returns when a request expires, in Unix seconds; None: never. Raises ApiError for any other policy."""
     unknown = sorted(set(policy) - {"validUntilDuration"})
     if unknown:
         raise ApiError(
@@ -180,6 +184,7 @@ def _until(policy: dict[str, Any], now: float) -> float | None:
 
 
 def _delete(state: EmulatorState, queued: QueuedResource, force: bool, now: float) -> Operation:
+    """Marks a request as DELETING; `advance` removes it. Raises ApiError, without `force`, while it may have a node."""
     if queued.state == "DELETING":
         raise ApiError(catalogue.ABORTED, "unable to queue the operation")
     if not force and queued.state not in _NO_NODE:

@@ -17,7 +17,7 @@ def concerns(segments: list[str]) -> bool:
 def answer(
     state: EmulatorState, method: str, segments: list[str], query: dict[str, str], body: dict[str, Any]
 ) -> dict[str, Any]:
-    """Carries out a call. Returns the response's JSON. Raises ApiError."""
+    """Describes or creates a repository; other calls are not found. Returns the response's JSON. Raises ApiError."""
     parent = "/".join(segments[1:6])
     match (method, segments[6:]):
         case ("GET", [name]):

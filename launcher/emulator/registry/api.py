@@ -39,16 +39,10 @@ class RegistryApi:
         named: Callable[[str, str], bool] = lambda repository, version: False,
         takes_pieces: bool = False,
     ) -> None:
-        """Connects the registry with its content and its faults.
-
-        Args:
-            store: the content.
-            accepts: returns whether an access token is valid.
-            trouble: returns the error while the registry is down, else None.
-            missing: returns whether a repository does not exist.
-            named: returns whether docker pushed a tag or digest of a repository without its bytes.
-            takes_pieces: whether it takes uploads in pieces, as registries other than Google's do.
-        """
+        """Connects the registry with its content. `accepts` says whether an access token is valid; `trouble` returns
+        the error while the registry is down, else None; `missing` says whether a repository does not exist, `named`
+        whether docker pushed a tag or digest of it without its bytes. With `takes_pieces` it takes uploads in pieces,
+        as registries other than Google's do."""
         self.store = store
         self._accepts, self._trouble, self._missing, self._named = accepts, trouble, missing, named
         self._takes_pieces = takes_pieces
@@ -56,6 +50,7 @@ class RegistryApi:
         self.bytes_received = 0  # of blobs and manifests
 
     def answer(self, request: HttpRequest) -> HttpResponse:
+        """Answers a request; 401 without a valid token, 503 while the registry is down, 404 for what is missing."""
         if request.path == "/v2/token":
             return self._token(request)
         if not self._accepts(request.headers.get("Authorization", "").removeprefix("Bearer ")):
@@ -90,6 +85,7 @@ class RegistryApi:
 
     @staticmethod
     def _challenge(request: HttpRequest) -> HttpResponse:
+        """Returns the 401 that tells the client where to get a token."""
         host = request.headers.get("Host", "")
         response = _error(401, "UNAUTHORIZED", "Unauthenticated request.")
         realm = f'Bearer realm="https://{host}/v2/token",service="{host}"'
@@ -106,6 +102,8 @@ class RegistryApi:
         return HttpResponse(200, FileRegion(open(path, "rb"), 0, path.stat().st_size), headers)
 
     def _answer_upload(self, request: HttpRequest, path: str, repository: str, identifier: str) -> HttpResponse:
+        """Begins, continues, shows, cancels or ends an upload of a blob, or mounts another repository's blob
+        instead."""
         if request.method == "POST" and not identifier:
             digest, source = request.query.get("mount", ""), request.query.get("from", "")
             origin = repository.removesuffix(path) + source
@@ -144,6 +142,7 @@ class RegistryApi:
         return _error(405, "UNSUPPORTED", request.method)
 
     def _receive_bytes(self, request: HttpRequest, identifier: str) -> None:
+        """Appends the body to an upload, and counts its bytes even if the client disconnects."""
         before = self.store.upload_size(identifier) or 0
         try:
             self.store.extend_upload(identifier, request.body.blocks())
@@ -172,6 +171,7 @@ class RegistryApi:
         return HttpResponse(200, data, {"Docker-Content-Digest": digest, "Content-Type": media_type})
 
     def _put_manifest(self, request: HttpRequest, path: str, repository: str, version: str) -> HttpResponse:
+        """Stores a manifest or index. Refuses one that refers to content the repository lacks."""
         data = request.body.read_all()
         with self._lock:
             self.bytes_received += len(data)

@@ -116,6 +116,7 @@ class BlobStore:
         return f"sha256:{found}"
 
     def _mark_blob(self, repository: str, name: str) -> None:
+        """Makes a stored blob, <hex> `name`, visible in a repository."""
         folder = self._repository_folder(repository) / "blobs"
         folder.mkdir(parents=True, exist_ok=True)
         (folder / name).touch()
@@ -124,5 +125,6 @@ class BlobStore:
         return self._folder / "repositories" / quote(repository, safe="")
 
     def _upload_file(self, identifier: str) -> Path | None:
+        """Returns the file of an unfinished upload; None for an unknown or malformed id."""
         path = self._folder / "uploads" / identifier
         return path if _UPLOAD.fullmatch(identifier) and path.is_file() else None

@@ -101,6 +101,7 @@ class StorageApi:
     def _download(
         self, request: HttpRequest, bucket: Bucket, name: str, generation: int | None, conditions: Preconditions
     ) -> HttpResponse:
+        """Answers with an object's bytes, or with a range of them; 416 if it begins after the end."""
         stored, file = bucket.open(name, generation, conditions)
         headers = {
             "Content-Type": str(stored.settings.get("contentType", "application/octet-stream")),

@@ -160,6 +160,8 @@ class Bucket:
         self._load()
 
     def _load(self) -> None:
+        """Reads the newest generation of each object; deletes older ones, and data and uploads that were not
+        committed."""
         shutil.rmtree(self.folder / "incoming")
         (self.folder / "incoming").mkdir(mode=0o700)
         for path in (self.folder / "objects").glob("*.json"):
@@ -196,6 +198,7 @@ class Bucket:
             return stored, open(self._data(stored.generation), "rb")
 
     def incoming(self) -> Incoming:
+        """Opens an empty temporary file for the bytes of a new object."""
         return Incoming(self.folder / "incoming" / os.urandom(8).hex())
 
     def commit(
@@ -206,7 +209,8 @@ class Bucket:
         preconditions: Preconditions,
         components: int = 0,
     ) -> StoredObject:
-        """Makes the bytes the object's newest generation, all or nothing. Raises StorageApiError 400 or 412."""
+        """Makes the bytes the object's newest generation, all or nothing, and deletes the one before. Drops unknown
+        settings. Raises StorageApiError 400 for a bad name, 412 for a failed precondition."""
         if not 1 <= len(name.encode()) <= 1024 or "\n" in name or "\r" in name:
             raise StorageApiError(400, "invalid", f"Invalid object name: {name[:80]!r}")
         bytes_.close()
@@ -287,15 +291,18 @@ class Bucket:
             return {"objects": len(self._objects), "bytes": sum(stored.size for stored in self._objects.values())}
 
     def _data(self, generation: int) -> Path:
+        """Returns the file of a generation's bytes."""
         return self.folder / "data" / str(generation)
 
     def _enter(self, new: StoredObject) -> None:
+        """Writes an object's metadata, which commits it, and makes it visible."""
         write_json(self.folder / "objects" / f"{new.generation}.json", asdict(new))
         if new.name not in self._objects:
             bisect.insort(self._names, new.name)
         self._objects[new.name] = new
 
     def _forget(self, old: StoredObject) -> None:
+        """Deletes an object's files; its entry in memory stays."""
         for path in (self.folder / "objects" / f"{old.generation}.json", self._data(old.generation)):
             path.unlink(missing_ok=True)
 
@@ -339,7 +346,7 @@ class Buckets:
                 raise ValueError(str(error)) from None
 
     def delete(self, name: str) -> None:
-        """Removes an empty bucket. Raises StorageApiError 404 or 409."""
+        """Removes an empty bucket. Raises StorageApiError 404, or 409 when it has objects."""
         bucket = self.get(name)
         with self._lock:
             if bucket.totals()["objects"]:

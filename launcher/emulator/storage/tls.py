@@ -31,7 +31,8 @@ _DAYS = 365
 
 
 def tls_context(folder: Path, names: Sequence[str] = NAMES) -> ssl.SSLContext:
-    """Returns a server's TLS context for these names. Writes `folder`/ca.pem, with which clients verify it."""
+    """Returns a server's TLS context for these names under a new CA. Writes `folder`/ca.pem: that CA and the machine's
+    own."""
     now, ca_key, key = (
         datetime.now(UTC),
         ec.generate_private_key(ec.SECP256R1()),

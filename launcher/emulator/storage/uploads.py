@@ -96,6 +96,8 @@ class Uploads:
         return self._whole(request, bucket, name, settings, content())
 
     def _whole(self, request: HttpRequest, bucket: Bucket, name: str, settings: dict[str, Any], blocks: Any) -> Made:
+        """Stores the blocks as an object. Discards them on any error: a wrong hash, a failed precondition, a lost
+        client."""
         incoming = bucket.incoming()
         try:
             for block in blocks:
@@ -110,6 +112,8 @@ class Uploads:
     # -- resumable
 
     def _begin(self, request: HttpRequest, bucket: Bucket, base: str) -> HttpResponse:
+        """Enters a resumable upload on disk and returns its URL. Raises StorageApiError if its preconditions fail
+        already."""
         settings = request.json()
         if kind := request.headers.get("X-Upload-Content-Type"):
             settings.setdefault("contentType", kind)
@@ -124,6 +128,8 @@ class Uploads:
         return HttpResponse(200, b"", {"Location": location, "X-GUploader-UploadID": identifier})
 
     def _continue(self, request: HttpRequest, bucket: Bucket, identifier: str) -> Made | HttpResponse:
+        """Handles a chunk, a status query or a DELETE of a resumable upload. Returns the object once it is complete,
+        else 308 with the bytes that arrived, or 499 after a DELETE."""
         path = bucket.folder / "uploads" / f"{identifier}.json"
         if not re.fullmatch(r"[0-9a-f]{32}", identifier) or not path.exists():
             raise StorageApiError(404, "notFound", "No such upload; begin again.")
@@ -173,6 +179,8 @@ class Uploads:
     def _finish(
         self, request: HttpRequest, bucket: Bucket, identifier: str, session: dict[str, Any], incoming: Incoming
     ) -> Made:
+        """Commits a complete upload and keeps its result for repeated requests. Forgets the upload if the commit is
+        refused."""
         settings = session["settings"]
         crc32c, md5 = _sent_hashes(request)
         try:
@@ -186,6 +194,7 @@ class Uploads:
         return bucket, made
 
     def _forget(self, bucket: Bucket, identifier: str) -> None:
+        """Deletes a resumable upload and its bytes."""
         if incoming := self._open.pop(identifier, None):
             incoming.discard()
         (bucket.folder / "uploads" / f"{identifier}.json").unlink(missing_ok=True)

@@ -44,17 +44,9 @@ class EngineProxy:
         blobs: BlobStore,
         transfer: ImageTransfer,
     ) -> None:
-        """Connects to nothing yet.
-
-        Args:
-            store: the emulator's state: pushed images, hosts, faults.
-            engine: the workstation's engine.
-            bind: maps (hostname, folder of the host) to a folder of the workstation; raises EngineRefusal.
-            ca: certificates that containers of hosts trust, a file of the workstation.
-            tpu_volume: the volume of the virtual TPU, for containers on slices of one host.
-            blobs: the registry's content.
-            transfer: moves images between the engine and the registry.
-        """
+        """Connects to nothing yet. `bind` maps (hostname, folder of the host) to a folder of the workstation, or raises
+        EngineRefusal; `ca` is a file of certificates that containers of hosts trust; `tpu_volume` is for containers on
+        slices of one host; `blobs` is the registry's content, and `transfer` moves images to and from it."""
         self._blobs, self._transfer = blobs, transfer
         self._store = store
         self._engine = engine
@@ -71,6 +63,7 @@ class EngineProxy:
         _serve(connection, self._answer_workstation)
 
     def _answer_workstation(self, request: EngineRequest) -> None:
+        """Labels new containers, handles pushes to Google's registries and inspections of images; forwards all else."""
         parts = request.path.strip("/").split("/")
         if request.method == "POST" and request.path == "/containers/create":
             body = request.json()
@@ -86,7 +79,8 @@ class EngineProxy:
         return self._forward(request)
 
     def _push(self, request: EngineRequest, reference: Reference) -> None:
-        """Enters images as pushed; sends their bytes to the registry if `full_pushes` is set."""
+        """Enters an image as pushed, under the request's tag or all its tags; sends bytes to the registry if
+        `full_pushes`. Raises EngineRefusal for an unknown image, a missing repository or a registry that is down."""
         repository = reference.repository
         self._refuse_when_broken("", image=f"{reference}")
         with self._store.read() as state:
@@ -123,6 +117,8 @@ class EngineProxy:
         _serve(connection, lambda request: self._answer_host(request, view))
 
     def _answer_host(self, request: EngineRequest, view: EngineView) -> None:
+        """Answers a host's request from its own containers and pulled images. Raises EngineRefusal for anything
+        else."""
         parts = [unquote(part) for part in request.path.strip("/").split("/")]
         match (request.method, parts):
             case ("GET" | "HEAD", ["_ping" | "version"]) | ("GET", ["images", "json"]):
@@ -172,6 +168,8 @@ class EngineProxy:
                 raise _unavailable(request, ["containers", name])
 
     def _create_container(self, request: EngineRequest, view: EngineView) -> None:
+        """Creates a container for the host. Raises EngineRefusal while its engine is broken, and for an image it
+        lacks."""
         body = request.json()
         name, image_name = request.query.get("name", ""), str(body.get("Image", ""))
         self._refuse_when_broken(view.hostname)
@@ -251,6 +249,8 @@ class EngineProxy:
     # -- both
 
     def _fault_message(self, hostname: str, image: str = "") -> str | None:
+        """Returns the injected error of a host's engine ("": the workstation's) or of the registry of `image`, or
+        None."""
         with self._store.read() as state:
             return faults.engine_trouble(state, hostname, registry=image_registry.is_registry(image))
 
@@ -338,6 +338,7 @@ def _serve(connection: socket.socket, answer: Callable[[EngineRequest], None]) -
 
 
 def _unavailable(request: EngineRequest, parts: list[str]) -> EngineRefusal:
+    """Returns the refusal of a request: 404 for a GET of one object, so that docker tries the next kind; else 403."""
     if request.method == "GET" and len(parts) > 1:
         # `docker inspect NAME` tries every kind of object in turn, and goes on only after a 404.
         kind, name = parts[0].removesuffix("s"), parts[1]

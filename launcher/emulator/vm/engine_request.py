@@ -88,13 +88,8 @@ def reply_error(connection: socket.socket, status: int, text: str) -> None:
 
 
 def forward(request: EngineRequest, engine_path: str, path: str) -> None:
-    """Sends the request to the engine with another path, then copies bytes both ways until the engine has ended.
-
-    Args:
-        request: what the client sent.
-        engine_path: the engine's unix socket.
-        path: percent-encoded, without the version.
-    """
+    """Sends the request to the engine's unix socket with another path (percent-encoded, without the version), then
+    copies bytes both ways until the engine has ended, and ends the client's stream."""
     upgrade = "upgrade" in request.headers.get("Connection", "").lower()
     target = request.version + path + ("?" + urlencode(request.query) if request.query else "")
     head = [f"{request.method} {target} HTTP/1.1"]

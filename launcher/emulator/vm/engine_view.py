@@ -67,19 +67,16 @@ def create_on_host(
     ca: str,
     tpu_volume: str | None = None,
 ) -> dict[str, Any]:
-    """Returns the body of containers/create for the workstation's engine.
+    """Returns the body of containers/create for the workstation's engine, from the host's.
 
     Args:
-        body: the host's request.
-        view: the host.
         bind: maps a folder of the host to a folder of the workstation; may raise EngineRefusal.
         volume: maps the host's name of a volume to its name on the workstation's engine.
         image: the image to run: an image id when the host named a registry's image.
         ca: a file of the workstation with the certificates that the container trusts.
         tpu_volume: the volume of the virtual TPU, for a container that gets TPU devices; None: it gets the CPU.
 
-    Raises:
-        EngineRefusal: a setting is not emulated.
+    Raises EngineRefusal for a setting that is not emulated.
     """
     new = copy.deepcopy(body)
     host = new["HostConfig"] = new.get("HostConfig") or {}
@@ -114,7 +111,8 @@ def create_on_host(
 
 
 def create_on_workstation(body: dict[str, Any], emulator: str, storage: str, *, image: str) -> dict[str, Any]:
-    """Returns the body of containers/create for a container that the user starts on the workstation."""
+    """Labels a container that the user starts on the workstation; with --network host it also gets the emulator's
+    storage, and the CPU in place of a TPU."""
     new = {**body, "Image": image, "Labels": {**(body.get("Labels") or {}), LABEL: emulator}}
     if (body.get("HostConfig") or {}).get("NetworkMode") == "host":
         new["Env"] = container_environment(body.get("Env") or [], storage)
@@ -134,6 +132,7 @@ def container_environment(environment: list[str], storage: str, *, has_tpu: bool
 
 
 def _set_network(new: dict[str, Any], host: dict[str, Any], view: EngineView) -> None:
+    """Makes --network host mean the host container's. Raises EngineRefusal for networks and settings not emulated."""
     mode = host.get("NetworkMode") or "default"
     if mode in ("default", "bridge", "none"):
         if any(host.get("PortBindings") or {}) or host.get("PublishAllPorts"):
@@ -174,7 +173,7 @@ def _set_namespaces(host: dict[str, Any], view: EngineView, bind: Callable[[str]
 
 
 def _set_privileges(host: dict[str, Any]) -> None:
-    """Gives privileged containers every capability but one. Refuses devices: an emulated host has none."""
+    """Gives privileged containers all capabilities but one; drops memlock limits. Raises EngineRefusal for devices."""
     for device in host.get("Devices") or []:
         path = device.get("PathOnHost", "")
         raise EngineRefusal(
@@ -191,6 +190,7 @@ def _set_privileges(host: dict[str, Any]) -> None:
 
 
 def _map_bind(text: str, bind: Callable[[str], str], volume: Callable[[str], str]) -> str:
+    """Maps the source of "source:target": a path with `bind`, a name with `volume`. A text without target stays."""
     source, _, rest = text.partition(":")
     if not rest:
         return text
@@ -201,10 +201,8 @@ def _map_bind(text: str, bind: Callable[[str], str], volume: Callable[[str], str
 
 
 def present_container(value: dict[str, Any], view: EngineView, host: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Returns the response to GET containers/{id}/json as the host sees it.
-
-    `host` is the state of the host's own container, given for a container that has ended.
-    """
+    """Returns the response to GET containers/{id}/json as the host sees it. `host` is the state of the host's own
+    container, given for a container that has ended."""
     new = copy.deepcopy(value)
     if host is not None and _died_with_host(new["State"], host):
         new["State"] |= {"ExitCode": _LOST_EXIT_CODE, "FinishedAt": host["StartedAt"]}
@@ -250,7 +248,7 @@ def present_listing(
 
 def listing_query(query: dict[str, str], view: EngineView) -> tuple[dict[str, str], list[str], int | None]:
     """Splits a host's query into the query for the engine, and name filters and limit for `present_listing`. Raises
-    EngineRefusal."""
+    EngineRefusal for filters that are no JSON."""
     try:
         # Clients send a filter's values as a list, or as the keys of an object.
         given = json.loads(query.get("filters") or "{}")
@@ -269,9 +267,7 @@ def listing_query(query: dict[str, str], view: EngineView) -> tuple[dict[str, st
 
 def resolve_container(name: str, own: list[dict[str, Any]], view: EngineView) -> str:
     """Returns the id of the host's container with a name, an id, or the start of an id (`own`: the engine's listing).
-
-    Raises EngineRefusal with the engine's own message when none or several match.
-    """
+    Raises EngineRefusal with the engine's own message when none or several match."""
     ids = [str(container["Id"]) for container in own]
     if name in ids:
         return name
@@ -291,6 +287,7 @@ def _strip_prefix(name: str, view: EngineView) -> str:
 
 
 def _matches(pattern: str, name: str) -> bool:
+    """Searches a name, with and without its "/", for a pattern; a broken pattern must equal the name."""
     try:
         return re.search(pattern, name) is not None or re.search(pattern, name.removeprefix("/")) is not None
     except re.error:
@@ -298,6 +295,7 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def _requested_settings(labels: dict[str, str] | None) -> dict[str, Any]:
+    """Returns the settings that the container's creation requested, from its label; {} without it."""
     value = json.loads((labels or {}).get(REQUESTED_LABEL, "{}"))
     assert isinstance(value, dict)
     return value

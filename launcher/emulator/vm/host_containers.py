@@ -47,10 +47,8 @@ class HostContainers:
         return f"tpu-launch-{self.emulator}"
 
     def ensure_network(self, subnet: str) -> str:
-        """Creates the network unless it exists and returns its subnet: `subnet` if that is free ("" for any).
-
-        Raises EngineError when no subnet is free.
-        """
+        """Creates the network unless it exists and returns its subnet: `subnet` if that is free ("" for any). Raises
+        EngineError when no subnet is free."""
         with contextlib.suppress(EngineError):
             network = self.engine.call("GET", f"/networks/{self.network}")
             return str(network["IPAM"]["Config"][0]["Subnet"])
@@ -71,6 +69,7 @@ class HostContainers:
         raise EngineError(500, f"no free network for the emulated hosts: {error}")
 
     def _taken_subnets(self) -> list[str]:
+        """Returns the subnets of the engine's networks and of the workstation's routes, as CIDR."""
         networks = self.engine.call("GET", "/networks")
         taken = [
             config["Subnet"] for network in networks for config in network["IPAM"]["Config"] or [] if "Subnet" in config
@@ -88,7 +87,7 @@ class HostContainers:
         return self.sockets / host.hostname
 
     def ensure(self, node: Node, host: Host) -> None:
-        """Creates and starts the host unless it exists or runs."""
+        """Creates the host and its volumes unless it exists, and starts it unless it runs."""
         with contextlib.suppress(EngineError):
             container = self.engine.call("GET", f"/containers/{host.hostname}/json")
             if not container["State"]["Running"]:
@@ -176,6 +175,7 @@ class HostContainers:
             self._call("POST", f"/containers/{name}/pause")
 
     def wake(self, host: Host) -> None:
+        """Continues the processes that `hang` has paused."""
         for name in (host.hostname, *self._containers_in_state(host, "paused")):
             self._call("POST", f"/containers/{name}/unpause")
 
@@ -234,10 +234,8 @@ def free_subnets(emulator: str, taken: list[str]) -> list[str]:
 
 
 def remove_everything(engine: Engine, emulator: str) -> None:
-    """Removes every container, volume and network of an emulator. Raises EngineError when something remains.
-
-    Lists them again after each removal: the engine may still be creating a container for a server that is gone.
-    """
+    """Removes every container, volume and network of an emulator. Lists them again after each removal: the engine may
+    still be creating a container for a server that is gone. Raises EngineError when something remains."""
     label = f"{LABEL}={emulator}"
     containers = HostContainers(engine, emulator, "", Path())
     for _ in range(20):

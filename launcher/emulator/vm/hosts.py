@@ -106,7 +106,7 @@ class Hosts:
             self.acceptor.add(listeners[2], lambda connection: serve_tls(connection, self._context, storage))
 
     def _when_connected(self, hostname: str, service: HostService) -> Callable[[HttpRequest], HttpResponse]:
-        """Returns a handler that delays requests of a disconnected host until its network is back."""
+        """Returns a handler that delays requests of a disconnected host until its network is back (at most an hour)."""
 
         def answer(request: HttpRequest) -> HttpResponse:
             self.store.wait(lambda state: _is_connected(state, hostname), timeout=_DISCONNECTED_SECONDS)
@@ -216,6 +216,7 @@ class Hosts:
 
 
 def _is_connected(state: EmulatorState, hostname: str) -> bool:
+    """Returns whether the host has its network; True for a host that is gone."""
     entry = find_host(state, hostname)
     return entry is None or not entry[1].cut
 

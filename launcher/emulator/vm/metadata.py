@@ -143,6 +143,7 @@ def answer(store: Store, find: FindHost, request: HttpRequest) -> HttpResponse:
 
 
 def _render(value: Any, request: HttpRequest) -> HttpResponse:
+    """Returns a value as text or JSON; a folder without `recursive` as its names, or as a redirect to PATH/."""
     recursive = request.query.get("recursive", "").lower() == "true"
     form = request.query.get("alt", "json" if recursive else "text")
     headers = {"ETag": _compute_etag(value)}
@@ -173,6 +174,7 @@ def _put(store: Store, find: FindHost, path: str, request: HttpRequest) -> HttpR
 
 
 def _value_at(value: Any, path: str) -> Any:
+    """Returns the part of a tree at a path ("": all of it); None if there is none."""
     for part in path.split("/") if path else []:
         if not isinstance(value, dict) or part not in value:
             return None

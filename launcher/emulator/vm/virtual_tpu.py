@@ -25,15 +25,8 @@ _COPY_SECONDS = 120.0
 
 
 def ensure_volume(source: Path, say: Callable[[str], None]) -> str:
-    """Returns the name of the volume with the two files, and makes it when it is missing.
-
-    Args:
-        source: the folder images/virtual-tpu.
-        say: receives a line for each step of the image's build.
-
-    Raises:
-        LaunchError: the build or the copy failed.
-    """
+    """Returns the name of the volume with the two files; makes it from `source`, the folder images/virtual-tpu, if it
+    is missing. `say` receives the steps of the image's build. Raises LaunchError when the build or the copy fails."""
     image = ensure_image(folder_spec("tpu-launch/virtual-tpu", source), say)
     volume = f"tpu-launch-virtual-tpu-{image.digest.removeprefix('sha256:')[:16]}"
     docker = engine.client()
@@ -56,14 +49,13 @@ def serves(image_labels: Mapping[str, str] | None) -> bool:
 
 
 def container_environment() -> dict[str, str]:
-    """Returns the variables that make PyTorch/XLA load the virtual TPU.
-
-    The number of devices follows from the TPU_* variables that every container on a slice gets.
-    """
+    """Returns the variables that make PyTorch/XLA load the virtual TPU; the TPU_* variables, which every container on a
+    slice gets, give the number of devices."""
     return {"PJRT_DEVICE": "TPU", "TPU_LIBRARY_PATH": f"{MOUNTED_AT}/libtpu.so"}
 
 
 def _docker(docker: str, *arguments: str) -> str:
+    """Runs docker and returns its output. Raises LaunchError when it fails."""
     result = shell.run([docker, *arguments], timeout=_COPY_SECONDS)
     if not result.ok:
         raise LaunchError(f"the virtual TPU could not be copied into a volume: {result.stderr.strip()}")
