@@ -140,7 +140,7 @@ def check(config: Config) -> None:
 
 
 def duration(seconds: float) -> str:
-    """Returns the seconds as the user reads them: "3 d 4 h", "2 h 5 min", "40 s"."""
+    """Returns seconds, also negative ones, in their largest units without a sign: "3 d 4 h", "2 h 5 min", "40 s"."""
     whole = int(abs(seconds))
     days, hours, minutes = whole // 86400, whole % 86400 // 3600, whole % 3600 // 60
     if days:

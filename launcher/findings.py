@@ -54,7 +54,7 @@ def any_fatal(findings: Iterable[Finding]) -> bool:
 
 
 def format_findings(findings: Iterable[Finding]) -> str:
-    """Returns two lines a finding: where and what, then the fix if there is one."""
+    """Returns one line a finding (where and what), and a second line with the fix if there is one; all as one text."""
     return "\n".join(
         f"  {finding.where}: {finding.message}" + (f"\n    fix: {finding.fix}" if finding.fix else "")
         for finding in findings

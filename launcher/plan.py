@@ -124,7 +124,7 @@ def _purpose(command: Sequence[str]) -> str:
 
 
 def _group_and_verb(command: Sequence[str]) -> str:
-    """Returns for example "tpu-vm create"."""
+    """Returns the two words after "tpus" of a gcloud command, for example "tpu-vm create"."""
     after = list(command).index("tpus") + 1
     return " ".join(command[after : after + 2])
 

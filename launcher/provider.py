@@ -215,7 +215,7 @@ class Provider(Protocol):
     def capabilities(self) -> Capabilities: ...
 
     def connect(self) -> None:
-        """Starts to open connections to the hosts in the background. Does not wait."""
+        """Starts to open connections to the hosts in the background. Does not wait, and reports no failure."""
 
     def close(self) -> None:
         """Closes connections. Containers go on; the provider can be used again."""

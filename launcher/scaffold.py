@@ -34,7 +34,7 @@ class Answers:
 
 
 def known(accelerator_type: str) -> Accelerator:
-    """Returns the accelerator. Raises BadInput that lists the existing types."""
+    """Returns the accelerator of that name. Raises BadInput that lists the existing types."""
     try:
         return accelerator(accelerator_type)
     except UnknownAccelerator as error:

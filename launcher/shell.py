@@ -47,7 +47,7 @@ class Result:
 
 
 def find(program: str) -> str:
-    """Returns the path of a program. Raises CommandMissing, which says how to install it."""
+    """Returns the path of a program on PATH. Raises CommandMissing, which says how to install it."""
     path = shutil.which(program)
     if path is None:
         hint = _INSTALL_HINTS.get(Path(program).name, "install it, or put its folder on PATH")
@@ -191,7 +191,7 @@ def spawn(argv: Sequence[str], *, log: Path, env: Mapping[str, str] | None = Non
 
 
 def _log_start(argv: Sequence[str]) -> float:
-    """Logs a command that is about to start; returns the monotonic clock's seconds."""
+    """Logs a command that is about to start, cut to 500 characters; returns the monotonic clock's seconds."""
     text = quote(argv)
     _log.debug("$ %s", text if len(text) <= _LOGGED_CHARACTERS else f"{text[:_LOGGED_CHARACTERS]} ...")
     return time.monotonic()

@@ -114,7 +114,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def check_account(info: dict[str, Any]) -> Finding:
-    """Checks that gcloud has an account. `info`: output of `gcloud info --format=json`."""
+    """Checks that gcloud has an account, or needs none. `info`: output of `gcloud info --format=json`."""
     config = info.get("config", {})
     auth = config.get("properties", {}).get("auth", {}).get("disable_credentials", "")
     if isinstance(auth, dict):  # {"value": ..., "source": ...} in newer SDKs
@@ -130,7 +130,7 @@ def check_account(info: dict[str, Any]) -> Finding:
 
 
 def _zone(config: Config) -> list[Finding]:
-    """Checks project, API, zone and accelerator by one question to the API."""
+    """Asks the API once which accelerator types the zone has: checks project, API, zone, and the slice's type."""
     accelerator_type = config.slice.accelerator_type
     place = f"{accelerator_type} in {config.zone}"
     try:
@@ -275,7 +275,7 @@ def check_base_image(config: Config) -> Finding:
 
 
 def check_registry(host: str, settings: dict[str, Any]) -> Finding:
-    """Checks that docker has credentials for a registry. `settings`: docker's config.json."""
+    """Checks that docker's config.json (`settings`) has credentials for a registry; only warns where none may do."""
     for kind in ("credHelpers", "auths"):
         if host in settings.get(kind, {}):
             return ok("registry", f"docker has credentials for {host} ({kind})")
@@ -294,7 +294,7 @@ def check_registry(host: str, settings: dict[str, Any]) -> Finding:
 
 
 def check_buckets(config: Config) -> Finding:
-    """Checks that the buckets of the file exist, as far as this account may see."""
+    """Checks that the buckets of the file exist; warns of those that this account may not look at."""
     if config.trainer is None:
         return ok("buckets", "the file names none")
     unknown: list[str] = []

@@ -109,7 +109,7 @@ def require(config: Config, home: Path, say: Say) -> tuple[str, ...]:
 
 
 def _no_answer(exit_code: int) -> LaunchError:
-    """Returns the error for a container that ended without a result."""
+    """Returns the error for a container that ended with this code and without a result; it names the likely reason."""
     defect = (
         "a defect of libtpu that shows occasionally when memory runs short: run it again, or try another batch size"
     )

@@ -124,7 +124,7 @@ def _interrupt(_signal: int, _frame: object) -> None:
 
 
 def _end(code: Exit) -> None:
-    """Exits at once: threads that wait for a host must not delay the exit."""
+    """Flushes the output and exits at once (os._exit): threads that wait for a host must not delay the exit."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

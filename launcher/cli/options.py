@@ -100,7 +100,7 @@ def _options(file_flags: tuple[str, ...]) -> list[Callable[[Any], Any]]:
 
 
 def _require_support(command: str, provider: str, emulated: bool) -> None:
-    """Raises BadInput if the provider does not support the command, or `--emulated`."""
+    """Raises BadInput if the provider does not support the command, or `--emulated` if that is given."""
     if not capabilities(provider).cloud_tpu_node and command not in _ANY_PROVIDER:
         instead = f"; {_WITH_KUBECTL[command]}" if command in _WITH_KUBECTL else ""
         raise BadInput(
@@ -118,12 +118,12 @@ def machine() -> Workstation:
 
 
 def open_provider(config: Config) -> Provider:
-    """Makes the configuration's provider; the caller closes it."""
+    """Makes the configuration's provider, which says its lines on this terminal; the caller closes it."""
     return make_provider(config, terminal.say, machine())
 
 
 def run_context() -> Context:
-    """Returns the context in which commands on a run work."""
+    """Returns the context of this process for commands on a run; creates the launcher's folder if missing."""
     from launcher.run.session import Context, Output
 
     return Context(home(), os.environ, open_provider, Output(terminal.say, terminal.host_line), machine())

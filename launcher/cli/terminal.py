@@ -22,7 +22,7 @@ _begun = time.monotonic()
 
 
 def say(text: str) -> None:
-    """Prints a line about the launcher's own work, with the seconds since it began."""
+    """Prints a line about the launcher's own work on standard error, with the seconds since it began."""
     click.echo(f"{click.style(f'{time.monotonic() - _begun:6.1f}s', dim=True)}  {text}", err=True)
 
 
@@ -41,7 +41,7 @@ def show_log() -> None:
 
 
 def host_line(worker: int, line: LogLine) -> None:
-    """Prints a line of a host's container after the host's worker index."""
+    """Prints a line of a host's container on standard output, after the host's worker index."""
     click.echo(f"{click.style(f'[{worker}]', fg=_COLOURS[worker % len(_COLOURS)])} {line.text}")
 
 
@@ -49,12 +49,12 @@ _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
 
 def error(text: str) -> None:
-    """Prints an error message."""
+    """Prints an error message on standard error."""
     click.echo(f"{click.style('error:', fg='red', bold=True)} {text}", err=True)
 
 
 def dump(value: Any) -> None:
-    """Prints JSON for scripts."""
+    """Prints JSON for scripts on standard output."""
     click.echo(json.dumps(value, indent=2, ensure_ascii=False))
 
 

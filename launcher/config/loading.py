@@ -75,7 +75,7 @@ class Config:
 
     @property
     def run_name(self) -> str:
-        """Returns the prefix of run ids."""
+        """Returns the prefix of run ids: `run.name`, else the slice's name."""
         return self.run.name or self.slice.name
 
     @property
@@ -84,7 +84,7 @@ class Config:
         return Path(self.document.name).absolute().parent
 
     def require_something_to_run(self) -> None:
-        """Raises BadInput when the file only describes a slice."""
+        """Raises BadInput when the file only describes a slice: no trainer's sections and no command."""
         if self.trainer is None and not self.run.command:
             raise BadInput(
                 f"{self.document.name}: nothing to run: give run.command, a command after `--`, "

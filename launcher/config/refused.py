@@ -65,7 +65,7 @@ def refuse(document: Document) -> None:
 
 
 def _problem(key: Key, value: str) -> str:
-    """Returns the problem of a text, "" without a problem."""
+    """Returns the problem of a text (empty, or not of the key's form); "" without a problem."""
     if not value.strip() and key not in _MAY_BE_EMPTY:
         return "is empty: write a value, or leave out the key"
     pattern, message = _FORMS.get(key, ("", ""))

@@ -98,7 +98,8 @@ def exit_code(reports: Sequence[CommandReport]) -> int:
 
 
 def _masked(session: Session, on_line: Callable[[str], None]) -> Callable[[int, str], None]:
-    """Returns a function that emits a host's line without values of secrets; says which secrets can't be masked."""
+    """Returns a function that emits a host's line with secrets' values masked, and passes it to `on_line`, one line at
+    a time. Says at once which secrets can't be masked."""
     if unknown := session.unknown_secrets():
         session.say(f": not masked, as their values are not known here: {', '.join(unknown)}")
     masker, lock = SecretMasker(session.secret_values()), session.machine.threads.lock()

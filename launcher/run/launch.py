@@ -317,7 +317,7 @@ def _last_image(config: Config, context: Context) -> str | None:
 
 
 def explain_interrupt(config: Config, context: Context) -> None:
-    """Says what Ctrl-C means for the run of this slice."""
+    """Says what Ctrl-C means now: a start was interrupted, a run goes on, or nothing runs on the slice."""
     say = context.output.say
     runs = runs_on_slice(config, context.home, context.machine)
     phases = [(ledger.run_id, ledger.state.phase) for ledger in runs if ledger.state.phase.is_open]

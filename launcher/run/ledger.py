@@ -174,7 +174,7 @@ class Ledger:
         return path
 
     def supervised(self) -> bool:
-        """Returns whether a process holds the run's lock now."""
+        """Returns whether a process holds the run's lock now; keeps none itself."""
         try:
             lock = os.open(self.folder / "lock", os.O_RDONLY)
         except FileNotFoundError:

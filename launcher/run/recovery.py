@@ -80,7 +80,7 @@ class Trouble(enum.Enum):
 
 
 def classify(error: LaunchError) -> Trouble:
-    """Returns what an error means for a recovery."""
+    """Returns what the error of a failed round means: preempted, hosts unreachable, transient or permanent."""
     if isinstance(error, SliceDeleted):
         return Trouble.PERMANENT
     if error.exit_code == Exit.PREEMPTED:

@@ -31,7 +31,7 @@ def list_runs(home: Path, machine: Workstation) -> list[Ledger]:
 
 
 def runs_on_slice(config: Config, home: Path, machine: Workstation) -> list[Ledger]:
-    """Returns the runs that were started on this configuration's slice, oldest first."""
+    """Returns the runs on a slice of this name, project, zone and provider, oldest first, ended ones too."""
     wanted = (config.slice.name, config.project, config.zone, config.provider)
     return [
         ledger

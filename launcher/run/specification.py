@@ -177,7 +177,7 @@ def read(folder: Path) -> Specification:
 
 
 def write_overlay(folder: Path, overlay: Overlay) -> None:
-    """Writes the overlay's archive into a run's folder, for later attempts."""
+    """Writes the overlay's archive into a run's folder, for later attempts, unless it is there."""
     path = _overlay_path(folder, overlay.digest)
     if not path.exists():
         write_private_bytes(path, overlay.archive)

@@ -109,7 +109,7 @@ def _judge_slice(provider: Provider) -> Verdict | None:
 
 
 def require_ready(config: Config, provider: Provider) -> None:
-    """Raises LaunchError unless the slice is READY; the message says what to do."""
+    """Raises unless the slice is READY: BadInput if there is none, else LaunchError (PREEMPTED or CONFLICT)."""
     slice_state = provider.describe()
     if slice_state is None:
         raise BadInput(
@@ -129,7 +129,7 @@ def require_ready(config: Config, provider: Provider) -> None:
 
 
 def require_inputs(session: Session) -> None:
-    """Raises BadInput if the next attempt would lack a secret or its overlay."""
+    """Raises BadInput if the next attempt would lack a secret or its overlay, or the overlay was changed."""
     spec = session.specification
     if session.provider.capabilities.sends_secrets and (missing := session.unknown_secrets()):
         raise BadInput(
@@ -215,7 +215,7 @@ def _may_lack_secrets(session: Session, answers: Sequence[Observation | None]) -
 
 
 def end_interrupted_start(session: Session) -> None:
-    """Ends and removes an attempt whose start was interrupted, and records its end."""
+    """Ends and removes the containers of an attempt whose start was interrupted, and records its end, "not started"."""
     number = session.ledger.state.attempt
     session.say(f": attempt {number} was interrupted while it was started: ending it")
     end_everywhere(session, number, session.workers, grace=session.config.run.stop_seconds)

@@ -220,7 +220,7 @@ def _describe_details(event: events.RunEvent) -> str:
 def _observe_hosts(
     provider: Provider, ledger: Ledger, number: int, hosts: int, machine: Workstation
 ) -> list[Observation]:
-    """Observes all hosts at once, with their lines of the last minute."""
+    """Observes an attempt's container on all hosts at once, with their lines of the last minute."""
     container = container_name(ledger.run_id, number)
     since = format_time(machine.clock.time() - _RECENT_SECONDS)
     return machine.threads.map(lambda worker: provider.observe(worker, container, since), range(hosts), at_once=64)

@@ -63,7 +63,7 @@ class ApiOnlyTime:
     """When the API last answered, by the monotonic clock."""
 
     def api_answers(self, now: float) -> None:
-        """Counts the time since the API's previous answer."""
+        """Adds the time since the API's previous answer, unless that was over a minute ago. `now`: monotonic clock."""
         before, self.answered = self.answered, now
         if before is not None and now - before < _API_GAP:
             self.seconds += now - before
@@ -324,7 +324,7 @@ class _Supervision:
             self.threads.start(self._describe_slice)
 
     def _warn_if_unreachable(self) -> None:
-        """Tells the user from time to time that no host answers."""
+        """Tells the user every 30 seconds that no host answers, and why."""
         now = self.clock.monotonic()
         if not any(view.reachable for view in self.views.values()) and now - self.warned > _WARN_EVERY:
             self.warned = now

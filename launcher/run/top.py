@@ -137,7 +137,7 @@ def _memory(bytes_used: tuple[int, int] | None) -> str:
 
 
 def _spread(left: str, right: str, columns: int) -> str:
-    """Returns both texts on one line, the right one at its end."""
+    """Returns both texts on one line, the right one at the end of the columns, two blanks apart at least."""
     return f"{left}{right:>{max(len(right) + 2, columns - len(left))}}"
 
 

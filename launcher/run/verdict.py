@@ -103,7 +103,7 @@ class HostView:
 
     @property
     def lost_peer_first(self) -> bool:
-        """Whether the program had lost a peer before the host rebooted."""
+        """Whether the program had lost a peer (exit code 76) before the host rebooted."""
         state = self.container
         return state is not None and state.ended_before_reboot and state.exit_code == TrainerExit.LOST_PEER
 
