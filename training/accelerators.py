@@ -88,6 +88,7 @@ class Accelerator:
 
     @property
     def devices_per_host(self) -> int:
+        """Returns the number of PJRT devices of a host: one or two a chip."""
         return self.chips_per_host * self.generation.devices_per_chip
 
     @property
@@ -128,8 +129,8 @@ class Accelerator:
 
     @property
     def has_whole_cubes(self) -> bool:
-        """Returns whether the slice consists of 4x4x4 cubes, whose optical links can be routed around a broken one (v4,
-        v5p): ENABLE_ICI_RESILIENCY."""
+        """Returns whether the slice consists of 4x4x4 cubes (v4, v5p), so that links can be routed around a broken one:
+        ENABLE_ICI_RESILIENCY."""
         return len(self.topology) == 3 and min(self.topology) >= 4
 
     @property
@@ -314,6 +315,7 @@ GENERATIONS: tuple[Generation, ...] = (
 
 
 def _make_accelerator(generation: Generation, number: int) -> Accelerator:
+    """Returns the size with this number in its name; computes its hosts and their chips, which the table leaves out."""
     topology = generation.sizes[number]
     chips = math.prod(topology)
     # v5e and v6e have VMs of 1 and 8 chips for their smallest slices; every other VM has 4.
@@ -334,7 +336,7 @@ class UnknownAccelerator(ValueError):
 
 
 def accelerator(name: str) -> Accelerator:
-    """Returns the accelerator that `--accelerator-type name` names. Raises UnknownAccelerator."""
+    """Returns what `--accelerator-type name` names. Raises UnknownAccelerator, which lists the names that exist."""
     if name in ACCELERATORS:
         return ACCELERATORS[name]
     prefix = name.rsplit("-", 1)[0]

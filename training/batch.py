@@ -61,7 +61,7 @@ class StepResult:
         return StepResult(dict.fromkeys(SUMS, 0.0), Signals())
 
     def plus(self, other: StepResult) -> StepResult:
-        """Adds the totals of another step."""
+        """Returns the totals and the signals of both steps; leaves out `gradient_norm` and `skipped`."""
         counts = [result.counts for result in (self, other) if result.counts is not None]
         return StepResult(
             {name: self.sums[name] + other.sums[name] for name in SUMS},
@@ -71,7 +71,7 @@ class StepResult:
 
     @property
     def loss(self) -> float:
-        """Weighted mean loss over the global batch; nan if nothing was counted."""
+        """Returns the weighted mean loss over the global batch; nan if nothing was counted."""
         return self.sums["loss"] / self.sums["weight"] if self.sums["weight"] else float("nan")
 
     def nonfinite(self, step: int) -> str | None:

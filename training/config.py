@@ -88,8 +88,8 @@ class Model(Section):
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
-        """Hidden size, layers, heads, intermediate size, positions. With another `hidden_size`, heads and intermediate
-        size follow from it unless given."""
+        """Returns hidden size, layers, heads, intermediate size, positions. With another `hidden_size`, heads and
+        intermediate size follow from it unless given."""
         assert self.name is not None
         hidden, layers, heads, intermediate, positions = SHAPES[self.name]
         if self.hidden_size is not None:
@@ -182,12 +182,14 @@ class Telemetry(Section):
     @field_validator("trackers")
     @classmethod
     def _once_each(cls, value: list[str]) -> list[str]:
+        """Refuses a list that names a tracker twice."""
         if len(set(value)) < len(value):
             raise ValueError("names a tracker twice")
         return value
 
 
 def _repository(value: str) -> str:
+    """Returns the name of a Hub repository unchanged. Raises ValueError unless it is ORGANISATION/NAME."""
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", value):
         raise ValueError(f"must be a name on the Hub, ORGANISATION/NAME, not {value!r}")
     return value
@@ -257,8 +259,8 @@ class TrainerConfig(Section):
     """The folder of all runs (`gs://`, or a folder that all hosts share); a run writes into its run id below it."""
 
     def for_device(self, kind: str) -> TrainerConfig:
-        """Returns the configuration with `train.precision: auto` decided for "TPU" or "CPU". Hashes and checkpoints
-        keep the file's own value."""
+        """Returns the configuration with `train.precision: auto` decided: bf16 for kind "TPU", else fp32. Hashes and
+        checkpoints keep the file's own value."""
         if self.train.precision != "auto":
             return self
         precision = "bf16" if kind == "TPU" else "fp32"
@@ -275,7 +277,7 @@ class TrainerConfig(Section):
 
     @property
     def hash(self) -> str:
-        """16 hexadecimal digits, equal for equal configurations, however the YAML was written."""
+        """Returns 16 hexadecimal digits of SHA-256 over `canonical`: equal however the YAML was written."""
         return hashlib.sha256(json.dumps(self.canonical(), sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -285,7 +287,8 @@ def load(path: str | Path, overrides: tuple[str, ...] = ()) -> TrainerConfig:
 
 
 def from_document(document: Document) -> TrainerConfig:
-    """Checks the trainer's sections of a document, which may hold the launcher's too. Raises ConfigError."""
+    """Checks the trainer's sections of a document, which may hold the launcher's too. Raises ConfigError with a line
+    for each unknown key, wrong value and contradiction between keys."""
     refuse_unknown(document, (*TrainerConfig.model_fields, *sorted(IGNORED_SECTIONS)))
     own = {key: value for key, value in document.value.items() if key not in IGNORED_SECTIONS}
     config = validate(TrainerConfig, Document(document.name, own, document.places))
@@ -300,7 +303,7 @@ def from_document(document: Document) -> TrainerConfig:
 
 
 def restore(values: Mapping[str, Any], place: str) -> TrainerConfig:
-    """Returns the configuration kept in a checkpoint. `place`: of the checkpoint, for messages. Raises BadInput."""
+    """Returns the configuration kept in a checkpoint, which `place` names. Raises BadInput if it can't be read."""
     try:
         return TrainerConfig.model_validate(values)
     except ValidationError as error:
@@ -312,8 +315,8 @@ def restore(values: Mapping[str, Any], place: str) -> TrainerConfig:
 
 
 def batch_mistake(config: TrainerConfig, hosts: int, devices: int) -> str | None:
-    """Returns why the global batches can't be divided evenly over the devices; None if they can. Called again when the
-    real devices are known."""
+    """Returns why the training batch (its pieces of gradient accumulation too) or the evaluation batch can't be divided
+    evenly over the `devices` of all hosts; None if they can. Called again when the real devices are known."""
     for name, size, pieces in (
         ("train.global_batch_size", config.train.global_batch_size, config.train.gradient_accumulation),
         ("the evaluation batch", config.evaluation_batch_size, 1),
@@ -341,6 +344,7 @@ def _hub_without_token(config: TrainerConfig, document: Document) -> list[str]:
 
 
 def _accelerator_name(document: Document) -> str | None:
+    """Returns slice.accelerator_type as the file has it, unchecked; None without one."""
     section = document.value.get("slice")
     name = section.get("accelerator_type") if isinstance(section, dict) else None
     return name if isinstance(name, str) else None
@@ -368,6 +372,8 @@ def _contradictions(config: TrainerConfig, accelerator_name: str | None) -> list
 
 
 def _model_mistakes(model: Model) -> Iterator[Mistake]:
+    """Yields a mistake for name and path both or neither given, heads that do not divide the width, sizes beside a
+    path."""
     if (model.name is None) == (model.path is None):
         yield ("model",), "give either model.name (for example bert-base) or model.path, a folder to start from"
     elif model.name is not None:
@@ -382,6 +388,7 @@ def _model_mistakes(model: Model) -> Iterator[Mistake]:
 
 
 def _evaluation_mistakes(config: TrainerConfig) -> Iterator[Mistake]:
+    """Yields a mistake for evaluation.every without data.evaluation, and checkpoint.best without evaluation.every."""
     if config.evaluation.every is not None and config.data.evaluation is None:
         yield ("evaluation", "every"), "evaluation needs data: set data.evaluation, or remove evaluation.every"
     if config.checkpoint.best is not None and config.evaluation.every is None:
@@ -389,6 +396,8 @@ def _evaluation_mistakes(config: TrainerConfig) -> Iterator[Mistake]:
 
 
 def _best_mistakes(config: TrainerConfig) -> Iterator[Mistake]:
+    """Yields a mistake for a checkpoint.best whose metric the task does not have, or whose mode would keep the
+    worst."""
     best, figures = config.checkpoint.best, TASKS[config.task].figures
     if best is None:
         return
@@ -430,6 +439,7 @@ def _place_mistakes(config: TrainerConfig) -> Iterator[Mistake]:
 
 
 def _training_mistakes(config: TrainerConfig) -> Iterator[Mistake]:
+    """Yields a mistake for remat or steps_per_call that the backend lacks, and for a warm-up longer than training."""
     train = config.train
     if config.backend == "tensorflow" and train.remat not in (None, "none"):
         yield (
@@ -449,6 +459,8 @@ def _training_mistakes(config: TrainerConfig) -> Iterator[Mistake]:
 
 
 def _slice_mistakes(config: TrainerConfig, accelerator_name: str | None) -> Iterator[Mistake]:
+    """Yields a mistake for a batch that does not divide over the accelerator's devices; none if that is unknown or
+    None."""
     if accelerator_name is None:
         return
     try:

@@ -59,7 +59,8 @@ def parse_facts(lines: Iterable[str]) -> dict[str, Any]:
 
 
 def find_problems(facts: Facts, hosts: int, accelerator_type: str | None = None) -> list[Problem]:
-    """Returns the problems of a host that reported `facts`; the slice has `hosts` hosts."""
+    """Returns the problems of a host that reported `facts`; the slice has `hosts` hosts. `accelerator_type` only
+    changes the advice for v2 and v3."""
     slice_ = ACCELERATORS.get(accelerator_type or "")
     older = f"; {OLDER_TORCH_XLA}" if slice_ is not None and slice_.generation.name in ("v2", "v3") else ""
     recreate = f"`tpu-launch down`, then `up`: a host of a slice can't be exchanged{older}"
@@ -113,15 +114,8 @@ def check_host(
 ) -> None:
     """Measures this host and passes the name and the value of each fact to `report`. All hosts must call it together.
 
-    Args:
-        backend: Name of the framework that opens the devices.
-        output: Folder of the runs; its speed is measured if it is in Cloud Storage.
-        cluster: This host's place.
-        rendezvous: Connects the hosts.
-        report: Receives each fact.
-
-    Raises:
-        TrainError: A device could not be opened or used, or another host is lost.
+    Measures `output`, the folder of the runs, only if it is in Cloud Storage. `backend` names the framework to open the
+    devices with. Raises TrainError if a device can't be opened or used, or another host is lost.
     """
     report("phase", "waiting for all hosts")
     token: str = rendezvous.meet("device check", secrets.token_hex(4))[0]
@@ -155,6 +149,7 @@ def _use_devices(
     token: str,
     report: Callable[[str, Any], None],
 ) -> None:
+    """Opens the devices, multiplies matrices on each and sums over all hosts', reporting facts. All hosts call it."""
     devices = open_devices(cluster, rendezvous, token)
     report("devices", devices.local)
     report("slice_devices", devices.total)
@@ -166,7 +161,7 @@ def _use_devices(
 
 
 def measure_bucket(url: str, report: Callable[[str, Any], None]) -> None:
-    """Writes, reads and deletes an object, and reports the speeds (MB/s) or the error."""
+    """Writes, reads and deletes 8 MiB. Reports the speeds (MB/s), or "bucket_error" if that fails or bytes differ."""
     data = os.urandom(_FILE_BYTES)
     try:
         began = time.monotonic()

@@ -66,11 +66,11 @@ class CommittedCheckpoint:
 
     @property
     def name(self) -> str:
-        """Folder and step, for messages."""
+        """Returns folder and step, for messages."""
         return f"{self.folder}, step {self.manifest.step}"
 
     def load_model(self, backend: Backend) -> None:
-        """Gives the weights to the backend. Raises BadInput."""
+        """Gives the backend the weights, not the optimizer's state. Raises BadInput if they are damaged."""
 
         def load(tensors: Mapping[str, tuple[TensorSpec, memoryview]]) -> None:
             backend.load_state({name: value for name, value in tensors.items() if name.startswith("model/")})
@@ -85,7 +85,7 @@ def evaluate_all(
     task: Task, backend: Backend, rendezvous: Rendezvous, shutdown: ShutdownRequest, phase: str
 ) -> StepResult:
     """Returns the totals over the evaluation set; over a part of it if all hosts stopped early, which `signals.stop` of
-    the result says. Other hosts see `phase` while this runs."""
+    the result says. Warns of replaced damaged records. Other hosts see `phase` while this runs."""
     total, replaced = StepResult.empty(), 0
     in_flight: deque[Pending] = deque()
     for number, batch in enumerate(backend.evaluation_batches(task)):
@@ -160,6 +160,7 @@ def evaluate(
 
 
 def _confusion(task: Task, total: StepResult) -> list[list[float]] | None:
+    """Returns the rows (true classes) of a classifier's confusion matrix; None for another task."""
     if total.counts is None or task.labels is None:
         return None
     rows: list[list[float]] = total.counts.reshape(len(task.labels), -1).tolist()
@@ -167,6 +168,7 @@ def _confusion(task: Task, total: StepResult) -> list[list[float]] | None:
 
 
 def _open_checkpoint(place: str, step: int | None) -> CommittedCheckpoint:
+    """Opens a run's checkpoint of `step` (None: the newest). Raises BadInput if there is none, or it is damaged."""
     try:
         folder, steps = find_checkpoints(place)
     except BadInput as error:
@@ -182,8 +184,7 @@ def _open_checkpoint(place: str, step: int | None) -> CommittedCheckpoint:
 
 
 def _require_same_task(place: str, task: Task, checkpoint: CommittedCheckpoint | None) -> None:
-    """Raises BadInput unless the model was made for this task, tokenizer and labels: otherwise the figures would mean
-    nothing."""
+    """Raises BadInput unless the model was made for this task, tokenizer and labels: figures would mean nothing."""
     if checkpoint:
         identity = checkpoint.manifest.identity
         kind, labels, tokenizer = identity.get("task"), identity.get("labels"), identity.get("tokenizer")
@@ -206,4 +207,5 @@ def _require_same_task(place: str, task: Task, checkpoint: CommittedCheckpoint |
 
 
 def _join(labels: Sequence[str] | None) -> str:
+    """Returns labels in one line for messages; "none" for None."""
     return "none" if labels is None else ", ".join(labels)

@@ -38,7 +38,7 @@ def configuration(file: str | Path, *settings: str) -> TrainerConfig:
 
 
 def train(config: TrainerConfig, run_id: str = "notebook") -> dict[str, Any]:
-    """Trains on this host to the last step, and returns the values of the run's summary.json."""
+    """Trains to the last step, from the run's newest checkpoint if there is one. Returns its summary.json."""
     from training.trainer import train as run
 
     return run(config, _this_host(run_id), SingleHost(), ShutdownRequest(), PhaseTimer())
@@ -64,8 +64,8 @@ def metrics(config: TrainerConfig, run_id: str = "notebook") -> list[dict[str, A
 
 
 def predict(model: str, text: str, top: int = 5) -> list[tuple[float, str]]:
-    """Returns (probability, class), or for a masked-language model (probability, text with its mask filled), best
-    first."""
+    """Returns the `top` most probable (probability, class), or for a masked-language model (probability, text with its
+    mask filled), best first."""
     from training.models.predict import classify, fill_mask, is_classifier
 
     if is_classifier(model):

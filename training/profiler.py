@@ -77,17 +77,14 @@ class Profiler:
         storage: Storage = default_storage,
         machine: Machine = SYSTEM,
     ) -> None:
-        """Creates the folder and records the trainer's process id there.
+        """Creates the folder, removes an old request, records the process id; if that fails, warns and does no more.
 
         Args:
             folder: see `folder_of`; None disables profiling.
-            output: the folder of the run's profiles.
+            output: the folder of the run's profiles, in `storage`.
             worker: index of this host.
             open_tracer: imports the framework's profiler; called on a request.
             finished: returns the number of steps whose results were read.
-            warn: prints a warning.
-            storage: storage of `output`.
-            machine: runs the thread that uploads a profile.
         """
         self._folder, self._output, self._worker = folder, output, worker
         self._open_tracer, self._finished, self._warn = open_tracer, finished, warn
@@ -115,11 +112,11 @@ class Profiler:
             yield
 
     def scope(self, name: str) -> contextlib.AbstractContextManager[Any]:
-        """Names a part of a step."""
+        """Returns a block that names a part of a step in the profile; it does nothing if none is being recorded."""
         return self._recording.tracer.scope(name) if self._recording else contextlib.nullcontext()
 
     def check(self) -> None:
-        """Ends the profile when the results of its last step have been read."""
+        """Stops the recording once the results of its last step were read; a thread then uploads the profile."""
         if self._recording and self._finished() >= self._recording.last:
             self._end(self._recording, self._recording.last)
 
@@ -127,7 +124,7 @@ class Profiler:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Ends a profile with the steps so far, and waits for its upload, at most 10 s."""
+        """Ends a profile with the steps so far, waits at most 10 s for its upload, and removes the process id."""
         if self._recording:
             self._end(self._recording, self._finished())
         if self._delivery:
@@ -137,6 +134,8 @@ class Profiler:
                 (self._folder / "trainer").unlink()
 
     def _begin(self, number: int) -> None:
+        """Takes the request and records from step `number` (from 0) on; answers, or warns if it is unreadable, on
+        failure."""
         assert self._folder
         path = self._folder / "request.json"
         try:
@@ -158,6 +157,7 @@ class Profiler:
         self._recording = _Recording(name, number + 1, number + steps, tracer, Path(local))
 
     def _end(self, recording: _Recording, last: int) -> None:
+        """Stops recording and starts the thread that delivers the steps to `last`; a failure becomes the answer."""
         self._recording = None
         try:
             recording.tracer.stop()
@@ -167,7 +167,7 @@ class Profiler:
         self._delivery = self._machine.threads.start(self._deliver, recording, last, name="profile")
 
     def _deliver(self, recording: _Recording, last: int) -> None:
-        """Copies a profile to the run's folder, from a thread: it may be large, and storage slow."""
+        """Copies a profile to the run's folder, deletes the local one and answers. Runs in a thread."""
         name = recording.name
         target = join(self._output, name, "plugins", "profile", name, f"host-{self._worker}.xplane.pb")
         try:
@@ -181,6 +181,7 @@ class Profiler:
         self._answer(name, answer)
 
     def _answer(self, name: str, answer: Answer) -> None:
+        """Writes the answer for `request` to read, and warns of a problem."""
         assert self._folder
         if answer.problem:
             self._warn(f"profile {name}: {answer.problem}")
@@ -239,6 +240,7 @@ def request(folder: Path, name: str, steps: int, seconds: float, machine: Machin
 
 
 def _is_training(folder: Path) -> bool:
+    """Returns whether the process that recorded its id in the folder still runs."""
     try:
         os.kill(int((folder / "trainer").read_text(encoding="ascii")), 0)
     except (OSError, ValueError):
@@ -247,6 +249,7 @@ def _is_training(folder: Path) -> bool:
 
 
 def _checked_name(name: str) -> str:
+    """Returns the name. Raises BadInput unless it is a safe file name that is none of the folder's own files."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", name) or name in ("trainer", "request"):
         raise BadInput(f"invalid name of a profile {name!r}: use at most 64 letters, digits, `_`, `-` and `.`")
     return name

@@ -50,6 +50,7 @@ class Progress:
         self.skipped = state["skipped_steps"]
 
     def start_step(self) -> None:
+        """Counts a step that was given to the backend."""
         self.step, self.trained = self.step + 1, self.trained + 1
 
     def finish_step(self, result: StepResult, batch: HostBatch) -> None:
@@ -86,15 +87,15 @@ class NonFiniteHistory:
 
     @staticmethod
     def read(folder: str, program: str, rendezvous: Rendezvous, is_first: bool, storage: Storage) -> NonFiniteHistory:
-        """Reads the history on host 0 and shares it with all hosts, which must all call this. `folder`: of the run;
-        `program`: hashes of this attempt's configuration and code."""
+        """Reads the history of a run's folder on host 0 and shares it with all hosts, which must all call this. Keeps
+        the records of the same `program`: hashes of this attempt's configuration and code."""
         records = [asdict(record) for record in read_nonfinite(folder, storage)] if is_first else None
         shared = [NonFiniteStep(**record) for record in rendezvous.meet("nonfinite", records)[0]]
         return NonFiniteHistory(tuple(record for record in shared if record.program == program))
 
     @property
     def suspects(self) -> frozenset[str]:
-        """Names of the checkpoints whose first step was not finite: the one before each is tried instead."""
+        """Returns the names of checkpoints whose first step was not finite: the one before each is tried instead."""
         return frozenset(
             record.checkpoint for record in self.records if record.checkpoint and record.step == record.restored
         )
@@ -157,7 +158,7 @@ class Evaluations:
         return self.best is not None and self.best["step"] == step == self.step
 
     def state(self, step: int) -> dict[str, Any]:
-        """Returns the values that a checkpoint of `step` keeps."""
+        """Returns the values that a checkpoint of `step` keeps; the figures only if they are of this step."""
         return {
             "evaluated": self.step,
             "figures": finite_or_none(self.figures) if self.step == step else None,
@@ -172,14 +173,8 @@ class Compilations:
     def __init__(
         self, backend: Backend, timer: PhaseTimer, shapes: int, *, strict: bool, warn: Callable[[str], None]
     ) -> None:
-        """
-        Args:
-            backend: counts its compilations.
-            timer: gets their seconds in the phase "compile".
-            shapes: different shapes of the task's training batches.
-            strict: another program is an error, instead of a warning.
-            warn: shows a warning.
-        """
+        """Begins to count. `shapes`: number of different shapes of the task's training batches; `strict`: another
+        program is an error, instead of a line for `warn`."""
         self._backend, self._timer, self._shapes = backend, timer, shapes
         self._strict, self._warn = strict, warn
         self._training = 0  # programs of training steps

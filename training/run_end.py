@@ -50,7 +50,7 @@ def weights_crc32c(backend: Backend) -> str:
 
 
 def export_model(run: Run, backend: Backend) -> None:
-    """Writes the result as a Hugging Face folder, on host 0."""
+    """Writes the weights, config.json and the tokenizer to the run's model folder. Call it on host 0 only."""
     with run.timer.phase("export"):
         export.write_model_folder(
             run.model_folder,
@@ -81,7 +81,8 @@ def build_summary(
     skipped: int,
     hub: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    """Returns the values of summary.json. `hub`: the result of the upload, if there was one."""
+    """Returns the values of summary.json. `checksum`: of the weights; `skipped`: rows of all hosts that replaced
+    damaged records; `hub`: the result of the upload, if there was one."""
     config, cluster = run.config, run.cluster
     count, compile_seconds = backend.compilations()
     step_seconds, seconds = run.step_seconds(), run.timer.report()
@@ -122,7 +123,7 @@ def build_summary(
 
 
 def write_summary(run: Run, evaluations: Evaluations, summary: dict[str, Any]) -> None:
-    """Writes summary.json and prints it, on host 0."""
+    """Writes summary.json, and a classifier's confusion matrix, and prints the summary. Call it on host 0 only."""
     if evaluations.counts is not None and run.task.labels:
         confusion = evaluations.counts.reshape(len(run.task.labels), -1).tolist()
         html.write_confusion(run.folder, run.task.labels, confusion)

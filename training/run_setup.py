@@ -91,7 +91,7 @@ class Run:
         return self.timer.seconds.get("step", 0.0) + self.timer.seconds.get("data_wait", 0.0)
 
     def with_starting_model(self) -> Run:
-        """Returns the run with `model.path` a model folder; see the function of this name. Raises BadInput."""
+        """Returns the run with `model.path` a model folder, by the function of this name. All hosts call it."""
         return replace(self, config=with_starting_model(self.config, self.folder, self.cluster, self.rendezvous))
 
 
@@ -105,7 +105,8 @@ def open_run(
     dependencies: Dependencies,
 ) -> tuple[Run, str]:
     """Opens the data, claims the run's folder, and makes sure that all hosts run the same configuration, code and data.
-    Returns the run and the URL of this attempt's record. Raises BadInput."""
+    Returns the run and the URL of this attempt's record. Raises BadInput if hosts differ, the data does not fit
+    together, the folder is not shared, or a tracker is not installed."""
     machine, storage = dependencies.machine, dependencies.storage
     require_trackers(config.telemetry.trackers)
     with timer.phase("dataset"):
@@ -154,7 +155,6 @@ def checkpoint_identity(run: Run) -> dict[str, Any]:
 
 
 def open_checkpoints(run: Run) -> CheckpointWriter:
-    """Opens the writer of the run's checkpoints."""
     config = run.config
     return CheckpointWriter(
         run.checkpoint_folder,
@@ -172,7 +172,7 @@ def open_checkpoints(run: Run) -> CheckpointWriter:
 
 
 def open_task(config: TrainerConfig, cluster: Cluster) -> Task:
-    """Opens the data of the task that the configuration names. Raises BadInput."""
+    """Opens the data of the task that the configuration names. Raises BadInput if the data does not fit together."""
     return task_class(config.task)(config, cluster)
 
 
@@ -190,10 +190,10 @@ def model_identity(config: TrainerConfig) -> dict[str, Any]:
 
 
 def with_starting_model(config: TrainerConfig, folder: str, cluster: Cluster, rendezvous: Rendezvous) -> TrainerConfig:
-    """Returns the configuration with a model folder as `model.path`. All hosts call it. Raises BadInput.
+    """Returns the configuration with a model folder as `model.path`. All hosts call it and wait for each other.
 
     If `model.path` is another run's folder, or one checkpoint in it, host 0 writes that model to `start` in this run's
-    folder. Later attempts find it there, even if the other run is gone.
+    folder. Later attempts find it there, even if the other run is gone. Raises BadInput if that checkpoint is damaged.
     """
     path = config.model.path
     if path is None or default_storage.stat(join(path, CONFIG)) is not None or not has_checkpoint(path):
@@ -206,8 +206,8 @@ def with_starting_model(config: TrainerConfig, folder: str, cluster: Cluster, re
 
 
 def open_backend(config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous, task: Task, token: str) -> Backend:
-    """Imports the framework and builds the model. Raises BadInput, for a batch that does not divide over the real
-    devices for instance, and UnusableTpu."""
+    """Sets the device's environment variables, imports the framework and builds the model. Raises BadInput, for a batch
+    that does not divide over the real devices for instance, and UnusableTpu."""
     set_device_environment(config.backend, cluster)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     tokens = task.data.tokens
@@ -233,14 +233,15 @@ def prepare_devices(name: str, cluster: Cluster) -> None:
 
 
 def set_device_environment(name: str, cluster: Cluster) -> None:
-    """Sets PJRT_DEVICE, and on a TPU the variables that the backend's framework needs. Raises BadInput."""
+    """Sets PJRT_DEVICE, and on a TPU the variables that the backend's framework needs. Raises BadInput if the
+    accelerator is unknown or has another number of hosts."""
     os.environ["PJRT_DEVICE"] = device_kind()
     if os.environ["PJRT_DEVICE"] == "TPU":
         os.environ.update(load(BACKENDS[name].tpu_environment)(cluster, os.environ))
 
 
 def _import_for_devices(name: str, cluster: Cluster) -> OpenBackend:
-    """Calls `import_backend`, whose import of TensorFlow initialises some TPUs. Raises BadInput, UnusableTpu."""
+    """Calls `import_backend`; on a TPU, where importing TensorFlow may open it, a failure becomes UnusableTpu."""
     try:
         return import_backend(name)
     except (ImportError, TrainError):
@@ -258,8 +259,7 @@ def import_backend(name: str) -> OpenBackend:
 
 
 def prepare_framework(name: str) -> None:
-    """Sets the variables that a backend's framework reads when it is imported. Raises BadInput if the framework is not
-    installed."""
+    """Sets variables that a framework reads when it is imported. Raises BadInput if it is not installed."""
     entry = BACKENDS[name]
     if importlib.util.find_spec(entry.requires) is None:
         raise BadInput(

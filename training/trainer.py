@@ -83,8 +83,8 @@ def train(
 
 
 def open_trainer(run: Run, context: AttemptContext, record_url: str) -> Trainer:
-    """Builds the model and restores the newest checkpoint. Gives `context` what the record of the attempt's end
-    needs; `record_url` is the URL of the attempt's record."""
+    """Builds the model and restores the newest checkpoint; on host 0 also opens the metrics and the uploads to the Hub.
+    Gives `context` what the record of the attempt's end needs. `record_url`: of this attempt's record."""
     cluster, config = run.cluster, run.config
     with run.timer.phase("start"):
         run = run.with_starting_model()
@@ -154,7 +154,8 @@ class Trainer:
     def __init__(
         self, run: Run, backend: Backend, checkpoints: CheckpointWriter, history: NonFiniteHistory, record_url: str
     ) -> None:
-        """Begins at step 0. `history`: of earlier attempts; `record_url`: of this attempt's record."""
+        """Begins at step 0, and makes `checkpoints` call `record` for a state that is not finite. `history`: of earlier
+        attempts; `record_url`: of this attempt's record."""
         self.history, self._record_url = history, record_url
         self._recording = run.dependencies.machine.threads.lock()
         self._is_recorded = False  # that a step of this attempt was not finite
@@ -185,7 +186,8 @@ class Trainer:
     # --- the loop
 
     def loop(self) -> None:
-        """Runs all steps that are left, with the saves and evaluations that are due. Raises StopRequested."""
+        """Waits for all hosts, runs all steps that are left with the saves and evaluations that are due, and saves the
+        last state. Ends by `stop` if a host was asked to stop."""
         run, progress, steps = self.run, self.progress, self.run.config.train.steps
         best = run.config.checkpoint.best
         save = EverySteps(run.config.checkpoint.every_steps)
@@ -228,7 +230,7 @@ class Trainer:
 
     def announce_step(self, batch: HostBatch) -> Signals:
         """Tells the other hosts that this one starts the next step, on `batch`. Returns what this host asks of all
-        hosts in the step."""
+        hosts in the step: a stop, and on host 0 a save when checkpoint.every_minutes have passed."""
         first = "" if self.progress.trained else ", the first of this attempt"
         self.run.rendezvous.set_phase(f"step {self.progress.step}{first}")
         minutes = EveryMinutes(self.run.config.checkpoint.every_minutes)
@@ -246,7 +248,7 @@ class Trainer:
             return self._read_results(leave=0 if is_last else self.backend.in_flight)
 
     def check_step(self, batch: HostBatch) -> None:
-        """Raises the errors that other hosts, background saves and compilations had until this step was started."""
+        """Raises errors of other hosts, background saves and compilations; tells the uploader of a new commit."""
         self.checkpoints.check()
         self.run.rendezvous.check()
         if self.uploader:
@@ -254,8 +256,8 @@ class Trainer:
         self.compilations.check_step(self.progress.step - 1, batch)
 
     def save(self) -> None:
-        """Waits for all steps in flight and begins to save the state, unless it is saved already. With
-        `checkpoint.background` the next steps run meanwhile."""
+        """Waits for all steps in flight and begins to save the state, unless it is saved: in the background if
+        `checkpoint.background` is set."""
         progress = self.progress
         self.finish_steps()
         progress.signals, self._saved_at = Signals(stop=progress.signals.stop), self.run.timer.total()
@@ -268,7 +270,8 @@ class Trainer:
             self.checkpoints.save(progress.step, self.backend.tensor_specs(), self.backend.snapshot_state, state)
 
     def evaluate(self) -> None:
-        """Evaluates the whole evaluation set, unless all hosts learn meanwhile that they are to stop."""
+        """Waits for all steps in flight and evaluates the whole evaluation set. Prints, logs and keeps the figures,
+        unless all hosts learn meanwhile that they are to stop."""
         run, step = self.run, self.progress.step
         self.finish_steps()
         with self.compilations.evaluation():
@@ -284,7 +287,7 @@ class Trainer:
             self.log.log(step, {f"eval_{name}": value for name, value in self.evaluations.figures.items()})
 
     def stop(self) -> None:
-        """Waits for the commit on all hosts, then raises StopRequested: exit code 75."""
+        """Waits for the commit on all hosts and for the metrics on host 0, then raises StopRequested: exit code 75."""
         step = self.progress.step
         self.run.rendezvous.set_phase(f"stopping after step {step}")
         self.checkpoints.wait()
@@ -421,13 +424,8 @@ class StepRate:
         self._seconds_per_step, self._data_wait = 0.0, 0.0
 
     def update(self, seconds: float, waited: float, steps: int) -> tuple[float, float]:
-        """Returns the seconds of a step and their share from 0 to 1 that waited for the batch.
-
-        Args:
-            seconds: of all steps so far.
-            waited: seconds among them that waited for batches.
-            steps: number so far.
-        """
+        """Returns the seconds of a step since the last update and their share, 0 to 1, that waited for batches; the
+        former values if no step came since. `seconds`, `waited` and `steps` are totals so far."""
         if steps > self._steps:
             spent = seconds - self._seconds
             self._seconds_per_step = spent / (steps - self._steps)

@@ -153,7 +153,7 @@ _Representer.add_representer(float, _Representer.represent_float)
 
 
 def _read(text: str, name: str) -> tuple[Any, dict[Path_, str]]:
-    """Returns the value of a YAML text, and where its parts were written. Raises ConfigError."""
+    """Returns the value of a YAML text (None if it is empty), and where its parts were written. Raises ConfigError."""
     places: dict[Path_, str] = {}
     yaml = YAML(typ="safe", pure=True)
     try:
@@ -241,6 +241,7 @@ def _collect_places(
 
 
 def _override(document: Document, override: str) -> Document:
+    """Returns the document with one change, "key=value" with a YAML value. Raises ConfigError."""
     key, equals, text = override.partition("=")
     shown = override[:200] if override.isprintable() else repr(override[:200])
     parts = tuple(key.split("."))
@@ -255,6 +256,8 @@ def _override(document: Document, override: str) -> Document:
 
 
 def _with(value: dict[str, Any], parts: tuple[str, ...], new: Any, key: str) -> dict[str, Any]:
+    """Returns a copy of `value` with `new` at the path `parts`, making absent sections. Raises ConfigError, naming
+    `key`, if a part on the way is not a section."""
     head, rest = parts[0], parts[1:]
     if not rest:
         return {**value, head: new}
@@ -265,6 +268,7 @@ def _with(value: dict[str, Any], parts: tuple[str, ...], new: Any, key: str) -> 
 
 
 def _explain(model: type[BaseModel], document: Document, path: Path_, detail: ErrorDetails) -> str:
+    """Returns a line with file:line for a mistake that pydantic found in the document's part at `path`."""
     location = (*path, *detail["loc"])
     dotted = ".".join(map(str, location))
     place = document.place(location)
@@ -281,6 +285,7 @@ def _explain(model: type[BaseModel], document: Document, path: Path_, detail: Er
 
 
 def _keys_at(model: type[BaseModel], location: Sequence[str | int]) -> tuple[str, ...]:
+    """Returns the keys of the section at this location of `model`; () if there is no section."""
     current: Any = model
     for part in location:
         field = (
@@ -301,6 +306,7 @@ def _keys_at(model: type[BaseModel], location: Sequence[str | int]) -> tuple[str
 
 
 def _did_you_mean(key: str, known: Sequence[str]) -> str:
+    """Returns the end of a message: the known key closest to `key`, else all known keys."""
     close = difflib.get_close_matches(key, known, n=1)
     if close:
         return f"; did you mean {close[0]!r}?"

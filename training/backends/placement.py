@@ -11,12 +11,8 @@ Axes = tuple[str | None, ...]  # for each axis of an array: the mesh's axis that
 
 
 def place(name: str, shape: tuple[int, ...]) -> Axes:
-    """Returns how a tensor of the state is split: not at all, so that every device holds all of it.
-
-    Args:
-        name: in a checkpoint, `model/<parameter>` or `<optimizer's tensor>/<parameter>`.
-        shape: of the whole tensor.
-    """
+    """Returns how a tensor of the state is split: not at all, so that every device holds all of it. `name`: in a
+    checkpoint, `model/<parameter>` or `<optimizer's tensor>/<parameter>`; `shape`: of the whole tensor."""
     return (None,) * len(shape)
 
 

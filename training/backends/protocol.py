@@ -40,8 +40,7 @@ class Backend(Protocol):
         batches of one shape."""
 
     def tensor_specs(self) -> dict[str, TensorSpec]:
-        """Returns all tensors of the state: `model/<parameter>`, and `<name>/<parameter>` for each of the optimizer's
-        tensors."""
+        """Returns all tensors of the state: `model/<parameter>`, and `<name>/<parameter>` for the optimizer's."""
 
     def snapshot_state(self, buffers: Mapping[str, memoryview]) -> Snapshot:
         """Begins to copy the named tensors to host memory, as raw little-endian bytes. No step changes the state before
@@ -63,8 +62,7 @@ class Backend(Protocol):
         """Returns operations that ran on the host because the device lacks them: each costs a round trip every step."""
 
     def preflight(self) -> str | None:
-        """Returns in a few words whether the run's programs are those that preflight compiled; None without a
-        preflight."""
+        """Returns in a few words whether the run's programs are those of preflight; None without a preflight."""
 
     def close(self) -> None:
         """Disconnects from the other hosts. The process may end without it."""

@@ -101,13 +101,8 @@ def last_figures(run: str, step: int) -> dict[str, float]:
 
 
 def render_card(repository: str, config: Mapping[str, Any], figures: Mapping[str, float]) -> str:
-    """Returns the README.md of a repository, with the metadata that the Hub reads.
-
-    Args:
-        repository: ORGANISATION/NAME.
-        config: values of the model's config.json.
-        figures: of an evaluation, by name.
-    """
+    """Returns the README.md of a repository, with the metadata that the Hub reads. `repository`: ORGANISATION/NAME;
+    `config`: values of the model's config.json; `figures`: of an evaluation, by name."""
     pipeline = TASKS[task_of_model(config)].head.pipeline
     lines = ["---", "library_name: transformers", f"pipeline_tag: {pipeline}", "---", "", f"# {repository}", ""]
     lines += [f"A {config.get('model_type')} model, trained with tpu-launch.", ""]
@@ -142,7 +137,7 @@ def run_push(
     is_over: Callable[[], bool],
     command: Sequence[str] = (sys.executable, "-m", "training.cli", "push"),
 ) -> PushEnd:
-    """Runs an upload as a process of its own; see `RunPush`."""
+    """Runs an upload as a process of its own; see `RunPush`. Without a token, starts none and returns code 2."""
     if not os.environ.get(TOKEN):
         return PushEnd(2, err=[f"{TOKEN} is not in the environment (name it in run.secrets)"])
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
@@ -159,6 +154,7 @@ def run_push(
 
 
 def _await_end(process: subprocess.Popen[bytes], is_over: Callable[[], bool]) -> int | None:
+    """Returns the exit code of a process; None if `is_over` came first."""
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return process.wait(_POLL_SECONDS)
@@ -206,13 +202,14 @@ class BackgroundUploader:
         return {"repository": self.settings.repository, "step": self.pushed, "commit": self.commit, "error": self.error}
 
     def close(self) -> None:
-        """Kills an upload that is under way: the Hub takes a commit whole or not at all."""
+        """Kills an upload that is under way and ends the thread: the Hub takes a commit whole or not at all."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
         self._thread.join(_CLOSE_SECONDS)
 
     def _request(self, step: int) -> None:
+        """Makes `step` the next one to upload, instead of one that still waits."""
         with self._changed:
             self._requested = self._waiting = step
             self._changed.notify_all()
@@ -226,6 +223,7 @@ class BackgroundUploader:
             )
 
     def _serve(self) -> None:
+        """Uploads requested steps one at a time, on the thread, until `close`."""
         while True:
             with self._changed:
                 self._is_busy = False
@@ -240,6 +238,7 @@ class BackgroundUploader:
                 self._fail(f"{type(error).__name__}: {error}")
 
     def _upload(self, step: int) -> None:
+        """Runs the upload of a step and keeps its commit or its failure; neither after `close`."""
         arguments = [self.run, self.settings.repository, "--step", str(step), "--beside"]
         end = self._run_push([*arguments, "--private" if self.settings.private else "--public"], self._is_over)
         if self._is_closed:
@@ -260,6 +259,7 @@ class BackgroundUploader:
         return self._is_closed or (self._deadline is not None and self._now() >= self._deadline)
 
     def _fail(self, reason: str) -> None:
+        """Keeps the reason, without the token, for the summary; warns unless the upload before failed too."""
         reason = reason.replace(os.environ.get(TOKEN) or "\0", "***")
         if self.error is None:
             self.warn(f"hub: {reason}; the run goes on")
@@ -267,8 +267,7 @@ class BackgroundUploader:
 
 
 def find_result(lines: Sequence[str]) -> dict[str, Any] | None:
-    """Returns the step and the commit that `push --beside` printed, whatever a library printed before or after; None if
-    they are not there."""
+    """Returns the step and the commit that `push --beside` printed among other lines; None if they are not there."""
     for line in reversed(lines):
         with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(line)

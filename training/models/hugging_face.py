@@ -52,18 +52,11 @@ def build_model_config(
     head: Head = MASKED_LM,
     labels: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """Returns the values of config.json for a network with this head.
+    """Returns the values of config.json for a network with this head: those of model.path, or of the named model.
 
-    Args:
-        model: the configuration's section.
-        vocabulary: size of the tokenizer's vocabulary.
-        pad: the number of its padding token.
-        dropout: a share between 0 and 1.
-        head: of the task.
-        labels: names of the classes of a classifier.
-
-    Raises:
-        BadInput: model.path has no config.json, or one of an unknown family.
+    `vocabulary` is the tokenizer's size and `pad` the number of its padding token; both, and `dropout`, are for a named
+    model only. `labels` are the names of a classifier's classes. Raises BadInput if model.path has no config.json, or
+    one of an unknown family.
     """
     try:
         values = _named_config(model, vocabulary, pad, dropout) if model.path is None else read_config(model.path)
@@ -73,7 +66,7 @@ def build_model_config(
 
 
 def read_labels(config: Mapping[str, Any]) -> list[str]:
-    """Returns the names of a classifier's classes, by number. Raises BadInput."""
+    """Returns a classifier's classes in the order of their numbers; [] without any. Raises BadInput for bad numbers."""
     try:
         return [name for _, name in sorted(config.get("id2label", {}).items(), key=lambda item: int(item[0]))]
     except (AttributeError, ValueError, TypeError):
@@ -96,6 +89,7 @@ def require_family(values: Mapping[str, Any], path: str | None, head: Head, back
 
 
 def _with_fresh_head(values: dict[str, Any], head: Head, labels: Sequence[str] | None, model: Model) -> dict[str, Any]:
+    """Returns `values` with the architecture, labels and problem type of a head. Raises as `require_family`."""
     require_family(values, model.path, head, "torch-xla")
     names = ("LABEL_0",) if labels is None else labels  # one number a text has transformers' default name
     own = {
@@ -108,6 +102,7 @@ def _with_fresh_head(values: dict[str, Any], head: Head, labels: Sequence[str] |
 
 
 def _named_config(model: Model, vocabulary: int, pad: int, dropout: float) -> dict[str, Any]:
+    """Returns the values of config.json for the BERT or RoBERTa of the section's name and sizes."""
     hidden, layers, heads, intermediate, positions = model.shape
     common = {
         "vocab_size": model.vocabulary_size or vocabulary,
@@ -161,7 +156,7 @@ def local_copy(folder: str) -> Iterator[str]:
 
 
 def read_config(folder: str) -> dict[str, Any]:
-    """Reads the values of a model folder's config.json. Raises BadInput."""
+    """Returns the values of a model folder's config.json. Raises BadInput if it is absent or has wrong values."""
     url = storage.join(model_folder(folder), CONFIG)
     try:
         values: dict[str, Any] = json.loads(storage.read(url))

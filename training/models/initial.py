@@ -33,16 +33,8 @@ def initial_weight(
     model_type: str = "bert",
     pad: int | None = None,
 ) -> npt.NDArray[np.float32]:
-    """Returns the initial value of one parameter.
-
-    Args:
-        name: PyTorch's.
-        shape: PyTorch's.
-        seed: of the run.
-        deviation: standard deviation, `initializer_range` of config.json.
-        model_type: of config.json.
-        pad: the number of the padding token, whose embedding is 0.
-    """
+    """Returns the fp32 initial value of the parameter with PyTorch's `name` and `shape`: 0 for a bias, 1 for a norm,
+    else normal with standard deviation `deviation`, and 0 for the embedding of the padding token, number `pad`."""
     if name.rpartition(".")[2] == "bias":
         return np.zeros(shape, np.float32)
     if len(shape) == 1:  # of a norm

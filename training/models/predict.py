@@ -32,13 +32,13 @@ class ClassPrediction:
 
 
 def is_classifier(folder: str) -> bool:
-    """Returns whether the model is for `classify`, rather than for `fill_mask`. Raises BadInput."""
+    """Returns whether the model is for `classify`, not `fill_mask`. Raises BadInput if it has no weights."""
     _require_model(folder)
     return TASKS[task_of_model(read_config(folder))].head.pipeline == "text-classification"
 
 
 def fill_mask(folder: str, text: str, top: int) -> list[MaskPrediction]:
-    """Returns the `top` most probable tokens for the one mask in `text`, best first. Raises BadInput."""
+    """Returns the `top` most probable tokens for the mask, best first. Raises BadInput unless `text` has one mask."""
     _require_model(folder)
     with local_copy(folder) as local_folder:
         filler = open_pipeline("fill-mask", local_folder)
@@ -76,6 +76,7 @@ def open_pipeline(name: str, folder: str) -> Any:
 
 
 def _require_model(folder: str) -> None:
+    """Raises BadInput unless the folder has weights. Makes transformers print errors only."""
     if storage.stat(storage.join(folder, WEIGHTS)) is None:
         raise BadInput(
             f"{folder} is not a model folder: it has no {WEIGHTS}. `tpu-train export RUN {folder}` writes one"

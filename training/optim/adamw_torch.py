@@ -14,6 +14,7 @@ class AdamWTorch:
     """The moments of all parameters, and the update."""
 
     def __init__(self, settings: AdamWSettings, parameters: Mapping[str, Tensor]) -> None:
+        """Creates moments of zero on the parameters' device. `parameters`: by PyTorch's names, fp32."""
         self._settings = settings
         self._moments = [
             {name: torch.zeros_like(value, requires_grad=False) for name, value in parameters.items()} for _ in STATE
@@ -47,9 +48,7 @@ class AdamWTorch:
             parameters: by name, fp32.
             gradients: in the order of the parameters; each is multiplied by `scale` before it is used.
             scale: scalar, the mean over the batch and clipping in one factor.
-            rate: scalar, the learning rate.
-            correction1: scalar, of `step_scalars`.
-            correction2: scalar, of `step_scalars`.
+            rate: scalar, the learning rate. The corrections, scalars too, are those of `step_scalars`.
         """
         settings = self._settings
         first, second = self._moments

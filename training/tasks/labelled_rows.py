@@ -61,9 +61,11 @@ class LabelledRows(Task):
         return sum(math.ceil(sum(records[length] for length in lengths) / size) for lengths in groups)
 
     def check_batch(self, dataset: Dataset, batch: LabelledBatch) -> None:
-        """Raises BadInput for a label that can't be."""
+        """Raises BadInput for a label that the task can't have; without an override, for none."""
 
     def _converter(self, dataset: Dataset) -> Callable[[LabelledBatch], HostBatch]:
+        """Returns the function that checks the labels of a dataset's batch and makes a HostBatch of it."""
+
         def convert(batch: LabelledBatch) -> HostBatch:
             self.check_batch(dataset, batch)
             arrays = {name: getattr(batch, name) for name in ("input_ids", "attention_mask", "labels", "weights")}

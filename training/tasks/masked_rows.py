@@ -48,6 +48,7 @@ class MaskedRows(Task):
         }
 
     def identity(self) -> dict[str, Any]:
+        """Adds the share and the number of masked places to what a checkpoint must agree with."""
         masking = f"{self._masking.percent} % at {self._masking.places(self.data.sequence_length)} places"
         return {**super().identity(), "masking": masking}
 
@@ -72,5 +73,6 @@ def masking_of(config: TrainerConfig) -> Masking:
 
 
 def _convert(batch: MlmBatch) -> HostBatch:
+    """Returns the arrays that a step takes, their records, and how many rows replace damaged ones."""
     arrays = {name: getattr(batch, name) for name in ("input_ids", "positions", "labels", "weights")}
     return HostBatch(arrays, batch.records, int(batch.replaced.sum()))

@@ -49,7 +49,7 @@ class Task(ABC):
 
     @property
     def figure_names(self) -> tuple[str, ...]:
-        """Names of the figures of an evaluation."""
+        """Returns the names of the figures of an evaluation, in the order in which they are shown."""
         return tuple(TASKS[self._config.task].figures)
 
     def identity(self) -> dict[str, Any]:
@@ -72,7 +72,7 @@ class Task(ABC):
     @property
     @abstractmethod
     def evaluation_batch_count(self) -> int:
-        """Number of `evaluation_batches`."""
+        """Returns the number of `evaluation_batches`."""
 
     @abstractmethod
     def figures(self, total: StepResult) -> dict[str, float]:
@@ -95,7 +95,7 @@ class RunData:
 
     @property
     def sequence_length(self) -> int:
-        """Tokens of the longest row."""
+        """Returns the number of tokens of the longest row."""
         return self.train.sequence_length
 
     def hashes(self) -> dict[str, str]:
@@ -132,7 +132,7 @@ def training_slice(config: TrainerConfig, data: RunData, host: int, hosts: int) 
 
 
 def evaluation_slice(config: TrainerConfig, training: HostSlice) -> HostSlice:
-    """Returns the same for the batches of an evaluation."""
+    """Returns `training`, the slice of the training batches, with the batch size of evaluations."""
     return replace(training, global_batch_size=config.evaluation_batch_size)
 
 

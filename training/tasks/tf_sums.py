@@ -8,15 +8,12 @@ import tensorflow as tf
 
 
 def cross_entropy_sums(logits: Any, labels: Any, weights: Any) -> Any:
-    """Returns the sums of predictions among classes.
+    """Returns the sums of predictions among classes, (3,): in the order of training.batch.SUMS.
 
     Args:
         logits: (predictions, classes).
         labels: (predictions,) int32.
         weights: (predictions,) float32.
-
-    Returns:
-        (3,): in the order of training.batch.SUMS.
     """
     logits = tf.cast(logits, tf.float32)
     losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)

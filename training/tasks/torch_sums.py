@@ -8,15 +8,12 @@ from torch.nn import functional
 
 
 def cross_entropy_sums(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
-    """Returns the sums of predictions among classes.
+    """Returns the sums of predictions among classes, (3,): in the order of training.batch.SUMS.
 
     Args:
         logits: (predictions, classes) float32.
         labels: (predictions,) int64.
         weights: (predictions,) float32.
-
-    Returns:
-        (3,): in the order of training.batch.SUMS.
     """
     losses = functional.cross_entropy(logits, labels, reduction="none")
     hits = (first_largest(logits.detach()) == labels).float()
@@ -24,8 +21,7 @@ def cross_entropy_sums(logits: Tensor, labels: Tensor, weights: Tensor) -> Tenso
 
 
 def first_largest(logits: Tensor) -> Tensor:
-    """Returns `argmax` over the last axis. torch's own keeps value and place together, and takes the TPU compiler 8 s
-    longer."""
+    """Returns `argmax` over the last axis; torch's own takes the TPU compiler 8 s longer."""
     places = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
     return torch.where(logits == logits.amax(-1, keepdim=True), places, torch.full_like(places, logits.shape[-1])).amin(
         -1

@@ -52,7 +52,7 @@ class _Program(Structure):
 
 
 def _arguments(*fields: tuple[str, Any]) -> Any:
-    """Returns the structure of a function's arguments."""
+    """Returns the ctypes class of the arguments of a PJRT function: the common head, then `fields`."""
     return type("_Arguments", (Structure,), {"_fields_": (*_HEAD, *fields)})
 
 
@@ -120,14 +120,9 @@ def open_cache(
 
 
 def install(library: Path, store: ProgramStore, identity: str) -> CacheCounts | None:
-    """Puts the store before the compiling function of a plugin. Returns counts that grow as programs come; None, and
-    changes nothing, if the version of the plugin's table is unknown.
-
-    Args:
-        library: the plugin's file, which the framework will load.
-        store: the compiled programs.
-        identity: versions that decide how a program is compiled and run.
-    """
+    """Puts the store before the compiling function of a plugin, whose file the framework will load. Returns counts that
+    grow as programs come; None, and changes nothing, if the version of the plugin's table is unknown. `identity`:
+    versions that decide how a program is compiled and run."""
     plugin = ctypes.CDLL(str(library))
     plugin.GetPjrtApi.restype = c_void_p
     address = plugin.GetPjrtApi()
@@ -152,16 +147,18 @@ class _Table:
         self._address = address
 
     def function(self, place: int) -> Callable[[int], int | None]:
+        """Returns the plugin's function at this place of the table; it takes the address of its arguments."""
         pointer = c_void_p.from_address(self._address + _FUNCTIONS_AT + 8 * place).value
         assert pointer, f"PJRT: no function at {place}"
         return _Function(pointer)
 
     def replace(self, place: int, function: Any) -> None:
+        """Puts another function into the table, for every caller of the plugin in this process."""
         pointer = ctypes.cast(function, c_void_p)
         c_void_p.from_address(self._address + _FUNCTIONS_AT + 8 * place).value = pointer.value
 
     def call(self, place: int, arguments: Structure) -> None:
-        """Calls a function. Raises PluginError if it fails."""
+        """Calls the function at a place, which fills `arguments`. Raises PluginError if it fails."""
         arguments.struct_size = ctypes.sizeof(arguments)
         error = self.function(place)(ctypes.addressof(arguments))
         if error:
@@ -210,7 +207,7 @@ class _Cache:
         return failure
 
     def _key(self, arguments: Any) -> str:
-        """Returns the key of a program in the store, 64 hexadecimal digits."""
+        """Returns a program's key, 64 hexadecimal digits: a hash of versions, environment, options and code."""
         version = _PlatformVersion(client=arguments.client)
         self._table.call(_PLATFORM_VERSION, version)
         program = arguments.program.contents
@@ -228,12 +225,14 @@ class _Cache:
         return digest.hexdigest()
 
     def _load(self, client: int, program: bytes) -> int:
+        """Returns the plugin's loaded executable of a serialized program. Raises PluginError."""
         arguments = _Deserialize(client=client, serialized=program, size=len(program))
         self._table.call(_DESERIALIZE, arguments)
         executable: int = arguments.executable
         return executable
 
     def _serialize(self, loaded: int) -> bytes:
+        """Returns the bytes of a loaded executable, and frees the plugin's copy. Raises PluginError."""
         executable = _GetExecutable(loaded=loaded)
         self._table.call(_GET_EXECUTABLE, executable)
         try:

@@ -30,12 +30,8 @@ class ProgramStore:
     """A folder of compiled programs, created when the first is written."""
 
     def __init__(self, folder: Path, warn: Callable[[str], None], largest_bytes: int) -> None:
-        """
-        Args:
-            folder: on the host's disk.
-            warn: called once with a line if the folder can't be written.
-            largest_bytes: of all entries.
-        """
+        """`warn` is called once with a line if the folder can't be written; `largest_bytes` bounds all entries
+        together."""
         self._folder, self._warn, self._largest_bytes = folder, warn, largest_bytes
 
     def read(self, key: str) -> bytes | None:
@@ -75,7 +71,7 @@ class ProgramStore:
             self._warn = _ignore
 
     def remove(self, key: str) -> None:
-        """Removes an entry that is of no use."""
+        """Removes an entry if it is there; a failure is ignored."""
         with contextlib.suppress(OSError):
             (self._folder / key).unlink()
 

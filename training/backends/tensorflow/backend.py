@@ -97,8 +97,8 @@ class TensorFlow:
 
     @property
     def in_flight(self) -> int:
-        """Steps whose results the loop may leave unread. On a TPU one call runs while the next is queued; on a CPU a
-        call has ended when it returns."""
+        """Returns how many steps' results the loop may leave unread. On a TPU one call runs while the next is queued;
+        on a CPU a call has ended when it returns."""
         return 2 * self._calls.length if self._replicas.is_tpu else self._calls.length - 1
 
     def batches(self, task: Task, start: int) -> Generator[HostBatch, None, None]:
@@ -115,13 +115,15 @@ class TensorFlow:
 
     @property
     def _hosts_read(self) -> bool:
-        """Whether the strategy's hosts read batches for their devices, by tf.data. If not, this process reads: for one
-        device, for hosts outside the strategy, or to count skipped records."""
+        """Returns whether the strategy's hosts read batches for their devices, by tf.data. If not, this process reads:
+        for one device, for hosts outside the strategy, or to count skipped records."""
         counts_skipped = self._config.data.on_corrupt == "skip" and not os.environ.get("TPU_NAME")
         return self._replicas.count > 1 and not self._exchange and not counts_skipped
 
     @translate_failures()
     def step(self, number: int, batch: Arrays, signals: Signals) -> _PendingResult:
+        """Queues the step in `StepCalls` if its program reads its own rows and calls may take several steps, else runs
+        it; with other CPU hosts waits for the sum of all gradients."""
         if is_upcoming(batch) and self._config.train.steps_per_call != 1:
             dataset = dataset_of(batch)
             with translate_errors(dataset):
@@ -139,10 +141,12 @@ class TensorFlow:
         return _PendingResult(np.concatenate([total[len(gradients) - len(SUMS) :], update]), trains=True)
 
     def _run_steps(self, batches: Any, seeds: npt.NDArray[np.int32], scalars: npt.NDArray[np.float32], due: int) -> Any:
+        """Runs the first `due` of the steps with these seeds and scalars in one call, for `StepCalls`."""
         return self._call("train several", batches, tf.constant(seeds), tf.constant(scalars), tf.constant(due))
 
     @translate_failures()
     def evaluate(self, batch: Arrays, signals: Signals) -> _PendingResult:
+        """Starts queued training steps first. With other CPU hosts, waits for the sums of all."""
         self._calls.flush()
         rows = self._replicas.send_rows(batch)
         if is_upcoming(batch):
@@ -179,6 +183,7 @@ class TensorFlow:
 
     @translate_failures()
     def snapshot_state(self, buffers: Mapping[str, memoryview]) -> Snapshot:
+        """Starts queued steps first, and returns when all is copied."""
         self._calls.flush()
         return self._state.snapshot(buffers)
 
@@ -189,6 +194,7 @@ class TensorFlow:
     # --- what the framework counted
 
     def compilations(self) -> tuple[int, float]:
+        """Counts the programs that were traced, and the seconds of the calls that traced them."""
         count = sum(program.experimental_get_tracing_count() for program in self._programs.values())
         return count, self._tracing_seconds
 
@@ -209,7 +215,7 @@ class TensorFlow:
 def _build_model(
     config: TrainerConfig, requirements: ModelRequirements, replicas: Replicas, noise: Noise
 ) -> tuple[Any, list[Parameter], Any]:
-    """Builds the network, its parameters and the optimizer in the strategy's scope."""
+    """Builds network, parameters and optimizer in `train.precision`, and restores Keras' global policy."""
     train = config.train
     policy = tf.keras.mixed_precision.global_policy()
     tf.keras.mixed_precision.set_global_policy("mixed_bfloat16" if train.precision == "bf16" else "float32")
@@ -231,6 +237,7 @@ def _build_model(
 
 
 def _signals_array(signals: Signals) -> npt.NDArray[np.float32]:
+    """Returns (2,): 1 for a requested stop and for a requested save, else 0."""
     return np.array([signals.stop, signals.save], np.float32)
 
 

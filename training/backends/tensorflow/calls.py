@@ -38,13 +38,8 @@ class StepCalls:
         self.length = 1  # steps of the next call
 
     def add(self, iterator: Any, seed: int, scalars: tuple[float, ...]) -> QueuedStep:
-        """Queues a step, and starts all queued steps if they fill a call.
-
-        Args:
-            iterator: the strategy's iterator, from which the step takes its rows.
-            seed: of dropout.
-            scalars: the learning rate and the optimizer's scalars.
-        """
+        """Queues a step, and starts all queued steps if they fill a call. `iterator`: the strategy's, from which the
+        step takes its rows; `seed`: of dropout; `scalars`: the learning rate and the optimizer's."""
         step = QueuedStep(self, self._call, len(self._queue))
         self._queue.append((iterator, seed, scalars))
         if len(self._queue) >= self.length:
@@ -52,7 +47,7 @@ class StepCalls:
         return step
 
     def flush(self) -> None:
-        """Starts the queued steps."""
+        """Starts the queued steps, if there are any, in one call, and does not wait for its end."""
         if not self._queue:
             return
         iterators, queued_seeds, queued_scalars = zip(*self._queue, strict=True)
@@ -68,8 +63,7 @@ class StepCalls:
             self.length = self._steps
 
     def note_end(self, began: float, due: int) -> None:
-        """Sets the length of later calls by the duration of a call of `due` steps that started at `began` and just
-        ended."""
+        """Sets the length of later calls from one of `due` steps that started at `began` and just ended."""
         now = self._now()
         seconds, self._ended = (now - max(began, self._ended)) / due, now
         if self._steps is None:

@@ -23,6 +23,8 @@ _SECONDS = 60.0
 
 class TensorFlowDevices:
     def __init__(self, cluster: Cluster, rendezvous: Rendezvous, token: str) -> None:
+        """Opens the devices; on a TPU slice of several hosts, also tries them all here and keeps the results for the
+        methods, so that all hosts must call it."""
         self._wrong: int | None = None
         self._sum: float | None = None
         self._exchange: TcpAllReduce | None = None
@@ -57,6 +59,7 @@ class TensorFlowDevices:
         return None  # TensorFlow does not report it
 
     def wrong_products(self) -> int:
+        """Returns what was found when the devices were opened, if they were tried then."""
         if self._wrong is not None or self._replicas is None:
             return self._wrong or 0
         # Factors of -1, 0 and 1: the products are integers up to 256, which bfloat16 represents exactly.

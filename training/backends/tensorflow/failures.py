@@ -40,7 +40,7 @@ def translate_failures() -> Iterator[None]:
 
 @contextmanager
 def translate_tpu_failures() -> Iterator[None]:
-    """Translates errors of a block that initialises the TPU to UnusableTpu."""
+    """Translates errors of a block that initialises the TPU to UnusableTpu, except that of a lost worker."""
     try:
         yield
     except (tf.errors.OpError, RuntimeError, ValueError) as error:
@@ -63,8 +63,10 @@ def describe_tpu_failure(message: str) -> UnusableTpu:
 
 
 def _is_lost_worker(error: tf.errors.OpError) -> bool:
+    """Returns whether this process drives workers and, by its type or message, the error is that of a lost one."""
     return _has_workers() and (isinstance(error, _LOST) or _NO_CONNECTION.search(error.message or "") is not None)
 
 
 def _has_workers() -> bool:
+    """Returns whether TPU_NAME lists gRPC workers, rather than this host's own chips."""
     return os.environ.get("TPU_NAME", "local") != "local"

@@ -20,7 +20,7 @@ _NETWORKS = {entry.head.pipeline: f"TFAutoModel{entry.head.network}" for entry i
 
 
 def open_pipeline(name: str, folder: str) -> Any:
-    """Returns `transformers.pipeline(name)` over a local model folder, on the CPU. Raises BadInput.
+    """Returns `transformers.pipeline(name)` over a local model folder, on the CPU. Raises BadInput for absent weights.
 
     Loads the weights itself because transformers 4.57's TFAutoModel.from_pretrained fails on a safetensors file with
     PyTorch's names ("'builtins.safe_open' object is not iterable").

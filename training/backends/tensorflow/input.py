@@ -111,6 +111,7 @@ def _upcoming_arrays(strategy: Any, batches: Any, dataset: Dataset) -> Any:
 
 
 def _next_batch(strategy: Any, batches: Any) -> Any:
+    """Reads the next batch to the devices, where batches have several shapes."""
     values: Mapping[str, Any] = next(batches)
     return {name: Distributed(value, _global_shape(strategy, value)) for name, value in values.items()}
 
@@ -121,5 +122,6 @@ def host_rows(config: TrainerConfig, data: RunData, host: int, hosts: int, start
 
 
 def _global_shape(strategy: Any, value: Any) -> tuple[int, ...]:
+    """Returns the shape of an array of the global batch, from its part on the first replica."""
     part = strategy.experimental_local_results(value)[0]
     return (part.shape[0] * strategy.num_replicas_in_sync, *part.shape[1:])

@@ -75,8 +75,9 @@ class Noise:
 def build(
     model: Model, needs: ModelRequirements, *, dropout: float, seed: int, noise: Noise, assign: Assign
 ) -> tuple[Any, list[Parameter]]:
-    """Returns a network with the task's head, and its parameters, with the same weights on every host and in every
-    backend. Raises BadInput if `model.path` has no weights, or those of another model."""
+    """Builds a network with the task's head and sets its weights by `assign`: those of `model.path`, or fresh ones, the
+    same on every host and in every backend. Its dropouts draw from `noise`. Returns the network and its parameters.
+    Raises BadInput if `model.path` lacks weights or the data does not fit the model."""
     values = build_model_config(
         model, vocabulary=needs.vocabulary, pad=needs.pad, dropout=dropout, head=needs.head, labels=needs.labels
     )
@@ -113,6 +114,7 @@ def build(
 
 
 def _build_network(values: dict[str, Any], head: Head) -> Any:
+    """Returns transformers' Keras network of this head, without weights yet. `values`: of config.json."""
     if values["model_type"] == "roberta":
         from transformers.models.roberta import modeling_tf_roberta as networks
         from transformers.models.roberta.configuration_roberta import RobertaConfig as Config
@@ -123,6 +125,7 @@ def _build_network(values: dict[str, Any], head: Head) -> Any:
 
 
 def _list_parameters(network: Any) -> list[Parameter]:
+    """Returns the trainable variables under their PyTorch names, sorted by name."""
     from transformers.modeling_tf_pytorch_utils import TransposeType, convert_tf_weight_name_to_pt_weight_name
 
     parameters = []
@@ -164,7 +167,8 @@ def _read_weights(
 
 
 def _read_tensors(path: str) -> Iterator[tuple[str, Array]]:
-    """Yields the name and the fp32 array of all tensors of a model folder. Raises BadInput."""
+    """Yields the name and the fp32 array of all floating-point tensors of a model folder, of one file or several.
+    Raises BadInput if there is no safetensors file, or one is damaged."""
     names = [WEIGHTS]
     if storage.stat(storage.join(path, WEIGHTS)) is None:
         index = storage.join(path, f"{WEIGHTS}.index.json")
@@ -198,12 +202,13 @@ def _replace_dropout(network: Any, noise: Noise) -> None:
 
 
 def _layer_number(name: str) -> int:
-    """Returns the number of a layer: Keras names them dropout, dropout_1, ... in the order of their creation in the
-    process."""
+    """Returns N of a layer dropout_N, 0 without: Keras counts them in the order of their creation in the process."""
     return int(name.rpartition("_")[2]) if "_" in name else 0
 
 
 def _make_dropout(rate: float, place: int, noise: Noise) -> Callable[..., Any]:
+    """Returns the `call` of a Keras layer that drops values in training by `noise.seed` and `place`."""
+
     def call(inputs: Any, training: bool | None = None) -> Any:
         if not training or not rate:
             return inputs

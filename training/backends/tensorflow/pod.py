@@ -47,8 +47,9 @@ WORKER_END_SECONDS = 0.5
 def open_host(
     config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous, shutdown: ShutdownRequest
 ) -> Iterator[tuple[Cluster, Rendezvous] | None]:
-    """Starts this host's worker. Yields the cluster and the rendezvous for the program on host 0; on the others, serves
-    until host 0 is done, and then yields None. Raises StopRequested once host 0 has committed, LostPeer, TrainError."""
+    """Starts this host's worker. On host 0, sets TPU_NAME and yields the cluster and the rendezvous for the program;
+    the others serve until host 0 is done, then yield None. Raises StopRequested once host 0 has committed, LostPeer,
+    TrainError."""
     environment = worker_environment(cluster)  # raises if TensorFlow can't drive this slice
     agree(rendezvous, {"configuration": config.hash, "code": code_hash()}, config.rendezvous.start_seconds)
     port = int(os.environ.get("TPU_TASK_PORT") or WORKER_PORT)
@@ -91,7 +92,7 @@ def worker_environment(cluster: Cluster) -> dict[str, str]:
 
 @contextlib.contextmanager
 def worker(environment: dict[str, str], port: int, seconds: float) -> Iterator[subprocess.Popen[bytes]]:
-    """Runs this host's worker during the block. Raises TrainError if it does not listen within `seconds`."""
+    """Runs this host's worker during the block, then kills it. Raises TrainError if it does not listen in `seconds`."""
     command = [sys.executable, "-m", "training.backends.tensorflow.pod", str(port)]
     process = subprocess.Popen(
         command,
@@ -109,6 +110,7 @@ def worker(environment: dict[str, str], port: int, seconds: float) -> Iterator[s
 
 
 def _await_serving(process: subprocess.Popen[bytes], port: int, seconds: float) -> None:
+    """Waits until the worker serves. Raises TrainError if its TPU is unusable, it ends, or `seconds` pass."""
     assert process.stdout is not None
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -127,6 +129,7 @@ def _await_serving(process: subprocess.Popen[bytes], port: int, seconds: float) 
 
 
 def _worker_error(serving: subprocess.Popen[bytes]) -> TrainError | None:
+    """Returns the error for a worker whose process has ended; None while it runs."""
     code = serving.poll()
     if code is None:
         return None
@@ -165,6 +168,7 @@ class Chief:
     or this host's worker is lost."""
 
     def __init__(self, outer: Rendezvous, shutdown: ShutdownRequest, serving: subprocess.Popen[bytes]) -> None:
+        """Starts a thread that passes stop requests of the hosts of `outer`, the rendezvous of all, to `shutdown`."""
         self._outer, self._shutdown, self._serving = outer, shutdown, serving
         threading.Thread(target=self._listen, name="asked", daemon=True).start()
 
@@ -176,6 +180,7 @@ class Chief:
             time.sleep(0.2)
 
     def meet(self, name: str, payload: Any = None, seconds: float | None = None) -> list[Any]:
+        """Returns this host's payload alone, at once. Raises as `check`."""
         self.check()
         return [payload]
 
@@ -186,6 +191,7 @@ class Chief:
         self._outer.set_background_phase(name)
 
     def check(self) -> None:
+        """Raises the error of `outer`, for a lost host, or TrainError if this host's worker has ended."""
         self._outer.check()
         if error := _worker_error(self._serving):
             raise error

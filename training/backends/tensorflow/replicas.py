@@ -82,6 +82,7 @@ def _tpu_strategy() -> Any:
 
 
 def _cpu_strategy(devices: int) -> Any:
+    """Returns the default strategy for one device, else a MirroredStrategy over as many logical devices of the CPU."""
     if devices == 1:
         return tf.distribute.get_strategy()
     [cpu] = tf.config.list_physical_devices("CPU")

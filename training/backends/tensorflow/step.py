@@ -69,14 +69,8 @@ class TensorFlowStep:
     def train_several_program(self, batches: Any, seeds: Any, scalars: Any, due: Any) -> Any:
         """Runs `due` steps, one after the other, on the next rows of the strategy's iterator.
 
-        Args:
-            batches: the iterator.
-            seeds: (n,); of each step.
-            scalars: (n, m); of each step.
-            due: at most n; a tensor, so that a shorter call is the same program.
-
-        Returns:
-            (due, 3 + 2): the result of `train_program` for each step.
+        `seeds` (n,) and `scalars` (n, m) are of each step. `due` is at most n, and a tensor, so that a shorter call is
+        the same program. Returns (due, 3 + 2): the result of `train_program` for each step.
         """
 
         def one_step(index: Any, results: Any) -> tuple[Any, Any]:
@@ -148,8 +142,7 @@ class TensorFlowStep:
         return gradients, total
 
     def update(self, gradients: list[Any], sums: Any, scalars: Any) -> Any:
-        """Clips the gradients of the summed loss and updates the state. Returns the values of training.batch.UPDATE:
-        (2,)."""
+        """Clips the gradients of the summed loss and updates the state. Returns training.batch.UPDATE: (2,)."""
         scalars = tf.unstack(scalars)
         loss, weight = sums[SUMS.index("loss")], sums[SUMS.index("weight")]
         scale = 1 / tf.maximum(weight, 1e-6)  # from the gradient of the sum to that of the mean
@@ -175,6 +168,7 @@ class TensorFlowStep:
             strategy.extended.update(variable, select, args=(old, is_finite))
 
     def _state_variables(self) -> list[Any]:
+        """Returns the parameters' variables, then the optimizer's."""
         moments = [variable for group in self._optimizer.state().values() for variable in group]
         return [*(parameter.variable for parameter in self._parameters), *moments]
 

@@ -109,6 +109,8 @@ class TorchXla:
         return task.evaluation_batches()
 
     def step(self, number: int, batch: Arrays, signals: Signals) -> _PendingStep:
+        """Starts the step; with other CPU hosts, waits for the sum of all gradients. After the first step, raises
+        TrainError if the compiler may split the state over devices."""
         inputs = self._send(self._step.inputs(number, batch, signals))
         if self._exchange:
             return self._step_of_hosts(number, inputs, self._exchange)
@@ -158,6 +160,7 @@ class TorchXla:
             cache.trace_always()
 
     def _send(self, inputs: StepInputs[HostArray]) -> StepInputs[Tensor]:
+        """Uploads a step's inputs, before the first step the state too."""
         self._state.upload(self._sharding)
         return inputs.with_leaves(self._sharding.send(inputs.leaves()))
 

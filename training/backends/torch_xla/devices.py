@@ -22,6 +22,7 @@ class TorchDevices:
     """Under SPMD, `wrong_products` and `sum_ones` are programs of all hosts."""
 
     def __init__(self, cluster: Cluster, rendezvous: Rendezvous, token: str) -> None:
+        """Opens the devices and, between CPU hosts, connects gloo with the run's `token`. All hosts call it."""
         self._sharding, self._exchange = DataParallel(cluster), None
         self.total = self._sharding.devices
         self.local: int = xla_runtime.addressable_runtime_device_count() if self._sharding.is_spmd else 1
@@ -55,6 +56,7 @@ class TorchDevices:
         return float(total.item())
 
     def _read(self, value: torch.Tensor) -> float:
+        """Runs the recorded operations and returns their scalar; under SPMD all hosts must call it."""
         report = self._sharding.replicate_report(value.reshape(1))
         torch_xla.sync()
         return float(report.cpu().item())

@@ -23,6 +23,8 @@ class Exchange:
     """The hosts' process group."""
 
     def __init__(self, cluster: Cluster, rendezvous: Rendezvous, token: str, seconds: float) -> None:
+        """Connects all hosts, which must all call it; connecting and each sum take at most `seconds`. Raises TrainError
+        if host 0 can't listen, LostPeer if a host does not connect. `token`: of this group of processes."""
         self._rendezvous = rendezvous
         wait = timedelta(seconds=seconds)
         host, port = cluster.addresses[0], cluster.gloo_port

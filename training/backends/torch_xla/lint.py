@@ -41,7 +41,8 @@ class TorchStepWatcher:
     """Records the operations of a step and their findings."""
 
     def __init__(self, backend: Backend | None = None) -> None:
-        """Watches all operations on XLA devices in this process, of `backend` or of a user's module."""
+        """Watches all operations on XLA devices in this process. Uploads a `backend`'s state and makes it trace every
+        step; None: the operations are those of a user's module."""
         if isinstance(backend, TorchXla):
             backend.trace_always()
             backend.upload()  # not part of a step
@@ -74,6 +75,7 @@ class _OperationWatcher(TorchDispatchMode):  # type: ignore[misc]  # torch is no
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        """Runs an operation. Adds it and the rule that it breaks to the trace if it reads a tensor on an XLA device."""
         keywords = dict(kwargs or {})
         name, values = function._schema.name, [*_flatten(args), *_flatten(list(keywords.values()))]
         if not any(isinstance(value, torch.Tensor) and value.device.type == "xla" for value in values):
@@ -140,7 +142,7 @@ def check_module(
 ) -> list[LintFinding]:
     """Trains a user's module for a few steps of plain SGD, and returns the findings.
 
-    Its loss is what it returns: `.loss`, a single number, or else the mean of all floating-point tensors.
+    The loss is `.loss` of what it returns, or else the sum of the means of all floating-point tensors in that.
 
     Args:
         build: returns the torch.nn.Module.
@@ -149,7 +151,7 @@ def check_module(
         shapes: number of different shapes that the batches may have.
 
     Raises:
-        BadInput: the functions return something else.
+        BadInput: the functions return something else, or the output depends on no weights.
     """
     device, checker, watcher = torch_xla.device(), StepChecker(shapes), TorchStepWatcher()
     torch.manual_seed(0)  # the same findings each time
@@ -172,7 +174,7 @@ def check_module(
 
 
 def _train(network: Any, batch: Mapping[str, Any]) -> None:
-    """Runs one step of SGD. `_user_place` knows this function by its name."""
+    """Runs one step of SGD at a rate of 0.001. `_user_place` knows this function by its name."""
     positions = [value for name, value in batch.items() if name.isdigit()]
     loss = _loss(network(*positions, **{name: value for name, value in batch.items() if not name.isdigit()}))
     parameters = [value for value in network.parameters() if value.requires_grad]
@@ -184,6 +186,7 @@ def _train(network: Any, batch: Mapping[str, Any]) -> None:
 
 
 def _loss(output: Any) -> Any:
+    """Returns an output's `.loss`, or the sum of its tensors' means. Raises BadInput if that depends on no weights."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if loss is None:
         tensors = [
@@ -221,7 +224,7 @@ def _flatten(values: Any) -> list[Any]:
 
 
 def _user_place() -> str:
-    """Returns file:line of the innermost frame of user code; in a backward pass, that of the forward operation."""
+    """Returns file:line of the innermost frame of user code, backwards that of the forward operation; "" if none."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and not (
         frame.f_code.co_filename == __file__ and frame.f_code.co_name in ("_train", "step")
@@ -238,9 +241,11 @@ def _user_place() -> str:
 
 
 def _format_place(file: str, line: int) -> str:
+    """Returns file:line, with the file relative to the working directory if it is below."""
     return f"{os.path.relpath(file) if file.startswith(os.getcwd() + os.sep) else file}:{line}"
 
 
 def _count(metric: str) -> int:
+    """Returns how often torch_xla has recorded a metric in this process."""
     data = xla_metrics.metric_data(metric)
     return int(data[0]) if data else 0

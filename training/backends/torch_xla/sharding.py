@@ -52,8 +52,7 @@ class DataParallel:
     """The devices of all hosts, each with its rows of the batch."""
 
     def __init__(self, cluster: Cluster) -> None:
-        """Opens the devices, under SPMD if this process has several, or preflight simulates them. Raises
-        UnusableTpu."""
+        """Opens the devices, under SPMD if this process has several or preflight simulates some. Raises UnusableTpu."""
         is_tpu = os.environ.get("PJRT_DEVICE") == "TPU"
         several = is_tpu or int(os.environ.get("CPU_NUM_DEVICES") or 1) > 1
         self.is_spmd = several or xla_runtime.is_spmd()  # preflight says so, where there is one device
@@ -97,6 +96,7 @@ class DataParallel:
         return internals.upload(tensors, self.device, specs if self._mesh else None)
 
     def _spec(self, axes: Axes, tensor: Tensor) -> Any:
+        """Returns torch_xla's description of a tensor's split over the mesh; None without a mesh."""
         if not self._mesh:
             return None
         if axes not in self._specs:
@@ -105,8 +105,7 @@ class DataParallel:
         return self._specs[axes].xla_spec(tensor)
 
     def replicate_report(self, report: Tensor) -> Tensor:
-        """Declares that every device holds all of the report, because every host reads it; left alone, the compiler
-        may split it."""
+        """Declares that every device holds all of the report, and returns it: the compiler might split it."""
         self._declare(report, (None,) * report.ndim)
         return report
 
@@ -117,6 +116,7 @@ class DataParallel:
             self._declare(tensor, place(name, tuple(tensor.shape)))
 
     def _declare(self, tensor: Tensor, axes: Axes) -> None:
+        """Declares how a tensor is split over the mesh; does nothing without one."""
         if self._mesh:
             internals.declare_sharding(tensor, self._mesh.get_op_sharding(axes))
 

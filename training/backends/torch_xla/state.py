@@ -39,13 +39,8 @@ class State:
     """A network, its optimizer's tensors, and the table that its dropouts draw from."""
 
     def __init__(self, network: Any, optimizer_class: Any, settings: Any, noise: DropoutNoise | None) -> None:
-        """
-        Args:
-            network: on the CPU, in training mode.
-            optimizer_class: of training.registry.OPTIMIZERS.
-            settings: its section of the configuration.
-            noise: of the network's dropouts, as `patch_modules` returns it.
-        """
+        """Keeps all on the host. `network`: in training mode; `optimizer_class`: of training.registry.OPTIMIZERS, with
+        its `settings`; `noise`: of the network's dropouts, as `patch_modules` returns it."""
         self.network, self.noise = network, noise
         self._name_parameters()
         self.optimizer = optimizer_class(settings, self.parameters)
@@ -122,11 +117,12 @@ class State:
         self._packs = False
 
     def _name_buffers(self) -> dict[str, Tensor]:
+        """Returns unpacked tensors and packed buffers by name, which are stale while `_newest` is set."""
         packed = {member for members in self._members.values() for member in members}
         return {**{name: value for name, value in self.tensors().items() if name not in packed}, **self._packed}
 
     def upload(self, sharding: DataParallel) -> None:
-        """Moves everything to the devices, once, in few calls."""
+        """Moves everything to the devices in few calls, and packs vectors under SPMD; later calls do nothing."""
         if self.is_uploaded:
             return
         if self._packs and sharding.is_spmd:
@@ -154,13 +150,14 @@ class State:
         self.is_uploaded = True
 
     def _host_array(self, name: str, tensors: Mapping[str, Tensor]) -> np.ndarray:
+        """Returns a tensor on the host as an array; a packed buffer's members stacked."""
         if name in self._members:
             return np.stack([tensors[member].detach().numpy() for member in self._members[name]])
         array: np.ndarray = tensors[name].detach().numpy()
         return array
 
     def load(self, tensors: Mapping[str, tuple[TensorSpec, memoryview]]) -> None:
-        """Replaces tensors by copies. Raises Damaged for one that has no place here."""
+        """Replaces tensors by copies, before `upload`. Raises Damaged for an unknown name, type or shape."""
         assert not self.is_uploaded, "restore before the first step"
         current = self.tensors()
         for name, (spec, data) in tensors.items():
@@ -171,7 +168,7 @@ class State:
             current[name].detach().numpy()[...] = np.frombuffer(data, np.float32).reshape(spec.shape)
 
     def snapshot(self, buffers: Mapping[str, memoryview], sharding: DataParallel) -> Snapshot:
-        """Begins to copy the named tensors to host memory."""
+        """Copies the named tensors to host memory: before it returns, unless on a single CPU device after upload."""
         if self.is_uploaded:
             xm.wait_device_ops()
         values = self.buffers()

@@ -85,8 +85,7 @@ class TrainingStep:
         return self._sharding.replicate_report(torch.cat([report, update]))
 
     def gradients(self, number: int, inputs: StepInputs[Tensor]) -> tuple[list[Tensor], Tensor]:
-        """Returns the gradients of the summed loss over this host's rows (under SPMD: over all rows), and the report,
-        (5,)."""
+        """Returns the gradients of the summed loss over this host's rows (SPMD: over all), and the report, (5,)."""
         xm.set_rng_state(self.seed(number), self._sharding.device)
         parameters = list(self._state.parameters.values())
         gradients: list[Tensor] = []
@@ -150,6 +149,7 @@ class TrainingStep:
         return [piece.view_as(value) for piece, value in zip(pieces, parameters, strict=True)], report
 
     def _pieces(self, batch: Arrays) -> list[Arrays]:
+        """Splits the rows evenly, in their order, for each gradient accumulation."""
         count = self._train.gradient_accumulation
         split = {name: np.array_split(array, count) for name, array in batch.items()}
         return [{name: parts[index] for name, parts in split.items()} for index in range(count)]
@@ -163,6 +163,7 @@ class TrainingStep:
         return {**batch, _ROW_KEYS: row_keys(self._config.seed, number, *host_rows(count, worker, hosts))}
 
     def _autocast(self) -> Any:
+        """Returns a block whose matrix products are in bf16 if `train.precision` says so, else in fp32."""
         return torch.autocast("xla", dtype=torch.bfloat16, enabled=self._train.precision == "bf16")
 
 

@@ -91,6 +91,7 @@ class StepCache:
         return self._compile_and_start(shapes, arguments, report)
 
     def _compile_and_start(self, shapes: Shapes, arguments: _Arguments, report: Tensor) -> Tensor:
+        """Compiles and starts a traced step, and returns its report. Remembers the program while traces repeat."""
         program, values = _compile(arguments, report, self._state.to_host)
         if program.changed:
             self._state.wait_before_mutation()
@@ -102,6 +103,8 @@ class StepCache:
         return report
 
     def _remember(self, shapes: Shapes, program: _CompiledStep) -> None:
+        """Keeps the first program of these shapes and caches the second if it is equal, else warns and stops
+        caching."""
         former = self._traced.setdefault(shapes, program)
         if former is program:
             return

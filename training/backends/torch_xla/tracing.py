@@ -38,6 +38,7 @@ class TorchTracer:
     """Traces one program for all devices of a slice, which the compiler partitions."""
 
     def __init__(self, open_backend: BuildBackend, devices: int) -> None:
+        """Makes torch_xla trace for `devices` devices, in this process from here on. Raises CompilerUnavailable."""
         require_versions({**COMPILER_VERSIONS, **TRACING_VERSIONS})
         self._open_backend = open_backend
         self._backend: TorchXla | None = None
@@ -45,6 +46,7 @@ class TorchTracer:
         internals.simulate_devices(devices)
 
     def open(self) -> dict[str, int]:
+        """Builds the model unless it is built, and again if a traced training step left its state uncomputed."""
         if self._state_is_lost:
             self.close()
         if self._backend is None:
@@ -54,6 +56,7 @@ class TorchTracer:
         return self._backend.state_bytes()
 
     def trace(self, kind: str, batch: Arrays) -> Program:
+        """Traces a program; one of "training" leaves the state uncomputed, so that `open` must follow."""
         backend = self._backend
         assert backend is not None
         network = backend.upload()
@@ -75,8 +78,7 @@ class TorchTracer:
 
 
 def return_freed_memory() -> None:
-    """Returns freed memory to the system, for the compiler: the allocator, jemalloc in the image and glibc's elsewhere,
-    would keep it for a while."""
+    """Gives freed memory that the allocator (jemalloc's or glibc's) keeps back to the system, for the compiler."""
     library = ctypes.CDLL(None)
     purge, trim = getattr(library, "mallctl", None), getattr(library, "malloc_trim", None)
     if purge is not None:
@@ -142,8 +144,7 @@ def record_module_names(network: Any) -> Iterator[None]:
 
 @contextmanager
 def forbid_data_dependence() -> Iterator[None]:
-    """Makes the first operation in this block whose shape, or whose result in Python, depends on data raise
-    DataDependentProgram."""
+    """Raises DataDependentProgram in this block for an operation whose shape, or result in Python, depends on data."""
     with _DataDependenceGuard():
         yield
 
@@ -179,12 +180,8 @@ def _model_place() -> str:
 def extract_program(outputs: Sequence[Any], state: Mapping[int, str]) -> Program:
     """Returns the program that a `torch_xla.sync()` would run to compute `outputs`, without running it.
 
-    Args:
-        outputs: tensors on the device.
-        state: tensors that the program may overwrite, from `buffer_names`.
-
-    Raises:
-        CompilerUnavailable: jaxlib is not here, or another version.
+    `state`, from `buffer_names`, are the tensors that the program may overwrite. Raises CompilerUnavailable if jaxlib
+    is not here, or another version.
     """
     require_versions({**COMPILER_VERSIONS, **TRACING_VERSIONS})
     from jaxlib import xla_client

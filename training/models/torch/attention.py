@@ -27,13 +27,8 @@ class SelfAttention(torch.nn.Module):  # type: ignore[misc]  # torch is not here
     """Replaces BertSelfAttention or RobertaSelfAttention, with the same weights under the same names."""
 
     def __init__(self, theirs: Any, dropout: Dropout, *, recompute_behind: Barrier | None) -> None:
-        """
-        Args:
-            theirs: Hugging Face's module.
-            dropout: of the probabilities.
-            recompute_behind: if given, scores and probabilities are computed a second time in the backward pass,
-                behind this barrier.
-        """
+        """Takes the weights of `theirs`, Hugging Face's module. `dropout`: of the probabilities; `recompute_behind`: if
+        given, scores and probabilities are computed a second time in the backward pass, behind this barrier."""
         super().__init__()
         self.query, self.key, self.value, self.dropout = theirs.query, theirs.key, theirs.value, dropout
         self.heads, self.barrier = theirs.num_attention_heads, recompute_behind
@@ -79,6 +74,7 @@ class _Recompute(torch.autograd.Function):  # type: ignore[misc]
     def forward(
         context: Any, function: Callable[..., Tensor], barrier: Barrier, count: int, *tensors: Tensor
     ) -> Tensor:
+        """Computes function(*tensors[:count]) and keeps these tensors only; the other tensors are `parameters`."""
         context.function, context.barrier, context.parameters = function, barrier, tensors[count:]
         context.save_for_backward(*tensors[:count])
         device = tensors[0].device.type
@@ -87,6 +83,7 @@ class _Recompute(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> Any:
+        """Computes the function a second time, behind the barrier, and returns the gradients of what needs them."""
         needed = context.needs_input_grad[3:]
         copies = [tensor.detach().clone() for tensor in (gradient, *context.saved_tensors)]
         context.barrier(copies)

@@ -32,11 +32,12 @@ from training.data.sampling import random_bits
 
 
 def row_keys(seed: int, step: int, first: int, last: int) -> np.ndarray:
-    """Returns (last - first,) int32, for rows [first, last) of the global batch."""
+    """Returns what dropout draws from for rows [first, last) of a step's global batch: (last - first,) int32."""
     return _upper(random_bits.keys(random_bits.key(seed, "dropout", step), np.arange(first, last)))
 
 
 def _upper(numbers: random_bits.UInts) -> np.ndarray:
+    """Returns the upper 32 bits of numbers of 64, as int32."""
     return (numbers >> np.uint64(32)).astype(np.uint32).view(np.int32)
 
 
@@ -46,11 +47,10 @@ class DropoutNoise:
     rows: Tensor  # (rows,) int32, of `row_keys`: of the rows that the network is about to see
 
     def __init__(self, size: int, constants: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
-        """
-        Args:
-            size: the most lines, or columns, of all matrices of a row together.
-            constants: a block in which numbers of Python become constants of the program, for runtimes that would
-                otherwise make an argument of each of them: seven a dropout.
+        """Makes the table of `size` random numbers: the most lines, or columns, of all matrices of a row together.
+
+        `constants` is a block in which numbers of Python become constants of the program, for runtimes that would
+        otherwise make an argument of each of them: seven a dropout.
         """
         self._constants = constants
         self.table = torch.from_numpy(_upper(random_bits.stream(0, "dropout", 0, size)))
@@ -64,6 +64,8 @@ class DropoutNoise:
             return self._compare(rows, matrices, lines, columns, odd, int(rate * 2**32) - 2**31).view(shape)
 
     def _compare(self, rows: int, matrices: list[int], lines: int, columns: int, odd: list[int], least: int) -> Tensor:
+        """Returns which elements stay: those whose number is at least `least`. `odd`: six factors of the place."""
+
         def mixed(number: int, count: int) -> Tensor:
             """Returns (rows, matrices * count): a number for each line or each column."""
             at = self.table[: math.prod(matrices) * count]
@@ -85,6 +87,7 @@ class Dropout(torch.nn.Module):  # type: ignore[misc]  # torch is not here when 
     """Replaces torch.nn.Dropout, for arrays whose first axis is the rows of the batch."""
 
     def __init__(self, rate: float, place: int, noise: DropoutNoise) -> None:
+        """Drops a share of `rate` in training. `place`: the number of this dropout in its network."""
         super().__init__()
         self.rate, self.place, self.noise = rate, place, noise
 

@@ -33,7 +33,7 @@ from training.registry import Head
 
 def build(model: Model, needs: ModelRequirements, *, dropout: float, seed: int) -> torch.nn.Module:
     """Returns a network with the task's head, in training mode on the CPU. The same seed gives the same weights on
-    every host. Raises BadInput."""
+    every host. Raises BadInput if model.path can't be trained, lacks weights, or is too small for the data."""
     values = build_model_config(
         model, vocabulary=needs.vocabulary, pad=needs.pad, dropout=dropout, head=needs.head, labels=needs.labels
     )
@@ -107,6 +107,8 @@ def patch_modules(
 
 
 def _recompute_layer(layer: Any, barrier: Barrier) -> Callable[..., Any]:
+    """Returns the hook by which a layer keeps only its inputs and is computed again in the backward pass."""
+
     def call(function: Callable[..., Any], hidden: Tensor, mask: Tensor, *others: Any) -> Any:
         parameters = tuple(layer.parameters())
         return (recompute(lambda *parts: function(*parts, *others)[0], (hidden, mask), barrier, parameters),)
@@ -246,5 +248,6 @@ def _load(path: str, network: Any, **options: Any) -> tuple[Any, set[str]]:
 
 
 def _refuse(path: str, absent: set[str]) -> None:
+    """Raises BadInput if `absent` names any weights."""
     if absent:
         raise BadInput(f"model.path {path} lacks {len(absent)} of the model's weights: {', '.join(sorted(absent)[:5])}")

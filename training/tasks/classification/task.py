@@ -25,6 +25,7 @@ class Classification(LabelledRows):
     label_dtype = np.int32
 
     def __init__(self, config: TrainerConfig, cluster: Cluster) -> None:
+        """Raises BadInput also for less than two labels, or an evaluation set with other labels."""
         super().__init__(config, cluster)
         self.classes = tuple(self.data.train.manifest.labels)
         if len(self.classes) < 2:
@@ -36,6 +37,7 @@ class Classification(LabelledRows):
             _require_same_labels(self.data.train, self.data.evaluation)
 
     def identity(self) -> dict[str, Any]:
+        """Adds the labels to what a checkpoint must agree with."""
         return {**super().identity(), "labels": list(self.classes)}
 
     def check_batch(self, dataset: Dataset, batch: LabelledBatch) -> None:
@@ -76,6 +78,7 @@ def weighted_f1(confusion: npt.NDArray[np.float64]) -> float:
 
 
 def _require_same_labels(train: Dataset, other: Dataset) -> None:
+    """Raises BadInput, naming the first difference, unless both datasets have the same labels in the same order."""
     first, second = train.manifest.labels, other.manifest.labels
     if first != second:
         place = next(

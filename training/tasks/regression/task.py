@@ -48,12 +48,8 @@ class Regression(LabelledRows):
 
 
 def pearson(count: float, totals: npt.NDArray[np.float64]) -> float:
-    """Returns the correlation of predictions and labels, between -1 and 1; 0 if either is constant.
-
-    Args:
-        count: of rows.
-        totals: (5,), of the last five of `COUNTS`.
-    """
+    """Returns the correlation of predictions and labels, between -1 and 1; 0 if either is constant. `count`: of rows;
+    `totals`: (5,), of the last five of `COUNTS`."""
     p, label, pp, ll, pl = totals.tolist()
     spread = (count * pp - p * p) * (count * ll - label * label)
     return max(-1.0, min(1.0, (count * pl - p * label) / math.sqrt(spread))) if spread > 0 else 0.0
