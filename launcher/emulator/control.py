@@ -396,8 +396,7 @@ def _answers(state: EmulatorState) -> bool:
 
 
 def _ask(state: EmulatorState, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Sends a request to the server and returns its JSON. Raises BadInput for status 400, LaunchError for other
-    errors."""
+    """Sends a request to the server and returns its JSON. Raises BadInput for status 400, else LaunchError."""
     try:
         status, data = _raw(Path(state.sockets) / CONTROL, method, path, body)
     except (OSError, http.client.HTTPException) as error:

@@ -280,6 +280,7 @@ class Acceptor:
         os.write(self._wake_write, b"x")
 
     def _loop(self) -> None:
+        """Accepts connections and makes changes of listeners until closed. Runs in the accepting thread."""
         while not self._closing.is_set():
             for key, _ in self._selector.select():
                 if key.fd == self._wake_read:

@@ -60,8 +60,7 @@ class OperationRunner:
             threading.Thread(target=self._run, args=(name,), name=name.rsplit("/", 1)[1], daemon=True).start()
 
     def _run(self, name: str) -> None:
-        """Does an operation's work on the hosts, waits until it may end, and ends it; an exception becomes its
-        error."""
+        """Does an operation's work on the hosts, waits until it may end, and ends it; an exception is its error."""
         with self._store.read() as state:
             operation = state.operations[name]
             node = state.nodes.get(operation.target)

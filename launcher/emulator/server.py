@@ -153,8 +153,7 @@ class Server:
         )
 
     def _api(self, request: HttpRequest) -> HttpResponse:
-        """Answers a call of Cloud TPU, Compute or Artifact Registry. A "lost" fault makes the change, but answers
-        503."""
+        """Answers a call of Cloud TPU, Compute or Artifact Registry. A "lost" fault answers 503 to a change it made."""
         try:
             segments = request.segments
             if segments[:3] == ["compute", "v1", "projects"] and len(segments) == 4 and request.method == "GET":
@@ -318,8 +317,7 @@ class Server:
 
     def inject(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Enters or executes the fault {"fault": KIND, ...}; "clear" removes all faults and restores their hosts.
-        launcher/cli/emulator.py describes the arguments. Raises ValueError for an unknown target or a node in a wrong
-        state."""
+        launcher/cli/emulator.py describes the arguments. Raises ValueError for a wrong target."""
         kind = arguments.pop("fault")
         if kind in ("preempt", "kill-host", "cut-host", "hang-host", "restore-host", *faults.OUTAGES):
             return self._inject_host(kind, arguments)
@@ -338,8 +336,7 @@ class Server:
         return {"fault": kind, "restored": [host.hostname for host in broken]}
 
     def _inject_host(self, kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Preempts a node or begins its outage, or kills, cuts, hangs or restores one host; acts on the containers at
-        once."""
+        """Preempts a node or begins its outage, or kills, cuts, hangs or restores one host, containers included."""
         with self.store.change() as state:
             node = faults.find_node(state, arguments["node"])
             if kind == "preempt":
@@ -406,8 +403,7 @@ def _injected_error(status: int) -> HttpResponse:
 
 
 def main() -> None:
-    """Runs the server of HOME with the hosts' IMAGE and the virtual TPU's VOLUME. Exits if one runs or the port is
-    taken."""
+    """Runs the server of HOME with the hosts' IMAGE and the virtual TPU's VOLUME. Exits if another one runs."""
     home, image, tpu_volume = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(threadName)s %(name)s: %(message)s")
     lock = os.open(home / "lock", os.O_RDWR | os.O_CREAT, 0o600)

@@ -219,8 +219,7 @@ def tensorflow_plugin() -> dict[str, str]:
 def _make_cluster(
     worker: int, addresses: tuple[str, ...], accelerator_type: str | None, environment: Mapping[str, str]
 ) -> Cluster:
-    """Returns a cluster with the environment's settings. Raises BadInput for a bad setting or a worker without
-    address."""
+    """Returns a cluster with the environment's settings. Raises BadInput for a bad setting or an unknown worker."""
     if worker >= len(addresses):
         raise BadInput(
             f"this host is worker {worker}, but only {len(addresses)} host(s) are known: {', '.join(addresses)}; check "
@@ -260,8 +259,7 @@ def _parse_number(name: str, text: str, largest: int = 999_999_999) -> int:
 
 
 def _read_metadata(key: str) -> str | None:
-    """Returns a metadata attribute; None if it is missing or no server answers. Raises BadInput for other HTTP
-    errors."""
+    """Returns a metadata attribute; None if there is none or no server. Raises BadInput for other HTTP errors."""
     request = urllib.request.Request(METADATA + key, headers={"Metadata-Flavor": "Google"})
     try:
         with urllib.request.urlopen(request, timeout=5) as response:

@@ -170,6 +170,7 @@ class _PeerAcceptor:
         return connection
 
     def _drop(self, number: int) -> None:
+        """Closes a pending connection."""
         self._forget(number).close()
 
     def _close_oldest(self) -> bool:

@@ -33,6 +33,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def _is_text(value: Any) -> bool:
+    """Returns whether a value is a printable string of at most TEXT_CHARACTERS."""
     return isinstance(value, str) and len(value) <= TEXT_CHARACTERS and _is_unicode(value)
 
 
@@ -46,6 +47,7 @@ def _is_unicode(text: str) -> bool:
 
 
 def _is_long_text(value: Any) -> bool:
+    """Returns whether a value is a printable string, of any length."""
     return isinstance(value, str) and _is_unicode(value)
 
 
@@ -143,6 +145,7 @@ def _refuse_constant(name: str) -> float:
 
 
 def _parse_finite(text: str) -> float:
+    """Parses a JSON number with a fraction or exponent. Raises Malformed if it is too large for a float."""
     number = float(text)
     if not math.isfinite(number):
         raise Malformed(f"{text[:20]} is not a finite number")

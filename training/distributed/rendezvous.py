@@ -223,6 +223,7 @@ class RendezvousClient:
             raise StopRequested(self._lost) if self._lost_code == Exit.SAVED else LostPeer(self._lost)
 
     def phases(self) -> str:
+        """Asks the server itself on host 0, else returns the last news from it; "none" before any."""
         return (summarize(self._server.phases()) if self._server else self._news) or "none"
 
     def _post(self, *posts: Message) -> None:

@@ -122,6 +122,7 @@ class ServerProtocol:
         return [(connection, self._handshake.welcome(hello))]
 
     def _handle(self, worker: int, kind: str, message: Message, now: float) -> Actions:
+        """Handles a message of a host: a phase, an arrival at a barrier, or a goodbye."""
         if kind == "phase":
             self.state.set_phase(worker, message["phase"], now)
             return []

@@ -184,8 +184,7 @@ def check_runtime_version(version: Any, requested: Accelerator) -> None:
 
 
 def check_node(body: dict[str, Any], zone: str) -> Accelerator:
-    """Returns the accelerator of a node's creation. Raises ApiError for a body that Cloud TPU or the emulator
-    refuses."""
+    """Returns the accelerator of a node's creation. Raises ApiError for a body that is not valid or not emulated."""
     unknown = sorted(set(body) - _FIELDS)
     if unknown:
         text = f"Invalid JSON payload received. Unknown name \"{unknown[0]}\" at 'node': Cannot find field."

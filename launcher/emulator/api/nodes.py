@@ -137,8 +137,7 @@ def service_account() -> str:
 
 
 def _create(state: EmulatorState, call: Call, parent: str, now: float) -> Operation:
-    """Enters a node and its pending creation. Uses up a stock-out or stuck fault: the creation will fail, or never
-    end."""
+    """Enters a node and its pending creation; a stock-out or stuck fault is used up, and makes it fail or never end."""
     node_id = call.query.get("nodeId", "")
     catalogue.check_node_name(node_id)
     name = f"{parent}/nodes/{node_id}"
@@ -161,6 +160,7 @@ def _create(state: EmulatorState, call: Call, parent: str, now: float) -> Operat
 def _new_resource(
     body: dict[str, Any], name: str, requested: Accelerator, zone: str, project: str, now: float
 ) -> dict[str, Any]:
+    """Returns the node of a creation's `body` as the API shows it: CREATING, with defaults and full names filled in."""
     network = {"network": "default", **body.get("networkConfig", {})}
     region = zone.rsplit("-", 1)[0]
     network["network"] = _qualified(network["network"], f"projects/{project}/global/networks/")
@@ -224,7 +224,7 @@ _UPDATABLE: dict[str, Callable[[Any], None]] = {
 
 
 def _update(state: EmulatorState, node: Node, call: Call, now: float) -> Operation:
-    """Enters a change of the labels and metadata in updateMask. Raises ApiError unless the node is idle, READY or
+    """Enters a change of labels and metadata, by updateMask. Raises ApiError unless the node is idle, READY or
     STOPPED."""
     mask = [part for part in call.query.get("updateMask", "").split(",") if part]
     if not mask:

@@ -102,8 +102,7 @@ class RegistryApi:
         return HttpResponse(200, FileRegion(open(path, "rb"), 0, path.stat().st_size), headers)
 
     def _answer_upload(self, request: HttpRequest, path: str, repository: str, identifier: str) -> HttpResponse:
-        """Begins, continues, shows, cancels or ends an upload of a blob, or mounts another repository's blob
-        instead."""
+        """Begins, continues, shows, cancels or ends an upload of a blob, or mounts a blob of another repository."""
         if request.method == "POST" and not identifier:
             digest, source = request.query.get("mount", ""), request.query.get("from", "")
             origin = repository.removesuffix(path) + source
@@ -151,6 +150,7 @@ class RegistryApi:
                 self.bytes_received += (self.store.upload_size(identifier) or 0) - before
 
     def _upload_response(self, path: str, identifier: str, status: int = 202) -> HttpResponse:
+        """Returns a response that says how many bytes of an upload have arrived, and where to send the rest."""
         size = self.store.upload_size(identifier) or 0
         headers = {"Range": f"0-{max(0, size - 1)}", "Docker-Upload-UUID": identifier}
         # Some registries keep state in a query, which clients must not drop.

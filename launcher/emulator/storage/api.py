@@ -77,6 +77,7 @@ class StorageApi:
         raise _not_found(request)
 
     def _object(self, request: HttpRequest, bucket: Bucket, name: str, rest: list[str], base: str) -> HttpResponse:
+        """Reads, deletes, composes or copies an object. Raises StorageApiError."""
         generation = integer(request.query, "generation")
         conditions = preconditions(request.query)
         match (request.method, rest):
@@ -128,6 +129,7 @@ class StorageApi:
         return HttpResponse(206, FileRegion(file, start, end - start), headers)
 
     def _list(self, request: HttpRequest, bucket: Bucket, base: str) -> HttpResponse:
+        """Answers with a page of at most 1000 objects and common prefixes, and the token of the next page."""
         query = request.query
         listing = ListRequest(
             prefix=query.get("prefix", ""),

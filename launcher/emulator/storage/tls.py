@@ -31,8 +31,7 @@ _DAYS = 365
 
 
 def tls_context(folder: Path, names: Sequence[str] = NAMES) -> ssl.SSLContext:
-    """Returns a server's TLS context for these names under a new CA. Writes `folder`/ca.pem: that CA and the machine's
-    own."""
+    """Returns a server's TLS context for these names under a new CA. Writes `folder`/ca.pem: it and the system CAs."""
     now, ca_key, key = (
         datetime.now(UTC),
         ec.generate_private_key(ec.SECP256R1()),

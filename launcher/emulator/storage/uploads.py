@@ -57,6 +57,7 @@ class Uploads:
         raise StorageApiError(400, "invalid", f"Invalid upload type: {request.query.get('uploadType')!r}")
 
     def _media(self, request: HttpRequest, bucket: Bucket) -> Made:
+        """Stores the request's body as an object."""
         settings = {"contentType": request.headers.get("Content-Type", "application/octet-stream")}
         return self._whole(request, bucket, request.query["name"], settings, request.body.blocks())
 
@@ -96,8 +97,7 @@ class Uploads:
         return self._whole(request, bucket, name, settings, content())
 
     def _whole(self, request: HttpRequest, bucket: Bucket, name: str, settings: dict[str, Any], blocks: Any) -> Made:
-        """Stores the blocks as an object. Discards them on any error: a wrong hash, a failed precondition, a lost
-        client."""
+        """Stores the blocks as an object. Discards them on any error, such as a wrong hash or a lost client."""
         incoming = bucket.incoming()
         try:
             for block in blocks:
@@ -112,8 +112,7 @@ class Uploads:
     # -- resumable
 
     def _begin(self, request: HttpRequest, bucket: Bucket, base: str) -> HttpResponse:
-        """Enters a resumable upload on disk and returns its URL. Raises StorageApiError if its preconditions fail
-        already."""
+        """Enters a resumable upload on disk and returns its URL. Raises StorageApiError if a precondition fails."""
         settings = request.json()
         if kind := request.headers.get("X-Upload-Content-Type"):
             settings.setdefault("contentType", kind)
@@ -179,8 +178,7 @@ class Uploads:
     def _finish(
         self, request: HttpRequest, bucket: Bucket, identifier: str, session: dict[str, Any], incoming: Incoming
     ) -> Made:
-        """Commits a complete upload and keeps its result for repeated requests. Forgets the upload if the commit is
-        refused."""
+        """Commits a complete upload and keeps its result for repeated requests. Forgets a refused upload."""
         settings = session["settings"]
         crc32c, md5 = _sent_hashes(request)
         try:

@@ -117,8 +117,7 @@ class EngineProxy:
         _serve(connection, lambda request: self._answer_host(request, view))
 
     def _answer_host(self, request: EngineRequest, view: EngineView) -> None:
-        """Answers a host's request from its own containers and pulled images. Raises EngineRefusal for anything
-        else."""
+        """Answers a host's request from its own containers and pulled images. Raises EngineRefusal otherwise."""
         parts = [unquote(part) for part in request.path.strip("/").split("/")]
         match (request.method, parts):
             case ("GET" | "HEAD", ["_ping" | "version"]) | ("GET", ["images", "json"]):
@@ -153,6 +152,7 @@ class EngineProxy:
                 raise _unavailable(request, parts)
 
     def _answer_container(self, request: EngineRequest, view: EngineView, name: str, action: list[str]) -> None:
+        """Answers a request about a container of the host. Raises EngineRefusal if it is no container of this host."""
         path = f"/containers/{self._own_container(name, view)}"
         match (request.method, action):
             case ("DELETE", []):
@@ -168,8 +168,7 @@ class EngineProxy:
                 raise _unavailable(request, ["containers", name])
 
     def _create_container(self, request: EngineRequest, view: EngineView) -> None:
-        """Creates a container for the host. Raises EngineRefusal while its engine is broken, and for an image it
-        lacks."""
+        """Creates a container for the host. Raises EngineRefusal if its engine is broken or the image not pulled."""
         body = request.json()
         name, image_name = request.query.get("name", ""), str(body.get("Image", ""))
         self._refuse_when_broken(view.hostname)
@@ -249,8 +248,7 @@ class EngineProxy:
     # -- both
 
     def _fault_message(self, hostname: str, image: str = "") -> str | None:
-        """Returns the injected error of a host's engine ("": the workstation's) or of the registry of `image`, or
-        None."""
+        """Returns the injected error of a host's engine ("": the workstation's) or of the registry of `image`."""
         with self._store.read() as state:
             return faults.engine_trouble(state, hostname, registry=image_registry.is_registry(image))
 
@@ -282,6 +280,7 @@ class EngineProxy:
         return image if image is not None and (only_pushed or "@" in name) else name
 
     def _inspect_image(self, request: EngineRequest, name: str, *, only_pushed: bool) -> None:
+        """Replies with the inspection of an image, with the digests under which it was pushed."""
         image = self._image_id(name, only_pushed=only_pushed)
         with self._store.read() as state:
             pushed = {repository: dict(versions) for repository, versions in state.pushed.items()}

@@ -113,8 +113,7 @@ class ImageTransfer:
         self._login = {"X-Registry-Auth": base64.urlsafe_b64encode(login).decode()}
 
     def push(self, image: str, repository: str, tag: str) -> str:
-        """Pushes an image of the engine's store as repository:tag; returns its digest. Raises EngineRefusal on
-        failure."""
+        """Pushes an image of the engine's store as repository:tag. Returns its digest, or raises EngineRefusal."""
         name = f"{_engine_prefix(self._port())}{repository}"
         self._engine.call("POST", f"/images/{quote(image, safe=':')}/tag", {"repo": name, "tag": tag})
         try:
