@@ -22,8 +22,7 @@ _DELETION_PAUSE = 2.0  # seconds
 def run_gcloud(
     argv: Sequence[str], *, timeout: float, run: RunCommand = shell.run, pass_fds: Sequence[int] = ()
 ) -> str:
-    """Runs a gcloud command once and returns its standard output. gcloud inherits `pass_fds`. Raises the LaunchError
-    that its message means."""
+    """Runs gcloud once; it inherits `pass_fds`. Returns its output; raises the LaunchError that its message means."""
     try:
         result = run(argv, timeout=timeout, pass_fds=pass_fds)
     except CommandTimeout as error:
@@ -57,7 +56,6 @@ def delete_until_gone(
     minutes ago.
 
     Args:
-        machine: Runs gcloud, and waits.
         say: Is given a line for each new error after which the deletion is repeated.
         look: Asks the API; returns None when nothing is left to delete.
         deadline: Seconds of the monotonic clock; DELETE_SECONDS after the begin.

@@ -146,7 +146,8 @@ def _is_creation(argv: Sequence[str]) -> bool:
 
 
 def explain_error(stderr: str, argv: Sequence[str]) -> LaunchError:
-    """Returns the error that gcloud's message means, with advice. An unknown wording counts as transient."""
+    """Returns the error that gcloud's message means, with advice: Stockout for an internal error of a creation, a
+    transient LaunchError for an unknown wording."""
     text = summarize_error(stderr)
     of_creation = _OF_CREATION if _is_creation(argv) else ()
     for pattern, kind, advice in (*of_creation, *_MEANINGS):
@@ -158,7 +159,7 @@ def explain_error(stderr: str, argv: Sequence[str]) -> LaunchError:
 
 
 def summarize_error(stderr: str) -> str:
-    """Returns the part of gcloud's output that says what went wrong, without decoration."""
+    """Returns the part of gcloud's output that says what went wrong, at most 12 lines, without decoration."""
     lines = [
         line
         for line in stderr.splitlines()

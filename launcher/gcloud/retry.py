@@ -20,8 +20,7 @@ T = TypeVar("T")
 
 
 class Backoff:
-    """Pauses that double up to a limit, with jitter (half to one and a half times), because other users wait for the
-    same thing."""
+    """Pauses that double up to a limit, with jitter (half to one and a half times): others wait for the same thing."""
 
     def __init__(self, machine: Workstation, first: float = 2.0, longest: float = 60.0) -> None:
         self._machine, self._base, self._longest = machine, first, longest
@@ -37,8 +36,6 @@ class Retry:
     """Repeats operations that wait for one thing, while their errors are transient. Tells the user each error once.
 
     Args:
-        machine: Clock and randomness.
-        say: Is given lines for the user.
         subject: Names what is waited for; begins each line.
         retry_denied: Also retry PERMISSION_DENIED, for ten minutes. False where the permission may never have been
             granted.
@@ -79,6 +76,7 @@ class Retry:
             self._reported = text
 
     def _is_retryable(self, error: LaunchError, now: float) -> bool:
+        """Returns whether an error may pass; notes since when permission has been denied."""
         if not isinstance(error, PermissionDenied):
             self._denied_since = None
             return error.transient

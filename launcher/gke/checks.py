@@ -20,7 +20,7 @@ def check(config: Config) -> None:
 
 
 def check_name(name: str) -> str:
-    """Returns a name from which host names of pods can be made, or raises BadInput."""
+    """Returns the name unchanged. Raises BadInput if Kubernetes refuses it, or it is too long for its pods' names."""
     if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name):
         raise BadInput(
             f"{name!r} can't name Kubernetes objects: use a lower-case letter, then letters, digits and hyphens"
@@ -43,6 +43,7 @@ def _mistakes(config: Config) -> Iterator[Mistake]:
 
 
 def _slice_mistakes(config: Config) -> Iterator[Mistake]:
+    """Yields a type that GKE lacks, a gke.topology or gke.hosts unlike the type's, a reservation without pool."""
     slice_, gke = config.accelerator, config.gke
     try:
         gke_nodes(slice_)
@@ -59,6 +60,7 @@ def _slice_mistakes(config: Config) -> Iterator[Mistake]:
 
 
 def _secret_mistakes(config: Config) -> Iterator[Mistake]:
+    """Yields run.secrets that gke.secrets lacks, and names that are in run.environment too."""
     secrets = config.gke.secrets
     if unknown := [name for name in config.run.secrets if name not in secrets]:
         name = unknown[0]
@@ -72,6 +74,7 @@ def _secret_mistakes(config: Config) -> Iterator[Mistake]:
 
 
 def _pod_mistakes(config: Config) -> Iterator[Mistake]:
+    """Yields an output folder that is lost with its pod, and a run.user that is no number."""
     output = config.trainer.output if config.trainer else None
     mount = config.gke.gcsfuse.folder + "/" if config.gke.gcsfuse else None
     if output is not None and not is_remote(output) and not (mount and output.startswith(mount)):

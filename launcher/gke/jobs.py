@@ -65,6 +65,7 @@ def jobset(config: Config, work: Workload, restarts: Restarts) -> dict[str, Any]
 
 
 def _jobset_metadata(config: Config, work: Workload) -> dict[str, Any]:
+    """Returns the metadata with Kueue's queue and, for several hosts, exclusive use of a node pool."""
     fields = metadata(config, work)
     if config.gke.queue:
         queue = Commented(config.gke.queue, "Kueue admits all hosts of the run together.")
@@ -97,7 +98,7 @@ def _jobset_rules_of_cluster(config: Config) -> dict[str, Any]:
 
 
 def _job_rules_of_cluster() -> dict[str, Any]:
-    """Returns the rules of its Job if the cluster decides about restarts."""
+    """Returns the rules of the JobSet's Job if the cluster decides about restarts."""
     refused = "Bad configuration or data. The JobSet's first rule matches this exit code."
     rules = [
         _on_exit("FailJob", Exit.BAD_INPUT, refused),
@@ -112,7 +113,7 @@ def _job_rules_of_cluster() -> dict[str, Any]:
 
 
 def _job_rules_of_launcher() -> dict[str, Any]:
-    """Returns the rules of its Job if tpu-launch decides about restarts."""
+    """Returns the rules of the JobSet's Job if tpu-launch decides about restarts."""
     return {
         "backoffLimitPerIndex": Commented(
             0, "A failed host does not end the others: tpu-launch finds the first failure, and ends them itself."

@@ -53,8 +53,6 @@ class Kubectl:
         its failure.
 
         Args:
-            words: The command.
-            on_line: Called with each line of its output.
             on_start: Called with a function that ends the command.
             seconds: After this time, the command ends itself: it would survive this process being killed.
         """

@@ -27,7 +27,6 @@ def render(
     """Returns the YAML of a run that the cluster restarts.
 
     Args:
-        config: The run.
         secret: Shared by the hosts, which let in no others.
         kind: "jobset", or "job" for clusters without JobSet.
         name: Of the objects and of the run; run.name by default.
@@ -61,7 +60,8 @@ def standalone_workload(config: Config, name: str, image: str, secret: str | Non
 
 
 def make_objects(config: Config, work: Workload, kind: WorkloadKind, restarts: Restarts) -> list[Any]:
-    """Returns the objects of a workload, with comments. Only the cluster restarts a Job. Raises BadInput."""
+    """Returns the objects of a workload, with comments. Only the cluster restarts a Job. Raises BadInput for a
+    configuration or a name that GKE can't use."""
     checks.check(config)
     checks.check_name(work.name)
     objects: list[Any] = [_config_map(config, work)]

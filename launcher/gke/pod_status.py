@@ -161,8 +161,7 @@ def describe_waiting(pod: Pod) -> str:
 
 
 def parse_log(output: str, limit: int) -> tuple[list[LogLine], bool]:
-    """Returns the lines in the output of `kubectl logs --timestamps --limit-bytes=limit`, and whether the limit cut it;
-    leaves out a line that was cut."""
+    """Returns the lines of `kubectl logs --timestamps --limit-bytes=limit` but a cut one, and whether it was cut."""
     cut = len(output.encode(errors="replace")) >= limit
     lines = output.split("\n")  # not splitlines(): progress bars write \r, text may hold U+2028
     last = lines.pop()

@@ -55,6 +55,7 @@ def pod_template(config: Config, work: Workload, kind: WorkloadKind) -> dict[str
 
 
 def _identity(config: Config, work: Workload, kind: WorkloadKind) -> dict[str, Any]:
+    """Returns the pod's service account (else, without gcsfuse, no token), grace period, and a Job's subdomain."""
     fields: dict[str, Any] = {}
     if kind is WorkloadKind.JOB:
         fields["subdomain"] = Commented(work.name, "The Service above.")
@@ -70,6 +71,7 @@ def _identity(config: Config, work: Workload, kind: WorkloadKind) -> dict[str, A
 
 
 def _scheduling(config: Config) -> dict[str, Any]:
+    """Returns the node selector, and tolerations of the taints of TPU and spot nodes."""
     slice_, nodes = config.accelerator, gke_nodes(config.accelerator)
     pool = f"{slice_.name}: a node pool of {slice_.hosts} x {nodes.machine_type}, {slice_.devices} devices."
     tolerations: list[Any] = [{"key": "google.com/tpu", "operator": "Exists", "effect": "NoSchedule"}]
@@ -80,8 +82,7 @@ def _scheduling(config: Config) -> dict[str, Any]:
 
 
 def _pod_security(config: Config, work: Workload) -> Any:
-    """Returns the pod's securityContext: the workload's user and group, else root, and the runtime's seccomp profile
-    unless gke.privileged."""
+    """Returns the pod's securityContext: the workload's user, else root, and seccomp unless gke.privileged."""
     user, _, group = (work.user or "0").partition(":")
     fields: dict[str, Any] = {"runAsUser": int(user)}
     if group:
@@ -92,6 +93,7 @@ def _pod_security(config: Config, work: Workload) -> Any:
 
 
 def _container_security(config: Config) -> dict[str, Any]:
+    """Returns the container's securityContext: privileged if gke.privileged, else only SYS_RESOURCE."""
     if config.gke.privileged:
         return {"privileged": True}
     added = Commented(["SYS_RESOURCE"], "For `ulimit` above, and nothing else.")
@@ -118,6 +120,7 @@ def _container(config: Config, work: Workload, kind: WorkloadKind) -> dict[str, 
 
 
 def _resources(config: Config) -> dict[str, Any]:
+    """Returns all chips of a node, as request and limit, with gke.cpu and gke.memory as requests only."""
     chips = str(config.accelerator.chips_per_host)
     requests = {key: value for key, value in (("cpu", config.gke.cpu), ("memory", config.gke.memory)) if value}
     tpu = Commented(chips, "All chips of the node: GKE gives them to one pod only.")
@@ -125,8 +128,7 @@ def _resources(config: Config) -> dict[str, Any]:
 
 
 def _environment(config: Config, work: Workload, kind: WorkloadKind) -> list[Any]:
-    """Returns the environment of a container, without the variables that GKE adds (TPU_WORKER_ID,
-    TPU_WORKER_HOSTNAMES)."""
+    """Returns a container's environment without GKE's variables (TPU_WORKER_ID, TPU_WORKER_HOSTNAMES)."""
     run_id = {"name": "TPU_LAUNCH_RUN_ID", "value": work.run_id}
     entries: list[Any] = [
         {"name": "PJRT_DEVICE", "value": "TPU"},

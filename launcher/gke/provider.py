@@ -52,6 +52,7 @@ class Gke:
     capabilities = CAPABILITIES
 
     def __init__(self, config: Config, say: Callable[[str], None], machine: Workstation) -> None:
+        """Raises BadInput for a configuration that GKE can't run, or a run.name that is too long."""
         checks.check(config)
         checks.check_name(f"{config.run_name}-0000-000000-0000-00")  # the longest name of an attempt
         self.config = config
@@ -90,7 +91,7 @@ class Gke:
         return False  # nothing is cached about a cluster
 
     def create(self, clock: Clock | None = None) -> None:
-        """Creates nothing. Says so when the cluster has fewer matching nodes than the slice needs."""
+        """Creates nothing; warns if the cluster shows too few nodes. Raises LaunchError if JobSets can't be listed."""
         self._list_jobsets()
         selector = ",".join(f"{key}={value}" for key, value in node_selector(self.config).items())
         try:
@@ -185,8 +186,7 @@ class Gke:
     def stop(
         self, container: str, *, grace: int, remove: bool, workers: Sequence[int] | None = None
     ) -> list[HostReport]:
-        """Deletes the running pods, which stops their containers; with `remove`, also the objects of the attempt. Waits
-        until the pods have ended."""
+        """Deletes the running pods and waits for their end; with `remove`, also deletes the attempt's objects."""
         wanted = list(self._workers) if workers is None else list(workers)
         try:
             late = self._stop_pods(container, wanted, grace)
@@ -203,8 +203,7 @@ class Gke:
         return [HostReport(worker, worker not in late, problem if worker in late else "") for worker in wanted]
 
     def _stop_pods(self, container: str, workers: Sequence[int], grace: int) -> set[int]:
-        """Deletes the running pods of these hosts and waits until they have ended. Returns the workers whose pods have
-        not."""
+        """Deletes the running pods of these hosts and waits for their end. Returns the workers whose pods go on."""
         watch = self._watch_pods(container)
         running = [pod for worker, pod in watch.pods(fresh=True).items() if worker in workers and not pod.ended]
         if running:
@@ -238,8 +237,7 @@ class Gke:
         return files
 
     def stacks(self, container: str) -> dict[int, str]:
-        """Returns the stack trace of each running container's first process, by `kubectl exec` (the role in
-        k8s/role.yaml allows it)."""
+        """Returns the stack trace of each running container's first process, by `kubectl exec` (see k8s/role.yaml)."""
         stacks = {}
         for worker, pod in self._known_pods(container).items():
             if not pod.started or pod.ended:
@@ -262,6 +260,7 @@ class Gke:
     # -- parts --------------------------------------------------------------------------------------------------------
 
     def _list_jobsets(self) -> list[dict[str, Any]]:
+        """Returns the slice's JobSets as the API gives them, of all runs, also ended ones."""
         selector = f"{LABEL_SLICE}={self.config.slice.name}"
         output = self._kubectl.call("get", _JOBSETS, "--selector", selector, "--output", "json")
         jobsets: list[dict[str, Any]] = json.loads(output)["items"]
@@ -391,6 +390,7 @@ class Gke:
         self._wait_gone(f"{_JOBSET_LABEL}={name}")
 
     def _delete(self, *targets: str) -> None:
+        """Deletes objects without waiting for their end; ignores missing ones."""
         self._kubectl.call("delete", *targets, "--ignore-not-found", "--wait=false", "--output", "name")
 
     def _wait_gone(self, selector: str) -> None:
@@ -423,6 +423,7 @@ def _all_disrupted(watch: PodWatch) -> bool:
 
 
 def _has_started(pod: Pod | None) -> bool:
+    """Returns whether a pod's container runs, has run, or never will."""
     return pod is not None and (pod.started or pod.ended)
 
 

@@ -107,8 +107,7 @@ class PodWatch:
         self._listed = self._clock.monotonic()
 
     def _watch(self) -> None:
-        """Follows all changes until closed. Begins a new watch when one ends: the list shows whether the cluster
-        answers."""
+        """Follows all changes until closed, in one watch after another; a denied permission ends it (`_refused`)."""
         while not self._closed.is_set():
             reader = JsonStream(self._handle_event)
             command = ["get", "pods", "--selector", self._selector, "--watch", "--output-watch-events"]

@@ -110,6 +110,7 @@ def _open_registry(spec: AppendSpec, target: Reference, *, writes: bool) -> Regi
 
 
 def _read_base(registry: Registry, spec: AppendSpec) -> _BaseImage:
+    """Reads the base from the registry, for linux/amd64. Raises BadInput, with advice when it does not exist."""
     name, path = str(spec.base), spec.base.path
     document = registry.read_manifest(path, spec.base.version)
     if document is None:

@@ -46,7 +46,7 @@ def parse(image: str) -> Repository | None:
 
 
 def require(image: str) -> bool:
-    """Creates the image's repository if it is missing; returns whether it was created. Raises LaunchError."""
+    """Creates the image's repository if it is missing; returns whether it did. Passes over other registries."""
     repository = parse(image)
     if repository is None:
         return False

@@ -84,6 +84,7 @@ def ensure_image(spec: ImageSpec, say: Callable[[str], None]) -> Image:
 
 
 def _pull(docker: str, base: str, say: Callable[[str], None]) -> None:
+    """Pulls a base image. Raises BadInput with the last line of docker's output when that fails."""
     say(f"pulling {base}")
     result = shell.run([docker, "pull", "--quiet", base], timeout=_PULL_SECONDS)
     if not result.ok:
@@ -96,7 +97,8 @@ def _pull(docker: str, base: str, say: Callable[[str], None]) -> None:
 
 
 def _build(spec: ImageSpec, plan: ImagePlan, log: IO[str], say: Callable[[str], None]) -> None:
-    """Builds from a copy of the context, whose tag is checked: files may change while they are copied."""
+    """Builds from a temporary copy of the context. Raises BadInput if files changed while they were copied (the tag
+    differs), LaunchError if the build fails."""
     folder = plan.work_folder
     shutil.rmtree(folder, ignore_errors=True)
     build_context.assemble(spec.context, folder / "context")

@@ -41,7 +41,6 @@ def tree(folder: Path, *, below: str = "", ignore: Sequence[str] = ()) -> tuple[
     """Returns every regular file and symbolic link of a folder, sorted. Raises BadInput when there is no such folder.
 
     Args:
-        folder: the folder.
         below: begins the files' paths in the context.
         ignore: .dockerignore patterns of files to leave out.
     """
@@ -120,7 +119,7 @@ def assemble(entries: Iterable[Entry], destination: Path) -> None:
 
 
 def _read_entry(source: Path) -> tuple[bytes, bytes]:
-    """Returns the kind of a file and its content. Raises BadInput."""
+    """Returns the kind of a file and its content. Raises BadInput for one that can't be read."""
     try:
         if source.is_symlink():
             return b"link", os.readlink(source).encode()
@@ -162,6 +161,7 @@ def _compile_ignore(lines: Sequence[str]) -> Callable[[str], bool]:
 
 @functools.cache
 def _compile_pattern(pattern: str) -> re.Pattern[str]:
+    """Returns the expression of one .dockerignore pattern, which matches everything below a match too."""
     parts, i = [], 0
     while i < len(pattern):
         if pattern.startswith("**/", i):

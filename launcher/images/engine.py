@@ -23,8 +23,8 @@ _UNPACKED = 2.5  # size on a disk, as a multiple of the size in a registry; appr
 
 
 def client() -> str:
-    """Returns the path of the first docker client on PATH that can build with BuildKit. Raises CommandMissing with what
-    is wrong with each client."""
+    """Returns the first docker client on PATH that builds with BuildKit. Raises CommandMissing, with what each
+    lacks."""
     return _find_client(os.environ.get("PATH", os.defpath))
 
 
@@ -151,5 +151,6 @@ def unpacked_size(reference: str) -> int | None:
 
 
 def _inspect(docker: str, image: str, template: str) -> str | None:
+    """Returns a field of an image (a Go template); None when the store lacks it or no engine answers."""
     result = shell.run([docker, "image", "inspect", "--format", template, image], timeout=SECONDS)
     return result.stdout.strip() if result.ok else None

@@ -105,7 +105,7 @@ def check(config: Config) -> None:
 
 
 def image(config: Config, say: Callable[[str], None]) -> str:
-    """Makes and pushes the image unless that was done before; returns the name that hosts run."""
+    """Makes and pushes the image unless it exists or image.reference is set; returns the name that hosts run."""
     if config.image.reference:
         return config.image.reference
     if not needs_engine(config):
@@ -146,8 +146,6 @@ def run(
     The container gets the user's Google credentials and the values of `run.secrets`, as far as they exist here.
 
     Args:
-        config: names the image.
-        command: the command.
         say: receives lines about the image.
         emit: receives the command's output, line by line.
         reference: another image to run instead.

@@ -62,7 +62,7 @@ def pack(option: str) -> Overlay:
 
 
 def find_changes(option: str, config: Config, home: Path, image: str | None) -> Changes:
-    """Packs the files of `--sync FOLDER[=TARGET]` that differ from those in `image`, which ran last.
+    """Packs the files of `--sync FOLDER[=TARGET]` that differ from those in `image`, which ran last; all if none does.
 
     Without TARGET, they go where an image has the folder of `image.code`. Raises BadInput when the folder is missing,
     empty or too large, or TARGET is missing or not absolute.
@@ -88,7 +88,7 @@ def find_changes(option: str, config: Config, home: Path, image: str | None) -> 
 
 
 def record_code(home: Path, image: str, config: Config) -> None:
-    """Records the present files of `image.code`, with which the image was made."""
+    """Records the present files of `image.code`, if set, with which the image was made."""
     if config.image.code is not None:
         hashes = _hash_files(_list_files(config.folder / config.image.code))
         write_private(_record_path(home, image), json.dumps(hashes, indent=1))
@@ -110,6 +110,7 @@ def _record_path(home: Path, image: str) -> Path:
 
 
 def _list_files(root: Path) -> dict[str, Path]:
+    """Returns the files of a folder that an image would get (.dockerignore, LEFT_OUT), by path."""
     return {path: file for path, file in build_context.folder(root) if file.is_file()}
 
 

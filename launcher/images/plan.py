@@ -96,13 +96,14 @@ def refresh(plan: ImagePlan) -> ImagePlan:
 
 
 def record_push(tag: str, remote: str, image_id: str, digest: str) -> None:
-    """Records a push. The caller holds the lock of the image's log."""
+    """Records a push in place of this engine's last one to `remote`. The caller holds the lock of the image's log."""
     push = _Push(remote, image_id, digest, _current_engine(), time.time())
     kept = [earlier for earlier in _read_pushes(tag) if (earlier.remote, earlier.engine) != (remote, push.engine)]
     write_private(_pushes_path(tag), json.dumps([vars(entry) for entry in (*kept, push)], indent=1) + "\n")
 
 
 def _read_pushes(tag: str) -> list[_Push]:
+    """Returns the recorded pushes of a tag; [] when there are none or the record is damaged."""
     try:
         return [_Push(**entry) for entry in json.loads(_pushes_path(tag).read_text(encoding="utf-8"))]
     except (OSError, ValueError, TypeError):

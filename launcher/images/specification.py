@@ -48,7 +48,6 @@ def default_spec(
 
     Args:
         backend: "torch-xla" or "tensorflow".
-        build_args: of the Dockerfile.
         ca_bundle: certificates for the build's downloads; None: the file that TPU_LAUNCH_CA_BUNDLE names, if any.
         target: a stage of the Dockerfile.
         code: a folder of the user's own, copied to the image's working directory as `build_context.folder` returns it.
@@ -95,7 +94,7 @@ def folder_spec(
     build_args: Mapping[str, str] | None = None,
     ca_bundle: Path | None = None,
 ) -> ImageSpec:
-    """Returns the image of a user's folder and its Dockerfile (or `dockerfile`). Raises BadInput."""
+    """Returns the image of a user's folder and its Dockerfile (or `dockerfile`). Raises BadInput if one is missing."""
     dockerfile = dockerfile or folder / "Dockerfile"
     if not dockerfile.is_file():
         raise BadInput(f"{dockerfile}: there is no such Dockerfile")
@@ -155,8 +154,7 @@ def compute_tag(spec: ImageSpec, base_ids: Mapping[str, str]) -> str:
 
 
 def _require_ca_bundle(given: Path | None) -> Path | None:
-    """Returns the path of the given CA bundle, or of TPU_LAUNCH_CA_BUNDLE's, if any. Raises BadInput if it is
-    missing."""
+    """Returns the path of the given CA bundle, else of TPU_LAUNCH_CA_BUNDLE's. Raises BadInput if it is missing."""
     variable = os.environ.get("TPU_LAUNCH_CA_BUNDLE")
     path = given or (Path(variable) if variable else None)
     if path and not path.is_file():

@@ -28,6 +28,7 @@ _QUICK_KEY_EXCHANGE = "--ssh-flag=-oKexAlgorithms=-sntrup761*"
 
 
 def _base(config: Config, *words: str) -> list[str]:
+    """Returns the gcloud command for `words` (verb, slice) in the slice's current zone; ssh through IAP uses alpha."""
     # Only the alpha track has --tunnel-through-iap (SDK 528).
     track = ["alpha"] if words[0] == "ssh" and config.slice.iap else []
     place = [f"--project={config.project}", f"--zone={slice_hints.current_zone(config)}"]
@@ -35,7 +36,7 @@ def _base(config: Config, *words: str) -> list[str]:
 
 
 def create_command(config: Config, labels: dict[str, str]) -> list[str]:
-    """Creates the node and waits for the operation."""
+    """Returns the command that creates the node and waits for the operation."""
     return [
         *_base(config, "create", config.slice.name),
         f"--version={config.runtime_version}",
@@ -44,8 +45,8 @@ def create_command(config: Config, labels: dict[str, str]) -> list[str]:
 
 
 def node_flags(config: Config, labels: dict[str, str]) -> list[str]:
-    """Returns the flags that describe a node, for its creation and for a queued resource. Always includes the type:
-    gcloud's default is a v2-8."""
+    """Returns the flags that describe a node, for its creation and for a queued resource, with `labels` and
+    slice.labels. Always includes the type: gcloud's default is a v2-8."""
     wanted = config.slice
     command = [f"--accelerator-type={wanted.accelerator_type}"]
     if wanted.capacity != "on-demand":
@@ -66,22 +67,23 @@ def node_flags(config: Config, labels: dict[str, str]) -> list[str]:
 
 
 def describe_command(config: Config) -> list[str]:
-    """Describes the node as JSON."""
+    """Returns the command that prints the node as JSON."""
     return [*_base(config, "describe", config.slice.name), "--format=json"]
 
 
 def delete_command(config: Config) -> list[str]:
-    """Deletes the node and waits for the operation."""
+    """Returns the command that deletes the node and waits for the operation."""
     return _base(config, "delete", config.slice.name)
 
 
 def start_command(config: Config) -> list[str]:
-    """Starts a node that was stopped, and waits for the operation."""
+    """Returns the command that starts a stopped node and waits for the operation."""
     return _base(config, "start", config.slice.name)
 
 
 def ssh_command(config: Config, script: str, *, worker: str = "all", dry_run: bool = False) -> list[str]:
-    """Runs a POSIX shell script on all hosts, or on one. gcloud adds no host prefix: scripts print their own."""
+    """Returns the command that runs a POSIX shell script on all hosts, or on one; with `dry_run`, it prints the ssh
+    command lines instead. gcloud adds no host prefix: scripts print their own."""
     assert worker == "all" or worker.isdigit(), "a subset of workers loses exit codes"
     command = [*_base(config, "ssh", config.slice.name), f"--worker={worker}", *_SSH_FLAGS]
     command += _network_path(config)
@@ -93,7 +95,7 @@ def ssh_command(config: Config, script: str, *, worker: str = "all", dry_run: bo
 
 
 def shell_command(config: Config, worker: int, flags: Sequence[str] = ()) -> list[str]:
-    """Opens the user's ssh session on one host or, with flags of ssh, a tunnel to it."""
+    """Returns the command that opens the user's ssh session on one host or, with flags of ssh, a tunnel to it."""
     command = [
         *_base(config, "ssh", config.slice.name),
         f"--worker={worker}",
@@ -104,19 +106,19 @@ def shell_command(config: Config, worker: int, flags: Sequence[str] = ()) -> lis
 
 
 def _network_path(config: Config) -> list[str]:
-    """Returns the flags that reach hosts without an external address."""
+    """Returns the flag that reaches hosts without an external address (IAP or internal IP); [] when they have one."""
     if config.slice.iap:
         return ["--tunnel-through-iap"]
     return ["--internal-ip"] if config.slice.internal_ips else []
 
 
 def accelerator_types_command(config: Config) -> list[str]:
-    """Lists the accelerator types of the zone; fails when the project, the API or the permissions are wrong."""
+    """Returns the command that lists the zone's accelerator types; fails if project, API or permissions are wrong."""
     return [*_base(config, "accelerator-types", "list"), "--format=value(name.basename())"]
 
 
 def runtime_versions_command(config: Config) -> list[str]:
-    """Lists the zone's runtime versions for TPU VMs."""
+    """Returns the command that lists the zone's runtime versions for TPU VMs."""
     return [*_base(config, "versions", "list"), "--format=value(name.basename())"]
 
 
@@ -145,6 +147,6 @@ def idle_shutdown_script(config: Config) -> str:
 
 
 def idle_shutdown_flags(config: Config) -> list[str]:
-    """Returns the flags of gcloud that give a new node its startup script; none without idle shutdown."""
+    """Returns the gcloud flags that give a new node its startup script; [] without slice.abandoned_hours."""
     script = idle_shutdown_script(config)
     return [f"--metadata=^{METADATA_DELIMITER}^startup-script={script}"] if script else []

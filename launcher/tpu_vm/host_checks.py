@@ -37,14 +37,14 @@ class HostFacts:
 
 
 def check_script(image: str, run_id: str, accelerator_type: str) -> str:
-    """Returns the script that prints a host's facts."""
+    """Returns the script that prints a host's facts: its image, runs, TPU holders, disk, clock and huge pages."""
     holders, pages = load("list_tpu_holders"), huge_pages_file(accelerator_type)
     parameters = {"image": image, "run_id": run_id, "label_run": LABEL_RUN}
     return render("check_host", **parameters, list_holders=holders, huge_pages=pages)
 
 
 def parse_facts(output: str) -> dict[str, str]:
-    """Returns the facts in the output of a host."""
+    """Returns the facts in the output of a host, by name; ignores other lines."""
     facts = {}
     for line in output.splitlines():
         match = re.match(r"tpu-launch-fact (\S+) ?(.*)", line)
@@ -58,7 +58,6 @@ def judge_hosts(hosts: Sequence[HostFacts], host_count: int, *, image_bytes: int
 
     Args:
         hosts: Facts of the hosts that answered.
-        host_count: Hosts of the slice.
         image_bytes: Unpacked size of an image that hosts without it must pull; None when unknown or not needed.
     """
     findings: list[Finding] = []
@@ -87,7 +86,7 @@ def _worker_and_engine(facts: HostFacts) -> Iterator[Finding]:
 
 
 def _occupation(facts: HostFacts) -> Iterator[Finding]:
-    """Yields other runs and other processes that use the host's TPU."""
+    """Yields a failure for another run on the host, and one for processes that hold its TPU."""
     if runs := facts.values.get("runs", "").split():
         fix = "wait for it, or `tpu-launch stop --run RUN`"
         yield Finding(facts.where, Severity.FAIL, f"run {runs[0]} is on this host", fix, occupied_by=runs[0])
@@ -98,6 +97,7 @@ def _occupation(facts: HostFacts) -> Iterator[Finding]:
 
 
 def _disk(facts: HostFacts, image_bytes: int | None) -> Iterator[Finding]:
+    """Yields a failure if the host lacks the image and the disk space to pull it; nothing when either is unknown."""
     free_kb = facts.values.get("free_kb", "")
     if image_bytes is None or facts.values.get("image") or not free_kb.isdigit():
         return
@@ -108,6 +108,7 @@ def _disk(facts: HostFacts, image_bytes: int | None) -> Iterator[Finding]:
 
 
 def _clock(facts: HostFacts) -> Iterator[Finding]:
+    """Yields a warning if the host's clock is more than 30 s off the workstation's."""
     time = facts.values.get("time", "")
     if not time.isdigit():
         return
@@ -118,7 +119,7 @@ def _clock(facts: HostFacts) -> Iterator[Finding]:
 
 
 def _huge_pages(facts: HostFacts) -> Iterator[Finding]:
-    """Yields transparent huge pages that are off and that `prepare` can't switch on."""
+    """Yields a warning if transparent huge pages are off and `prepare` can't switch them on."""
     if pages := facts.values.get("huge_pages_kept"):
         message = f"transparent huge pages are off ({pages}) and can't be switched on: starts take longer"
         fix = "echo always | sudo tee /sys/kernel/mm/transparent_hugepage/enabled, on that host"

@@ -36,6 +36,7 @@ def has_reports(output: str) -> bool:
 
 
 def _to_report(worker: int, word: str, detail: str, *, expected: str) -> HostReport:
+    """Returns ok if `word` is the expected one, else a failure; "busy" names the other run in `occupied_by`."""
     if word == expected:
         return HostReport(worker, True, detail)
     if word == _BUSY:
@@ -44,7 +45,7 @@ def _to_report(worker: int, word: str, detail: str, *, expected: str) -> HostRep
 
 
 def parse_state(line: str) -> ContainerState | None:
-    """Returns the state in the first line of `observe.sh`; None when the host's engine does not answer."""
+    """Returns the state in the first line of `observe.sh` ("absent": no container); None if no engine answers."""
     if line == "absent":
         return ContainerState("absent")
     if not line.startswith("{"):
@@ -67,14 +68,15 @@ def parse_state(line: str) -> ContainerState | None:
 
 
 def _is_between(finished_at: str, booted: float) -> bool:
-    """Returns whether a container had ended before the host booted. The engine writes the end of a container that the
-    host took down at the next boot; some versions omit it (the year 1)."""
+    """Returns whether a container had ended before the host booted (`booted`: Unix seconds). The engine writes the end
+    of a container that the host took down at the next boot; some versions omit it (the year 1): False."""
     finished = parse_time(finished_at)
     return finished is not None and 0 < finished < booted
 
 
 def parse_observation(worker: int, output: str) -> Observation:
-    """Returns the observation in the output of `observe.sh`. Leaves a truncated last line to the next one."""
+    """Returns the observation in the output of `observe.sh`; one with a `problem` if the engine does not answer. Output
+    cut at LOG_BYTES sets `more`, and its truncated last line is left to the next observation."""
     first, _, rest = output.partition("\n")
     state = parse_state(first.strip())
     if state is None:
@@ -89,6 +91,7 @@ def parse_observation(worker: int, output: str) -> Observation:
 
 
 def _log_line(line: str) -> LogLine:
+    """Splits a line into the engine's timestamp and the text; keeps a line without a timestamp whole."""
     timestamp, _, text = line.partition(" ")
     return LogLine(timestamp, text.rstrip("\r")) if re.match(r"\d{4}-\d\d-\d\dT", timestamp) else LogLine("", line)
 
@@ -100,7 +103,6 @@ def covers(lines: Sequence[LogLine], since: str, tail: int) -> bool:
     LOG_OVERLAP before that line, and times run backwards a little where stdout and stderr meet.
 
     Args:
-        lines: The last lines of the log.
         since: RFC 3339 time, as `Cursor.since` gives it.
         tail: The number of lines that was asked for.
     """

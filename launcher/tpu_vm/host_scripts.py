@@ -32,7 +32,8 @@ _SECRETS_FOLDER = "/run/tpu-launch"  # in the container; await_secrets.sh and re
 
 
 def create_arguments(attempt: Attempt, hosts: Sequence[str], accelerator_type: str) -> list[str]:
-    """Returns the arguments of `docker create` on every host; each host adds TPU_WORKER_ID."""
+    """Returns the arguments of `docker create` on every host, with image and command; each host adds TPU_WORKER_ID.
+    With secrets, the command waits for their delivery first."""
     arguments = ["--name", attempt.container]
     arguments += ["--label", f"{LABEL_RUN}={attempt.run_id}", "--label", f"{LABEL_ATTEMPT}={attempt.number}"]
     arguments += ["--privileged", "--network", "host", "--init"]
@@ -53,7 +54,7 @@ def create_arguments(attempt: Attempt, hosts: Sequence[str], accelerator_type: s
 
 
 def container_environment(attempt: Attempt, hosts: Sequence[str], accelerator_type: str) -> dict[str, str]:
-    """Returns the environment of every host's container, without TPU_WORKER_ID."""
+    """Returns the environment of every host's container but TPU_WORKER_ID; the attempt's variables override ours."""
     cache = {
         "TPU_LAUNCH_COMPILE_CACHE": _PROGRAMS_FOLDER,
         "TPU_LAUNCH_COMPILE_CACHE_GB": f"{attempt.compile_cache_gb:g}",
@@ -70,13 +71,13 @@ def container_environment(attempt: Attempt, hosts: Sequence[str], accelerator_ty
 
 
 def huge_pages_file(accelerator_type: str) -> str:
-    """Returns the kernel's switch of transparent huge pages where they make libtpu start faster (v5e and newer, says
-    JAX's warning at start-up); else ""."""
+    """Returns the kernel's switch of huge pages where they speed up libtpu's start (v5e and newer); else ""."""
     return "" if accelerator(accelerator_type).generation.name in _WITHOUT_HUGE_PAGES else HUGE_PAGES
 
 
 def prepare_script(attempt: Attempt, hosts: Sequence[str], accelerator_type: str) -> str:
-    """Pulls the image and creates the container. Reports `ready <image id>`, `busy <run id>` or `failed <reason>`.
+    """Removes containers of older attempts, pulls the image and creates the container. Reports `ready <image id>`,
+    `busy <run id>` or `failed <reason>`.
 
     Pulls an image named by digest unless the host has it, with the token of the host's service account from Google's
     registries and without credentials from others. An image named by its id must be on the host. Switches on
@@ -117,7 +118,7 @@ def check_engine_script() -> str:
 
 
 def start_script(attempt: Attempt) -> str:
-    """Starts the prepared container. Reports `started`, `busy <run id>` or `failed <reason>`."""
+    """Starts the prepared container unless it ran already. Reports `started`, `busy <run id>` or `failed <reason>`."""
     return render(
         "start", container=attempt.container, run_id=attempt.run_id, label_run=LABEL_RUN, label_boot=LABEL_BOOT
     )
@@ -129,8 +130,7 @@ def secrets_script(attempt: Attempt) -> str:
 
 
 def secrets_input(secrets: Mapping[str, str]) -> str:
-    """Returns the standard input of `secrets_script`: shell assignments, so that any value survives, and a last line
-    that proves completeness."""
+    """Returns the input of `secrets_script`: shell assignments, for any value, and a last line that marks the end."""
     assignments = "".join(f"export {key}={shlex.quote(value)}\n" for key, value in sorted(secrets.items()))
     return f"{assignments}# end\n"
 
@@ -139,7 +139,6 @@ def observe_script(container: str, since: str | None, *, patience: float = 0.0, 
     """Prints the container's state and the host's boot on one line, then the log, each line with the engine's time.
 
     Args:
-        container: The container's name.
         since: Only lines from this time on (RFC 3339, inclusive).
         patience: Seconds to wait for the container's end first.
         tail: Only so many of the last lines: an engine reads a log quickly from its end, but from a time on by reading
@@ -156,8 +155,6 @@ def execute_script(container: str, command: Sequence[str], mark: str, *, seconds
     """Runs a command in the running container. Its last line is `MARK exit CODE`, or `MARK failed REASON`.
 
     Args:
-        container: The container's name.
-        command: Program and arguments.
         mark: A unique word; the command's environment carries it.
         seconds: Time limit of the command.
         held: End the command as soon as standard input ends.
@@ -167,7 +164,7 @@ def execute_script(container: str, command: Sequence[str], mark: str, *, seconds
 
 
 def end_execution_script(container: str, mark: str) -> str:
-    """Ends a command started by `execute_script`."""
+    """Ends a command started by `execute_script` with the same `mark`."""
     return render("end_execution", container=container, mark=mark, end=load("end_command"))
 
 
@@ -182,5 +179,6 @@ def evidence_script(container: str) -> str:
 
 
 def stop_script(container: str, grace: int, *, remove: bool) -> str:
-    """Stops a container: SIGTERM once, SIGKILL after `grace` seconds. Reports `stopped`, for a missing one too."""
+    """Stops a container: SIGTERM once, SIGKILL after `grace` seconds; deletes it if `remove`, or if it never started.
+    Reports `stopped`, for a missing one too."""
     return render("stop", container=container, grace=grace, remove=remove)

@@ -56,7 +56,7 @@ class OwnedSlice:
         return costs.so_far(self.accelerator_type, self.zone, self.capacity, now - self.created)
 
     def why_leftover(self, now: float) -> str:
-        """Returns why `gc` removes it; "" when it does not."""
+        """Returns why `gc` removes it (dead, or expired); "" when it does not. `now`: Unix seconds."""
         if self.state == "DELETING":
             return ""
         if self.state in _DEAD:
@@ -173,6 +173,7 @@ def parse_queued(resource: dict[str, Any]) -> OwnedSlice | None:
 def _make(
     name: str, zone: str, kind: str, state: str, node: dict[str, Any], scheduling: dict[str, Any], created: str
 ) -> OwnedSlice:
+    """Builds a slice from the API's fields; `scheduling` gives the capacity, `created` is an RFC 3339 time."""
     labels: dict[str, str] = node.get("labels", {})
     if scheduling.get("spot") or scheduling.get("preemptible"):
         capacity = "spot"
@@ -206,14 +207,14 @@ def find_leftovers(slices: Sequence[OwnedSlice], now: float, *, owner: Owner | N
 
 
 def delete_command(project: str, slice_: OwnedSlice) -> list[str]:
-    """Returns the command that deletes a slice: for a node from the queue, with its request, which would keep the
-    quota."""
+    """Returns the command that deletes a slice; a node from the queue with its request, which would keep the quota."""
     if slice_.kind == "node" and not slice_.request:
         return _command(project, slice_.zone, "tpu-vm", "delete", slice_.name)
     return [*_command(project, slice_.zone, "queued-resources", "delete", slice_.request or slice_.name), "--force"]
 
 
 def _command(project: str, zone: str, kind: str, verb: str, name: str) -> list[str]:
+    """Returns a gcloud command without its --format; `kind`: "tpu-vm" or "queued-resources"."""
     ends = [f"--project={project}", f"--zone={zone}", "--quiet"]
     return ["gcloud", "compute", "tpus", kind, verb, name, *ends]
 
@@ -222,10 +223,7 @@ def remove(project: str, leftover: OwnedSlice, say: Callable[[str], None], machi
     """Deletes a leftover, if the slice of its name is still the listed one and still a leftover.
 
     Args:
-        project: The leftover's project.
         leftover: The slice as it was listed.
-        say: Is given lines for the user.
-        machine: Runs gcloud, and waits.
 
     Returns:
         The outcome: "deleted", "gone already", or "left alone: " and why.

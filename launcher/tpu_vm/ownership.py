@@ -26,7 +26,7 @@ class NotOurs(Conflict):
 
 
 def make_labels(config: Config, owner: Owner, now: float) -> dict[str, str]:
-    """Returns the labels of a slice that is created at `now` (Unix seconds)."""
+    """Returns the labels of a slice created at `now` (Unix seconds); an expiry only with slice.expires_hours."""
     labels = {LABEL: "1", OWNER: owner.user, RUN: config.run_name}
     if owner.account:
         labels[ACCOUNT] = owner.account

@@ -60,6 +60,7 @@ class TpuVm:
     # -- the slice ----------------------------------------------------------------------------------------------------
 
     def describe(self) -> SliceState | None:
+        """Returns the slice; drops the kept addresses and connections if they are of another slice."""
         state = slices.describe(self.config, self._machine)
         self._connections.note_state(state)
         return state
@@ -68,6 +69,8 @@ class TpuVm:
         return self._connections.has_known_slice
 
     def create(self, clock: Clock | None = None) -> None:
+        """Drops the kept addresses, creates the slice, waits for its hosts and keeps their new addresses. Tells the
+        user when an interrupt leaves a slice that is billed."""
         self.close()  # a new slice has other addresses and keys
         self._connections.forget()
         machine = replace(self._machine, clock=clock or self._machine.clock)
@@ -86,6 +89,7 @@ class TpuVm:
                 self._connections.pool()
 
     def delete(self) -> None:
+        """Drops the kept addresses and deletes the slice; tells the user when there is none."""
         self.close()
         self._connections.forget()
         if not slices.delete(self.config, self.say, self._machine):
@@ -100,7 +104,8 @@ class TpuVm:
     # -- containers ---------------------------------------------------------------------------------------------------
 
     def prepare(self, attempt: Attempt) -> list[HostReport]:
-        """Checks the hosts, pulls the image, creates the containers, and copies the overlay into them."""
+        """Checks the hosts, pulls the image, creates the containers and copies the overlay; stops at the first of these
+        that a host fails. Raises LaunchError for fatal findings, or when a host received another overlay."""
         self._check_hosts(attempt)
         script = host_scripts.prepare_script(attempt, self._internal_addresses(), self.config.slice.accelerator_type)
         prepared = self._run_everywhere(script, "ready", timeout=self._start_seconds)
@@ -119,7 +124,7 @@ class TpuVm:
         return [replace(report, detail=f"{report.detail} with overlay {overlay.digest}") for report in prepared]
 
     def start(self, attempt: Attempt) -> list[HostReport]:
-        """Starts the prepared containers by one gcloud call, then delivers their secrets."""
+        """Starts the prepared containers by one gcloud call; delivers their secrets once all have started."""
         reports = self._run_through_gcloud(host_scripts.start_script(attempt), "started", timeout=self._start_seconds)
         values = attempt.all_secrets(len(self._workers))
         if not values or not all(report.ok for report in reports):
@@ -128,11 +133,8 @@ class TpuVm:
         return self._send(host_scripts.secrets_script(attempt), secrets, "delivered", timeout=_SECRETS_SECONDS)
 
     def observe(self, worker: int, container: str, since: str | None, *, patience: float = 0.0) -> Observation:
-        """Returns the state of a container on a host and its log lines from `since` on.
-
-        Waits up to `patience` seconds for the container's end. Asks for the last lines first, and a second time for all
-        lines from `since` if those don't reach back to it.
-        """
+        """Returns a container's state and its log lines from `since` on, after up to `patience` seconds for its end.
+        Reads the last lines first, and all from `since` only if those don't reach back to it."""
         tail = _TAIL if since else None
         script = host_scripts.observe_script(container, since, patience=patience, tail=tail)
         observation = self._observe(worker, script, patience)
@@ -141,6 +143,7 @@ class TpuVm:
         return observation
 
     def _observe(self, worker: int, script: str, patience: float = 0.0) -> Observation:
+        """Runs a script of `observe_script` on a host, through gcloud where ssh is refused."""
         result = None
         if not self._connections.gcloud_only:
             result = self._connections.run(worker, script, timeout=_COMMAND_SECONDS + patience)
@@ -153,6 +156,7 @@ class TpuVm:
     def stop(
         self, container: str, *, grace: int, remove: bool, workers: Sequence[int] | None = None
     ) -> list[HostReport]:
+        """Stops a container; tries unreached hosts a second time, and all by gcloud if every host refuses ssh."""
         script = host_scripts.stop_script(container, grace, remove=remove)
         timeout = grace + 30
         chosen = list(self._workers) if workers is None else list(workers)
@@ -179,6 +183,7 @@ class TpuVm:
         return execution.run(workers)
 
     def evidence(self, container: str, workers: Sequence[int]) -> dict[str, str]:
+        """Returns the node's description and, unless `gcloud_only`, the diagnostics of each host."""
         command = commands.describe_command(self.config)
         try:
             files = {"slice.json": call_gcloud(self._machine, command, timeout=_COMMAND_SECONDS * 2)}
@@ -197,7 +202,7 @@ class TpuVm:
     # -- checks -------------------------------------------------------------------------------------------------------
 
     def _check_hosts(self, attempt: Attempt) -> None:
-        """Checks all hosts in one round trip. Raises LaunchError with the fatal findings; tells the user the others."""
+        """Raises LaunchError for fatal findings on the hosts; tells the user others. Skipped where ssh is refused."""
         if self._connections.gcloud_only:
             return  # another call of gcloud takes seconds; `prepare` finds the most important problems
         begin = self._machine.clock.time()
@@ -226,6 +231,7 @@ class TpuVm:
         return results
 
     def _judge_hosts(self, attempt: Attempt, results: Sequence[HostResult], begin: float, end: float) -> list[Finding]:
+        """Returns findings on hosts that answered, a failure for each other. Times: Unix seconds around the check."""
         hosts = [
             HostFacts(result.worker, host_checks.parse_facts(result.stdout), begin, end)
             for result in results
@@ -243,6 +249,7 @@ class TpuVm:
     # -- all hosts ----------------------------------------------------------------------------------------------------
 
     def _internal_addresses(self) -> list[str]:
+        """Returns the hosts' internal addresses, from a description if unknown. Raises LaunchError without a slice."""
         addresses = self._connections.internal_addresses()
         if not addresses and self.describe() is None:
             raise LaunchError(f"slice {self.config.slice.name} does not exist; `tpu-launch up` creates it")
@@ -288,8 +295,7 @@ class TpuVm:
             seconds = min(seconds * 1.5, _LONGEST_CONTACT_SECONDS)
 
     def _hosts_not_up(self, seconds: float) -> list[str]:
-        """Returns why hosts can't be used yet, one line each. `seconds`: time-out of this try, beside half a second a
-        host."""
+        """Returns why hosts can't be used yet, one line each. `seconds`: time-out, beside half a second a host."""
         timeout = seconds + self.config.accelerator.hosts / 2
         try:
             reports = self._run_through_gcloud(host_scripts.check_engine_script(), "up", timeout=timeout)
@@ -298,8 +304,7 @@ class TpuVm:
         return [f"host {report.worker}: {report.detail}" for report in reports if not report.ok]
 
     def _run_everywhere(self, script: str, word: str, *, timeout: float) -> list[HostReport]:
-        """Runs a script over open connections; when that fails on a host, on all hosts through gcloud, which also
-        uploads a missing key."""
+        """Runs a script over open connections; if a host fails, on all through gcloud, which uploads missing keys."""
         results: list[HostResult] = []
         if not self._connections.gcloud_only:
             results = self._connections.run_all(script, timeout=timeout)
@@ -308,7 +313,7 @@ class TpuVm:
         return self._run_through_gcloud(script, word, timeout=timeout)
 
     def _run_through_gcloud(self, script: str, word: str, *, timeout: float) -> list[HostReport]:
-        """Runs a script on all hosts with one gcloud call. Raises gcloud's error when no host reported."""
+        """Runs a script on all hosts by one gcloud call; one that prints `word` is ok. Raises if none reported."""
         argv = commands.ssh_command(self.config, script)
         result = self._machine.run(argv, timeout=timeout)
         if not result.ok and not host_output.has_reports(result.stdout):
@@ -316,8 +321,7 @@ class TpuVm:
         return host_output.parse_reports(result.stdout, word, self._workers)
 
     def _send(self, script: str, stdin: str, word: str, *, timeout: float) -> list[HostReport]:
-        """Runs a script with standard input on every host, through gcloud when ssh is refused. The script may run
-        twice."""
+        """Runs a script with standard input on every host, by gcloud when all refuse ssh. It may run twice."""
         results: list[HostResult] = []
         if not self._connections.gcloud_only:
             results = self._connections.run_all(script, timeout=timeout, stdin=stdin)
@@ -329,6 +333,7 @@ class TpuVm:
 
 
 def _to_report(result: HostResult, word: str) -> HostReport:
+    """Returns ok for a host that was reached and printed `word`, else a failure with the reason."""
     if not result.reached:
         return HostReport(result.worker, False, result.problem)
     return host_output.parse_reports(result.stdout, word, [result.worker])[0]

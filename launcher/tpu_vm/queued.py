@@ -69,8 +69,8 @@ def _base(config: Config, verb: str) -> list[str]:
 
 
 def create_command(config: Config, labels: dict[str, str], seconds: float) -> list[str]:
-    """Requests the slice, to be granted within `seconds`. Uses the GA track: alpha's --spot contradicts itself (SDK
-    528)."""
+    """Returns the command that requests the slice, to be granted within `seconds`. Uses the GA track: alpha's --spot
+    contradicts itself (SDK 528)."""
     flags = [
         f"--node-id={config.slice.name}",
         f"--runtime-version={config.runtime_version}",
@@ -80,17 +80,17 @@ def create_command(config: Config, labels: dict[str, str], seconds: float) -> li
 
 
 def describe_command(config: Config) -> list[str]:
-    """Describes the request as JSON."""
+    """Returns the command that prints the request as JSON."""
     return [*_base(config, "describe"), "--format=json"]
 
 
 def delete_command(config: Config) -> list[str]:
-    """Deletes the request and, with force, its node."""
+    """Returns the command that deletes the request and, with force, its node."""
     return [*_base(config, "delete"), "--force"]
 
 
 def parse(text: str) -> Request:
-    """Returns the request in the output of `describe --format=json`."""
+    """Returns the request in the output of `describe --format=json`; its labels are those of its first node."""
     resource: dict[str, Any] = json.loads(text)
     state: dict[str, Any] = resource.get("state", {})
     error = state.get("failedData", {}).get("error", {})
@@ -123,14 +123,13 @@ def obtain(
     """Makes the request when there is none, and returns when it is ACTIVE and its node READY.
 
     Args:
-        config: The configuration, with slice.queued.
         labels: Labels of a new node.
         node: Describes the node; returns None when there is none.
-        say: Is given lines for the user.
-        machine: Runs gcloud, and waits.
+        say: Is given lines for the user; also told that Ctrl-C leaves the request in the queue.
 
     Raises:
         Stockout: The time is over; the request is deleted then.
+        Conflict: The request is another owner's, or another command deleted it.
         LaunchError: What Google reports about quota, permission or the request itself. The message says when a request
             is left that may be granted.
     """
@@ -161,6 +160,7 @@ class _Acquisition:
         say: Callable[[str], None],
         machine: Workstation,
     ) -> None:
+        """Describes the request that an earlier command may have made; its age counts against the time limit."""
         assert config.slice.queued is not None
         self.config, self.labels, self.node, self.say, self.machine = config, labels, node, say, machine
         self.retry = Retry(machine, say, f"request {config.slice.name}")
@@ -178,7 +178,7 @@ class _Acquisition:
         self.progress = _Progress(say, config, begin, self.deadline)
 
     def run(self) -> None:
-        """Returns when the node is READY."""
+        """Returns when the node is READY. Replaces a lost request or node; raises NotOurs for another's request."""
         self._wait_for_deletion()
         while True:
             request = self.request
@@ -210,7 +210,7 @@ class _Acquisition:
             self._remove()
 
     def _is_lost(self, node: SliceState | None) -> bool:
-        """Returns whether the node of an ACTIVE request was taken away, or stays missing."""
+        """Returns whether the node of an ACTIVE request was taken away, or is missing for 20 s; notes since when."""
         if node is not None:
             self.node_missing_since = None
             return node.gone_for_good
@@ -220,8 +220,7 @@ class _Acquisition:
         return now - self.node_missing_since >= _LAG_SECONDS
 
     def _retry_until(self) -> float:
-        """Returns until when errors are retried (monotonic clock): the request could be granted and its node created
-        by then."""
+        """Returns until when (monotonic clock) errors are retried: a request may be granted, its node made by then."""
         now = self.machine.clock.monotonic()
         return max(now, self.deadline) + self.config.slice.create_minutes * 60
 
@@ -233,9 +232,11 @@ class _Acquisition:
         return self.machine.clock.time() - request.created
 
     def _left(self) -> float:
+        """Returns the seconds until the request's time is over; negative afterwards."""
         return self.deadline - self.machine.clock.monotonic()
 
     def _make_request(self) -> None:
+        """Requests the slice. A Conflict or a lost answer is kept, and raised instead of a fourth request in a row."""
         if self.lost is not None and self.lost_answers >= _MOST_LOST_ANSWERS:
             raise self.lost
         slice_, left = self.config.slice, self._left()
@@ -259,8 +260,8 @@ class _Acquisition:
         self.progress.reset()
 
     def _replace(self, request: Request) -> None:
-        """Deletes a SUSPENDED or FAILED request, and waits before the next one. Raises the error that its failure
-        means, unless that is transient and there is time left."""
+        """Deletes a SUSPENDED or FAILED request, and waits before the next one (the first at once). Raises the error
+        that its failure means, unless that is transient and there is time left."""
         left = self._left()
         self._remove()
         if request.state == "FAILED":
@@ -277,13 +278,13 @@ class _Acquisition:
         self.replacements += 1
 
     def _remove(self) -> None:
+        """Deletes the request, if there is one, and waits until it is gone."""
         if self.request is not None:
             remove(self.config, self.request, self.say, self.machine)
         self.request, self.node_missing_since = None, None
 
     def _check_deadline(self) -> None:
-        """Deletes a request that was not granted in time and raises Stockout. A request that is being granted has
-        slice.create_minutes more."""
+        """Deletes a request not granted in time and raises Stockout; one being granted has create_minutes more."""
         is_granted = self.request is not None and self.request.state in ("PROVISIONING", "ACTIVE")
         grace = self.config.slice.create_minutes * 60 if is_granted else _LATE_SECONDS
         if self._left() < -grace:
@@ -292,6 +293,7 @@ class _Acquisition:
             raise Stockout(_too_late(self.config, request))
 
     def _poll(self) -> None:
+        """Sleeps, describes the request again and reports its state. Raises Conflict when it has disappeared."""
         self.machine.clock.sleep(_POLL_SECONDS)
         before = self.request
         self.request = self.retry.call(lambda: describe(self.config, self.machine), self._retry_until())
@@ -304,6 +306,7 @@ class _Acquisition:
 
 
 def _too_late(config: Config, request: Request | None) -> str:
+    """Returns the message of the Stockout for a request that was not granted in time."""
     assert config.slice.queued is not None
     reason = f"\n  Google said: {request.error}" if request is not None and request.error else ""
     hours = config.slice.queued.valid_until_hours

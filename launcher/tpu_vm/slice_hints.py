@@ -56,7 +56,7 @@ def save_zone(config: Config, zone: str) -> None:
 
 
 def save_create_time(config: Config, now: float) -> None:
-    """Keeps the time of a create request (Unix seconds)."""
+    """Keeps the time of a create request (Unix seconds). Ignores a full disk."""
     with contextlib.suppress(OSError):
         home.write_private(_file(config, "asked"), f"{now}\n")
 
@@ -82,7 +82,7 @@ def is_create_in_flight(config: Config) -> bool:
 
 
 def forget(config: Config) -> None:
-    """Removes the hints."""
+    """Removes the zone and the time of the last create request; keeps the lock of an in-flight create."""
     for ending in ("json", "asked"):
         with contextlib.suppress(OSError):
             _file(config, ending).unlink(missing_ok=True)

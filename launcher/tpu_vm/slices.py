@@ -79,6 +79,8 @@ def describe(config: Config, machine: Workstation) -> SliceState | None:
 
 
 def _describe_in_zone(config: Config, machine: Workstation) -> SliceState | None:
+    """Returns the node. With slice.queued, returns the request in its own state (PREEMPTED if it lost its node) when
+    there is no node, or when Google took the one being deleted."""
     node = _describe_node(config, machine)
     if config.slice.queued is None or (node is not None and node.state != "DELETING"):
         return node
@@ -109,8 +111,7 @@ def _describe_node(config: Config, machine: Workstation) -> SliceState | None:
 
 
 def _describe_request(config: Config, machine: Workstation) -> queued.Request | None:
-    """Returns the queued resource of the slice's name. None, too, when the account may not see queued resources and the
-    configuration uses none."""
+    """Returns the queued resource of the slice's name; None if the account may not see any and none is configured."""
     try:
         return queued.describe(config, machine)
     except PermissionDenied:
@@ -191,7 +192,7 @@ class _Creation:
         self.deadline = self._from_now(config.slice.create_minutes * 60)
 
     def run(self) -> SliceState:
-        """Returns the slice when it is READY."""
+        """Returns the slice when it is READY. Raises NotOurs for another owner's that was not READY at first."""
         if self.first_contact:
             node = _describe_node(self.config, self.machine)
         else:
@@ -262,7 +263,7 @@ class _Creation:
             self._create_node()
 
     def _create_node(self) -> None:
-        """Requests the node, directly or through the queue, and waits for the answer. Keeps a lost answer in `lost`."""
+        """Checks the cost limit, requests the node and waits for the answer. Keeps a lost answer in `lost`."""
         config, slice_ = self.config, self.config.slice
         costs.check(config)
         self.say(
@@ -304,6 +305,7 @@ class _Creation:
             self.say(f"{str(error).splitlines()[0]}: checking whether {slice_.name} is being created nevertheless")
 
     def _start(self, node: SliceState) -> None:
+        """Starts a STOPPED node and waits. Raises Stockout; leaves a transient error to the next description."""
         self.say(f"slice {node.name} is STOPPED: starting it")
         costs.check(self.config)
         seconds = max(1.0, self.deadline - self.machine.clock.monotonic())
@@ -318,6 +320,7 @@ class _Creation:
                 raise  # else the next description tells whether it starts
 
     def _wait_for_deletion(self, node: SliceState) -> None:
+        """Waits until a DELETING node is gone; resets the deadline. Raises Conflict once this command created it."""
         if self.creates:
             raise Conflict(
                 f"slice {node.name} is being deleted by another command while this one waits for it; `tpu-launch up` "
@@ -328,6 +331,7 @@ class _Creation:
         self.deadline = self._from_now(self.config.slice.create_minutes * 60)
 
     def _replace(self, node: SliceState) -> None:
+        """Deletes a lost node with its request; resets the deadline. Raises Preempted once this command created it."""
         if self.creates:
             raise Preempted(
                 f"slice {node.name} became {node.state} while it was being created; run `tpu-launch up` again"
@@ -337,7 +341,7 @@ class _Creation:
         self.deadline = self._from_now(self.config.slice.create_minutes * 60)
 
     def _wait(self, node: SliceState) -> None:
-        """Waits until the next description is due. Raises CommandTimeout after slice.create_minutes."""
+        """Tells the user a new state and sleeps. Raises CommandTimeout after slice.create_minutes."""
         if node.state != self.reported:
             self.say(f"slice {node.name} is {node.state}")
             self.reported = node.state
@@ -362,6 +366,7 @@ def _check_type(config: Config, node: SliceState) -> None:
 
 
 def _check_hosts(config: Config, node: SliceState) -> None:
+    """Raises LaunchError unless the node has as many hosts as its type."""
     if len(node.hosts) != config.accelerator.hosts:
         raise LaunchError(
             f"slice {node.name} has {len(node.hosts)} hosts; a {config.slice.accelerator_type} has "
@@ -376,7 +381,8 @@ def delete(config: Config, say: Say, machine: Workstation) -> bool:
     """Deletes the slice in every zone, with its queued resource, and waits until the API says that both are gone.
     Returns whether there was one. A zone that does not answer keeps no slice in another zone alive.
 
-    Deletes a queued resource first, with force: that takes along a node granted in the meantime.
+    Deletes a queued resource first, with force: that takes along a node granted in the meantime. Looks again while a
+    create request of this machine may still arrive. Forgets the local hints at the end.
 
     Raises:
         NotOurs: Another owner's slice has the name, and there is none of ours.
@@ -419,8 +425,7 @@ def delete(config: Config, say: Say, machine: Workstation) -> bool:
 
 
 class _InFlightCreates:
-    """Create requests of this machine that may reach Google, or become visible, after a look for the slice: those of a
-    command that was killed."""
+    """Create requests of this machine (of a killed command) that may still reach Google or become visible."""
 
     def __init__(self, config: Config, say: Say, machine: Workstation) -> None:
         self.config, self.say, self.machine, self.said = config, say, machine, False
@@ -458,7 +463,7 @@ class _InFlightCreates:
 
 
 def _look_and_delete(config: Config, say: Say, machine: Workstation) -> bool:
-    """Deletes the node and the queued resource in one zone. Returns whether there was one."""
+    """Deletes the node and the queued resource in one zone, after a look at both. Returns whether there was one."""
     retry = Retry(machine, say, f"slice {config.slice.name} in {config.zone}")
     deadline = machine.clock.monotonic() + _LOOK_SECONDS
     # Look at the queue even when the configuration does not use it (any more): a queued resource keeps its quota.

@@ -68,7 +68,6 @@ def sha256(data: bytes) -> str:
 
 
 def blob_of(data: bytes) -> Blob:
-    """Returns bytes in memory as a blob."""
     return Blob(sha256(data), len(data), lambda: io.BytesIO(data))
 
 
@@ -97,7 +96,6 @@ class Registry:
         """Connects at the first request.
 
         Args:
-            host: the registry.
             credentials: returns the credentials of a registry; called when it requires them.
             writes: the repository to push to.
             reads: repositories to read.
@@ -140,6 +138,7 @@ class Registry:
         return self._check_manifest(response, path, version)
 
     def _check_manifest(self, response: RegistryResponse, path: str, version: str) -> ManifestDocument:
+        """Returns the manifest in a response. Raises LaunchError if it is not the one of a digest in `version`."""
         document = ManifestDocument(response.header("content-type").partition(";")[0].strip(), response.body)
         if ":" in version and document.digest != version:
             raise LaunchError(f"{self.host}/{path}@{version}: the registry sent another manifest, {document.digest}")
@@ -154,11 +153,10 @@ class Registry:
     # -- blobs
 
     def has_blob(self, path: str, digest: str) -> bool:
-        """Returns whether a repository has a blob."""
         return self._ask("HEAD", f"{path}/blobs/{digest}", (200, 404)).status == 200
 
     def read_blob(self, path: str, digest: str, size: int) -> bytes:
-        """Returns a small blob, after a check of its digest; `size` is the manifest's figure."""
+        """Returns a blob of at most 8 MiB (`size`: as the manifest says). Raises LaunchError for another digest."""
         if size > _LARGEST_DOCUMENT:
             raise LaunchError(f"{self.host}/{path}@{digest}: {size} bytes are too many for an image's configuration")
         body = self._ask("GET", f"{path}/blobs/{digest}", (200,)).body
@@ -167,8 +165,7 @@ class Registry:
         return body
 
     def upload(self, path: str, blob: Blob, *, source: str | None = None) -> bool:
-        """Uploads a blob unless the repository, or the repository `source` of this registry, has it; returns whether
-        bytes were sent."""
+        """Uploads a blob unless the repository, or `source` in this registry, has it; returns whether bytes went."""
         if self.has_blob(path, blob.digest):
             return False
         query = {"mount": blob.digest, "from": source} if source else {}
@@ -239,6 +236,7 @@ class Registry:
         return urljoin(url, response.header("location") or url), sent
 
     def _begin_upload(self, path: str) -> RegistryResponse:
+        """Begins an upload; the response has its address. Raises _PassingError for any refusal."""
         response = self._request("POST", f"https://{self.host}/v2/{path}/blobs/uploads/", {})
         if response.status != 202:
             raise _PassingError(f"it answered {response.status} to a new upload")
@@ -266,7 +264,7 @@ class Registry:
         return self._repeat(lambda: self._request(method, url, headers or {}, body), expected)
 
     def _repeat(self, send: Callable[[], RegistryResponse], expected: Sequence[int]) -> RegistryResponse:
-        """Calls `send` until the status is one of `expected`, with growing pauses. Raises LaunchError."""
+        """Calls `send` until the status is expected, five times at most, with pauses. Raises LaunchError for others."""
         for number in range(_TRIES):
             pause = min(_FIRST_PAUSE * 2**number, _LONGEST_PAUSE)
             try:
@@ -287,7 +285,7 @@ class Registry:
         raise LaunchError(f"the registry {self.host} failed {_TRIES} times, at last because {reason}; try again")
 
     def _request(self, method: str, url: str, headers: Mapping[str, str], body: Content = b"") -> RegistryResponse:
-        """Sends one request; obtains a new authorization when the registry requires it."""
+        """Sends one request; on 401 again, with a new authorization. Raises _PassingError for a streamed body then."""
         if self._authorization:
             headers = {**headers, "Authorization": self._authorization}
         response = self._transport.request(method, url, headers, body)

@@ -65,8 +65,7 @@ def make_layers(entries: Sequence[Entry], folder: str, title: str) -> list[Layer
 
 
 def _group_by_layer(entries: Sequence[Entry]) -> list[list[Entry]]:
-    """Returns the files of each layer: the small files, the large files that share a layer, then one large file
-    each."""
+    """Returns the files of each layer: small files, large files that share a layer, then one large file each."""
     sizes = {name: source.lstat().st_size for name, source in entries}
     large = sorted((entry for entry in entries if sizes[entry[0]] >= LARGE_BYTES), key=lambda e: (-sizes[e[0]], e[0]))
     alone, shared = large[:_MOST_LARGE], large[_MOST_LARGE:]
@@ -75,6 +74,7 @@ def _group_by_layer(entries: Sequence[Entry]) -> list[list[Entry]]:
 
 
 def _make_archive(entries: Sequence[Entry], folder: str) -> bytes:
+    """Returns a tar archive of the files, below `folder`. Raises BadInput for an unreadable file or above 1 GiB."""
     packed, folders = io.BytesIO(), set[PurePosixPath]()
     root = PurePosixPath(folder.lstrip("/"))
     with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive:

@@ -123,6 +123,7 @@ def _descriptor(entry: Mapping[str, Any]) -> Descriptor:
 
 
 def _parse(document: ManifestDocument, name: str) -> dict[str, Any]:
+    """Returns a manifest's fields. Raises BadInput, with the image's name, unless it is a JSON object."""
     try:
         fields = json.loads(document.body)
         assert isinstance(fields, dict), "not a JSON object"

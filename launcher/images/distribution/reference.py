@@ -38,7 +38,7 @@ class Reference:
 
 
 def parse(name: str) -> Reference:
-    """Parses an image's name by docker's rules: without a host, it is Docker Hub's. Raises BadInput."""
+    """Parses an image's name by docker's rules: without a host, it is Docker Hub's. Raises BadInput for other text."""
     rest, at, digest = name.partition("@")
     first, slash, _ = rest.partition("/")
     host = first if slash and ("." in first or ":" in first or first == "localhost") else ""

@@ -73,8 +73,6 @@ class Transport:
         """Sends one request and reads its whole response; follows redirects of GET and HEAD. Raises OSError.
 
         Args:
-            method: of HTTP.
-            url: https://...
             headers: fields to send. Authorization is not sent to other servers after a redirect.
             body: bytes, or pieces of a body whose Content-Length is among the headers.
             registry: whether TPU_LAUNCH_REGISTRY_ADDRESS applies to the server.
@@ -95,6 +93,7 @@ class Transport:
     def _send(
         self, method: str, url: str, headers: Mapping[str, str], body: Content, *, registry: bool
     ) -> RegistryResponse:
+        """Sends one request, without redirects: to the replaced address, by proxy, or directly. Raises OSError."""
         parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port or 443
         if registry and self._address:
@@ -115,7 +114,7 @@ class Transport:
 
 
 def _tls_context(ca_bundle: Path | None) -> ssl.SSLContext:
-    """Returns a context that trusts this machine's certificates and those of the bundle. Raises BadInput."""
+    """Returns a context that trusts this machine's certificates and the bundle's. Raises BadInput for a bad bundle."""
     context = ssl.create_default_context()
     known = ssl.get_default_verify_paths()
     if not known.cafile and not known.capath:  # Python as python.org installs it on macOS
@@ -131,7 +130,7 @@ def _tls_context(ca_bundle: Path | None) -> ssl.SSLContext:
 
 
 def _parse_address(text: str) -> tuple[str, int] | None:
-    """Parses HOST:PORT; None for an empty text. Raises BadInput."""
+    """Parses HOST:PORT; None for an empty text. Raises BadInput for any other."""
     host, _, port = text.rpartition(":")
     if not text:
         return None

@@ -57,8 +57,7 @@ class SliceConnections:
             self.forget()
 
     def internal_addresses(self) -> list[str]:
-        """Returns the addresses by which hosts reach each other, in worker order; [] when the slice must be described
-        first."""
+        """Returns the hosts' addresses for each other, in worker order; [] when the slice must be described first."""
         with self._lock:
             if self._state is not None:
                 return list(self._state.hosts)
@@ -89,8 +88,7 @@ class SliceConnections:
             self._connecting = self._machine.threads.submit(lambda: self._open_pool().connect_all())
 
     def pool(self) -> ConnectionPool:
-        """Returns the connections of all hosts, each opened when first used. Raises LaunchError when gcloud can't give
-        the addresses."""
+        """Returns all hosts' connections, opened at first use. Raises LaunchError if gcloud gives no addresses."""
         self._wait_connected()
         return self._open_pool()
 
@@ -115,7 +113,7 @@ class SliceConnections:
     def run_all(
         self, script: str, *, timeout: float, workers: Sequence[int] | None = None, stdin: str | None = None
     ) -> list[HostResult]:
-        """Runs a script on all hosts, or on `workers`, at once. Returns the results in worker order."""
+        """Runs a script on all hosts (or `workers`) at once; again if gcloud has other addresses. In worker order."""
         pool = self.pool()
         results = pool.run_all(script, timeout=timeout, workers=workers, stdin=stdin)
         if not all(result.reached for result in results) and (other := self.replacement_of(pool)):
@@ -186,12 +184,14 @@ class SliceConnections:
         return replacement
 
     def _wait_connected(self) -> None:
+        """Waits for connections that are being opened in the background; ignores their failure."""
         connecting, self._connecting = self._connecting, None
         if connecting is not None:
             with contextlib.suppress(LaunchError):
                 connecting.result()
 
     def _open_pool(self) -> ConnectionPool:
+        """Returns the pool; makes it, unconnected, from kept addresses or else gcloud's."""
         with self._listing:
             with self._lock:
                 if self._pool is not None:

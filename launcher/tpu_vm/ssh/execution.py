@@ -29,10 +29,7 @@ class Execution:
     """One command in the containers of some hosts.
 
     Args:
-        connections: Connections to the slice.
-        machine: Clock and threads.
         container: The container's name, the same on every host.
-        command: Program and arguments.
         seconds: Time limit of the command.
         on_line: Is given the worker index and each line, by one thread at a time for each host.
     """
@@ -54,7 +51,7 @@ class Execution:
         self._last = re.compile(rf"(.*){self._mark} (exit|failed) (.*)", re.DOTALL)
 
     def run(self, workers: Sequence[int]) -> list[CommandReport]:
-        """Runs the command on these hosts at once, to its end. Returns its exit codes in worker order."""
+        """Runs the command on these hosts at once, through gcloud where ssh is refused. Returns its ends by worker."""
         if self._connections.gcloud_only:
             return self._run_through_gcloud(workers)
         pool = self._connections.open_pool()
@@ -66,12 +63,14 @@ class Execution:
         return [through_gcloud.get(report.worker, report) for report, _ in reports]
 
     def _follow(self, worker: int, follow: Callable[..., HostResult]) -> tuple[CommandReport, HostResult]:
+        """Runs the command on one host through `follow`; it ends with the connection."""
         lines = _Lines(worker, self._on_line, self._last)
         script = self._script(held=True)
         result = follow(worker, script, timeout=self._seconds + _ANSWER_SECONDS, on_line=lines.take)
         return self._report(worker, lines, result), result
 
     def _run_through_gcloud(self, workers: Sequence[int]) -> list[CommandReport]:
+        """Runs the command with one gcloud call a host, passing on lines at its end; if interrupted, ends it there."""
         script = self._script(held=False)
         try:
             results = self._connections.run_all_through_gcloud(script, workers, timeout=self._seconds)
@@ -109,6 +108,7 @@ class _Lines:
         self.ending: tuple[str, str] | None = None
 
     def take(self, line: str) -> None:
+        """Passes a line on; keeps what the last one reports in `ending` ("exit" or "failed", detail) instead."""
         if self.ending is None and (match := self._last.fullmatch(line)):
             before, word, detail = match.groups()  # a last line without its end stands before the mark
             self.ending = word, detail

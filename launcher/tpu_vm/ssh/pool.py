@@ -56,10 +56,8 @@ class ConnectionPool:
         """Runs a script on a host. Failures of the network or the host are in the result.
 
         Args:
-            worker: The host.
             script: Text for `sh -c`; must be safe to run twice.
             timeout: Seconds, for connecting and the command together.
-            stdin: The script's standard input.
         """
         # A connection that was idle for a while may be dead: retry it once.
         idle = self._machine.clock.monotonic() - self._used.get(worker, 0.0)
@@ -130,10 +128,12 @@ class ConnectionPool:
         self._machine.threads.map(connect, self.workers, at_once=_AT_ONCE)
 
     def close(self) -> None:
+        """Closes all connections; the next command opens its own again."""
         for worker, connection in list(self._connections.items()):
             self._drop(worker, connection)
 
     def _connect(self, worker: int) -> HostConnection:
+        """Returns the host's connection, opening it if needed; the caller holds the lock. Raises ConnectionFailed."""
         connection = self._connections.get(worker)
         if connection is not None and connection.is_open:
             return connection

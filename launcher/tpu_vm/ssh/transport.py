@@ -82,7 +82,7 @@ class SshClient:
         self._host_keys: dict[tuple[str, float], HostKeys] = {}  # by file and its modification time
 
     def connect(self, address: Address) -> SshConnection:
-        """Opens a connection. Raises ConnectionFailed."""
+        """Opens a connection. Raises ConnectionFailed (`refused` for a bad key or host key)."""
         try:
             with _failures():
                 return SshConnection(self._open(address))
@@ -127,8 +127,7 @@ class SshClient:
         return connection
 
     def key(self, path: str) -> paramiko.PKey:
-        """Returns the private key in a file, which is read once. Raises paramiko.AuthenticationException for one that
-        can't be used."""
+        """Returns the private key in a file, read once. Raises paramiko.AuthenticationException if it can't be used."""
         with self._reading:
             if path not in self._keys:
                 try:
@@ -147,6 +146,7 @@ class SshClient:
         return paramiko.PKey.from_path(path)
 
     def _known_hosts(self, path: str) -> HostKeys:
+        """Returns the host keys in a file, read again when it was modified; none for a missing file."""
         with self._reading:
             version = path, os.stat(path).st_mtime if Path(path).exists() else 0.0
             if version not in self._host_keys:
@@ -226,8 +226,7 @@ def _execute(connection: FabricConnection, command: str, timeout: float, stdin: 
 
 
 def _follow(connection: FabricConnection, command: str, timeout: float, on_line: Callable[[str], None]) -> int:
-    """Runs a command on a channel of its own, passing lines on as they come. Returns its exit code; raises as
-    `_execute`."""
+    """Runs a command on its own channel, passing lines on as they come. Returns its exit code; raises as `_execute`."""
     deadline = time.monotonic() + timeout
     with connection.client.get_transport().open_session(timeout=min(timeout, _CHANNEL_SECONDS)) as channel:
         channel.set_combine_stderr(True)
