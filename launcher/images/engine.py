@@ -151,6 +151,6 @@ def unpacked_size(reference: str) -> int | None:
 
 
 def _inspect(docker: str, image: str, template: str) -> str | None:
-    """Returns a field of an image (a Go template); None when the store lacks it or no engine answers."""
+    """Returns a field of an image (a Go template); None when the store lacks it or no engine runs."""
     result = shell.run([docker, "image", "inspect", "--format", template, image], timeout=SECONDS)
     return result.stdout.strip() if result.ok else None
