@@ -134,8 +134,7 @@ class Profiler:
                 (self._folder / "trainer").unlink()
 
     def _begin(self, number: int) -> None:
-        """Takes the request and records from step `number` (from 0) on; answers, or warns if it is unreadable, on
-        failure."""
+        """Takes the request and starts recording at step `number` (from 0 on); on failure warns or answers."""
         assert self._folder
         path = self._folder / "request.json"
         try:

@@ -14,8 +14,7 @@ class AdamWTensorFlow:
     """The moments of all parameters, and the update."""
 
     def __init__(self, settings: AdamWSettings, names: Sequence[str], variables: Sequence[Any]) -> None:
-        """Creates moments of zero. Call it in the strategy's scope. `names`: PyTorch's, of the trainable fp32
-        `variables`."""
+        """Creates moments of zero, in the strategy's scope. `names`: PyTorch's, of the trainable fp32 `variables`."""
         self._settings, self._variables = settings, list(variables)
         self._decayed = [is_decayed(name, value.shape) for name, value in zip(names, variables, strict=True)]
         self._moments = [[tf.Variable(tf.zeros_like(value), trainable=False) for value in variables] for _ in STATE]

@@ -30,8 +30,7 @@ class ProgramStore:
     """A folder of compiled programs, created when the first is written."""
 
     def __init__(self, folder: Path, warn: Callable[[str], None], largest_bytes: int) -> None:
-        """`warn` is called once with a line if the folder can't be written; `largest_bytes` bounds all entries
-        together."""
+        """`warn` is called once with a line if the folder can't be written; `largest_bytes` bounds all entries."""
         self._folder, self._warn, self._largest_bytes = folder, warn, largest_bytes
 
     def read(self, key: str) -> bytes | None:

@@ -208,6 +208,7 @@ class TensorFlow:
         return self._checked.summary()
 
     def close(self) -> None:
+        """Closes the TCP connections between CPU hosts, if there are any."""
         if self._exchange:
             self._exchange.close()
 
@@ -259,6 +260,7 @@ class _PendingResult:
 
     @translate_failures()
     def result(self) -> StepResult:
+        """Waits for the numbers, and splits them into sums, signals, and a step's update or an evaluation's counts."""
         with translate_errors(self._dataset) if self._dataset else contextlib.nullcontext():
             values: list[float] = np.asarray(self._sums).tolist()
         remaining = values[len(SUMS) :]

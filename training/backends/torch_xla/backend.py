@@ -134,6 +134,7 @@ class TorchXla:
         return _PendingStep(self._state, total[-REPORT:], update, trains=True)
 
     def evaluate(self, batch: Arrays, signals: Signals) -> _PendingStep:
+        """Starts an evaluation; with other CPU hosts, waits for the sums of all."""
         inputs = self._send(self._step.evaluation_inputs(batch, signals))
         report = self._evaluation.run(_shapes(batch), inputs, None, self._step.trace_evaluation)
         if self._exchange:
@@ -202,16 +203,19 @@ class TorchXla:
     # --- what the framework counted
 
     def compilations(self) -> tuple[int, float]:
+        """Leaves out what earlier runs in this process have compiled."""
         (count, seconds), (count_before, seconds_before) = count_compiled(), self._compiled_before
         return count - count_before, seconds - seconds_before
 
     def counters(self) -> dict[str, int]:
+        """Leaves out earlier runs in this process. Adds "programs_from_cache" if there is a cache."""
         own = {name: count - self._transfers_before[name] for name, count in count_transfers().items()}
         cached = {"programs_from_cache": self._cache.loaded} if self._cache else {}
         syncs = own["device_to_host_transfers"] - self._state.planned_transfers
         return {**own, "device_to_host_syncs": syncs, **cached}
 
     def fallbacks(self) -> list[str]:
+        """Leaves out operations of earlier runs in this process, and reading a number, which is planned."""
         now, before = count_fallbacks(), self._fallbacks_before
         # Reading a number (a result) is counted as one, but is planned.
         return sorted(name for name in now if now[name] > before.get(name, 0) and name != "aten::_local_scalar_dense")
@@ -220,6 +224,7 @@ class TorchXla:
         return self._checked.summary()
 
     def close(self) -> None:
+        """Drops the process group of gloo between CPU hosts, if there is one."""
         self._exchange = None
 
 
@@ -239,6 +244,7 @@ class _PendingStep:
         self._state, self._report, self._trains = state, report, trains
 
     def result(self) -> StepResult:
+        """Waits for the numbers, and splits them into sums, signals, and a step's update or an evaluation's counts."""
         values = [value for tensor in self._report for value in self._state.to_host(tensor).tolist()]
         stop, save = values[len(SUMS) : REPORT]
         sums, signals = dict(zip(SUMS, values, strict=False)), Signals(stop > 0, save > 0)

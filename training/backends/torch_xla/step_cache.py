@@ -103,8 +103,7 @@ class StepCache:
         return report
 
     def _remember(self, shapes: Shapes, program: _CompiledStep) -> None:
-        """Keeps the first program of these shapes and caches the second if it is equal, else warns and stops
-        caching."""
+        """Keeps a shape's first program; caches the second if it is equal, else warns and ends all caching."""
         former = self._traced.setdefault(shapes, program)
         if former is program:
             return

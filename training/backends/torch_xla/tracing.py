@@ -151,6 +151,7 @@ def forbid_data_dependence() -> Iterator[None]:
 
 class _DataDependenceGuard(TorchDispatchMode):  # type: ignore[misc]  # torch is not here when types are checked
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        """Runs an operation. Raises DataDependentProgram, with its line of Python, if it depends on data."""
         if _depends_on_data(function, arguments):
             raise DataDependentProgram(
                 f"{function} depends on the values of a tensor, not on its shape alone: a TPU would stop there every "

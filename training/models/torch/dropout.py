@@ -92,6 +92,7 @@ class Dropout(torch.nn.Module):  # type: ignore[misc]  # torch is not here when 
         self.rate, self.place, self.noise = rate, place, noise
 
     def forward(self, values: Tensor) -> Tensor:
+        """Drops values in training and divides the rest by 1 - rate; else returns them as they are."""
         if not self.training or not self.rate:
             return values
         kept = self.noise.kept(values.shape, self.rate, self.place)

@@ -45,6 +45,7 @@ class Classification(LabelledRows):
         check_labels(dataset.url, batch.labels, batch.records, len(self.classes))
 
     def figures(self, total: StepResult) -> dict[str, float]:
+        """Returns the loss, and the accuracy and the weighted F1 of the confusion matrix in the counts."""
         assert total.counts is not None
         confusion = total.counts.reshape(len(self.classes), len(self.classes))
         return {"loss": total.loss, "accuracy": accuracy(confusion), "weighted_f1": weighted_f1(confusion)}

@@ -10,6 +10,7 @@ from training.tasks.masked_rows import MaskedRows
 
 class MaskedLanguageModeling(MaskedRows):
     def figures(self, total: StepResult) -> dict[str, float]:
+        """Returns the loss, the perplexity (inf for a loss above 700) and the accuracy (nan without predictions)."""
         weight = total.sums["weight"] or float("nan")
         perplexity = math.exp(total.loss) if total.loss < 700 else math.inf  # exp overflows above 709
         return {"loss": total.loss, "perplexity": perplexity, "accuracy": total.sums["correct"] / weight}
