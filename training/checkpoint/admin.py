@@ -28,11 +28,9 @@ from training.errors import BadInput
 
 
 def find_checkpoints(folder: str) -> tuple[str, list[int]]:
-    """Returns the checkpoint folder of a run, and its committed steps, newest first.
-
-    `folder` is the run's folder, its checkpoint folder, or one checkpoint in it, whose step is then the only one.
-    Raises BadInput when there is no checkpoint.
-    """
+    """Returns the checkpoint folder of a run, and its committed steps, newest first. `folder` is the run's folder, its
+    checkpoint folder, or one checkpoint in it, whose step is then the only one. Raises BadInput when there is no
+    checkpoint."""
     below = storage.join(folder, "checkpoints")
     parent, _, name = folder.rstrip("/").rpartition("/")
     step = step_of(name)
@@ -125,14 +123,15 @@ def render_table(folder: str) -> str:
 
 
 def render_manifest(folder: str, step: int | None) -> str:
-    """Returns the manifest of a checkpoint (the newest, unless `step` is given) as JSON. Raises BadInput."""
+    """Returns the manifest of a checkpoint (None: the newest) as JSON. Raises BadInput for none or a damaged one."""
     checkpoints, steps = find_checkpoints(folder)
     chosen = steps[0] if step is None else _require_step(checkpoints, steps, step)
     return render(to_json(_read_manifest(checkpoints, chosen))).rstrip()
 
 
 def verify_checkpoints(folder: str, step: int | None) -> tuple[str, bool]:
-    """Verifies all checkpoints of a run, or one. Returns a line for each, and whether all are good. Raises BadInput."""
+    """Reads all checkpoints of a run, or that of `step`. Returns a line for each, and whether all are good. Raises
+    BadInput when there is none; a damaged one is only a line."""
     checkpoints, steps = find_checkpoints(folder)
     lines, good = [], True
     for chosen in steps if step is None else [_require_step(checkpoints, steps, step)]:
@@ -154,6 +153,7 @@ def _read_manifest(checkpoints: str, step: int) -> Manifest:
 
 
 def _require_step(checkpoints: str, steps: list[int], step: int) -> int:
+    """Returns the step. Raises BadInput unless it is one of `steps`."""
     if step not in steps:
         raise BadInput(f"{checkpoints} has no committed step {step}; it has {', '.join(map(str, steps))}")
     return step

@@ -132,7 +132,7 @@ def dump_manifest(manifest: Manifest) -> bytes:
 
 
 def load_manifest(data: bytes) -> Manifest:
-    """Decodes the bytes that `dump_manifest` wrote. Raises Damaged."""
+    """Decodes the bytes that `dump_manifest` wrote. Raises Damaged for other bytes, or another format."""
     try:
         body = json.loads(data)
         checksum = body.pop("crc32c")
@@ -249,7 +249,8 @@ def committed_steps(folder: str, storage: Storage = default_storage) -> list[int
 
 
 def read_manifest(folder: str, step: int, storage: Storage = default_storage) -> Manifest:
-    """Reads the manifest of a committed step. Raises Damaged."""
+    """Reads the manifest of a committed step. Raises Damaged when it is missing, can't be read, or is of another
+    step."""
     try:
         manifest = load_manifest(storage.read(join(folder, step_folder(step), MANIFEST)))
     except NotFound:
@@ -267,4 +268,5 @@ def delete_checkpoint(folder: str, step: int, names: Iterable[str], storage: Sto
 
 
 def _checksum(body: Mapping[str, Any]) -> str:
+    """Returns the CRC-32C of a manifest's JSON values, as 8 hex digits."""
     return f"{google_crc32c.value(json.dumps(body, sort_keys=True).encode()):08x}"

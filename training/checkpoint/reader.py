@@ -174,10 +174,8 @@ def load_tensors(
     threads: Threads = SYSTEM.threads,
 ) -> None:
     """Passes every tensor of a checkpoint to `load_state`, some at a time; their bytes are valid until it returns.
-
     Raises Damaged when the checkpoint is not what was committed. The caller must then discard the tensors loaded so
-    far: the checksum of a part is known only at its end.
-    """
+    far: the checksum of a part is known only at its end."""
     urls = [_part_url(folder, manifest.step, part, storage) for part in manifest.parts]
     headers = [_read_header(url, part, storage) for url, part in zip(urls, manifest.parts, strict=True)]
     plans = plan_parts(manifest.tensors, manifest.parts, headers)
@@ -190,10 +188,8 @@ def load_tensors(
 def plan_parts(
     tensors: Mapping[str, StoredTensor], parts: Sequence[Part], headers: Sequence[Header]
 ) -> list[list[StoredBytes]]:
-    """Returns the slices to read from each part, in the order of their bytes.
-
-    Raises Damaged when a part does not hold exactly the slices that the manifest lists.
-    """
+    """Returns the slices to read from each part, in the order of their bytes. Raises Damaged when a part does not hold
+    exactly the slices that the manifest lists."""
     plans: list[list[StoredBytes]] = [[] for _ in parts]
     for name, tensor in tensors.items():
         for stored in tensor.slices:
@@ -235,7 +231,7 @@ class _TensorAssembler:
         self._partial: dict[str, tuple[memoryview, int]] = {}  # name -> (bytes, slices that are missing)
 
     def add(self, entries: Iterable[tuple[StoredBytes, memoryview]]) -> None:
-        """Adds the bytes of some slices, which may be overwritten once it returns."""
+        """Passes the tensors that the slices complete to `load_state`, and keeps a copy of the other slices."""
         complete: dict[str, tuple[TensorSpec, memoryview]] = {}
         for entry, data in entries:
             spec = entry.tensor.spec
@@ -255,7 +251,7 @@ class _TensorAssembler:
 def _load_part(
     url: str, part: Part, plan: Sequence[StoredBytes], assembly: _TensorAssembler, storage: Storage, threads: Threads
 ) -> None:
-    """Reads a part once, in ranges that end between tensors. Raises Damaged."""
+    """Reads a part once, in ranges that end between tensors, and adds its slices to `assembly`. Raises Damaged."""
     starts = [0]
     for entry in plan:
         if entry.place.start - starts[-1] >= _RANGE:
@@ -304,9 +300,7 @@ def _read_ranges(
     url: str, part: Part, starts: list[int], storage: Storage, threads: Threads
 ) -> Iterator[tuple[int, memoryview]]:
     """Yields (start, bytes) of a part's ranges that begin at `starts`, each valid until the next; threads read ahead.
-
-    Raises Damaged, at the end of the part at the latest, when it is not what was committed.
-    """
+    Raises Damaged, at the end of the part at the latest, when it is not what was committed."""
     sizes = [end - start for start, end in zip(starts, [*starts[1:], part.size], strict=True)]
     readers = min(_READERS_REMOTE if is_remote(url) else _READERS, len(sizes))
     # Reuse buffers for the following ranges: fresh memory is slow.

@@ -48,7 +48,8 @@ def find_nonfinite(tensors: Mapping[str, tuple[TensorSpec, memoryview]]) -> str 
 
 
 def _is_finite(dtype: str, data: memoryview) -> bool:
-    """Checks the extremes, which are NaN if an element is: allocates nothing, 11 GB/s (`np.isfinite`: 8)."""
+    """Checks the extremes, which are NaN if an element is: allocates nothing, 11 GB/s (`np.isfinite`: 8). Returns True
+    for other dtypes than F16, F32 and F64 without a look."""
     if dtype not in _FLOATS:
         return True
     values = np.frombuffer(data, _FLOATS[dtype])
@@ -62,12 +63,8 @@ class Snapshot:
     def __init__(
         self, pairs: Iterable[tuple[np.ndarray, np.ndarray]] = (), clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Starts to copy.
-
-        Args:
-            pairs: (buffer, array) pairs, released once copied; none when everything is copied already.
-            clock: returns seconds, for `blocked_seconds`.
-        """
+        """Starts a thread that copies the array of each (buffer, array) pair into its buffer, and then releases the
+        pair. Without pairs everything counts as copied. `clock` returns seconds, for `blocked_seconds`."""
         self.blocked_seconds = 0.0  # that `wait_before_mutation` has waited
         self._clock = clock
         self._pairs = list(pairs)
@@ -77,6 +74,7 @@ class Snapshot:
             self._thread.start()
 
     def _run(self) -> None:
+        """Copies the pairs, the last first, and drops each; keeps an error for `wait`."""
         try:
             while self._pairs:
                 buffer, array = self._pairs.pop()

@@ -51,6 +51,7 @@ class _PartBuffer:
     each of its tensors."""
 
     def __init__(self, specs: Mapping[str, TensorSpec], cluster: Cluster) -> None:
+        """Assigns the tensors to hosts, and allocates the memory of this host's part."""
         shares = form.assign_tensors(specs, cluster.hosts)
         self.specs = dict(specs)
         self.largest_part = max(sum(specs[name].size for name in names) for names in shares)  # bytes
@@ -113,7 +114,7 @@ class CheckpointWriter:
         self._late = 0  # saves in a row that had to wait for the one before
 
     def prepare(self, specs: Mapping[str, TensorSpec]) -> None:
-        """Allocates the memory for snapshots in the background, ready for the first save."""
+        """Allocates the memory for snapshots, and starts a thread that creates its pages before the first save."""
         self._buffer = _PartBuffer(specs, self._cluster)
         self._preparing = self._machine.threads.start(self._buffer.fault_in, name="checkpoint-memory")
 
@@ -126,8 +127,8 @@ class CheckpointWriter:
     def save(
         self, step: int, specs: Mapping[str, TensorSpec], start_snapshot: StartSnapshot, state: Mapping[str, Any]
     ) -> None:
-        """Takes a snapshot at `step` and commits it in the background. Every host must call it at the same step. Raises
-        errors of the save before."""
+        """Waits for the save before and raises its errors; then starts a snapshot and a thread that commits it with
+        `state` (without `background`, waits for the thread too). Every host must call it at the same step."""
         began = self._clock()
         self.wait()
         self._warn_if_late(step, self._clock() - began)
@@ -158,6 +159,7 @@ class CheckpointWriter:
             self.wait()
 
     def _warn_if_late(self, step: int, waited: float) -> None:
+        """Warns, on host 0, when two saves in a row had to wait for the one before: `waited` seconds."""
         self._late = self._late + 1 if waited > _LATE else 0
         if self._late == 2 and self._cluster.is_first:
             self._warn(
@@ -173,7 +175,7 @@ class CheckpointWriter:
             raise error
 
     def wait(self) -> None:
-        """Waits until the save in progress is committed. Raises its error."""
+        """Waits for the save in progress, if any, to be committed. Raises its error, once."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -193,6 +195,8 @@ class CheckpointWriter:
         self._buffer = None
 
     def _run(self, manifest: Manifest, snapshot: Snapshot, buffer: _PartBuffer) -> None:
+        """Waits for the copy and commits, on the background thread. Keeps the error for `check`; calls `on_nonfinite`
+        for NonFinite."""
         try:
             self._rendezvous.set_background_phase(f"saving {manifest.step}: copying the state")
             snapshot.wait()
@@ -207,8 +211,8 @@ class CheckpointWriter:
             self._rendezvous.set_background_phase("")
 
     def _commit(self, manifest: Manifest, buffer: _PartBuffer) -> None:
-        """Writes this host's part, and on host 0 the manifest once all hosts have written theirs. Raises NonFinite on
-        all hosts when the part of any host is not finite."""
+        """Writes this host's part, and meets; host 0 then writes the manifest and deletes old checkpoints. Raises
+        NonFinite on all hosts when the part of any host is not finite."""
         step, cluster = manifest.step, self._cluster
         folder = join(self.folder, form.step_folder(step))
         report: dict[str, Any] = {"nonfinite": buffer.find_nonfinite()}
@@ -235,7 +239,8 @@ class CheckpointWriter:
             self._delete_old(step, best_step(manifest))
 
     def _write_manifest(self, folder: str, manifest: Manifest) -> None:
-        """Commits: writes the manifest create-only, and checks the fence before and after."""
+        """Commits: writes the manifest create-only, and checks the fence before and after. Replaces one that did not
+        verify; deletes its own if the fence raises after it and its parts are gone."""
         self._fence()
         url = join(folder, form.MANIFEST)
         if manifest.step in self._damaged:
@@ -267,12 +272,14 @@ class CheckpointWriter:
         self._storage.write(url, form.dump_manifest(manifest), create_only=True)
 
     def _read_committed(self, step: int) -> Manifest | None:
+        """Returns the manifest of a step; None if it is missing or damaged."""
         try:
             return read_manifest(self.folder, step, self._storage)
         except Damaged:
             return None
 
     def _has_parts(self, manifest: Manifest) -> bool:
+        """Returns whether storage has every part of a checkpoint, whatever is in it."""
         folder = join(self.folder, form.step_folder(manifest.step))
         return all(self._storage.stat(join(folder, part.name)) is not None for part in manifest.parts)
 

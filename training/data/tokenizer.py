@@ -43,10 +43,8 @@ class Tokenizer:
 
 
 def read(url: str) -> Tokenizer:
-    """Reads a tokenizer folder (local, gs:// or a name on the Hub), without any framework.
-
-    Raises BadInput without a tokenizer.json that has a mask and a padding token, and StorageError.
-    """
+    """Reads a tokenizer folder (local, gs://, or a name on the Hub, which is downloaded), without any framework. Raises
+    BadInput without a tokenizer.json that has a mask and a padding token, and StorageError."""
     url = tokenizer_folder(url)
     file_url = storage.join(url, FILE)
     try:
@@ -62,10 +60,9 @@ def read(url: str) -> Tokenizer:
 
 
 def fetch(url: str, folder: Path) -> Path:
-    """Returns a local folder with the tokenizer's files, for AutoTokenizer; copies those of a bucket to `folder`.
-
-    Raises BadInput without a tokenizer.json, and StorageError.
-    """
+    """Returns a local folder with the tokenizer's files, for AutoTokenizer: a local `url` itself, the Hub's cache for a
+    name on the Hub, or `folder`, to which the files of a bucket are copied. Raises BadInput when the bucket's folder
+    has no tokenizer.json, and StorageError."""
     url = tokenizer_folder(url)
     if not storage.is_remote(url):
         return Path(url)
@@ -80,7 +77,7 @@ def fetch(url: str, folder: Path) -> Path:
 
 
 def files(content: bytes) -> dict[str, bytes]:
-    """Returns the files of a tokenizer folder with this tokenizer.json: name -> content."""
+    """Returns name -> content of a tokenizer folder: tokenizer.json and the two files for AutoTokenizer."""
     config: dict[str, Any] = {
         **ROLES,
         "clean_up_tokenization_spaces": False,
@@ -109,7 +106,8 @@ def load(tokenizer: Tokenizer) -> Any:
 
 
 def encoder(tokenizer: Tokenizer) -> Encode:
-    """Returns a function from texts to the ids of each, with special tokens around them. Encoding uses all cores."""
+    """Returns a function from texts to the ids of each, with special tokens around them. Sets TOKENIZERS_PARALLELISM,
+    unless it is set, so that encoding uses all cores. Raises BadInput as `load`."""
     loaded = load(tokenizer)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
@@ -120,6 +118,7 @@ def encoder(tokenizer: Tokenizer) -> Encode:
 
 
 def encoder_of(url: str) -> Encode:
+    """Reads the tokenizer folder `url` and returns its `encoder`; Beam's workers call this function by its name."""
     return encoder(read(url))
 
 

@@ -59,7 +59,7 @@ _WRITTEN = 64 << 20  # bytes after which the write-back begins, and other Python
 
 
 def stat(url: str) -> Stat | None:
-    """Returns size and generation of an object; None if there is none."""
+    """Returns size and generation of an object; None if there is none, or a local folder."""
     if is_remote(url):
         return gcs.stat(url)
     with local_errors(url):
@@ -88,8 +88,8 @@ def listing(folder: str) -> list[Stat]:
 
 
 def read(url: str, start: int = 0, end: int | None = None, *, generation: int | None = None) -> bytes:
-    """Reads bytes [start, end) of an object (to its end without `end`), of the given generation. Raises NotFound,
-    Changed, StorageError."""
+    """Reads bytes [start, end) of an object (to its end without `end`), fewer if it ends before. Raises NotFound,
+    Changed if it is not of `generation`, StorageError."""
     if start < 0 or (end is not None and end < start):
         raise ValueError(f"{url}: bytes [{start}, {end}) is not a range")
     if is_remote(url):
@@ -110,7 +110,8 @@ def read(url: str, start: int = 0, end: int | None = None, *, generation: int | 
 
 
 def read_into(url: str, start: int, place: memoryview) -> int:
-    """Fills `place` with the object's bytes from `start` on. Returns their number. Raises NotFound, StorageError."""
+    """Fills `place` with the object's bytes from `start` on. Returns how many there were. Raises NotFound,
+    StorageError."""
     if is_remote(url):
         data = gcs.read(url, start, start + len(place), None)
         place[: len(data)] = data
@@ -126,8 +127,8 @@ def read_into(url: str, start: int, place: memoryview) -> int:
 
 
 def write(url: str, data: bytes | memoryview, *, create_only: bool = False) -> Stat:
-    """Writes a whole object. With `create_only`, raises AlreadyExists when there is one; exactly one of several writers
-    succeeds."""
+    """Writes a whole object, and returns its new state. With `create_only`, raises AlreadyExists when there is one;
+    exactly one of several writers succeeds."""
     if is_remote(url):
         return gcs.write(url, data, create_only)
     with local_errors(url):
@@ -166,7 +167,8 @@ def upload(path: Path, url: str, *, create_only: bool = False) -> Stat:
 
 
 def download(url: str, path: Path) -> None:
-    """Copies one generation of an object to a local file, in pieces. Raises NotFound, Changed, StorageError."""
+    """Copies one generation of an object to a local file, in pieces; creates its folder, and replaces the file once the
+    copy is complete. Raises NotFound, Changed, StorageError."""
     source = stat(url)
     if source is None:
         raise NotFound(f"{url} does not exist")
@@ -202,11 +204,9 @@ def remove_partial_files(folder: str, abandoned: Callable[[str], bool]) -> None:
 
 
 def _write_summed(descriptor: int, view: memoryview) -> int:
-    """Writes all bytes and returns their crc32c, which another thread computes meanwhile.
-
-    Writes back each piece while it copies the next, so that the final fsync has little to do: the advice makes Linux
-    start the write-back of a local file and return; other file systems ignore it.
-    """
+    """Writes all bytes and returns their crc32c, which another thread computes meanwhile. Writes back each piece while
+    it copies the next, so that the final fsync has little to do: the advice makes Linux start the write-back of a local
+    file and return; other file systems ignore it."""
     done = 0
     with ThreadPoolExecutor(1, thread_name_prefix="crc32c") as pool:
         crc = pool.submit(crc32c, view)
@@ -224,7 +224,8 @@ def _is_partial(name: str) -> bool:
 
 @contextlib.contextmanager
 def _replacing(url: str, create_only: bool) -> Iterator[int]:
-    """Yields a file descriptor; its content appears at `url` when the block ends without an exception."""
+    """Yields the descriptor of a hidden file, which is synced and moved to `url` when the block ends, deleted when it
+    raises. Creates the folder. Raises AlreadyExists if `create_only` and there is a file."""
     folder, name = os.path.split(os.path.abspath(url))
     os.makedirs(folder, exist_ok=True)
     if create_only and os.path.lexists(url):

@@ -98,7 +98,7 @@ def stat(url: str) -> Stat | None:
 
 
 def listing(folder: str) -> list[Stat]:
-    """Lists all objects below a folder, sorted by URL."""
+    """Lists all objects below a folder, sorted by URL; [] if there is none."""
     bucket, name = split_remote(folder)
     prefix = name.rstrip("/") + "/" if name.strip("/") else ""
 
@@ -110,7 +110,8 @@ def listing(folder: str) -> list[Stat]:
 
 
 def read(url: str, start: int, end: int | None, generation: int | None) -> bytes:
-    """Reads bytes [start, end) of an object, to its end without `end`; of `generation`, if it is given."""
+    """Reads bytes [start, end) of an object, to its end without `end`; b"" beyond it. Raises Changed if it is not of
+    `generation`, when that is given."""
     bucket, name = _object(url)
     if end is not None and end <= start:
         return b""
@@ -142,7 +143,7 @@ def read(url: str, start: int, end: int | None, generation: int | None) -> bytes
 
 
 def write(url: str, data: bytes | memoryview, create_only: bool) -> Stat:
-    """Writes a whole object from memory."""
+    """Writes a whole object from memory; with `create_only`, raises AlreadyExists when there is one."""
 
     def send(blob: Any, **options: Any) -> None:
         source = _Bytes(memoryview(data))
@@ -178,7 +179,7 @@ class _Bytes(io.RawIOBase):
 
 
 def upload(path: Path, url: str, create_only: bool) -> Stat:
-    """Writes a whole object from a local file."""
+    """Writes a whole object from a local file; otherwise like `write`."""
 
     def send(blob: Any, **options: Any) -> None:
         blob.upload_from_filename(str(path), content_type="application/octet-stream", **options)
@@ -188,7 +189,7 @@ def upload(path: Path, url: str, create_only: bool) -> Stat:
 
 
 def delete(url: str) -> None:
-    """Deletes an object, if it exists."""
+    """Deletes an object, if it exists. Raises NoBucket when its bucket does not."""
     bucket, name = _object(url)
 
     def attempt(timeout: tuple[float, float], _: float) -> None:
@@ -203,9 +204,11 @@ def delete(url: str) -> None:
 
 def _send(url: str, size: int, checksum: Callable[[], int], send: Callable[..., None], create_only: bool) -> Stat:
     """Writes an object of `size` bytes by `send(blob, **options)`. `checksum` computes the crc32c of the sent bytes.
+    With `create_only`, raises AlreadyExists unless a request of this call, whose answer was lost, wrote it.
 
     The client sends a large object in chunks and repeats a chunk that fails; the whole upload starts again only when
-    its session is lost."""
+    its session is lost.
+    """
     bucket, name = _object(url)
     sent = 0  # requests that may have written the object
 
@@ -252,6 +255,7 @@ class _CutOff:
     _current = threading.local()
 
     def __init__(self, until: float) -> None:
+        """`until` is a time of time.monotonic(); the timer starts with the block."""
         self._timer = threading.Timer(max(until - time.monotonic(), 0.1), self._cut)
         self._timer.daemon = True
         self._response: Any = None
@@ -265,6 +269,7 @@ class _CutOff:
             current._response = response
 
     def _cut(self) -> None:
+        """Shuts down the connection of the response that is being read."""
         self._over = True
         if self._response is not None:
             with contextlib.suppress(ValueError, RuntimeError, OSError):  # the download has already ended
@@ -275,6 +280,7 @@ class _CutOff:
         self._timer.start()
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        """Stops the timer. Turns an error after the cut into TimeoutError."""
         self._current.cut_off = None
         self._timer.cancel()
         if self._over and self._response is not None and isinstance(error, Exception):
@@ -283,10 +289,8 @@ class _CutOff:
 
 def _retry(url: str, activity: str, attempt: Attempt[T], *, size: int = 0, pinned: bool = False) -> T:
     """Repeats `attempt` while its failures are transient. Raises StorageError for a final failure or at the deadline.
-
     `activity` ("reading") and `url` are for messages; `size` bytes extend the deadline. With `pinned`, the attempt asks
-    for one generation, so a missing object may have been replaced.
-    """
+    for one generation, so a missing object may have been replaced."""
     from google.api_core.retry import retry_target
 
     limits = timeouts
@@ -377,6 +381,7 @@ def _answer(error: Any) -> tuple[str, str]:
 
 
 def _is_transient(error: Exception) -> bool:
+    """Returns whether a retry may help. Any GoogleAPICallError counts: `_final_error` looks at its code first."""
     import requests
     import urllib3
     from google.api_core import exceptions as api
@@ -400,11 +405,13 @@ def _is_transient(error: Exception) -> bool:
 
 
 def _cause(error: Exception) -> str:
+    """Returns the error's type and the first 300 characters of its message, on one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}"
 
 
 def _bucket_exists(bucket: str) -> bool:
+    """Asks once whether a bucket exists; True when the answer is an error."""
     from google.api_core.exceptions import GoogleAPICallError
 
     try:
@@ -414,6 +421,7 @@ def _bucket_exists(bucket: str) -> bool:
 
 
 def _object(url: str) -> tuple[str, str]:
+    """Splits an object's URL into bucket and name. Raises StorageError when it names no object."""
     bucket, name = split_remote(url)
     if not name:
         raise StorageError(f"{url} names a bucket, not an object")
@@ -421,11 +429,13 @@ def _object(url: str) -> tuple[str, str]:
 
 
 def _stat(url: str, blob: Any) -> Stat:
+    """Returns the state of the object whose properties the blob has loaded."""
     stored = int.from_bytes(base64.b64decode(blob.crc32c), "big") if blob.crc32c else None
     return Stat(url, int(blob.size), int(blob.generation), stored)
 
 
 def _client() -> Any:
+    """Returns this process's client, which it creates at the first call, and whose downloads `_CutOff` can end."""
     key = (os.getpid(), os.environ.get("STORAGE_EMULATOR_HOST"))
     with _lock:
         if key not in _clients:

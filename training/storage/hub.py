@@ -20,13 +20,13 @@ _MODEL = ("config.json", "model.safetensors", "model-*.safetensors", "model.safe
 
 
 def is_on_hub(path: str) -> bool:
-    """Returns whether `path` is a name on the Hub."""
+    """Returns whether `path` has the form of a name on the Hub and no local file; does not ask the Hub."""
     return bool(_NAME.fullmatch(path)) and not Path(path).exists()
 
 
 def model_folder(path: str) -> str:
-    """Returns the folder of a model, which is downloaded if `path` is a name on the Hub. Raises BadInput when the Hub
-    does not have it."""
+    """Returns the folder of a model: the Hub's cache, after a download, if `path` is a name on the Hub; else `path`.
+    Raises BadInput when the Hub does not have it."""
     return _folder(path, "model.path", "model", _MODEL)
 
 
@@ -37,6 +37,8 @@ def tokenizer_folder(path: str) -> str:
 
 @functools.cache
 def _folder(path: str, setting: str, kind: str, files: tuple[str, ...]) -> str:
+    """Downloads the `files` of a name on the Hub, once per process, and returns their folder; returns another path as
+    it is. Raises BadInput, whose message uses `setting` and `kind`, when the Hub does not give them."""
     if not is_on_hub(path):
         return path
     from huggingface_hub import snapshot_download

@@ -143,7 +143,8 @@ class Dataset:
     def require(
         self, *, rows: str | None = None, tokenizer_hash: str | None = None, sequence_length: int | None = None
     ) -> None:
-        """Raises BadInput unless the dataset has records and fits the given values; None is not checked."""
+        """Raises BadInput unless the dataset has records and fits the given values. None is not checked; a dataset
+        whose tokenizer is unknown fits every hash."""
         manifest = self.manifest
         if rows is not None and manifest.rows != rows:
             raise BadInput(
@@ -173,7 +174,7 @@ class Dataset:
 
 
 def dump_manifest(manifest: DatasetManifest) -> bytes:
-    """Encodes dataset.json."""
+    """Encodes dataset.json, with its format, version and hash."""
     body = {"format": FORMAT, "version": VERSION, **manifest.model_dump(mode="json")}
     return (json.dumps({**body, "hash": _hash(body)}, indent=1) + "\n").encode()
 
@@ -208,6 +209,7 @@ def load_manifest(data: bytes, url: str) -> Dataset:
 
 
 def _damaged(url: str, reason: str) -> BadInput:
+    """Returns the error for a damaged dataset.json in the folder `url`."""
     return BadInput(
         f"{storage.join(url, MANIFEST)} is damaged ({reason}): "
         "write the dataset again with tpu-train shards --overwrite"
@@ -239,11 +241,8 @@ def _inconsistency(manifest: DatasetManifest) -> str | None:
 
 
 def find_shards(dataset: Dataset) -> Mapping[str, Stat]:
-    """Lists the folder and returns shard name -> its state in storage.
-
-    Raises BadInput for a shard that is missing, truncated, empty or replaced: compares sizes, and on gs:// also the
-    CRC-32C, which the listing contains.
-    """
+    """Lists the folder and returns shard name -> its state in storage. Raises BadInput for a shard that is missing,
+    truncated, empty or replaced: compares sizes, and on gs:// also the CRC-32C, which the listing contains."""
     stats = {storage.name_of(stat.url): stat for stat in storage.listing(dataset.url)}
     again = "copy it again, or write the dataset again with tpu-train shards --overwrite"
     for shard in dataset.shards:
@@ -260,11 +259,11 @@ def find_shards(dataset: Dataset) -> Mapping[str, Stat]:
 
 
 def tokenizer_hash(content: bytes) -> str:
-    """Returns the SHA-256 of a tokenizer.json without the truncation and padding settings that `save_pretrained` may
-    add."""
+    """Returns the SHA-256 of a tokenizer.json without its truncation and padding, which `save_pretrained` may add."""
     parsed = {key: value for key, value in json.loads(content.decode()).items() if key not in ("truncation", "padding")}
     return hashlib.sha256(json.dumps(parsed, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def _hash(body: Mapping[str, Any]) -> str:
+    """Returns the SHA-256, in hex, of a dataset.json's values without their hash."""
     return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -164,10 +164,12 @@ def _varint(data: bytes, start: int) -> tuple[int, int]:
 
 
 def _field(number: int, payload: bytes) -> bytes:
+    """Encodes a field of wire type 2: tag, length and payload."""
     return bytes([number << 3 | _LENGTH]) + _length(len(payload)) + payload
 
 
 def _length(value: int) -> bytes:
+    """Encodes a length as a varint."""
     out = bytearray()
     while value > 127:
         out.append(value & 127 | 128)

@@ -136,7 +136,7 @@ def id_dtype(vocabulary: int) -> Dtype:
 
 
 def _record_crcs(layout: RecordLayout, data: bytes) -> npt.NDArray[np.uint32]:
-    """Returns the CRC-32C of each record's payload. (n,)"""
+    """Returns the CRC-32C of each record's payload, not masked. (n,)"""
     crc32c, start, stop = google_crc32c.value, tfrecord.HEADER, layout.size - tfrecord.FOOTER
     offsets = range(0, len(data), layout.size)
     return np.array([crc32c(data[offset + start : offset + stop]) for offset in offsets], np.uint32)

@@ -11,10 +11,8 @@ from training.errors import BadInput
 
 
 def open_dataset(url: str) -> Dataset:
-    """Opens the dataset in a folder: by its dataset.json, or else as the public recipe's layout.
-
-    Raises BadInput when the folder holds no dataset or a damaged one, and StorageError.
-    """
+    """Opens the dataset in a folder: by its dataset.json, or else as the public recipe's layout. Raises BadInput when
+    the folder holds no dataset or a damaged one, and StorageError."""
     try:
         data = storage.read(storage.join(url, MANIFEST))
     except storage.NotFound as error:
@@ -57,6 +55,8 @@ def check_dataset(url: str, *, rows: str, tokenizer: str | None, sequence_length
 
 
 def _read_tokenizer_hash(tokenizer: str) -> str:
+    """Returns the `tokenizer_hash` of a folder (not a name on the Hub). Raises BadInput without a valid
+    tokenizer.json."""
     url = storage.join(tokenizer, "tokenizer.json")
     try:
         return tokenizer_hash(storage.read(url))

@@ -39,6 +39,7 @@ def shard_name(split: str, number: int, records: int) -> str:
 
 
 def features() -> dict[str, Feature]:
+    """Returns the features of this layout's records, input_ids and attention_mask: one int64 per token."""
     return {name: Feature(dtype="int64", shape=["length"]) for name in ("input_ids", "attention_mask")}
 
 
@@ -49,7 +50,9 @@ def encode_shard(rows: npt.NDArray[np.integer]) -> bytes:
 
 
 def open_folder(url: str) -> Dataset | None:
-    """Opens the dataset in a folder without a manifest; None if no file has such a name. Raises BadInput."""
+    """Opens the dataset in a folder without a manifest; None if no file has such a name. Reads the first record, and
+    the ends of local shards. Raises BadInput for shards of several names, without records, or whose first record has no
+    ids."""
     stats = [(NAME.match(storage.name_of(stat.url)), stat) for stat in storage.listing(url)]
     named = sorted(
         ((match, stat) for match, stat in stats if match), key=lambda pair: (pair[0]["name"], int(pair[0]["number"]))
@@ -85,11 +88,9 @@ def open_folder(url: str) -> Dataset | None:
 def decode_ids(
     framed: bytes, url: str, number: int, offset: int, length: int, vocabulary: int
 ) -> npt.NDArray[np.int32]:
-    """Decodes the `length` input_ids of one record with its framing. (length,)
-
-    `url`, `number` and `offset` say where the record is, for messages. Raises BadInput when the record is damaged
-    (Corrupt), has another length, padding, or an id of `vocabulary` or more.
-    """
+    """Decodes the input_ids, (length,), of one record with its framing; `url`, `number` and `offset` say where it is,
+    for messages. Raises BadInput when the record is damaged (Corrupt), has another length, padding, or an id of
+    `vocabulary` or more."""
     [(_, payload)] = tfrecord.walk(framed, url, first=number, offset=offset)
     try:
         features = example_codec.decode(payload)
@@ -112,6 +113,7 @@ def decode_ids(
 
 
 def _shard(match: re.Match[str], stat: Stat, length: int) -> Shard:
+    """Returns a shard's manifest entry, with the bucket's CRC or, for a local file, one of its size and two ends."""
     # The CRC of a local file would need a read of all of it: take the CRC of its size and its two ends instead.
     crc32c = stat.stored_crc32c
     if crc32c is None:
@@ -123,7 +125,7 @@ def _shard(match: re.Match[str], stat: Stat, length: int) -> Shard:
 
 
 def _read_length(stat: Stat) -> int:
-    """Returns the number of ids in the first record of a shard. Raises BadInput."""
+    """Returns the number of ids in a shard's first record. Raises BadInput without int64 input_ids, or for damage."""
     data = storage.read(stat.url, 0, _FIRST_READ_BYTES, generation=stat.generation)
     _, payload = next(tfrecord.walk(data, stat.url), (0, b""))
     try:

@@ -38,7 +38,7 @@ class Corrupt(BadInput):
         super().__init__(f"{shard}: record {record} at byte {offset}: {reason}. {advice}")
 
     def without_replacement(self, irreplaceable: str) -> Corrupt:
-        """The same damage where `data.on_corrupt: skip` does not help."""
+        """Returns the same error with a message that says why `data.on_corrupt: skip` does not help."""
         return Corrupt(self.shard, self.record, self.offset, self.reason, irreplaceable)
 
 
@@ -100,7 +100,8 @@ def index(data: bytes, shard: str) -> list[int]:
 
 
 def _length(data: bytes, position: int, shard: str, number: int, offset: int) -> int:
-    """Returns the payload's length in the frame at `position` of `data`, which starts at byte `offset` of the shard."""
+    """Returns the payload's length in the frame at `position` of `data`, which starts at byte `offset` of the shard.
+    Raises Corrupt, for record `number`, when the header is cut or its CRC is wrong."""
     size = data[position : position + HEADER]
     if len(size) < HEADER:
         raise Corrupt(

@@ -27,10 +27,8 @@ def problems(
     dataset: Dataset, vocabulary: int | None = None, progress: Callable[[Shard], None] = lambda _: None
 ) -> Iterator[str]:
     """Reads all shards and yields a line for each problem, also for a shard that is missing or not in the manifest.
-
-    Calls `progress` before each shard. Ids of `vocabulary` or more are a problem; the default is the manifest's, and
-    no limit in the recipe's layout.
-    """
+    Calls `progress` before each shard. Ids of `vocabulary` or more are a problem; the default is the manifest's, and no
+    limit in the recipe's layout."""
     stats = {storage.name_of(stat.url): stat for stat in storage.listing(dataset.url)}
     for shard in dataset.shards:
         progress(shard)

@@ -36,7 +36,7 @@ class Cache:
         self._lock = threading.Lock()
 
     def get(self, name: str, size: int) -> bytes | None:
-        """Returns the file's content; None unless it has `size` bytes with a right checksum."""
+        """Returns the file's content; None if it can't be read, is damaged, or its content is not of `size` bytes."""
         try:
             data = (self._folder / name).read_bytes()
         except OSError:
@@ -45,7 +45,8 @@ class Cache:
         return content if len(content) == size and checksum == _checksum(content) else None
 
     def put(self, name: str, data: bytes) -> None:
-        """Writes a file. The first that has no room prints a warning, and nothing is written from then on."""
+        """Writes a file and its checksum. The first write without room, or that the disk refuses, prints a warning, and
+        nothing is written from then on."""
         if self._full:
             return
         try:
@@ -61,11 +62,11 @@ class Cache:
             )
 
     def drop(self, name: str) -> None:
-        """Removes a damaged file."""
+        """Removes a file, if it exists."""
         storage.delete(str(self._folder / name))
 
     def _require_room(self, size: int) -> None:
-        """Raises OSError when the disk has too little free space; checks it once for every 64 MB written."""
+        """Raises OSError when the disk has too little free space; checks once for every 64 MB, and makes the folder."""
         with self._lock:
             self._unchecked += size
             if self._unchecked < _CHECK_EVERY_BYTES:
@@ -78,6 +79,7 @@ class Cache:
             raise OSError(f"{free >> 20} MB of the disk are free, and the cache leaves {least >> 20} MB")
 
     def _write(self, name: str, data: bytes) -> None:
+        """Writes data and checksum to a hidden file and renames it into place; deletes it and raises on an OSError."""
         partial = self._folder / f".{name}.{secrets.token_hex(6)}.partial"
         try:
             descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
@@ -95,4 +97,5 @@ class Cache:
 
 
 def _checksum(data: bytes) -> bytes:
+    """Returns the CRC-32C as 4 little-endian bytes."""
     return storage.crc32c(data).to_bytes(_CRC_BYTES, "little")

@@ -26,7 +26,8 @@ from training.errors import BadInput
 def open_source(
     dataset: Dataset, *, vocabulary: int | None = None, on_corrupt: OnCorrupt = "stop", cache: Path | None = None
 ) -> RecordSource:
-    """Opens the record source for a dataset's layout. The options are those of `FixedShards`. Raises BadInput."""
+    """Opens the record source for a dataset's layout. The options are those of `FixedShards`. Raises BadInput when a
+    shard is missing or is not the one that the manifest lists."""
     source = RecipeShards if dataset.manifest.layout == "recipe" else FixedShards
     return source(dataset, vocabulary=vocabulary, on_corrupt=on_corrupt, cache=cache)
 
@@ -43,10 +44,8 @@ class FixedShards(ShardSource):
         on_corrupt: OnCorrupt = "stop",
         cache: Path | None = None,
     ) -> None:
-        """Arguments as for `ShardSource`.
-
-        Defaults: the dataset's sequence length, the manifest's vocabulary. Only blocks of a remote dataset are cached.
-        """
+        """Arguments as for `ShardSource`. Defaults: the dataset's sequence length, the manifest's vocabulary. Only
+        blocks of a remote dataset are cached."""
         cache = cache if storage.is_remote(dataset.url) else None
         length, manifest = length or dataset.sequence_length, dataset.manifest
         super().__init__(dataset, length, vocabulary or manifest.vocabulary, on_corrupt, cache)
@@ -69,16 +68,15 @@ class FixedShards(ShardSource):
         return {**columns, REPLACED: np.empty((count, 1), np.bool_)}
 
     def read(self, first: int, last: int, block: int) -> Arrays:
+        """Reads as `ShardSource.read`; raises BadInput also for an id that the tokenizer does not have."""
         arrays = super().read(first, last, block)
         self._check_ids(arrays, first)
         return arrays
 
     def _load(self, first: int, last: int, block: int) -> tuple[Arrays, dict[int, BadInput]]:
-        """Returns the columns of records [first, last), and the errors of damaged ones by row, 0 for `first`.
-
-        `block` is the number of records in a block of the cache. If a record is damaged, reads all again without the
-        cache, and drops their blocks from it.
-        """
+        """Returns the columns of records [first, last), and the errors of damaged ones by row, 0 for `first`. `block`
+        is the number of records in a block of the cache. If a record is damaged, reads all again without the cache, and
+        drops their blocks from it."""
         data = self._read_cached(first, last, block)
         bad = fixed_records.find_broken(self._layout, data)
         if bad and self._cache is not None:  # perhaps the cache is damaged, and the bucket is not
@@ -126,10 +124,11 @@ class FixedShards(ShardSource):
         return b"".join(blocks[start] for start in sorted(blocks))
 
     def _cache_name(self, first: int) -> str:
+        """Returns the cache's file name for the block whose first record is `first`."""
         return f"{self.length}-{first}"
 
     def _fetch(self, first: int, last: int) -> bytes:
-        """Reads records [first, last) from the shards, and removes the compression."""
+        """Reads records [first, last) from the shards, past the cache, and removes the compression."""
         size = self.record_bytes
         pieces = [
             self._fetch_members(shard, begin, end)
@@ -140,7 +139,7 @@ class FixedShards(ShardSource):
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def _fetch_members(self, shard: Shard, first: int, last: int) -> bytes:
-        """Reads records [first, last) of a shard of gzip members."""
+        """Reads records [first, last) of a shard of gzip members, expanded; a damaged member gives zeros."""
         offsets, begin = self._member_offsets[shard.name], first // self.unit
         stop = -(-last // self.unit)
         data = self.read_bytes(shard, offsets[begin], offsets[stop], first)
@@ -153,7 +152,7 @@ class FixedShards(ShardSource):
         return b"".join(pieces)[start : start + (last - first) * self.record_bytes]
 
     def _corrupt(self, record: int, data: bytes) -> Corrupt:
-        """Returns the error for a bad record, whose bytes are `data`."""
+        """Returns the error for a bad record with the bytes `data`; in a gzip member, with the member's offset."""
         shard, number = self.locate(record)
         if self.unit:
             offset = self._member_offsets[shard.name][number // self.unit]

@@ -55,6 +55,7 @@ class JoinedLengths:
     """One `RecordSource` over shards of several row lengths: shorter rows first, all padded to the longest length."""
 
     def __init__(self, sources: Sequence[FixedShards], pad: int) -> None:
+        """Joins `sources`, ascending by row length; `pad` is the id that fills shorter rows."""
         self.sources, self.pad = sources, pad
         self.length = sources[-1].length
         self.records = sum(source.records for source in sources)
@@ -83,7 +84,9 @@ class LabelledBatches:
     """Endless training batches. Thread-safe; `close` ends its threads."""
 
     def __init__(self, dataset: Dataset, host_slice: HostSlice, seed: int) -> None:
-        """Checks every shard's size with one listing per length; reads no record yet. Raises BadInput."""
+        """Checks every shard with one listing per length and starts each bucket's reader threads; reads no record yet.
+        Raises BadInput when rows have no labels, hosts can't share a batch, or a shard is missing or not the
+        manifest's."""
         dataset.require_labels()
         rows = host_slice.rows()
         self.dataset, self.global_batch_size, self.seed = dataset, host_slice.global_batch_size, seed
@@ -109,24 +112,22 @@ class LabelledBatches:
         ]
 
     def batch(self, k: int) -> LabelledBatch:
-        """Returns this host's rows of global batch k. Raises BadInput, StorageError."""
+        """Returns this host's rows of global batch k, once they are read. Raises BadInput for a damaged or changed
+        shard, and StorageError."""
         bucket, number = batch_of_step(self._records, self.global_batch_size, self.seed, k)
         start = number * self.global_batch_size
         _, records, arrays = self._readers[bucket].rows(start, start + self.global_batch_size)
         return _labelled_batch(arrays, records + self._starts[bucket], self._pad)
 
     def close(self) -> None:
-        """Ends the threads."""
+        """Ends the readers' threads after the requests that are queued, without waiting for them."""
         for reader in self._readers:
             reader.close()
 
 
 def labelled_evaluation(dataset: Dataset, host_slice: HostSlice) -> Iterator[LabelledBatch]:
-    """Yields all records once, bucket by bucket, in record order.
-
-    Every host gets the same number of batches; rows of weight 0 fill the last one of each bucket. Raises BadInput,
-    StorageError.
-    """
+    """Yields all records once, bucket by bucket, in record order. Every host gets the same number of batches; rows of
+    weight 0 fill the last one of each bucket. Raises BadInput, StorageError."""
     dataset.require_labels()
     first, last = host_slice.rows()
     bucket_start, batch_size, pad = 0, host_slice.global_batch_size, host_slice.tokenizer.pad
@@ -158,6 +159,7 @@ def _open_buckets(dataset: Dataset, host_slice: HostSlice) -> list[JoinedLengths
 
 
 def _threads(dataset: Dataset) -> int:
+    """Returns how many threads read each length bucket: more from a bucket of Cloud Storage than from a disk."""
     return 8 if storage.is_remote(dataset.url) else 1
 
 
@@ -167,6 +169,7 @@ def label_dtype(stored: np.dtype[np.generic]) -> np.dtype[np.int32 | np.float32]
 
 
 def _labelled_batch(arrays: Arrays, records: Ints, pad: int) -> LabelledBatch:
+    """Builds a batch of rows of weight 1 from a source's columns. Attention is 0 at `pad`. records: (rows,)."""
     ids = arrays["input_ids"].astype(np.int32)  # (rows, length)
     labels = arrays[LABEL][:, 0].astype(label_dtype(arrays[LABEL].dtype))  # (rows,)
     weights, replaced = np.ones(len(ids), np.float32), arrays[REPLACED][:, 0]  # (rows,), (rows,)

@@ -44,23 +44,20 @@ class MlmBatches:
     """Endless training batches. Thread-safe; `close` ends its threads."""
 
     def __init__(self, dataset: Dataset, host_slice: HostSlice, masking: Masking, seed: int) -> None:
-        """Arguments and errors as for `PackedBatches`."""
+        """Arguments and errors as for `PackedBatches`, whose threads it starts; `seed` decides the masks too."""
         self._packed = PackedBatches(dataset, host_slice, seed)
         self._masker = Masker(masking, host_slice.tokenizer, seed)
         self.close = self._packed.close
 
     def batch(self, k: int) -> MlmBatch:
-        """Returns this host's rows of global batch k. Raises BadInput, StorageError."""
+        """Returns this host's rows of global batch k, once they are read, masked. Raises as `PackedBatches.batch`."""
         packed = self._packed.batch(k)
         return _mask(self._masker, packed, packed.epochs)
 
 
 def mlm_evaluation(dataset: Dataset, host_slice: HostSlice, masking: Masking, seed: int = 0) -> Iterator[MlmBatch]:
-    """Yields all records once, in record order, with the same masks each time.
-
-    Every host gets the same number of batches; rows of weight 0 fill the last one. `seed` decides the masks: with the
-    default, runs of different seeds can be compared. Raises BadInput, StorageError.
-    """
+    """Yields all records once, in record order, masked by `seed` and the record alone, so that runs can be compared.
+    Every host gets the same number of batches; rows of weight 0 fill the last one. Raises BadInput, StorageError."""
     first, last = host_slice.rows()
     masker = Masker(masking, host_slice.tokenizer, seed)
     for packed in packed_evaluation(dataset, host_slice):
@@ -69,5 +66,6 @@ def mlm_evaluation(dataset: Dataset, host_slice: HostSlice, masking: Masking, se
 
 
 def _mask(masker: Masker, packed: PackedBatch, epochs: npt.ArrayLike) -> MlmBatch:
+    """Masks packed rows. epochs: one for all rows, or (rows,); another epoch gives other masks."""
     masked = masker(packed.input_ids, epochs, packed.records)
     return MlmBatch(**vars(masked), records=packed.records, replaced=packed.replaced)

@@ -48,7 +48,9 @@ class PackedBatches:
     """Endless training batches. Thread-safe; `close` ends its threads."""
 
     def __init__(self, dataset: Dataset, host_slice: HostSlice, seed: int) -> None:
-        """Checks every shard's size with one listing; reads no record yet. Raises BadInput."""
+        """Checks every shard with one listing and starts the reader's threads; reads no record yet. Raises BadInput
+        when rows are not packed, hosts can't share a batch, the tokenizer has too few ids, or a shard is not the
+        manifest's."""
         dataset.require(rows="packed")
         first, last = host_slice.rows()
         source = _open(dataset, host_slice)
@@ -59,19 +61,18 @@ class PackedBatches:
         self._reader = Reader(source, order, self.global_batch_size, first, last, threads=_threads(dataset))
 
     def batch(self, k: int) -> PackedBatch:
-        """Returns this host's rows of global batch k. Raises BadInput, StorageError."""
+        """Returns this host's rows of global batch k, once they are read. Raises BadInput for a damaged or changed
+        shard, and StorageError."""
         return _read(self._reader, k * self.global_batch_size, (k + 1) * self.global_batch_size)
 
     def close(self) -> None:
-        """Ends the threads."""
+        """Ends the reader's threads after the requests that are queued, without waiting for them."""
         self._reader.close()
 
 
 def packed_evaluation(dataset: Dataset, host_slice: HostSlice) -> Iterator[PackedBatch]:
-    """Yields all records once, in record order; every host gets the same number of batches.
-
-    The last batch may have fewer rows, even none (see `fill_rows`). Raises BadInput, StorageError.
-    """
+    """Yields all records once, in record order; every host gets the same number of batches. The last batch may have
+    fewer rows, even none (see `fill_rows`). Raises BadInput, StorageError."""
     dataset.require(rows="packed")
     first, last = host_slice.rows()
     source, batch_size = _open(dataset, host_slice), host_slice.global_batch_size
@@ -82,8 +83,8 @@ def packed_evaluation(dataset: Dataset, host_slice: HostSlice) -> Iterator[Packe
 
 
 def fill_rows(batch: B, rows: int, fillers: Mapping[str, Any]) -> B:
-    """Appends rows to a dataclass of arrays until it has `rows`: `fillers` gives a field's value, or row, there; 0 for
-    fields without one."""
+    """Returns a dataclass of arrays with rows appended until it has `rows`, the same one if it has. `fillers` gives a
+    field's value, or row, there; 0 for fields without one."""
     arrays = vars(batch)
     missing = rows - len(next(iter(arrays.values())))
     if not missing:
@@ -97,6 +98,7 @@ def fill_rows(batch: B, rows: int, fillers: Mapping[str, Any]) -> B:
 
 
 def _open(dataset: Dataset, host_slice: HostSlice) -> RecordSource:
+    """Opens the dataset's record source. Raises BadInput when its manifest has more ids than the given tokenizer."""
     vocabulary = host_slice.tokenizer.vocabulary
     if dataset.manifest.vocabulary > vocabulary:
         raise BadInput(
@@ -107,9 +109,11 @@ def _open(dataset: Dataset, host_slice: HostSlice) -> RecordSource:
 
 
 def _threads(dataset: Dataset) -> int:
+    """Returns how many threads read the shards: more from a bucket than from a disk."""
     return 16 if storage.is_remote(dataset.url) else 2
 
 
 def _read(reader: Reader, start: int, stop: int) -> PackedBatch:
+    """Waits for this host's rows among the places [start, stop), and returns them."""
     epochs, records, arrays = reader.rows(start, stop)
     return PackedBatch(arrays["input_ids"].astype(np.int32), epochs, records, arrays[REPLACED][:, 0])

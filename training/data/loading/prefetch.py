@@ -12,11 +12,9 @@ T = TypeVar("T")
 
 
 def prefetch(function: Callable[[int], T], start: int, depth: int, *, stop: int | None = None) -> Iterator[T]:
-    """Yields function(start), function(start + 1), ... up to `stop`, computed at most `depth` values ahead.
-
-    Only the background thread calls the function; its exception is raised when its value is due. Closing the iterator
-    ends the thread after the current call.
-    """
+    """Yields function(start), function(start + 1), ... up to `stop`, computed at most `depth` values ahead. Only the
+    background thread calls the function; its exception is raised when its value is due. Closing the iterator ends the
+    thread after the current call."""
     ready: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(maxsize=max(1, depth))
     closed = threading.Event()
 

@@ -32,10 +32,8 @@ def preview_batch(
     seed: int,
     percent: int,
 ) -> Iterator[str]:
-    """Reads the batch of one step; yields a heading and the lines for its first rows, at most `rows`.
-
-    `percent` of the tokens of packed rows are masked.
-    """
+    """Reads the batch of one step; yields a heading and the lines for its first rows, at most `rows`. `percent` of the
+    tokens of packed rows are masked."""
     heading = f"batch {step} of seed {seed}"
     if dataset.manifest.rows != "packed":
         with contextlib.closing(LabelledBatches(dataset, host_slice, seed)) as batches:
@@ -87,9 +85,7 @@ def render_labelled(
     labels: Sequence[str],
 ) -> Iterator[str]:
     """Yields a heading with the label and a paragraph for each of the first `count` rows, without their padding.
-
-    `piece` is the result of `pieces`; `labels` names the classes, and is empty for labels that are numbers.
-    """
+    `piece` is the result of `pieces`; `labels` names the classes, and is empty for labels that are numbers."""
     for row, record in enumerate(batch.records[:count]):
         ids = batch.input_ids[row][batch.attention_mask[row] > 0].tolist()
         text = "".join(
@@ -102,8 +98,7 @@ def render_labelled(
 
 
 def pieces(content: bytes) -> Callable[[int], tuple[str, str]]:
-    """Returns a function id -> (space before it, word), from the content of a tokenizer.json; for display, not
-    exact."""
+    """Returns a function id -> (space before it, word) of a tokenizer.json's content; for display, not exact."""
     tokenizer = json.loads(content)
     vocabulary = tokenizer["model"]["vocab"]
     pairs = (

@@ -41,6 +41,7 @@ class Reader:
     def __init__(
         self, source: RecordSource, order: Order, batch: int, first: int, last: int, *, threads: int = 8
     ) -> None:
+        """Starts `threads` threads; requests nothing before the first `rows`."""
         self.source, self.order, self.batch, self.first, self.last = source, order, batch, first, last
         self._windows: OrderedDict[tuple[int, int], _Window] = OrderedDict()
         self._lock = threading.Lock()
@@ -49,9 +50,8 @@ class Reader:
 
     def rows(self, start: int, stop: int) -> tuple[Ints, Ints, Arrays]:
         """Returns epochs (n,), records (n,) and feature -> (n, ...) of this host's rows among the places [start, stop).
-
-        Raises BadInput when a record is damaged or a shard has changed, and StorageError.
-        """
+        Waits for their blocks, and requests the next window once a window is read. Raises BadInput when a record is
+        damaged or a shard has changed, and StorageError."""
         epochs, records, arrays = [], [], []  # of each window
         for cells in split_places(self.order, start, stop):
             with self._lock:
@@ -73,7 +73,7 @@ class Reader:
         )
 
     def close(self) -> None:
-        """Ends the threads after their current requests."""
+        """Ends the threads after the requests that are queued, without waiting for them."""
         self._workers.close()
 
     def __enter__(self) -> Reader:
@@ -83,13 +83,14 @@ class Reader:
         self.close()
 
     def _after(self, epoch: int, number: int) -> tuple[int, int] | None:
-        """Returns the next window; None after one pass of evaluation."""
+        """Returns (epoch, number) of the window after the given one; None after one pass of evaluation."""
         if number + 1 < self.order.windows:
             return epoch, number + 1
         return None if isinstance(self.order, EvaluationOrder) else (epoch + 1, 0)
 
     def _window(self, epoch: int, number: int) -> _Window:
-        """Returns a window; creates a new one and requests its blocks. The caller holds the lock."""
+        """Returns a window; creates a new one, requests its blocks, and drops the window used longest ago beyond
+        WINDOWS_KEPT, with its requests. The caller holds the lock."""
         window = self._windows.get((epoch, number))
         if window is None:
             cells = np.flatnonzero(cells_of_rows(self.order, self.batch, epoch, number, self.first, self.last))
@@ -110,6 +111,8 @@ class _Window:
     def __init__(
         self, source: RecordSource, cells: Ints, records: Ints, block: int, workers: _Workers, previous: _Window | None
     ) -> None:
+        """Requests the records' blocks, of `block` records, from `workers` in the order of first use; or takes the
+        arrays of a complete `previous` window with the same blocks."""
         self.cells, self.records = cells, records
         self.complete: bool
         self._arrays: Arrays
@@ -135,7 +138,8 @@ class _Window:
             )
 
     def gather(self, low: int, high: int) -> Arrays:
-        """Waits for the blocks of records number [low, high) of this window. Returns feature -> (high - low, ...)."""
+        """Waits for the blocks of records number [low, high) of this window. Returns feature -> (high - low, ...).
+        Raises the error of a request that failed."""
         location = self._location[low:high]
         if not self.complete:
             for run in np.unique(self._run_of_slot[location // self._block]):
@@ -158,7 +162,8 @@ class _Window:
 
 
 def _runs(needed: Ints, longest: int) -> Ints:
-    """Numbers the runs of neighbours, of at most `longest`, in ascending block numbers: the run of each. (blocks,)"""
+    """Returns the number of each block's run, (blocks,), for the ascending block numbers `needed`: neighbours share a
+    run, at most `longest` of them."""
     run = np.zeros(len(needed), np.int64)
     number = size = 0
     for index in range(1, len(needed)):
@@ -181,7 +186,8 @@ class _Workers:
             thread.start()
 
     def submit(self, future: Future[None], function: Callable[..., None], *arguments: int) -> None:
-        """Runs the function on a thread, unless the future has been cancelled by then."""
+        """Queues the function for a thread, which skips it if the future is cancelled. Its error or end is the
+        future's."""
 
         def task() -> None:
             if not future.set_running_or_notify_cancel():
@@ -196,11 +202,12 @@ class _Workers:
         self._tasks.put(task)
 
     def close(self) -> None:
-        """Ends the threads after their current task."""
+        """Ends the threads after the tasks that are queued, without waiting for them."""
         for _ in self._threads:
             self._tasks.put(None)
 
     def _work(self) -> None:
+        """Runs tasks until it takes one of the None that `close` queues."""
         while task := self._tasks.get():
             task()
             del task  # its error's traceback holds the reader

@@ -37,6 +37,7 @@ class RecipeShards(ShardSource):
         on_corrupt: OnCorrupt = "stop",
         cache: Path | None = None,
     ) -> None:
+        """Arguments as for `ShardSource`. Without `vocabulary`, ids up to 2**31 - 1 are accepted."""
         super().__init__(dataset, dataset.sequence_length, vocabulary or 1 << 31, on_corrupt, cache)
         self.record_bytes = -(-sum(shard.bytes for shard in self.shards) // self.records)
 
@@ -76,11 +77,9 @@ class RecipeShards(ShardSource):
         return decoded
 
     def offsets(self, shard: Shard) -> npt.NDArray[np.int64]:
-        """Returns the byte at which each record of a shard starts, and last its size. (records + 1,)
-
-        The first call in this process reads the whole shard, or its index from the cache; other threads and sources
-        wait for it and share it. Raises BadInput, StorageError.
-        """
+        """Returns, (records + 1,), the byte at which each record of a shard starts, and last the shard's size. The
+        first call in this process reads the whole shard, or its index from the cache; other threads and sources wait
+        for it and share it. Raises BadInput, StorageError."""
         stat = self.stats[shard.name]
         with _INDEX_LOCK:
             is_new = stat not in _INDEXES
@@ -95,7 +94,8 @@ class RecipeShards(ShardSource):
         return index.result()
 
     def _read_offsets(self, shard: Shard) -> npt.NDArray[np.int64]:
-        """Reads `offsets` from the cache or from the whole shard; adds the latter to the cache."""
+        """Reads `offsets` from the cache or from the whole shard; adds the latter to the cache. Raises BadInput for a
+        damaged header, also with `skip`, or another number of records than in the shard's name."""
         name = f"{shard.name}.index"
         cached = self._cache.get(name, 8 * (shard.records + 1)) if self._cache else None
         if cached is not None:

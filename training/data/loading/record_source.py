@@ -137,7 +137,7 @@ class ShardSource(ABC):
 
     @abstractmethod
     def _load(self, first: int, last: int, block: int) -> tuple[Arrays, dict[int, BadInput]]:
-        """Loads records [first, last), and returns them with the error of each bad row."""
+        """Loads records [first, last): returns features, and the error of each bad row. `block` as for `read`."""
 
     def read(self, first: int, last: int, block: int) -> Arrays:
         assert 0 <= first < last <= self.records
@@ -165,7 +165,7 @@ class ShardSource(ABC):
         return storage.join(self.dataset.url, shard.name)
 
     def read_bytes(self, shard: Shard, start: int, end: int, record: int) -> bytes:
-        """Reads bytes [start, end) of a shard as it was listed; `record` is for messages. Raises BadInput."""
+        """Reads bytes [start, end) of a shard. Raises BadInput, with `record`, if it changed since it was listed."""
         try:
             data = storage.read(self.url(shard), start, end, generation=self.stats[shard.name].generation)
         except (storage.Changed, storage.NotFound) as error:
@@ -178,11 +178,9 @@ class ShardSource(ABC):
 
 
 def read_replacing(load: Load, first: int, last: int, *, block: int, records: int, on_corrupt: OnCorrupt) -> Arrays:
-    """Reads records [first, last) with REPLACED, and replaces bad ones as the module's docstring says.
-
-    `first` begins a block of `block` records; the source has `records`. Raises BadInput when a record is bad, and
-    `on_corrupt` is "stop" or no record is good.
-    """
+    """Reads records [first, last) with REPLACED, and replaces bad ones as the module's docstring says. `first` begins a
+    block of `block` records; the source has `records`. Raises BadInput when a record is bad, and `on_corrupt` is "stop"
+    or no record is good."""
     arrays, bad = load(first, last)
     if bad and on_corrupt == "stop":
         raise bad[min(bad)]
@@ -200,7 +198,8 @@ def read_replacing(load: Load, first: int, last: int, *, block: int, records: in
 
 
 def _replace_bad(load: Load, rows: Arrays, bad: Mapping[int, BadInput], first: int, last: int, records: int) -> Arrays:
-    """Returns the rows [first, last) of one block with another record in the place of each bad one. Raises BadInput."""
+    """Returns the rows [first, last) of one block with another record in the place of each in `bad` (row -> error): of
+    the same block, or else of the next that has a good one. Raises BadInput if no record is good."""
     size = last - first
     candidates, bad_candidates, count, tried = rows, bad, size, 0
     begin = first

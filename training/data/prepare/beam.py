@@ -62,7 +62,8 @@ def pack_documents(
     options: Sequence[str],
     overwrite: bool = False,
 ) -> PackedDataset:
-    """Runs `pack.pack_documents` on a Beam runner, with `options` (KEY=VALUE) for the runner.
+    """Runs `pack.pack_documents` on a Beam runner, with `options` (KEY=VALUE) for the runner, and waits for its end.
+    Returns a complete dataset of the same plan as it is.
 
     `split` selects the documents of the dataset. `encoder` must be picklable; each worker process calls it once. Raises
     BadInput without Apache Beam, and the errors of `pack.pack_documents`.
@@ -98,7 +99,7 @@ def pack_documents(
 
 
 def read_batches(file: tuple[int, str], field: str, split: SplitFilter) -> Iterator[tuple[Key, list[str]]]:
-    """Yields the batches of documents of one file."""
+    """Yields (file's, batch's number) and the texts of each batch of one file, (number, name), that `split` holds."""
     number, name = file
     documents = (text for text in Corpus(name, field).documents() if split.holds(text))
     for batch_number, batch in enumerate(pack.batches_of(documents)):
@@ -106,20 +107,21 @@ def read_batches(file: tuple[int, str], field: str, split: SplitFilter) -> Itera
 
 
 def tokenize(batch: tuple[Key, list[str]], encoder: EncoderFactory) -> tuple[Key, bytes, int]:
-    """Returns the ids of a batch, as little-endian int32, and the number of its documents."""
+    """Returns the key of a batch, its ids as little-endian int32, and the number of its documents."""
     key, texts = batch
     ids = np.concatenate(_encode(encoder)(texts)).astype("<i4")
     return key, ids.tobytes(), len(texts)
 
 
 def count(encoded: tuple[Key, bytes, int]) -> tuple[Key, int, int]:
-    """Counts ids and documents of a batch."""
+    """Returns the key of a batch, and how many ids and documents it has."""
     key, ids, documents = encoded
     return key, len(ids) // 4, documents
 
 
 def add_up(url: str, counts: Iterable[tuple[Key, int, int]]) -> Totals:
-    """Adds up where each batch begins, ordered by file and number. Writes the totals for the driver."""
+    """Returns where each batch begins, in the order of file and batch. Writes the totals to `.preparing/` for the
+    driver."""
     starts: dict[Key, int] = {}
     tokens = documents = 0
     for key, ids, texts in sorted(counts):
@@ -133,8 +135,7 @@ def add_up(url: str, counts: Iterable[tuple[Key, int, int]]) -> Totals:
 
 
 def cut(encoded: tuple[Key, bytes, int], plan: DatasetPlan, totals: Totals) -> Iterator[tuple[int, tuple[int, bytes]]]:
-    """Yields the pieces of a batch by shard, (shard, (offset in the stream, ids)), without the tail that fills no
-    row."""
+    """Yields a batch's pieces by shard, (shard, (offset in the stream, ids)), without the tail that fills no row."""
     key, ids, _ = encoded
     per_shard, start = plan.records_per_shard * plan.length, totals.starts[key]
     stop = min(start + len(ids) // 4, totals.tokens // plan.length * plan.length)
@@ -146,7 +147,7 @@ def cut(encoded: tuple[Key, bytes, int], plan: DatasetPlan, totals: Totals) -> I
 
 
 def write(pieces: tuple[int, Iterable[tuple[int, bytes]]], url: str, plan: DatasetPlan) -> None:
-    """Writes one shard from its pieces, and its manifest entry for the driver."""
+    """Joins the pieces of a shard by their offsets and writes it, and its manifest entry for the driver."""
     number, parts = pieces
     ids = np.frombuffer(b"".join(data for _, data in sorted(parts)), "<i4").astype(np.int32)
     shard = dataset_writer.shard_writer(plan)(url, number, ids.reshape(-1, plan.length))
@@ -155,6 +156,7 @@ def write(pieces: tuple[int, Iterable[tuple[int, bytes]]], url: str, plan: Datas
 
 
 def _finish(url: str, plan: DatasetPlan) -> PackedDataset:
+    """Commits the dataset from the entries and totals that the workers wrote. Raises BadInput if no row is full."""
     folder = storage.join(url, dataset_writer.PREPARING, FOLDER)
     tokens, documents = json.loads(storage.read(storage.join(folder, "totals.json")))
     pack.refuse_empty(url, plan, tokens, documents)
@@ -170,5 +172,5 @@ def _finish(url: str, plan: DatasetPlan) -> PackedDataset:
 
 @lru_cache(maxsize=1)
 def _encode(encoder: EncoderFactory) -> Encode:
-    """Caches the encoder of this process: loading a tokenizer takes longer than encoding a batch."""
+    """Returns the factory's encoder, cached per process: loading a tokenizer takes longer than encoding a batch."""
     return encoder()

@@ -69,7 +69,7 @@ class Corpus:
                 yield from _file_rows(url, self.field)
 
     def documents(self) -> Iterator[str]:
-        """Yields the texts that are not blank."""
+        """Yields the texts that are not blank. Raises BadInput for a row without text, and as `rows`."""
         for row in self.rows():
             text = self.text(row)
             if text.strip():
@@ -80,8 +80,8 @@ class Corpus:
         return text_of(row, self.field, getattr(row, "place", None) or f"--corpus {self.name}: a row")
 
     def fingerprint(self) -> str:
-        """Returns a hash of the text; reads local files once, and no object of a bucket. Raises BadInput,
-        StorageError."""
+        """Returns a hash of the corpus's last name, its field and its text (files: name, size and CRC-32C); reads local
+        files once, and no object of a bucket. Raises BadInput, StorageError."""
         digest = hashlib.sha256(f"{self.name.rsplit('/', 1)[-1]}\0{self.field}".encode())
         if self.name.startswith("builtin:"):
             for document in self.documents():
@@ -96,7 +96,7 @@ class Corpus:
         return digest.hexdigest()
 
     def files(self) -> list[str]:
-        """Returns the URLs of the corpus's files, in order; a name with a scheme as it is. Raises BadInput."""
+        """Returns the corpus's files in order; [name] for `builtin:` and `datasets:`. Raises BadInput without any."""
         if self.name.startswith(("builtin:", "datasets:")):
             return [self.name]
         if storage.stat(self.name) is not None:
@@ -146,7 +146,7 @@ def in_evaluation(text: str, percent: float) -> bool:
 
 
 def lines(url: str) -> Iterator[str]:
-    """Yields the lines of a UTF-8 file without line ends and byte order mark. Raises BadInput for other bytes."""
+    """Yields a UTF-8 file's lines without line ends and byte order mark. Raises BadInput for other bytes or no file."""
     stat = storage.stat(url)
     if stat is None:
         raise BadInput(f"{url} does not exist")
@@ -170,7 +170,7 @@ def lines(url: str) -> Iterator[str]:
 
 
 def _file_rows(url: str, field: str) -> Iterator[dict[str, Any]]:
-    """Yields the rows of one file, whose extension says how to read it."""
+    """Yields the rows of one file, by its extension. Raises BadInput for a row that can't be parsed."""
     if url.endswith(LINES):
         for number, line in enumerate(lines(url), 1):
             if line.strip():
@@ -189,6 +189,7 @@ def _file_rows(url: str, field: str) -> Iterator[dict[str, Any]]:
 
 
 def _table(url: str) -> Iterator[dict[str, Any]]:
+    """Yields the rows of a .csv file. Raises BadInput for a column named twice, or a row with more or fewer columns."""
     reader = csv.DictReader(line + "\n" for line in lines(url))
     try:
         columns = reader.fieldnames or []
@@ -205,6 +206,7 @@ def _table(url: str) -> Iterator[dict[str, Any]]:
 
 
 def _paragraphs(text: Iterable[str]) -> Iterator[str]:
+    """Joins consecutive lines to paragraphs, which blank lines separate."""
     paragraph: list[str] = []
     for line in text:
         if line.strip():
@@ -217,10 +219,12 @@ def _paragraphs(text: Iterable[str]) -> Iterator[str]:
 
 
 def _hugging_face(name: str) -> Iterator[dict[str, Any]]:
+    """Yields the rows of NAME[:CONFIG[:SPLIT]] without downloading all of it first."""
     yield from _load(name, streaming=True)
 
 
 def _load(name: str, *, streaming: bool) -> Any:
+    """Loads NAME[:CONFIG[:SPLIT]] ("train" unless named) by the `datasets` library. Turns any failure into BadInput."""
     try:
         import datasets
     except ImportError:

@@ -89,10 +89,8 @@ def records_per_shard(length: int, vocabulary: int) -> int:
 
 
 def find_existing(url: str, plan: DatasetPlan, overwrite: bool) -> Dataset | None:
-    """Returns the dataset in a folder if it is the planned one; None if it has to be made, or continued.
-
-    Raises BadInput when the folder holds something else; with `overwrite`, removes another dataset instead.
-    """
+    """Returns the dataset in a folder if it is the planned one; None if it has to be made, or continued. Raises
+    BadInput when the folder holds something else; with `overwrite`, deletes the files of another dataset instead."""
     refuse = "use another --out, or --overwrite to replace it"
     try:
         dataset = load_manifest(storage.read(storage.join(url, MANIFEST)), url)
@@ -132,12 +130,14 @@ def _check_unfinished(url: str, plan: DatasetPlan, overwrite: bool, refuse: str)
 
 
 def _clear(url: str) -> None:
-    """Deletes the files of a dataset; the manifest first, so that a half-deleted dataset is not a dataset."""
+    """Deletes the manifest, all shards and `.preparing/`, and no other file; the manifest first, so that a half-deleted
+    dataset is not a dataset."""
     storage.delete(storage.join(url, MANIFEST))
     _remove(url, lambda name: name.endswith(".tfrecord") or f"/{PREPARING}/" in name)
 
 
 def _remove(url: str, chosen: Callable[[str], bool]) -> None:
+    """Deletes the files of a folder whose URLs are `chosen`, and empty local folders in `.preparing/`."""
     for stat in storage.listing(url):
         if chosen(stat.url):
             storage.delete(stat.url)
@@ -175,7 +175,8 @@ def write_mark(url: str, mark: Mark) -> None:
 
 
 def shard_writer(plan: DatasetPlan) -> Callable[[str, int, Ids], Shard]:
-    """Returns a function (url, number, rows) that writes rows (n, length) as shard `number` of the folder `url`."""
+    """Returns a function (url, number, rows) that writes rows (n, length) as shard `number` of the folder `url`, in the
+    plan's layout and compression. It raises BadInput for an id beyond the vocabulary."""
     layout = fixed_records.record_layout(id_features(plan.vocabulary), plan.length)
 
     def write(url: str, number: int, rows: Ids) -> Shard:
@@ -200,7 +201,7 @@ def shard_writer(plan: DatasetPlan) -> Callable[[str, int, Ids], Shard]:
 def write_shard(
     url: str, name: str, length: int, records: int, data: bytes, members: list[bytes] | None = None
 ) -> Shard:
-    """Writes the bytes of a shard. Returns its entry in the manifest."""
+    """Writes the bytes of a shard. Returns its entry in the manifest. `members`: the gzip members of `data`, if any."""
     storage.write(storage.join(url, name), data)
     return Shard(
         name=name,
@@ -219,7 +220,8 @@ def finish_dataset(
     shards: list[Shard],
     more: Mapping[str, Any] = PACKED,
 ) -> Dataset:
-    """Writes dataset.json, which commits the dataset, and removes `.preparing/`. `more`: other keys of the manifest."""
+    """Writes dataset.json, which commits the dataset, and removes `.preparing/`. `more`: other keys of the manifest.
+    Raises AlreadyExists when there is a dataset.json."""
     manifest = DatasetManifest.model_validate(
         {
             **more,
@@ -242,4 +244,5 @@ def finish_dataset(
 
 
 def _dump_plan(plan: DatasetPlan) -> bytes:
+    """Encodes plan.json; equal plans are equal bytes."""
     return json.dumps(asdict(plan), sort_keys=True, indent=1).encode()

@@ -86,7 +86,7 @@ class LengthBuckets:
     lengths: tuple[int, ...]
 
     def of(self, tokens: int) -> int:
-        """Returns the row length for a text of so many tokens."""
+        """Returns the shortest length that holds a text of so many tokens; the longest if none does."""
         return next((length for length in self.lengths if tokens <= length), self.lengths[-1])
 
 
@@ -169,11 +169,12 @@ def write_labelled_rows(
     *,
     overwrite: bool = False,
 ) -> LabelledDataset:
-    """Writes a dataset of labelled rows to the folder `url`.
+    """Writes a dataset of labelled rows to the folder `url`. Returns a complete dataset of the same plan as it is.
 
-    `plan.length` is the longest bucket. `rows` is called to read the corpus, and must give the same rows each time;
-    `encode` returns the ids of each text, with special tokens around them. Raises BadInput when the folder holds
-    something else (unless `overwrite`), a label is impossible, or there is no row; and StorageError.
+    `plan.length` is the longest bucket; a longer text is cut, but keeps its final token. `rows` is called to read the
+    corpus, and must give the same rows each time; `encode` returns the ids of each text, with special tokens around
+    them. Raises BadInput when the folder holds something else (unless `overwrite`), a label is impossible, or there is
+    no row; and StorageError.
     """
     assert plan.length == buckets.lengths[-1]
     existing = dataset_writer.find_existing(url, plan, overwrite)
@@ -218,7 +219,7 @@ def _write_rows(
     rows: Sequence[tuple[Ids, float]],
     pad: int,
 ) -> Shard:
-    """Writes some rows as shard `number` of one length."""
+    """Writes some rows, (ids, label) each, filled up with `pad`, as shard `number` of one length."""
     ids = np.full((len(rows), length), pad, np.int32)  # (n, length)
     for row, (row_ids, _) in enumerate(rows):
         ids[row, : len(row_ids)] = row_ids
@@ -233,6 +234,7 @@ def _write_rows(
 
 
 def _batches(rows: Iterable[LabelledText]) -> Iterator[list[LabelledText]]:
+    """Yields the rows in lists of at most BATCH_ROWS."""
     iterator = iter(rows)
     while batch := list(itertools.islice(iterator, BATCH_ROWS)):
         yield batch

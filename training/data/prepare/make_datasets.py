@@ -86,11 +86,9 @@ class SplitResult:
 def make_datasets(
     options: DatasetOptions, progress: Callable[[str, PackingProgress], None] = lambda url, progress: None
 ) -> Iterator[SplitResult]:
-    """Makes the dataset of each split, one after the other, and yields its result.
-
-    Calls `progress` with the split's URL after each shard of packed rows. Raises BadInput for options that contradict
-    each other, a corpus that can't be read, or a folder that holds something else; and StorageError.
-    """
+    """Makes the dataset of each split, one after the other, and yields its result. Calls `progress` with the split's
+    URL after each shard of packed rows. Raises BadInput for options that contradict each other, a corpus that can't be
+    read, or a folder that holds something else; and StorageError."""
     _check(options)
     tokenizer = tokenizers.read(options.tokenizer)
     encode = tokenizers.encoder(tokenizer)
@@ -124,7 +122,7 @@ def _source(options: DatasetOptions, split: str) -> tuple[Corpus, SplitFilter]:
 def _plan(
     options: DatasetOptions, split: str, corpus: Corpus, percent: float | None, tokenizer: Tokenizer, **more: Any
 ) -> DatasetPlan:
-    """Returns the plan of a split. `more`: keys of its origin."""
+    """Returns the plan of a split; reads a local corpus for its fingerprint. `more`: keys of its origin."""
     vocabulary = tokenizer.special.vocabulary
     return DatasetPlan(
         split=split,
@@ -208,7 +206,7 @@ def _make_labelled(
 
 
 def parse_lengths(lengths: str | None, longest: int) -> LengthBuckets:
-    """Parses --lengths. Raises BadInput."""
+    """Parses --lengths; None gives `default_lengths`. Raises BadInput unless it is ascending and ends in `longest`."""
     if lengths is None:
         return LengthBuckets(default_lengths(longest))
     try:
@@ -223,7 +221,8 @@ def parse_lengths(lengths: str | None, longest: int) -> LengthBuckets:
 
 
 def _labels(options: DatasetOptions) -> LabelKind:
-    """Returns how labels are stored; reads the names of classes. Raises BadInput, StorageError."""
+    """Returns how labels are stored. Reads the names of classes from --labels, or else from every row of the corpus.
+    Raises BadInput for impossible names, or --labels with a regression; StorageError."""
     if options.task == "regression":
         if options.labels is not None:
             raise BadInput(

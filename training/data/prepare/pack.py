@@ -155,6 +155,7 @@ def refuse_empty(url: str, plan: DatasetPlan, tokens: int, documents: int) -> No
 
 
 def _progress(documents: int, shards: list[Shard]) -> PackingProgress:
+    """Returns the progress after so many documents and these shards."""
     return PackingProgress(documents, sum(shard.records for shard in shards), len(shards))
 
 

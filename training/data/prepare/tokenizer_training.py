@@ -37,10 +37,8 @@ RESERVED = re.compile("[\t\r\n\0▅]")  # characters with a meaning of their own
 
 def train_tokenizer(documents: Callable[[], Iterable[str]], vocabulary: int, algorithm: Algorithm) -> bytes:
     """Trains a tokenizer with at most `vocabulary` ids, special tokens included. Returns the content of tokenizer.json.
-
     `documents` is called to read the corpus, and must give the same documents each time. Raises BadInput when there is
-    no text, or its characters need more ids.
-    """
+    no text, or its characters need more ids."""
     tokenizers = library()
     train = _train_unigram if algorithm == "unigram" else _train_wordpiece
     trained = train(tokenizers, vocabulary, documents)
@@ -54,10 +52,8 @@ def train_tokenizer(documents: Callable[[], Iterable[str]], vocabulary: int, alg
 
 
 def write_tokenizer(url: str, content: bytes, *, overwrite: bool = False) -> bool:
-    """Writes a tokenizer folder whose tokenizer.json is `content`. Returns False when it was already there.
-
-    Raises BadInput when the folder holds another tokenizer, unless `overwrite` allows replacing it, and StorageError.
-    """
+    """Writes a tokenizer folder whose tokenizer.json is `content`. Returns False when it was already there. Raises
+    BadInput when the folder holds another tokenizer, unless `overwrite` allows replacing it, and StorageError."""
     files = tokenizer_files(content)
     existing = {name: _read_or_none(storage.join(url, name)) for name in files}
     if existing == files:
@@ -74,6 +70,7 @@ def write_tokenizer(url: str, content: bytes, *, overwrite: bool = False) -> boo
 
 
 def _read_or_none(url: str) -> bytes | None:
+    """Returns the content of a file; None if it does not exist."""
     try:
         return storage.read(url)
     except storage.NotFound:
@@ -93,12 +90,14 @@ def count_words(documents: Iterable[str]) -> dict[str, int]:
 
 
 def _replace_quotes(text: str) -> str:
+    """Replaces `` and '' by the quotation mark of QUOTES."""
     for quotes, replacement in QUOTES:
         text = text.replace(quotes, replacement)
     return text
 
 
 def _train_unigram(tokenizers: Any, vocabulary: int, documents: Callable[[], Iterable[str]]) -> Any:
+    """Returns a trained `tokenizers.Tokenizer`. Raises BadInput without text, or room for its characters."""
     counts = count_words(documents())
     if not counts:
         raise BadInput("the corpus has no text to train a tokenizer on")
@@ -174,11 +173,9 @@ def _most_frequent(words: Mapping[str, int]) -> list[tuple[str, int]]:
 
 
 def _train_wordpiece(tokenizers: Any, vocabulary: int, documents: Callable[[], Iterable[str]]) -> Any:
-    """Trains twice, so that the result does not depend on a hash table's order.
-
-    The library numbers the marked characters ("##a") in the order of a hash table, and breaks ties between pairs by
-    those numbers. So a first training finds them, and a second one receives them in sorted order, as special tokens.
-    """
+    """Trains twice, so that the result does not depend on a hash table's order. The library numbers the marked
+    characters ("##a") in the order of a hash table, and breaks ties between pairs by those numbers. So a first training
+    finds them, and a second one receives them in sorted order, as special tokens."""
 
     def train(special: list[str]) -> Any:
         trained = tokenizers.Tokenizer(tokenizers.models.WordPiece(unk_token="<unk>"))

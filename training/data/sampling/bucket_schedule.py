@@ -21,10 +21,8 @@ from training.data.sampling.random_bits import Ints, stream
 
 def group_lengths(records_of_length: Mapping[int, int], at_least: int) -> list[list[int]]:
     """Joins row lengths to buckets: shorter ones to longer ones until a bucket has `at_least` records.
-
     `records_of_length` (row length -> records) is ascending; the longest lengths join the bucket before when they have
-    fewer. Returns the lengths of each bucket, ascending. A bucket's rows are padded to its last length.
-    """
+    fewer. Returns the lengths of each bucket, ascending. A bucket's rows are padded to its last length."""
     groups: list[list[int]] = [[]]
     for length in records_of_length:
         groups[-1].append(length)
@@ -76,4 +74,5 @@ def epoch_order(records: tuple[int, ...], batch: int, seed: int, epoch: int) -> 
 
 
 def _first_step(records: tuple[int, ...], batch: int, epoch: int) -> int:
+    """Returns the first step of an epoch."""
     return sum(epoch * count // batch for count in records)

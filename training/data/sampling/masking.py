@@ -56,11 +56,9 @@ class SpecialTokens:
 
 
 def special_tokens(tokenizer: Mapping[str, Any], url: str) -> SpecialTokens:
-    """Returns the special tokens in the parsed content of the tokenizer.json at `url`.
-
-    Raises BadInput without a mask or padding token; ValueError, KeyError, TypeError or AttributeError when it is not
-    the content of a tokenizer.json.
-    """
+    """Returns the special tokens in the parsed content of the tokenizer.json at `url`. Raises BadInput without a mask
+    or padding token; ValueError, KeyError, TypeError or AttributeError when it is not the content of a
+    tokenizer.json."""
     added = tokenizer.get("added_tokens", [])
     special = {token["content"]: token["id"] for token in added if token.get("special")}
     vocabulary = tokenizer["model"]["vocab"]
@@ -121,6 +119,7 @@ class Masker:
     """Masks rows for one tokenizer and seed. A call is a pure function; the object only caches its tables."""
 
     def __init__(self, masking: Masking, tokens: SpecialTokens, seed: int) -> None:
+        """Raises BadInput when all of the tokenizer's ids are special."""
         self.masking, self.tokens, self.seed = masking, tokens, seed
         self._ordinary = tokens.ordinary().astype(np.int32)
         self._special = np.isin(np.arange(tokens.vocabulary), sorted(tokens.special))

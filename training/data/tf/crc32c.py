@@ -37,10 +37,8 @@ class Crc32c:
         return _mask(_xor(self._of_zeros[-1], self._fold(entries)))
 
     def match(self, flat: Any, start: Any, lengths: Any) -> Any:
-        """Returns, (n,) bool, whether each message flat[start : start + length] is followed by its CRC.
-
-        flat: (bytes,) uint8; start, lengths: (n,) int64.
-        """
+        """Returns, (n,) bool, whether each message flat[start : start + length] is followed by its CRC. flat: (bytes,)
+        uint8; start, lengths: (n,) int64."""
         distance = tf.range(self._longest, dtype=tf.int64)  # (longest,) from the end
         position = (start + lengths)[:, None] - 1 - distance  # (n, longest)
         inside = distance < lengths[:, None]  # (n, longest)

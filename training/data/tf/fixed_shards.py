@@ -89,7 +89,7 @@ def _check_ids(input_ids: Any, vocabulary: int, url: Any) -> None:
 
 
 def _read_frames(index: ShardIndex, size: int) -> ReadStored:
-    """Reads shards without compression."""
+    """Returns the functions that read shards without compression, whose records have `size` bytes."""
 
     def stored(shard: Any, first: Any, last: Any) -> Any:
         return index.read_bytes(shard, first * size, last * size)
@@ -98,7 +98,8 @@ def _read_frames(index: ShardIndex, size: int) -> ReadStored:
 
 
 def _read_members(index: ShardIndex, shards: Sequence[Shard], size: int, unit: int) -> ReadStored:
-    """Reads shards of gzip members with `unit` records each. A damaged member yields zeros, whose CRCs are wrong."""
+    """Returns the functions that read shards of gzip members with `unit` records of `size` bytes each. A damaged member
+    yields zeros, whose CRCs are wrong."""
     offsets = tf.constant(np.concatenate([np.cumsum([0, *shard.members]) for shard in shards]), tf.int64)
     begins = tf.constant(np.cumsum([0, *(len(shard.members) + 1 for shard in shards)])[:-1], tf.int64)
 

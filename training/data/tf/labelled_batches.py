@@ -74,7 +74,7 @@ def _converter(bucket_start: int, pad: int) -> Callable[[Columns], Columns]:
 
 
 def _open_buckets(dataset: Dataset, host_slice: HostSlice) -> list[TensorRecordSource]:
-    """Opens the length buckets, in ascending order of length."""
+    """Opens the length buckets, in ascending order. Raises BadInput without labels, or if hosts can't share a batch."""
     dataset.require_labels()
     host_slice.rows()  # raises for an indivisible batch before any shard is listed
 

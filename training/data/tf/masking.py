@@ -18,16 +18,10 @@ from training.data.tf.random_bits import counted, keys, number, sortable
 def mask(
     input_ids: Any, epoch: Any, records: Any, *, seed: int, masking: Masking, tokens: SpecialTokens
 ) -> tuple[Any, Any, Any, Any]:
-    """Masks rows as `Masker` does.
+    """Masks rows, as `Masker` does. Returns input_ids (n, length), positions (n, places), labels (n, places) int32 and
+    weights (n, places) float32.
 
-    Args:
-        input_ids: (n, length) int32 tensor of static length.
-        epoch: one for all rows, or (n,) int64.
-        records: (n,) int64.
-        seed, masking, tokens: Python values.
-
-    Returns:
-        input_ids (n, length), positions (n, places), labels (n, places) int32 and weights (n, places) float32.
+    input_ids: (n, length) int32 tensor of static length; epoch: one for all rows, or (n,) int64; records: (n,) int64.
     """
     right = tf.bitwise.right_shift
 

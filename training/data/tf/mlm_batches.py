@@ -55,6 +55,7 @@ def mlm_evaluation(dataset: Dataset, host_slice: HostSlice, masking: Masking, se
 
 
 def _open_source(dataset: Dataset, host_slice: HostSlice) -> TensorRecordSource:
+    """Opens the source. Raises BadInput unless rows are packed and hosts can share a batch evenly."""
     dataset.require(rows="packed")
     host_slice.rows()  # raises for an indivisible batch before any shard is read
     return open_source(dataset, vocabulary=host_slice.tokenizer.vocabulary, on_corrupt=host_slice.on_corrupt)

@@ -39,10 +39,8 @@ def bounds(order: Order, epoch: Any, number: Any) -> tuple[Any, Any]:
 
 
 def window(order: Order, permuted: Any, epoch: Any, number: Any) -> Any:
-    """Returns the records of a window, (cells,) int64, as `Order.window`.
-
-    permuted: `block_permutation` of the epoch; epoch, number: int64 scalars.
-    """
+    """Returns the records of a window, (cells,) int64, as `Order.window`. permuted: `block_permutation` of the epoch;
+    epoch, number: int64 scalars."""
     if isinstance(order, TrainingOrder):
         return _shuffled_window(order, permuted, epoch, number)
     start, size = bounds(order, epoch, number)
@@ -52,10 +50,8 @@ def window(order: Order, permuted: Any, epoch: Any, number: Any) -> Any:
 def rows_of_window(
     order: Order, permuted: Any, batch: int, epoch: Any, number: Any, first: int, last: int, start: Any
 ) -> Any:
-    """Returns a window's records in rows [first, last) of their batches, from place `start` on, (n,) int64.
-
-    The counterpart of `cells_of_rows`. permuted, epoch, number: as for `window`.
-    """
+    """Returns a window's records in rows [first, last) of their batches, from place `start` on, (n,) int64. The
+    counterpart of `cells_of_rows`. permuted, epoch, number: as for `window`."""
     records = window(order, permuted, epoch, number)
     begin, size = bounds(order, epoch, number)
     place = epoch * order.records + begin + tf.range(size)
@@ -82,6 +78,7 @@ def buckets_of_steps(records: tuple[int, ...], batch: int, seed: int, epoch: int
 
 
 def _shuffled_window(order: TrainingOrder, permuted: Any, epoch: Any, number: Any) -> Any:
+    """Computes `window` for training, as the function of that name in `sampling.order`."""
     start, size = bounds(order, epoch, number)
     steps, longer = size // order.batch, size % order.batch
     begin = (epoch * order.records + start) % order.batch  # the row of cell 0

@@ -29,10 +29,8 @@ def mix(z: Any) -> Any:
 
 
 def keys(state: Any, numbers: Any) -> Any:
-    """Returns `random_bits.keys`: uint64 keys that depend on one more number.
-
-    state: uint64; broadcasts. numbers: an int64 tensor of any shape, each 0 or more, or -1; or a Python integer.
-    """
+    """Returns `random_bits.keys`: uint64 keys that depend on one more number. state: uint64; broadcasts. numbers: an
+    int64 tensor of any shape, each 0 or more, or -1; or a Python integer."""
     # Two's complement, as random_bits.mix_int wraps negative numbers.
     numbers = tf.cast(tf.convert_to_tensor(numbers, tf.int64), tf.uint64)
     return mix(state + mix(numbers + number(random_bits.GOLDEN)))

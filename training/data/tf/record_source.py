@@ -62,13 +62,8 @@ _STORAGE_ACCESS = re.compile(r"Error executing an HTTP request|libcurl|bearer to
 
 @contextmanager
 def translate_errors(dataset: Dataset) -> Iterator[None]:
-    """Translates TensorFlow's errors that name a shard or an access to storage. Others, such as those of a step that
-    runs meanwhile, pass unchanged.
-
-    Raises:
-        BadInput: A shard is missing or damaged.
-        StorageError: A shard could not be read.
-    """
+    """Translates TensorFlow's errors that name a shard or an access to storage: BadInput for a missing or damaged
+    shard, else StorageError. Others, such as those of a step that runs meanwhile, pass unchanged."""
     try:
         yield
     except tf.errors.OpError as error:
