@@ -189,11 +189,14 @@ class TpuVm:
             files = {"slice.json": call_gcloud(self._machine, command, timeout=_COMMAND_SECONDS * 2)}
         except LaunchError as error:
             files = {"slice.json": str(error)}
-        if not self._connections.gcloud_only:
-            script = host_scripts.evidence_script(container)
+        if self._connections.gcloud_only:
+            return files
+        script = host_scripts.evidence_script(container)
+        try:
             results = self._connections.run_all(script, timeout=30, workers=workers)
-            files |= {f"host-{result.worker}.txt": _all_output(result) for result in results}
-        return files
+        except LaunchError as error:  # not even the hosts' addresses can be found out
+            return {**files, "hosts.txt": str(error)}
+        return files | {f"host-{result.worker}.txt": _all_output(result) for result in results}
 
     def stacks(self, container: str) -> dict[int, str]:
         results = self._connections.run_all(host_scripts.stacks_script(container), timeout=60)

@@ -230,6 +230,16 @@ def test_first_contact_succeeds_however_long_a_key_takes_to_spread(tmp_path: Pat
     TpuVm(config(tmp_path, more=", iap: true"), lambda text: None, cloud.machine()).create()
 
 
+def test_evidence_of_a_failed_attempt_never_raises_while_gcloud_fails(tmp_path: Path) -> None:
+    def run(argv: Sequence[str], **_: object) -> Result:
+        return Result(tuple(argv), 1, "", "ERROR: (gcloud) the network is unreachable")
+
+    provider = TpuVm(config(tmp_path), print, replace(this_machine(), run=run))
+    files = provider.evidence("container", [0, 1])
+    assert sorted(files) == ["hosts.txt", "slice.json"]
+    assert all("network" in text for text in files.values())
+
+
 def test_a_slice_that_is_deleted_during_first_contact_is_not_made_again(tmp_path: Path) -> None:
     cloud = _KeySpreads()
     cloud.at(75, cloud.delete)
