@@ -152,7 +152,8 @@ def observe_script(container: str, since: str | None, *, patience: float = 0.0, 
 
 
 def execute_script(container: str, command: Sequence[str], mark: str, *, seconds: int, held: bool) -> str:
-    """Runs a command in the running container. Its last line is `MARK exit CODE`, or `MARK failed REASON`.
+    """Returns the script that runs a command in the running container. The script's last line is `MARK exit CODE`, or
+    `MARK failed REASON`.
 
     Args:
         mark: A unique word; the command's environment carries it.
