@@ -95,7 +95,7 @@ def test_ctrl_c_does_not_wait_for_hosts_that_pull() -> None:
         stderr=subprocess.DEVNULL,
     ) as process:
         assert process.stdout is not None
-        assert process.stdout.readline() == b"pulling\n"
+        assert process.stdout.readline().startswith(b"pulling")  # several threads print it
         process.send_signal(signal.SIGINT)
         begun = time.monotonic()
         try:
