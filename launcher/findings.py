@@ -20,14 +20,14 @@ class Finding:
     """The result of one check."""
 
     where: str
-    """What was checked: "ssh key", "host 3", "slice"."""
+    """The thing that was checked: "ssh key", "host 3", "slice"."""
 
     severity: Severity
 
     message: str
 
     fix: str = ""
-    """What to do: a command, or a sentence where no command would do."""
+    """The remedy: a command, or a sentence where no command would do."""
 
     occupied_by: str = ""
     """Id of the other run that uses the host, when that is the finding."""

@@ -109,4 +109,4 @@ class Workstation(Machine):
     stream: StreamCommand = shell.stream
     connect: Connect
     owner: Owner = NOBODY
-    """Whose labels the slices created from here carry."""
+    """The user and account in the labels of slices that are created from here."""

@@ -27,7 +27,7 @@ _TRUSTED_SECONDS = 24 * 3600.0
 
 @dataclass(frozen=True)
 class ImagePlan:
-    """What the engine's store has of an image. The tag is unknown while base images are missing."""
+    """The state of an image in the engine's store. The tag is unknown while base images are missing."""
 
     docker: str  # the client
     tag: str

@@ -96,7 +96,7 @@ class Session:
     ledger: Ledger
     specification: Specification
     config: Config
-    """What the specification says."""
+    """The configuration in the specification."""
     provider: Provider
     secrets: SecretSource
 

@@ -66,7 +66,7 @@ _EXIT_CODES = {
 
 @dataclass(frozen=True)
 class HostView:
-    """What observations of one host say together. Times are seconds of the launcher's monotonic clock."""
+    """The state of one host, from all its observations. Times are seconds of the launcher's monotonic clock."""
 
     worker: int
     container: ContainerState | None  # as last seen

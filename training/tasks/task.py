@@ -1,4 +1,4 @@
-"""What all tasks have in common: opening their data, and reading ahead."""
+"""The base of all tasks: opens their data, and reads ahead."""
 
 from __future__ import annotations
 
