@@ -114,17 +114,8 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def check_account(info: dict[str, Any]) -> Finding:
-    """Checks that gcloud has an account, or needs none. `info`: output of `gcloud info --format=json`."""
-    config = info.get("config", {})
-    auth = config.get("properties", {}).get("auth", {}).get("disable_credentials", "")
-    if isinstance(auth, dict):  # {"value": ..., "source": ...} in newer SDKs
-        auth = auth.get("value", "")
-    if str(auth).lower() == "true":
-        return ok(
-            "account",
-            "credentials are switched off (auth/disable_credentials): an emulated API needs none",
-        )
-    if account := config.get("account"):
+    """Checks that gcloud has an account. `info`: output of `gcloud info --format=json`."""
+    if account := info.get("config", {}).get("account"):
         return ok("account", str(account))
     return failure("account", "no active account", "gcloud auth login && gcloud auth application-default login")
 

@@ -55,26 +55,16 @@ def emulator() -> None:
     is_flag=True,
     help="Print `export` lines that point gcloud, docker and storage clients of this shell to it.",
 )
-def start(
-    port: int | None,
-    bucket: str | None,
-    full_pushes: bool | None,
-    environment: bool,
-) -> None:
+def start(port: int | None, bucket: str | None, full_pushes: bool | None, environment: bool) -> None:
     """Start the emulator, or continue one that crashed; does nothing when it runs."""
     home = _home()
-    control.start(
-        home,
-        port=port,
-        bucket=bucket,
-        full_pushes=full_pushes,
-    )
+    control.start(home, port=port, bucket=bucket, full_pushes=full_pushes)
     values = control.environment(home)
     if environment:
         for key, value in values.items():
             click.echo(f"export {key}={value}")
     else:
-        click.echo(f"emulator of {home}: {values['STORAGE_EMULATOR_HOST']}")
+        click.echo(f"emulator of {home}: {values['CLOUDSDK_API_ENDPOINT_OVERRIDES_TPU'].rstrip('/')}")
 
 
 @emulator.command()

@@ -51,13 +51,7 @@ def default_home() -> Path:
     return Path(os.environ.get("TPU_LAUNCH_HOME") or ".tpu-launch").absolute() / "emulator"
 
 
-def start(
-    home: Path,
-    *,
-    bucket: str | None = None,
-    port: int | None = None,
-    full_pushes: bool | None = None,
-) -> None:
+def start(home: Path, *, bucket: str | None = None, port: int | None = None, full_pushes: bool | None = None) -> None:
     """Starts the emulator of `home` unless it runs. Makes the hosts' image and the virtual TPU's volume if needed, and
     `bucket` unless it exists. `port` is on 127.0.0.1 (None: the port of before, or a free one); with `full_pushes`
     docker's pushes send bytes to the registry (None: as before).
@@ -153,7 +147,7 @@ def environment(home: Path) -> dict[str, str]:
         "CLOUDSDK_API_ENDPOINT_OVERRIDES_COMPUTE": f"{endpoint}/compute/v1/",
         "CLOUDSDK_API_ENDPOINT_OVERRIDES_ARTIFACTREGISTRY": f"{endpoint}/",
         "CLOUDSDK_API_ENDPOINT_OVERRIDES_STORAGE": f"{endpoint}/storage/v1/",
-        "CLOUDSDK_AUTH_DISABLE_CREDENTIALS": "true",
+        "CLOUDSDK_CORE_ACCOUNT": "workstation@emulated.example",
         "CLOUDSDK_AUTH_ACCESS_TOKEN_FILE": str(home / ACCESS_TOKEN),
         "CLOUDSDK_CORE_DISABLE_PROMPTS": "1",
         # A search for a metadata server, telemetry and update checks would send requests to Google.
@@ -167,7 +161,7 @@ def environment(home: Path) -> dict[str, str]:
         # HOME is gcloud's; docker keeps its own settings and plug-ins.
         "DOCKER_CONFIG": os.environ.get("DOCKER_CONFIG") or str(Path.home() / ".docker"),
         "DOCKER_HOST": f"unix://{Path(state.sockets) / ENGINE}",
-        "STORAGE_EMULATOR_HOST": endpoint,
+        "STORAGE_EMULATOR_HOST": state.storage,
         "TPU_LAUNCH_REGISTRY_ADDRESS": f"127.0.0.1:{state.registry_port}",
         "SSL_CERT_FILE": str(Path(state.sockets) / CA_FILE),
     }

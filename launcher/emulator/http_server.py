@@ -10,6 +10,7 @@ and no response is sent.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import logging
@@ -114,6 +115,16 @@ class HttpRequest:
         if not isinstance(value, dict):
             raise ValueError("a JSON object is expected")
         return value
+
+    @property
+    def login(self) -> tuple[str, str]:
+        """Returns the user and the password of a Basic authorization, ("", "") without one."""
+        kind, _, value = self.headers.get("Authorization", "").partition(" ")
+        try:
+            user, _, password = base64.b64decode(value).decode().partition(":") if kind == "Basic" else ("", "", "")
+        except ValueError:
+            return "", ""
+        return user, password
 
     @property
     def segments(self) -> list[str]:

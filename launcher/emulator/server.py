@@ -66,7 +66,7 @@ class Server:
         self.storage = StorageApi(self.buckets)
         self.acceptor = Acceptor()
         self.tls = tls_context(self.sockets, (*NAMES, *REGISTRY_NAMES))
-        self.token = f"emulated-{state.id}-workstation"
+        self.token = state.token
         self.registry = RegistryApi(
             BlobStore(home / "registry"),
             self._is_token,
@@ -142,15 +142,19 @@ class Server:
     # -- Google's services
 
     def google(self, request: HttpRequest) -> HttpResponse:
-        """Answers a request on 127.0.0.1 to Cloud Storage, Cloud TPU, Compute or Artifact Registry; else 404."""
+        """Answers a request on 127.0.0.1 to Cloud Storage, Cloud TPU, Compute or Artifact Registry; else 404. Other
+        users of this machine, who lack the token, and web pages get 403."""
+        token = request.login[1] or request.headers.get("Authorization", "").removeprefix("Bearer ")
+        host = request.headers.get("Host", "").partition(":")[0]
+        if token != self.token or "Origin" in request.headers or host not in ("127.0.0.1", "localhost"):
+            text = "use the variables of `tpu-launch emulator start --environment`: each emulator has its own token"
+            return _error(403, "PERMISSION_DENIED", text)
         first = request.path.split("/")[1]
         if first in ("storage", "upload", "download", "resumable"):
             return self._storage(request)
         if first in ("v1", "v2", "v2alpha1", "compute"):
             return self._faulty("tpu", lambda: self._api(request))
-        return json_response(
-            {"error": {"code": 404, "message": f"the emulator has no {request.path}", "status": "NOT_FOUND"}}, 404
-        )
+        return _error(404, "NOT_FOUND", f"the emulator has no {request.path}")
 
     def _api(self, request: HttpRequest) -> HttpResponse:
         """Answers a call of Cloud TPU, Compute or Artifact Registry. A "lost" fault answers 503 to a change it made."""
@@ -160,9 +164,8 @@ class Server:
                 return json_response(tpu_api.compute_project(segments[3]))
             if repositories.concerns(segments):
                 with self.store.change() as state:
-                    return json_response(
-                        repositories.answer(state, request.method, segments, request.query, request.json())
-                    )
+                    made = repositories.answer(state, request.method, segments, request.query, request.json())
+                    return json_response(made)
             locations_only = segments[0] == "v1" and segments[3:4] == ["locations"] and len(segments) <= 5
             if not (segments[0] in ("v2", "v2alpha1") or locations_only) or len(segments) < 3:
                 raise ApiError(catalogue.NOT_FOUND, f"The requested URL was not found: {request.path}")
@@ -197,7 +200,7 @@ class Server:
     def _is_token(self, token: str) -> bool:
         """Returns whether it is the access token of the workstation's account or of a host's."""
         with self.store.read() as state:
-            return token == self.token or any(token == metadata.token(state, host) for host in all_hosts(state))
+            return token == self.token or any(token == host.token for host in all_hosts(state))
 
     def _registry_trouble(self, repository: str) -> str | None:
         """Returns the error of the registry while a fault has it down for all hosts, else None."""
@@ -240,12 +243,9 @@ class Server:
         """Answers a host's call of the Cloud TPU API; the host must send the token of its own service account."""
         with self.store.read() as state:
             entry = find_host(state, hostname)
-            token = None if entry is None else metadata.token(state, entry[1])
+            token = None if entry is None else entry[1].token
         if token is None or request.headers.get("Authorization") != f"Bearer {token}":
-            return json_response(
-                {"error": {"code": 401, "message": "invalid authentication credentials", "status": "UNAUTHENTICATED"}},
-                401,
-            )
+            return _error(401, "UNAUTHENTICATED", "invalid authentication credentials")
         return self._api(request)
 
     # -- control
@@ -379,7 +379,7 @@ def _registry_listener(port: int) -> socket.socket:
 
 
 def _injected_error(status: int) -> HttpResponse:
-    """Returns an error in the shape of Google's services."""
+    """Returns the error that an injected fault answers with."""
     names = {
         403: ("PERMISSION_DENIED", "Permission 'tpu.nodes.get' denied on resource (or it may not exist)."),
         409: ("ABORTED", "unable to queue the operation"),
@@ -393,13 +393,13 @@ def _injected_error(status: int) -> HttpResponse:
         504: ("DEADLINE_EXCEEDED", "Deadline expired before operation could complete."),
     }
     name, text = names.get(status, ("UNKNOWN", f"injected fault: status {status}"))
-    error = {
-        "code": status,
-        "message": text,
-        "status": name,
-        "errors": [{"message": text, "reason": "backendError"}],
-    }
-    return json_response({"error": error}, status)
+    return _error(status, name, text)
+
+
+def _error(status: int, name: str, text: str) -> HttpResponse:
+    """Returns an error in the shape of Google's services."""
+    errors = [{"message": text, "reason": "backendError"}]
+    return json_response({"error": {"code": status, "message": text, "status": name, "errors": errors}}, status)
 
 
 def main() -> None:

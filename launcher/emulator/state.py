@@ -15,6 +15,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +24,11 @@ from pathlib import Path
 from typing import Any
 
 FORMAT = 1
+
+
+def _new_token() -> str:
+    """Returns a new random access token, valid in a URL."""
+    return secrets.token_hex(16)
 
 
 @dataclass
@@ -39,6 +45,7 @@ class Host:
     restore_at: float | None = None  # when a fault of this host ends
     guest_attributes: dict[str, str] = field(default_factory=dict)  # "hostkeys/ssh-ed25519" -> value
     pulled: list[str] = field(default_factory=list)  # ids of the registry's images that its engine has
+    token: str = field(default_factory=_new_token)  # the access token of its service account
 
 
 @dataclass
@@ -126,6 +133,7 @@ class EmulatorState:
     create_seconds: float
     update_seconds: float
     registry_port: int = 0  # on 127.0.0.1, with TLS
+    token: str = field(default_factory=_new_token)  # the access token of the workstation's account
     full_pushes: bool = False  # whether docker's pushes send an image's bytes, and not only its name
     subnet: str = ""
     pid: int = 0
@@ -137,6 +145,11 @@ class EmulatorState:
     pushed: dict[str, dict[str, str]] = field(default_factory=dict)  # repository -> tag or digest -> image id
     repositories: dict[str, dict[str, Any]] = field(default_factory=dict)  # projects/P/locations/L/repositories/R
     format: int = FORMAT
+
+    @property
+    def storage(self) -> str:
+        """The URL of Cloud Storage for processes of the workstation, with the login that clients then send."""
+        return f"http://workstation:{self.token}@127.0.0.1:{self.port}"
 
 
 def emulator_id(home: Path) -> str:

@@ -3,7 +3,9 @@ here."""
 
 from __future__ import annotations
 
+import os
 import socket
+from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,9 @@ from click.testing import CliRunner
 
 from launcher.cli import emulator as commands
 from launcher.emulator import control
+from launcher.emulator.http_server import serve_http
+from launcher.emulator.server import Server
+from launcher.emulator.state import EmulatorState, emulator_id, to_json
 from launcher.errors import BadInput, Exit
 
 
@@ -63,6 +68,52 @@ def test_a_broken_state_file_is_named_and_stop_removes_it(home: Path) -> None:
         control.status(home)
     control.stop(home)
     assert not home.exists()
+
+
+def test_api_and_buckets_answer_only_tools_of_this_user(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from google.api_core.exceptions import Forbidden
+    from google.cloud.storage import Client
+
+    home.mkdir(parents=True)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        state = EmulatorState(emulator_id(home), port, str(home), "/nowhere", 0, 0)
+        other = EmulatorState(emulator_id(home), port, str(home), "/nowhere", 0, 0)
+        (home / "state.json").write_text(to_json(state))
+        server = Server(home, "image", "volume")
+        server.acceptor.start()
+        server.acceptor.add(listener, lambda connection: serve_http(connection, server.google))
+        own = {"Authorization": f"Bearer {state.token}"}
+
+        def status(headers: dict[str, str]) -> int:
+            connection = HTTPConnection("127.0.0.1", port, timeout=10)
+            path = "/v2/projects/p/locations/us-central2-b/nodes?nodeId=pod"
+            connection.request("POST", path, b'{"runtimeVersion": "none"}', headers)
+            answered = connection.getresponse().status
+            connection.close()
+            return answered
+
+        wrong = [
+            {},
+            {"Authorization": f"Bearer {other.token}"},
+            {"Authorization": "Basic =="},
+            {"Authorization": "Basic"},
+        ]
+        web = [{**own, "Origin": "https://example.com"}, {**own, "Host": f"example.com:{port}"}]
+        assert [status(headers) for headers in (*wrong, *web)] == [403] * 6
+        assert status(own) == 400, "the API read the request"
+        for name in [key for key in os.environ if key.lower().endswith("_proxy")]:
+            monkeypatch.delenv(name)
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", state.storage)
+        bucket = Client(project="p").create_bucket("bucket")
+        for name, chunk in (("whole", None), ("resumable", 256 << 10)):
+            bucket.blob(name, chunk_size=chunk).upload_from_string(b"x" * (300 << 10))
+            assert len(bucket.get_blob(name).download_as_bytes()) == 300 << 10, "by the mediaLink of the server"
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", other.storage)
+        with pytest.raises(Forbidden, match="has its own token"):
+            Client(project="p").get_bucket("bucket")
+        server.acceptor.remove(listener, close=False)
+        server.acceptor.close()
 
 
 def test_data_can_be_kept(home: Path) -> None:

@@ -22,13 +22,9 @@ def test_the_sdk_that_was_tested_passes_and_an_older_one_is_doubtful() -> None:
     assert (verdict("528.0.0"), verdict("540.1.0"), verdict("473.0.0")) == (Severity.PASS, Severity.PASS, Severity.WARN)
 
 
-def test_an_account_is_needed_unless_credentials_are_switched_off() -> None:
+def test_an_account_is_needed() -> None:
     assert doctor.check_account({"config": {"account": "ann@example.com"}}).severity is Severity.PASS
     assert doctor.check_account({"config": {"account": None}}).fix.startswith("gcloud auth login")
-    assert (
-        doctor.check_account({"config": {"properties": {"auth": {"disable_credentials": "true"}}}}).severity
-        is Severity.PASS
-    )
 
 
 def test_docker_must_have_something_to_show_to_googles_registry() -> None:

@@ -319,7 +319,8 @@ def test_a_killed_server_goes_on_where_it_was(pod: Slice, image: str) -> None:
     control.start(pod.home)
     create.join(60)
     assert "Created tpu [second]" in ended[0]
-    assert control.environment(pod.home)["STORAGE_EMULATOR_HOST"] == before["endpoint"]
+    endpoint = pod.environment["STORAGE_EMULATOR_HOST"]
+    assert control.environment(pod.home)["STORAGE_EMULATOR_HOST"] == endpoint, "a terminal's variables stay true"
     assert pod.ssh(WHO + "; echo; docker ps --format '{{.Names}}'", worker="0") == ["0", "w"]
     assert pod.ssh(f"{LOGIN} && docker pull -q {image} >/dev/null && echo there", name="second") == ["there", "there"]
     pod.remove("w")

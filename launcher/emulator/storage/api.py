@@ -263,7 +263,10 @@ def error_response(error: StorageApiError, *, plain: bool = False) -> HttpRespon
 
 
 def _base(request: HttpRequest) -> str:
-    return f"http://{request.headers.get('Host', '127.0.0.1')}"
+    """Returns the server's URL, with the request's login: google-cloud-storage follows the URLs of its responses
+    without any other authorization."""
+    user, password = request.login
+    return f"http://{f'{user}:{password}@' if password else ''}{request.headers.get('Host', '127.0.0.1')}"
 
 
 def _time(seconds: float) -> str:

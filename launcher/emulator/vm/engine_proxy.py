@@ -18,7 +18,7 @@ from launcher.emulator import faults
 from launcher.emulator.api import repositories
 from launcher.emulator.registry.blobs import BlobStore
 from launcher.emulator.state import Store
-from launcher.emulator.vm import engine_view, image_registry, metadata, virtual_tpu
+from launcher.emulator.vm import engine_view, image_registry, virtual_tpu
 from launcher.emulator.vm.engine_client import Engine, EngineError
 from launcher.emulator.vm.engine_request import EngineRequest, forward, receive, reply, reply_error
 from launcher.emulator.vm.engine_view import EngineRefusal, EngineView
@@ -54,7 +54,7 @@ class EngineProxy:
         self._tpu_volume = tpu_volume
         self._bind = bind
         with store.read() as state:
-            self._emulator, self._storage = state.id, f"http://127.0.0.1:{state.port}"
+            self._emulator, self._storage = state.id, state.storage
 
     # -- the workstation
 
@@ -215,7 +215,7 @@ class EngineProxy:
         reference = parse(name if not tag else f"{name}@{tag}" if tag.startswith("sha256:") else f"{name}:{tag}")
         with self._store.read() as state:
             entry = find_host(state, hostname)
-            token = metadata.token(state, entry[1]) if entry else ""
+            token = entry[1].token if entry else ""
         if image_registry.password(request.headers.get("X-Registry-Auth", "")) != token:
             raise EngineRefusal(500, image_registry.unauthenticated(reference))
         image = self._fetch(reference)

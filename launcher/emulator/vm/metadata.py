@@ -74,7 +74,7 @@ def tree(state: EmulatorState, node: Node, host: Host) -> dict[str, Any]:
         "aliases": ["default"],
         "email": service_account(),
         "scopes": _SCOPES,
-        "token": {"access_token": token(state, host), "expires_in": 3599, "token_type": "Bearer"},
+        "token": {"access_token": host.token, "expires_in": 3599, "token_type": "Bearer"},
     }
     interface = {
         "ip": host.address,
@@ -98,11 +98,6 @@ def tree(state: EmulatorState, node: Node, host: Host) -> dict[str, Any]:
         },
         "project": {"attributes": {}, "numeric-project-id": int(PROJECT_NUMBER), "project-id": node.project},
     }
-
-
-def token(state: EmulatorState, host: Host) -> str:
-    """Returns the access token of a host's service account."""
-    return f"emulated-{state.id}-{host.instance_id}"
 
 
 def answer(store: Store, find: FindHost, request: HttpRequest) -> HttpResponse:
