@@ -1,6 +1,7 @@
 """The folder of the launcher's state: `.tpu-launch` in the current folder, or $TPU_LAUNCH_HOME.
 
-Only its owner can enter it (0700): run folders hold logs and configurations.
+$TPU_LAUNCH_SUBFOLDER names a folder in it with separate state: emulated slices and their runs are in `emulated`, so
+that no command takes them for Google's. Only its owner can enter it (0700): run folders hold logs and configurations.
 """
 
 from __future__ import annotations
@@ -13,9 +14,14 @@ from pathlib import Path
 from launcher.errors import BadInput
 
 
-def where() -> Path:
+def root() -> Path:
     """Returns the absolute path of $TPU_LAUNCH_HOME, or of `.tpu-launch` here, which may not exist yet."""
     return Path(os.environ.get("TPU_LAUNCH_HOME") or ".tpu-launch").absolute()
+
+
+def where() -> Path:
+    """Returns the launcher's folder: `root`, or $TPU_LAUNCH_SUBFOLDER in it. It may not exist yet."""
+    return root() / os.environ.get("TPU_LAUNCH_SUBFOLDER", "")
 
 
 def write_private(path: Path, text: str) -> None:

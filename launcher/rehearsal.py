@@ -198,7 +198,7 @@ def _take_down(environment: dict[str, str], screen: Screen) -> None:
 def _trainer_summary(config: Config, folder: Path) -> dict[str, Any]:
     """Reads the newest run's summary from the bucket; sets the emulator's variables in os.environ meanwhile."""
     assert config.trainer is not None
-    run_id = find_run(folder, this_machine(), None).run_id
+    run_id = find_run(folder / control.SUBFOLDER, this_machine(), None).run_id
     before = dict(os.environ)
     os.environ.update(control.environment(folder / "emulator"))
     try:

@@ -32,6 +32,7 @@ from launcher.emulator.vm.engine_client import Engine, EngineError, UnixConnecti
 from launcher.emulator.vm.host_containers import remove_everything
 from launcher.emulator.vm.image_registry import remove_pulled
 from launcher.errors import BadInput, LaunchError
+from launcher.home import root
 from launcher.images.build import ensure_image
 from launcher.images.plan import make_plan
 from launcher.images.specification import folder_spec
@@ -43,12 +44,13 @@ STOP_TIMEOUT = 15.0  # seconds after which a server that does not end is killed
 IMAGE = "tpu-launch/host"
 CREATE_SECONDS = 0.2  # that operations take at least; gcloud first polls after 1 s, then every 2 s
 UPDATE_SECONDS = 0.5
+SUBFOLDER = "emulated"  # of the launcher's home: state of emulated slices and runs, apart from that of Google's
 _STARTED_BY_COMMAND = "started-by-a-command"  # a file in the home
 
 
 def default_home() -> Path:
     """Returns $TPU_LAUNCH_HOME/emulator, or .tpu-launch/emulator in the current directory."""
-    return Path(os.environ.get("TPU_LAUNCH_HOME") or ".tpu-launch").absolute() / "emulator"
+    return root() / "emulator"
 
 
 def start(home: Path, *, bucket: str | None = None, port: int | None = None, full_pushes: bool | None = None) -> None:
@@ -164,6 +166,7 @@ def environment(home: Path) -> dict[str, str]:
         "STORAGE_EMULATOR_HOST": state.storage,
         "TPU_LAUNCH_REGISTRY_ADDRESS": f"127.0.0.1:{state.registry_port}",
         "SSL_CERT_FILE": str(Path(state.sockets) / CA_FILE),
+        "TPU_LAUNCH_SUBFOLDER": SUBFOLDER,
     }
 
 
@@ -181,7 +184,8 @@ def emulated(say: Callable[[str], None]) -> Iterator[None]:
     home = default_home()
     mark = home / _STARTED_BY_COMMAND
     if not status(home)["running"]:
-        say("starting the emulator (a first start builds the image of its hosts)")
+        runs = root() / SUBFOLDER / "runs"
+        say(f"starting the emulator (a first start builds the image of its hosts); emulated runs are kept in {runs}")
         start(home)
         mark.touch()
     before = dict(os.environ)

@@ -18,8 +18,8 @@ import stat
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from launcher import home
 from launcher.errors import BadInput
-from launcher.home import where
 
 # A path inside the context (with "/"), and its source file on this machine.
 Entry = tuple[str, Path]
@@ -83,7 +83,7 @@ def folder(path: Path, dockerfile: Path | None = None) -> tuple[Entry, ...]:
 
 def left_out_of(folder: Path) -> tuple[str, ...]:
     """Returns `LEFT_OUT`, and the launcher's own folder if it is inside this one under another name."""
-    state = where().resolve()
+    state = home.root().resolve()
     if not state.is_relative_to(folder.resolve()) or state == folder.resolve():
         return LEFT_OUT
     below = state.relative_to(folder.resolve()).as_posix()

@@ -60,7 +60,8 @@ def find_run(
         raise BadInput(f"there is no run {run_id!r} here; known: {', '.join(run.run_id for run in known) or 'none'}")
     if not known:
         raise BadInput(
-            f"no run was started from this folder yet (looked in {home / 'runs'}); `tpu-launch run` starts one"
+            f"no run was started from this folder yet (looked in {home / 'runs'}); `tpu-launch run` starts one\n"
+            "  emulated runs are kept apart: --emulated before a command chooses them"
         )
     return known[-1]
 

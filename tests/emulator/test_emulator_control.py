@@ -11,12 +11,15 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from launcher import home as launcher_home
 from launcher.cli import emulator as commands
 from launcher.emulator import control
 from launcher.emulator.http_server import serve_http
 from launcher.emulator.server import Server
 from launcher.emulator.state import EmulatorState, emulator_id, to_json
 from launcher.errors import BadInput, Exit
+from launcher.images.build_context import left_out_of
+from launcher.images.plan import _pushes_path
 
 
 @pytest.fixture
@@ -121,6 +124,23 @@ def test_data_can_be_kept(home: Path) -> None:
     (home / "state.json").write_text("{")
     control.stop(home, keep_data=True)
     assert [path.name for path in home.iterdir()] == ["buckets"]
+
+
+def test_emulated_and_real_runs_of_the_same_file_never_meet(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home.mkdir(parents=True)
+    state = EmulatorState(emulator_id(home), 1, str(home), "/nowhere", 1.0, 1.0)
+    (home / "state.json").write_text(to_json(state))
+    monkeypatch.setattr(control, "_answers", lambda state: True)
+    monkeypatch.setattr(control, "status", lambda home: {"running": True})
+    paths = (launcher_home.where, lambda: launcher_home.of_slice("p", "demo", "asked"), lambda: _pushes_path("tag"))
+    real = [path() for path in paths]
+    with control.emulated(print):
+        for path, other in zip(paths, real, strict=True):
+            assert path() == home.parent / "emulated" / other.relative_to(home.parent)
+        assert control.default_home() == home, "`emulator inject` in a shell with these variables finds the emulator"
+        monkeypatch.setenv("TPU_LAUNCH_HOME", str(home.parent.parent / "state"))
+        assert "/state" in left_out_of(home.parent.parent), "real and emulated state never enter an image"
+    assert [path() for path in paths] == real
 
 
 def test_a_taken_port_is_named(home: Path) -> None:

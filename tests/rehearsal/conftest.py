@@ -24,6 +24,8 @@ def workstation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workstatio
         yield work
     finally:
         work.launch("emulator", "stop", seconds=120)
+        for name in ("runs", "slices"):
+            assert not (folder / ".tpu-launch" / name).exists(), "emulated commands wrote where real runs are kept"
         shutil.rmtree(folder / ".tpu-launch", ignore_errors=True)
 
 

@@ -77,7 +77,7 @@ def attach(work: Workstation, run_id: str, environment: dict[str, str]) -> Runni
 
 
 def run_folder(work: Workstation, run_id: str) -> Path:
-    return Path(work.environment["TPU_LAUNCH_HOME"]) / "runs" / run_id
+    return work.runs / run_id
 
 
 @pytest.mark.nightly

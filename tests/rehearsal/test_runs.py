@@ -6,7 +6,6 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
@@ -100,7 +99,7 @@ def test_every_line_arrives_once_although_the_launcher_is_killed_twice(two_hosts
         running.process.wait()
         running = work.begin("--emulated", "run", "--attach", "-f", file)
     assert running.end(90).code == 0
-    folder = Path(work.environment["TPU_LAUNCH_HOME"]) / "runs" / run_id_of(first) / "logs" / "attempt-0"
+    folder = work.runs / run_id_of(first) / "logs" / "attempt-0"
     for worker in (0, 1):
         lines = [line.split(" ", 1)[1] for line in (folder / f"host-{worker}.log").read_text().splitlines()]
         wanted = Counter([f"line {i}" for i in range(600)] + [f"error {i}" for i in range(0, 600, 3)])
@@ -324,7 +323,7 @@ def test_a_run_that_hangs_is_ended_and_its_stacks_are_kept(two_hosts: TwoHosts) 
     assert ended.code == 13, ended.output
     told = ended.json()
     assert told["outcome"] == "stalled"
-    folder = Path(work.environment["TPU_LAUNCH_HOME"]) / "runs" / told["run"] / "stacks" / "attempt-0"
+    folder = work.runs / told["run"] / "stacks" / "attempt-0"
     for worker in (0, 1):
         assert "waits_for_ever" in (folder / f"host-{worker}.txt").read_text()
     assert work.containers_of_runs() == []

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from launcher.emulator import control
 from launcher.emulator.state import emulator_id
 from launcher.images.engine import client
 from tests import xla_flags
@@ -97,6 +98,11 @@ class Workstation:
     environment: dict[str, str]
     program: tuple[str, ...] = (sys.executable, "-m", "launcher.cli")
 
+    @property
+    def runs(self) -> Path:
+        """The folders of emulated runs."""
+        return Path(self.environment["TPU_LAUNCH_HOME"]) / control.SUBFOLDER / "runs"
+
     def launch(self, *arguments: str, seconds: float = 300, environment: dict[str, str] | None = None) -> Ended:
         """Runs `tpu-launch ARGUMENTS` to its end."""
         return self.begin(*arguments, environment=environment).end(seconds)
@@ -145,7 +151,7 @@ class Workstation:
 
     def events(self, run_id: str) -> list[dict[str, Any]]:
         """The events in a run's ledger."""
-        path = Path(self.environment["TPU_LAUNCH_HOME"]) / "runs" / run_id / "events.jsonl"
+        path = self.runs / run_id / "events.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()]
 
 
