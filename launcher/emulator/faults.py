@@ -20,11 +20,11 @@ class NoSuchTarget(ValueError):
     """Raised when a fault names a node or a worker that does not exist. The message lists those that do."""
 
 
-def take(state: EmulatorState, kind: str, service: str = "tpu") -> Fault | None:
-    """Returns the first fault of a kind and service, and uses up one of its occurrences, if counted; None if there is
-    none."""
+def take(state: EmulatorState, kind: str, service: str = "tpu", drawn: float = 0.0) -> Fault | None:
+    """Returns the first fault of a kind and service whose rate is above `drawn`, and uses up one of its occurrences, if
+    counted; None if there is none."""
     for fault in state.faults:
-        if fault.kind == kind and fault.service == service:
+        if fault.kind == kind and fault.service == service and drawn < fault.rate:
             if fault.left is not None:
                 fault.left -= 1
                 if fault.left <= 0:
@@ -141,11 +141,8 @@ def show_preemption(node: Node, now: float) -> bool:
 def error_status(state: EmulatorState, service: str, drawn: float) -> int | None:
     """Returns the HTTP status with which the next request to a service fails, and uses up that fault; None if it
     succeeds. A fault applies when `drawn`, a random number from [0, 1), is below its rate."""
-    for fault in state.faults:
-        if fault.kind == "errors" and fault.service == service and drawn < fault.rate:
-            take(state, "errors", service)
-            return fault.status
-    return None
+    fault = take(state, "errors", service, drawn)
+    return fault.status if fault is not None else None
 
 
 def delay(state: EmulatorState, service: str) -> float:

@@ -86,13 +86,7 @@ class OperationRunner:
             self._for_each_host(node, lambda host: self._boot(operation, node, host))
             self._store.wait(lambda _: operation.cancelled or all(map(_booted, node.hosts)), BOOT_TIMEOUT)
         self._wait_until_due(operation)
-        missing = [host for host in node.hosts if not _booted(host)]
-        if not missing:
-            return ""
-        return (
-            f"workers {[host.index for host in missing]} of {node.short_name} did not boot within {BOOT_TIMEOUT:.0f} "
-            f"s; see docker logs {missing[0].hostname}"
-        )
+        return _describe_missing(node)
 
     def _boot(self, operation: Operation, node: Node, host: Host) -> None:
         """Makes and starts a host, unless the operation is cancelled or the runner closes."""
@@ -124,12 +118,12 @@ class OperationRunner:
         return ""
 
     def _start(self, operation: Operation, node: Node) -> str:
-        """Starts the hosts and waits for their ssh keys, at most BOOT_TIMEOUT. Returns "" even if some did not boot."""
+        """Starts the hosts and waits for their ssh keys. Returns an error's message, or ""."""
         for host in node.hosts:
             self._prepare(node, host)
             self._containers.start(host)
-        self._store.wait(lambda _: all(map(_booted, node.hosts)), BOOT_TIMEOUT)
-        return ""
+        self._store.wait(lambda _: operation.cancelled or all(map(_booted, node.hosts)), BOOT_TIMEOUT)
+        return _describe_missing(node)
 
     def _for_each_host(self, node: Node, act: Callable[[Host], Any]) -> None:
         with ThreadPoolExecutor(max(1, min(16, len(node.hosts)))) as pool:
@@ -143,3 +137,14 @@ class OperationRunner:
 def _booted(host: Host) -> bool:
     """Returns whether the host has published its ssh host key."""
     return "hostkeys/ssh-ed25519" in host.guest_attributes
+
+
+def _describe_missing(node: Node) -> str:
+    """Returns which hosts did not boot within BOOT_TIMEOUT; "" if all did."""
+    missing = [host for host in node.hosts if not _booted(host)]
+    if not missing:
+        return ""
+    return (
+        f"workers {[host.index for host in missing]} of {node.short_name} did not boot within {BOOT_TIMEOUT:.0f} s; "
+        f"see docker logs {missing[0].hostname}"
+    )

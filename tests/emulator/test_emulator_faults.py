@@ -56,10 +56,12 @@ def test_a_fault_is_not_consumed_by_a_creation_that_is_invalid_anyway(api: Any) 
 
 
 def test_errors_hit_the_given_share_of_the_given_service(api: Any) -> None:
-    api.state.faults.append(Fault("errors", "storage", left=2, status=503, rate=0.3))
+    rare = Fault("errors", "storage", left=1, status=500, rate=0.05)
+    api.state.faults += [rare, Fault("errors", "storage", left=2, status=503, rate=0.3)]
     assert faults.error_status(api.state, "tpu", drawn=0.0) is None
     assert faults.error_status(api.state, "storage", drawn=0.5) is None
     assert [faults.error_status(api.state, "storage", drawn=0.1) for _ in range(3)] == [503, 503, None]
+    assert api.state.faults == [rare]
 
 
 def test_slowness_adds_up(api: Any) -> None:

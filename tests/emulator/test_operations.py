@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from launcher.emulator import operations
 from launcher.emulator.operations import OperationRunner
 from launcher.emulator.state import Fault, Host, Node, Store, from_json, to_json
 
@@ -149,6 +150,27 @@ def test_a_single_host_stops_and_starts(running: Running) -> None:
     assert not running.containers.hosts
     assert running.ended(running.call(running.api.call, "POST", "nodes", "pod", verb="start"))["state"] == "READY"
     assert len(running.containers.hosts) == 1
+
+
+def test_a_stop_that_ends_during_a_deletion_does_not_undo_it(running: Running) -> None:
+    running.ended(running.call(running.api.create, acceleratorType="v4-8"))
+    running.api.state.faults.append(Fault("slow-deletion", "tpu", seconds=60.0))
+    stop = running.call(running.api.call, "POST", "nodes", "pod", verb="stop")
+    deletion = running.call(running.api.call, "DELETE", "nodes", "pod")
+    assert running.ended(stop)["code"] == 1
+    assert running.node()["state"] == "DELETING"
+    with running.store.change() as state:  # end it now
+        state.operations[deletion].cancelled = True
+
+
+def test_a_start_whose_host_does_not_boot_ends_with_an_error(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    running.ended(running.call(running.api.create, acceleratorType="v4-8"))
+    running.ended(running.call(running.api.call, "POST", "nodes", "pod", verb="stop"))
+    monkeypatch.setattr(operations, "BOOT_TIMEOUT", 0.01)
+    monkeypatch.setattr(running.containers, "start", lambda host: None)
+    error = running.ended(running.call(running.api.call, "POST", "nodes", "pod", verb="start"))
+    assert (error["code"], "did not boot within" in error["message"]) == (13, True)
+    assert running.node()["state"] == "UNKNOWN"
 
 
 def test_a_start_ends_when_its_node_is_deleted_meanwhile(running: Running) -> None:

@@ -335,14 +335,14 @@ def finish_operation(
     state: EmulatorState, operation: Operation, now: float, error: dict[str, Any] | None = None
 ) -> None:
     """Ends a node's operation once its work on the hosts is done, and changes the node as the operation promised. After
-    an `error` of that work the node is UNKNOWN, unless it was an update. A creation's cancellation or stock-out is
+    an `error` of that work the node is UNKNOWN, unless it was an update. A deletion meanwhile, or a stock-out, is
     reported instead; a stock-out removes the node. Only the newest _KEPT_OPERATIONS ended operations stay."""
     node = state.nodes.get(operation.target)
     response: dict[str, Any] | None = None
-    if node is None:  # a deletion does not wait for a start or a stop
-        error = {"code": catalogue.CANCELLED, "message": f"{operation.target} was deleted."}
-    elif operation.verb == "create" and operation.cancelled:
-        error = {"code": catalogue.CANCELLED, "message": f"The creation of {node.short_name} was cancelled."}
+    if node is None or (node.state == "DELETING" and operation.verb != "delete"):
+        # A deletion waits for no other operation.
+        what = "creation" if operation.verb == "create" else operation.verb
+        error = {"code": catalogue.CANCELLED, "message": f"The {what} of {operation.target} was cancelled."}
     elif operation.failure is not None:
         error = operation.failure
         del state.nodes[node.name]
