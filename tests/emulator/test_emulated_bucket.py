@@ -219,6 +219,7 @@ def test_an_abandoned_upload_is_forgotten(storage: Any, bucket: Any) -> None:
     upload = Resumable(storage, bucket)
     assert requests.delete(upload.url, timeout=10).status_code == 499
     assert upload.put("bytes */*").status_code == 404
+    assert not storage.api._uploads._locks
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=25)
@@ -249,13 +250,14 @@ def test_listings_can_begin_and_end_at_names(client: Any, bucket: Any) -> None:
     assert [blob.name for blob in client.list_blobs(bucket, max_results=2)] == ["a.txt", "b.txt"]
 
 
-def test_a_rewritten_object_has_the_bytes_of_its_source(client: Any, bucket: Any) -> None:
+def test_a_rewritten_object_has_the_bytes_of_its_source(storage: Any, client: Any, bucket: Any) -> None:
     one, copied = bucket.blob("one"), client.create_bucket("other-bucket").blob("copy")
     one.upload_from_string(b"1", content_type="text/x")
     copied.rewrite(one, if_generation_match=0)
     copied.reload()
     assert (copied.download_as_bytes(), copied.content_type) == (b"1", "text/x")
     refused(PreconditionFailed, copied.rewrite, one, if_generation_match=0)
+    assert not list((storage.folder / "other-bucket" / "incoming").iterdir())
 
 
 def test_parts_of_a_large_file_are_composed_into_one_object(storage: Any, bucket: Any) -> None:

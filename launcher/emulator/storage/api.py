@@ -156,12 +156,11 @@ class StorageApi:
         source, file = bucket.open(
             name, integer(request.query, "sourceGeneration"), preconditions(request.query, "ifSource")
         )
-        new = target.incoming()
-        with file:
+        with target.incoming() as new, file:
             while data := file.read(1 << 20):
                 new.write(data)
-        settings = {**source.settings, **request.json()}
-        copied = object_json(target, target.commit(new_name, new, settings, preconditions(request.query)), base)
+            settings = {**source.settings, **request.json()}
+            copied = object_json(target, target.commit(new_name, new, settings, preconditions(request.query)), base)
         size = str(source.size)
         return json_response(
             {

@@ -24,7 +24,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -196,9 +196,14 @@ class Bucket:
             preconditions.check(stored, reading=True)
             return stored, open(self._data(stored.generation), "rb")
 
-    def incoming(self) -> Incoming:
-        """Opens an empty temporary file for the bytes of a new object."""
-        return Incoming(self.folder / "incoming" / os.urandom(8).hex())
+    @contextlib.contextmanager
+    def incoming(self) -> Iterator[Incoming]:
+        """Opens an empty temporary file for the bytes of a new object, and discards those that are not committed."""
+        new = Incoming(self.folder / "incoming" / os.urandom(8).hex())
+        try:
+            yield new
+        finally:
+            new.discard()
 
     def commit(
         self,
@@ -237,9 +242,8 @@ class Bucket:
         """Joins the bytes of up to 32 objects, each a name and a generation, into one. Raises StorageApiError."""
         if not 1 <= len(sources) <= 32:
             raise StorageApiError(400, "invalid", "The number of source components provided must be between 1 and 32.")
-        new = self.incoming()
         components = 0
-        try:
+        with self.incoming() as new:
             for source, generation in sources:
                 stored, file = self.open(source, generation, Preconditions())
                 components += max(1, stored.components)
@@ -247,9 +251,6 @@ class Bucket:
                     while data := file.read(_BLOCK):
                         new.write(data)
             return self.commit(name, new, settings, preconditions, components)
-        except BaseException:
-            new.discard()
-            raise
 
     def delete(self, name: str, generation: int | None, preconditions: Preconditions) -> None:
         """Removes the object. Raises StorageApiError 404 or 412."""

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 from urllib.parse import quote
+from weakref import WeakValueDictionary
 
 from launcher.emulator.http_server import HttpRequest, HttpResponse
 from launcher.emulator.storage.bucket import (
@@ -39,7 +40,7 @@ class Uploads:
     def __init__(self, buckets: Buckets) -> None:
         self._buckets = buckets
         self._open: dict[str, Incoming] = {}
-        self._locks: dict[str, threading.Lock] = {}
+        self._locks = WeakValueDictionary[str, threading.Lock]()  # of uploads that a thread works on
         self._lock = threading.Lock()
 
     def answer(self, request: HttpRequest, bucket_name: str, base: str) -> Made | HttpResponse:
@@ -98,16 +99,12 @@ class Uploads:
 
     def _whole(self, request: HttpRequest, bucket: Bucket, name: str, settings: dict[str, Any], blocks: Any) -> Made:
         """Stores the blocks as an object. Discards them on any error, such as a wrong hash or a lost client."""
-        incoming = bucket.incoming()
-        try:
+        with bucket.incoming() as incoming:
             for block in blocks:
                 incoming.write(block)
             crc32c, md5 = _sent_hashes(request)
             incoming.verify(settings.get("crc32c") or crc32c, settings.get("md5Hash") or md5)
             return bucket, bucket.commit(name, incoming, settings, preconditions(request.query))
-        except BaseException:
-            incoming.discard()
-            raise
 
     # -- resumable
 
