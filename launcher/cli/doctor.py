@@ -53,7 +53,7 @@ def doctor(config: Config, devices: bool, as_json: bool) -> None:
 
 def _print(finding: Finding, before: str = "") -> None:
     """Prints a finding after the text `before`, and its fix, if any, on a line of its own."""
-    click.echo(f"{before}{finding.where}: {finding.message}")
+    click.echo(f"{before}{finding.where}: {terminal.printable(finding.message)}")
     if finding.fix:
         click.echo(f"      fix: {finding.fix}")
 

@@ -289,7 +289,7 @@ def rehearsal(path: Path | None, overrides: tuple[str, ...]) -> None:
     """Rehearse a whole run on an emulated slice of this machine: up, prepare data, train, down."""
     screen = rehearsals.Screen(
         terminal.say,
-        lambda command: terminal.say(click.style(f"$ {command}", bold=True)),
+        lambda command: terminal.say(f"$ {command}", bold=True),
         lambda line: click.echo(f"         {line}", err=True),
     )
     summary = rehearsals.rehearse(path or installation.example("rehearsal.yaml"), overrides, screen)

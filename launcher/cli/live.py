@@ -237,7 +237,7 @@ def top(config: Config, once: bool, seconds: float, columns: int | None) -> None
         view = Top(config, run_context(), provider)
         if once:
             for line in render(view.look(), width()):
-                click.echo(line)
+                terminal.show(line)
             return
         console = Console(highlight=False)
         with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
@@ -246,5 +246,5 @@ def top(config: Config, once: bool, seconds: float, columns: int | None) -> None
                     frame = render(view.look(), width())
                 except LaunchError as error:  # the next look may succeed
                     frame = str(error).splitlines()
-                live.update(Text("\n".join(frame), no_wrap=True, overflow="crop"), refresh=True)
+                live.update(Text(terminal.printable("\n".join(frame)), no_wrap=True, overflow="crop"), refresh=True)
                 machine().clock.sleep(seconds)

@@ -135,9 +135,9 @@ def status(config: Config, as_json: bool) -> None:
         terminal.dump({**shown.as_json(), "cost": costs.of_slice(placed, created, machine().clock.time())})
         return
     for line in shown.lines():
-        click.echo(line)
+        terminal.show(line)
     if cost := costs.since(placed, created, machine().clock.time()):
-        click.echo(cost)
+        terminal.show(cost)
     if shown.hosts:
         terminal.table(["host", "address", "container", "last line", ""], shown.rows())
 
@@ -164,4 +164,4 @@ def events(config: Config, run_id: str | None, as_json: bool) -> None:
         terminal.dump([entry.document() for entry in ledger.entries()])
         return
     for entry in ledger.entries():
-        click.echo(statuses.describe_event(entry))
+        terminal.show(statuses.describe_event(entry))

@@ -3,8 +3,13 @@ understands."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import pytest
+
+from launcher.cli import terminal
+from launcher.provider import LogLine
 from launcher.run import events
 from launcher.run.ledger import Ledger
 from launcher.run.status import recent_history
@@ -39,3 +44,18 @@ def test_the_story_of_a_recovery_is_a_few_lines(tmp_path: Path) -> None:
         "attempt 1: started",
         "attempt 1: recovered: in 11.2 s: delay 0.0 s, slice 2.9 s, start 8.3 s",
     ]
+
+
+def test_a_terminal_shows_hosts_words_as_they_are_and_obeys_none(capsys: pytest.CaptureFixture[str]) -> None:
+    hostile = "\x1b[31m[/app/train.py:12] [rank0] :100: [bold]\x1b]0;title\x07\x9b2J\r\udcff\u202e"
+    shown = "[/app/train.py:12] [rank0] :100: [bold]␛]0;title␇\ufffd2J␍\ufffd\ufffd"
+    terminal.table(["line"], [[hostile]])
+    terminal.host_line(0, LogLine("", hostile))
+    terminal.show(hostile)
+    terminal.say(hostile, dim=True)
+    terminal.error(hostile)
+    printed = capsys.readouterr()
+    assert printed.out.split("\n")[1:] == [shown, f"[0] {shown}", shown, ""]
+    assert [line.endswith(f" {shown}") for line in printed.err.split("\n")] == [True, True, False]
+    terminal.dump(hostile)
+    assert json.loads(capsys.readouterr().out) == hostile
