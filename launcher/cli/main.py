@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 import sys
 
 import click
@@ -90,13 +91,14 @@ def cli(context: click.Context, emulated: bool, verbose: bool) -> None:
 
 
 def main() -> None:
-    """Runs the command line and exits. Turns every error into one message and its exit code, SIGTERM into Ctrl-C."""
+    """Runs the command line and exits. Turns every error into one message and its exit code; SIGTERM into Ctrl-C, and
+    SIGHUP unless it is ignored (nohup)."""
     signal.signal(signal.SIGTERM, _interrupt)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, _interrupt)
     try:
         sys.exit(cli(standalone_mode=False))
-    except click.exceptions.Abort:
-        _end(Exit.DETACHED)
-    except KeyboardInterrupt:
+    except (click.exceptions.Abort, KeyboardInterrupt):
         _end(Exit.DETACHED)
     except click.ClickException as error:
         terminal.error(error.format_message())
@@ -118,8 +120,13 @@ def main() -> None:
         _end(trouble.exit_code)
 
 
-def _interrupt(_signal: int, _frame: object) -> None:
-    """Handles SIGTERM as Ctrl-C: ends local children; what runs on hosts goes on."""
+def _interrupt(number: int, _frame: object) -> None:
+    """Handles SIGTERM, and SIGHUP once, as Ctrl-C: ends local children; what runs on hosts goes on."""
+    if number == signal.SIGHUP:
+        signal.signal(number, signal.SIG_IGN)  # shells repeat it
+        for stream in (sys.stdout, sys.stderr):
+            if stat.S_ISCHR(os.fstat(stream.fileno()).st_mode):  # the terminal is gone
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     raise KeyboardInterrupt
 
 

@@ -1,9 +1,12 @@
 """Claims about `launcher.shell`, with real processes."""
 
+import fcntl
 import os
+import pty
 import signal
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -12,6 +15,9 @@ import pytest
 from launcher import shell
 from launcher.errors import CommandMissing, CommandTimeout, Exit
 from launcher.file_lock import is_held
+from tests.launcher.script_host import write_program
+
+HOUSE = Path(__file__).resolve().parents[2]
 
 
 def alive(pid: int) -> bool:
@@ -107,3 +113,50 @@ def test_commands_are_logged_without_their_input_and_environment(caplog: pytest.
     assert last.startswith("sh ended with 3 after ")
     assert "secret" not in caplog.text
     assert "another" not in caplog.text
+
+
+def take_terminal() -> None:
+    """Makes standard input this session's terminal, in a child. The tests themselves may run under nohup."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+@pytest.mark.parametrize("under", ["a terminal that is closed", "nohup"])
+def test_a_closed_terminal_ends_a_tunnel_with_its_gcloud_but_not_under_nohup(tmp_path: Path, under: str) -> None:
+    """gcloud runs in a session of its own, which a terminal's SIGHUP does not reach."""
+    gcloud_script = f"echo $$ >{tmp_path}/new; mv {tmp_path}/new {tmp_path}/pid; trap 'sleep 1; exit' TERM; sleep 60"
+    write_program(tmp_path / "bin", "gcloud", gcloud_script)
+    (tmp_path / "run.yaml").write_text(
+        "project: p\nzone: us-central2-b\nslice: {name: s, accelerator_type: v4-8}\nrun: {command: ['true']}\n"
+    )
+    ours, theirs = pty.openpty()
+    words = [sys.executable, "-m", "launcher.cli", "tunnel", "-f", str(tmp_path / "run.yaml"), "--port=8888"]
+    command = subprocess.Popen(
+        ["nohup", *words] if under == "nohup" else words,
+        env={**os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "PYTHONPATH": str(HOUSE)},
+        cwd=tmp_path,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        preexec_fn=take_terminal,
+    )
+    os.close(theirs)
+    try:
+        deadline = time.monotonic() + 30
+        while not (tmp_path / "pid").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        gcloud = int((tmp_path / "pid").read_text())
+        os.close(ours)  # SIGHUP, which shells repeat
+        if under == "nohup":
+            with pytest.raises(subprocess.TimeoutExpired):
+                command.wait(2)
+            command.terminate()
+        while under != "nohup" and command.poll() is None and time.monotonic() < deadline:
+            command.send_signal(signal.SIGHUP)
+            time.sleep(0.05)
+        assert command.wait(30) == Exit.OK
+        assert not alive(gcloud)
+    finally:
+        command.kill()
+        command.wait()
