@@ -287,7 +287,7 @@ def exit_codes_page() -> str:
         "",
         *_code_table(launcher.errors.Exit),
         "`tpu-launch ssh -- COMMAND` and `tpu-launch local -- COMMAND` return the command's own exit code",
-        "(`ssh` returns 254 for 255, which gcloud would take for a failure of ssh).",
+        "(`ssh` returns 254 for 255, which gcloud would take for a failure of ssh, and if the connection broke).",
         "`tpu-launch exec -- COMMAND` returns 0 when the command succeeded on every host, else its code on the host",
         "that failed first, or 24 when that host gave none: it could not be reached, or the command took too long.",
         "",

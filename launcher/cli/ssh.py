@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 import shlex
 import socket
 import sys
@@ -19,6 +20,8 @@ from launcher.config import Config
 from launcher.errors import BadInput, LaunchError
 from launcher.gcloud.errors import explain_error
 from launcher.tpu_vm import commands
+from launcher.tpu_vm.host_scripts import EXECUTION_MARK
+from launcher.tpu_vm.scripts import render
 
 _DAYS = 7 * 24 * 3600.0
 _TUNNEL_SECONDS = 120.0
@@ -54,9 +57,9 @@ def ssh(config: Config, host: int, command: tuple[str, ...]) -> None:
 
 
 def remote_script(command: tuple[str, ...]) -> str:
-    """Returns a shell script that runs the command's words unchanged. It turns exit code 255 into 254: gcloud would
-    take 255 for ssh's and run the command again."""
-    return f"{shlex.join(command)}; code=$?; [ $code = 255 ] && code=254; exit $code"
+    """Returns a shell script that runs the command's words unchanged, and once, although gcloud repeats the script when
+    its connection breaks. Its exit code is the command's, but 254 for 255, which gcloud would take for ssh's."""
+    return render("run_once", command=shlex.join(command), mark=f"{EXECUTION_MARK}{secrets.token_hex(8)}")
 
 
 @click.command()

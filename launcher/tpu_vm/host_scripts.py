@@ -28,6 +28,7 @@ _WITHOUT_HUGE_PAGES = ("v2", "v3", "v4")
 _PROGRAMS_VOLUME = "tpu-launch-compiled-programs"
 _PROGRAMS_FOLDER = "/var/cache/tpu-launch"  # in the container; our images have it, as the trainer's user's
 
+EXECUTION_MARK = "tpu-launch-exec-"  # begins the marks of a user's commands; begin_once.sh names it too
 _SECRETS_FOLDER = "/run/tpu-launch"  # in the container; await_secrets.sh and receive_secrets.sh name it too
 
 

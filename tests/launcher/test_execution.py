@@ -5,14 +5,18 @@ Shells, processes and signals are real; docker is a script that runs the command
 
 from __future__ import annotations
 
+import os
+import re
+import secrets
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
+from launcher.cli.ssh import remote_script
 from launcher.errors import BadInput, Exit
 from launcher.provider import CommandReport
 from launcher.providers import this_machine
@@ -154,15 +158,63 @@ def test_a_command_is_not_run_again_when_the_connection_breaks(host: ScriptHost)
     assert (host.folder / "ran").read_text() == "ran\n"
 
 
-def test_a_command_through_gcloud_is_ended_by_a_script_of_its_own(host: ScriptHost) -> None:
-    script = host_scripts.execute_script("demo-0", ["sleep", "5435.1"], "mark-1", seconds=60, held=False)
-    process = host.popen(script)
-    while not is_running("sleep 5435.1"):
+@pytest.fixture
+def mark() -> Iterator[str]:
+    """Yields a mark of its own for a script that gcloud runs; removes it from the host's folder of marks."""
+    name = f"{host_scripts.EXECUTION_MARK}test-{secrets.token_hex(8)}"
+    yield name
+    for path in marks(f"{name}*"):
+        path.rmdir()
+
+
+def marks(pattern: str) -> list[Path]:
+    return [path for folder in ("/run/lock", "/tmp") for path in Path(folder).glob(pattern)]
+
+
+@pytest.mark.parametrize("ended_by", ["a script of its own", "a repetition by gcloud"])
+def test_a_command_through_gcloud_runs_once_and_is_ended_by_a_later_script(
+    host: ScriptHost, shell: str, mark: str, ended_by: str
+) -> None:
+    command = ["sh", "-c", f"echo ran >>{host.folder}/ran; exec sleep 5435.1"]
+    script = host_scripts.execute_script("demo-0", command, mark, seconds=60, held=False)
+    process = host.popen(script, shell)
+    while not (host.folder / "ran").exists():
         time.sleep(0.05)
-    host.run(host_scripts.end_execution_script("demo-0", "mark-1"))
+    if ended_by == "a script of its own":
+        host.run(host_scripts.end_execution_script("demo-0", mark), shell)
+    else:
+        assert host.run(script, shell).startswith(f"{mark} failed the connection broke after it had begun")
     out, _ = process.communicate(timeout=20)
-    assert gone("sleep 5435.1")
-    assert out.splitlines()[-1] == "mark-1 exit 143"
+    assert out.splitlines()[-1] == f"{mark} exit 143"
+    assert (host.folder / "ran").read_text() == "ran\n"
+    (left,) = marks(mark)
+    os.utime(left, (0, 0))
+    other = host_scripts.execute_script("demo-0", ["true"], f"{mark}-2", seconds=60, held=False)
+    assert host.run(other, shell) == f"{mark}-2 exit 0\n"
+    assert not marks(mark), "marks of earlier weeks are removed"
+
+
+def test_a_command_that_gcloud_might_repeat_does_not_run_where_no_mark_can_be_left(host: ScriptHost, mark: str) -> None:
+    host.replace("mkdir", "echo mkdir: No space left on device; exit 1")
+    script = host_scripts.execute_script("demo-0", ["touch", f"{host.folder}/ran"], mark, seconds=60, held=False)
+    assert re.fullmatch(rf"{mark} failed it is not run, .*: mkdir: No space left on device\n", host.run(script))
+    assert not (host.folder / "ran").exists()
+
+
+def test_words_reach_a_host_as_they_are_and_once(mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("printf", "%s|", "a  b", "$HOME", "it's", "-x", "$(id)", "`id`", "new\nline", "ü", "")
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        digits = f"{mark.removeprefix(host_scripts.EXECUTION_MARK)}{hash(words)}"
+        monkeypatch.setattr(secrets, "token_hex", lambda _: digits)
+        return subprocess.run(["sh", "-c", remote_script(words)], capture_output=True, text=True, check=False)
+
+    assert run("sh", "-c", "exit 255").returncode == 254, "gcloud would run it again"
+    assert run("sh", "-c", "exit 3").returncode == 3
+    assert run(*words).stdout == "".join(f"{word}|" for word in words[2:])
+    again = run(*words)
+    assert (again.returncode, again.stdout) == (254, "")
+    assert "the connection broke after the command had begun" in again.stderr
 
 
 def report(worker: int, code: int | None, ended: float) -> CommandReport:

@@ -56,6 +56,7 @@ def prepare(**changes: object) -> str:
         host_scripts.stacks_script("demo"),
         host_scripts.execute_script("demo", ["echo", "it's"], "mark", seconds=5, held=True),
         host_scripts.end_execution_script("demo", "mark"),
+        scripts.render("run_once", mark="mark", command="true"),
         host_scripts.secrets_script(attempt()),
         host_scripts.overlay_script(attempt(overlay=Overlay("/opt/it's here", b"x"))),
         host_checks.check_script("repo@sha256:ab", "run'1", "v5p-8"),

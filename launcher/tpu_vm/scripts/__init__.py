@@ -38,7 +38,7 @@ def load(name: str) -> str:
     """Returns the text of a script without parameters and comment lines, with included scripts in place."""
     text = (resources.files(__name__) / f"{name}.sh").read_text(encoding="utf-8")
     code = re.sub(r"^[ \t]*#.*\n", "", text, flags=re.MULTILINE)
-    return re.sub(r"^\. \./(\w+)\.sh\n", lambda include: load(include[1]), code, flags=re.MULTILINE)
+    return re.sub(r"^[ \t]*\. \./(\w+)\.sh\n", lambda include: load(include[1]), code, flags=re.MULTILINE)
 
 
 def _to_text(value: str | int | float | bool) -> str:

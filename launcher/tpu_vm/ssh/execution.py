@@ -4,7 +4,8 @@ Over open connections, lines arrive while the command runs, and the command ends
 laptop and a broken network leave no process behind. Through gcloud (`run.transport: gcloud`, IAP, or where our own ssh
 is refused), lines arrive when the command has ended.
 
-A command is never run twice: unlike this package's scripts, it need not be safe to repeat.
+A command is never run twice, because it need not be safe to repeat, as this package's scripts are. gcloud repeats a
+script whose connection breaks: the repetition finds the first one's mark on the host and ends the command.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Execution:
         self._connections, self._machine = connections, machine
         self._container, self._command, self._seconds = container, command, math.ceil(seconds)
         self._on_line = on_line
-        self._mark = f"tpu-launch-exec-{machine.random.randrange(1 << 64):016x}"
+        self._mark = f"{host_scripts.EXECUTION_MARK}{machine.random.randrange(1 << 64):016x}"
         self._last = re.compile(rf"(.*){self._mark} (exit|failed) (.*)", re.DOTALL)
 
     def run(self, workers: Sequence[int]) -> list[CommandReport]:
