@@ -22,7 +22,7 @@ _JUPYTER_START_SECONDS = 120.0  # the first import of Jupyter on a busy host tak
 _JUPYTER_POLL_SECONDS = 0.1
 _LAST_LINES = 5
 _NO_JUPYTER = "tpu-launch: no jupyter here"
-_JUPYTER_URL = re.compile(r"https?://(?:localhost|127\.0\.0\.1):(\d+)/\S*[?&]token=(\w+)")
+_JUPYTER_URL = re.compile(r"https?://(?:localhost|127\.0\.0\.1):(\d{1,5})/\S{0,200}?[?&]token=(\w{1,200})")
 _JUPYTER_SCRIPT = f"""\
 for program in jupyter-lab jupyter-notebook; do
   if command -v $program >/dev/null; then exec $program --no-browser --allow-root --ip=127.0.0.1 --port="$1"; fi

@@ -29,6 +29,7 @@ _FOLLOW_EVERY = 1.0  # seconds
 _LAST_LINE_BYTES = 20_000  # of a host's log, for its last line
 _RECENT_SECONDS = 60.0  # how far back hosts are asked for lines
 _HISTORY_LINES = 8
+_SHOWN_CHARACTERS = 500  # of a host's last line
 # Events that `status` shows.
 _SHOWN = (
     events.Started,
@@ -234,7 +235,8 @@ def _host_status(observation: Observation, address: str, ledger: Ledger, number:
     last = lines[-1]
     written = parse_time(last.timestamp)
     quiet = None if written is None else max(0.0, round(clock.time() - written, 1))
-    return HostStatus(observation.worker, address, _describe_container(observation), last.text, quiet)
+    text = last.text.rstrip("\r").rpartition("\r")[2][:_SHOWN_CHARACTERS]  # a progress bar's newest state
+    return HostStatus(observation.worker, address, _describe_container(observation), text, quiet)
 
 
 def _emit_from(path: Path, offset: int, worker: int, output: Output) -> int:

@@ -25,7 +25,7 @@ from training.machine.clock import format_time
 from training.telemetry.text import ProgressFigures, parse_progress
 
 _MEMORY_SECONDS = 10  # for a host to report its memory
-_MEMINFO = re.compile(r"(MemTotal|MemAvailable): +(\d+) kB")
+_MEMINFO = re.compile(r"(MemTotal|MemAvailable): +(\d{1,15}) kB")
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # bits of a braille cell, by column and row
 _BLANK = 0x2800
 _LEFT, _CURVE_ROWS = 9, 8  # columns of the labels left of the curve; rows of the curve
@@ -169,12 +169,11 @@ class Top:
         self._read_losses(ledger)
         if status.progress is not None:
             self._losses[status.progress.step] = status.progress.loss
-        left = re.search(r"(\S+) left", status.hosts[0].last_line) if status.hosts else None
         running = [host.worker for host in status.hosts if host.container == "running"]
         return replace(
             view,
             progress=status.progress,
-            left=left[1] if left else "",
+            left="" if status.progress is None else status.progress.left,
             losses=dict(self._losses),
             hosts=status.hosts,
             memory=self._read_memory(ledger, running),

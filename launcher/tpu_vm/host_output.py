@@ -32,7 +32,7 @@ def parse_reports(output: str, word: str, workers: Iterable[int]) -> list[HostRe
 
 def has_reports(output: str) -> bool:
     """Returns whether any host reported anything."""
-    return re.search(r"^\s*tpu-launch \d+ \S", output, re.MULTILINE) is not None
+    return re.search(r"^[ \t]*tpu-launch \d+ \S", output, re.MULTILINE) is not None
 
 
 def _to_report(worker: int, word: str, detail: str, *, expected: str) -> HostReport:

@@ -70,6 +70,8 @@ class Hosts:
     """Hosts on which containers have not started."""
     quiet: bool = False
     """Whether containers have written nothing."""
+    line: str = "a line"
+    """That containers have written."""
     execute: Callable[[Sequence[str]], tuple[int, list[str]]] = lambda command: (0, [])
     """Returns the exit code and the lines of a command in a container."""
 
@@ -156,7 +158,7 @@ class FakeProvider:
         state = self.hosts.state.get(container, ContainerState("absent"))
         if worker in self.hosts.only_created and state.running:
             state = ContainerState("created")
-        lines = () if self.hosts.quiet else (LogLine("2026-01-01T00:00:00.000000000Z", "a line"),)
+        lines = () if self.hosts.quiet else (LogLine("2026-01-01T00:00:00.000000000Z", self.hosts.line),)
         return Observation(worker, state, lines)
 
     def stop(

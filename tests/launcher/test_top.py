@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +15,12 @@ from hypothesis import strategies as st
 from launcher.errors import LaunchError
 from launcher.provider import ContainerState, container_name
 from launcher.run import events
+from launcher.run.execution import _JUPYTER_URL
 from launcher.run.status import HostStatus
 from launcher.run.top import Top, View, plot, render
+from launcher.tpu_vm.host_output import has_reports
 from tests.launcher.test_runs import FakeProvider, Hosts, Workstation, detach
-from training.telemetry.text import ProgressFigures, format_progress
+from training.telemetry.text import ProgressFigures, format_progress, parse_progress
 
 GIB = 2**30
 LOSSES = {step: 5.0 + 2.6 * math.exp(-step / 300) for step in range(1, 1201, 5)}
@@ -74,6 +77,16 @@ def test_a_run_that_has_not_stepped_and_a_slice_without_a_run_say_so() -> None:
     assert "does not exist" in text
 
 
+def test_hostile_lines_are_read_in_linear_time() -> None:
+    count, begun = 50_000, time.process_time()
+    assert not parse_progress("x" * count + "step 1/" * count)
+    assert not has_reports("\n" * count)
+    assert not _JUPYTER_URL.search("http://localhost:1/" * count)
+    hosts = [HostStatus(0, "10.0.0.1", "running", "x" * count)]
+    assert render(replace(VIEW, hosts=hosts), 80)
+    assert time.process_time() - begun < 5.0
+
+
 def away(_command: Sequence[str]) -> tuple[int, list[str]]:
     raise LaunchError("the slice does not answer")
 
@@ -101,8 +114,8 @@ def test_a_look_reads_the_curve_of_all_attempts_once_and_asks_hosts_for_the_rest
     assert first.memory == {0: (4 * GIB, 16 * GIB), 1: (4 * GIB, 16 * GIB)}
     assert "attempt 1, running" in first.run
     write(1, (4, 6.5))
-    work.hosts.quiet = True
+    work.hosts.line = "x" * 50_000
     work.hosts.execute = away
     second = top.look()
     assert (second.losses[4], second.left, second.memory) == (6.5, "1:00", {})
-    assert second.progress == ProgressFigures(4, 50, 6.5, 99.5, 0.07)
+    assert second.progress == ProgressFigures(4, 50, 6.5, 99.5, 0.07, "1:00")

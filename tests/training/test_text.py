@@ -25,7 +25,12 @@ def test_a_progress_line_is_parsed_to_what_was_formatted(
 ) -> None:
     line = format_progress(step, step + more, loss, rate, wait, remaining)
     expected = ProgressFigures(
-        step, step + more, float(f"{loss:.5f}"), float(f"{rate:.1f}"), int(f"{wait:.0%}"[:-1]) / 100
+        step,
+        step + more,
+        float(f"{loss:.5f}"),
+        float(f"{rate:.1f}"),
+        int(f"{wait:.0%}"[:-1]) / 100,
+        text.format_remaining(remaining),
     )
     assert parse_progress(line) == expected
     assert parse_progress(f"2026-11-21T22:40:00Z {line}\r") == expected

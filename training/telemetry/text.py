@@ -6,7 +6,11 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-_PROGRESS = re.compile(r"step +(\d+)/(\d+)  loss (\S+)  ([\d,.]+) examples/s  (\d+)% data wait")
+# Numbers of a bounded length: other programs may print similar lines.
+_PROGRESS = re.compile(
+    r"step +(\d{1,15})/(\d{1,15})  loss (\S{1,40})  ([\d,.]{1,40}) examples/s  (\d{1,3})% data wait"
+    r"(?:  ([\d:]{1,12}) left)?"
+)
 
 
 @dataclass(frozen=True)
@@ -18,6 +22,7 @@ class ProgressFigures:
     loss: float
     examples_per_second: float
     data_wait: float  # share of the steps' time that was spent waiting for batches
+    left: str = ""  # time left, as `format_remaining` formats it
 
 
 def format_progress(
@@ -36,9 +41,10 @@ def parse_progress(line: str) -> ProgressFigures | None:
     match = _PROGRESS.search(line)
     if match is None:
         return None
-    step, steps, loss, rate, wait = match.groups()
+    step, steps, loss, rate, wait, left = match.groups()
     try:
-        return ProgressFigures(int(step), int(steps), float(loss), float(rate.replace(",", "")), int(wait) / 100)
+        speed = float(rate.replace(",", ""))
+        return ProgressFigures(int(step), int(steps), float(loss), speed, int(wait) / 100, left or "")
     except ValueError:  # a similar line of another program
         return None
 
