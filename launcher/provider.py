@@ -177,6 +177,7 @@ class Observation:
     more: bool = False  # the observation was cut short: more lines can be read at once
     problem: str = ""
     since: str | None = None  # the first time whose lines were requested; None: from the beginning
+    open: Mapping[str, int] = field(default_factory=dict)  # bytes so far of lines that have not ended, by their times
 
 
 @dataclass(frozen=True)

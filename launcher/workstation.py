@@ -51,7 +51,8 @@ class HostConnection(Protocol):
         """Returns whether the connection is open, as far as is known here."""
 
     def run(self, command: str, *, timeout: float, stdin: str | None) -> tuple[int, str, str]:
-        """Runs a command line. Returns its exit code, output and error output.
+        """Runs a command line. Returns its exit code, output and error output, with surrogates for bytes that are not
+        UTF-8.
 
         Raises:
             TimeoutError: The command did not end within `timeout` seconds.

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 
 from launcher.errors import Exit, LaunchError
 from launcher.gke.workload import CONTAINER
+from launcher.log_lines import LogWindow, kubelet_records, read_log
 from launcher.provider import ContainerState, LogLine
 
 INDEX = "batch.kubernetes.io/job-completion-index"
@@ -160,30 +160,14 @@ def describe_waiting(pod: Pod) -> str:
     return f"its container is being created on {pod.node}" if pod.node else "it is not scheduled yet"
 
 
-def parse_log(output: str, limit: int) -> tuple[list[LogLine], bool]:
-    """Returns the lines of `kubectl logs --timestamps --limit-bytes=limit` but a cut one, and whether it was cut."""
-    cut = len(output.encode(errors="replace")) >= limit
-    lines = output.split("\n")  # not splitlines(): progress bars write \r, text may hold U+2028
-    last = lines.pop()
-    if last and not cut:
-        lines.append(last)
-    return [parse_log_line(line) for line in lines if line], cut
+def parse_log(output: str, limit: int, *, ended: bool) -> tuple[LogWindow, bool]:
+    """Returns what `kubectl logs --timestamps --limit-bytes=limit` prints, and whether it was cut. `ended`: so has the
+    pod."""
+    data = output.encode()
+    cut = len(data) >= limit
+    return read_log(data, kubelet_records, complete=ended and not cut), cut
 
 
 def parse_log_line(line: str) -> LogLine:
     """Parses a line and its timestamp, which becomes UTC. A line without a timestamp is kept as it is."""
-    timestamp, _, text = line.partition(" ")
-    return (
-        LogLine(_utc(timestamp), text.rstrip("\r")) if re.match(r"\d{4}-\d\d-\d\dT", timestamp) else LogLine("", line)
-    )
-
-
-def _utc(timestamp: str) -> str:
-    """Returns a timestamp in UTC with nine digits of a second, so that timestamps compare as text."""
-    match = re.fullmatch(r"([-\dT:]+)(?:\.(\d+))?(Z|[-+]\d\d:\d\d)", timestamp)
-    if not match:
-        return timestamp
-    second, fraction, zone = match.groups()
-    if zone != "Z":
-        second = datetime.fromisoformat(second + zone).astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S")
-    return f"{second}.{(fraction or '').ljust(9, '0')[:9]}Z"
+    return next(iter(read_log(line.encode(), kubelet_records, complete=True).lines), LogLine("", ""))

@@ -32,7 +32,8 @@ from launcher.gke.workload import (
     needs_secret,
     node_selector,
 )
-from launcher.provider import Attempt, CommandReport, ContainerState, HostReport, LogLine, Observation, SliceState
+from launcher.log_lines import LogWindow
+from launcher.provider import Attempt, CommandReport, ContainerState, HostReport, Observation, SliceState
 from launcher.workstation import Workstation
 from training.accelerators import gke_nodes
 from training.machine.clock import Clock
@@ -176,12 +177,12 @@ class Gke:
             if not pod.started:
                 return Observation(worker, state, problem=problem)
             lines = watch.final_lines(pod, since)
-            more = False
-            if lines is None:  # read after the state, so that an ended pod's log is complete
-                lines, more = self._read_log(pod, since)
+            if lines is not None:
+                return Observation(worker, state, tuple(lines), problem=problem)
+            window, more = self._read_log(pod, since)  # after the state, so that an ended pod's log is complete
         except LaunchError as error:
             return Observation(worker, None, problem=str(error).splitlines()[0])
-        return Observation(worker, state, tuple(lines), more=more, problem=problem)
+        return Observation(worker, state, window.lines, more=more, problem=problem, open=window.open)
 
     def stop(
         self, container: str, *, grace: int, remove: bool, workers: Sequence[int] | None = None
@@ -355,13 +356,13 @@ class Gke:
             return f"JobSet {name} is suspended: Kueue has not admitted it to queue {self.config.gke.queue} yet"
         return f"JobSet {name} has no pods yet"
 
-    def _read_log(self, pod: Pod, since: str | None) -> tuple[list[LogLine], bool]:
-        """Returns the log lines of a pod from `since` on, and whether there are more."""
+    def _read_log(self, pod: Pod, since: str | None) -> tuple[LogWindow, bool]:
+        """Returns the log of a pod from `since` on, and whether there is more."""
         window = [f"--since-time={since}"] if since else []
         options = ("--container", CONTAINER, "--timestamps", f"--limit-bytes={LOG_BYTES}")
         with self._log_slots:
             output = self._kubectl.call("logs", pod.name, *options, *window, seconds=_LOG_SECONDS)
-        return pod_status.parse_log(output, LOG_BYTES)
+        return pod_status.parse_log(output, LOG_BYTES, ended=pod.ended)
 
     def _watch_pods(self, container: str) -> PodWatch:
         """Returns the watch of an attempt's pods; makes it on first use."""

@@ -5,6 +5,10 @@ a moment after one with a later time (stdout and stderr are copied by two thread
 LOG_OVERLAP before the newest line, and lines that were delivered before are skipped. The host's log file is the cursor:
 its lines were delivered, and a new process goes on from its end.
 
+Lines are delivered when they have ended, in the order of their ends, but have the times of their beginnings
+(`launcher.log_lines`). While a line is open, observations begin before it, also in a new process: its time is in a file
+beside the log. The parts of a line that was cut are skipped.
+
 A host's clock can step back. Lines then have times before the newest line, and are not among the lines from that time
 on. While a host's clock is behind that time, the host returns its last lines instead (`tpu_vm/scripts/observe.sh`);
 lines after the last delivered one are new. Lines are lost only if no observation is made while the clock is behind.
@@ -20,8 +24,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from launcher.home import write_whole
-from launcher.provider import LOG_OVERLAP, LogLine
+from launcher.home import write_private, write_whole
+from launcher.log_lines import CUT, after
+from launcher.provider import LOG_OVERLAP, LogLine, Observation
 from training.machine.clock import shift
 
 _TAIL_BYTES = 2_000_000  # of a log file, to find the lines of the overlap again after a restart
@@ -45,27 +50,44 @@ class Cursor:
     last: Key | None = None
     """The line that was delivered last; not the newest after a host's clock stepped back."""
 
+    open: frozenset[str] = frozenset()
+    """Times of lines that have begun and not ended."""
+
+    cut: frozenset[str] = frozenset()
+    """Times of lines that were cut: their other parts are not delivered."""
+
     @property
     def since(self) -> str | None:
         """Time from which the next observation must begin, RFC 3339; None: from the beginning."""
-        return shift(self.newest, -LOG_OVERLAP) if self.newest else None
+        if not self.newest:
+            return None
+        begin = shift(min([self.newest, *self.open]), -LOG_OVERLAP)
+        return max(begin, after(max(self.cut))) if self.cut else begin
 
-    def advance(self, lines: Iterable[LogLine]) -> list[LogLine]:
+    def advance(self, lines: Iterable[LogLine], open: Iterable[str] = ()) -> list[LogLine]:
         """Returns the lines that were not delivered yet, in order, and counts them as delivered.
 
         Args:
             lines: An observation from `since` or earlier, in the log's order.
+            open: Times of the lines that have not ended in it.
         """
-        lines = list(lines)
+        # Where an observation is cut short, a line that was delivered seems open, or is cut.
+        delivered = self.cut | {time for time, _ in self.recent if time}
+        lines = [line for line in lines if line.timestamp not in (delivered if line.text.endswith(CUT) else self.cut)]
         allowance = Counter(self.recent)
         edge = shift(self.newest, -LOG_OVERLAP) if self.newest else ""
+        was_open, open = self.open, frozenset(open)
+        seen = max([*open, *(line.timestamp for line in lines)], default="")
+        begun = {time for time in open if time >= edge and time not in delivered}
+        # An older observation does not show lines that began after it.
+        self.open = frozenset(begun | {time for time in was_open if time in open or time > seen})
         end_of_known = self._end_of_known(lines)
         fresh = []
         for index, line in enumerate(lines):
             key = (line.timestamp, line.text)
-            if line.timestamp < edge:
-                # Delivered before, unless the clock stepped back: then lines after the last delivered one are new.
-                if index >= end_of_known:
+            if end_of_known is not None or line.timestamp < edge:
+                # New after the last delivered line. Its time may be old: the host's clock stepped back, or it was open.
+                if (end_of_known is not None and index >= end_of_known) or line.timestamp in was_open:
                     fresh.append(line)
             elif allowance[key] > 0:
                 allowance[key] -= 1
@@ -75,19 +97,20 @@ class Cursor:
             self.last = (line.timestamp, line.text)
             self.recent[self.last] += 1
             self.newest = max(self.newest, line.timestamp)
+        self.cut |= {line.timestamp for line in fresh if line.timestamp and line.text.endswith(CUT)}
         if self.newest:
             edge = shift(self.newest, -LOG_OVERLAP)
             kept = {key: count for key, count in self.recent.items() if key[0] >= edge or key == self.last}
             self.recent = Counter(kept)
         return fresh
 
-    def _end_of_known(self, lines: Sequence[LogLine]) -> int:
-        """Returns the index after the line that was delivered last; after all lines if it is not among them."""
+    def _end_of_known(self, lines: Sequence[LogLine]) -> int | None:
+        """Returns the index after the line that was delivered last; None if it is not among the lines."""
         if self.last is None:
-            return len(lines)
+            return None
         places = [index for index, line in enumerate(lines) if (line.timestamp, line.text) == self.last]
         count = self.recent[self.last]
-        return places[count - 1] + 1 if len(places) >= count else len(lines)
+        return places[count - 1] + 1 if len(places) >= count else None
 
 
 class HostLog:
@@ -101,13 +124,20 @@ class HostLog:
         if path.exists():
             self._repair()
             self.cursor.advance(tail(path, _TAIL_BYTES))
+        if self._open_file.exists():
+            self.cursor.open = frozenset(self._open_file.read_text().split())
 
-    def append_new(self, lines: Iterable[LogLine], since: str | None = None) -> list[LogLine]:
+    @property
+    def _open_file(self) -> Path:
+        return self.path.with_suffix(".open")
+
+    def append_new(self, lines: Iterable[LogLine], since: str | None = None, open: Iterable[str] = ()) -> list[LogLine]:
         """Writes the new lines of an observation, and returns them.
 
         Args:
             lines: The observation.
             since: The time from which it begins. If earlier lines could not be written, a later observation is skipped.
+            open: Times of the lines that have not ended in it.
 
         Raises:
             OSError: The lines can't be written, for example on a full disk. They stay new.
@@ -115,14 +145,16 @@ class HostLog:
         if self.behind and since is not None and since > (self.cursor.since or ""):
             return []
         cursor = replace(self.cursor, recent=self.cursor.recent.copy())
-        fresh = cursor.advance(lines)
-        if fresh:
-            text = "".join(f"{line.timestamp} {line.text}\n" for line in fresh)
-            try:
+        fresh = cursor.advance(lines, open)
+        text = "".join(f"{line.timestamp} {line.text}\n" for line in fresh)
+        try:
+            if cursor.open != self.cursor.open:
+                write_private(self._open_file, "\n".join(sorted(cursor.open)))
+            if fresh:
                 self._append(text.encode(errors="surrogateescape"))
-            except OSError:
-                self.behind = True
-                raise
+        except OSError:
+            self.behind = True
+            raise
         self.cursor, self.behind = cursor, False
         return fresh
 
@@ -150,6 +182,16 @@ class HostLog:
                 end = start
             if end < size:
                 file.truncate(end)
+
+
+def next_page(observation: Observation) -> str:
+    """Returns the time from which to read on at once after an observation that was cut short, without the overlap,
+    which may hold more than one observation; "" if that shows nothing more."""
+    if not observation.more or not (observation.open or observation.lines):
+        return ""
+    last = observation.lines[-1] if observation.lines else LogLine("", "")
+    page = min(observation.open, default=after(last.timestamp) if last.text.endswith(CUT) else last.timestamp)
+    return page if page > (observation.since or "") else ""
 
 
 def tail(path: Path, size: int) -> list[LogLine]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from launcher.provider import LogLine, Observation, Provider, SliceState, contai
 from launcher.run import events
 from launcher.run.events import Entry
 from launcher.run.ledger import Ledger
-from launcher.run.logs import HostLog, read_from, tail
+from launcher.run.logs import HostLog, next_page, read_from, tail
 from launcher.run.runs import find_run
 from launcher.run.session import Context, Output, open_session
 from launcher.run.specification import SecretSource
@@ -292,15 +292,16 @@ class _Fetcher:
         log = HostLog(self._files[worker])
         container = container_name(self._ledger.run_id, self._number)
         try:
-            observation = self._provider.observe(worker, container, page or log.cursor.since)
+            since = page or log.cursor.since
+            observation = replace(self._provider.observe(worker, container, since), since=since)
         except LaunchError as error:
             observation = Observation(worker, None, problem=str(error).splitlines()[0])
         if observation.problem not in ("", self._problems[worker]):
             self._output.say(f"host {worker} does not answer: {observation.problem}")
         self._problems[worker] = observation.problem
-        if log.append_new(observation.lines) and observation.more:
-            # Go on from the last line, without the overlap, which may hold more than one observation.
-            self._next_page[worker] = observation.lines[-1].timestamp
+        log.append_new(observation.lines, open=observation.open)
+        if page := next_page(observation):
+            self._next_page[worker] = page
         state = observation.container
         return state is None or not (state.ended or state.status in ("absent", "created"))
 

@@ -17,7 +17,7 @@ from launcher.errors import BadInput, LaunchError, from_disk
 from launcher.provider import HostReport, Observation
 from launcher.run import events, post_mortem
 from launcher.run.ledger import Ledger
-from launcher.run.logs import HostLog, tail
+from launcher.run.logs import HostLog, next_page, tail
 from launcher.run.session import Session
 from launcher.run.state import Phase
 from launcher.run.verdict import HostView, Kind, Limits, Verdict, describe_exit, judge
@@ -191,6 +191,7 @@ class _Supervision:
         self.started_everywhere = ledger.state.phase is Phase.RUNNING
         begun = self.clock.monotonic()
         self.views = {worker: HostView(worker, None, seen=begun) for worker in session.workers}
+        self.open_lines: dict[int, Mapping[str, int]] = {}  # by worker, as last observed
         self.slice = SliceAnswer("READY")
         self.slice_described = begun - _DESCRIBE_SLICE_EVERY
         self.api_only = ApiOnlyTime()
@@ -265,14 +266,16 @@ class _Supervision:
             self.slice = SliceAnswer(answer.state, answer.trouble or self.slice.trouble)
             self.api_only.api_answers(self.clock.monotonic())
             return
-        if self._deliver(answer) or answer.problem:  # an unreachable host may be writing
+        grows = answer.open != self.open_lines.get(answer.worker, {})  # a progress bar without line ends
+        if self._deliver(answer) or grows or answer.problem:  # an unreachable host may be writing
             self.last_line = self.clock.monotonic()
+        self.open_lines[answer.worker] = answer.open
         self._update_view(answer)
 
     def _deliver(self, observation: Observation) -> bool:
         """Emits the lines that are new, and returns whether there were any. On a full disk they stay new."""
         try:
-            fresh = self.logs[observation.worker].append_new(observation.lines, observation.since)
+            fresh = self.logs[observation.worker].append_new(observation.lines, observation.since, observation.open)
         except OSError as error:
             if from_disk(error) is None:
                 raise
@@ -368,9 +371,8 @@ class _Supervision:
                 return
             self.inbox.put(observation)
             since = log.cursor.since if log.behind else log.cursor.since or since
-            if observation.more and not log.behind:
-                # Go on from the last line, without the overlap, which may hold more than one observation.
-                patience, since = 0.0, max(since or "", observation.lines[-1].timestamp)
+            if (page := next_page(observation)) and not log.behind:
+                patience, since = 0.0, page
                 continue
             ended = observation.container is not None and observation.container.ended
             patience = 0.0 if observation.container is None or ended else self.interval
@@ -433,6 +435,6 @@ class _Supervision:
                     return
                 self.clock.sleep(OBSERVE_EVERY)
                 continue
-            if not observation.more:
+            if not (page := next_page(observation)):
                 return
-            since = observation.lines[-1].timestamp
+            since = page

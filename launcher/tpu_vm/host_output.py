@@ -11,7 +11,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from launcher.provider import LOG_OVERLAP, ContainerState, HostReport, LogLine, Observation
+from launcher.log_lines import LogWindow, docker_records, read_log
+from launcher.provider import LOG_OVERLAP, ContainerState, HostReport, Observation
 from launcher.tpu_vm.host_scripts import LOG_BYTES
 from training.machine.clock import parse_time, shift
 
@@ -74,39 +75,28 @@ def _is_between(finished_at: str, booted: float) -> bool:
     return finished is not None and 0 < finished < booted
 
 
-def parse_observation(worker: int, output: str) -> Observation:
-    """Returns the observation in the output of `observe.sh`; one with a `problem` if the engine does not answer. Output
-    cut at LOG_BYTES sets `more`, and its truncated last line is left to the next observation."""
+def parse_observation(worker: int, output: str) -> tuple[Observation, LogWindow]:
+    """Returns the observation in the output of `observe.sh`, and its log; an observation with a `problem` if the engine
+    does not answer. Output cut at LOG_BYTES sets `more`. `output` has bytes that are not UTF-8 as surrogates."""
     first, _, rest = output.partition("\n")
     state = parse_state(first.strip())
+    data = rest.encode(errors="surrogateescape")
+    cut = len(data) >= LOG_BYTES
+    window = read_log(data, docker_records, complete=state is not None and state.ended and not cut)
     if state is None:
-        return Observation(worker, None, problem="its container engine does not answer")
-    cut = len(rest.encode(errors="replace")) >= LOG_BYTES
-    lines = rest.split("\n")  # not splitlines(): progress bars write \r, text may hold U+2028
-    last = lines.pop()
-    if last and not cut:
-        lines.append(last)  # the engine's last line may lack its end
-    parsed = [_log_line(line) for line in lines if line]
-    return Observation(worker, state, tuple(parsed), more=cut)
+        reason = first.partition("no engine")[2].rstrip()
+        return Observation(worker, None, problem=f"its container engine does not answer{reason}"), window
+    return Observation(worker, state, window.lines, more=cut, open=window.open), window
 
 
-def _log_line(line: str) -> LogLine:
-    """Splits a line into the engine's timestamp and the text; keeps a line without a timestamp whole."""
-    timestamp, _, text = line.partition(" ")
-    return LogLine(timestamp, text.rstrip("\r")) if re.match(r"\d{4}-\d\d-\d\dT", timestamp) else LogLine("", line)
+def covers(window: LogWindow, since: str, tail: int) -> bool:
+    """Returns whether the last records of a log hold every record from `since` on.
 
-
-def covers(lines: Sequence[LogLine], since: str, tail: int) -> bool:
-    """Returns whether the last lines of a log hold every line from `since` on.
-
-    They do when they begin well before the newest line known already, or at it with fewer than `tail` lines: `since` is
-    LOG_OVERLAP before that line, and times run backwards a little where stdout and stderr meet.
+    They do when they are fewer than `tail`, and begin at a line that is known already: `since` is LOG_OVERLAP before
+    the newest such line, or the oldest that is open. Docker counts records before it leaves out those before `since`.
 
     Args:
         since: RFC 3339 time, as `Cursor.since` gives it.
-        tail: The number of lines that was asked for.
+        tail: The number of records that was asked for.
     """
-    if not lines:
-        return False
-    first = lines[0].timestamp
-    return first <= shift(since, LOG_OVERLAP / 2) or (len(lines) < tail and first <= shift(since, LOG_OVERLAP))
+    return 0 < window.records < tail and window.first <= shift(since, LOG_OVERLAP)

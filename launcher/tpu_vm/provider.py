@@ -19,6 +19,7 @@ from launcher.gcloud.calls import call_gcloud
 from launcher.gcloud.errors import Conflict, Preempted, explain_error
 from launcher.gcloud.retry import Retry
 from launcher.images.engine import unpacked_size
+from launcher.log_lines import LogWindow
 from launcher.provider import Attempt, CommandReport, HostReport, Observation, SliceState
 from launcher.tpu_vm import CAPABILITIES, commands, host_checks, host_output, host_scripts, slices
 from launcher.tpu_vm.host_checks import HostFacts
@@ -137,12 +138,12 @@ class TpuVm:
         Reads the last lines first, and all from `since` only if those don't reach back to it."""
         tail = _TAIL if since else None
         script = host_scripts.observe_script(container, since, patience=patience, tail=tail)
-        observation = self._observe(worker, script, patience)
-        if since and observation.lines and not host_output.covers(observation.lines, since, _TAIL):
-            observation = self._observe(worker, host_scripts.observe_script(container, since))
+        observation, window = self._observe(worker, script, patience)
+        if since and window.records and (observation.more or not host_output.covers(window, since, _TAIL)):
+            observation, _ = self._observe(worker, host_scripts.observe_script(container, since))
         return observation
 
-    def _observe(self, worker: int, script: str, patience: float = 0.0) -> Observation:
+    def _observe(self, worker: int, script: str, patience: float = 0.0) -> tuple[Observation, LogWindow]:
         """Runs a script of `observe_script` on a host, through gcloud where ssh is refused."""
         result = None
         if not self._connections.gcloud_only:
@@ -150,7 +151,7 @@ class TpuVm:
         if result is None or result.refused:
             result = self._connections.run_through_gcloud(worker, script, timeout=patience)
         if not result.reached:
-            return Observation(worker, None, problem=result.problem)
+            return Observation(worker, None, problem=result.problem), LogWindow()
         return host_output.parse_observation(worker, result.stdout)
 
     def stop(
@@ -343,4 +344,5 @@ def _to_report(result: HostResult, word: str) -> HostReport:
 
 
 def _all_output(result: HostResult) -> str:
-    return result.stdout + result.stderr + result.problem
+    output = result.stdout + result.stderr + result.problem
+    return output.encode(errors="surrogateescape").decode(errors="replace")

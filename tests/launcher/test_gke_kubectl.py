@@ -223,12 +223,9 @@ def test_timestamps_of_lines_compare_as_text() -> None:
 
 def test_a_line_cut_by_the_limit_is_left_out() -> None:
     text = "2026-11-20T08:00:00.000000000Z one\n2026-11-20T08:00:00.000000001Z tw"
-    lines, cut = pod_status.parse_log(text, len(text))
-    assert cut
-    assert [line.text for line in lines] == ["one"]
-    lines, cut = pod_status.parse_log(text, 1000)
-    assert not cut
-    assert [line.text for line in lines] == ["one", "tw"]
+    for limit, was_cut, texts in ((len(text), True, ["one"]), (1000, False, ["one", "tw"])):
+        window, cut = pod_status.parse_log(text, limit, ended=True)
+        assert (cut, [line.text for line in window.lines]) == (was_cut, texts)
 
 
 def test_watched_objects_are_parsed_in_both_forms_without_warnings() -> None:

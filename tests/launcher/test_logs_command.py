@@ -19,7 +19,7 @@ from launcher.run.runs import find_run
 from launcher.run.session import Context, Output, open_session
 from launcher.run.specification import SecretSource
 from launcher.run.supervise import _Supervision
-from tests.launcher.test_runs import FILE, FakeProvider, Hosts, Workstation, work
+from tests.launcher.test_runs import FILE, FakeProvider, Hosts, Workstation, detach, work
 
 __all__ = ["work"]
 
@@ -190,6 +190,16 @@ def test_at_most_one_page_a_host_of_a_huge_rest_is_held(work: Workstation) -> No
 def test_the_rest_of_a_host_that_does_not_answer_for_a_moment_is_not_lost(work: Workstation) -> None:
     provider = fetch_rest(work, [Observation(0, None, problem="no route to host"), LaunchError("ssh: timed out")])
     assert read_from(provider.log_files[0], 0)[0] == LONG
+
+
+def test_a_line_that_grows_without_an_end_is_a_sign_of_life(work: Workstation) -> None:
+    detach(work, work.config())
+    supervision = _Supervision(open_session(work.context(), work.ledger, SecretSource({}, {})), 0)
+    for size, lives in ((1, True), (1, False), (2, True)):
+        supervision.last_line = -1.0
+        supervision.inbox.put(Observation(0, RUNNING, open={"2026-01-01T00:00:00.000000000Z": size}))
+        supervision._receive()
+        assert (supervision.last_line > 0) == lives
 
 
 def test_a_host_whose_rest_can_not_be_had_is_named(work: Workstation) -> None:

@@ -221,7 +221,7 @@ def _execute(connection: FabricConnection, command: str, timeout: float, stdin: 
                 received.append(data)
         if not channel.status_event.wait(max(0.01, deadline - time.monotonic())):
             raise TimeoutError
-        out, err = (b"".join(received).decode(errors="replace") for received in parts.values())
+        out, err = (b"".join(received).decode(errors="surrogateescape") for received in parts.values())
         return channel.exit_status, out, err
 
 

@@ -46,7 +46,10 @@ class Container:
     finished_at: str = _NEVER
     ended: float = math.inf  # virtual time of its end
     job: Job | None = None
-    log: list[tuple[str, str]] = field(default_factory=list)  # (time, line)
+    log: list[tuple[str, str]] = field(default_factory=list)  # (time, line) in the order of their ends
+    records: list[tuple[str, str]] = field(default_factory=list)  # (time, line with its end, or a part of one)
+    latest: list[str] = field(default_factory=list)  # for each record, the latest time until then
+    partial: tuple[str, str] | None = None  # (time, first part) of a line that has not ended
     waiters: dict[Task, None] = field(default_factory=dict)  # tasks that wait for its end
     stopping: bool = False  # it has got SIGTERM
     awaits_secrets: bool = False  # its command begins when they are delivered
@@ -62,19 +65,39 @@ class Container:
         """Writes a line at a virtual time, now unless given."""
         moment = self.host.scheduler.now if at is None else at
         self.wrote = moment
-        self.log.append((timestamp(moment + self.host.wall), text))
+        time = timestamp(moment + self.host.wall)
+        self.log.append((time, text))
+        self._store(time, f"{text}\n")
+
+    def begin_line(self, text: str, at: float) -> None:
+        """Writes the first part of a line at a virtual time."""
+        self.wrote = at
+        self.partial = timestamp(at + self.host.wall), text
+        self._store(*self.partial)
+
+    def end_line(self, rest: str | None) -> None:
+        """Writes the rest of the line that was begun, if any; None: the container ends without a line end."""
+        if self.partial is None:
+            return
+        (time, text), self.partial = self.partial, None
+        self.log.append((time, text + (rest or "")))
+        if rest is not None:
+            self._store(time, f"{rest}\n")
+
+    def _store(self, time: str, text: str) -> None:
+        self.records.append((time, text))
+        self.latest.append(max(time, self.latest[-1] if self.latest else ""))
 
     def lines(self, since: str, tail: int | None) -> list[tuple[str, str]]:
         """Does `docker logs --since --tail`: of the last `tail` lines those from `since` on."""
         if self.job is not None:
             self.job.write_lines(self)
-        log = self.log
-        first = max(0, len(log) - tail) if tail else 0
-        if not since:
-            return log[first:]
-        if self.host.clock_jumped:
-            return [line for line in log[first:] if line[0] >= since]
-        return log[max(first, bisect.bisect_left(log, (since, ""))) :]
+        first = max(0, len(self.records) - tail) if tail else 0
+        return [
+            record
+            for record in self.records[max(first, bisect.bisect_left(self.latest, since)) :]
+            if record[0] >= since
+        ]
 
     def end(self, code: int, *, oom_killed: bool = False) -> None:
         """Ends its command."""
@@ -82,6 +105,7 @@ class Container:
             return
         if self.job is not None:
             self.job.write_lines(self)
+        self.end_line(None)
         self.status, self.exit_code, self.oom_killed = "exited", code, oom_killed
         self.ended = self.host.scheduler.now
         self.finished_at = timestamp(self.ended + self.host.wall)
@@ -185,6 +209,7 @@ class Host:
             if container.running:
                 if container.job is not None:
                     container.job.write_lines(container)
+                container.end_line(None)
                 container.status = "lost"
         self.changed()
         self._peers_notice("dead")

@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from launcher.log_lines import PART_BYTES
 from tests.simulation.launcher.hosts import Container, Host
 from tests.simulation.scheduler import Scheduler
 
@@ -92,7 +93,12 @@ class Job:
         for number in range(container.lines_written, count):
             at = container.started + (number + 1) * period
             text = f"line {number // 2 * 2} of host {worker}" if number % 7 == 1 else f"line {number} of host {worker}"
-            container.write(text, at)
+            if number % 40 == 4:
+                container.begin_line(text.ljust(PART_BYTES, "."), at)
+            else:
+                container.write(text, at)
+            if number % 40 == 7:
+                container.end_line(" and the rest")
             if number % 5 == 0:
                 container.write(text, at)  # the same line at the same time, twice
         container.lines_written = max(container.lines_written, count)
