@@ -384,12 +384,15 @@ class _Supervision:
         self.inbox.put(self._observe(worker, self.logs[worker].cursor.since, 0.0))
 
     def _observe(self, worker: int, since: str | None, patience: float) -> Observation:
-        """Returns an observation of a host; an error becomes its `problem`."""
+        """Returns an observation of a host; an error becomes its `problem`, also a defect: a task that ended with it
+        would leave the host unwatched."""
         try:
             observation = self.provider.observe(worker, self.container, since, patience=patience)
             return replace(observation, since=since)
         except LaunchError as error:
             return Observation(worker, None, problem=str(error).splitlines()[0])
+        except Exception as error:
+            return Observation(worker, None, problem=f"tpu-launch can't read its answer: {error!r}")
 
     def _stop_hosts(self) -> None:
         """Repeats the requested stop until all hosts report success or the attempt is over. Blocks. The process that

@@ -188,7 +188,7 @@ def test_at_most_one_page_a_host_of_a_huge_rest_is_held(work: Workstation) -> No
 
 
 def test_the_rest_of_a_host_that_does_not_answer_for_a_moment_is_not_lost(work: Workstation) -> None:
-    provider = fetch_rest(work, [Observation(0, None, problem="no route to host"), LaunchError("ssh: timed out")])
+    provider = fetch_rest(work, [Observation(0, None, problem="no route to host"), KeyError("a defect")])
     assert read_from(provider.log_files[0], 0)[0] == LONG
 
 
