@@ -16,6 +16,8 @@ from launcher.provider import LOG_OVERLAP, ContainerState, HostReport, Observati
 from launcher.tpu_vm.host_scripts import LOG_BYTES
 from training.machine.clock import parse_time, shift
 
+FORBIDDEN = "forbidden"
+"""Begins the detail of a host whose engine this user may not use."""
 _BUSY = "busy"  # a container of another run is running on the host; the detail is that run's id
 _FAILED = "failed"
 

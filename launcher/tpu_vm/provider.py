@@ -16,7 +16,7 @@ from launcher.config import Config
 from launcher.errors import Exit, HostsUnreachable, LaunchError
 from launcher.findings import Finding, failure, format_findings
 from launcher.gcloud.calls import call_gcloud
-from launcher.gcloud.errors import Conflict, Preempted, explain_error
+from launcher.gcloud.errors import Conflict, PermissionDenied, Preempted, explain_error
 from launcher.gcloud.retry import Retry
 from launcher.images.engine import unpacked_size
 from launcher.log_lines import LogWindow
@@ -265,6 +265,7 @@ class TpuVm:
 
         Raises:
             HostsUnreachable: A host does not answer after five minutes.
+            PermissionDenied: The user may not use a host's engine.
             Preempted, Conflict: The slice was taken away, or deleted, meanwhile.
         """
         clock, name = machine.clock, self.config.slice.name
@@ -305,6 +306,13 @@ class TpuVm:
             reports = self._run_through_gcloud(host_scripts.check_engine_script(), "up", timeout=timeout)
         except LaunchError as error:  # guest attributes may still be empty, sshd not up yet
             return [str(error).splitlines()[0]]
+        for report in reports:
+            if report.detail.startswith(host_output.FORBIDDEN):
+                raise PermissionDenied(
+                    f"host {report.worker}: your user may not use its container engine "
+                    f"({report.detail.partition(' ')[2]}): with OS Login, ask for roles/compute.osAdminLogin\n  "
+                    f"slice {self.config.slice.name} is billed: `tpu-launch up` goes on with it, `down` deletes it"
+                )
         return [f"host {report.worker}: {report.detail}" for report in reports if not report.ok]
 
     def _run_everywhere(self, script: str, word: str, *, timeout: float) -> list[HostReport]:

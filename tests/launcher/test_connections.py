@@ -20,7 +20,7 @@ import pytest
 
 from launcher.config import Config, load
 from launcher.errors import CommandTimeout, LaunchError
-from launcher.gcloud.errors import Conflict
+from launcher.gcloud.errors import Conflict, PermissionDenied
 from launcher.provider import Attempt, HostReport, Overlay, SliceState
 from launcher.providers import this_machine
 from launcher.shell import Result
@@ -215,6 +215,7 @@ class _KeySpreads(Cloud):
     """A cloud in which one contact takes as many seconds as the key needs to spread; a shorter call never succeeds."""
 
     key_seconds = 40.0
+    contact = "tpu-launch 0 up\ntpu-launch 1 up\n"
 
     def run(self, argv: Sequence[str], *, timeout: float, **options: object) -> Result:
         if "ssh" not in argv:
@@ -222,12 +223,19 @@ class _KeySpreads(Cloud):
         self.clock.sleep(min(timeout, self.key_seconds))
         if timeout < self.key_seconds:
             raise CommandTimeout(f"no answer within {timeout:.0f} s from: gcloud ssh")
-        return Result(tuple(argv), 0, "tpu-launch 0 up\ntpu-launch 1 up\n", "")
+        return Result(tuple(argv), 0, self.contact, "")
 
 
 def test_first_contact_succeeds_however_long_a_key_takes_to_spread(tmp_path: Path) -> None:
     cloud = _KeySpreads()
     TpuVm(config(tmp_path, more=", iap: true"), lambda text: None, cloud.machine()).create()
+
+
+def test_a_user_without_sudo_is_not_kept_waiting_on_a_slice_that_is_billed(tmp_path: Path) -> None:
+    cloud = _KeySpreads()
+    cloud.contact = "tpu-launch 0 up\ntpu-launch 1 forbidden sudo: a password is required \n"
+    with pytest.raises(PermissionDenied, match=r"(?s)host 1: .*\(sudo: a password is required\).*osAdminLogin.*billed"):
+        TpuVm(config(tmp_path, more=", iap: true"), lambda text: None, cloud.machine()).create()
 
 
 def test_evidence_of_a_failed_attempt_never_raises_while_gcloud_fails(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ tests/rehearsal."""
 
 import hashlib
 import json
+import re
 import subprocess
 import tempfile
 from collections.abc import Callable
@@ -40,6 +41,9 @@ def attempt(**changes: object) -> Attempt:
 
 def prepare(**changes: object) -> str:
     return host_scripts.prepare_script(attempt(**changes), ["10.0.0.1", "10.0.0.2"], "v4-16")
+def reported(host: ScriptHost, script: str, shell: str = "sh", stdin: str = "") -> str:
+    """Returns the report of a script without worker 3 and the host's time."""
+    return re.sub(r"^tpu-launch 3 |(?<=sha256:\w{2}) \d{10,}| ?\n$", "", host.run(script, shell, stdin))
 
 
 @pytest.mark.parametrize(
@@ -334,9 +338,9 @@ def test_a_host_that_is_connected_to_need_not_ask_which_worker_it_is(
 
 
 def test_a_host_whose_engine_is_down_has_not_stopped_anything(host: ScriptHost, shell: str) -> None:
-    host.answer("version", "exit 1")
+    host.answer("version", "echo no such >&2; echo socket >&2; exit 1")
     report = host.run(host_scripts.stop_script("demo", 5, remove=True), shell)
-    assert report == "tpu-launch 3 failed its container engine does not answer\n"
+    assert report == "tpu-launch 3 failed its container engine does not answer: no such socket \n"
 
 
 def test_a_stop_keeps_a_container_from_starting_that_was_only_created(host: ScriptHost, shell: str) -> None:
@@ -433,10 +437,30 @@ def test_the_boot_of_a_host_is_the_kernels_and_that_of_its_first_process(host: S
     assert boot_of(host, shell) == f"{kernel}.{started}"
 
 
-@pytest.mark.parametrize(("version", "printed"), [("exit 0", "absent\n"), ("exit 1", "no engine\n")])
-def test_an_absent_container_is_told_from_an_engine_that_is_down(host: ScriptHost, version: str, printed: str) -> None:
-    host.answer("version", version)
-    assert host.run(host_scripts.observe_script("demo", None)) == printed
+def test_an_absent_container_is_told_from_an_engine_that_is_down(host: ScriptHost) -> None:
+    assert host.run(host_scripts.observe_script("demo", None)) == "absent\n"
+    host.answer("version", "echo no such >&2; echo socket >&2; exit 1")
+    look, _ = parse_observation(3, host.run(host_scripts.observe_script("demo", None)))
+    assert (look.container, look.problem) == (None, "its container engine does not answer: no such socket")
+
+
+@pytest.mark.parametrize(
+    ("refused", "is_there", "report"),
+    [
+        (True, True, "forbidden sudo: a password is required"),
+        (True, False, "failed its container engine does not answer yet: sudo: a password is required"),
+        (False, True, "failed its container engine does not answer yet: Cannot connect"),
+    ],
+)
+def test_a_user_who_may_not_use_an_engine_is_told_from_an_engine_that_is_not_up_yet(
+    host: ScriptHost, shell: str, report: str, *, refused: bool, is_there: bool
+) -> None:
+    host.answer("version", "echo Cannot connect >&2; exit 1")
+    if refused:
+        host.replace("sudo", "echo sudo: a password is required >&2; exit 1")
+    socket = host.folder if is_there else host.folder / "missing"
+    script = host_scripts.check_engine_script().replace("[ -w /var/run/docker.sock ]", "false")
+    assert reported(host, script.replace("/var/run/docker.sock", str(socket)), shell) == report
 
 
 def test_secrets_reach_the_command_and_stay_nowhere(tmp_path: Path, shell: str) -> None:

@@ -4,6 +4,6 @@
 # shellcheck disable=SC2086 # $docker is one word or three
 . ./report.sh
 : "${container:?}" "${receive:?}"
-$docker exec --interactive "$container" sh -c "$receive" ||
-  { report failed "the secrets can not be passed on"; exit 1; }
+errors=$($docker exec --interactive "$container" sh -c "$receive" 2>&1 >/dev/null) ||
+  { report failed "the secrets can not be passed on: $(words)"; exit 1; }
 report delivered

@@ -5,3 +5,6 @@
 set -u
 docker=docker
 [ -w /var/run/docker.sock ] || docker='sudo -n docker'
+# Prints what docker or sudo said, $errors, on one line.
+errors=''
+words() { printf '%s ' "$errors" | tr '\n' ' ' | tail -c 600; }

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Prints one line of JSON (the container's state, the host's boot at its creation and now, and the time of this boot),
-# or `absent`, or `no engine`; then the container's log with the engine's times.
+# or `absent`, or `no engine: <reason>`; then the container's log with the engine's times.
 # Waits at most $patience seconds for the container's end first, unless that is empty.
 # Arguments: options of `docker logs`. Of `--tail N --since TIME`, only the first is used while this host's clock is
 # before TIME: the clock stepped back, and new lines are stamped earlier.
@@ -21,8 +21,8 @@ summary='{"state": {{json .State}}, "created_on": '$created_on', "boot": "'$boot
 if answer=$($docker inspect --format "$summary" "$container" 2>/dev/null); then
   printf '%s\n' "$answer"
   $docker logs --timestamps "$@" "$container" 2>&1 | head -c "$log_bytes"
-elif $docker version >/dev/null 2>&1; then
+elif errors=$($docker version 2>&1 >/dev/null); then
   echo absent
 else
-  echo no engine
+  echo "no engine: $(words)"
 fi

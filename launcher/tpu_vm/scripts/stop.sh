@@ -14,15 +14,15 @@ if [ -n "$status" ]; then
   if mkdir "$mark" 2>/dev/null; then
     $docker stop --time "$grace" "$container" >/dev/null 2>&1
   else
-    timeout "$grace" $docker wait "$container" >/dev/null 2>&1 || $docker kill "$container" >/dev/null 2>&1
+    timeout "$grace" $docker wait "$container" >/dev/null 2>&1 || errors=$($docker kill "$container" 2>&1 >/dev/null)
   fi
   if [ "$($docker inspect --format '{{.State.Running}}' "$container" 2>/dev/null)" = true ]; then
-    report failed "the container can not be stopped"
+    report failed "the container can not be stopped: $(words)"
     exit 1
   fi
   [ "$remove" = no ] || $docker rm --force "$container" >/dev/null 2>&1
-elif ! $docker version >/dev/null 2>&1; then
-  report failed "its container engine does not answer"
+elif ! errors=$($docker version 2>&1 >/dev/null); then
+  report failed "its container engine does not answer: $(words)"
   exit 1
 fi
 [ "$remove" = no ] || rmdir "$mark" 2>/dev/null

@@ -68,7 +68,7 @@ def observe(world: World, host: Host, parameters: Mapping[str, str], arguments: 
         scheduler.wait(container.waiters, float(parameters["patience"]), "the end of a container")
         container = host.containers.get(parameters["container"])
     if not host.engine_up:
-        return 0, "no engine\n"
+        return 0, "no engine: no socket\n"
     if container is None:
         return 0, "absent\n"
     words = arguments.split()
@@ -127,7 +127,7 @@ class Shell:
         self.pause()
         if self.host.engine_up:
             return self.report("up")
-        return self.report("failed its container engine does not answer yet")
+        return self.report("failed its container engine does not answer yet: no socket")
 
     def check_host(self, parameters: Mapping[str, str], _arguments: str) -> tuple[int, str]:
         self.pause(0.1, 0.6)
@@ -210,7 +210,7 @@ class Shell:
         self.pause()
         container = self._get(parameters)
         if not host.engine_up:
-            return self.report("failed its container engine does not answer", 1)
+            return self.report("failed its container engine does not answer: no socket", 1)
         if container is not None and container.status == "created":
             self.world.remove_container(container, self.actor, "stop")
             container = None
