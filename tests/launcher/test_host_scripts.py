@@ -337,6 +337,13 @@ def test_a_host_that_is_connected_to_need_not_ask_which_worker_it_is(
     assert pool.run(3, script, timeout=20).stdout == f"tpu-launch 3 {report}\n"
 
 
+def test_a_stop_on_a_host_with_a_full_disk_sends_its_signal(host: ScriptHost, shell: str) -> None:
+    host.answer_container({"Status": "exited"})
+    host.replace("mkdir", "exit 1")
+    host.run(host_scripts.stop_script("demo", 5, remove=False), shell)
+    assert "stop --time 5 demo" in host.calls
+
+
 def test_a_host_whose_engine_is_down_has_not_stopped_anything(host: ScriptHost, shell: str) -> None:
     host.answer("version", "echo no such >&2; echo socket >&2; exit 1")
     report = host.run(host_scripts.stop_script("demo", 5, remove=True), shell)

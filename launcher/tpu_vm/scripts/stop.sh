@@ -10,9 +10,10 @@ true 2>/dev/null >"/tmp/$container.$worker.over"
 status=$($docker inspect --format '{{.State.Status}}' "$container" 2>/dev/null)
 if [ "$status" = created ] && $docker rm --force "$container" >/dev/null 2>&1; then status=''; fi
 if [ -n "$status" ]; then
-  # A second SIGTERM may make a program leave without saving: a replay, or a second stop, only waits.
-  if mkdir "$mark" 2>/dev/null; then
-    $docker stop --time "$grace" "$container" >/dev/null 2>&1
+  # A second SIGTERM may make a program leave without saving: a replay, or a second stop, only waits. Without a mark (a
+  # full disk), better two signals than none.
+  if mkdir "$mark" 2>/dev/null || [ ! -d "$mark" ]; then
+    errors=$($docker stop --time "$grace" "$container" 2>&1 >/dev/null)
   else
     timeout "$grace" $docker wait "$container" >/dev/null 2>&1 || errors=$($docker kill "$container" 2>&1 >/dev/null)
   fi
