@@ -157,19 +157,9 @@ class TpuVm:
     def stop(
         self, container: str, *, grace: int, remove: bool, workers: Sequence[int] | None = None
     ) -> list[HostReport]:
-        """Stops a container; tries unreached hosts a second time, and all by gcloud if every host refuses ssh."""
         script = host_scripts.stop_script(container, grace, remove=remove)
-        timeout = grace + 30
-        chosen = list(self._workers) if workers is None else list(workers)
-        results: list[HostResult] = []
-        if not self._connections.gcloud_only:
-            results = self._connections.run_all(script, timeout=timeout, workers=chosen)
-        # Retry: a container must not go on because a connection failed once.
-        if missed := [result.worker for result in results if not result.reached and not result.refused]:
-            results = self._connections.retry(results, script, timeout=timeout, workers=missed)
-        if all(result.refused for result in results):
-            results = self._connections.run_all_through_gcloud(script, chosen, timeout=timeout)
-        return [_to_report(result, "stopped") for result in results]
+        chosen = self._workers if workers is None else workers
+        return [_to_report(result, "stopped") for result in self._run_all(script, chosen, timeout=grace + 30)]
 
     def execute(
         self,
@@ -200,7 +190,7 @@ class TpuVm:
         return files | {f"host-{result.worker}.txt": _all_output(result) for result in results}
 
     def stacks(self, container: str) -> dict[int, str]:
-        results = self._connections.run_all(host_scripts.stacks_script(container), timeout=60)
+        results = self._run_all(host_scripts.stacks_script(container), self._workers, timeout=60)
         return {result.worker: _all_output(result) for result in results}
 
     # -- checks -------------------------------------------------------------------------------------------------------
@@ -333,15 +323,23 @@ class TpuVm:
         return host_output.parse_reports(result.stdout, word, self._workers)
 
     def _send(self, script: str, stdin: str, word: str, *, timeout: float) -> list[HostReport]:
-        """Runs a script with standard input on every host, by gcloud when all refuse ssh. It may run twice."""
+        """Runs a script with standard input on every host; one that prints `word` is ok. It may run twice."""
+        results = self._run_all(script, self._workers, stdin, timeout=timeout)
+        return [_to_report(result, word) for result in results]
+
+    def _run_all(
+        self, script: str, workers: Sequence[int], stdin: str | None = None, *, timeout: float
+    ) -> list[HostResult]:
+        """Runs a script on hosts, a second time on those that were not reached: a container must not go on because a
+        connection failed once. Runs it through gcloud if that is set, or if every host refuses ssh."""
         results: list[HostResult] = []
         if not self._connections.gcloud_only:
-            results = self._connections.run_all(script, timeout=timeout, stdin=stdin)
+            results = self._connections.run_all(script, timeout=timeout, workers=workers, stdin=stdin)
         if missed := [result.worker for result in results if not result.reached and not result.refused]:
             results = self._connections.retry(results, script, timeout=timeout, workers=missed, stdin=stdin)
         if all(result.refused for result in results):
-            results = self._connections.run_all_through_gcloud(script, self._workers, stdin, timeout=timeout)
-        return [_to_report(result, word) for result in results]
+            results = self._connections.run_all_through_gcloud(script, workers, stdin, timeout=timeout)
+        return results
 
 
 def _to_report(result: HostResult, word: str) -> HostReport:

@@ -248,6 +248,15 @@ def test_evidence_of_a_failed_attempt_never_raises_while_gcloud_fails(tmp_path: 
     assert all("network" in text for text in files.values())
 
 
+def test_stacks_come_through_gcloud_where_ssh_connections_can_not_be_opened(tmp_path: Path) -> None:
+    def run(argv: Sequence[str], **_: object) -> Result:
+        assert "--dry-run" not in argv, "it asks for no addresses"
+        return Result(tuple(argv), 0, "stack of " + next(word for word in argv if word.startswith("--worker=")), "")
+
+    provider = TpuVm(config(tmp_path, more=", iap: true"), print, replace(this_machine(), run=run))
+    assert provider.stacks("container") == {0: "stack of --worker=0", 1: "stack of --worker=1"}
+
+
 def test_a_slice_that_is_deleted_during_first_contact_is_not_made_again(tmp_path: Path) -> None:
     cloud = _KeySpreads()
     cloud.at(75, cloud.delete)
@@ -261,15 +270,13 @@ def test_a_host_that_was_missed_when_secrets_were_delivered_gets_the_same_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every attempt of several hosts has one: a connection that breaks once must not keep it from starting."""
-    sent: list[tuple[Sequence[int] | None, str | None]] = []
+    sent: list[tuple[list[int], str | None]] = []
 
-    def run_all(
-        script: str, *, timeout: float, workers: Sequence[int] | None = None, stdin: str | None = None
-    ) -> list[HostResult]:
-        sent.append((workers, stdin))
+    def run_all(script: str, *, timeout: float, workers: Sequence[int], stdin: str | None = None) -> list[HostResult]:
+        sent.append((list(workers), stdin))
         broken = HostResult(1, None, problem="connection reset")
         delivered = [HostResult(worker, 0, f"tpu-launch {worker} delivered\n") for worker in range(2)]
-        return [delivered[0], broken] if workers is None else [delivered[worker] for worker in workers]
+        return [delivered[0], broken] if len(workers) == 2 else [delivered[worker] for worker in workers]
 
     slice_ = TpuVm(config(tmp_path), print, this_machine())
     monkeypatch.setattr(slice_._connections, "run_all", run_all)
@@ -278,7 +285,7 @@ def test_a_host_that_was_missed_when_secrets_were_delivered_gets_the_same_again(
     monkeypatch.setattr(slice_, "_run_through_gcloud", lambda *arguments, **options: started)
     attempt = Attempt("demo-1", 0, "sha256:ab", ("true",), {})
     assert [report.ok for report in slice_.start(attempt)] == [True, True]
-    assert [workers for workers, _ in sent] == [None, [1]]
+    assert [workers for workers, _ in sent] == [[0, 1], [1]]
     assert all(f"TPU_LAUNCH_SECRET={attempt.host_secret}" in (stdin or "") for _, stdin in sent)
 
 
