@@ -3,6 +3,7 @@ tests/rehearsal."""
 
 import hashlib
 import json
+import os
 import re
 import subprocess
 import tempfile
@@ -515,3 +516,16 @@ def test_the_hosts_of_an_attempt_are_given_a_secret_that_no_script_and_no_other_
 def test_a_single_host_slice_needs_no_shared_secret() -> None:
     assert attempt().all_secrets(1) == {}
     assert "--tmpfs" not in host_scripts.create_arguments(attempt(), ["10.0.0.1"], "v4-8")
+
+
+def test_only_processes_that_hold_a_device_for_writing_count(tmp_path: Path) -> None:
+    script = scripts.load("list_tpu_holders").replace("/dev/", f"{tmp_path}/")
+    (tmp_path / "vfio").mkdir()
+    for name, mode in (("accel0", os.O_RDONLY), ("vfio/1", os.O_RDONLY | os.O_CLOEXEC)):
+        held = os.open(tmp_path / name, mode | os.O_CREAT)
+        assert subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True).stdout == ""
+        writing = os.open(tmp_path / name, os.O_RDWR)
+        output = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True).stdout
+        assert [word.partition(":")[0] for word in output.split()] == [str(os.getpid())]
+        os.close(held)
+        os.close(writing)
