@@ -112,14 +112,13 @@ def make_attempt(config: Config, run_id: str, image: str) -> Attempt:
 
 
 def _run(config: Config, provider: Provider, attempt: Attempt, context: Context, seconds: float) -> list[DeviceReport]:
-    """Prepares and starts the containers, observes all hosts until every container has ended or `seconds` have passed,
-    and judges. Returns at once if a host can't prepare or start; raises LaunchError if another run uses one."""
-    for verb, command in (("prepare", provider.prepare), ("start", provider.start)):
-        reports = command(attempt)
-        if any(report.occupied_by for report in reports):
-            require_all(reports, verb)
-        if not all(report.ok for report in reports):
-            return [_refused(report, verb) for report in reports]
+    """Starts the containers, observes all hosts until every container has ended or `seconds` have passed, and judges.
+    Returns at once if a host can't start its container; raises LaunchError if another run uses one."""
+    reports = provider.start(attempt)
+    if any(report.occupied_by for report in reports):
+        require_all(reports, "start")
+    if not all(report.ok for report in reports):
+        return [_refused(report) for report in reports]
     deadline = context.machine.clock.monotonic() + seconds
     while True:
         observations = _observe(provider, attempt, config.accelerator.hosts, context.machine)
@@ -129,15 +128,13 @@ def _run(config: Config, provider: Provider, attempt: Attempt, context: Context,
         context.machine.clock.sleep(_INTERVAL)
 
 
-def _refused(report: HostReport, verb: str) -> DeviceReport:
-    """Returns the report of a host when prepare or start (`verb`) failed: a failure; a warning if on other hosts
-    only."""
+def _refused(report: HostReport) -> DeviceReport:
+    """Returns the report of a host when the start failed: a failure; a warning if on other hosts only."""
     where = f"host {report.worker}"
     if report.ok:
         return DeviceReport(report.worker, {}, (warning(where, "not tried, because of another host"),))
-    return DeviceReport(
-        report.worker, {}, (failure(where, f"could not {verb} the container: {report.detail}", RECREATE),)
-    )
+    message = f"could not start the container: {report.detail}"
+    return DeviceReport(report.worker, {}, (failure(where, message, RECREATE),))
 
 
 def _observe(provider: Provider, attempt: Attempt, hosts: int, machine: Workstation) -> list[Observation]:

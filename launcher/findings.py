@@ -1,4 +1,4 @@
-"""The result of a check, the same for `doctor`, for the checks of hosts before a start, and for `doctor --devices`."""
+"""The result of a check, the same for `doctor` and `doctor --devices`."""
 
 from __future__ import annotations
 
@@ -29,9 +29,6 @@ class Finding:
     fix: str = ""
     """The remedy: a command, or a sentence where no command would do."""
 
-    occupied_by: str = ""
-    """Id of the other run that uses the host, when that is the finding."""
-
     @property
     def fatal(self) -> bool:
         return self.severity is Severity.FAIL
@@ -51,11 +48,3 @@ def failure(where: str, message: str, fix: str = "") -> Finding:
 
 def any_fatal(findings: Iterable[Finding]) -> bool:
     return any(finding.fatal for finding in findings)
-
-
-def format_findings(findings: Iterable[Finding]) -> str:
-    """Returns one line a finding (where and what), and a second line with the fix if there is one; all as one text."""
-    return "\n".join(
-        f"  {finding.where}: {finding.message}" + (f"\n    fix: {finding.fix}" if finding.fix else "")
-        for finding in findings
-    )

@@ -91,7 +91,6 @@ def _record_commands(config: Config) -> Iterator[PlannedCommand]:
     grace, since = config.run.stop_seconds, "<time of the newest line>"
     actions: tuple[tuple[str, str, Callable[[], object]], ...] = (
         ("up", "wait for every host's engine", provider.create),
-        ("run", f"prepare every host {_BY_HAND}", lambda: provider.prepare(attempt)),
         ("run", "start on every host", lambda: provider.start(attempt)),
         ("run", f"observe each host, once a second {_BY_HAND}", lambda: provider.observe(0, attempt.container, since)),
         (

@@ -124,6 +124,10 @@ class Attempt:
         """Returns the secret environment variables. A single-host slice needs no shared secret."""
         return {**({SECRET_VARIABLE: self.host_secret} if hosts > 1 else {}), **self.secrets}
 
+    def waits(self, hosts: int) -> bool:
+        """Returns whether the command waits in its container until all hosts have started and have what it needs."""
+        return bool(self.all_secrets(hosts)) or self.overlay is not None
+
     @property
     def container(self) -> str:
         return container_name(self.run_id, self.number)
@@ -235,12 +239,9 @@ class Provider(Protocol):
     def delete(self) -> None:
         """Deletes the slice, if it exists, and returns when the API says that it is gone."""
 
-    def prepare(self, attempt: Attempt) -> list[HostReport]:
-        """Pulls the image and creates the attempt's container on every host, without starting it. `detail` is the image
-        id."""
-
     def start(self, attempt: Attempt) -> list[HostReport]:
-        """Starts the prepared containers on all hosts."""
+        """Starts the attempt's container on every host; leaves one alone that runs or has run. `detail`: the image id.
+        On several TPU VMs no command begins unless all hosts have started the same image; each pod begins by itself."""
 
     def observe(self, worker: int, container: str, since: str | None, *, patience: float = 0.0) -> Observation:
         """Returns the state of a container on a host and its log lines from the time `since` (inclusive; None: the

@@ -129,11 +129,13 @@ class Gke:
 
     # -- containers ---------------------------------------------------------------------------------------------------
 
-    def prepare(self, attempt: Attempt) -> list[HostReport]:
-        """Removes this run's earlier attempts, and has the cluster check the manifest. Reports failure on all hosts
-        when another run uses the slice."""
+    def start(self, attempt: Attempt) -> list[HostReport]:
+        """Removes this run's earlier attempts, creates the JobSet, unless it exists, and waits until every host's
+        container has started. Reports failure on all hosts when another run uses the slice. On any other failure,
+        removes the JobSet and raises the reason."""
         _require_digest(attempt.image)
-        for jobset in self._list_jobsets():
+        jobsets = self._list_jobsets()
+        for jobset in jobsets:
             name, run = jobset["metadata"]["name"], jobset["metadata"]["labels"].get(LABEL_RUN, "")
             if run == attempt.run_id:
                 if name != _name(attempt.container):
@@ -141,15 +143,9 @@ class Gke:
             elif not _is_over(jobset):
                 message = f"run {run} is on this host"
                 return [HostReport(worker, False, message, occupied_by=run) for worker in self._workers]
-        self._create(attempt, "--dry-run=server")
-        return [HostReport(worker, True, attempt.image) for worker in self._workers]
-
-    def start(self, attempt: Attempt) -> list[HostReport]:
-        """Creates the JobSet, unless it exists, and waits until every host's container has started. On failure, removes
-        the JobSet and raises the reason."""
         name = _name(attempt.container)
         try:
-            if not any(jobset["metadata"]["name"] == name for jobset in self._list_jobsets()):
+            if not any(jobset["metadata"]["name"] == name for jobset in jobsets):
                 self._delete(self._mounted_kinds, name)  # left by an interrupted start
                 self._create(attempt)
             self._own_files(name)
@@ -159,7 +155,7 @@ class Gke:
             with contextlib.suppress(LaunchError):
                 self._remove(name)
             raise
-        return [HostReport(worker, True, "") for worker in self._workers]
+        return [HostReport(worker, True, attempt.image) for worker in self._workers]
 
     def observe(self, worker: int, container: str, since: str | None, *, patience: float = 0.0) -> Observation:
         """Returns the state of a host's pod, and its log from `since` on; a missing pod is "absent".
@@ -267,8 +263,8 @@ class Gke:
         jobsets: list[dict[str, Any]] = json.loads(output)["items"]
         return jobsets
 
-    def _create(self, attempt: Attempt, *options: str) -> None:
-        """Creates the objects of an attempt, or, with --dry-run=server, has the cluster check them."""
+    def _create(self, attempt: Attempt) -> None:
+        """Creates the objects of an attempt."""
         work = Workload(
             name=_name(attempt.container),
             run_id=attempt.run_id,
@@ -282,7 +278,7 @@ class Gke:
             secret=attempt.host_secret,
         )
         text = dump_documents(make_objects(self.config, work, WorkloadKind.JOBSET, Restarts.BY_LAUNCHER))
-        self._kubectl.call("create", "--validate=strict", *options, "--filename", "-", input=text)
+        self._kubectl.call("create", "--validate=strict", "--filename", "-", input=text)
 
     def _own_files(self, name: str) -> None:
         """Makes an attempt's JobSet the owner of its ConfigMap and Secret, so that the cluster deletes them with it."""

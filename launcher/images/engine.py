@@ -6,7 +6,6 @@ credentials and caches out of image layers: clients before 23 have it built in, 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import os
@@ -19,7 +18,6 @@ from launcher.errors import BadInput, CommandMissing, CommandTimeout, LaunchErro
 SECONDS = 30.0  # for one question to the client or the engine
 _FIRST_WITHOUT_BUILDKIT = 23  # from this version on the client leaves BuildKit to the buildx plug-in
 _GET_ONE = "install one that can (Debian: apt-get install docker.io; elsewhere add the docker-buildx plug-in)"
-_UNPACKED = 2.5  # size on a disk, as a multiple of the size in a registry; approximate
 
 
 def client() -> str:
@@ -131,23 +129,6 @@ def find_digests(docker: str, remote: str) -> list[str]:
     repository = remote.rpartition(":")[0].removeprefix("docker.io/")
     references = json.loads(_inspect(docker, remote, "{{json .RepoDigests}}") or "null") or []
     return [str(name).rpartition("@")[2] for name in references if str(name).startswith(f"{repository}@")]
-
-
-def unpacked_size(reference: str) -> int | None:
-    """Returns the bytes of an image's layers on a disk, None when unknown.
-
-    The size is exact for an image in the store, else an estimate from the packed layers in the registry.
-    """
-    try:
-        docker = client()
-    except LaunchError:
-        return None
-    if size := _inspect(docker, reference, "{{.Size}}"):
-        return int(size)
-    result = shell.run([docker, "manifest", "inspect", reference], timeout=SECONDS)
-    with contextlib.suppress(ValueError, KeyError, TypeError):
-        return round(_UNPACKED * sum(int(layer["size"]) for layer in json.loads(result.stdout)["layers"]))
-    return None
 
 
 def _inspect(docker: str, image: str, template: str) -> str | None:

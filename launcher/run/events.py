@@ -31,7 +31,7 @@ class RunEvent:
 
 @dataclass(frozen=True)
 class AttemptBegan(RunEvent):
-    """An attempt is about to be prepared on all hosts."""
+    """An attempt is about to be started on all hosts."""
 
     kind: ClassVar[str] = "attempt"
     image: str = ""
@@ -47,19 +47,12 @@ class AttemptBegan(RunEvent):
 
 
 @dataclass(frozen=True)
-class Prepared(RunEvent):
-    """Every host has the same image and a container that has not started."""
-
-    kind: ClassVar[str] = "prepared"
-    image_id: str = ""
-    """The image id that all hosts reported."""
-
-
-@dataclass(frozen=True)
 class Started(RunEvent):
     """The containers were started on all hosts."""
 
     kind: ClassVar[str] = "started"
+    image_id: str = ""
+    """The image id that all hosts reported."""
 
 
 @dataclass(frozen=True)
@@ -223,7 +216,6 @@ KINDS: Mapping[str, type[RunEvent]] = {
     kind.kind: kind
     for kind in (
         AttemptBegan,
-        Prepared,
         Started,
         Ended,
         Requested,

@@ -1,8 +1,8 @@
 """The start of an attempt on every host, and the end of one whose start was interrupted.
 
 A start may be repeated after a crash at any point: containers that exist are found again by their names and labels. A
-stop of the run counts until the containers run: it is checked before the attempt begins and before the hosts are told
-to start. After that, supervision carries it out.
+stop of the run counts until the containers run: it is checked before the attempt begins. A stop meanwhile ends what has
+started on the hosts; after the start, supervision carries it out.
 """
 
 from __future__ import annotations
@@ -55,11 +55,12 @@ def start_attempt(session: Session) -> tuple[int, Verdict | None]:
         )
     )
     try:
-        image = _prepare_hosts(session, attempt)
-        ledger.append(events.Prepared(number, image))
         try:
-            session.check_stop()
-            require_all(provider.start(attempt), "start")
+            reports = provider.start(attempt)
+            if not all(report.ok or report.occupied_by for report in reports):  # a connection may have failed once
+                session.check_stop()
+                reports = provider.start(attempt)
+            require_all(reports, "start")
         except LaunchError:  # a host may have started the container although the call failed
             end_everywhere(session, number, session.workers)
             session.check_stop()
@@ -74,25 +75,9 @@ def start_attempt(session: Session) -> tuple[int, Verdict | None]:
         if lost is None:
             raise
         return number, lost
-    ledger.append(events.Started(number))
+    ledger.append(events.Started(number, reports[0].detail))
     session.say(": started on all hosts; Ctrl-C detaches")
     return number, None
-
-
-def _prepare_hosts(session: Session, attempt: Attempt) -> str:
-    """Makes the attempt's containers and returns the image id that all hosts have. On any failure, or if ids differ,
-    removes them and raises LaunchError."""
-    prepared = session.provider.prepare(attempt)
-    images = {report.detail for report in prepared}
-    if len(images) == 1 and all(report.ok for report in prepared):
-        return images.pop()
-    end_everywhere(session, attempt.number, [report.worker for report in prepared if report.ok])
-    session.check_stop()  # which may be why
-    require_all(prepared, "prepare")
-    raise LaunchError(
-        "the hosts do not have the same image: "
-        + "; ".join(f"host {report.worker} has {report.detail}" for report in prepared)
-    )
 
 
 def _judge_slice(provider: Provider) -> Verdict | None:

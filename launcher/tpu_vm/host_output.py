@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from launcher.log_lines import LogWindow, docker_records, read_log
@@ -16,8 +16,12 @@ from launcher.provider import LOG_OVERLAP, ContainerState, HostReport, Observati
 from launcher.tpu_vm.host_scripts import LOG_BYTES
 from training.machine.clock import parse_time, shift
 
+MOVED = "moved"
+"""Begins the detail of a host that has other addresses than the launcher knows."""
 FORBIDDEN = "forbidden"
 """Begins the detail of a host whose engine this user may not use."""
+
+_CLOCK_SECONDS = 30.0  # hosts that differ more spoil tokens, certificates, and the order of log lines
 _BUSY = "busy"  # a container of another run is running on the host; the detail is that run's id
 _FAILED = "failed"
 
@@ -45,6 +49,21 @@ def _to_report(worker: int, word: str, detail: str, *, expected: str) -> HostRep
     if word == _BUSY:
         return HostReport(worker, False, f"run {detail} is on this host", occupied_by=detail)
     return HostReport(worker, False, detail if word == _FAILED else f"{word} {detail}")
+
+
+def start_warnings(time: int, pages: str, begin: float, end: float) -> Iterator[str]:
+    """Yields warnings on what start.sh reports: the host's clock, and the setting of huge pages where it hinders.
+
+    Args:
+        time: Unix seconds on the host, between `begin` and `end` (Unix seconds of the workstation).
+        pages: The setting; "" where it is right.
+    """
+    skew = max(begin - time - 1, time - end - 1)
+    if skew > _CLOCK_SECONDS:
+        yield f"its clock is {skew:.0f} s off the workstation's; sudo systemctl restart chrony, on that host"
+    if pages:
+        fix = "echo always | sudo tee /sys/kernel/mm/transparent_hugepage/enabled, on that host"
+        yield f"transparent huge pages are off ({pages}) and can't be switched on: starts take longer; {fix}"
 
 
 def parse_state(line: str) -> ContainerState | None:

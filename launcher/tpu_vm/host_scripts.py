@@ -34,7 +34,7 @@ _SECRETS_FOLDER = "/run/tpu-launch"  # in the container; await_secrets.sh and re
 
 def create_arguments(attempt: Attempt, hosts: Sequence[str], accelerator_type: str) -> list[str]:
     """Returns the arguments of `docker create` on every host, with image and command; each host adds TPU_WORKER_ID.
-    With secrets, the command waits for their delivery first."""
+    If the attempt waits, so does the command, for the delivery of secrets."""
     arguments = ["--name", attempt.container]
     arguments += ["--label", f"{LABEL_RUN}={attempt.run_id}", "--label", f"{LABEL_ATTEMPT}={attempt.number}"]
     arguments += ["--privileged", "--network", "host", "--init"]
@@ -47,7 +47,7 @@ def create_arguments(attempt: Attempt, hosts: Sequence[str], accelerator_type: s
         arguments += ["--user", attempt.user]
     for key, value in container_environment(attempt, hosts, accelerator_type).items():
         arguments += ["--env", f"{key}={value}"]
-    if not attempt.all_secrets(len(hosts)):
+    if not attempt.waits(len(hosts)):
         return [*arguments, attempt.image, *attempt.command]
     tmpfs = ["--tmpfs", f"{_SECRETS_FOLDER}:mode=1777,size=1m"]
     wait = render("await_secrets", seconds=math.ceil(attempt.start_seconds) + DELIVERY_SECONDS)
@@ -76,17 +76,17 @@ def huge_pages_file(accelerator_type: str) -> str:
     return "" if accelerator(accelerator_type).generation.name in _WITHOUT_HUGE_PAGES else HUGE_PAGES
 
 
-def prepare_script(attempt: Attempt, hosts: Sequence[str], accelerator_type: str) -> str:
-    """Removes containers of older attempts, pulls the image and creates the container. Reports `ready <image id>`,
-    `busy <run id>` or `failed <reason>`.
+def start_script(attempt: Attempt, hosts: Sequence[str], accelerator_type: str) -> str:
+    """Removes containers of older attempts, pulls the image, creates the container and starts it, unless it ran
+    already. Reports `started <image id> <Unix seconds> <huge pages>`, `moved`, `busy <run id>` or `failed <reason>`.
 
     Pulls an image named by digest unless the host has it, with the token of the host's service account from Google's
     registries and without credentials from others. An image named by its id must be on the host. Switches on
-    transparent huge pages where they help, if permitted.
+    transparent huge pages where they help; without permission, reports their setting.
     """
     registry = attempt.image.split("/")[0]
     return render(
-        "prepare",
+        "start",
         *create_arguments(attempt, hosts, accelerator_type),
         container=attempt.container,
         image=attempt.image,
@@ -95,6 +95,8 @@ def prepare_script(attempt: Attempt, hosts: Sequence[str], accelerator_type: str
         label_run=LABEL_RUN,
         label_attempt=LABEL_ATTEMPT,
         label_boot=LABEL_BOOT,
+        hosts=" ".join(f"{worker}={address}" for worker, address in enumerate(hosts)),
+        list_holders=load("list_tpu_holders"),
         huge_pages=huge_pages_file(accelerator_type),
         pull="@" in attempt.image,
         registry=registry if registry.endswith(("pkg.dev", "gcr.io")) else "",
@@ -108,21 +110,15 @@ def _file_line(name: str, content: bytes) -> str:
 
 
 def overlay_script(attempt: Attempt) -> str:
-    """Unpacks its standard input (base64) in the prepared container. Reports `copied <sha256>` or `failed <reason>`."""
-    assert attempt.overlay is not None
-    return render("copy_overlay", container=attempt.container, target=attempt.overlay.target)
+    """Unpacks its standard input (base64) in the started container. Reports `copied` or `failed <reason>`."""
+    overlay = attempt.overlay
+    assert overlay is not None
+    return render("copy_overlay", container=attempt.container, target=overlay.target, digest=overlay.digest)
 
 
 def check_engine_script() -> str:
     """Reports `up` when the host's container engine answers."""
     return render("check_engine")
-
-
-def start_script(attempt: Attempt) -> str:
-    """Starts the prepared container unless it ran already. Reports `started`, `busy <run id>` or `failed <reason>`."""
-    return render(
-        "start", container=attempt.container, run_id=attempt.run_id, label_run=LABEL_RUN, label_boot=LABEL_BOOT
-    )
 
 
 def secrets_script(attempt: Attempt) -> str:

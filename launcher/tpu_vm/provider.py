@@ -1,8 +1,8 @@
 """The provider for Cloud TPU VMs: slices through gcloud, hosts through gcloud and ssh connections, containers through
 their engine.
 
-One `gcloud ... ssh --worker=all` starts the containers of all hosts. Frequent commands (observe, stop) use connections
-that stay open, and gcloud where those can't be opened.
+One `gcloud ... ssh --worker=all` creates and starts the containers of all hosts. Frequent commands (observe, stop) use
+connections that stay open, and gcloud where those can't be opened.
 """
 
 from __future__ import annotations
@@ -13,16 +13,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from launcher.config import Config
-from launcher.errors import Exit, HostsUnreachable, LaunchError
-from launcher.findings import Finding, failure, format_findings
+from launcher.errors import HostsUnreachable, LaunchError
 from launcher.gcloud.calls import call_gcloud
 from launcher.gcloud.errors import Conflict, PermissionDenied, Preempted, explain_error
 from launcher.gcloud.retry import Retry
-from launcher.images.engine import unpacked_size
 from launcher.log_lines import LogWindow
 from launcher.provider import Attempt, CommandReport, HostReport, Observation, SliceState
-from launcher.tpu_vm import CAPABILITIES, commands, host_checks, host_output, host_scripts, slices
-from launcher.tpu_vm.host_checks import HostFacts
+from launcher.tpu_vm import CAPABILITIES, commands, host_output, host_scripts, slices
 from launcher.tpu_vm.ssh.connections import SliceConnections
 from launcher.tpu_vm.ssh.execution import Execution
 from launcher.tpu_vm.ssh.pool import HostResult
@@ -35,7 +32,6 @@ _FIRST_CONTACT_SECONDS = 300.0
 # without it. Then longer: where a key takes 12 s to propagate, no call of 10 s succeeds.
 _ONE_CONTACT_SECONDS, _LONGEST_CONTACT_SECONDS = 10.0, 60.0
 _TAIL = 5000  # lines of one observation
-_RETRY_SECONDS = 3.0  # one connection that fails once must not keep a run from starting
 _SECRETS_SECONDS = 60.0
 
 
@@ -104,34 +100,45 @@ class TpuVm:
 
     # -- containers ---------------------------------------------------------------------------------------------------
 
-    def prepare(self, attempt: Attempt) -> list[HostReport]:
-        """Checks the hosts, pulls the image, creates the containers and copies the overlay; stops at the first of these
-        that a host fails. Raises LaunchError for fatal findings, or when a host received another overlay."""
-        self._check_hosts(attempt)
-        script = host_scripts.prepare_script(attempt, self._internal_addresses(), self.config.slice.accelerator_type)
-        prepared = self._run_everywhere(script, "ready", timeout=self._start_seconds)
-        overlay = attempt.overlay
-        if overlay is None or not all(report.ok for report in prepared):
-            return prepared
-        archive = base64.b64encode(overlay.archive).decode()
-        copied = self._send(host_scripts.overlay_script(attempt), archive, "copied", timeout=self._start_seconds)
-        if not all(report.ok for report in copied):
-            return copied
-        for report in copied:
-            if report.detail != overlay.digest:
-                raise LaunchError(
-                    f"host {report.worker} received another overlay ({report.detail}) than was sent ({overlay.digest})"
-                )
-        return [replace(report, detail=f"{report.detail} with overlay {overlay.digest}") for report in prepared]
-
     def start(self, attempt: Attempt) -> list[HostReport]:
-        """Starts the prepared containers by one gcloud call; delivers their secrets once all have started."""
-        reports = self._run_through_gcloud(host_scripts.start_script(attempt), "started", timeout=self._start_seconds)
-        values = attempt.all_secrets(len(self._workers))
-        if not values or not all(report.ok for report in reports):
+        """Starts the containers by one gcloud call, compares their images, and delivers overlay and secrets, for which
+        the commands wait. Raises LaunchError if images differ."""
+        reports = self._start_containers(attempt)
+        if any(report.detail.startswith(host_output.MOVED) for report in reports):
+            self._connections.forget()  # they were kept of an earlier slice of this name
+            reports = self._start_containers(attempt)
+        if not all(report.ok for report in reports):
             return reports
-        secrets = host_scripts.secrets_input(values)
-        return self._send(host_scripts.secrets_script(attempt), secrets, "delivered", timeout=_SECRETS_SECONDS)
+        if len({report.detail for report in reports}) > 1:
+            images = "; ".join(f"host {report.worker} has {report.detail}" for report in reports)
+            raise LaunchError(f"the hosts do not have the same image: {images}")
+        if not attempt.waits(len(reports)):
+            return reports
+        if (overlay := attempt.overlay) is not None:
+            archive = base64.b64encode(overlay.archive).decode()
+            script = host_scripts.overlay_script(attempt)
+            copied = self._send(script, archive, "copied", timeout=self._start_seconds)
+            if not all(report.ok for report in copied):
+                return copied
+        secrets = host_scripts.secrets_input(attempt.all_secrets(len(reports)))
+        delivered = self._send(host_scripts.secrets_script(attempt), secrets, "delivered", timeout=_SECRETS_SECONDS)
+        return reports if all(report.ok for report in delivered) else delivered
+
+    def _start_containers(self, attempt: Attempt) -> list[HostReport]:
+        """Runs start.sh on all hosts. Returns reports with the image id, and warns about clocks and huge pages."""
+        begin = self._machine.clock.time()
+        script = host_scripts.start_script(attempt, self._internal_addresses(), self.config.slice.accelerator_type)
+        reports = self._run_through_gcloud(script, "started", timeout=self._start_seconds)
+        end = self._machine.clock.time()
+        started = []
+        for report in reports:
+            if report.ok:
+                image, time, pages = [*report.detail.split(maxsplit=2), ""][:3]
+                for warning in host_output.start_warnings(int(time), pages, begin, end):
+                    self.say(f"host {report.worker}: {warning}")
+                report = replace(report, detail=image)
+            started.append(report)
+        return started
 
     def observe(self, worker: int, container: str, since: str | None, *, patience: float = 0.0) -> Observation:
         """Returns a container's state and its log lines from `since` on, after up to `patience` seconds for its end.
@@ -192,53 +199,6 @@ class TpuVm:
     def stacks(self, container: str) -> dict[int, str]:
         results = self._run_all(host_scripts.stacks_script(container), self._workers, timeout=60)
         return {result.worker: _all_output(result) for result in results}
-
-    # -- checks -------------------------------------------------------------------------------------------------------
-
-    def _check_hosts(self, attempt: Attempt) -> None:
-        """Raises LaunchError for fatal findings on the hosts; tells the user others. Skipped where ssh is refused."""
-        if self._connections.gcloud_only:
-            return  # another call of gcloud takes seconds; `prepare` finds the most important problems
-        begin = self._machine.clock.time()
-        accelerator_type = self.config.slice.accelerator_type
-        results = self._run_checks(host_checks.check_script(attempt.image, attempt.run_id, accelerator_type))
-        if all(result.refused for result in results):
-            return  # gcloud may still get through: let `prepare` try
-        end = self._machine.clock.time()
-        findings = self._judge_hosts(attempt, results, begin, end)
-        fatal = [finding for finding in findings if finding.fatal]
-        if fatal:
-            raise LaunchError(
-                f"the hosts are not ready for a run:\n{format_findings(fatal)}",
-                exit_code=Exit.CONFLICT if any(finding.occupied_by for finding in fatal) else None,
-            )
-        for finding in findings:
-            self.say(f"{finding.where}: {finding.message}; {finding.fix}")
-
-    def _run_checks(self, script: str) -> list[HostResult]:
-        """Runs the checks on all hosts; tries hosts that did not answer a second time."""
-        results = self._connections.run_all(script, timeout=_COMMAND_SECONDS * 2)
-        missed = [result.worker for result in results if not result.reached]
-        if missed and not all(result.refused for result in results):
-            self._machine.clock.sleep(_RETRY_SECONDS)
-            results = self._connections.retry(results, script, timeout=_COMMAND_SECONDS, workers=missed)
-        return results
-
-    def _judge_hosts(self, attempt: Attempt, results: Sequence[HostResult], begin: float, end: float) -> list[Finding]:
-        """Returns findings on hosts that answered, a failure for each other. Times: Unix seconds around the check."""
-        hosts = [
-            HostFacts(result.worker, host_checks.parse_facts(result.stdout), begin, end)
-            for result in results
-            if result.reached
-        ]
-        have_image = all(facts.values.get("image") for facts in hosts)
-        image_bytes = None if have_image else unpacked_size(attempt.image)
-        unreached = [
-            failure(f"host {result.worker}", f"can't be reached: {result.problem}", "`tpu-launch up` waits for it")
-            for result in results
-            if not result.reached
-        ]
-        return [*host_checks.judge_hosts(hosts, len(self._workers), image_bytes=image_bytes), *unreached]
 
     # -- all hosts ----------------------------------------------------------------------------------------------------
 
@@ -304,15 +264,6 @@ class TpuVm:
                     f"slice {self.config.slice.name} is billed: `tpu-launch up` goes on with it, `down` deletes it"
                 )
         return [f"host {report.worker}: {report.detail}" for report in reports if not report.ok]
-
-    def _run_everywhere(self, script: str, word: str, *, timeout: float) -> list[HostReport]:
-        """Runs a script over open connections; if a host fails, on all through gcloud, which uploads missing keys."""
-        results: list[HostResult] = []
-        if not self._connections.gcloud_only:
-            results = self._connections.run_all(script, timeout=timeout)
-        if results and all(result.reached for result in results):
-            return [_to_report(result, word) for result in results]
-        return self._run_through_gcloud(script, word, timeout=timeout)
 
     def _run_through_gcloud(self, script: str, word: str, *, timeout: float) -> list[HostReport]:
         """Runs a script on all hosts by one gcloud call; one that prints `word` is ok. Raises if none reported."""

@@ -30,6 +30,7 @@ case "$*" in
   *token*) echo '{"access_token": "t0ken", "token_type": "Bearer"}' ;;
 esac
 """,
+    "hostname": "echo 10.0.0.3 172.17.0.1",
     "sudo": 'shift; exec "$@"',
 }
 

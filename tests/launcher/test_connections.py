@@ -3,6 +3,7 @@ real, gcloud is its printed words."""
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -186,29 +187,93 @@ def test_looks_that_come_back_late_find_no_slice_and_never_break(
         assert not connections.has_known_slice
 
 
+class _Gcloud:
+    """A gcloud whose hosts answer each script's word, and for a start what `started` says, one call after another."""
+
+    def __init__(self, *started: str) -> None:
+        self.started = list(started)
+        self.calls: list[tuple[str, float]] = []  # a start's or a script's text, and its time-out
+        self.address = 0
+
+    def run(self, argv: Sequence[str], *, timeout: float, **options: object) -> Result:
+        script, words = argv[-1], set(argv)
+        if "describe" in words:
+            self.address += 1
+            hosts = [{"ipAddress": f"10.0.{self.address}.{worker}"} for worker in range(2)]
+            return Result(tuple(argv), 0, json.dumps({"name": "demo", "state": "READY", "networkEndpoints": hosts}), "")
+        self.calls.append((script, timeout))
+        if "--worker=all" in words:
+            return Result(tuple(argv), 0, self.started.pop(0), "")
+        word = next(word for word in ("copied", "delivered", "stopped") if f"report {word}" in script)
+        worker = next(word.partition("=")[2] for word in argv if word.startswith("--worker="))
+        return Result(tuple(argv), 0, f"tpu-launch {worker} {word}\n", "")
+
+
+def started(*details: str) -> str:
+    return "".join(f"tpu-launch {worker} {detail}\n" for worker, detail in enumerate(details))
+
+
+ATTEMPT = Attempt("demo-1", 0, "sha256:ab", ("true",), {}, overlay=Overlay("/app", b"x" * 1000))
+
+
 def test_what_goes_through_gcloud_has_the_time_that_it_needs(tmp_path: Path) -> None:
     """A stop waits for its grace, and an overlay for the network: over IAP too."""
-    calls: list[tuple[str, float]] = []
-
-    def run(argv: Sequence[str], *, timeout: float, **options: object) -> Result:
-        calls.append((argv[-1], timeout))
-        node = {"name": "demo", "state": "READY", "networkEndpoints": [{"ipAddress": "10.0.0.0"}] * 2}
-        reports = {f"--worker={worker}": f"tpu-launch {worker} copied digest" for worker in range(2)}
-        everywhere = "tpu-launch 0 ready id\ntpu-launch 1 ready id"
-        words = set(argv)
-        text = json.dumps(node) if "describe" in words else everywhere if "--worker=all" in words else ""
-        return Result(tuple(argv), 0, text or next((reports[word] for word in reports if word in words), ""), "")
-
+    gcloud = _Gcloud(started("started id 0", "started id 0"))
     through_iap = config(tmp_path, more=", iap: true")
-    provider = TpuVm(through_iap, lambda text: None, replace(this_machine(), run=run))
+    provider = TpuVm(through_iap, lambda text: None, replace(this_machine(), run=gcloud.run))
     provider.stop("container", grace=600, remove=False)
-    assert len(calls) == 2, "one call a host"
-    assert min(seconds for _, seconds in calls) >= 600 + 30
-    with pytest.raises(LaunchError, match="another overlay"):
-        provider.prepare(Attempt("run", 0, "image", ("true",), {}, overlay=Overlay("/app", b"x" * 1000)))
-    copies = [seconds for script, seconds in calls[-2:] if "copied" in script]
+    assert len(gcloud.calls) == 2, "one call a host"
+    assert min(seconds for _, seconds in gcloud.calls) >= 600 + 30
+    assert [report.detail for report in provider.start(ATTEMPT)] == ["id", "id"]
+    copies = [seconds for script, seconds in gcloud.calls if "report copied" in script]
     assert len(copies) == 2
     assert min(copies) >= through_iap.run.start_minutes * 60
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        (started("started id 0", "started other 0"), "the hosts do not have the same image: host 0 has id; host 1 has"),
+        (started("started id 0", "failed its TPU is held"), "its TPU is held"),
+        (started("started id 0", "busy other-1"), "run other-1 is on this host"),
+        (started("started id 0"), "the host did not answer"),
+    ],
+)
+def test_no_command_begins_unless_all_hosts_have_started_the_same_image(
+    tmp_path: Path, answer: str, problem: str
+) -> None:
+    """The commands wait for their secrets, which no host gets."""
+    gcloud = _Gcloud(answer)
+    provider = TpuVm(config(tmp_path, more=", iap: true"), print, replace(this_machine(), run=gcloud.run))
+    try:
+        told = "; ".join(report.detail for report in provider.start(ATTEMPT) if not report.ok)
+    except LaunchError as error:
+        told = str(error)
+    assert problem in told
+    assert len(gcloud.calls) == 1
+
+
+def test_hosts_that_have_other_addresses_than_were_kept_are_started_with_their_own(tmp_path: Path) -> None:
+    """Another machine recreated the slice: containers would look for each other in vain."""
+    remembered(tmp_path)
+    gcloud = _Gcloud(started("moved to 10.0.1.0", "moved to 10.0.1.1"), started("failed for a test", "failed too"))
+    provider = TpuVm(config(tmp_path), print, replace(this_machine(), run=gcloud.run))
+    assert [report.detail for report in provider.start(ATTEMPT)] == ["for a test", "too"]
+    (before, _), (after, _) = gcloud.calls
+    assert "0=10.1.0.0 1=10.1.0.1" in before
+    assert "0=10.0.1.0 1=10.0.1.1" in after
+    assert "TPU_WORKER_HOSTNAMES=10.0.1.0,10.0.1.1" in after
+    assert addresses.load(config(tmp_path)) is None
+
+
+def test_a_start_tells_of_wrong_clocks_and_huge_pages_and_goes_on(tmp_path: Path) -> None:
+    now, said = int(time.time()), list[str]()
+    gcloud = _Gcloud(started(f"started id {now - 50}", f"started id {now + 1} always [never]"))
+    provider = TpuVm(config(tmp_path, more=", iap: true"), said.append, replace(this_machine(), run=gcloud.run))
+    assert all(report.ok for report in provider.start(ATTEMPT))
+    slow, pages = said
+    assert re.match("host 0: its clock is (48|49|50) s off", slow)
+    assert "host 1: transparent huge pages are off (always [never])" in pages
 
 
 class _KeySpreads(Cloud):
@@ -281,8 +346,8 @@ def test_a_host_that_was_missed_when_secrets_were_delivered_gets_the_same_again(
     slice_ = TpuVm(config(tmp_path), print, this_machine())
     monkeypatch.setattr(slice_._connections, "run_all", run_all)
     monkeypatch.setattr(slice_._connections, "pool", lambda: SimpleNamespace(run_all=run_all))
-    started = [HostReport(worker, True, "") for worker in range(2)]
-    monkeypatch.setattr(slice_, "_run_through_gcloud", lambda *arguments, **options: started)
+    reports = [HostReport(worker, True, "id") for worker in range(2)]
+    monkeypatch.setattr(slice_, "_start_containers", lambda attempt: reports)
     attempt = Attempt("demo-1", 0, "sha256:ab", ("true",), {})
     assert [report.ok for report in slice_.start(attempt)] == [True, True]
     assert [workers for workers, _ in sent] == [[0, 1], [1]]

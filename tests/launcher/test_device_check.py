@@ -114,8 +114,8 @@ class CheckedHosts(FakeProvider):
 
     refusing = False
 
-    def prepare(self, attempt: Any) -> list[HostReport]:
-        reports = super().prepare(attempt)
+    def start(self, attempt: Any) -> list[HostReport]:
+        reports = super().start(attempt)
         return [reports[0], HostReport(1, False, "no engine")] if self.refusing else list(reports)
 
     def observe(self, worker: int, container: str, since: str | None, *, patience: float = 0.0) -> Observation:
@@ -158,8 +158,8 @@ def test_a_host_that_refuses_the_container_is_the_one_that_is_named(work: Workst
 
     first, second = checked(work, Refusing)
     assert first.ok
-    assert second.findings[0].message == "could not prepare the container: no engine"
-    assert work.hosts.attempts == []
+    assert second.findings[0].message == "could not start the container: no engine"
+    assert work.hosts.state == {}
 
 
 def test_the_bucket_of_the_file_is_what_is_measured() -> None:

@@ -1,7 +1,8 @@
 """Claims about the scripts that hosts run. Real shells run them; what they do to an engine is shown in
 tests/rehearsal."""
 
-import hashlib
+import base64
+import gzip
 import json
 import os
 import re
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 
 from launcher.provider import Attempt, ContainerState, Overlay
 from launcher.providers import this_machine
-from launcher.tpu_vm import host_checks, host_scripts, scripts
+from launcher.tpu_vm import host_scripts, scripts
 from launcher.tpu_vm.host_output import parse_observation, parse_reports
 from launcher.tpu_vm.host_scripts import HUGE_PAGES
 from launcher.tpu_vm.ssh.pool import ConnectionPool
@@ -40,8 +41,13 @@ def attempt(**changes: object) -> Attempt:
     return Attempt(**{**fields, **changes})  # type: ignore[arg-type]
 
 
-def prepare(**changes: object) -> str:
-    return host_scripts.prepare_script(attempt(**changes), ["10.0.0.1", "10.0.0.2"], "v4-16")
+HOSTS = [f"10.0.0.{worker}" for worker in range(4)]
+
+
+def start(**changes: object) -> str:
+    return host_scripts.start_script(attempt(**changes), HOSTS, "v4-32")
+
+
 def reported(host: ScriptHost, script: str, shell: str = "sh", stdin: str = "") -> str:
     """Returns the report of a script without worker 3 and the host's time."""
     return re.sub(r"^tpu-launch 3 |(?<=sha256:\w{2}) \d{10,}| ?\n$", "", host.run(script, shell, stdin))
@@ -50,10 +56,9 @@ def reported(host: ScriptHost, script: str, shell: str = "sh", stdin: str = "") 
 @pytest.mark.parametrize(
     "script",
     [
-        prepare(files={"config.yaml": b"x"}),
-        prepare(image=f"eu-docker.pkg.dev/p/r/i{DIGEST}"),
+        start(files={"config.yaml": b"x"}),
+        start(image=f"eu-docker.pkg.dev/p/r/i{DIGEST}"),
         host_scripts.check_engine_script(),
-        host_scripts.start_script(attempt()),
         host_scripts.observe_script("demo", "2026-01-01T00:00:00Z"),
         host_scripts.observe_script("demo", "2026-01-01T00:00:00Z", patience=2.0, tail=10),
         host_scripts.stop_script("demo", 5, remove=True),
@@ -64,7 +69,6 @@ def reported(host: ScriptHost, script: str, shell: str = "sh", stdin: str = "") 
         scripts.render("run_once", mark="mark", command="true"),
         host_scripts.secrets_script(attempt()),
         host_scripts.overlay_script(attempt(overlay=Overlay("/opt/it's here", b"x"))),
-        host_checks.check_script("repo@sha256:ab", "run'1", "v5p-8"),
         scripts.render("await_secrets", seconds=5),
         scripts.load("receive_secrets"),
         scripts.load("dump_stacks"),
@@ -89,7 +93,7 @@ def test_any_command_and_value_reaches_the_engine_as_it_was_written(
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
         host = ScriptHost(Path(folder) / "host")
-        host.run(prepare(command=tuple(command), environment=values), shell)
+        host.run(start(command=tuple(command), environment=values), shell)
         words = host.created
     assert words[-len(command) :] == command
     assert "TPU_WORKER_ID=3" in words
@@ -117,7 +121,7 @@ def test_the_container_is_told_who_it_is() -> None:
 
 
 def test_a_host_that_shuts_down_gives_the_container_its_time_to_save(host: ScriptHost) -> None:
-    host.run(prepare(stop_seconds=25))
+    host.run(start(stop_seconds=25))
     words = host.created
     assert words[words.index("--stop-timeout") + 1] == "25"
     assert words.index("--stop-timeout") < words.index("sha256:ab"), "an option of the engine, not of the command"
@@ -125,44 +129,54 @@ def test_a_host_that_shuts_down_gives_the_container_its_time_to_save(host: Scrip
 
 @pytest.mark.parametrize("may", [True, False])
 @pytest.mark.parametrize(("kind", "wanted"), [("v4-8", False), ("v5litepod-8", True), ("v5p-8", True), ("v6e-8", True)])
-def test_huge_pages_are_switched_on_where_they_help_and_a_refusal_is_no_failure(
+def test_huge_pages_are_switched_on_where_they_help_and_a_refusal_is_only_told(
     host: ScriptHost, shell: str, kind: str, *, wanted: bool, may: bool
 ) -> None:
     path = host.folder / "pages"
     path.write_text("always [madvise] never\n")
     if not may:
         host.replace("sudo", "echo no >&2; exit 1")
-    host.answer_container({"Status": "created"})
-    script = host_scripts.prepare_script(attempt(), ["10.0.0.1"], kind).replace(HUGE_PAGES, str(path))
-    assert host.run(script, shell) == "tpu-launch 3 ready sha256:ab\n"
+    host.answer_container({"Status": "running"})
+    script = host_scripts.start_script(attempt(), HOSTS, kind).replace(HUGE_PAGES, str(path))
+    assert reported(host, script, shell) == "started sha256:ab" + " always [madvise] never" * (wanted and not may)
     assert (path.read_text() == "always\n") == (wanted and may)
 
 
-def test_a_host_that_another_run_uses_is_left_alone(host: ScriptHost, shell: str) -> None:
-    host.answer("ps", "echo demo-1 tpu-launch-demo-1-0 exited 0; echo other tpu-launch-other-0 running 0")
-    assert host.run(prepare(), shell) == "tpu-launch 3 busy other\n"
-    assert not any(call.startswith(("create", "rm --force tpu-launch-other")) for call in host.calls)
+@pytest.mark.parametrize(
+    ("setting", "report"),
+    [
+        ("ps=echo demo-1 tpu-launch-demo-1-0 exited 0; echo other tpu-launch-other-0 running 0", "busy other"),
+        ("ps=echo demo-1 tpu-launch-demo-1-1 running 1", "failed attempt 1 of this run is on the host already"),
+        ("ps=echo no such socket >&2; exit 1", "failed its container engine does not answer: no such socket"),
+        ("hostname=echo 10.0.0.2", "moved to 10.0.0.2"),
+        ("hostname=echo 10.0.0.33", "moved to 10.0.0.33"),
+        ("sudo=echo 7:python3 8:my_job", "failed its TPU is held by 7:python3 8:my_job"),
+        ("curl=exit 7", "failed the metadata server does not tell the worker index"),
+    ],
+)
+def test_a_host_that_can_not_take_the_run_tells_why_and_is_left_alone(
+    host: ScriptHost, shell: str, setting: str, report: str
+) -> None:
+    """A preparation may also come after that of a later attempt: this one ended while the host was unreachable."""
+    program, _, lines = setting.partition("=")
+    (host.answer if program == "ps" else host.replace)(program, lines)
+    assert report in host.run(start(), shell)
+    assert not {"create", "rm", "start"} & set(host.verbs)
 
 
 def test_earlier_attempts_go_and_an_ended_container_of_another_run_stays(host: ScriptHost, shell: str) -> None:
-    host.answer("ps", "echo demo-1 tpu-launch-demo-1-9 running 9; echo other tpu-launch-other-0 exited 0")
-    host.answer_container({"Status": "created"})
-    assert host.run(prepare(number=10), shell) == "tpu-launch 3 ready sha256:ab\n"
-    assert [call for call in host.calls if call.startswith("rm --force")] == ["rm --force tpu-launch-demo-1-9"]
+    earlier = "echo demo-1 tpu-launch-demo-1-8 exited 8; echo demo-1 tpu-launch-demo-1-9 running 9"
+    host.answer("ps", f"{earlier}; echo other tpu-launch-other-0 exited 0")
+    host.answer_container({"Status": "running"})
+    assert reported(host, start(number=10), shell) == "started sha256:ab"
+    removed = [call for call in host.calls if call.startswith("rm --force")]
+    assert removed == ["rm --force tpu-launch-demo-1-8 tpu-launch-demo-1-9"]
     assert not any(call.startswith("pull") for call in host.calls), "an image that is named by its id is there"
-
-
-def test_a_preparation_that_comes_after_that_of_a_later_attempt_touches_nothing(host: ScriptHost, shell: str) -> None:
-    """The attempt ended while the host was unreachable, so the host has no record of the end."""
-    host.answer("ps", "echo demo-1 tpu-launch-demo-1-10 running 10")
-    report = host.run(prepare(number=9), shell)
-    assert report == "tpu-launch 3 failed attempt 10 of this run is on the host already\n"
-    assert not any(call.startswith(("create", "rm --force")) for call in host.calls)
 
 
 def test_files_arrive_as_they_are(host: ScriptHost, shell: str) -> None:
     content = bytes(range(256)) * 40
-    host.run(prepare(files={"config.yaml": content, "empty": b""}), shell)
+    host.run(start(files={"config.yaml": content, "empty": b""}), shell)
     assert (host.folder / "copied" / "config.yaml").read_bytes() == content
     assert (host.folder / "copied" / "empty").read_bytes() == b""
     assert any(call.endswith("/tpu-launch tpu-launch-demo-1-0:/etc/") for call in host.calls)
@@ -177,7 +191,7 @@ def test_hosts_show_their_own_token_to_googles_registries_only(
     shown: bool,
 ) -> None:
     host.answer("--config", 'case "$*" in *" login "*) cat >"$HOST/token" ;; esac')
-    host.run(prepare(image=image + DIGEST), shell)
+    host.run(start(image=image + DIGEST), shell)
     login = "login --username oauth2accesstoken --password-stdin https://us-docker.pkg.dev"
     assert any(call.endswith(login) for call in host.calls) == shown
     assert (host.folder / "token").exists() == shown
@@ -187,19 +201,19 @@ def test_hosts_show_their_own_token_to_googles_registries_only(
 
 def test_an_image_that_can_not_be_pulled_is_reported_with_the_engines_words(host: ScriptHost, shell: str) -> None:
     host.answer("pull", "echo no such >&2; echo manifest >&2; exit 1")
-    assert (
-        host.run(prepare(image="registry.example.com/i" + DIGEST), shell)
-        == "tpu-launch 3 failed the image can not be pulled: no such manifest \n"
+    report = reported(host, start(image="registry.example.com/i" + DIGEST), shell)
+    assert re.fullmatch(
+        r"failed the image can not be pulled \([\d.]+[KMGT]? free on its disk\): no such manifest", report
     )
 
 
-def test_an_overlay_is_copied_and_its_hash_comes_back(host: ScriptHost, shell: str) -> None:
-    archive = "H4sIAAAAAAAAAwMAAAAAAAAAAAA="  # gzip of nothing
+@pytest.mark.parametrize("sent", [b"an archive", b"half an archive"])
+def test_an_overlay_is_copied_only_as_it_was_sent(host: ScriptHost, shell: str, sent: bytes) -> None:
     host.answer("cp -", "cat >/dev/null")
-    reported = host.run(host_scripts.overlay_script(attempt(overlay=Overlay("/opt/it's", b""))), shell, stdin=archive)
-    content = subprocess.run(["base64", "-d"], input=archive.encode(), stdout=subprocess.PIPE, check=True).stdout
-    assert reported == f"tpu-launch 3 copied {hashlib.sha256(content).hexdigest()}\n"
-    assert host.calls == ["cp - tpu-launch-demo-1-0:/opt/it's"]
+    script = host_scripts.overlay_script(attempt(overlay=Overlay("/opt/it's", gzip.compress(b"an archive"))))
+    report = reported(host, script, shell, stdin=base64.b64encode(gzip.compress(sent)).decode())
+    assert (report == "copied") == (sent == b"an archive") == (host.calls == ["cp - tpu-launch-demo-1-0:/opt/it's"])
+    assert report == "copied" or re.match(r"failed another overlay \(\w{64}\) arrived", report)
 
 
 def test_a_second_stop_sends_no_second_signal(host: ScriptHost, shell: str) -> None:
@@ -231,10 +245,10 @@ def test_a_preparation_that_arrives_after_the_end_of_its_attempt_touches_nothing
         assert over.exists()
         (host.folder / "calls").unlink(missing_ok=True)
     try:
-        report = host.run(prepare(run_id=run), shell)
+        report = host.run(start(run_id=run), shell)
     finally:
         over.unlink()
-    assert report == "tpu-launch 3 failed this attempt was ended before the host was prepared for it\n"
+    assert report == "tpu-launch 3 failed this attempt was ended before it started on the host\n"
     assert [call for call in host.calls if call.startswith("rm --force")] == (
         [f"rm --force tpu-launch-{run}-0"] if meanwhile else []
     )
@@ -266,50 +280,51 @@ def test_secrets_that_do_not_arrive_end_the_command_with_a_message(tmp_path: Pat
     assert "did not arrive within 1 s" in ended.stderr
 
 
-def test_one_of_two_runs_that_were_prepared_at_once_starts(host: ScriptHost, shell: str) -> None:
-    """The engine lists what was started; the first start takes long."""
-    host.answer_container({"Status": "created"})
+@pytest.mark.parametrize("other", ["demo-1", "demo-2"])
+def test_of_two_starts_at_once_one_creates_and_the_other_finds_it(host: ScriptHost, shell: str, other: str) -> None:
+    """A replay finds its container, another run is refused. The engine lists what was started; a start takes long."""
+    host.answer_container({"Status": "running"})
     host.answer("start", 'sleep 0.5; echo "$2" >>"$HOST/running"')
-    host.answer("ps", 'sed -e "s/^tpu-launch-//" -e "s/-0$//" "$HOST/running" 2>/dev/null')
-    starts = [host.popen(host_scripts.start_script(attempt(run_id=name)), shell) for name in ("demo-1", "demo-2")]
-    reports = sorted(process.communicate(timeout=30)[0] for process in starts)
-    winner = (host.folder / "running").read_text().strip().removeprefix("tpu-launch-").removesuffix("-0")
-    assert reports == [f"tpu-launch 3 busy {winner}\n", "tpu-launch 3 started\n"]
-    (refused,) = parse_reports(reports[0], "started", [3])
-    assert refused.occupied_by == winner
+    name = 'r=${c#tpu-launch-}; echo "${r%-0} $c running 0"'
+    host.answer("ps", f'[ ! -e "$HOST/running" ] || while read -r c; do {name}; done <"$HOST/running"')
+    starts = [host.popen(start(run_id=run), shell) for run in ("demo-1", other)]
+    reports = [parse_reports(process.communicate(timeout=30)[0], "started", [3])[0] for process in starts]
+    (container,) = (host.folder / "running").read_text().split()
+    busy = [report.occupied_by for report in reports if not report.ok]
+    assert busy == ([] if other == "demo-1" else [container.removeprefix("tpu-launch-").removesuffix("-0")])
+    assert host.verbs.count("create") == 1
 
 
 def test_a_container_that_can_not_be_started_is_reported(host: ScriptHost) -> None:
     host.answer("start", "echo no such device >&2; exit 1")
-    host.answer_container({"Status": "created"})
-    report = host.run(host_scripts.start_script(attempt()))
-    assert report == "tpu-launch 3 failed the container can not be started: no such device\n"
+    assert reported(host, start()) == "failed the container can not be started: no such device"
 
 
-def test_a_container_that_has_started_is_not_started_again(host: ScriptHost) -> None:
+@pytest.mark.parametrize("state", ["running", "exited"])
+def test_a_container_that_has_started_is_not_started_again(host: ScriptHost, state: str) -> None:
+    host.answer("ps", f"echo demo-1 tpu-launch-demo-1-0 {state} 0")
+    host.answer_container({"Status": state})
+    host.replace("sudo", "echo 7:python3")  # its own process holds the TPU
+    assert reported(host, start(image=f"repo{DIGEST}")) == "started sha256:ab"
+    assert not {"pull", "rm", "create", "start"} & set(host.verbs)
+
+
+def test_a_host_pulls_once_after_it_knows_that_the_run_may_start(host: ScriptHost, shell: str) -> None:
+    """On a host of many containers, each call of the engine's client is a process that takes tens of milliseconds."""
+    script = start(image=f"repo{DIGEST}", files={"config.yaml": b"x"})
     host.answer_container({"Status": "running"})
-    assert host.run(host_scripts.start_script(attempt())) == "tpu-launch 3 started\n"
-    assert "start" not in host.verbs
-
-
-def test_the_image_that_a_host_has_is_looked_at_once_and_one_that_it_pulled_is_named_alike(
-    host: ScriptHost, shell: str
-) -> None:
-    """The engine's id of an image and the one that a container names need not be the same with every image store."""
-    script = prepare(image=f"repo{DIGEST}")
-    host.answer_container({"Status": "created"})
     host.answer("pull", "touch $HOST/pulled")
-    host.answer("image inspect", '[ -e "$HOST/pulled" ] || exit 1; echo sha256:of-the-engine')
-    assert host.run(script, shell) == "tpu-launch 3 ready sha256:of-the-engine\n"
-    assert host.verbs == ["ps", "image", "pull", "create", "image"]
-    assert host.run(script, shell) == "tpu-launch 3 ready sha256:of-the-engine\n"
-    assert host.verbs[5:] == ["ps", "image", "create"]
+    host.answer("image inspect", '[ -e "$HOST/pulled" ] || exit 1')
+    for before in (["image", "ps", "pull"], ["image"]):
+        known = len(host.verbs)
+        assert reported(host, script, shell) == "started sha256:ab"
+        assert host.verbs[known:] == [*before, "ps", "create", "cp", "start", "inspect"]
 
 
 @pytest.mark.parametrize(
     ("script", "report"),
     [
-        (prepare(), "ready sha256:ab"),
+        (start(), "started sha256:ab"),
         (host_scripts.stop_script("demo", 5, remove=True), "stopped"),
         (host_scripts.secrets_script(attempt()), "delivered"),
     ],
@@ -335,7 +350,7 @@ def test_a_host_that_is_connected_to_need_not_ask_which_worker_it_is(
     pool = ConnectionPool(
         [Address(3, "h", "me", "key", "known", "h")], replace(this_machine(), connect=lambda _: Connection())
     )
-    assert pool.run(3, script, timeout=20).stdout == f"tpu-launch 3 {report}\n"
+    assert pool.run(3, script, timeout=20).stdout.startswith(f"tpu-launch 3 {report}")
 
 
 def test_a_stop_on_a_host_with_a_full_disk_sends_its_signal(host: ScriptHost, shell: str) -> None:
@@ -395,7 +410,7 @@ def observed(host: ScriptHost, shell: str) -> ContainerState:
 
 def boot_of(host: ScriptHost, shell: str) -> str:
     """The label of a container that is created now."""
-    host.run(prepare(), shell)
+    host.run(start(), shell)
     (label,) = [word for word in host.created if word.startswith("tpu-launch.boot=")]
     return label.removeprefix("tpu-launch.boot=")
 
@@ -413,30 +428,12 @@ def test_an_end_says_whether_the_host_rebooted_under_the_container(
     assert observed(host, shell).ended_before_reboot == rebooted
 
 
-def test_a_container_that_waits_for_its_start_does_not_outlive_a_reboot(host: ScriptHost, shell: str) -> None:
-    boot = boot_of(host, shell)
-    host.answer_container({"Status": "created"}, boot)
-    host.answer("ps --all", f"echo demo-1 tpu-launch-demo-1-0 created 0 {boot}")
-    host.run(prepare(), shell)
-    assert host.verbs.count("create") == 1, "the container that is there is used"
-    assert not any(call.startswith("rm --force") for call in host.calls)
-    assert host.run(host_scripts.start_script(attempt()), shell) == "tpu-launch 3 started\n"
-
-    host.answer_container({"Status": "created"}, "another-boot.7")
-    host.answer("ps --all", "echo demo-1 tpu-launch-demo-1-0 created 0 another-boot.7")
-    assert "failed the host rebooted after it had been prepared" in host.run(
-        host_scripts.start_script(attempt()), shell
-    )
-    host.run(prepare(), shell)
-    assert host.verbs[-4:] == ["ps", "rm", "create", "inspect"], "it is recreated"
-
-
-def test_a_start_looks_at_each_container_no_oftener_than_it_must(host: ScriptHost, shell: str) -> None:
-    """On a host of many containers, each call of the engine's client is a process that takes tens of milliseconds."""
-    host.answer_container({"Status": "created"})
-    host.run(prepare(files={"config.yaml": b"x"}), shell)
-    host.run(host_scripts.start_script(attempt()), shell)
-    assert host.verbs == ["ps", "create", "cp", "inspect", "inspect", "ps", "start"]
+def test_a_container_that_was_only_created_is_recreated(host: ScriptHost, shell: str) -> None:
+    """The host rebooted, or ssh broke, before its files were there and it was started."""
+    host.answer_container({"Status": "running"})
+    host.answer("ps", "echo demo-1 tpu-launch-demo-1-0 created 0")
+    assert reported(host, start(), shell) == "started sha256:ab"
+    assert host.verbs == ["ps", "rm", "create", "start", "inspect"]
 
 
 def test_the_boot_of_a_host_is_the_kernels_and_that_of_its_first_process(host: ScriptHost, shell: str) -> None:
@@ -508,14 +505,15 @@ def test_the_hosts_of_an_attempt_are_given_a_secret_that_no_script_and_no_other_
     assert secret != other.all_secrets(2)["TPU_LAUNCH_SECRET"]
     arguments = host_scripts.create_arguments(one, hosts, "v4-16")
     assert "/run/tpu-launch:mode=1777,size=1m" in arguments, "the container waits for it"
-    shown = [*arguments, host_scripts.secrets_script(one), host_scripts.start_script(one), repr(one)]
+    shown = [*arguments, host_scripts.secrets_script(one), host_scripts.start_script(one, hosts, "v4-16"), repr(one)]
     assert not any(secret in text for text in shown)
     assert secret in host_scripts.secrets_input(one.all_secrets(2))
 
 
-def test_a_single_host_slice_needs_no_shared_secret() -> None:
+def test_a_single_host_slice_needs_no_shared_secret_and_waits_for_an_overlay_only() -> None:
     assert attempt().all_secrets(1) == {}
     assert "--tmpfs" not in host_scripts.create_arguments(attempt(), ["10.0.0.1"], "v4-8")
+    assert "--tmpfs" in host_scripts.create_arguments(attempt(overlay=Overlay("/app", b"x")), ["10.0.0.1"], "v4-8")
 
 
 def test_only_processes_that_hold_a_device_for_writing_count(tmp_path: Path) -> None:

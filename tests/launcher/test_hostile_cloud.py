@@ -73,7 +73,7 @@ def test_a_host_that_misses_one_poll_does_not_make_a_healthy_run_vanish(work: Wo
     threading.Timer(1.0, work.hosts.end, [0]).start()
     outcome = work.run(work.config(command=COMMAND), SECRETS)
     assert (outcome.attempt, outcome.verdict.kind) == (0, Kind.FINISHED)
-    assert "prepare" not in work.hosts.calls
+    assert "start" not in work.hosts.calls
     assert outcomes(work) == ["finished"]
 
 
@@ -99,7 +99,7 @@ def test_a_start_that_was_interrupted_is_not_watched_for_ever_when_its_host_answ
         with pytest.raises(LaunchError, match="does not run on all hosts: `tpu-launch run` ends it"):
             work.attach(config)
         return
-    work.hosts.hooks["prepare"] = [work.hosts.only_created.clear]
+    work.hosts.hooks["start"] = [work.hosts.only_created.clear]
     outcome = work.run(config)
     assert (outcome.attempt, outcome.verdict.kind) == (1, Kind.FINISHED)
     assert outcomes(work) == [events.NOT_STARTED, "finished"]
@@ -139,7 +139,7 @@ def test_a_start_that_was_interrupted_on_some_hosts_is_ended_and_restarted(
         work.attach(config)
     launch.explain_interrupt(config, work.context())
     assert "interrupted while" in work.messages[-1]
-    work.hosts.hooks["prepare"] = [work.hosts.only_created.clear]
+    work.hosts.hooks["start"] = [work.hosts.only_created.clear]
     outcome = work.run(config)
     assert (outcome.attempt, outcome.verdict.kind) == (1, Kind.FINISHED)
     assert outcomes(work) == [events.NOT_STARTED, "finished"]
@@ -148,7 +148,7 @@ def test_a_start_that_was_interrupted_on_some_hosts_is_ended_and_restarted(
 # -- recovery ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["create", "prepare", "start"])
+@pytest.mark.parametrize("method", ["create", "start"])
 @pytest.mark.parametrize(
     "error",
     [UNAVAILABLE, Preempted("slice demo is PREEMPTED"), Stockout("no capacity"), HostsUnreachable("no ssh")],
@@ -258,7 +258,7 @@ def stop_elsewhere(work: Workstation) -> None:
     launch.stop(work.config(), work.context(), None, grace=1)
 
 
-@pytest.mark.parametrize("method", ["create", "prepare", "start"])
+@pytest.mark.parametrize("method", ["create", "start"])
 def test_no_attempt_starts_after_a_stop_at_any_point_of_a_recovery(work: Workstation, method: str) -> None:
     work.hosts.exits[:2] = [75, None]
     later = [] if method == "create" else [lambda: None]
@@ -290,7 +290,11 @@ def test_a_stop_ends_the_wait_between_two_rounds(work: Workstation) -> None:
 
 
 def test_a_stop_before_the_first_start_keeps_it_from_starting(work: Workstation) -> None:
-    work.hosts.hooks["prepare"] = [lambda: stop_elsewhere(work)]
+    def refuse() -> None:  # start.sh finds the mark of the stop
+        stop_elsewhere(work)
+        raise LaunchError("this attempt was ended before it started on the host")
+
+    work.hosts.hooks["start"] = [refuse]
     with pytest.raises(RunStopped) as stopped:
         work.run(work.config())
     assert stopped.value.exit_code is Exit.STOPPED

@@ -135,21 +135,17 @@ class FakeProvider:
         self.hosts.call("delete")
         self.hosts.slice_state = None
 
-    def prepare(self, attempt: Attempt) -> list[HostReport]:
-        self.hosts.call("prepare")
-        if self.hosts.busy:
-            return [HostReport(worker, False, "in use", occupied_by=self.hosts.busy) for worker in HOSTS]
-        return [HostReport(worker, True, attempt.image) for worker in HOSTS]
-
     def start(self, attempt: Attempt) -> list[HostReport]:
         self.hosts.call("start")
+        if self.hosts.busy:
+            return [HostReport(worker, False, "in use", occupied_by=self.hosts.busy) for worker in HOSTS]
         exit_code = self.hosts.exits[len(self.hosts.attempts)]
         self.hosts.attempts.append(attempt)
         self.hosts.state[attempt.container] = ContainerState("running")
         if exit_code is not None:
             self.hosts.end(exit_code)
         self.hosts.call("started")
-        return [HostReport(worker, True, "") for worker in HOSTS]
+        return [HostReport(worker, True, attempt.image) for worker in HOSTS]
 
     def observe(self, worker: int, container: str, since: str | None, *, patience: float = 0.0) -> Observation:
         self.hosts.call("observe")

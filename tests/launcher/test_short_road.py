@@ -27,8 +27,7 @@ run: {{command: [train], transport: gcloud}}
 GCLOUD = """
 case "$*" in
   *" describe "*) echo '{"name": "demo", "state": "READY", "networkEndpoints": [{"ipAddress": "10.0.0.2"}]}' ;;
-  *'docker start'*) echo "tpu-launch 0 started" ;;
-  *'docker create'*) echo "tpu-launch 0 ready sha256:ab" ;;
+  *'docker start'*) echo "tpu-launch 0 started sha256:ab $(date +%s)" ;;
   *'logs --timestamps'*)
     echo '{"state": {"Status": "exited"}, "created_on": "b", "boot": "b", "booted": 1}'
     ;;

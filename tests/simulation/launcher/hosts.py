@@ -128,6 +128,8 @@ class Host:
         self.process = Process(f"{slice_name}-w{worker}")
         self.containers: dict[str, Container] = {}
         self.marks: set[str] = set()  # files below /tmp
+        self.images: set[str] = set()  # that its engine has
+        self.starting = False  # start.sh's lock
         self.boots = 1
         self.booted = scheduler.now
         self.wall = EPOCH  # its clock: virtual time plus this
@@ -221,6 +223,7 @@ class Host:
         self.up, self.hung, self.engine_up, self.boots = True, False, True, self.boots + 1
         self.booted = self.trouble_over = self.scheduler.now
         self.marks.clear()
+        self.starting = False
         self.executions.clear()
         self.ssh_from = self.scheduler.now + 2.0
         self.note(f"booted; its engine says that containers ended with {exit_code}")

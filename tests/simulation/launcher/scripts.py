@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 _ASSIGNMENT = re.compile(r"(\w+)=((?:'[^']*'|\"'\"|[^\s'\"])*)\n")
 _NAMES = (
-    "observe", "stop", "check_host", "prepare", "start", "check_engine", "deliver_secrets", "stacks",
+    "observe", "stop", "start", "check_engine", "deliver_secrets", "stacks",
     "evidence", "copy_overlay",
 )  # fmt: skip
 
 
-class UnknownScript(Exception):
+class UnknownScript(BaseException):
     """Raised for a command that is none of the launcher's scripts, or a changed one: teach it to this module."""
 
 
@@ -98,7 +98,7 @@ def observe(world: World, host: Host, parameters: Mapping[str, str], arguments: 
 class Shell:
     def __init__(self, world: World, host: Host, actor: Actor) -> None:
         self.world, self.host, self.actor = world, host, actor
-        self.rng = world.rng
+        self.rng, self.scheduler = world.rng, world.scheduler
 
     def pause(self, least: float = 0.02, most: float = 0.2) -> None:
         """Waits as a step of the script does; for as long as the host hangs."""
@@ -129,79 +129,79 @@ class Shell:
             return self.report("up")
         return self.report("failed its container engine does not answer yet: no socket")
 
-    def check_host(self, parameters: Mapping[str, str], _arguments: str) -> tuple[int, str]:
-        self.pause(0.1, 0.6)
-        host = self.host
-        others = [item.run for item in host.containers.values() if item.running and item.run != parameters["run_id"]]
-        facts = {
-            "worker": str(host.worker),
-            "time": str(int(self.world.scheduler.now + host.wall)),
-            "engine": "20.10" if host.engine_up else "",
-            "image": "sha256:ab",
-            "runs": " ".join(others),
-            "free_kb": "100" if host.disk_full else "100000000",
-            "holders": "4711:python" if any(item.running for item in host.containers.values()) else "",
-            "done": "yes",
-        }
-        if not host.engine_up:
-            facts |= {"image": "", "runs": "", "holders": ""}
-        return 0, "".join(f"tpu-launch-fact {key} {value}\n" for key, value in facts.items())
-
-    def prepare(self, parameters: Mapping[str, str], arguments: str) -> tuple[int, str]:
+    def _survey(self, parameters: Mapping[str, str]) -> str | tuple[int, str]:
+        """Returns a refusal, "there" if the container runs or has run, or "" to create it."""
         host, name = self.host, parameters["container"]
-        self.world.reached("prepare")
         self.pause()
         if f"{name}.over" in host.marks:
-            return self.report("failed this attempt was ended before the host was prepared for it", 1)
+            return self.report("failed this attempt was ended before it started on the host", 1)
         if not host.engine_up:
-            return self.report("failed the container can not be created: no engine", 1)
-        for container in list(host.containers.values()):
+            return self.report("failed its container engine does not answer: no socket", 1)
+        for container in host.containers.values():
             if container.run != parameters["run_id"]:
                 if container.running:
                     return self.report(f"busy {container.run}", 1)
             elif container.attempt > int(parameters["attempt"]):
                 return self.report(f"failed attempt {container.attempt} of this run is on the host already", 1)
-            elif container.name != name:
-                self.pause()
-                self.world.remove_container(container, self.actor, "prepare")
-        self.pause()
         existing = host.containers.get(name)
-        if existing is not None and existing.status == "created" and existing.boot != host.boot:
-            self.world.remove_container(existing, self.actor, "prepare")
-            existing = None
-        if existing is None:
-            self.pause(0.2, self.world.pull_seconds)
+        return "there" if existing is not None and existing.status != "created" else ""
+
+    def start(self, parameters: Mapping[str, str], arguments: str) -> tuple[int, str]:
+        host, world = self.host, self.world
+        world.reached("prepare")
+        self.pause()
+        if f"{host.worker}={host.address}" not in parameters["hosts"].split():
+            return self.report(f"moved to {host.address}", 1)
+        if parameters["image"] not in host.images:
+            found = self._survey(parameters)
+            if isinstance(found, tuple):
+                return found
+            self.pause(0.2, world.pull_seconds)
             if host.disk_full:
-                return self.report("failed the image can not be pulled: no space left on device", 1)
-            if name in host.containers:  # a replay of this script was quicker
-                return self.report("failed the container can not be created: Conflict. The name is already in use", 1)
+                return self.report("failed the image can not be pulled (1G free): no space left on device", 1)
+            host.images.add(parameters["image"])
+        until = self.scheduler.now + 60.0
+        while host.starting:  # the lock
+            if self.scheduler.now > until:
+                return self.report("failed another start on this host has not ended within 60 s", 1)
+            self.pause()
+        host.starting = True
+        try:
+            return self._start_alone(parameters, arguments)
+        finally:
+            host.starting = False
+
+    def _start_alone(self, parameters: Mapping[str, str], arguments: str) -> tuple[int, str]:
+        """Does what start.sh does under its lock."""
+        host, name, world = self.host, parameters["container"], self.world
+        found = self._survey(parameters)
+        if isinstance(found, tuple):
+            return found
+        if not found:
+            for stale in [item for item in host.containers.values() if item.run == parameters["run_id"]]:
+                self.pause()
+                world.remove_container(stale, self.actor, "start")
+            if any(item.running for item in host.containers.values()):
+                return self.report("failed its TPU is held by 4711:python ", 1)
+            self.pause()
+            if host.disk_full:
+                return self.report("failed the container can not be created: no space left on device", 1)
             attempt = int(re.search(r"tpu-launch\.attempt=(\d+)", arguments)[1])  # type: ignore[index]
             container = Container(name, parameters["run_id"], attempt, host, host.boot, parameters["image"])
             container.awaits_secrets = "/run/tpu-launch:" in arguments
             if container.awaits_secrets:
                 container.secrets_seconds = float(re.search(r"seconds=(\d+)", arguments)[1])  # type: ignore[index]
             host.containers[name] = container
-        self.pause()
-        if existing is None and f"{name}.over" in host.marks:
-            if host.containers.get(name) is container:
-                self.world.remove_container(container, self.actor, "prepare")
-            return self.report("failed this attempt was ended before the host was prepared for it", 1)
-        return self.report(f"ready {parameters['image']}")
-
-    def start(self, parameters: Mapping[str, str], _arguments: str) -> tuple[int, str]:
-        host, name = self.host, parameters["container"]
-        self.pause()
-        container = self._get(parameters)
-        if container is None:
-            return self.report(f"failed there is no container {name}", 1)
-        if container.status == "created":
-            if container.boot != host.boot:
-                return self.report("failed the host rebooted after it had been prepared", 1)
-            for other in host.containers.values():
-                if other.running and other.run != container.run:
-                    return self.report(f"busy {other.run}", 1)
-            self.world.start_container(container, self.actor)
-        return self.report("started")
+            self.pause()
+            if f"{name}.over" in host.marks:
+                if host.containers.get(name) is container:
+                    world.remove_container(container, self.actor, "start")
+                return self.report("failed this attempt was ended before it started on the host", 1)
+            self.pause()
+            if host.containers.get(name) is not container:
+                return self.report(f"failed the container can not be started: no such container: {name}", 1)
+            world.start_container(container, self.actor)
+        return self.report(f"started {parameters['image']} {int(self.scheduler.now + host.wall)}")
 
     def stop(self, parameters: Mapping[str, str], _arguments: str) -> tuple[int, str]:
         host, name, grace = self.host, parameters["container"], float(parameters["grace"])
