@@ -25,12 +25,12 @@ from launcher.gcloud.errors import PermissionDenied
 from launcher.images import engine, local
 from launcher.images.distribution import credentials
 from launcher.images.distribution.client import Registry
+from launcher.images.distribution.reference import is_google
 from launcher.tpu_vm import commands, slice_hints
 from training.accelerators import Api
 
 _SECONDS = 60.0
 _TESTED = "528.0.0"
-_NEEDS_LOGIN = ("pkg.dev", "gcr.io")
 
 
 def examine(config: Config) -> list[Finding]:
@@ -275,7 +275,7 @@ def check_registry(host: str, settings: dict[str, Any]) -> Finding:
             "registry",
             f"docker asks {settings['credsStore']} for {host}; whether it has an answer is not checked",
         )
-    if host.endswith(_NEEDS_LOGIN):
+    if is_google(host):
         return failure(
             "registry",
             f"docker has no credentials for {host}",

@@ -11,6 +11,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 
+from launcher.images.distribution.reference import is_google
 from launcher.provider import DELIVERY_SECONDS, Attempt
 from launcher.tpu_vm.scripts import load, render
 from training.accelerators import accelerator
@@ -99,7 +100,7 @@ def start_script(attempt: Attempt, hosts: Sequence[str], accelerator_type: str) 
         list_holders=load("list_tpu_holders"),
         huge_pages=huge_pages_file(accelerator_type),
         pull="@" in attempt.image,
-        registry=registry if registry.endswith(("pkg.dev", "gcr.io")) else "",
+        registry=registry if is_google(registry) else "",
         files="\n".join(_file_line(name, content) for name, content in attempt.files.items()),
     )
 

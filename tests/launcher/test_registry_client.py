@@ -21,6 +21,8 @@ from launcher.images.distribution.client import ManifestDocument, Registry, blob
 from launcher.images.distribution.credentials import RegistryCredentials, from_docker_settings
 from launcher.images.distribution.manifest import append, choose_platform, read_config, read_image
 from launcher.images.distribution.transport import ADDRESS
+from launcher.provider import Attempt
+from launcher.tpu_vm.host_scripts import start_script
 from tests.launcher.script_host import write_program
 from tests.registry_server import HOST, OTHER_HOST, TOKEN, RegistryServer, serve
 
@@ -125,6 +127,46 @@ def test_a_refused_login_is_a_permission_error_without_the_token(server: Registr
         registry.find_manifest("p/images/code", "tag")
     assert caught.value.exit_code == Exit.PERMISSION
     assert "wrong-secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("way", ["redirect", "upload"])
+def test_only_the_registrys_own_host_gets_an_authorization(server: RegistryServer, way: str) -> None:
+    """`localhost`, a server with a valid certificate to which the registry sends the client, demands a login."""
+    elsewhere, seen = f"localhost:{server.address.rpartition(':')[2]}", []
+
+    def answer(request: HttpRequest) -> HttpResponse | None:
+        if request.headers["Host"] == elsewhere:
+            seen.append((request.method, request.headers.get("Authorization")))
+            realm = f'Bearer realm="https://{elsewhere}/v2/token",service="x"'
+            return HttpResponse(401, b"", {"WWW-Authenticate": realm})
+        if not request.headers.get("Authorization") or request.path == "/v2/token":
+            return None
+        target = {"Location": f"https://{elsewhere}/other"}
+        if way == "redirect" and "/manifests/" in request.path:
+            return HttpResponse(307, b"", target)
+        return HttpResponse(202, b"", target) if request.method == "POST" else None
+
+    server.before = answer
+    with session() as registry:
+        assert not registry.has_blob("p/images/code", "sha256:" + "1" * 64)  # has a token from now on
+        ask = {
+            "redirect": lambda: registry.require_manifest("p/images/code", "v1"),
+            "upload": lambda: registry.upload("p/images/code", blob_of(b"layer")),
+        }
+        with pytest.raises(LaunchError, match=r"refuses these credentials \(401\)"):
+            ask[way]()
+    assert seen == [("GET" if way == "redirect" else "PUT", None)]
+
+
+@pytest.mark.parametrize("host", ["evildocker.io", "europe-docker-pkg.dev", "evilgcr.io"])
+def test_similar_names_get_neither_googles_token_nor_docker_hubs_password(host: str, tmp_path: Path) -> None:
+    hub = {"auths": {"https://index.docker.io/v1/": {"auth": "YTpi"}}}
+    assert from_docker_settings(hub, host, tmp_path) is None
+    assert from_docker_settings(hub, reference.parse("a/b").host, tmp_path) == RegistryCredentials("a", "b")
+    assert not reference.is_google(host)
+    for registry, known in ((host, ""), (HOST, HOST)):
+        attempt = Attempt("r", 0, f"{registry}/p/i@sha256:{'1' * 64}", ("true",), {})
+        assert f"registry={known or chr(39) * 2}\n" in start_script(attempt, ["10.0.0.1"], "v4-8")
 
 
 def test_a_certificate_of_another_authority_is_refused(

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
-from urllib.parse import quote, urlencode, urljoin
+from urllib.parse import quote, urlencode, urljoin, urlsplit
 
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.images.distribution.credentials import RegistryCredentials
@@ -285,11 +285,16 @@ class Registry:
         raise LaunchError(f"the registry {self.host} failed {_TRIES} times, at last because {reason}; try again")
 
     def _request(self, method: str, url: str, headers: Mapping[str, str], body: Content = b"") -> RegistryResponse:
-        """Sends one request; on 401 again, with a new authorization. Raises _PassingError for a streamed body then."""
-        if self._authorization:
+        """Sends one request; on 401 again, with a new authorization. Raises _PassingError for a streamed body then.
+
+        Only the registry's own host, and the realm that it names, get an authorization: an upload or a redirect may
+        lead elsewhere.
+        """
+        own = urlsplit(url).netloc == self.host
+        if own and self._authorization:
             headers = {**headers, "Authorization": self._authorization}
-        response = self._transport.request(method, url, headers, body)
-        if response.status != 401:
+        response = self._transport.request(method, url, headers, body, registry=own)
+        if response.status != 401 or urlsplit(response.url).netloc != self.host:
             return response
         self._authorization = self._authorize(response)
         if not isinstance(body, bytes):

@@ -17,7 +17,7 @@ from typing import Any
 from launcher import shell
 from launcher.errors import BadInput, LaunchError
 from launcher.gcloud.calls import run_gcloud
-from launcher.images.distribution.reference import is_google
+from launcher.images.distribution.reference import DOCKER_HUB, is_google
 
 _SECONDS = 60.0
 _TOKEN_USER = "oauth2accesstoken"  # https://cloud.google.com/artifact-registry/docs/docker/authentication#token
@@ -61,7 +61,7 @@ def from_docker_settings(settings: Mapping[str, Any], host: str, path: Path) -> 
     """Returns a registry's credentials from docker's config.json (`path`): from the registry's helper, else from the
     common store, else from the file itself; None without an entry."""
     names = [host, f"https://{host}"]
-    if host.endswith("docker.io"):
+    if host == DOCKER_HUB:
         names.append("https://index.docker.io/v1/")
     for name in names:
         helper = (settings.get("credHelpers") or {}).get(name) or settings.get("credsStore")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from launcher.errors import BadInput
 
 _GOOGLE = re.compile(r"([a-z0-9-]+-docker\.pkg\.dev|([a-z0-9-]+\.)?gcr\.io)")
-_DOCKER_HUB = "registry-1.docker.io"
+DOCKER_HUB = "registry-1.docker.io"
 _PATH = re.compile(r"[a-z0-9]+([._-]+[a-z0-9]+)*(/[a-z0-9]+([._-]+[a-z0-9]+)*)*")
 _TAG = re.compile(r"\w[\w.-]{0,127}", re.ASCII)
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
@@ -45,7 +45,7 @@ def parse(name: str) -> Reference:
     path = rest.removeprefix(f"{host}/")
     path, colon, tag = path.partition(":")
     if not host or host in ("docker.io", "index.docker.io"):
-        host, path = _DOCKER_HUB, path if "/" in path else f"library/{path}"
+        host, path = DOCKER_HUB, path if "/" in path else f"library/{path}"
     bad_tag, bad_digest = colon and not _TAG.fullmatch(tag), at and not _DIGEST.fullmatch(digest)
     if not _PATH.fullmatch(path) or bad_tag or bad_digest:
         raise BadInput(f"{name}: not the name of an image in a registry: HOST/PATH:TAG or HOST/PATH@sha256:...")
