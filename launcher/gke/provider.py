@@ -200,9 +200,14 @@ class Gke:
         return [HostReport(worker, worker not in late, problem if worker in late else "") for worker in wanted]
 
     def _stop_pods(self, container: str, workers: Sequence[int], grace: int) -> set[int]:
-        """Deletes the running pods of these hosts and waits for their end. Returns the workers whose pods go on."""
+        """Deletes the running pods of these hosts and waits for their end; deletes the attempt's objects if no pod has
+        started, because the cluster may create pods later. Returns the workers whose pods go on."""
         watch = self._watch_pods(container)
-        running = [pod for worker, pod in watch.pods(fresh=True).items() if worker in workers and not pod.ended]
+        pods = watch.pods(fresh=True)
+        if not any(_has_started(pod) for pod in pods.values()):
+            self._remove(_name(container))
+            return set()
+        running = [pod for worker, pod in pods.items() if worker in workers and not pod.ended]
         if running:
             self._delete("pods", *(pod.name for pod in running), f"--grace-period={grace}")
         return self._wait_ended(watch, {pod.worker for pod in running}, grace + 30)

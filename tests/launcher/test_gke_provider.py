@@ -170,6 +170,15 @@ def test_a_cluster_that_does_not_answer_fails_no_ended_run(kubectl: Path) -> Non
     assert gke.stacks(ATTEMPT.container) == {}
 
 
+@pytest.mark.parametrize("pods", [(), ("a", "")])
+def test_a_stop_before_any_pod_has_started_deletes_the_jobset(kubectl: Path, pods: tuple[str, ...]) -> None:
+    """A JobSet that waits for nodes, or for Kueue, would start after the stop."""
+    show(kubectl, *pods, started=False)
+    reports = provider(kubectl, 1, 1).stop(ATTEMPT.container, grace=1, remove=False)
+    assert all(report.ok for report in reports)
+    assert any("jobsets" in call and "two-0101-000000-0000-0" in call for call in calls(kubectl, "delete"))
+
+
 def test_a_missing_permission_to_stop_is_an_error(kubectl: Path) -> None:
     (kubectl / "refused-get").write_text('Error from server (Forbidden): User "a@b.c" cannot list resource "pods"\n')
     with pytest.raises(LaunchError) as bad:
