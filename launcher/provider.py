@@ -21,6 +21,9 @@ LOG_OVERLAP = timedelta(seconds=1)  # how far before the newest known line `obse
 DELIVERY_SECONDS = 120
 """How long a container waits for its secrets beyond Attempt.start_seconds."""
 
+SECRETS_LATE = "tpu-launch: the secrets of this run did not arrive"
+"""Begins the only line of a container that waited for its secrets in vain."""
+
 
 @dataclass(frozen=True)
 class Capabilities:

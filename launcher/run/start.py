@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from launcher.config import Config
 from launcher.errors import BadInput, Exit, LaunchError
-from launcher.provider import DELIVERY_SECONDS, Attempt, HostReport, Observation, Provider
+from launcher.provider import DELIVERY_SECONDS, SECRETS_LATE, ContainerState, HostReport, Observation, Provider
 from launcher.run import events, specification
 from launcher.run.runs import runs_on_slice
 from launcher.run.session import RunStopped, Session
@@ -20,6 +20,9 @@ from launcher.run.state import Phase, phase_on_hosts
 from launcher.run.supervise import stop_hosts
 from launcher.run.verdict import SLICE_DELETED, Cause, Kind, Verdict
 from training.machine.clock import format_time, parse_time
+from training.machine.threads import Queue
+
+_ANSWER_SECONDS = 10.0  # for hosts to answer what became of an attempt, beside half a second a host
 
 
 def start_attempt(session: Session) -> tuple[int, Verdict | None]:
@@ -166,37 +169,49 @@ def _reap_orphans(session: Session) -> None:
 def observe_phase(session: Session) -> Phase:
     """Asks every host once for the open attempt, and returns the run's phase with what they answered.
 
-    A missing answer says nothing: a host may be away for a moment while the run goes on.
+    A missing answer says nothing: a host may be away for a moment while the run goes on. So the answers are waited for
+    only until one tells that the phase stays, and 10 s and half a second a host at most.
     """
-    state = session.ledger.state
+    state, clock, threads = session.ledger.state, session.machine.clock, session.machine.threads
     # Lines matter only where the start may have been interrupted.
-    since = format_time(session.machine.clock.time()) if state.phase is Phase.RUNNING else None
+    since = format_time(clock.time()) if state.phase is Phase.RUNNING else None
+    inbox: Queue[Observation] = threads.queue(len(session.workers))
 
-    def observe(worker: int) -> Observation | None:
+    def observe(worker: int) -> None:
         try:
-            return session.provider.observe(worker, session.container(state.attempt), since)
-        except LaunchError:
-            return None
+            inbox.put(session.provider.observe(worker, session.container(state.attempt), since))
+        except LaunchError as error:
+            inbox.put(Observation(worker, None, problem=str(error)))
 
-    answers = session.machine.threads.map(observe, session.workers, at_once=64)
-    containers = [None if answer is None else answer.container for answer in answers]
-    return phase_on_hosts(state.phase, containers, may_lack_secrets=_may_lack_secrets(session, answers))
+    deadline = clock.monotonic() + _ANSWER_SECONDS + len(session.workers) / 2
+    for worker in session.workers:
+        threads.start(observe, worker)
+    containers: list[ContainerState] = []
+    lacks_secrets = False
+    for _ in session.workers:
+        answer = inbox.get(timeout=max(0.0, deadline - clock.monotonic()))
+        if answer is None or answer.container is None or (state.phase is Phase.RUNNING and answer.container.running):
+            return state.phase
+        containers.append(answer.container)
+        lacks_secrets = lacks_secrets or _may_lack_secrets(session, answer, answer.container)
+    return phase_on_hosts(state.phase, containers, may_lack_secrets=lacks_secrets)
 
 
-def _may_lack_secrets(session: Session, answers: Sequence[Observation | None]) -> bool:
-    """Returns whether the containers may wait for secrets that died with the launcher that started them.
+def _may_lack_secrets(session: Session, answer: Observation, container: ContainerState) -> bool:
+    """Returns whether a container waits, or did so to its end, for secrets or an overlay that died with the launcher
+    that started it.
 
-    Then they have written no line, and were started more recently than they wait for secrets.
+    One that may wait runs, has written no line, and was started more recently than it waits for secrets.
     """
     config = session.config
-    needs_secrets = config.accelerator.hosts > 1 or bool(session.specification.secrets)
-    if not session.provider.capabilities.sends_secrets or not needs_secrets:
+    spec = session.specification
+    waits = config.accelerator.hosts > 1 or bool(spec.secrets) or spec.overlay is not None
+    if not session.provider.capabilities.sends_secrets or not waits:
         return False
-    if any(answer.lines for answer in answers if answer):
-        return False
-    now, longest = session.machine.clock.time(), config.run.start_minutes * 60 + DELIVERY_SECONDS
-    starts = [parse_time(answer.container.started_at) for answer in answers if answer and answer.container]
-    return all(start is None or now - start < longest for start in starts)
+    if answer.lines or not container.running:
+        return any(SECRETS_LATE in line.text for line in answer.lines)
+    longest, started = config.run.start_minutes * 60 + DELIVERY_SECONDS, parse_time(container.started_at)
+    return started is None or session.machine.clock.time() - started < longest
 
 
 def end_interrupted_start(session: Session) -> None:

@@ -94,20 +94,17 @@ def state_of(events: Iterable[RunEvent]) -> RunState:
     return state
 
 
-def phase_on_hosts(phase: Phase, containers: Sequence[ContainerState | None], *, may_lack_secrets: bool) -> Phase:
+def phase_on_hosts(phase: Phase, containers: Sequence[ContainerState], *, may_lack_secrets: bool) -> Phase:
     """Returns the phase of an open attempt, given what its hosts answered.
 
     Args:
-        phase: STARTING or RUNNING, as the ledger says. It stays so when the attempt runs, or a host did not answer:
-            a missing answer says nothing about the attempt.
-        containers: The attempt's container on each host; None for a host that did not answer.
-        may_lack_secrets: Whether the containers may wait for secrets that died with the launcher that started them.
+        phase: STARTING or RUNNING, as the ledger says. It stays so when the attempt runs.
+        containers: The attempt's container on each host.
+        may_lack_secrets: Whether a container lacks secrets that died with the launcher that started it.
     """
-    if any(container is None for container in containers):
-        return phase
-    begun = [container.running or container.ended for container in containers if container is not None]
+    begun = [container.running or container.ended for container in containers]
     if phase is Phase.STARTING and (not all(begun) or may_lack_secrets):
         return Phase.INTERRUPTED
     if not any(begun):
         return Phase.VANISHED
-    return phase if any(container is not None and container.running for container in containers) else Phase.EXITED
+    return phase if any(container.running for container in containers) else Phase.EXITED

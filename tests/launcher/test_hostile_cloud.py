@@ -8,13 +8,18 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from launcher.config import Config
 from launcher.errors import Exit, HostsUnreachable, LaunchError
 from launcher.gcloud.errors import PermissionDenied, Preempted, QuotaExceeded, Stockout
+from launcher.provider import SECRETS_LATE, Attempt, ContainerState, HostReport, LogLine, Observation
 from launcher.run import events, launch
+from launcher.run.ledger import Ledger
 from launcher.run.session import RunStopped
 from launcher.run.verdict import Kind
 from tests.launcher.test_runs import FakeProvider, Workstation, start_and_lose_sight, work
@@ -77,6 +82,30 @@ def test_a_host_that_misses_one_poll_does_not_make_a_healthy_run_vanish(work: Wo
     assert outcomes(work) == ["finished"]
 
 
+def test_hosts_that_answer_are_observed_at_once_although_another_is_out_of_reach(
+    work: Workstation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start_and_lose_sight(work)
+    observe, note, seen = FakeProvider.observe, Ledger.note, threading.Event()
+
+    def answer(provider: FakeProvider, worker: int, *options: Any, **more: Any) -> Observation:
+        if worker == 1:
+            assert seen.wait(20), "the end of host 0 was not recorded before host 1 had answered"
+        return observe(provider, worker, *options, **more)
+
+    monkeypatch.setattr(FakeProvider, "observe", answer)
+    monkeypatch.setattr("launcher.run.start._ANSWER_SECONDS", 0.1)
+
+    def record(ledger: Ledger, event: events.RunEvent, say: Callable[[str], None]) -> None:
+        note(ledger, event, say)
+        if isinstance(event, events.HostEnded):
+            seen.set()
+
+    monkeypatch.setattr(Ledger, "note", record)
+    work.hosts.end(0)
+    assert work.run(work.config(command=COMMAND), SECRETS).verdict.kind is Kind.FINISHED
+
+
 def test_an_attempt_whose_slice_was_taken_away_while_unwatched_is_a_preemption(work: Workstation) -> None:
     start_and_lose_sight(work)
     work.hosts.silent, work.hosts.slice_state = {0, 1}, "PREEMPTED"
@@ -112,6 +141,30 @@ def test_an_attempt_whose_secrets_died_with_its_launcher_is_ended_and_restarted(
     threading.Timer(8.0, work.hosts.end, [9]).start()  # else a failure of this test would have no end
     with pytest.raises(LaunchError, match="interrupted while it was started"):
         work.attach(config)
+    outcome = work.run(config)
+    assert (outcome.attempt, outcome.verdict.kind) == (1, Kind.FINISHED)
+    assert outcomes(work) == [events.NOT_STARTED, "finished"]
+
+
+@pytest.mark.parametrize(
+    "late", [(), (LogLine("2026-01-01T00:00:00.000000000Z", f"{SECRETS_LATE} within 1020 s"),)], ids=["waits", "ended"]
+)
+def test_an_attempt_of_which_one_host_lacks_its_secrets_costs_no_failure(
+    work: Workstation, monkeypatch: pytest.MonkeyPatch, late: tuple[LogLine, ...]
+) -> None:
+    """The launcher was killed while it sent them: host 0 has them, and lost its peer."""
+    config = interrupt_start(work, only_created=set())
+    observe = FakeProvider.observe
+
+    def answer(provider: FakeProvider, worker: int, container: str, *options: Any, **more: Any) -> Observation:
+        answer = observe(provider, worker, container, *options, **more)
+        if not container.endswith("-0") or answer.container is None or not answer.container.running:
+            return answer
+        if worker == 0:
+            return replace(answer, container=ContainerState("exited", 76))
+        return replace(answer, container=ContainerState("exited", 1) if late else answer.container, lines=late)
+
+    monkeypatch.setattr(FakeProvider, "observe", answer)
     outcome = work.run(config)
     assert (outcome.attempt, outcome.verdict.kind) == (1, Kind.FINISHED)
     assert outcomes(work) == [events.NOT_STARTED, "finished"]

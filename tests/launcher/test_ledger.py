@@ -194,7 +194,6 @@ CREATED, RUNNING, EXITED, ABSENT = (ContainerState(status) for status in ("creat
 @pytest.mark.parametrize(
     ("before", "containers", "lacks", "phase"),
     [
-        (Phase.RUNNING, [RUNNING, None], False, Phase.RUNNING),
         (Phase.RUNNING, [EXITED, RUNNING], False, Phase.RUNNING),
         (Phase.RUNNING, [EXITED, EXITED], False, Phase.EXITED),
         (Phase.RUNNING, [EXITED, ABSENT], False, Phase.EXITED),
@@ -203,7 +202,6 @@ CREATED, RUNNING, EXITED, ABSENT = (ContainerState(status) for status in ("creat
         (Phase.STARTING, [RUNNING, RUNNING], True, Phase.INTERRUPTED),
         (Phase.STARTING, [RUNNING, CREATED], False, Phase.INTERRUPTED),
         (Phase.STARTING, [ABSENT, ABSENT], False, Phase.INTERRUPTED),
-        (Phase.STARTING, [ABSENT, None], True, Phase.STARTING),
         (Phase.STARTING, [EXITED, EXITED], False, Phase.EXITED),
     ],
 )
