@@ -17,7 +17,7 @@ from launcher.run import events, specification
 from launcher.run.runs import runs_on_slice
 from launcher.run.session import RunStopped, Session
 from launcher.run.state import Phase, phase_on_hosts
-from launcher.run.supervise import stop_hosts
+from launcher.run.supervise import DESCRIBE_AGAIN_SECONDS, stop_hosts
 from launcher.run.verdict import SLICE_DELETED, Cause, Kind, Verdict
 from training.machine.clock import format_time, parse_time
 from training.machine.threads import Queue
@@ -72,7 +72,7 @@ def start_attempt(session: Session) -> tuple[int, Verdict | None]:
         ledger.append(events.Ended(number, Kind.STOPPED.value, Cause(-1, str(stopped))))
         raise
     except LaunchError as error:
-        lost = _judge_slice(provider)
+        lost = judge_slice(session)
         outcome = lost.kind.value if lost else events.NOT_STARTED
         ledger.append(events.Ended(number, outcome, Cause(-1, str(error))))
         if lost is None:
@@ -83,10 +83,14 @@ def start_attempt(session: Session) -> tuple[int, Verdict | None]:
     return number, None
 
 
-def _judge_slice(provider: Provider) -> Verdict | None:
-    """Returns the verdict on a failed start if the slice is gone; None if it is there, or the API does not answer."""
+def judge_slice(session: Session) -> Verdict | None:
+    """Returns the verdict on an attempt that could not be started if the slice is gone; None if it is there, or the API
+    does not answer. Describes a missing slice twice."""
     try:
-        slice_state = provider.describe()
+        slice_state = session.provider.describe()
+        if slice_state is None:  # one answer may be stale
+            session.machine.clock.sleep(DESCRIBE_AGAIN_SECONDS)
+            slice_state = session.provider.describe()
     except LaunchError:
         return None
     if slice_state is None:

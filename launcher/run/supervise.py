@@ -29,7 +29,7 @@ _INBOX_SIZE = 64  # an observation may hold 4 MB: pollers that are faster than t
 _STANDSTILL_SECONDS = 10.0  # a turn of the main task takes a fraction of a second
 _INBOX_SECONDS = 0.25  # how long the main task waits for an answer before it judges again
 _DESCRIBE_SLICE_EVERY = 15.0  # seconds between two API calls while a host is out of reach
-_DESCRIBE_AGAIN_SECONDS = 5.0  # before a slice that seems to be gone is described again
+DESCRIBE_AGAIN_SECONDS = 5.0  # before a slice that seems to be gone is described again
 _STOP_AGAIN_SECONDS = 5.0  # before hosts that were missed are stopped again
 _API_GAP = 60.0  # seconds between two answers of the API beyond which the time between them does not count
 _WARN_EVERY = 30.0  # seconds between two warnings that no host answers
@@ -412,7 +412,7 @@ class _Supervision:
         with contextlib.suppress(LaunchError):  # the API does not answer either
             slice_state = self.provider.describe()
             if slice_state is None:  # a stale answer must not end a run
-                self.over.wait(_DESCRIBE_AGAIN_SECONDS)
+                self.over.wait(DESCRIBE_AGAIN_SECONDS)
                 slice_state = self.provider.describe()
             answer = SliceAnswer(None) if slice_state is None else SliceAnswer(slice_state.state, slice_state.trouble)
             self.inbox.put(answer)

@@ -221,7 +221,7 @@ class TpuVm:
         clock, name = machine.clock, self.config.slice.name
         deadline = clock.monotonic() + _FIRST_CONTACT_SECONDS
         retry = Retry(machine, self.say, f"slice {name}")
-        seconds, reported = _ONE_CONTACT_SECONDS, ""
+        seconds, reported, absent = _ONE_CONTACT_SECONDS, "", 0
         while missing := self._hosts_not_up(seconds):
             if clock.monotonic() > deadline:
                 raise HostsUnreachable(
@@ -236,9 +236,10 @@ class TpuVm:
                     "`tpu-launch down` deletes it",
                     exit_code=error.exit_code,
                 ) from None
-            if state is None or state.state == "DELETING":
+            absent = absent + 1 if state is None else 0
+            if absent > 1 or (state is not None and state.state == "DELETING"):  # one answer of None may be stale
                 raise Conflict(f"slice {name} was deleted as soon as it was READY; `tpu-launch up` creates it again")
-            if state.gone_for_good:
+            if state is not None and state.gone_for_good:
                 raise Preempted(
                     f"slice {name} is {state.state}: it was taken away as soon as it was READY; run `tpu-launch up` "
                     "again"

@@ -294,9 +294,12 @@ class _Acquisition:
 
     def _poll(self) -> None:
         """Sleeps, describes the request again and reports its state. Raises Conflict when it has disappeared."""
-        self.machine.clock.sleep(_POLL_SECONDS)
         before = self.request
-        self.request = self.retry.call(lambda: describe(self.config, self.machine), self._retry_until())
+        for _ in range(2):  # one answer that there is none may be stale
+            self.machine.clock.sleep(_POLL_SECONDS)
+            self.request = self.retry.call(lambda: describe(self.config, self.machine), self._retry_until())
+            if self.request is not None or before is None:
+                break
         if self.request is None and before is not None:
             raise Conflict(
                 f"request {self.config.slice.name} was deleted by another command while this one waited for it; "

@@ -293,6 +293,8 @@ class _KeySpreads(Cloud):
 
 def test_first_contact_succeeds_however_long_a_key_takes_to_spread(tmp_path: Path) -> None:
     cloud = _KeySpreads()
+    stale = iter([None, None, "ERROR: (gcloud.x) NOT_FOUND: Resource 'n' was not found"])  # the third description
+    cloud.trouble = lambda zone, command, now: next(stale, None) if command == "tpu-vm describe" else None
     TpuVm(config(tmp_path, more=", iap: true"), lambda text: None, cloud.machine()).create()
 
 

@@ -431,13 +431,16 @@ def test_a_slice_that_is_deleted_while_its_run_saves_is_not_recreated(work: Work
     assert "create" not in work.hosts.calls
 
 
-def test_one_answer_that_there_is_no_slice_ends_nothing(work: Workstation) -> None:
+@pytest.mark.parametrize("failed", ["", "ssh: timed out"])
+def test_one_answer_that_there_is_no_slice_ends_nothing(work: Workstation, failed: str) -> None:
     work.hosts.exits[:2] = [75, 0]
 
     def be_missed_once() -> None:
         work.hosts.hooks["describe"] = [work.hosts.change(slice_state=None), work.hosts.change(slice_state="READY")]
+        if failed:
+            raise LaunchError(failed)
 
-    work.hosts.hooks["started"] = [be_missed_once]
+    work.hosts.hooks["start" if failed else "started"] = [lambda: None] * bool(failed) + [be_missed_once]
     assert work.run(work.config()).verdict.kind is Kind.FINISHED
 
 

@@ -200,12 +200,15 @@ def test_a_request_that_is_being_deleted_already_is_waited_out_and_made_again(co
     assert any("request s is DELETING: waiting until it is gone" in line for line in said)
 
 
-def test_one_answer_that_the_node_is_not_there_does_not_delete_a_granted_slice(config: Config, cloud: Cloud) -> None:
+@pytest.mark.parametrize("stale", ["tpu-vm describe", "queued-resources describe"])
+def test_one_answer_that_it_is_not_there_does_not_delete_a_granted_slice(
+    config: Config, cloud: Cloud, stale: str
+) -> None:
     cloud.state.faults.clear()
     missing = iter(["ERROR: (gcloud.x) NOT_FOUND: Resource 'n' was not found"])
 
     def once(zone: str, command: str, now: float) -> str | None:
-        return next(missing, None) if command == "tpu-vm describe" and request_state(cloud) == "ACTIVE" else None
+        return next(missing, None) if command == stale and request_state(cloud) == "ACTIVE" else None
 
     cloud.trouble = once
     assert create(config, cloud)[0].ready
