@@ -309,6 +309,8 @@ class _Supervision:
             raise StartInterrupted(self.ledger.run_id, number)
         self.api_only = ApiOnlyTime()
         container, ended_seen, ended_away = answer.container, view.ended_seen, view.ended_away
+        if view.finished:  # a reboot, while another host exports, changes nothing
+            container = view.container or container
         if (container.ended or container.status == "absent") and ended_seen is None:
             ended_seen, ended_away = now, bool(view.problem)
             what = describe_exit(container) if container.ended else "its container is gone"

@@ -85,6 +85,11 @@ class HostView:
         return self.container is not None and self.container.ended
 
     @property
+    def finished(self) -> bool:
+        """Whether its container ended with success, and the host has not rebooted since."""
+        return self.exit_code == TrainerExit.FINISHED and not self.rebooted
+
+    @property
     def removed(self) -> bool:
         """Whether the host answers that it has no such container."""
         return self.reachable and self.container is not None and self.container.status == "absent"
@@ -186,8 +191,7 @@ def judge(
         return Verdict(Kind.DELETED, SLICE_DELETED)
     if slice_state in ("PREEMPTED", "TERMINATED", "STOPPED"):
         return Verdict(Kind.PREEMPTED, Cause(-1, f"the slice is {slice_state}"))
-    finished = any(view.exit_code == TrainerExit.FINISHED and not view.rebooted for view in views)
-    if finished:  # a program can't finish on one host if another host rebooted under it
+    if any(view.finished for view in views):  # a program can't finish on one host if another host rebooted under it
         views = [_trust_end(view) for view in views]
     failed = [view for view in views if view.ended and (view.rebooted or view.exit_code not in _SUCCESSES)]
     removed = [view for view in views if view.removed]

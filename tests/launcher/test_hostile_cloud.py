@@ -6,6 +6,7 @@ Each test says what happens at which call of the provider of two hosts in memory
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -543,3 +544,18 @@ def test_orphaned_containers_are_recorded_before_the_end_of_the_attempt(
     ended = work.run(work.config("run.preemption_retries=0", "run.host_lost_seconds=2"))
     assert ended.verdict.kind is Kind.HOST_LOST
     assert left == [(1,)]
+
+
+def test_a_host_that_has_finished_may_reboot_while_another_exports(
+    work: Workstation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended, looks = ContainerState("exited", 0), itertools.count()
+
+    def observe(self: FakeProvider, worker: int, *_: object, **__: object) -> Observation:
+        if worker == 1 and (number := next(looks)):
+            work.hosts.quiet = number > 2  # the export ends after two looks at the host that has rebooted
+            return Observation(1, replace(ended, rebooted=True))
+        return Observation(worker, ended if worker == 1 or work.hosts.quiet else ContainerState("running"))
+
+    monkeypatch.setattr(FakeProvider, "observe", observe)
+    assert work.run(work.config()).verdict.kind is Kind.FINISHED

@@ -44,6 +44,8 @@ def judged(views: list[HostView], now: float = 100.0, limits: Limits = LIMITS, *
     return verdict.kind, verdict.cause.worker if verdict.cause else -1
 
 
+EXPORTED = replace(exited(0, 0, seen=-99.0, ended_seen=-99.0), problem="timed out")
+
 CASES = {
     "all hosts run": ([running(0), running(1)], (Kind.RUNNING, -1)),
     "all hosts finished": ([exited(0, 0), exited(1, 0)], (Kind.FINISHED, -1)),
@@ -105,6 +107,8 @@ CASES = {
         [running(0), removed(1, away=True)],
         (Kind.HOST_LOST, 1),
     ),
+    "a host that finished and went away while another exports": ([EXPORTED, running(1)], (Kind.RUNNING, -1)),
+    "a failure beside a host that finished and went away": ([EXPORTED, exited(1, 1)], (Kind.FAILED, 1)),
     "a container that another program removed": ([running(0), removed(1)], (Kind.FAILED, 1)),
 }
 
