@@ -24,7 +24,7 @@ class Exit(enum.IntEnum):
     APPLICATION_FAILED = 10
     """The command of a run failed on a host."""
     HOST_LOST = 11
-    """A host of the slice died or could not be reached."""
+    """A host of the slice died or could not be reached, or hosts lost the connection to each other too often."""
     PREEMPTED = 12
     """The slice was taken away."""
     STALLED = 13

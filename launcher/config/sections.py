@@ -200,7 +200,8 @@ class RunSection(Section):
     alone."""
 
     preemption_retries: int = Field(default=0, ge=0)
-    """Attempts started again after a preemption or a lost host, in the whole run."""
+    """Attempts started again after a preemption, a lost host, or a lost connection between hosts, in the whole run;
+    after a lost connection up to 3 even if this is less."""
 
     failure_retries: int = Field(default=0, ge=0)
     """Attempts started again after the command failed, in the whole run; the delay before each doubles from 5 s."""

@@ -61,8 +61,8 @@ class Ended(RunEvent):
 
     kind: ClassVar[str] = "ended"
     outcome: str = ""
-    """finished, saved, failed, bad input, host lost, preempted, slice deleted, stalled, stopped, not started, or
-    vanished."""
+    """finished, saved, failed, bad input, host lost, connection lost, preempted, slice deleted, stalled, stopped,
+    not started, or vanished."""
     cause: Cause | None = None
     """The first cause: worker (-1: no single host), what, exit_code, oom_killed, time (the host's clock)."""
     symptoms: tuple[str, ...] = ()

@@ -1,7 +1,8 @@
 """Decides what follows an attempt that ended, and a round of a recovery that failed. Pure.
 
-There are two retry budgets, because two different things go wrong. *Preemptions* (the slice was taken away, a host was
-lost, the trainer was asked to stop by its machine and saved) are the price of cheap capacity: another attempt helps.
+There are two retry budgets, because two different things go wrong. *Preemptions* (the slice was taken away, a host or
+the connection between hosts was lost, the trainer was asked to stop by its machine and saved) are the price of cheap
+capacity: another attempt helps.
 *Failures* are the program's own: another attempt rarely helps. A run that the user stopped or that is configured
 wrongly is never started again.
 
@@ -20,7 +21,8 @@ from launcher.errors import Exit, HostsUnreachable, LaunchError
 from launcher.run.events import NOT_STARTED, VANISHED, Ended, Recovering, RunEvent, SliceReplaced
 from launcher.run.verdict import Kind, Verdict
 
-_PREEMPTIONS = frozenset({Kind.PREEMPTED, Kind.HOST_LOST, Kind.SAVED})
+_PREEMPTIONS = frozenset({Kind.PREEMPTED, Kind.HOST_LOST, Kind.CONNECTION_LOST, Kind.SAVED})
+_LEAST_OF_CONNECTIONS = 3  # attempts after a lost connection: the slice stays, and a resumed attempt costs little
 _OF_A_HOST = frozenset({Kind.HOST_LOST.value, Kind.FAILED.value})  # outcomes that a single host may have caused
 _FIRST_DELAY = 5.0  # seconds before the first new attempt after a failure; doubles
 _LONGEST_DELAY = 300.0
@@ -59,7 +61,8 @@ def decide(verdict: Verdict, spent: Retries, budgets: Retries, *, stop_requested
     if kind is Kind.BAD_INPUT:
         return Decision(False, "trying again changes nothing")
     if kind in _PREEMPTIONS:
-        return _retry_within_budget("preemption", spent.preemptions, budgets.preemptions, 0.0)
+        least = _LEAST_OF_CONNECTIONS if kind is Kind.CONNECTION_LOST else 0
+        return _retry_within_budget("preemption", spent.preemptions, max(budgets.preemptions, least), 0.0)
     delay = min(_LONGEST_DELAY, _FIRST_DELAY * 2.0**spent.failures)
     return _retry_within_budget("failure", spent.failures, budgets.failures, delay)
 

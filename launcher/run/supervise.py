@@ -33,7 +33,7 @@ DESCRIBE_AGAIN_SECONDS = 5.0  # before a slice that seems to be gone is describe
 _STOP_AGAIN_SECONDS = 5.0  # before hosts that were missed are stopped again
 _API_GAP = 60.0  # seconds between two answers of the API beyond which the time between them does not count
 _WARN_EVERY = 30.0  # seconds between two warnings that no host answers
-_WORTH_A_POST_MORTEM = frozenset((Kind.FAILED, Kind.HOST_LOST, Kind.PREEMPTED, Kind.DELETED, Kind.STALLED))
+_NO_POST_MORTEM = (Kind.FINISHED, Kind.SAVED, Kind.BAD_INPUT, Kind.STOPPED)
 _FAILURE_GRACE = 3  # seconds between SIGTERM and SIGKILL for hosts that only wait for a dead peer
 _LAST_LINES, _LAST_BYTES = 8, 20_000  # of the host that is the first cause, in the report
 _LAST_OBSERVATIONS = 50  # of 4 MB: bounds the fetching of the rest of a huge log
@@ -99,7 +99,7 @@ def supervise(session: Session, attempt: int) -> Verdict:
         ledger.append(events.Orphaned(attempt, session.container(attempt), tuple(sorted(orphaned))))
     last = tuple(last_lines(ledger, attempt, verdict))
     ledger.append(events.Ended(attempt, verdict.kind.value, verdict.cause, verdict.symptoms, last))
-    if verdict.kind in _WORTH_A_POST_MORTEM:
+    if verdict.kind not in _NO_POST_MORTEM:
         _write_post_mortem(session, attempt, reachable, secrets, unknown)
     reports = stop_hosts(session, attempt, reachable, grace=1, remove=True)
     if left := tuple(report.worker for report in reports if not report.ok and report.worker not in orphaned):

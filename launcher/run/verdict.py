@@ -7,7 +7,8 @@ The rules, most certain first:
 1. A host that rebooted under its container is lost, whatever exit code its engine made up when it came back. A host
    that can't be reached, while others answer, is the cause of failures seen at the same time; so is one that was away
    and whose container was killed meanwhile.
-2. An exit that says "I lost a peer" (76) is a symptom as long as anything else explains it.
+2. An exit that says "I lost a peer" (76) is a symptom as long as anything else explains it; otherwise hosts were
+   cut off from each other for a while.
 3. Of other failures, the one that its engine recorded first.
 
 Before a failure is judged, every other host must have been looked at once more since (or be unreachable), for a few
@@ -35,6 +36,7 @@ class Kind(enum.Enum):
     FAILED = "failed"  # the command failed on a host
     BAD_INPUT = "bad input"  # the trainer refused its configuration or data
     HOST_LOST = "host lost"
+    CONNECTION_LOST = "connection lost"  # between hosts, all of which answer
     PREEMPTED = "preempted"
     DELETED = "slice deleted"  # by a user: a slice that Google takes away stays PREEMPTED until a user deletes it
     STALLED = "stalled"  # no host has written a line for too long
@@ -57,6 +59,7 @@ _EXIT_CODES = {
     Kind.FAILED: Exit.APPLICATION_FAILED,
     Kind.BAD_INPUT: Exit.BAD_INPUT,
     Kind.HOST_LOST: Exit.HOST_LOST,
+    Kind.CONNECTION_LOST: Exit.HOST_LOST,
     Kind.PREEMPTED: Exit.PREEMPTED,
     Kind.DELETED: Exit.PREEMPTED,
     Kind.STALLED: Exit.STALLED,
@@ -279,10 +282,13 @@ def _judge_failure(
             Kind.FAILED, Cause(cause.worker, "its container was removed, and not by tpu-launch"), symptoms(cause)
         )
     cause = _first(failed)
-    kind = Kind.BAD_INPUT if cause.exit_code == TrainerExit.BAD_INPUT else Kind.FAILED
-    return Verdict(kind, _describe_exit_of(cause), symptoms(cause))
+    return Verdict(_KINDS.get(cause.exit_code, Kind.FAILED), _describe_exit_of(cause), symptoms(cause))
 
 
+_KINDS: dict[int | None, Kind] = {
+    TrainerExit.BAD_INPUT: Kind.BAD_INPUT,
+    TrainerExit.LOST_PEER: Kind.CONNECTION_LOST,
+}  # by the first cause's exit code
 _SUCCESSES = (TrainerExit.FINISHED, TrainerExit.SAVED)
 _KILLED = (137, 143, 255)  # how a container ends when its machine goes down
 

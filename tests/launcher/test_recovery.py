@@ -20,13 +20,20 @@ from launcher.run.recovery import (
 from launcher.run.verdict import Cause, Kind, Verdict
 
 ENDED = [kind for kind in Kind if kind.ended]
-PREEMPTIONS = [Kind.PREEMPTED, Kind.HOST_LOST, Kind.SAVED]
+PREEMPTIONS = [Kind.PREEMPTED, Kind.HOST_LOST, Kind.CONNECTION_LOST, Kind.SAVED]
 
 
 @pytest.mark.parametrize("kind", PREEMPTIONS)
 def test_what_the_machine_did_uses_the_preemption_budget(kind: Kind) -> None:
-    assert decide(Verdict(kind), Retries(0, 9), Retries(1, 0), stop_requested=False).retry
-    assert not decide(Verdict(kind), Retries(1, 0), Retries(1, 9), stop_requested=False).retry
+    assert decide(Verdict(kind), Retries(3, 9), Retries(4, 0), stop_requested=False).retry
+    assert not decide(Verdict(kind), Retries(4, 0), Retries(4, 9), stop_requested=False).retry
+
+
+def test_a_lost_connection_between_hosts_does_not_end_a_run_whose_file_names_no_budget() -> None:
+    decisions = [
+        decide(Verdict(Kind.CONNECTION_LOST), Retries(n, 0), Retries(), stop_requested=False) for n in range(4)
+    ]
+    assert [decision.retry for decision in decisions] == [True, True, True, False]
 
 
 def test_what_the_program_did_uses_the_failure_budget() -> None:
@@ -61,7 +68,8 @@ def test_no_history_starts_more_attempts_than_the_budgets_allow(
         if decide(Verdict(kind), spent_so_far(events), Retries(preemptions, failures), stop_requested=False).retry:
             events.append(Recovering(0, kind.value, "", 0.0))
     reasons = [event.after for event in events if isinstance(event, Recovering)]
-    assert sum(reason in {kind.value for kind in PREEMPTIONS} for reason in reasons) <= preemptions
+    of_machines = [kind.value for kind in PREEMPTIONS]
+    assert sum(reason in of_machines for reason in reasons) <= max(preemptions, 3 * ("connection lost" in reasons))
     assert sum(reason == Kind.FAILED.value for reason in reasons) <= failures
 
 

@@ -67,6 +67,10 @@ CASES = {
         [exited(0, 76, ended_seen=98.0), exited(1, 137, at=LATE)],
         (Kind.FAILED, 1),
     ),
+    "all hosts lost the connection to each other": (
+        [exited(0, 76, ended_seen=95.0, at=LATE), exited(1, 76, ended_seen=95.0)],
+        (Kind.CONNECTION_LOST, 1),
+    ),
     "the failure that its engine recorded first": ([exited(0, 1, at=LATE), exited(1, 1)], (Kind.FAILED, 1)),
     "the trainer refused its input": ([exited(0, 2), exited(1, 76)], (Kind.BAD_INPUT, 0)),
     "a command that a shutdown killed before the reboot": (
@@ -166,7 +170,7 @@ def test_a_silent_host_is_the_cause_although_its_last_poll_is_still_open() -> No
 def test_a_lost_peer_alone_is_reported_after_the_settling_time() -> None:
     views = [exited(0, 76), running(1, seen=104.0)]
     assert judged(views) == (Kind.SETTLING, -1)
-    assert judged(views, 104.0) == (Kind.FAILED, 0)
+    assert judged(views, 104.0) == (Kind.CONNECTION_LOST, 0)
 
 
 def test_hosts_that_stay_away_while_the_api_answers_are_lost() -> None:

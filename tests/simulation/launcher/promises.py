@@ -6,7 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from launcher.errors import Exit
-from launcher.run.events import AttemptBegan, Ended
+from launcher.run.events import AttemptBegan, Ended, HostEnded, Recovering
 from launcher.run.logs import read_from
 from launcher.run.recovery import spent_so_far
 
@@ -110,7 +110,7 @@ def run_with_budget_continues(simulation: SimulatedRun, command: Command) -> Non
     spent, run = spent_so_far(ledger.events()), simulation.config.run
     outcome = ended[-1].outcome
     if command.verdict is not None:
-        kinds = ("preempted", "host lost", "saved")
+        kinds = ("preempted", "host lost", "connection lost", "saved")
         if outcome in kinds and spent.preemptions < run.preemption_retries:
             world.break_promise(
                 "a run with budget left continues", f"ended {outcome} with {spent} of {run.preemption_retries}"
@@ -321,7 +321,8 @@ def budgets_are_kept(simulation: SimulatedRun) -> None:
     run = simulation.config.run
     for ledger in simulation.ledgers():
         spent = spent_so_far(ledger.events())
-        if spent.preemptions > run.preemption_retries or spent.failures > run.failure_retries:
+        connections = any(isinstance(item, Recovering) and item.after == "connection lost" for item in ledger.events())
+        if spent.preemptions > max(run.preemption_retries, 3 * connections) or spent.failures > run.failure_retries:
             simulation.break_promise("budgets are spent on what they are for", f"{ledger.run_id}: {spent}")
 
 
