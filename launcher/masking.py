@@ -55,6 +55,10 @@ class SecretMasker:
             data = expression.sub(rb"\g<1>" + MASK, data)
         return data
 
+    def mask_text(self, text: str) -> str:
+        """Returns a text masked as `mask` does; bytes that are not UTF-8 are in it as Python's surrogates."""
+        return self.mask(text.encode(errors="surrogateescape")).decode(errors="surrogateescape")
+
 
 def _parts(value: str) -> Iterator[str]:
     """Yields the value, also without white space around it, and its lines of at least `_LONG` characters, which a log

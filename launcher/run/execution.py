@@ -105,7 +105,7 @@ def _masked(session: Session, on_line: Callable[[str], None]) -> Callable[[int, 
     masker, lock = SecretMasker(session.secret_values()), session.machine.threads.lock()
 
     def emit(worker: int, text: str) -> None:
-        shown = masker.mask(text.encode(errors="surrogateescape")).decode(errors="surrogateescape")
+        shown = masker.mask_text(text)
         with lock:  # hosts write at once
             session.context.output.emit(worker, LogLine("", shown))
             on_line(shown)

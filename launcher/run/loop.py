@@ -25,7 +25,7 @@ from launcher.run.recovery import (
 from launcher.run.session import Outcome, RunStopped, Session
 from launcher.run.start import end_interrupted_start, observe_phase, require_inputs, start_attempt
 from launcher.run.state import Phase
-from launcher.run.supervise import StartInterrupted, explain, last_lines, supervise
+from launcher.run.supervise import StartInterrupted, explain, supervise
 from launcher.run.verdict import SLICE_DELETED, Cause, Kind, Verdict
 
 _SETTLE_POLL_SECONDS = 5.0
@@ -51,7 +51,8 @@ def run_attempts(session: Session, attempt: int | None = None) -> Outcome:
             verdict = supervise(session, attempt)
         following = _recover(session, attempt, verdict)
         if following is None:
-            lines = last_lines(session.ledger, attempt, verdict)
+            ends = [event for event in session.ledger.events() if isinstance(event, events.Ended)]
+            lines = list(ends[-1].last_lines) if ends and ends[-1].attempt == attempt else []
             return Outcome(session.ledger.run_id, attempt, verdict, lines)
         attempt = following
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from launcher.errors import BadInput, LaunchError, from_disk
+from launcher.masking import SecretMasker
 from launcher.provider import HostReport, Observation
 from launcher.run import events, post_mortem
 from launcher.run.ledger import Ledger
@@ -35,7 +36,8 @@ _API_GAP = 60.0  # seconds between two answers of the API beyond which the time 
 _WARN_EVERY = 30.0  # seconds between two warnings that no host answers
 _NO_POST_MORTEM = (Kind.FINISHED, Kind.SAVED, Kind.BAD_INPUT, Kind.STOPPED)
 _FAILURE_GRACE = 3  # seconds between SIGTERM and SIGKILL for hosts that only wait for a dead peer
-_LAST_LINES, _LAST_BYTES = 8, 20_000  # of the host that is the first cause, in the report
+# Of the host that is the first cause, in the report: lines, characters of each, and bytes in which they are found.
+_LAST_LINES, _LAST_CHARACTERS, _LAST_BYTES = 8, 2_000, 2_000_000
 _LAST_OBSERVATIONS = 50  # of 4 MB: bounds the fetching of the rest of a huge log
 _FULL_DISK_SECONDS = 40.0  # for which last lines wait on a full disk of this machine
 _LAST_TRIES = 3  # of a host that does not answer when its last lines are fetched
@@ -89,15 +91,16 @@ def supervise(session: Session, attempt: int) -> Verdict:
     """
     ledger = session.ledger
     secrets, unknown = session.secret_values(), session.unknown_secrets()  # as of now: an env file may change later
+    masker = SecretMasker(secrets)
     supervision = _Supervision(session, attempt)
     verdict, reachable = supervision.watch()
     orphaned = set(session.workers) - set(reachable)
     if verdict.kind not in (Kind.FINISHED, Kind.SAVED):
-        orphaned |= _end_on_hosts(session, attempt, verdict, reachable)
+        orphaned |= _end_on_hosts(session, attempt, verdict, reachable, masker)
     supervision.fetch_rest(reachable)
     if orphaned:  # Record Orphaned before Ended: readers of Ended report that nothing runs.
         ledger.append(events.Orphaned(attempt, session.container(attempt), tuple(sorted(orphaned))))
-    last = tuple(last_lines(ledger, attempt, verdict))
+    last = tuple(last_lines(ledger, attempt, verdict, masker))
     ledger.append(events.Ended(attempt, verdict.kind.value, verdict.cause, verdict.symptoms, last))
     if verdict.kind not in _NO_POST_MORTEM:
         _write_post_mortem(session, attempt, reachable, secrets, unknown)
@@ -123,12 +126,13 @@ def _write_post_mortem(
     say(f"logs, inspection, TPU logs and the slice's state are kept in {path}{unmasked}")
 
 
-def last_lines(ledger: Ledger, attempt: int, verdict: Verdict) -> list[str]:
-    """Returns the last log lines of the host that is the first cause; [] without such a host."""
+def last_lines(ledger: Ledger, attempt: int, verdict: Verdict, masker: SecretMasker) -> list[str]:
+    """Returns the last log lines of the host that is the first cause, masked and cut; [] without such a host."""
     if verdict.cause is None or verdict.cause.worker < 0:
         return []
     path = ledger.log_file(attempt, verdict.cause.worker)
-    return [line.text for line in tail(path, _LAST_BYTES)[-_LAST_LINES:]] if path.exists() else []
+    lines = tail(path, _LAST_BYTES)[-_LAST_LINES:] if path.exists() else []
+    return [masker.mask_text(line.text)[-_LAST_CHARACTERS:] for line in lines]
 
 
 def explain(verdict: Verdict) -> list[str]:
@@ -149,19 +153,20 @@ def stop_hosts(session: Session, attempt: int, workers: Sequence[int], *, grace:
         return [HostReport(worker, False, str(error).splitlines()[0]) for worker in workers]
 
 
-def _end_on_hosts(session: Session, attempt: int, verdict: Verdict, reachable: Sequence[int]) -> set[int]:
+def _end_on_hosts(
+    session: Session, attempt: int, verdict: Verdict, reachable: Sequence[int], masker: SecretMasker
+) -> set[int]:
     """Stops a failed attempt on all hosts that answer, after saving the stack traces of a stalled one.
 
     Returns the hosts on which that failed. A host that does not answer is not waited for: its container is removed
-    before
-    the next start.
+    before the next start.
     """
     say, ledger = session.context.output.say, session.ledger
     say(f"ending the attempt on all hosts: {explain(verdict)[0]}")
     if verdict.kind is Kind.STALLED:
         with contextlib.suppress(LaunchError):
             traces = session.provider.stacks(session.container(attempt))
-            paths = [ledger.write_stack(attempt, worker, text) for worker, text in traces.items()]
+            paths = [ledger.write_stack(attempt, worker, masker.mask_text(text)) for worker, text in traces.items()]
             for folder in {path.parent for path in paths}:
                 say(f"the stacks of all hosts' processes are in {folder}")
     reports = stop_hosts(session, attempt, reachable, grace=_FAILURE_GRACE, remove=False)

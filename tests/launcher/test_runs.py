@@ -332,7 +332,7 @@ def test_an_env_file_is_for_the_command_and_not_for_the_launcher(work: Workstati
     assert work.hosts.attempts[0].secrets == {"PATH": "/app/bin", "HOME": "/app"}
 
 
-def test_a_post_mortem_masks_the_secrets_of_its_attempt_though_the_env_file_changed(
+def test_what_is_kept_of_a_failure_masks_the_secrets_of_its_attempt_though_the_env_file_changed(
     work: Workstation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     work.hosts.exits[0] = None
@@ -346,7 +346,10 @@ def test_a_post_mortem_masks_the_secrets_of_its_attempt_though_the_env_file_chan
 
     work.hosts.hooks["stop"] = [change_file]
     monkeypatch.setattr(FakeProvider, "evidence", lambda *_: {"host-0.txt": "it is s3cret-of-the-start"})
-    assert work.attach(work.config()).verdict.kind is Kind.FAILED
+    work.hosts.line = "it was s3cret-of-the-start"
+    outcome = work.attach(work.config())
+    assert (outcome.verdict.kind, outcome.last_lines) == (Kind.FAILED, ["it was ***"])
+    assert "s3cret" not in (work.ledger.folder / "events.jsonl").read_text()
     with tarfile.open(work.ledger.folder / "post-mortem-0.tar.gz") as archive:
         (name,) = (name for name in archive.getnames() if name.endswith("host-0.txt"))
         kept = archive.extractfile(name)
