@@ -164,6 +164,17 @@ class RoundFailed(RunEvent):
 
 
 @dataclass(frozen=True)
+class RecoveryGivenUp(RunEvent):
+    """A recovery was given up after a failed round: no attempt follows until the next `tpu-launch run`."""
+
+    kind: ClassVar[str] = "not recovered"
+    problem: str
+    """First line of the error."""
+    reason: str
+    """Why no other round follows."""
+
+
+@dataclass(frozen=True)
 class Recovered(RunEvent):
     """The attempt after a recovery has started."""
 
@@ -226,6 +237,7 @@ KINDS: Mapping[str, type[RunEvent]] = {
         HostEnded,
         Recovering,
         RoundFailed,
+        RecoveryGivenUp,
         Recovered,
         SliceReplaced,
         PostMortemWritten,

@@ -116,7 +116,7 @@ def run(request: RunRequest, context: Context) -> Outcome:
             ledger.append(events.Requested(ledger.state.attempt + 1, known))
             if ledger.state.stop_requested:  # meanwhile
                 raise RunStopped.of(ledger.run_id)
-            if not slice_is_known:
+            if not slice_is_known and ledger.state.recovering is None:
                 require_ready(config, provider)
             kept = specification.read(ledger.folder)
             spec = specification.resume(kept, requested)

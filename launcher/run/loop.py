@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 
 from launcher import costs
-from launcher.errors import Exit, LaunchError
+from launcher.errors import Exit, HostsUnreachable, LaunchError
 from launcher.run import events
 from launcher.run.recovery import (
     SETTLE_SECONDS,
@@ -23,7 +23,7 @@ from launcher.run.recovery import (
     spent_so_far,
 )
 from launcher.run.session import Outcome, RunStopped, Session
-from launcher.run.start import end_interrupted_start, observe_phase, require_inputs, start_attempt
+from launcher.run.start import end_interrupted_start, judge_slice, observe_phase, require_inputs, start_attempt
 from launcher.run.state import Phase
 from launcher.run.supervise import StartInterrupted, explain, supervise
 from launcher.run.verdict import SLICE_DELETED, Cause, Kind, Verdict
@@ -33,6 +33,8 @@ _SETTLE_POLL_SECONDS = 5.0
 
 def run_attempts(session: Session, attempt: int | None = None) -> Outcome:
     """Starts the next attempt, watches it, then further attempts as the budgets allow. Returns how the last one ended.
+
+    Goes on with a recovery that an earlier process began, at no cost to the budgets.
 
     Args:
         session: The run. Its specification names the image.
@@ -45,7 +47,16 @@ def run_attempts(session: Session, attempt: int | None = None) -> Outcome:
     """
     while True:
         verdict = None
-        if attempt is None:
+        if attempt is None and (begun := session.ledger.state.recovering):
+            session.say(
+                f": going on with its recovery after attempt {begun.attempt} ended: {begun.after}, {begun.reason}"
+            )
+            try:
+                attempt = _Recovery(session).run()
+            except RunStopped:
+                _say_stopped(session)
+                raise
+        elif attempt is None:
             attempt, verdict = start_attempt(session)
         if verdict is None:
             verdict = supervise(session, attempt)
@@ -63,6 +74,9 @@ def resume_open_attempt(session: Session) -> Outcome | None:
     ledger = session.ledger
     number = ledger.state.attempt
     with contextlib.closing(session.provider):
+        if ledger.state.recovering and (lost := judge_slice(session)):  # a round of that recovery has failed
+            ledger.append(events.Ended(number, lost.kind.value, lost.cause))
+            return None
         phase = observe_phase(session)
         if phase is Phase.INTERRUPTED:
             end_interrupted_start(session)
@@ -105,10 +119,16 @@ def _recover(session: Session, attempt: int, verdict: Verdict) -> int | None:
     except LaunchError as error:
         raise LaunchError(f"{error}\n  {_describe_bill(session)}`tpu-launch run` resumes the run") from error
     try:
-        return _Recovery(session).run(decision.delay, settle=verdict.kind is Kind.SAVED)
+        recovery = _Recovery(session)
+        recovery.wait(decision.delay, settle=verdict.kind is Kind.SAVED)
+        return recovery.run()
     except RunStopped:
-        session.say(f": it was stopped: no attempt follows; {_describe_bill(session)}`tpu-launch run` resumes it")
+        _say_stopped(session)
         return None
+
+
+def _say_stopped(session: Session) -> None:
+    session.say(f": it was stopped: no attempt follows; {_describe_bill(session)}`tpu-launch run` resumes it")
 
 
 class _Recovery:
@@ -120,21 +140,19 @@ class _Recovery:
         self.begun = self.clock.monotonic()
         self.failed = 0  # rounds
         self.first_failure = 0.0  # when the first of them failed
+        self.existed = False  # whether the slice was READY in this round
         self.replace = ""  # why the slice is deleted in the next round; empty: it is not
 
-    def run(self, delay: float, *, settle: bool) -> int:
-        """Starts the next attempt and returns its number.
-
-        Args:
-            delay: Seconds to wait first.
-            settle: Whether to wait until the API reports what became of the slice.
-
-        Raises:
-            LaunchError: The attempt can't be started, or not in time; the message says what is billed.
-        """
+    def wait(self, delay: float, *, settle: bool, existed: bool = True) -> None:
+        """Waits `delay` seconds, and with `settle` until the API reports what became of the slice. Raises SliceDeleted
+        when the slice `existed` and was deleted."""
         self.clock.sleep(delay)
-        if self.session.provider.capabilities.replaces_hosts:
+        if existed and self.session.provider.capabilities.replaces_hosts:
             self._check_slice(settle=settle)
+
+    def run(self) -> int:
+        """Starts the next attempt and returns its number. Raises LaunchError if it can't be started, or not in time;
+        the message says what is billed."""
         while True:
             try:
                 return self._try()
@@ -161,6 +179,8 @@ class _Recovery:
                 if slice_state is not None and slice_state.state != "DELETING" and not slice_state.ready:
                     return
             if missing > 1:  # one answer may be stale
+                given_up = events.RecoveryGivenUp(session.ledger.state.attempt, SLICE_DELETED.what, "a user deleted it")
+                session.ledger.note(given_up, session.context.output.say)
                 raise SliceDeleted(f"run {session.ledger.run_id}: {SLICE_DELETED.what}")
             if not missing and self.clock.monotonic() >= deadline:
                 return
@@ -171,9 +191,11 @@ class _Recovery:
         Recovered. Raises LaunchError if any of it fails, or the slice is taken away meanwhile."""
         session = self.session
         round_begun = self.clock.monotonic()
+        self.existed = False
         self._delete_slice_if_bad()
         # Find the slice READY, wait for it, or delete and create it, as its state demands.
         session.provider.create(self.clock)
+        self.existed = True
         ready = self.clock.monotonic()
         attempt, lost = start_attempt(session)
         if lost is not None and lost.cause is not None:
@@ -203,19 +225,21 @@ class _Recovery:
             limit=session.config.run.recovery_minutes * 60,
             may_replace=session.config.run.replace_after is not None if replaces else None,
         )
+        problem, note = str(error).splitlines()[0], session.ledger.note
         if decision.next is NextRound.GIVE_UP:
+            given_up = events.RecoveryGivenUp(session.ledger.state.attempt, problem, decision.reason)
+            note(given_up, session.context.output.say)
             raise LaunchError(
                 f"run {session.ledger.run_id} is not recovered ({decision.reason}): {error}\n"
                 f"  {_describe_bill(session)}`tpu-launch run` resumes the run",
                 exit_code=error.exit_code,
             ) from error
-        problem = str(error).splitlines()[0]
         if decision.next is NextRound.REPLACE:
             self.replace = problem
         session.say(f": not recovered yet: {problem}; {decision.reason} in {decision.delay:.0f} s")
         failed = events.RoundFailed(session.ledger.state.attempt, problem, decision.reason, decision.delay)
-        session.ledger.note(failed, session.context.output.say)
-        self.clock.sleep(decision.delay)
+        note(failed, session.context.output.say)
+        self.wait(decision.delay, settle=False, existed=self.existed or isinstance(error, HostsUnreachable))
 
     def _delete_slice_if_bad(self) -> None:
         """Deletes a slice whose hosts can't be used or one of whose hosts fails repeatedly, where run.replace_after

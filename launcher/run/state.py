@@ -15,7 +15,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from launcher.provider import ContainerState
-from launcher.run.events import AttemptBegan, Ended, Orphaned, Reaped, Requested, RunEvent, RunStopRequested, Started
+from launcher.run.events import (
+    NOT_STARTED,
+    AttemptBegan,
+    Ended,
+    Orphaned,
+    Reaped,
+    Recovering,
+    RecoveryGivenUp,
+    Requested,
+    RunEvent,
+    RunStopRequested,
+    Started,
+)
 from launcher.run.verdict import Kind
 
 
@@ -54,6 +66,9 @@ class RunState:
     orphans: tuple[Orphaned, ...] = ()
     """Containers that may still be on hosts, and that were not removed since."""
 
+    recovering: Recovering | None = None
+    """The recovery that was begun, and has neither started an attempt on all hosts nor been given up or stopped."""
+
     @property
     def attempt(self) -> int:
         """Number of the last attempt; -1 before the first."""
@@ -77,12 +92,18 @@ def state_of(events: Iterable[RunEvent]) -> RunState:
             case AttemptBegan():
                 state = replace(state, phase=Phase.STARTING, last_attempt=event, outcome=None)
             case Started() if event.attempt == state.attempt and state.phase is Phase.STARTING:
-                state = replace(state, phase=Phase.RUNNING)
+                state = replace(state, phase=Phase.RUNNING, recovering=None)
             case Ended():
                 phase = Phase.FINISHED if event.outcome == Kind.FINISHED.value else Phase.ENDED
-                state = replace(state, phase=phase, outcome=event.outcome)
+                of_round = state.phase is Phase.STARTING and event.outcome in (NOT_STARTED, Kind.PREEMPTED.value)
+                recovering = state.recovering if of_round else None
+                state = replace(state, phase=phase, outcome=event.outcome, recovering=recovering)
+            case Recovering():
+                state = replace(state, recovering=event)
+            case RecoveryGivenUp():
+                state = replace(state, recovering=None)
             case RunStopRequested():
-                state = replace(state, stops=state.stops + 1)
+                state = replace(state, stops=state.stops + 1, recovering=None)
             case Requested():
                 state = replace(state, acknowledged_stops=event.stops)
             case Orphaned():

@@ -85,10 +85,10 @@ def _describe_in_zone(config: Config, machine: Workstation) -> SliceState | None
     if config.slice.queued is None or (node is not None and node.state != "DELETING"):
         return node
     request = queued.describe(config, machine)
-    if request is None:
-        return node
-    if node is not None and not (request.lost and request.initiator == "SERVICE"):
+    if request is None or (node is not None and not (request.lost and request.initiator == "SERVICE")):
         return node  # a user deletes it
+    if request.lost and request.initiator == "USER":
+        return None  # a user has deleted the node
     # A suspended request lost its node, which is what PREEMPTED says of a node.
     state = "PREEMPTED" if request.lost else request.state
     detail = request.error or "queued resource"

@@ -253,6 +253,57 @@ def test_a_permanent_error_ends_the_recovery_at_once_and_says_what_is_billed(
     assert work.hosts.calls.count("create") == 1
 
 
+@pytest.mark.parametrize(("method", "state"), [("create", "PREEMPTED"), ("create", None), ("start", "READY")])
+def test_run_goes_on_with_a_recovery_whose_launcher_was_killed_at_no_cost(
+    work: Workstation, method: str, state: str | None
+) -> None:
+    def be_killed() -> None:
+        work.hosts.slice_state = state
+        raise KeyboardInterrupt
+
+    work.hosts.exits[0] = 75
+    work.hosts.hooks[method] = [*([] if method == "create" else [lambda: None]), be_killed]
+    with pytest.raises(KeyboardInterrupt):
+        work.run(work.config("run.preemption_retries=1"))
+    outcome = work.run(work.config("run.preemption_retries=1"))
+    assert (outcome.attempt, outcome.verdict.kind) == (1 if method == "create" else 2, Kind.FINISHED)
+    assert recorded(work, events.Recovering) == 1
+    assert any("going on with its recovery" in message for message in work.messages)
+
+
+@pytest.mark.parametrize("end", ["down", "stop", "permission"])
+def test_a_recovery_that_has_been_stopped_or_given_up_creates_no_slice_later(work: Workstation, end: str) -> None:
+    work.hosts.exits[0] = 75
+    work.hosts.fail("create", PermissionDenied("permission") if end == "permission" else KeyboardInterrupt())
+    with pytest.raises((KeyboardInterrupt, LaunchError)):
+        work.run(work.config())
+    if end == "down":
+        launch.delete_slice(work.config(), work.context())
+    elif end == "stop":
+        stop_elsewhere(work)
+    work.hosts.slice_state = None
+    with pytest.raises(LaunchError, match="does not exist"):
+        work.run(work.config())
+    assert work.hosts.calls.count("create") == 1
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["before the start", "before the next round"])
+def test_a_slice_that_is_deleted_during_a_recovery_is_not_recreated(work: Workstation, later: bool) -> None:
+    def be_deleted() -> None:
+        delete = work.hosts.change(slice_state=None)
+        work.hosts.hooks["describe"] = [*([lambda: None] if later else []), delete]
+        raise LaunchError("the hosts could not start the container")
+
+    work.hosts.exits[0] = 75
+    work.hosts.hooks["start"] = [lambda: None, be_deleted]
+    with pytest.raises(LaunchError, match="it was deleted") as ended:
+        work.run(work.config())
+    assert ended.value.exit_code is Exit.PREEMPTED
+    with pytest.raises(LaunchError, match="does not exist"):
+        work.run(work.config())
+    assert work.hosts.calls.count("create") == 1
+
+
 def test_a_recovery_is_given_up_when_its_time_is_over(work: Workstation) -> None:
     work.hosts.exits[0] = 75
     work.hosts.fail("create", *[UNAVAILABLE] * 99)

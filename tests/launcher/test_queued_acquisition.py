@@ -254,3 +254,8 @@ def test_a_node_that_a_user_deletes_does_not(config: Config, cloud: Cloud) -> No
     create(config, cloud)
     cloud.delete(config.zone, config.slice.name)
     assert slices.describe(config, cloud.machine()).state == "DELETING"
+    for _ in range(4):
+        cloud.clock.sleep(60.0)
+        cloud.node()
+    assert request_state(cloud) == "SUSPENDED"
+    assert slices.describe(config, cloud.machine()) is None
