@@ -208,7 +208,8 @@ class RunSection(Section):
 
     replace_after: int | None = Field(default=None, ge=1)
     """Attempts in a row with the same host as first cause after which the slice is deleted and created again, and so
-    is one that is READY and whose hosts can't be contacted; absent: never."""
+    is one that is READY and whose hosts can't be contacted; absent: never. Only where not this machine's connections
+    alone show it: Google's API, other hosts, or the silence of the trainer's bucket for unreachable_minutes."""
 
     recovery_minutes: float = Field(default=60, ge=0, le=7 * 24 * 60)
     """Minutes for which a recovery is tried again after its first failure that may pass: the API or a host does not

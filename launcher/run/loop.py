@@ -7,9 +7,11 @@ which makes the slice READY and starts the attempt, until one succeeds or `recov
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 
 from launcher import costs
 from launcher.errors import Exit, HostsUnreachable, LaunchError
+from launcher.provider import SliceState
 from launcher.run import events
 from launcher.run.recovery import (
     SETTLE_SECONDS,
@@ -20,6 +22,7 @@ from launcher.run.recovery import (
     classify,
     decide,
     decide_round,
+    find_proof,
     spent_so_far,
 )
 from launcher.run.session import Outcome, RunStopped, Session
@@ -27,6 +30,7 @@ from launcher.run.start import end_interrupted_start, judge_slice, observe_phase
 from launcher.run.state import Phase
 from launcher.run.supervise import StartInterrupted, explain, supervise
 from launcher.run.verdict import SLICE_DELETED, Cause, Kind, Verdict
+from training import storage
 
 _SETTLE_POLL_SECONDS = 5.0
 
@@ -141,7 +145,9 @@ class _Recovery:
         self.failed = 0  # rounds
         self.first_failure = 0.0  # when the first of them failed
         self.existed = False  # whether the slice was READY in this round
-        self.replace = ""  # why the slice is deleted in the next round; empty: it is not
+        self.replace = ""  # why the slice is to be deleted in the next round; empty: it is not
+        self.files: Sequence[storage.Stat] = ()  # of the trainer, when they were last listed
+        self.changed = self.begun  # when they were first seen so
 
     def wait(self, delay: float, *, settle: bool, existed: bool = True) -> None:
         """Waits `delay` seconds, and with `settle` until the API reports what became of the slice. Raises SliceDeleted
@@ -243,7 +249,7 @@ class _Recovery:
 
     def _delete_slice_if_bad(self) -> None:
         """Deletes a slice whose hosts can't be used or one of whose hosts fails repeatedly, where run.replace_after
-        allows it: a single host of a slice can't be replaced."""
+        allows it and something besides this machine's connections shows it: a single host can't be replaced."""
         session = self.session
         worker, count = bad_host(session.ledger.events())
         limit = session.config.run.replace_after
@@ -257,11 +263,41 @@ class _Recovery:
             worker = -1
         if not self.replace:
             return
-        session.say(f": {self.replace}: recreating the slice (run.replace_after)")
-        session.check_stop()
-        session.provider.delete()
-        session.ledger.append(events.SliceReplaced(session.ledger.state.attempt, worker, self.replace))
+        slice_state = session.provider.describe()
+        proof = self._find_proof(slice_state, blamed=worker >= 0) if slice_state is not None else ""
+        if proof:
+            reason = f"{self.replace}; {proof}"
+            session.say(f": {reason}: recreating the slice (run.replace_after)")
+            session.check_stop()
+            session.provider.delete()
+            session.ledger.append(events.SliceReplaced(session.ledger.state.attempt, worker, reason))
+        elif slice_state is not None:
+            session.say(
+                f": {self.replace}; the slice is kept, because neither Google's API nor other hosts nor the trainer's "
+                "files show that it is broken: if it is, `tpu-launch down`, then `up`, recreates it"
+            )
         self.replace = ""
+
+    def _find_proof(self, slice_state: SliceState, *, blamed: bool) -> str:
+        """Returns what shows that the slice is broken, besides this machine's own connections; "" for nothing. Counts
+        how long the trainer's files have not changed from the first call on."""
+        session, now = self.session, self.clock.monotonic()
+        files = _list_files(session)
+        if not files or files != self.files:
+            self.files, self.changed = files, now
+        ends = [event for event in session.ledger.events() if isinstance(event, events.Ended)]
+        last = next((end for end in reversed(ends) if end.outcome not in (events.NOT_STARTED, events.VANISHED)), None)
+        limit = session.config.run.unreachable_minutes * 60
+        return find_proof(last, slice_state, blamed=blamed, silent=now - self.changed, limit=limit)
+
+
+def _list_files(session: Session) -> Sequence[storage.Stat]:
+    """Returns the files of the run's folder in its bucket; [] if there is none, or this account may not list it."""
+    trainer = session.config.trainer
+    if trainer is not None and storage.is_remote(trainer.output):
+        with contextlib.suppress(storage.StorageError):
+            return storage.listing(storage.join(trainer.output, session.ledger.run_id))
+    return []
 
 
 def _describe_bill(session: Session) -> str:

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from launcher.errors import Exit, HostsUnreachable, LaunchError
+from launcher.provider import SliceState
 from launcher.run.events import NOT_STARTED, VANISHED, Ended, Recovering, RunEvent, SliceReplaced
 from launcher.run.verdict import Kind, Verdict
 
@@ -129,7 +130,7 @@ def decide_round(
     if seconds + delay > limit:
         return RoundDecision(NextRound.GIVE_UP, f"tried for {seconds / 60:.0f} minutes (run.recovery_minutes)")
     if trouble is Trouble.UNREACHABLE and may_replace:
-        return RoundDecision(NextRound.REPLACE, "recreating the slice (run.replace_after)", delay)
+        return RoundDecision(NextRound.REPLACE, "recreating the slice if it proves broken (run.replace_after)", delay)
     if trouble is Trouble.UNREACHABLE and may_replace is not None:
         return RoundDecision(NextRound.AGAIN, "trying again; run.replace_after: 2 would recreate the slice", delay)
     return RoundDecision(NextRound.AGAIN, "trying again", delay)
@@ -157,6 +158,26 @@ def bad_host(events: Sequence[RunEvent]) -> tuple[int, int]:
                 break
             worker, count = blamed, count + 1
     return worker, count
+
+
+def find_proof(last: Ended | None, slice_state: SliceState, *, blamed: bool, silent: float, limit: float) -> str:
+    """Returns what shows, besides this machine's own connections, that hosts of a slice are broken; "" for nothing.
+
+    Args:
+        last: The end of the last attempt that ran; None before the first.
+        slice_state: The slice as Google's API describes it.
+        blamed: Whether a host was the first cause of attempts; otherwise hosts can't be contacted now.
+        silent: Seconds for which the trainer has written nothing to its bucket; 0 if that is not known.
+        limit: Seconds of such silence that are a proof (run.unreachable_minutes).
+    """
+    if not slice_state.ready or slice_state.health.startswith("UNHEALTHY"):
+        return f"Google's API says {slice_state.trouble}"
+    if last is not None and last.outcome in _OF_A_HOST and last.cause is not None:
+        if last.outcome == Kind.HOST_LOST.value and last.symptoms:
+            return "other hosts have lost a host too"
+        if blamed and last.cause.exit_code is not None:
+            return f"host {last.cause.worker} itself reported its end"
+    return f"its trainer has written nothing for {silent / 60:.0f} minutes" if silent >= limit else ""
 
 
 def _retry_within_budget(word: str, spent: int, budget: int, delay: float) -> Decision:

@@ -24,6 +24,7 @@ from launcher.run.ledger import Ledger
 from launcher.run.session import RunStopped
 from launcher.run.verdict import Kind
 from tests.launcher.test_runs import FakeProvider, Workstation, start_and_lose_sight, work
+from training.storage import Stat
 
 __all__ = ["work"]
 
@@ -319,13 +320,42 @@ def test_a_recovery_is_given_up_when_its_time_is_over(work: Workstation) -> None
 def test_a_slice_with_unreachable_hosts_is_replaced_where_that_is_allowed(
     work: Workstation, failed_deletions: int
 ) -> None:
-    work.hosts.exits[:2] = [75, 0]
+    work.hosts.exits[:2], work.hosts.health = [75, 0], "UNHEALTHY_TPU"
     work.hosts.fail("create", HostsUnreachable("slice demo is READY, but after 300 s not all hosts are"))
     work.hosts.fail("delete", *[UNAVAILABLE] * failed_deletions)
     assert work.run(work.config("run.replace_after=3")).verdict.kind is Kind.FINISHED
     deletions = ["delete"] * (failed_deletions + 1)
     assert [call for call in work.hosts.calls if call in ("create", "delete")] == ["create", *deletions, "create"]
     assert recorded(work, events.SliceReplaced) == 1
+
+
+FILES = [Stat("gs://b/runs/metrics.jsonl", 9, 1)]
+
+
+@pytest.mark.parametrize(
+    ("listings", "deleted"),
+    [([FILES], True), ([FILES, [], FILES], True), ([[]], False), ([[Stat("", 0, n)] for n in range(99)], False)],
+    ids=["silent", "once not listed", "never listed", "writing"],
+)
+def test_a_slice_that_only_this_machine_can_not_reach_is_deleted_only_if_its_trainer_is_silent(
+    work: Workstation, monkeypatch: pytest.MonkeyPatch, listings: list[list[Stat]], deleted: bool
+) -> None:
+    """HTTPS passes, and a firewall keeps ssh out."""
+    turns = itertools.chain(listings, itertools.repeat(listings[-1]))
+    monkeypatch.setattr("launcher.run.loop._list_files", lambda session: next(turns))
+    work.hosts.exits[:2] = [75, 0]
+
+    def fail_slowly() -> None:
+        work.clock.sleep(300)
+        work.hosts.slice_state = "READY"
+        raise HostsUnreachable("slice demo is READY, but after 300 s not all hosts are")
+
+    work.hosts.hooks["create"] = [fail_slowly] * 12
+    work.run(work.config("run.replace_after=3", "run.recovery_minutes=120", "run.unreachable_minutes=20"))
+    before = work.hosts.calls[: work.hosts.calls.index("delete")] if deleted else work.hosts.calls
+    assert ("delete" in work.hosts.calls) == deleted
+    assert before.count("create") > 4, "20 minutes of silence are no accident"
+    assert any("the slice is kept" in message for message in work.messages)
 
 
 def test_without_replace_after_the_same_slice_is_tried_again(work: Workstation) -> None:

@@ -1,12 +1,18 @@
 """Claims about `launcher.run.recovery`: when a run is started again, and when not."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.errors import BadInput, Exit, HostsUnreachable, LaunchError
 from launcher.gcloud.errors import Busy, Conflict, PermissionDenied, Preempted, QuotaExceeded, Stockout, Unavailable
+from launcher.provider import SliceState
 from launcher.run.events import NOT_STARTED, Ended, Recovering, RunEvent, SliceReplaced
+from launcher.run.loop import _list_files
 from launcher.run.recovery import (
     NextRound,
     Retries,
@@ -15,9 +21,11 @@ from launcher.run.recovery import (
     classify,
     decide,
     decide_round,
+    find_proof,
     spent_so_far,
 )
 from launcher.run.verdict import Cause, Kind, Verdict
+from training import storage
 
 ENDED = [kind for kind in Kind if kind.ended]
 PREEMPTIONS = [Kind.PREEMPTED, Kind.HOST_LOST, Kind.CONNECTION_LOST, Kind.SAVED]
@@ -94,6 +102,48 @@ def test_a_host_is_bad_that_is_the_first_cause_again_and_again_on_one_slice(
     events: list[RunEvent], found: tuple[int, int]
 ) -> None:
     assert bad_host(events) == found
+
+
+UNSEEN = Ended(0, "host lost", Cause(1, "the host has not answered for 120 s"))
+EXITED = Ended(0, "failed", Cause(1, "exit code 1", 1))
+
+
+@pytest.mark.parametrize(
+    ("last", "state", "health", "blamed", "silent", "proof"),
+    [
+        (None, "READY", "HEALTHY", False, 59.0, ""),
+        (None, "READY", "HEALTHY", False, 60.0, "its trainer has written nothing for 1 minutes"),
+        (None, "READY", "UNHEALTHY_TPU", False, 0.0, "Google's API says UNHEALTHY_TPU"),
+        (None, "REPAIRING", "", True, 0.0, "Google's API says REPAIRING"),
+        (UNSEEN, "READY", "", False, 0.0, ""),
+        (UNSEEN, "READY", "", True, 0.0, ""),
+        (replace(UNSEEN, symptoms=("host 0: 76",)), "READY", "", False, 0.0, "other hosts have lost a host too"),
+        (EXITED, "READY", "HEALTHY", True, 0.0, "host 1 itself reported its end"),
+        (EXITED, "READY", "HEALTHY", False, 0.0, ""),
+        (Ended(0, "preempted", symptoms=("host 0: 76",)), "READY", "", False, 0.0, ""),
+    ],
+)
+def test_only_what_this_machines_connections_did_not_show_proves_that_a_slice_is_broken(
+    last: Ended | None, state: str, health: str, blamed: bool, silent: float, proof: str
+) -> None:
+    slice_state = SliceState("demo", state, health, "v4-16", ())
+    assert find_proof(last, slice_state, blamed=blamed, silent=silent, limit=60.0) == proof
+
+
+def test_only_files_that_were_listed_in_a_bucket_tell_of_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def session(output: str | None) -> Any:
+        trainer = None if output is None else SimpleNamespace(output=output)
+        return SimpleNamespace(config=SimpleNamespace(trainer=trainer), ledger=SimpleNamespace(run_id="r"))
+
+    monkeypatch.setattr(storage, "listing", lambda url: [url])
+    assert _list_files(session("gs://b/runs")) == ["gs://b/runs/r"]
+    assert _list_files(session("/data/runs")) == _list_files(session(None)) == []
+
+    def refuse(_url: str) -> list[str]:
+        raise storage.NotAllowed("403")
+
+    monkeypatch.setattr(storage, "listing", refuse)
+    assert _list_files(session("gs://b/runs")) == []
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,7 @@ class Hosts:
     calls: list[str] = field(default_factory=list)
     """Methods of the provider that were called, but for observe and describe."""
     slice_state: str | None = "READY"
+    health: str = "HEALTHY"
     silent: set[int] = field(default_factory=set)
     """Hosts that do not answer."""
     only_created: set[int] = field(default_factory=set)
@@ -121,7 +122,8 @@ class FakeProvider:
         self.hosts.call("describe")
         if self.hosts.slice_state is None:
             return None
-        return SliceState(self.config.slice.name, self.hosts.slice_state, "", "v4-16", ("10.0.0.1", "10.0.0.2"))
+        addresses = ("10.0.0.1", "10.0.0.2")
+        return SliceState(self.config.slice.name, self.hosts.slice_state, self.hosts.health, "v4-16", addresses)
 
     def known_ready(self) -> bool:
         return False
