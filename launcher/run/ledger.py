@@ -22,7 +22,7 @@ import fcntl
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from launcher.errors import BadInput, Exit, LaunchError
@@ -49,19 +49,29 @@ class RunRecord:
     provider: str
 
 
+@dataclass(frozen=True)
+class _Read:
+    """The events' file as far as it was read."""
+
+    size: int = 0
+    whole: tuple[Entry, ...] = ()
+    """Entries of its whole lines."""
+    end: int = 0
+    """Of its last whole line, in bytes."""
+    entries: tuple[Entry, ...] = ()
+    """With the entry of a last line that lacks its newline."""
+    state: RunState = field(default_factory=RunState)
+
+
 class Ledger:
-    """The folder of one run."""
+    """The folder of one run. Threads may use it at once."""
 
     def __init__(self, folder: Path, clock: Clock) -> None:
         """Reads nothing yet, and creates nothing; `clock` times the events."""
         self.folder = folder
         self.clock = clock
         self._events = folder / "events.jsonl"
-        self._size = 0  # of the events' file when it was last read
-        self._whole: list[Entry] = []  # entries of its whole lines
-        self._end = 0  # of its last whole line, in bytes
-        self._entries: Sequence[Entry] = ()  # with the entry of a last line that lacks its newline
-        self._state = RunState()
+        self._read = _Read()  # replaced as a whole, because threads read at once
 
     @property
     def run_id(self) -> str:
@@ -83,8 +93,7 @@ class Ledger:
     @property
     def state(self) -> RunState:
         """Where the run stands now, by the events that all processes of this machine recorded. Raises as `entries`."""
-        self.entries()
-        return self._state
+        return self._read_on().state
 
     def append(self, event: RunEvent, *, patience: float = _FULL_DISK_SECONDS) -> None:
         """Records an event, which must not hold secrets: the file is kept. Retries for `patience` seconds, on a full
@@ -120,27 +129,28 @@ class Ledger:
 
     def entries(self) -> Sequence[Entry]:
         """Returns all events with their times, oldest first. Raises BadInput for an event of another version."""
+        return self._read_on().entries
+
+    def _read_on(self) -> _Read:
+        """Reads the lines that were appended since the last call; all lines of a file that became shorter."""
+        before = self._read
         try:
             size = os.stat(self._events).st_size
         except FileNotFoundError:
             size = 0
-        if size != self._size:  # the file only grows, and is asked for many times a second
-            self._read_on(size)
-        return self._entries
-
-    def _read_on(self, size: int) -> None:
-        """Reads the lines that were appended since the last call; all lines of a file that became shorter."""
-        if size < self._end:
-            self._whole, self._end = [], 0
+        if size == before.size:  # the file only grows, and is asked for many times a second
+            return before
+        if size < before.end:
+            before = _Read()
         with open(self._events, "rb") as file:
-            file.seek(self._end)
+            file.seek(before.end)
             data = file.read()
-        whole, newline, rest = data.rpartition(b"\n")
-        self._whole += self._parse(whole)
-        self._entries = (*self._whole, *self._parse(rest))
-        self._state = state_of(entry.event for entry in self._entries)
-        self._size = self._end + len(data)
-        self._end += len(whole) + len(newline)
+        lines, newline, rest = data.rpartition(b"\n")
+        whole = (*before.whole, *self._parse(lines))
+        entries = (*whole, *self._parse(rest))
+        end = before.end + len(lines) + len(newline)
+        self._read = read = _Read(before.end + len(data), whole, end, entries, state_of(item.event for item in entries))
+        return read
 
     def _parse(self, data: bytes) -> list[Entry]:
         """Returns the entries of lines, without lines that a crash has cut. Raises BadInput for other versions'

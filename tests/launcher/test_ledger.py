@@ -15,6 +15,7 @@ from launcher.providers import this_machine
 from launcher.run.events import (
     AttemptBegan,
     Ended,
+    Entry,
     HostBack,
     Orphaned,
     Reaped,
@@ -85,6 +86,21 @@ def test_a_line_that_a_crash_cut_swallows_neither_the_next_event_nor_a_number(tm
     assert [event.attempt for event in run.events()][-1] == 2
     run.append(Ended(2, outcome="finished"))
     assert run.state.outcome == "finished"
+
+
+def test_threads_that_read_the_events_at_once_count_none_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, parse = new_run(tmp_path), Ledger._parse
+    run.append(AttemptBegan(0))
+
+    def parse_while_another_thread_reads(ledger: Ledger, data: bytes) -> list[Entry]:
+        monkeypatch.setattr(Ledger, "_parse", parse)
+        assert [event.attempt for event in ledger.events()] == [0]
+        return parse(ledger, data)
+
+    monkeypatch.setattr(Ledger, "_parse", parse_while_another_thread_reads)
+    assert run.events() == run.events() == [AttemptBegan(0)]
+    run.append(Ended(0, "saved"))
+    assert run.events() == [AttemptBegan(0), Ended(0, "saved")]
 
 
 def test_an_event_that_does_not_fit_on_the_disk_is_one_message_and_the_next_one_is_whole(
