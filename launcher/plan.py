@@ -109,6 +109,8 @@ def _record_commands(config: Config) -> Iterator[PlannedCommand]:
                 act()
                 for command in recorder.commands[known:]:
                     yield PlannedCommand(verb, _purpose(command) or what, command)
+                    if verb == "stop":
+                        yield PlannedCommand("down", f"if a detached run goes on: {what}", command)
         finally:
             del os.environ["TPU_LAUNCH_HOME"]
             if before is not None:
@@ -167,6 +169,8 @@ class _Recorder:
         if verb == "ssh" and "--dry-run" in command:
             words = ["ssh", "-i", "key", "-o", "HostKeyAlias=tpu-{0}", "me@<address of host {0}>", "--", "true"]
             return "\n".join(shlex.join(words).format(worker) for worker in workers)
+        if verb == "ssh" and "--worker=all" not in command:
+            return "absent"  # as observe.sh reports a host without the container
         if verb == "ssh":
             return "\n".join(f"tpu-launch {worker} up" for worker in workers)
         if verb == "create":

@@ -7,7 +7,7 @@ point: a start that finds its containers running attaches to them.
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher.checks import inputs, preflight
@@ -23,9 +23,9 @@ from launcher.run.loop import resume_open_attempt, run_attempts
 from launcher.run.runs import find_run, list_runs, resolve_run, runs_on_slice
 from launcher.run.session import Context, Outcome, RunStopped, Session, open_session
 from launcher.run.specification import SecretSource, Specification
-from launcher.run.start import observe_phase, require_all, require_inputs, require_ready
+from launcher.run.start import end_interrupted_start, observe_phase, require_all, require_inputs, require_ready
 from launcher.run.state import Phase
-from launcher.run.supervise import StartInterrupted
+from launcher.run.supervise import StartInterrupted, supervise
 
 _RELEASE_SECONDS = 60.0  # for a process whose run was stopped: a gcloud call may be in flight
 _RELEASE_POLL_SECONDS = 0.2
@@ -188,7 +188,17 @@ def stop(config: Config, context: Context, run_id: str | None, *, grace: int | N
             session.say(": nothing of it runs on hosts, and no attempt follows")
             return []
         context.output.say(f"stopping run {ledger.run_id} on {session.config.accelerator.hosts} hosts")
-        return session.provider.stop(session.container(state.attempt), grace=seconds, remove=False)
+        return _stop_on_hosts(session, seconds)
+
+
+def _stop_on_hosts(session: Session, grace: int) -> list[HostReport]:
+    """Stops the containers of the last attempt, and those that earlier ones left behind. Returns the hosts' reports."""
+    state, stop = session.ledger.state, session.provider.stop
+    reports = stop(session.container(state.attempt), grace=grace, remove=False)
+    for orphan in state.orphans:
+        if orphan.attempt != state.attempt:
+            reports += stop(orphan.container, grace=grace, remove=False, workers=orphan.hosts)
+    return reports
 
 
 def delete_slice(config: Config, context: Context) -> None:
@@ -211,16 +221,20 @@ def _deletion_mark(config: Config) -> Path:
 
 
 def _stop_runs(config: Config, context: Context) -> None:
-    """Requests a stop of each run on the slice, which their supervising processes carry out. Waits for these processes,
-    a minute beyond run.stop_seconds at most, and says which have not ended."""
+    """Requests a stop of each run on the slice, which their supervising processes carry out, and this one for a run
+    without such a process. Waits for these processes, a minute beyond run.stop_seconds at most, and says which have not
+    ended, and which runs may not have saved."""
     stopped = [
         ledger
         for ledger in runs_on_slice(config, context.home, context.machine)
-        if ledger.state.phase.is_open or ledger.supervised()
+        if ledger.state.phase.is_open or ledger.state.recovering or ledger.supervised()
     ]
     for ledger in stopped:
         context.output.say(f"run {ledger.run_id} is stopped with its slice; `tpu-launch run` resumes it on another")
         ledger.append(events.RunStopRequested(max(0, ledger.state.attempt), config.run.stop_seconds))
+    for ledger in stopped:
+        if not ledger.supervised() and ledger.state.phase.is_open:
+            _stop_detached(ledger, context)
     deadline = context.machine.clock.monotonic() + config.run.stop_seconds + _RELEASE_SECONDS
     for ledger in stopped:
         if not _is_released(ledger, context, deadline):
@@ -228,6 +242,26 @@ def _stop_runs(config: Config, context: Context) -> None:
                 f"run {ledger.run_id}: the tpu-launch that supervises it has not ended; going on. Check afterwards "
                 "whether it recreated the slice: `tpu-launch list`"
             )
+
+
+def _stop_detached(ledger: Ledger, context: Context) -> None:
+    """Stops an open run that no process supervises, with its time to save, where its slice is there; keeps its lines in
+    its folder, and records its end. Says if that fails."""
+    try:
+        quiet = replace(context, output=replace(context.output, emit=lambda worker, line: None))  # days of lines
+        session = open_session(quiet, ledger, SecretSource(context.environment, {}))
+        with contextlib.closing(session.provider):
+            slice_state = session.provider.describe()
+            if slice_state is not None and not slice_state.gone_for_good:
+                require_all(_stop_on_hosts(session, session.config.run.stop_seconds), "stop")
+                with ledger.supervising():
+                    phase = observe_phase(session)  # waits for seconds at most, as `supervise` need not
+                    if phase is Phase.EXITED:
+                        supervise(session, ledger.state.attempt)
+                    elif phase is Phase.INTERRUPTED:
+                        end_interrupted_start(session)
+    except LaunchError as error:
+        context.output.say(f"run {ledger.run_id} may not have saved before its slice is deleted: {error}")
 
 
 def _stop_before_restart(config: Config, context: Context) -> list[str]:

@@ -553,6 +553,27 @@ def test_down_stops_a_recovery_and_waits_until_no_process_creates_the_slice(work
     assert len(work.hosts.attempts) == 1
 
 
+@pytest.mark.parametrize("trouble", ["", "no host answers", "preempted", "interrupted start"])
+def test_down_of_a_detached_run_lets_it_save_before_the_slice_is_deleted(work: Workstation, trouble: str) -> None:
+    if trouble == "interrupted start":
+        interrupt_start(work, {0, 1})
+        work.hosts.hooks["stop"] = [work.hosts.state.clear]
+    else:
+        start_and_lose_sight(work)
+    work.hosts.calls.clear()
+    if trouble == "no host answers":
+        work.hosts.fail("stop", UNAVAILABLE)
+    elif trouble == "preempted":
+        work.hosts.slice_state = "PREEMPTED"
+    launch.delete_slice(work.config(), work.context())
+    assert work.hosts.calls[-1] == "delete"
+    assert ("stop" in work.hosts.calls) == (trouble != "preempted")
+    assert any("may not have saved" in message for message in work.messages) == (trouble == "no host answers")
+    assert outcomes(work) == {"": ["saved"], "interrupted start": ["not started"]}.get(trouble, [])
+    assert trouble or work.ledger.log_file(0, 1).exists(), "the host's last lines"
+    assert work.ledger.state.stop_requested
+
+
 def test_no_attempt_starts_on_a_slice_that_down_is_deleting(work: Workstation) -> None:
     """`run` in another terminal must not take the deletion for a preemption and recreate the slice."""
     config = work.config(command=COMMAND)

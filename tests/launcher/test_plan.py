@@ -17,8 +17,8 @@ image: {{reference: 'r/i@sha256:{"0" * 64}'}}
 run: {{command: [train], secrets: [TOKEN]}}
 """
 DESCRIBE, CREATE, SSH = "up: tpu-vm describe", "up: tpu-vm create", "up: tpu-vm ssh"
-RUN = ["run: tpu-vm ssh"] * 3 + ["stop: tpu-vm ssh"]
-DOWN = ["down: queued-resources describe", "down: tpu-vm delete"]
+RUN = ["run: tpu-vm ssh"] * 2 + ["stop: tpu-vm ssh", "down: tpu-vm ssh"]
+DOWN = ["down: queued-resources describe", "down: tpu-vm delete"]  # after the stop of a run that is detached
 QUEUED = [DESCRIBE, "up: queued-resources describe", "up: queued-resources create", SSH, SSH]
 
 
