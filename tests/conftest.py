@@ -5,8 +5,11 @@ Tests marked `nightly` are left out, except where `-m nightly` asks for them.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 from collections.abc import Iterator
+from typing import IO, Any
 
 import pytest
 
@@ -37,6 +40,21 @@ def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
         yield from fail_on_leftovers()
     else:
         yield
+
+
+@pytest.fixture(autouse=True)
+def locks_as_on_nfs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refuses, as NFS does, an exclusive lock (flock) on a file that is not open for writing, and a shared one on a
+    file that is not open for reading."""
+    flock = fcntl.flock
+
+    def refuse_or_lock(file: IO[Any] | int, operation: int) -> None:
+        refused = {fcntl.LOCK_EX: os.O_RDONLY, fcntl.LOCK_SH: os.O_WRONLY}.get(operation & ~fcntl.LOCK_NB)
+        if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE == refused:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", refuse_or_lock)
 
 
 class _NoSkips:

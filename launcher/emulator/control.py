@@ -9,7 +9,6 @@ and the id is a function of the home directory.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import http.client
 import json
 import os
@@ -32,6 +31,7 @@ from launcher.emulator.vm.engine_client import Engine, EngineError, UnixConnecti
 from launcher.emulator.vm.host_containers import remove_everything
 from launcher.emulator.vm.image_registry import remove_pulled
 from launcher.errors import BadInput, LaunchError
+from launcher.file_lock import is_held, lock
 from launcher.home import root
 from launcher.images.build import ensure_image
 from launcher.images.plan import make_plan
@@ -257,8 +257,8 @@ def _python_path() -> str:
 def _starting(home: Path) -> Iterator[None]:
     """Serializes starts and stops of one home: a second start waits and then finds the server."""
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with open(home / "starting", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    with open(home / "starting", "w+") as file:
+        lock(file, home / "starting", wait=True)
         yield
 
 
@@ -422,12 +422,12 @@ def _raw(path: Path, method: str, target: str, body: dict[str, Any] | None, time
 def _end_server(home: Path, sockets: Path) -> None:
     """Stops the server, and kills it when it does not end in STOP_TIMEOUT. The server holds a lock on the file with its
     process id, so no other process is killed."""
-    if _unlocked(home):
+    if is_held(home / "lock") is False:
         return
     with contextlib.suppress(OSError, http.client.HTTPException):
         _raw(sockets / CONTROL, "POST", "/stop", None, timeout=PING_TIMEOUT)
     deadline = time.monotonic() + STOP_TIMEOUT
-    while not _unlocked(home):
+    while is_held(home / "lock"):
         if time.monotonic() > deadline:
             text = (home / "lock").read_text().strip()
             if text.isdigit():
@@ -435,15 +435,3 @@ def _end_server(home: Path, sockets: Path) -> None:
                     os.kill(int(text), signal.SIGKILL)
             deadline = time.monotonic() + STOP_TIMEOUT
         time.sleep(0.02)
-
-
-def _unlocked(home: Path) -> bool:
-    """Returns whether no server of this home runs: none holds its lock."""
-    try:
-        with open(home / "lock", "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-    except FileNotFoundError:
-        return True
-    except BlockingIOError:
-        return False

@@ -8,7 +8,6 @@ moment.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import random
@@ -41,6 +40,7 @@ from launcher.emulator.vm.engine_proxy import EngineProxy
 from launcher.emulator.vm.host_containers import HostContainers
 from launcher.emulator.vm.hosts import Hosts, all_hosts, find_host, unix_listener
 from launcher.emulator.vm.image_registry import ImageTransfer
+from launcher.file_lock import lock
 
 log = logging.getLogger(__name__)
 
@@ -406,13 +406,11 @@ def main() -> None:
     """Runs the server of HOME with the hosts' IMAGE and the virtual TPU's VOLUME. Exits if another one runs."""
     home, image, tpu_volume = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(threadName)s %(name)s: %(message)s")
-    lock = os.open(home / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    lock_file = os.open(home / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    if not lock(lock_file, home / "lock"):
         sys.exit("another server of this emulator is running")
-    os.ftruncate(lock, 0)
-    os.write(lock, str(os.getpid()).encode())  # control.py may have to kill this process
+    os.ftruncate(lock_file, 0)
+    os.write(lock_file, str(os.getpid()).encode())  # control.py may have to kill this process
     port = from_json((home / "state.json").read_text()).port
     try:
         listener = socket.create_server(("127.0.0.1", port), backlog=512)

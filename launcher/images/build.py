@@ -198,15 +198,13 @@ def show_steps(say: Callable[[str], None]) -> Callable[[str], None]:
 @contextmanager
 def _open_log(name: str, say: Callable[[str], None]) -> Iterator[IO[str]]:
     """Opens the log of a tag's builds and locks it: two processes must not build one image at once. Blocks."""
-    import fcntl  # missing on some systems where images are made without an engine
+    from launcher.file_lock import lock  # needs fcntl, which some systems that make images without an engine lack
 
     folder = home() / "images"
     folder.mkdir(mode=0o700, exist_ok=True)
     path = folder / f"{name}.log"
     with open(path, "a", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)) as log:
-        try:
-            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not lock(log, path):
             say(f"waiting: another process builds the same image and holds {path}")
-            fcntl.flock(log, fcntl.LOCK_EX)
+            lock(log, path, wait=True)
         yield log

@@ -18,7 +18,6 @@ files are 0600, all folders 0700.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from launcher.errors import BadInput, Exit, LaunchError
+from launcher.file_lock import is_held, lock
 from launcher.home import write_private, write_whole
 from launcher.run.events import Entry, RunEvent, from_document
 from launcher.run.state import RunState, state_of
@@ -183,41 +183,28 @@ class Ledger:
         write_private(path, text)
         return path
 
-    def supervised(self) -> bool:
-        """Returns whether a process holds the run's lock now; keeps none itself."""
-        try:
-            lock = os.open(self.folder / "lock", os.O_RDONLY)
-        except FileNotFoundError:
-            return False
-        try:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(lock)
-        return False
+    def supervised(self) -> bool | None:
+        """Returns whether a process holds the run's lock now; None, with a warning, if that can't be told."""
+        return is_held(self.folder / "lock", exclusively=True)
 
     @contextlib.contextmanager
     def supervising(self, patience: float = 5.0) -> Iterator[None]:
         """Holds the run's lock, whose file names this process. Waits `patience` seconds (`logs` takes the lock for a
-        moment at a time), then raises LaunchError (Exit.CONFLICT): another process supervises the run."""
+        moment at a time), then raises LaunchError (Exit.CONFLICT): another process supervises the run. Raises BadInput
+        where files can't be locked."""
         deadline = self.clock.monotonic() + patience
-        with open(os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0) as lock:
-            while True:
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if self.clock.monotonic() < deadline:
-                        self.clock.sleep(_LOCK_POLL_SECONDS)
-                        continue
-                    holder = lock.read().decode().strip() or "unknown"
+        path = self.folder / "lock"
+        with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0) as file:
+            while not lock(file, path):
+                if self.clock.monotonic() >= deadline:
+                    holder = file.read().decode().strip() or "unknown"
                     raise LaunchError(
                         f"run {self.run_id} is supervised by another tpu-launch (process {holder}): "
                         "follow it with `tpu-launch logs -f`",
                         exit_code=Exit.CONFLICT,
-                    ) from None
+                    )
+                self.clock.sleep(_LOCK_POLL_SECONDS)
             with contextlib.suppress(OSError):  # on a full disk the lock holds without its holder's process id
-                lock.truncate(0)
-                lock.write(str(os.getpid()).encode())
+                file.truncate(0)
+                file.write(str(os.getpid()).encode())
             yield

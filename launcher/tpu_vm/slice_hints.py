@@ -77,8 +77,9 @@ def mark_create_in_flight(config: Config) -> Iterator[tuple[int, ...]]:
 
 
 def is_create_in_flight(config: Config) -> bool:
-    """Returns whether a gcloud of this machine is creating the slice now."""
-    return is_held(_file(config, "asking"))
+    """Returns whether a gcloud of this machine is creating the slice now; False, with a warning, if that can't be
+    told."""
+    return bool(is_held(_file(config, "asking")))
 
 
 def forget(config: Config) -> None:

@@ -122,6 +122,7 @@ def test_api_and_buckets_answer_only_tools_of_this_user(home: Path, monkeypatch:
 def test_data_can_be_kept(home: Path) -> None:
     (home / "buckets" / "b").mkdir(parents=True)
     (home / "state.json").write_text("{")
+    (home / "lock").touch()  # of a server that has ended
     control.stop(home, keep_data=True)
     assert [path.name for path in home.iterdir()] == ["buckets"]
 

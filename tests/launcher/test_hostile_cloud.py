@@ -6,7 +6,11 @@ Each test says what happens at which call of the provider of two hosts in memory
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import itertools
+import os
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -16,13 +20,14 @@ from typing import Any
 import pytest
 
 from launcher.config import Config
-from launcher.errors import Exit, HostsUnreachable, LaunchError
+from launcher.errors import BadInput, Exit, HostsUnreachable, LaunchError
 from launcher.gcloud.errors import PermissionDenied, Preempted, QuotaExceeded, Stockout
 from launcher.provider import SECRETS_LATE, Attempt, ContainerState, HostReport, LogLine, Observation
 from launcher.run import events, launch
 from launcher.run.ledger import Ledger
 from launcher.run.session import RunStopped
 from launcher.run.verdict import Kind
+from launcher.tpu_vm import slice_hints
 from tests.launcher.test_runs import FakeProvider, Workstation, start_and_lose_sight, work
 from training.storage import Stat
 
@@ -572,6 +577,31 @@ def test_down_of_a_detached_run_lets_it_save_before_the_slice_is_deleted(work: W
     assert outcomes(work) == {"": ["saved"], "interrupted start": ["not started"]}.get(trouble, [])
     assert trouble or work.ledger.log_file(0, 1).exists(), "the host's last lines"
     assert work.ledger.state.stop_requested
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOTSUP])
+def test_where_files_can_not_be_locked_down_deletes_the_slice_and_run_is_refused(
+    work: Workstation, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
+) -> None:
+    start_and_lose_sight(work)
+    work.hosts.calls.clear()
+
+    def refuse(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with slice_hints.mark_create_in_flight(work.config()) as descriptors:
+        launch.delete_slice(work.config(), work.context())
+    assert descriptors == ()
+    assert not slice_hints.is_create_in_flight(work.config())
+    assert work.hosts.calls == ["stop", "delete"]
+    assert [re.sub(f"{work.home}/|/demo-[^/]+", "", text) for text in caplog.messages] == [
+        f"not known which other commands are at work: {name}: its file system can't lock files ({os.strerror(code)}): "
+        "set TPU_LAUNCH_HOME to a folder on a local disk"
+        for name in ("slices/p.demo.asking", "slices/p.demo.deleting", "runs/lock")
+    ]
+    with pytest.raises(BadInput, match=rf"lock: .* can't lock files \({os.strerror(code)}\): set TPU_LAUNCH_HOME"):
+        work.run(work.config())
 
 
 def test_no_attempt_starts_on_a_slice_that_down_is_deleting(work: Workstation) -> None:
