@@ -42,7 +42,7 @@ run: {{command: [sh, main.sh]}}
 """
 MAKE = (
     "from launcher.config import load; from launcher.images import local; "
-    "print(local.image(load('run.yaml', (), command=()), print))"
+    "print(local.image(load('run.yaml', (), command=()), print).reference)"
 )
 LARGE_BYTES = 8 * 2**20
 

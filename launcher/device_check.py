@@ -87,7 +87,7 @@ def check_devices(config: Config, context: Context, seconds: float = SECONDS) ->
     provider = context.make_provider(config)
     with contextlib.closing(provider):
         require_ready(config, provider)
-        image = local.image(config, context.output.say)
+        image = local.image(config, context.output.say).reference
         attempt = make_attempt(config, new_run_id(_NAME, context.machine), image)
         context.output.say(f"trying the devices of {config.accelerator.hosts} hosts")
         try:

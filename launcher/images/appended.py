@@ -17,10 +17,11 @@ from typing import Any
 
 from launcher.errors import BadInput
 from launcher.images import artifact_registry
+from launcher.images.build import Image
 from launcher.images.build_context import Entry
 from launcher.images.distribution import credentials
 from launcher.images.distribution.client import Blob, Registry, blob_of
-from launcher.images.distribution.layer import Layer, compute_tag, make_layers
+from launcher.images.distribution.layer import Layer, compute_tag, hash_files, make_layers
 from launcher.images.distribution.manifest import (
     Descriptor,
     ImageManifest,
@@ -59,18 +60,24 @@ class _BaseImage:
         """The settings of its containers: the working directory, labels."""
         return dict(self.config.get("config") or {})
 
+    @property
+    def folder(self) -> str:
+        """The working directory, to which the code goes."""
+        return self.settings.get("WorkingDir") or "/"
+
 
 def find(spec: AppendSpec) -> str | None:
     """Returns REPOSITORY@sha256:... if the registry has the image, else None. Sends nothing. Raises as `ensure`."""
     target = parse(spec.repository)
     with _open_registry(spec, target, writes=False) as registry:
         base = _read_base(registry, spec)
-        digest = registry.find_manifest(target.path, compute_tag(_make_layers(spec, base), base.digest))
+        trainer, code = _make_layers(spec, base)
+        digest = registry.find_manifest(target.path, compute_tag(trainer + code, base.digest))
     return f"{target.repository}@{digest}" if digest else None
 
 
-def ensure(spec: AppendSpec, say: Callable[[str], None]) -> str:
-    """Makes the image in the registry unless it exists; returns REPOSITORY@sha256:...
+def ensure(spec: AppendSpec, say: Callable[[str], None]) -> Image:
+    """Makes the image in the registry unless it exists; its name is REPOSITORY@sha256:...
 
     Raises:
         BadInput: the base does not exist or can't be used, or a file can't be read.
@@ -79,10 +86,11 @@ def ensure(spec: AppendSpec, say: Callable[[str], None]) -> str:
     target = parse(spec.repository)
     with _open_registry(spec, target, writes=True) as registry:
         base = _read_base(registry, spec)
-        layers = _make_layers(spec, base)
-        tag = compute_tag(layers, base.digest)
+        trainer, code = _make_layers(spec, base)
+        layers = trainer + code
+        tag, files = compute_tag(layers, base.digest), hash_files(code, base.folder)
         if digest := registry.find_manifest(target.path, tag):
-            return f"{target.repository}@{digest}"
+            return Image(f"{target.repository}@{digest}", files, base.folder)
         if spec.create_repository and artifact_registry.require(target.repository):
             say(f"created the repository of {target.repository}: private, as the project's")
         say(f"appending {len(layers)} layer{'s' if len(layers) > 1 else ''} to {spec.base}")
@@ -90,7 +98,7 @@ def ensure(spec: AppendSpec, say: Callable[[str], None]) -> str:
         digest = _push(registry, target, tag, spec.base, base, layers)
         seconds = time.monotonic() - begin
         say(f"pushed {target.repository}:{tag}: sent {_format_size(registry.bytes_sent)} in {seconds:.1f} s")
-    return f"{target.repository}@{digest}"
+    return Image(f"{target.repository}@{digest}", files, base.folder)
 
 
 def _open_registry(spec: AppendSpec, target: Reference, *, writes: bool) -> Registry:
@@ -122,16 +130,14 @@ def _read_base(registry: Registry, spec: AppendSpec) -> _BaseImage:
     return _BaseImage(document.digest, manifest, config)
 
 
-def _make_layers(spec: AppendSpec, base: _BaseImage) -> list[Layer]:
+def _make_layers(spec: AppendSpec, base: _BaseImage) -> tuple[list[Layer], list[Layer]]:
     """Packs the trainer, if the base's label says that it can run it, and the user's code. Raises BadInput for none."""
-    layers = []
-    if _LABEL in (base.settings.get("Labels") or {}):
-        layers += make_layers(spec.training, _TRAINING, "tpu-launch: the trainer")
-    if spec.code:
-        layers += make_layers(spec.code, base.settings.get("WorkingDir") or "/", "tpu-launch: image.code")
-    if not layers:
+    can_train = _LABEL in (base.settings.get("Labels") or {})
+    trainer = make_layers(spec.training, _TRAINING, "tpu-launch: the trainer") if can_train else []
+    code = make_layers(spec.code, base.folder, "tpu-launch: image.code")
+    if not trainer + code:
         raise BadInput(f"{spec.base} has no label {_LABEL}, so there is nothing to append: set image.code")
-    return layers
+    return trainer, code
 
 
 def _push(

@@ -10,9 +10,9 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import IO
 
 from launcher import shell
@@ -26,6 +26,7 @@ _BUILD_SECONDS = 3600.0
 _PUSH_SECONDS = 3600.0
 _PULL_SECONDS = 600.0
 
+CODE_FOLDER = "/home/trainer"  # where the Dockerfiles of `images/` copy the folder of `image.code`
 _BUILDKIT = {"DOCKER_BUILDKIT": "1"}
 
 # Docker's words for a registry's refusal. In a build's output, "denied" may also come from a program of the build.
@@ -41,7 +42,13 @@ class Image:
     """An image that hosts can run."""
 
     reference: str  # the name that hosts run
-    digest: str  # the sha256:... in it
+    code: Mapping[str, str] = field(default_factory=dict)  # build_context.hash_file of the files of `image.code`
+    folder: str = CODE_FOLDER  # where these files are
+
+    @property
+    def digest(self) -> str:
+        """The sha256:... in the name."""
+        return self.reference.rpartition("@")[2]
 
 
 def ensure_image(spec: ImageSpec, say: Callable[[str], None]) -> Image:
@@ -80,7 +87,9 @@ def ensure_image(spec: ImageSpec, say: Callable[[str], None]) -> Image:
             f"docker reported success, but its store has no {plan.remote or plan.local}: was it removed meanwhile? "
             "Try again"
         )
-    return Image(plan.reference, plan.reference.rpartition("@")[2])
+    hashes = spec.digest[1].items()
+    code = {path.removeprefix("code/"): found for path, found in hashes if path.startswith("code/")}
+    return Image(plan.reference, code)
 
 
 def _pull(docker: str, base: str, say: Callable[[str], None]) -> None:

@@ -96,13 +96,20 @@ def _is_sent(path: Path) -> bool:
     return stat.S_ISREG(mode) or stat.S_ISLNK(mode)
 
 
-def digest(entries: Iterable[Entry]) -> bytes:
-    """Returns the SHA-256 of the entries; their order does not count."""
-    whole = hashlib.sha256()
+def digest(entries: Iterable[Entry]) -> tuple[bytes, dict[str, str]]:
+    """Reads each entry once, and returns the SHA-256 of all, whatever their order, and `hash_file` of each by path."""
+    whole, each = hashlib.sha256(), {}
     for path, source in sorted(entries):
-        for field in (path.encode(), *_read_entry(source)):
+        kind, content = _read_entry(source)
+        each[path] = hash_file(kind, content)
+        for field in (path.encode(), kind, content):
             whole.update(len(field).to_bytes(8, "big") + field)
-    return whole.digest()
+    return whole.digest(), each
+
+
+def hash_file(kind: bytes, content: bytes) -> str:
+    """Returns the SHA-256 of a file ("file", "program" if executable) or of a link ("link", and where it points)."""
+    return hashlib.sha256(kind + b"\0" + content).hexdigest()
 
 
 def assemble(entries: Iterable[Entry], destination: Path) -> None:

@@ -14,7 +14,7 @@ from launcher import shell
 from launcher.config import Config
 from launcher.errors import BadInput
 from launcher.images import appended, base, engine
-from launcher.images.build import ensure_image
+from launcher.images.build import Image, ensure_image
 from launcher.images.distribution.reference import parse
 from launcher.images.plan import list_commands, make_plan
 from launcher.images.specification import ImageSpec, default_spec, folder_spec, own_files, training_files
@@ -104,15 +104,15 @@ def check(config: Config) -> None:
     engine.require_engine()
 
 
-def image(config: Config, say: Callable[[str], None]) -> str:
-    """Makes and pushes the image unless it exists or image.reference is set; returns the name that hosts run."""
+def image(config: Config, say: Callable[[str], None]) -> Image:
+    """Makes and pushes the image unless it exists or image.reference is set. Says which credentials it leaves out."""
     if config.image.reference:
-        return config.image.reference
+        return Image(config.image.reference)
     if not needs_engine(config):
         if config.image.build == "auto" and not config.image.base:
             say("no container engine answers here: making the image in the registry")
         return appended.ensure(append_spec(config), say)
-    return ensure_image(image_spec(config), say).reference
+    return ensure_image(image_spec(config), say)
 
 
 def published(config: Config) -> str | None:
@@ -128,7 +128,7 @@ def unpublished(config: Config, say: Callable[[str], None]) -> str:
     An image with a base of the user's own exists in the registry only.
     """
     if config.image.base:
-        return image(config, say)
+        return image(config, say).reference
     return config.image.reference or ensure_image(replace(image_spec(config), repository=None), say).reference
 
 
@@ -152,7 +152,7 @@ def run(
         mounts: more files to mount read-only, each at a path in the container.
     """
     docker = engine.require_engine()
-    used = reference or image(config, say)
+    used = reference or image(config, say).reference
     name = f"tpu-launch-local-{secrets.token_hex(4)}"
     folder = Path.cwd()
     argv = [docker, "run", "--rm", "--init", "--name", name, "--network", "host"]

@@ -6,9 +6,9 @@ reports the hash of what it received, and all must equal ours before anything st
 folder (`launcher.run.specification`), so that later attempts get the same files. Files of `build_context.LEFT_OUT` are
 left out.
 
-`.tpu-launch/images/<digest of the image's name>.code.json` records the files of `image.code` in an image: path ->
-SHA-256. It is written when `run` made the image or found it made. Without it (an image of another machine, another
-folder), or when it is damaged, every file counts as changed.
+`.tpu-launch/images/<digest of the image's name>.code.json` records the files of `image.code` in an image, and their
+folder there. It is written when `run` made the image or found it made, from the bytes of which the image was made.
+Without it (an image of another machine, another folder), or when it is damaged, every file counts as changed.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ import io
 import json
 import tarfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from launcher.config import Config
 from launcher.errors import BadInput
 from launcher.home import write_private
 from launcher.images import build_context
+from launcher.images.build import CODE_FOLDER, Image
 from launcher.provider import Overlay
 
-CODE_FOLDER = "/home/trainer"  # where the Dockerfiles of `images/` copy the folder of `image.code`
 _LARGEST_BYTES = 32 * 2**20  # a larger overlay is more than code: build an image
 
 
@@ -69,58 +69,45 @@ def find_changes(option: str, config: Config, home: Path, image: str | None) -> 
     """
     name, separator, target = option.rpartition("=")
     root = Path(name if separator else option)
+    known = _read_record(home, image, root, config)
     if not separator:
-        if config.image.dockerfile or config.image.reference:
+        if not known and (config.image.dockerfile or config.image.reference or config.image.base):
             raise BadInput(
                 f"--sync {option}: where is that folder in your image? --sync {option}=TARGET, an absolute path"
             )
-        target = CODE_FOLDER
+        target = known.folder if known else CODE_FOLDER
     if not target.startswith("/"):
         raise BadInput(f"--sync {option}: TARGET must be a folder of the image, as an absolute path: {root}=/app")
     if not root.is_dir():
         raise BadInput(f"--sync {option}: {root} is not a folder")
-    files = _list_files(root)
-    recorded = _read_record(home, image, root, config) if target == CODE_FOLDER else {}
-    changed = [path for path, digest in _hash_files(files).items() if recorded.get(path) != digest]
+    entries = build_context.folder(root)
+    files = {path: file for path, file in entries if file.is_file()}
+    recorded = known.code if known and known.folder == target else {}
+    hashes = build_context.digest(entries)[1]
+    changed = [path for path in files if recorded.get(path) != hashes[path]]
     # Without a change all files go: an overlay of an earlier sync must not stay in effect.
     overlay = _pack_files(f"--sync {option}", target, root, [files[path] for path in changed or files])
-    return Changes(overlay, tuple(changed), tuple(sorted(set(recorded) - set(files))))
+    return Changes(overlay, tuple(changed), tuple(sorted(set(recorded) - set(hashes))))
 
 
-def record_code(home: Path, image: str, config: Config) -> None:
-    """Records the present files of `image.code`, if set, with which the image was made."""
-    if config.image.code is not None:
-        hashes = _hash_files(_list_files(config.folder / config.image.code))
-        write_private(_record_path(home, image), json.dumps(hashes, indent=1))
+def record_code(home: Path, image: Image) -> None:
+    """Records the files of `image.code` in an image, if it has any."""
+    if image.code:
+        write_private(_record_path(home, image.reference), json.dumps(asdict(image), indent=1))
 
 
-def _read_record(home: Path, image: str | None, root: Path, config: Config) -> Mapping[str, str]:
-    """Returns the hashes of a folder's files in an image; {} when they are not known."""
+def _read_record(home: Path, image: str | None, root: Path, config: Config) -> Image | None:
+    """Returns the record of an image, if it is known to have the files of `root`; else None."""
     if image is None or config.image.code is None or (config.folder / config.image.code).resolve() != root.resolve():
-        return {}
-    with contextlib.suppress(OSError, ValueError):
-        document = json.loads(_record_path(home, image).read_text())
-        if isinstance(document, dict):
-            return document
-    return {}
+        return None
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        record = Image(**json.loads(_record_path(home, image).read_text()))
+        return record if record.code and isinstance(record.code, dict) else None
+    return None
 
 
 def _record_path(home: Path, image: str) -> Path:
     return home / "images" / f"{hashlib.sha256(image.encode()).hexdigest()[:32]}.code.json"
-
-
-def _list_files(root: Path) -> dict[str, Path]:
-    """Returns the files of a folder that an image would get (.dockerignore, LEFT_OUT), by path."""
-    return {path: file for path, file in build_context.folder(root) if file.is_file()}
-
-
-def _hash_files(files: Mapping[str, Path]) -> dict[str, str]:
-    """Returns the SHA-256 of each file's content and executable bit, by path."""
-    hashes = {}
-    for path, file in files.items():
-        mode = b"program" if build_context.is_executable(file) else b"file"
-        hashes[path] = hashlib.sha256(mode + file.read_bytes()).hexdigest()
-    return hashes
 
 
 def _pack_files(option: str, target: str, root: Path, paths: list[Path]) -> Overlay:

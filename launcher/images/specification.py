@@ -7,6 +7,7 @@ secret and enters no layer. Pure, apart from reading files.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -34,6 +35,12 @@ class ImageSpec:
     repository: str | None = None  # where it is pushed to; None: nowhere
     ca_bundle: Path | None = None  # certificates for the build's downloads
     create_repository: bool = False
+
+    @functools.cached_property
+    def digest(self) -> tuple[bytes, dict[str, str]]:
+        """The hashes of the context (`build_context.digest`) when they were first asked for: the image has these
+        files, because a build compares its copy of them with this one."""
+        return build_context.digest(self.context)
 
 
 def default_spec(
@@ -144,7 +151,7 @@ def parse_bases(dockerfile: str, build_args: Mapping[str, str]) -> tuple[str, ..
 def compute_tag(spec: ImageSpec, base_ids: Mapping[str, str]) -> str:
     """Returns 16 hexadecimal digits, a hash of the spec's files and arguments and of the base images' ids by name."""
     parts = (
-        build_context.digest(spec.context).hex(),
+        spec.digest[0].hex(),
         hashlib.sha256(spec.dockerfile.read_bytes()).hexdigest(),
         sorted(spec.build_args),
         spec.target,

@@ -337,8 +337,9 @@ def _choose_image(request: RunRequest, context: Context, kept: Specification, sp
     elif spec.overlay is not None:
         known = kept.image  # the overlay is kept, and so is the image under it
     if known is None:
-        known = local.image(request.config, context.output.say)
-        overlays.record_code(context.home, known, request.config)
+        made = local.image(request.config, context.output.say)
+        overlays.record_code(context.home, made)
+        known = made.reference
     return known
 
 

@@ -18,9 +18,10 @@ import pytest
 
 from launcher.checks.doctor import check_base_image
 from launcher.config import Config, load
+from launcher.emulator.http_server import HttpRequest
 from launcher.errors import BadInput
 from launcher.findings import Severity
-from launcher.images import appended, base, local
+from launcher.images import appended, base, local, overlays
 from launcher.images.distribution import credentials
 from launcher.images.distribution.client import ManifestDocument, Registry, blob_of, sha256
 from launcher.images.distribution.credentials import RegistryCredentials
@@ -65,14 +66,14 @@ def write(folder: Path, text: str) -> Config:
     return load(folder / "run.yaml", (), command=())
 
 
-def push_base(name: str, labels: dict[str, str] | None = None) -> None:
+def push_base(name: str, labels: dict[str, str] | None = None, folder: str = "/home/trainer") -> None:
     """An image of one layer with a working directory, as an engine pushes it."""
     reference = appended.parse(name)
     archive = io.BytesIO()
     with tarfile.open(fileobj=archive, mode="w") as files:
         files.addfile(tarfile.TarInfo("base-file"))
     layer = blob_of(gzip.compress(archive.getvalue(), mtime=0))
-    settings = {"WorkingDir": "/home/trainer", "Labels": labels or {}}
+    settings = {"WorkingDir": folder, "Labels": labels or {}}
     rootfs = {"type": "layers", "diff_ids": [sha256(archive.getvalue())]}
     fields = {"os": "linux", "architecture": "amd64", "config": settings, "rootfs": rootfs}
     described = blob_of(json.dumps(fields).encode())
@@ -89,7 +90,7 @@ def push_our_base(config: Config) -> None:
 
 
 def make(config: Config) -> str:
-    return local.image(config, lambda line: None)
+    return local.image(config, lambda line: None).reference
 
 
 def read(name: str) -> tuple[dict[str, tarfile.TarInfo], Any]:
@@ -172,14 +173,39 @@ def test_layers_are_the_same_bytes_whatever_the_order_and_the_times(tmp_path: Pa
 def test_a_users_own_base_gets_only_the_code_and_its_layers_are_not_sent(
     server: RegistryServer, config: Config
 ) -> None:
-    push_base(f"{OTHER_HOST}/p/images/mine:1")
+    push_base(f"{OTHER_HOST}/p/images/mine:1", folder="/srv/app")
     text = FILE.replace("build: registry", f"base: {OTHER_HOST}/p/images/mine:1")
     name = make(write(config.folder, text))
     assert name.startswith(f"{REPOSITORY}@sha256:")
-    assert set(read(name)[0]) == {"base-file", "home/trainer/main.py", "home/trainer/tool.sh"}
+    assert set(read(name)[0]) == {"base-file", "srv/app/main.py", "srv/app/tool.sh"}
     assert not [line for line in server.asked if line.startswith("GET") and "/mine/blobs/" in line][1:]
     with pytest.raises(BadInput, match="nothing to append"):
         make(write(config.folder, text.replace(", code: own", "")))
+
+
+def test_sync_goes_where_the_base_has_the_code_and_knows_an_edit_during_the_build(
+    server: RegistryServer, config: Config
+) -> None:
+    push_base(f"{OTHER_HOST}/p/images/mine:1", folder="/srv/app")
+    config = write(config.folder, FILE.replace("build: registry", f"base: {OTHER_HOST}/p/images/mine:1"))
+    code, home = config.folder / "own", config.folder / "home"
+    (code / "link.py").symlink_to("main.py")
+    with pytest.raises(BadInput, match=r"where is that folder in your image"):
+        overlays.find_changes(str(code), config, home, None)
+
+    def edit(request: HttpRequest) -> None:
+        if request.method == "PUT" and "/manifests/" in request.path:
+            (code / "main.py").write_text("print(2)\n")
+
+    server.before = edit
+    said: list[str] = []
+    made = local.image(config, said.append)
+    for image in (made, local.image(config, lambda line: None)):
+        overlays.record_code(home, image)
+    changes = overlays.find_changes(str(code), config, home, made.reference)
+    assert (changes.changed, changes.overlay.target) == (("main.py",), "/srv/app")
+    assert image.code != made.code
+    assert overlays.find_changes(str(code), config, home, image.reference).changed == ()
 
 
 def test_a_missing_base_is_an_error_that_says_how_to_make_it(server: RegistryServer, config: Config) -> None:

@@ -81,7 +81,7 @@ def test_own_code_is_part_of_the_image_and_of_its_tag(backend: str, tmp_path: Pa
     before = compute_tag(own, BASE)
     assert before != compute_tag(bare, BASE)
     (tmp_path / "train.py").write_text("3")
-    assert compute_tag(own, BASE) != before
+    assert compute_tag(default_spec(backend, code=tmp_path), BASE) != before
 
 
 def test_what_an_image_can_not_be_made_of_is_named(tmp_path: Path) -> None:

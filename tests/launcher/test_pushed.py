@@ -14,6 +14,7 @@ import pytest
 
 from launcher.errors import LaunchError
 from launcher.images.build import ensure_image
+from launcher.images.build_context import hash_file
 from launcher.images.plan import list_commands, make_plan
 from launcher.images.specification import ImageSpec, folder_spec
 from tests.launcher.script_host import write_program
@@ -26,7 +27,9 @@ echo "$*" >>calls
 case "$1 $2" in
   "--version "*) echo "Docker version 20.10.24" ;;
   "version "*) echo 20.10.24 ;;
-  "build "*) if [ -e failure ]; then cat failure; exit 1; fi; echo sha256:1 >image ;;
+  "build "*) if [ -e failure ]; then cat failure; exit 1; fi
+    [ ! -e edit ] || echo two >../context/code/train.py
+    echo sha256:1 >image ;;
   "tag "*) touch tagged ;;
   "push "*)
     echo "abc: Pushing"
@@ -61,6 +64,16 @@ def spec(tmp_path: Path) -> ImageSpec:
 
 def count_pushes(docker: Path) -> int:
     return (docker / "calls").read_text().count("\npush ")
+
+
+def test_an_edit_during_the_build_is_not_taken_for_the_images(docker: Path, spec: ImageSpec, tmp_path: Path) -> None:
+    own = tmp_path / "context" / "code" / "train.py"
+    own.parent.mkdir()
+    own.write_text("one\n")
+    (docker / "edit").touch()
+    made = ensure_image(folder_spec("test/image", tmp_path / "context"), print)
+    assert own.read_text() == "two\n"
+    assert made.code == {"train.py": hash_file(b"file", b"one\n")}
 
 
 def test_an_interrupted_push_is_done_again(docker: Path, spec: ImageSpec) -> None:

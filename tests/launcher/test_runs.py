@@ -20,6 +20,7 @@ import pytest
 from launcher.config import Config, load
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.images import local
+from launcher.images.build import Image
 from launcher.provider import (
     Attempt,
     Capabilities,
@@ -433,7 +434,7 @@ def test_the_image_of_a_run_is_known_before_its_attempt_begins(
     work: Workstation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     numbers = itertools.count()
-    monkeypatch.setattr(local, "image", lambda config, say: f"image-{next(numbers)}")
+    monkeypatch.setattr(local, "image", lambda config, say: Image(f"image-{next(numbers)}"))
     work.hosts.exits[:2] = [75, 0]
     work.run(work.config())
     assert [attempt.image for attempt in work.hosts.attempts] == ["image-0", "image-0"], "recovery builds nothing"

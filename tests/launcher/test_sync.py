@@ -13,7 +13,8 @@ import pytest
 
 from launcher.config import Config, load
 from launcher.errors import BadInput
-from launcher.images import overlays
+from launcher.images import build_context, overlays
+from launcher.images.build import Image
 from launcher.provider import Overlay
 from launcher.run import events, launch
 from launcher.run.verdict import Kind
@@ -38,6 +39,11 @@ def code(tmp_path: Path) -> Path:
     return folder
 
 
+def record(home: Path, code: Path, folder: str = "/home/trainer") -> None:
+    hashes = build_context.digest(build_context.folder(code))[1]
+    overlays.record_code(home, Image(IMAGE, hashes, folder))
+
+
 @pytest.fixture
 def own_code(tmp_path: Path, code: Path) -> Config:
     path = tmp_path / "run.yaml"
@@ -49,7 +55,7 @@ def own_code(tmp_path: Path, code: Path) -> Config:
 
 
 def test_only_files_that_changed_since_the_image_was_made_travel(tmp_path: Path, code: Path, own_code: Config) -> None:
-    overlays.record_code(tmp_path, IMAGE, own_code)
+    record(tmp_path, code)
     (code / "train.py").write_text("two\n")
     (code / "new.py").write_text("new\n")
     (code / "secret.env").write_text("KEY=value\n")
@@ -58,7 +64,7 @@ def test_only_files_that_changed_since_the_image_was_made_travel(tmp_path: Path,
     assert contents(changes.overlay) == {"train.py": "two\n", "new.py": "new\n"}
     assert (changes.changed, changes.removed) == (("new.py", "train.py"), ("part/model.py",))
     assert changes.overlay.target == "/home/trainer"
-    overlays.record_code(tmp_path, IMAGE, own_code)
+    record(tmp_path, code)
     (code / "train.py").chmod(0o755)
     assert overlays.find_changes(str(code), own_code, tmp_path, IMAGE).changed == ("train.py",), "it is a program now"
 
@@ -66,17 +72,17 @@ def test_only_files_that_changed_since_the_image_was_made_travel(tmp_path: Path,
 def test_all_files_travel_over_an_image_that_is_not_known_or_has_another_folder(
     tmp_path: Path, code: Path, own_code: Config
 ) -> None:
-    overlays.record_code(tmp_path, IMAGE, own_code)
+    record(tmp_path, code)
     both = ("part/model.py", "train.py")
     assert overlays.find_changes(str(code), own_code, tmp_path, "r/i@sha256:other").changed == both
     assert overlays.find_changes(f"{code}=/opt/app", own_code, tmp_path, IMAGE).changed == both
-    (record,) = (tmp_path / "images").iterdir()
-    record.write_text('{"train.py": ')
+    (path,) = (tmp_path / "images").iterdir()
+    path.write_text('{"train.py": ')
     assert overlays.find_changes(str(code), own_code, tmp_path, IMAGE).changed == both
 
 
 def test_after_a_reverted_change_all_files_are_sent_again(tmp_path: Path, code: Path, own_code: Config) -> None:
-    overlays.record_code(tmp_path, IMAGE, own_code)
+    record(tmp_path, code)
     changes = overlays.find_changes(str(code), own_code, tmp_path, IMAGE)
     assert changes.changed == ()
     assert contents(changes.overlay) == {"train.py": "one\n", "part/model.py": "model\n"}

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from launcher.errors import BadInput
-from launcher.images.build_context import Entry, is_executable
+from launcher.images.build_context import Entry, hash_file, is_executable
 from launcher.images.distribution.client import Blob, blob_of, sha256
 
 LARGE_BYTES = 4 * 2**20
@@ -62,6 +62,20 @@ def make_layers(entries: Sequence[Entry], folder: str, title: str) -> list[Layer
         Layer(_make_archive(group, folder), f"{title}{f' ({number})' if number else ''}")
         for number, group in enumerate(_group_by_layer(entries))
     ]
+
+
+def hash_files(layers: Sequence[Layer], folder: str) -> dict[str, str]:
+    """Returns `build_context.hash_file` of the files in layers that `make_layers` made for a folder, by path in it."""
+    hashes = {}
+    for layer in layers:
+        with tarfile.open(fileobj=io.BytesIO(layer.archive)) as archive:
+            for entry in archive:
+                path = str(PurePosixPath("/", entry.name).relative_to(folder))
+                if entry.issym():
+                    hashes[path] = hash_file(b"link", entry.linkname.encode())
+                elif file := archive.extractfile(entry):
+                    hashes[path] = hash_file(b"program" if entry.mode & 0o100 else b"file", file.read())
+    return hashes
 
 
 def _group_by_layer(entries: Sequence[Entry]) -> list[list[Entry]]:
