@@ -19,7 +19,7 @@ from launcher import shell
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.home import home
 from launcher.images import artifact_registry, build_context, engine
-from launcher.images.plan import ImagePlan, build_command, make_plan, record_push, refresh
+from launcher.images.plan import ImagePlan, build_command, confirm_push, make_plan, record_push, refresh
 from launcher.images.specification import ImageSpec, compute_tag
 
 _BUILD_SECONDS = 3600.0
@@ -66,13 +66,13 @@ def ensure_image(spec: ImageSpec, say: Callable[[str], None]) -> Image:
         for base in plan.missing_bases:
             _pull(docker, base, say)
         plan = make_plan(spec)
-    if not plan.image_id or plan.needs_push:
+    if not plan.image_id or (plan.remote and not confirm_push(plan, spec.ca_bundle)):
         with _open_log(plan.tag, say) as log:
             plan = refresh(plan)  # another process may have built it while we waited
             if not plan.image_id:
                 _build(spec, plan, log, say)
                 plan = refresh(plan)
-            if plan.remote and plan.image_id and plan.needs_push:
+            if plan.remote and plan.image_id and not confirm_push(plan, spec.ca_bundle):
                 try:
                     if spec.create_repository and artifact_registry.require(plan.remote):
                         say(f"created the repository of {spec.repository}: private, as the project's")

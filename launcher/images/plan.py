@@ -6,23 +6,25 @@ Pushes that docker reported as done are recorded beside the build logs. The engi
 containerd image store, an image has a digest of a repository (`RepoDigests`) from `docker tag` on, before anything was
 sent. Pushing again is cheap: a registry that has the image takes only the manifest. So an image is pushed when there is
 no record, a damaged one, or one of another engine (an emulated slice's engine pushes to an emulated registry of the
-same name), and when the record is a day old (registries delete images by their cleanup policies).
+same name), and when the registry does not confirm that it has the image (users and cleanup policies delete images).
 """
 
 from __future__ import annotations
 
 import json
 import os
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from launcher.errors import LaunchError
 from launcher.home import where, write_private
 from launcher.images import artifact_registry, engine
+from launcher.images.distribution import credentials
+from launcher.images.distribution.client import Registry
+from launcher.images.distribution.reference import parse
 from launcher.images.specification import ImageSpec, base_images, compute_tag
 
 _UNKNOWN_TAG = "TAG"  # in printed commands, while a base image still has to be pulled
-_TRUSTED_SECONDS = 24 * 3600.0
 
 
 @dataclass(frozen=True)
@@ -37,17 +39,11 @@ class ImagePlan:
     missing_bases: tuple[str, ...]
     image_id: str | None = None  # sha256:..., when the image is in the store
     pushed: str | None = None  # repository@sha256:..., when it was pushed
-    pushed_recently: bool = False
 
     @property
     def reference(self) -> str | None:
         """The name that hosts run; None while something has to be built or pushed."""
         return self.pushed if self.remote else self.image_id
-
-    @property
-    def needs_push(self) -> bool:
-        """Whether the registry may lack the image."""
-        return self.remote is not None and not self.pushed_recently
 
     @property
     def work_folder(self) -> Path:
@@ -63,7 +59,6 @@ class _Push:
     image_id: str  # sha256:... in the engine's store
     digest: str  # sha256:... in the registry
     engine: str  # $DOCKER_HOST of the push; "" for the machine's own engine
-    time: float  # Unix seconds
 
 
 def make_plan(spec: ImageSpec) -> ImagePlan:
@@ -89,15 +84,29 @@ def refresh(plan: ImagePlan) -> ImagePlan:
             (push for push in _read_pushes(plan.tag) if (push.remote, push.image_id, push.engine) == wanted), None
         )
     if push is None or push.digest not in engine.find_digests(plan.docker, push.remote):
-        return replace(plan, image_id=image_id, pushed=None, pushed_recently=False)
-    reference = f"{push.remote.rpartition(':')[0]}@{push.digest}"
-    recently = 0 <= time.time() - push.time < _TRUSTED_SECONDS
-    return replace(plan, image_id=image_id, pushed=reference, pushed_recently=recently)
+        return replace(plan, image_id=image_id, pushed=None)
+    return replace(plan, image_id=image_id, pushed=f"{push.remote.rpartition(':')[0]}@{push.digest}")
+
+
+def confirm_push(plan: ImagePlan, ca_bundle: Path | None) -> bool:
+    """Returns whether the registry answers, within one try, that it has the image that was pushed."""
+
+    def give_up(_seconds: float) -> None:
+        raise LaunchError("a push finds out more than further tries")
+
+    if plan.pushed is None:
+        return False
+    try:
+        image = parse(plan.pushed)
+        with Registry(image.host, credentials.find, reads=[image.path], ca_bundle=ca_bundle, sleep=give_up) as registry:
+            return registry.find_manifest(image.path, image.digest) is not None
+    except LaunchError:
+        return False
 
 
 def record_push(tag: str, remote: str, image_id: str, digest: str) -> None:
     """Records a push in place of this engine's last one to `remote`. The caller holds the lock of the image's log."""
-    push = _Push(remote, image_id, digest, _current_engine(), time.time())
+    push = _Push(remote, image_id, digest, _current_engine())
     kept = [earlier for earlier in _read_pushes(tag) if (earlier.remote, earlier.engine) != (remote, push.engine)]
     write_private(_pushes_path(tag), json.dumps([vars(entry) for entry in (*kept, push)], indent=1) + "\n")
 
@@ -125,7 +134,7 @@ def list_commands(spec: ImageSpec) -> list[list[str]]:
     commands = [[docker, "pull", "--quiet", base] for base in plan.missing_bases]
     if plan.image_id is None:
         commands.append(build_command(spec, plan))
-    if plan.remote and plan.needs_push:
+    if plan.remote and plan.pushed is None:
         if spec.create_repository and (repository := artifact_registry.parse(plan.remote)):
             commands.append(repository.create_command)
         commands += [[docker, "tag", plan.local, plan.remote], [docker, "push", plan.remote]]

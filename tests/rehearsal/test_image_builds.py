@@ -22,6 +22,7 @@ import pytest
 
 from launcher import shell
 from launcher.emulator.http_server import HttpRequest, HttpResponse, json_response
+from launcher.emulator.storage.tls import CA_FILE, tls_context
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.images import engine
 from launcher.images.build import ensure_image
@@ -54,8 +55,9 @@ def spec(tmp_path: Path) -> Iterator[ImageSpec]:
         'CMD ["cat", "/greeting", "/code.py"]\n'
     )
     (folder / "code.py").write_text("print(1)\n")
-    bundle = tmp_path / "ca.pem"
-    bundle.write_text(SECRET)
+    bundle = tmp_path / CA_FILE
+    tls_context(tmp_path)  # writes it
+    bundle.write_text(f"{SECRET}\n{bundle.read_text()}")
     name = f"tpu-launch-test/{secrets.token_hex(4)}"
     yield folder_spec(name, folder, ca_bundle=bundle)
     docker = engine.client()
