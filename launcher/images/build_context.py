@@ -24,25 +24,39 @@ from launcher.errors import BadInput
 # A path inside the context (with "/"), and its source file on this machine.
 Entry = tuple[str, Path]
 
-LEFT_OUT = (
-    *("**/.git", "**/.hg", "**/.svn", "**/.tpu-launch", "**/.venv", "**/node_modules", "**/.DS_Store"),
+_STATE = (
+    *("**/.git", "**/.hg", "**/.svn", "**/.tpu-launch", "**/.venv", "**/venv", "**/node_modules", "**/.DS_Store"),
     *("**/__pycache__", "**/*.pyc", "**/.mypy_cache", "**/.ruff_cache", "**/.pytest_cache", "**/.ipynb_checkpoints"),
+)
+_CREDENTIALS = (
     *("**/*.env", "**/.env.*", "**/.envrc", "**/.netrc", "**/.git-credentials", "**/.pypirc", "**/.npmrc"),
     *("**/.ssh", "**/id_rsa", "**/id_dsa", "**/id_ecdsa", "**/id_ed25519", "**/*.key", "**/*.p12", "**/*.pfx"),
     *("**/.aws", "**/.azure", "**/.kube", "**/.docker/config.json", "**/.config/gcloud", "**/.boto", "**/.kaggle"),
     *("**/application_default_credentials.json", "**/*credentials*.json", "**/*service[-_]account*.json"),
+    f"**/*-{'[0-9a-f]' * 12}.json",  # the name that Google's console gives a service account's key
+    *("**/*[-_]key.json", "**/*key.pem", "**/client_secret*.json", "**/token.json", "**/*kubeconfig"),
     *("**/.cache/huggingface", "**/.huggingface"),
 )
-"""Files of a user's folder that never leave this machine, as .dockerignore patterns: environment files, credentials,
-state and caches. A line `!PATTERN` of the folder's .dockerignore includes a file all the same."""
+LEFT_OUT = (*_STATE, *_CREDENTIALS)
+"""Files of a user's folder that never leave this machine, as .dockerignore patterns: state, caches, environment files
+and credentials. Files that hold a private key don't either. A line `!PATTERN` of the folder's .dockerignore includes a
+file all the same."""
+
+# A key in PEM, in a file of its own or in JSON; or a service account's key, whatever its form.
+_PRIVATE_KEY = re.compile(
+    rb'-----BEGIN [A-Z ]*PRIVATE KEY-----(?:\s|\\[rn])+(?:[\w+/]{16}|Proc-Type:)|"private_key"\s*:\s*"[^"]{16}'
+)
+_SEARCHED_BYTES = 64 * 2**10  # the largest file that is searched for a private key
+_SHOWN = 8
 
 
-def tree(folder: Path, *, below: str = "", ignore: Sequence[str] = ()) -> tuple[Entry, ...]:
+def tree(folder: Path, *, below: str = "", ignore: Sequence[str] = (), search_keys: bool = False) -> tuple[Entry, ...]:
     """Returns every regular file and symbolic link of a folder, sorted. Raises BadInput when there is no such folder.
 
     Args:
         below: begins the files' paths in the context.
         ignore: .dockerignore patterns of files to leave out.
+        search_keys: leave out small files that hold a private key, unless a line `!PATTERN` of `ignore` includes them.
     """
     if not folder.is_dir():
         raise BadInput(f"{folder}: there is no such folder to build an image from")
@@ -54,7 +68,9 @@ def tree(folder: Path, *, below: str = "", ignore: Sequence[str] = ()) -> tuple[
         links = [name for name in folders if (here / name).is_symlink()]
         for name in (*files, *links):
             path = (here / name).relative_to(folder).as_posix()
-            if not is_ignored(path) and _is_sent(here / name):
+            if is_ignored(path) or not _is_sent(here / name):
+                continue
+            if not (search_keys and _holds_private_key(here / name) and is_ignored(path, True)):
                 entries.append((f"{below}/{path}" if below else path, here / name))
         if not may_keep:
             folders[:] = [name for name in folders if not is_ignored((here / name).relative_to(folder).as_posix())]
@@ -62,21 +78,36 @@ def tree(folder: Path, *, below: str = "", ignore: Sequence[str] = ()) -> tuple[
 
 
 def folder(path: Path, dockerfile: Path | None = None) -> tuple[Entry, ...]:
-    """Returns a user's folder as a build context, without `LEFT_OUT` and without what its .dockerignore leaves out.
+    """Returns a user's folder as a build context, without `LEFT_OUT`, files with private keys, and what its
+    .dockerignore leaves out.
 
     Raises BadInput when there is no such folder or its .dockerignore can't be read. With a `dockerfile`, a
     `<Dockerfile>.dockerignore` beside it replaces the folder's
     (https://docs.docker.com/build/concepts/context/#filename-and-location).
     """
+    return _select(path, dockerfile, left_out_of(path), search_keys=True)
+
+
+def report_credentials(path: Path, dockerfile: Path | None, say: Callable[[str], None]) -> None:
+    """Says in one line which files `folder` leaves out because they hold credentials; nothing if there are none."""
+    state = [pattern for pattern in left_out_of(path) if pattern not in _CREDENTIALS]
+    wanted = _select(path, dockerfile, state, search_keys=False)
+    if names := [name for name, _ in sorted(set(wanted) - set(folder(path, dockerfile)))]:
+        shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+        say(f"{path}: left out as credentials: {shown}; a line !PATH in .dockerignore includes a file")
+
+
+def _select(path: Path, dockerfile: Path | None, patterns: Sequence[str], *, search_keys: bool) -> tuple[Entry, ...]:
+    """Returns the files of a user's folder without those of `patterns` and of its .dockerignore, as `folder`."""
     candidates = [path / ".dockerignore"]
     if dockerfile is not None:
         candidates.insert(0, dockerfile.with_name(f"{dockerfile.name}.dockerignore"))
     ignore_file = next((file for file in candidates if file.is_file()), None)
     if ignore_file is None:
-        return tree(path, ignore=left_out_of(path))
+        return tree(path, ignore=patterns, search_keys=search_keys)
     try:
-        lines = ignore_file.read_text(encoding="utf-8-sig").splitlines()
-        return tree(path, ignore=(*left_out_of(path), *lines, "/.dockerignore", "/*.dockerignore"))
+        lines = (*ignore_file.read_text(encoding="utf-8-sig").splitlines(), "/.dockerignore", "/*.dockerignore")
+        return tree(path, ignore=(*patterns, *lines), search_keys=search_keys)
     except (OSError, UnicodeDecodeError, re.error) as error:
         raise BadInput(f"{ignore_file}: can't be used: {error}") from None
 
@@ -94,6 +125,16 @@ def _is_sent(path: Path) -> bool:
     """Returns whether a path is a file or a link: pipes and sockets have no content, and reading one may never end."""
     mode = path.lstat().st_mode
     return stat.S_ISREG(mode) or stat.S_ISLNK(mode)
+
+
+def _holds_private_key(path: Path) -> bool:
+    """Returns whether a small file, or the one that a link points to, holds a private key; False if it can't be read,
+    which `digest` reports."""
+    try:
+        small = path.is_file() and path.stat().st_size <= _SEARCHED_BYTES
+        return small and _PRIVATE_KEY.search(path.read_bytes()) is not None
+    except OSError:
+        return False
 
 
 def digest(entries: Iterable[Entry]) -> tuple[bytes, dict[str, str]]:
@@ -140,9 +181,9 @@ def is_executable(source: Path) -> bool:
     return bool(source.stat().st_mode & 0o100)
 
 
-def _compile_ignore(lines: Sequence[str]) -> Callable[[str], bool]:
+def _compile_ignore(lines: Sequence[str]) -> Callable[..., bool]:
     """Returns a predicate for .dockerignore patterns: the last pattern that matches a path or one of its folders
-    decides.
+    decides, and without one its second argument, False by default.
 
     https://docs.docker.com/build/concepts/context/#dockerignore-files
     """
@@ -156,8 +197,7 @@ def _compile_ignore(lines: Sequence[str]) -> Callable[[str], bool]:
         if cleaned != ".":
             rules.append((_compile_pattern(cleaned), keep))
 
-    def ignored(path: str) -> bool:
-        verdict = False
+    def ignored(path: str, verdict: bool = False) -> bool:
         for expression, keep in rules:
             if expression.fullmatch(path):
                 verdict = not keep

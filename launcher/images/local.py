@@ -13,7 +13,7 @@ from pathlib import Path
 from launcher import shell
 from launcher.config import Config
 from launcher.errors import BadInput
-from launcher.images import appended, base, engine
+from launcher.images import appended, base, build_context, engine
 from launcher.images.build import Image, ensure_image
 from launcher.images.distribution.reference import parse
 from launcher.images.plan import list_commands, make_plan
@@ -28,21 +28,28 @@ def image_spec(config: Config) -> ImageSpec:
     bundle = (config.folder / section.ca_bundle) if section.ca_bundle else None
     has_trackers = config.trainer is not None and config.trainer.telemetry.trackers
     tracker_packages = {"EXTRA": "requirements-trackers.txt"} if has_trackers else {}
-    if section.dockerfile is None:
-        code = config.folder / section.code if section.code else None
+    folder, dockerfile = _own_folder(config)
+    if folder is None or dockerfile is None:
         build_args = {**tracker_packages, **section.build_args}
-        spec = default_spec(config.backend, build_args=build_args, ca_bundle=bundle, code=code)
+        spec = default_spec(config.backend, build_args=build_args, ca_bundle=bundle, code=folder)
     else:
-        dockerfile = config.folder / section.dockerfile
-        context = config.folder / section.context if section.context else dockerfile.parent
         name, build_args = f"tpu-launch/{config.run_name}", dict(section.build_args)
-        spec = folder_spec(name, context, dockerfile=dockerfile, build_args=build_args, ca_bundle=bundle)
+        spec = folder_spec(name, folder, dockerfile=dockerfile, build_args=build_args, ca_bundle=bundle)
     return replace(
         spec,
         repository=section.repository,
         target=section.target,
         create_repository=section.create_repository,
     )
+
+
+def _own_folder(config: Config) -> tuple[Path | None, Path | None]:
+    """Returns the user's folder that goes into the image, and the user's Dockerfile; None for what there is not."""
+    section = config.image
+    if section.dockerfile is None:
+        return config.folder / section.code if section.code else None, None
+    dockerfile = config.folder / section.dockerfile
+    return config.folder / section.context if section.context else dockerfile.parent, dockerfile
 
 
 def needs_engine(config: Config) -> bool:
@@ -108,6 +115,9 @@ def image(config: Config, say: Callable[[str], None]) -> Image:
     """Makes and pushes the image unless it exists or image.reference is set. Says which credentials it leaves out."""
     if config.image.reference:
         return Image(config.image.reference)
+    folder, dockerfile = _own_folder(config)
+    if folder is not None:
+        build_context.report_credentials(folder, dockerfile, say)
     if not needs_engine(config):
         if config.image.build == "auto" and not config.image.base:
             say("no container engine answers here: making the image in the registry")

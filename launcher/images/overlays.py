@@ -3,8 +3,8 @@ files of a folder that changed since the image was made (`run --sync FOLDER`).
 
 The files travel as one archive that is made the same way every time, so that its hash tells what ran. Every host
 reports the hash of what it received, and all must equal ours before anything starts. The archive is kept in the run's
-folder (`launcher.run.specification`), so that later attempts get the same files. Files of `build_context.LEFT_OUT` are
-left out.
+folder (`launcher.run.specification`), so that later attempts get the same files. What `build_context.folder` leaves out
+of an image is left out here too.
 
 `.tpu-launch/images/<digest of the image's name>.code.json` records the files of `image.code` in an image, and their
 folder there. It is written when `run` made the image or found it made, from the bytes of which the image was made.
@@ -19,7 +19,7 @@ import hashlib
 import io
 import json
 import tarfile
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -57,8 +57,15 @@ def pack(option: str) -> Overlay:
     root = Path(folder)
     if not root.is_dir():
         raise BadInput(f"--overlay {option}: {root} is not a folder")
-    files = build_context.tree(root, ignore=build_context.left_out_of(root))
+    files = build_context.folder(root)
     return _pack_files(f"--overlay {option}", target, root, [path for _, path in files if path.is_file()])
+
+
+def report_credentials(option: str, say: Callable[[str], None]) -> None:
+    """Says which files of the folder of `--overlay` or `--sync` are left out because they hold credentials."""
+    root = Path(option.rpartition("=")[0] or option)
+    if root.is_dir():
+        build_context.report_credentials(root, None, say)
 
 
 def find_changes(option: str, config: Config, home: Path, image: str | None) -> Changes:

@@ -55,6 +55,8 @@ def read_extras(request: RunRequest, context: Context) -> tuple[env_file.EnvFile
     what is not asked for. Raises BadInput if the env file, the overlay or the folder can't be used."""
     config, say = request.config, context.output.say
     variables = env_file.read(request.env_file) if request.env_file is not None else None
+    if option := request.sync or request.overlay:
+        overlays.report_credentials(option, say)
     if request.sync is None:
         return variables, overlays.pack(request.overlay) if request.overlay is not None else None
     if request.overlay is not None:

@@ -190,6 +190,7 @@ def test_sync_goes_where_the_base_has_the_code_and_knows_an_edit_during_the_buil
     config = write(config.folder, FILE.replace("build: registry", f"base: {OTHER_HOST}/p/images/mine:1"))
     code, home = config.folder / "own", config.folder / "home"
     (code / "link.py").symlink_to("main.py")
+    (code / "token.json").write_text("{}")
     with pytest.raises(BadInput, match=r"where is that folder in your image"):
         overlays.find_changes(str(code), config, home, None)
 
@@ -200,6 +201,7 @@ def test_sync_goes_where_the_base_has_the_code_and_knows_an_edit_during_the_buil
     server.before = edit
     said: list[str] = []
     made = local.image(config, said.append)
+    assert sum("left out as credentials: token.json;" in line for line in said) == 1
     for image in (made, local.image(config, lambda line: None)):
         overlays.record_code(home, image)
     changes = overlays.find_changes(str(code), config, home, made.reference)

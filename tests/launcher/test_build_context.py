@@ -110,7 +110,10 @@ PRIVATE = (
     *(".venv/bin/python", "node_modules/a.js", "a/__pycache__/b.pyc", ".mypy_cache/x", ".netrc", ".ssh/config"),
     *("keys/id_ed25519", "server.key", ".aws/credentials", ".kube/config", ".docker/config.json", ".git-credentials"),
     *(".config/gcloud/credentials.db", "application_default_credentials.json", "my-service-account.json"),
+    *("my-project-0123456789ab.json", "sa-key.json", "tls/privkey.pem", "client_secret_1-a.json", "token.json"),
+    *("kubeconfig", "prod.kubeconfig", "venv/bin/python"),
 )
+PEM = "-----BEGIN RSA PRIVATE KEY-----\n" + "MIIEowIBAAKCAQEA" * 4
 
 
 def test_secrets_and_state_of_this_machine_are_not_sent(tmp_path: Path) -> None:
@@ -118,6 +121,26 @@ def test_secrets_and_state_of_this_machine_are_not_sent(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     sent = [path for path, _ in build_context.folder(tmp_path)]
     assert sent == [".github/ci.yaml", "environment.py", "tokenizer.json", "train.py"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [PEM, "CERTIFICATE\r\n" + PEM.replace("\n", "\r\n"), '{"type": "x", "private_key": "0123456789abcdef"}'],
+)
+def test_files_that_hold_a_private_key_are_left_out_and_named_once(tmp_path: Path, content: str) -> None:
+    make_folder(tmp_path, "train.py", "sub/.env", ".git/config")
+    (tmp_path / "ca.pem").write_text("-----BEGIN CERTIFICATE-----\n" + "MIIEowIBAAKCAQEA" * 4)
+    (tmp_path / "find.py").write_text('if "-----BEGIN PRIVATE KEY-----" in text or "private_key" in keys: print()\n')
+    (tmp_path / "account").write_text(content)
+    (tmp_path / "link").symlink_to("account")
+    assert [path for path, _ in build_context.folder(tmp_path)] == ["ca.pem", "find.py", "train.py"]
+    said: list[str] = []
+    build_context.report_credentials(tmp_path, None, said.append)
+    assert [line.partition(" credentials: ")[2].partition(";")[0] for line in said] == ["account, link, sub/.env"]
+    (tmp_path / ".dockerignore").write_text("sub\nlink\n!account\n")
+    assert [path for path, _ in build_context.folder(tmp_path)] == ["account", "ca.pem", "find.py", "train.py"]
+    build_context.report_credentials(tmp_path, None, said.append)
+    assert len(said) == 1, "the user has said what to do with each"
 
 
 @pytest.mark.parametrize("name", ["state", "st[a]te*"])

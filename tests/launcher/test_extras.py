@@ -45,9 +45,9 @@ def test_the_same_files_are_the_same_overlay_and_others_another(tmp_path: Path) 
 
 
 def test_an_overlay_holds_no_secrets_of_the_folder(tmp_path: Path) -> None:
-    for name in ("train.py", ".env", "sub/id_rsa", ".git/config"):
+    for name in ("train.py", ".env", "sub/id_rsa", ".git/config", "account"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(name)
+        (tmp_path / name).write_text('{"private_key": "0123456789abcdef"}' if name == "account" else name)
     with tarfile.open(fileobj=io.BytesIO(overlays.pack(f"{tmp_path}=/app").archive)) as archive:
         assert archive.getnames() == ["train.py"]
 
