@@ -4,7 +4,6 @@ at its first use."""
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -79,4 +78,4 @@ def this_machine() -> Workstation:
             ssh = client()
         return ssh.connect(address)
 
-    return Workstation(connect=connect, owner=this_owner(os.environ))
+    return Workstation(connect=connect, find_owner=functools.cache(this_owner))

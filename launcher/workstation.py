@@ -109,5 +109,9 @@ class Workstation(Machine):
     run: RunCommand = shell.run
     stream: StreamCommand = shell.stream
     connect: Connect
-    owner: Owner = NOBODY
-    """The user and account in the labels of slices that are created from here."""
+    find_owner: Callable[[], Owner] = lambda: NOBODY
+
+    @property
+    def owner(self) -> Owner:
+        """The user and account in the labels of slices that are created from here; the first use asks gcloud."""
+        return self.find_owner()

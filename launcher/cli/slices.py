@@ -169,6 +169,8 @@ def gc(config: Config, everywhere: bool, all_owners: bool, yes: bool, as_json: b
             terminal.say(f"  {shell.quote(inventory.delete_command(config.project, item))}")
             continue
         try:
+            if not all_owners and (reason := ownership.why_not_ours(item.labels, machine().owner, deletion=True)):
+                raise ownership.NotOurs(f"left alone: {reason}; --all-owners deletes it nevertheless")
             terminal.say(f"  {item.name}: {inventory.remove(config.project, item, terminal.say, machine())}")
         except LaunchError as error:  # go on with the others
             terminal.error(f"{item.name}: {error}")

@@ -2,7 +2,7 @@
 
     tpu-launch=1              created by this program
     tpu-launch-owner          the user who created it
-    tpu-launch-account        hash of the user's Google account; absent where gcloud's settings name none
+    tpu-launch-account        hash of the user's Google account; absent where gcloud has none
     tpu-launch-run            the prefix of its runs' ids
     tpu-launch-expires        Unix seconds after which `gc` removes it
 
@@ -35,23 +35,26 @@ def make_labels(config: Config, owner: Owner, now: float) -> dict[str, str]:
     return labels
 
 
-def why_not_ours(labels: Mapping[str, str], owner: Owner) -> str:
-    """Returns why the labels do not prove that `owner` created the slice; "" when they do."""
+def why_not_ours(labels: Mapping[str, str], owner: Owner, *, deletion: bool = False) -> str:
+    """Returns why the labels do not prove that `owner` created the slice; "" when they do. For a `deletion` a user name
+    is no proof without an account: everybody is root or ubuntu on some VM."""
     if labels.get(LABEL) != "1":
         return f"tpu-launch did not create it (it has no label {LABEL}=1)"
     made_by, account = labels.get(OWNER) or "an unknown user", labels.get(ACCOUNT, "")
     if made_by != owner.user:
         return f"{made_by} created it, and you are {owner.user} (label {OWNER})"
-    if account and account != owner.account:
-        return f"it was created with another Google account than the one that gcloud uses here (label {ACCOUNT})"
+    if account != owner.account:
+        return f"another Google account than the one that gcloud uses here created it, or none (label {ACCOUNT})"
+    if deletion and not account:
+        return f"{made_by} without a Google account created it (no label {ACCOUNT}), which may be another {made_by}"
     return ""
 
 
-def require_ours(config: Config, labels: Mapping[str, str], owner: Owner) -> None:
-    """Raises NotOurs unless the labels prove that `owner` created the slice, or --any-owner is set."""
+def require_ours(config: Config, labels: Mapping[str, str], owner: Owner, *, deletion: bool = False) -> None:
+    """Raises NotOurs unless the labels prove that `owner` created the slice (`why_not_ours`), or --any-owner is set."""
     if config.any_owner:
         return
-    if reason := why_not_ours(labels, owner):
+    if reason := why_not_ours(labels, owner, deletion=deletion):
         raise NotOurs(
             f"slice {config.slice.name} in {config.zone} is not yours: {reason}\n"
             "  choose another slice.name; to use or delete it nevertheless, add --any-owner to `up` or `down`"

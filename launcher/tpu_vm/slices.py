@@ -493,7 +493,7 @@ def _delete_in_zone(
         CommandTimeout: One of them is not gone in time.
     """
     for labels in [found.labels for found in (request, node) if found is not None]:
-        ownership.require_ours(config, labels, machine.owner)
+        ownership.require_ours(config, labels, machine.owner, deletion=True)
     deadline = machine.clock.monotonic() + DELETE_SECONDS
     cost = costs.since(config, node.created, machine.clock.time()) if node is not None else ""
     say(f"deleting slice {config.slice.name}{f' ({cost})' if cost else ''}")
@@ -503,7 +503,7 @@ def _delete_in_zone(
         retry = Retry(machine, say, f"slice {config.slice.name}")
         later = retry.call(lambda: _describe_node(config, machine), deadline)
         if later is not None and node is None:  # granted in the meantime
-            ownership.require_ours(config, later.labels, machine.owner)
+            ownership.require_ours(config, later.labels, machine.owner, deletion=True)
         # A node of the same name that is not the one found may be another owner's by now: leave it.
         node = later if later is not None and (node is None or node.is_same(later)) else None
     if node is not None:

@@ -9,7 +9,8 @@ from tests.launcher.script_host import SHELLS, ScriptHost
 
 @pytest.fixture(autouse=True)
 def _own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes `home` in the test's folder the launcher's, in place of the user's `.tpu-launch`."""
+    """Makes `home` in the test's folder the launcher's, in place of the user's `.tpu-launch`, and sets an account."""
+    monkeypatch.setenv("CLOUDSDK_CORE_ACCOUNT", "ann@example.com")
     monkeypatch.setenv("TPU_LAUNCH_HOME", str(tmp_path / "home"))
 
 

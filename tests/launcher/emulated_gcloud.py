@@ -82,7 +82,12 @@ class Cloud:
 
     def machine(self, owner: Owner = ANN) -> Workstation:
         return replace(
-            this_machine(), clock=self.clock, threads=InOrder(), run=self.run, random=random.Random(1), owner=owner
+            this_machine(),
+            clock=self.clock,
+            threads=InOrder(),
+            run=self.run,
+            random=random.Random(1),
+            find_owner=lambda: owner,
         )
 
     def at(self, seconds: float, act: Callable[[], object]) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from launcher.cli import slices as commands
 from launcher.emulator.state import QueuedResource
-from launcher.errors import CommandTimeout
+from launcher.errors import CommandTimeout, Exit
 from launcher.owner import Owner
 from launcher.tpu_vm import inventory
 from tests.launcher.emulated_gcloud import ANN, BUSY, UNAVAILABLE, Cloud
@@ -21,7 +24,12 @@ def node(**changes: Any) -> dict[str, Any]:
         "state": "READY",
         "acceleratorType": "v4-8",
         "createTime": "2027-01-15T07:00:00Z",
-        "labels": {"tpu-launch": "1", "tpu-launch-owner": "ann", "tpu-launch-run": "bert"},
+        "labels": {
+            "tpu-launch": "1",
+            "tpu-launch-owner": "ann",
+            "tpu-launch-account": ANN.account,
+            "tpu-launch-run": "bert",
+        },
         "schedulingConfig": {"spot": True},
         **changes,
     }
@@ -56,7 +64,7 @@ def test_leftovers_are_expired_or_dead_and_ours_unless_all_owners_are_meant() ->
     deleting = inventory.parse_node(node(state="DELETING", labels=expired.labels))
     other = inventory.parse_node(node(state="PREEMPTED", labels={**labels, "tpu-launch-owner": "bob"}))
     found = [fine, expired, dead, deleting, other]
-    assert inventory.find_leftovers(found, NOW, owner=Owner("ann")) == [expired, dead]
+    assert inventory.find_leftovers(found, NOW, owner=ANN) == [expired, dead]
     assert inventory.find_leftovers(found, NOW, owner=None) == [expired, dead, other]
     assert expired.why_leftover(NOW) == "expired 1 min ago"
 
@@ -65,7 +73,7 @@ def test_a_dead_request_is_deleted_with_force_and_a_waiting_one_is_left_alone() 
     waiting, suspended = (inventory.parse_queued(queued(state)) for state in ("WAITING_FOR_RESOURCES", "SUSPENDED"))
     assert waiting is not None
     assert suspended is not None
-    assert inventory.find_leftovers([waiting, suspended], NOW, owner=Owner("ann")) == [suspended]
+    assert inventory.find_leftovers([waiting, suspended], NOW, owner=ANN) == [suspended]
     assert waiting.cost(NOW) == 0
     command = "gcloud compute tpus queued-resources delete n --project=p --zone=us-central2-b --quiet --force"
     assert inventory.delete_command("p", suspended) == command.split()
@@ -190,6 +198,23 @@ def test_leftovers_of_another_account_are_not_ours_even_with_the_same_user_name(
     listed = inventory.parse_node(node(state="PREEMPTED", labels={**node()["labels"], "tpu-launch-account": "b" * 12}))
     assert inventory.find_leftovers([listed], NOW, owner=ANN) == []
     assert inventory.find_leftovers([listed], NOW, owner=None) == [listed], "with --all-owners"
+
+
+def test_gc_deletes_nothing_for_a_user_name_without_an_account(
+    cloud: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cloud.made_by(dict(EXPIRED))
+    cloud.node().resource["labels"].pop("tpu-launch-account", None)
+    monkeypatch.setattr(commands, "machine", lambda: cloud.machine(Owner("ann")))
+    (tmp_path / "run.yaml").write_text(
+        "project: p\nzone: us-central2-b\nslice: {name: demo, accelerator_type: v4-16}\n"
+    )
+    gc = ["-f", str(tmp_path / "run.yaml"), "--yes"]
+    refused = CliRunner().invoke(commands.gc, gc)
+    assert (refused.exit_code, "--all-owners" in refused.output) == (Exit.CONFLICT, True), refused.output
+    assert cloud.node() is not None
+    assert CliRunner().invoke(commands.gc, [*gc, "--all-owners"]).exit_code == 0
+    assert cloud.node() is None
 
 
 def dead_request(created: str = "2027-01-15T07:00:00Z") -> QueuedResource:

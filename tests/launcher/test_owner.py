@@ -1,44 +1,46 @@
-"""The owner in labels: the user, and the account in gcloud's settings."""
+"""The owner in labels: the user, and the account that gcloud uses."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from launcher.owner import hash_account, this_owner
-
-FILE = "[core]\naccount = Ann@example.com\nproject = 100%\n"
-
-
-@pytest.fixture
-def settings(tmp_path: Path) -> Path:
-    (tmp_path / "configurations").mkdir()
-    (tmp_path / "configurations" / "config_default").write_text(FILE)
-    (tmp_path / "configurations" / "config_work").write_text(FILE.replace("Ann", "bob"))
-    return tmp_path
+from tests.launcher.script_host import write_program
 
 
-def test_the_account_is_that_of_gclouds_active_configuration(settings: Path) -> None:
-    environment = {"CLOUDSDK_CONFIG": str(settings)}
-    assert this_owner(environment).account == hash_account("ann@example.com")
-    (settings / "active_config").write_text("work\n")
-    assert this_owner(environment).account == hash_account("bob@example.com")
-    named = {**environment, "CLOUDSDK_ACTIVE_CONFIG_NAME": "default"}
-    assert this_owner(named).account == hash_account("ann@example.com")
-    assert this_owner({**environment, "CLOUDSDK_CORE_ACCOUNT": "c@d"}).account == hash_account("c@d")
+@pytest.mark.parametrize(
+    ("answer", "account"),
+    [
+        ("echo Ann@example.com", "ann@example.com"),
+        ("echo 1-compute@developer.gserviceaccount.com", "1-compute@developer.gserviceaccount.com"),  # of a VM
+        ("echo '(unset)' >&2; echo", ""),
+        ("echo broken; exit 1", ""),
+    ],
+)
+def test_the_account_is_the_one_that_gcloud_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, account: str
+) -> None:
+    write_program(tmp_path / "bin", "gcloud", f'[ "$*" = "config get account --quiet" ] || exit 9\n{answer}')
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    monkeypatch.delenv("CLOUDSDK_CORE_ACCOUNT")
+    assert this_owner().account == hash_account(account)
+    assert (hash_account(account) == "") == (account == "")
+    monkeypatch.setenv("CLOUDSDK_CORE_ACCOUNT", "c@d")
+    assert this_owner().account == hash_account("C@d")
 
 
-@pytest.mark.parametrize("text", ["", "[core]\n", "not an ini file", "\0"])
-def test_settings_without_an_account_have_none(settings: Path, text: str) -> None:
-    (settings / "configurations" / "config_default").write_text(text)
-    assert this_owner({"CLOUDSDK_CONFIG": str(settings)}).account == ""
-    assert this_owner({"CLOUDSDK_CONFIG": str(settings / "nowhere")}).account == ""
+def test_without_gcloud_there_is_no_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CLOUDSDK_CORE_ACCOUNT")
+    monkeypatch.setenv("PATH", os.fspath(tmp_path))
+    assert this_owner().account == ""
 
 
 def test_labels_hold_what_google_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOGNAME", "Ann.Über@corp" + "x" * 80)
-    user = this_owner({}).user
+    user = this_owner().user
     assert user.startswith("ann--ber-corp")
     assert len(user) == 63
     assert len(hash_account("ann@example.com")) == 12

@@ -25,6 +25,7 @@ FOREIGN = [
     pytest.param({"tpu-launch": "1", "tpu-launch-owner": "bob"}, "bob created it", id="another user"),
     pytest.param({"tpu-launch": "1"}, "an unknown user created it", id="no owner"),
     pytest.param({**OURS, "tpu-launch-account": BOB.account}, "another Google account", id="another account"),
+    pytest.param({"tpu-launch": "1", "tpu-launch-owner": "ann"}, "or none|without a Google account", id="no account"),
 ]
 
 
@@ -66,8 +67,9 @@ def test_down_deletes_nothing_that_is_not_provably_ours(
     cloud: Cloud, config: Config, labels: dict[str, str], reason: str
 ) -> None:
     cloud.made_by(labels)
-    with pytest.raises(NotOurs, match=reason) as refusal:
-        down(cloud, config)
+    for owner in (Owner("ann"), ANN):
+        with pytest.raises(NotOurs, match=reason) as refusal:
+            down(cloud, config, owner)
     assert refusal.value.exit_code is Exit.CONFLICT
     assert not refusal.value.transient
     assert "--any-owner" in str(refusal.value)
@@ -90,7 +92,8 @@ def test_a_creation_deletes_starts_and_awaits_nothing_that_is_not_ours(
 
 def test_what_up_makes_carries_the_labels_that_down_asks_for(cloud: Cloud, config: Config) -> None:
     assert ownership.why_not_ours(up(cloud, config).labels, ANN) == ""
-    assert ownership.why_not_ours(up(cloud, config).labels, BOB) != ""
+    for other in (BOB, Owner("ann")):
+        assert ownership.why_not_ours(up(cloud, config).labels, other) != ""
     assert down(cloud, config)
 
 

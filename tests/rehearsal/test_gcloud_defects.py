@@ -44,8 +44,10 @@ from launcher.emulator.api import nodes as tpu_api
 from launcher.emulator.api import queued_resources
 from launcher.emulator.api.catalogue import CODES, ApiError
 from launcher.emulator.http_server import Acceptor, HttpRequest, HttpResponse, json_response, serve_http
-from launcher.emulator.state import EmulatorState, Host
+from launcher.emulator.state import EmulatorState, Host, Store
+from launcher.emulator.vm import metadata
 from launcher.gcloud.calls import call_gcloud
+from launcher.owner import hash_account, this_owner
 from launcher.providers import this_machine
 from launcher.tpu_vm import commands, inventory, queued, slices
 from launcher.tpu_vm.ownership import NotOurs
@@ -80,10 +82,13 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[tuple[str
     found = EmulatorState("0badcafe", 0, "", "", 0, 0, subnet="10.200.0.0/22")
     tpu_api.answer(found, tpu_api.Call("POST", NODE, "", {"nodeId": "demo"}, dict(BODY)), time.time())
     finish_operations(found)
+    (node,) = found.nodes.values()
     lock = threading.Lock()
 
     def answer(request: HttpRequest) -> HttpResponse:
         with lock:
+            if request.segments[0] in ("computeMetadata", ""):
+                return metadata.answer(Store(found, None), lambda _: (node, node.hosts[0]), request)
             if request.segments[0] == "compute":
                 return json_response(tpu_api.compute_project("p"))
             if request.path.endswith(":getGuestAttributes") and not any(
@@ -111,6 +116,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[tuple[str
         "CLOUDSDK_API_ENDPOINT_OVERRIDES_COMPUTE": f"{endpoint}compute/v1/",
         "CLOUDSDK_AUTH_DISABLE_CREDENTIALS": "true",
         "CLOUDSDK_CORE_CHECK_GCE_METADATA": "false",
+        "GCE_METADATA_ROOT": endpoint.removeprefix("http://").rstrip("/"),
         "CLOUDSDK_CORE_DISABLE_USAGE_REPORTING": "true",
         "CLOUDSDK_COMPONENT_MANAGER_DISABLE_UPDATE_CHECK": "true",
         "CLOUDSDK_CONFIG": str(tmp_path / "gcloud"),
@@ -207,7 +213,10 @@ def test_scp_to_several_hosts_wants_its_key_in_the_agent_so_files_travel_on_stan
 def test_a_slice_is_deleted_created_and_found_again(
     state: EmulatorState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The whole life of a slice with the real gcloud; the emulated API provides it at once."""
+    """The whole life of a slice with the real gcloud on a VM; the emulated API provides it at once."""
+    assert this_owner().account == ""
+    monkeypatch.setenv("CLOUDSDK_CORE_CHECK_GCE_METADATA", "true")
+    assert this_owner().account == hash_account(tpu_api.service_account())
     monkeypatch.setenv("TPU_LAUNCH_HOME", str(tmp_path / "kept"))
     path = tmp_path / "life.yaml"
     section = "slice:\n  name: demo\n  accelerator_type: v4-16\n  runtime_version: tpu-ubuntu2204-base\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from launcher.owner import Owner
+from launcher.owner import Owner, hash_account
 from launcher.workstation import Workstation
 from tests.simulation.launcher.hosts import EPOCH
 from tests.simulation.launcher.world import Actor, Laptop, Terminal, World
@@ -36,5 +36,5 @@ def make_machine(world: World, actor: Actor, rng: random.Random) -> Workstation:
         random=rng,
         run=terminal.run,
         connect=terminal.connect,
-        owner=Owner(actor.user),
+        find_owner=lambda: Owner(actor.user, hash_account(actor.user)),
     )

@@ -13,9 +13,11 @@ from pathlib import Path
 
 from launcher.config import Config, load
 from launcher.errors import Exit
+from launcher.owner import Owner, hash_account
 from launcher.run.ledger import Ledger
 from launcher.run.runs import list_runs
 from launcher.tpu_vm.commands import create_command, delete_command
+from launcher.tpu_vm.ownership import make_labels
 from tests import gcloud_commands
 from tests.simulation.launcher import full_disk, promises, scenarios
 from tests.simulation.launcher.commands import Command
@@ -179,9 +181,8 @@ class SimulatedRun:
         if not kind:
             return
         creator = "bob" if kind == "bob's" else "stranger" if kind == "a stranger's" else "ann"
-        labels = (
-            {"tpu-launch": "1", "tpu-launch-owner": creator, "tpu-launch-run": _NAME} if creator != "stranger" else {}
-        )
+        maker = Owner(creator, hash_account(creator))
+        labels = make_labels(self.config, maker, self.scheduler.now) if creator != "stranger" else {}
         command = create_command(self.config, labels)
         google.call(gcloud_commands.parse(command), creator)
         self.scheduler.sleep(100.0)
