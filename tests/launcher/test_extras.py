@@ -97,9 +97,11 @@ def test_a_timer_is_a_startup_script_that_is_valid_and_only_there_when_it_is_wan
 
 
 def test_the_timer_waits_while_a_run_is_there_and_then_asks_for_the_deletion(tmp_path: Path) -> None:
-    """The script under a real shell; its docker says what the test says, its curl writes down what is asked."""
+    """The script under a real shell; its docker says what the test says, its curl writes down what is asked. The clock
+    steps by a day at each look, as of a host that had no time yet."""
     asked = tmp_path / "asked"
     programs = {
+        "date": f"echo >> {tmp_path}/days; echo $(($(wc -l < {tmp_path}/days) * 86400))",
         "docker": f'[ "$1" = ps ] && cat {tmp_path}/runs 2>/dev/null; exit 0',
         "curl": f'case "$*" in *worker-number*) printf 0 ;; *token*) echo \'{{"access_token": "t0ken"}}\' ;; '
         f'*) cat >> {asked}; echo "$*" >> {asked} ;; esac',

@@ -13,13 +13,16 @@ delete() {
     curl -s --max-time 60 --config - -X DELETE "${CLOUDSDK_API_ENDPOINT_OVERRIDES_TPU:-https://tpu.googleapis.com/}v2/$1"
 }
 
+# Prints the seconds since the boot: the clock of the host may be set meanwhile.
+uptime_seconds() { read -r uptime _ </proc/uptime && echo "${uptime%.*}"; }
+
 watch() {
-  last=$(date +%s)
+  last=$(uptime_seconds)
   while sleep "$interval"; do
     if [ -n "$(docker ps --quiet --filter "label=$label_run")" ] || ! docker version >/dev/null 2>&1; then
-      last=$(date +%s)
+      last=$(uptime_seconds)
     fi
-    if [ $(($(date +%s) - last)) -ge "$idle_seconds" ]; then
+    if [ $(($(uptime_seconds) - last)) -ge "$idle_seconds" ]; then
       echo "$(date -u) no run for $idle_seconds s: deleting this slice"
       delete "$parent/queuedResources/$slice?force=true"
       delete "$parent/nodes/$slice"
