@@ -8,13 +8,16 @@ framework's half is `devices.py` of its backend.
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import secrets
 import shutil
+import stat
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from training import storage
@@ -27,6 +30,8 @@ from training.registry import BACKENDS, load
 PREFIX = "check-devices "
 OLDER_TORCH_XLA = "image.build_args: {REQUIREMENTS: requirements-2.8.txt} takes the torch_xla before"
 
+OPENING = "opening the devices"  # a phase
+_CAP_SYS_ADMIN = 21  # the capability's bit (linux/capability.h)
 _FREE_BYTES = 10 << 30  # on the container's disk; less is reported
 
 Facts = Mapping[str, Any]
@@ -66,7 +71,11 @@ def find_problems(facts: Facts, hosts: int, accelerator_type: str | None = None)
     recreate = f"`tpu-launch down`, then `up`: a host of a slice can't be exchanged{older}"
     problems = []
     if error := facts.get("error"):
-        problems.append(Problem(f"{facts.get('phase', 'beginning')}: {error}", recreate))
+        phase = facts.get("phase", "beginning")
+        files = f" ({describe_access(facts)})" if phase == OPENING and "user" in facts else ""
+        as_root = "leave run.user out, so that the container runs as root; else "
+        fix = as_root + recreate if files and not may_open_devices(facts) else recreate
+        problems.append(Problem(f"{phase}: {error}{files}", fix))
     expected, count = facts.get("devices_expected", 0), facts.get("devices")
     if count is not None and count != expected:
         problems.append(Problem(f"{count} {facts['kind']} devices, and it should have {expected}", recreate))
@@ -85,6 +94,31 @@ def find_problems(facts: Facts, hosts: int, accelerator_type: str | None = None)
         fix = "docker system prune --all, on that host"
         problems.append(Problem(f"{free / 2**30:.1f} GiB of disk are free", fix, fatal=False))
     return problems
+
+
+def may_open_devices(facts: Facts) -> bool:
+    """Returns whether the host's process is root with CAP_SYS_ADMIN, as the drivers of some generations demand."""
+    return facts.get("user") == 0 and bool(int(facts.get("capabilities", "0"), 16) >> _CAP_SYS_ADMIN & 1)
+
+
+def describe_access(facts: Facts) -> str:
+    """Returns a process's user and capabilities beside mode, owner and group of each TPU device file, for messages."""
+    files = ", ".join(facts.get("device_files", [])) or "no /dev/accel* or /dev/vfio/*"
+    return f"user {facts['user']}, effective capabilities {facts.get('capabilities', '?')}; {files}"
+
+
+def measure_access(folder: str = "/dev", status: str = "/proc/self/status") -> dict[str, Any]:
+    """Returns the facts "user" (this process's effective id), "capabilities" (effective, hexadecimal) and
+    "device_files" (`crw------- 0:0 /dev/accel0` for each TPU device file: mode, owner and group, path)."""
+    lines = Path(status).read_text().splitlines() if Path(status).exists() else []
+    capabilities = [line.split()[1] for line in lines if line.startswith("CapEff:")]
+    paths = sorted(glob.glob(f"{folder}/accel[0-9]*") + glob.glob(f"{folder}/vfio/*"))
+    files = [(path, os.stat(path)) for path in paths]
+    return {
+        "user": os.geteuid(),
+        "capabilities": capabilities[0] if capabilities else "0",
+        "device_files": [f"{stat.filemode(at.st_mode)} {at.st_uid}:{at.st_gid} {path}" for path, at in files],
+    }
 
 
 _FILE_BYTES = 8 << 20  # written to the bucket and read again
@@ -124,7 +158,9 @@ def check_host(
     if output and storage.is_remote(output):
         report("phase", "measuring the bucket")
         measure_bucket(storage.join(output, f"device-check-{token}-{cluster.worker}"), report)
-    report("phase", "opening the devices")
+    for name, value in measure_access().items():
+        report(name, value)
+    report("phase", OPENING)
     kind = device_kind()
     slice_ = ACCELERATORS.get(cluster.accelerator_type or "")
     per_host = int(os.environ.get("CPU_NUM_DEVICES") or 1)

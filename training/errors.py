@@ -74,7 +74,7 @@ class UnusableTpu(TrainError):
         super().__init__(
             f"the TPU of {host} could not be initialised: {lines[-1].strip().rstrip('.')}; check that it is one of a "
             f"{accelerator_type or 'TPU'} (TPU_ACCELERATOR_TYPE), that the container sees its chips (/dev/accel* or "
-            "/dev/vfio/*), and that no other process holds them"
+            "/dev/vfio/*), that it runs as root (run.user left out), and that no other process holds them"
         )
 
 

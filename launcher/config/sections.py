@@ -176,7 +176,8 @@ class RunSection(Section):
     again; the oldest are removed. 0: none. Used by `backend: torch-xla` on TPU VMs, not on GKE."""
 
     user: str | None = None
-    """User inside the container, a name or number; the image's own when absent."""
+    """User inside the container, a name or number; root when absent, to whom the TPU's device files belong. Other users
+    need access to these files, and on v2 to v4 probably more: try `tpu-launch doctor --devices`."""
 
     stop_seconds: int = Field(default=30, ge=1, le=600)
     """Seconds between SIGTERM and SIGKILL when the run is stopped or its host shuts down: the time to save a

@@ -44,8 +44,9 @@ def create_arguments(attempt: Attempt, hosts: Sequence[str], accelerator_type: s
         arguments += ["--volume", f"{_PROGRAMS_VOLUME}:{_PROGRAMS_FOLDER}"]
     # For the engine's own stops: without it, a container has 10 s when its host shuts down.
     arguments += ["--stop-timeout", str(attempt.stop_seconds)]
-    if attempt.user:
-        arguments += ["--user", attempt.user]
+    # Root: only root has capabilities in a privileged container, and the drivers of v2 to v4 map a chip's memory only
+    # for CAP_SYS_ADMIN (kernel, drivers/staging/gasket/gasket_core.c).
+    arguments += ["--user", attempt.user or "0"]
     for key, value in container_environment(attempt, hosts, accelerator_type).items():
         arguments += ["--env", f"{key}={value}"]
     if not attempt.waits(len(hosts)):

@@ -4,6 +4,7 @@ container; tests/rehearsal/test_device_check.py has real ones."""
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,33 @@ def test_on_v2_and_v3_the_older_torch_xla_is_named() -> None:
     failed = host(0, 1, phase="opening the devices", error="Couldn't mmap")
     assert "REQUIREMENTS: requirements-2.8.txt" in judge_hosts([failed], "v3-8", 300)[0].findings[0].fix
     assert "REQUIREMENTS" not in judge_hosts([failed], "v4-8", 300)[0].findings[0].fix
+
+
+@pytest.mark.parametrize(
+    ("user", "capabilities", "as_root"),
+    [(1000, "0000000000000000", True), (0, "00000000a80425fb", True), (0, "000001ffffffffff", False)],
+)
+def test_a_refusal_shows_user_and_device_files_and_advises_root_first(
+    user: int, capabilities: str, as_root: bool
+) -> None:
+    access = {"user": user, "capabilities": capabilities, "device_files": ["crw-rw---- 0:0 /dev/accel0"]}
+    failed = host(0, 1, phase="opening the devices", error="Couldn't mmap", **access)
+    finding = judge_hosts([failed], "v3-8", 300)[0].findings[0]
+    assert f"(user {user}, effective capabilities {capabilities}; crw-rw---- 0:0 /dev/accel0)" in finding.message
+    assert finding.fix.startswith("leave run.user out") == as_root
+    assert finding.fix.index("`tpu-launch down`") < finding.fix.index("requirements-2.8.txt")
+
+
+def test_the_check_reads_users_capabilities_and_device_files(tmp_path: Path) -> None:
+    (tmp_path / "vfio").mkdir()
+    for path in (tmp_path / "accel0", tmp_path / "vfio" / "1"):
+        path.touch(0o640)
+    status = tmp_path / "status"
+    status.write_text("Name:\tpython\nCapEff:\t00000000a80425fb\n")
+    facts = device_check.measure_access(str(tmp_path), str(status))
+    assert (facts["user"], facts["capabilities"]) == (os.geteuid(), "00000000a80425fb")
+    owner = f"-rw-r----- {os.geteuid()}:{os.getegid()}"
+    assert facts["device_files"] == [f"{owner} {tmp_path}/accel0", f"{owner} {tmp_path}/vfio/1"]
 
 
 def test_a_host_that_lost_another_is_a_symptom_and_says_so() -> None:
