@@ -68,4 +68,4 @@ class GkeSection(Section):
 
     privileged: bool = False
     """Runs the container privileged, which GKE before 1.28 needs to reach the TPU. Otherwise it has the capability
-    SYS_RESOURCE alone, to raise its locked-memory limit."""
+    SYS_RESOURCE, to raise its locked-memory limit, and DAC_OVERRIDE, to write in the image's folders."""

@@ -93,10 +93,13 @@ def _pod_security(config: Config, work: Workload) -> Any:
 
 
 def _container_security(config: Config) -> dict[str, Any]:
-    """Returns the container's securityContext: privileged if gke.privileged, else only SYS_RESOURCE."""
+    """Returns the container's securityContext: privileged if gke.privileged, else with two capabilities."""
     if config.gke.privileged:
         return {"privileged": True}
-    added = Commented(["SYS_RESOURCE"], "For `ulimit` above, and nothing else.")
+    added = Commented(
+        ["DAC_OVERRIDE", "SYS_RESOURCE"],
+        "To write in folders of the image, which another user owns; for `ulimit`.",
+    )
     return {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"], "add": added}}
 
 

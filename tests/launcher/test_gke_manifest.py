@@ -173,7 +173,7 @@ def test_no_pod_is_privileged_or_on_the_nodes_network_unless_asked(kind: str) ->
     assert "hostNetwork" not in pod
     assert pod["containers"][0]["securityContext"] == {
         "allowPrivilegeEscalation": False,
-        "capabilities": {"drop": ["ALL"], "add": ["SYS_RESOURCE"]},
+        "capabilities": {"drop": ["ALL"], "add": ["DAC_OVERRIDE", "SYS_RESOURCE"]},
     }
     assert pod_of(rendered("gke.privileged=true", kind=kind))["containers"][0]["securityContext"] == {
         "privileged": True
