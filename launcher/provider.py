@@ -100,6 +100,15 @@ class SliceState:
         return self.state in ("PREEMPTED", "TERMINATED")
 
 
+COMPILE_CACHE_FOLDER = "/var/cache/tpu-launch"  # in the container; our images have it, as the trainer's user's
+
+
+def compile_cache_environment(gigabytes: float) -> dict[str, str]:
+    """Returns the variables that tell the trainer to keep at most so many GB of compiled programs; {} for 0."""
+    folder = {"TPU_LAUNCH_COMPILE_CACHE": COMPILE_CACHE_FOLDER, "TPU_LAUNCH_COMPILE_CACHE_GB": f"{gigabytes:g}"}
+    return folder if gigabytes else {}
+
+
 @dataclass(frozen=True)
 class Attempt:
     """One start of a run on a slice: everything that hosts need to know."""

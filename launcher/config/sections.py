@@ -173,7 +173,7 @@ class RunSection(Section):
 
     compile_cache_gb: Annotated[float, Field(ge=0, le=1000)] = 4
     """GB of compiled programs that a host's disk keeps, so that a later start on the same host does not compile them
-    again; the oldest are removed. 0: none. Used by `backend: torch-xla` on TPU VMs, not on GKE."""
+    again; the oldest are removed. 0: none. Used by `backend: torch-xla`; on GKE with gke.node_cache alone."""
 
     user: str | None = None
     """User inside the container, a name or number; root when absent, to whom the TPU's device files belong. Other users

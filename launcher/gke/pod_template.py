@@ -23,6 +23,7 @@ from launcher.gke.workload import (
     needs_secret,
     node_selector,
 )
+from launcher.provider import COMPILE_CACHE_FOLDER, compile_cache_environment
 from training.accelerators import gke_nodes
 from training.distributed.cluster import SECRET_VARIABLE
 
@@ -153,6 +154,9 @@ def _environment(config: Config, work: Workload, kind: WorkloadKind) -> list[Any
     if needs_secret(config):
         secret_entry = {"name": SECRET_VARIABLE, "valueFrom": {"secretKeyRef": {"name": work.name, "key": SECRET_KEY}}}
         entries.append(Commented(secret_entry, "Shared by the hosts, which let in no others."))
+    if config.gke.node_cache:
+        cache = compile_cache_environment(config.run.compile_cache_gb)
+        entries += [{"name": key, "value": literal(value)} for key, value in cache.items()]
     entries += [{"name": key, "value": literal(value)} for key, value in sorted(work.environment.items())]
     for key, source_name in sorted(config.gke.secrets.items()):
         secret, _, item = source_name.partition("/")
@@ -167,6 +171,10 @@ def _mounts(config: Config) -> list[Any]:
     ]
     if fuse := config.gke.gcsfuse:
         mounts.append({"name": "bucket", "mountPath": fuse.folder, **({"readOnly": True} if fuse.read_only else {})})
+    if config.gke.node_cache:
+        mounts.append({"name": "node-cache", "mountPath": COMPILE_CACHE_FOLDER})
+        if config.trainer and config.trainer.data.cache:
+            mounts.append({"name": "node-cache", "mountPath": config.trainer.data.cache, "subPath": "data"})
     return mounts
 
 
@@ -183,6 +191,9 @@ def _volumes(config: Config, work: Workload) -> list[Any]:
             "volumeAttributes": {"bucketName": fuse.bucket, "mountOptions": fuse.options},
         }
         volumes.append({"name": "bucket", "csi": driver})
+    if folder := config.gke.node_cache:
+        on_node = {"name": "node-cache", "hostPath": {"path": folder, "type": "DirectoryOrCreate"}}
+        volumes.append(Commented(on_node, "Compiled programs and data, for later pods on the node."))
     return volumes
 
 

@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from launcher.images.distribution.reference import is_google
-from launcher.provider import DELIVERY_SECONDS, Attempt
+from launcher.provider import COMPILE_CACHE_FOLDER, DELIVERY_SECONDS, Attempt, compile_cache_environment
 from launcher.tpu_vm.scripts import load, render
 from training.accelerators import accelerator
 
@@ -27,7 +27,6 @@ _WITHOUT_HUGE_PAGES = ("v2", "v3", "v4")
 
 # A volume that the host's engine creates at its first mount, and which outlives containers.
 _PROGRAMS_VOLUME = "tpu-launch-compiled-programs"
-_PROGRAMS_FOLDER = "/var/cache/tpu-launch"  # in the container; our images have it, as the trainer's user's
 
 EXECUTION_MARK = "tpu-launch-exec-"  # begins the marks of a user's commands; begin_once.sh names it too
 _SECRETS_FOLDER = "/run/tpu-launch"  # in the container; await_secrets.sh and receive_secrets.sh name it too
@@ -41,7 +40,7 @@ def create_arguments(attempt: Attempt, hosts: Sequence[str], accelerator_type: s
     arguments += ["--privileged", "--network", "host", "--init"]
     arguments += ["--shm-size", attempt.shm_size, "--ulimit", "memlock=-1:-1"]
     if attempt.compile_cache_gb:
-        arguments += ["--volume", f"{_PROGRAMS_VOLUME}:{_PROGRAMS_FOLDER}"]
+        arguments += ["--volume", f"{_PROGRAMS_VOLUME}:{COMPILE_CACHE_FOLDER}"]
     # For the engine's own stops: without it, a container has 10 s when its host shuts down.
     arguments += ["--stop-timeout", str(attempt.stop_seconds)]
     # Root: only root has capabilities in a privileged container, and the drivers of v2 to v4 map a chip's memory only
@@ -58,17 +57,13 @@ def create_arguments(attempt: Attempt, hosts: Sequence[str], accelerator_type: s
 
 def container_environment(attempt: Attempt, hosts: Sequence[str], accelerator_type: str) -> dict[str, str]:
     """Returns the environment of every host's container but TPU_WORKER_ID; the attempt's variables override ours."""
-    cache = {
-        "TPU_LAUNCH_COMPILE_CACHE": _PROGRAMS_FOLDER,
-        "TPU_LAUNCH_COMPILE_CACHE_GB": f"{attempt.compile_cache_gb:g}",
-    }
     return {
         "PJRT_DEVICE": "TPU",
         "TPU_LAUNCH_RUN_ID": attempt.run_id,
         "TPU_LAUNCH_ATTEMPT": str(attempt.number),
         "TPU_ACCELERATOR_TYPE": accelerator_type,
         "TPU_WORKER_HOSTNAMES": ",".join(hosts),
-        **(cache if attempt.compile_cache_gb else {}),
+        **compile_cache_environment(attempt.compile_cache_gb),
         **attempt.environment,
     }
 
