@@ -1,13 +1,18 @@
 """Claims about gcloud's command lines and about reading its errors. The real gcloud runs in tests/rehearsal."""
 
+import math
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from launcher.config import Config, load
+from launcher.errors import LaunchError
+from launcher.gcloud.errors import PermissionDenied, Unavailable
+from launcher.gcloud.retry import Retry
 from launcher.tpu_vm import commands
 from launcher.tpu_vm.ssh.addresses import parse_dry_run
+from tests.launcher.emulated_gcloud import Cloud
 
 FILE = "project: p\nzone: us-central2-b\nslice: {name: demo, accelerator_type: v4-16, capacity: spot}\n"
 
@@ -62,3 +67,24 @@ def test_the_dry_run_says_how_to_reach_every_host() -> None:
     assert addresses[1].user == "me"
     assert addresses[1].alias == "tpu.4711-1-AbCd/="
     assert addresses[1].known_hosts.endswith("google_compute_known_hosts")
+
+
+@pytest.mark.parametrize("other", [Unavailable("503"), None])
+def test_a_permission_is_doubted_anew_after_another_answer(other: LaunchError | None) -> None:
+    machine = Cloud().machine()
+    begin = machine.clock.monotonic()  # ten minutes of denials end a wait, two times eight do not
+
+    def ask() -> str:
+        passed = machine.clock.monotonic() - begin
+        if 480 <= passed < 600:
+            if other is not None:
+                raise other
+            return "early"
+        if passed < 1000:
+            raise PermissionDenied("denied")
+        return "late"
+
+    retry = Retry(machine, lambda text: None, "slice demo")
+    if retry.call(ask, math.inf) == "early":
+        machine.clock.sleep(120)
+        assert retry.call(ask, math.inf) == "late"

@@ -25,8 +25,11 @@ from launcher.gcloud.errors import PermissionDenied, Preempted, QuotaExceeded, S
 from launcher.provider import SECRETS_LATE, Attempt, ContainerState, HostReport, LogLine, Observation
 from launcher.run import events, launch
 from launcher.run.ledger import Ledger
-from launcher.run.session import RunStopped
-from launcher.run.verdict import Kind
+from launcher.run.session import RunStopped, open_session
+from launcher.run.specification import SecretSource
+from launcher.run.state import Phase
+from launcher.run.supervise import _Supervision
+from launcher.run.verdict import HostView, Kind, judge
 from launcher.tpu_vm import slice_hints
 from tests.launcher.test_runs import FakeProvider, Workstation, start_and_lose_sight, work
 from training.storage import Stat
@@ -474,12 +477,19 @@ def test_ctrl_c_during_a_recovery_says_that_the_slice_is_billed(work: Workstatio
     assert "slice demo stays if it is there, and is billed, until `tpu-launch down` deletes it" in work.messages[-1]
 
 
-def test_a_stop_whose_command_died_is_carried_out_by_the_supervisor(work: Workstation) -> None:
+def test_a_stop_whose_command_died_is_repeated_by_the_supervisor_until_every_host_has_stopped(
+    work: Workstation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop, missed = FakeProvider.stop, [HostReport(0, True, ""), HostReport(1, False, "can't be reached")]
+    answers: list[Callable[..., list[HostReport]]] = [lambda *_, **options: missed, *[stop] * 10]
+    monkeypatch.setattr(FakeProvider, "stop", lambda *words, **options: answers.pop(0)(*words, **options))
+    monkeypatch.setattr("launcher.run.supervise._STOP_AGAIN_SECONDS", 0.05)
     work.hosts.exits[0] = None
     request = events.RunStopRequested(0)
     work.hosts.hooks["observe"] = [lambda: None] * 3 + [lambda: work.ledger.append(request)]
+    work.hosts.hooks["observe"] += [lambda: None] * 20 + [lambda: work.hosts.end(75)]
     assert work.run(work.config()).verdict.kind is Kind.SAVED
-    assert "stop" in work.hosts.calls
+    assert len(answers) <= 8, "the first stop missed a host"
 
 
 def test_hosts_on_which_a_failed_start_may_have_left_its_container_are_remembered(work: Workstation) -> None:
@@ -494,6 +504,35 @@ def test_hosts_on_which_a_failed_start_may_have_left_its_container_are_remembere
     work.hosts.silent = set()
     assert work.run(work.config()).verdict.kind is Kind.FINISHED
     assert not work.ledger.state.orphans
+
+
+def test_orphans_are_kept_until_every_host_is_reaped_and_stopped_although_the_run_is_over(work: Workstation) -> None:
+    work.hosts.exits[:2] = [3, 0]
+    work.run(work.config("run.failure_retries=1"))
+    orphan = events.Orphaned(0, "orphan-of-attempt-0", (0, 1))
+    (ledger := work.ledger).append(orphan)
+    work.hosts.silent = {1}
+    work.hosts.hooks["start"] = [work.hosts.change(silent=set())]
+    work.run(work.config(), new=True)
+    assert ledger.state.orphans == (orphan,), "only one host has removed it"
+    reports = launch.stop(work.config(), work.context(), ledger.run_id, grace=1)
+    assert len(reports) == 4, "of the last attempt, and of the orphans"
+
+
+def test_a_start_that_fails_on_one_host_is_tried_again_once(work: Workstation, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, failing = FakeProvider.start, [True, False, True, True]
+
+    def miss_a_host(provider: FakeProvider, attempt: Attempt) -> list[HostReport]:
+        if failing.pop(0):
+            provider.hosts.call("start")
+            return [HostReport(0, True, ""), HostReport(1, False, "can't be reached")]
+        return start(provider, attempt)
+
+    monkeypatch.setattr(FakeProvider, "start", miss_a_host)
+    assert work.run(work.config()).verdict.kind is Kind.FINISHED
+    with pytest.raises(LaunchError, match="1 of 2 hosts could not start"):
+        work.run(work.config(), new=True)
+    assert not failing
 
 
 # -- money ------------------------------------------------------------------------------------------------------------
@@ -635,6 +674,18 @@ def test_the_time_that_this_machine_slept_counts_against_no_host(work: Workstati
     assert outcome.verdict.kind is Kind.FINISHED
 
 
+def test_the_time_that_this_machine_slept_is_no_time_for_hosts_to_be_asked_again(work: Workstation) -> None:
+    """Of a host that has failed and one that was not seen since, the silent one was lost, whatever it had to say."""
+    work.run(work.config())
+    supervision = _Supervision(open_session(work.context(), work.ledger, SecretSource({}, {})), 0)
+    now = work.clock.monotonic()
+    failed = HostView(0, ContainerState("exited", 76), seen=now, ended_seen=now)
+    supervision.views = {0: failed, 1: HostView(1, ContainerState("running"), seen=now)}
+    supervision.turned = now
+    supervision._forgive_standstill(now + 3600)
+    assert judge(list(supervision.views.values()), now + 3600, supervision.limits).kind is Kind.SETTLING
+
+
 def test_hosts_are_not_silent_while_a_poll_of_them_is_open(work: Workstation) -> None:
     """Answers are late: what hosts have written meanwhile is not known yet."""
     work.hosts.exits[0] = None
@@ -654,10 +705,17 @@ def test_hosts_are_not_silent_while_a_poll_of_them_is_open(work: Workstation) ->
 def test_the_end_of_an_attempt_is_recorded_although_its_hosts_are_unreachable(work: Workstation) -> None:
     """The API fails when their addresses are looked up: the end is recorded all the same, and the budget is used."""
     work.hosts.exits[:2] = [1, 0]
-    work.hosts.fail("stop", UNAVAILABLE, UNAVAILABLE)
+    phases: list[Phase] = []
+
+    def refuse() -> None:
+        phases.append(work.ledger.state.phase)
+        raise UNAVAILABLE
+
+    work.hosts.hooks["stop"] = [refuse, refuse]
     outcome = work.run(work.config("run.failure_retries=1"))
     assert (outcome.attempt, outcome.verdict.kind) == (1, Kind.FINISHED)
     assert recorded(work, events.Orphaned) == 1
+    assert phases[0] is Phase.RUNNING, "a launcher that is killed before the stop leaves the attempt open"
 
 
 def test_orphaned_containers_are_recorded_before_the_end_of_the_attempt(

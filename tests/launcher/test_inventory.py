@@ -256,4 +256,12 @@ def test_a_dead_request_is_not_deleted_under_a_live_slice_of_its_name(cloud: Clo
     assert found is not None
     assert found.state == "READY"
     del cloud.state.nodes[request.node]
-    assert remove(cloud, leftover(cloud)) == "deleted"
+    # While its description is retried for minutes, the slice is there again.
+    listed, begin = leftover(cloud), cloud.clock.now
+    cloud.at(100, lambda: cloud.state.nodes.update({found.name: found}))
+    cloud.trouble = lambda zone, command, now: (
+        UNAVAILABLE if command == "queued-resources describe" and now - begin < 200 else None
+    )
+    assert "did not come from it" in remove(cloud, listed)
+    del cloud.state.nodes[request.node]
+    assert remove(cloud, listed) == "deleted"

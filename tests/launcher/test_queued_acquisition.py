@@ -85,6 +85,14 @@ def test_one_that_is_being_provided_at_the_end_gets_the_time_of_a_creation(confi
     assert requests(cloud) == 1
 
 
+def test_one_that_is_being_provided_for_longer_is_deleted(config: Config, cloud: Cloud) -> None:
+    cloud.state.create_seconds = 2 * HOUR
+    cloud.at(6 * HOUR - 300, cloud.state.faults.clear)
+    with pytest.raises(Stockout, match="the request was deleted"):
+        create(config, cloud)
+    assert request_state(cloud) == ""
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_a_lost_request_is_made_again_with_growing_pauses(config: Config, cloud: Cloud, seed: int) -> None:
     def take_back(_zone: str, command: str, now: float) -> None:
@@ -237,6 +245,19 @@ def test_a_request_that_was_made_after_down_had_looked_for_one_goes_with_its_nod
     cloud.trouble = not_yet
     assert slices.delete(config, lambda line: None, cloud.machine())
     assert request_state(cloud) == ""
+
+
+def test_a_request_that_was_made_anew_is_left_alone(config: Config, cloud: Cloud) -> None:
+    make_request(config, cloud)
+
+    def make_anew(zone: str, command: str, now: float) -> None:
+        if not cloud.state.queued and requests(cloud) == 1:
+            make_request(config, cloud)
+
+    cloud.trouble = make_anew
+    assert slices.delete(config, lambda line: None, cloud.machine())
+    assert request_state(cloud) == "WAITING_FOR_RESOURCES"
+    assert cloud.calls.count("us-west1-c queued-resources delete") == 1
 
 
 def test_a_node_that_google_deletes_after_a_preemption_counts_as_preempted(config: Config, cloud: Cloud) -> None:
