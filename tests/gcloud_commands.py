@@ -33,7 +33,7 @@ class Command:
 
     @property
     def changes(self) -> bool:
-        return self.verb in ("create", "delete", "start")
+        return self.verb in ("create", "delete", "start", "stop")
 
     @property
     def zone(self) -> str:
@@ -83,8 +83,8 @@ class Command:
                 return tpu_api.Call("GET", resource)
             case "delete":
                 return tpu_api.Call("DELETE", resource, "", {"force": "true"} if "force" in self.flags else {})
-            case "start":
-                return tpu_api.Call("POST", resource, "start")
+            case "start" | "stop":
+                return tpu_api.Call("POST", resource, self.verb)
             case "create" if self.group == "tpu-vm":
                 return tpu_api.Call("POST", collection, "", {"nodeId": self.name}, self._node())
             case "create":

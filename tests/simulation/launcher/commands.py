@@ -63,6 +63,8 @@ class Command:
             promises.stalled_program_is_silent(self.world, self.run_id)
         if ": starting again (" in text:
             self.world.reached("recovery")
+        if ": not recovered yet: " in text:
+            self.world.reached("round")
         self.world.note(f"  {self.name}: {text}")
 
     def ledgers(self) -> list[Ledger]:

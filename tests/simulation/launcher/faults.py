@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 HOST_FAULTS = ("reboot", "hang", "cut", "die", "engine", "disk", "clock")
 SLICE_FAULTS = ("preempt", "maintenance")
+MEDDLING = ("delete", "halt", "replace")  # by a colleague, in Google's console
 # Google's API, and the way to it. For a time; the number is the probability that a call is hit.
 API_FAULTS = {
     "unavailable": 0.9,
@@ -16,12 +17,13 @@ API_FAULTS = {
     "busy": 0.8,
     "slow": 0.5,
     "stockout": 1.0,
-    "stale": 0.7,
+    "stale": 0.7,  # lists
+    "old describe": 0.4,
     "dead ssh": 0.3,
     "ssh loses answers": 0.3,
     "offline": 1.0,
 }
-ALL = (*HOST_FAULTS, *SLICE_FAULTS, *API_FAULTS)
+ALL = tuple(kind for kind in (*HOST_FAULTS, *SLICE_FAULTS, *API_FAULTS) if kind != "old describe")  # outside of themes
 _WEIGHTS = {"permission": 0.3, "reboot": 2.0, "preempt": 3.0, "cut": 2.0, "unavailable": 2.0, "disk": 0.5, "stale": 2.0}
 
 
@@ -33,7 +35,8 @@ class Fault:
     anchor: str
     """The moment that `at` is counted from: "beginning"; "up" and "up again", the first and second `up`; "start", when
     the first attempt runs on all hosts; "awake", when the workstation has slept; "restart", the second command on a
-    run; "recovery", the end of the first attempt that is followed by another; "down"."""
+    run; "recovery", the end of the first attempt that is followed by another; "made again", when a run has made its
+    slice again; "round", when a round of a recovery has failed; "down"."""
     at: float
     seconds: float
     """How long it lasts."""

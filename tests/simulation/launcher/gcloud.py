@@ -57,9 +57,12 @@ class Gcloud:
 
     def _call(self, command: Command) -> Output:
         slice_ = self.google.slice_of(command)
-        if slice_ is not None and command.group == "tpu-vm":
+        if slice_ is not None:
             self._check_gc(command, slice_)
         answer = self.google.call(command, self.actor.user, self.actor)
+        if (command.group, command.verb) == ("tpu-vm", "describe") and answer["state"] != "DELETING":
+            self.actor.shown[answer["id"]] = answer["state"]
+            self.actor.looked[answer["id"]] = self.scheduler.now
         if not command.changes:
             return 0, command.output(answer), ""
         operation = self.google.wait(answer["name"], gcloud_commands.WAIT_SECONDS)
@@ -69,10 +72,9 @@ class Gcloud:
         return (1, "", error) if error else (0, command.output(answer), "")
 
     def _check_gc(self, command: Command, slice_: Slice) -> None:
-        identity = slice_.node.resource["id"]
-        if command.verb == "describe":
-            self.actor.shown[identity] = slice_.state
-        shown = self.actor.shown.get(identity, "")
+        if command.verb == "delete":
+            self.actor.deleted.add(slice_.node.resource["id"])
+        shown = self.actor.shown.get(slice_.node.resource["id"], "")
         if command.verb == "delete" and self.actor.command == "gc" and shown in ("CREATING", "READY"):
             self.world.break_promise("gc deletes what is left over", f"{slice_.name}, described to it as {shown}")
 

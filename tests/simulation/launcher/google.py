@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from tests.simulation.launcher.world import World
 
 _SLOW_CREATION = 2400.0  # seconds: longer than gcloud waits
+_OLDEST_DESCRIPTION = 4.0  # seconds
+_BETWEEN_HIDDEN = 20.0  # seconds between two descriptions that do not show what is there
 _WORDINGS = tuple(faults.STOCKOUTS)
 
 
@@ -37,6 +39,8 @@ class Slice:
     """The command that requested it."""
     hosts: list[Host] = field(default_factory=list)
     deleting: bool = False
+    used_as: str = ""
+    """Its last state before DELETING."""
 
     def __repr__(self) -> str:
         return f"node {self.name} ({self.state})"
@@ -58,7 +62,8 @@ class Request:
     creator: str
     by: object
     deleter: str = ""
-    """The user whose command deleted it."""
+    """The user who deleted it."""
+    deleted_by: object = None
 
     def __repr__(self) -> str:
         return f"request {self.name} ({self.state})"
@@ -81,8 +86,9 @@ class Google:
         self.slices: dict[str, Slice] = {}  # by the API's full names, like `requests`
         self.requests: dict[str, Request] = {}
         self._lists: list[tuple[float, EmulatorState]] | None = None  # old states, where lists may be old
-        if any(fault.kind == "stale" for fault in world.faults):
+        if any(fault.kind in ("stale", "old describe") for fault in world.faults):
             self._lists = []
+        self._hidden_until = 0.0
         self._made = 0  # slices so far
         self._scheduled: set[str] = set()  # operations with a timer
         self._cancelled: set[str] = set()
@@ -99,6 +105,8 @@ class Google:
         """Answers a command's call, subject to faults. Raises ApiError."""
         if command.verb == "list":
             return command.call(self._listed(), self._now)
+        if command.verb == "describe":
+            return command.call(self._described(by), self._now)
         if not command.changes:
             return command.call(self.state, self._now)
         if self.world.api_fault("busy") is not None:
@@ -110,7 +118,7 @@ class Google:
             self.state.faults.clear()
         if command.verb == "delete" and command.group == "queued-resources":
             request = self.requests[command.full_name]
-            request.deleter = user
+            request.deleter, request.deleted_by = user, by
             self.world.request_deleted(request, user)
         self._follow(user, by)
         return answer
@@ -142,8 +150,24 @@ class Google:
         """Returns the state that a list shows now: the current one, or an old one."""
         if self._lists is None or self.world.api_fault("stale") is None:
             return self.state
-        until = self.scheduler.now - self.rng.uniform(20.0, 300.0)
-        old = [state for at, state in self._lists if at <= until]
+        return self._state_of(self.scheduler.now - self.rng.uniform(20.0, 300.0))
+
+    def _described(self, by: object) -> EmulatorState:
+        """Returns the state that a description shows now: the current one, one of seconds ago, or once in a while none
+        at all, as a replica that lags."""
+        fault = self.world.api_fault("old describe") if self._lists is not None else None
+        if fault is None:
+            return self.state
+        if fault.number % 2 and getattr(by, "command", "") in ("up", "run", "attach"):
+            if self.scheduler.now < self._hidden_until:
+                return self.state
+            self._hidden_until = self.scheduler.now + _BETWEEN_HIDDEN
+            return self._state_of(-1.0)
+        return self._state_of(self.scheduler.now - self.rng.uniform(0.0, _OLDEST_DESCRIPTION))
+
+    def _state_of(self, until: float) -> EmulatorState:
+        """Returns the state of an earlier moment."""
+        old = [state for at, state in self._lists or () if at <= until]
         return old[-1] if old else EmulatorState("", 0, "", "", 0.0, 0.0)
 
     # -- what follows from a change -----------------------------------------------------------------------------------
@@ -158,8 +182,13 @@ class Google:
         for name, node in self.state.nodes.items():
             if name not in self.slices or self.slices[name].node is not node:
                 self._add_slice(name, node, user, by)
+            if node.state != "DELETING":
+                self.slices[name].used_as = node.state
+            if node.state == "STOPPING":
+                for host in self.slices[name].hosts:
+                    host.die(for_good=False)
             elif node.state == "DELETING" and not self.slices[name].deleting:
-                self._begin_deletion(self.slices[name], user)
+                self._begin_deletion(self.slices[name], user, by)
         for name in [name for name in self.slices if name not in self.state.nodes]:
             self.world.note(f"node {self.slices.pop(name).name} is gone")
         for name in [name for name in self.requests if name not in self.state.queued]:
@@ -179,13 +208,15 @@ class Google:
             user, by = request.creator, request.by
         self.slices[name] = Slice(node, user, by)
         self.world.note(f"Google creates node {node.short_name} in {node.zone} for {user}")
+        self.world.node_created(by)
 
-    def _begin_deletion(self, slice_: Slice, user: str) -> None:
+    def _begin_deletion(self, slice_: Slice, user: str, by: object) -> None:
         slice_.deleting = True
         request = self.requests.get(slice_.node.resource.get("queuedResource", ""))
-        user = request.deleter if request is not None and request.deleter else user
+        if request is not None and request.deleter:
+            user, by = request.deleter, request.deleted_by
         if user != "Google":
-            self.world.node_deleted(slice_, user)
+            self.world.node_deleted(slice_, user, by)
         for host in slice_.hosts:
             host.die(for_good=True)
 
@@ -207,12 +238,14 @@ class Google:
             return
         if operation.done:
             return
-        slice_ = self.slices[operation.target]
+        slice_ = self.slices.get(operation.target)  # None: it was deleted meanwhile
         tpu_api.finish_operation(self.state, operation, self._now)
-        self.world.note(f"{operation.verb} of node {slice_.name} ends {operation.error or 'well'}")
-        if operation.verb == "create" and operation.error is None:
+        self.world.note(f"{operation.verb} of {operation.target} ends {operation.error or 'well'}")
+        if operation.verb == "create" and operation.error is None and slice_ is not None:
             self._boot(slice_)
-        if operation.verb == "start":
+            if getattr(slice_.by, "command", "") in ("run", "attach"):
+                self.world.reached("made again")
+        if operation.verb == "start" and slice_ is not None:
             for host in slice_.hosts:
                 host.boot_up(0, writes_time=True)
         self._follow()

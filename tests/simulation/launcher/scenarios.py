@@ -63,6 +63,7 @@ class Theme:
 
     name: str
     faults: tuple[str, ...] = ()
+    """Kinds, each with "@" and an anchor of its own or without."""
     count: tuple[int, int] = (1, 3)
     """The least and the greatest number of faults."""
     anchors: tuple[str, ...] = ("start",)
@@ -136,6 +137,12 @@ ADDED_THEMES = (
     Theme("clearing up", faults=("stale", "slow"), count=(1, 2), anchors=("up",), spread=5.0, actions=("gc",),
           moments=("up",), together=60.0, leftovers=("preempted",)),
     Theme("two terminals at the end", actions=("second run",), moments=("end",), together=8.0, count=(0, 0)),
+    Theme("a colleague", faults=("delete", "delete", "halt", "replace", "old describe"), count=(1, 2), spread=15.0,
+          anchors=("up", "start", "start", "recovery", "recovery", "made again", "down"), plans=("finish", "fail"),
+          retries=True),
+    Theme("a colleague in a recovery", faults=("reboot@start", "preempt@start", "disk", "engine", "delete@round",
+          "delete@round", "delete", "dead ssh", "old describe"), count=(4, 7), spread=8.0,
+          anchors=("recovery", "recovery", "made again"), retries=True),
     Theme("awake", faults=("cut", "dead ssh"), anchors=("awake",), spread=2.0, count=(0, 2), actions=("asleep",),
           hosts=2, retries=True),
 )  # fmt: skip
@@ -197,9 +204,9 @@ def _draw_faults(theme: Theme, rng: random.Random) -> list[Fault]:
         if rng.random() < 0.3:
             anchor = rng.choice(theme.anchors)
         seconds = rng.choice((rng.uniform(1.0, 12.0), rng.uniform(10.0, 60.0), rng.uniform(30.0, 200.0)))
-        drawn.append(
-            Fault(rng.choice(theme.faults), anchor, rng.uniform(0.0, theme.spread), seconds, rng.randrange(64))
-        )
+        kind, _, own_anchor = rng.choice(theme.faults).partition("@")
+        at = rng.uniform(0.0, theme.spread)
+        drawn.append(Fault(kind, own_anchor or anchor, at, seconds, rng.randrange(64)))
     return drawn
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import random
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.config import Config, load
+from launcher.emulator.api.catalogue import ApiError
 from launcher.errors import Exit
 from launcher.owner import Owner, hash_account
 from launcher.run.ledger import Ledger
@@ -198,7 +200,8 @@ class SimulatedRun:
             slice_.hosts[0].die(for_good=False)
             slice_.node.resource["state"] = "STOPPED"
         if kind == "deleting":
-            google.call(gcloud_commands.parse(delete_command(self.config)), "ann")
+            with contextlib.suppress(ApiError):  # the API may be busy
+                google.call(gcloud_commands.parse(delete_command(self.config)), "ann")
 
     def _get_slice(self) -> bool:
         for round_ in range(6):
@@ -207,10 +210,13 @@ class SimulatedRun:
             self.finish(up)
             if up.code == 0:
                 return True
-            if up.code in (Exit.CONFLICT, Exit.BAD_INPUT):
-                return False  # another user's slice has the name
+            if up.code == Exit.BAD_INPUT or self._is_name_taken():
+                return False
             self.scheduler.sleep(self.rng.uniform(20.0, 200.0))
         return False
+
+    def _is_name_taken(self) -> bool:
+        return any(node.name == _NAME and node.creator != "ann" for node in self.world.google.slices.values())
 
     def _train(self) -> None:
         next_command = "run"

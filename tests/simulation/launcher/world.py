@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import random
@@ -9,11 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from launcher.emulator.api.catalogue import ApiError
 from launcher.errors import CommandTimeout
+from launcher.owner import hash_account
 from launcher.shell import Result
 from launcher.workstation import Address, ConnectionFailed
+from tests.gcloud_commands import Command
 from tests.simulation.launcher import scripts
-from tests.simulation.launcher.faults import API_FAULTS, Fault
+from tests.simulation.launcher.faults import API_FAULTS, MEDDLING, Fault
 from tests.simulation.launcher.gcloud import Gcloud
 from tests.simulation.launcher.google import Google, Request, Slice
 from tests.simulation.launcher.hosts import Container, Execution, Host
@@ -24,6 +28,9 @@ _CONNECT_SECONDS = 5.0  # as the launcher's transport has it
 _BROKEN_SECONDS = 10.0  # until a connection whose packets are lost breaks
 _REFUSALS = 3  # in a row, at least, before a host counts as lost
 _FORGOTTEN_SECONDS = 300.0  # of silence, after which a firewall may forget a connection
+COLLEAGUE = "a colleague"
+_RACE_SECONDS = 5.0  # between a look and the step that follows from it: no call of the API checks and creates at once
+_IN_USE = ("CREATING", "READY", "STARTING", "REPAIRING")
 _BETWEEN_LOOKS = 5.0  # seconds between two observations, at most
 
 
@@ -51,7 +58,11 @@ class Actor:
     out_of_stock: bool = False
     """Whether its last creation failed for lack of capacity."""
     shown: dict[str, str] = field(default_factory=dict)
-    """The state in which Google described each node to it, by id."""
+    """The last state but DELETING in which Google described each node to it, by id."""
+    looked: dict[str, float] = field(default_factory=dict)
+    """When that was."""
+    deleted: set[str] = field(default_factory=set)
+    """Ids of nodes that it asked Google to delete, whether or not another user was faster."""
 
     @property
     def user(self) -> str:
@@ -79,6 +90,7 @@ class Record:
     abandoned: set[tuple[str, int]] = field(default_factory=set)
     stops: list[Stop] = field(default_factory=list)
     requested_runs: list[float] = field(default_factory=list)  # when users typed `run`
+    deleted: dict[str, tuple[object, float]] = field(default_factory=dict)  # ids of nodes in use: by whom and when
     removed_logs: dict[tuple[str, int, int], list[tuple[str, str]]] = field(default_factory=dict)
     permanent: set[str] = field(default_factory=set)  # kinds of API faults that no retry outlasts
 
@@ -204,6 +216,9 @@ class World:
         if fault.kind == "preempt":
             self.google.preempt(node, fault.seconds / 4 if fault.number % 2 else 0.0)
             return
+        if fault.kind in MEDDLING:
+            self.scheduler.spawn(self._meddle, node, fault.kind, name=fault.kind, process=self.scheduler.world)
+            return
         if fault.kind == "maintenance":
             self._maintain(node, fault)
             return
@@ -261,6 +276,18 @@ class World:
                 )
 
         self.scheduler.call_at(self.scheduler.now + 12.0, take)
+
+    def _meddle(self, node: Slice, kind: str) -> None:
+        """Deletes, stops or replaces a slice in Google's console."""
+        google, flags = self.google, {"project": "p", "zone": node.node.zone, "force": ""}
+        group = "queued-resources" if kind != "halt" and "queuedResource" in node.node.resource else "tpu-vm"
+        with contextlib.suppress(ApiError):  # another change is under way
+            answer = google.call(Command(group, "stop" if kind == "halt" else "delete", node.name, flags), COLLEAGUE)
+            google.wait(answer["name"], 600.0)
+            if kind == "replace":
+                labels = f"tpu-launch=1,tpu-launch-owner=bob,tpu-launch-account={hash_account('bob')}"
+                wanted = {"accelerator-type": node.node.resource["acceleratorType"], "version": "v", "labels": labels}
+                google.call(Command("tpu-vm", "create", node.name, {**flags, **wanted}), "bob")
 
     def _disturb(self, host: Host, what: str) -> None:
         for container in host.containers.values():
@@ -381,13 +408,25 @@ class World:
 
     # -- slices -------------------------------------------------------------------------------------------------------
 
-    def node_deleted(self, node: Slice, who: str) -> None:
-        """Records that a user's command deletes a node, and checks that it may."""
+    def node_created(self, by: object) -> None:
+        """Checks that no run makes a slice again that it knew, and that somebody else has deleted."""
+        if isinstance(by, Actor) and by.command in ("run", "attach"):
+            for node, (deleter, at) in self.record.deleted.items():
+                raced = node in by.deleted or at - by.looked.get(node, at) < _RACE_SECONDS
+                if deleter is not by and not raced and by.shown[node] in _IN_USE:
+                    self.break_promise("what a user deleted stays deleted", f"{by.command} of {by.user} makes it again")
+
+    def node_deleted(self, node: Slice, who: str, by: object) -> None:
+        """Records that a user deletes a node, and checks that this user's command may."""
         self.note(f"{who} deletes node {node.name} of {node.creator}, which is {node.state}")
         for host in node.hosts:
             for container in host.containers.values():
                 if container.job is not None:
                     container.job.causes.append(Cause("deleted", host.worker))
+        if node.used_as in _IN_USE:
+            self.record.deleted[node.node.resource["id"]] = (by, self.scheduler.now)
+        if who == COLLEAGUE:
+            return
         if node.creator != who:
             self.break_promise("nothing of others is touched", f"{who} deletes node {node.name} of {node.creator}")
         wanted = who in self.down_allowed
@@ -409,7 +448,7 @@ class World:
     def request_deleted(self, request: Request, who: str) -> None:
         """Records that a user's command deletes a queued resource, and checks that it may."""
         self.note(f"{who} deletes request {request.name} of {request.creator}, which is {request.state}")
-        if request.creator != who:
+        if request.creator != who != COLLEAGUE:
             self.break_promise(
                 "nothing of others is touched", f"{who} deletes request {request.name} of {request.creator}"
             )
