@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 HOST_FAULTS = ("reboot", "hang", "cut", "die", "engine", "disk", "clock")
 SLICE_FAULTS = ("preempt", "maintenance")
+NETWORK_FAULTS = ("filter", "connection")  # of ssh alone; between two hosts alone. Like `MEDDLING` only in themes
 MEDDLING = ("delete", "halt", "replace")  # by a colleague, in Google's console
 # Google's API, and the way to it. For a time; the number is the probability that a call is hit.
 API_FAULTS = {

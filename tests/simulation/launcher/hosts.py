@@ -138,13 +138,14 @@ class Host:
         self.engine_up = True
         self.hung = False  # answers nothing, and is not dead
         self.cut = False  # no packet reaches it
+        self.filtered = False  # ssh does not reach it, other hosts do
         self.disk_full = False
         self.key_known = False  # whether our ssh key has reached it
         self.gone = False  # its slice was taken away, or deleted
         self.executions: dict[Execution, None] = {}  # commands that run on it
         self.ssh_from = scheduler.now  # when its sshd answers
         self.alias = f"tpu.{slice_name}.{address}-{worker}"
-        self.troubled = 0  # counts its faults
+        self.troubled: list[float] = []  # when it ceased to answer
         self.trouble_over = scheduler.now  # when it last began to answer
 
     def __repr__(self) -> str:
@@ -155,9 +156,14 @@ class Host:
         return f"{self!r}-boot-{self.boots}"
 
     @property
+    def connected(self) -> bool:
+        """Returns whether it answers other hosts."""
+        return self.up and not self.cut and not self.hung
+
+    @property
     def reachable(self) -> bool:
-        """Returns whether it answers packets."""
-        return self.up and not self.cut and not self.hung and self.scheduler.now >= self.ssh_from
+        """Returns whether it answers ssh."""
+        return self.connected and not self.filtered and self.scheduler.now >= self.ssh_from
 
     def note(self, text: str) -> None:
         if self.scheduler.trace is not None:
@@ -176,19 +182,21 @@ class Host:
 
     def cut_off(self) -> None:
         """Drops all packets to it; its programs go on."""
-        self.cut, self.troubled = True, self.troubled + 1
+        self.cut = True
+        self.troubled.append(self.scheduler.now)
         self.note("is cut off")
         self.changed()
         self._peers_notice("cut off")
 
     def reconnect(self) -> None:
         """Lets packets reach it again."""
-        self.cut, self.trouble_over = False, self.scheduler.now
+        self.cut, self.filtered, self.trouble_over = False, False, self.scheduler.now
         self.note("is reachable again")
 
     def hang(self) -> None:
         """Makes it answer nothing until `unhang` or a reboot."""
-        self.hung, self.troubled = True, self.troubled + 1
+        self.hung = True
+        self.troubled.append(self.scheduler.now)
         self.note("hangs")
         self.changed()
         self._peers_notice("hangs")
@@ -203,7 +211,8 @@ class Host:
         if not self.up:
             self.gone = self.gone or for_good
             return
-        self.up, self.gone, self.troubled = False, self.gone or for_good, self.troubled + 1
+        self.up, self.gone = False, self.gone or for_good
+        self.troubled.append(self.scheduler.now)
         self.note("is dead")
         self.scheduler.kill(self.process)
         self.process = Process(f"{self.slice_name}-w{self.worker}")

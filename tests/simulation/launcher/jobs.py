@@ -33,6 +33,10 @@ class Plan:
     save_seconds: float = 2.0
     period: float = 1.0
     """Seconds between two lines of a host."""
+    apart: float = 0.0
+    """Seconds from the end of the other hosts to that of host 0, which exports."""
+    second: int | None = None
+    """Another host that fails within a fraction of a second, with exit code 3."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,7 @@ class Job:
             self.disturbed = True
         self.scheduler.call_at(self.scheduler.now + PEERS_WAIT, self._check_peers)
         complete = len(self.containers) == self.hosts and self.began is None
-        if complete and all(item.running and item.host.reachable for item in self.containers.values()):
+        if complete and all(item.running and item.host.connected for item in self.containers.values()):
             self.began = self.scheduler.now
             if self.plan.kind != "stall":
                 self.scheduler.call_at(self.began + self.plan.seconds, self._end_as_planned)
@@ -133,10 +137,16 @@ class Job:
         if self.hosts > 1 or what == "dead":
             self._lose_peer()
 
+    def lose_connection(self, host: Host) -> None:
+        """Breaks a connection between two hosts, both of which still answer the launcher."""
+        if self.hosts > 1 and self.began is not None and not self.over:
+            self.disturbed = True
+            self.causes.append(Cause("connection", host.worker))
+            self._lose_peer()
+
     def _all_run(self) -> bool:
         return len(self.containers) == self.hosts and all(
-            item.running and item.host.up and not item.host.cut and not item.host.hung
-            for item in self.containers.values()
+            item.running and item.host.connected for item in self.containers.values()
         )
 
     def _exit(self, container: Container, code: int) -> None:
@@ -159,12 +169,15 @@ class Job:
         if plan.kind == "fail":
             self.causes.append(Cause("fail", plan.host, plan.code))
             self._exit(self.containers[plan.host], plan.code)
+            if plan.second not in (None, plan.host):
+                self._exit_later(self.containers[plan.second], 3, self.rng.uniform(0.01, 0.3))
             self._lose_peer()
             return
         code = {"finish": 0, "save": 75, "bad input": 2}[plan.kind]
         self.causes.append(Cause(plan.kind, code=code))
         for container in self.containers.values():
-            self._exit_later(container, code, self.rng.uniform(0.0, 0.8))
+            export = plan.apart if container.host.worker == 0 else 0.0
+            self._exit_later(container, code, export + self.rng.uniform(0.0, 0.8))
 
     def _all_saved(self) -> None:
         if not self._all_run() or self.over:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher.errors import Exit
 from launcher.run.events import AttemptBegan, Ended, HostEnded, Recovering
 from launcher.run.logs import read_from
 from launcher.run.recovery import spent_so_far
+from tests.simulation.launcher.hosts import EPOCH
+from training.machine.clock import parse_time
 
 if TYPE_CHECKING:
     from tests.simulation.launcher.commands import Command
     from tests.simulation.launcher.google import Slice
     from tests.simulation.launcher.hosts import Container
-    from tests.simulation.launcher.jobs import Job
+    from tests.simulation.launcher.jobs import Cause, Job
     from tests.simulation.launcher.simulated_run import SimulatedRun
     from tests.simulation.launcher.world import World
 
@@ -375,40 +380,65 @@ def finished_means_finished(simulation: SimulatedRun, job: Job, event: Ended) ->
 
 
 def verdict_names_the_first_cause(simulation: SimulatedRun, job: Job, event: Ended) -> None:
-    """The verdict names the first thing that was made to fail, where there is exactly one."""
-    causes = [truth for truth in job.causes if truth.kind not in ("kill",)]
+    """The verdict names the first thing that was made to happen, where it can be told from all others."""
+    causes = [truth for truth in job.causes if truth.kind != "kill"]
     if not causes or event.outcome == "not started" or job.plan.kind == "stall":
         return
-    first = causes[0]
+    allowed = _verdicts_of(simulation, job, causes)
     cause = event.cause.worker if event.cause is not None else -1
-    wrong = False
-    if not job.disturbed and job.began is not None and not any(truth.kind == "stop" for truth in causes):
-        expected = {"finish": "finished", "save": "saved", "bad input": "bad input", "fail": "failed"}.get(first.kind)
-        # A stop may be requested before a failure is seen: then the exit code is the stop's (14, as documented: the
-        # effect of SIGTERM is no failure), and the cause is the host that failed.
-        asked = any(stop.run == job.run for stop in simulation.world.record.stops)
-        # The engine of a rebooted single host is not believed when it reports that the program finished.
-        rebooted = any(container.boot != container.host.boot for container in job.containers.values())
-        unclear = expected == "failed" or (expected == "finished" and rebooted)
-        stopped = ("stopped",) if asked and unclear else ()
-        # The slice may be deleted before a launcher sees how the program ended.
-        deleted = ("slice deleted",) if any(truth.kind == "deleted" for truth in causes) else ()
-        wrong = expected is not None and (
-            event.outcome not in (expected, "preempted", "host lost", "vanished", *stopped, *deleted)
-            or (event.outcome == "stopped" and expected == "failed" and cause != first.worker)
-            or (expected == "failed" and event.outcome == "failed" and cause != first.worker)
+    if allowed and (event.outcome, cause) not in allowed and (event.outcome, None) not in allowed:
+        simulation.break_promise(
+            "the verdict names the first cause",
+            f"{job} ended {event.outcome} of host {cause}, not {allowed}; the causes are {causes}",
         )
-    hosts = {truth.worker for truth in causes if truth.kind == "host"}
+
+
+def _verdicts_of(simulation: SimulatedRun, job: Job, causes: Sequence[Cause]) -> set[tuple[str, int | None]]:
+    """Returns the outcomes, each with its host (None: any or none), that causes allow; empty where all do."""
+    first, kinds = causes[0], [truth.kind for truth in causes]
+    # A stop may be requested before a failure is seen: then the exit code is the stop's (14, as documented: the effect
+    # of SIGTERM is no failure), and the cause is the host that failed.
+    asked = any(stop.run == job.run for stop in simulation.world.record.stops)
+    if job.began is not None and not job.disturbed and "stop" not in kinds:
+        allowed: dict[str, set[tuple[str, int | None]]] = {
+            "finish": {("finished", None)},
+            "save": {("saved", None)},
+            "bad input": {("bad input", None)},
+            "fail": {("failed", first.worker)} | ({("stopped", first.worker)} if asked else set()),
+        }
+        # The slice may be deleted before a launcher sees how the program ended.
+        deleted = {("slice deleted", None)} if "deleted" in kinds else set()
+        return allowed[first.kind] | deleted | _unseen(simulation, job) if first.kind in allowed else set()
+    if kinds == ["connection"]:
+        return {("connection lost", None)} | ({("stopped", None)} if asked else set())
     dead = {truth.worker for truth in causes if truth.detail == "dead"}
-    if first.kind == "host" and first.detail == "dead" and len(hosts) == 1 and dead == hosts and len(causes) == 1:
-        allowed = ("host lost", "preempted", "vanished", "stopped")
+    if kinds == ["host"] and dead:
         # A launcher that first looks when two hosts are dead can't tell which died first.
         others = {worker for worker, container in job.containers.items() if container.host.troubled}
-        wrong = event.outcome not in allowed or (event.outcome == "host lost" and cause not in hosts | others)
-    if wrong:
-        simulation.break_promise(
-            "the verdict names the first cause", f"{job} ended {event.outcome} of host {cause}; the cause is {causes}"
-        )
+        lost: set[tuple[str, int | None]] = {("host lost", worker) for worker in dead | others}
+        return lost | {(outcome, None) for outcome in ("preempted", "vanished", "stopped")}
+    return set()
+
+
+def _unseen(simulation: SimulatedRun, job: Job) -> set[tuple[str, int | None]]:
+    """Returns the verdicts that hosts allow that ceased to answer before a launcher saw how their programs ended."""
+    found: set[tuple[str, int | None]] = set()
+    for ledger in simulation.ledgers():
+        if ledger.run_id != job.run:
+            continue
+        seen = {
+            entry.event.host: parse_time(entry.time) or 0.0
+            for entry in reversed(ledger.entries())  # the first one counts
+            if isinstance(entry.event, HostEnded) and entry.event.attempt == job.attempt
+        }
+        deaf = any(fault.kind in ("dead ssh", "ssh loses answers", "offline") for fault in simulation.faults)
+        for worker, container in job.containers.items():
+            before = seen.get(worker, math.inf) - EPOCH
+            if (deaf and worker not in seen) or any(
+                container.ended - 30.0 < at < before for at in container.host.troubled
+            ):
+                found |= {("host lost", worker), ("preempted", None), ("vanished", None)}
+    return found
 
 
 def lines_come_once(simulation: SimulatedRun) -> None:

@@ -143,6 +143,10 @@ ADDED_THEMES = (
     Theme("a colleague in a recovery", faults=("reboot@start", "preempt@start", "disk", "engine", "delete@round",
           "delete@round", "delete", "dead ssh", "old describe"), count=(4, 7), spread=8.0,
           anchors=("recovery", "recovery", "made again"), retries=True),
+    Theme("partitions", faults=("filter", "filter", "connection", "cut"), count=(1, 3), hosts=2, retries=True,
+          plans=("finish", "fail", "save"), anchors=("start", "recovery"), spread=25.0),
+    Theme("hosts that end apart", faults=("reboot", "cut", "filter", "hang", "die", "offline"), count=(0, 2), hosts=2,
+          anchors=("end",), spread=140.0, plans=("finish",), retries=True),
     Theme("awake", faults=("cut", "dead ssh"), anchors=("awake",), spread=2.0, count=(0, 2), actions=("asleep",),
           hosts=2, retries=True),
 )  # fmt: skip
@@ -238,4 +242,6 @@ def _draw_plan(rng: random.Random, kind: str, hosts: int) -> Plan:
         saves=rng.random() < 0.85,
         save_seconds=rng.uniform(0.5, 12.0),
         period=rng.choice((0.5, 1.0, 3.0)),
+        apart=rng.choice((0.0, 0.0, 0.0, 30.0, 150.0)) if kind == "finish" else 0.0,
+        second=rng.randrange(hosts) if kind == "fail" and rng.random() < 0.2 else None,
     )

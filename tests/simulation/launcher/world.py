@@ -244,6 +244,16 @@ class World:
             case "cut":
                 host.cut_off()
                 call_at(later, host.reconnect)
+            case "filter":
+                host.filtered = True
+                host.troubled.append(self.scheduler.now)
+                self._disturb(host, "ssh is filtered")
+                host.changed()
+                call_at(later, host.reconnect)
+            case "connection":
+                for container in list(host.containers.values()):
+                    if container.job is not None and container.running:
+                        container.job.lose_connection(host)
             case "engine":
                 host.engine_up = False
                 self._disturb(host, "its engine is down")
