@@ -25,8 +25,10 @@ from tests.simulation.scheduler import Event, Killed, Process
 class Command:
     """One command of a user, from its start to its end."""
 
-    def __init__(self, world: World, laptop: Laptop, name: str, config: Config, rng: random.Random) -> None:
-        self.world, self.laptop, self.name, self.config = world, laptop, name, config
+    def __init__(
+        self, world: World, laptop: Laptop, name: str, config: Config, rng: random.Random, *, new: bool = False
+    ) -> None:
+        self.world, self.laptop, self.name, self.config, self.new = world, laptop, name, config, new
         self.began = world.scheduler.now
         self.run_id = ""  # that it spoke of last
         self.code: int | None = None  # None while it runs, and when it was killed
@@ -87,8 +89,10 @@ class Command:
         if self.code is None and not self.killed:
             self.killed, self.ended = True, self.world.scheduler.now
             self.world.note(f"{self.name} of {self.laptop.name} is killed")
-            self.world.scheduler.kill(self.process)
-            self.over.set()
+            try:
+                self.world.scheduler.kill(self.process)
+            finally:
+                self.over.set()
 
     def interrupt(self) -> None:
         """Sends Ctrl-C."""
@@ -140,15 +144,20 @@ class Command:
         return 0
 
     def _down(self) -> int:
-        self.world.down_allowed.add(self.laptop.user)
-        for ledger in self.ledgers():  # `down` stops the run that is under way
-            self.world.record.stops.append(Stop(ledger.run_id, self.world.scheduler.now))
-        launch.delete_slice(self.config, self.context)
+        self.world.downs.append(self.laptop.user)
+        stops = [Stop(ledger.run_id, self.world.scheduler.now) for ledger in self.ledgers()]
+        self.world.record.stops += stops  # `down` stops the runs that are under way
+        try:
+            launch.delete_slice(self.config, self.context)
+        finally:
+            self.world.downs.remove(self.laptop.user)
+        for stop in stops:
+            stop.done = self.world.scheduler.now
         return 0
 
     def _run(self) -> int:
-        self.world.record.requested_runs.append(self.world.scheduler.now)
-        return self._show(launch.run(launch.RunRequest(self.config), self.context))
+        self.world.record.requested_runs.append((self.laptop, self.world.scheduler.now))
+        return self._show(launch.run(launch.RunRequest(self.config, new=self.new), self.context))
 
     def _attach(self) -> int:
         return self._show(launch.attach(launch.RunRequest(self.config), self.context))

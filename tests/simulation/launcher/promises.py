@@ -17,7 +17,7 @@ from training.machine.clock import parse_time
 
 if TYPE_CHECKING:
     from tests.simulation.launcher.commands import Command
-    from tests.simulation.launcher.google import Slice
+    from tests.simulation.launcher.google import Request, Slice
     from tests.simulation.launcher.hosts import Container
     from tests.simulation.launcher.jobs import Cause, Job
     from tests.simulation.launcher.simulated_run import SimulatedRun
@@ -62,14 +62,19 @@ def message_with_a_next_step(simulation: SimulatedRun, command: Command) -> None
 
 
 def nothing_is_left_after_down(simulation: SimulatedRun, command: Command) -> None:
+    """A `down` that succeeded leaves only what another command asked for meanwhile, which it can't stop."""
     if command.name != "down" or command.code != 0:
         return
     user = command.laptop.user
-    left: list[object] = [*slices_of(simulation.world, user)]
+    left: list[Slice | Request] = [*slices_of(simulation.world, user)]
     left += [item for item in simulation.world.google.requests.values() if item.creator == user]
-    others_busy = any(other.name in ("up", "run", "attach") and other.code is None for other in simulation.commands)
-    if left and not others_busy:
-        simulation.break_promise("after down nothing of ours is left", f"{left}")
+    going_on = any("has not ended; going on" in text for text in command.said)
+    for item in left:
+        by = next((other for other in simulation.commands if other.actor is item.by), None)
+        elsewhere = by is not None and by.laptop is not command.laptop and by.ended > command.began - 120.0
+        meanwhile = by is not None and by.ended > command.began and (by.name == "up" or going_on)
+        if not elsewhere and not meanwhile:
+            simulation.break_promise("after down nothing of ours is left", f"{item} by {by and by.name}")
 
 
 def no_silent_bill(simulation: SimulatedRun, command: Command) -> None:
@@ -137,7 +142,7 @@ def run_with_budget_continues(simulation: SimulatedRun, command: Command) -> Non
 
 def leaving_a_recovery_reports_the_bill(simulation: SimulatedRun, command: Command) -> None:
     """A recovery that the user stops or leaves says that the slice stays, is billed, and how to delete it."""
-    if command.name not in ("run", "attach") or simulation.world.down_allowed:
+    if command.name not in ("run", "attach") or command.laptop.user in simulation.world.downs:
         return
     recoveries = [number for number, line in enumerate(command.said) if ": starting again (" in line]
     if not recoveries:
@@ -166,7 +171,7 @@ def after_a_stop_nothing_runs(simulation: SimulatedRun, command: Command) -> Non
     if (
         command.name != "stop"
         or command.code != 0
-        or any(at > command.began for at in simulation.world.record.requested_runs)
+        or any(at > command.began for _, at in simulation.world.record.requested_runs)
     ):
         return
     stop = next((item for item in simulation.world.record.stops if item.by is command), None)
@@ -176,7 +181,7 @@ def after_a_stop_nothing_runs(simulation: SimulatedRun, command: Command) -> Non
 
 
 def stop_in_a_kind_world_succeeds(simulation: SimulatedRun, command: Command) -> None:
-    if command.name != "stop" or simulation.world.struck or command.interrupted or simulation.world.down_allowed:
+    if command.name != "stop" or simulation.world.struck or command.interrupted:
         return
     if command.code not in (0, Exit.BAD_INPUT):
         simulation.break_promise("a stop in a kind world succeeds", f"{command.code}: {command.said[-2:]}")
@@ -446,8 +451,9 @@ def lines_come_once(simulation: SimulatedRun) -> None:
     of an attempt whose start was interrupted are not fetched."""
     for job in simulation.world.record.jobs.values():
         for worker, container in job.containers.items():
-            path = simulation.ann.home / "runs" / job.run / "logs" / f"attempt-{job.attempt}" / f"host-{worker}.log"
-            if not path.exists():
+            log = Path("runs", job.run, "logs", f"attempt-{job.attempt}", f"host-{worker}.log")
+            path = next((path for home in simulation.homes if (path := home / log).exists()), None)
+            if path is None:
                 continue
             kept = [(line.timestamp, line.text) for line in read_from(path, 0)[0]]
             extra = Counter(kept) - Counter(container.log)

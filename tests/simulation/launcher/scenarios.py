@@ -19,7 +19,7 @@ _SETTINGS = 80  # configuration files: reading one takes as long as simulating a
 _WITHOUT_THEME = 0.35  # of all scenarios
 _ACTIONS = ("kill", "kill", "kill", "ctrl-c", "ctrl-c", "stop", "asleep", "stop", "logs", "second run", "bob down",
           "bob up", "gc", "bob gc")  # fmt: skip
-_OF_ADDED_THEMES = 0.06  # of all scenarios
+_OF_ADDED_THEMES = 0.5  # of all scenarios
 _LEFTOVERS = ("", "", "", "", "bob's", "a stranger's", "preempted", "stopped", "deleting")
 
 
@@ -137,6 +137,15 @@ ADDED_THEMES = (
     Theme("clearing up", faults=("stale", "slow"), count=(1, 2), anchors=("up",), spread=5.0, actions=("gc",),
           moments=("up",), together=60.0, leftovers=("preempted",)),
     Theme("two terminals at the end", actions=("second run",), moments=("end",), together=8.0, count=(0, 0)),
+    Theme("any deed", actions=("down|down|stop|second run|new run|gc", "down|stop|second run|new run|second attach"),
+          moments=("up", "run", "prepare", "start", "recovery", "restart", "end", "up again", "down"), together=40.0,
+          faults=("reboot", "preempt", "die", "unavailable", "lost"), count=(0, 2), anchors=("start", "recovery"),
+          plans=("finish", "fail"), retries=True),
+    Theme("two workstations",
+          actions=("other run|other up|other down", "other run|other down|other stop|other gc|kill"),
+          moments=("up", "run", "prepare", "start", "recovery", "restart", "end"), together=40.0,
+          faults=("reboot", "preempt", "die", "unavailable", "lost"), count=(0, 2), anchors=("start", "recovery"),
+          plans=("finish", "fail"), retries=True),
     Theme("a colleague", faults=("delete", "delete", "halt", "replace", "old describe"), count=(1, 2), spread=15.0,
           anchors=("up", "start", "start", "recovery", "recovery", "made again", "down"), plans=("finish", "fail"),
           retries=True),

@@ -10,12 +10,15 @@ import shutil
 import tempfile
 from collections.abc import Collection
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 
 from launcher.config import Config, load
 from launcher.emulator.api.catalogue import ApiError
 from launcher.errors import Exit
+from launcher.home import write_whole
 from launcher.owner import Owner, hash_account
+from launcher.run import ledger
 from launcher.run.ledger import Ledger
 from launcher.run.runs import list_runs
 from launcher.tpu_vm.commands import create_command, delete_command
@@ -32,6 +35,7 @@ from tests.simulation.scheduler import Scheduler, Stuck
 LONGEST_RUN = 16 * 3600.0  # virtual seconds: every wait ends long before
 LONGEST_LOOK = 900.0  # seconds for which a user watches logs: longer than any program runs
 _STEPS = 80_000
+_KILLED_AT_WRITE = 0.1  # of all runs
 _NAME = "bert"
 
 
@@ -102,15 +106,22 @@ class SimulatedRun:
         homes = _folder()
         self.ann = Laptop("ann", "ann", homes / "ann")
         self.bob = Laptop("bob", "bob", homes / "bob")
-        self.world.laptops = [self.ann, self.bob]
+        self.second = Laptop("ann-2", "ann", homes / "ann-2")  # another workstation of ann's
+        self.world.laptops = [self.ann, self.bob, self.second]
+        self.homes = [self.ann.home, self.second.home]
+        kill = random.Random(f"write {seed}")
+        self.kill_at = kill.randrange(1, 20) if kill.random() < _KILLED_AT_WRITE else 0  # number of the event
+        self.half_written = kill.choice((0.0, 0.5, 1.0))  # the part of that event's line that is written
+        self.writes = 0
         self.main: Command | None = None  # the newest command of ann's first terminal
         self.main_over = False
 
     def play(self) -> Result:
-        for laptop in (self.ann, self.bob):
+        for laptop in self.world.laptops:
             shutil.rmtree(laptop.home, ignore_errors=True)
             laptop.home.mkdir(parents=True)
         environment = {name: os.environ.get(name) for name in ("TPU_LAUNCH_HOME", "LOGNAME")}
+        ledger.write_whole = self._write_event  # type: ignore[assignment]
         self.scheduler.note(f"{self.scenario}")
         self.scheduler.note(f"faults: {'; '.join(map(str, self.faults)) or 'none'}")
         try:
@@ -121,6 +132,7 @@ class SimulatedRun:
             self.world.break_promise("every wait ends", str(stuck)[:2000])
         finally:
             full_disk.fill(False)
+            ledger.write_whole = write_whole
             self.scheduler.close()
             for name, value in environment.items():
                 if value is None:
@@ -135,7 +147,9 @@ class SimulatedRun:
         self.world.break_promise(promise, what)
 
     def ledgers(self) -> list[Ledger]:
-        return list_runs(self.ann.home, self.commands[0].machine) if self.commands else []
+        if not self.commands:
+            return []
+        return [ledger for home in self.homes for ledger in list_runs(home, self.commands[0].machine)]
 
     @property
     def loses_by_its_disk(self) -> bool:
@@ -144,19 +158,19 @@ class SimulatedRun:
 
     # -- what users do -----------------------------------------------------------------------------------------------
 
-    def command(self, name: str, laptop: Laptop | None = None) -> Command:
+    def command(self, name: str, laptop: Laptop | None = None, *, new: bool = False) -> Command:
         # Every command has random numbers of its own, so that a shrunk run changes nothing for the others.
         rng = random.Random(f"command {self.seed} {len(self.commands)}")
-        command = Command(self.world, laptop or self.ann, name, self.config, rng)
+        command = Command(self.world, laptop or self.ann, name, self.config, rng, new=new)
         self.commands.append(command)
-        if name == "down" and laptop is None:
+        if name == "down" and command.laptop is self.ann:
             self.world.reached("down")
         elif name in ("run", "attach") and any(other.name == "run" for other in self.commands[:-1]):
             self.world.reached("restart")
         return command
 
-    def do(self, name: str, laptop: Laptop | None = None) -> Command:
-        return self.finish(self.command(name, laptop))
+    def do(self, name: str, laptop: Laptop | None = None, *, new: bool = False) -> Command:
+        return self.finish(self.command(name, laptop, new=new))
 
     def finish(self, command: Command) -> Command:
         if command.name == "logs":  # never ends while a program hangs without a supervisor
@@ -257,22 +271,12 @@ class SimulatedRun:
                 run.interrupt()
             case "asleep":
                 self._sleep(run, self.rng.uniform(20.0, 4000.0))
-            case "stop" | "logs":
-                if (self.ann.home / "runs").exists():
-                    self.do(action.kind)
-            case "second run":
-                self.do("run")
-            case "second attach":
-                if (self.ann.home / "runs").exists():
-                    self.do("attach")
-            case "bob down":
-                self.do("down", self.bob)
-            case "bob up":
-                self.do("up", self.bob)
-            case "gc":
-                self.do("gc")
-            case "bob gc":
-                self.do("gc", self.bob)
+            case kind:
+                who, _, name = kind.rpartition(" ")
+                laptop = {"bob": self.bob, "other": self.second}.get(who, self.ann)
+                self.world.struck = self.world.struck or laptop is self.second or name == "down"
+                if name not in ("stop", "logs", "attach") or (laptop.home / "runs").exists():
+                    self.do(name, laptop, new=who == "new")
 
     def _sleep(self, run: Command, seconds: float) -> None:
         """Closes the laptop for so many seconds."""
@@ -296,6 +300,17 @@ class SimulatedRun:
         self.scheduler.sleep(full.seconds)
         full_disk.fill(False)
 
+    def _write_event(self, file: FileIO, data: bytes) -> None:
+        """Writes an event to a ledger; kills its command at the write that was drawn."""
+        self.writes += 1
+        command = next((item for item in self.commands if item.process is self.scheduler.current.process), None)
+        if self.writes != self.kill_at or command is None:
+            write_whole(file, data)
+            return
+        write_whole(file, data[: int(len(data) * self.half_written)])
+        self.world.note(f"event {self.writes} is written by {self.half_written:.0%}: {data[:80]!r}")
+        command.kill()
+
     def _tear_last_line(self) -> None:
         """Leaves half a line, as a process that was killed while it wrote."""
         for path in self.ann.home.glob("runs/*/events.jsonl"):
@@ -303,18 +318,15 @@ class SimulatedRun:
                 file.write('{"time": "2027-01-15T08:0')
 
     def _clean_up(self) -> None:
-        """Deletes ann's slice, and waits for the commands that still run."""
+        """Deletes ann's slice, and again what other commands, which are waited for, ask for meanwhile."""
         for _ in range(12):
             down = self.do("down")
-            if down.code == 0:
+            for command in self.commands:
+                if command.code is None and not command.killed:
+                    command.over.wait(4 * 3600.0)
+            if down.code in (0, Exit.CONFLICT, Exit.BAD_INPUT) and not promises.slices_of(self.world, "ann"):
                 break
-            if down.code in (Exit.CONFLICT, Exit.BAD_INPUT) and not promises.slices_of(self.world, "ann"):
-                break
-            self.scheduler.sleep(300.0)
-        for command in self.commands:
-            if command.code is None and not command.killed:
-                deadline = self.scheduler.now + 4 * 3600.0
-                command.over.wait(deadline - self.scheduler.now)
+            self.scheduler.sleep(0.0 if down.code == 0 else 300.0)
 
 
 def simulate(seed: int, *, trace: bool = False, without: Collection[int] = ()) -> Result:

@@ -89,7 +89,7 @@ class Record:
     # Attempts that the launcher ended because their start was interrupted: their lines are not fetched.
     abandoned: set[tuple[str, int]] = field(default_factory=set)
     stops: list[Stop] = field(default_factory=list)
-    requested_runs: list[float] = field(default_factory=list)  # when users typed `run`
+    requested_runs: list[tuple[Laptop, float]] = field(default_factory=list)  # where and when users typed `run`
     deleted: dict[str, tuple[object, float]] = field(default_factory=dict)  # ids of nodes in use: by whom and when
     removed_logs: dict[tuple[str, int, int], list[tuple[str, str]]] = field(default_factory=dict)
     permanent: set[str] = field(default_factory=set)  # kinds of API faults that no retry outlasts
@@ -115,7 +115,7 @@ class World:
         self.host_lost_seconds = math.inf  # as the file says
         self._refusals: dict[tuple[str, Host], list[float]] = {}  # since a laptop last heard of a host
         self._api_faults: dict[str, list[tuple[float, float, Fault]]] = {}
-        self.down_allowed: set[str] = set()  # persons who gave `down` or an expired slice's `gc`
+        self.downs: list[str] = []  # users, one entry for each `down` that works now
         for fault in faults:
             if fault.anchor == "beginning":
                 self._arrange(fault, fault.at)
@@ -321,8 +321,7 @@ class World:
             job.stall_seconds = self.stall_seconds
             job.on_end = lambda: self.reached("end")
             self.record.jobs[key] = job
-        self._check_alone(container)
-        self._check_not_stopped(container)
+        self._check_not_stopped(container, actor)
         self._check_not_finished(container)
         container.status, container.started = "running", now
         container.started_at = container.finished_at = ""
@@ -334,6 +333,7 @@ class World:
             self._begin_program(container, job)
 
     def _begin_program(self, container: Container, job: Job) -> None:
+        self._check_alone(container)
         job.started(container)
         if job.began is not None:
             self.reached("start")
@@ -359,7 +359,8 @@ class World:
     def _check_alone(self, container: Container) -> None:
         for host in self.hosts:
             for other in host.containers.values():
-                if other.run == container.run and other.attempt != container.attempt and other.running and host.up:
+                running = other.running and not other.awaits_secrets and host.up
+                if running and other.run == container.run and other.attempt != container.attempt:
                     self.break_promise(
                         "never two attempts of a run at once",
                         f"{container.name} starts while {other.name} runs on {host!r}",
@@ -372,9 +373,9 @@ class World:
                     "a run that has finished is over", f"{container.name} starts after attempt {attempt}"
                 )
 
-    def _check_not_stopped(self, container: Container) -> None:
+    def _check_not_stopped(self, container: Container, actor: Actor) -> None:
         for stop in self.record.stops:
-            asked_since = any(at > stop.at for at in self.record.requested_runs)
+            asked_since = any(at > stop.at and laptop is actor.laptop for laptop, at in self.record.requested_runs)
             if stop.run == container.run and stop.done is not None and not asked_since:
                 self.break_promise("stop is final", f"{container.name} starts after the stop at {stop.at:.1f}")
 
@@ -439,7 +440,7 @@ class World:
             return
         if node.creator != who:
             self.break_promise("nothing of others is touched", f"{who} deletes node {node.name} of {node.creator}")
-        wanted = who in self.down_allowed
+        wanted = who in self.downs
         if not wanted:
             for host in node.hosts:
                 for container in host.containers.values():
