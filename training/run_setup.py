@@ -215,7 +215,8 @@ def open_backend(config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous
         tokens.vocabulary, tokens.pad, task.data.sequence_length, TASKS[config.task].head, task.labels
     )
     config = config.for_device(device_kind())
-    backend = _import_for_devices(config.backend, cluster)(config, cluster, rendezvous, requirements, token)
+    with rendezvous.limit("opening the devices", config.rendezvous.start_seconds):
+        backend = _import_for_devices(config.backend, cluster)(config, cluster, rendezvous, requirements, token)
     mistake = batch_mistake(config, cluster.hosts, backend.devices)
     if mistake:
         raise BadInput(mistake)

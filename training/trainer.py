@@ -46,6 +46,7 @@ _FINISH_SECONDS = 60.0  # for the last metrics to be written
 
 FinishedStep = tuple[StepResult, HostBatch]
 
+FIRST_STEP_SECONDS = 1800.0  # for the first result: some frameworks compile when it is read
 RECORD_SECONDS = 30.0  # for host 0 to record that a step was not finite, before any host leaves
 
 
@@ -362,11 +363,15 @@ class Trainer:
         self.take_results(results)
 
     def _read_results(self, leave: int) -> list[FinishedStep]:
-        """Waits for steps, oldest first, until `leave` are in flight. Returns their results."""
+        """Waits for steps, oldest first, until `leave` are in flight. Returns their results. Ends the process if the
+        first of all, which is the first sum over all devices, does not come within FIRST_STEP_SECONDS."""
         finished = []
-        while len(self._in_flight) > leave:
-            pending, batch = self._in_flight.popleft()
-            finished.append((pending.result(), batch))
+        seconds = max(FIRST_STEP_SECONDS, self.run.config.rendezvous.start_seconds)
+        is_first = self._start_seconds is None and len(self._in_flight) > leave
+        with self.run.rendezvous.limit("the first step", seconds) if is_first else contextlib.nullcontext():
+            while len(self._in_flight) > leave:
+                pending, batch = self._in_flight.popleft()
+                finished.append((pending.result(), batch))
         return finished
 
     def take_results(self, results: list[FinishedStep]) -> None:

@@ -12,16 +12,16 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # A host: does what its arguments say, then exits as `tpu-train` does.
 PROGRAM = """
-import json, os, sys, threading, time
+import ctypes, json, os, sys, threading, time
 import numpy as np
-from training.distributed import rendezvous
+from training.distributed import rendezvous, time_limit
 from training.distributed.tcp_allreduce import TcpAllReduce
 from training.distributed.cluster import discover
 from training.errors import Exit, TrainError
 from training.distributed.rendezvous import join
 from training.distributed.shutdown import ShutdownRequest
 code, why, meeting = 1, "", None
-rendezvous.STOP_PATIENCE = 1.0
+rendezvous.STOP_PATIENCE = time_limit.WITHOUT_LOCK_SECONDS = 1.0
 try:
     stopping = ShutdownRequest()
     if os.environ.get("ASKED"):
@@ -43,6 +43,11 @@ try:
                 time.sleep(0.01)
         elif what == "hang":
             time.sleep(float(rest))
+        elif what == "limit":
+            limit, held = rest.split()
+            meeting.set_phase("loading the framework")
+            with meeting.limit("opening the devices", float(limit)):
+                (ctypes.PyDLL if held == "holding" else ctypes.CDLL)(None).sleep(60)  # PyDLL keeps the GIL
         elif what == "fail":
             raise TrainError(rest)
         elif what == "connect":

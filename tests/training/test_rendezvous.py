@@ -112,3 +112,20 @@ def test_a_port_in_use_is_named(hosts: Hosts) -> None:
         code, text = end(hosts.start(0, 2, "meet start"))
     assert code == Exit.FAILED
     assert f"port {hosts.port} on 127.0.0.1 is in use" in text
+
+
+@pytest.mark.parametrize("lock", ["releasing", "holding"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_framework_that_blocks_ends_its_process_within_the_limit_with_stack_traces(
+    hosts: Hosts, count: int, lock: str
+) -> None:
+    processes = [hosts.start(worker, count, "meet start", f"limit 1 {lock}") for worker in range(count)]
+    ended = [end(process) for process in processes]
+    codes = {code for code, _ in ended}
+    assert Exit.FAILED in codes, ended
+    assert codes <= {Exit.FAILED, Exit.LOST_PEER}, ended  # the first to leave ends the other
+    stacks = [text for _, text in ended if "most recent call first" in text]
+    assert stacks, ended
+    if lock == "releasing":
+        assert any("opening the devices took longer than 1 s" in text and "doctor --devices" in text for text in stacks)
+        assert count == 1 or any("loading the framework" in text for text in stacks)

@@ -25,6 +25,7 @@ import contextlib
 import socket
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from training.distributed import messages
@@ -36,6 +37,7 @@ from training.distributed.messages import FROM_SERVER, LineBuffer, Malformed, Me
 from training.distributed.rendezvous_server import RendezvousServer
 from training.distributed.server_protocol import summarize
 from training.distributed.shutdown import ShutdownRequest
+from training.distributed.time_limit import time_limit
 from training.errors import Exit, LostPeer, StopRequested, TrainError
 from training.machine import SYSTEM, Machine
 from training.machine.network import Connection
@@ -68,6 +70,10 @@ class Rendezvous(Protocol):
     def phases(self) -> str:
         """Returns the last known phase of each host, for messages."""
 
+    def limit(self, what: str, seconds: float) -> AbstractContextManager[None]:
+        """Returns a context that ends this process, as a failure of `what`, if its block takes longer than `seconds`;
+        without effect in a notebook."""
+
     def close(self, code: int, reason: str = "", *, overdue: bool = False) -> None:
         """Reports that this host exits with `code`, and closes the connection. A failure ends the other hosts too; so
         does an orderly exit with `overdue`."""
@@ -75,6 +81,10 @@ class Rendezvous(Protocol):
 
 class SingleHost:
     """The rendezvous of a single host."""
+
+    def __init__(self, *, may_end_process: bool = False) -> None:
+        """`may_end_process`: `limit` ends the process; False in a notebook, whose process is the user's."""
+        self._may_end_process = may_end_process
 
     def meet(self, name: str, payload: Any = None, seconds: float | None = None) -> list[Any]:
         return [payload]
@@ -90,6 +100,11 @@ class SingleHost:
 
     def phases(self) -> str:
         return ""
+
+    def limit(self, what: str, seconds: float) -> AbstractContextManager[None]:
+        if not self._may_end_process:
+            return contextlib.nullcontext()
+        return time_limit(what, seconds, self.phases, self.close)
 
     def close(self, code: int, reason: str = "", *, overdue: bool = False) -> None:
         pass
@@ -114,7 +129,7 @@ def join(
         StopRequested: This host was asked to stop while it waited.
     """
     if cluster.hosts == 1:
-        return SingleHost()
+        return SingleHost(may_end_process=True)
     own = host_credentials(cluster, RENDEZVOUS)
     server = RendezvousServer(cluster, lost_seconds, machine) if cluster.is_first else None
     try:
@@ -199,6 +214,9 @@ class RendezvousClient:
         if self._lost:
             with self._changed:
                 self._raise_if_lost()
+
+    def limit(self, what: str, seconds: float) -> AbstractContextManager[None]:
+        return time_limit(what, seconds, self.phases, self.close, self._machine)
 
     def close(self, code: int, reason: str = "", *, overdue: bool = False) -> None:
         """Reports this host's exit and closes the connection; does nothing the second time. Host 0 waits until the

@@ -207,6 +207,9 @@ class Chief:
     def phases(self) -> str:
         return self._outer.phases()
 
+    def limit(self, what: str, seconds: float) -> contextlib.AbstractContextManager[None]:
+        return self._outer.limit(what, seconds)
+
     def close(self, code: int, reason: str = "", *, overdue: bool = False) -> None:
         self._outer.close(code, reason, overdue=overdue)
 
