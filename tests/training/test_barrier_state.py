@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -84,7 +85,8 @@ def test_a_broken_connection_ends_the_attempt_for_all() -> None:
     assert "host 2 is gone" in messages[0][1]["lost"]
     assert "step 7" in messages[0][1]["lost"]
     assert state.arrive(0, "later", None, 10, 2.0) == [(0, {"lost": state.lost, "code": 76})]
-    assert "over" in str(state.connect(2, state.identity, 3.0))
+    assert state.connect(2, state.identity, 3.0) is None, "a host that comes late is told why the attempt is over"
+    assert "already" in str(state.connect(1, state.identity, 3.0))
 
 
 def test_an_orderly_exit_is_no_loss_and_a_failure_is() -> None:
@@ -94,6 +96,17 @@ def test_an_orderly_exit_is_no_loss_and_a_failure_is() -> None:
     assert state.lost is None
     state = state_of(2)
     assert "exit code 2: no such file" in state.leave(1, 2, "no such file")[0][1]["lost"]
+
+
+@pytest.mark.parametrize("waits_before", [True, False])
+@pytest.mark.parametrize(("code", "others"), [(0, 76), (75, 75)])
+def test_no_host_waits_at_a_barrier_for_one_that_has_left(code: int, others: int, waits_before: bool) -> None:
+    state = state_of(2)
+    messages = state.arrive(0, "p", None, 10, 0.0) if waits_before else []
+    messages += state.leave(1, code, "")
+    messages += [] if waits_before else state.arrive(0, "p", None, 10, 0.0)
+    [(worker, message)] = messages
+    assert (worker, message["code"]) == (0, others)
 
 
 events = st.lists(

@@ -98,17 +98,18 @@ class BarrierState:
         self.completed: OrderedDict[str, list[Any]] = OrderedDict()
         self.lost: str | None = None  # why the attempt is over
         self.lost_code = Exit.LOST_PEER  # of the other hosts; SAVED if the first host to leave was asked to stop
+        self._left: tuple[str, Exit] | None = None  # of the first orderly exit: why and with which code others end
 
     def connect(self, worker: int, given: Identity, now: float) -> Refusal | None:
-        """Admits a host and returns None, or returns its refusal."""
+        """Admits a host and returns None, or returns its refusal. If the attempt is lost, tell the host by
+        `lost_message`: it ends as the other hosts do."""
         refusal = compare(self.identity, given)
         if refusal:
             return refusal
         if not 0 <= worker < self.identity.hosts:
             return Refusal(f"there is no worker {worker} among {self.identity.hosts} hosts", True)
-        if self.lost:
-            return Refusal(f"this attempt is over: {self.lost}", True)
-        if worker in self.members:
+        member = self.members.get(worker)
+        if member and (member.connected or not self.lost):
             return Refusal(f"worker {worker} is connected already; is a second trainer running on that host?", False)
         self.members[worker] = Member("connected", now)
         return None
@@ -121,9 +122,11 @@ class BarrierState:
         """Records that `worker` waits at barrier `name`, at most `seconds`. Answers all hosts once all have arrived."""
         self.members[worker].last_heard = now
         if self.lost:
-            return [(worker, self._lost_message())]
+            return [(worker, self.lost_message())]
         if name in self.completed:
             return [(worker, {"complete": name, "payloads": self.completed[name]})]
+        if self._left:  # that host will never arrive
+            return self._end_attempt(*self._left)
         barrier = self.barriers.setdefault(name, Barrier(now + seconds, seconds))
         barrier.payloads.setdefault(worker, payload)
         if len(barrier.payloads) < self.identity.hosts:
@@ -137,18 +140,19 @@ class BarrierState:
     def leave(self, worker: int, code: int, reason: str, overdue: bool = False) -> Outgoing:
         """Records that `worker` exits with `code`.
 
-        A failure ends the attempt for all hosts. So does an orderly exit while other hosts wait at a barrier, or before
-        they could save (`overdue`).
+        A failure ends the attempt for all hosts. So does an orderly exit if other hosts wait at a barrier, from then on
+        or later, or could not save before it (`overdue`).
         """
         member = self.members[worker]
         member.connected = False
-        if code in (Exit.FINISHED, Exit.SAVED) and not self.barriers and not overdue:
-            return []
-        if code == Exit.SAVED and self.lost is None:
-            self.lost_code = Exit.SAVED
-        return self._end_attempt(
-            f"host {worker} stopped in phase {member.phase!r} with exit code {code}" + (f": {reason}" if reason else "")
+        why = f"host {worker} stopped in phase {member.phase!r} with exit code {code}" + (
+            f": {reason}" if reason else ""
         )
+        end = (why, Exit.SAVED if code == Exit.SAVED else Exit.LOST_PEER)
+        if code in (Exit.FINISHED, Exit.SAVED) and not self.barriers and not overdue:
+            self._left = self._left or end
+            return []
+        return self._end_attempt(*end)
 
     def disconnect(self, worker: int) -> Outgoing:
         """Ends the attempt if the connection of `worker` broke before its goodbye."""
@@ -190,11 +194,12 @@ class BarrierState:
         """Returns a message for each host that is still connected."""
         return [(worker, message) for worker, member in self.members.items() if member.connected]
 
-    def _end_attempt(self, reason: str) -> Outgoing:
-        """Ends the attempt with a reason, unless it is over, and tells all hosts why."""
+    def _end_attempt(self, reason: str, code: Exit = Exit.LOST_PEER) -> Outgoing:
+        """Ends the attempt with a reason and the other hosts' exit code, unless it is over, and tells all hosts."""
         if self.lost is None:
-            self.lost = reason
-        return self._to_all(self._lost_message())
+            self.lost, self.lost_code = reason, code
+        return self._to_all(self.lost_message())
 
-    def _lost_message(self) -> Message:
+    def lost_message(self) -> Message:
+        """Returns the message to each host of a lost attempt."""
         return {"lost": self.lost, "code": int(self.lost_code)}

@@ -111,7 +111,8 @@ class ServerProtocol:
         return actions
 
     def _admit(self, connection: int, hello: VerifiedHello, now: float) -> Actions:
-        """Ends a handshake: accepts the host, or refuses it and closes the connection."""
+        """Ends a handshake: accepts the host, and tells it if the attempt is lost; or refuses it and closes the
+        connection."""
         refusal = self.state.connect(hello.worker, hello.identity, now)
         self._handshake.forget(connection)
         if refusal:
@@ -119,7 +120,8 @@ class ServerProtocol:
             return [(connection, self._handshake.refuse(hello, reason, refusal.final)), (connection, None)]
         self._workers[connection] = (hello.worker, LineBuffer(messages.HOST_BYTES))
         self._connections[hello.worker] = connection
-        return [(connection, self._handshake.welcome(hello))]
+        late = [(hello.worker, self.state.lost_message())] if self.state.lost else []
+        return [(connection, self._handshake.welcome(hello)), *self._address(late)]
 
     def _handle(self, worker: int, kind: str, message: Message, now: float) -> Actions:
         """Handles a message of a host: a phase, an arrival at a barrier, or a goodbye."""
