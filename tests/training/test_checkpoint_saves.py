@@ -267,6 +267,21 @@ def test_a_failed_save_is_raised_by_the_next_look_and_only_once(tmp_path: Path) 
     assert saver.committed is None
 
 
+def test_a_listing_that_fails_after_the_commit_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise storage.StorageError("503")
+
+    warnings: list[str] = []
+    saver = single_host_writer(tmp_path, keep_last=1, warn=warnings.append)
+    with monkeypatch.context() as patch:
+        patch.setattr(saving, "list_folders", fail)
+        for step in (10, 20):
+            save_step(saver, step)
+    assert (saver.committed, warnings) == (20, ["old checkpoints stay where they are: 503"])
+    save_step(saver, 30)
+    assert committed_steps(str(tmp_path)) == [30]
+
+
 def test_a_save_that_is_slower_than_its_interval_is_waited_for_counted_and_told_of_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,7 @@ from training.distributed.cluster import Cluster
 from training.distributed.fence import Claim, claim, fence
 from training.distributed.rendezvous import SingleHost
 from training.errors import BadInput
+from training.storage import StorageError
 
 CHECKPOINTS = "runs/r/checkpoints"
 
@@ -188,6 +189,24 @@ def test_an_old_start_does_not_delete_what_the_newest_has_committed() -> None:
         save_step(zombie, 10)
     verify(CHECKPOINTS, 10, storage)
     assert "bb" in read_manifest(CHECKPOINTS, 10, storage).parts[0].name
+
+
+def test_a_second_look_at_the_fence_that_fails_is_a_warning_and_deletes_nothing() -> None:
+    storage, warnings = MemoryStorage(), list[str]()
+    writer = single_host_writer(CHECKPOINTS, keep_last=1, storage=storage, warn=warnings.append)
+    failures = iter([None, None, None, StorageError("503")])
+
+    def look() -> None:
+        if error := next(failures, None):
+            raise error
+
+    writer._fence = look
+    for step in (10, 20):
+        save_step(writer, step)
+    assert (writer.committed, committed_steps(CHECKPOINTS, storage)) == (20, [20, 10])
+    assert warnings == ["old checkpoints stay where they are: 503"]
+    save_step(writer, 30)
+    assert committed_steps(CHECKPOINTS, storage) == [30]
 
 
 def test_names_of_claims_differ_from_other_records() -> None:

@@ -26,7 +26,7 @@ from training.checkpoint.safetensors_file import Damaged, TensorSpec, encode
 from training.checkpoint.snapshot import Snapshot, StartSnapshot, allocate, fault_in, find_nonfinite
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import Rendezvous
-from training.errors import NonFinite, TrainError
+from training.errors import BadInput, NonFinite, TrainError
 from training.machine import SYSTEM, Machine
 from training.machine.threads import Thread
 from training.storage import AlreadyExists, Storage, StorageError, crc32c, is_remote, join, transfer_seconds
@@ -234,13 +234,13 @@ class CheckpointWriter:
                 )
         if cluster.is_first:
             self._rendezvous.set_background_phase(f"saving {step}: committing")
-            self._write_manifest(folder, replace(manifest, parts=tuple(Part(**report) for report in reports)))
+            committed = replace(manifest, parts=tuple(Part(**report) for report in reports))
+            self._write_manifest(folder, committed)
             self._damaged -= {step}
-            self._delete_old(step, best_step(manifest))
+            self._delete_old(committed)
 
     def _write_manifest(self, folder: str, manifest: Manifest) -> None:
-        """Commits: writes the manifest create-only, and checks the fence before and after. Replaces one that did not
-        verify; deletes its own if the fence raises after it and its parts are gone."""
+        """Commits: checks the fence, and writes the manifest create-only. Replaces one that did not verify."""
         self._fence()
         url = join(folder, form.MANIFEST)
         if manifest.step in self._damaged:
@@ -250,14 +250,6 @@ class CheckpointWriter:
         except AlreadyExists:
             self._fence()
             self._keep_or_replace(url, manifest)
-        try:
-            self._fence()
-        except TrainError:
-            # This process may have been suspended so long that a newer attempt deleted its parts as abandoned.
-            committed = self._read_committed(manifest.step)
-            if committed and committed.parts == manifest.parts and not self._has_parts(committed):
-                self._storage.delete(url)
-            raise
 
     def _keep_or_replace(self, url: str, manifest: Manifest) -> None:
         """Handles a step that is already committed: by this process, whose answer was lost, or by a suspended host of
@@ -296,23 +288,29 @@ class CheckpointWriter:
             )
         return Part(name, written.size, checksum)
 
-    def _delete_old(self, newest: int, best: int | None) -> None:
-        """Deletes checkpoints that the policy does not keep, and parts that no commit will ever name, all older than
-        `newest`. A storage error is only a warning: the next save tries again."""
-        contents = list_folders(self.folder, self._storage)
-        committed = [
-            step
-            for step, names in contents.items()
-            if form.MANIFEST in names and step <= newest and step not in self._damaged
-        ]
-        abandoned = [
-            step
-            for step, names in contents.items()
-            if step < newest and (form.MANIFEST not in names or step in self._damaged)
-        ]
-        deletable = (*self._keep.deletable(committed, () if best is None else (best,)), *abandoned)
+    def _check_fence_again(self, manifest: Manifest) -> None:
+        """Checks the fence after a commit; if it raises, deletes the manifest if its parts are gone."""
         try:
-            for step in deletable:
+            self._fence()
+        except BadInput:
+            # This process may have been suspended so long that a newer attempt deleted its parts as abandoned.
+            committed = self._read_committed(manifest.step)
+            if committed and committed.parts == manifest.parts and not self._has_parts(committed):
+                self._storage.delete(join(self.folder, form.step_folder(manifest.step), form.MANIFEST))
+            raise
+
+    def _delete_old(self, manifest: Manifest) -> None:
+        """Deletes checkpoints that the policy does not keep, and parts that no commit will ever name, all older than
+        the committed `manifest`, if the fence does not raise. A storage error is only a warning: the next save tries
+        again."""
+        newest, best = manifest.step, best_step(manifest)
+        try:
+            self._check_fence_again(manifest)
+            contents = list_folders(self.folder, self._storage)
+            whole = [step for step in contents if form.MANIFEST in contents[step] and step not in self._damaged]
+            abandoned = [step for step in contents if step < newest and step not in whole]
+            committed = [step for step in whole if step <= newest]
+            for step in (*self._keep.deletable(committed, () if best is None else (best,)), *abandoned):
                 delete_checkpoint(self.folder, step, contents[step], self._storage)
             self._storage.remove_partial_files(self.folder, lambda name: (form.step_of(name) or newest) < newest)
             self._warn_of_deletes = True
