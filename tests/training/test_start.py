@@ -3,6 +3,8 @@ differs."""
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +46,23 @@ def test_an_output_that_another_host_can_not_see_is_refused(tmp_path: Path) -> N
     claim(str(tmp_path), cluster, Pair(True), "t", {"config": {}})
     assert [each.name for each in (tmp_path / "attempts").iterdir()] == ["attempt-0003.t.json"]
     with pytest.raises(BadInput, match=r"not one folder for all hosts: .*and host 1 can't see it"):
-        claim(str(tmp_path), cluster, Pair(False), "t", {"config": {}})
+        claim(str(tmp_path), cluster, Pair(False), "u", {"config": {}})
 
 
 def test_an_output_that_can_not_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(BadInput, match="output: "):
         claim(str(tmp_path / "file"), Cluster(0, ("a",)), SingleHost(), "t", {})
+
+
+def test_an_output_that_can_not_take_commits_is_refused_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cloud Storage FUSE has no hard links."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(os, "link", refuse)
+    with pytest.raises(BadInput, match=r"output: .*no hard links .*write to gs://"):
+        claim(str(tmp_path), Cluster(0, ("a",)), SingleHost(), "t", {})

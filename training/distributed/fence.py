@@ -48,7 +48,8 @@ def claim(
 ) -> Claim:
     """Writes this attempt's claim, `record` included, to the run's folder. Waits for all hosts.
 
-    Raises BadInput if host 0 can't write to the folder, or if a host does not see the claim: the folder is not shared.
+    Raises BadInput if host 0 can't write to the folder (a mounted bucket has no hard links), or if a host does not see
+    the claim: the folder is not shared.
     """
     url = join(folder, "attempts", f"attempt-{cluster.attempt:04d}.{token}.json")
     after: frozenset[str] = frozenset()
@@ -56,7 +57,8 @@ def claim(
         try:
             after = _claims(folder, storage)
             document = {**record, "after": sorted(after)}
-            storage.write(url, json.dumps(document, indent=1).encode() + b"\n")
+            # Create-only as commits are: find out now, not at the first save, that the folder can't take them.
+            storage.write(url, json.dumps(document, indent=1).encode() + b"\n", create_only=True)
         except StorageError as error:
             if isinstance(error, NotFound) or not is_remote(url):
                 raise BadInput(f"output: {error}") from None
