@@ -80,6 +80,11 @@ def test_hosts_wait_for_each_other_longer_than_storage_waits_for_a_part(
     restore(FOLDER, hosts, IDENTITY, State(0).accept, lambda warning: None, meeting_seconds=30)
     for name in ("checkpoint 10", "restore 10"):
         assert (hosts.seconds[name] or 0) >= 30 + slowest, name
+    hosts.seconds.clear()
+    storage.write(f"{FOLDER}/step-00000010/manifest.json", b"damaged for this host")
+    with pytest.raises(BadInput):
+        restore(FOLDER, hosts, IDENTITY, State(0).accept, lambda warning: None, meeting_seconds=30)
+    assert (hosts.seconds["restore 10"] or 0) >= 30 + slowest, "the others read it meanwhile"
 
 
 def load() -> tuple[int, State, list[str]]:

@@ -169,6 +169,25 @@ def test_a_suspected_checkpoint_is_passed_over_only_while_there_is_one_before_it
         assert state.is_of(expected)
 
 
+@pytest.mark.parametrize(("worker", "bad_reads", "expected"), [(0, 2, 10), (1, 2, 10), (1, 1, 20)])
+def test_two_bad_reads_on_one_host_send_all_hosts_to_the_checkpoint_before(
+    tmp_path: Path, worker: int, bad_reads: int, expected: int
+) -> None:
+    save(tmp_path, [10, 20])
+    meeting, states, bad = Meeting(2), [State(-1), State(-1)], iter(range(bad_reads))
+
+    def work(host: int) -> Restored | None:
+        def accept(tensors: Mapping[str, tuple[TensorSpec, memoryview]]) -> None:
+            states[host].accept(tensors)
+            if host == worker and states[host].is_of(20) and next(bad, None) is not None:
+                raise Damaged("a bad read")
+
+        return restore(str(tmp_path), meeting.of(host), IDENTITY, accept, lambda _: None)
+
+    assert [result.manifest.step for result in on_all(2, work)] == [expected] * 2
+    assert all(state.is_of(expected) for state in states)
+
+
 def test_when_nothing_verifies_the_run_is_not_started_over(tmp_path: Path) -> None:
     save(tmp_path, [10])
     flip(max((tmp_path / "step-00000010").glob("part-1-*")), -1)

@@ -1,8 +1,8 @@
 """Restoring: finds the newest checkpoint that verifies on every host, and explains each one that does not.
 
-All hosts try the same checkpoint, the next in host 0's list, and meet after trying: one host with a bad read sends all
-of them to the one before. A checkpoint of another model or other data is not damaged but refused: continuing from it
-would be a mistake, not a recovery.
+All hosts try the same checkpoint, the next in host 0's list, and meet afterwards: one host that finds it damaged twice
+sends all of them to the one before. A checkpoint of another model or other data is not damaged but refused: continuing
+from it would be a mistake, not a recovery.
 
 Reading is planned from the manifest: each part is read once, in ranges, and each slice is copied into its tensor. A
 tensor of one slice is passed on without a copy; a tensor of several is assembled first, and kept in memory until its
@@ -93,16 +93,20 @@ def restore(
         """Loads a checkpoint. Returns its manifest and, for each host, why it can't use the checkpoint ("": it can)."""
         rendezvous.set_phase(f"restoring {step}")
         manifest, why = None, ""
-        try:
-            manifest = read_manifest(folder, step, storage)
-            _require_identity(folder, manifest, identity)
-            if checkpoint_name(manifest) in avoid:
-                raise Damaged(_TO_AVOID)
-            load_tensors(folder, manifest, require_finite(load_state), storage, threads)
-        except Damaged as error:
-            why = str(error)
-        size = sum(part.size for part in manifest.parts) if manifest else 0
-        return manifest, rendezvous.meet(name, why, meeting_seconds + transfer_seconds(folder, size))
+        for _ in range(2):  # once more: the read may have been wrong, and not the checkpoint
+            try:
+                manifest, why = read_manifest(folder, step, storage), ""
+                _require_identity(folder, manifest, identity)
+                if checkpoint_name(manifest) in avoid:
+                    raise Damaged(_TO_AVOID)
+                load_tensors(folder, manifest, require_finite(load_state), storage, threads)
+                break
+            except Damaged as error:
+                why = str(error)
+        # The first host to arrive sets the time for all: without the manifest, too, for what the others read.
+        sizes = manifest.parts if manifest else storage.listing(join(folder, form.step_folder(step)))
+        size = sum(each.size for each in sizes)
+        return manifest, rendezvous.meet(name, why, meeting_seconds + 2 * transfer_seconds(folder, size))
 
     damaged: list[int] = []
     avoided: list[int] = []  # good ones among them
