@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from training.checkpoint.snapshot import Snapshot
+from training.checkpoint.safetensors_file import TensorSpec
+from training.checkpoint.snapshot import Snapshot, find_nonfinite
 
 
 class Place:
@@ -39,6 +40,27 @@ def test_the_loop_goes_on_and_is_held_up_before_the_change() -> None:
     before = snapshot.blocked_seconds
     snapshot.wait()  # the saver's thread: that costs the loop nothing
     assert snapshot.blocked_seconds == before
+
+
+@pytest.mark.parametrize("place", [0, 1 << 18, -1])
+@pytest.mark.parametrize(
+    ("dtype", "unsigned", "one", "values"),
+    [
+        ("F32", np.uint32, 0x3F800000, (0x7FC00000, 0xFFC00001, 0x7F800000, 0xFF800000)),
+        ("F16", np.uint16, 0x3C00, (0x7E00, 0x7C00, 0xFC00)),
+        ("BF16", np.uint16, 0x3F80, (0x7FC0, 0xFFC0, 0x7F80, 0xFF80)),
+    ],
+)
+def test_a_value_that_is_not_finite_is_found_anywhere_in_a_large_tensor(
+    dtype: str, unsigned: type[np.unsignedinteger[Any]], one: int, values: tuple[int, ...], place: int
+) -> None:
+    tensor = np.full((1 << 19) + 1, one, unsigned)
+    data = memoryview(tensor).cast("B")
+    tensors = {"model/w": (TensorSpec(dtype, tensor.shape, data.nbytes), data)}
+    assert find_nonfinite(tensors) is None
+    for value in values:
+        tensor[place] = value
+        assert find_nonfinite(tensors) == "model/w"
 
 
 def test_what_was_copied_is_let_go() -> None:
