@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import google_crc32c
 import numpy as np
+import pytest
 
+from tests.training.numpy_backend import Runs
+from training import trainer
+from training.checkpoint import writer
 from training.checkpoint.safetensors_file import TensorSpec
 from training.checkpoint.snapshot import Snapshot
-from training.run_end import weights_crc32c
+from training.distributed.rendezvous import SingleHost
+from training.errors import TrainError
+from training.run_end import compare_weights, weights_crc32c
 
 MIB = 1 << 20
 
@@ -37,3 +46,22 @@ def test_weights_are_copied_in_few_calls_for_their_checksum() -> None:
     weights = b"".join(state.tensors[name].tobytes() for name in (*sorted(small), "model/a", "model/b"))
     assert weights_crc32c(state) == f"{google_crc32c.value(weights):08x}", "in the order of their names"
     assert state.calls == [[*sorted(small), "model/a"], ["model/b"]], "64 MiB, or one tensor"
+
+
+def test_a_run_frees_the_memory_of_its_snapshots_before_it_copies_the_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffers: list[weakref.ref[Any]] = []
+
+    class Buffer(writer._PartBuffer):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            buffers.append(weakref.ref(self))
+
+    def compare(*arguments: Any) -> tuple[str, int]:
+        assert [buffer() for buffer in buffers] == [None]
+        return compare_weights(*arguments)
+
+    monkeypatch.setattr(writer, "_PartBuffer", Buffer)
+    monkeypatch.setattr(trainer, "compare_weights", compare)
+    assert Runs(tmp_path).train("r", 0)["committed_step"] == 40

@@ -63,9 +63,6 @@ class _PartBuffer:
         """Returns the name of a tensor of this host's part that is not finite; None when all are."""
         return find_nonfinite({name: (self.specs[name], view) for name, view in self.views.items()})
 
-    def fault_in(self) -> None:
-        fault_in(self.data)
-
 
 class CheckpointWriter:
     """Saves checkpoints of one run, one at a time, and deletes old ones by the retention policy."""
@@ -116,7 +113,7 @@ class CheckpointWriter:
     def prepare(self, specs: Mapping[str, TensorSpec]) -> None:
         """Allocates the memory for snapshots, and starts a thread that creates its pages before the first save."""
         self._buffer = _PartBuffer(specs, self._cluster)
-        self._preparing = self._machine.threads.start(self._buffer.fault_in, name="checkpoint-memory")
+        self._preparing = self._machine.threads.start(fault_in, self._buffer.data, name="checkpoint-memory")
 
     def restored(self, step: int, damaged: Iterable[int]) -> None:
         """Sets the step that this attempt continues from, and the newer steps that did not verify, which may be saved
