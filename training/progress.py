@@ -129,14 +129,21 @@ class Evaluations:
     """The last evaluation, and the best one."""
 
     rule: Best | None  # which evaluation is the best, where checkpoint.best says so
+    data: str = ""  # hash of the evaluation data
     step: int = -1  # steps that were done at the last evaluation
     figures: dict[str, float] = field(default_factory=dict)  # of the last evaluation
     counts: np.ndarray | None = None  # the task's further totals of the last evaluation
-    best: dict[str, Any] | None = None  # its "step", "metric" and "value"
+    best: dict[str, Any] | None = None  # its "step", "metric", "mode" and "value"
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Continues from a checkpoint with this `state`."""
-        self.best, self.step = state.get("best"), state.get("evaluated", -1)
+        """Continues from a checkpoint with this `state`, without evaluations that later ones can't be compared with: of
+        other data, or with a best one by another metric or mode."""
+        best, rule = state.get("best"), self.rule
+        if best and rule and (best["metric"], best.get("mode", rule.mode)) != (rule.metric, rule.mode):
+            return
+        if state.get("evaluation_data", self.data) != self.data:
+            return
+        self.best, self.step = best, state.get("evaluated", -1)
         figures = state.get("figures") or {}
         self.figures = {name: math.nan if value is None else value for name, value in figures.items()}
 
@@ -146,7 +153,7 @@ class Evaluations:
         if self.rule:
             value = figures[self.rule.metric]
             if self.rule.better(value, self.best["value"] if self.best else None):
-                self.best = {"step": step, "metric": self.rule.metric, "value": value}
+                self.best = {"step": step, "metric": self.rule.metric, "mode": self.rule.mode, "value": value}
 
     @property
     def nonfinite(self) -> list[str]:
@@ -161,6 +168,7 @@ class Evaluations:
         """Returns the values that a checkpoint of `step` keeps; the figures only if they are of this step."""
         return {
             "evaluated": self.step,
+            "evaluation_data": self.data,
             "figures": finite_or_none(self.figures) if self.step == step else None,
             "best": self.best,
         }

@@ -165,7 +165,8 @@ class Trainer:
         train, best = run.config.train, run.config.checkpoint.best
         self.run, self.backend, self.checkpoints = run, backend, checkpoints
         self.progress = Progress()
-        self.evaluations = Evaluations(Best(best.metric, best.mode) if best else None)
+        evaluation_data = run.task.data.hashes()["evaluation data"]
+        self.evaluations = Evaluations(Best(best.metric, best.mode) if best else None, evaluation_data)
         self.compilations = Compilations(backend, run.timer, run.task.shapes, strict=train.strict, warn=warn)
         self.work = WorkCounter(run.model_config(), run.cluster.hosts)
         self.log: MetricsWriter | None = None  # host 0 only

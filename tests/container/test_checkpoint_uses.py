@@ -50,7 +50,7 @@ def test_the_best_of_all_evaluations_is_kept_through_stops_and_is_exported(folde
     figures = evaluations(folder, "best")
     assert sorted(figures) == list(range(2, 17, 2))
     best = min(figures, key=lambda step: figures[step])
-    assert undisturbed["best"] == {"step": best, "metric": "loss", "value": figures[best]}
+    assert undisturbed["best"] == {"step": best, "metric": "loss", "mode": "min", "value": figures[best]}
     assert committed_steps(str(folder / "runs" / "best" / "checkpoints")) == sorted({best, 16}, reverse=True)
 
     with pytest.raises(StopRequested):

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from training import storage
 from training.batch import HostBatch, Signals, StepResult
 from training.checkpoint.retention import Best
-from training.errors import TrainError
-from training.progress import Compilations, Evaluations, Progress
+from training.distributed.rendezvous import SingleHost
+from training.errors import BadInput, NonFinite, TrainError
+from training.progress import MOST_SKIPPED, Compilations, Evaluations, NonFiniteHistory, Progress
+from training.telemetry.attempts import NonFiniteStep, write_nonfinite
 from training.telemetry.phase_timer import PhaseTimer
 
 
@@ -54,12 +59,31 @@ def test_the_best_evaluation_is_the_first_of_equal_ones() -> None:
     for step, accuracy in ((10, 0.5), (20, 0.7), (30, 0.7), (35, float("inf")), (40, float("nan"))):
         evaluations.record(step, {"accuracy": accuracy}, None)
         assert evaluations.is_best(step) == (step in (10, 20))
-    assert evaluations.best == {"step": 20, "metric": "accuracy", "value": 0.7}
+    assert evaluations.best == {"step": 20, "metric": "accuracy", "mode": "max", "value": 0.7}
     assert evaluations.state(40)["evaluated"] == 40
     assert evaluations.state(41)["figures"] is None
     again = Evaluations(Best("accuracy", "max"))
     again.resume(evaluations.state(41))
     assert (again.best, again.step, again.figures) == (evaluations.best, 40, {})
+
+
+@pytest.mark.parametrize(
+    ("rule", "data", "is_kept"),
+    [
+        (Best("loss", "min"), "d1", True),
+        (None, "d1", True),
+        (Best("accuracy", "max"), "d1", False),
+        (Best("loss", "max"), "d1", False),
+        (Best("loss", "min"), "d2", False),
+        (None, "d2", False),
+    ],
+)
+def test_evaluations_by_another_metric_mode_or_data_are_not_compared(rule: Best, data: str, is_kept: bool) -> None:
+    before = Evaluations(Best("loss", "min"), "d1")
+    before.record(10, {"loss": 0.5, "accuracy": 0.1}, None)
+    after = Evaluations(rule, data)
+    after.resume(before.state(10))
+    assert (after.best, after.step) == ((before.best, 10) if is_kept else (None, -1))
 
 
 class Backend:
