@@ -129,8 +129,9 @@ def open_metrics(run: Run, step: int) -> MetricsWriter:
         trackers = (*dependencies.trackers, *run.config.telemetry.trackers)
         settings = run.config.canonical()
         return MetricsLog(
-            run.folder, run.cluster.attempt, step, trackers=trackers, storage=dependencies.storage, settings=settings
-        )
+            run.folder, run.cluster.attempt, step, run.token, trackers=trackers, storage=dependencies.storage,
+            settings=settings,
+        )  # fmt: skip
 
     return MetricsWriter(open_log, warn, dependencies.machine)
 
@@ -295,7 +296,7 @@ class Trainer:
         self.checkpoints.wait()
         self.run.rendezvous.meet("stop", step, self.checkpoints.meeting_seconds)
         if self.log:
-            self.log.finish(HURRIED_SECONDS, whole=True)
+            self.log.finish(HURRIED_SECONDS)
         raise StopRequested(f"stopped after step {step}, which is committed: {self._checkpoint_url(step)}")
 
     def finish(self) -> dict[str, Any]:
@@ -324,7 +325,7 @@ class Trainer:
             checksum=checksum, skipped=skipped, hub=hub,
         )  # fmt: skip
         if self.log:
-            self.log.finish(_FINISH_SECONDS, whole=True, is_hurried=lambda: run.shutdown.requested)
+            self.log.finish(_FINISH_SECONDS, is_hurried=lambda: run.shutdown.requested)
             write_summary(run, self.evaluations, summary)
         return summary
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import pytest
 from tests.training.numpy_backend import Runs
 from training import storage as default_storage
 from training.distributed.shutdown import ShutdownRequest
-from training.errors import BadInput
+from training.errors import BadInput, LostPeer, StopRequested
 from training.storage import Stat, StorageError
 from training.telemetry import attempt_end, writer
 from training.telemetry.console import Console, warn
@@ -64,7 +65,7 @@ def test_each_line_is_written_once_however_often_storage_refuses(tmp_path: Path,
     log = metrics_writer(tmp_path, Weather(refused), warnings)
     for step in range(1, 300):
         log.log(step, {"loss": 1.0})
-    log.finish(30, whole=True)
+    log.finish(30)
     assert [line["step"] for line in read_history(str(tmp_path))] == list(range(1, 300))
     assert (tmp_path / "metrics.jsonl").exists()
     assert len(warnings) <= refused
@@ -153,6 +154,23 @@ def test_slow_storage_does_not_delay_the_exit(
     assert Runs(tmp_path).train("r", 0)["steps"] == 40
     release.set()
     assert "is not recorded in" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "failed"),
+    [(StopRequested("SIGTERM"), False), (BadInput("a key"), True), (LostPeer("host 1"), True), (ValueError(), True)],
+)
+def test_the_trackers_of_an_attempt_learn_whether_it_failed(tmp_path: Path, error: Exception, failed: bool) -> None:
+    ends: list[bool] = []
+    log: Any = SimpleNamespace(finish=lambda seconds, *, failed, is_hurried: ends.append(failed))
+    context = attempt_end.AttemptContext(Console(True), log)
+    url = str(tmp_path / "attempts" / "attempt-0000.t.json")
+    with (
+        pytest.raises(type(error)),
+        attempt_end.record_attempt_end(str(tmp_path), url, PhaseTimer(), context, warn),
+    ):
+        raise error
+    assert ends == [failed]
 
 
 def test_recording_an_error_takes_less_time_than_other_hosts_wait(

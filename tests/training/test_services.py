@@ -20,7 +20,8 @@ class Service:
 
     def __init__(self) -> None:
         self.lines: list[Line] = []
-        self.is_down = self.is_closed = False
+        self.is_down = False
+        self.failed: bool | None = None  # True or False once closed
         self.opened = 0
 
     def open(self, info: AttemptInfo) -> Service:
@@ -34,8 +35,8 @@ class Service:
             raise ConnectionError("gone")
         self.lines += lines
 
-    def close(self) -> None:
-        self.is_closed = True
+    def close(self, failed: bool) -> None:
+        self.failed = failed
 
 
 @pytest.fixture
@@ -53,14 +54,16 @@ class Guarded:
         )
 
 
-def test_values_arrive_once_under_tensorboards_names(service: Service) -> None:
+@pytest.mark.parametrize("failed", [False, True])
+def test_values_arrive_once_under_tensorboards_names(service: Service, failed: bool) -> None:
     guarded = Guarded(service)
     guarded.tracker.log(10, {"loss": 2.0, "gradient_norm": float("nan"), "eval_loss": 1.5, "absent": None})
     guarded.tracker.flush()
     guarded.tracker.flush()
-    guarded.tracker.finish()
+    assert service.failed is None
+    guarded.tracker.finish(failed)
     assert service.lines == [(10, {"train/loss": 2.0, "evaluation/loss": 1.5})]
-    assert service.is_closed
+    assert service.failed is failed
     assert guarded.warnings == []
 
 
@@ -80,7 +83,7 @@ def test_lines_that_did_not_reach_a_service_are_counted(service: Service) -> Non
     guarded, service.is_down = Guarded(service), True
     for step in range(MOST_WAITING + 5):
         guarded.tracker.log(step, {"loss": 1.0})
-    guarded.tracker.finish()
+    guarded.tracker.finish(False)
     assert guarded.warnings[-1] == f"wandb: {MOST_WAITING + 5} lines of metrics did not reach it"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,24 +26,32 @@ class Tracker:
     def flush(self):
         self.calls.append("flush")
 
-    def finish(self):
-        self.calls.append("finish")
+    def finish(self, failed):
+        self.calls.append("failed" if failed else "finished")
 """
 
 
-def test_every_tracker_receives_the_same_values(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("failed", [False, True])
+def test_every_tracker_receives_the_same_values(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, failed: bool) -> None:
+    monkeypatch.delitem(sys.modules, "recording_tracker", raising=False)
     (tmp_path / "recording_tracker.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(tracker.TRACKERS, "recording", "recording_tracker:Tracker")
     run = str(tmp_path / "run")
-    log = MetricsLog(run, 2, 40, trackers=("jsonl", "recording"))
+    log = MetricsLog(run, 2, 40, "token", trackers=("jsonl", "recording"))
     log.log(41, {"loss": 2.5})
     log.log(41, {"eval_loss": 2.25})
     log.flush()
-    log.finish()
+    log.finish(failed)
     [recording] = importlib.import_module("recording_tracker").OPENED
-    assert recording.info == AttemptInfo(run, attempt=2, resumed_at=40, file_number=2)
-    assert recording.calls == [(41, {"loss": 2.5}), (41, {"eval_loss": 2.25}), "flush", "finish"]
+    assert recording.info == AttemptInfo(run, attempt=2, resumed_at=40, file_number=2, token="token")
+    assert recording.calls == [
+        (41, {"loss": 2.5}),
+        (41, {"eval_loss": 2.25}),
+        "flush",
+        "failed" if failed else "finished",
+    ]
+    assert (tmp_path / "run" / "metrics.jsonl").exists() is not failed
     assert read_history(run) == [{"step": 41, "loss": 2.5}, {"step": 41, "eval_loss": 2.25}]
 
 

@@ -59,7 +59,8 @@ def record_attempt_end(
             for close in context.close:
                 close()
             if context.log:
-                context.log.finish(limit / 3, is_hurried=context.is_hurried)
+                failed = error is not None and not isinstance(error, StopRequested)
+                context.log.finish(limit / 3, failed=failed, is_hurried=context.is_hurried)
             attempts.write_end(start_url, error, context.step(), timer.report(), storage=storage)
             if not isinstance(error, StopRequested):
                 context.console.print(f"report: {html.write_report(folder, storage=storage)}")

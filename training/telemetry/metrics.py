@@ -1,7 +1,7 @@
 """Passes the numbers of a run to its trackers, and keeps them as JSON lines, the tracker that every run has:
 
     <run folder>/metrics/attempt-0002.00000.jsonl    small objects; the newest is rewritten until it is full
-    <run folder>/metrics.jsonl                       the whole history, written when an attempt finishes
+    <run folder>/metrics.jsonl                       the whole history, written when an attempt finishes or stops
 
 An object store can't append, and limits how often one name is overwritten. So lines are buffered until `flush`, which
 rewrites the newest object, of at most `LINES` lines. A killed attempt loses its buffered lines, and may leave a
@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from training import storage as default_storage
@@ -34,6 +35,7 @@ class MetricsLog:
         folder: str,
         attempt: int,
         resumed_at: int,
+        token: str = "",
         *,
         trackers: Sequence[str] = ("jsonl",),
         storage: Storage = default_storage,
@@ -43,11 +45,12 @@ class MetricsLog:
 
         Args:
             resumed_at: steps done by earlier attempts.
+            token: of this group of processes alone.
             trackers: names in `training.telemetry.tracker.TRACKERS`. Reports and later attempts read "jsonl".
             settings: the trainer's configuration, for trackers that show it.
         """
         number = unused_file_number(folder, attempt, storage)
-        info = AttemptInfo(folder, attempt, resumed_at, number, storage, settings or {})
+        info = AttemptInfo(folder, attempt, resumed_at, number, token, storage, settings or {})
         self._trackers = [open_tracker(name, info) for name in trackers]
 
     def log(self, step: int, values: Values) -> None:
@@ -59,9 +62,9 @@ class MetricsLog:
         """Flushes all trackers, then raises the first error if any failed. May be called again."""
         self._call([tracker.flush for tracker in self._trackers])
 
-    def finish(self) -> None:
-        """Finishes all trackers, then raises the first error if any failed."""
-        self._call([tracker.finish for tracker in self._trackers])
+    def finish(self, failed: bool = False) -> None:
+        """Finishes all trackers of an attempt, which `failed` or not, then raises the first error if any failed."""
+        self._call([partial(tracker.finish, failed) for tracker in self._trackers])
 
     def _call(self, functions: Sequence[Callable[[], None]]) -> None:
         """Calls all functions, then raises the first error if any failed."""
@@ -101,9 +104,11 @@ class JsonLinesTracker:
             if len(self._lines) >= LINES:
                 self._chunk, self._lines = self._chunk + 1, self._lines[LINES:]
 
-    def finish(self) -> None:
-        """Flushes, and writes the run's whole history to metrics.jsonl."""
+    def finish(self, failed: bool) -> None:
+        """Flushes and, unless the attempt failed, writes the run's whole history to metrics.jsonl."""
         self.flush()
+        if failed:
+            return
         folder, storage = self._info.folder, self._info.storage
         history = read_history(folder, storage)
         storage.write(join(folder, "metrics.jsonl"), _encode_lines(json.dumps(values) for values in history))

@@ -40,8 +40,8 @@ class Service(Protocol):
 
     def send(self, lines: Sequence[Line]) -> None: ...
 
-    def close(self) -> None:
-        """Marks the record as finished."""
+    def close(self, failed: bool) -> None:
+        """Marks the record as finished or failed."""
 
 
 class GuardedTracker:
@@ -72,9 +72,9 @@ class GuardedTracker:
         if self._clock() >= self._retry_at:
             self._try(self._send)
 
-    def finish(self) -> None:
+    def finish(self, failed: bool) -> None:
         """Sends the queue, even in a pause, and closes the record; warns of lines that did not arrive."""
-        self._try(self._end)
+        self._try(lambda: self._end(failed))
         if self._waiting or self._lost:
             self._warn(f"{self._name}: {len(self._waiting) + self._lost} lines of metrics did not reach it")
 
@@ -86,11 +86,11 @@ class GuardedTracker:
             self._service.send(list(self._waiting))
             self._waiting.clear()
 
-    def _end(self) -> None:
+    def _end(self, failed: bool) -> None:
         """Sends the queue and closes the record."""
         self._send()
         assert self._service is not None
-        self._service.close()
+        self._service.close(failed)
 
     def _try(self, function: Callable[[], None]) -> None:
         """Calls `function`. An error begins a pause of `PAUSE_SECONDS`; the first of successive errors is a warning."""
@@ -120,7 +120,7 @@ class WandbRun:
         local = None if is_remote(info.folder) else info.folder
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT") or _PROJECT,
-            id=f"{run}-{info.file_number}",
+            id=f"{run}-{info.file_number}-{info.token}",  # folders of other experiments have the same name
             name=f"{run}, attempt {info.attempt}",
             group=run,
             dir=os.environ.get("WANDB_DIR") or local or tempfile.gettempdir(),
@@ -139,8 +139,8 @@ class WandbRun:
         for step, values in lines:
             self._run.log(values, step=step)
 
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))
 
 
 class MlflowRun:
@@ -151,8 +151,9 @@ class MlflowRun:
     """
 
     def __init__(self, info: AttemptInfo) -> None:
-        """Creates the attempt's run with its settings; sets MLflow's unset time-outs in os.environ. Raises ValueError
-        if MLFLOW_TRACKING_URI is not set and the run's folder is in a bucket."""
+        """Creates the attempt's run with its settings, or continues the one that an earlier call has created; sets
+        MLflow's unset time-outs in os.environ. Raises ValueError if MLFLOW_TRACKING_URI is not set and the run's folder
+        is in a bucket."""
         for name, value in _MLFLOW_TIMEOUTS.items():
             os.environ.setdefault(name, value)
         uri = os.environ.get("MLFLOW_TRACKING_URI") or _mlflow_folder(info)
@@ -166,9 +167,11 @@ class MlflowRun:
         experiment = self._client.get_experiment_by_name(name)
         experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(name)
         run = name_of(info.folder)
-        tags = {"tpu-launch.run": run, "tpu-launch.attempt": str(info.attempt)}
-        created = self._client.create_run(experiment_id, run_name=f"{run}, attempt {info.attempt}", tags=tags)
-        self._run_id: str = created.info.run_id
+        tags = {"tpu-launch.run": run, "tpu-launch.attempt": str(info.attempt), "tpu-launch.token": info.token}
+        records = self._client.search_runs([experiment_id], f"tags.`tpu-launch.token` = '{info.token}'") or [
+            self._client.create_run(experiment_id, run_name=f"{run}, attempt {info.attempt}", tags=tags)
+        ]
+        self._run_id: str = records[0].info.run_id
         parameters = [Param(name, str(value)[:_MLFLOW_PARAMETER_LENGTH]) for name, value in flatten(info.settings)]
         for first in range(0, len(parameters), _MLFLOW_PARAMETERS):
             self._client.log_batch(self._run_id, params=parameters[first : first + _MLFLOW_PARAMETERS])
@@ -179,8 +182,8 @@ class MlflowRun:
         for first in range(0, len(metrics), _MLFLOW_METRICS):
             self._client.log_batch(self._run_id, metrics=metrics[first : first + _MLFLOW_METRICS])
 
-    def close(self) -> None:
-        self._client.set_terminated(self._run_id)
+    def close(self, failed: bool) -> None:
+        self._client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED")
 
 
 def _mlflow_folder(info: AttemptInfo) -> str:

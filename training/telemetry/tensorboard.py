@@ -63,7 +63,7 @@ class TensorBoardTracker:
                 raise
         self._pending.clear()
 
-    def finish(self) -> None:
+    def finish(self, failed: bool) -> None:
         self.flush()
 
     def _append_event(self, event: Any) -> None:

@@ -33,6 +33,7 @@ class AttemptInfo:
     attempt: int
     resumed_at: int  # steps done by earlier attempts
     file_number: int  # for file names: unique even in a local run, whose attempts all have number 0
+    token: str = ""  # of this group of processes: no attempt of another run has it, whatever its folder's name
     storage: Storage = default_storage
     settings: Mapping[str, Any] = field(default_factory=dict)  # the trainer's configuration
 
@@ -46,8 +47,8 @@ class Tracker(Protocol):
     def flush(self) -> None:
         """Writes buffered values. Raises if it can't; the values stay buffered."""
 
-    def finish(self) -> None:
-        """Ends the attempt's records after the last `log`. Not called when the attempt fails."""
+    def finish(self, failed: bool) -> None:
+        """Ends the attempt's records after the last `log`. `failed`: by an error, not at the last step or by a stop."""
 
 
 # Name -> "module:function or class", which is called with an AttemptInfo and returns a Tracker.

@@ -49,7 +49,7 @@ class MetricsWriter:
         self._failure: str | None = None  # of the last try
         self._waiting: deque[tuple[int, Values]] = deque()
         self._lost = 0  # lines for which there was no room
-        self._is_ending = self._is_whole = self._was_awaited = False
+        self._is_ending = self._failed = self._was_awaited = False
         self._changed = machine.threads.condition()
         self._thread = machine.threads.start(self._run_thread, name="metrics")
 
@@ -61,20 +61,20 @@ class MetricsWriter:
                 self._lost += 1
             self._waiting.append((step, dict(values)))
 
-    def finish(self, seconds: float, *, whole: bool = False, is_hurried: Callable[[], bool] = lambda: False) -> None:
-        """Lets the thread write the rest and end, and waits for that; warns of lines that are lost. A second call does
-        nothing.
+    def finish(self, seconds: float, *, failed: bool = False, is_hurried: Callable[[], bool] = lambda: False) -> None:
+        """Lets the thread write the rest, finish the log and end, and waits for that; warns of lines that are lost. A
+        second call does nothing.
 
         Args:
             seconds: longest time to wait.
-            whole: also write the run's whole history, because the attempt has finished.
+            failed: whether the attempt ends by an error.
             is_hurried: returns whether the machine is being taken away; then the wait is at most `HURRIED_SECONDS`.
         """
         if self._was_awaited:
             return
         self._was_awaited = True
         with self._changed:
-            self._is_ending, self._is_whole = True, whole
+            self._is_ending, self._failed = True, failed
             self._changed.notify_all()
         if not join_thread(self._thread, seconds, is_hurried, self._clock):
             self._warn(f"the last metrics are not written: {self._failure or 'storage is slow'}")
@@ -88,17 +88,17 @@ class MetricsWriter:
                 if not self._is_ending:
                     self._changed.wait(FLUSH_SECONDS)
                 is_ending = self._is_ending
-            is_written = self._try_to_write(is_ending and self._is_whole)
+            is_written = self._try_to_write(is_ending)
             if is_ending and is_written:
                 return
             if is_ending:
                 with self._changed:
                     self._changed.wait(RETRY_SECONDS)
 
-    def _try_to_write(self, whole: bool) -> bool:
+    def _try_to_write(self, is_ending: bool) -> bool:
         """Returns whether `_write` succeeded; warns of the first of successive failures."""
         try:
-            self._write(whole)
+            self._write(is_ending)
         except Exception as error:  # a tracker may raise anything, and must not end the run
             if self._failure is None:
                 self._warn(f"metrics can't be written: {error}; training continues, and tpu-train will try again")
@@ -107,8 +107,8 @@ class MetricsWriter:
         self._failure = None
         return True
 
-    def _write(self, whole: bool) -> None:
-        """Flushes what an earlier flush left, then logs and flushes the queue; with `whole`, also finishes the log."""
+    def _write(self, is_ending: bool) -> None:
+        """Flushes what an earlier flush left, then logs and flushes the queue; at the end also finishes the log."""
         if self._log is None:
             self._log = self._open_log()
         if not self._is_flushed:
@@ -120,5 +120,5 @@ class MetricsWriter:
         self._is_flushed = False
         self._log.flush()
         self._is_flushed = True
-        if whole:
-            self._log.finish()
+        if is_ending:
+            self._log.finish(self._failed)
