@@ -319,7 +319,7 @@ class Trainer:
         if self.uploader:
             run.rendezvous.set_phase("waiting for the upload to the Hub")
             with run.timer.phase("upload"):
-                hub = self.uploader.finish(self.progress.step)
+                hub = self.uploader.finish(self.progress.step, is_hurried=lambda: run.shutdown.requested)
         summary = build_summary(
             run, self.backend, self.progress, self.evaluations, self.checkpoints, self.work,
             checksum=checksum, skipped=skipped, hub=hub,

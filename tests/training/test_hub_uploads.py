@@ -72,6 +72,16 @@ def test_an_upload_that_fails_is_one_warning(tmp_path: Path, script: str, error:
     assert len(warnings) == 1
 
 
+def test_a_stop_during_the_last_upload_ends_the_upload_and_not_the_run(tmp_path: Path) -> None:
+    warnings: list[str] = []
+    with uploader(
+        tmp_path, f"import pathlib, time; pathlib.Path({str(tmp_path / 'up')!r}).touch(); time.sleep(60)", warnings
+    ) as pushes:
+        pushes.committed(8)
+        assert pushes.finish(8, (tmp_path / "up").exists)["error"] == "not done when this host was asked to stop"
+    assert len(warnings) == 1
+
+
 def test_a_program_that_is_not_there_is_a_warning(tmp_path: Path) -> None:
     warnings: list[str] = []
     with uploader(tmp_path, "", warnings, program="/no/such/program") as pushes:

@@ -184,6 +184,7 @@ class BackgroundUploader:
         self._waiting: int | None = None  # a step to upload next
         self._deadline: float | None = None  # of the upload under way, once the run waits for it
         self._is_busy = self._is_closed = False
+        self._is_hurried: Callable[[], bool] = lambda: False  # since `finish`: whether this host was asked to stop
         self._changed = machine.threads.condition()
         self._thread = machine.threads.start(self._serve, name="hub")
 
@@ -192,9 +193,10 @@ class BackgroundUploader:
         if step is not None and step != self._requested and self.settings.every == "checkpoint":
             self._request(step)
 
-    def finish(self, step: int) -> dict[str, Any]:
-        """Uploads the last step, unless it is on the Hub, and waits at most `hub.wait_seconds`. Returns the summary's
-        values under "hub"."""
+    def finish(self, step: int, is_hurried: Callable[[], bool] = lambda: False) -> dict[str, Any]:
+        """Uploads the last step, unless it is on the Hub, and waits at most `hub.wait_seconds`, and no longer once
+        `is_hurried` returns True. Returns the summary's values under "hub"."""
+        self._is_hurried = is_hurried
         self._wait_until_idle()
         if self.pushed != step and (self.settings.at_end or self.settings.every):
             self._request(step)
@@ -244,7 +246,8 @@ class BackgroundUploader:
         if self._is_closed:
             return
         if end.code is None:
-            self._fail(f"not done within hub.wait_seconds ({self.settings.wait_seconds:g} s)")
+            late = f"not done within hub.wait_seconds ({self.settings.wait_seconds:g} s)"
+            self._fail("not done when this host was asked to stop" if self._is_hurried() else late)
             return
         result, last_line = find_result(end.out), (end.err or end.out or [""])[-1]
         if end.code == 0 and result:
@@ -256,7 +259,8 @@ class BackgroundUploader:
 
     def _is_over(self) -> bool:
         """Returns whether the run waits for an upload no longer."""
-        return self._is_closed or (self._deadline is not None and self._now() >= self._deadline)
+        is_late = self._deadline is not None and self._now() >= self._deadline
+        return self._is_closed or is_late or self._is_hurried()
 
     def _fail(self, reason: str) -> None:
         """Keeps the reason, without the token, for the summary; warns unless the upload before failed too."""
