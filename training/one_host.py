@@ -7,11 +7,17 @@
     one_host.predict(summary["model"], "The [MASK] statement ends a loop.")
 
 Errors are training.errors.TrainError and training.yaml_file.ConfigError, whose messages are complete. A run that was
-interrupted goes on from its newest checkpoint when it is trained again with the same run id.
+interrupted goes on from its newest checkpoint when it is trained again with the same run id. The process is afterwards
+as before, but for what imports of libraries change, and that torch_xla multiplies fp32 matrices in fp32.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +30,28 @@ from training.errors import BadInput
 from training.telemetry.metrics import read_history
 from training.telemetry.phase_timer import PhaseTimer
 
+_VARIABLES = ("TOKENIZERS_PARALLELISM", "TRANSFORMERS_VERBOSITY")  # that our code sets for libraries
 
+
+@contextlib.contextmanager
+def _settings_as_before() -> Iterator[None]:
+    """Makes transformers show errors only, unless the user's environment says what, and puts that and the _VARIABLES
+    back. Keeps what the import of a framework sets: the process can't import it again."""
+    before, loaded = {name: os.environ.get(name) for name in _VARIABLES}, sys.modules.get("transformers")
+    shown = loaded.logging.get_verbosity() if loaded else logging.WARNING
+    if loaded and before["TRANSFORMERS_VERBOSITY"] is None:
+        loaded.logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            os.environ.update({} if value is None else {name: value})
+        if (loaded := sys.modules.get("transformers")) and before["TRANSFORMERS_VERBOSITY"] is None:
+            loaded.logging.set_verbosity(shown)
+
+
+@_settings_as_before()
 def shards(*arguments: str) -> None:
     """Makes a dataset, as `tpu-train shards ARGUMENTS`; does nothing if it is there already."""
     from training.cli.data import shards as command
@@ -37,6 +64,7 @@ def configuration(file: str | Path, *settings: str) -> TrainerConfig:
     return load(file, settings)
 
 
+@_settings_as_before()
 def train(config: TrainerConfig, run_id: str = "notebook") -> dict[str, Any]:
     """Trains to the last step, from the run's newest checkpoint if there is one. Returns its summary.json."""
     from training.trainer import train as run
@@ -63,6 +91,7 @@ def metrics(config: TrainerConfig, run_id: str = "notebook") -> list[dict[str, A
     return read_history(storage.join(config.output, run_id))
 
 
+@_settings_as_before()
 def predict(model: str, text: str, top: int = 5) -> list[tuple[float, str]]:
     """Returns the `top` most probable (probability, class), or for a masked-language model (probability, text with its
     mask filled), best first."""

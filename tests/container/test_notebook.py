@@ -14,9 +14,11 @@ from typing import Any
 
 import nbformat
 import pytest
+import yaml
 from nbclient import NotebookClient
 
 from tests.container import small_runs
+from tests.container.notebook_process import PLACES
 from training.telemetry.metrics import read_history
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -82,3 +84,28 @@ def test_every_cell_runs_and_the_command_gives_the_same_bits(folder: Path) -> No
     summary = json.loads((folder / "runs" / "command" / "summary.json").read_text())
     assert f"weights: {summary['final_weights_crc32c']}" in printed[-2]
     assert read_history(str(folder / "runs" / "notebook"))[-1]["eval_weighted_f1"] == summary["eval_weighted_f1"]
+
+
+def run_process(folder: Path, case: str) -> Any:
+    small_runs.prepare(folder)
+    document = small_runs.document(folder, train__steps=8, evaluation__every=4)
+    (folder / "run.yaml").write_text(yaml.safe_dump(document))
+    command = [sys.executable, "-m", "tests.container.notebook_process", str(folder), case]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return json.loads((folder / f"{case}.json").read_text())
+
+
+def test_a_notebook_s_process_is_as_before_after_our_functions_have_run(tmp_path: Path) -> None:
+    used, fresh = (run_process(tmp_path / case, case) for case in ("used", "fresh"))
+    assert used["after"] == used["before"]
+    seeded = {"random": fresh["after"][1]["random"]}  # by the import
+    assert fresh["after"] == [fresh["before"][0], used["before"][1] | seeded], "where they import the libraries, too"
+    assert (used["steps"], fresh["steps"]) == (3, 3)
+
+
+def test_an_interrupted_cell_leaves_a_kernel_that_trains_again(tmp_path: Path) -> None:
+    """In tracing, compiling, a step, waiting for its result, a save, an evaluation, and the end."""
+    checksums = run_process(tmp_path, "interrupted")
+    assert list(checksums) == ["", *(name for _, name, _ in PLACES)]
+    assert len(set(checksums.values())) == 1, "the same bits as a run that was not interrupted"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import random
+import threading
 import time
+from concurrent.futures import CancelledError, Future
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from training.data.formats.dataset import Dataset
 from training.data.formats.tfrecord import Corrupt
 from training.data.loading.fixed_shards import FixedShards
 from training.data.loading.mlm_batches import mlm_evaluation
+from training.data.loading.reader import _Workers
 from training.data.loading.record_source import HostSlice, read_replacing
 from training.data.sampling.masking import Masking, SpecialTokens
 from training.data.sampling.order import evaluation_order
@@ -388,3 +391,16 @@ def test_bad_records_of_blocks_of_four_are_replaced(bad: set[int], expected: lis
         ]
         assert np.concatenate([arrays["input_ids"] for arrays in replaced_rows])[:, 0].tolist() == expected
         assert set(np.flatnonzero(np.concatenate([arrays["replaced"] for arrays in replaced_rows]))) == bad
+
+
+def test_closing_a_reader_cancels_the_requests_that_have_not_begun() -> None:
+    workers, begun, release = _Workers(1), threading.Event(), threading.Event()
+    first, second = Future[None](), Future[None]()
+    workers.submit(first, lambda: (begun.set(), release.wait(10)))
+    workers.submit(second, lambda: None)
+    assert begun.wait(10)
+    workers.close()
+    release.set()
+    assert first.result(10) is None
+    with pytest.raises(CancelledError):
+        second.result(10)

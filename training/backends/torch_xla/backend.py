@@ -62,8 +62,9 @@ class TorchXla:
     ) -> None:
         """Opens the devices, connects the hosts and builds the model. `token`: of this group of processes."""
         # fp32 products are products of fp32; TPUs would round their factors to bf16. Products of bf16 stay as they are.
-        logging.getLogger("torch_xla.backends").setLevel(logging.ERROR)  # it warns of every call
+        logging.getLogger("torch_xla.backends").disabled = True  # it warns of every call
         set_mat_mul_precision("highest")
+        logging.getLogger("torch_xla.backends").disabled = False
         began, environment = time.monotonic(), os.environ
         library = environment.get("TPU_LIBRARY_PATH") or environment.get("PTXLA_TPU_LIBRARY_PATH")
         self._cache = open_cache(environment, library, f"torch_xla {torch_xla.__version__}", warn)

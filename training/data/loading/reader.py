@@ -73,7 +73,7 @@ class Reader:
         )
 
     def close(self) -> None:
-        """Ends the threads after the requests that are queued, without waiting for them."""
+        """Ends the threads after the requests that they have begun, without waiting; cancels the others."""
         self._workers.close()
 
     def __enter__(self) -> Reader:
@@ -179,6 +179,7 @@ class _Workers:
 
     def __init__(self, threads: int) -> None:
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._is_closed = False
         self._threads = [
             threading.Thread(target=self._work, name=f"reader-{number}", daemon=True) for number in range(threads)
         ]
@@ -190,6 +191,8 @@ class _Workers:
         future's."""
 
         def task() -> None:
+            if self._is_closed:
+                future.cancel()
             if not future.set_running_or_notify_cancel():
                 return
             try:
@@ -202,7 +205,8 @@ class _Workers:
         self._tasks.put(task)
 
     def close(self) -> None:
-        """Ends the threads after the tasks that are queued, without waiting for them."""
+        """Ends the threads after the tasks that they have begun, without waiting; cancels the others."""
+        self._is_closed = True
         for _ in self._threads:
             self._tasks.put(None)
 

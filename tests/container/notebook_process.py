@@ -1,0 +1,135 @@
+"""A notebook's process, which calls training.one_host: for tests. Writes FOLDER/<case>.json.
+
+    python -m tests.container.notebook_process FOLDER used|fresh      the process before and after
+    python -m tests.container.notebook_process FOLDER interrupted     the weights' checksum after each interruption
+
+used: the process has imported PyTorch and transformers before; fresh: our functions import them.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import logging
+import os
+import pkgutil
+import random
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from training import one_host
+
+# Where a cell is interrupted: owner, function, and after which call of it.
+PLACES = (
+    ("training.backends.torch_xla.step:TrainingStep", "trace", 2),
+    ("training.backends.torch_xla.internals", "compile_program", 1),
+    ("training.backends.torch_xla.internals", "start_program", 7),
+    ("training.backends.torch_xla.backend:_PendingStep", "result", 6),
+    ("training.checkpoint.writer:CheckpointWriter", "save", 2),
+    ("training.backends.torch_xla.backend:TorchXla", "evaluate", 2),
+    ("training.trainer", "build_summary", 1),
+)
+
+
+def describe_process() -> dict[str, Any]:
+    """What other cells of the notebook use, and what no import changes."""
+    wakeup = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(wakeup)
+    return {
+        "signals": [*map(str, map(signal.getsignal, (signal.SIGINT, signal.SIGTERM))), wakeup],
+        "hooks": [str(sys.excepthook), str(threading.excepthook), os.getcwd()],
+        "random": [digest(random.getstate()), digest(np.random.get_state())],
+        "threads": thread_names(),
+    }
+
+
+def describe_libraries() -> dict[str, Any]:
+    """What the import of the libraries changes."""
+    import torch
+    import torch_xla  # noqa: F401
+    import transformers
+
+    names = [f"is_{name}_available" for name in ("torch", "accelerate", "scipy", "sklearn")]
+    loggers = map(logging.getLogger, ("", "torch_xla", "torch_xla.backends", "transformers"))
+    return {
+        "available": {name: getattr(transformers.utils, name)() for name in names},
+        "random": digest(torch.get_rng_state()),
+        "torch": [str(torch.get_default_dtype()), torch.get_num_threads(), torch.is_grad_enabled()],
+        "logging": [(each.level, each.disabled, str(each.handlers)) for each in loggers],
+        "environment": dict(os.environ),
+    }
+
+
+def digest(value: Any) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
+
+
+def thread_names() -> list[str]:
+    return sorted(thread.name for thread in threading.enumerate())
+
+
+def wait_for_threads(names: list[str]) -> None:
+    """Waits, at most 20 s, until no threads run but those of these names."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and thread_names() != names:
+        gc.collect()  # the reader of an interrupted evaluation ends with its last reference
+        time.sleep(0.05)
+
+
+def use(folder: Path, imported: bool) -> dict[str, Any]:
+    """Makes shards, trains and predicts. Returns the process before and after, and what TrainingArguments gives."""
+    libraries = describe_libraries() if imported else None
+    before, text = describe_process(), folder / "text.txt"
+    text.write_text("w1 w2 w3 w4 w5 w6 w7 w8\n" * 100)
+    corpus = ["--corpus", str(text), "--evaluation-corpus", str(text), "--tokenizer", str(folder / "tokenizer")]
+    one_host.shards(*corpus, "--out", str(folder / "data"), "--sequence-length", "16")
+    summary = one_host.train(one_host.configuration(folder / "run.yaml"))
+    one_host.predict(summary["model"], "w1 w2 [MASK] w4")
+    wait_for_threads(before["threads"])
+    after = [describe_process(), describe_libraries()]
+    from transformers import TrainingArguments
+
+    steps = TrainingArguments(output_dir=str(folder / "own"), max_steps=3, report_to=[]).max_steps
+    return {"before": [before, libraries], "after": after, "steps": steps}
+
+
+def interrupt(folder: Path) -> dict[str, str]:
+    """Interrupts a cell at each place and runs it again. Returns the final weights' checksums; "": uninterrupted; and
+    the threads that outlive an interrupted cell."""
+    config, threads = one_host.configuration(folder / "run.yaml"), thread_names()
+    checksums: dict[str, str] = {"": one_host.train(config, "uninterrupted")["final_weights_crc32c"]}
+    for owner, name, call in PLACES:
+        place, calls = pkgutil.resolve_name(owner), iter(range(1, 1000))
+        real = getattr(place, name)
+
+        def interrupting(
+            *arguments: Any, _real: Any = real, _calls: Any = calls, _call: int = call, **more: Any
+        ) -> Any:
+            result = _real(*arguments, **more)
+            if next(_calls) == _call:
+                signal.raise_signal(signal.SIGINT)
+            return result
+
+        try:
+            with mock.patch.object(place, name, interrupting):
+                one_host.train(config, name)
+        except KeyboardInterrupt:
+            checksums[name] = ""
+        wait_for_threads(threads)
+        left = [] if thread_names() == threads else thread_names()
+        checksums[name] += one_host.train(config, name)["final_weights_crc32c"] + " ".join(left)
+    return checksums
+
+
+if __name__ == "__main__":
+    _folder, _case = Path(sys.argv[1]), sys.argv[2]
+    _result = interrupt(_folder) if _case == "interrupted" else use(_folder, _case == "used")
+    Path(_folder, f"{_case}.json").write_text(json.dumps(_result))
