@@ -32,6 +32,7 @@ from training.data.formats.open_dataset import open_dataset
 from training.data.loading.mlm_batches import MlmBatch, MlmBatches, mlm_evaluation
 from training.data.loading.record_source import HostSlice
 from training.data.sampling.masking import Masking
+from training.models.families import DROPOUT
 from training.yaml_file import Document
 
 RUNS_IN = "torch-xla"
@@ -123,7 +124,7 @@ def compare(folder: Path, wikitext: Path, steps: int) -> list[rows.Row]:
     evaluated = save(folder / "evaluation.npz", [labelled(each) for each in every])
 
     _, summary = processes.ours(folder, config, 5)
-    dropout = settings.train.dropout
+    dropout = DROPOUT if settings.train.dropout is None else settings.train.dropout
     job = {
         "model": initial,
         "dropouts": {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout},

@@ -119,8 +119,9 @@ class Train(ScheduleSettings, AdamWSettings):
     """What a step does whose loss or gradient norm is not finite: `stop` ends the attempt before such a state is saved;
     `skip` leaves weights and moments as they were, counts the step and goes on. 50 such steps in a row end the run."""
 
-    dropout: float = Field(default=0.1, ge=0, lt=1)
-    """The share of activations that is dropped in training."""
+    dropout: float | None = Field(default=None, ge=0, lt=1)
+    """The share of activations that is dropped in training, in every place of the network. Default: the rates of
+    `model.path`, or 0.1 with `model.name`."""
 
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """The precision of matrix products: `auto` is `bf16` on TPUs and `fp32` on CPUs. `fp32` on a TPU takes six times

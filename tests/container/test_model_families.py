@@ -14,7 +14,11 @@ from safetensors.torch import load_file
 
 from tests.container import small_runs, test_classification_runs
 from tests.nightly import others_at_night
+from training.config import Model
 from training.errors import BadInput, StopRequested
+from training.models.hugging_face import ModelRequirements
+from training.models.torch.network import build
+from training.registry import MASKED_LM, TASKS, Head
 
 VOCABULARY = small_runs.VOCABULARY
 SMALL = {
@@ -67,6 +71,16 @@ def test_masked_tokens_are_learnt_and_the_result_is_a_model_of_that_family(folde
     assert model.config.model_type == family
     evaluated = small_runs.evaluate_here(settings, summary["model"])
     assert evaluated.figures["loss"] == pytest.approx(summary["eval_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("head", [MASKED_LM, TASKS["classification"].head], ids=["mlm", "classification"])
+@pytest.mark.parametrize(("dropout", "rate"), [(None, 0.0), (0.2, 0.2)], ids=["its own", "set"])
+def test_a_starting_model_keeps_its_own_dropout_unless_the_run_sets_it(
+    tmp_path: Path, dropout: float | None, rate: float, head: Head
+) -> None:
+    needs = ModelRequirements(vocabulary=VOCABULARY, pad=3, sequence_length=32, head=head, labels=("a", "b"))
+    network = build(Model(path=write_model(tmp_path, "modernbert")), needs, dropout=dropout, seed=1)
+    assert {module.p for module in network.modules() if isinstance(module, torch.nn.Dropout)} == {rate}
 
 
 @pytest.mark.nightly

@@ -76,6 +76,7 @@ def test_a_label_outside_the_range_is_named_with_its_record(label: int) -> None:
 def test_a_classifiers_config_names_its_labels_in_order() -> None:
     names = [f"intent {number}" for number in range(12)]
     head = TASKS["classification"].head
-    config = build_model_config(Model(name="bert-tiny"), vocabulary=100, pad=0, dropout=0.1, head=head, labels=names)
+    config = build_model_config(Model(name="bert-tiny"), vocabulary=100, pad=0, dropout=None, head=head, labels=names)
+    assert config["hidden_dropout_prob"] == config["attention_probs_dropout_prob"] == 0.1, "unless train.dropout is set"
     assert config["architectures"] == ["BertForSequenceClassification"]
     assert read_labels(config) == names

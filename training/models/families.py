@@ -7,7 +7,10 @@ network's own before it trains.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+DROPOUT = 0.1  # the rate of named models, as BERT's (https://arxiv.org/abs/1810.04805, A.2)
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,7 @@ DROPOUT_RATES = (
 )
 
 
-def dropout_rates(values: dict[str, object], rate: float) -> dict[str, float]:
-    """Returns the names of dropout rates among the values of a network's configuration, each with `rate`."""
-    return {name: rate for name in DROPOUT_RATES if name in values}
+def dropout_rates(values: Mapping[str, object], rate: float | None) -> dict[str, float]:
+    """Returns the names of dropout rates among the values of a network's configuration, each with `rate`; {} for None,
+    which keeps the network's own."""
+    return {} if rate is None else {name: rate for name in DROPOUT_RATES if name in values}

@@ -14,7 +14,7 @@ from typing import Any
 from training import storage
 from training.config import Model
 from training.errors import BadInput
-from training.models.families import BERT_LIKE, FAMILIES, POSITIONS_AFTER_PAD
+from training.models.families import BERT_LIKE, DROPOUT, FAMILIES, POSITIONS_AFTER_PAD
 from training.registry import MASKED_LM, BackendName, Head
 from training.storage.hub import model_folder
 
@@ -48,15 +48,15 @@ def build_model_config(
     *,
     vocabulary: int,
     pad: int,
-    dropout: float,
+    dropout: float | None,
     head: Head = MASKED_LM,
     labels: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """Returns the values of config.json for a network with this head: those of model.path, or of the named model.
 
-    `vocabulary` is the tokenizer's size and `pad` the number of its padding token; both, and `dropout`, are for a named
-    model only. `labels` are the names of a classifier's classes. Raises BadInput if model.path has no config.json, or
-    one of an unknown family.
+    `vocabulary` is the tokenizer's size and `pad` the number of its padding token; both, and `dropout` (None: 0.1),
+    are for a named model only. `labels` are the names of a classifier's classes. Raises BadInput if model.path has no
+    config.json, or one of an unknown family.
     """
     try:
         values = _named_config(model, vocabulary, pad, dropout) if model.path is None else read_config(model.path)
@@ -101,8 +101,9 @@ def _with_fresh_head(values: dict[str, Any], head: Head, labels: Sequence[str] |
     return {**{name: value for name, value in values.items() if name not in ("_name_or_path", "num_labels")}, **own}
 
 
-def _named_config(model: Model, vocabulary: int, pad: int, dropout: float) -> dict[str, Any]:
+def _named_config(model: Model, vocabulary: int, pad: int, dropout: float | None) -> dict[str, Any]:
     """Returns the values of config.json for the BERT or RoBERTa of the section's name and sizes."""
+    dropout = DROPOUT if dropout is None else dropout
     hidden, layers, heads, intermediate, positions = model.shape
     common = {
         "vocab_size": model.vocabulary_size or vocabulary,

@@ -20,7 +20,7 @@ from training import storage
 from training.checkpoint.safetensors_file import Damaged, decode
 from training.config import Model
 from training.errors import BadInput
-from training.models.families import FAMILIES
+from training.models.families import FAMILIES, dropout_rates
 from training.models.hugging_face import (
     WEIGHTS,
     ModelRequirements,
@@ -73,7 +73,7 @@ class Noise:
 
 
 def build(
-    model: Model, needs: ModelRequirements, *, dropout: float, seed: int, noise: Noise, assign: Assign
+    model: Model, needs: ModelRequirements, *, dropout: float | None, seed: int, noise: Noise, assign: Assign
 ) -> tuple[Any, list[Parameter]]:
     """Builds a network with the task's head and sets its weights by `assign`: those of `model.path`, or fresh ones, the
     same on every host and in every backend. Its dropouts draw from `noise`. Returns the network and its parameters.
@@ -82,14 +82,7 @@ def build(
         model, vocabulary=needs.vocabulary, pad=needs.pad, dropout=dropout, head=needs.head, labels=needs.labels
     )
     require_family(values, model.path, needs.head, "tensorflow")
-    if model.path is not None:
-        values = {
-            **values,
-            "hidden_dropout_prob": dropout,
-            "attention_probs_dropout_prob": dropout,
-            "classifier_dropout": dropout,
-        }
-    network = _build_network(values, needs.head)
+    network = _build_network(values, needs.head, dropout)
     check_capacity(network.config, needs)
     count_positions(network)
     network.build_in_name_scope()
@@ -113,15 +106,18 @@ def build(
     return network, parameters
 
 
-def _build_network(values: dict[str, Any], head: Head) -> Any:
-    """Returns transformers' Keras network of this head, without weights yet. `values`: of config.json."""
+def _build_network(values: dict[str, Any], head: Head, dropout: float | None) -> Any:
+    """Returns transformers' Keras network of this head, without weights yet. `values`: of config.json; `dropout`
+    replaces its rates unless it is None."""
     if values["model_type"] == "roberta":
         from transformers.models.roberta import modeling_tf_roberta as networks
         from transformers.models.roberta.configuration_roberta import RobertaConfig as Config
     else:
         from transformers.models.bert import modeling_tf_bert as networks
         from transformers.models.bert.configuration_bert import BertConfig as Config
-    return getattr(networks, f"TF{FAMILIES[values['model_type']].prefix}{head.network}")(Config(**values))
+    config = Config(**values)
+    config.update(dropout_rates(config.to_dict(), dropout))
+    return getattr(networks, f"TF{FAMILIES[values['model_type']].prefix}{head.network}")(config)
 
 
 def _list_parameters(network: Any) -> list[Parameter]:

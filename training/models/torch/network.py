@@ -31,7 +31,7 @@ from training.models.torch.dropout import Dropout, DropoutNoise
 from training.registry import Head
 
 
-def build(model: Model, needs: ModelRequirements, *, dropout: float, seed: int) -> torch.nn.Module:
+def build(model: Model, needs: ModelRequirements, *, dropout: float | None, seed: int) -> torch.nn.Module:
     """Returns a network with the task's head, in training mode on the CPU. The same seed gives the same weights on
     every host. Raises BadInput if model.path can't be trained, lacks weights, or is too small for the data."""
     values = build_model_config(
@@ -152,7 +152,7 @@ def _classes(model_type: str) -> tuple[Any, Any]:
     return networks, Config
 
 
-def _from_folder(path: str, head: Head, dropout: float) -> Any:
+def _from_folder(path: str, head: Head, dropout: float | None) -> Any:
     """Returns a model folder's network and weights. Raises BadInput for a missing weight: it would be random."""
     import transformers
 
@@ -164,7 +164,7 @@ def _from_folder(path: str, head: Head, dropout: float) -> Any:
     return network
 
 
-def _with_fresh_head(path: str, values: dict[str, Any], dropout: float, seed: int) -> Any:
+def _with_fresh_head(path: str, values: dict[str, Any], dropout: float | None, seed: int) -> Any:
     """Returns a classifier with an encoder's weights from a folder. Its head is fresh, unless the folder is a
     classifier of the same labels."""
     with _one_line_errors(path):
@@ -179,7 +179,7 @@ def _with_fresh_head(path: str, values: dict[str, Any], dropout: float, seed: in
     return network
 
 
-def _training_values(config: Any, dropout: float) -> dict[str, Any]:
+def _training_values(config: Any, dropout: float | None) -> dict[str, Any]:
     """Returns the values that training changes in a network's configuration."""
     values = config.to_dict()
     # ModernBERT would compile itself with torch.compile; here the step is compiled as a whole.
