@@ -125,7 +125,8 @@ class Train(ScheduleSettings, AdamWSettings):
 
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """The precision of matrix products: `auto` is `bf16` on TPUs and `fp32` on CPUs. `fp32` on a TPU takes six times
-    the products of `bf16`. Weights and the optimizer's state are fp32 in any case."""
+    the products of `bf16`. Weights and the optimizer's state are fp32 in any case. With `backend: tensorflow`, `bf16`
+    is Keras' `mixed_bfloat16`: attention scores, softmax and the values passed between layers are bf16 too."""
 
     remat: Remat | None = None
     """What is computed again in the backward pass instead of being kept, which saves memory: `none`, the `attention`'s
