@@ -21,7 +21,7 @@ from training import storage
 from training.data.formats.dataset import tokenizer_hash
 from training.data.sampling.masking import SpecialTokens, special_tokens
 from training.errors import BadInput
-from training.storage.hub import tokenizer_folder
+from training.storage.hub import TOKENIZER_FILES, tokenizer_folder
 
 FILE = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
@@ -66,13 +66,13 @@ def fetch(url: str, folder: Path) -> Path:
     url = tokenizer_folder(url)
     if not storage.is_remote(url):
         return Path(url)
-    stats = storage.listing(url)
-    if not any(storage.name_of(stat.url) == FILE for stat in stats):
-        raise BadInput(
-            f"{url} is not a tokenizer folder: it has no {FILE}. Make one with `tpu-train tokenizer --out {url}`"
-        )
-    for stat in stats:
-        storage.download(stat.url, folder / storage.name_of(stat.url))
+    for name in TOKENIZER_FILES:
+        if storage.stat(storage.join(url, name)):
+            storage.download(storage.join(url, name), folder / name)
+        elif name == FILE:
+            raise BadInput(
+                f"{url} is not a tokenizer folder: it has no {FILE}. Make one with `tpu-train tokenizer --out {url}`"
+            )
     return folder
 
 

@@ -23,14 +23,10 @@ from training.data import tokenizer as tokenizers
 from training.errors import BadInput
 from training.models.hugging_face import CONFIG, WEIGHTS, build_model_config
 from training.registry import TASKS
-from training.storage import Storage, join, name_of
-from training.storage.hub import tokenizer_folder
+from training.storage import Storage, join
+from training.storage.hub import TOKENIZER_FILES, tokenizer_folder
 
 PREFIX = "model/"
-_WEIGHT_FILES = (
-    *(".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json"),
-    *(".h5", ".msgpack", ".onnx", ".ckpt"),
-)
 _EMBEDDINGS = "embeddings.word_embeddings.weight"
 
 
@@ -49,15 +45,13 @@ def write_model_folder(
         weights: as Backend.tensor_specs; tensors of the optimizer are left out.
         snapshot_state: as Backend.snapshot_state.
         config: values of config.json.
-        tokenizer: the tokenizer's folder. It may be another model's folder, whose weights are not copied.
+        tokenizer: the tokenizer's folder. It may be another model's folder; only `TOKENIZER_FILES` are copied.
         storage: of both folders.
     """
     tokenizer = tokenizer_folder(tokenizer)
-    for stat in storage.listing(tokenizer):
-        name = name_of(stat.url)
-        is_below = "/" in stat.url.removeprefix(tokenizer.rstrip("/") + "/")
-        if not is_below and name != CONFIG and not name.endswith(_WEIGHT_FILES):
-            storage.write(join(folder, name), storage.read(stat.url))
+    for name in TOKENIZER_FILES:
+        if storage.stat(join(tokenizer, name)):
+            storage.write(join(folder, name), storage.read(join(tokenizer, name)))
     text = json.dumps({**config, "dtype": "float32"}, indent=2, sort_keys=True)
     storage.write(join(folder, CONFIG), text.encode() + b"\n")
     names = [name for name in sorted(weights) if name.startswith(PREFIX)]

@@ -8,6 +8,7 @@ import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from training.config import Model
 from training.errors import BadInput
 from training.models.families import BERT_LIKE, DROPOUT, FAMILIES, POSITIONS_AFTER_PAD
 from training.registry import MASKED_LM, BackendName, Head
-from training.storage.hub import model_folder
+from training.storage.hub import MODEL_FILES, model_folder
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -145,14 +146,17 @@ def check_capacity(network_config: Any, requirements: ModelRequirements) -> None
 
 @contextlib.contextmanager
 def local_copy(folder: str) -> Iterator[str]:
-    """Yields a local model folder: `folder` itself, or a copy of one in a bucket, deleted after the block."""
+    """Yields a local model folder: `folder` itself, or a copy of the `MODEL_FILES` of one in a bucket, deleted after
+    the block."""
     folder = model_folder(folder)
     if not storage.is_remote(folder):
         yield folder
         return
     with tempfile.TemporaryDirectory() as scratch:
         for stat in storage.listing(folder):
-            storage.download(stat.url, Path(scratch) / storage.name_of(stat.url))
+            name = stat.url.removeprefix(folder.rstrip("/") + "/")
+            if "/" not in name and any(fnmatch(name, pattern) for pattern in MODEL_FILES):
+                storage.download(stat.url, Path(scratch) / name)
         yield scratch
 
 

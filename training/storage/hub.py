@@ -15,8 +15,17 @@ from pathlib import Path
 from training.errors import BadInput
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")
-_MODEL = ("config.json", "model.safetensors", "model-*.safetensors", "model.safetensors.index.json", *_TOKENIZER)
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.txt", "vocab.json", "merges.txt", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model"),
+)
+MODEL_FILES = (
+    "config.json",
+    "model.safetensors",
+    "model-*.safetensors",
+    "model.safetensors.index.json",
+    *TOKENIZER_FILES,
+)
 
 
 def is_on_hub(path: str) -> bool:
@@ -27,12 +36,12 @@ def is_on_hub(path: str) -> bool:
 def model_folder(path: str) -> str:
     """Returns the folder of a model: the Hub's cache, after a download, if `path` is a name on the Hub; else `path`.
     Raises BadInput when the Hub does not have it."""
-    return _folder(path, "model.path", "model", _MODEL)
+    return _folder(path, "model.path", "model", MODEL_FILES)
 
 
 def tokenizer_folder(path: str) -> str:
     """Returns the folder of a tokenizer, like `model_folder`, without the model's weights."""
-    return _folder(path, "data.tokenizer", "tokenizer", _TOKENIZER)
+    return _folder(path, "data.tokenizer", "tokenizer", TOKENIZER_FILES)
 
 
 @functools.cache
