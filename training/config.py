@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -433,11 +434,16 @@ def _place_mistakes(config: TrainerConfig) -> Iterator[Mistake]:
         if mistake is not None:
             yield path, mistake
     train, evaluation = config.data.train, config.data.evaluation
-    if evaluation is not None and train.rstrip("/") == evaluation.rstrip("/"):
+    if evaluation is not None and _plain(train) == _plain(evaluation):
         yield (
             ("data", "evaluation"),
             "this is data.train: figures over the training data say nothing; give the folder of the evaluation split",
         )
+
+
+def _plain(place: str) -> str:
+    """Returns a place without what changes nothing in it: `./`, `//`, `/` at the end. In a bucket, names are exact."""
+    return place.rstrip("/") if place.startswith(REMOTE) else os.path.normpath(place)
 
 
 def _training_mistakes(config: TrainerConfig) -> Iterator[Mistake]:

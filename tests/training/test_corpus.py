@@ -3,6 +3,7 @@ follows from the text."""
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 
@@ -92,6 +93,19 @@ def test_a_mistake_in_a_file_is_named_with_its_place(tmp_path: Path, name: str, 
 def test_the_byte_order_mark_that_excel_writes_is_no_text(tmp_path: Path, name: str, content: bytes) -> None:
     (tmp_path / name).write_bytes(content)
     assert documents(tmp_path / name) == ["high"]
+
+
+def test_a_text_of_a_csv_file_may_be_long_and_one_without_an_end_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = csv.field_size_limit()
+    texts = ["x" * 1_000_000, "short"]
+    (tmp_path / "a.csv").write_text("text\n" + "\n".join(texts))
+    assert documents(tmp_path / "a.csv") == texts
+    monkeypatch.setattr(corpus, "_LONGEST_CELL", 1000)
+    with pytest.raises(BadInput, match=r"a.csv:2: field larger than field limit \(1000\): is a quotation mark not"):
+        documents(tmp_path / "a.csv")
+    assert csv.field_size_limit() == limit, "of other code in this process, such as a notebook's"
 
 
 def test_half_a_surrogate_pair_becomes_the_replacement_character(tmp_path: Path) -> None:

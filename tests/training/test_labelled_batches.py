@@ -3,6 +3,7 @@ of hosts."""
 
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter
 from pathlib import Path
@@ -215,6 +216,7 @@ def test_rows_without_text_or_label_are_named() -> None:
         ("a\0b", r"f: row 2: label 'a\\x00b' has characters that can't be shown"),
         ("\ud800", r"f: row 2: label '\\ud800' has characters that can't be shown"),
         ([1], r"f: row 2: label \[1\] is neither text nor a number but list"),
+        (json.loads("NaN"), "f: row 2: label nan is not a finite number: leave such rows out"),
         ({"a": 1}, "f: row 2: label .* is neither text nor a number but dict"),
     ],
 )

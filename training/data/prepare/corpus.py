@@ -31,6 +31,7 @@ TEXT = (".txt", ".tokens", ".md")
 LINES = (".jsonl", ".ndjson")
 TABLE = (".csv",)
 _PIECE_BYTES = 8 << 20
+_LONGEST_CELL = 1 << 28  # characters of a .csv; more means a quotation mark that is not closed
 
 
 class Row(dict[str, Any]):
@@ -191,6 +192,7 @@ def _file_rows(url: str, field: str) -> Iterator[dict[str, Any]]:
 def _table(url: str) -> Iterator[dict[str, Any]]:
     """Yields the rows of a .csv file. Raises BadInput for a column named twice, or a row with more or fewer columns."""
     reader = csv.DictReader(line + "\n" for line in lines(url))
+    limit = csv.field_size_limit(_LONGEST_CELL)  # of the process; 131,072 by default
     try:
         columns = reader.fieldnames or []
         if twice := sorted({column for column in columns if columns.count(column) > 1}):
@@ -202,7 +204,9 @@ def _table(url: str) -> Iterator[dict[str, Any]]:
                 raise BadInput(f"{url}:{reader.line_num}: {len(columns)} columns expected, as in the header")
             yield Row.at(f"{url}:{reader.line_num}", row)
     except csv.Error as error:
-        raise BadInput(f"{url}:{reader.line_num}: {error}") from None
+        raise BadInput(f"{url}:{reader.reader.line_num}: {error}: is a quotation mark not closed?") from None
+    finally:
+        csv.field_size_limit(limit)
 
 
 def _paragraphs(text: Iterable[str]) -> Iterator[str]:

@@ -140,6 +140,8 @@ def select_columns(
                 "the column with --label"
             )
         name = str(row[label])
+        if isinstance(row[label], float) and not math.isfinite(row[label]):
+            raise BadInput(f"{place}: label {name} is not a finite number: leave such rows out of the corpus")
         if labels is not None:
             labels.encode(name, place)
         elif mistake := label_mistake(name):
