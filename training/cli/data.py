@@ -59,9 +59,11 @@ def tokenizer(corpora: tuple[str, ...], field: str, vocabulary: int, algorithm: 
     tpu-train tokenizer --corpus builtin:pydoc --vocabulary 2000 --out gs://my-bucket/tokenizer
     """
 
+    sources = [Corpus(corpus, field) for corpus in corpora]
+
     def documents() -> Iterator[str]:
-        for corpus in corpora:
-            yield from Corpus(corpus, field).documents()
+        for source in sources:
+            yield from source.documents()
 
     content = train_tokenizer(documents, vocabulary, cast(Algorithm, algorithm))
     if not write_tokenizer(out, content, overwrite=overwrite):

@@ -7,7 +7,7 @@
                       .csv              with a header line; `field` names the column
                       a folder          all files of these kinds in it, sorted by name
     datasets:NAME[:CONFIG[:SPLIT]]      the Hugging Face `datasets` library (a name on the Hub, or a folder that
-                                        `load_dataset` takes)
+                                        `load_dataset` takes), streamed: nothing of it is kept on the disk
 
 Corpora are never held in memory. Documents without text are skipped. The split of a document follows from its text
 alone: equal documents are always in the same split, and adding documents moves none. A byte order mark at the beginning
@@ -22,6 +22,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from training import storage
@@ -49,10 +50,12 @@ class Row(dict[str, Any]):
 
 @dataclass(frozen=True)
 class Corpus:
-    """A corpus by its name. `field` is the column or key that holds the text."""
+    """A corpus by its name. `field` is the column or key that holds the text, `label` that of a label, if any. All
+    calls on one object read the same revision of a dataset on the Hub."""
 
     name: str
     field: str = "text"
+    label: str | None = None
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yields {field: text, ...} of every document, in a fixed order. Raises BadInput, StorageError."""
@@ -64,7 +67,7 @@ class Corpus:
         elif self.name.startswith("builtin:"):
             raise BadInput(f"--corpus {self.name}: the only built-in corpus is builtin:pydoc")
         elif self.name.startswith("datasets:"):
-            yield from _hugging_face(self.name.removeprefix("datasets:"))
+            yield from self._streamed_rows()
         else:
             for url in self.files():
                 yield from _file_rows(url, self.field)
@@ -81,14 +84,20 @@ class Corpus:
         return text_of(row, self.field, getattr(row, "place", None) or f"--corpus {self.name}: a row")
 
     def fingerprint(self) -> str:
-        """Returns a hash of the corpus's last name, its field and its text (files: name, size and CRC-32C); reads local
-        files once, and no object of a bucket. Raises BadInput, StorageError."""
+        """Returns a hash of the corpus's last name, its field and its text (files: name, size and CRC-32C; datasets:
+        the Hub's revision, or the times of local files). The first call reads local files once, and nothing of a bucket
+        or the Hub but descriptions. Raises BadInput, StorageError."""
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
         digest = hashlib.sha256(f"{self.name.rsplit('/', 1)[-1]}\0{self.field}".encode())
         if self.name.startswith("builtin:"):
             for document in self.documents():
                 digest.update(hashlib.sha256(document.encode()).digest())
         elif self.name.startswith("datasets:"):
-            digest.update(str(_load(self.name.removeprefix("datasets:"), streaming=False)._fingerprint).encode())
+            builder, split = self._builder
+            digest.update("\0".join([builder.config_id, str(builder.hash), split]).encode())
         else:
             for url in self.files():
                 stat = storage.stat(url)
@@ -107,6 +116,41 @@ class Corpus:
             kinds = ", ".join(TEXT + LINES + TABLE)
             raise BadInput(f"--corpus {self.name}: no such file, and no folder with files of a known kind ({kinds})")
         return urls
+
+    @property
+    def _columns(self) -> list[str]:
+        return [self.field, self.label] if self.label else [self.field]
+
+    @cached_property
+    def _builder(self) -> tuple[Any, str]:
+        """The builder of datasets:NAME[:CONFIG[:SPLIT]], pinned to the Hub's newest revision, and the split, "train"
+        unless named. Downloads a description, no data. Turns any failure into BadInput."""
+        try:
+            import datasets
+        except ImportError:
+            raise BadInput(
+                f"--corpus {self.name} needs the `datasets` package: run this in the image, or "
+                "pip install 'tpu-launch[train]'"
+            ) from None
+        path, config, split, *_ = [*self.name.removeprefix("datasets:").split(":", 2), "", ""]
+        try:
+            return datasets.load_dataset_builder(path, config or None), split or "train"
+        except Exception as error:  # the library raises whatever its sources raise
+            raise BadInput(f"--corpus {self.name}: {type(error).__name__}: {error}") from error
+
+    def _streamed_rows(self) -> Iterator[dict[str, Any]]:
+        """Yields the rows of a dataset of the `datasets` library as they arrive. Turns any failure into BadInput."""
+        builder, split = self._builder
+        try:
+            rows = builder.as_streaming_dataset(split=split)
+            if set(self._columns) <= set(rows.column_names or ()):
+                rows = rows.select_columns(self._columns)  # others may hold images, which would be decoded
+            yield from rows
+        except Exception as error:
+            raise BadInput(
+                f"--corpus {self.name}: {type(error).__name__}: {error}. After a lost connection, run this again: it "
+                "continues after the last shard"
+            ) from error
 
 
 def text_of(row: Mapping[str, Any], field: str, place: str) -> str:
@@ -220,25 +264,3 @@ def _paragraphs(text: Iterable[str]) -> Iterator[str]:
             paragraph = []
     if paragraph:
         yield "\n".join(paragraph)
-
-
-def _hugging_face(name: str) -> Iterator[dict[str, Any]]:
-    """Yields the rows of NAME[:CONFIG[:SPLIT]] without downloading all of it first."""
-    yield from _load(name, streaming=True)
-
-
-def _load(name: str, *, streaming: bool) -> Any:
-    """Loads NAME[:CONFIG[:SPLIT]] ("train" unless named) by the `datasets` library. Turns any failure into BadInput."""
-    try:
-        import datasets
-    except ImportError:
-        raise BadInput(
-            f"--corpus datasets:{name} needs the `datasets` package: run this in the image, or "
-            "pip install 'tpu-launch[train]'"
-        ) from None
-    path, _, rest = name.partition(":")
-    config, _, split = rest.partition(":")
-    try:
-        return datasets.load_dataset(path, config or None, split=split or "train", streaming=streaming)
-    except Exception as error:  # the library raises whatever its sources raise
-        raise BadInput(f"--corpus datasets:{name}: {type(error).__name__}: {error}") from error

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal
 
 from training import storage
@@ -72,6 +72,15 @@ class DatasetOptions:
     runner_options: tuple[str, ...] = ()
     overwrite: bool = False
 
+    @cached_property
+    def corpora(self) -> dict[str, Corpus]:
+        """The corpus of each split. Without an evaluation corpus it is one object, so that it is hashed once and both
+        splits read one revision of it."""
+        label = None if TASKS[self.task].rows == "packed" else self.label
+        train = Corpus(self.corpus, self.field, label)
+        other = self.evaluation_corpus
+        return {"train": train, "evaluation": train if other is None else Corpus(other, self.field, label)}
+
 
 @dataclass(frozen=True)
 class SplitResult:
@@ -113,10 +122,8 @@ def _check(options: DatasetOptions) -> None:
 
 def _source(options: DatasetOptions, split: str) -> tuple[Corpus, SplitFilter]:
     """Returns the corpus of a split, and the filter for its documents."""
-    if options.evaluation_corpus is None:
-        return Corpus(options.corpus, options.field), SplitFilter(split, options.evaluation_percent)
-    name = options.evaluation_corpus if split == "evaluation" else options.corpus
-    return Corpus(name, options.field), SplitFilter(split, None)
+    percent = options.evaluation_percent if options.evaluation_corpus is None else None
+    return options.corpora[split], SplitFilter(split, percent)
 
 
 def _plan(
@@ -230,7 +237,7 @@ def _labels(options: DatasetOptions) -> LabelKind:
             )
         return FloatLabels()
     if options.labels is None:
-        corpus = Corpus(options.corpus, options.field)
+        corpus = options.corpora["train"]
         columns = select_columns(corpus.rows(), corpus.field, options.label, corpus.name)
         return ClassLabels(tuple(sorted({label for _, label in columns})))
     try:
