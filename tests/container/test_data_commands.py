@@ -10,16 +10,22 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 from transformers import AutoTokenizer
 
+from training import storage
 from training.data import tokenizer as tokenizers
 from training.data.formats.open_dataset import open_dataset
 from training.data.loading.fixed_shards import open_source
 from training.data.prepare.corpus import Corpus
+from training.errors import BadInput
 
 PYDOC = ("--corpus", "builtin:pydoc")
 
@@ -160,13 +166,59 @@ def test_files_of_every_kind_give_the_same_rows(tokenizer: Path, tmp_path: Path)
     (tmp_path / "b.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
     with (tmp_path / "c.csv").open("w", newline="") as file:
         csv.writer(file).writerows([["id", "body"], *enumerate(documents)])
+    write_parquet(tmp_path / "d.parquet", {"id": range(len(documents)), "body": documents})
     options = ("--tokenizer", tokenizer, "--evaluation-percent", "0", "--split", "train", "--out")
     rows = []
-    for name, field in (("a.txt", "text"), ("b.jsonl", "text"), ("c.csv", "body")):
+    for name, field in (("a.txt", "text"), ("b.jsonl", "text"), ("c.csv", "body"), ("d.parquet", "body")):
         succeed("shards", "--corpus", tmp_path / name, "--field", field, *options, tmp_path / f"out-{name}")
         dataset = open_dataset(str(tmp_path / f"out-{name}" / "train"))
         rows.append(open_source(dataset).read(0, dataset.records, dataset.records)["input_ids"].tolist())
-    assert rows[0] == rows[1] == rows[2]
+    assert rows[0] == rows[1] == rows[2] == rows[3]
+
+
+def write_parquet(path: Path, columns: dict[str, Any]) -> None:
+    """Row groups of three rows, and pages with checksums."""
+    table = pyarrow.table({name: list(values) for name, values in columns.items()})
+    pyarrow.parquet.write_table(table, path, row_group_size=3, write_page_checksum=True)
+
+
+def test_only_the_columns_of_a_parquet_file_that_are_needed_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    columns = {"image": map(os.urandom, [1 << 20] * 8), "text": map(str, range(8)), "label": range(8)}
+    write_parquet(tmp_path / "a.parquet", columns)
+    read, sizes = storage.read, list[int]()
+
+    def counted(url: str, start: int, end: int, *, generation: int) -> bytes:
+        sizes.append(end - start)
+        return read(url, start, end, generation=generation)
+
+    monkeypatch.setattr(storage, "read", counted)
+    rows = list(Corpus(str(tmp_path / "a.parquet"), label="label").rows())
+    assert rows == [{"text": str(number), "label": number} for number in range(8)]
+    assert 0 < sum(sizes) < 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda data: data[:-20], r"a.parquet: damaged after row 0, or not Parquet: "),
+        (lambda data: data.replace(b"text 5", b"text 6"), r"a.parquet: damaged after row 0, or not Parquet: .*CRC"),
+        (lambda data: data.replace(b"body", b"bodi"), r"a.parquet: row 1 has no 'body', it has: 'bodi'. Name the text"),
+    ],
+    ids=["cut", "flipped", "renamed"],
+)
+def test_damage_of_a_parquet_file_is_said_with_its_place(
+    tmp_path: Path, damage: Callable[[bytes], bytes], message: str
+) -> None:
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(
+        pyarrow.table({"body": [f"text {number}" for number in range(9)]}), path, row_group_size=3,
+        write_page_checksum=True, compression="none", use_dictionary=False, write_statistics=False,
+    )  # fmt: skip
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(BadInput, match=message):
+        list(Corpus(str(path), "body").documents())
 
 
 def test_a_datasets_name_is_a_corpus(tokenizer: Path, tmp_path: Path) -> None:

@@ -12,22 +12,19 @@ import click
 from training.data import tokenizer as tokenizers
 from training.data.formats.open_dataset import open_dataset
 from training.data.formats.verify import problems
-from training.data.prepare.corpus import Corpus
+from training.data.prepare.corpus import KINDS, Corpus
 from training.data.prepare.make_datasets import SPLITS, DatasetOptions, SplitResult, make_datasets
 from training.data.prepare.pack import PackingProgress
 from training.data.prepare.tokenizer_training import Algorithm, train_tokenizer, write_tokenizer
 from training.errors import BadInput
 from training.registry import TASKS
 
-CORPUS = (
-    "builtin:pydoc, a file or folder (.txt .tokens .md .jsonl .ndjson .csv; local or gs://), or "
-    "datasets:NAME[:CONFIG[:SPLIT]]"
-)
+CORPUS = f"builtin:pydoc, a file or folder ({' '.join(KINDS)}; local or gs://), or datasets:NAME[:CONFIG[:SPLIT]]"
 _field_option = click.option(
     "--field",
     default="text",
     show_default=True,
-    help="The column or key that holds the text, for .jsonl, .csv and datasets.",
+    help="The column or key that holds the text, for .jsonl, .csv, .parquet and datasets.",
 )
 
 
@@ -95,7 +92,7 @@ def tokenizer(corpora: tuple[str, ...], field: str, vocabulary: int, algorithm: 
     type=click.Choice(list(TASKS)),
     default="mlm",
     show_default=True,
-    help="classification, regression: one text and its label a row, from .csv, .jsonl or datasets.",
+    help="classification, regression: one text and its label a row, from .csv, .jsonl, .parquet or datasets.",
 )
 @click.option(
     "--label", default="label", show_default=True, help="Labelled rows: the column or key that holds the label."

@@ -5,6 +5,7 @@
     PATH or gs://...  .txt .tokens .md  UTF-8; paragraphs between blank lines are documents
                       .jsonl .ndjson    one JSON object per line; `field` names the text
                       .csv              with a header line; `field` names the column
+                      .parquet          `field` names the column; other columns are not read
                       a folder          all files of these kinds in it, sorted by name
     datasets:NAME[:CONFIG[:SPLIT]]      the Hugging Face `datasets` library (a name on the Hub, or a folder that
                                         `load_dataset` takes), streamed: nothing of it is kept on the disk
@@ -19,6 +20,7 @@ from __future__ import annotations
 import codecs
 import csv
 import hashlib
+import io
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -31,7 +33,10 @@ from training.errors import BadInput
 TEXT = (".txt", ".tokens", ".md")
 LINES = (".jsonl", ".ndjson")
 TABLE = (".csv",)
+PARQUET = (".parquet",)
+KINDS = TEXT + LINES + TABLE + PARQUET
 _PIECE_BYTES = 8 << 20
+_PARQUET_ROWS = 64  # decoded together; texts may be long
 _LONGEST_CELL = 1 << 28  # characters of a .csv; more means a quotation mark that is not closed
 
 
@@ -70,7 +75,7 @@ class Corpus:
             yield from self._streamed_rows()
         else:
             for url in self.files():
-                yield from _file_rows(url, self.field)
+                yield from _parquet(url, self._columns) if url.endswith(PARQUET) else _file_rows(url, self.field)
 
     def documents(self) -> Iterator[str]:
         """Yields the texts that are not blank. Raises BadInput for a row without text, and as `rows`."""
@@ -111,9 +116,9 @@ class Corpus:
             return [self.name]
         if storage.stat(self.name) is not None:
             return [self.name]
-        urls = [stat.url for stat in storage.listing(self.name) if stat.url.endswith(TEXT + LINES + TABLE)]
+        urls = [stat.url for stat in storage.listing(self.name) if stat.url.endswith(KINDS)]
         if not urls:
-            kinds = ", ".join(TEXT + LINES + TABLE)
+            kinds = ", ".join(KINDS)
             raise BadInput(f"--corpus {self.name}: no such file, and no folder with files of a known kind ({kinds})")
         return urls
 
@@ -251,6 +256,53 @@ def _table(url: str) -> Iterator[dict[str, Any]]:
         raise BadInput(f"{url}:{reader.reader.line_num}: {error}: is a quotation mark not closed?") from None
     finally:
         csv.field_size_limit(limit)
+
+
+class _RangedFile(io.RawIOBase):
+    """A file or object of a bucket that is read in the ranges that are asked for, all of one generation."""
+
+    def __init__(self, url: str) -> None:
+        stat = storage.stat(url)
+        if stat is None:
+            raise BadInput(f"{url} does not exist")
+        self._stat, self._position = stat, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._position = offset + (0, self._position, self._stat.size)[whence]
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        place = memoryview(buffer).cast("B")
+        start, end = self._position, min(self._position + len(place), self._stat.size)
+        if start < end:
+            place[: end - start] = storage.read(self._stat.url, start, end, generation=self._stat.generation)
+            self._position = end
+        return max(end - start, 0)
+
+
+def _parquet(url: str, columns: list[str]) -> Iterator[dict[str, Any]]:
+    """Yields the rows of a .parquet file, with these columns only if it has them all. Raises BadInput for a damaged
+    file, StorageError."""
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise BadInput(f"{url} needs the `pyarrow` package: run this in the image") from None
+    number = 0
+    try:
+        file = pyarrow.parquet.ParquetFile(_RangedFile(url), buffer_size=_PIECE_BYTES, page_checksum_verification=True)
+        chosen = columns if set(columns) <= set(file.schema_arrow.names) else None
+        for batch in file.iter_batches(_PARQUET_ROWS, columns=chosen):
+            for row in batch.to_pylist():
+                number += 1
+                yield Row.at(f"{url}: row {number}", row)
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise BadInput(f"{url}: damaged after row {number}, or not Parquet: {error}") from None
 
 
 def _paragraphs(text: Iterable[str]) -> Iterator[str]:
