@@ -429,8 +429,10 @@ def _place_mistakes(config: TrainerConfig) -> Iterator[Mistake]:
     }
     for path, place in places.items():
         mistake = None if place is None else place_mistake(place)
-        if mistake is None and path == ("data", "cache") and place is not None and place.startswith(REMOTE):
-            mistake = "the cache is a folder on the host's disk: it can't be in a bucket"
+        if mistake is None and path == ("data", "cache") and place is not None and not re.fullmatch("/[^:,]+", place):
+            mistake = "the cache is a folder on the host's disk: give its absolute path, without colons and commas"
+        if path == ("data", "cache") and place is not None and config.backend == "tensorflow":
+            mistake = "TensorFlow reads the bucket itself, without a cache: remove data.cache, or use torch-xla"
         if mistake is not None:
             yield path, mistake
     train, evaluation = config.data.train, config.data.evaluation

@@ -122,8 +122,14 @@ def test_an_unknown_section_is_refused() -> None:
             "run.yaml:10: data.cache: the cache is a folder on the host's disk",
         ),
         (
-            "evaluation: gs://b/evaluation",
-            "evaluation: gs://b/train/",
+            "  tokenizer: gs://b/tokenizer",
+            "  cache: /cache\n  tokenizer: gs://b/tokenizer\nbackend: tensorflow",
+            "run.yaml:10: data.cache: TensorFlow reads the bucket itself",
+        ),
+        ("evaluation: gs://b/evaluation", "evaluation: gs://b/train/", "run.yaml:9: data.evaluation: this is data"),
+        (
+            "train: gs://b/train\n  evaluation: gs://b/evaluation",
+            "train: d/train\n  evaluation: ./d//train/",
             "run.yaml:9: data.evaluation: this is data.train",
         ),
         (

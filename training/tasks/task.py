@@ -14,6 +14,7 @@ from training.config import TrainerConfig
 from training.data import tokenizer as tokenizers
 from training.data.formats.dataset import Dataset, find_shards
 from training.data.formats.open_dataset import open_dataset
+from training.data.loading.cache import Cache
 from training.data.loading.prefetch import prefetch
 from training.data.loading.record_source import HostSlice
 from training.data.sampling.masking import SpecialTokens
@@ -126,7 +127,7 @@ def open_data(config: TrainerConfig) -> RunData:
 
 def training_slice(config: TrainerConfig, data: RunData, host: int, hosts: int) -> HostSlice:
     """Returns which rows of each training batch one host reads, and how."""
-    cache = Path(config.data.cache) if config.data.cache else None
+    cache = Cache(Path(config.data.cache), int(config.data.cache_gb * 1e9)) if config.data.cache else None
     batch_size, on_corrupt = config.train.global_batch_size, config.data.on_corrupt
     return HostSlice(data.tokens, batch_size, host, hosts, on_corrupt, cache)
 

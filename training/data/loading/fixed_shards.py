@@ -1,8 +1,6 @@
 """A record source for the compact layout: all records of a length have the same size, so offsets are arithmetic.
 
-With a cache folder, the host's disk keeps blocks that came from a bucket as
-`<cache>/<dataset hash>/<length>-<first record>`, each written whole or not at all. They are checked like any other
-bytes when they are read back; a damaged one is fetched again. An id that the tokenizer does not have stops the run.
+An id that the tokenizer does not have stops the run.
 
 The same in TensorFlow: `training.data.tf.fixed_shards`.
 """
@@ -14,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from training import storage
 from training.data.formats import fixed_records
 from training.data.formats.dataset import Dataset, Shard
 from training.data.formats.tfrecord import HEADER, Corrupt
+from training.data.loading.cache import Cache
 from training.data.loading.recipe_shards import RecipeShards
 from training.data.loading.record_source import REPLACED, Arrays, OnCorrupt, RecordSource, ShardSource
 from training.errors import BadInput
@@ -42,11 +40,9 @@ class FixedShards(ShardSource):
         length: int | None = None,
         vocabulary: int | None = None,
         on_corrupt: OnCorrupt = "stop",
-        cache: Path | None = None,
+        cache: Cache | None = None,
     ) -> None:
-        """Arguments as for `ShardSource`. Defaults: the dataset's sequence length, the manifest's vocabulary. Only
-        blocks of a remote dataset are cached."""
-        cache = cache if storage.is_remote(dataset.url) else None
+        """Arguments as for `ShardSource`. Defaults: the dataset's sequence length, the manifest's vocabulary."""
         length, manifest = length or dataset.sequence_length, dataset.manifest
         super().__init__(dataset, length, vocabulary or manifest.vocabulary, on_corrupt, cache)
         self._layout = fixed_records.record_layout(manifest.features, length)
@@ -73,17 +69,11 @@ class FixedShards(ShardSource):
         self._check_ids(arrays, first)
         return arrays
 
-    def _load(self, first: int, last: int, block: int) -> tuple[Arrays, dict[int, BadInput]]:
-        """Returns the columns of records [first, last), and the errors of damaged ones by row, 0 for `first`. `block`
-        is the number of records in a block of the cache. If a record is damaged, reads all again without the cache, and
-        drops their blocks from it."""
-        data = self._read_cached(first, last, block)
+    def _bytes(self, first: int, last: int) -> int:
+        return (last - first) * self.record_bytes
+
+    def _decode(self, data: bytes, first: int, last: int) -> tuple[Arrays, dict[int, BadInput]]:
         bad = fixed_records.find_broken(self._layout, data)
-        if bad and self._cache is not None:  # perhaps the cache is damaged, and the bucket is not
-            data = self._fetch(first, last)
-            bad = fixed_records.find_broken(self._layout, data)
-            for start in range(first, last, block):
-                self._cache.drop(self._cache_name(start))
         arrays: Arrays = {
             column.name: fixed_records.read_column(self._layout, data, column.name) for column in self._layout.columns
         }  # (n, count) each
@@ -102,33 +92,7 @@ class FixedShards(ShardSource):
             f"{self.vocabulary} ids: the shards were written with another tokenizer; give that one, or write them again"
         )
 
-    def _read_cached(self, first: int, last: int, block: int) -> bytes:
-        """Returns records [first, last) without compression; fetches blocks that the cache lacks, and adds them."""
-        if self._cache is None:
-            return self._fetch(first, last)
-        blocks: dict[int, bytes] = {}  # first record -> bytes
-        for start in range(first, last, block):
-            cached = self._cache.get(self._cache_name(start), (min(start + block, last) - start) * self.record_bytes)
-            if cached is not None:
-                blocks[start] = cached
-        missing = [start for start in range(first, last, block) if start not in blocks]
-        while missing:
-            # Fetch neighbouring blocks in one request.
-            run = [start for number, start in enumerate(missing) if start == missing[0] + number * block]
-            data = self._fetch(run[0], min(run[-1] + block, last))
-            for start in run:
-                offset = (start - run[0]) * self.record_bytes
-                blocks[start] = data[offset : offset + block * self.record_bytes]
-                self._cache.put(self._cache_name(start), blocks[start])
-            missing = missing[len(run) :]
-        return b"".join(blocks[start] for start in sorted(blocks))
-
-    def _cache_name(self, first: int) -> str:
-        """Returns the cache's file name for the block whose first record is `first`."""
-        return f"{self.length}-{first}"
-
     def _fetch(self, first: int, last: int) -> bytes:
-        """Reads records [first, last) from the shards, past the cache, and removes the compression."""
         size = self.record_bytes
         pieces = [
             self._fetch_members(shard, begin, end)

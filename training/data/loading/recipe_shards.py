@@ -8,18 +8,24 @@ The same in TensorFlow: `training.data.tf.recipe_shards`.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import threading
+from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+from training import storage
 from training.data.formats import recipe_layout, tfrecord
 from training.data.formats.dataset import Dataset, Shard
-from training.data.loading.record_source import REPLACED, Arrays, OnCorrupt, ShardSource
+from training.data.loading.cache import Cache, seal, unseal
+from training.data.loading.record_source import REPLACED, Arrays, HostSlice, OnCorrupt, ShardSource
 from training.errors import BadInput
-from training.storage import Stat
+from training.storage import Stat, StorageError
 
 # Where the records of a shard start, by the shard's state; shared by all sources of this process.
 _INDEXES: dict[Stat, Future[npt.NDArray[np.int64]]] = {}
@@ -44,37 +50,34 @@ class RecipeShards(ShardSource):
     def empty(self, count: int) -> Arrays:
         return {"input_ids": np.empty((count, self.length), np.int32), REPLACED: np.empty((count, 1), np.bool_)}
 
-    def _load(self, first: int, last: int, block: int) -> tuple[Arrays, dict[int, BadInput]]:
+    def _pieces(self, first: int, last: int) -> Iterator[tuple[Shard, int, list[int]]]:
+        """Yields, for each shard that holds some of the records [first, last): the shard, the number of the first of
+        them in it, and where they start and the last ends."""
+        for shard, begin, end in self.split_by_shard(first, last):
+            yield shard, begin, self.offsets(shard)[begin : end + 1].tolist()
+
+    def _bytes(self, first: int, last: int) -> int:
+        return sum(offsets[-1] - offsets[0] for _, _, offsets in self._pieces(first, last))
+
+    def _fetch(self, first: int, last: int) -> bytes:
+        pieces = self._pieces(first, last)
+        return b"".join(self.read_bytes(shard, offsets[0], offsets[-1], begin) for shard, begin, offsets in pieces)
+
+    def _decode(self, data: bytes, first: int, last: int) -> tuple[Arrays, dict[int, BadInput]]:
+        """Implements `ShardSource`. Raises BadInput for an intact record that does not fit the dataset."""
         rows = np.zeros((last - first, self.length), np.int32)  # (n, length)
         bad: dict[int, BadInput] = {}
-        row = 0
-        for shard, begin, end in self.split_by_shard(first, last):
-            for ids in self._decode(shard, begin, end):
-                if isinstance(ids, tfrecord.Corrupt):
-                    bad[row] = ids
-                else:
-                    rows[row] = ids
+        row = position = 0
+        for shard, begin, offsets in self._pieces(first, last):
+            for number, (start, stop) in enumerate(itertools.pairwise(offsets), begin):
+                framed, position = data[position : position + stop - start], position + stop - start
+                where = (self.url(shard), number, start)
+                try:
+                    rows[row] = recipe_layout.decode_ids(framed, *where, self.length, self.vocabulary)
+                except tfrecord.Corrupt as error:
+                    bad[row] = error
                 row += 1
         return {"input_ids": rows}, bad
-
-    def _decode(self, shard: Shard, first: int, last: int) -> list[npt.NDArray[np.int32] | tfrecord.Corrupt]:
-        """Returns the ids of records [first, last) of a shard, or the error of a damaged record. Raises BadInput for an
-        intact record that does not fit the dataset."""
-        offsets = self.offsets(shard).tolist()
-        start = offsets[first]
-        data = self.read_bytes(shard, start, offsets[last], first)
-        decoded: list[npt.NDArray[np.int32] | tfrecord.Corrupt] = []
-        for number in range(first, last):
-            framed = data[offsets[number] - start : offsets[number + 1] - start]
-            try:
-                decoded.append(
-                    recipe_layout.decode_ids(
-                        framed, self.url(shard), number, offsets[number], self.length, self.vocabulary
-                    )
-                )
-            except tfrecord.Corrupt as error:
-                decoded.append(error)
-        return decoded
 
     def offsets(self, shard: Shard) -> npt.NDArray[np.int64]:
         """Returns, (records + 1,), the byte at which each record of a shard starts, and last the shard's size. The

@@ -16,11 +16,11 @@ is pinned to the generation that was listed at the start, and every record's CRC
 from __future__ import annotations
 
 import bisect
+import hashlib
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -53,7 +53,7 @@ class HostSlice:
         host: this host's number, 0 .. hosts-1.
         hosts: how many hosts read the batch.
         on_corrupt: what to do about a damaged record.
-        cache: a folder for blocks that came from a bucket. Only the numpy pipeline for packed rows uses it.
+        cache: keeps blocks that came from a bucket. Only the numpy pipeline for packed rows uses it.
     """
 
     tokenizer: SpecialTokens
@@ -61,7 +61,7 @@ class HostSlice:
     host: int = 0
     hosts: int = 1
     on_corrupt: OnCorrupt = "stop"
-    cache: Path | None = None
+    cache: Cache | None = None
 
     def rows(self) -> tuple[int, int]:
         """Returns the rows [first, last) of each global batch. Raises BadInput unless hosts can share it evenly."""
@@ -87,6 +87,7 @@ class RecordSource(Protocol):
     record_bytes: int
     unit: int
 
+    @abstractmethod
     def empty(self, count: int) -> Arrays:
         """Returns uninitialised arrays for `count` records: feature -> (count, length) or (count, 1), and REPLACED."""
         ...
@@ -106,14 +107,13 @@ class RecordSource(Protocol):
         ...
 
 
-class ShardSource(ABC):
+class ShardSource(RecordSource, ABC):
     """A `RecordSource` over some shards of a dataset; subclasses know the layout of their records."""
 
     unit = 0
-    record_bytes: int
 
     def __init__(
-        self, dataset: Dataset, length: int, vocabulary: int, on_corrupt: OnCorrupt, cache: Path | None
+        self, dataset: Dataset, length: int, vocabulary: int, on_corrupt: OnCorrupt, cache: Cache | None
     ) -> None:
         """Checks every shard's size with one listing; reads no record yet. Raises BadInput.
 
@@ -122,22 +122,47 @@ class ShardSource(ABC):
             length: only shards with rows of so many tokens are read.
             vocabulary: ids from here on are refused.
             on_corrupt: what to do about a damaged record.
-            cache: a folder on the host's disk; None: nothing is kept.
+            cache: keeps blocks of a dataset in a bucket; None: nothing is kept.
         """
         self.dataset, self.length, self.vocabulary, self.on_corrupt = dataset, length, vocabulary, on_corrupt
         self.shards = [shard for shard in dataset.shards if shard.length == length and shard.records]
         self.stats = find_shards(dataset)  # by the shard's name
         self._starts = list(itertools.accumulate((shard.records for shard in self.shards), initial=0))
         self.records = self._starts[-1]
-        self._cache = Cache(cache / dataset.hash[:16]) if cache else None
+        self._cache = cache if storage.is_remote(dataset.url) else None
+        objects = "\n".join([dataset.hash, *(f"{stat.url} {stat.generation}" for stat in self.stats.values())])
+        self.key = hashlib.sha256(objects.encode()).hexdigest()[:16]  # of the shards' content
 
     @abstractmethod
-    def empty(self, count: int) -> Arrays:
-        """Implements `RecordSource.empty`."""
+    def _bytes(self, first: int, last: int) -> int:
+        """Returns the size of records [first, last) without compression."""
 
     @abstractmethod
+    def _fetch(self, first: int, last: int) -> bytes:
+        """Reads records [first, last) from the shards, past the cache, and removes the compression."""
+
+    @abstractmethod
+    def _decode(self, data: bytes, first: int, last: int) -> tuple[Arrays, dict[int, BadInput]]:
+        """Returns the features of records [first, last), whose bytes are `data`, and the error of each bad row, 0 for
+        `first`."""
+
     def _load(self, first: int, last: int, block: int) -> tuple[Arrays, dict[int, BadInput]]:
-        """Loads records [first, last): returns features, and the error of each bad row. `block` as for `read`."""
+        """Decodes records [first, last), whole blocks but for the dataset's end, from the cache if it has all blocks;
+        else reads them from the shards, and adds blocks without a bad row to the cache."""
+        if self._cache is None:
+            return self._decode(self._fetch(first, last), first, last)
+        key = f"{self.key}-{self.length}-{block}"
+        bounds = [(start, min(start + block, last)) for start in range(first, last, block)]
+        blocks = [self._cache.get(key, f"{start}-{stop}", self._bytes(start, stop)) for start, stop in bounds]
+        cached = [data for data in blocks if data is not None]
+        if len(cached) == len(blocks):
+            return self._decode(b"".join(cached), first, last)
+        data = self._fetch(first, last)
+        arrays, bad = self._decode(data, first, last)
+        for (start, stop), before in zip(bounds, blocks, strict=True):
+            if before is None and not any(start <= first + row < stop for row in bad):
+                self._cache.put(key, f"{start}-{stop}", data[self._bytes(first, start) : self._bytes(first, stop)])
+        return arrays, bad
 
     def read(self, first: int, last: int, block: int) -> Arrays:
         assert 0 <= first < last <= self.records
