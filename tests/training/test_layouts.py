@@ -16,13 +16,15 @@ import numpy as np
 import pytest
 
 from tests.training.damage import flip
-from tests.training.mlm_rows import mlm_batches, unmask
+from tests.training.mlm_rows import TOKENS, mlm_batches, unmask
 from training import storage
 from training.data.formats import example_codec, recipe_layout, tfrecord, verify
 from training.data.formats.dataset import Dataset
 from training.data.formats.open_dataset import open_dataset
 from training.data.formats.tfrecord import Corrupt
+from training.data.loading import recipe_shards
 from training.data.loading.fixed_shards import FixedShards, open_source
+from training.data.loading.record_source import HostSlice
 from training.data.prepare import dataset_writer
 from training.data.sampling.order import evaluation_order
 from training.errors import BadInput
@@ -202,6 +204,28 @@ def test_a_public_shard_is_read_whole_once_by_all_threads_and_sources(
     with ThreadPoolExecutor(16) as threads:
         list(threads.map(lambda number: sources[number % 2].read(number * 10, number * 10 + 10, 10), range(16)))
     assert sorted(whole) == sorted({str(tmp_path / shard.name) for shard in dataset.shards})
+
+
+def test_hosts_index_the_shards_of_a_bucket_once_between_them_and_each_its_own_first(
+    samples: Any, gcs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = samples.make("gs://bucket/data", 80, per_shard=10, layout="recipe")
+    whole = {storage.join(dataset.url, shard.name): number for number, shard in enumerate(dataset.shards)}
+    read, indexed = storage.read, []
+
+    def watched_read(url: str, start: int = 0, end: int | None = None, **options: Any) -> bytes:
+        if url in whole and (start, end) == (0, dataset.shards[whole[url]].bytes):
+            indexed.append(whole[url])
+        return read(url, start, end, **options)
+
+    monkeypatch.setattr(storage, "read", watched_read)
+    for host, record, expected in ((0, 65, [0, 2, 4, 6]), (1, 15, [1]), (0, 35, [7, 5, 3]), (1, 75, [])):
+        monkeypatch.setattr(recipe_shards, "_INDEXES", {})  # another process
+        indexed.clear()
+        sharing = HostSlice(TOKENS, 16, host, 2, indexes="gs://bucket/runs/recipe-indexes")
+        source = open_source(dataset, vocabulary=100, sharing=sharing)
+        assert np.array_equal(source.read(record, record + 1, 1)["input_ids"], samples.ids(80)[[record]])
+        assert indexed == expected
 
 
 def test_a_folder_in_the_public_layout_is_read_without_a_manifest(samples: Any, tmp_path: Path) -> None:

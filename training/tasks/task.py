@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
 
+from training import storage
 from training.batch import Arrays, HostBatch, StepResult
 from training.config import TrainerConfig
 from training.data import tokenizer as tokenizers
@@ -129,7 +130,8 @@ def training_slice(config: TrainerConfig, data: RunData, host: int, hosts: int) 
     """Returns which rows of each training batch one host reads, and how."""
     cache = Cache(Path(config.data.cache), int(config.data.cache_gb * 1e9)) if config.data.cache else None
     batch_size, on_corrupt = config.train.global_batch_size, config.data.on_corrupt
-    return HostSlice(data.tokens, batch_size, host, hosts, on_corrupt, cache)
+    indexes = storage.join(config.output, "recipe-indexes")
+    return HostSlice(data.tokens, batch_size, host, hosts, on_corrupt, cache, indexes)
 
 
 def evaluation_slice(config: TrainerConfig, training: HostSlice) -> HostSlice:

@@ -8,7 +8,6 @@ The same in TensorFlow: `training.data.tf.fixed_shards`.
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 
 import numpy as np
 
@@ -17,17 +16,23 @@ from training.data.formats.dataset import Dataset, Shard
 from training.data.formats.tfrecord import HEADER, Corrupt
 from training.data.loading.cache import Cache
 from training.data.loading.recipe_shards import RecipeShards
-from training.data.loading.record_source import REPLACED, Arrays, OnCorrupt, RecordSource, ShardSource
+from training.data.loading.record_source import REPLACED, Arrays, HostSlice, OnCorrupt, RecordSource, ShardSource
 from training.errors import BadInput
 
 
 def open_source(
-    dataset: Dataset, *, vocabulary: int | None = None, on_corrupt: OnCorrupt = "stop", cache: Path | None = None
+    dataset: Dataset,
+    *,
+    vocabulary: int | None = None,
+    on_corrupt: OnCorrupt = "stop",
+    cache: Cache | None = None,
+    sharing: HostSlice | None = None,
 ) -> RecordSource:
-    """Opens the record source for a dataset's layout. The options are those of `FixedShards`. Raises BadInput when a
-    shard is missing or is not the one that the manifest lists."""
-    source = RecipeShards if dataset.manifest.layout == "recipe" else FixedShards
-    return source(dataset, vocabulary=vocabulary, on_corrupt=on_corrupt, cache=cache)
+    """Opens the record source for a dataset's layout. The options are those of `FixedShards` and `RecipeShards`. Raises
+    BadInput when a shard is missing or is not the one that the manifest lists."""
+    if dataset.manifest.layout == "recipe":
+        return RecipeShards(dataset, vocabulary=vocabulary, on_corrupt=on_corrupt, cache=cache, sharing=sharing)
+    return FixedShards(dataset, vocabulary=vocabulary, on_corrupt=on_corrupt, cache=cache)
 
 
 class FixedShards(ShardSource):

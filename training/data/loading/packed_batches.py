@@ -105,7 +105,8 @@ def _open(dataset: Dataset, host_slice: HostSlice) -> RecordSource:
             f"{dataset.url} was written with a tokenizer of {dataset.manifest.vocabulary} ids, and the given one has "
             f"{vocabulary}: give the one it was made with"
         )
-    return open_source(dataset, vocabulary=vocabulary, on_corrupt=host_slice.on_corrupt, cache=host_slice.cache)
+    on_corrupt, cache = host_slice.on_corrupt, host_slice.cache
+    return open_source(dataset, vocabulary=vocabulary, on_corrupt=on_corrupt, cache=cache, sharing=host_slice)
 
 
 def _threads(dataset: Dataset) -> int:

@@ -1,7 +1,8 @@
 """A record source for the public recipe's layout (`training.data.formats.recipe_layout`).
 
-Records vary in size, so each process reads each shard once, when one of its records is first needed, to find where its
-records start. With a cache folder the host's disk keeps that index, as `<cache>/<dataset hash>/<shard>.index`.
+Records vary in size, so a shard has to be read whole to find where its records start, when one of them is first needed.
+The hosts of a run divide the shards of a bucket among themselves, and share and keep where records start as
+`<output>/recipe-indexes/<key>/<shard>.index`; a host that finds none reads the shard itself.
 
 The same in TensorFlow: `training.data.tf.recipe_shards`.
 """
@@ -14,7 +15,6 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -41,11 +41,15 @@ class RecipeShards(ShardSource):
         *,
         vocabulary: int | None = None,
         on_corrupt: OnCorrupt = "stop",
-        cache: Path | None = None,
+        cache: Cache | None = None,
+        sharing: HostSlice | None = None,
     ) -> None:
-        """Arguments as for `ShardSource`. Without `vocabulary`, ids up to 2**31 - 1 are accepted."""
+        """Arguments as for `ShardSource`. Without `vocabulary`, ids up to 2**31 - 1 are accepted. `sharing`: this host
+        among those that share `sharing.indexes`."""
         super().__init__(dataset, dataset.sequence_length, vocabulary or 1 << 31, on_corrupt, cache)
         self.record_bytes = -(-sum(shard.bytes for shard in self.shards) // self.records)
+        self._indexes = sharing.indexes if sharing and storage.is_remote(dataset.url) else None
+        self._in_order = deque(_order(self.shards, sharing.host, sharing.hosts) if sharing and self._indexes else ())
 
     def empty(self, count: int) -> Arrays:
         return {"input_ids": np.empty((count, self.length), np.int32), REPLACED: np.empty((count, 1), np.bool_)}
@@ -81,8 +85,15 @@ class RecipeShards(ShardSource):
 
     def offsets(self, shard: Shard) -> npt.NDArray[np.int64]:
         """Returns, (records + 1,), the byte at which each record of a shard starts, and last the shard's size. The
-        first call in this process reads the whole shard, or its index from the cache; other threads and sources wait
-        for it and share it. Raises BadInput, StorageError."""
+        first call in this process reads the whole shard, or its index; other threads and sources wait for it and share
+        it. Where hosts share indexes, shards before it in this host's order come first. Raises BadInput,
+        StorageError."""
+        while self._in_order and self.stats[shard.name] not in _INDEXES:
+            with contextlib.suppress(IndexError):  # another thread has taken the last
+                self._index(self._in_order.popleft())
+        return self._index(shard)
+
+    def _index(self, shard: Shard) -> npt.NDArray[np.int64]:
         stat = self.stats[shard.name]
         with _INDEX_LOCK:
             is_new = stat not in _INDEXES
@@ -97,12 +108,14 @@ class RecipeShards(ShardSource):
         return index.result()
 
     def _read_offsets(self, shard: Shard) -> npt.NDArray[np.int64]:
-        """Reads `offsets` from the cache or from the whole shard; adds the latter to the cache. Raises BadInput for a
-        damaged header, also with `skip`, or another number of records than in the shard's name."""
-        name = f"{shard.name}.index"
-        cached = self._cache.get(name, 8 * (shard.records + 1)) if self._cache else None
-        if cached is not None:
-            return np.frombuffer(cached, "<i8").astype(np.int64)
+        """Reads `offsets` from the shared index or from the whole shard, and then writes the index. Raises BadInput for
+        a damaged header, also with `skip`, or another number of records than in the shard's name."""
+        index = storage.join(self._indexes, self.key, f"{shard.name}.index") if self._indexes else None
+        if index:
+            with contextlib.suppress(StorageError):
+                shared = unseal(storage.read(index), 8 * (shard.records + 1))
+                if shared is not None:
+                    return np.frombuffer(shared, "<i8").astype(np.int64)
         try:
             offsets = np.array(tfrecord.index(self.read_bytes(shard, 0, shard.bytes, 0), self.url(shard)), np.int64)
         except tfrecord.Corrupt as error:
@@ -116,6 +129,14 @@ class RecipeShards(ShardSource):
                 f"{self.url(shard)} holds {len(offsets) - 1} records, and its name says {shard.records}: it was cut or "
                 "renamed; copy it again"
             )
-        if self._cache:
-            self._cache.put(name, offsets.astype("<i8").tobytes())
+        if index:
+            with contextlib.suppress(StorageError):  # others read the shard themselves
+                storage.write(index, seal(offsets.astype("<i8").tobytes()))
         return offsets
+
+
+def _order(shards: list[Shard], host: int, hosts: int) -> list[Shard]:
+    """Returns the shards in the order in which a host indexes them: first its own; then those of the other hosts, the
+    last ones first, which come last there. [] for a single host, which indexes a shard when it needs it."""
+    others = (shards[(host + distance) % hosts :: hosts] for distance in range(1, hosts))
+    return [*shards[host::hosts], *(shard for share in others for shard in reversed(share))] if hosts > 1 else []

@@ -54,6 +54,7 @@ class HostSlice:
         hosts: how many hosts read the batch.
         on_corrupt: what to do about a damaged record.
         cache: keeps blocks that came from a bucket. Only the numpy pipeline for packed rows uses it.
+        indexes: URL of a folder that all hosts share, for the places of records of the recipe layout.
     """
 
     tokenizer: SpecialTokens
@@ -62,6 +63,7 @@ class HostSlice:
     hosts: int = 1
     on_corrupt: OnCorrupt = "stop"
     cache: Cache | None = None
+    indexes: str | None = None
 
     def rows(self) -> tuple[int, int]:
         """Returns the rows [first, last) of each global batch. Raises BadInput unless hosts can share it evenly."""
