@@ -10,15 +10,29 @@
  *
  * Collectives are those of the CPU client, inside one process: one host, any number of devices. The struct offsets below
  * belong to the plugin version that images/virtual-tpu pins; the library refuses a plugin with another API version.
+ *
+ * Tests and benchmarks choose with these variables what else differs from the plugin; without them nothing does:
+ *
+ *   VIRTUAL_TPU_STEP_MS   an execution occupies the devices for this long, in the order of the calls, as on a TPU: Execute returns
+ *                         as soon as the plugin's does, and events of results and of copies to the host become ready at the end
+ *   VIRTUAL_TPU_LOG       a file that gets a line for each such execution when it ends: the times of the call, of the beginning and
+ *                         of the end, in nanoseconds of CLOCK_MONOTONIC
+ *   VIRTUAL_TPU_FAULT     executions of programs that were loaded, not compiled: "fail" or "hang"
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <libgen.h>
+#include <netdb.h>
+#include <pthread.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/socket.h>
+#include <sys/time.h>
+#include <time.h>
+#include <unistd.h>
 
 enum { API_MAJOR = 0, API_MINOR = 115, API_SIZE = 1144 };
 
@@ -38,7 +52,11 @@ struct Api {
     void *functions[(API_SIZE - 40) / 8];
 };
 
-enum { CLIENT_CREATE = 10, LOADED_EXECUTABLE_EXECUTE = 55 }; /* indices into the table, from 0 */
+enum { /* indices into the table, from 0 */
+    ERROR_DESTROY = 0, ERROR_MESSAGE = 1, ERROR_CODE = 2, EVENT_DESTROY = 5, EVENT_IS_READY = 6, EVENT_AWAIT = 8, CLIENT_CREATE = 10,
+    EXECUTABLE_DESTROY = 40, NUM_OUTPUTS = 44, GET_EXECUTABLE = 51, LOADED_EXECUTABLE_EXECUTE = 55, DESERIALIZE = 56,
+    TO_HOST_BUFFER = 70, READY_EVENT = 72, EVENT_CREATE = 126, EVENT_SET = 127
+};
 
 enum { NAMED_VALUE_INT64 = 1 }; /* of PJRT_NamedValue_Type */
 
@@ -74,11 +92,57 @@ struct ExecuteOptions { /* PJRT_ExecuteOptions of API_MINOR */
     int64_t *incarnation_ids;
 };
 
-struct ExecuteArgs { /* PJRT_LoadedExecutable_Execute_Args, up to the field that changes */
+struct ExecuteArgs { /* PJRT_LoadedExecutable_Execute_Args, up to the last field that is read */
     size_t struct_size;
     void *extension_start;
     void *executable;
     struct ExecuteOptions *options;
+    void *argument_lists;
+    size_t num_devices, num_args;
+    void **const *output_lists; /* [device][output] */
+    void **device_complete_events;
+};
+
+struct ObjectArgs { /* of many functions: they take an object, and return one or a number */
+    size_t struct_size;
+    void *extension_start;
+    void *object, *result;
+};
+
+enum { ONE_OBJECT = offsetof(struct ObjectArgs, result) }; /* the size for functions that return nothing */
+
+struct ToHostArgs { /* PJRT_Buffer_ToHostBuffer_Args */
+    size_t struct_size;
+    void *extension_start;
+    void *buffer, *layout, *destination;
+    size_t size;
+    void *event;
+};
+
+struct DeserializeArgs { /* PJRT_Executable_DeserializeAndLoad_Args, up to the result */
+    size_t struct_size;
+    void *extension_start;
+    void *client;
+    const char *serialized;
+    size_t size;
+    void *executable;
+};
+
+struct MessageArgs { /* PJRT_Error_Message_Args; PJRT_Error_GetCode_Args ends with the code */
+    size_t struct_size;
+    void *extension_start;
+    Error *error;
+    union { const char *text; int code; };
+    size_t size;
+};
+
+struct EventSetArgs { /* PJRT_Event_Set_Args */
+    size_t struct_size;
+    void *extension_start;
+    void *event;
+    int code;
+    const char *text;
+    size_t size;
 };
 
 _Static_assert(offsetof(struct Api, functions) == 40, "functions begin behind the version");
@@ -89,7 +153,9 @@ _Static_assert(offsetof(struct ExecuteOptions, call_location) == 80, "the older 
 _Static_assert(sizeof(struct ExecuteOptions) == 112, "the newer struct ends after incarnation_ids");
 _Static_assert(offsetof(struct ExecuteArgs, options) == 24, "the options come fourth");
 
-static struct Api table;
+typedef Error *Function(void *args);
+
+static struct Api table, plugin;
 static Error *(*create)(struct ClientCreateArgs *);
 static Error *(*execute)(struct ExecuteArgs *);
 static int64_t devices;
@@ -135,14 +201,212 @@ static Error *create_with_devices(struct ClientCreateArgs *args) {
     return error;
 }
 
+/* --- executions that end late */
+
+struct Event { /* the plugin's, and the one that was given out in its place */
+    void *own, *late;
+    struct Event *next;
+};
+
+struct Execution {
+    int64_t called; /* nanoseconds */
+    void **buffers; /* its results on all devices */
+    size_t num_buffers;
+    struct Event *events; /* to be set at its end */
+    struct Execution *next;
+};
+
+static int64_t step_nanoseconds;
+static FILE *log_file;
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t enqueued = PTHREAD_COND_INITIALIZER;
+static struct Execution *first, *last; /* executions that have not ended, in their order */
+
+static int64_t now(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return time.tv_sec * INT64_C(1000000000) + time.tv_nsec;
+}
+
+/* Frees an error of the plugin; nothing if there is none. */
+static void drop(Error *error) {
+    if (error) ((void (*)(void *))plugin.functions[ERROR_DESTROY])(&(struct ObjectArgs){ONE_OBJECT, NULL, error, NULL});
+}
+
+/* Calls a function of the plugin, which must not fail. */
+static void call(int place, void *args) {
+    if (((Function *)plugin.functions[place])(args)) refuse("a function of the plugin failed", "on an event or a program");
+}
+
+/* Gives out another event in place of the plugin's, to be set when the execution ends. */
+static void *delay(struct Execution *execution, void *own) {
+    struct ObjectArgs created = {ONE_OBJECT, NULL, NULL, NULL};
+    call(EVENT_CREATE, &created);
+    struct Event *event = malloc(sizeof *event);
+    *event = (struct Event){own, created.object, execution->events};
+    execution->events = event;
+    return event->late;
+}
+
+/* Waits for the plugin's event, and sets the one that was given out to the same outcome. */
+static void settle(const struct Event *event) {
+    struct ObjectArgs own = {ONE_OBJECT, NULL, event->own, NULL};
+    struct EventSetArgs set = {sizeof set, NULL, event->late, 0, "", 0};
+    Error *error = ((Function *)plugin.functions[EVENT_AWAIT])(&own);
+    struct MessageArgs failure = {offsetof(struct MessageArgs, code) + sizeof(int), NULL, error, {0}, 0};
+    if (error) {
+        call(ERROR_CODE, &failure);
+        set.code = failure.code;
+        failure.struct_size = sizeof failure;
+        ((void (*)(void *))plugin.functions[ERROR_MESSAGE])(&failure);
+        set.text = failure.text;
+        set.size = failure.size;
+    }
+    call(EVENT_SET, &set);
+    call(EVENT_DESTROY, &own);
+    drop(error);
+}
+
+/* Waits for the plugin's own work. Returns when the execution ends that would end at this time. */
+static int64_t wait_for_plugin(const struct Execution *execution, int64_t end) {
+    for (const struct Event *event = execution->events; event; event = event->next) {
+        struct ObjectArgs own = {offsetof(struct ObjectArgs, result) + 1, NULL, event->own, NULL};
+        call(EVENT_IS_READY, &own);
+        if (own.result) continue;
+        drop(((Function *)plugin.functions[EVENT_AWAIT])(&own));
+        end = now();
+    }
+    return end;
+}
+
+/* The devices: ends one execution after the other. */
+static void *run_devices(void *unused) {
+    int64_t end = 0;
+    for (;;) {
+        pthread_mutex_lock(&lock);
+        while (!first) pthread_cond_wait(&enqueued, &lock);
+        struct Execution *execution = first;
+        pthread_mutex_unlock(&lock);
+        int64_t begin = execution->called > end ? execution->called : end;
+        end = begin + step_nanoseconds;
+        struct timespec until = {end / 1000000000, end % 1000000000};
+        while (clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &until, NULL)) continue;
+        pthread_mutex_lock(&lock);
+        first = execution->next;
+        if (!first) last = NULL;
+        pthread_mutex_unlock(&lock);
+        end = wait_for_plugin(execution, end);
+        if (log_file) fprintf(log_file, "%ld %ld %ld\n", (long)execution->called, (long)begin, (long)end), fflush(log_file);
+        for (struct Event *event = execution->events, *next; event; event = next) {
+            next = event->next;
+            settle(event);
+            free(event);
+        }
+        free(execution->buffers);
+        free(execution);
+    }
+    return unused;
+}
+
+/* Enqueues an execution that the plugin was called for at this time. */
+static void enqueue(struct ExecuteArgs *args, int64_t called) {
+    struct ObjectArgs executable = {sizeof executable, NULL, args->executable, NULL};
+    call(GET_EXECUTABLE, &executable);
+    struct ObjectArgs outputs = {sizeof outputs, NULL, executable.result, NULL};
+    call(NUM_OUTPUTS, &outputs);
+    call(EXECUTABLE_DESTROY, &(struct ObjectArgs){ONE_OBJECT, NULL, executable.result, NULL});
+    size_t count = (size_t)outputs.result;
+    struct Execution *execution = calloc(1, sizeof *execution);
+    execution->called = called;
+    execution->num_buffers = args->num_devices * count;
+    execution->buffers = malloc((execution->num_buffers + 1) * sizeof(void *));
+    for (size_t device = 0; device < args->num_devices; device++) {
+        memcpy(execution->buffers + device * count, args->output_lists[device], count * sizeof(void *));
+        if (args->device_complete_events)
+            args->device_complete_events[device] = delay(execution, args->device_complete_events[device]);
+    }
+    pthread_mutex_lock(&lock);
+    if (last) last->next = execution;
+    else first = execution;
+    last = execution;
+    pthread_cond_signal(&enqueued);
+    pthread_mutex_unlock(&lock);
+}
+
+/* Delays a buffer's event to the end of the execution that makes the buffer, if that has not ended. */
+static void delay_event_of(const void *buffer, void **event) {
+    pthread_mutex_lock(&lock);
+    for (struct Execution *execution = first; execution; execution = execution->next)
+        for (size_t at = 0; at < execution->num_buffers; at++)
+            if (execution->buffers[at] == buffer) {
+                *event = delay(execution, *event);
+                pthread_mutex_unlock(&lock);
+                return;
+            }
+    pthread_mutex_unlock(&lock);
+}
+
+static Error *copy_late(struct ToHostArgs *args) {
+    Error *error = ((Function *)plugin.functions[TO_HOST_BUFFER])(args);
+    if (!error && args->destination) delay_event_of(args->buffer, &args->event);
+    return error;
+}
+
+static Error *ready_late(struct ObjectArgs *args) {
+    Error *error = ((Function *)plugin.functions[READY_EVENT])(args);
+    if (!error) delay_event_of(args->object, &args->result);
+    return error;
+}
+
+/* --- programs that were loaded */
+
+enum { MOST_LOADED = 64 };
+
+static void *loaded[MOST_LOADED];
+static int num_loaded;
+static const char *fault;
+
+static Error *load(struct DeserializeArgs *args) {
+    Error *error = ((Function *)plugin.functions[DESERIALIZE])(args);
+    if (!error && num_loaded < MOST_LOADED) loaded[num_loaded++] = args->executable;
+    return error;
+}
+
+static int was_loaded(const void *executable) {
+    for (int at = 0; at < num_loaded; at++)
+        if (loaded[at] == executable) return 1;
+    return 0;
+}
+
 static Error *execute_with_options(struct ExecuteArgs *args) {
+    if (fault && was_loaded(args->executable)) {
+        while (strcmp(fault, "hang") == 0) pause();
+        return execute(&(struct ExecuteArgs){.struct_size = 1}); /* the plugin refuses it */
+    }
+    int64_t called = now();
     struct ExecuteOptions longer = {0}, *given = args->options;
     memcpy(&longer, given, given->struct_size < sizeof longer ? given->struct_size : sizeof longer);
     longer.struct_size = sizeof longer;
     args->options = &longer;
     Error *error = execute(args);
     args->options = given;
+    if (!error && step_nanoseconds) enqueue(args, called);
     return error;
+}
+
+/* Replaces further functions of the table as the variables say. */
+static void apply_variables(void) {
+    const char *step = getenv("VIRTUAL_TPU_STEP_MS"), *path = getenv("VIRTUAL_TPU_LOG");
+    pthread_t thread;
+    if ((fault = getenv("VIRTUAL_TPU_FAULT"))) table.functions[DESERIALIZE] = (void *)load;
+    if (!step) return;
+    step_nanoseconds = (int64_t)(strtod(step, NULL) * 1e6);
+    if (step_nanoseconds < 1) refuse("VIRTUAL_TPU_STEP_MS", "must be a number of milliseconds above 0");
+    if (path && !(log_file = fopen(path, "a"))) refuse(path, "can't be written");
+    table.functions[TO_HOST_BUFFER] = (void *)copy_late;
+    table.functions[READY_EVENT] = (void *)ready_late;
+    if (pthread_create(&thread, NULL, run_devices, NULL)) refuse("VIRTUAL_TPU_STEP_MS", "no thread can be started");
+    pthread_detach(thread);
 }
 
 /* Loads the plugin beside this library. Exits when it is missing or of another version. */
@@ -169,11 +433,12 @@ static const struct Api *load_plugin(void) {
 const struct Api *GetPjrtApi(void) {
     if (!table.struct_size) {
         devices = count_devices();
-        table = *load_plugin();
+        plugin = table = *load_plugin();
         create = (Error * (*)(struct ClientCreateArgs *)) table.functions[CLIENT_CREATE];
         execute = (Error * (*)(struct ExecuteArgs *)) table.functions[LOADED_EXECUTABLE_EXECUTE];
         table.functions[CLIENT_CREATE] = (void *)create_with_devices;
         table.functions[LOADED_EXECUTABLE_EXECUTE] = (void *)execute_with_options;
+        apply_variables();
     }
     return &table;
 }
