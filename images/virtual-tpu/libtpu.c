@@ -3,8 +3,8 @@
  * It offers what libtpu offers, GetPjrtApi, by loading a CPU plugin of the PJRT C API
  * (https://github.com/openxla/xla/blob/main/xla/pjrt/c/pjrt_c_api.h) and replacing two functions of its table:
  *
- *   PJRT_Client_Create             creates as many CPU devices as the TPU_* variables describe, and drops all options:
- *                                  they are a TPU's
+ *   PJRT_Client_Create             creates as many CPU devices as the TPU_* variables describe, or else the metadata server's
+ *                                  attribute tpu-env, and drops all options: they are a TPU's
  *   PJRT_LoadedExecutable_Execute  copies PJRT_ExecuteOptions into the plugin's longer struct and zeroes its further
  *                                  fields: torch_xla 2.9 was built with API 0.7x
  *
@@ -178,14 +178,57 @@ static int64_t product(const char *bounds) {
     return bounds && *bounds ? result : 0;
 }
 
+enum { METADATA_SECONDS = 10, MOST_METADATA = 1 << 16 };
+
+/* Returns what the metadata server of a TPU VM answers for tpu-env: lines of the form KEY: 'value'; "" if TPU_SKIP_MDS_QUERY is set or no
+ * server answers within METADATA_SECONDS. */
+static const char *read_tpu_env(void) {
+    static const char request[] = "GET /computeMetadata/v1/instance/attributes/tpu-env HTTP/1.0\r\n"
+                                  "Host: metadata.google.internal\r\nMetadata-Flavor: Google\r\n\r\n";
+    static char answer[MOST_METADATA];
+    const char *skip = getenv("TPU_SKIP_MDS_QUERY");
+    struct addrinfo kind = {.ai_family = AF_INET, .ai_socktype = SOCK_STREAM}, *found;
+    struct timeval limit = {METADATA_SECONDS, 0};
+    if ((skip && *skip) || getaddrinfo("metadata.google.internal", "80", &kind, &found)) return "";
+    int server = socket(AF_INET, SOCK_STREAM, 0);
+    setsockopt(server, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit);
+    setsockopt(server, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
+    ssize_t got = 0;
+    size_t length = 0;
+    if (!connect(server, found->ai_addr, found->ai_addrlen) && send(server, request, sizeof request - 1, MSG_NOSIGNAL) > 0)
+        while (length < sizeof answer - 1 && (got = recv(server, answer + length, sizeof answer - 1 - length, 0)) > 0)
+            length += (size_t)got;
+    close(server);
+    freeaddrinfo(found);
+    return length > 12 && memcmp(answer + 8, " 200", 4) == 0 ? answer : "";
+}
+
+/* Returns the value of a variable, or else of a key of tpu-env, or else `otherwise` if tpu-env is known; NULL without any. */
+static const char *find_setting(const char *variable, const char *key, const char *otherwise) {
+    static const char *tpu_env;
+    char begin[64];
+    const char *value = getenv(variable);
+    if (value && *value) return value;
+    if (!tpu_env) tpu_env = read_tpu_env();
+    snprintf(begin, sizeof begin, "\n%s: '", key);
+    const char *at = strstr(tpu_env, begin);
+    if (!at) return *tpu_env ? otherwise : NULL;
+    at += strlen(begin);
+    return strndup(at, strcspn(at, "'\r\n"));
+}
+
 /* Counts devices as libtpu does: each core of a chip on v2 and v3, each chip from v4 on. */
 static int64_t count_devices(void) {
-    const char *type = getenv("TPU_ACCELERATOR_TYPE");
-    if (!type) refuse("TPU_ACCELERATOR_TYPE", "is not set; it decides the number of devices");
-    if (product(getenv("TPU_PROCESS_BOUNDS")) != 1) refuse("TPU_PROCESS_BOUNDS", "must be 1,1,1: a virtual TPU has one host");
-    int64_t chips = product(getenv("TPU_CHIPS_PER_PROCESS_BOUNDS"));
+    const char *type = find_setting("TPU_ACCELERATOR_TYPE", "ACCELERATOR_TYPE", NULL);
+    if (!type) refuse("TPU_ACCELERATOR_TYPE", "is not set, and no metadata server says it; it decides the number of devices");
+    int two = strncmp(type, "v2-", 3) == 0 || strncmp(type, "v3-", 3) == 0;
+    int known = two && strcmp(type + 3, "8") == 0; /* libtpu knows their bounds, which their tpu-env lacks */
+    const char *hosts = find_setting("TPU_PROCESS_BOUNDS", "TPU_PROCESS_BOUNDS", known ? "1,1,1" : NULL);
+    if (product(hosts) != 1) refuse("TPU_PROCESS_BOUNDS", "must be 1,1,1: a virtual TPU has one host");
+    const char *bounds = find_setting("TPU_CHIPS_PER_PROCESS_BOUNDS", "TPU_CHIPS_PER_PROCESS_BOUNDS", known ? "2,2,1" : NULL);
+    int64_t chips = product(bounds);
     if (chips == 0) refuse("TPU_CHIPS_PER_PROCESS_BOUNDS", "must be the chips of this host along each axis, for example 2,2,1");
-    return chips * (strncmp(type, "v2-", 3) == 0 || strncmp(type, "v3-", 3) == 0 ? 2 : 1);
+    return chips * (two ? 2 : 1);
 }
 
 static Error *create_with_devices(struct ClientCreateArgs *args) {
