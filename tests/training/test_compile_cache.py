@@ -41,12 +41,26 @@ def test_another_process_reads_what_was_written(tmp_path: Path, said: list[str])
     assert store(tmp_path, said).read(KEYS[1]) is None
 
 
+def test_an_entry_is_read_once_until_it_is_proved(tmp_path: Path, said: list[str]) -> None:
+    """And neither read nor replaced by others meanwhile, which say so; proved, it is as before."""
+    first, second = store(tmp_path, said), store(tmp_path, said)
+    first.write(KEYS[0], b"program")
+    assert first.read(KEYS[0]) == b"program"
+    second.write(KEYS[0], b"compiled again")
+    assert second.read(KEYS[0]) is None
+    (line,) = said
+    assert str(tmp_path / "programs" / f"{KEYS[0]}.unproven") in line
+    first.prove(KEYS[0])
+    assert second.read(KEYS[0]) == b"program"
+
+
 def test_the_entries_that_were_not_used_for_longest_are_removed(tmp_path: Path, said: list[str]) -> None:
     programs = store(tmp_path, said, 3 * (100 + OVERHEAD))
     for number in range(3):
         programs.write(KEYS[number], bytes(100))
         age(tmp_path, KEYS[number], 300 - 100 * number)
     assert programs.read(KEYS[0]) is not None, "a use, after which it is the youngest"
+    programs.prove(KEYS[0])
     programs.write(KEYS[3], bytes(100))
     assert sorted(path.name for path in (tmp_path / "programs").iterdir()) == [KEYS[0], KEYS[2], KEYS[3]]
     programs.write(KEYS[4], bytes(301 + 2 * OVERHEAD))

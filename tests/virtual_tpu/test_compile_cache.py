@@ -1,14 +1,16 @@
 """Compiled programs outlive the process: a second attempt on the same host compiles nothing, and trains to the same
-bits. What was damaged in between is compiled again."""
+bits. What was damaged in between, or did not run after it was loaded, is compiled again."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.container import small_runs
+from tests.nightly import others_at_night
 
 SECONDS = 560.0  # beside other tests
 pytestmark = pytest.mark.timeout(SECONDS + 40)
@@ -39,3 +41,32 @@ def test_a_second_start_compiles_only_what_was_damaged_and_trains_to_the_same_bi
     assert evaluation.stat().st_size > 0.9 * len(content), "written again"
     for figure in ("final_weights_crc32c", "eval_loss", "last_loss"):
         assert first[figure] == second[figure]
+
+
+@pytest.mark.parametrize("fault", others_at_night(("fail", "hang"), ("fail",)))
+def test_a_program_that_does_not_run_after_it_was_loaded_is_met_once(fault: str, tmp_path: Path) -> None:
+    folder, programs = small_runs.prepare(tmp_path / "data"), tmp_path / "programs"
+    config = small_runs.document(folder, train__steps=4, model__layers=1, evaluation__at_end=False)
+    environment = {"TPU_LAUNCH_COMPILE_CACHE": str(programs), "TPU_ACCELERATOR_TYPE": "v5litepod-1"}
+    (host,) = small_runs.start(folder, "first", config, **environment)
+    assert host.finish(SECONDS) == 0, host.text()
+    (entry,) = programs.iterdir()
+    (host,) = small_runs.start(folder, "proved", config, **environment)
+    assert host.finish(SECONDS) == 0, host.text()
+    assert small_runs.summary(folder, "proved")["programs_from_cache"] == 1
+    assert list(programs.iterdir()) == [entry]
+
+    (host,) = small_runs.start(folder, "faulty", config, **environment, VIRTUAL_TPU_FAULT=fault)
+    if fault == "hang":
+        deadline = time.monotonic() + SECONDS
+        while len(list(programs.iterdir())) < 2 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        host.process.kill()
+    assert host.finish(SECONDS) not in (0, 75), host.text()
+    for run_id in ("next", "one after"):
+        (host,) = small_runs.start(folder, run_id, config, **environment, VIRTUAL_TPU_FAULT=fault)
+        assert host.finish(SECONDS) == 0, host.text()
+        assert f"not kept as long as there is {entry}.unproven" in host.text()
+        summary = small_runs.summary(folder, run_id)
+        assert summary["programs_from_cache"] == 0
+        assert summary["final_weights_crc32c"] == small_runs.summary(folder, "first")["final_weights_crc32c"]

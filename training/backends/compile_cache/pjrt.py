@@ -16,7 +16,8 @@ import hashlib
 import os
 from collections.abc import Callable, Mapping
 from ctypes import POINTER, Structure, c_char_p, c_int, c_size_t, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,17 @@ class CacheCounts:
     loaded: int = 0  # from the store
     compiled: int = 0
     problem: str = ""  # the last error of loading or keeping a program
+    interrupt: BaseException | None = None  # that came in the plugin's callback, which can't raise it
+    proofs: list[Callable[[], None]] = field(default_factory=list)  # to be called when a loaded program had a result
+
+    def take_proofs(self) -> list[Callable[[], None]]:
+        """Returns what to call when programs that were loaded until now have had a result. Raises an interrupt that
+        came while a program was compiled."""
+        if self.interrupt:
+            interrupt, self.interrupt = self.interrupt, None
+            raise interrupt
+        proofs, self.proofs = self.proofs, []
+        return proofs
 
 
 def open_cache(
@@ -192,6 +204,7 @@ class _Cache:
             if program is not None:
                 arguments.executable = self._load(arguments.client, program)
                 self._counts.loaded += 1
+                self._counts.proofs.append(partial(self._store.prove, key))
                 return None
         except Exception as error:  # a cache may not end a run: the program is compiled
             self._counts.problem = f"{type(error).__name__}: {error}"

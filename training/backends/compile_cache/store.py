@@ -1,11 +1,15 @@
 """A folder of compiled programs: one file an entry, named by its key.
 
     <64 hexadecimal digits>        magic, SHA-256 of the program's bytes, the bytes
+    <the same>.unproven            empty: the entry was loaded, and has had no result yet
     .<name>.<random>               an entry that is being written
 
 Nothing here may end a run: what can't be read is not there, what can't be written is not kept. An entry appears whole,
 by a rename, so processes may share a folder. One whose bytes are not those that were written is removed. What is in the
 folder beside entries stays untouched.
+
+A program may load and then fail or hang when it runs, in every start that loads it. So an entry is unproven from its
+load to its first result, and a later start neither loads nor replaces an unproven one.
 """
 
 from __future__ import annotations
@@ -34,8 +38,15 @@ class ProgramStore:
         self._folder, self._warn, self._largest_bytes = folder, warn, largest_bytes
 
     def read(self, key: str) -> bytes | None:
-        """Returns the program with this key, and notes its use; None if there is none. Removes a damaged entry."""
-        path = self._folder / key
+        """Returns the program with this key, which is unproven from now on, and notes its use; None if there is none or
+        an unproven one, which it warns of. Removes a damaged entry."""
+        path, mark = self._folder / key, self._mark(key)
+        if mark.exists():
+            self._warn(
+                f"an earlier start loaded a compiled program and had no result of it: it is compiled again, and not "
+                f"kept as long as there is {mark}"
+            )
+            return None
         try:
             content = path.read_bytes()
         except OSError:
@@ -44,15 +55,18 @@ class ProgramStore:
         if head != MAGIC + hashlib.sha256(program).digest():
             self.remove(key)
             return None
-        with contextlib.suppress(OSError):
+        try:
+            mark.touch()
             os.utime(path)  # the time of its last use
+        except OSError:
+            return None
         return program
 
     def write(self, key: str, program: bytes) -> None:
         """Keeps a program, unless it alone exceeds the bound. Removes the least recently used entries as long as all
         entries exceed the bound."""
         content = MAGIC + hashlib.sha256(program).digest() + program
-        if len(content) > self._largest_bytes:
+        if len(content) > self._largest_bytes or self._mark(key).exists():
             return
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -69,8 +83,17 @@ class ProgramStore:
             self._warn(f"the compiled program is not kept for the next start: {self._folder}: {error.strerror}")
             self._warn = _ignore
 
+    def prove(self, key: str) -> None:
+        """Notes that an entry which was read has had a result."""
+        with contextlib.suppress(OSError):
+            self._mark(key).unlink()
+
+    def _mark(self, key: str) -> Path:
+        return self._folder / f"{key}.unproven"
+
     def remove(self, key: str) -> None:
         """Removes an entry if it is there; a failure is ignored."""
+        self.prove(key)
         with contextlib.suppress(OSError):
             (self._folder / key).unlink()
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -120,7 +120,7 @@ class TorchXla:
         if not self._stepped:
             self._sharding.require_declared(self.state_buffers())
             self._stepped = True
-        return _PendingStep(self._state, report, trains=True)
+        return _PendingStep(self._state, report, trains=True, proofs=self._take_proofs())
 
     def _step_of_hosts(self, number: int, inputs: StepInputs[Tensor], exchange: Exchange) -> _PendingStep:
         """Runs two programs, traced every step, and between them the sum over all hosts."""
@@ -141,7 +141,7 @@ class TorchXla:
         if self._exchange:
             report = self._state.to_host(report)
             self._exchange.sum(report)
-        return _PendingStep(self._state, report, trains=False)
+        return _PendingStep(self._state, report, trains=False, proofs=self._take_proofs())
 
     def trace_step(self, number: int, batch: Arrays, signals: Signals) -> Tensor:
         """Records a step, as a host without other hosts runs it, and returns its report. Nothing runs."""
@@ -160,6 +160,9 @@ class TorchXla:
         self._state.keep_apart()
         for cache in (self._training, self._evaluation):
             cache.trace_always()
+
+    def _take_proofs(self) -> list[Callable[[], None]]:
+        return self._cache.take_proofs() if self._cache else []
 
     def _send(self, inputs: StepInputs[HostArray]) -> StepInputs[Tensor]:
         """Uploads a step's inputs, before the first step the state too."""
@@ -239,14 +242,16 @@ def _shapes(batch: Arrays) -> dict[str, tuple[int, ...]]:
 
 class _PendingStep:
     """A report in one or several tensors that may not have been computed yet. If the step `trains`, it ends with
-    training.batch.UPDATE, else with the task's counts."""
+    training.batch.UPDATE, else with the task's counts. `proofs`: called when the devices have computed it."""
 
-    def __init__(self, state: State, *report: Tensor, trains: bool) -> None:
-        self._state, self._report, self._trains = state, report, trains
+    def __init__(self, state: State, *report: Tensor, trains: bool, proofs: Sequence[Callable[[], None]] = ()) -> None:
+        self._state, self._report, self._trains, self._proofs = state, report, trains, proofs
 
     def result(self) -> StepResult:
         """Waits for the numbers, and splits them into sums, signals, and a step's update or an evaluation's counts."""
         values = [value for tensor in self._report for value in self._state.to_host(tensor).tolist()]
+        for prove in self._proofs:
+            prove()
         stop, save = values[len(SUMS) : REPORT]
         sums, signals = dict(zip(SUMS, values, strict=False)), Signals(stop > 0, save > 0)
         further = values[REPORT:]
