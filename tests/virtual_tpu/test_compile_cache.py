@@ -3,11 +3,15 @@ bits. What was damaged in between, or did not run after it was loaded, is compil
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.container import small_runs
 from tests.nightly import others_at_night
@@ -70,3 +74,43 @@ def test_a_program_that_does_not_run_after_it_was_loaded_is_met_once(fault: str,
         summary = small_runs.summary(folder, run_id)
         assert summary["programs_from_cache"] == 0
         assert summary["final_weights_crc32c"] == small_runs.summary(folder, "first")["final_weights_crc32c"]
+
+
+INTERRUPTED = """
+import signal
+from training import one_host
+from training.backends.compile_cache import pjrt
+
+def interrupted(function):
+    def call(*arguments):
+        setattr(pjrt._Cache, function.__name__, function)
+        signal.raise_signal(signal.SIGINT)
+    return call
+
+for function in (pjrt._Cache._key, pjrt._Cache._serialize):
+    setattr(pjrt._Cache, function.__name__, interrupted(function))
+for _ in range(2):
+    try:
+        one_host.train(one_host.configuration("notebook.yaml"))
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+    else:
+        print("trained", flush=True)
+"""
+
+
+def test_interrupts_while_a_program_compiles_end_the_cell_and_not_the_kernel(tmp_path: Path) -> None:
+    """One before the compiler, and one after it. The next cell trains."""
+    folder = small_runs.prepare(tmp_path / "data")
+    config = small_runs.document(folder, train__steps=2, model__layers=1, export__at_end=False)
+    (folder / "notebook.yaml").write_text(yaml.safe_dump(config))
+    device = {"TPU_ACCELERATOR_TYPE": "v5litepod-1", "TPU_LAUNCH_COMPILE_CACHE": str(tmp_path / "programs")}
+    ended = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED],
+        cwd=folder, env={**os.environ, **device}, capture_output=True, text=True, timeout=SECONDS,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert [line for line in ended.stdout.splitlines() if line in ("interrupted", "trained")] == [
+        "interrupted",
+        "trained",
+    ]

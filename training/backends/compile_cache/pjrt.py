@@ -194,9 +194,21 @@ class _Cache:
         self._compile = table.function(_COMPILE)
 
     def compile(self, address: int) -> int | None:
-        """Replaces PJRT_Client_Compile, whose arguments are at this address: loads the program from the store, or
-        compiles and keeps it. Returns the plugin's error, None without one."""
+        """Replaces PJRT_Client_Compile, whose arguments are at this address. Returns the plugin's error, None without
+        one. Keeps an interrupt (Ctrl-C, a notebook's button) for `take_proofs`: in a callback it would be lost, and the
+        result with it."""
         arguments = _Compile.from_address(address)
+        arguments.executable = None
+        while True:
+            try:
+                return self._load_or_compile(arguments, address)
+            except BaseException as error:
+                self._counts.interrupt = error
+                if arguments.executable:
+                    return None
+
+    def _load_or_compile(self, arguments: Any, address: int) -> int | None:
+        """Loads the program from the store, or compiles and keeps it. Returns the plugin's error, None without one."""
         key = None
         try:
             key = self._key(arguments)
@@ -210,6 +222,10 @@ class _Cache:
             self._counts.problem = f"{type(error).__name__}: {error}"
             if key:
                 self._store.remove(key)
+        except BaseException:
+            if key:
+                self._store.prove(key)  # it was not run
+            raise
         failure = self._compile(address)
         self._counts.compiled += 1
         if not failure and key:
