@@ -66,6 +66,16 @@ def test_a_program_is_compiled_once_and_started_with_other_arguments(pair: list[
     assert first.cpu().tolist() == [1.0, 2.0], "without donation arguments stay"
 
 
+def test_what_a_started_program_makes_has_a_handle_before_it_has_ended(pair: list[torch.Tensor]) -> None:
+    """Else a step that is traced while another runs takes the state for constants."""
+    traced = pair[0] - pair[1]
+    arguments = internals.arguments_of([traced])
+    results = internals.start_program(internals.compile_program([traced]), arguments)
+    internals.wait_for_starts(results)
+    assert internals.arguments_of([results[0] + 1])
+    assert set(internals.handles(results)).isdisjoint(internals.handles(arguments))
+
+
 def test_a_donated_argument_is_gone(pair: list[torch.Tensor]) -> None:
     """Else a step needs the memory of its state twice."""
     first, _ = pair

@@ -56,7 +56,9 @@ def write_model(folder: Path, family: str) -> str:
 
 
 @pytest.mark.parametrize("family", others_at_night(sorted(CONFIGURATIONS), ("modernbert",)))
-def test_masked_tokens_are_learnt_and_the_result_is_a_model_of_that_family(folder: Path, family: str) -> None:
+def test_masked_tokens_are_learnt_and_the_result_is_a_model_of_that_family(
+    folder: Path, family: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     settings = small_runs.document(
         folder,
         model={"path": write_model(folder, family)},
@@ -66,6 +68,7 @@ def test_masked_tokens_are_learnt_and_the_result_is_a_model_of_that_family(folde
         evaluation__every=12,
     )
     summary = small_runs.train_here(settings, family)
+    assert "can't be cached" not in capfd.readouterr().err
     assert summary["last_loss"] < summary["first_loss"] - 0.5
     model = transformers.AutoModelForMaskedLM.from_pretrained(summary["model"], attn_implementation="eager")
     assert model.config.model_type == family

@@ -5,23 +5,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.container import small_runs
 from tests.nightly import others_at_night
+from training.backends.torch_xla.step_cache import FIRST_TRACED
 from training.batch import HostBatch, Signals
 from training.config import TrainerConfig, from_document
 from training.distributed.rendezvous import SingleHost
+from training.errors import TrainError
 from training.run_setup import open_backend, open_task
 from training.yaml_file import Document
 
 STEPS = 6
-FIRST_TWO = 2
 
 
 @pytest.fixture(scope="module")
@@ -43,21 +43,28 @@ def open_run(config: TrainerConfig) -> tuple[Any, list[HostBatch], list[HostBatc
 
 
 def train(
-    config: TrainerConfig, prepare: Callable[[Any], None] = lambda backend: None
+    config: TrainerConfig, prepare: Callable[[Any], None] = lambda backend: None, steps: int = STEPS
 ) -> tuple[list[Any], list[bytes]]:
-    """The results of six steps, with an evaluation after the third and the fifth; and the state at the end."""
+    """The results of all steps, with an evaluation after the third and the fifth; and the states after the fifth step
+    and at the end."""
     backend, batches, evaluation = open_run(config)
     if prepare:
         prepare(backend)
-    results = []
-    for number, batch in enumerate(batches):
-        results.append(backend.step(number, batch.arrays, Signals()).result())
+    results, states = [], []
+    for number in range(steps):
+        results.append(backend.step(number, batches[number % STEPS].arrays, Signals()).result())
         if number in (2, 4):
             results += [backend.evaluate(part.arrays, Signals()).result() for part in evaluation * 2]
-    specs = backend.tensor_specs()
-    buffers = {name: bytearray(spec.size) for name, spec in specs.items()}
+        if number in (4, steps - 1):
+            states += save(backend)
+    return results, states
+
+
+def save(backend: Any) -> list[bytes]:
+    """A copy of the state."""
+    buffers = {name: bytearray(spec.size) for name, spec in backend.tensor_specs().items()}
     backend.snapshot_state({name: memoryview(buffer) for name, buffer in buffers.items()}).wait()
-    return results, [bytes(buffer) for buffer in buffers.values()]
+    return [bytes(buffer) for buffer in buffers.values()]
 
 
 def trace_always(backend: Any) -> None:
@@ -95,54 +102,77 @@ def test_cached_steps_have_the_bits_of_traced_ones(case: str, folder: Path) -> N
     assert state == traced_state
 
 
-def test_only_the_first_two_batches_of_a_shape_are_traced(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_only_the_first_batches_of_a_shape_are_traced(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """With one program compiled for each kind of step. A new shape is traced again, and said."""
     backend, batches, evaluation = open_run(settings(folder, model__hidden_size=24))  # no other test has these programs
     with count_traces(backend) as traced:
         for number, batch in enumerate(batches):
             backend.step(number, batch.arrays, Signals()).result()
-        for _ in range(2):
-            for part in evaluation:
-                backend.evaluate(part.arrays, Signals()).result()
-        assert traced == ["training"] * FIRST_TWO + ["evaluation"] * FIRST_TWO
+        for part in evaluation * 3:
+            backend.evaluate(part.arrays, Signals()).result()
+        assert traced == ["training"] * FIRST_TRACED + ["evaluation"] * FIRST_TRACED
         assert backend.compilations()[0] == backend.counters()["graphs"] == 2
         assert backend.counters()["device_to_host_syncs"] == 0
         half = {name: array[:4] for name, array in batches[0].arrays.items()}
-        for number in range(STEPS, STEPS + 3):
+        for number in range(STEPS, STEPS + 9):
             backend.step(number, half, Signals()).result()
-        assert traced[4:] == ["training"] * FIRST_TWO
+        assert traced[2 * FIRST_TRACED :] == ["training"] * (FIRST_TRACED + 1), "the eighth too"
     said = [line for line in capfd.readouterr().err.splitlines() if "tracing the" in line]
     assert len(said) == 3
     assert said[0].startswith("tpu-train: tracing the training step for input_ids [8, 32]")
     assert said[2].startswith("tpu-train: tracing the training step for input_ids [4, 32]")
 
 
-@pytest.mark.nightly
-def test_a_step_that_varies_beside_its_inputs_is_traced_always_with_one_warning(
-    folder: Path, capfd: pytest.CaptureFixture[str]
+def multiply(backend: Any, factor: Callable[[], float]) -> None:
+    """Makes the network multiply by a number of Python, which torch_xla makes an argument."""
+    embeddings = backend._state.network.base_model.embeddings
+    forward = embeddings.forward
+    embeddings.forward = lambda *arguments, **keywords: forward(*arguments, **keywords) * factor()
+
+
+def vary(backend: Any, call: int) -> None:
+    """Makes that number another one from this call on, the first being 1."""
+    calls = count(1)
+    multiply(backend, lambda: 1.5 if next(calls) < call else 1.75)
+
+
+@pytest.mark.parametrize("call", others_at_night((2, FIRST_TRACED, 9), (9,)))
+def test_a_step_that_counts_its_calls_is_traced_always_with_one_warning(
+    call: int, folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The network multiplies by another number of Python in each call: torch_xla makes it an argument."""
-
-    def vary(backend: Any) -> None:
-        calls = iter(range(1000))
-        network = backend._state.network
-        forward = network.base_model.embeddings.forward
-
-        def changing(*arguments: Any, **keywords: Any) -> torch.Tensor:
-            return forward(*arguments, **keywords) * (1.5 + next(calls) / 64)
-
-        network.base_model.embeddings.forward = changing
-
+    """So that the number changes where it would if nothing was cached, and the state saved after ten steps is right."""
     config = settings(folder, evaluation__at_end=False)
 
     def vary_and_trace(backend: Any) -> None:
-        vary(backend)
+        vary(backend, call)
         backend.trace_always()
 
-    results, state = train(config, vary)
+    results, state = train(config, lambda backend: vary(backend, call), steps=10)
     warnings = [line for line in capfd.readouterr().err.splitlines() if "can't be cached" in line]
-    traced_results, traced_state = train(config, vary_and_trace)
+    traced_results, traced_state = train(config, vary_and_trace, steps=10)
     assert results == traced_results
     assert state == traced_state
-    assert [line.split()[3] for line in warnings] == ["training", "evaluation"]
-    assert all("a value of shape [] in it is another" in line for line in warnings)
+    assert "training" in warnings[0]
+    assert len(warnings) == 2, "training and evaluation"
+    assert "it changes a value of Python in the model from 2 to 3" in warnings[0]
+
+
+@pytest.mark.parametrize(("changed_at", "noticed_at"), [(9, 10), (5, 8)], ids=["a save", "the eighth batch"])
+def test_a_step_that_varies_later_ends_the_run_and_is_never_saved(
+    changed_at: int, noticed_at: int, folder: Path
+) -> None:
+    backend, batches, _ = open_run(settings(folder))
+    numbers = [1.5]
+    multiply(backend, lambda: numbers[-1])
+
+    def run() -> None:
+        for number in range(1, 11):
+            numbers[:] = [1.5 if number < changed_at else 1.75]
+            noticed.append(number)
+            backend.step(number - 1, batches[number % STEPS].arrays, Signals())
+        save(backend)
+
+    noticed: list[int] = []
+    with pytest.raises(TrainError, match=r"the training step .* batches a value of shape \[\] in it is another"):
+        run()
+    assert noticed[-1] == noticed_at

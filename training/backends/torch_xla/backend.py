@@ -185,6 +185,9 @@ class TorchXla:
         return self._state.tensor_specs()
 
     def snapshot_state(self, buffers: Mapping[str, memoryview]) -> Snapshot:
+        """Raises TrainError if the newest steps were not the ones that would be traced now."""
+        for cache in (self._training, self._evaluation):
+            cache.verify()
         return self._state.snapshot(buffers, self._sharding)
 
     def load_state(self, tensors: Mapping[str, tuple[TensorSpec, memoryview]]) -> None:

@@ -65,9 +65,9 @@ def uncomputed(tensors: Sequence[Tensor]) -> list[bool]:
     return flags
 
 
-def donate(argument: Tensor) -> None:
-    """Lets the program that is compiled next overwrite the buffer of this argument."""
-    _XLAC._set_buffer_donation(argument, True)
+def donate(argument: Tensor, *, donates: bool = True) -> None:
+    """Lets the programs that are compiled next overwrite the buffer of this argument, or no longer."""
+    _XLAC._set_buffer_donation(argument, donates)
 
 
 def compile_program(outputs: Sequence[Tensor]) -> bytes:
@@ -80,6 +80,12 @@ def compile_program(outputs: Sequence[Tensor]) -> bytes:
     finally:
         _XLAC._xla_set_enable_alias_with_buffer_donor_config(donates_before)
     return program_hash
+
+
+def wait_for_starts(tensors: Sequence[Tensor]) -> None:
+    """Waits until the programs that make these tensors were handed to the devices, not for their ends: only then their
+    buffers have handles. Does not hold Python's lock."""
+    _XLAC._xla_sync_multi(list(tensors[:1]), [], wait=False, sync_xla_data=False)
 
 
 def start_program(program_hash: bytes, arguments: Sequence[Tensor]) -> list[Tensor]:

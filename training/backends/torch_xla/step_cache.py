@@ -3,30 +3,36 @@
 In: the state's buffers, a step's inputs, and the seed of the framework's generator. Out: the step's report; the state's
 buffers are replaced by what the step made of them.
 
-The first two batches of a shape are traced, and each runs the program of its own trace. If both traces are the same
-program of the same arguments, nothing but state, inputs and seed changes from step to step: from the third batch on the
-compiled program is started with those, by position, and no operation is recorded. The tensors of the network are then
-stale: `State` holds the newest buffers beside them.
+The first four batches of a shape are traced, and each runs the program of its own trace. If all are the same program of
+the same arguments, nothing but state, inputs and seed changes from step to step: from the fifth batch on the compiled
+program is started with those, by position, and no operation is recorded. The tensors of the network are then stale:
+`State` holds the newest buffers beside them.
 
-Falls back to tracing every step, with a warning that says why, when the two traces differ: something varies that is
-neither state nor input. `trace_always` asks for that from the start.
+Falls back to tracing every step, with a warning that says why, when these traces differ: something varies that is
+neither state nor input; and when a trace after the first changes a value of Python in the network, a count of its calls
+for instance, on which a later trace may depend. `trace_always` asks for that from the start. Batches 8, 64, 512 and so
+on are traced too, and the newest one again before the state is saved (`verify`): if one of these differs, the run ends,
+and nothing is saved.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from operator import itemgetter
 
 import torch
 import torch_xla
-import torch_xla.core.xla_model as xm
 from torch import Tensor
 
 from training.backends.torch_xla import internals
+from training.backends.torch_xla.python_state import read_plain_values
 from training.backends.torch_xla.state import State
 from training.backends.torch_xla.step import StepInputs
+from training.errors import TrainError
 
+FIRST_TRACED = 4  # batches of a shape
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]  # of a batch's arrays, by name
 Copy = Callable[[Tensor], Tensor]  # to the host
 
@@ -47,10 +53,11 @@ class StepCache:
             warn: called with a line when steps can't be cached.
         """
         self._kind, self._state, self._compare, self._say, self._warn = kind, state, compare, say, warn
-        self._traced: dict[Shapes, _CompiledStep] = {}  # once
-        self._cached: dict[Shapes, _CompiledStep] = {}
-        self._repeats = True  # as far as two traces of each shape tell
+        self._programs: dict[Shapes, _CompiledStep] = {}  # of each shape's newest trace
+        self._batches: dict[Shapes, int] = {}  # how many of each shape
+        self._repeats = True  # as far as the first traces of each shape tell
         self._syncs = False
+        self._unchecked: _Step | None = None  # the newest step, unless it was traced
 
     def trace_always(self) -> None:
         """Makes every further step be traced and run by `torch_xla.sync`, so that its operations can be watched."""
@@ -69,62 +76,114 @@ class StepCache:
             seed: of the framework's generator in this step; None when the step draws nothing.
             trace: records the operations of the step and returns its report.
         """
-        shapes = tuple((name, tuple(shape)) for name, shape in batch.items())
-        program = self._cached.get(shapes)
-        if program and self._repeats and not self._syncs:
-            if program.changed:
-                self._state.wait_before_mutation()
-            *values, report = program.start(self._state.values(), inputs.leaves(), seed)
-            self._state.replace(program.changed, values)
-            return report
-        state = list(self._state.buffers().values())
-        arguments = None if self._syncs else _Arguments(state, inputs.leaves(), seed)
-        if shapes not in self._traced and not self._syncs and self._repeats:
-            self._say(f"tracing the {self._kind} step for {_describe(shapes)}")
+        step = _Step(tuple((name, tuple(shape)) for name, shape in batch.items()), inputs, seed, trace)
+        number = self._batches[step.shapes] = self._batches.get(step.shapes, 0) + 1
+        if self._repeats and not self._syncs and not _is_traced(number):
+            self._unchecked, program = step, self._programs[step.shapes]
+            arguments = program.arguments(self._state.values(), inputs.leaves(), seed)
+            return self._start(program, arguments)
+        if self._repeats and number == 1 and not self._syncs:
+            self._say(f"tracing the {self._kind} step for {_describe(step.shapes)}")
+        given = self._given(step)
         with self._state.recording(changes=self._kind == "training"):
             report = trace(inputs)
-        self._compare(shapes, report)
-        if arguments is None:
+        self._compare(step.shapes, report)
+        if self._syncs:
             self._state.wait_before_mutation()
             torch_xla.sync()
             return report
-        return self._compile_and_start(shapes, arguments, report)
-
-    def _compile_and_start(self, shapes: Shapes, arguments: _Arguments, report: Tensor) -> Tensor:
-        """Compiles and starts a traced step, and returns its report. Remembers the program while traces repeat."""
-        program, values = _compile(arguments, report, self._state.to_host)
-        if program.changed:
-            self._state.wait_before_mutation()
-        *values, report = internals.start_program(program.hash, values)
-        self._state.replace(program.changed, values)
-        self._state.buffers()  # drops the recorded operations
+        program, arguments = _compile(given, report, self._state.to_host)
         if self._repeats:
-            self._remember(shapes, program)
+            self._remember(step.shapes, program, number)
+        report = self._start(program, arguments)
+        self._state.buffers()  # drops the recorded operations
         return report
 
-    def _remember(self, shapes: Shapes, program: _CompiledStep) -> None:
-        """Keeps a shape's first program; caches the second if it is equal, else warns and ends all caching."""
-        former = self._traced.setdefault(shapes, program)
-        if former is program:
+    def verify(self) -> None:
+        """Traces the newest step again, without running it, unless it was traced. Call it before the state is saved.
+        Raises TrainError if it is another step than the one that ran."""
+        if self._unchecked is None:
             return
+        given = self._given(self._unchecked)
+        with self._state.recording(changes=self._kind == "training"):
+            report = self._unchecked.trace(self._unchecked.inputs)
+        program, arguments = _compile(given, report, self._state.to_host)
+        self._require_same(self._unchecked.shapes, program)
+        self._unchecked = None
+        unchanged = [arguments[program.places.index(place)] for place in program.changed]
+        for argument in unchanged:
+            internals.donate(argument, donates=False)
+        self._state.replace(program.changed, unchanged)
+        self._state.buffers()  # drops the recorded operations
+
+    def _given(self, step: _Step) -> _Arguments:
+        """Waits until the state's programs have started. Returns the arguments of a step that is about to be traced."""
+        return _Arguments(self._state, step.inputs.leaves(), step.seed)
+
+    def _start(self, program: _CompiledStep, arguments: Sequence[Tensor]) -> Tensor:
+        """Starts a program, whose results become the newest state, and returns its report."""
+        if program.changed:
+            self._state.wait_before_mutation()
+        *values, report = internals.start_program(program.hash, arguments)
+        self._state.replace(program.changed, values)
+        return report
+
+    def _remember(self, shapes: Shapes, program: _CompiledStep, number: int) -> None:
+        """Keeps a shape's newest program, of batch `number`, if it equals the former. Else ends all caching with a
+        warning; raises TrainError when batches have run without being traced."""
+        if number > FIRST_TRACED:
+            self._require_same(shapes, program)
+        former = self._programs.setdefault(shapes, program)
         difference = program.difference(former, self._state.to_host)
-        if difference is None:
-            self._cached[shapes] = program
-            return
-        self._repeats = False
-        self._warn(
-            f"the {self._kind} step for {_describe(shapes)} can't be cached, because traced a second time {difference}:"
-            " every step is traced, which costs the host as long as the first ones"
-        )
+        if difference:
+            self._repeats = False
+            self._warn(
+                f"the {self._kind} step for {_describe(shapes)} can't be cached, because traced again {difference}: "
+                "every step is traced, which costs the host as long as the first ones"
+            )
+        self._programs[shapes] = program
+
+    def _require_same(self, shapes: Shapes, program: _CompiledStep) -> None:
+        """Raises TrainError if a trace differs from the program that ran without being traced."""
+        if difference := program.difference(self._programs[shapes], self._state.to_host):
+            raise TrainError(
+                f"the {self._kind} step for {_describe(shapes)} has changed since it was compiled: traced again after "
+                f"{self._batches[shapes]} batches {difference}. Batches since the last save may have run the old "
+                "program, so they are not saved: keep what changes in a parameter, not in a value of Python, or change "
+                f"it within the first {FIRST_TRACED} batches, after which every step is traced"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class _Step:
+    """What one step is: see `StepCache.run`."""
+
+    shapes: Shapes
+    inputs: StepInputs[Tensor]
+    seed: int | None
+    trace: Callable[[StepInputs[Tensor]], Tensor]
+
+
+def _is_traced(number: int) -> bool:
+    """Returns whether a shape's batch with this number, from 1, is traced: the first ones, and powers of 8."""
+    return number <= FIRST_TRACED or (number.bit_count() == 1 and number.bit_length() % 3 == 1)
 
 
 class _Arguments:
     """The arguments that a step brings, before it is traced."""
 
-    def __init__(self, state: list[Tensor], inputs: list[Tensor], seed: int | None) -> None:
-        xm.wait_device_ops()  # an argument that is being computed has no handle of its own yet
-        self.state, self.seed, self.count = state, seed, len(state) + len(inputs)
-        self.places = {handle: place for place, handle in enumerate(internals.handles([*state, *inputs]))}
+    def __init__(self, state: State, inputs: list[Tensor], seed: int | None) -> None:
+        self.state, self.seed = list(state.buffers().values()), seed
+        self.count = len(self.state) + len(inputs)
+        internals.wait_for_starts(self.state)
+        self.places = {handle: place for place, handle in enumerate(internals.handles([*self.state, *inputs]))}
+        self._roots = state.network, state.optimizer
+        self._values = read_plain_values(*self._roots)
+
+    def python_change(self) -> str | None:
+        """Returns how a value of Python in the network or the optimizer differs now; None if none does."""
+        pairs = zip_longest(self._values, read_plain_values(*self._roots), fillvalue="nothing")
+        return next((f"from {old!r} to {new!r}" for old, new in pairs if old is not new and old != new), None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,17 +198,19 @@ class _CompiledStep:
     constants: tuple[Tensor, ...]
     constant_handles: tuple[int, ...]
     has_seed: bool
+    python_change: str | None  # of a value in the network or the optimizer, by the trace
 
-    def start(self, state: Sequence[Tensor], inputs: Sequence[Tensor], seed: int | None) -> list[Tensor]:
-        """Starts the program. Returns the changed buffers of the state, and the report."""
+    def arguments(self, state: Sequence[Tensor], inputs: Sequence[Tensor], seed: int | None) -> Sequence[Tensor]:
+        """Returns the arguments of the program, in its order."""
         values = [*state, *inputs, *self.constants]
         if self.has_seed:
             values.append(internals.seed_tensor(seed, torch_xla.device()))
-        arguments = itemgetter(*self.places)(values) if len(self.places) > 1 else [values[at] for at in self.places]
-        return internals.start_program(self.hash, arguments)
+        return itemgetter(*self.places)(values) if len(self.places) > 1 else [values[at] for at in self.places]
 
     def difference(self, other: _CompiledStep, copy: Copy) -> str | None:
         """Returns why two traces of a step are different functions of state, inputs and seed; None if they are not."""
+        if self.python_change and other is not self:  # the first trace may keep what it has computed
+            return f"it changes a value of Python in the model {self.python_change}"
         if self.places != other.places or self.changed != other.changed:
             return "its arguments are others"
         if self.hash != other.hash:
@@ -186,6 +247,7 @@ def _compile(given: _Arguments, report: Tensor, copy: Copy) -> tuple[_CompiledSt
         tuple(constants.values()),
         tuple(constants),
         seed_handle is not None,
+        given.python_change(),
     )
     return program, arguments
 
