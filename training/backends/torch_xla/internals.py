@@ -90,8 +90,7 @@ def wait_for_starts(tensors: Sequence[Tensor]) -> None:
 
 def start_program(program_hash: bytes, arguments: Sequence[Tensor]) -> list[Tensor]:
     """Starts a compiled program and returns its outputs. Buffers of donated arguments are gone."""
-    # Starting waits for the program before it with Python's lock held; this does not hold the lock.
-    xm.wait_device_ops()
+    wait_for_starts(arguments)  # starting would wait with Python's lock held
     outputs: list[Tensor] = _XLAC._run_cached_graph(program_hash, arguments)
     return outputs
 

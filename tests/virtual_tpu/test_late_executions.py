@@ -1,0 +1,52 @@
+"""A run on a virtual TPU whose executions end late, as on chips: the host stays ahead of the device, and results, saves
+and stops are those of a device that is not late."""
+
+from __future__ import annotations
+
+import signal
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from tests.container import small_runs
+from tests.virtual_tpu.late_executions import Execution, idle_seconds, read_executions
+from training.backends.torch_xla.step_cache import FIRST_TRACED
+
+SECONDS = 560.0  # beside other tests
+STEPS, SAVED_AT = 24, 16
+pytestmark = pytest.mark.timeout(2 * SECONDS)
+
+
+def test_programs_are_started_before_the_one_before_has_ended(tmp_path: Path) -> None:
+    """In training and in evaluation, as soon as no step is traced any more; stopped in between and resumed."""
+    folder, log = small_runs.prepare(tmp_path / "data"), tmp_path / "executions"
+    config = small_runs.document(
+        folder, train__steps=STEPS, train__global_batch_size=2, checkpoint__every_steps=SAVED_AT, model__layers=1
+    )
+    device = {"TPU_ACCELERATOR_TYPE": "v5litepod-1"}
+    late = {**device, "VIRTUAL_TPU_STEP_MS": "200", "VIRTUAL_TPU_LOG": str(log)}
+    (host,) = small_runs.start(folder, "straight", config, **device)
+    assert host.finish(SECONDS) == 0, host.text()
+    (host,) = small_runs.start(folder, "late", config, **late)
+    host.wait_for(f"step {SAVED_AT + 2}/{STEPS}", SECONDS)
+    host.process.send_signal(signal.SIGTERM)
+    assert host.finish(SECONDS) == 75, host.text()
+    stopped = read_executions(log)
+    log.unlink()
+    assert is_ahead(stopped[FIRST_TRACED:SAVED_AT])
+    (host,) = small_runs.start(folder, "late", config, attempt=1, **late)
+    assert host.finish(SECONDS) == 0, host.text()
+    executions = read_executions(log)
+    evaluation = executions[STEPS - len(stopped) :]
+    assert len(evaluation) > 2 * FIRST_TRACED
+    assert is_ahead(evaluation[FIRST_TRACED:])
+    straight, resumed = (small_runs.summary(folder, run_id) for run_id in ("straight", "late"))
+    for figure in ("first_loss", "last_loss", "eval_loss", "final_weights_crc32c"):
+        assert resumed[figure] == straight[figure]
+
+
+def is_ahead(executions: list[Execution]) -> bool:
+    """Whether the device found the next program whenever one had ended."""
+    called = [later.called < earlier.ended for earlier, later in pairwise(executions)]
+    return all(called) and idle_seconds(executions) == 0
