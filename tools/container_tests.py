@@ -5,6 +5,7 @@
   tensorflow          tests/tensorflow in the tensorflow image
   beam                tests/beam in the environment with Apache Beam that the tensorflow image's test stage has
   oracle-torch-xla    tests/oracle/torch_xla: settings that the torch-xla image's libtpu accepts
+  oracle-torch-xla-2.8  the same, and preflight, in the image with torch_xla 2.8, the advice for some v2 and v3 hosts
   oracle-tensorflow   tests/oracle/tensorflow: the same in the tensorflow image for TPUs
 
   --build-only        runs no tests: builds the images of all places that are not nightly
@@ -49,6 +50,12 @@ PLACES = {
     "tensorflow": Place("tensorflow", ("tests/tensorflow",)),
     "beam": Place("tensorflow", ("tests/beam",), python="/opt/beam/bin/python"),
     "oracle-torch-xla": Place("torch-xla", ("tests/oracle/torch_xla",)),
+    "oracle-torch-xla-2.8": Place(
+        "torch-xla",
+        ("tests/oracle/torch_xla", "tests/container/test_preflight.py"),
+        build_args={"REQUIREMENTS": "requirements-2.8.txt"},
+        nightly=True,
+    ),
     "oracle-tensorflow": Place(
         "tensorflow",
         ("tests/oracle/tensorflow",),

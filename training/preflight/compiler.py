@@ -6,6 +6,7 @@ because they crash. Nothing is executed here, and no executable is kept: that a 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import os
@@ -21,9 +22,13 @@ from typing import Any
 from training.accelerators import Accelerator, accelerator
 from training.errors import BadInput, Exit, TrainError
 
-# The versions with which the private interfaces were tested; the images have these. jaxlib's version is jax's.
-COMPILER_VERSIONS = {"jax": "0.7.1", "jaxlib": "0.7.1", "libtpu": "0.0.21"}
-TRACING_VERSIONS = {"torch_xla": "2.9.0"}
+# The versions with which the private interfaces were tested, by that of libtpu: those of each image, so that preflight
+# compiles with the compiler of the run. jaxlib's version is jax's.
+_TESTED = {
+    "0.0.21": {"jax": "0.7.1", "torch_xla": "2.9.0"},  # torch-xla; tensorflow, without requirements-tpu.txt
+    "0.0.17": {"jax": "0.6.2", "torch_xla": "2.8.0"},  # torch-xla with requirements-2.8.txt
+}
+_NEWEST = "0.0.21"
 
 # Unless these are set, libtpu asks the metadata server of a TPU VM for them.
 _ENVIRONMENT_WITHOUT_TPU = {
@@ -99,9 +104,28 @@ class CompiledProgram:
     text: str  # the optimised, scheduled HLO
 
 
-def require_versions(needed: Mapping[str, str] = COMPILER_VERSIONS) -> None:
-    """Raises CompilerUnavailable if a package is missing or has another version than in `needed`."""
+def required_versions(*, tracing: bool = False) -> dict[str, str]:
+    """Returns the versions that belong to the installed libtpu, or to the newest tested one if it is missing or not
+    tested: of the compiler's packages; also of torch_xla if `tracing`."""
+    libtpu = _NEWEST
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        libtpu = importlib.metadata.version("libtpu")
+    tested = _TESTED.get(libtpu) or _TESTED[_NEWEST]
+    compiler = {"jax": tested["jax"], "jaxlib": tested["jax"], "libtpu": libtpu if libtpu in _TESTED else _NEWEST}
+    return {**compiler, "torch_xla": tested.get("torch_xla", _TESTED[_NEWEST]["torch_xla"])} if tracing else compiler
+
+
+def require_versions(needed: Mapping[str, str] | None = None) -> None:
+    """Raises CompilerUnavailable if a package is missing or has another version than in `needed` (None: those of the
+    compiler, `required_versions`), or if TensorFlow is the wheel for TPUs."""
+    if list(importlib.metadata.distributions(name="tensorflow-tpu")):
+        raise CompilerUnavailable(
+            "preflight can't trace with the TensorFlow wheel for TPUs, which lowers programs on a TPU alone: use the "
+            "image for CPUs, `tpu-launch preflight --set image.build_args={}`; its compiler, libtpu "
+            f"{_NEWEST}, is newer than the run's"
+        )
     mistakes = []
+    needed = required_versions() if needed is None else needed
     for name, version in needed.items():
         try:
             installed = importlib.metadata.version(name)

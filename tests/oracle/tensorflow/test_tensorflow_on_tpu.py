@@ -7,9 +7,13 @@ import re
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from tests.container import small_runs
 from tests.oracle import libtpu, no_chips
+from tests.tensorflow import test_tensorflow_preflight
+from training.cli.main import tpu_train
+from training.preflight.compiler import CompilerUnavailable
 
 
 def test_libtpu_reads_our_environment_as_gkes_device_plugins() -> None:
@@ -52,3 +56,12 @@ def test_workers_of_a_slice_connect_and_end_with_a_message(name: str, hosts: int
             re.search(f"could not be initialised: {no_chips.MESSAGES['v4-8']}; check that", text) for text in texts
         ), told
     assert not any("Traceback" in text for text in texts), told
+
+
+def test_preflight_says_that_this_wheel_can_not_trace(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(test_tensorflow_preflight.FILE)
+    shapes = ["--accelerator", "v4-16", "--vocabulary", "200", "--sequence-length", "32"]
+    with pytest.raises(
+        CompilerUnavailable, match=r"use the image for CPUs, `tpu-launch preflight --set image.build_args"
+    ):
+        CliRunner().invoke(tpu_train, ["preflight", str(tmp_path / "run.yaml"), *shapes], catch_exceptions=False)

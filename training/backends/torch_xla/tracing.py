@@ -22,12 +22,11 @@ from training.backends.torch_xla import internals
 from training.backends.torch_xla.backend import TorchXla
 from training.batch import Arrays, Signals
 from training.preflight.compiler import (
-    COMPILER_VERSIONS,
-    TRACING_VERSIONS,
     DataDependentProgram,
     Program,
     hash_hlo,
     require_versions,
+    required_versions,
 )
 from training.preflight.hlo import BACKWARD
 
@@ -39,7 +38,7 @@ class TorchTracer:
 
     def __init__(self, open_backend: BuildBackend, devices: int) -> None:
         """Makes torch_xla trace for `devices` devices, in this process from here on. Raises CompilerUnavailable."""
-        require_versions({**COMPILER_VERSIONS, **TRACING_VERSIONS})
+        require_versions(required_versions(tracing=True))
         self._open_backend = open_backend
         self._backend: TorchXla | None = None
         self._state_is_lost = False  # a traced step leaves the state uncomputed
@@ -184,7 +183,7 @@ def extract_program(outputs: Sequence[Any], state: Mapping[int, str]) -> Program
     `state`, from `buffer_names`, are the tensors that the program may overwrite. Raises CompilerUnavailable if jaxlib
     is not here, or another version.
     """
-    require_versions({**COMPILER_VERSIONS, **TRACING_VERSIONS})
+    require_versions(required_versions(tracing=True))
     from jaxlib import xla_client
 
     outputs = list(outputs)
