@@ -135,6 +135,11 @@ print(internals.read_shardings([whole, rows]))
 """
 
 
+def test_devices_of_this_host_have_names_that_memory_is_asked_by() -> None:
+    """Else the device check asks every host for the memory of host 0's first device."""
+    assert internals.local_devices() == ["CPU:0"]
+
+
 def test_declared_shardings_are_read_back_for_devices_that_are_simulated() -> None:
     """Else preflight does not trace for a slice, and a split state is not refused: hosts would wait forever."""
     ended = subprocess.run([sys.executable, "-c", SHARDINGS], capture_output=True, text=True, timeout=600, check=False)

@@ -10,6 +10,7 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xla_runtime
 
+from training.backends.torch_xla import internals
 from training.backends.torch_xla.sharding import DataParallel
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import Rendezvous
@@ -33,7 +34,7 @@ class TorchDevices:
 
     def memory_bytes(self) -> int | None:
         with contextlib.suppress(RuntimeError, KeyError):  # PJRT does not report it for CPUs
-            device = "TPU:0" if self._sharding.is_spmd else str(self._sharding.device)
+            device = internals.local_devices()[0] if self._sharding.is_spmd else str(self._sharding.device)
             return int(xm.get_memory_info(device)["bytes_limit"]) or None
         return None
 

@@ -19,6 +19,12 @@ from torch_xla import _XLAC
 # --- arrays between host and devices
 
 
+def local_devices() -> list[str]:
+    """Returns the names of this host's devices, for example ["TPU:4", ...] on the second host of a slice."""
+    names: list[str] = _XLAC._xla_get_runtime_devices()
+    return names
+
+
 def upload(tensors: Sequence[Tensor], device: Any, shardings: Sequence[Any] | None) -> list[Tensor]:
     """Copies tensors to the devices in one call. `shardings`: an `xla_spec` for each, under SPMD."""
     sent: list[Tensor] = _XLAC._xla_tensors_from_aten(list(tensors), [str(device)] * len(tensors), shardings)
