@@ -12,10 +12,12 @@ import argparse
 import sys
 from pathlib import Path
 
+import numpy as np
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.peers.rows import finish, row
-from training.data.sampling.order import blocks_of_hosts, training_order
+from training.data.sampling.order import Order, host_rows, training_order
 
 HOSTS = (1, 2, 8, 64, 512)
 
@@ -34,6 +36,17 @@ def main() -> None:
         read = sum(map(sum, windows)) * order.block / options.records
         rows.append(row(f"{hosts} hosts: read in an epoch", "datasets", read, "each record once", 1.0, "at most 1.5"))
     finish("read_amplification", rows, options.json)
+
+
+def blocks_of_hosts(order: Order, batch: int, epoch: int, number: int, hosts: int) -> list[int]:
+    """Returns how many blocks each host reads for a window."""
+    block = order.window(epoch, number) // order.block  # (cells,)
+    start, size = order.bounds(epoch, number)
+    row = (epoch * order.records + start + np.arange(size)) % batch  # (cells,)
+    lasts = np.array([host_rows(batch, host, hosts)[1] for host in range(hosts)])  # (hosts,)
+    host = np.searchsorted(lasts, row, side="right")  # (cells,)
+    read = np.unique(host * (block.max() + 1) + block) // (block.max() + 1)  # (reads,) the host of each
+    return [int(count) for count in np.bincount(read, minlength=hosts)]
 
 
 if __name__ == "__main__":

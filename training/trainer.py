@@ -209,7 +209,7 @@ class Trainer:
                 with self.profiler.step(progress.step):
                     with run.timer.phase("data_wait"), self.profiler.scope("data wait"):
                         batch = next(batches)
-                    signals = self.announce_step(batch)
+                    signals = self.announce_step()
                     with self.compilations.timed("step"):
                         with self.profiler.scope("dispatch"):
                             pending = self.backend.step(progress.step, batch.arrays, signals)
@@ -231,9 +231,9 @@ class Trainer:
         if progress.signals.stop:
             self.stop()
 
-    def announce_step(self, batch: HostBatch) -> Signals:
-        """Tells the other hosts that this one starts the next step, on `batch`. Returns what this host asks of all
-        hosts in the step: a stop, and on host 0 a save when checkpoint.every_minutes have passed."""
+    def announce_step(self) -> Signals:
+        """Tells the other hosts that this one starts the next step. Returns what this host asks of all hosts in the
+        step: a stop, and on host 0 a save when checkpoint.every_minutes have passed."""
         first = "" if self.progress.trained else ", the first of this attempt"
         self.run.rendezvous.set_phase(f"step {self.progress.step}{first}")
         minutes = EveryMinutes(self.run.config.checkpoint.every_minutes)

@@ -321,9 +321,15 @@ def _inject_into_rendezvous(injector: _Injector) -> None:
 def _inject_into_steps(injector: _Injector, trained: str) -> None:
     from training.trainer import Trainer
 
-    announce_step = Trainer.announce_step
+    announce_step, read_results_due = Trainer.announce_step, Trainer.read_results_due
 
-    def announce(trainer: Any, batch: Any) -> Any:
+    def announce(trainer: Any) -> Any:
+        if not trainer.progress.trained:
+            injector.pass_point("compiling")
+        injector.pass_point("a step")
+        return announce_step(trainer)
+
+    def read_results(trainer: Any, pending: Any, batch: Any, signals: Any) -> Any:
         line = {
             "attempt": trainer.run.cluster.attempt,
             "worker": trainer.run.cluster.worker,
@@ -333,9 +339,6 @@ def _inject_into_steps(injector: _Injector, trained: str) -> None:
         descriptor = os.open(trained, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.write(descriptor, json.dumps(line).encode() + b"\n")
         os.close(descriptor)
-        if not trainer.progress.trained:
-            injector.pass_point("compiling")
-        injector.pass_point("a step")
-        return announce_step(trainer, batch)
+        return read_results_due(trainer, pending, batch, signals)
 
-    Trainer.announce_step = announce  # type: ignore[method-assign]
+    Trainer.announce_step, Trainer.read_results_due = announce, read_results  # type: ignore[method-assign]

@@ -93,9 +93,6 @@ class NumpyBackend:
     def preflight(self) -> str | None:
         return None
 
-    def close(self) -> None:
-        pass
-
 
 class Runs:
     """Runs in one folder; each call of `train` is an attempt."""

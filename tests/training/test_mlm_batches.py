@@ -192,10 +192,6 @@ def test_prefetch_gives_values_in_order_and_computes_ahead() -> None:
     ahead.close()
 
 
-def test_prefetch_ends_at_stop() -> None:
-    assert list(prefetch(lambda k: k, 2, 4, stop=6)) == [2, 3, 4, 5]
-
-
 def test_prefetch_delivers_an_exception_in_its_turn() -> None:
     def fail(k: int) -> int:
         if k == 2:

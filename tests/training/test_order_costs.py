@@ -7,6 +7,7 @@ import time
 import numpy as np
 import pytest
 
+from benchmarks.read_amplification import blocks_of_hosts
 from training.data.sampling import order
 from training.data.sampling.random_bits import UInts
 
@@ -19,7 +20,7 @@ def test_a_block_is_read_by_one_host_except_in_the_uneven_window(hosts: int) -> 
     shuffled = order.training_order(**LARGE, seed=1, batch=4096)
     uneven = shuffled.uneven_window(0)
     for number in ((uneven + 1) % shuffled.windows, uneven):
-        counts, cells = order.blocks_of_hosts(shuffled, 4096, 0, number, hosts), shuffled.bounds(0, number)[1]
+        counts, cells = blocks_of_hosts(shuffled, 4096, 0, number, hosts), shuffled.bounds(0, number)[1]
         assert sum(counts) <= -(-cells // shuffled.block) + (hosts - 1 if number == uneven else 0)
         assert max(counts) <= (cells + 4096) / shuffled.block / hosts + 2
 
@@ -35,7 +36,7 @@ def test_other_batches_and_compressed_datasets_are_read_about_once_too(
     shuffled = order.training_order(4_000_000, record_bytes, unit, seed=1, batch=batch)
     assert not unit or shuffled.block % unit == 0
     number = (shuffled.uneven_window(0) + 1) % shuffled.windows
-    read = sum(order.blocks_of_hosts(shuffled, batch, 0, number, 8)) * shuffled.block
+    read = sum(blocks_of_hosts(shuffled, batch, 0, number, 8)) * shuffled.block
     assert read <= 1.02 * shuffled.bounds(0, number)[1]
 
 

@@ -64,9 +64,6 @@ class Backend(Protocol):
     def preflight(self) -> str | None:
         """Returns in a few words whether the run's programs are those of preflight; None without a preflight."""
 
-    def close(self) -> None:
-        """Disconnects from the other hosts. The process may end without it."""
-
 
 # A backend's class: (configuration, cluster, rendezvous, what the data needs of the model, the run's token) -> backend.
 OpenBackend = Callable[[TrainerConfig, Cluster, Rendezvous, ModelRequirements, str], Backend]

@@ -207,11 +207,6 @@ class TensorFlow:
     def preflight(self) -> str | None:
         return self._checked.summary()
 
-    def close(self) -> None:
-        """Closes the TCP connections between CPU hosts, if there are any."""
-        if self._exchange:
-            self._exchange.close()
-
 
 def _build_model(
     config: TrainerConfig, requirements: ModelRequirements, replicas: Replicas, noise: Noise

@@ -230,10 +230,6 @@ class TorchXla:
     def preflight(self) -> str | None:
         return self._checked.summary()
 
-    def close(self) -> None:
-        """Drops the process group of gloo between CPU hosts, if there is one."""
-        self._exchange = None
-
 
 def _silent(_line: str) -> None:
     """Prints nothing, on other hosts than the first."""

@@ -11,10 +11,10 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def prefetch(function: Callable[[int], T], start: int, depth: int, *, stop: int | None = None) -> Iterator[T]:
-    """Yields function(start), function(start + 1), ... up to `stop`, computed at most `depth` values ahead. Only the
-    background thread calls the function; its exception is raised when its value is due. Closing the iterator ends the
-    thread after the current call."""
+def prefetch(function: Callable[[int], T], start: int, depth: int) -> Iterator[T]:
+    """Yields function(start), function(start + 1), ... without end, computed at most `depth` values ahead. Only
+    the background thread calls the function; its exception is raised when its value is due. Closing the iterator ends
+    the thread after the current call."""
     ready: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(maxsize=max(1, depth))
     closed = threading.Event()
 
@@ -27,10 +27,9 @@ def prefetch(function: Callable[[int], T], start: int, depth: int, *, stop: int 
     def work() -> None:
         k = start
         try:
-            while not closed.is_set() and (stop is None or k < stop):
+            while not closed.is_set():
                 put((function(k), None))
                 k += 1
-            put((None, StopIteration()))
         except BaseException as error:
             put((None, error))
 
@@ -39,8 +38,6 @@ def prefetch(function: Callable[[int], T], start: int, depth: int, *, stop: int 
     try:
         while True:
             value, error = ready.get()
-            if isinstance(error, StopIteration):
-                return
             if error is not None:
                 raise error
             yield value  # type: ignore[misc]  # a value, when there is no error

@@ -248,17 +248,6 @@ def _shuffled_window(order: TrainingOrder, epoch: int, number: int) -> Ints:
     return records
 
 
-def blocks_of_hosts(order: Order, batch: int, epoch: int, number: int, hosts: int) -> list[int]:
-    """Returns how many blocks each host reads for a window."""
-    block = order.window(epoch, number) // order.block  # (cells,)
-    start, size = order.bounds(epoch, number)
-    row = (epoch * order.records + start + np.arange(size)) % batch  # (cells,)
-    lasts = np.array([host_rows(batch, host, hosts)[1] for host in range(hosts)])  # (hosts,)
-    host = np.searchsorted(lasts, row, side="right")  # (cells,)
-    read = np.unique(host * (block.max() + 1) + block) // (block.max() + 1)  # (reads,) the host of each
-    return [int(count) for count in np.bincount(read, minlength=hosts)]
-
-
 def split_places(order: Order, first: int, last: int) -> list[CellRange]:
     """Cuts the places [first, last) at the borders of windows and epochs."""
     ranges = []
