@@ -49,11 +49,12 @@ def single_host_writer(
     *,
     token: str = "t",
     config: Mapping[str, Any] | None = None,
+    identity: Mapping[str, Any] = IDENTITY,
     rendezvous: Rendezvous | None = None,
     **options: Any,
 ) -> CheckpointWriter:
     """Returns the writer of a run's only host. `options`: further arguments of CheckpointWriter"""
-    cluster, description = Cluster(0, ("h",), run_id="r"), RunDescription(IDENTITY, dict(config or {}), "c", token)
+    cluster, description = Cluster(0, ("h",), run_id="r"), RunDescription(identity, dict(config or {}), "c", token)
     return CheckpointWriter(str(folder), cluster, rendezvous or SingleHost(), description, Keep(keep_last), **options)
 
 

@@ -60,6 +60,14 @@ def test_the_time_out_names_missing_hosts_and_their_last_phases() -> None:
     assert "host 2 never connected" in message
 
 
+def test_later_arrivals_do_not_move_the_deadline_of_a_barrier() -> None:
+    state = state_of(3)
+    state.arrive(0, "p", None, 10, 0.0)
+    state.arrive(1, "p", None, 60, 9.0)
+    assert state.check_deadlines(9.9) == []
+    assert "within 10 s: host 2" in state.check_deadlines(10.0)[0][1]["lost"]
+
+
 def test_hosts_of_another_run_attempt_or_size_are_refused() -> None:
     state = BarrierState(Identity("run", 1, 2))
     assert state.connect(0, Identity("other", 1, 2), 0.0) == Refusal(

@@ -3,17 +3,24 @@ counts once."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
 
+from tests.container.small_runs import StopAfter
+from tests.training.numpy_backend import Runs
 from training.batch import Arrays, HostBatch, Signals, StepResult
 from training.distributed.rendezvous import SingleHost
 from training.distributed.shutdown import ShutdownRequest
+from training.errors import StopRequested
 from training.evaluate import evaluate_all
+from training.tasks.mlm.task import MaskedLanguageModeling
+from training.telemetry.metrics import read_history
 
 BATCHES = 7
 
@@ -63,3 +70,27 @@ def test_a_stop_is_seen_by_the_result_that_carries_it_and_what_is_in_flight_is_r
     assert result.signals.stop
     assert backend.started == 4  # batch 1's result is read when the third one after it would wait
     assert backend.read == backend.started
+
+
+@pytest.mark.parametrize("changes", [{}, {"checkpoint__best": {"metric": "loss", "mode": "min"}}])
+def test_an_evaluation_that_was_broken_off_does_not_count_and_is_repeated(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    runs, changes = Runs(tmp_path), {"train__steps": 30, "evaluation__every": 10, **changes}
+
+    def evaluated() -> list[int]:
+        return [line["step"] for line in read_history(str(runs.path("r"))) if "eval_loss" in line]
+
+    with pytest.raises(StopRequested, match="stopped after step 10"):
+        runs.train("r", 0, shutdown=StopAfter(12), **changes)  # at the start, in 10 steps, and in the first batch of 3
+    assert evaluated() == []
+    runs.train("r", 1, **changes)
+    assert evaluated() == [10, 20, 30]
+
+
+def test_figures_of_nothing_finite_are_nan() -> None:
+    """A loss that overflows exp is no nan, and a nan is no large loss."""
+    for loss, perplexity in ((1.0, math.e), (800.0, math.inf), (math.inf, math.inf), (math.nan, math.nan)):
+        total = StepResult({"loss": loss, "weight": 1.0, "correct": 0.0}, Signals())
+        figures = MaskedLanguageModeling.figures(cast(Any, None), total)
+        assert figures["perplexity"] == pytest.approx(perplexity, nan_ok=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.training.checkpoint_writers import save_step, single_host_writer
+from tests.training.checkpoint_writers import IDENTITY, save_step, single_host_writer
 from training import storage
 from training.checkpoint.format import committed_steps, read_manifest
 from training.checkpoint.reader import verify
@@ -141,6 +141,14 @@ def test_a_late_commit_of_an_older_start_is_kept_by_the_newest() -> None:
     assert committed_steps(CHECKPOINTS, storage) == [20, 10]
     for step in (10, 20):
         verify(CHECKPOINTS, step, storage)
+
+
+def test_a_late_commit_of_another_identity_is_replaced_by_the_newest() -> None:
+    storage = MemoryStorage()
+    save_step(single_host_writer(CHECKPOINTS, token="aa", storage=storage, identity={"seed": 2}), 10)
+    save_step(saver(storage, "bb", start("runs/r", "bb", storage), []), 10)
+    assert read_manifest(CHECKPOINTS, 10, storage).identity == IDENTITY
+    verify(CHECKPOINTS, 10, storage)
 
 
 def test_a_commit_whose_parts_are_gone_is_replaced_by_the_newest() -> None:

@@ -86,6 +86,25 @@ def test_evaluations_by_another_metric_mode_or_data_are_not_compared(rule: Best,
     assert (after.best, after.step) == ((before.best, 10) if is_kept else (None, -1))
 
 
+def test_only_skipped_steps_in_a_row_end_a_run() -> None:
+    progress, good, skipped = Progress(), result(5.0), replace(result(float("nan")), skipped=True)
+    for step in (*[skipped] * (MOST_SKIPPED - 1), good, *[skipped] * (MOST_SKIPPED - 1)):
+        progress.finish_step(step, batch())
+    assert progress.skipped == 2 * MOST_SKIPPED - 2
+    with pytest.raises(NonFinite, match=f"{MOST_SKIPPED} steps in a row"):
+        progress.finish_step(skipped, batch())
+
+
+def test_steps_of_another_program_that_were_not_finite_do_not_count(tmp_path: Path) -> None:
+    for number, program in enumerate("pqp"):
+        record = NonFiniteStep(number, number, f"c{number}", program)
+        write_nonfinite(str(tmp_path / "attempts" / f"attempt-{number}.t.json"), record)
+    history = NonFiniteHistory.read(str(tmp_path), "p", SingleHost(), True, storage)
+    assert history.suspects == {"c0", "c2"}
+    assert isinstance(history.judge(NonFinite(1, "nan"), 0), NonFinite)
+    assert isinstance(history.judge(NonFinite(2, "nan"), 0), BadInput)
+
+
 class Backend:
     """Counts what it is told to have compiled."""
 

@@ -48,6 +48,26 @@ def test_weights_are_copied_in_few_calls_for_their_checksum() -> None:
     assert state.calls == [[*sorted(small), "model/a"], ["model/b"]], "64 MiB, or one tensor"
 
 
+class OtherWeights(SingleHost):
+    """Two hosts, the other of which has the weights that it is told to."""
+
+    def __init__(self, checksum: str) -> None:
+        self.checksum = checksum
+
+    def meet(self, name: str, payload: Any = None, seconds: float | None = None) -> list[Any]:
+        return [payload, [self.checksum, 3]]
+
+
+def test_hosts_that_end_with_different_weights_fail() -> None:
+    state: Any = CountingState({"model/w": 8})
+    same = weights_crc32c(state)
+    run: Any = SimpleNamespace(rendezvous=OtherWeights(same))
+    assert compare_weights(run, state, 2, 1.0) == (same, 5)
+    run.rendezvous = OtherWeights("00000000")
+    with pytest.raises(TrainError, match=f"different weights .crc32c by host: {same}, 00000000"):
+        compare_weights(run, state, 2, 1.0)
+
+
 def test_a_run_frees_the_memory_of_its_snapshots_before_it_copies_the_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ from training.tasks.masked_rows import MaskedRows
 
 class MaskedLanguageModeling(MaskedRows):
     def figures(self, total: StepResult) -> dict[str, float]:
-        """Returns the loss, the perplexity (inf for a loss above 700) and the accuracy (nan without predictions)."""
+        """Returns the loss, the perplexity (inf for a loss from 700 on) and the accuracy (nan without predictions)."""
         weight = total.sums["weight"] or float("nan")
-        perplexity = math.exp(total.loss) if total.loss < 700 else math.inf  # exp overflows above 709
+        perplexity = math.inf if total.loss >= 700 else math.exp(total.loss)  # exp overflows above 709
         return {"loss": total.loss, "perplexity": perplexity, "accuracy": total.sums["correct"] / weight}
