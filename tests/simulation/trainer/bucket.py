@@ -46,7 +46,7 @@ class Treatment:
     before: float
     after: float
     fails: str = ""  # "", "before" or "after" it took effect
-    flips: bool = False  # storage stores a wrong byte
+    flips: bool = False  # storage stores a wrong byte, or a read returns one
 
 
 @dataclass
@@ -90,13 +90,16 @@ class HostStorage:
         )
 
     def read(self, url: str, start: int = 0, end: int | None = None, *, generation: int | None = None) -> bytes:
+        mask = [0]
+
         def effect() -> bytes:
             stored = self._get(url)
             if generation is not None and stored.generation != generation:
                 raise Changed(f"{url} was replaced while it was in use: start again")
-            return stored.data[start:end]
+            data = stored.data[start:end]
+            return data[:-1] + bytes([data[-1] ^ mask[0]])
 
-        return self._call(READ, url, effect)
+        return self._call(READ, url, effect, flip=lambda: mask.append(mask.pop() ^ 1))
 
     def read_into(self, url: str, start: int, place: memoryview) -> int:
         data = self.read(url, start, start + len(place))

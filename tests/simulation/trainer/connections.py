@@ -112,7 +112,7 @@ class End:
 
     def put_on_wire(self, data: bytes | None) -> None:
         """Sends bytes, or None for the end."""
-        if self._held or self.link.cut or self._peer.link.cut:
+        if self._held or self._wire.is_cut(self.link, self._peer.link):
             self._held.append(data)
             return
         wire = self._wire
@@ -123,7 +123,7 @@ class End:
         """Receives bytes, or the end."""
         if self._error:
             return
-        if self.link.cut or sender.link.cut:
+        if self._wire.is_cut(self.link, sender.link):
             sender._held.append(data)
             return
         if self.closed:
@@ -251,6 +251,10 @@ class Wire:
         self.scheduler, self._random = scheduler, randomness
         self.listeners: dict[tuple[str, int], Listener] = {}
         self.links: dict[str, Link] = {}
+        self.parted: set[frozenset[str]] = set()  # pairs of addresses that do not reach each other
+
+    def is_cut(self, one: Link, other: Link) -> bool:
+        return one.cut or other.cut or frozenset((one.address, other.address)) in self.parted
 
     def latency(self) -> float:
         """Returns the seconds that a packet takes."""
@@ -261,17 +265,25 @@ class Wire:
 
     def cut(self, address: str) -> None:
         """Cuts a host from the network. Each side of its connections breaks after its own `lost_seconds`."""
-        link = self.link(address)
-        link.cut = True
-        now = self.scheduler.now
-        for end in link.ends:
-            for side in filter(None, (end, end.peer)):
-                self.scheduler.call_at(now + side.lost_seconds, lambda side=side: self._give_up(side))
+        self.link(address).cut = True
+        self._watch_silence(address)
 
-    def restore(self, address: str) -> None:
-        link = self.link(address)
-        link.cut = False
-        for end in list(link.ends):
+    def part(self, *addresses: str) -> None:
+        """Cuts two hosts from each other; both reach all else."""
+        self.parted.add(frozenset(addresses))
+        self._watch_silence(addresses[0])
+
+    def _watch_silence(self, address: str) -> None:
+        for end in self.link(address).ends:
+            for side in filter(None, (end, end.peer)):
+                when = self.scheduler.now + side.lost_seconds
+                self.scheduler.call_at(when, lambda side=side: self._give_up(side))
+
+    def restore(self, *addresses: str) -> None:
+        """Ends the cut of a host, or of two from each other."""
+        self.parted.discard(frozenset(addresses))
+        self.link(addresses[0]).cut &= len(addresses) > 1
+        for end in list(self.link(addresses[0]).ends):
             for side in filter(None, (end, end.peer)):
                 side.resume()
 
@@ -285,7 +297,7 @@ class Wire:
 
     def _give_up(self, end: End) -> None:
         peer = end.peer
-        if end.link.cut or (peer is not None and peer.link.cut):
+        if self.is_cut(end.link, peer.link if peer is not None else end.link):
             end.break_off(errno.ETIMEDOUT)
             # From now on, the peer's bytes are answered with a reset, once they arrive.
             if peer is not None:
@@ -311,7 +323,7 @@ class HostNetwork:
         while True:
             scheduler.sleep(wire.latency())
             other = wire.link(address)
-            if not self._link.cut and not other.cut:
+            if not wire.is_cut(self._link, other):
                 break
             if not deadline.left():
                 raise TimeoutError("timed out")

@@ -113,6 +113,28 @@ def _rot(rng: random.Random, plan: Plan) -> Plan:
     return _with(plan, _fault("rot", MANIFEST, number, "after"), _fault("power", MANIFEST, number, "after"))
 
 
+def _wrong_read(rng: random.Random, plan: Plan) -> Plan:
+    """All hosts end, and later one of them reads a wrong byte of the checkpoint, once."""
+    number = rng.randint(1, 3)
+    request = rng.choice((("read", "manifest.json"), ("read", "part-")))
+    wrong = Fault("wrong read", 0.0, (*request, rng.randint(1, 4)), "before", REQUESTER, 0.0, 1.0)
+    return _with(replace(plan, faults=(), jitter=0.2), _fault("power", MANIFEST, number, "after"), wrong)
+
+
+def _early_stop(rng: random.Random, plan: Plan) -> Plan:
+    """A host is asked to stop while others wait for one that starts late."""
+    late, asked = rng.uniform(16.0, 40.0), rng.uniform(9.0, 14.0)
+    faults = (("late host", 0.4, late), ("power", 0.5, 0.0), ("sigterm", asked, 0.0))
+    timed = tuple(Fault(kind, at, None, "before", 1, seconds, 1.0) for kind, at, seconds in faults)
+    return replace(plan, hosts=4, later_hosts=(4,), faults=timed, jitter=0.2)
+
+
+def _late_stop(rng: random.Random, plan: Plan) -> Plan:
+    """A host is asked to stop in a step that takes longer than a stop may."""
+    stop = Fault("sigterm", rng.uniform(4.0, 60.0), None, "before", rng.randrange(4), 0.0, 1.0)
+    return replace(plan, hosts=rng.randint(2, 4), faults=(stop,), step_seconds=120.0, jitter=0.2)
+
+
 def _late_record(rng: random.Random, plan: Plan) -> Plan:
     """A step is not finite, and writing its record is slow."""
     return _with(
@@ -132,4 +154,7 @@ _SCENARIOS: tuple[Callable[[random.Random, Plan], Plan], ...] = (
     _hang,
     _rot,
     _late_record,
+    _wrong_read,
+    _early_stop,
+    _late_stop,
 )

@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from tests.simulation.trainer.plan import REQUESTER, Fault, Plan
+from training.checkpoint.format import Manifest
+from training.checkpoint.reader import checkpoint_name
 from training.checkpoint.safetensors_file import decode
 from training.models.export import PREFIX
 from training.models.hub import PushEnd
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 TOKENIZER = "gs://data/t"
 TOKENIZER_FILES = {f"{TOKENIZER}/tokenizer.json": b'{"model": {}}', f"{TOKENIZER}/vocab.txt": b"[PAD]\n"}
 HUB_SECONDS = 20.0  # hub.wait_seconds
-_SKIPPED: tuple[frozenset[int], ...] = tuple(map(frozenset, ((), (1,), (3,), (0, 1, 2), (2, 5, 9))))
+_SKIPPED: tuple[frozenset[int], ...] = tuple(map(frozenset, ((), (1,), (3,), (0, 1, 2), (0, 2, 4, 6), (2, 5, 9))))
 _LONGEST_WRITE = 115.0  # seconds; storage itself gives up after 120
 _SLOW = (("write", "part-"), ("write", "part-"), ("write", "manifest.json"), ("write", WEIGHTS), ("read", "part-"))
 _HUB_FAULTS = ("", "", "", "refuses", "hangs", "noise", "raises", "slow")
@@ -37,8 +39,9 @@ _HUB_FAULTS = ("", "", "", "refuses", "hangs", "noise", "raises", "slow")
 def add_features(plan: Plan) -> Plan:
     """Returns the plan with features, each for a share of the seeds."""
     rng = random.Random(f"ends {plan.seed}")
-    kinds = [rng.random() < share for share in (0.2, 0.15, 0.15, 0.08, 0.06)]
-    for is_so, change in zip(kinds, (_skip, _export, _push, _slow_storage, _stop_twice), strict=True):
+    kinds = [rng.random() < share for share in (0.2, 0.15, 0.15, 0.08, 0.06, 0.1, 0.05)]
+    changes = (_skip, _export, _push, _slow_storage, _stop_twice, _strangers, _drift)
+    for is_so, change in zip(kinds, changes, strict=True):
         plan = change(rng, plan) if is_so else plan
     return plan
 
@@ -60,7 +63,26 @@ def _export(rng: random.Random, plan: Plan) -> Plan:
         name, moment = rng.choice((CONFIG, WEIGHTS, "vocab.txt")), rng.choice(("before", "after"))
         fault = Fault(kind, 0.0, ("write", name, number), moment, REQUESTER, rng.uniform(2, 30), 0.3)
         plan = replace(plan, faults=(*plan.faults, fault))
+    elif rng.random() < 0.6:  # it takes minutes, and hosts are asked to stop meanwhile
+        plan = replace(plan, hosts=rng.randint(2, 4), faults=(), keep_last=2, export=True)
+        slow = [Fault("slow request", 0.0, ("write", name, 1), rng.choice(("before", "after")), REQUESTER,
+                      rng.uniform(30.0, 80.0), 1.0) for name in (CONFIG, WEIGHTS)]  # fmt: skip
+        stop = Fault(
+            rng.choice(("sigterm", "sigterm all")), 0.0, ("write", CONFIG, 1), "before", rng.randrange(4), 0, 1.0
+        )
+        plan = replace(plan, faults=(*slow, stop) if rng.random() < 0.8 else tuple(slow))
     return replace(plan, export=True)
+
+
+def _strangers(rng: random.Random, plan: Plan) -> Plan:
+    """Another program has trained in the run's folder, and no step of it was finite."""
+    return replace(plan, strangers=True)
+
+
+def _drift(rng: random.Random, plan: Plan) -> Plan:
+    """The weights of a host differ after the last save."""
+    drift = Fault("drift", rng.uniform(0.0, 9.0), None, "before", rng.randint(1, 3), 0, 1.0)
+    return replace(plan, hosts=max(2, plan.hosts), faults=(*plan.faults, drift))
 
 
 def _push(rng: random.Random, plan: Plan) -> Plan:
@@ -195,6 +217,8 @@ class FeaturePromises:
     def finished(self, host: Host) -> None:
         """A process that exits with 0 has exported the model, and uploaded it if the Hub had no fault."""
         plan, world = self._world.plan, self._world
+        if host.group.drifted:
+            self._broken("hosts with different weights do not finish", f"{host.name} exits with 0")
         if plan.export and f"{self._model}/{WEIGHTS}" not in world.bucket.objects:
             self._broken("0 means exported", f"{host.name} exits with 0, and there is no model")
         excused = plan.hub_fault or world.disturbed or world.rotten or host.hurt
@@ -212,6 +236,15 @@ class FeaturePromises:
 def is_export(request: Request) -> bool:
     """Returns whether a request is part of the model's export, without which a run does not finish."""
     return request.url.startswith(TOKENIZER) or "/run/model/" in request.url
+
+
+def put_strange_records(world: World, manifest: Manifest | None = None) -> None:
+    """Puts another program's records of steps that were not finite: of all, or of the first after a checkpoint."""
+    name, step = (checkpoint_name(manifest), manifest.step) if manifest else (None, 0)
+    for number in [step] if manifest else range(world.plan.steps):
+        record = {"step": number, "restored": step, "checkpoint": name, "program": "another"}
+        url = f"{world.config.output}/run/attempts/attempt-0000.{step}-{number}.nonfinite.json"
+        world.bucket.put(url, json.dumps(record).encode(), "world")
 
 
 def put_tokenizer(world: World) -> None:

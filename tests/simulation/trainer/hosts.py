@@ -32,27 +32,32 @@ KILLED = 137  # exit code of a killed process
 
 
 class Group:
-    def __init__(self, world: World, label: str, attempt: int, slice_number: int) -> None:
+    def __init__(self, world: World, label: str, attempt: int, slice_number: int, hosts: int) -> None:
         self.world, self.label, self.attempt, self.slice_number = world, label, attempt, slice_number
-        self.size = world.plan.hosts
+        self.size = hosts
         self.exchange = Exchange(
             self.size, self._draw_seconds, lambda message: world.promises.broken("all hosts choose alike", message)
         )
         self.collective: dict[Task, None] = {}  # tasks that wait in one
         self.addresses = tuple(f"10.{slice_number}.0.{worker}" for worker in range(self.size))
         self.glitch: tuple[int, bool] | None = None  # a step whose update is not finite, and whether its norm shows it
-        self.asked_to_stop = False
+        self.asked_to_stop = self.drifted = False
         self.delayed = world.jitter > 0.5  # storage is too slow for the time of a stop
         self.claimed = float("inf")  # when all hosts had met
+        self.newest_at_claim = 0  # step of the newest whole checkpoint then
         self.began = world.scheduler.now
         self.hosts = [Host(self, worker) for worker in range(self.size)]
         for host in self.hosts:
-            host.hurt = host.cut
+            host.hurt = host.cut or any(host.address in pair for pair in world.wire.parted)
         # With slow requests, host 0's work before a barrier may take longer than the other hosts wait.
         self.disturbed = any(host.hurt for host in self.hosts) or world.jitter > 1
 
     def _draw_seconds(self) -> float:
         return self.world.plan.step_seconds * (0.5 + self.world.random.random())
+
+    @property
+    def is_parted(self) -> bool:
+        return any(pair <= set(self.addresses) for pair in self.world.wire.parted)
 
     @property
     def is_over(self) -> bool:
@@ -74,9 +79,10 @@ class Host:
         self.code: int | None = None
         self.ended = 0.0
         self.lines: list[str] = []  # printed so far
-        self.frozen = self.hanging = False
+        self.frozen = self.hanging = self.drifts = False
         self.hurt = False  # it was frozen, or without network, at some time
         self.stops: list[float] = []  # times of requests to stop
+        self.joined = float("inf")  # when it was admitted to the rendezvous
         self.interrupted = False  # by Ctrl-C
         self.shutdown: ShutdownRequest | None = None
         skew = world.random.choice((0.0, 0.0, -3600.0, 86400.0))
@@ -118,6 +124,7 @@ class Host:
         except TrainError as error:  # as cli.main does
             print_error(error)
             self.exit(error.exit_code)
+        self.joined = self.scheduler.now
         stop_seconds = config.checkpoint.stop_seconds
         shutdown.limit(stop_seconds, lambda: exit_overdue(rendezvous, stop_seconds, machine))
         dependencies = Dependencies(

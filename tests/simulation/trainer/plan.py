@@ -38,6 +38,7 @@ KINDS = (
     "kill",  # a process ends at once
     "freeze",  # a machine freezes for a while
     "cut",  # a host loses its network for a while
+    "part",  # a host and the one before it do not reach each other for a while
     "sigterm",
     "sigterm twice",
     "sigterm all",
@@ -46,6 +47,8 @@ KINDS = (
     "storm",  # storage fails before or after a write
     "slow",  # storage is very slow
     "full",  # storage has no room
+    "forbidden",  # storage answers host 0, and perhaps another, with 403
+    "quota",  # storage answers with 429, and then late or not at all
     "telemetry",  # storage refuses all but checkpoints
     "cut line",  # a file of metrics ends in the middle of a line
     "bad write",  # storage stores a wrong byte of a part
@@ -55,9 +58,9 @@ KINDS = (
     "clock",  # a wall clock jumps
     "late host",  # a host of the next attempt starts much later than the others
 )
-# Only in fault_scenarios.py: "hang" (a process freezes, but its kernel answers) and "late" (a request takes effect
-# late, or its answer is late). Only in features.py: "slow request" ("late" within the limit of storage), "sigterm all
-# twice" and "interrupt twice".
+# Only in fault_scenarios.py: "hang" (a process freezes, but its kernel answers), "late" (a request takes effect late,
+# or its answer is late) and "wrong read" (one read returns a wrong byte). Only in features.py: "slow request" ("late"
+# within the limit of storage), "drift" (a host's weights differ at the end), "sigterm all twice", "interrupt twice".
 _REQUESTS = (
     ("write", "manifest.json"),
     ("write", "part-"),
@@ -92,11 +95,13 @@ class Plan:
     rendezvous_seconds: float
     launcher_patience: float  # seconds that a launcher waits for unreachable hosts
     faults: tuple[Fault, ...]
+    later_hosts: tuple[int, ...]  # of attempts 1, 2, 3, ...; they repeat
     jitter: float = 0.2  # seconds until storage carries out a request, at most
     # Set by features.py.
     skip: bool = False  # train.on_nonfinite: skip
     skipped: frozenset[int] = frozenset()  # steps that are never finite
     export: bool = False  # the model, at the end
+    strangers: bool = False  # the run's folder has records of another program
     hub: str = ""  # uploads: at the "end", or also of each "checkpoint"
     hub_fault: str = ""  # the fault of the Hub, or of the uploading processes
 
@@ -132,6 +137,7 @@ def draw(seed: int) -> Plan:
         rendezvous_seconds=30.0,
         launcher_patience=rng.choice((5.0, 40.0)),
         faults=faults,
+        later_hosts=tuple(rng.choices((1, 2, 3, 4), k=4)) if rng.random() < 0.15 else (hosts,) * 4,
     )
 
 

@@ -10,7 +10,7 @@ from functools import lru_cache
 from tests.simulation.scheduler import Process, Scheduler, Task
 from tests.simulation.trainer.bucket import WRITE, Bucket, Request, Stored, Treatment
 from tests.simulation.trainer.connections import Wire
-from tests.simulation.trainer.features import HUB_SECONDS, SimulatedHub, is_export, put_tokenizer
+from tests.simulation.trainer.features import HUB_SECONDS, SimulatedHub, is_export, put_strange_records, put_tokenizer
 from tests.simulation.trainer.hosts import Group, Host
 from tests.simulation.trainer.model import curriculum
 from tests.simulation.trainer.plan import HOSTILE_SECONDS, REQUESTER, Fault, Plan
@@ -78,6 +78,8 @@ class World:
         )
         if plan.export:
             put_tokenizer(self)
+        if plan.strangers:
+            put_strange_records(self)
         self.wire = Wire(self.scheduler, self.random)
         self.groups: list[Group] = []
         self.disturbed = False  # storage had faults
@@ -101,6 +103,7 @@ class World:
         self._slices = 0
         self._late = 0.0
         self._flips_next = False  # for the next part written
+        self._misreads = False  # the read that is treated
         self._active: list[tuple[float, Fault]] = []  # (end, fault) of lasting faults of storage
         self._awaited = [
             [fault, 0] for fault in plan.faults if fault.request
@@ -190,8 +193,9 @@ class World:
         self._slices += 1
         slice_number = self._slices
         for attempt in range(attempts):
-            group = Group(self, f"{chr(ord('a') + len(self.groups) % 26)}{len(self.groups) // 26 or ''}",
-                          attempt, slice_number)  # fmt: skip
+            label = f"{chr(ord('a') + len(self.groups) % 26)}{len(self.groups) // 26 or ''}"
+            hosts = self.plan.later_hosts[attempt % len(self.plan.later_hosts)] if attempt else self.plan.hosts
+            group = Group(self, label, attempt, slice_number, hosts)
             self.groups.append(group)
             late, self._late = self._late, 0.0
             for host in group.hosts:
@@ -248,13 +252,13 @@ class World:
         host = requester if requester and fault.worker == REQUESTER else group.hosts[fault.worker % group.size]
         until = min(scheduler.now + fault.seconds, HOSTILE_SECONDS)
         scheduler.note(f"strikes: {fault.kind}")
-        if fault.kind in ("kill", "power", "freeze", "hang", "cut", "nan"):
+        if fault.kind in ("kill", "power", "freeze", "hang", "cut", "part", "nan", "drift"):
             group.disturbed = True
-        if fault.kind in ("storm", "slow", "full"):
+        if fault.kind in ("storm", "slow", "full", "forbidden", "quota"):
             self.disturbed = True
         if fault.kind == "bad write":
             self.disturbed = self._flips_next = True
-        if fault.kind in ("storm", "slow", "full", "telemetry"):
+        if fault.kind in ("storm", "slow", "full", "telemetry", "forbidden", "quota"):
             self._active.append((until, fault))
         elif fault.kind == "kill":
             host.kill()
@@ -271,6 +275,8 @@ class World:
             host.hurt = True
             self.wire.cut(host.address)
             scheduler.call_at(until, lambda: self.restore_network(host))
+        elif fault.kind == "part" and group.size > 1:
+            self._part(host, group.hosts[host.worker - 1], until)
         elif fault.kind.startswith("sigterm"):
             self._ask_to_stop(fault, group, host)
         elif fault.kind == "interrupt twice":
@@ -285,6 +291,8 @@ class World:
         elif fault.kind == "nan":
             number, tells = self.random.randrange(self.plan.steps), self.random.random() < 0.5
             group.glitch = (number, tells and not self.plan.skip)
+        elif fault.kind == "drift":
+            host.drifts = True
         elif fault.kind == "poison":
             self._poison()
         elif fault.kind == "clock":
@@ -294,6 +302,18 @@ class World:
         elif fault.kind == "cut line":
             self._cut_line()
         self.changed()
+
+    def _part(self, host: Host, other: Host, until: float) -> None:
+        """Cuts two hosts of a group from each other: its collectives wait, too."""
+
+        def end() -> None:
+            self.wire.restore(host.address, other.address)
+            for group in self.groups:  # a later one may be on these hosts
+                self.scheduler.wake_all(group.collective)
+
+        host.hurt = other.hurt = True
+        self.wire.part(host.address, other.address)
+        self.scheduler.call_at(until, end)
 
     def restore_network(self, host: Host) -> None:
         if host.cut and not host.frozen:
@@ -377,6 +397,10 @@ class World:
                 fails, after = self.random.choice(("before", "after")), after + 10 * rand()
             elif fault.kind == "slow":
                 before += fault.seconds * rand()
+            elif fault.kind == "forbidden" and host is not None and host.worker in (0, fault.worker):
+                before, after, fails = 0.1, 0.0, "before"  # a 403 is not tried again
+            elif fault.kind == "quota" and rand() < fault.rate:
+                before, fails = 120 * rand(), "before" if rand() < 0.3 else ""  # a 429 is
             elif fault.kind == "full" and request.kind == WRITE and request.size > 64:
                 fails = "before"
             elif fault.kind == "telemetry" and not is_checkpoint and not _is_claim(request) and not is_export(request):
@@ -386,6 +410,7 @@ class World:
             before, after = before + late[0], after + late[1]
         flips = self._flips_next and request.kind == WRITE and request.name.startswith("part-")
         self._flips_next = self._flips_next and not flips
+        flips, self._misreads = flips or self._misreads, False
         return Treatment(before, after, fails, flips)
 
     def _count(
@@ -401,6 +426,10 @@ class World:
         if seen + 1 != number:
             return 0.0, 0.0
         self._awaited.remove(waiting)
+        if fault.kind == "wrong read":
+            self.scheduler.note("strikes: a wrong read")
+            self._misreads = True
+            return 0.0, 0.0
         if fault.kind in ("late", "slow request") and host is not None:
             self.scheduler.note(f"strikes: late by {fault.seconds:.1f} s")
             host.group.delayed = True
