@@ -121,7 +121,7 @@ def draw(seed: int) -> Plan:
     return Plan(
         seed=seed,
         hosts=hosts,
-        records=rng.choice((12, 24)),
+        records=rng.choice((12, 20, 24)),
         batch=12,
         steps=steps,
         every_steps=every,
