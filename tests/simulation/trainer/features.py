@@ -176,6 +176,7 @@ class FeaturePromises:
             self.what_is_exported_is_the_last_state(stored, by)
         elif url.endswith("/summary.json"):
             self.the_summary_is_true(json.loads(stored.data), by)
+            self._world.promises.evaluations.the_summary_has_the_last_and_the_best(json.loads(stored.data), by)
 
     def a_checkpoint_counts_what_was_skipped(self, url: str, step: int, state: object, by: str) -> None:
         """A checkpoint has the number of skipped steps and the last finite loss, over all attempts."""

@@ -85,6 +85,7 @@ class Host:
         self.joined = float("inf")  # when it was admitted to the rendezvous
         self.interrupted = False  # by Ctrl-C
         self.shutdown: ShutdownRequest | None = None
+        self.backend: SimulatedBackend | None = None
         skew = world.random.choice((0.0, 0.0, -3600.0, 86400.0))
         self.clock = SimulatedClock(self.scheduler, started=-1000 * world.random.random(), wall=1.8e9 + skew)
         self.machine = Machine(
@@ -131,13 +132,17 @@ class Host:
             machine=machine,
             storage=HostStorage(world.bucket, self.name),
             open_task=lambda *_: SimulatedTask(self),  # type: ignore[arg-type, return-value]
-            open_backend=lambda *_: SimulatedBackend(self),  # type: ignore[arg-type, return-value]
+            open_backend=self._open_backend,  # type: ignore[arg-type]
             trackers=("jsonl",),
             push=world.hub.push_of(self),
             profiles=lambda _: None,
         )
         with ending_process(rendezvous, machine):
             train(config, cluster, rendezvous, shutdown, timer, dependencies)  # type: ignore[arg-type]
+
+    def _open_backend(self, *_: object) -> SimulatedBackend:
+        self.backend = SimulatedBackend(self)
+        return self.backend
 
     def exit(self, code: int) -> NoReturn:
         """Ends the process from inside, with an exit code."""

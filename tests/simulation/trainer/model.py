@@ -46,6 +46,7 @@ class Curriculum:
             self.losses.append(loss_of(self.states[-1], batch_of_step))
             skips = number in skipped
             self.states.append(self.states[-1] if skips else advance(self.states[-1], batch_of_step))
+        self.figures = [figure_of(state) + np.mean(range(EVALUATION_BATCHES)) for state in self.states]
 
 
 @lru_cache(maxsize=256)
@@ -72,6 +73,11 @@ def loss_of(state: State, records: np.ndarray) -> float:
     return float(abs(float(state["model/weight"][0])) + int(records[0]) % 7 + 1)
 
 
+def figure_of(state: State) -> int:
+    """Returns the loss of a state in an evaluation: of its first batch; each later one has 1 more."""
+    return int(state["model/bias"][0]) * 7 % 11
+
+
 SPECS = {
     name: TensorSpec({"f": "F32", "i": "I64"}[array.dtype.kind], array.shape, array.nbytes)
     for name, array in Curriculum(8, 2, 0, 0).states[0].items()
@@ -94,6 +100,7 @@ class SimulatedTask:
 
     def __init__(self, host: Host) -> None:
         self._host, self._curriculum = host, host.group.world.curriculum
+        host.pass_time("opening the data", host.group.world.plan.compile_seconds)
         self.data = SimpleNamespace(
             train=SimpleNamespace(records=self._curriculum.records, url="gs://data/train"),
             evaluation=SimpleNamespace(records=4, url="gs://data/evaluation"),
@@ -196,12 +203,16 @@ class SimulatedBackend:
         self._steps_after_stop = 0
         self._is_poisoned = False  # the checkpoint it began from
         self._restored_generation = 0  # of that checkpoint
+        self._done = -1  # steps whose results were read; -1 before training
+        self.evaluated: set[int] = set()  # after these steps, here or before the restore; -1 before training
+        self._evaluating: list[bool] = []  # whether the result of each batch of an evaluation told of no stop
         host.pass_time("loading the framework", self._world.plan.compile_seconds)
 
     def batches(self, task: SimulatedTask, start: int) -> Generator[HostBatch, None, None]:
         self._started, self._is_poisoned = start, self._world.is_poisoned(start)
-        self._restored_generation = self._world.generation_of(start)
+        self._restored_generation, self._done = self._world.generation_of(start), start
         self._world.promises.state_is_right(self._host, start, self.state)
+        self._world.promises.evaluations.restored(self, start)
         return task.batches(start)
 
     def evaluation_batches(self, task: SimulatedTask) -> Iterator[HostBatch]:
@@ -211,6 +222,7 @@ class SimulatedBackend:
         shutdown = self._host.shutdown
         self._steps_after_stop += bool(self._host.stops and shutdown and shutdown.requested)
         self._world.promises.a_stop_is_agreed_in_the_next_step(self._host, self._steps_after_stop - self.in_flight)
+        self._world.promises.evaluations.none_is_left_out(self._host, number)
         if not self._compiled:
             self._compiled = 1
             self._host.pass_time("compiling", self._world.plan.compile_seconds)
@@ -218,6 +230,7 @@ class SimulatedBackend:
 
     def evaluate(self, batch: Arrays, signals: Signals) -> Pending:
         self._compiled = max(self._compiled, 2)
+        self._evaluating = self._evaluating if batch["input_ids"][0, 0] else []
         return Pending(self, f"evaluation {int(batch['input_ids'][0, 0])}", batch, signals, None)
 
     def finish(self, kind: str, gathering: Gathering, number: int | None) -> StepResult:
@@ -232,7 +245,12 @@ class SimulatedBackend:
         for _, given in gathering.brought.values():
             signals = signals.union(given)
         if number is None:
-            return StepResult({"loss": 2.0, "weight": 1.0, "correct": 0.0}, signals)
+            loss = float(figure_of(self.state) + len(self._evaluating))
+            self._evaluating.append(not signals.stop)
+            if self._evaluating == [True] * EVALUATION_BATCHES:
+                self.evaluated.add(self._done)
+            return StepResult({"loss": loss, "weight": 1.0, "correct": 0.0}, signals)
+        self._done = number + 1
         records = np.concatenate([gathering.brought[worker][0].ravel() for worker in range(host.group.size)])
         if self._snapshot:
             self._snapshot.wait_before_mutation()

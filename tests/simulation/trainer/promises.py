@@ -13,20 +13,21 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tests.simulation.trainer.bucket import Stored
-from tests.simulation.trainer.features import FeaturePromises
+from tests.simulation.trainer.evaluations import EvaluationPromises
+from tests.simulation.trainer.features import FeaturePromises, put_strange_records
 from training.checkpoint.format import MANIFEST, Manifest, load_manifest, step_of
 from training.checkpoint.safetensors_file import Damaged, decode
 from training.errors import Exit
 from training.storage import name_of
 
 if TYPE_CHECKING:
-    from tests.simulation.trainer.hosts import Host
+    from tests.simulation.trainer.hosts import Group, Host
     from tests.simulation.trainer.model import State
     from tests.simulation.trainer.world import World
 
 RUN = "gs://bucket/runs/run"
 CHECKPOINTS = f"{RUN}/checkpoints/"
-SECOND_SIGTERM, SECOND_INTERRUPT = 128 + 15, 128 + 2
+KILLED, SECOND_SIGTERM, SECOND_INTERRUPT = 128 + 9, 128 + 15, 128 + 2
 _NOT_GONE_ON_FROM = "no step after it is finite"
 _CLAIM = re.compile(r"attempt-\d+\.[0-9a-f]+\.json")
 _TELEMETRY = re.compile(r"metrics|report\.html|tensorboard|\.end\.json|events|hub|Hub")
@@ -47,13 +48,14 @@ class Promises:
     def __init__(self, world: World) -> None:
         self._world = world
         self.features = FeaturePromises(world)
+        self.evaluations = EvaluationPromises(world)
         self.violations: list[tuple[str, str]] = []  # (promise, observation)
         self.newest_whole = 0
         self.claims: dict[str, Claimed] = {}  # by group label, in the order of writing
         # (group label, step) of manifests, in the order of writing or of refused writes
         self.commits: list[tuple[str, int]] = []
         self._late_commits: dict[str, str] = {}  # manifest written after its parts were deleted -> writer
-        self._overtaken: set[str] = set()  # these manifests, and those whose parts were deleted afterwards
+        self.overtaken: set[str] = set()  # these manifests, and those whose parts were deleted afterwards
         self._committed_at = 0.0  # seconds; the newest commit
         self._commit_times: dict[str, float] = {}  # of groups' newest commits
         self._fenced_by: dict[str, str] = {}  # group label -> label of the start with precedence
@@ -73,14 +75,21 @@ class Promises:
                 self.what_is_committed_is_whole_finite_and_right(url, by)
                 self.only_the_newest_start_commits(url, by)
                 self.a_commit_begins_with_a_look(url, after, by)
-                if (manifest := self._manifest(after)) and self._is_whole(manifest.step):
+                if (manifest := self.manifest(after)) and self._world.plan.strangers:
+                    put_strange_records(self._world, manifest)
+                if manifest and self.is_whole(manifest.step):
                     self.features.a_checkpoint_counts_what_was_skipped(url, manifest.step, manifest.state, by)
+                    if not self._is_overtaken(url, by):
+                        self.evaluations.a_checkpoint_knows_the_best(manifest.step, manifest.state, by)
                 self._committed_at = self._commit_times[by.partition(".")[0]] = self._world.scheduler.now
-            self.newest_commit_never_goes_back(url, by)
+            self.newest_commit_never_goes_back(url, before, by)
+            if name_of(url) == MANIFEST and after is None and self._was_whole(url, before):
+                self.evaluations.what_is_kept_is_not_deleted(_step_of(url), by)
         elif after is not None and before is None and _CLAIM.fullmatch(name_of(url)):
             label = by.partition(".")[0]
             older = json.loads(after.data).get("after", [])
-            self._world.group(label).claimed = self._world.scheduler.now
+            group = self._world.group(label)
+            group.claimed, group.newest_at_claim = self._world.scheduler.now, self.newest_whole
             self.claims[label] = Claimed(name_of(url), frozenset(older), after.generation, len(self.commits))
         elif after is not None and by != "world":
             if name_of(url) == "summary.json":
@@ -94,7 +103,7 @@ class Promises:
 
     def one_winner_a_step(self, url: str, before: Stored | None, by: str) -> None:
         """No commit replaces another that is whole."""
-        if before is not None and self._is_whole(_step_of(url)):
+        if before is not None and self.is_whole(_step_of(url)):
             self.broken("one winner a step", f"{by} replaced {url}, which {before.writer} had committed")
 
     def what_is_committed_is_whole_finite_and_right(self, url: str, by: str) -> None:
@@ -104,7 +113,7 @@ class Promises:
         why = self._difference(_step_of(url))
         if why and self._is_overtaken(url, by):
             self._late_commits[url] = by
-            self._overtaken.add(url)
+            self.overtaken.add(url)
         elif why:
             self.broken("what is committed is whole, finite and right", f"{by} committed {url}, but {why}")
 
@@ -160,14 +169,16 @@ class Promises:
         is_part = name_of(url) != MANIFEST and by != "world"
         if is_part and before is not None and manifest is not None and name_of(url) in self._part_names(manifest):
             if self._is_overtaken(url, manifest.writer):
-                self._overtaken.add(url.rpartition("/")[0] + "/" + MANIFEST)
+                self.overtaken.add(url.rpartition("/")[0] + "/" + MANIFEST)
                 return
             verb = "deleted" if after is None else "wrote again"
             self.broken("a commit is whole or gone", f"{by} {verb} {url}, which a manifest names")
 
-    def newest_commit_never_goes_back(self, url: str, by: str) -> None:
+    def newest_commit_never_goes_back(self, url: str, before: Stored | None, by: str) -> None:
         """No program makes the newest whole checkpoint an older one."""
         newest = self.find_whole()[0]
+        if before is not None and self._world.hidden_rot.pop(before.generation, None):
+            self.newest_whole = newest  # it has noticed
         if newest < self.newest_whole and by != "world":
             self.broken(
                 "the newest commit never goes back",
@@ -192,6 +203,8 @@ class Promises:
             del self._world.hidden_rot[generation]
         self.suspects_are_passed_over(step)
         self.newest_whole = self.find_whole()[0] if noticed or self._world.suspects else self.newest_whole
+        if step < host.group.newest_at_claim and self.is_whole(host.group.newest_at_claim):
+            self.broken("the newest is restored", f"{host.name} begins at {step} of {host.group.newest_at_claim} steps")
         expected = self._world.curriculum.states[step]
         for name, array in expected.items():
             if not np.array_equal(state[name], array):
@@ -219,7 +232,7 @@ class Promises:
         """Returns the steps of whole checkpoints, newest first, and 0, where every run begins."""
         urls = self._world.bucket.objects
         steps = [_step_of(url) for url in urls if url.startswith(CHECKPOINTS) and name_of(url) == MANIFEST]
-        return [*(step for step in sorted(steps, reverse=True) if self._is_whole(step)), 0]
+        return [*(step for step in sorted(steps, reverse=True) if self.is_whole(step)), 0]
 
     @property
     def _objects(self) -> dict[str, Stored]:
@@ -232,7 +245,17 @@ class Promises:
             for url, stored in objects.items()
         }
 
-    def _is_whole(self, step: int) -> bool:
+    def _was_whole(self, url: str, before: Stored | None) -> bool:
+        """Returns whether the manifest `before`, which is deleted, had been that of a whole checkpoint."""
+        objects = self._world.bucket.objects
+        if before is None:
+            return False
+        objects[url] = before
+        whole = self.is_whole(_step_of(url))
+        del objects[url]
+        return whole
+
+    def is_whole(self, step: int) -> bool:
         return self._difference(step) is None
 
     def _difference(self, step: int) -> str | None:
@@ -256,10 +279,15 @@ class Promises:
         return step < self.newest_whole or self._world.rotten
 
     def _part_names(self, stored: Stored) -> list[str]:
-        manifest = self._manifest(stored)
+        manifest = self.manifest(stored)
         return [part.name for part in manifest.parts] if manifest else []
 
-    def _manifest(self, stored: Stored) -> Manifest | None:
+    def manifest_of(self, step: int) -> Manifest | None:
+        """Returns the manifest of a committed step; None if there is none, or it is damaged."""
+        stored = self._objects.get(f"{CHECKPOINTS}step-{step:08d}/{MANIFEST}")
+        return self.manifest(stored) if stored else None
+
+    def manifest(self, stored: Stored) -> Manifest | None:
         cache = self._world.manifests
         if stored.generation not in cache:
             try:
@@ -269,7 +297,7 @@ class Promises:
         return cache[stored.generation]
 
     def _compare(self, step: int, stored: Stored, folder: str) -> str | None:
-        manifest = self._manifest(stored)
+        manifest = self.manifest(stored)
         if manifest is None:
             return "its manifest is damaged"
         if manifest.step != step:
@@ -293,8 +321,10 @@ class Promises:
     def process_ended(self, host: Host) -> None:
         """Checks a process that exited or was killed."""
         code, message = host.code, " ".join(host.lines)
+        self.evaluations.what_is_printed_is_complete(host, message)
         if "Traceback" in message:
             self.broken("no traceback", f"{host.name}: {message[-600:]}")
+        self.no_host_waits_for_one_that_left(host)
         if code in (137, 143) and not host.shutdown:
             return
         self.exit_codes_are_documented(host, message)
@@ -307,6 +337,7 @@ class Promises:
         if code == Exit.FINISHED:
             self.finished_means_committed(host)
             self.features.finished(host)
+            self.evaluations.finished(host)
             self.what_is_left_is_whole(host)
         if code == Exit.BAD_INPUT:
             self.bad_input_is_final(host, message)
@@ -315,6 +346,14 @@ class Promises:
             self.what_was_not_finite_is_recorded(host)
         if code not in (0, 75, 137):
             self.telemetry_stops_nothing(host)
+        self.hosts_end_alike(host.group)
+
+    def hosts_end_alike(self, group: Group) -> None:
+        """All hosts of an attempt end with codes that say the same: where one finished or stopped, all others did."""
+        codes = {code for code in group.codes if code not in (None, KILLED, SECOND_SIGTERM, SECOND_INTERRUPT)}
+        excused = group.disturbed or self._world.disturbed or Exit.BAD_INPUT in codes
+        if codes & {Exit.FINISHED, Exit.SAVED} and len(codes) > 1 and not excused:
+            self.broken("hosts end alike", f"group {group.label}: {group.codes}")
 
     def exit_codes_are_documented(self, host: Host, message: str) -> None:
         """Exit codes are 0, 1, 2, 75, 76, that of a second signal, or that of a kill."""
@@ -383,6 +422,14 @@ class Promises:
         if host.worker and host.code is None and not host.hurt and not host.group.hosts[0].hurt:
             self.broken("every wait ends", f"{host.name} still runs, though the attempt ended: {host.group.codes}")
 
+    def no_host_waits_for_one_that_left(self, host: Host) -> None:
+        """A host ends soon after another one has left in good order: at once at the start, without a kill later."""
+        group = host.group
+        left = min((each.ended for each in group.hosts if each.code == Exit.SAVED), default=host.ended)
+        is_late = host.ended - left > 12 and (host.code == KILLED or group.claimed == float("inf"))
+        if is_late and host.joined < left and not self._is_disturbed(host):
+            self.broken("no host waits for one that left", f"{host.name} ends {host.ended - left:.0f} s after it")
+
     def finished_means_committed(self, host: Host) -> None:
         """Only a process whose run committed the last step exits with 0."""
         if self.newest_whole < self._world.plan.steps and not self._rots_since(host):
@@ -396,7 +443,7 @@ class Promises:
             return
         for url in world.bucket.objects:
             is_manifest = url.startswith(CHECKPOINTS) and name_of(url) == MANIFEST
-            why = self._difference(_step_of(url)) if is_manifest and url not in self._overtaken else None
+            why = self._difference(_step_of(url)) if is_manifest and url not in self.overtaken else None
             if why and why != _NOT_GONE_ON_FROM:
                 self.broken("what is left is whole", f"{host.name} has finished, and of {url} {why}")
 

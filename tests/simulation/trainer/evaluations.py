@@ -1,0 +1,103 @@
+"""Promises about evaluations, the best checkpoint, and the checkpoints that retention keeps."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tests.simulation.trainer.hosts import Host
+    from tests.simulation.trainer.model import SimulatedBackend
+    from tests.simulation.trainer.world import World
+
+_PRINTED = re.compile(r"evaluation after step (\d+): loss (\S+)")
+
+
+class EvaluationPromises:
+    def __init__(self, world: World) -> None:
+        self._world, self._plan = world, world.plan
+
+    def restored(self, backend: SimulatedBackend, step: int) -> None:
+        """Notes that a host begins after `step` steps, perhaps evaluated before."""
+        stored = self._world.promises.manifest_of(step)
+        if -1 in backend.evaluated or (stored is not None and stored.state["evaluated"] == step):
+            backend.evaluated.add(step)
+
+    def none_is_left_out(self, host: Host, step: int) -> None:
+        """Before a host trains on, it has evaluated where evaluation.every says so: all batches, in this attempt or in
+        one before."""
+        assert host.backend is not None
+        if self._is_due(step) and step not in host.backend.evaluated:
+            self._broken("evaluations are complete", f"{host.name} begins step {step} without an evaluation before it")
+
+    def what_is_printed_is_complete(self, host: Host, message: str) -> None:
+        """The figures that a host prints are those of the whole evaluation set."""
+        for step, loss in _PRINTED.findall(message):
+            if float(loss) != self._world.curriculum.figures[int(step)] and not host.group.glitch:
+                self._broken("evaluations are complete", f"{host.name} prints loss {loss} after step {step}")
+
+    def a_checkpoint_knows_the_best(self, step: int, state: Mapping[str, Any], by: str) -> None:
+        """A checkpoint names the best step of all evaluations until then, which is committed, and has its own figures,
+        if it was evaluated."""
+        figures, group = self._world.curriculum.figures, self._world.group(by.partition(".")[0])
+        evaluated = state["evaluated"] == step
+        seen = (state["best"], state["figures"])
+        expected = (self._best(step if evaluated else step - 1), {"loss": figures[step]} if evaluated else None)
+        if seen != expected:
+            self._broken("a checkpoint knows the best", f"{by} committed step {step} with {seen}, not {expected}")
+        if self._has_best and self._is_due(step) and not evaluated and not group.asked_to_stop:
+            self._broken("evaluations are complete", f"{by} committed step {step} before its evaluation")
+        if expected[0] and expected[0]["step"] != step:
+            self._is_there(expected[0]["step"], by)
+
+    def what_is_kept_is_not_deleted(self, step: int, by: str) -> None:
+        """No program deletes one of the newest whole checkpoints, one that `keep_every` keeps, or the best."""
+        promises, plan = self._world.promises, self._plan
+        manifest = promises.manifest_of(promises.newest_whole)
+        best = manifest.state["best"] if manifest else None
+        whole = [step, *promises.find_whole()]
+        kept = {*sorted(whole)[-plan.keep_last :], *([best["step"]] if best else [])}
+        if promises.overtaken:
+            return  # retention may have counted these, which have no parts
+        if step in kept or (plan.keep_every and step % plan.keep_every == 0):
+            self._broken("what is kept is not deleted", f"{by} deleted step {step} of {whole}; the best is {best}")
+
+    def the_summary_has_the_last_and_the_best(self, summary: Mapping[str, Any], by: str) -> None:
+        steps = self._plan.steps
+        expected = (self._world.curriculum.figures[steps], self._best(steps))
+        seen = (summary["eval_loss"], summary["best"])
+        if seen != expected:
+            self._broken("the summary has the last and the best", f"{by} wrote {seen}, not {expected}")
+
+    def finished(self, host: Host) -> None:
+        """A process that exits with 0 has evaluated the last state, and the best one is there."""
+        assert host.backend is not None
+        if self._plan.steps not in host.backend.evaluated:
+            self._broken("evaluations are complete", f"{host.name} exits with 0 without the last one")
+        if best := self._best(self._plan.steps):
+            self._is_there(best["step"], host.name)
+
+    @property
+    def _has_best(self) -> bool:
+        return self._plan.best and self._plan.evaluate_every is not None
+
+    def _is_due(self, step: int) -> bool:
+        return self._plan.evaluate_every is not None and step > 0 and step % self._plan.evaluate_every == 0
+
+    def _best(self, last: int) -> dict[str, Any] | None:
+        """Returns the first of the best evaluations until step `last`, as a checkpoint has it; None without one."""
+        figures = self._world.curriculum.figures
+        steps = [step for step in range(1, last + 1) if self._is_due(step) or step == self._plan.steps]
+        if not self._has_best or not steps:
+            return None
+        best = min(steps, key=lambda step: figures[step])
+        return {"step": best, "metric": "loss", "mode": "min", "value": figures[best]}
+
+    def _is_there(self, step: int, by: str) -> None:
+        world = self._world
+        if step not in world.promises.find_whole() and not world.damaged and not world.given_up:
+            self._broken("the best is kept", f"{by}: step {step} is the best, and there is no such checkpoint")
+
+    def _broken(self, promise: str, what: str) -> None:
+        self._world.promises.broken(promise, what)
