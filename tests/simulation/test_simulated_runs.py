@@ -1,11 +1,14 @@
 """All promises hold in every simulated run: 1,000 a side (SIMULATED_RUNS changes it), with other seeds each day."""
 
 import os
+from dataclasses import replace
 from datetime import date
 
 import pytest
 
 from tests.simulation.__main__ import FIRST_SEED, SEEDS_A_DAY, first_seed, load, sides, simulate_and_report
+from tests.simulation.trainer.plan import draw
+from tests.simulation.trainer.simulated_run import kill_at_every_write, simulate_plan
 
 RUNS = int(os.environ.get("SIMULATED_RUNS", "1000"))
 
@@ -25,6 +28,13 @@ def test_promises_hold_in_every_simulated_run(side, capsys):
         broken = simulate_and_report(side, range(first, first + RUNS))
     replay = {promise: f"make simulate SIDE={side} SEED={found[0][0]}" for promise, found in broken.items()}
     assert not replay
+
+
+def test_promises_hold_after_a_kill_at_every_write_of_the_trainer():
+    plan = replace(draw(first_seed()), hosts=2, steps=6, every_steps=2, keep_last=1, evaluate_every=3, export=True)
+    broken = {str(each.faults[0]): simulate_plan(each).broken for each in kill_at_every_write(plan)}
+    assert len(broken) > 80
+    assert not {fault: promises for fault, promises in broken.items() if promises}
 
 
 def test_each_day_has_seeds_of_its_own(monkeypatch):

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import traceback
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from unittest import mock
 
 from tests.simulation.scheduler import Stuck
+from tests.simulation.trainer.bucket import DELETE, WRITE
 from tests.simulation.trainer.fault_scenarios import add_scenario
 from tests.simulation.trainer.features import add_features
 from tests.simulation.trainer.hosts import Output
-from tests.simulation.trainer.plan import draw
+from tests.simulation.trainer.plan import REQUESTER, Fault, Plan, draw
 from tests.simulation.trainer.world import World
+from training import progress
+
+MOST_SKIPPED = 4  # steps in a row; the trainer's 50 are more than a run here has
 
 os.environ.setdefault("PJRT_DEVICE", "CPU")  # or the trainer looks for chips
 
@@ -25,9 +32,25 @@ class Result:
 
 def simulate(seed: int, *, trace: bool = False, without: frozenset[int] = frozenset()) -> Result:
     """Simulates one run: only the seed and the faults left out decide what happens in it."""
-    world = World(add_features(add_scenario(draw(seed))).leave_out(without), trace=trace)
+    return simulate_plan(add_features(add_scenario(draw(seed))).leave_out(without), trace=trace)
+
+
+def kill_at_every_write(plan: Plan) -> Iterator[Plan]:
+    """Yields the plan with one fault, for each write and deletion: a kill of its host or of all, before or after it."""
+    quiet = replace(plan, faults=())
+    trace = simulate_plan(quiet, trace=True).trace
+    for operation in (WRITE, DELETE):
+        for number in range(sum(f" {operation} gs://" in line for line in trace)):
+            for kind, moment in itertools.product(("kill", "power"), ("before", "after")):
+                fault = Fault(kind, 0.0, (operation, "", number + 1), moment, REQUESTER, 0.0, 1.0)
+                yield replace(quiet, faults=(fault,))
+
+
+def simulate_plan(plan: Plan, *, trace: bool = False) -> Result:
+    world = World(plan, trace=trace)
     output = Output(world)
-    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):  # type: ignore[type-var]
+    skips = mock.patch.object(progress, "MOST_SKIPPED", MOST_SKIPPED)
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output), skips:  # type: ignore[type-var]
         try:
             world.live()
         except Stuck as error:
