@@ -56,7 +56,7 @@ def run_attempts(session: Session, attempt: int | None = None) -> Outcome:
                 f": going on with its recovery after attempt {begun.attempt} ended: {begun.after}, {begun.reason}"
             )
             try:
-                attempt = _Recovery(session).run()
+                attempt = _Recovery(session, in_use=False).run()
             except RunStopped:
                 _say_stopped(session)
                 raise
@@ -123,7 +123,7 @@ def _recover(session: Session, attempt: int, verdict: Verdict) -> int | None:
     except LaunchError as error:
         raise LaunchError(f"{error}\n  {_describe_bill(session)}`tpu-launch run` resumes the run") from error
     try:
-        recovery = _Recovery(session)
+        recovery = _Recovery(session, in_use=None)
         recovery.wait(decision.delay, settle=verdict.kind is Kind.SAVED)
         return recovery.run()
     except RunStopped:
@@ -138,23 +138,35 @@ def _say_stopped(session: Session) -> None:
 class _Recovery:
     """From the end of an attempt until the next one runs on all hosts, in rounds. A stop of the run ends every wait."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, *, in_use: bool | None) -> None:
         self.session = session
+        self.in_use = in_use  # whether the API last described the slice as READY; None: it has to be asked
         self.clock = session.clock
         self.begun = self.clock.monotonic()
         self.failed = 0  # rounds
         self.first_failure = 0.0  # when the first of them failed
-        self.existed = False  # whether the slice was READY in this round
         self.replace = ""  # why the slice is to be deleted in the next round; empty: it is not
         self.files: Sequence[storage.Stat] = ()  # of the trainer, when they were last listed
         self.changed = self.begun  # when they were first seen so
 
-    def wait(self, delay: float, *, settle: bool, existed: bool = True) -> None:
+    def wait(self, delay: float, *, settle: bool) -> None:
         """Waits `delay` seconds, and with `settle` until the API reports what became of the slice. Raises SliceDeleted
-        when the slice `existed` and was deleted."""
+        when the slice was in use and was deleted."""
         self.clock.sleep(delay)
-        if existed and self.session.provider.capabilities.replaces_hosts:
+        if self.in_use is False:
+            return
+        self.in_use = None
+        try:
             self._check_slice(settle=settle)
+        except SliceDeleted as error:
+            session, what = self.session, str(error)
+            session.ledger.note(
+                events.RecoveryGivenUp(session.ledger.state.attempt, what, "a user deleted it"),
+                session.context.output.say,
+            )
+            raise SliceDeleted(f"run {session.ledger.run_id}: {what}") from None
+        except LaunchError:
+            pass  # the next round asks again
 
     def run(self) -> int:
         """Starts the next attempt and returns its number. Raises LaunchError if it can't be started, or not in time;
@@ -168,9 +180,12 @@ class _Recovery:
                 self._wait_after(error)
 
     def _check_slice(self, *, settle: bool) -> None:
-        """Raises SliceDeleted when the slice was deleted. With `settle`, waits SETTLE_SECONDS at most until the API
-        reports that the slice is not READY."""
+        """Sets `in_use`. Raises SliceDeleted when the slice was deleted, and the API's error when it does not answer.
+        With `settle`, waits SETTLE_SECONDS at most until the API reports that the slice is not READY."""
         session = self.session
+        if not session.provider.capabilities.replaces_hosts:
+            self.in_use = False
+            return
         if settle:
             session.say(f": saved without a stop: waiting up to {SETTLE_SECONDS:.0f} s for the slice's state")
         deadline = self.clock.monotonic() + (SETTLE_SECONDS if settle else 0.0)
@@ -178,16 +193,17 @@ class _Recovery:
         while True:
             try:
                 slice_state = session.provider.describe()
-            except LaunchError:  # the API does not answer
+            except LaunchError:
+                if self.clock.monotonic() >= deadline:
+                    raise
                 missing = 0
             else:
                 missing = missing + 1 if slice_state is None or slice_state.state == "DELETING" else 0
-                if slice_state is not None and slice_state.state != "DELETING" and not slice_state.ready:
+                self.in_use = slice_state is not None and slice_state.ready
+                if not missing and not self.in_use:
                     return
             if missing > 1:  # one answer may be stale
-                given_up = events.RecoveryGivenUp(session.ledger.state.attempt, SLICE_DELETED.what, "a user deleted it")
-                session.ledger.note(given_up, session.context.output.say)
-                raise SliceDeleted(f"run {session.ledger.run_id}: {SLICE_DELETED.what}")
+                raise SliceDeleted(SLICE_DELETED.what)
             if not missing and self.clock.monotonic() >= deadline:
                 return
             self.clock.sleep(_SETTLE_POLL_SECONDS)
@@ -197,11 +213,12 @@ class _Recovery:
         Recovered. Raises LaunchError if any of it fails, or the slice is taken away meanwhile."""
         session = self.session
         round_begun = self.clock.monotonic()
-        self.existed = False
+        if self.in_use is None:
+            self._check_slice(settle=False)
         self._delete_slice_if_bad()
         # Find the slice READY, wait for it, or delete and create it, as its state demands.
         session.provider.create(self.clock)
-        self.existed = True
+        self.in_use = True
         ready = self.clock.monotonic()
         attempt, lost = start_attempt(session)
         if lost is not None and lost.cause is not None:
@@ -245,7 +262,9 @@ class _Recovery:
         session.say(f": not recovered yet: {problem}; {decision.reason} in {decision.delay:.0f} s")
         failed = events.RoundFailed(session.ledger.state.attempt, problem, decision.reason, decision.delay)
         note(failed, session.context.output.say)
-        self.wait(decision.delay, settle=False, existed=self.existed or isinstance(error, HostsUnreachable))
+        if isinstance(error, HostsUnreachable):
+            self.in_use = True
+        self.wait(decision.delay, settle=False)
 
     def _delete_slice_if_bad(self) -> None:
         """Deletes a slice whose hosts can't be used or one of whose hosts fails repeatedly, where run.replace_after
@@ -270,6 +289,7 @@ class _Recovery:
             session.say(f": {reason}: recreating the slice (run.replace_after)")
             session.check_stop()
             session.provider.delete()
+            self.in_use = False
             session.ledger.append(events.SliceReplaced(session.ledger.state.attempt, worker, reason))
         elif slice_state is not None:
             session.say(

@@ -313,6 +313,42 @@ def test_a_slice_that_is_deleted_during_a_recovery_is_not_recreated(work: Workst
     assert work.hosts.calls.count("create") == 1
 
 
+@pytest.mark.parametrize("unanswered", [0, 1], ids=["the next answer", "the answer after the next round began"])
+def test_a_slice_that_is_deleted_while_the_api_does_not_answer_a_recovery_is_not_recreated(
+    work: Workstation, unanswered: int
+) -> None:
+    def be_deleted() -> None:
+        work.hosts.slice_state = None
+        work.hosts.fail("describe", *[UNAVAILABLE] * unanswered)
+        raise UNAVAILABLE
+
+    work.hosts.exits[0] = 1
+    work.hosts.hooks["create"] = [be_deleted]
+    with pytest.raises(LaunchError, match="it was deleted"):
+        work.run(work.config("run.failure_retries=1"))
+    assert work.hosts.calls.count("create") == 1
+    assert recorded(work, events.RecoveryGivenUp) == 1
+
+
+def test_a_preempted_slice_is_recreated_although_the_api_did_not_answer_before(work: Workstation) -> None:
+    """A failed creation leaves no slice: that is no deletion by a user."""
+
+    def create_in_vain() -> None:
+        work.hosts.slice_state = None
+        raise Stockout("no capacity")
+
+    def preempted() -> None:
+        work.hosts.slice_state = "PREEMPTED"
+        work.hosts.fail("describe", UNAVAILABLE)
+
+    work.hosts.exits[:2] = [1, 0]
+    work.hosts.hooks["stop"] = [preempted]
+    work.hosts.hooks["create"] = [create_in_vain]
+    outcome = work.run(work.config("run.failure_retries=1"))
+    assert (outcome.attempt, outcome.verdict.kind) == (1, Kind.FINISHED)
+    assert work.hosts.calls.count("create") == 2
+
+
 def test_a_recovery_is_given_up_when_its_time_is_over(work: Workstation) -> None:
     work.hosts.exits[0] = 75
     work.hosts.fail("create", *[UNAVAILABLE] * 99)
