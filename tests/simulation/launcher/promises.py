@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher.errors import Exit
-from launcher.run.events import AttemptBegan, Ended, HostEnded, Recovering
+from launcher.run.events import NOT_STARTED, VANISHED, AttemptBegan, Ended, HostEnded, Orphaned, Recovering, RunEvent
 from launcher.run.logs import read_from
 from launcher.run.recovery import spent_so_far
 from tests.simulation.launcher.hosts import EPOCH
@@ -447,27 +447,38 @@ def _unseen(simulation: SimulatedRun, job: Job) -> set[tuple[str, int | None]]:
 
 
 def lines_come_once(simulation: SimulatedRun) -> None:
-    """Every line of a host is in its file at most once, and exactly once when the program ended undisturbed. The lines
-    of an attempt whose start was interrupted are not fetched."""
+    """Every line of a host is in its file at most once, and exactly once when its container was removed after a
+    verdict, unless the launcher told that lines may be missing, or left the container behind."""
+    ledgers = {ledger.run_id: ledger for ledger in simulation.ledgers()}
     for job in simulation.world.record.jobs.values():
         for worker, container in job.containers.items():
             log = Path("runs", job.run, "logs", f"attempt-{job.attempt}", f"host-{worker}.log")
             path = next((path for home in simulation.homes if (path := home / log).exists()), None)
             if path is None:
                 continue
-            kept = [(line.timestamp, line.text) for line in read_from(path, 0)[0]]
-            extra = Counter(kept) - Counter(container.log)
-            if extra:
-                simulation.break_promise(
-                    "every line once", f"{job} host {worker}: twice or never written: {list(extra)[:3]}"
-                )
+            kept = Counter((line.timestamp, line.text) for line in read_from(path, 0)[0])
+            where = f"{job} host {worker}"
+            if extra := kept - Counter(container.log):
+                seen = [(at, text[-60:]) for at, text in extra]
+                simulation.break_promise("every line once", f"{where}: twice or never written: {seen[:3]}")
             removed = (job.run, job.attempt, worker) in simulation.world.record.removed_logs
-            kind = not simulation.world.faults and not simulation.loses_by_its_disk
-            abandoned = (job.run, job.attempt) in simulation.world.record.abandoned
-            if removed and not abandoned and not job.disturbed and kind and container.status == "exited":
-                missing = Counter(container.log) - Counter(kept)
-                if missing:
-                    simulation.break_promise("every line once", f"{job} host {worker}: lost {list(missing)[:3]}")
+            if not removed or not _are_lines_due(ledgers[job.run].events(), job.attempt, worker):
+                continue
+            hint = f"host {worker}: its last lines may be missing"
+            told = any(hint in text for command in simulation.commands for text in command.said)
+            missing = Counter(container.log) - kept
+            if missing and not told and not container.host.clock_jumped:
+                seen = [(at, text[-60:]) for at, text in missing]
+                simulation.break_promise("every line once", f"{where}: lost {seen[:3]}")
+
+
+def _are_lines_due(recorded: Sequence[RunEvent], attempt: int, worker: int) -> bool:
+    """Returns whether all lines of a host were to be fetched: the attempt ended, and the host was not left behind."""
+    ends = [event for event in recorded if isinstance(event, Ended) and event.attempt == attempt]
+    left = {
+        host for event in recorded if isinstance(event, Orphaned) and event.attempt == attempt for host in event.hosts
+    }
+    return bool(ends) and ends[-1].outcome not in (NOT_STARTED, VANISHED) and worker not in left
 
 
 COMMAND_PROMISES = (

@@ -262,7 +262,8 @@ class World:
                 host.disk_full = True
                 call_at(later, lambda: setattr(host, "disk_full", False))
             case "clock":
-                host.wall += (-40.0, 35.0, -3.0, 3600.0)[fault.number % 4]
+                # No multiple of a program's period: an open line shares its time with no later line.
+                host.wall += (-40.013, 35.017, -3.007, 3600.011)[fault.number % 4]
                 host.clock_jumped = True
 
     def _maintain(self, node: Slice, fault: Fault) -> None:
