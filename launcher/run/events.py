@@ -130,11 +130,13 @@ class HostEnded(RunEvent):
     host: int
     """Worker index."""
     exit_code: int | None
-    """Exit code of the container; null when the container is gone."""
+    """Exit code of the container; null when the container is gone, or the host rebooted under it."""
     oom: bool
     """Whether the kernel killed the container for lack of memory."""
     what: str
     """How the container ended, in words."""
+    finished_at: str = ""
+    """When it ended (RFC 3339, the host's clock); empty when that is not known."""
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from launcher.run.events import (
     NOT_STARTED,
     AttemptBegan,
     Ended,
+    HostEnded,
     Orphaned,
     Reaped,
     Recovering,
@@ -113,6 +114,15 @@ def state_of(events: Iterable[RunEvent]) -> RunState:
                 left = tuple(each for each in state.orphans if (each.attempt, set(each.hosts)) != reaped)
                 state = replace(state, orphans=left)
     return state
+
+
+def recorded_ends(events: Iterable[RunEvent], attempt: int) -> dict[int, ContainerState]:
+    """Returns the ends of an attempt's containers that an earlier supervisor saw and recorded, by worker."""
+    return {
+        event.host: ContainerState("exited", event.exit_code, event.oom, finished_at=event.finished_at)
+        for event in events
+        if isinstance(event, HostEnded) and event.attempt == attempt and event.exit_code is not None
+    }
 
 
 def phase_on_hosts(phase: Phase, containers: Sequence[ContainerState], *, may_lack_secrets: bool) -> Phase:

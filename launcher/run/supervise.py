@@ -20,7 +20,7 @@ from launcher.run import events, post_mortem
 from launcher.run.ledger import Ledger
 from launcher.run.logs import HostLog, next_page, tail
 from launcher.run.session import Session
-from launcher.run.state import Phase
+from launcher.run.state import Phase, recorded_ends
 from launcher.run.verdict import HostView, Kind, Limits, Verdict, describe_exit, judge
 from training.machine.threads import Queue
 
@@ -196,6 +196,8 @@ class _Supervision:
         self.started_everywhere = ledger.state.phase is Phase.RUNNING
         begun = self.clock.monotonic()
         self.views = {worker: HostView(worker, None, seen=begun) for worker in session.workers}
+        for worker, state in recorded_ends(ledger.events(), attempt).items():  # the host may be out of reach by now
+            self.views[worker] = HostView(worker, state, seen=begun, ended_seen=begun)
         self.open_lines: dict[int, Mapping[str, int]] = {}  # by worker, as last observed
         self.slice = SliceAnswer("READY")
         self.slice_described = begun - _DESCRIBE_SLICE_EVERY
@@ -319,7 +321,8 @@ class _Supervision:
         if (container.ended or container.status == "absent") and ended_seen is None:
             ended_seen, ended_away = now, bool(view.problem)
             what = describe_exit(container) if container.ended else "its container is gone"
-            ended = events.HostEnded(number, worker, container.exit_code, container.oom_killed, what)
+            code = None if replace(view, container=container).rebooted else container.exit_code
+            ended = events.HostEnded(number, worker, code, container.oom_killed, what, container.finished_at)
             self.ledger.note(ended, self.say)
         self.views[worker] = replace(
             view, container=container, seen=now, problem="", ended_seen=ended_seen, ended_away=ended_away

@@ -116,6 +116,21 @@ def test_hosts_that_answer_are_observed_at_once_although_another_is_out_of_reach
     assert work.run(work.config(command=COMMAND), SECRETS).verdict.kind is Kind.FINISHED
 
 
+@pytest.mark.parametrize(("code", "kind"), [(0, Kind.FINISHED), (75, Kind.SAVED), (3, Kind.FAILED)])
+def test_the_recorded_end_of_a_host_counts_although_the_host_is_out_of_reach_later(
+    work: Workstation, code: int, kind: Kind
+) -> None:
+    start_and_lose_sight(work)
+    work.ledger.append(events.HostEnded(0, 1, code, False, "as seen", "2026-01-01T00:00:00Z"))
+    work.hosts.silent = {1}
+    work.hosts.end(76 if code == 3 else code)
+    with contextlib.suppress(BadInput):  # another attempt would need secrets
+        work.attach(work.config())
+    (ended,) = (event for event in work.ledger.events() if isinstance(event, events.Ended))
+    assert (ended.outcome, ended.cause and ended.cause.worker) == (kind.value, 1 if code == 3 else None)
+    assert recorded(work, events.Orphaned) == 1
+
+
 def test_an_attempt_whose_slice_was_taken_away_while_unwatched_is_a_preemption(work: Workstation) -> None:
     start_and_lose_sight(work)
     work.hosts.silent, work.hosts.slice_state = {0, 1}, "PREEMPTED"
@@ -785,3 +800,12 @@ def test_a_host_that_has_finished_may_reboot_while_another_exports(
 
     monkeypatch.setattr(FakeProvider, "observe", observe)
     assert work.run(work.config()).verdict.kind is Kind.FINISHED
+
+
+def test_the_exit_code_that_a_rebooted_host_makes_up_is_not_recorded(
+    work: Workstation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made_up = ContainerState("exited", 0, rebooted=True)
+    monkeypatch.setattr(FakeProvider, "observe", lambda self, worker, *_, **__: Observation(worker, made_up))
+    assert work.run(work.config("run.preemption_retries=0")).verdict.kind is Kind.HOST_LOST
+    assert {event.exit_code for event in work.ledger.events() if isinstance(event, events.HostEnded)} == {None}

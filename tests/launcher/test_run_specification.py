@@ -100,6 +100,7 @@ EVENTS = [
     events.Recovered(1, {"delay": 0.0, "slice": 2.9}),
     events.Orphaned(0, "container", (0, 1)),
     events.HostEnded(0, 1, None, False, "its container is gone"),
+    events.HostEnded(0, 1, 3, False, "exit code 3", "2026-01-01T00:00:00Z"),
 ]
 
 
