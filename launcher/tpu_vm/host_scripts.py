@@ -22,6 +22,9 @@ LABEL_BOOT = "tpu-launch.boot"  # the host's boot id at the container's creation
 
 LOG_BYTES = 4_000_000  # of one observation: bounds its memory and time; the rest comes with the next one
 
+# What a host keeps of a container's output: 4 GB, of a boot disk of 100 GB. Beyond it, the engine drops the oldest.
+_KEPT_LOG = ("--log-driver", "json-file", "--log-opt", "max-size=1g", "--log-opt", "max-file=4")
+
 HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/enabled"
 _WITHOUT_HUGE_PAGES = ("v2", "v3", "v4")
 
@@ -38,7 +41,7 @@ def create_arguments(attempt: Attempt, hosts: Sequence[str], accelerator_type: s
     If the attempt waits, so does the command, for the delivery of secrets."""
     arguments = ["--name", attempt.container]
     arguments += ["--label", f"{LABEL_RUN}={attempt.run_id}", "--label", f"{LABEL_ATTEMPT}={attempt.number}"]
-    arguments += ["--privileged", "--network", "host", "--init"]
+    arguments += ["--privileged", "--network", "host", "--init", *_KEPT_LOG]
     arguments += ["--shm-size", attempt.shm_size, "--ulimit", "memlock=-1:-1"]
     if attempt.compile_cache_gb:
         arguments += ["--volume", f"{_PROGRAMS_VOLUME}:{COMPILE_CACHE_FOLDER}"]
