@@ -29,6 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,14 +101,8 @@ def start(folder: Path, config: dict[str, Any], number: int, devices: int) -> di
     path.write_text(yaml.safe_dump(config))
     began = time.monotonic()
     tpu_train(
-        "train", str(path), "--run-id", "start",
-        PJRT_DEVICE="TPU",
-        TPU_ACCELERATOR_TYPE=accelerator(SLICES[devices]).name,
-        TPU_WORKER_ID="0",
-        TPU_WORKER_HOSTNAMES="localhost",
-        TPU_LAUNCH_ATTEMPT=str(number),
+        "train", str(path), "--run-id", "start", **use_virtual_tpu(devices), TPU_LAUNCH_ATTEMPT=str(number),
         TPU_LAUNCH_COMPILE_CACHE=str(folder / "programs"),
-        XLA_FLAGS="--xla_backend_optimization_level=0",  # LLVM for CPUs takes minutes for a step, unlike libtpu
     )  # fmt: skip
     print(f"  attempt {number}: process of {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
     lines = [json.loads(line) for line in (folder / "runs" / "start" / "metrics.jsonl").read_text().splitlines()]
@@ -117,9 +112,20 @@ def start(folder: Path, config: dict[str, Any], number: int, devices: int) -> di
     return {**seconds, "programs": summary["compilations"] - summary["programs_from_cache"]}
 
 
-def tpu_train(*arguments: str, **environment: str) -> None:
-    """Runs a command of tpu-train; raises an error if it fails."""
-    command = [sys.executable, "-m", "training.cli", *arguments]
+def use_virtual_tpu(devices: int) -> dict[str, str]:
+    """Returns the variables with which a trainer opens a virtual TPU."""
+    return {
+        "PJRT_DEVICE": "TPU",
+        "TPU_ACCELERATOR_TYPE": accelerator(SLICES[devices]).name,
+        "TPU_WORKER_ID": "0",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",  # LLVM for CPUs takes minutes for a step, unlike libtpu
+    }
+
+
+def tpu_train(*arguments: str, program: Sequence[str] = ("-m", "training.cli"), **environment: str) -> None:
+    """Runs a command of tpu-train; raises an error if it fails. `program`: Python's arguments before the command."""
+    command = [sys.executable, *program, *arguments]
     ended = subprocess.run(
         command,
         env={**os.environ, **environment},
