@@ -46,7 +46,7 @@ _FINISH_SECONDS = 60.0  # for the last metrics to be written
 
 FinishedStep = tuple[StepResult, HostBatch]
 
-FIRST_STEP_SECONDS = 1800.0  # for the first result: some frameworks compile when it is read
+FIRST_STEP_SECONDS = 1800.0  # to compile, start and read the first step
 RECORD_SECONDS = 30.0  # for host 0 to record that a step was not finite, before any host leaves
 
 
@@ -210,7 +210,7 @@ class Trainer:
                     with run.timer.phase("data_wait"), self.profiler.scope("data wait"):
                         batch = next(batches)
                     signals = self.announce_step()
-                    with self.compilations.timed("step"):
+                    with self.compilations.timed("step"), self.limit_first_step():
                         with self.profiler.scope("dispatch"):
                             pending = self.backend.step(progress.step, batch.arrays, signals)
                         results = self.read_results_due(pending, batch, signals)
@@ -360,21 +360,25 @@ class Trainer:
 
     def finish_steps(self) -> None:
         """Waits for all steps in flight."""
-        with self.compilations.timed("step"):
+        with self.compilations.timed("step"), self.limit_first_step():
             results = self._read_results(leave=0)
         self.take_results(results)
 
     def _read_results(self, leave: int) -> list[FinishedStep]:
-        """Waits for steps, oldest first, until `leave` are in flight. Returns their results. Ends the process if the
-        first of all, which is the first sum over all devices, does not come within FIRST_STEP_SECONDS."""
+        """Waits for steps, oldest first, until `leave` are in flight. Returns their results."""
         finished = []
-        seconds = max(FIRST_STEP_SECONDS, self.run.config.rendezvous.start_seconds)
-        is_first = self._start_seconds is None and len(self._in_flight) > leave
-        with self.run.rendezvous.limit("the first step", seconds) if is_first else contextlib.nullcontext():
-            while len(self._in_flight) > leave:
-                pending, batch = self._in_flight.popleft()
-                finished.append((pending.result(), batch))
+        while len(self._in_flight) > leave:
+            pending, batch = self._in_flight.popleft()
+            finished.append((pending.result(), batch))
         return finished
+
+    def limit_first_step(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context that ends the process if its block takes too long before the first result, which is the
+        first sum over all devices, was read. Some frameworks wait for it when a step is started."""
+        if self._start_seconds is not None:
+            return contextlib.nullcontext()
+        seconds = max(FIRST_STEP_SECONDS, self.run.config.rendezvous.start_seconds)
+        return self.run.rendezvous.limit("the first step", seconds)
 
     def take_results(self, results: list[FinishedStep]) -> None:
         """Counts and reports the results of steps. Raises NonFinite."""

@@ -3,13 +3,18 @@ differs."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from training import run_setup
+from training.config import TrainerConfig
 from training.distributed.agreement import agree, disagreements
 from training.distributed.cluster import Cluster
 from training.distributed.fence import claim
@@ -66,3 +71,33 @@ def test_an_output_that_can_not_take_commits_is_refused_at_the_start(
     monkeypatch.setattr(os, "link", refuse)
     with pytest.raises(BadInput, match=r"output: .*no hard links .*write to gs://"):
         claim(str(tmp_path), Cluster(0, ("a",)), SingleHost(), "t", {})
+
+
+def test_a_framework_opens_the_devices_within_the_limit_of_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorFlow connects to the other hosts there, and initialises their devices; torch_xla opens its own."""
+    limits: list[tuple[str, float]] = []
+
+    class Limited(SingleHost):
+        @contextlib.contextmanager
+        def limit(self, what: str, seconds: float) -> Iterator[None]:
+            limits.append((what, seconds))
+            yield
+            limits.clear()
+
+    def open_devices(*_: object) -> Any:
+        opened.extend(limits)
+        return SimpleNamespace(devices=1)
+
+    opened: list[tuple[str, float]] = []
+    monkeypatch.setattr(run_setup, "_import_for_devices", lambda *_: open_devices)
+    monkeypatch.setattr(run_setup, "set_device_environment", lambda *_: None)
+    folders = {"train": "none", "tokenizer": "none"}
+    config = TrainerConfig.model_validate(
+        {"model": {"name": "bert-tiny"}, "data": folders, "train": {"steps": 1, "global_batch_size": 8},
+         "output": "none", "rendezvous": {"start_seconds": 7}}
+    )  # fmt: skip
+    data = SimpleNamespace(tokens=SimpleNamespace(vocabulary=9, pad=0), sequence_length=8)
+    run_setup.open_backend(
+        config, Cluster(0, ("a",)), Limited(), cast(Any, SimpleNamespace(data=data, labels=None)), "t"
+    )
+    assert opened == [("opening the devices", 7)]

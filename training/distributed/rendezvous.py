@@ -82,9 +82,9 @@ class Rendezvous(Protocol):
 class SingleHost:
     """The rendezvous of a single host."""
 
-    def __init__(self, *, may_end_process: bool = False) -> None:
-        """`may_end_process`: `limit` ends the process; False in a notebook, whose process is the user's."""
-        self._may_end_process = may_end_process
+    def __init__(self, machine: Machine | None = None) -> None:
+        """`machine`: whose process `limit` ends; None in a notebook, whose process is the user's."""
+        self._machine = machine
 
     def meet(self, name: str, payload: Any = None, seconds: float | None = None) -> list[Any]:
         return [payload]
@@ -102,9 +102,9 @@ class SingleHost:
         return ""
 
     def limit(self, what: str, seconds: float) -> AbstractContextManager[None]:
-        if not self._may_end_process:
+        if self._machine is None:
             return contextlib.nullcontext()
-        return time_limit(what, seconds, self.phases, self.close)
+        return time_limit(what, seconds, self.phases, self.close, self._machine)
 
     def close(self, code: int, reason: str = "", *, overdue: bool = False) -> None:
         pass
@@ -129,7 +129,7 @@ def join(
         StopRequested: This host was asked to stop while it waited.
     """
     if cluster.hosts == 1:
-        return SingleHost(may_end_process=True)
+        return SingleHost(machine)
     own = host_credentials(cluster, RENDEZVOUS)
     server = RendezvousServer(cluster, lost_seconds, machine) if cluster.is_first else None
     try:

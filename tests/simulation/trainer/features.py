@@ -39,8 +39,8 @@ _HUB_FAULTS = ("", "", "", "refuses", "hangs", "noise", "raises", "slow")
 def add_features(plan: Plan) -> Plan:
     """Returns the plan with features, each for a share of the seeds."""
     rng = random.Random(f"ends {plan.seed}")
-    kinds = [rng.random() < share for share in (0.2, 0.15, 0.15, 0.08, 0.06, 0.1, 0.05)]
-    changes = (_skip, _export, _push, _slow_storage, _stop_twice, _strangers, _drift)
+    kinds = [rng.random() < share for share in (0.2, 0.15, 0.15, 0.08, 0.06, 0.1, 0.05, 0.03)]
+    changes = (_skip, _export, _push, _slow_storage, _stop_twice, _strangers, _drift, _block)
     for is_so, change in zip(kinds, changes, strict=True):
         plan = change(rng, plan) if is_so else plan
     return plan
@@ -83,6 +83,11 @@ def _drift(rng: random.Random, plan: Plan) -> Plan:
     """The weights of a host differ after the last save."""
     drift = Fault("drift", rng.uniform(0.0, 9.0), None, "before", rng.randint(1, 3), 0, 1.0)
     return replace(plan, hosts=max(2, plan.hosts), faults=(*plan.faults, drift))
+
+
+def _block(rng: random.Random, plan: Plan) -> Plan:
+    """The collectives of the first attempt never return, from its first step on."""
+    return replace(plan, faults=(Fault("block", 0.1, None, "before", 0, 0.0, 1.0),), step_seconds=0.5)
 
 
 def _push(rng: random.Random, plan: Plan) -> Plan:

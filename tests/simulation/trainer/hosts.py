@@ -41,6 +41,7 @@ class Group:
         self.collective: dict[Task, None] = {}  # tasks that wait in one
         self.addresses = tuple(f"10.{slice_number}.0.{worker}" for worker in range(self.size))
         self.glitch: tuple[int, bool] | None = None  # a step whose update is not finite, and whether its norm shows it
+        self.is_blocked = False  # its collectives never return
         self.asked_to_stop = self.drifted = False
         self.delayed = world.jitter > 0.5  # storage is too slow for the time of a stop
         self.claimed = float("inf")  # when all hosts had met

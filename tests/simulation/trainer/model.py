@@ -239,7 +239,7 @@ class SimulatedBackend:
         host.scheduler.sleep(gathering.seconds)
         host.pass_time("leaving a collective", 0.5)
         self._world.promises.little_work_is_at_risk(host)
-        while not host.group.exchange.is_complete(gathering) or host.group.is_parted:
+        while not host.group.exchange.is_complete(gathering) or host.group.is_parted or host.group.is_blocked:
             host.scheduler.wait(host.group.collective, None, f"the other hosts in {kind}")
         signals = Signals()
         for _, given in gathering.brought.values():

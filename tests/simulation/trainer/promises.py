@@ -417,6 +417,12 @@ class Promises:
         if host.code is None and not host.hurt:
             self.broken("a stop ends in time", f"{host.name} was asked {host.stops} and still runs")
 
+    def a_first_step_that_blocks_is_ended(self, host: Host) -> None:
+        """A process whose first collective never returns ends within the limit, and one of the group says why."""
+        lines = [line for each in host.group.hosts for line in each.lines]
+        if host.code is None or not any("the first step took longer than" in line for line in lines):
+            self.broken("a first step that blocks is ended", f"{host.name} ends with {host.code}: {lines[-3:]}")
+
     def a_process_that_lost_a_peer_ends(self, host: Host) -> None:
         """After a process of the attempt has failed, the others end by themselves."""
         if host.worker and host.code is None and not host.hurt and not host.group.hosts[0].hurt:

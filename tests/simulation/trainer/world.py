@@ -17,6 +17,7 @@ from tests.simulation.trainer.plan import HOSTILE_SECONDS, REQUESTER, Fault, Pla
 from tests.simulation.trainer.promises import CHECKPOINTS, RUN, Promises
 from training.checkpoint.format import MANIFEST
 from training.config import TrainerConfig
+from training.trainer import FIRST_STEP_SECONDS
 
 ATTEMPTS = 8  # of one launcher
 SETTLING = 12.0  # seconds that a launcher gives the other hosts after the first end
@@ -252,7 +253,7 @@ class World:
         host = requester if requester and fault.worker == REQUESTER else group.hosts[fault.worker % group.size]
         until = min(scheduler.now + fault.seconds, HOSTILE_SECONDS)
         scheduler.note(f"strikes: {fault.kind}")
-        if fault.kind in ("kill", "power", "freeze", "hang", "cut", "part", "nan", "drift"):
+        if fault.kind in ("kill", "power", "freeze", "hang", "cut", "part", "nan", "drift", "block"):
             group.disturbed = True
         if fault.kind in ("storm", "slow", "full", "forbidden", "quota"):
             self.disturbed = True
@@ -293,6 +294,8 @@ class World:
             group.glitch = (number, tells and not self.plan.skip)
         elif fault.kind == "drift":
             host.drifts = True
+        elif fault.kind == "block":
+            self._block(group)
         elif fault.kind == "poison":
             self._poison()
         elif fault.kind == "clock":
@@ -302,6 +305,13 @@ class World:
         elif fault.kind == "cut line":
             self._cut_line()
         self.changed()
+
+    def _block(self, group: Group) -> None:
+        """Lets no collective of a group return, and checks that its processes end."""
+        group.is_blocked = True
+        for host in group.hosts:
+            when = self.scheduler.now + FIRST_STEP_SECONDS + 60
+            self.scheduler.call_at(when, lambda host=host: self.promises.a_first_step_that_blocks_is_ended(host))
 
     def _part(self, host: Host, other: Host, until: float) -> None:
         """Cuts two hosts of a group from each other: its collectives wait, too."""
