@@ -199,7 +199,7 @@ class SimulatedBackend:
         self.state = {name: array.copy() for name, array in self._world.curriculum.states[0].items()}
         self._snapshot: SimulatedSnapshot | None = None
         self._compiled = 0
-        self._started = 0  # the first step of this attempt
+        self.first_step = 0  # of this attempt
         self._steps_after_stop = 0
         self._is_poisoned = False  # the checkpoint it began from
         self._restored_generation = 0  # of that checkpoint
@@ -209,7 +209,7 @@ class SimulatedBackend:
         host.pass_time("loading the framework", self._world.plan.compile_seconds)
 
     def batches(self, task: SimulatedTask, start: int) -> Generator[HostBatch, None, None]:
-        self._started, self._is_poisoned = start, self._world.is_poisoned(start)
+        self.first_step, self._is_poisoned = start, self._world.is_poisoned(start)
         self._restored_generation, self._done = self._world.generation_of(start), start
         self._world.promises.state_is_right(self._host, start, self.state)
         self._world.promises.evaluations.restored(self, start)
@@ -264,9 +264,9 @@ class SimulatedBackend:
         if glitch and glitch[0] == number:
             state["model/weight"][0] = np.nan
             norm = float("nan") if glitch[1] else norm
-            if self._started == number > 0:
+            if self.first_step == number > 0:
                 self._world.suspects[self._restored_generation] = number
-        if self._started == number and self._is_poisoned:
+        if self.first_step == number and self._is_poisoned:
             loss = float("nan")
             self._world.notice_poison()
         skipped = self._world.plan.skip and not math.isfinite(loss + norm)

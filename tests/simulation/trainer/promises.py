@@ -15,6 +15,7 @@ import numpy as np
 from tests.simulation.trainer.bucket import Stored
 from tests.simulation.trainer.evaluations import EvaluationPromises
 from tests.simulation.trainer.features import FeaturePromises, put_strange_records
+from tests.simulation.trainer.records import RecordPromises
 from training.checkpoint.format import MANIFEST, Manifest, load_manifest, step_of
 from training.checkpoint.safetensors_file import Damaged, decode
 from training.errors import Exit
@@ -49,6 +50,7 @@ class Promises:
         self._world = world
         self.features = FeaturePromises(world)
         self.evaluations = EvaluationPromises(world)
+        self.records = RecordPromises(world, RUN)
         self.violations: list[tuple[str, str]] = []  # (promise, observation)
         self.newest_whole = 0
         self.claims: dict[str, Claimed] = {}  # by group label, in the order of writing
@@ -328,6 +330,8 @@ class Promises:
         if code in (137, 143) and not host.shutdown:
             return
         self.exit_codes_are_documented(host, message)
+        if host.worker == 0 and host.group.label in self.claims:
+            self.records.ended(host, self.claims[host.group.label].name)
         if code == Exit.LOST_PEER:
             self.lost_peers_are_named(host, message)
         if code == SECOND_SIGTERM:
