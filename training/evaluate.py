@@ -6,7 +6,7 @@ Each record counts once, on any number of hosts: totals are added over batches a
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,14 +82,21 @@ class CommittedCheckpoint:
 
 
 def evaluate_all(
-    task: Task, backend: Backend, rendezvous: Rendezvous, shutdown: ShutdownRequest, phase: str
+    task: Task,
+    backend: Backend,
+    rendezvous: Rendezvous,
+    shutdown: ShutdownRequest,
+    phase: str,
+    on_batch: Callable[[], None] = lambda: None,
 ) -> StepResult:
     """Returns the totals over the evaluation set; over a part of it if all hosts stopped early, which `signals.stop` of
-    the result says. Warns of replaced damaged records. Other hosts see `phase` while this runs."""
+    the result says. Warns of replaced damaged records. Other hosts see `phase` while this runs; `on_batch` is called
+    before each batch."""
     total, replaced = StepResult.empty(), 0
     in_flight: deque[Pending] = deque()
     for number, batch in enumerate(backend.evaluation_batches(task)):
         rendezvous.set_phase(f"{phase}, batch {number}")
+        on_batch()
         replaced += batch.replaced
         in_flight.append(backend.evaluate(batch.arrays, Signals(stop=shutdown.requested)))
         if len(in_flight) > backend.in_flight:

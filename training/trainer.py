@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from training import storage
@@ -37,9 +38,11 @@ from training.run_setup import Dependencies, Run, checkpoint_identity, open_chec
 from training.telemetry.attempt_end import AttemptContext, record_attempt_end
 from training.telemetry.attempts import NonFiniteStep, write_nonfinite
 from training.telemetry.console import Console, warn
+from training.telemetry.host_progress import HostProgress
 from training.telemetry.metrics import MetricsLog
 from training.telemetry.phase_timer import PhaseTimer
-from training.telemetry.text import format_evaluation, format_progress, format_start
+from training.telemetry.progress_line import ProgressLine
+from training.telemetry.text import format_evaluation, format_progress, format_remaining, format_start
 from training.telemetry.writer import HURRIED_SECONDS, MetricsWriter
 
 _FINISH_SECONDS = 60.0  # for the last metrics to be written
@@ -66,24 +69,29 @@ def train(
         StopRequested: the process was asked to stop, and the state is committed.
         TrainError: any other end of the run.
     """
-    run, begin_record = open_run(
-        config, cluster, rendezvous, shutdown, timer, Console(cluster.is_first), dependencies or Dependencies()
-    )
-    context = AttemptContext(run.console, is_hurried=lambda: shutdown.requested)
-    recording = record_attempt_end(
-        run.folder, begin_record, timer, context, warn, run.dependencies.storage, run.dependencies.machine,
-        config.rendezvous.seconds,
-    )  # fmt: skip
-    with recording if cluster.is_first else contextlib.nullcontext():
-        trainer = open_trainer(run, context, begin_record)
-        try:
-            trainer.loop()
-            return trainer.finish()
-        except NonFinite as error:
-            raise trainer.judge(error) from None
+    dependencies = dependencies or Dependencies()
+    host_progress = HostProgress(timer, dependencies.machine)
+    with host_progress.telling():
+        run, begin_record = open_run(
+            config, cluster, rendezvous, shutdown, timer, Console(cluster.is_first), dependencies
+        )
+        host_progress.limit = max(FIRST_STEP_SECONDS, config.rendezvous.start_seconds, config.rendezvous.seconds)
+        host_progress.program = run.program
+        context = AttemptContext(run.console, is_hurried=lambda: shutdown.requested)
+        recording = record_attempt_end(
+            run.folder, begin_record, timer, context, warn, dependencies.storage, dependencies.machine,
+            config.rendezvous.seconds,
+        )  # fmt: skip
+        with recording if cluster.is_first else contextlib.nullcontext():
+            trainer = open_trainer(run, context, begin_record, host_progress)
+            try:
+                trainer.loop()
+                return trainer.finish()
+            except NonFinite as error:
+                raise trainer.judge(error) from None
 
 
-def open_trainer(run: Run, context: AttemptContext, record_url: str) -> Trainer:
+def open_trainer(run: Run, context: AttemptContext, record_url: str, host_progress: HostProgress) -> Trainer:
     """Builds the model and restores the newest checkpoint; on host 0 also opens the metrics and the uploads to the Hub.
     Gives `context` what the record of the attempt's end needs. `record_url`: of this attempt's record."""
     cluster, config = run.cluster, run.config
@@ -104,7 +112,7 @@ def open_trainer(run: Run, context: AttemptContext, record_url: str) -> Trainer:
             run.dependencies.storage, run.dependencies.machine.threads, history.suspects,
             config.rendezvous.seconds,
         )  # fmt: skip
-        trainer = Trainer(run, backend, open_checkpoints(run), history, record_url)
+        trainer = Trainer(run, backend, open_checkpoints(run), history, record_url, host_progress)
         run.console.print(
             f"run {cluster.run_id}, attempt {cluster.attempt}: {len(cluster.all_addresses)} host(s), "
             f"{backend.devices} device(s), {run.precision}, {run.task.data.train.records} records"
@@ -154,11 +162,18 @@ class Trainer:
     """The loop of one attempt."""
 
     def __init__(
-        self, run: Run, backend: Backend, checkpoints: CheckpointWriter, history: NonFiniteHistory, record_url: str
+        self,
+        run: Run,
+        backend: Backend,
+        checkpoints: CheckpointWriter,
+        history: NonFiniteHistory,
+        record_url: str,
+        host_progress: HostProgress,
     ) -> None:
         """Begins at step 0, and makes `checkpoints` call `record` for a state that is not finite. `history`: of earlier
         attempts; `record_url`: of this attempt's record."""
-        self.history, self._record_url = history, record_url
+        self.history, self._record_url, self.host_progress = history, record_url, host_progress
+        host_progress.figures = ProgressLine(0, run.config.train.steps)
         self._recording = run.dependencies.machine.threads.lock()
         self._is_recorded = False  # that a step of this attempt was not finite
         checkpoints.on_nonfinite = self.record
@@ -182,6 +197,7 @@ class Trainer:
         step, state = restored.manifest.step, restored.manifest.state
         self.restored = restored
         self.progress.resume(step, state)
+        self.host_progress.figures = replace(self.host_progress.figures, step=step)
         self.evaluations.resume(state)
         self.checkpoints.restored(step, restored.damaged)
         self.run.console.print(f"going on from {self._checkpoint_url(step)}")
@@ -207,11 +223,11 @@ class Trainer:
         ):
             while progress.step < steps and not progress.signals.stop:
                 with self.profiler.step(progress.step):
-                    with run.timer.phase("data_wait"), self.profiler.scope("data wait"):
+                    with run.timer.phase("data_wait"), self.part("data_wait"):
                         batch = next(batches)
                     signals = self.announce_step()
                     with self.compilations.timed("step"), self.limit_first_step():
-                        with self.profiler.scope("dispatch"):
+                        with self.part("dispatch"):
                             pending = self.backend.step(progress.step, batch.arrays, signals)
                         results = self.read_results_due(pending, batch, signals)
                     self.take_results(results)
@@ -231,6 +247,12 @@ class Trainer:
         if progress.signals.stop:
             self.stop()
 
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Names the block in profiles, and counts its seconds in this host's line of progress."""
+        with self.host_progress.part(name), self.profiler.scope(name):
+            yield
+
     def announce_step(self) -> Signals:
         """Tells the other hosts that this one starts the next step. Returns what this host asks of all hosts in the
         step: a stop, and on host 0 a save when checkpoint.every_minutes have passed."""
@@ -247,7 +269,7 @@ class Trainer:
         self.work.add(batch.arrays)
         # A host without others need not wait until all have read the result of this step.
         is_last = signals.stop and self.run.cluster.hosts == 1
-        with self.profiler.scope("result"):
+        with self.part("result"):
             return self._read_results(leave=0 if is_last else self.backend.in_flight)
 
     def check_step(self, batch: HostBatch) -> None:
@@ -278,7 +300,10 @@ class Trainer:
         run, step = self.run, self.progress.step
         self.finish_steps()
         with self.compilations.evaluation():
-            total = evaluate_all(run.task, self.backend, run.rendezvous, run.shutdown, f"evaluation after step {step}")
+            total = evaluate_all(
+                run.task, self.backend, run.rendezvous, run.shutdown, f"evaluation after step {step}",
+                self.host_progress.count_batch,
+            )  # fmt: skip
         if total.signals.stop:
             self.progress.signals = Signals(stop=True)
             return
@@ -386,6 +411,7 @@ class Trainer:
         for result, batch in results:
             self.progress.finish_step(result, batch)
             step = self.progress.finished
+            self.host_progress.finish_step(step)
             if self._start_seconds is None:
                 self._start_seconds = self._report_start()
             if self.log and result.skipped and (self.progress.skipped <= 5 or self.progress.skipped % 100 == 0):
@@ -411,6 +437,10 @@ class Trainer:
         rate = train.global_batch_size / seconds if seconds > 0 else 0.0
         remaining = (train.steps - step) * seconds
         self.run.console.progress(format_progress(step, train.steps, loss, rate, data_wait, remaining))
+        self.host_progress.figures = replace(
+            self.host_progress.figures,
+            loss=loss, examples_per_second=round(rate, 2), data_wait=data_wait, left=format_remaining(remaining),
+        )  # fmt: skip
         values = {
             "loss": result.loss,
             "gradient_norm": result.gradient_norm,

@@ -3,6 +3,7 @@ goes on only where the test says so."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Generator
 from pathlib import Path
 
@@ -14,7 +15,6 @@ from training.batch import HostBatch
 from training.tasks.task import Task
 from training.telemetry.metrics import read_history
 from training.telemetry.phase_timer import PhaseTimer
-from training.telemetry.text import parse_progress
 from training.trainer import StepRate
 
 SLOW_FROM = 20  # the batch whose loading takes three times as long as a step, as do all after it
@@ -36,8 +36,8 @@ def test_each_line_tells_the_data_wait_since_the_line_before(
     monkeypatch.setattr(NumpyBackend, "batches", batches)
     runs = Runs(tmp_path)
     runs.train("slow", 0, take_a_second, timer=PhaseTimer(clock))
-    lines = [parse_progress(line) for line in capsys.readouterr().out.splitlines()]
-    shown = {line.step: line.data_wait for line in lines if line}
+    lines = re.findall(r"step +(\d+)/.* (\d+)% data wait", capsys.readouterr().out)
+    shown = {int(step): int(percent) / 100 for step, percent in lines}
     kept = {line["step"]: line["data_wait"] for line in read_history(str(runs.path("slow"))) if "data_wait" in line}
     assert shown == kept
     assert {kept[step] for step in range(1, SLOW_FROM - 3)} == {0.0}

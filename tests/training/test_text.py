@@ -5,42 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from training.telemetry import text
-from training.telemetry.text import ProgressFigures, format_progress, parse_progress
 
 
-@given(
-    step=st.integers(0, 10**9),
-    more=st.integers(0, 10**9),
-    loss=st.floats(0, 1e6),
-    rate=st.floats(0, 1e9),
-    wait=st.floats(0, 1),
-    remaining=st.floats(0, 1e7),
-)
-def test_a_progress_line_is_parsed_to_what_was_formatted(
-    step: int, more: int, loss: float, rate: float, wait: float, remaining: float
-) -> None:
-    line = format_progress(step, step + more, loss, rate, wait, remaining)
-    expected = ProgressFigures(
-        step,
-        step + more,
-        float(f"{loss:.5f}"),
-        float(f"{rate:.1f}"),
-        int(f"{wait:.0%}"[:-1]) / 100,
-        text.format_remaining(remaining),
-    )
-    assert parse_progress(line) == expected
-    assert parse_progress(f"2026-11-21T22:40:00Z {line}\r") == expected
-
-
-@pytest.mark.parametrize(
-    "line", ["", "evaluation after step 40: loss 1.50000", "step 1/2  loss what  3 examples/s", "Step 3 of 4, loss 2.0"]
-)
-def test_other_lines_hold_no_progress(line: str) -> None:
-    assert parse_progress(line) is None
+def test_a_progress_line_shows_step_loss_rate_data_wait_and_time_left() -> None:
+    line = text.format_progress(7, 100, 5.0476, 1812.34, 0.07, 67)
+    assert line == "step   7/100  loss 5.04760  1,812.3 examples/s  7% data wait  1:07 left"
 
 
 @pytest.mark.parametrize(("seconds", "expected"), [(0.4, "0:00"), (67, "1:07"), (7503, "2:05:03"), (-3, "0:00")])

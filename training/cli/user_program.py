@@ -28,6 +28,7 @@ from pathlib import Path
 from training.accelerators import ACCELERATORS
 from training.distributed.cluster import Cluster, device_kind, discover, tpu_environment
 from training.errors import BadInput, Exit, TrainError
+from training.telemetry.progress_line import FILE_VARIABLE
 
 
 def chip_process_environment(cluster: Cluster) -> dict[str, str]:
@@ -78,12 +79,15 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
     runpy.run_path(script, run_name="__main__")
 
 
-def _run_chip_process(_ordinal: int, script: str, arguments: Sequence[str]) -> None:
+def _run_chip_process(ordinal: int, script: str, arguments: Sequence[str]) -> None:
     """Runs a program in a process that `torch_xla.launch` started.
 
     Ends the process at once on an exception: the processes of other chips would wait for it in a collective forever,
-    and the pool ends them as soon as one of its processes is gone. SystemExit reaches the parent with its code.
+    and the pool ends them as soon as one of its processes is gone. SystemExit reaches the parent with its code. Each
+    process has a file of progress of its own.
     """
+    if FILE_VARIABLE in os.environ:
+        os.environ[FILE_VARIABLE] += f".{ordinal}"
     try:
         run_script(script, arguments)
     except Exception:

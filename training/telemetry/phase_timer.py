@@ -40,6 +40,12 @@ class PhaseTimer:
     def add(self, name: str, seconds: float) -> None:
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
+    @property
+    def innermost(self) -> str:
+        """Returns the name of the innermost open phase; "" without one. Threads may read it."""
+        stack = self._stack[-1:]
+        return stack[0][0] if stack else ""
+
     def total(self) -> float:
         """Returns the seconds since the process began, in phases or not."""
         return self._now() - self.began

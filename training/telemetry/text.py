@@ -1,52 +1,18 @@
-"""Formats what host 0 prints: the progress line, which the launcher parses, and the final summary. Pure functions."""
+"""Formats what host 0 prints: the progress of the steps, and the final summary. Pure functions."""
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
 from typing import Any
-
-# Numbers of a bounded length: other programs may print similar lines.
-_PROGRESS = re.compile(
-    r"step +(\d{1,15})/(\d{1,15})  loss (\S{1,40})  ([\d,.]{1,40}) examples/s  (\d{1,3})% data wait"
-    r"(?:  ([\d:]{1,12}) left)?"
-)
-
-
-@dataclass(frozen=True)
-class ProgressFigures:
-    """The figures of a progress line."""
-
-    step: int  # steps done
-    steps: int  # of the whole run
-    loss: float
-    examples_per_second: float
-    data_wait: float  # share of the steps' time that was spent waiting for batches
-    left: str = ""  # time left, as `format_remaining` formats it
 
 
 def format_progress(
     step: int, steps: int, loss: float, examples_per_second: float, data_wait: float, remaining_seconds: float
 ) -> str:
-    """Returns the progress line; `parse_progress` is the inverse."""
+    """Returns the line that shows a step's figures to the user."""
     return (
         f"step {step:>{len(str(steps))}}/{steps}  loss {loss:.5f}  {examples_per_second:,.1f} examples/s  "
         f"{data_wait:.0%} data wait  {format_remaining(remaining_seconds)} left"
     )
-
-
-def parse_progress(line: str) -> ProgressFigures | None:
-    """Returns the figures of the progress line in a line of host 0's log; None if the line has none. The loss is
-    rounded to 5 decimals, the rate to 1 and the data wait to percents, as in the line."""
-    match = _PROGRESS.search(line)
-    if match is None:
-        return None
-    step, steps, loss, rate, wait, left = match.groups()
-    try:
-        speed = float(rate.replace(",", ""))
-        return ProgressFigures(int(step), int(steps), float(loss), speed, int(wait) / 100, left or "")
-    except ValueError:  # a similar line of another program
-        return None
 
 
 def format_remaining(seconds: float) -> str:

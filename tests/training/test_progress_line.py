@@ -1,0 +1,116 @@
+"""Claims about the line of progress: what any program may write, and what the trainer's thread tells."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.training.manual_clock import ManualClock
+from training.machine import Machine
+from training.machine.clock import SystemClock
+from training.telemetry.host_progress import HostProgress
+from training.telemetry.phase_timer import PhaseTimer
+from training.telemetry.progress_line import LONGEST_LINE, ProgressLine, encode, parse, slowest, write
+
+LINE = ProgressLine(
+    7, 100, "training", "result", 1.5, 3, 60.0, 1e9, 0.5, 12.0, {"data_wait": 1.25}, 5, 9, "abc", 2.5, 99.0,
+    0.07, "1:00", 2,
+)  # fmt: skip
+
+
+def test_a_line_is_parsed_to_what_was_encoded() -> None:
+    assert parse(encode(LINE)) == LINE
+    assert parse(encode(ProgressLine(0, loss=math.nan))) == ProgressLine(0)
+
+
+def test_only_the_step_is_required_and_unknown_fields_are_ignored() -> None:
+    assert parse(
+        '{"step": 3, "colour": "red", "phase": 5, "loss": NaN, "seconds": {"a": "b", "c": 1}}'
+    ) == ProgressLine(3, seconds={"c": 1.0})
+    for text in (
+        "",
+        "{}",
+        "[]",
+        "null",
+        '{"step": "3"}',
+        '{"step": true}',
+        "step 3",
+        '{"step": 3}' + " " * LONGEST_LINE,
+    ):
+        assert parse(text) is None
+
+
+JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), lambda inner: st.lists(inner))
+
+
+@given(st.dictionaries(st.sampled_from([*vars(LINE), "other"]), JSON | st.dictionaries(st.text(), JSON)))
+def test_no_line_of_another_program_breaks_the_reader(document: dict[str, object]) -> None:
+    line = parse(json.dumps(document))
+    assert line is None or parse(encode(line)) is not None
+
+
+def test_readers_never_see_half_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "progress"
+    write(str(path), LINE)
+    write(str(path), ProgressLine(8))
+    assert path.read_text() == '{"step": 8}\n'
+    assert slowest([LINE, ProgressLine(6), ProgressLine(8)]) == ProgressLine(6)
+
+
+def test_a_hung_step_is_told_with_its_part_and_for_how_long() -> None:
+    clock = ManualClock()
+    timer = PhaseTimer(clock)
+    progress = HostProgress(timer, Machine(clock=_Clock(clock)), "unused")
+    assert progress.line().phase == "start"
+    with timer.phase("step"):
+        assert progress.line().phase == "compile", "the first step"
+    for step in range(1, 5):
+        with timer.phase("step"), progress.part("dispatch"):
+            clock.seconds += 2.0
+        progress.finish_step(step)
+    with timer.phase("data_wait"), progress.part("data_wait"):
+        clock.seconds += 312.0
+        line = progress.line()
+    assert (line.step, line.phase, line.doing, line.doing_seconds) == (4, "training", "data_wait", 312.0)
+    assert (line.step_seconds, line.seconds["dispatch"]) == (2.0, 8.0)
+    with timer.phase("checkpoint"):
+        assert progress.line().phase == "save"
+        clock.seconds += 40.0
+    assert progress.line().save_seconds == 40.0
+
+
+class _Clock(SystemClock):
+    def __init__(self, clock: ManualClock) -> None:
+        self._clock = clock
+
+    def monotonic(self) -> float:
+        return self._clock()
+
+
+def test_the_file_is_written_by_a_thread_while_the_loop_hangs(tmp_path: Path) -> None:
+    path = tmp_path / "progress"
+    timer = PhaseTimer()
+    progress = HostProgress(timer, path=str(path))
+    with timer.phase("evaluation"), progress.telling():
+        deadline = time.monotonic() + 10
+        while not path.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        line = parse(path.read_text())
+    assert line is not None
+    assert (line.phase, line.memory_total > 0) == ("evaluation", True)
+
+
+def test_a_step_costs_the_loop_less_than_a_tenth_of_a_millisecond() -> None:
+    progress = HostProgress(PhaseTimer(), path="")
+    begun, steps = time.process_time(), 2000
+    for step in range(steps):
+        for name in ("data_wait", "dispatch", "result"):
+            with progress.part(name):
+                pass
+        progress.finish_step(step)
+    assert (time.process_time() - begun) / steps < 1e-4

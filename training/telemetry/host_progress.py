@@ -1,0 +1,133 @@
+"""Keeps this host's line of progress (`progress_line.py`) up to date, from a thread, so that a step that hangs is told
+too. The loop only adds up seconds: a few microseconds a step.
+
+A change of phase is written within a second, everything else every five. Without TPU_LAUNCH_PROGRESS_FILE nothing is
+written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+import statistics
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import replace
+
+from training.machine import SYSTEM, Machine
+from training.telemetry import progress_line
+from training.telemetry.phase_timer import PhaseTimer
+from training.telemetry.progress_line import ProgressLine
+
+_LOOK_SECONDS, _WRITE_SECONDS = 1.0, 5.0
+_STEPS = 32  # whose median is told
+_PHASES = {
+    "evaluation": progress_line.EVALUATION,
+    "checkpoint": progress_line.SAVE,
+    "export": progress_line.END,
+    "upload": progress_line.END,
+}  # by phase of the timer; others are the start before the first step, and training after it
+_MEMORY = re.compile(r"^(MemTotal|MemAvailable): +(\d{1,15}) kB", re.MULTILINE)
+
+
+class HostProgress:
+    """What this host is doing. One thread of the trainer changes it, another tells it."""
+
+    def __init__(self, timer: PhaseTimer, machine: Machine = SYSTEM, path: str | None = None) -> None:
+        """`path`: of the file; TPU_LAUNCH_PROGRESS_FILE, unless given. Starts nothing: `telling` does."""
+        self._timer, self._machine = timer, machine
+        self._path = os.environ.get(progress_line.FILE_VARIABLE, "") if path is None else path
+        self._now = machine.clock.monotonic
+        self.figures = ProgressLine(0)  # what the loop knows: step, steps, loss, ...
+        self.program = ""
+        self.limit = 0.0  # seconds without progress that are normal outside of training
+        self.count = 0  # grows inside a phase
+        self._seconds: dict[str, float] = {}
+        self._part: tuple[str, float] | None = None
+        self._phase = ("", 0.0)  # and since when
+        self._finished: deque[float] = deque(maxlen=_STEPS + 1)
+        self._save_seconds = 0.0
+        self._is_over = machine.threads.event()
+
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        """Writes the file from a thread until the block ends."""
+        if self._path:
+            self._machine.threads.start(self._write_repeatedly, name="progress")
+        try:
+            yield
+        finally:
+            self._is_over.set()
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Counts the block as a part of the step, and as what this host is doing."""
+        begun = self._now()
+        self._part = (name, begun)
+        try:
+            yield
+        finally:
+            self._part = None
+            self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - begun
+
+    def finish_step(self, step: int) -> None:
+        """Counts a step whose result was read."""
+        self.figures = replace(self.figures, step=step)
+        self._finished.append(self._now())
+
+    def count_batch(self) -> None:
+        """Counts progress inside a phase."""
+        self.count += 1
+
+    def line(self) -> ProgressLine:
+        """Returns the line of this moment."""
+        now, innermost, part = self._now(), self._timer.innermost, self._part
+        phase = _PHASES.get(innermost, progress_line.TRAINING if self._finished else progress_line.START)
+        if phase == progress_line.START and innermost in ("step", "data_wait"):
+            phase = progress_line.COMPILE
+        if phase != self._phase[0]:
+            if self._phase[0] == progress_line.SAVE:
+                self._save_seconds = max(self._save_seconds, now - self._phase[1])
+            self._phase = (phase, now)
+        doing, since = part or (innermost, self._phase[1])
+        times = list(self._finished)
+        steps = [later - earlier for earlier, later in itertools.pairwise(times)]
+        saving = now - self._phase[1] if phase == progress_line.SAVE else 0.0
+        seconds = {**self._seconds, "save": self._timer.seconds.get("checkpoint", 0.0)}
+        used, total = _read_memory()
+        return replace(
+            self.figures,
+            phase=phase,
+            doing=doing,
+            doing_seconds=round(now - since, 1),
+            count=self.count,
+            limit=0.0 if phase == progress_line.TRAINING else self.limit,
+            time=round(self._machine.clock.time(), 3),
+            step_seconds=round(statistics.median(steps), 4) if steps else 0.0,
+            save_seconds=round(max(self._save_seconds, saving), 1),
+            seconds={name: round(amount, 3) for name, amount in seconds.items() if amount},
+            memory_used=used,
+            memory_total=total,
+            program=self.program,
+        )
+
+    def _write_repeatedly(self) -> None:
+        """Writes the file until `telling` ends. A file that can't be written is tried again."""
+        written, phase = float("-inf"), ""
+        while not self._is_over.is_set():
+            line = self.line()
+            if line.phase != phase or self._now() - written >= _WRITE_SECONDS:
+                with contextlib.suppress(OSError):
+                    progress_line.write(self._path, line)
+                written, phase = self._now(), line.phase
+            self._is_over.wait(_LOOK_SECONDS)
+
+
+def _read_memory() -> tuple[int, int]:
+    """Returns bytes of this host in use and in total; 0, 0 where /proc/meminfo does not tell."""
+    with contextlib.suppress(OSError, KeyError), open("/proc/meminfo", encoding="ascii") as file:
+        amounts = {name: int(kilobytes) * 1024 for name, kilobytes in _MEMORY.findall(file.read(4000))}
+        return amounts["MemTotal"] - amounts["MemAvailable"], amounts["MemTotal"]
+    return 0, 0
