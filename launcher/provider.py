@@ -15,6 +15,7 @@ from typing import Protocol
 
 from training.distributed.cluster import SECRET_VARIABLE
 from training.machine.clock import Clock
+from training.telemetry.progress_line import ProgressLine
 
 LOG_OVERLAP = timedelta(seconds=1)  # how far before the newest known line `observe` begins again
 
@@ -195,6 +196,7 @@ class Observation:
     problem: str = ""
     since: str | None = None  # the first time whose lines were requested; None: from the beginning
     open: Mapping[str, int] = field(default_factory=dict)  # bytes so far of lines that have not ended, by their times
+    progress: tuple[ProgressLine, ...] | None = None  # newest of each process that tells it; None: not asked for
 
 
 @dataclass(frozen=True)
@@ -256,9 +258,12 @@ class Provider(Protocol):
         """Starts the attempt's container on every host; leaves one alone that runs or has run. `detail`: the image id.
         On several TPU VMs no command begins unless all hosts have started the same image; each pod begins by itself."""
 
-    def observe(self, worker: int, container: str, since: str | None, *, patience: float = 0.0) -> Observation:
+    def observe(
+        self, worker: int, container: str, since: str | None, *, patience: float = 0.0, progress: bool = False
+    ) -> Observation:
         """Returns the state of a container on a host and its log lines from the time `since` (inclusive; None: the
-        first line) on. While the container runs, may wait up to `patience` seconds for its end. Does not retry."""
+        first line) on. While the container runs, may wait up to `patience` seconds for its end. With `progress`, reads
+        its lines of progress too, which takes a process in the container. Does not retry."""
 
     def stop(
         self, container: str, *, grace: int, remove: bool, workers: Sequence[int] | None = None

@@ -26,6 +26,7 @@ from launcher.gke.workload import (
 from launcher.provider import COMPILE_CACHE_FOLDER, compile_cache_environment
 from training.accelerators import gke_nodes
 from training.distributed.cluster import SECRET_VARIABLE
+from training.telemetry.progress_line import FILE, FILE_VARIABLE
 
 # Google: "You must raise the locked memory limit so the driver can communicate with the TPU chips over DMA", with this
 # command (https://cloud.google.com/kubernetes-engine/docs/how-to/tpus). `ulimit` counts KiB: this is 64 TiB, more than
@@ -145,6 +146,7 @@ def _environment(config: Config, work: Workload, kind: WorkloadKind) -> list[Any
         source = {"fieldRef": {"fieldPath": "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"}}
         attempt = {"name": "TPU_LAUNCH_ATTEMPT", "valueFrom": source}
         entries.append(Commented(attempt, "The number of restarts of the JobSet."))
+    entries.append(Commented({"name": FILE_VARIABLE, "value": FILE}, "Where the program tells its progress."))
     if config.accelerator.hosts > 1:
         hosts = {"name": "TPU_LAUNCH_HOSTS", "value": str(config.accelerator.hosts)}
         entries += [

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from launcher.config import Config
+from launcher.container_scripts import DUMP_STACKS, READ_PROGRESS, split_progress
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.gke import CAPABILITIES, checks, pod_status
 from launcher.gke.commented_yaml import dump_documents
@@ -37,12 +38,12 @@ from launcher.provider import Attempt, CommandReport, ContainerState, HostReport
 from launcher.workstation import Workstation
 from training.accelerators import gke_nodes
 from training.machine.clock import Clock
+from training.telemetry.progress_line import FILE, ProgressLine
 
 LOG_BYTES = 16_000_000  # of one observation
 _LOG_SECONDS = 15.0
 _GONE_SECONDS = 120.0  # in which deleted objects vanish
 _LOGS_AT_ONCE = 8  # each takes a kubectl process
-_STACK = "py-spy dump --nonblocking --pid 1 2>&1 || cat /proc/1/comm /proc/1/wchan /proc/1/status"
 _JOBSETS = "jobsets.jobset.x-k8s.io"
 _JOBSET_LABEL = "jobset.sigs.k8s.io/jobset-name"
 
@@ -157,7 +158,9 @@ class Gke:
             raise
         return [HostReport(worker, True, attempt.image) for worker in self._workers]
 
-    def observe(self, worker: int, container: str, since: str | None, *, patience: float = 0.0) -> Observation:
+    def observe(
+        self, worker: int, container: str, since: str | None, *, patience: float = 0.0, progress: bool = False
+    ) -> Observation:
         """Returns the state of a host's pod, and its log from `since` on; a missing pod is "absent".
 
         Ignores `patience`: the watch knows the state. When the cluster does not answer, the state is None, and
@@ -178,7 +181,8 @@ class Gke:
             window, more = self._read_log(pod, since)  # after the state, so that an ended pod's log is complete
         except LaunchError as error:
             return Observation(worker, None, problem=str(error).splitlines()[0])
-        return Observation(worker, state, window.lines, more=more, problem=problem, open=window.open)
+        told = self._read_progress(pod) if progress and not pod.ended else None
+        return Observation(worker, state, window.lines, more=more, problem=problem, open=window.open, progress=told)
 
     def stop(
         self, container: str, *, grace: int, remove: bool, workers: Sequence[int] | None = None
@@ -239,12 +243,12 @@ class Gke:
         return files
 
     def stacks(self, container: str) -> dict[int, str]:
-        """Returns the stack trace of each running container's first process, by `kubectl exec` (see k8s/role.yaml)."""
+        """Returns the stack traces of each running container's processes, by `kubectl exec` (see k8s/role.yaml)."""
         stacks = {}
         for worker, pod in self._known_pods(container).items():
             if not pod.started or pod.ended:
                 continue
-            command = ("exec", pod.name, "--container", CONTAINER, "--", "sh", "-c", _STACK)
+            command = ("exec", pod.name, "--container", CONTAINER, "--", "sh", "-c", DUMP_STACKS)
             try:
                 stacks[worker] = self._kubectl.call(*command)
             except LaunchError as error:
@@ -364,6 +368,14 @@ class Gke:
         with self._log_slots:
             output = self._kubectl.call("logs", pod.name, *options, *window, seconds=_LOG_SECONDS)
         return pod_status.parse_log(output, LOG_BYTES, ended=pod.ended)
+
+    def _read_progress(self, pod: Pod) -> tuple[ProgressLine, ...]:
+        """Returns the newest line of progress of each process of a pod, by `kubectl exec` (see k8s/role.yaml): the log
+        is the program's own. () where that fails."""
+        command = ("exec", pod.name, "--container", CONTAINER, "--", "sh", "-c", READ_PROGRESS, FILE)
+        with contextlib.suppress(LaunchError), self._log_slots:
+            return split_progress(self._kubectl.call(*command, seconds=_LOG_SECONDS))[0]
+        return ()
 
     def _watch_pods(self, container: str) -> PodWatch:
         """Returns the watch of an attempt's pods; makes it on first use."""

@@ -7,6 +7,7 @@
     events.jsonl    one JSON object a line (launcher.run.events); appended, never rewritten
     stacks/attempt-<n>/host-<worker>.txt  stack traces of the processes of a run that hung
     logs/attempt-<n>/host-<worker>.log    each line as "<engine's time> <line>", appended by the holder of the lock
+    progress-<n>.jsonl                    lines of progress of the first host, as the supervisor read them
     post-mortem-<n>.tar.gz                the archive of a failed attempt (launcher.run.post_mortem)
     lock            held (flock) by the one process that supervises the run
 
@@ -30,6 +31,7 @@ from launcher.home import write_private, write_whole
 from launcher.run.events import Entry, RunEvent, from_document
 from launcher.run.state import RunState, state_of
 from training.machine.clock import Clock, format_time
+from training.telemetry.progress_line import LONGEST_LINE, ProgressLine, encode, parse
 
 _LOCK_POLL_SECONDS = 0.05
 _FULL_DISK_SECONDS = 60.0  # for which `append` retries
@@ -126,6 +128,26 @@ class Ledger:
             size = file.seek(0, os.SEEK_END)
             cut = size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n"
             write_whole(file, ("\n" * cut + line).encode())
+
+    def progress_file(self, attempt: int) -> Path:
+        return self.folder / f"progress-{attempt}.jsonl"
+
+    def keep_progress(self, attempt: int, line: ProgressLine) -> None:
+        """Appends a line of progress. Does nothing on a full disk: the next line comes soon."""
+        with contextlib.suppress(OSError):
+            fd = os.open(self.progress_file(attempt), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            with open(fd, "ab", buffering=0) as file:
+                write_whole(file, f"{encode(line)}\n".encode())
+
+    def newest_progress(self, attempt: int) -> ProgressLine | None:
+        """Returns the newest line of progress that is kept of an attempt; None without one."""
+        try:
+            with open(self.progress_file(attempt), "rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - 2 * LONGEST_LINE))
+                lines = file.read().decode(errors="replace").splitlines()
+        except FileNotFoundError:
+            return None
+        return next(filter(None, map(parse, reversed(lines))), None)
 
     def entries(self) -> Sequence[Entry]:
         """Returns all events with their times, oldest first. Raises BadInput for an event of another version."""

@@ -21,7 +21,7 @@ from launcher.run.specification import SecretSource
 from launcher.run.verdict import describe_exit
 from launcher.workstation import Workstation
 from training.machine.clock import Clock, format_time, parse_time
-from training.telemetry.text import ProgressFigures, parse_progress
+from training.telemetry.progress_line import ProgressLine, slowest
 
 _SILENCE_SECONDS = 600.0  # for which `logs -f` waits for a host to answer
 _SUPERVISOR_CONFLICTS = 60  # fetches in a row that find the lock held
@@ -51,6 +51,7 @@ class HostStatus:
     container: str  # its state, or why the host could not be asked
     last_line: str
     quiet_seconds: float | None = None  # between its last line (host's clock) and now (this machine's)
+    progress: ProgressLine | None = None  # of its slowest process
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Status:
     outcome: str | None
     history: list[str]
     hosts: list[HostStatus]
-    progress: ProgressFigures | None = None
+    progress: ProgressLine | None = None  # of the first host that tells it
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -83,10 +84,7 @@ class Status:
             return [*lines, "no run was started from this folder yet"]
         lines.append(f"run {self.run}: attempt {self.attempt}, {self.outcome or 'running'}")
         if self.progress is not None:
-            now = self.progress
-            lines.append(
-                f"  step {now.step}/{now.steps}, loss {now.loss:.5f}, {now.examples_per_second:,.1f} examples/s"
-            )
+            lines.append(f"  {describe_progress(self.progress)}")
         return [*lines, *(f"  {line}" for line in self.history)]
 
     def rows(self) -> list[list[str]]:
@@ -129,7 +127,7 @@ def read_status(config: Config, context: Context, provider: Provider) -> Status:
         outcome,
         recent_history(ledger),
         hosts,
-        _progress(ledger, number, observations),
+        next((host.progress for host in hosts if host.progress), ledger.newest_progress(number)),
     )
 
 
@@ -224,19 +222,32 @@ def _observe_hosts(
     """Observes an attempt's container on all hosts at once, with their lines of the last minute."""
     container = container_name(ledger.run_id, number)
     since = format_time(machine.clock.time() - _RECENT_SECONDS)
-    return machine.threads.map(lambda worker: provider.observe(worker, container, since), range(hosts), at_once=64)
+
+    def observe(worker: int) -> Observation:
+        return provider.observe(worker, container, since, progress=True)
+
+    return machine.threads.map(observe, range(hosts), at_once=64)
 
 
 def _host_status(observation: Observation, address: str, ledger: Ledger, number: int, clock: Clock) -> HostStatus:
     """Returns a host's status; its newest line is of the last minute, or from the run's folder."""
     lines = list(observation.lines) or _kept_lines(ledger, number, observation.worker)
+    progress = slowest(observation.progress or ())
     if not lines:
-        return HostStatus(observation.worker, address, _describe_container(observation), "")
+        return HostStatus(observation.worker, address, _describe_container(observation), "", progress=progress)
     last = lines[-1]
     written = parse_time(last.timestamp)
     quiet = None if written is None else max(0.0, round(clock.time() - written, 1))
     text = last.text.rstrip("\r").rpartition("\r")[2][:_SHOWN_CHARACTERS]  # a progress bar's newest state
-    return HostStatus(observation.worker, address, _describe_container(observation), text, quiet)
+    return HostStatus(observation.worker, address, _describe_container(observation), text, quiet, progress)
+
+
+def describe_progress(line: ProgressLine) -> str:
+    """Returns step, phase, loss and rate of a line, as far as it tells them."""
+    parts = [f"step {line.step:,}/{line.steps:,}" if line.steps else f"step {line.step:,}", line.phase]
+    parts.append("" if line.loss is None else f"loss {line.loss:.5f}")
+    parts.append(f"{line.examples_per_second:,.1f} examples/s" if line.examples_per_second else "")
+    return ", ".join(filter(None, parts))
 
 
 def _emit_from(path: Path, offset: int, worker: int, output: Output) -> int:
@@ -317,14 +328,3 @@ def _kept_lines(ledger: Ledger, number: int, worker: int) -> list[LogLine]:
     """Returns the last lines of a host in the run's folder; [] if it has no file."""
     path = ledger.log_file(number, worker)
     return tail(path, _LAST_LINE_BYTES) if path.exists() else []
-
-
-def _progress(ledger: Ledger, number: int, observations: Sequence[Observation]) -> ProgressFigures | None:
-    """Returns the newest progress that host 0 reported, which reports for all hosts; None without such a line."""
-    if number < 0:
-        return None
-    lines = [line for observation in observations if observation.worker == 0 for line in observation.lines]
-    for line in reversed([*_kept_lines(ledger, number, 0), *lines]):
-        if progress := parse_progress(line.text):
-            return progress
-    return None

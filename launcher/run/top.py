@@ -1,31 +1,27 @@
 """`top`: observes the slice's newest run repeatedly, and draws it as lines of text. It changes nothing.
 
-Each look asks the API and every host once, as `status` does, and reads what was appended to the run's logs since the
+Each look asks the API and every host once, as `status` does, and reads the lines of progress that were kept since the
 last look. `render` and `plot` are pure.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from launcher import costs
 from launcher.config import Config
-from launcher.errors import BadInput, LaunchError
-from launcher.provider import Provider, container_name
+from launcher.errors import BadInput
+from launcher.provider import Provider
 from launcher.run.ledger import Ledger
-from launcher.run.logs import read_from
 from launcher.run.runs import find_run
 from launcher.run.session import Context
 from launcher.run.status import HostStatus, read_status
 from launcher.tpu_vm import slice_hints
 from training.machine.clock import format_time
-from training.telemetry.text import ProgressFigures, parse_progress
+from training.telemetry.progress_line import TRAINING, ProgressLine, parse
 
-_MEMORY_SECONDS = 10  # for a host to report its memory
-_MEMINFO = re.compile(r"(MemTotal|MemAvailable): +(\d{1,15}) kB")
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # bits of a braille cell, by column and row
 _BLANK = 0x2800
 _LEFT, _CURVE_ROWS = 9, 8  # columns of the labels left of the curve; rows of the curve
@@ -44,17 +40,11 @@ class View:
     """The run, its attempt, and its state, in words."""
 
     time: str
-    progress: ProgressFigures | None = None
-    left: str = ""
-    """Time left, in the trainer's words."""
-
+    progress: ProgressLine | None = None
     losses: Mapping[int, float] = field(default_factory=dict)
     """Loss by step."""
 
     hosts: Sequence[HostStatus] = ()
-    memory: Mapping[int, tuple[int, int]] = field(default_factory=dict)
-    """Bytes in use and in total, by worker; without workers that did not report."""
-
     cost: str = ""
     history: Sequence[str] = ()
 
@@ -101,10 +91,13 @@ def _progress(view: View, columns: int) -> list[str]:
     now = view.progress
     if now is None:
         return ["no step was reported yet"]
-    share = now.step / now.steps if now.steps else 0.0
-    figures = f"loss {now.loss:.5f}   {now.examples_per_second:,.1f} examples/s   data wait {now.data_wait:.0%}"
-    if view.left:
-        figures += f"   {view.left} left"
+    if not now.steps:
+        return [f"step {now.step:,}"]
+    share = now.step / now.steps
+    figures = f"{now.examples_per_second:,.1f} examples/s   data wait {now.data_wait:.0%}"
+    figures = figures if now.loss is None else f"loss {now.loss:.5f}   {figures}"
+    if now.left:
+        figures += f"   {now.left} left"
     head = f"step {now.step:,}/{now.steps:,}  {share:4.0%}  "
     width = min(_WIDEST_BAR, columns - len(head))
     filled = round(share * width)
@@ -115,12 +108,14 @@ def _progress(view: View, columns: int) -> list[str]:
 
 def _hosts(view: View, columns: int) -> list[str]:
     """Returns a row for each host; the last log line takes the rest of the width."""
-    table = [["host", *(["address"] if columns >= _WIDE else []), "container", "memory", "last line"]]
+    table = [["host", *(["address"] if columns >= _WIDE else []), "container", "step", "doing", "memory", "last line"]]
     for host in view.hosts:
         quiet = "" if host.quiet_seconds is None else f"{costs.duration(host.quiet_seconds)} ago"
         address = [host.address] if columns >= _WIDE else []
         last = f"{quiet}: {host.last_line}" if quiet else host.last_line
-        table.append([str(host.worker), *address, host.container, _memory(view.memory.get(host.worker)), last])
+        line = host.progress
+        told = ["?", "", "?"] if line is None else [f"{line.step:,}", _doing(line), _memory(line)]
+        table.append([str(host.worker), *address, host.container, *told, last])
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]) - 1)]
     return [
         "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]).rstrip()
@@ -128,12 +123,17 @@ def _hosts(view: View, columns: int) -> list[str]:
     ]
 
 
-def _memory(bytes_used: tuple[int, int] | None) -> str:
-    """Returns bytes in use and in total as "12.5/188 GiB"; "?" for None."""
-    if bytes_used is None:
+def _doing(line: ProgressLine) -> str:
+    """Returns the phase, and in training the part of the step that takes long."""
+    slow = line.phase == TRAINING and line.doing_seconds > max(10.0, 3 * line.step_seconds)
+    return f"{line.doing} {costs.duration(line.doing_seconds)}" if slow else line.phase
+
+
+def _memory(line: ProgressLine) -> str:
+    """Returns bytes in use and in total as "12.5/188 GiB"; "?" where they are not told."""
+    if not line.memory_total:
         return "?"
-    used, total = (amount / 2**30 for amount in bytes_used)
-    return f"{used:.1f}/{total:.0f} GiB"
+    return f"{line.memory_used / 2**30:.1f}/{line.memory_total / 2**30:.0f} GiB"
 
 
 def _spread(left: str, right: str, columns: int) -> str:
@@ -152,7 +152,7 @@ class Top:
     def __init__(self, config: Config, context: Context, provider: Provider) -> None:
         self._config, self._context, self._provider = config, context, provider
         self._losses: dict[int, float] = {}
-        self._offsets: dict[int, int] = {}  # in host 0's log, by attempt
+        self._offsets: dict[int, int] = {}  # in the kept progress, by attempt
         self._run = ""
 
     def look(self) -> View:
@@ -167,16 +167,13 @@ class Top:
         if status.run is None or ledger is None:
             return view
         self._read_losses(ledger)
-        if status.progress is not None:
+        if status.progress is not None and status.progress.loss is not None:
             self._losses[status.progress.step] = status.progress.loss
-        running = [host.worker for host in status.hosts if host.container == "running"]
         return replace(
             view,
             progress=status.progress,
-            left="" if status.progress is None else status.progress.left,
             losses=dict(self._losses),
             hosts=status.hosts,
-            memory=self._read_memory(ledger, running),
             history=status.history,
         )
 
@@ -189,38 +186,17 @@ class Top:
             return None
 
     def _read_losses(self, ledger: Ledger) -> None:
-        """Adds the losses that host 0 has logged since the last look; a later attempt's replace an earlier one's."""
+        """Adds the losses that were kept since the last look; a later attempt's replace an earlier one's."""
         if ledger.run_id != self._run:
             self._run, self._losses, self._offsets = ledger.run_id, {}, {}
         for attempt in range(ledger.state.attempt + 1):
-            path = ledger.log_file(attempt, 0)
-            while path.exists():
-                lines, self._offsets[attempt] = read_from(path, self._offsets.get(attempt, 0))
-                if not lines:
-                    break
-                for line in lines:
-                    if progress := parse_progress(line.text):
-                        self._losses[progress.step] = progress.loss
-
-    def _read_memory(self, ledger: Ledger, workers: Sequence[int]) -> dict[int, tuple[int, int]]:
-        """Runs `cat /proc/meminfo` in these hosts' containers, and returns bytes in use and in total of those that
-        answer; {} where that would take a gcloud call for each."""
-        run, slice_ = self._config.run, self._config.slice
-        if not workers or not self._provider.capabilities.cloud_tpu_node or run.transport == "gcloud" or slice_.iap:
-            return {}
-        found: dict[int, dict[str, int]] = {worker: {} for worker in workers}
-
-        def take(worker: int, line: str) -> None:
-            if match := _MEMINFO.match(line):
-                found[worker][match[1]] = int(match[2]) * 1024
-
-        container = container_name(ledger.run_id, ledger.state.attempt)
-        try:
-            self._provider.execute(container, ["cat", "/proc/meminfo"], workers, seconds=_MEMORY_SECONDS, on_line=take)
-        except LaunchError:  # the frame shows that the memory is unknown
-            return {}
-        return {
-            worker: (amounts["MemTotal"] - amounts["MemAvailable"], amounts["MemTotal"])
-            for worker, amounts in found.items()
-            if len(amounts) == 2
-        }
+            path = ledger.progress_file(attempt)
+            if not path.exists():
+                continue
+            with open(path, "rb") as file:
+                file.seek(self._offsets.get(attempt, 0))
+                whole, newline, _ = file.read().rpartition(b"\n")
+            self._offsets[attempt] = self._offsets.get(attempt, 0) + len(whole) + len(newline)
+            for line in filter(None, map(parse, whole.decode(errors="replace").splitlines())):
+                if line.loss is not None:
+                    self._losses[line.step] = line.loss

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from launcher.container_scripts import split_progress
 from launcher.log_lines import LogWindow, docker_records, read_log
 from launcher.provider import LOG_OVERLAP, ContainerState, HostReport, Observation
 from launcher.tpu_vm.host_scripts import LOG_BYTES
@@ -101,13 +102,14 @@ def parse_observation(worker: int, output: str) -> tuple[Observation, LogWindow]
     does not answer. Output cut at LOG_BYTES sets `more`. `output` has bytes that are not UTF-8 as surrogates."""
     first, _, rest = output.partition("\n")
     state = parse_state(first.strip())
+    progress, rest = split_progress(rest)  # log lines begin with a time
     data = rest.encode(errors="surrogateescape")
     cut = len(data) >= LOG_BYTES
     window = read_log(data, docker_records, complete=state is not None and state.ended and not cut)
     if state is None:
         reason = first.partition("no engine")[2].rstrip()
         return Observation(worker, None, problem=f"its container engine does not answer{reason}"), window
-    return Observation(worker, state, window.lines, more=cut, open=window.open), window
+    return Observation(worker, state, window.lines, more=cut, open=window.open, progress=progress or None), window
 
 
 def covers(window: LogWindow, since: str, tail: int) -> bool:

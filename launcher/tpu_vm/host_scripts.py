@@ -11,10 +11,12 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 
+from launcher.container_scripts import DUMP_STACKS, READ_PROGRESS
 from launcher.images.distribution.reference import is_google
 from launcher.provider import COMPILE_CACHE_FOLDER, DELIVERY_SECONDS, Attempt, compile_cache_environment
 from launcher.tpu_vm.scripts import load, render
 from training.accelerators import accelerator
+from training.telemetry.progress_line import FILE, FILE_VARIABLE
 
 LABEL_RUN = "tpu-launch.run"
 LABEL_ATTEMPT = "tpu-launch.attempt"
@@ -69,6 +71,7 @@ def container_environment(attempt: Attempt, hosts: Sequence[str], accelerator_ty
         "TPU_LAUNCH_ATTEMPT": str(attempt.number),
         "TPU_ACCELERATOR_TYPE": accelerator_type,
         "TPU_WORKER_HOSTNAMES": ",".join(hosts),
+        FILE_VARIABLE: FILE,
         **compile_cache_environment(attempt.compile_cache_gb),
         **attempt.environment,
     }
@@ -135,20 +138,25 @@ def secrets_input(secrets: Mapping[str, str]) -> str:
     return f"{assignments}# end\n"
 
 
-def observe_script(container: str, since: str | None, *, patience: float = 0.0, tail: int | None = None) -> str:
-    """Prints the container's state and the host's boot on one line, then the log, each line with the engine's time.
+def observe_script(
+    container: str, since: str | None, *, patience: float = 0.0, tail: int | None = None, progress: bool = False
+) -> str:
+    """Prints the container's state and the host's boot on one line, then its lines of progress, then the log, each line
+    with the engine's time.
 
     Args:
         since: Only lines from this time on (RFC 3339, inclusive).
         patience: Seconds to wait for the container's end first.
         tail: Only so many of the last lines: an engine reads a log quickly from its end, but from a time on by reading
             all of it.
+        progress: Read the lines of progress too, which takes a process in the container.
     """
     options = [*(["--tail", str(tail)] if tail else []), *(["--since", since] if since else [])]
     seconds = f"{patience:.1f}" if patience else ""
     return render(
-        "observe", *options, container=container, patience=seconds, log_bytes=LOG_BYTES, label_boot=LABEL_BOOT
-    )
+        "observe", *options, container=container, patience=seconds, log_bytes=LOG_BYTES, label_boot=LABEL_BOOT,
+        progress=FILE if progress else "", read_progress=READ_PROGRESS if progress else "",
+    )  # fmt: skip
 
 
 def execute_script(container: str, command: Sequence[str], mark: str, *, seconds: int, held: bool) -> str:
@@ -171,7 +179,7 @@ def end_execution_script(container: str, mark: str) -> str:
 
 def stacks_script(container: str) -> str:
     """Prints the container's process list and the stack trace of each Python process (py-spy is in our images)."""
-    return render("stacks", container=container, dump=load("dump_stacks"))
+    return render("stacks", container=container, dump=DUMP_STACKS)
 
 
 def evidence_script(container: str) -> str:

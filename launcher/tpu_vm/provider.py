@@ -140,14 +140,20 @@ class TpuVm:
             started.append(report)
         return started
 
-    def observe(self, worker: int, container: str, since: str | None, *, patience: float = 0.0) -> Observation:
+    def observe(
+        self, worker: int, container: str, since: str | None, *, patience: float = 0.0, progress: bool = False
+    ) -> Observation:
         """Returns a container's state and its log lines from `since` on, after up to `patience` seconds for its end.
         Reads the last lines first, and all from `since` only if those don't reach back to it."""
         tail = _TAIL if since else None
-        script = host_scripts.observe_script(container, since, patience=patience, tail=tail)
+        script = host_scripts.observe_script(container, since, patience=patience, tail=tail, progress=progress)
         observation, window = self._observe(worker, script, patience)
         if since and window.records and (observation.more or not host_output.covers(window, since, _TAIL)):
+            told = observation.progress
             observation, _ = self._observe(worker, host_scripts.observe_script(container, since))
+            observation = replace(observation, progress=told)
+        if progress and observation.container is not None and observation.progress is None:
+            observation = replace(observation, progress=())
         return observation
 
     def _observe(self, worker: int, script: str, patience: float = 0.0) -> tuple[Observation, LogWindow]:

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from launcher import container_scripts
 from launcher.provider import Attempt, ContainerState, Overlay
 from launcher.providers import this_machine
 from launcher.tpu_vm import host_scripts, scripts
@@ -60,7 +61,7 @@ def reported(host: ScriptHost, script: str, shell: str = "sh", stdin: str = "") 
         start(image=f"eu-docker.pkg.dev/p/r/i{DIGEST}"),
         host_scripts.check_engine_script(),
         host_scripts.observe_script("demo", "2026-01-01T00:00:00Z"),
-        host_scripts.observe_script("demo", "2026-01-01T00:00:00Z", patience=2.0, tail=10),
+        host_scripts.observe_script("demo", "2026-01-01T00:00:00Z", patience=2.0, tail=10, progress=True),
         host_scripts.stop_script("demo", 5, remove=True),
         host_scripts.evidence_script("demo"),
         host_scripts.stacks_script("demo"),
@@ -71,7 +72,8 @@ def reported(host: ScriptHost, script: str, shell: str = "sh", stdin: str = "") 
         host_scripts.overlay_script(attempt(overlay=Overlay("/opt/it's here", b"x"))),
         scripts.render("await_secrets", seconds=5),
         scripts.load("receive_secrets"),
-        scripts.load("dump_stacks"),
+        container_scripts.DUMP_STACKS,
+        container_scripts.READ_PROGRESS,
         scripts.load("list_tpu_holders"),
     ],
 )

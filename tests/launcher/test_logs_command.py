@@ -39,7 +39,9 @@ class WritingHosts(FakeProvider):
         self.states = states
         """Of one observation after another; the last one stays."""
 
-    def observe(self, worker: int, container: str, since: str | None, *, patience: float = 0.0) -> Observation:
+    def observe(
+        self, worker: int, container: str, since: str | None, *, patience: float = 0.0, progress: bool = False
+    ) -> Observation:
         state = self.states.pop(0) if len(self.states) > 1 else self.states[0]
         if isinstance(state, LaunchError):
             raise state
@@ -155,7 +157,9 @@ class LongLogs(FakeProvider):
         self.held = [0, 0]
         """The most lines of a host that were observed and not yet in its file."""
 
-    def observe(self, worker: int, container: str, since: str | None, *, patience: float = 0.0) -> Observation:
+    def observe(
+        self, worker: int, container: str, since: str | None, *, patience: float = 0.0, progress: bool = False
+    ) -> Observation:
         if worker == 0 and self.failures:
             failure = self.failures.pop()
             if isinstance(failure, Exception):

@@ -38,6 +38,7 @@ from launcher.run.runs import find_run
 from launcher.run.session import Context, Outcome, Output
 from launcher.run.verdict import Kind
 from training.machine.clock import Clock, SystemClock
+from training.telemetry.progress_line import ProgressLine
 
 FILE = """\
 project: p
@@ -72,6 +73,8 @@ class Hosts:
     """Hosts on which containers have not started."""
     quiet: bool = False
     """Whether containers have written nothing."""
+    progress: dict[int, tuple[ProgressLine, ...]] = field(default_factory=dict)
+    """Lines that the hosts' processes tell."""
     line: str = "a line"
     """That containers have written."""
     execute: Callable[[Sequence[str]], tuple[int, list[str]]] = lambda command: (0, [])
@@ -150,7 +153,9 @@ class FakeProvider:
         self.hosts.call("started")
         return [HostReport(worker, True, attempt.image) for worker in HOSTS]
 
-    def observe(self, worker: int, container: str, since: str | None, *, patience: float = 0.0) -> Observation:
+    def observe(
+        self, worker: int, container: str, since: str | None, *, patience: float = 0.0, progress: bool = False
+    ) -> Observation:
         self.hosts.call("observe")
         if worker in self.hosts.silent:
             return Observation(worker, None, problem="timed out")
@@ -158,7 +163,8 @@ class FakeProvider:
         if worker in self.hosts.only_created and state.running:
             state = ContainerState("created")
         lines = () if self.hosts.quiet else (LogLine("2026-01-01T00:00:00.000000000Z", self.hosts.line),)
-        return Observation(worker, state, lines)
+        told = self.hosts.progress.get(worker, ()) if progress else None
+        return Observation(worker, state, lines, progress=told)
 
     def stop(
         self, container: str, *, grace: int, remove: bool, workers: Sequence[int] | None = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.errors import LaunchError
 from launcher.provider import ContainerState, container_name
 from launcher.run import events
 from launcher.run.execution import _JUPYTER_URL
@@ -20,22 +18,24 @@ from launcher.run.status import HostStatus
 from launcher.run.top import Top, View, plot, render
 from launcher.tpu_vm.host_output import has_reports
 from tests.launcher.test_runs import FakeProvider, Hosts, Workstation, detach
-from training.telemetry.text import ProgressFigures, format_progress, parse_progress
+from training.telemetry.progress_line import ProgressLine, parse
 
 GIB = 2**30
 LOSSES = {step: 5.0 + 2.6 * math.exp(-step / 300) for step in range(1, 1201, 5)}
+HOST_0 = ProgressLine(
+    1200, 5000, "training", "result", 42.0, step_seconds=0.8, memory_used=int(12.34 * GIB), memory_total=188 * GIB,
+    loss=5.04762, examples_per_second=812.34, data_wait=0.07, left="1:17:52",
+)  # fmt: skip
 VIEW = View(
     slice="slice demo: READY, v4-16, 2 hosts",
     run="run demo-1122-103000-1f2e: attempt 1, running",
     time="2026-11-22T10:45:00Z",
-    progress=ProgressFigures(1200, 5000, 5.04762, 812.34, 0.07),
-    left="1:17:52",
+    progress=HOST_0,
     losses=LOSSES,
     hosts=[
-        HostStatus(0, "10.0.0.1", "running", format_progress(1200, 5000, 5.04762, 812.34, 0.07, 4672), 2.4),
+        HostStatus(0, "10.0.0.1", "running", "step 1200/5000  loss 5.04762", 2.4, HOST_0),
         HostStatus(1, "10.0.0.2", "not reachable: timed out", "compiled the step in 41.2 s", 400.0),
     ],
-    memory={0: (int(12.34 * GIB), 188 * GIB)},
     cost="created 15 min ago, cost so far: about $6.44 (list prices of 2026-11)",
     history=["2026-11-22T10:31:02Z attempt 1: started"],
 )
@@ -47,7 +47,16 @@ def test_a_frame_shows_the_run_its_curve_its_hosts_and_its_cost(columns: int) ->
     for words in ("attempt 1, running", "READY", "$6.44", "step 1,200/5,000   24%", "loss 5.04762", "812.3 examples/s"):
         assert words in text
     assert "data wait 7%" in text
-    for words in ("1:17:52 left", "12.3/188 GiB", "?", "not reachable", "7.591", "5.048", "attempt 1: started"):
+    for words in (
+        "1:17:52 left",
+        "12.3/188 GiB",
+        "result 42 s",
+        "?",
+        "not reachable",
+        "7.591",
+        "5.048",
+        "attempt 1: started",
+    ):
         assert words in text
     assert ("10.0.0.1" in text) == (columns == 160), "addresses where there is room"
 
@@ -79,16 +88,12 @@ def test_a_run_that_has_not_stepped_and_a_slice_without_a_run_say_so() -> None:
 
 def test_hostile_lines_are_read_in_linear_time() -> None:
     count, begun = 50_000, time.process_time()
-    assert not parse_progress("x" * count + "step 1/" * count)
+    assert not parse("[" * count)
     assert not has_reports("\n" * count)
     assert not _JUPYTER_URL.search("http://localhost:1/" * count)
     hosts = [HostStatus(0, "10.0.0.1", "running", "x" * count)]
     assert render(replace(VIEW, hosts=hosts), 80)
     assert time.process_time() - begun < 5.0
-
-
-def away(_command: Sequence[str]) -> tuple[int, list[str]]:
-    raise LaunchError("the slice does not answer")
 
 
 def test_a_look_reads_the_curve_of_all_attempts_once_and_asks_hosts_for_the_rest(tmp_path: Path) -> None:
@@ -98,24 +103,16 @@ def test_a_look_reads_the_curve_of_all_attempts_once_and_asks_hosts_for_the_rest
     ledger.append(events.Ended(0, "saved", None))
     ledger.append(events.AttemptBegan(1, image="i", command=["train"], overlay="", overlay_target="", preflight=""))
     work.hosts.state[container_name(ledger.run_id, 1)] = ContainerState("running")
-
-    def write(attempt: int, *steps: tuple[int, float]) -> None:
-        with open(ledger.log_file(attempt, 0), "a") as log:
-            for step, loss in steps:
-                log.write(f"2026-01-01T00:00:{step:02}.000000000Z {format_progress(step, 50, loss, 99.5, 0.07, 60)}\n")
-
-    write(0, (1, 9.0), (2, 8.0), (3, 7.5))
-    write(1, (3, 7.0))
-    memory = ["MemTotal:       16777216 kB", "MemFree: 1 kB", "MemAvailable:   12582912 kB"]
-    work.hosts.execute = lambda command: (0, memory if command == ["cat", "/proc/meminfo"] else [])
+    for attempt, step, loss in ((0, 1, 9.0), (0, 2, 8.0), (0, 3, 7.5), (1, 3, 7.0)):
+        ledger.keep_progress(attempt, ProgressLine(step, 50, loss=loss))
     top = Top(work.config(), work.context(), FakeProvider(work.config(), work.hosts))
     first = top.look()
     assert first.losses == {1: 9.0, 2: 8.0, 3: 7.0}
-    assert first.memory == {0: (4 * GIB, 16 * GIB), 1: (4 * GIB, 16 * GIB)}
+    assert first.progress == ProgressLine(3, 50, loss=7.0), "the newest that is kept"
     assert "attempt 1, running" in first.run
-    write(1, (4, 6.5))
-    work.hosts.line = "x" * 50_000
-    work.hosts.execute = away
+    now = {worker: ProgressLine(4 - worker, 50, loss=6.5, memory_used=worker, memory_total=GIB) for worker in (0, 1)}
+    work.hosts.progress = {worker: (line, replace(line, step=9)) for worker, line in now.items()}
     second = top.look()
-    assert (second.losses[4], second.left, second.memory) == (6.5, "1:00", {})
-    assert second.progress == ProgressFigures(4, 50, 6.5, 99.5, 0.07, "1:00")
+    assert second.losses[4] == 6.5
+    assert [host.progress for host in second.hosts] == [now[0], now[1]], "of the slowest process of each host"
+    assert second.progress == now[0]

@@ -1,6 +1,7 @@
 #!/bin/sh
 # Prints one line of JSON (the container's state, the host's boot at its creation and now, and the time of this boot),
-# or `absent`, or `no engine: <reason>`; then the container's log with the engine's times.
+# or `absent`, or `no engine: <reason>`; then, if $progress names a file, the newest line of progress of each of the
+# container's processes, as `progress <JSON>` ($read_progress runs in the container); then its log with the engine's times.
 # Waits at most $patience seconds for the container's end first, unless that is empty.
 # Arguments: options of `docker logs`. Of `--tail N --since TIME`, only the first is used while this host's clock is
 # before TIME: the clock stepped back, and new lines are stamped earlier.
@@ -9,7 +10,7 @@
 . ./boot.sh
 # Unix seconds of the host's boot.
 booted=$(($(sed -n 's/^btime //p' /proc/stat) + init_ticks / 100))
-: "${container:?}" "${patience?}" "${log_bytes:?}"
+: "${container:?}" "${patience?}" "${log_bytes:?}" "${progress?}" "${read_progress?}"
 [ -z "$patience" ] || timeout "$patience" $docker wait "$container" >/dev/null 2>&1
 if [ "${1-} ${3-}" = '--tail --since' ] &&
   LC_ALL=C expr "at $(date -u +%Y-%m-%dT%H:%M:%S)" '<' "at $4" >/dev/null; then
@@ -20,6 +21,7 @@ summary='{"state": {{json .State}}, "created_on": '$created_on', "boot": "'$boot
 # docker prints an empty line when there is no such container.
 if answer=$($docker inspect --format "$summary" "$container" 2>/dev/null); then
   printf '%s\n' "$answer"
+  [ -z "$progress" ] || timeout 5 $docker exec "$container" sh -c "$read_progress" "$progress" 2>/dev/null </dev/null
   $docker logs --timestamps "$@" "$container" 2>&1 | head -c "$log_bytes"
 elif errors=$($docker version 2>&1 >/dev/null); then
   echo absent

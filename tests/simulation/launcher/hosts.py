@@ -99,6 +99,10 @@ class Container:
             if record[0] >= since
         ]
 
+    def progress(self) -> str:
+        """Returns the output of READ_PROGRESS."""
+        return self.job.progress(self) if self.job is not None and self.running else ""
+
     def end(self, code: int, *, oom_killed: bool = False) -> None:
         """Ends its command."""
         if not self.running:

@@ -107,6 +107,10 @@ class Job:
                 container.write(text, at)  # the same line at the same time, twice
         container.lines_written = max(container.lines_written, count)
 
+    def progress(self, container: Container) -> str:
+        """Returns the line of progress of a container; "" of a program that tells none."""
+        return ""
+
     def terminate(self, container: Container) -> None:
         """Sends SIGTERM: the program saves together with all others, or ends."""
         if container.stopping or not container.running:

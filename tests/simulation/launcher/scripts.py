@@ -92,7 +92,8 @@ def observe(world: World, host: Host, parameters: Mapping[str, str], arguments: 
         "booted": int(host.booted + host.wall),
         "time": int(scheduler.now + host.wall),
     }
-    return 0, json.dumps(summary) + "\n" + "".join(f"{at} {text}" for at, text in lines)
+    told = container.progress() if parameters["progress"] else ""
+    return 0, json.dumps(summary) + "\n" + told + "".join(f"{at} {text}" for at, text in lines)
 
 
 class Shell:

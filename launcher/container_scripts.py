@@ -1,0 +1,44 @@
+"""The POSIX scripts that run inside the containers of a run, the same with every provider: text for `sh -c`."""
+
+from __future__ import annotations
+
+from training.telemetry.progress_line import ProgressLine, parse
+
+READ_PROGRESS = """\
+for file in "$0" "$0".[0-9]*; do
+  [ -f "$file" ] && head -c 4000 "$file" | head -n 1 | sed 's/^/progress /'
+done
+"""
+"""Prints `progress <JSON>`, the first line, for the file $0 and each $0.<rank>."""
+
+DUMP_STACKS = """\
+for process in /proc/[0-9]*; do
+  case $(readlink "$process/exe") in
+    *python*)
+      state=$(sed -n 's/^State:[[:space:]]*//p' "$process/status")
+      name=$(tr '\\0' ' ' <"$process/cmdline" | tr -d '\\n' | head -c 300)
+      echo "process ${process#/proc/} [$state] [$(cat "$process/wchan")] $name"
+      stacks=$(timeout 30 py-spy dump --nonblocking --full-filenames --pid "${process#/proc/}" 2>&1)
+      printf '%s\\n' "$stacks"
+      printf '%s\\n' "$stacks" | sed -n 's/^ .*(\\(\\/.*\\):\\([0-9][0-9]*\\))$/\\2 \\1/p' | sort -u | head -n 300 |
+        while read -r line file; do
+          printf 'source %s:%s %s\\n' "$file" "$line" "$(sed -n "${line}{p;q;}" "$file" | head -c 200)"
+        done
+      ;;
+  esac
+done
+"""
+"""Prints for every Python process `process <id> [<state>] [<wait channel>] <command>`, its stack traces by py-spy (in
+our images) or why there are none, and `source <file>:<line> <text>` for each frame."""
+
+_PROGRESS, _MOST_PROCESSES = "progress ", 64
+
+
+def split_progress(output: str) -> tuple[tuple[ProgressLine, ...], str]:
+    """Returns the lines of progress at the beginning of an output, and the rest of it."""
+    progress: list[ProgressLine] = []
+    while output.startswith(_PROGRESS):
+        line, _, output = output.partition("\n")
+        if (parsed := parse(line.removeprefix(_PROGRESS))) and len(progress) < _MOST_PROCESSES:
+            progress.append(parsed)
+    return tuple(progress), output
