@@ -28,7 +28,7 @@ class Exit(enum.IntEnum):
     PREEMPTED = 12
     """The slice was taken away."""
     STALLED = 13
-    """No host wrote a line for `run.stall_minutes`; the stacks are in the run's folder."""
+    """The run hung; the message names the host and the line where it hangs, and stacks are in the run's folder."""
     STOPPED = 14
     """The run was stopped on request, and it did not save."""
     DOES_NOT_FIT = 15

@@ -17,6 +17,7 @@ from launcher.gke import manifest as manifests
 from launcher.home import home
 from launcher.images import base as bases
 from launcher.images import local as images
+from launcher.run.stall import describe_limits
 
 
 @click.command()
@@ -30,7 +31,10 @@ def plan(config: Config, as_json: bool, command: tuple[str, ...]) -> None:
     if as_json:
         terminal.dump([asdict(step) for step in steps])
         return
-    click.echo(f"# {costs.line(config)}\n")
+    click.echo(f"# {costs.line(config)}")
+    for line in describe_limits(config.run.stall_minutes):
+        click.echo(f"# {line}")
+    click.echo()
     for step in steps:
         click.echo(step.text())
 

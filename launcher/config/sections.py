@@ -193,8 +193,9 @@ class RunSection(Section):
     """Minutes for pulling the image and starting it, on all hosts."""
 
     stall_minutes: float | None = Field(default=None, gt=0)
-    """Minutes without a line from any host after which the stacks of all processes are saved and the attempt ends;
-    absent: never."""
+    """Minutes of training without progress after which a hang is explained and the attempt ends: 5 when absent, never
+    less than 20 median steps or the longest save. Other phases may take 6 or 12 times as long (docs/guide/hangs.md).
+    For a program that tells no progress: minutes without output; absent: never."""
 
     transport: Literal["auto", "gcloud"] = "auto"
     """How hosts are watched: `auto` keeps ssh connections open, and falls back to gcloud; `gcloud` uses gcloud

@@ -20,9 +20,11 @@ from launcher.run import events, post_mortem
 from launcher.run.ledger import Ledger
 from launcher.run.logs import HostLog, next_page, tail
 from launcher.run.session import Session
+from launcher.run.stall import DEFAULT_SECONDS, ProgressView, judge_stall, update
 from launcher.run.state import Phase, recorded_ends
 from launcher.run.verdict import HostView, Kind, Limits, Verdict, describe_exit, judge
 from training.machine.threads import Queue
+from training.telemetry.progress_line import ProgressLine, slowest
 
 OBSERVE_EVERY = 1.0  # seconds between two observations of a host
 _OBSERVATIONS_A_SECOND = 16  # of all hosts together, so that the load does not grow with the slice
@@ -31,6 +33,7 @@ _STANDSTILL_SECONDS = 10.0  # a turn of the main task takes a fraction of a seco
 _INBOX_SECONDS = 0.25  # how long the main task waits for an answer before it judges again
 _DESCRIBE_SLICE_EVERY = 15.0  # seconds between two API calls while a host is out of reach
 DESCRIBE_AGAIN_SECONDS = 5.0  # before a slice that seems to be gone is described again
+_PROGRESS_EVERY = 5.0  # seconds between two readings of a host's lines of progress
 _STOP_AGAIN_SECONDS = 5.0  # before hosts that were missed are stopped again
 _API_GAP = 60.0  # seconds between two answers of the API beyond which the time between them does not count
 _WARN_EVERY = 30.0  # seconds between two warnings that no host answers
@@ -203,6 +206,8 @@ class _Supervision:
         self.slice_described = begun - _DESCRIBE_SLICE_EVERY
         self.api_only = ApiOnlyTime()
         self.warned = begun
+        self.progress: dict[int, ProgressView] = {}  # of hosts that tell it
+        self.kept_step = -1  # of the progress that was last kept
         self.last_line = begun  # when a host last wrote a line, or could not be asked whether it did
         self.turned = begun  # when the main task last began a turn of its loop
         self.polled_all = False
@@ -225,15 +230,7 @@ class _Supervision:
                 if stop_requested and not self.stopping:
                     self.stopping = True
                     self.threads.start(self._stop_hosts)
-                verdict = judge(
-                    list(self.views.values()),
-                    now,
-                    self.limits,
-                    slice_state=self.slice.state,
-                    stop_requested=stop_requested,
-                    quiet=min(view.seen for view in self.views.values()) - self.last_line,
-                    api_only_seconds=self.api_only.seconds,
-                )
+                verdict = self._judge(now, stop_requested)
                 if verdict.kind is Kind.SETTLING:
                     self._poll_all_now()
                 if verdict.kind.ended:
@@ -242,6 +239,21 @@ class _Supervision:
             self.over.set()  # do not wait for tasks: one may wait for a host that is gone
             while self.inbox.get(timeout=0.0) is not None:  # let go of tasks that wait for a place in the inbox
                 pass
+
+    def _judge(self, now: float, stop_requested: bool) -> Verdict:
+        quiet = min(view.seen for view in self.views.values()) - self.last_line
+        progress = {worker: view for worker, view in self.progress.items() if not self.views[worker].ended}
+        return judge(
+            list(self.views.values()),
+            now,
+            self.limits,
+            slice_state=self.slice.state,
+            stop_requested=stop_requested,
+            quiet=quiet,
+            tells_progress=bool(progress),
+            stall=judge_stall(progress, self.limits.stall or DEFAULT_SECONDS, quiet),
+            api_only_seconds=self.api_only.seconds,
+        )
 
     def fetch_rest(self, workers: Sequence[int]) -> None:
         """Delivers the last lines of these hosts. Each host's task holds one observation at a time."""
@@ -257,6 +269,7 @@ class _Supervision:
         if still < _STANDSTILL_SECONDS:
             return
         self.last_line = min(now, self.last_line + still)
+        self.progress = {worker: view.later(still) for worker, view in self.progress.items()}
         for worker, view in self.views.items():
             ended_seen = min(now, view.ended_seen + still) if view.ended_seen is not None else None
             self.views[worker] = replace(view, seen=min(now, view.seen + still), ended_seen=ended_seen)
@@ -278,6 +291,18 @@ class _Supervision:
             self.last_line = self.clock.monotonic()
         self.open_lines[answer.worker] = answer.open
         self._update_view(answer)
+        if answer.progress is not None:
+            self._update_progress(answer.worker, slowest(answer.progress))
+
+    def _update_progress(self, worker: int, line: ProgressLine | None) -> None:
+        """Updates what is known of a host's progress; keeps that of the first host for `status` and `top`."""
+        view = update(self.progress.get(worker), line, self.clock.monotonic())
+        if view is None:
+            return
+        self.progress[worker] = view
+        if worker == min(self.progress) and view.line.step != self.kept_step:
+            self.kept_step = view.line.step
+            self.ledger.keep_progress(self.attempt, view.line)
 
     def _deliver(self, observation: Observation) -> bool:
         """Emits the lines that are new, and returns whether there were any. On a full disk they stay new."""
@@ -374,9 +399,12 @@ class _Supervision:
         """
         log = self.logs[worker]
         patience, since = 0.0, log.cursor.since
+        asked = float("-inf")  # when its progress was last read
         while not self.over.is_set():
             begun = self.clock.monotonic()
-            observation = self._observe(worker, since, patience)
+            progress = begun - asked >= _PROGRESS_EVERY
+            asked = begun if progress else asked
+            observation = self._observe(worker, since, patience, progress=progress)
             if self.over.is_set():
                 return
             self.inbox.put(observation)
@@ -393,11 +421,11 @@ class _Supervision:
         """Observes one host now, and puts the observation into the inbox."""
         self.inbox.put(self._observe(worker, self.logs[worker].cursor.since, 0.0))
 
-    def _observe(self, worker: int, since: str | None, patience: float) -> Observation:
+    def _observe(self, worker: int, since: str | None, patience: float, *, progress: bool = False) -> Observation:
         """Returns an observation of a host; an error becomes its `problem`, also a defect: a task that ended with it
         would leave the host unwatched."""
         try:
-            observation = self.provider.observe(worker, self.container, since, patience=patience)
+            observation = self.provider.observe(worker, self.container, since, patience=patience, progress=progress)
             return replace(observation, since=since)
         except LaunchError as error:
             return Observation(worker, None, problem=str(error).splitlines()[0])

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 
 from launcher.errors import Exit
 from launcher.provider import ContainerState
+from launcher.run.stall import Stall
 from training.errors import Exit as TrainerExit
 
 
@@ -39,7 +40,7 @@ class Kind(enum.Enum):
     CONNECTION_LOST = "connection lost"  # between hosts, all of which answer
     PREEMPTED = "preempted"
     DELETED = "slice deleted"  # by a user: a slice that Google takes away stays PREEMPTED until a user deletes it
-    STALLED = "stalled"  # no host has written a line for too long
+    STALLED = "stalled"  # no host has made progress, or without such lines written anything, for too long
     STOPPED = "stopped"  # the user stopped it; nothing was saved
 
     @property
@@ -139,7 +140,7 @@ class Limits:
     blip: float = 2.5  # out of reach for less than this is a hiccup
     lost: float = 120.0  # a host out of reach for this long is lost even if no other host fails
     unreachable: float = 1800.0  # all hosts out of reach for this long, while the API answers, are lost
-    stall: float | None = None  # the run hangs if no host writes a line for this long while all answer
+    stall: float | None = None  # a program that tells no progress hangs if no host writes a line for this long
 
 
 @dataclass(frozen=True)
@@ -177,6 +178,8 @@ def judge(
     slice_state: str | None = "READY",
     stop_requested: bool = False,
     quiet: float = 0.0,
+    tells_progress: bool = False,
+    stall: Stall | None = None,
     api_only_seconds: float = 0.0,
 ) -> Verdict:
     """Returns the state of an attempt.
@@ -188,6 +191,8 @@ def judge(
         slice_state: The slice's state as the API last reported it; None: it does not exist.
         stop_requested: Whether the user stopped the run: failures other than bad input then count as STOPPED.
         quiet: For how many seconds no host has written a line.
+        tells_progress: Whether any host tells its progress: then `stall` counts, and `quiet` does not.
+        stall: The stall that the hosts' progress shows.
         api_only_seconds: For how many seconds the API has answered while no host has.
     """
     if slice_state in (None, "DELETING"):
@@ -205,7 +210,14 @@ def judge(
         return Verdict(Kind.SAVED if saved else Kind.FINISHED)
     if api_only_seconds > limits.unreachable:
         return Verdict(Kind.HOST_LOST, _describe_unreachable(views, api_only_seconds))
-    return _judge_running(views, now, limits, stop_requested=stop_requested, quiet=quiet)
+    verdict = _judge_lost(views, now, limits)
+    if verdict is not None or stop_requested or not all(view.reachable for view in views):
+        return verdict or Verdict(Kind.RUNNING)
+    if stall is not None:
+        return Verdict(Kind.STALLED, Cause(-1, str(stall)))
+    if limits.stall is not None and quiet > limits.stall and not tells_progress:
+        return Verdict(Kind.STALLED, Cause(-1, f"no host has written a line for {quiet / 60:.1f} minutes"))
+    return Verdict(Kind.RUNNING)
 
 
 def _trust_end(view: HostView) -> HostView:
@@ -216,19 +228,15 @@ def _trust_end(view: HostView) -> HostView:
     return replace(view, container=replace(state, rebooted=False))
 
 
-def _judge_running(
-    views: Sequence[HostView], now: float, limits: Limits, *, stop_requested: bool, quiet: float
-) -> Verdict:
-    """Returns the verdict while no host has failed: one may be lost, or all may be stalled."""
+def _judge_lost(views: Sequence[HostView], now: float, limits: Limits) -> Verdict | None:
+    """Returns the verdict that a host is lost, while none has failed; None without one."""
     unreachable = [view for view in views if not view.reachable]
     overdue = [view for view in unreachable if now - view.seen > limits.lost and not view.ended]
     # If no host answers, our own network may be down: a host is lost if others answered for long after it.
     for lost in sorted(overdue, key=lambda view: view.seen):
         if any(view.seen - max(view.answering_since, lost.seen) > limits.lost / 2 for view in views):
             return Verdict(Kind.HOST_LOST, _describe_lost(lost, now))
-    if limits.stall is not None and quiet > limits.stall and not unreachable and not stop_requested:
-        return Verdict(Kind.STALLED, Cause(-1, f"no host has written a line for {quiet / 60:.1f} minutes"))
-    return Verdict(Kind.RUNNING)
+    return None
 
 
 def _judge_failure(

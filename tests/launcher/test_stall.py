@@ -1,0 +1,105 @@
+"""Claims about stalls: what a hang is, in every phase, and that no run that is merely slow is called one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launcher.run.stall import DEFAULT_SECONDS, ProgressView, describe_limits, judge_stall, update
+from training.telemetry.progress_line import ProgressLine
+
+LINE = ProgressLine(10, phase="training", step_seconds=1.0)
+
+
+def view(line: ProgressLine = LINE, *, moved: float = 0.0, asked: float = 1000.0) -> ProgressView:
+    return ProgressView(line, asked, moved)
+
+
+def stall(*views: ProgressView, quiet: float = 1e9) -> float | None:
+    found = judge_stall(dict(enumerate(views)), DEFAULT_SECONDS, quiet)
+    return found and found.limit
+
+
+def test_a_run_without_a_step_for_five_minutes_hangs() -> None:
+    assert stall(view(asked=299.0), view(asked=400.0)) is None
+    assert stall(view(asked=301.0), view(asked=301.0)) == 300.0
+    assert stall(view(asked=301.0), view(asked=301.0, moved=10.0)) is None, "any host's progress counts"
+
+
+@pytest.mark.parametrize(
+    ("line", "limit"),
+    [
+        (replace(LINE, step_seconds=60.0), 1200.0),
+        (replace(LINE, save_seconds=900.0), 900.0),
+        (replace(LINE, limit=700.0), 700.0),
+        (replace(LINE, phase="start"), 3600.0),
+        (replace(LINE, phase="compile"), 3600.0),
+        (replace(LINE, phase="evaluation"), 1800.0),
+        (replace(LINE, phase="save"), 1800.0),
+        (replace(LINE, phase="end"), 3600.0),
+        (replace(LINE, phase="a phase of its own"), 3600.0),
+        (replace(LINE, phase=""), 3600.0),
+    ],
+)
+def test_each_phase_has_its_own_limit(line: ProgressLine, limit: float) -> None:
+    assert stall(view(line, asked=limit)) is None
+    assert stall(view(line, asked=limit + 1)) == limit
+    assert stall(view(line, asked=limit - 1), view(asked=limit + 1)) is None, "the longest of all hosts counts"
+
+
+def test_a_host_that_is_not_asked_or_answers_without_a_line_neither_helps_nor_hurts() -> None:
+    seen = update(None, LINE, 0.0)
+    assert stall(view(asked=100.0), view(asked=9999.0)) is None, "it may have moved since"
+    for now in (100.0, 200.0, 301.0):
+        seen = update(seen, None, now)
+    assert seen is not None
+    assert stall(seen) == 300.0, "its line can not be read any more"
+    assert stall() is None
+
+
+def test_a_program_that_tells_no_phase_may_also_write_output() -> None:
+    line = replace(LINE, phase="")
+    seen = update(update(None, line, 0.0), replace(line, step=11), 5.0)
+    seen = update(seen, replace(line, step=11), 900.0)
+    assert seen is not None
+    assert stall(seen, quiet=10.0) is None
+    assert stall(seen, quiet=500.0) == 300.0
+
+
+def test_time_in_which_the_launcher_stood_still_does_not_count() -> None:
+    seen = view(asked=200.0).later(5000.0)
+    after = update(seen, LINE, 5250.0)
+    assert after is not None
+    assert stall(after) is None
+    later = update(after, LINE, 5301.0)
+    assert later is not None
+    assert stall(later) == 300.0
+
+
+@given(
+    st.lists(st.floats(0.01, 2000.0), min_size=1, max_size=60),
+    st.floats(1.0, 15.0),
+    st.sampled_from([LINE, replace(LINE, step_seconds=0.0)]),
+)
+def test_no_run_whose_steps_stay_below_twenty_medians_and_five_minutes_is_called_a_stall(
+    factors: list[float], every: float, line: ProgressLine
+) -> None:
+    """Steps of any length up to the limit, read at any interval."""
+    now, read, seen = 0.0, 0.0, update(None, line, 0.0)
+    for step, factor in enumerate(factors, line.step + 1):
+        now += min(factor, 280.0)
+        while read + every < now:
+            read += every
+            seen = update(seen, replace(line, step=step - 1), read)
+            assert seen is not None
+            assert stall(seen) is None
+
+
+def test_the_plan_tells_the_default() -> None:
+    text = " ".join(describe_limits(None))
+    assert "no step for 5 minutes, 20 median steps or the longest save" in text
+    assert "never is one" in text
+    assert "2 minutes without output are one" in " ".join(describe_limits(2.0))
