@@ -13,9 +13,10 @@ done
 
 DUMP_STACKS = """\
 for process in /proc/[0-9]*; do
-  case $(readlink "$process/exe") in
+  state=$(sed -n 's/^State:[[:space:]]*//p' "$process/status" 2>/dev/null)
+  case $state$(readlink "$process/exe") in
+    Z*) echo "process ${process#/proc/} [$state] [] $(cat "$process/comm")" ;;
     *python*)
-      state=$(sed -n 's/^State:[[:space:]]*//p' "$process/status")
       name=$(tr '\\0' ' ' <"$process/cmdline" | tr -d '\\n' | head -c 300)
       echo "process ${process#/proc/} [$state] [$(cat "$process/wchan")] $name"
       stacks=$(timeout 30 py-spy dump --nonblocking --full-filenames --pid "${process#/proc/}" 2>&1)

@@ -1,4 +1,4 @@
-"""Commands on a live run: `exec`, `notebook`, `profile` and `top`."""
+"""Commands on a live run: `exec`, `explain`, `notebook`, `profile` and `top`."""
 
 from __future__ import annotations
 
@@ -204,6 +204,23 @@ def _show(tensorboard: str, folder: Path) -> None:
     except KeyboardInterrupt:
         return
     raise LaunchError(f"TensorBoard ended by itself with {result.returncode}; its last lines:\n{result.stdout[-2000:]}")
+
+
+@click.command()
+@run_option
+@configured
+def explain(config: Config, run_id: str | None) -> None:
+    """Say where every host of the live run is, and which one differs. Takes stacks twice, 5 s apart; the run goes on.
+
+    \b
+    tpu-launch explain -f run.yaml
+    """
+    with execution.live_session(config, run_context(), run_id) as session:
+        found, folder = execution.explain_run(session)
+        if found is None:
+            raise LaunchError(f"no host gave stack traces; {folder} has what they said")
+        terminal.show(found)
+        terminal.say(f"the stacks of all hosts' processes are in {folder}")
 
 
 @click.command()

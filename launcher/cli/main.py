@@ -27,6 +27,7 @@ COMMANDS = [
     LazyCommand("emulator", "launcher.cli.emulator:emulator", "Start, stop and break a stand-in for Google Cloud."),
     LazyCommand("events", "launcher.cli.run:events", "Print the events of a run, oldest first."),
     LazyCommand("exec", "launcher.cli.live:exec_", "Run a command in the live container of every host."),
+    LazyCommand("explain", "launcher.cli.live:explain", "Say what each host of a live run waits for."),
     LazyCommand("gc", "launcher.cli.slices:gc", "Delete leftovers: slices that are expired, preempted or failed."),
     LazyCommand("image", "launcher.cli.plan:image", "Make the base that images without a container engine start from."),
     LazyCommand("init", "launcher.cli.init:init", "Write a first file, commented and valid."),

@@ -1,4 +1,5 @@
-"""Commands in the live containers of a run: `exec`, and Jupyter for `notebook`. They change nothing of the run."""
+"""Commands in the live containers of a run: `exec`, `explain`, and Jupyter for `notebook`. They change nothing of the
+run."""
 
 from __future__ import annotations
 
@@ -10,12 +11,15 @@ from dataclasses import dataclass
 from launcher.config import Config
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.masking import SecretMasker
-from launcher.provider import CommandReport, LogLine
+from launcher.provider import CommandReport, LogLine, Observation
+from launcher.run import explanation
 from launcher.run.runs import find_run
 from launcher.run.session import Context, Session, open_session
 from launcher.run.specification import SecretSource
 from launcher.run.state import Phase
+from training.machine.clock import format_time
 from training.machine.threads import Future
+from training.telemetry.progress_line import slowest
 
 _JUPYTER_SECONDS = 7 * 24 * 3600.0
 _JUPYTER_START_SECONDS = 120.0  # the first import of Jupyter on a busy host takes half a minute
@@ -75,6 +79,23 @@ def live_session(config: Config, context: Context, run_id: str | None) -> Iterat
     session = open_session(context, ledger, SecretSource(context.environment, {}))
     with contextlib.closing(session.provider):
         yield session
+
+
+def explain_run(session: Session) -> tuple[str | None, str]:
+    """Takes the stacks of all hosts of a live run twice and keeps them, masked. Returns the explanation, None without
+    stacks, and the folder."""
+    number, machine = session.ledger.state.attempt, session.machine
+    container = session.container(number)
+
+    def read(worker: int) -> Observation:
+        return session.provider.observe(worker, container, format_time(machine.clock.time()), progress=True)
+
+    observations = machine.threads.map(read, session.workers, at_once=64)
+    lines = {each.worker: line for each in observations if (line := slowest(each.progress or ()))}
+    masker = SecretMasker(session.secret_values())
+    found = explanation.explain_live(session.provider, container, lines, 0.0, machine.clock)
+    folder = explanation.keep(session.ledger, number, found, masker)
+    return (masker.mask_text(found.hang.paragraph) if found.hang else None), folder
 
 
 def choose_workers(config: Config, host: int | None) -> Sequence[int]:

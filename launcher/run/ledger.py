@@ -5,7 +5,7 @@
     specification.yaml, overlay-<sha256>.tar.gz    what every attempt is made from (launcher.run.specification)
     config.yaml     the resolved document that every host is given
     events.jsonl    one JSON object a line (launcher.run.events); appended, never rewritten
-    stacks/attempt-<n>/host-<worker>.txt  stack traces of the processes of a run that hung
+    stacks/attempt-<n>/host-<worker>.txt  stack traces of the processes of a run that hung; explanation.txt: why
     logs/attempt-<n>/host-<worker>.log    each line as "<engine's time> <line>", appended by the holder of the lock
     progress-<n>.jsonl                    lines of progress of the first host, as the supervisor read them
     post-mortem-<n>.tar.gz                the archive of a failed attempt (launcher.run.post_mortem)
@@ -199,9 +199,9 @@ class Ledger:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         return folder / f"host-{worker}.log"
 
-    def write_stack(self, attempt: int, worker: int, text: str) -> Path:
-        """Writes the stack traces of one host's processes, and returns the path."""
-        path = self.folder / "stacks" / f"attempt-{attempt}" / f"host-{worker}.txt"
+    def write_stack(self, attempt: int, name: str, text: str) -> Path:
+        """Writes the stack traces of one host's processes, or their explanation, and returns the path."""
+        path = self.folder / "stacks" / f"attempt-{attempt}" / f"{name}.txt"
         write_private(path, text)
         return path
 

@@ -16,13 +16,13 @@ from typing import Any
 from launcher.errors import BadInput, LaunchError, from_disk
 from launcher.masking import SecretMasker
 from launcher.provider import HostReport, Observation
-from launcher.run import events, post_mortem
+from launcher.run import events, explanation, post_mortem
 from launcher.run.ledger import Ledger
 from launcher.run.logs import HostLog, next_page, tail
 from launcher.run.session import Session
 from launcher.run.stall import DEFAULT_SECONDS, ProgressView, judge_stall, update
 from launcher.run.state import Phase, recorded_ends
-from launcher.run.verdict import HostView, Kind, Limits, Verdict, describe_exit, judge
+from launcher.run.verdict import Cause, HostView, Kind, Limits, Verdict, describe_exit, judge
 from training.machine.threads import Queue
 from training.telemetry.progress_line import ProgressLine, slowest
 
@@ -97,9 +97,11 @@ def supervise(session: Session, attempt: int) -> Verdict:
     masker = SecretMasker(secrets)
     supervision = _Supervision(session, attempt)
     verdict, reachable = supervision.watch()
+    if verdict.kind is Kind.STALLED:
+        verdict = _explain_stall(session, attempt, verdict, supervision.progress, masker)
     orphaned = set(session.workers) - set(reachable)
     if verdict.kind not in (Kind.FINISHED, Kind.SAVED):
-        orphaned |= _end_on_hosts(session, attempt, verdict, reachable, masker)
+        orphaned |= _end_on_hosts(session, attempt, verdict, reachable)
     supervision.fetch_rest(reachable)
     if orphaned:  # Record Orphaned before Ended: readers of Ended report that nothing runs.
         ledger.append(events.Orphaned(attempt, session.container(attempt), tuple(sorted(orphaned))))
@@ -156,22 +158,34 @@ def stop_hosts(session: Session, attempt: int, workers: Sequence[int], *, grace:
         return [HostReport(worker, False, str(error).splitlines()[0]) for worker in workers]
 
 
-def _end_on_hosts(
-    session: Session, attempt: int, verdict: Verdict, reachable: Sequence[int], masker: SecretMasker
-) -> set[int]:
-    """Stops a failed attempt on all hosts that answer, after saving the stack traces of a stalled one.
+def _explain_stall(
+    session: Session, attempt: int, verdict: Verdict, views: Mapping[int, ProgressView], masker: SecretMasker
+) -> Verdict:
+    """Takes the stacks of all hosts, keeps and prints why the attempt hangs, and returns the verdict with it."""
+    say, clock = session.context.output.say, session.machine.clock
+    say(f"the run hangs: {verdict.cause.what if verdict.cause else ''}; taking the stacks of all hosts")
+    moved = max((view.moved for view in views.values()), default=clock.monotonic())
+    lines = {worker: view.line for worker, view in views.items()}
+    container = session.container(attempt)
+    found = explanation.explain_live(session.provider, container, lines, clock.monotonic() - moved, clock)
+    try:
+        say(f"the stacks of all hosts' processes are in {explanation.keep(session.ledger, attempt, found, masker)}")
+    except OSError as error:
+        say(f"the stacks can't be kept: {error}")
+    if (hang := found.hang) is None:
+        return verdict
+    cause = Cause(hang.worker, masker.mask_text(f"{hang.what}; {hang.advice}"))
+    return replace(verdict, cause=cause, symptoms=tuple(masker.mask_text(line) for line in hang.hosts))
+
+
+def _end_on_hosts(session: Session, attempt: int, verdict: Verdict, reachable: Sequence[int]) -> set[int]:
+    """Stops a failed attempt on all hosts that answer.
 
     Returns the hosts on which that failed. A host that does not answer is not waited for: its container is removed
     before the next start.
     """
     say, ledger = session.context.output.say, session.ledger
     say(f"ending the attempt on all hosts: {explain(verdict)[0]}")
-    if verdict.kind is Kind.STALLED:
-        with contextlib.suppress(LaunchError):
-            traces = session.provider.stacks(session.container(attempt))
-            paths = [ledger.write_stack(attempt, worker, masker.mask_text(text)) for worker, text in traces.items()]
-            for folder in {path.parent for path in paths}:
-                say(f"the stacks of all hosts' processes are in {folder}")
     reports = stop_hosts(session, attempt, reachable, grace=_FAILURE_GRACE, remove=False)
     for report in reports:
         ledger.note(events.HostStopped(attempt, report.worker, report.ok, report.detail), say)

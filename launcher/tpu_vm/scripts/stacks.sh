@@ -4,4 +4,4 @@
 . ./engine.sh
 : "${container:?}" "${dump:?}"
 $docker top "$container" 2>&1
-$docker exec --user 0 "$container" sh -c "$dump" 2>&1
+timeout 50 $docker exec --user 0 "$container" sh -c "$dump" 2>&1

@@ -1,0 +1,226 @@
+"""Explains a hang: compares the stacks of all hosts, taken twice, and names the host that differs. Pure.
+
+Hosts of a training run wait for each other, so all but one usually wait in the same collective, and the one that is
+elsewhere is the cause. What is looked for, in this order: a host that gives no answer, or whose process is stopped,
+dead or stuck in the kernel; another program; another place; another step; the same place on all hosts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from launcher.run.stack_traces import HostStacks, Place, ProcessStacks, Waits, places
+from training.telemetry.progress_line import COMPILE, ProgressLine
+
+
+@dataclass(frozen=True)
+class Hang:
+    """The explanation of a hang."""
+
+    kind: str
+    """stopped, ended, kernel, no stacks, program, code, storage, lock, deadlock, interpreter, step, collective, data,
+    compile."""
+
+    worker: int
+    """The host that differs; -1: none does."""
+
+    what: str
+    """One sentence."""
+
+    advice: str
+    hosts: tuple[str, ...] = ()
+    """Where each host is, one line each."""
+
+    @property
+    def paragraph(self) -> str:
+        """Returns the explanation as text that can be pasted into an issue."""
+        return "\n".join([self.what, *(f"  {line}" for line in self.hosts), self.advice])
+
+
+_ADVICE = {
+    "stopped": "a signal (SIGSTOP) or a debugger stopped it: `kill -CONT` lets it go on",
+    "ended": "see its log for why it ended; its parent must end too, so that the run is started again",
+    "kernel": "look at the host's kernel messages and disks (post-mortem); replace the host if it comes again",
+    "no stacks": "look at the host: memory, disk, kernel messages (post-mortem)",
+    "program": "give all hosts the same program and settings",
+    "code": "look at that line: it must not wait without a limit",
+    "storage": "look at the bucket, its region, quotas and credentials; give the request a time-out",
+    "lock": "look for the thread that holds the lock (stacks)",
+    "deadlock": "take the two locks in the same order everywhere",
+    "interpreter": "a native call holds Python's lock (GIL): look at that line",
+    "step": "look for a step, or a collective, that one host skips",
+    "collective": "a link or a device may be at fault: `tpu-launch doctor --devices` tests them",
+    "data": "look at the input: the stacks have its threads",
+    "compile": "compile for the slice beforehand with `tpu-launch preflight`; look for a huge or changing program",
+}
+_BY_PLACE = {
+    Waits.CODE: "code",
+    Waits.STORAGE: "storage",
+    Waits.LOCK: "lock",
+    Waits.QUEUE: "lock",
+    Waits.DATA: "data",
+    Waits.COLLECTIVE: "collective",
+}
+_NOT_WAITING = (Waits.CODE, Waits.STORAGE, Waits.LOCK)
+
+
+@dataclass(frozen=True)
+class _Host:
+    """What the two samples show of a host."""
+
+    kind: str
+    what: str
+    place: Place | None = None
+
+
+def explain_hang(
+    first: Mapping[int, HostStacks],
+    second: Mapping[int, HostStacks],
+    lines: Mapping[int, ProgressLine],
+    seconds: float,
+) -> Hang | None:
+    """Returns the explanation; None without any stacks.
+
+    Args:
+        first, second: The stacks of every host, 5 seconds apart.
+        lines: Newest line of progress of each host that tells it.
+        seconds: Since the last progress; 0: unknown.
+    """
+    hosts = {worker: _look(first.get(worker, HostStacks()), stacks) for worker, stacks in sorted(second.items())}
+    if not hosts:
+        return None
+    if all(host.kind == "collective" and _compiles(lines.get(worker)) for worker, host in hosts.items()):
+        hosts = {worker: _Host("compile", f"compiles: {host.what}", host.place) for worker, host in hosts.items()}
+    lasting = f" for {seconds:.0f} s" if seconds else ""
+    table = tuple(f"host {worker}: {_step(lines.get(worker))}{host.what}" for worker, host in hosts.items())
+
+    def found(kind: str, odd: Sequence[int], what: str) -> Hang:
+        return Hang(kind, odd[0] if odd else -1, what, _ADVICE[kind], table)
+
+    for kind in ("no stacks", "ended", "stopped", "kernel", "interpreter"):
+        if odd := [worker for worker, host in hosts.items() if host.kind == kind]:
+            return found(kind, odd, f"{_others(hosts, odd, lines)}{_names(odd)} {hosts[odd[0]].what}{lasting}")
+    if odd := _minority({worker: line.program for worker, line in lines.items() if worker in hosts and line.program}):
+        return found("program", odd, f"{_names(odd)} run{'s'[: len(odd) == 1]} another program than the other hosts")
+    waiting = [worker for worker, host in hosts.items() if host.kind == "collective"]
+    odd = [worker for worker in hosts if worker not in waiting]
+    if not odd or not waiting:
+        odd_step = _minority({worker: line.step for worker, line in lines.items() if worker in hosts})
+        if odd_step and not odd:
+            steps = f"step {lines[odd_step[0]].step:,}"
+            others = next(line.step for worker, line in lines.items() if worker not in odd_step)
+            return found("step", odd_step, f"{_names(odd_step)} is at {steps}, the other hosts are at step {others:,}")
+        return _explain_alike(hosts, lines, lasting, found)
+    host = hosts[odd[0]]
+    return found(host.kind, odd, f"{_others(hosts, odd, lines)}{_names(odd)} {host.what}{lasting}")
+
+
+def _explain_alike(
+    hosts: Mapping[int, _Host],
+    lines: Mapping[int, ProgressLine],
+    lasting: str,
+    found: Callable[[str, Sequence[int], str], Hang],
+) -> Hang:
+    """Returns the explanation where no host waits for another, or all do."""
+    kinds = Counter(host.kind for host in hosts.values())
+    (kind, count), host = kinds.most_common(1)[0], next(iter(hosts.values()))
+    if len(hosts) == 1:
+        return found(kind, [*hosts], f"{_step(lines.get(min(hosts)))}the host {host.what}{lasting}")
+    if count == len(hosts):
+        return found(kind, [], f"all {count} hosts: {_step(lines.get(min(hosts)))}each {host.what}{lasting}")
+    odd = [worker for worker, each in hosts.items() if each.kind != kind] if count > len(hosts) / 2 else [*hosts]
+    return found(hosts[odd[0]].kind, odd, f"{_names(odd[:1])} {hosts[odd[0]].what}{lasting}")
+
+
+def _others(hosts: Mapping[int, _Host], odd: Sequence[int], lines: Mapping[int, ProgressLine]) -> str:
+    """Returns what the hosts other than `odd` do, where most do the same: "3 of 4 hosts wait in step 7 ...; "."""
+    others = [worker for worker in hosts if worker not in odd]
+    if not others:
+        return ""
+    kind, count = Counter(hosts[worker].kind for worker in others).most_common(1)[0]
+    like = next(hosts[worker] for worker in others if hosts[worker].kind == kind)
+    place = "" if like.place is None or like.place.frame is None else f" ({like.place.frame.place})"
+    line = next((lines[worker] for worker in others if worker in lines), None)
+    step = f" in step {line.step + 1:,}'s collective" if line is not None and kind == "collective" else ""
+    doing = "wait" if kind == "collective" else f"are elsewhere ({kind})"
+    return f"{count} of {len(hosts)} hosts {doing}{step}{place}; "
+
+
+def _look(first: HostStacks, second: HostStacks) -> _Host:
+    """Returns what the samples of one host show."""
+    if not second.processes:
+        return _Host("no stacks", f"gives no stack traces ({second.problem or 'no answer'})")
+    for process in second.processes:
+        name = f"process {process.pid} ({process.command.strip()[:60]})"
+        if process.state == "T":
+            return _Host("stopped", f"has a stopped process: {name}")
+        if process.state == "D" and _state_of(first, process.pid) == "D":
+            return _Host("kernel", f"is stuck in the kernel ({process.wait_channel}): {name}")
+        if process.state == "Z":
+            return _Host("ended", f"has a dead process that its parent has not noticed: {name}")
+    before = {(process.pid, thread.name): thread for process, thread, _ in places(first)}
+    candidates = [
+        (process, thread, place)
+        for process, thread, place in places(second)
+        if thread.frames and not _is_helper(process)
+    ]
+    if not candidates:
+        return _Host("no stacks", "gives no Python stack traces: py-spy can't read its processes")
+    for process, thread, place in candidates:
+        old = before.get((process.pid, thread.name))
+        if thread.holds_gil and old is not None and old.holds_gil and old.frames[:1] == thread.frames[:1]:
+            others = sum(each.name != thread.name for each in process.threads)
+            return _Host("interpreter" if others else "code", f"holds Python's lock: it {place}", place)
+    chosen = _choose(candidates)
+    still = [thread for process, thread, place in candidates if place.waits is Waits.LOCK]
+    if chosen.waits is Waits.LOCK and len(still) > 1:
+        what = " and ".join(str(place) for _, thread, place in candidates if thread in still[:2])
+        return _Host("deadlock", f"has threads that wait for each other's locks: {what}", chosen)
+    return _Host(_BY_PLACE[chosen.waits], str(chosen), chosen)
+
+
+def _choose(candidates: Sequence[tuple[ProcessStacks, object, Place]]) -> Place:
+    """Returns the most telling place of a host: that of the main threads, or if these wait for other threads or
+    processes, that of one which does not wait."""
+    mains = [place for _, _, place in candidates if place.thread == "MainThread"] or [candidates[0][2]]
+    for wanted in (Waits.CODE, Waits.STORAGE, Waits.LOCK, Waits.COLLECTIVE):
+        for place in mains:
+            if place.waits is wanted:
+                return place
+    workers = [place for _, _, place in candidates if place.thread != "MainThread" and place.waits in _NOT_WAITING]
+    return min(workers, key=lambda place: _NOT_WAITING.index(place.waits), default=mains[0])
+
+
+def _is_helper(process: ProcessStacks) -> bool:
+    """Returns whether a process only serves others: Python's resource tracker and fork server, and py-spy's own."""
+    return any(word in process.command for word in ("resource_tracker", "forkserver", "py-spy", "tensorboard"))
+
+
+def _state_of(stacks: HostStacks, pid: int) -> str:
+    return next((process.state for process in stacks.processes if process.pid == pid), "")
+
+
+def _minority(values: Mapping[int, Any]) -> list[int]:
+    """Returns the hosts whose value differs from most; of two groups of the same size, that with the greater value (a
+    host can't be ahead in a collective, so it skipped one); [] if all are equal."""
+    counts = Counter(values.values())
+    if len(counts) < 2:
+        return []
+    usual = min(counts, key=lambda value: (-counts[value], value))
+    return [worker for worker, value in values.items() if value != usual]
+
+
+def _compiles(line: ProgressLine | None) -> bool:
+    return line is not None and line.phase == COMPILE
+
+
+def _step(line: ProgressLine | None) -> str:
+    """Returns where a host is, as told: "step 7, training: "; "" without a line."""
+    return "" if line is None else f"step {line.step:,}{f', {line.phase}' if line.phase else ''}: "
+
+
+def _names(workers: Sequence[int]) -> str:
+    return f"host{'s'[: len(workers) > 1]} {', '.join(map(str, workers))}"
