@@ -123,6 +123,32 @@ class HostBack(RunEvent):
 
 
 @dataclass(frozen=True)
+class StragglerFound(RunEvent):
+    """A host takes longer than the others in a part of the step, over several windows of half a minute."""
+
+    kind: ClassVar[str] = "straggler"
+    host: int
+    """Worker index."""
+    part: str
+    """data_wait, dispatch, save, or a part of the program's own."""
+    factor: float
+    """Its seconds, as a multiple of the others' median."""
+    step: int
+    """Step of the host when it was found."""
+
+
+@dataclass(frozen=True)
+class StragglerGone(RunEvent):
+    """A host that was a straggler is as fast as the others again."""
+
+    kind: ClassVar[str] = "no straggler"
+    host: int
+    """Worker index."""
+    part: str
+    """As in `straggler`."""
+
+
+@dataclass(frozen=True)
 class HostEnded(RunEvent):
     """The container of a host ended, or is gone."""
 
@@ -236,6 +262,8 @@ KINDS: Mapping[str, type[RunEvent]] = {
         HostStopped,
         HostOutOfReach,
         HostBack,
+        StragglerFound,
+        StragglerGone,
         HostEnded,
         Recovering,
         RoundFailed,

@@ -68,7 +68,7 @@ _NOT_WAITING = (Waits.CODE, Waits.STORAGE, Waits.LOCK)
 
 
 @dataclass(frozen=True)
-class _Host:
+class _HostLook:
     """What the two samples show of a host."""
 
     kind: str
@@ -93,7 +93,7 @@ def explain_hang(
     if not hosts:
         return None
     if all(host.kind == "collective" and _compiles(lines.get(worker)) for worker, host in hosts.items()):
-        hosts = {worker: _Host("compile", f"compiles: {host.what}", host.place) for worker, host in hosts.items()}
+        hosts = {worker: _HostLook("compile", f"compiles: {host.what}", host.place) for worker, host in hosts.items()}
     lasting = f" for {seconds:.0f} s" if seconds else ""
     table = tuple(f"host {worker}: {_step(lines.get(worker))}{host.what}" for worker, host in hosts.items())
 
@@ -119,7 +119,7 @@ def explain_hang(
 
 
 def _explain_alike(
-    hosts: Mapping[int, _Host],
+    hosts: Mapping[int, _HostLook],
     lines: Mapping[int, ProgressLine],
     lasting: str,
     found: Callable[[str, Sequence[int], str], Hang],
@@ -135,7 +135,7 @@ def _explain_alike(
     return found(hosts[odd[0]].kind, odd, f"{_names(odd[:1])} {hosts[odd[0]].what}{lasting}")
 
 
-def _others(hosts: Mapping[int, _Host], odd: Sequence[int], lines: Mapping[int, ProgressLine]) -> str:
+def _others(hosts: Mapping[int, _HostLook], odd: Sequence[int], lines: Mapping[int, ProgressLine]) -> str:
     """Returns what the hosts other than `odd` do, where most do the same: "3 of 4 hosts wait in step 7 ...; "."""
     others = [worker for worker in hosts if worker not in odd]
     if not others:
@@ -149,18 +149,18 @@ def _others(hosts: Mapping[int, _Host], odd: Sequence[int], lines: Mapping[int, 
     return f"{count} of {len(hosts)} hosts {doing}{step}{place}; "
 
 
-def _look(first: HostStacks, second: HostStacks) -> _Host:
+def _look(first: HostStacks, second: HostStacks) -> _HostLook:
     """Returns what the samples of one host show."""
     if not second.processes:
-        return _Host("no stacks", f"gives no stack traces ({second.problem or 'no answer'})")
+        return _HostLook("no stacks", f"gives no stack traces ({second.problem or 'no answer'})")
     for process in second.processes:
         name = f"process {process.pid} ({process.command.strip()[:60]})"
         if process.state == "T":
-            return _Host("stopped", f"has a stopped process: {name}")
+            return _HostLook("stopped", f"has a stopped process: {name}")
         if process.state == "D" and _state_of(first, process.pid) == "D":
-            return _Host("kernel", f"is stuck in the kernel ({process.wait_channel}): {name}")
+            return _HostLook("kernel", f"is stuck in the kernel ({process.wait_channel}): {name}")
         if process.state == "Z":
-            return _Host("ended", f"has a dead process that its parent has not noticed: {name}")
+            return _HostLook("ended", f"has a dead process that its parent has not noticed: {name}")
     before = {(process.pid, thread.name): thread for process, thread, _ in places(first)}
     candidates = [
         (process, thread, place)
@@ -168,18 +168,18 @@ def _look(first: HostStacks, second: HostStacks) -> _Host:
         if thread.frames and not _is_helper(process)
     ]
     if not candidates:
-        return _Host("no stacks", "gives no Python stack traces: py-spy can't read its processes")
+        return _HostLook("no stacks", "gives no Python stack traces: py-spy can't read its processes")
     for process, thread, place in candidates:
         old = before.get((process.pid, thread.name))
         if thread.holds_gil and old is not None and old.holds_gil and old.frames[:1] == thread.frames[:1]:
             others = sum(each.name != thread.name for each in process.threads)
-            return _Host("interpreter" if others else "code", f"holds Python's lock: it {place}", place)
+            return _HostLook("interpreter" if others else "code", f"holds Python's lock: it {place}", place)
     chosen = _choose(candidates)
     still = [thread for process, thread, place in candidates if place.waits is Waits.LOCK]
     if chosen.waits is Waits.LOCK and len(still) > 1:
         what = " and ".join(str(place) for _, thread, place in candidates if thread in still[:2])
-        return _Host("deadlock", f"has threads that wait for each other's locks: {what}", chosen)
-    return _Host(_BY_PLACE[chosen.waits], str(chosen), chosen)
+        return _HostLook("deadlock", f"has threads that wait for each other's locks: {what}", chosen)
+    return _HostLook(_BY_PLACE[chosen.waits], str(chosen), chosen)
 
 
 def _choose(candidates: Sequence[tuple[ProcessStacks, object, Place]]) -> Place:

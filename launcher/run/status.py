@@ -39,6 +39,8 @@ _SHOWN = (
     events.Recovered,
     events.HostOutOfReach,
     events.HostBack,
+    events.StragglerFound,
+    events.StragglerGone,
 )
 
 
@@ -211,6 +213,8 @@ def _describe_details(event: events.RunEvent) -> str:
         seconds = event.seconds
         parts = ", ".join(f"{part} {value:.1f} s" for part, value in seconds.items())
         return f"in {sum(seconds.values()):.1f} s: {parts}"
+    if isinstance(event, events.StragglerFound):
+        return f"{event.factor:.1f} times the others' time in {event.part} since step {event.step:,}"
     return next(
         (str(text) for name in ("outcome", "problem", "reason", "path") if (text := getattr(event, name, ""))), ""
     )

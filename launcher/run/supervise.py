@@ -22,6 +22,7 @@ from launcher.run.logs import HostLog, next_page, tail
 from launcher.run.session import Session
 from launcher.run.stall import DEFAULT_SECONDS, ProgressView, judge_stall, update
 from launcher.run.state import Phase, recorded_ends
+from launcher.run.stragglers import Watch
 from launcher.run.verdict import Cause, HostView, Kind, Limits, Verdict, describe_exit, judge
 from training.machine.threads import Queue
 from training.telemetry.progress_line import ProgressLine, slowest
@@ -98,7 +99,7 @@ def supervise(session: Session, attempt: int) -> Verdict:
     supervision = _Supervision(session, attempt)
     verdict, reachable = supervision.watch()
     if verdict.kind is Kind.STALLED:
-        verdict = _explain_stall(session, attempt, verdict, supervision.progress, masker)
+        verdict = _explain_stall(session, attempt, verdict, supervision, masker)
     orphaned = set(session.workers) - set(reachable)
     if verdict.kind not in (Kind.FINISHED, Kind.SAVED):
         orphaned |= _end_on_hosts(session, attempt, verdict, reachable)
@@ -159,12 +160,13 @@ def stop_hosts(session: Session, attempt: int, workers: Sequence[int], *, grace:
 
 
 def _explain_stall(
-    session: Session, attempt: int, verdict: Verdict, views: Mapping[int, ProgressView], masker: SecretMasker
+    session: Session, attempt: int, verdict: Verdict, supervision: _Supervision, masker: SecretMasker
 ) -> Verdict:
     """Takes the stacks of all hosts, keeps and prints why the attempt hangs, and returns the verdict with it."""
     say, clock = session.context.output.say, session.machine.clock
     say(f"the run hangs: {verdict.cause.what if verdict.cause else ''}; taking the stacks of all hosts")
-    moved = max((view.moved for view in views.values()), default=clock.monotonic())
+    views = supervision.progress
+    moved = max((view.moved for view in views.values()), default=supervision.last_line)
     lines = {worker: view.line for worker, view in views.items()}
     container = session.container(attempt)
     found = explanation.explain_live(session.provider, container, lines, clock.monotonic() - moved, clock)
@@ -221,6 +223,7 @@ class _Supervision:
         self.api_only = ApiOnlyTime()
         self.warned = begun
         self.progress: dict[int, ProgressView] = {}  # of hosts that tell it
+        self.stragglers = Watch()
         self.kept_step = -1  # of the progress that was last kept
         self.last_line = begun  # when a host last wrote a line, or could not be asked whether it did
         self.turned = begun  # when the main task last began a turn of its loop
@@ -317,6 +320,16 @@ class _Supervision:
         if worker == min(self.progress) and view.line.step != self.kept_step:
             self.kept_step = view.line.step
             self.ledger.keep_progress(self.attempt, view.line)
+        lines = {worker: view.line for worker, view in self.progress.items()}
+        self.stragglers, begun, ended = self.stragglers.observe(lines, self.clock.monotonic())
+        if begun is not None:
+            number = self.attempt
+            found = events.StragglerFound(number, begun.worker, begun.part, round(begun.factor, 2), begun.step)
+            self.ledger.note(found, self.say)
+            self.say(f"{begun}, since about step {begun.step:,}")
+        if ended is not None:
+            self.ledger.note(events.StragglerGone(self.attempt, ended.worker, ended.part), self.say)
+            self.say(f"host {ended.worker} is as fast as the others again in {ended.part.replace('_', ' ')}")
 
     def _deliver(self, observation: Observation) -> bool:
         """Emits the lines that are new, and returns whether there were any. On a full disk they stay new."""

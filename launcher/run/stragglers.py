@@ -1,0 +1,106 @@
+"""Finds hosts that are slower than the others in a part of the step, from the hosts' lines of progress. Pure.
+
+A window is what a host's seconds by part grew between two lines, divided by its steps. Waiting for the result is left
+out: there every host but the slow one waits.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from training.telemetry.progress_line import ProgressLine
+
+WINDOW_SECONDS = 30.0
+"""At least between the lines of a window."""
+
+WINDOWS = 3
+"""In a row that begin, or end, a straggler."""
+
+_FACTOR, _SHARE = 1.5, 0.1  # of the others' median; of the step's seconds
+_NOT_OWN = ("result",)
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A host that takes longer in a part of the step than the others."""
+
+    worker: int
+    part: str
+    factor: float
+    """Its seconds, as a multiple of the others' median."""
+
+    step: int
+    """At the end of the window."""
+
+    def __str__(self) -> str:
+        return f"host {self.worker} takes {self.factor:.1f} times the others' time in {self.part.replace('_', ' ')}"
+
+
+def compare(before: Mapping[int, ProgressLine], now: Mapping[int, ProgressLine]) -> Straggler | None:
+    """Returns the host that was slowest by far in a part of the steps of a window; None where none was, or where fewer
+    than two hosts made steps."""
+    shares = {worker: _seconds_a_step(before[worker], line) for worker, line in now.items() if worker in before}
+    shares = {worker: parts for worker, parts in shares.items() if parts}
+    found: list[tuple[float, Straggler]] = []
+    if len(shares) < 2:
+        return None
+    for part in sorted({name for parts in shares.values() for name in parts} - set(_NOT_OWN)):
+        slowest = max(shares, key=lambda worker: shares[worker].get(part, 0.0))
+        own = shares[slowest].get(part, 0.0)
+        others = statistics.median(parts.get(part, 0.0) for worker, parts in shares.items() if worker != slowest)
+        excess = own - others
+        if own >= _FACTOR * others and excess > _SHARE * sum(shares[slowest].values()):
+            factor = own / others if others > own / 1000 else 1000.0
+            found.append((excess, Straggler(slowest, part, factor, now[slowest].step)))
+    return max(found, key=lambda each: each[0], default=(0.0, None))[1]
+
+
+def _seconds_a_step(before: ProgressLine, line: ProgressLine) -> dict[str, float]:
+    """Returns the seconds by part of a step between two lines; {} without a step, or after a new start."""
+    steps = line.step - before.step
+    grown = {name: seconds - before.seconds.get(name, 0.0) for name, seconds in line.seconds.items()}
+    if steps <= 0 or any(seconds < 0 for seconds in grown.values()):
+        return {}
+    return {name: seconds / steps for name, seconds in grown.items()}
+
+
+@dataclass(frozen=True)
+class Watch:
+    """The windows of an attempt so far."""
+
+    current: Straggler | None = None
+    """That was reported, and has not ended."""
+
+    window: Mapping[int, ProgressLine] | None = None
+    begun: float = 0.0
+    recent: tuple[Straggler | None, ...] = ()
+    """Of the last windows."""
+
+    def observe(
+        self, lines: Mapping[int, ProgressLine], now: float
+    ) -> tuple[Watch, Straggler | None, Straggler | None]:
+        """Returns the watch with these lines, a straggler that has begun and one that has ended, if any. `now`: seconds
+        of the monotonic clock."""
+        if self.window is None:
+            return Watch(self.current, dict(lines), now, self.recent), None, None
+        if now - self.begun < WINDOW_SECONDS:
+            return self, None, None
+        recent = (*self.recent, compare(self.window, lines))[-WINDOWS:]
+        current = self.current
+        begun = ended = None
+        if current is not None and len(recent) == WINDOWS and not any(_is_same(current, each) for each in recent):
+            current, ended = None, current
+        elif current is None and recent[-1] is not None and _all_same(recent):
+            current = begun = recent[-1]
+        return Watch(current, dict(lines), now, recent), begun, ended
+
+
+def _is_same(one: Straggler, other: Straggler | None) -> bool:
+    return other is not None and (one.worker, one.part) == (other.worker, other.part)
+
+
+def _all_same(windows: Sequence[Straggler | None]) -> bool:
+    first = windows[0]
+    return len(windows) == WINDOWS and first is not None and all(_is_same(first, each) for each in windows)

@@ -1,0 +1,152 @@
+"""Claims about explanations: which host a hang is put down to, from stacks as py-spy prints them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launcher.run.hang import Hang, explain_hang
+from launcher.run.stack_traces import Frame, Place, Waits, parse_stacks
+from training.telemetry.progress_line import ProgressLine
+
+COLLECTIVE = """\
+Thread 7 (idle): "MainThread"
+    all_reduce (/usr/lib/python3/dist-packages/torch/distributed/distributed_c10d.py:2501)
+    wrapper (/usr/lib/python3/dist-packages/torch/distributed/c10d_logger.py:83)
+    train_step (/work/train.py:50)
+    <module> (/work/train.py:90)
+source /work/train.py:50     dist.all_reduce(gradients)
+"""
+READER = """\
+Thread 7 (idle): "MainThread"
+    wait (/usr/lib/python3.11/threading.py:320)
+    get (/usr/lib/python3.11/queue.py:171)
+    next_batch (/work/train.py:40)
+Thread 9 (idle): "reader"
+    readinto (/usr/lib/python3.11/socket.py:705)
+    _read_status (/usr/lib/python3.11/http/client.py:286)
+    getresponse (/usr/lib/python3/dist-packages/urllib3/connection.py:461)
+    open_shard (/work/my_data.py:88)
+    run (/usr/lib/python3.11/threading.py:975)
+Thread 11 (idle): "progress"
+    wait (/usr/lib/python3.11/threading.py:320)
+    _write_repeatedly (/opt/tpu-launch/training/telemetry/host_progress.py:120)
+source /work/my_data.py:88     with open("gs://bucket/part-7") as file:
+"""
+USER = 'Thread 7 (idle): "MainThread"\n    augment (/work/my_data.py:12)\n'
+LOCKED = """\
+Thread 7 (idle): "MainThread"
+    write (/work/log.py:8)
+source /work/log.py:8     with log_lock:
+"""
+DEADLOCK = (
+    LOCKED
+    + """\
+Thread 8 (idle): "logger"
+    flush (/work/log.py:20)
+source /work/log.py:20     with file_lock:
+"""
+)
+GIL = """\
+Thread 7 (active+gil): "MainThread"
+    native (/work/fast.py:3)
+Thread 8 (idle): "other"
+    f (/work/a.py:1)
+"""
+COMPILING = (
+    'Thread 7 (active): "MainThread"\n    sync (/x/site-packages/torch_xla/torch_xla.py:90)\n    f (/work/a.py:1)\n'
+)
+
+
+def dump(threads: str, state: str = "S (sleeping)", channel: str = "futex_wait", pid: int = 7) -> str:
+    top = f"UID PID\nroot 1\nprocess {pid} [{state}] [{channel}] python train.py\n"
+    return f"{top}Process {pid}: python train.py\n{threads}"
+
+
+def explain(*hosts: str, lines: dict[int, ProgressLine] | None = None, seconds: float = 312.0) -> Hang:
+    stacks = {worker: parse_stacks(text) for worker, text in enumerate(hosts)}
+    told = {worker: ProgressLine(12_430, phase="training") for worker in stacks} if lines is None else lines
+    hang = explain_hang(stacks, stacks, told, seconds)
+    assert hang is not None
+    return hang
+
+
+@pytest.mark.parametrize(
+    ("odd", "kind", "words"),
+    [
+        (dump(USER), "code", "is in augment at my_data.py:12"),
+        (
+            dump(READER),
+            "storage",
+            'waits for storage in open_shard at my_data.py:88: with open("gs://bucket/part-7") as',
+        ),
+        (dump(LOCKED), "lock", "waits for a lock in write at log.py:8: with log_lock:"),
+        (dump(DEADLOCK), "deadlock", "flush at log.py:20"),
+        (dump(GIL), "interpreter", "holds Python's lock: it is in native at fast.py:3"),
+        (dump(COLLECTIVE, "T (stopped)"), "stopped", "has a stopped process: process 7 (python train.py)"),
+        (dump(COLLECTIVE, "D (disk sleep)", "nfs_wait"), "kernel", "is stuck in the kernel (nfs_wait)"),
+        (dump(COLLECTIVE) + "process 9 [Z (zombie)] [] python\n", "ended", "dead process"),
+        ("Error response from daemon: container is not running", "no stacks", "gives no stack traces (Error response"),
+        (dump("Error: Failed to open process\n"), "no stacks", "py-spy can't read its processes"),
+    ],
+)
+def test_the_host_that_differs_is_named_with_its_line(odd: str, kind: str, words: str) -> None:
+    for worker in range(4):
+        hosts = [dump(COLLECTIVE)] * 4
+        hosts[worker] = odd
+        hang = explain(*hosts)
+        assert (hang.kind, hang.worker) == (kind, worker)
+        assert "3 of 4 hosts wait in step 12,431's collective (train.py:50); " in hang.what
+        assert f"host {worker} " in hang.what
+        assert words in hang.what
+        assert hang.what.endswith("for 312 s")
+        assert len(hang.hosts) == 4
+        assert hang.advice in hang.paragraph
+
+
+def test_another_program_and_another_step_are_told_where_all_wait() -> None:
+    lines = {worker: ProgressLine(8, program="abc") for worker in range(3)}
+    hosts = [dump(COLLECTIVE)] * 3
+    assert explain(*hosts, lines={**lines, 1: ProgressLine(8, program="xyz")}).what == (
+        "host 1 runs another program than the other hosts"
+    )
+    hang = explain(*hosts, lines={**lines, 2: ProgressLine(9, program="abc")})
+    assert (hang.kind, hang.worker, hang.what) == ("step", 2, "host 2 is at step 9, the other hosts are at step 8")
+    two = explain(*hosts[:2], lines={0: ProgressLine(9), 1: ProgressLine(8)})
+    assert two.worker == 0, "of two, the one that is ahead skipped a collective"
+
+
+@pytest.mark.parametrize(
+    ("threads", "kind", "phase"),
+    [(COLLECTIVE, "collective", "training"), (READER, "storage", "training"), (COMPILING, "compile", "compile")],
+)
+def test_no_host_is_named_where_all_are_at_the_same_place(threads: str, kind: str, phase: str) -> None:
+    lines = {worker: ProgressLine(5, phase=phase) for worker in range(2)}
+    hang = explain(dump(threads), dump(threads), lines=lines)
+    assert (hang.kind, hang.worker) == (kind, -1)
+    assert "all 2 hosts" in hang.what
+    assert explain(dump(threads), lines={0: lines[0]}).worker == 0
+
+
+def test_a_process_that_waits_for_its_children_is_passed_over() -> None:
+    """torch_xla.launch's parent, and a DataLoader's workers."""
+    parent = 'Thread 1 (idle): "MainThread"\n    wait (/usr/lib/python3.11/multiprocessing/connection.py:930)\n'
+    file = "/x/site-packages/torch/utils/data/dataloader.py"
+    loader = f'Thread 7 (idle): "MainThread"\n    get ({file}:9)\n    f (/work/t.py:3)\n'
+    worker = 'Thread 8 (idle): "MainThread"\n    __getitem__ (/work/my_data.py:5)\n'
+    hang = explain(dump(parent, pid=1) + dump(loader) + dump(worker, pid=8), dump(COLLECTIVE))
+    assert (hang.worker, hang.kind) == (0, "code")
+    assert "__getitem__ at my_data.py:5" in hang.what
+
+
+def test_the_innermost_own_call_is_the_place() -> None:
+    stacks = parse_stacks(dump(READER))
+    assert [thread.name for thread in stacks.processes[0].threads] == ["MainThread", "reader", "progress"]
+    place = Place(Waits.STORAGE, Frame("open_shard", "/work/my_data.py", 88), "x", "reader")
+    assert str(place) == "waits for storage in open_shard at my_data.py:88: x (thread reader)"
+
+
+@given(st.lists(st.text(alphabet=st.sampled_from('process thread7[]():"/.py\n SZT')), min_size=1, max_size=3))
+def test_any_output_is_read(hosts: list[str]) -> None:
+    assert explain(*hosts, lines={}).what

@@ -1,0 +1,65 @@
+"""Claims about stragglers: told once when one begins and once when it ends, and never for a host that is as fast."""
+
+from __future__ import annotations
+
+import random
+
+from launcher.run.stragglers import WINDOWS, Straggler, Watch
+from training.telemetry.progress_line import ProgressLine
+
+
+class Hosts:
+    """Hosts that take a second a step; `slow` adds seconds in a part on a host."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.step, self.watch = count, 0, Watch()
+        self.seconds: list[dict[str, float]] = [
+            {"data_wait": 0.0, "dispatch": 0.0, "result": 0.0} for _ in range(count)
+        ]
+        self.told: list[str] = []
+
+    def window(self, slow: dict[int, tuple[str, float]] | None = None, noise: float = 0.0) -> None:
+        self.step += 30
+        rng = random.Random(self.step)
+        for worker, seconds in enumerate(self.seconds):
+            part, more = (slow or {}).get(worker, ("dispatch", 0.0))
+            own = {"data_wait": 0.2, "dispatch": 0.3}
+            own[part] += more
+            for name, amount in own.items():
+                seconds[name] += 30 * amount * (1 + rng.uniform(-noise, noise))
+            seconds["result"] += 0 if more else 30 * 0.5
+        lines = {worker: ProgressLine(self.step, seconds=dict(each)) for worker, each in enumerate(self.seconds)}
+        self.watch, begun, ended = self.watch.observe(lines, float(self.step))
+        self.told += [f"begun {found.worker} {found.part}" for found in (begun,) if found]
+        self.told += [f"ended {found.worker}" for found in (ended,) if found]
+
+
+def test_a_straggler_is_told_once_when_it_begins_and_once_when_it_ends() -> None:
+    hosts = Hosts(4)
+    for _ in range(4):
+        hosts.window()
+    for _ in range(WINDOWS - 1):
+        hosts.window({2: ("data_wait", 0.4)})
+    assert hosts.told == []
+    for _ in range(20):
+        hosts.window({2: ("data_wait", 0.4)})
+    assert hosts.told == ["begun 2 data_wait"]
+    for _ in range(20):
+        hosts.window()
+    assert hosts.told == ["begun 2 data_wait", "ended 2"]
+
+
+def test_hosts_that_differ_by_a_third_or_for_one_window_are_no_stragglers() -> None:
+    hosts = Hosts(8)
+    for number in range(60):
+        hosts.window({number % 8: ("dispatch", 0.5)} if number % 5 == 0 else {}, noise=0.15)
+    assert hosts.told == []
+
+
+def test_hosts_that_do_not_step_or_started_again_make_no_window() -> None:
+    lines = {worker: ProgressLine(5, seconds={"data_wait": 9.0 * worker}) for worker in range(2)}
+    watch = Watch()
+    for now in range(0, 400, 31):
+        watch, begun, _ = watch.observe(lines, float(now))
+        assert begun is None
+    assert str(Straggler(5, "data_wait", 1.83, 12_400)) == "host 5 takes 1.8 times the others' time in data wait"

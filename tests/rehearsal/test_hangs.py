@@ -1,0 +1,164 @@
+"""Claims about hangs: real ones, on hosts of emulated slices, and what the launcher says of each. Each test starts the
+containers of a slice and waits until the run is called a stall. The program sums with gloo over all hosts."""
+
+from __future__ import annotations
+
+import base64
+import time
+from dataclasses import dataclass
+
+import pytest
+
+from tests.rehearsal.workstation import Workstation
+
+TwoHosts = tuple[Workstation, str]
+PROGRAM = """\
+import ctypes, json, os, queue, signal, socket, subprocess, sys, threading, time, urllib.request
+
+FILE, SOURCE = os.environ["TPU_LAUNCH_PROGRESS_FILE"], "abc"
+
+def tell(step, phase="training", program=SOURCE):
+    with open(f"{FILE}.new", "w") as file:
+        json.dump({"step": step, "phase": phase, "program": program, "step_seconds": 0.1}, file)
+    os.replace(f"{FILE}.new", FILE)
+
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+rank, total, records = dist.get_rank(), torch.ones(4), queue.Queue(2)
+
+def read_records():
+    for number in range(10**9):
+        read_record(number)
+        records.put(number)
+
+def read_record(number):
+    if rank == 1 and number == 5:
+        IN_LOADER
+
+def prepare(step):
+    if rank == 1 and step == 5:
+        IN_STEP
+
+threading.Thread(target=read_records, name="reader", daemon=True).start()
+print("begun", flush=True)
+for step in range(10**9):
+    tell(step)
+    records.get()
+    prepare(step)
+    dist.all_reduce(total)
+    time.sleep(0.1)
+"""
+
+
+@dataclass(frozen=True)
+class Injection:
+    """A hang of host 1 at step 5, and what the explanation must say. The text stands in for a line of the program."""
+
+    says: str  # in the first cause
+    in_step: str = "pass"
+    in_loader: str = "pass"
+    worker: int = 1
+
+    @property
+    def program(self) -> str:
+        lines = {"IN_STEP": self.in_step, "IN_LOADER": self.in_loader}
+        text = PROGRAM
+        for name, code in lines.items():
+            text = text.replace(name, code.replace("\n", "\n        "))
+        return text
+
+
+STOPPED = Injection("has a stopped process", in_step="os.kill(os.getpid(), signal.SIGSTOP)")
+LOADER = Injection("is in read_record at my_program.py", in_loader="time.sleep(10000)")
+SILENT = Injection(
+    "waits for storage in prepare at my_program.py",
+    in_step="""server = socket.create_server(("127.0.0.1", 0))
+urllib.request.urlopen("http://127.0.0.1:%d/o/part" % server.getsockname()[1])""",
+)
+OTHERS = {
+    "a lock that another thread holds": Injection(
+        "waits for a lock in prepare",
+        in_step="lock = threading.Lock()\nlock.acquire()\nwith lock:\n    pass",
+    ),
+    "two locks": Injection(
+        "threads that wait for each other's locks",
+        in_step="""a_lock, b_lock = threading.Lock(), threading.Lock()
+def other():
+    with b_lock:
+        time.sleep(1)
+        with a_lock:
+            pass
+threading.Thread(target=other, name="other", daemon=True).start()
+with a_lock:
+    time.sleep(2)
+    with b_lock:
+        pass""",
+    ),
+    "a full disk": Injection(
+        "is in prepare at my_program.py",
+        in_step="""while True:
+    try:
+        with open("/dev/full", "w") as file:
+            file.write("a part")
+    except OSError:
+        time.sleep(0.5)""",
+    ),
+    "another program": Injection(
+        "runs another program", in_step="tell(step, program='another')\ndist.barrier(dist.new_group([1, 0]))"
+    ),
+    "a killed process whose parent lives": Injection(
+        "dead process",
+        in_step="""child = subprocess.Popen(["sh", "-c", "kill -KILL $$"])
+time.sleep(10000)""",
+    ),
+    "a native call that holds Python's lock": Injection(
+        "holds Python's lock", in_step="ctypes.PyDLL(None).sleep(10000)"
+    ),
+    "a native call": Injection("is in prepare at my_program.py", in_step="ctypes.CDLL(None).sleep(10000)"),
+    "a collective that one host never enters": Injection("is in prepare at my_program.py", in_step="time.sleep(10000)"),
+    "a save that never ends": Injection(
+        "is in prepare at my_program.py",
+        in_step="""tell(step, "save")
+os.mkfifo("/tmp/part")
+open("/tmp/part", "wb")""",
+    ),
+    "a step that one host skips": Injection("is at step", in_step="tell(step + 1)\ndist.recv(total, 0, tag=9)"),
+}
+
+
+def explain_injection(two_hosts: TwoHosts, injection: Injection) -> None:
+    """Runs the program until it hangs, and checks the verdict: the right host, and the right line."""
+    work, file = two_hosts
+    text = base64.b64encode(injection.program.encode()).decode()
+    line = """echo '{"step": 0, "phase": "start"}' >"$TPU_LAUNCH_PROGRESS_FILE\""""  # before imports, which take long
+    start = f"{line}; echo {text} | base64 -d >/tmp/my_program.py; exec tpu-train exec /tmp/my_program.py"
+    running = work.begin(
+        *("--emulated", "run", "--new", "--json", "-f", file, "--set", "run.stall_minutes=0.1", "--", "sh", "-c", start)
+    )
+    running.wait_for(r"^\[1\] begun", 120)
+    begun = time.monotonic()
+    ended = running.end(240)
+    seconds = time.monotonic() - begun
+    assert ended.code == 13, ended.output
+    told = ended.json()
+    assert (told["outcome"], told["cause"]["worker"]) == ("stalled", injection.worker), ended.output
+    assert injection.says in told["cause"]["what"], told["cause"]["what"]
+    folder = work.runs / told["run"] / "stacks" / "attempt-0"
+    assert injection.says in (folder / "explanation.txt").read_text()
+    print(f"{seconds:.0f} s: {told['cause']['what']}")
+
+
+@pytest.mark.parametrize(
+    "injection",
+    [pytest.param(STOPPED, id="stopped"), pytest.param(LOADER, id="loader"), pytest.param(SILENT, id="silent")],
+)
+def test_the_host_and_the_line_of_a_hang_are_named(two_hosts: TwoHosts, injection: Injection) -> None:
+    explain_injection(two_hosts, injection)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", list(OTHERS))
+def test_each_kind_of_hang_is_told_apart(two_hosts: TwoHosts, name: str) -> None:
+    explain_injection(two_hosts, OTHERS[name])
