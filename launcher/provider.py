@@ -177,7 +177,7 @@ class ContainerState:
         return self.status in ("exited", "dead")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class LogLine:
     """One line of a container's output, and when the engine received it (RFC 3339, host's clock)."""
 
@@ -264,6 +264,9 @@ class Provider(Protocol):
         """Returns the state of a container on a host and its log lines from the time `since` (inclusive; None: the
         first line) on. While the container runs, may wait up to `patience` seconds for its end. With `progress`, reads
         its lines of progress too, which takes a process in the container. Does not retry."""
+
+    def look(self, worker: int, container: str, *, lines: int = 0) -> Observation:
+        """Returns the state of a container on a host, and its newest `lines` log lines. Does not retry."""
 
     def stop(
         self, container: str, *, grace: int, remove: bool, workers: Sequence[int] | None = None

@@ -178,11 +178,24 @@ class Gke:
             lines = watch.final_lines(pod, since)
             if lines is not None:
                 return Observation(worker, state, tuple(lines), problem=problem)
-            window, more = self._read_log(pod, since)  # after the state, so that an ended pod's log is complete
+            window, more = self._read_log(
+                pod, *([f"--since-time={since}"] if since else [])
+            )  # after the state, so that an ended pod's log is complete
         except LaunchError as error:
             return Observation(worker, None, problem=str(error).splitlines()[0])
         told = self._read_progress(pod) if progress and not pod.ended else None
         return Observation(worker, state, window.lines, more=more, problem=problem, open=window.open, progress=told)
+
+    def look(self, worker: int, container: str, *, lines: int = 0) -> Observation:
+        """Returns the state of a host's pod, as the watch knows it, and its newest lines."""
+        try:
+            pod = self._watch_pods(container).pods().get(worker)
+            if pod is None:
+                return Observation(worker, ContainerState("absent"))
+            window = self._read_log(pod, f"--tail={lines}")[0] if lines and pod.started else LogWindow()
+        except LaunchError as error:
+            return Observation(worker, None, problem=str(error).splitlines()[0])
+        return Observation(worker, pod.state()[0], window.lines)
 
     def stop(
         self, container: str, *, grace: int, remove: bool, workers: Sequence[int] | None = None
@@ -361,9 +374,8 @@ class Gke:
             return f"JobSet {name} is suspended: Kueue has not admitted it to queue {self.config.gke.queue} yet"
         return f"JobSet {name} has no pods yet"
 
-    def _read_log(self, pod: Pod, since: str | None) -> tuple[LogWindow, bool]:
-        """Returns the log of a pod from `since` on, and whether there is more."""
-        window = [f"--since-time={since}"] if since else []
+    def _read_log(self, pod: Pod, *window: str) -> tuple[LogWindow, bool]:
+        """Returns the log of a pod, restricted by options of `kubectl logs`, and whether there is more."""
         options = ("--container", CONTAINER, "--timestamps", f"--limit-bytes={LOG_BYTES}")
         with self._log_slots:
             output = self._kubectl.call("logs", pod.name, *options, *window, seconds=_LOG_SECONDS)

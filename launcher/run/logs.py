@@ -74,7 +74,7 @@ class Cursor:
         # Where an observation is cut short, a line that was delivered seems open, or is cut.
         delivered = self.cut | {time for time, _ in self.recent if time}
         lines = [line for line in lines if line.timestamp not in (delivered if line.text.endswith(CUT) else self.cut)]
-        allowance = Counter(self.recent)
+        known = Counter[Key]()
         edge = shift(self.newest, -LOG_OVERLAP) if self.newest else ""
         was_open, open = self.open, frozenset(open)
         seen = max([*open, *(line.timestamp for line in lines)], default="")
@@ -89,8 +89,8 @@ class Cursor:
                 # New after the last delivered line. Its time may be old: the host's clock stepped back, or it was open.
                 if (end_of_known is not None and index >= end_of_known) or line.timestamp in was_open:
                     fresh.append(line)
-            elif allowance[key] > 0:
-                allowance[key] -= 1
+            elif known[key] < self.recent[key]:
+                known[key] += 1
             else:
                 fresh.append(line)
         for line in fresh:
@@ -100,8 +100,8 @@ class Cursor:
         self.cut |= {line.timestamp for line in fresh if line.timestamp and line.text.endswith(CUT)}
         if self.newest:
             edge = shift(self.newest, -LOG_OVERLAP)
-            kept = {key: count for key, count in self.recent.items() if key[0] >= edge or key == self.last}
-            self.recent = Counter(kept)
+            for key in [key for key in self.recent if key[0] < edge and key != self.last]:
+                del self.recent[key]  # in place: a second may hold 100,000 lines
         return fresh
 
     def _end_of_known(self, lines: Sequence[LogLine]) -> int | None:

@@ -42,7 +42,7 @@ _NO_POST_MORTEM = (Kind.FINISHED, Kind.SAVED, Kind.BAD_INPUT, Kind.STOPPED)
 _FAILURE_GRACE = 3  # seconds between SIGTERM and SIGKILL for hosts that only wait for a dead peer
 # Of the host that is the first cause, in the report: lines, characters of each, and bytes in which they are found.
 _LAST_LINES, _LAST_CHARACTERS, _LAST_BYTES = 8, 2_000, 2_000_000
-_LAST_OBSERVATIONS = 50  # of 4 MB: bounds the fetching of the rest of a huge log
+_LAST_SECONDS, _END_LINES = 60.0, 1000  # for which the rest of a huge log is fetched; then so many lines of its end
 _FULL_DISK_SECONDS = 40.0  # for which last lines wait on a full disk of this machine
 _LAST_TRIES = 3  # of a host that does not answer when its last lines are fetched
 _AT_ONCE = 64  # for work on all hosts at once
@@ -425,7 +425,7 @@ class _Supervision:
         An observation waits on the host (long poll), where the end of the container is seen at once.
         """
         log = self.logs[worker]
-        patience, since = 0.0, log.cursor.since
+        patience, since, is_long = 0.0, log.cursor.since, False
         asked = float("-inf")  # when its progress was last read
         while not self.over.is_set():
             begun = self.clock.monotonic()
@@ -437,12 +437,22 @@ class _Supervision:
             self.inbox.put(observation)
             since = log.cursor.since if log.behind else log.cursor.since or since
             if (page := next_page(observation)) and not log.behind:
-                patience, since = 0.0, page
+                if not is_long:
+                    self.threads.start(self._watch_state, worker)
+                patience, since, is_long = 0.0, page, True
                 continue
             ended = observation.container is not None and observation.container.ended
             patience = 0.0 if observation.container is None or ended else self.interval
             elapsed = self.clock.monotonic() - begun
             self.over.wait(self.interval * 5 if ended else max(0.0, self.interval - elapsed))
+
+    def _watch_state(self, worker: int) -> None:
+        """Observes a container's state alone until the supervision is over: a page of a huge log takes long to find."""
+        while not self.over.wait(self.interval * 3):
+            with contextlib.suppress(LaunchError):
+                observation = self.provider.look(worker, self.container)
+                if observation.container is not None:
+                    self.inbox.put(replace(observation, open=self.open_lines.get(worker, {})))
 
     def _poll_once(self, worker: int) -> None:
         """Observes one host now, and puts the observation into the inbox."""
@@ -486,7 +496,7 @@ class _Supervision:
         """Delivers a host's last lines. Retries a host that does not answer: its container is removed next."""
         log = self.logs[worker]
         since, failures, begun = log.cursor.since, 0, self.clock.monotonic()
-        for _ in range(_LAST_OBSERVATIONS):
+        while True:
             observation = self._observe(worker, since, 0.0)
             if observation.container is None:
                 failures += 1
@@ -503,6 +513,15 @@ class _Supervision:
                     return
                 self.clock.sleep(OBSERVE_EVERY)
                 continue
-            if not (page := next_page(observation)):
+            page = next_page(observation)
+            if page and self.clock.monotonic() - begun > _LAST_SECONDS:
+                end = self.provider.look(worker, self.container, lines=_END_LINES)
+                with turn:
+                    self.say(
+                        f"host {worker}: lines before its last {_END_LINES} may be missing: it has written too many"
+                    )
+                    self._deliver(end)
+                return
+            if not page:
                 return
             since = page

@@ -151,7 +151,7 @@ def observe_script(
             all of it.
         progress: Read the lines of progress too, which takes a process in the container.
     """
-    options = [*(["--tail", str(tail)] if tail else []), *(["--since", since] if since else [])]
+    options = [*(["--tail", str(tail)] if tail is not None else []), *(["--since", since] if since else [])]
     seconds = f"{patience:.1f}" if patience else ""
     return render(
         "observe", *options, container=container, patience=seconds, log_bytes=LOG_BYTES, label_boot=LABEL_BOOT,

@@ -32,6 +32,7 @@ _FIRST_CONTACT_SECONDS = 300.0
 # without it. Then longer: where a key takes 12 s to propagate, no call of 10 s succeeds.
 _ONE_CONTACT_SECONDS, _LONGEST_CONTACT_SECONDS = 10.0, 60.0
 _TAIL = 5000  # lines of one observation
+_LONG_LOG_SECONDS = 150.0  # more: the engine finds a time in a log of 4 GB by reading all lines before it
 _SECRETS_SECONDS = 60.0
 
 
@@ -150,11 +151,14 @@ class TpuVm:
         observation, window = self._observe(worker, script, patience)
         if since and window.records and (observation.more or not host_output.covers(window, since, _TAIL)):
             told = observation.progress
-            observation, _ = self._observe(worker, host_scripts.observe_script(container, since))
+            observation, _ = self._observe(worker, host_scripts.observe_script(container, since), _LONG_LOG_SECONDS)
             observation = replace(observation, progress=told)
         if progress and observation.container is not None and observation.progress is None:
             observation = replace(observation, progress=())
         return observation
+
+    def look(self, worker: int, container: str, *, lines: int = 0) -> Observation:
+        return self._observe(worker, host_scripts.observe_script(container, None, tail=lines))[0]
 
     def _observe(self, worker: int, script: str, patience: float = 0.0) -> tuple[Observation, LogWindow]:
         """Runs a script of `observe_script` on a host, through gcloud where ssh is refused."""

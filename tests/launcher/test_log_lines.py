@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launcher import log_lines
-from launcher.log_lines import CUT, kubelet_records, read_log
-from launcher.provider import LogLine
+from launcher.log_lines import CUT, LogWindow, kubelet_records, read_log
+from launcher.provider import LogLine, Observation
 from launcher.run.logs import HostLog, next_page, read_from
-from launcher.tpu_vm import host_output
+from launcher.tpu_vm import host_output, host_scripts, provider
+from launcher.tpu_vm.provider import TpuVm
 from tests.launcher.test_logs import stamp
 
 PART = 16  # bytes; Docker's are of 16 KiB
@@ -60,17 +62,25 @@ CONTENT = st.lists(st.sampled_from([b"a", b"\n", b"\r", b"\xc3\xa9", b"0" * 11, 
 WRITES = st.lists(st.tuples(st.integers(0, 1), CONTENT, st.sampled_from([0, 700, 5000]), st.booleans(), st.booleans()))
 
 
-def read_all(docker: Docker, log: HostLog, tail: int, status: str) -> None:
-    """Does what the provider and the supervision do: reads the last records first, and page after page."""
-    head = json.dumps({"state": {"Status": status}, "created_on": "b", "boot": "b", "booted": 0})
-    since = log.cursor.since
+class OneHost(TpuVm):
+    """The provider, whose scripts read a log in memory."""
+
+    def __init__(self, docker: Docker, status: str) -> None:
+        self.docker = docker
+        self.head = json.dumps({"state": {"Status": status}, "created_on": "b", "boot": "b", "booted": 0})
+
+    def _observe(self, worker: int, script: Any, patience: float = 0.0) -> tuple[Observation, LogWindow]:
+        since, tail = script
+        assert tail or not since or patience > 100, "the engine reads all lines before a time, which takes long"
+        data = self.docker.logs(since, tail)[: host_output.LOG_BYTES]
+        return host_output.parse_observation(0, f"{self.head}\n{data.decode(errors='surrogateescape')}")
+
+
+def read_all(docker: Docker, log: HostLog, status: str) -> None:
+    """Does what the supervision does: reads page after page."""
+    host, since = OneHost(docker, status), log.cursor.since
     for _ in range(1000):
-        for size in (tail if since else None, None):
-            data = docker.logs(since, size)[: host_output.LOG_BYTES]
-            look, window = host_output.parse_observation(0, f"{head}\n{data.decode(errors='surrogateescape')}")
-            if not (since and window.records) or (not look.more and host_output.covers(window, since, tail)):
-                break
-        look = replace(look, since=since)
+        look = replace(host.observe(0, "demo", since), since=since)
         log.append_new(look.lines, since, look.open)
         since = next_page(look)
         if not since:
@@ -88,16 +98,18 @@ def test_lines_of_two_streams_in_parts_are_delivered_once(  # type: ignore[no-un
         patch.setattr(log_lines, "PART_BYTES", PART)
         patch.setattr(log_lines, "LINE_BYTES", limits[0])
         patch.setattr(host_output, "LOG_BYTES", limits[1])
+        patch.setattr(provider, "_TAIL", tail)
+        patch.setattr(host_scripts, "observe_script", lambda _, since, tail=None, **__: (since, tail))
         for stream, content, milliseconds, look, restart in writes:
             docker.write(stream, b"".join(content))
             docker.now += milliseconds
             log = HostLog(log.path) if restart else log
             if look:
-                read_all(docker, log, tail, "running")
+                read_all(docker, log, "running")
         docker.close(0)
         docker.close(1)
-        read_all(docker, log, tail, "exited")
-        read_all(docker, HostLog(log.path), tail, "exited")
+        read_all(docker, log, "exited")
+        read_all(docker, HostLog(log.path), "exited")
     expected = Counter[str]()
     for number in (0, 1):
         *lines, last = b"".join(b"".join(content) for stream, content, *_ in writes if stream == number).split(b"\n")

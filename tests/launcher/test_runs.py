@@ -166,6 +166,9 @@ class FakeProvider:
         told = self.hosts.progress.get(worker, ()) if progress else None
         return Observation(worker, state, lines, progress=told)
 
+    def look(self, worker: int, container: str, *, lines: int = 0) -> Observation:
+        return Observation(worker, self.hosts.state.get(container, ContainerState("absent")))
+
     def stop(
         self, container: str, *, grace: int, remove: bool, workers: Sequence[int] | None = None
     ) -> list[HostReport]:

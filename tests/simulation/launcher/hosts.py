@@ -92,7 +92,7 @@ class Container:
         """Does `docker logs --since --tail`: of the last `tail` lines those from `since` on."""
         if self.job is not None:
             self.job.write_lines(self)
-        first = max(0, len(self.records) - tail) if tail else 0
+        first = max(0, len(self.records) - tail) if tail is not None else 0
         return [
             record
             for record in self.records[max(first, bisect.bisect_left(self.latest, since)) :]
