@@ -29,9 +29,9 @@ from launcher.tpu_vm.provider import TpuVm
 from launcher.tpu_vm.ssh import addresses, transport
 from launcher.tpu_vm.ssh.addresses import Address, KnownSlice
 from launcher.tpu_vm.ssh.connections import SliceConnections
-from launcher.tpu_vm.ssh.pool import HostResult
+from launcher.tpu_vm.ssh.pool import ConnectionPool, HostResult
 from launcher.workstation import ConnectionFailed
-from tests.launcher.emulated_gcloud import Cloud
+from tests.launcher.emulated_gcloud import Clock, Cloud
 from tests.launcher.script_host import write_program
 
 DRY_RUN = (  # as gcloud 528 prints it
@@ -85,6 +85,30 @@ try:
 finally:
     pool.close()
 """
+
+
+@pytest.mark.parametrize(("idle", "tries"), [(60.0, 2), (1.0, 1)])
+def test_only_a_connection_that_was_idle_is_tried_again_when_it_breaks(idle: float, tries: int) -> None:
+    clock, commands = Clock(), list[str]()
+
+    class Host:
+        is_open = True
+
+        def run(self, command: str, *, timeout: float, stdin: str | None) -> tuple[int, str, str]:
+            commands.append(command)
+            if len(commands) == 2:
+                raise ConnectionFailed("Connection reset by peer")
+            return 0, "", ""
+
+        def close(self) -> None:
+            pass
+
+    machine = replace(this_machine(), clock=clock, connect=lambda address: Host())
+    pool = ConnectionPool([Address(0, "h", "me", "key", "known", "h")], machine)
+    assert pool.run(0, "true", timeout=5).reached
+    clock.sleep(idle)
+    assert pool.run(0, "true", timeout=5).reached == (tries == 2)
+    assert len(commands) == 1 + tries
 
 
 def test_ctrl_c_does_not_wait_for_hosts_that_pull() -> None:

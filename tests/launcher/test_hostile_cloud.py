@@ -788,6 +788,23 @@ def test_orphaned_containers_are_recorded_before_the_end_of_the_attempt(
     assert left == [(1,)]
 
 
+def test_a_look_waits_on_the_host_for_the_end_of_a_container_that_runs_and_for_no_other(
+    work: Workstation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So an end is seen at once, and hosts that have ended are not asked all the time."""
+    waited = dict[str, set[bool]]()
+    looks = itertools.count()
+
+    def observe(self: FakeProvider, worker: int, *_: object, patience: float = 0.0, **__: object) -> Observation:
+        state = "exited" if worker == 1 or next(looks) > 2 else "running"
+        waited.setdefault(f"{worker}", set()).add(patience > 0)
+        return Observation(worker, ContainerState(state, 0 if state == "exited" else None))
+
+    monkeypatch.setattr(FakeProvider, "observe", observe)
+    assert work.run(work.config()).verdict.kind is Kind.FINISHED
+    assert waited == {"0": {False, True}, "1": {False}}
+
+
 def test_an_end_is_seen_while_a_page_of_a_huge_log_is_looked_for(
     work: Workstation, monkeypatch: pytest.MonkeyPatch
 ) -> None:

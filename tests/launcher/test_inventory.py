@@ -194,6 +194,16 @@ def test_a_zone_that_can_not_be_listed_hides_no_other(cloud: Cloud) -> None:
     assert list(listing.failures) == ["us-west4-a"]
 
 
+@pytest.mark.parametrize(("state", "kept"), [("ACTIVE", "READY"), ("SUSPENDED", "SUSPENDED")])
+def test_a_node_stands_for_its_living_request_and_never_hides_a_dead_one(cloud: Cloud, state: str, kept: str) -> None:
+    cloud.made_by(EXPIRED)
+    request = dead_request()
+    request.resource["state"], request.state = {"state": state}, state
+    cloud.state.queued[request.name] = request
+    (listed,) = inventory.list_owned("p", ["us-central2-b"], cloud.machine()).slices
+    assert listed.state == kept
+
+
 def test_leftovers_of_another_account_are_not_ours_even_with_the_same_user_name() -> None:
     listed = inventory.parse_node(node(state="PREEMPTED", labels={**node()["labels"], "tpu-launch-account": "b" * 12}))
     assert inventory.find_leftovers([listed], NOW, owner=ANN) == []

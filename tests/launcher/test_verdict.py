@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from launcher.errors import Exit
 from launcher.provider import ContainerState
-from launcher.run.supervise import ApiOnlyTime
-from launcher.run.verdict import HostView, Kind, Limits, judge
+from launcher.run.supervise import ApiOnlyTime, explain
+from launcher.run.verdict import Cause, HostView, Kind, Limits, Verdict, judge
 
 LIMITS = Limits(settle=4, blip=2.5, lost=120)
 EARLY, LATE = "2026-01-01T00:00:00Z", "2026-01-01T00:00:05Z"
@@ -231,3 +231,13 @@ def test_every_attempt_with_a_failure_is_judged_within_the_settling_time(codes: 
     assert kind.ended == (failed or None not in codes)
     if failed:
         assert codes[worker] not in (None, 0, 75)
+
+
+def test_a_verdict_is_told_with_its_host_its_time_and_what_followed_from_it() -> None:
+    cause = Cause(1, "exit code 3", 3, time=EARLY)
+    assert explain(Verdict(Kind.FAILED, cause, ("host 0: exit code 76",))) == [
+        f"failed: host 1: exit code 3, at {EARLY}",
+        "because of it: host 0: exit code 76",
+    ]
+    assert explain(Verdict(Kind.PREEMPTED, Cause(-1, "the slice is gone"))) == ["preempted: the slice is gone"]
+    assert explain(Verdict(Kind.FINISHED)) == ["finished"]
