@@ -5,7 +5,7 @@
 A run of `tpu-train train` on a virtual TPU whose executions occupy the device for 10, 30 or 100 ms, as on chips: the
 call that starts one returns at once. Its log says when each execution was called, began and ended. A figure is the time
 of the loop, from the beginning of the first execution to the end of the last, over the time in which the device was
-busy. Not counted are the batches that are always traced: the first 8 of a run, and the first 4 of an evaluation.
+busy. Counted are batches 65 to 264: of the first ones some are traced, for which the device waits (1 to 4, 8 and 64).
 
   ours          the next step is started while the device computes the one before
   peer          the same, but that the host waits for the device before it starts a step, as the trainer did before
@@ -34,8 +34,7 @@ from benchmarks.start import SLICES, prepare, tpu_train, use_virtual_tpu
 RUNS_IN = "torch-xla"
 VIRTUAL_TPU = True
 MILLISECONDS = (10, 30, 100)  # of a step on the device
-STEPS = 200
-TRACED, TRACED_OF_EVALUATION = 8, 4  # batches at the beginning
+FIRST, LAST = 64, 264  # batches that count: [FIRST, LAST)
 GOAL = 1.02
 # Before a step is started, waits for the device instead of the starts of the programs before it.
 WITHOUT_OVERLAP = """
@@ -81,8 +80,8 @@ def small_run(folder: Path) -> dict[str, Any]:
     config["model"] |= {"hidden_size": 32, "intermediate_size": 32}
     train = Path(config["data"]["train"])
     config["data"]["evaluation"] = str(shutil.copytree(train, train.with_name("evaluation")))
-    config["train"]["steps"] = STEPS
-    config["checkpoint"] = {"every_steps": STEPS}
+    config["train"] |= {"steps": LAST, "global_batch_size": 2}
+    config["checkpoint"] = {"every_steps": LAST}
     return config
 
 
@@ -98,7 +97,7 @@ def measure(
         TPU_LAUNCH_COMPILE_CACHE=str(folder / "programs"),
     )  # fmt: skip
     executions = [tuple(map(int, line.split()[1:])) for line in log.read_text().splitlines()]  # begin and end, ns
-    ratios = loop_share(executions[TRACED:STEPS]), loop_share(executions[STEPS + TRACED_OF_EVALUATION :])
+    ratios = loop_share(executions[FIRST:LAST]), loop_share(executions[LAST + FIRST : 2 * LAST])
     print(f"  {run_id}: {ratios[0]:.3f} and {ratios[1]:.3f}", file=sys.stderr, flush=True)
     return ratios
 
