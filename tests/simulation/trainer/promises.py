@@ -353,9 +353,10 @@ class Promises:
         self.hosts_end_alike(host.group)
 
     def hosts_end_alike(self, group: Group) -> None:
-        """All hosts of an attempt end with codes that say the same: where one finished or stopped, all others did."""
-        codes = {code for code in group.codes if code not in (None, KILLED, SECOND_SIGTERM, SECOND_INTERRUPT)}
-        excused = group.disturbed or self._world.disturbed or Exit.BAD_INPUT in codes
+        """All hosts of an attempt end with codes that say the same: where one finished or stopped, all others did. A
+        second Ctrl-C is a kill."""
+        codes = {code for code in group.codes if code not in (None, KILLED, SECOND_SIGTERM)}
+        excused = group.disturbed or self._world.disturbed or not codes.isdisjoint({Exit.BAD_INPUT, SECOND_INTERRUPT})
         if codes & {Exit.FINISHED, Exit.SAVED} and len(codes) > 1 and not excused:
             self.broken("hosts end alike", f"group {group.label}: {group.codes}")
 
