@@ -282,6 +282,13 @@ def test_lines_not_taken_are_kept() -> None:
     assert [bytes(line) for line in buffer.feed(b"rd\n")] == [b"third"]
 
 
+@pytest.mark.parametrize("end", [b"", b"\n"])
+def test_a_line_may_be_as_long_as_the_limit(end: bytes) -> None:
+    assert [bytes(line) for line in LineBuffer(100).feed(b"x" * 100 + end)] == ([b"x" * 100] if end else [])
+    with pytest.raises(Malformed, match="more than 100 bytes"):
+        list(LineBuffer(100).feed(b"x" * 101 + end))
+
+
 def test_an_error_names_the_expected_kinds() -> None:
     handshake = ServerHandshake(OWN)
     handshake.opened(0, 0.0)
