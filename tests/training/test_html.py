@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from click.testing import CliRunner
 from training import storage
 from training.cli.main import tpu_train
 from training.errors import BadInput, LostPeer, StopRequested, TrainError
-from training.telemetry import attempts, html, svg
+from training.telemetry import attempts, html
 from training.telemetry.metrics import MetricsLog
 
 SECONDS = {"start": 2.0, "step": 6.0, "compile": 2.0, "total": 10.0}
@@ -129,44 +128,3 @@ def test_how_an_attempt_ended() -> None:
         for error in (None, StopRequested(""), BadInput(""), LostPeer(""), TrainError(""), ValueError())
     ]
     assert ends == ["finished", "stopped", "refused", "lost a host", "failed", "failed"]
-
-
-def test_curves_keep_spikes_and_leave_out_values_that_are_not_finite() -> None:
-    points = [(float(step), 1.0) for step in range(10_000)]
-    points[5_000] = (5_000.0, 99.0)
-    thinned = svg.downsample(points, 800)
-    assert len(thinned) <= 801
-    assert (5_000.0, 99.0) in thinned
-    drawn = ElementTree.fromstring(
-        svg.line_chart("Loss", [svg.Curve("a", [(1, 2.0), (2, math.nan), (3, math.inf), (4, 1.0)])])
-    )
-    [line] = [item for item in drawn.iter() if item.tag.endswith("polyline")]
-    assert len(line.attrib["points"].split()) == 2
-    assert "nothing was recorded" in svg.line_chart("Loss", [svg.Curve("a", [(1, math.nan)])])
-
-
-@pytest.mark.parametrize(
-    ("low", "high"), [(0.0, 1.0), (3.2, 3.9), (1.0, 1.0), (0.0, 0.0), (-5.0, 7.0), (1e-6, 4e-4), (1, 123_456)]
-)
-def test_ticks_surround_the_values(low: float, high: float) -> None:
-    result = svg.axis_ticks(low, high, 5)
-    assert result[0] <= low <= high <= result[-1]
-    assert 2 <= len(result) <= 9
-
-
-def test_the_most_confused_pairs_come_first() -> None:
-    result = svg.most_confused_pairs(["a", "b", "c"], [[5, 2, 0], [4, 5, 0], [0, 1, 0]])
-    assert [(item.true, item.predicted, item.count, item.of) for item in result] == [
-        ("b", "a", 4, 9),
-        ("a", "b", 2, 7),
-        ("c", "b", 1, 1),
-    ]
-
-
-def test_77_classes_fit_on_the_page() -> None:
-    names = [f"a_rather_long_intent_{number}" for number in range(77)]
-    picture = ElementTree.fromstring(
-        svg.standalone(svg.confusion_matrix(names, [[float(a == b) for a in range(77)] for b in range(77)]))
-    )
-    assert float(picture.attrib["width"]) < 1000
-    assert sum(item.tag.endswith("title") for item in picture.iter()) == 77

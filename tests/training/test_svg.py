@@ -7,7 +7,17 @@ from xml.etree import ElementTree
 
 import pytest
 
-from training.telemetry.svg import Curve, confusion_matrix, downsample, format_number, line_chart, share_bar
+from training.telemetry.svg import (
+    Curve,
+    axis_ticks,
+    confusion_matrix,
+    downsample,
+    format_number,
+    line_chart,
+    most_confused_pairs,
+    share_bar,
+    standalone,
+)
 
 
 def elements(svg: str, kind: str) -> list[dict[str, str]]:
@@ -32,6 +42,7 @@ def test_a_curve_is_between_the_corners_of_its_axes() -> None:
     assert len(elements(chart, "line")) == len({line["y1"] for line in elements(chart, "line")}) == 6
     assert [text["x"] for text in elements(chart, "text")][-2:] == ["339.0", "449.0"]  # the names of the curves
     assert elements(chart, "polyline")[0]["points"] == "64.0,210.0 544.0,34.0"
+    assert "nothing was recorded" in line_chart("Loss", [Curve("a", [(1, math.nan)])])
 
 
 def test_shares_fill_their_bar() -> None:
@@ -71,3 +82,30 @@ def test_a_long_curve_keeps_its_spikes_in_their_order() -> None:
 )
 def test_numbers_at_an_axis_are_short(value: float, text: str) -> None:
     assert format_number(value) == text
+
+
+@pytest.mark.parametrize(
+    ("low", "high"), [(0.0, 1.0), (3.2, 3.9), (1.0, 1.0), (0.0, 0.0), (-5.0, 7.0), (1e-6, 4e-4), (1, 123_456)]
+)
+def test_ticks_surround_the_values(low: float, high: float) -> None:
+    result = axis_ticks(low, high, 5)
+    assert result[0] <= low <= high <= result[-1]
+    assert 2 <= len(result) <= 9
+
+
+def test_the_most_confused_pairs_come_first() -> None:
+    result = most_confused_pairs(["a", "b", "c"], [[5, 2, 0], [4, 5, 0], [0, 1, 0]])
+    assert [(item.true, item.predicted, item.count, item.of) for item in result] == [
+        ("b", "a", 4, 9),
+        ("a", "b", 2, 7),
+        ("c", "b", 1, 1),
+    ]
+
+
+def test_77_classes_fit_on_the_page() -> None:
+    names = [f"a_rather_long_intent_{number}" for number in range(77)]
+    picture = ElementTree.fromstring(
+        standalone(confusion_matrix(names, [[float(a == b) for a in range(77)] for b in range(77)]))
+    )
+    assert float(picture.attrib["width"]) < 1000
+    assert sum(item.tag.endswith("title") for item in picture.iter()) == 77
