@@ -196,7 +196,7 @@ class Observation:
     problem: str = ""
     since: str | None = None  # the first time whose lines were requested; None: from the beginning
     open: Mapping[str, int] = field(default_factory=dict)  # bytes so far of lines that have not ended, by their times
-    progress: tuple[ProgressLine, ...] | None = None  # newest of each process that tells it; None: not asked for
+    progress: tuple[ProgressLine, ...] = ()  # newest of each process that tells it, if it was asked for
 
 
 @dataclass(frozen=True)

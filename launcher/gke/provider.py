@@ -183,7 +183,7 @@ class Gke:
             )  # after the state, so that an ended pod's log is complete
         except LaunchError as error:
             return Observation(worker, None, problem=str(error).splitlines()[0])
-        told = self._read_progress(pod) if progress and not pod.ended else None
+        told = self._read_progress(pod) if progress and not pod.ended else ()
         return Observation(worker, state, window.lines, more=more, problem=problem, open=window.open, progress=told)
 
     def look(self, worker: int, container: str, *, lines: int = 0) -> Observation:

@@ -91,7 +91,7 @@ def explain_run(session: Session) -> tuple[str | None, str]:
         return session.provider.observe(worker, container, format_time(machine.clock.time()), progress=True)
 
     observations = machine.threads.map(read, session.workers, at_once=64)
-    lines = {each.worker: line for each in observations if (line := slowest(each.progress or ()))}
+    lines = {each.worker: line for each in observations if (line := slowest(each.progress))}
     masker = SecretMasker(session.secret_values())
     found = explanation.explain_live(session.provider, container, lines, 0.0, machine.clock)
     folder = explanation.keep(session.ledger, number, found, masker)

@@ -92,8 +92,6 @@ def explain_hang(
     hosts = {worker: _look(first.get(worker, HostStacks()), stacks) for worker, stacks in sorted(second.items())}
     if not hosts:
         return None
-    if all(host.kind == "collective" and _compiles(lines.get(worker)) for worker, host in hosts.items()):
-        hosts = {worker: _HostLook("compile", f"compiles: {host.what}", host.place) for worker, host in hosts.items()}
     lasting = f" for {seconds:.0f} s" if seconds else ""
     table = tuple(f"host {worker}: {_step(lines.get(worker))}{host.what}" for worker, host in hosts.items())
 
@@ -125,6 +123,8 @@ def _explain_alike(
     found: Callable[[str, Sequence[int], str], Hang],
 ) -> Hang:
     """Returns the explanation where no host waits for another, or all do."""
+    if all(host.kind == "collective" and _compiles(lines.get(worker)) for worker, host in hosts.items()):
+        hosts = {worker: _HostLook("compile", f"compiles: {host.what}", host.place) for worker, host in hosts.items()}
     kinds = Counter(host.kind for host in hosts.values())
     (kind, count), host = kinds.most_common(1)[0], next(iter(hosts.values()))
     if len(hosts) == 1:

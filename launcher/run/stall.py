@@ -1,7 +1,7 @@
 """Judges from the hosts' lines of progress whether an attempt hangs. Pure: times are arguments.
 
 An attempt makes progress when any host's step, phase or count changes. It hangs when none has changed for longer than
-is normal in the phase of every host. Time in which a host was not asked, or did not answer, does not count.
+is normal in the phase of every host. Time in which the lines of most hosts could not be read does not count.
 """
 
 from __future__ import annotations
@@ -29,19 +29,21 @@ class ProgressView:
     """The progress of one host, from all its lines. Times are seconds of the launcher's monotonic clock."""
 
     line: ProgressLine
-    asked: float  # when the host last answered
+    asked: float  # when its line was last read
     moved: float  # when step, phase or count was last seen to change
     steps: tuple[tuple[float, int], ...] = ()  # when which step was first seen, newest last
 
     @property
     def step_seconds(self) -> float:
-        """Median seconds of a step: as told, or as seen where that is more; 0 before two steps were seen."""
+        """Median seconds of a step: as told, else as seen; 0 before two steps were seen."""
+        if self.line.step_seconds:
+            return self.line.step_seconds
         seen = [
             (time - before) / (step - earlier)
             for (before, earlier), (time, step) in zip(self.steps, self.steps[1:], strict=False)
             if step > earlier
         ]
-        return max(self.line.step_seconds, statistics.median(seen) if seen else 0.0)
+        return statistics.median(seen) if seen else 0.0
 
     def limit(self, seconds: float) -> float:
         """Returns the seconds without progress that are normal in this phase. `seconds`: of training, at least."""
@@ -54,10 +56,8 @@ class ProgressView:
         return replace(self, asked=self.asked + seconds, moved=self.moved + seconds)
 
 
-def update(view: ProgressView | None, line: ProgressLine | None, now: float) -> ProgressView | None:
-    """Returns the view after a host has answered with its newest line, or with none."""
-    if line is None:
-        return None if view is None else replace(view, asked=now)
+def update(view: ProgressView | None, line: ProgressLine, now: float) -> ProgressView:
+    """Returns the view after a host's newest line was read."""
     if view is None:
         return ProgressView(line, now, now, ((now, line.step),))
     before = view.line
@@ -90,7 +90,8 @@ def judge_stall(views: Mapping[int, ProgressView], limit: float, quiet: float) -
     """
     if not views:
         return None
-    seconds = min(view.asked for view in views.values()) - max(view.moved for view in views.values())
+    asked = sorted((view.asked for view in views.values()), reverse=True)
+    seconds = asked[(len(asked) - 1) // 2] - max(view.moved for view in views.values())
     if not all(view.line.phase for view in views.values()):
         seconds = min(seconds, quiet)
     if seconds <= limit:

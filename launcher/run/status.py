@@ -236,7 +236,7 @@ def _observe_hosts(
 def _host_status(observation: Observation, address: str, ledger: Ledger, number: int, clock: Clock) -> HostStatus:
     """Returns a host's status; its newest line is of the last minute, or from the run's folder."""
     lines = list(observation.lines) or _kept_lines(ledger, number, observation.worker)
-    progress = slowest(observation.progress or ())
+    progress = slowest(observation.progress)
     if not lines:
         return HostStatus(observation.worker, address, _describe_container(observation), "", progress=progress)
     last = lines[-1]

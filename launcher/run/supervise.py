@@ -308,14 +308,12 @@ class _Supervision:
             self.last_line = self.clock.monotonic()
         self.open_lines[answer.worker] = answer.open
         self._update_view(answer)
-        if answer.progress is not None:
-            self._update_progress(answer.worker, slowest(answer.progress))
+        if line := slowest(answer.progress):
+            self._update_progress(answer.worker, line)
 
-    def _update_progress(self, worker: int, line: ProgressLine | None) -> None:
+    def _update_progress(self, worker: int, line: ProgressLine) -> None:
         """Updates what is known of a host's progress; keeps that of the first host for `status` and `top`."""
         view = update(self.progress.get(worker), line, self.clock.monotonic())
-        if view is None:
-            return
         self.progress[worker] = view
         if worker == min(self.progress) and view.line.step != self.kept_step:
             self.kept_step = view.line.step

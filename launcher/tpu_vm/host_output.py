@@ -109,7 +109,7 @@ def parse_observation(worker: int, output: str) -> tuple[Observation, LogWindow]
     if state is None:
         reason = first.partition("no engine")[2].rstrip()
         return Observation(worker, None, problem=f"its container engine does not answer{reason}"), window
-    return Observation(worker, state, window.lines, more=cut, open=window.open, progress=progress or None), window
+    return Observation(worker, state, window.lines, more=cut, open=window.open, progress=progress), window
 
 
 def covers(window: LogWindow, since: str, tail: int) -> bool:

@@ -153,8 +153,6 @@ class TpuVm:
             told = observation.progress
             observation, _ = self._observe(worker, host_scripts.observe_script(container, since), _LONG_LOG_SECONDS)
             observation = replace(observation, progress=told)
-        if progress and observation.container is not None and observation.progress is None:
-            observation = replace(observation, progress=())
         return observation
 
     def look(self, worker: int, container: str, *, lines: int = 0) -> Observation:

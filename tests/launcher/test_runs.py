@@ -163,7 +163,7 @@ class FakeProvider:
         if worker in self.hosts.only_created and state.running:
             state = ContainerState("created")
         lines = () if self.hosts.quiet else (LogLine("2026-01-01T00:00:00.000000000Z", self.hosts.line),)
-        told = self.hosts.progress.get(worker, ()) if progress else None
+        told = self.hosts.progress.get(worker, ()) if progress else ()
         return Observation(worker, state, lines, progress=told)
 
     def look(self, worker: int, container: str, *, lines: int = 0) -> Observation:

@@ -135,9 +135,9 @@ def explain_injection(two_hosts: TwoHosts, injection: Injection) -> None:
     line = """echo '{"step": 0, "phase": "start"}' >"$TPU_LAUNCH_PROGRESS_FILE\""""  # before imports, which take long
     start = f"{line}; echo {text} | base64 -d >/tmp/my_program.py; exec tpu-train exec /tmp/my_program.py"
     running = work.begin(
-        *("--emulated", "run", "--new", "--json", "-f", file, "--set", "run.stall_minutes=0.1", "--", "sh", "-c", start)
+        *("--emulated", "run", "--new", "--json", "-f", file, "--set", "run.stall_minutes=0.2", "--", "sh", "-c", start)
     )
-    running.wait_for(r"^\[1\] begun", 120)
+    running.wait_for(r"^\[1\] begun", 200)
     begun = time.monotonic()
     ended = running.end(240)
     seconds = time.monotonic() - begun

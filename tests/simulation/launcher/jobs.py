@@ -11,6 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from launcher.log_lines import PART_BYTES
+from launcher.run.stall import DEFAULT_SECONDS
+from tests.simulation.launcher import hangs
+from tests.simulation.launcher.hangs import Hang
 from tests.simulation.launcher.hosts import Container, Host
 from tests.simulation.scheduler import Scheduler
 
@@ -35,6 +38,10 @@ class Plan:
     """Seconds between two lines of a host."""
     apart: float = 0.0
     """Seconds from the end of the other hosts to that of host 0, which exports."""
+    tells: bool = False
+    """Whether it tells its progress."""
+    hang: Hang | None = None
+    """How a program of kind "stall" that tells its progress hangs."""
     second: int | None = None
     """Another host that fails within a fraction of a second, with exit code 3."""
 
@@ -109,7 +116,23 @@ class Job:
 
     def progress(self, container: Container) -> str:
         """Returns the line of progress of a container; "" of a program that tells none."""
-        return ""
+        plan, begun = self.plan, self.began if self.began is not None else self.scheduler.now
+        if not plan.tells or container.started is None or container.awaits_secrets:
+            return ""
+        since = max(0.0, self.scheduler.now - begun)
+        return hangs.format_line(hangs.line(self.timeline, since, plan.hang, container.host.worker))
+
+    @property
+    def timeline(self) -> list[tuple[float, str, int]]:
+        """The moments of the program's progress; the last one lasts for ever."""
+        plan = self.plan
+        last = plan.hang.phase if plan.hang else "end"
+        return hangs.timeline(plan.save_seconds, plan.seconds, self.stall_seconds or DEFAULT_SECONDS, last)
+
+    @property
+    def hung(self) -> float | None:
+        """When it stopped making progress for good; None of one that does not hang, or has not begun."""
+        return None if self.began is None or self.plan.hang is None else self.began + self.timeline[-1][0]
 
     def terminate(self, container: Container) -> None:
         """Sends SIGTERM: the program saves together with all others, or ends."""

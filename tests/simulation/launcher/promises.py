@@ -12,6 +12,7 @@ from launcher.errors import Exit
 from launcher.run.events import NOT_STARTED, VANISHED, AttemptBegan, Ended, HostEnded, Orphaned, Recovering, RunEvent
 from launcher.run.logs import read_from
 from launcher.run.recovery import spent_so_far
+from tests.simulation.launcher.hangs import limit
 from tests.simulation.launcher.hosts import EPOCH
 from training.machine.clock import parse_time
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 _CODES = {int(code) for code in Exit}
 _LOOK_SECONDS = 6.0  # from a line until the launcher has seen it
+_EXPLAIN_SECONDS = 60.0  # from the limit of a stall until its explanation is recorded
 _TAKES_HOSTS = ("preempt", "maintenance", "reboot", "die")  # faults
 _BILLED = ("CREATING", "READY", "STOPPED", "STARTING")
 _UNBILLED_REQUESTS = ("DELETING", "SUSPENDED", "FAILED")  # the next `up` replaces a suspended or failed one
@@ -287,7 +289,7 @@ def containers_of(world: World, run: str) -> list[Container]:
 def stalled_program_is_silent(world: World, run: str) -> None:
     """A run that is reported as stalled has written no line for as long as its file says. Called at the report."""
     job = world.newest_job(run)
-    if job is None or job.stall_seconds is None:
+    if job is None or job.plan.tells or job.stall_seconds is None:
         return
     now = world.scheduler.now
     for container in job.containers.values():
@@ -315,6 +317,28 @@ def check_end(simulation: SimulatedRun) -> None:
                     verdict_names_the_first_cause(simulation, job, event)
                     out_of_memory_is_no_lost_host(simulation, job, event)
                     finished_means_finished(simulation, job, event)
+        for entry in ledger.entries():
+            if isinstance(entry.event, Ended):
+                job = simulation.world.record.jobs.get((ledger.run_id, entry.event.attempt))
+                if job is not None and job.plan.tells:
+                    hang_is_explained(simulation, job, entry.event, parse_time(entry.time) or 0.0)
+
+
+def hang_is_explained(simulation: SimulatedRun, job: Job, event: Ended, time: float) -> None:
+    """A program that hangs is called stalled within its limit and a minute, and the host that differs is named; a slow
+    one that makes progress is never called stalled. `time`: of the end, in Unix seconds."""
+    hung, hang = job.hung, job.plan.hang
+    if event.outcome == "stalled" and (hung is None or hang is None):
+        simulation.break_promise("a slow program is no stall", f"{job} ended {event.outcome}: {event.cause}")
+    if event.outcome == "stalled" and hang is not None and (event.cause is None or event.cause.worker != hang.named):
+        simulation.break_promise("the host that hangs is named", f"{job} hangs by {hang}; told was {event.cause}")
+    undisturbed = not simulation.faults and not simulation.actions and not simulation.kill_at
+    if undisturbed and hang is not None and hung is not None and job.stall_seconds is not None:
+        late = time - EPOCH - hung - limit(hang.phase, job.stall_seconds)
+        if event.outcome != "stalled" or not -1.0 <= late <= _EXPLAIN_SECONDS:
+            simulation.break_promise(
+                "a hang is explained in time", f"{job}: {event.outcome}, {late:.0f} s late: {hang}"
+            )
 
 
 def nothing_is_left_at_the_end(simulation: SimulatedRun) -> None:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import functools
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from tests.simulation.launcher import faults
+from tests.simulation.launcher import faults, hangs
 from tests.simulation.launcher.faults import Fault
+from tests.simulation.launcher.hangs import Hang
 from tests.simulation.launcher.jobs import Plan
 
 SLICES = (("v4-8", 1), ("v4-16", 2), ("v4-16", 2), ("v4-32", 4))
@@ -20,6 +21,7 @@ _WITHOUT_THEME = 0.35  # of all scenarios
 _ACTIONS = ("kill", "kill", "kill", "ctrl-c", "ctrl-c", "stop", "asleep", "stop", "logs", "second run", "bob down",
           "bob up", "gc", "bob gc")  # fmt: skip
 _OF_ADDED_THEMES = 0.5  # of all scenarios
+_OF_HANGS = 0.03
 _LEFTOVERS = ("", "", "", "", "bob's", "a stranger's", "preempted", "stopped", "deleting")
 
 
@@ -161,6 +163,10 @@ ADDED_THEMES = (
 )  # fmt: skip
 
 
+HANGS = Theme("hangs", faults=("hang", "cut", "offline", "dead ssh"), count=(0, 1), plans=("stall", "finish"),
+              stall=True, spread=60.0, hosts=2)  # fmt: skip
+
+
 @functools.cache
 def settings() -> tuple[Setting, ...]:
     """Draws the contents of configuration files."""
@@ -170,6 +176,9 @@ def settings() -> tuple[Setting, ...]:
 def draw(seed: int) -> tuple[Scenario, list[Fault]]:
     """Draws the scenario and the faults of a simulated run."""
     rng, added = random.Random(f"scenario {seed}"), random.Random(f"added {seed}")
+    if random.Random(f"hangs {seed}").random() < _OF_HANGS:
+        scenario, drawn = _draw_hangs(random.Random(f"scenario of hangs {seed}"))
+        return scenario, drawn
     if added.random() < _OF_ADDED_THEMES:
         theme = added.choice(ADDED_THEMES)
     elif rng.random() < _WITHOUT_THEME:
@@ -177,6 +186,18 @@ def draw(seed: int) -> tuple[Scenario, list[Fault]]:
     else:
         theme = rng.choice(THEMES)
     return _draw_scenario(theme, rng), _draw_faults(theme, random.Random(f"faults {seed}"))
+
+
+def _draw_hangs(rng: random.Random) -> tuple[Scenario, list[Fault]]:
+    """Draws programs that tell their progress: some hang in a phase, others are slow in all."""
+    scenario = _draw_scenario(HANGS, rng)
+
+    def tell(plan: Plan) -> Plan:
+        host = rng.randrange(scenario.setting.hosts)
+        hang = Hang(rng.choice(hangs.PHASES), rng.choice(hangs.KINDS), host) if plan.kind == "stall" else None
+        return replace(plan, tells=True, hang=hang, seconds=rng.uniform(5.0, 400.0), period=3.0)
+
+    return replace(scenario, plans=tuple(map(tell, scenario.plans))), _draw_faults(HANGS, rng)
 
 
 def _draw_anything(rng: random.Random) -> Scenario:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from launcher.tpu_vm.scripts import load
+from tests.simulation.launcher import hangs
 from tests.simulation.launcher.hosts import EPOCH, Container, Host, timestamp
 
 if TYPE_CHECKING:
@@ -233,9 +234,11 @@ class Shell:
             host.marks.discard(mark)
         return self.report("stopped")
 
-    def stacks(self, _parameters: Mapping[str, str], _arguments: str) -> tuple[int, str]:
-        self.pause()
-        return 0, "a stack\n"
+    def stacks(self, parameters: Mapping[str, str], _arguments: str) -> tuple[int, str]:
+        self.pause(1.0, 8.0)
+        container = self._get(parameters)
+        hang = container.job.plan.hang if container is not None and container.job is not None else None
+        return 0, hangs.stacks(hang, self.host.worker) if hang else "a stack\n"
 
     def evidence(self, _parameters: Mapping[str, str], _arguments: str) -> tuple[int, str]:
         self.pause()
