@@ -250,7 +250,7 @@ class Trainer:
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
         """Names the block in profiles, and counts its seconds in this host's line of progress."""
-        with self.host_progress.part(name), self.profiler.scope(name):
+        with self.host_progress.part(name), self.profiler.scope(name.replace("_", " ")):
             yield
 
     def announce_step(self) -> Signals:

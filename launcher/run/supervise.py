@@ -313,13 +313,15 @@ class _Supervision:
 
     def _update_progress(self, worker: int, line: ProgressLine) -> None:
         """Updates what is known of a host's progress; keeps that of the first host for `status` and `top`."""
-        view = update(self.progress.get(worker), line, self.clock.monotonic())
-        self.progress[worker] = view
+        now = self.clock.monotonic()
+        view = self.progress[worker] = update(self.progress.get(worker), line, now)
+        if view.moved == now:  # counts as output too, for when hosts that tell their progress have ended
+            self.last_line = now
         if worker == min(self.progress) and view.line.step != self.kept_step:
             self.kept_step = view.line.step
             self.ledger.keep_progress(self.attempt, view.line)
         lines = {worker: view.line for worker, view in self.progress.items()}
-        self.stragglers, begun, ended = self.stragglers.observe(lines, self.clock.monotonic())
+        self.stragglers, begun, ended = self.stragglers.observe(lines, now)
         if begun is not None:
             number = self.attempt
             found = events.StragglerFound(number, begun.worker, begun.part, round(begun.factor, 2), begun.step)

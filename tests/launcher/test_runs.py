@@ -75,6 +75,8 @@ class Hosts:
     """Whether containers have written nothing."""
     progress: dict[int, tuple[ProgressLine, ...]] = field(default_factory=dict)
     """Lines that the hosts' processes tell."""
+    stacks: dict[int, str] = field(default_factory=dict)
+    """Output of the script that dumps stacks."""
     line: str = "a line"
     """That containers have written."""
     execute: Callable[[Sequence[str]], tuple[int, list[str]]] = lambda command: (0, [])
@@ -200,7 +202,8 @@ class FakeProvider:
         return {}
 
     def stacks(self, container: str) -> dict[int, str]:
-        return {}
+        self.hosts.call("stacks")
+        return dict(self.hosts.stacks)
 
 
 class FastClock:

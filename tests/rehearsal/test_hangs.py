@@ -4,12 +4,14 @@ containers of a slice and waits until the run is called a stall. The program sum
 from __future__ import annotations
 
 import base64
+import re
 import time
 from dataclasses import dataclass
 
 import pytest
 
-from tests.rehearsal.workstation import Workstation
+from tests.rehearsal.test_recovery import FILE, trainable  # noqa: F401
+from tests.rehearsal.workstation import COMPILE_FAST, Workstation
 
 TwoHosts = tuple[Workstation, str]
 PROGRAM = """\
@@ -162,3 +164,31 @@ def test_the_host_and_the_line_of_a_hang_are_named(two_hosts: TwoHosts, injectio
 @pytest.mark.parametrize("name", list(OTHERS))
 def test_each_kind_of_hang_is_told_apart(two_hosts: TwoHosts, name: str) -> None:
     explain_injection(two_hosts, OTHERS[name])
+
+
+@pytest.mark.nightly
+def test_a_trainer_that_is_stopped_on_one_host_is_explained_live_and_in_the_verdict(trainable: Workstation) -> None:  # noqa: F811
+    work = trainable
+    steps = ("train.steps=100000", "run.stall_minutes=0.5", "checkpoint.every_steps=100000", "train.log_every=1")
+    running = work.begin(
+        *("--emulated", "run", "--new", "-f", FILE, "--json", *COMPILE_FAST),
+        *(word for setting in steps for word in ("--set", setting)),
+    )
+    running.wait_for(r"^\[0\].*\bstep +1[0-9]/", 300)
+    time.sleep(8)  # until it is told
+    for columns in ("80", "160"):
+        shown = work.good("--emulated", "top", "-f", FILE, "--once", "--columns", columns).output
+        print(shown)
+        assert "training" in shown
+        assert re.search(r"step \d+/100,000", shown)
+    find = "tr '\\0' ' ' <$p/cmdline | grep -q '^[^ ]*python.* train '"
+    stop = f"for p in /proc/[0-9]*; do {find} && kill -STOP ${{p#/proc/}}; done; :"
+    work.good("--emulated", "exec", "-f", FILE, "--host", "1", "--", "sh", "-c", stop)
+    live = work.good("--emulated", "explain", "-f", FILE).output
+    print(live)
+    assert re.search(r"host 1 has a stopped process: process \d+ \(\S*python", live)
+    ended = running.end(300)
+    assert ended.code == 13, ended.output
+    told = ended.json()
+    assert told["cause"]["worker"] == 1, told
+    assert "1 of 2 hosts wait in step" in told["cause"]["what"]

@@ -1,0 +1,85 @@
+"""Claims about hangs of whole runs, with a provider in memory: when a run ends, what the verdict says, what is kept."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from launcher.errors import BadInput, LaunchError
+from launcher.run import execution
+from launcher.run.verdict import Kind
+from tests.launcher.test_hang import COLLECTIVE, USER, dump
+from tests.launcher.test_runs import Hosts, Workstation, detach
+from training.telemetry.progress_line import ProgressLine
+
+STUCK = {worker: (ProgressLine(7, 50, "training", loss=2.5),) for worker in (0, 1)}
+STACKS = {0: dump(COLLECTIVE), 1: dump(USER) + "source /work/my_data.py:12     open('s3cret')\n"}
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workstation:
+    monkeypatch.setattr("launcher.run.supervise._PROGRESS_EVERY", 0.2)
+    work = Workstation(tmp_path, Hosts([None]))
+    work.hosts.progress, work.hosts.stacks = dict(STUCK), dict(STACKS)
+    return work
+
+
+def test_a_run_that_hangs_ends_with_the_host_and_the_line(work: Workstation) -> None:
+    config = work.config("run.stall_minutes=0.02", "run.secrets=[TOKEN]")
+    outcome = work.run(config, {"TOKEN": "s3cret"})
+    assert outcome.verdict.kind is Kind.STALLED
+    cause = outcome.verdict.cause
+    assert cause is not None
+    assert cause.worker == 1
+    assert "1 of 2 hosts wait in step 8's collective (train.py:50); host 1 is in augment at my_data.py:12" in cause.what
+    assert "host 0: step 7, training: waits for devices" in outcome.verdict.symptoms[0]
+    folder = work.ledger.folder
+    kept = (folder / "stacks" / "attempt-0" / "explanation.txt").read_text()
+    assert "host 1 is in augment" in kept
+    assert "s3cret" not in kept + (folder / "events.jsonl").read_text(), "secrets are masked"
+    assert (folder / "stacks" / "attempt-0" / "host-1.txt").read_text().count("=== 5 s later") == 1
+    with tarfile.open(folder / "post-mortem-0.tar.gz") as archive:
+        assert any(name.endswith("stacks/attempt-0/explanation.txt") for name in archive.getnames())
+    assert [line["loss"] for line in map(json.loads, (folder / "progress-0.jsonl").read_text().splitlines())] == [2.5]
+
+
+def test_a_run_that_writes_nothing_but_makes_progress_goes_on(work: Workstation) -> None:
+    work.hosts.quiet = True
+    steps = iter(range(8, 10**6))
+
+    def step() -> None:
+        number = next(steps)
+        work.hosts.progress = {0: (ProgressLine(number, phase="training"),)}
+        if number == 40:
+            work.hosts.end(0)
+
+    work.hosts.hooks["observe"] = [step] * 100
+    assert work.run(work.config("run.stall_minutes=0.05")).verdict.kind is Kind.FINISHED
+
+
+def test_a_stall_without_stacks_is_told_by_its_progress(work: Workstation) -> None:
+    work.hosts.stacks = {}
+    cause = work.run(work.config("run.stall_minutes=0.02")).verdict.cause
+    assert cause is not None
+    assert cause.what.startswith("no progress for 0.0 minutes (normal: up to 0.0)")
+
+
+def test_explain_takes_stacks_from_a_live_run_and_changes_nothing(work: Workstation) -> None:
+    config = work.config()
+    with pytest.raises(BadInput), execution.live_session(config, work.context(), None):
+        pass
+    detach(work, config)
+    events = len(work.ledger.events())
+    with execution.live_session(config, work.context(), None) as session:
+        text, folder = execution.explain_run(session)
+        assert text is not None
+        assert "host 1 is in augment at my_data.py:12" in text
+        assert (Path(folder) / "host-0.txt").exists()
+        work.hosts.stacks = {}
+        assert execution.explain_run(session)[0] is None
+        work.hosts.fail("stacks", LaunchError("away"))
+        assert execution.explain_run(session)[0] is None
+    assert len(work.ledger.events()) == events
