@@ -6,7 +6,7 @@ from training.telemetry.progress_line import ProgressLine, parse
 
 READ_PROGRESS = """\
 for file in "$0" "$0".[0-9]*; do
-  [ -f "$file" ] && head -c 4000 "$file" | head -n 1 | sed 's/^/progress /'
+  [ -f "$file" ] && printf 'progress %s\\n' "$(head -c 4000 "$file" | head -n 1)"
 done
 """
 """Prints `progress <JSON>`, the first line, for the file $0 and each $0.<rank>."""

@@ -21,7 +21,7 @@ summary='{"state": {{json .State}}, "created_on": '$created_on', "boot": "'$boot
 # docker prints an empty line when there is no such container.
 if answer=$($docker inspect --format "$summary" "$container" 2>/dev/null); then
   printf '%s\n' "$answer"
-  [ -z "$progress" ] || timeout 8 $docker exec "$container" sh -c "$read_progress" "$progress" 2>/dev/null </dev/null
+  [ -z "$progress" ] || timeout 10 $docker exec "$container" sh -c "$read_progress" "$progress" 2>/dev/null </dev/null
   $docker logs --timestamps "$@" "$container" 2>&1 | head -c "$log_bytes"
 elif errors=$($docker version 2>&1 >/dev/null); then
   echo absent
