@@ -5,8 +5,8 @@ validates the trainer's part of the same file, so that a wrong learning rate is 
 docstrings of the fields (`sections`, `gke`) are the reference of the keys in docs/.
 """
 
-from launcher.config.loading import CONFIG_FILE, TRAINER_SECTIONS, Config, load, restore
+from launcher.config.loading import CONFIG_FILE, TRAINER_SECTIONS, Candidate, Config, load, restore
 from launcher.config.sections import Root
 from launcher.config.values import IMAGE_BY_DIGEST
 
-__all__ = ["CONFIG_FILE", "IMAGE_BY_DIGEST", "TRAINER_SECTIONS", "Config", "Root", "load", "restore"]
+__all__ = ["CONFIG_FILE", "IMAGE_BY_DIGEST", "TRAINER_SECTIONS", "Candidate", "Config", "Root", "load", "restore"]

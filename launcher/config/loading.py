@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,9 @@ from launcher.config import refused
 from launcher.config.gke import GkeSection
 from launcher.config.sections import ImageSection, Root, RunSection, SliceSection
 from launcher.errors import BadInput
-from training.accelerators import Accelerator, UnknownAccelerator, accelerator
+from training.accelerators import Accelerator, Api, UnknownAccelerator, accelerator
 from training.config import IGNORED_SECTIONS as LAUNCHER_SECTIONS
-from training.config import TrainerConfig, from_document
+from training.config import TrainerConfig, batch_mistake, from_document
 from training.yaml_file import ConfigError, Document, refuse_unknown, validate
 from training.yaml_file import load as load_document
 
@@ -21,6 +21,18 @@ TRAINER_SECTIONS = tuple(TrainerConfig.model_fields)
 
 CONFIG_FILE = "config.yaml"  # below /etc/tpu-launch in every container
 TRAINER_COMMAND = ("tpu-train", "train", f"/etc/tpu-launch/{CONFIG_FILE}")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A slice that would do."""
+
+    accelerator_type: str
+    zone: str
+    capacity: str
+
+    def __str__(self) -> str:
+        return f"{self.accelerator_type} ({self.capacity}) in {self.zone}"
 
 
 @dataclass(frozen=True)
@@ -47,6 +59,12 @@ class Config:
     any_owner: bool = False
     """Whether this command may use and delete a slice of another owner; the command line chooses it."""
 
+    left_out: tuple[str, ...] = ()
+    """Accelerator types of `slice.candidates` on which the step does not fit, as preflight found."""
+
+    node_name: str = ""
+    """Name of the candidate's node, when it is not slice.name."""
+
     @property
     def accelerator(self) -> Accelerator:
         return accelerator(self.slice.accelerator_type)
@@ -67,6 +85,47 @@ class Config:
     def zones(self) -> list[str]:
         """Returns the zones in which the slice may be, in the order in which they are tried."""
         return list(dict.fromkeys([self.zone, *self.slice.zones]))
+
+    @property
+    def node(self) -> str:
+        """Returns the node's name in Google's API."""
+        return self.node_name or self.slice.name
+
+    @property
+    def candidates(self) -> list[Candidate]:
+        """Returns `all_candidates` without the types that are left out."""
+        return [candidate for candidate in self.all_candidates if candidate.accelerator_type not in self.left_out]
+
+    @property
+    def all_candidates(self) -> list[Candidate]:
+        """Returns all slices that would do, each once, in the order of preference: first the slice itself in each of
+        its zones, then `slice.candidates`."""
+        slice_ = self.slice
+        found = [Candidate(slice_.accelerator_type, zone, slice_.capacity) for zone in self.zones]
+        for entry in slice_.candidates:
+            for name in _as_list(entry.accelerator_type or slice_.accelerator_type):
+                zones = entry.zones or accelerator(name).zones(Api.CLOUD_TPU)
+                capacities = _as_list(entry.capacity or slice_.capacity)
+                found += [Candidate(name, zone, capacity) for capacity in capacities for zone in zones]
+        return list(dict.fromkeys(found))
+
+    def placed(self, candidate: Candidate, node: str = "") -> Config:
+        """Returns the configuration of this candidate only, which the file names unless `node` is given. Candidates of
+        one zone have nodes of different names: the first one's is slice.name."""
+        beside = [other for other in self.all_candidates if other.zone == candidate.zone]
+        update: dict[str, Any] = {
+            "accelerator_type": candidate.accelerator_type,
+            "capacity": candidate.capacity,
+            "zones": [],
+            "candidates": [],
+        }
+        if accelerator(candidate.accelerator_type).generation is not self.accelerator.generation:
+            update["runtime_version"] = None
+        name = node
+        if not node and (number := beside.index(candidate) + 1) > 1:
+            name = f"{self.slice.name}-{number}"
+        slice_ = self.slice.model_copy(update=update)
+        return replace(self, zone=candidate.zone, node_name=name, left_out=(), slice=slice_)
 
     @property
     def runtime_version(self) -> str:
@@ -139,4 +198,37 @@ def _from_document(document: Document, command: tuple[str, ...]) -> Config:
             f"and `backend` is {trainer.backend}: remove image.backend"
         )
     refused.refuse(document)
-    return Config(document, root.project, root.zone, root.slice, root.image, run, trainer, root.gke)
+    config = Config(document, root.project, root.zone, root.slice, root.image, run, trainer, root.gke)
+    _check_candidates(config)
+    return config
+
+
+def _check_candidates(config: Config) -> None:
+    """Raises ConfigError for a capacity that lacks its keys, and for candidates with which the run could not go on as
+    the same run."""
+    for candidate in config.all_candidates:
+        if lacking := _lacking_keys(config.slice, candidate.capacity):
+            place = config.document.place(("slice", "capacity"))
+            raise ConfigError(f"{place}: slice.capacity: {candidate.capacity} needs {lacking}")
+    if not config.slice.candidates:
+        return
+    place = config.document.place(("slice", "candidates"))
+    for name in dict.fromkeys(candidate.accelerator_type for candidate in config.candidates):
+        size = accelerator(name)
+        if not size.zones(Api.CLOUD_TPU):
+            raise ConfigError(f"{place}: slice.candidates: the Cloud TPU API has no {name}")
+        mistake = batch_mistake(config.trainer, size.hosts, size.devices) if config.trainer else None
+        if mistake:
+            raise ConfigError(f"{place}: slice.candidates: {name}: {mistake}")
+
+
+def _lacking_keys(slice_: SliceSection, capacity: str) -> str:
+    """Returns the keys that a capacity needs and that are not set; "" if none is."""
+    needed = {"flex-start": ["queued", "max_run_hours"], "calendar": ["queued", "reservation"]}.get(capacity, [])
+    if capacity == "reserved" and slice_.reservation is not None:
+        needed = ["queued"]
+    return " and ".join(f"slice.{key}" for key in needed if getattr(slice_, key) is None)
+
+
+def _as_list(value: str | Sequence[str]) -> list[str]:
+    return [value] if isinstance(value, str) else list(value)

@@ -27,6 +27,22 @@ class QueuedSection(Section):
     """Hours after which the request is no longer granted. Change it when capacity is worth a longer wait."""
 
 
+Capacity = Literal["on-demand", "spot", "reserved", "flex-start", "calendar"]
+
+
+class CandidateSection(Section):
+    """An entry of `slice.candidates`: other slices that would do."""
+
+    accelerator_type: AcceleratorType | list[AcceleratorType] | None = None
+    """One type or several; slice.accelerator_type when absent."""
+
+    zones: list[Zone] = []
+    """Zones to ask in; all in which Google offers the type when absent."""
+
+    capacity: Capacity | list[Capacity] | None = None
+    """One kind or several; slice.capacity when absent."""
+
+
 class SliceSection(Section):
     """`slice`: the TPU node to create."""
 
@@ -40,9 +56,17 @@ class SliceSection(Section):
     runtime_version: str | None = None
     """Software version of the TPU VM; the generation's recommended one when absent."""
 
-    capacity: Literal["on-demand", "spot", "reserved"] = "on-demand"
+    capacity: Capacity = "on-demand"
     """How capacity is bought. `spot` is cheap, and Google may take it away at any time: set run.preemption_retries too.
-    `reserved` uses a reservation of the project."""
+    `reserved` uses a reservation of the project. With slice.queued also `flex-start`, which ends by itself after
+    slice.max_run_hours (v5e and v6e), and `calendar`, a reservation for a time in the future (slice.reservation)."""
+
+    reservation: Name | None = None
+    """Name of the reservation, for capacity `calendar`, and for `reserved` in a queue; any of the project's when
+    absent."""
+
+    max_run_hours: float | None = Field(default=None, gt=0, le=7 * 24)
+    """Hours after which Google takes a slice of capacity `flex-start` away: at most 168."""
 
     network: str | None = None
     """VPC network of the hosts; the project's `default` when absent."""
@@ -67,6 +91,14 @@ class SliceSection(Section):
 
     stockout_minutes: float = Field(default=0, ge=0)
     """Minutes to go on trying when no zone has capacity; 0 gives up at once."""
+
+    candidates: list[CandidateSection] = []
+    """Other slices that would do. They and the slice above are asked for at once, the first that is granted is taken,
+    and all other requests are withdrawn. The run goes on with any of them: same global batches, same schedule."""
+
+    price_limit: float | None = Field(default=None, gt=0)
+    """US dollars an hour, by list prices, of all candidates that are asked for together, because all of them may be
+    granted; those beyond it are asked for in turn."""
 
     queued: QueuedSection | None = None
     """Ask through a queued resource, which waits for capacity; `{}` for its defaults."""
@@ -207,6 +239,10 @@ class RunSection(Section):
 
     failure_retries: int = Field(default=0, ge=0)
     """Attempts started again after the command failed, in the whole run; the delay before each doubles from 5 s."""
+
+    budget: float | None = Field(default=None, gt=0)
+    """US dollars, by list prices, for all attempts of the run together. When they are spent, the run saves, stops, and
+    its slice is deleted; `run` with a larger budget resumes it."""
 
     replace_after: int | None = Field(default=None, ge=1)
     """Attempts in a row with the same host as first cause after which the slice is deleted and created again, and so
