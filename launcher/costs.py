@@ -78,7 +78,7 @@ def _prices_by_region(slice_type: Accelerator) -> dict[str, Price]:
 
 def per_hour(accelerator_type: str, zone: str, capacity: str) -> float | None:
     """Returns the list price of a whole slice in dollars an hour; None when the table lacks it. `capacity` is as
-    `slice.capacity`; reserved capacity has the on-demand price, its upper bound. Raises UnknownAccelerator."""
+    `slice.capacity`; all but spot have the on-demand price, an upper bound. Raises UnknownAccelerator."""
     slice_type = accelerator(accelerator_type)
     price = _prices_by_region(slice_type).get(zone.rsplit("-", 1)[0])
     if price is None:
@@ -95,7 +95,8 @@ def line(config: Config) -> str:
         return (
             f"cost: unknown ({subject} is not in the price table of {AS_OF}); see https://cloud.google.com/tpu/pricing"
         )
-    upper = ", at most: a reservation has a price of its own" if config.slice.capacity == "reserved" else ""
+    has_own_price = config.slice.capacity not in ("on-demand", "spot")
+    upper = f", at most: {config.slice.capacity} capacity has a price of its own" if has_own_price else ""
     return f"cost: about ${cost:.2f} an hour ({subject}; list prices of {AS_OF}{upper})"
 
 

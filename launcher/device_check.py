@@ -20,6 +20,7 @@ from launcher.provider import Attempt, HostReport, Observation, Provider
 from launcher.run.runs import new_run_id, runs_on_slice
 from launcher.run.session import Context
 from launcher.run.start import require_all, require_ready
+from launcher.tpu_vm import slice_hints
 from launcher.workstation import Workstation
 from training.device_check import find_problems, parse_facts
 from training.errors import Exit as TrainerExit
@@ -89,7 +90,7 @@ def check_devices(config: Config, context: Context, seconds: float = SECONDS) ->
         require_ready(config, provider)
         image = local.image(config, context.output.say).reference
         attempt = make_attempt(config, new_run_id(_NAME, context.machine), image)
-        context.output.say(f"trying the devices of {config.accelerator.hosts} hosts")
+        context.output.say(f"trying the devices of {provider.host_count} hosts")
         try:
             return _run(config, provider, attempt, context, seconds)
         finally:
@@ -121,10 +122,11 @@ def _run(config: Config, provider: Provider, attempt: Attempt, context: Context,
         return [_refused(report) for report in reports]
     deadline = context.machine.clock.monotonic() + seconds
     while True:
-        observations = _observe(provider, attempt, config.accelerator.hosts, context.machine)
+        observations = _observe(provider, attempt, provider.host_count, context.machine)
         over = all(observation.container and observation.container.ended for observation in observations)
         if over or context.machine.clock.monotonic() >= deadline:
-            return judge_hosts(observations, config.slice.accelerator_type, seconds)
+            placed = slice_hints.in_current_place(config)
+            return judge_hosts(observations, placed.slice.accelerator_type, seconds)
         context.machine.clock.sleep(_INTERVAL)
 
 

@@ -51,12 +51,13 @@ class PlannedCommand:
 
 def list_commands(config: Config) -> list[PlannedCommand]:
     """Returns the commands of up, run, stop and down as they would run, with creations in all later zones."""
-    current = slice_hints.in_current_zone(config)
-    later = [zoned for zoned in slice_hints.in_every_zone(config) if zoned.zone != current.zone]
+    current = slice_hints.in_current_place(config)
+    later = [config.placed(other) for other in config.candidates if other != slice_hints.current(config)]
+    when = "asked for at the same time" if config.slice.candidates else "if the zones before have no capacity"
     steps = list(_record_commands(current))
     end_of_up = next(number for number, step in enumerate(steps) if step.verb != "up")
     steps[end_of_up:end_of_up] = [
-        replace(step, what=f"{step.what}, if the zones before have no capacity")
+        replace(step, what=f"{step.what}, {when}")
         for zoned in later
         for step in _record_commands(zoned)
         if "create" in step.command
@@ -181,5 +182,5 @@ class _Recorder:
             return None
         elif group == "tpu-vm":
             hosts = [{"ipAddress": f"<address of host {worker}>"} for worker in workers]
-            return json.dumps({"name": self.config.slice.name, "state": "READY", "networkEndpoints": hosts})
-        return json.dumps({"name": self.config.slice.name, "state": {"state": "ACTIVE"}})
+            return json.dumps({"name": self.config.node, "state": "READY", "networkEndpoints": hosts})
+        return json.dumps({"name": self.config.node, "state": {"state": "ACTIVE"}})

@@ -234,6 +234,13 @@ class Provider(Protocol):
     @property
     def capabilities(self) -> Capabilities: ...
 
+    @property
+    def host_count(self) -> int:
+        """The number of hosts of the slice, as it was last seen; as configured before it exists."""
+
+    def withdraw_unused(self) -> None:
+        """Withdraws requests for slices that an earlier command of this machine left open and the run does not use."""
+
     def connect(self) -> None:
         """Starts to open connections to the hosts in the background. Does not wait, and reports no failure."""
 

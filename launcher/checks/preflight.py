@@ -14,6 +14,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,18 @@ def known(config: Config, home: Path) -> dict[str, Any] | None:
     return document["result"] if document else None
 
 
+def known_elsewhere(config: Config, home: Path) -> dict[str, dict[str, Any]]:
+    """Returns the kept results of the configuration's step for other accelerators, by their names."""
+    found: dict[str, dict[str, Any]] = {}
+    if config.trainer is not None and (home / "preflight").is_dir():
+        names = sorted({path.name.rpartition("-")[0] for path in (home / "preflight").glob("*-*.json")})
+        for name in names:
+            path = _path(config, home, name)
+            if name != config.accelerator.name and path and (document := _read(path)):
+                found[name] = document["result"]
+    return found
+
+
 def require(config: Config, home: Path, say: Say) -> tuple[str, ...]:
     """Refuses a step that does not fit according to a kept result: raises LaunchError (Exit.DOES_NOT_FIT). Else returns
     hashes of the compiled programs, which the containers compare with what they run; () without a kept result."""
@@ -106,6 +119,24 @@ def require(config: Config, home: Path, say: Say) -> tuple[str, ...]:
         )
     say(f"preflight: the step fits on {result['accelerator']}, as compiled before")
     return tuple(dict.fromkeys(graph["hash"] for graph in result["graphs"]))
+
+
+def choose(config: Config, home: Path, say: Say) -> tuple[Config, tuple[str, ...]]:
+    """Returns the configuration without the candidates on which the step does not fit, as kept results say, and the
+    hashes of `require` for all others. Raises LaunchError if it fits on none of them."""
+    if not config.slice.candidates or config.trainer is None:
+        return config, require(config, home, say)
+    names = dict.fromkeys(candidate.accelerator_type for candidate in config.all_candidates)
+    places = {candidate.accelerator_type: config.placed(candidate) for candidate in config.all_candidates}
+    kept = {name: known(places[name], home) for name in names}
+    left_out = tuple(name for name, result in kept.items() if result is not None and not result["fits"])
+    if len(left_out) == len(names):
+        require(places[left_out[0]], home, say)
+    for name in left_out:
+        say(f"preflight: the step does not fit on {name}, which is not asked for")
+    fitting = [result for name, result in kept.items() if result is not None and name not in left_out]
+    hashes = dict.fromkeys(graph["hash"] for result in fitting for graph in result["graphs"])
+    return replace(config, left_out=left_out), tuple(hashes)
 
 
 def _no_answer(exit_code: int) -> LaunchError:

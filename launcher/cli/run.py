@@ -130,7 +130,7 @@ def status(config: Config, as_json: bool) -> None:
     finally:
         provider.close()
     created = shown.slice.created if shown.slice is not None else ""
-    placed = slice_hints.in_current_zone(config)
+    placed = slice_hints.in_current_place(config)
     if as_json:
         terminal.dump({**shown.as_json(), "cost": costs.of_slice(placed, created, machine().clock.time())})
         return

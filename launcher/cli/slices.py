@@ -19,7 +19,7 @@ from launcher.errors import BadInput, LaunchError
 from launcher.home import home
 from launcher.providers import capabilities
 from launcher.run import launch
-from launcher.tpu_vm import inventory, ownership
+from launcher.tpu_vm import inventory, ownership, slice_hints
 
 any_owner_option = click.option(
     "--any-owner", is_flag=True, help="Allow a slice that another user, or another program, made."
@@ -68,13 +68,14 @@ def up(
         return
     inputs.buckets(config, terminal.say)
     if not no_preflight:
-        preflight.require(config, home(), terminal.say)
+        config, _ = preflight.choose(config, home(), terminal.say)
     provider = open_provider(config)
     if provider.capabilities.cloud_tpu_node and (existing := provider.describe()) is not None:
         ownership.require_ours(config, existing.labels, machine().owner)
     provider.create()
-    hosts, devices = config.accelerator.hosts, config.accelerator.devices
-    terminal.say(f"slice {config.slice.name} is READY: {hosts} hosts, {devices} devices")
+    size = slice_hints.in_current_place(config).accelerator
+    of = f" of a {size.name}" if config.slice.candidates else ""
+    terminal.say(f"slice {config.slice.name} is READY: {size.hosts} hosts, {size.devices} devices{of}")
     if check_devices:
         provider.close()
         show_devices(config)
@@ -111,7 +112,7 @@ def _for_owners(config: Config, any_owner: bool) -> Config:
 
 def _zones(config: Config, everywhere: bool) -> list[str]:
     """Returns the zones to list: those of the file, or "-", which stands for all zones of the project."""
-    return ["-"] if everywhere else config.zones
+    return ["-"] if everywhere else list(dict.fromkeys(candidate.zone for candidate in config.candidates))
 
 
 everywhere_option = click.option(
@@ -133,7 +134,7 @@ def list_(config: Config, everywhere: bool, as_json: bool) -> None:
         terminal.table(inventory.COLUMNS, [item.row(now) for item in listing.slices])
         terminal.say(f"costs: list prices of {costs.AS_OF}, counted since creation")
     elif not listing.failures:
-        zones = "any zone" if everywhere else ", ".join(config.zones)
+        zones = "any zone" if everywhere else ", ".join(_zones(config, False))
         terminal.say(f"no slices of tpu-launch in project {config.project}, {zones}")
     if failures := _show_failures(listing):
         sys.exit(failures[0].exit_code)

@@ -19,7 +19,7 @@ from launcher.cli.options import configured
 from launcher.config import Config
 from launcher.errors import BadInput, LaunchError
 from launcher.gcloud.errors import explain_error
-from launcher.tpu_vm import commands
+from launcher.tpu_vm import commands, slice_hints
 from launcher.tpu_vm.host_scripts import EXECUTION_MARK
 from launcher.tpu_vm.scripts import render
 
@@ -33,9 +33,10 @@ host_option = click.option(
 
 def _check_host(config: Config, host: int) -> None:
     """Raises BadInput for a host that the slice does not have."""
-    if host >= config.accelerator.hosts:
+    placed = slice_hints.in_current_place(config)
+    if host >= placed.accelerator.hosts:
         raise BadInput(
-            f"--host {host}: a {config.slice.accelerator_type} has hosts 0 to {config.accelerator.hosts - 1}"
+            f"--host {host}: a {placed.slice.accelerator_type} has hosts 0 to {placed.accelerator.hosts - 1}"
         )
 
 

@@ -45,6 +45,8 @@ def _mistakes(config: Config) -> Iterator[Mistake]:
 def _slice_mistakes(config: Config) -> Iterator[Mistake]:
     """Yields a type that GKE lacks, a gke.topology or gke.hosts unlike the type's, a reservation without pool."""
     slice_, gke = config.accelerator, config.gke
+    if config.slice.candidates:
+        yield ("slice", "candidates"), "on GKE, the cluster's own queue has candidates (Kueue): remove the key"
     try:
         gke_nodes(slice_)
     except ValueError as error:

@@ -66,8 +66,15 @@ class Gke:
         self._log_slots = machine.threads.semaphore(_LOGS_AT_ONCE)
 
     @property
+    def host_count(self) -> int:
+        return self.config.accelerator.hosts
+
+    @property
     def _workers(self) -> range:
-        return range(self.config.accelerator.hosts)
+        return range(self.host_count)
+
+    def withdraw_unused(self) -> None:
+        """Does nothing: the cluster's own queue has the requests."""
 
     @property
     def _mounted_kinds(self) -> str:

@@ -57,7 +57,7 @@ def execute(
         BadInput: The run is not running, or has no such host.
     """
     with live_session(config, context, run_id) as session:
-        workers = choose_workers(session.config, host)
+        workers = choose_workers(session, host)
         container = session.container(session.ledger.state.attempt)
         emit = _masked(session, on_line)
         return session.provider.execute(container, command, workers, seconds=seconds, on_line=emit)
@@ -98,13 +98,13 @@ def explain_run(session: Session) -> tuple[str | None, str]:
     return (masker.mask_text(found.hang.paragraph) if found.hang else None), folder
 
 
-def choose_workers(config: Config, host: int | None) -> Sequence[int]:
+def choose_workers(session: Session, host: int | None) -> Sequence[int]:
     """Returns the worker indices of one host, or of all. Raises BadInput for a host that the slice does not have."""
-    hosts = range(config.accelerator.hosts)
+    hosts = session.workers
     if host is None:
         return hosts
     if host not in hosts:
-        raise BadInput(f"--host {host}: a {config.slice.accelerator_type} has hosts 0 to {len(hosts) - 1}")
+        raise BadInput(f"--host {host}: the slice has hosts 0 to {len(hosts) - 1}")
     return [host]
 
 

@@ -88,10 +88,13 @@ def run(request: RunRequest, context: Context) -> Outcome:
     config.require_something_to_run()
     inputs.buckets(config, say)
     inputs.data(config, say)
-    checked = preflight.require(config, context.home, say) if request.preflight else ()
+    checked: tuple[str, ...] = ()
+    if request.preflight:
+        config, checked = preflight.choose(config, context.home, say)
     with contextlib.closing(context.make_provider(config)) as provider:
         _require_capabilities(request, provider, secrets)
         local.check(config)
+        provider.withdraw_unused()
         provider.connect()
         requested = specification.describe(config, "", variables=variables, overlay=overlay, preflight=checked)
         for run_id in _stop_before_restart(config, context) if request.sync is not None else ():
@@ -157,6 +160,7 @@ def attach(request: RunRequest, context: Context) -> Outcome:
             )
         session = open_session(context, ledger, SecretSource(context.environment, given))
         with contextlib.closing(session.provider):
+            session.provider.withdraw_unused()
             if state.phase is Phase.STARTING and observe_phase(session) is Phase.INTERRUPTED:
                 raise StartInterrupted(ledger.run_id, state.attempt)
             missing = session.unknown_secrets() if session.provider.capabilities.sends_secrets else []
@@ -189,7 +193,7 @@ def stop(config: Config, context: Context, run_id: str | None, *, grace: int | N
         if not state.phase.is_open and not state.orphans:
             session.say(": nothing of it runs on hosts, and no attempt follows")
             return []
-        context.output.say(f"stopping run {ledger.run_id} on {session.config.accelerator.hosts} hosts")
+        context.output.say(f"stopping run {ledger.run_id} on {len(session.workers)} hosts")
         return _stop_on_hosts(session, seconds)
 
 
@@ -198,8 +202,9 @@ def _stop_on_hosts(session: Session, grace: int) -> list[HostReport]:
     state, stop = session.ledger.state, session.provider.stop
     reports = stop(session.container(state.attempt), grace=grace, remove=False)
     for orphan in state.orphans:
-        if orphan.attempt != state.attempt:
-            reports += stop(orphan.container, grace=grace, remove=False, workers=orphan.hosts)
+        there = [worker for worker in orphan.hosts if worker in session.workers]
+        if orphan.attempt != state.attempt and there:
+            reports += stop(orphan.container, grace=grace, remove=False, workers=there)
     return reports
 
 

@@ -107,7 +107,7 @@ class Session:
     @property
     def workers(self) -> Sequence[int]:
         """Worker indices of all hosts."""
-        return range(self.config.accelerator.hosts)
+        return range(self.provider.host_count)
 
     @property
     def clock(self) -> Clock:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -75,9 +75,13 @@ class Specification(Section):
     preflight: list[str] = []
     """Hashes of the programs that preflight compiled for this configuration."""
 
+    left_out: list[str] = []
+    """Accelerator types of slice.candidates on which the step does not fit, as preflight found."""
+
     def config(self) -> Config:
         """Returns the configuration of every attempt. Raises BadInput when this version can't read it."""
-        return restore(self.configuration, name=self.file, command=self.command, provider=self.provider)
+        config = restore(self.configuration, name=self.file, command=self.command, provider=self.provider)
+        return replace(config, left_out=tuple(self.left_out))
 
 
 def describe(
@@ -100,6 +104,7 @@ def describe(
         env_file=str(variables.path.absolute()) if variables else None,
         overlay=OverlaySection(digest=overlay.digest, target=overlay.target) if overlay else None,
         preflight=list(preflight),
+        left_out=list(config.left_out),
     )
 
 

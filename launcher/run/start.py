@@ -44,7 +44,7 @@ def start_attempt(session: Session) -> tuple[int, Verdict | None]:
         spec, config, number, spec.image, secrets=session.secret_values(), overlay=overlay
     )
     resumes = f" (resumes: the last attempt ended with {before!r})" if before else ""
-    session.say(f": attempt {number} on {config.accelerator.hosts} hosts{resumes}")
+    session.say(f": attempt {number} on {provider.host_count} hosts{resumes}")
     _reap_orphans(session)
     session.check_stop()
     ledger.append(
@@ -162,7 +162,9 @@ def _reap_orphans(session: Session) -> None:
     for ledger in runs_on_slice(session.config, session.context.home, session.machine):
         for orphan in ledger.state.orphans:
             with contextlib.suppress(LaunchError):
-                reports = session.provider.stop(orphan.container, grace=1, remove=True, workers=orphan.hosts)
+                there = [worker for worker in orphan.hosts if worker in session.workers]  # another slice may have fewer
+                stop = session.provider.stop
+                reports = stop(orphan.container, grace=1, remove=True, workers=there) if there else []
                 if all(report.ok for report in reports):
                     ledger.append(events.Reaped(orphan.attempt, orphan.hosts))
 
@@ -209,7 +211,7 @@ def _may_lack_secrets(session: Session, answer: Observation, container: Containe
     """
     config = session.config
     spec = session.specification
-    waits = config.accelerator.hosts > 1 or bool(spec.secrets) or spec.overlay is not None
+    waits = session.provider.host_count > 1 or bool(spec.secrets) or spec.overlay is not None
     if not session.provider.capabilities.sends_secrets or not waits:
         return False
     if answer.lines or not container.running:

@@ -161,7 +161,7 @@ class Top:
         status = read_status(self._config, self._context, self._provider)
         created = status.slice.created if status.slice is not None else ""
         lines = status.lines()
-        cost = costs.since(slice_hints.in_current_zone(self._config), created, now)
+        cost = costs.since(slice_hints.in_current_place(self._config), created, now)
         view = View(slice=lines[0], run=lines[1], time=format_time(now), cost=cost)
         ledger = self._find_run()
         if status.run is None or ledger is None:

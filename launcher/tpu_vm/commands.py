@@ -31,14 +31,19 @@ def _base(config: Config, *words: str) -> list[str]:
     """Returns the gcloud command for `words` (verb, slice) in the slice's current zone; ssh through IAP uses alpha."""
     # Only the alpha track has --tunnel-through-iap (SDK 528).
     track = ["alpha"] if words[0] == "ssh" and config.slice.iap else []
-    place = [f"--project={config.project}", f"--zone={slice_hints.current_zone(config)}"]
+    place = [f"--project={config.project}", f"--zone={slice_hints.current(config).zone}"]
     return ["gcloud", *track, "compute", "tpus", "tpu-vm", *words, *place, "--quiet"]
+
+
+def _node(config: Config) -> str:
+    """Returns the name of the slice's current node."""
+    return slice_hints.in_current_place(config).node
 
 
 def create_command(config: Config, labels: dict[str, str]) -> list[str]:
     """Returns the command that creates the node and waits for the operation."""
     return [
-        *_base(config, "create", config.slice.name),
+        *_base(config, "create", _node(config)),
         f"--version={config.runtime_version}",
         *node_flags(config, labels),
     ]
@@ -49,7 +54,7 @@ def node_flags(config: Config, labels: dict[str, str]) -> list[str]:
     slice.labels. Always includes the type: gcloud's default is a v2-8."""
     wanted = config.slice
     command = [f"--accelerator-type={wanted.accelerator_type}"]
-    if wanted.capacity != "on-demand":
+    if wanted.capacity in ("spot", "reserved"):
         command.append(f"--{wanted.capacity}")
     if wanted.network:
         command.append(f"--network={wanted.network}")
@@ -68,24 +73,24 @@ def node_flags(config: Config, labels: dict[str, str]) -> list[str]:
 
 def describe_command(config: Config) -> list[str]:
     """Returns the command that prints the node as JSON."""
-    return [*_base(config, "describe", config.slice.name), "--format=json"]
+    return [*_base(config, "describe", _node(config)), "--format=json"]
 
 
 def delete_command(config: Config) -> list[str]:
     """Returns the command that deletes the node and waits for the operation."""
-    return _base(config, "delete", config.slice.name)
+    return _base(config, "delete", _node(config))
 
 
 def start_command(config: Config) -> list[str]:
     """Returns the command that starts a stopped node and waits for the operation."""
-    return _base(config, "start", config.slice.name)
+    return _base(config, "start", _node(config))
 
 
 def ssh_command(config: Config, script: str, *, worker: str = "all", dry_run: bool = False) -> list[str]:
     """Returns the command that runs a POSIX shell script on all hosts, or on one; with `dry_run`, it prints the ssh
     command lines instead. gcloud adds no host prefix: scripts print their own."""
     assert worker == "all" or worker.isdigit(), "a subset of workers loses exit codes"
-    command = [*_base(config, "ssh", config.slice.name), f"--worker={worker}", *_SSH_FLAGS]
+    command = [*_base(config, "ssh", _node(config)), f"--worker={worker}", *_SSH_FLAGS]
     command += _network_path(config)
     if worker == "all" and not dry_run:
         command.append(_QUICK_KEY_EXCHANGE)
@@ -97,7 +102,7 @@ def ssh_command(config: Config, script: str, *, worker: str = "all", dry_run: bo
 def shell_command(config: Config, worker: int, flags: Sequence[str] = ()) -> list[str]:
     """Returns the command that opens the user's ssh session on one host or, with flags of ssh, a tunnel to it."""
     command = [
-        *_base(config, "ssh", config.slice.name),
+        *_base(config, "ssh", _node(config)),
         f"--worker={worker}",
         *_SSH_FLAGS,
         *(f"--ssh-flag={flag}" for flag in flags),
@@ -139,7 +144,7 @@ def idle_shutdown_script(config: Config) -> str:
     return "#!/bin/bash\n" + render(
         "idle_shutdown",
         parent=f"projects/{config.project}/locations/{config.zone}",
-        slice=config.slice.name,
+        slice=config.node,
         label_run=LABEL_RUN,
         idle_seconds=seconds,
         interval=max(1, min(60, seconds // 10)),

@@ -19,7 +19,7 @@ from launcher.gcloud.errors import Conflict, PermissionDenied, Preempted, explai
 from launcher.gcloud.retry import Retry
 from launcher.log_lines import LogWindow
 from launcher.provider import Attempt, CommandReport, HostReport, Observation, SliceState
-from launcher.tpu_vm import CAPABILITIES, commands, host_output, host_scripts, slices
+from launcher.tpu_vm import CAPABILITIES, candidates, commands, host_output, host_scripts, slice_hints, slices
 from launcher.tpu_vm.ssh.connections import SliceConnections
 from launcher.tpu_vm.ssh.execution import Execution
 from launcher.tpu_vm.ssh.pool import HostResult
@@ -42,14 +42,23 @@ class TpuVm:
     capabilities = CAPABILITIES
 
     def __init__(self, config: Config, say: Callable[[str], None], machine: Workstation) -> None:
-        self.config = config
+        self._wanted = config
         self.say = say
         self._machine = machine
         self._connections = SliceConnections(config, machine)
 
     @property
+    def config(self) -> Config:
+        """The configuration of the candidate as which the slice was last seen."""
+        return slice_hints.in_current_place(self._wanted)
+
+    @property
+    def host_count(self) -> int:
+        return self.config.accelerator.hosts
+
+    @property
     def _workers(self) -> range:
-        return range(self.config.accelerator.hosts)
+        return range(self.host_count)
 
     @property
     def _start_seconds(self) -> float:
@@ -59,9 +68,12 @@ class TpuVm:
 
     def describe(self) -> SliceState | None:
         """Returns the slice; drops the kept addresses and connections if they are of another slice."""
-        state = slices.describe(self.config, self._machine)
+        state = slices.describe(self._wanted, self._machine)
         self._connections.note_state(state)
         return state
+
+    def withdraw_unused(self) -> None:
+        candidates.withdraw_unused(self._wanted, self.say, self._machine)
 
     def known_ready(self) -> bool:
         return self._connections.has_known_slice
@@ -72,7 +84,7 @@ class TpuVm:
         self.close()  # a new slice has other addresses and keys
         self._connections.forget()
         machine = replace(self._machine, clock=clock or self._machine.clock)
-        self._connections.note_state(slices.create(self.config, self.say, machine))
+        self._connections.note_state(candidates.create(self._wanted, self.say, machine, self._machine))
         try:
             self._wait_for_hosts(machine)
         except KeyboardInterrupt:
@@ -90,7 +102,7 @@ class TpuVm:
         """Drops the kept addresses and deletes the slice; tells the user when there is none."""
         self.close()
         self._connections.forget()
-        if not slices.delete(self.config, self.say, self._machine):
+        if not slices.delete(self._wanted, self.say, self._machine):
             self.say(f"there is no slice {self.config.slice.name}")
 
     def close(self) -> None:

@@ -64,19 +64,34 @@ class Request:
 
 def _base(config: Config, verb: str) -> list[str]:
     # --zone always: without it `create --reserved` asks for a reservation in "locations/None" (SDK 528).
-    ends = [f"--project={config.project}", f"--zone={slice_hints.current_zone(config)}", "--quiet"]
-    return ["gcloud", "compute", "tpus", "queued-resources", verb, config.slice.name, *ends]
+    placed = slice_hints.in_current_place(config)
+    ends = [f"--project={config.project}", f"--zone={placed.zone}", "--quiet"]
+    track = ["alpha"] if verb == "create" and _alpha_flags(placed) else []
+    return ["gcloud", *track, "compute", "tpus", "queued-resources", verb, placed.node, *ends]
+
+
+def _alpha_flags(config: Config) -> list[str]:
+    """Returns the flags of kinds of capacity that only the alpha track has (SDK 528)."""
+    wanted = config.slice
+    if wanted.capacity == "flex-start":
+        assert wanted.max_run_hours is not None
+        return ["--provisioning-model=flex-start", f"--max-run-duration={round(wanted.max_run_hours * 3600)}s"]
+    if wanted.capacity == "calendar":
+        return ["--provisioning-model=reservation-bound", f"--reservation={wanted.reservation}"]
+    if wanted.capacity == "reserved" and wanted.reservation is not None:
+        return [f"--reservation={wanted.reservation}"]
+    return []
 
 
 def create_command(config: Config, labels: dict[str, str], seconds: float) -> list[str]:
-    """Returns the command that requests the slice, to be granted within `seconds`. Uses the GA track: alpha's --spot
-    contradicts itself (SDK 528)."""
+    """Returns the command that requests the slice, to be granted within `seconds`. Uses the GA track where it can:
+    alpha's --spot contradicts itself (SDK 528)."""
     flags = [
-        f"--node-id={config.slice.name}",
+        f"--node-id={config.node}",
         f"--runtime-version={config.runtime_version}",
         f"--valid-until-duration={round(seconds)}s",
     ]
-    return [*_base(config, "create"), *flags, *commands.node_flags(config, labels)]
+    return [*_base(config, "create"), *flags, *_alpha_flags(config), *commands.node_flags(config, labels)]
 
 
 def describe_command(config: Config) -> list[str]:

@@ -1,12 +1,12 @@
-"""Local hints about a slice: the zone it is in, of several (`zone`, then `slice.zones`), and the time of the last
-create request. Kept in the launcher's folder for later commands.
+"""Local hints about a slice: as which of its candidates it was last seen, and the time of the last create request.
+Kept in the launcher's folder for later commands.
 
-    .tpu-launch/slices/<project>.<name>.json       {"zone": ...}, only with several zones
+    .tpu-launch/slices/<project>.<name>.json       accelerator_type, zone, capacity; only with several candidates
     .tpu-launch/slices/<project>.<name>.asked      Unix seconds of the last create request
     .tpu-launch/slices/<project>.<name>.asking     locked while a gcloud that creates the slice lives: the request of a
                                                    command that was killed may arrive after the next command has looked
 
-A hint that is lost or cut short costs some calls and nothing else: `slices` looks in the other zones as well.
+A hint that is lost or cut short costs some calls and nothing else: `slices` looks for the other candidates as well.
 """
 
 from __future__ import annotations
@@ -15,44 +15,41 @@ import contextlib
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict
 from pathlib import Path
 
 from launcher import home
-from launcher.config import Config
+from launcher.config import Candidate, Config
 from launcher.file_lock import hold_shared, is_held
 
 
-def in_zone(config: Config, zone: str) -> Config:
-    """Returns the configuration for one zone only."""
-    return replace(config, zone=zone, slice=config.slice.model_copy(update={"zones": []}))
+def in_every_place(config: Config) -> list[Config]:
+    """Returns the configuration of each candidate, in the order of preference."""
+    return [config.placed(candidate) for candidate in config.candidates]
 
 
-def in_every_zone(config: Config) -> list[Config]:
-    """Returns the configuration for each of its zones, in the order of the file."""
-    return [in_zone(config, zone) for zone in config.zones]
+def current(config: Config) -> Candidate:
+    """Returns the candidate as which the slice was last seen; the first one when that is not known."""
+    candidates = config.candidates
+    if len(candidates) > 1:
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            known = Candidate(**json.loads(_file(config).read_text()))
+            if known in candidates:
+                return known
+    return candidates[0]
 
 
-def current_zone(config: Config) -> str:
-    """Returns the zone in which the slice was last seen; the first zone when that is not known."""
-    if len(config.zones) > 1:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            known = json.loads(_file(config).read_text())["zone"]
-            if known in config.zones:
-                return str(known)
-    return config.zone
+def in_current_place(config: Config) -> Config:
+    """Returns the configuration of the current candidate; `config` itself when there is no other."""
+    return config.placed(current(config)) if len(config.candidates) > 1 else config
 
 
-def in_current_zone(config: Config) -> Config:
-    return in_zone(config, current_zone(config)) if len(config.zones) > 1 else config
-
-
-def save_zone(config: Config, zone: str) -> None:
-    """Keeps the zone of the slice for later commands. Ignores a full disk, which must not end a creation."""
-    if len(config.zones) < 2:
+def save_place(config: Config, candidate: Candidate) -> None:
+    """Keeps the slice's candidate for later commands. Ignores a full disk, which must not end a creation."""
+    if len(config.candidates) < 2:
         return
     with contextlib.suppress(OSError):
-        home.write_private(_file(config), json.dumps({"zone": zone}) + "\n")
+        home.write_private(_file(config), json.dumps(asdict(candidate)) + "\n")
 
 
 def save_create_time(config: Config, now: float) -> None:
@@ -83,7 +80,7 @@ def is_create_in_flight(config: Config) -> bool:
 
 
 def forget(config: Config) -> None:
-    """Removes the zone and the time of the last create request; keeps the lock of an in-flight create."""
+    """Removes the candidate and the time of the last create request; keeps the lock of an in-flight create."""
     for ending in ("json", "asked"):
         with contextlib.suppress(OSError):
             _file(config, ending).unlink(missing_ok=True)

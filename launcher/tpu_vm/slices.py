@@ -14,18 +14,19 @@ until it is READY.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from launcher import costs, shell
-from launcher.config import Config
+from launcher.config import Candidate, Config
 from launcher.errors import CommandTimeout, LaunchError
 from launcher.gcloud.calls import DELETE_SECONDS, Look, call_gcloud, delete_until_gone
 from launcher.gcloud.errors import Conflict, PermissionDenied, Preempted, ResourceNotFound, StillRunning, Stockout
 from launcher.gcloud.retry import Backoff, Retry
 from launcher.provider import SliceState
-from launcher.tpu_vm import commands, ownership, queued, slice_hints
+from launcher.tpu_vm import commands, ownership, queued, requests, slice_hints
 from launcher.tpu_vm.ownership import NotOurs
+from launcher.tpu_vm.requests import RequestRecord, place_of
 from launcher.workstation import Workstation
 
 _SECONDS = 60.0  # for one question to the API
@@ -63,17 +64,19 @@ def parse_state(text: str) -> SliceState:
 
 def describe(config: Config, machine: Workstation) -> SliceState | None:
     """Returns the slice, or None when it does not exist. A queued resource without a node counts, in its own state and
-    without hosts. Looks in the zone of the last look first; in the other zones, only a slice that is ours counts, and
-    its zone is kept."""
-    current = slice_hints.current_zone(config)
-    state = _describe_in_zone(slice_hints.in_zone(config, current), machine)
-    if state is not None or len(config.zones) == 1:
+    without hosts. Looks for the candidate of the last look first; of the other candidates, only a slice that is ours
+    counts, a READY one before others, and its candidate is kept."""
+    current = slice_hints.current(config)
+    state = _describe_in_zone(config.placed(current), machine)
+    if state is not None or len(config.candidates) == 1:
         return state
-    others = [other for other in slice_hints.in_every_zone(config) if other.zone != current]
-    states = machine.threads.map(lambda zoned: _describe_in_zone(zoned, machine), others, at_once=len(others))
-    for other, state in zip(others, states, strict=True):
+    others = [other for other in config.candidates if other != current]
+    states = machine.threads.map(
+        lambda other: _describe_in_zone(config.placed(other), machine), others, at_once=len(others)
+    )
+    for other, state in sorted(zip(others, states, strict=True), key=lambda pair: pair[1] is None or not pair[1].ready):
         if state is not None and (config.any_owner or not ownership.why_not_ours(state.labels, machine.owner)):
-            slice_hints.save_zone(config, other.zone)
+            slice_hints.save_place(config, other)
             return state
     return None
 
@@ -138,7 +141,7 @@ def create(config: Config, say: Say, machine: Workstation) -> SliceState:
     has_asked = False
     while True:
         for placed in zones:
-            slice_hints.save_zone(config, placed.zone)
+            slice_hints.save_place(config, Candidate(config.slice.accelerator_type, placed.zone, config.slice.capacity))
             creation = _Creation(placed, say, machine, first_contact=not has_asked)
             has_asked = True
             try:
@@ -166,14 +169,24 @@ def create(config: Config, say: Say, machine: Workstation) -> SliceState:
 
 def _zones_to_try(config: Config, machine: Workstation) -> list[Config]:
     """Returns all zones; only its zone when the slice exists; its zone first when it must be deleted first."""
-    zones = slice_hints.in_every_zone(config)
+    zones = slice_hints.in_every_place(config)
     existing = describe(config, machine) if len(zones) > 1 else None
     if existing is None:
         return zones
-    current = slice_hints.current_zone(config)
+    current = slice_hints.current(config).zone
     if not existing.gone_for_good:
         return [zoned for zoned in zones if zoned.zone == current]
     return sorted(zones, key=lambda zoned: zoned.zone != current)
+
+
+def create_in_place(config: Config, say: Say, machine: Workstation) -> SliceState:
+    """Returns the slice of one candidate when it is READY, as `create` does, and tries no other. Retries the first look
+    too."""
+    creation = _Creation(config, say, machine, first_contact=False)
+    try:
+        return creation.run()
+    except LaunchError as error:
+        raise creation.with_bill(error) from None
 
 
 class _Creation:
@@ -223,11 +236,7 @@ class _Creation:
         is_left = self.exists or (error.transient and (was_requested or self.exists is None))
         if not is_left or isinstance(error, Conflict) or "`tpu-launch down`" in str(error):
             return error
-        return type(error)(
-            f"{error}\n  slice {self.config.slice.name} may exist, and is billed then: `tpu-launch up` goes on with "
-            "it, `tpu-launch down` deletes it",
-            exit_code=error.exit_code,
-        )
+        return add_bill(self.config, error)
 
     def _act(self, node: SliceState) -> bool:
         """Takes one step towards READY. Returns whether the node is READY."""
@@ -356,6 +365,15 @@ class _Creation:
         return self.machine.clock.monotonic() + seconds
 
 
+def add_bill(config: Config, error: LaunchError) -> LaunchError:
+    """Returns the error, extended by the slice that may be there."""
+    return type(error)(
+        f"{error}\n  slice {config.slice.name} may exist, and is billed then: `tpu-launch up` goes on with it, "
+        "`tpu-launch down` deletes it",
+        exit_code=error.exit_code,
+    )
+
+
 def _check_type(config: Config, node: SliceState) -> None:
     wanted = config.slice.accelerator_type
     if node.accelerator_type and node.accelerator_type != wanted:
@@ -389,30 +407,46 @@ def delete(config: Config, say: Say, machine: Workstation) -> bool:
         LaunchError: Which zones failed and why, after all others were done.
     """
 
-    def delete_there(zoned: Config) -> bool | LaunchError:
+    record = RequestRecord(config)
+    left = record.open()
+    places = {(place.zone, place.node): place for place in map(config.placed, config.all_candidates)}
+    places |= {(request.candidate.zone, request.node): place_of(config, request) for request in left}
+    deleted = delete_places(config, list(places.values()), say, machine)
+    record.end(left, requests.DELETED, machine.clock.time())
+    slice_hints.forget(config)
+    return deleted
+
+
+def delete_places(
+    config: Config, places: Sequence[Config], say: Say, machine: Workstation, *, all_requests: bool = False
+) -> bool:
+    """Deletes the slices of these candidates, and returns whether there was one. With `all_requests`, also waits for
+    every create request that may still arrive when one slice was found. Raises as `delete`."""
+
+    def delete_there(placed: Config) -> bool | LaunchError:
         try:
-            return _look_and_delete(zoned, say, machine)
+            return look_and_delete(placed, say, machine)
         except LaunchError as error:
             return error
 
-    zones = slice_hints.in_every_zone(config)
     in_flight = _InFlightCreates(config, say, machine)
+    deleted = False
     while True:
         in_flight.begin_look()
-        outcomes = machine.threads.map(delete_there, zones, at_once=len(zones))
-        if any(outcomes) or not in_flight.wait():
+        outcomes = machine.threads.map(delete_there, places, at_once=len(places))
+        deleted = deleted or any(outcome is True for outcome in outcomes)
+        if (any(outcomes) and not all_requests) or not in_flight.wait():
             break
-    deleted = any(outcome is True for outcome in outcomes)
     failures = [
-        (zoned.zone, outcome)
-        for zoned, outcome in zip(zones, outcomes, strict=True)
+        (placed.zone, outcome)
+        for placed, outcome in zip(places, outcomes, strict=True)
         if isinstance(outcome, LaunchError)
     ]
-    if deleted and all(isinstance(error, NotOurs) for _, error in failures):
+    if (deleted or all_requests) and all(isinstance(error, NotOurs) for _, error in failures):
         for _, error in failures:
             say(f"left alone: {str(error).splitlines()[0]}")
         failures = []
-    if failures and len(zones) == 1:
+    if failures and len(places) == 1:
         raise failures[0][1]
     if failures:
         lines = [f"{zone}: {str(error).replace(chr(10), chr(10) + '  ')}" for zone, error in failures]
@@ -420,7 +454,6 @@ def delete(config: Config, say: Say, machine: Workstation) -> bool:
             "not all zones are done; run `tpu-launch down` again:\n" + "\n".join(lines),
             exit_code=failures[0][1].exit_code,
         )
-    slice_hints.forget(config)
     return deleted
 
 
@@ -462,7 +495,7 @@ class _InFlightCreates:
         return True
 
 
-def _look_and_delete(config: Config, say: Say, machine: Workstation) -> bool:
+def look_and_delete(config: Config, say: Say, machine: Workstation) -> bool:
     """Deletes the node and the queued resource in one zone, after a look at both. Returns whether there was one."""
     retry = Retry(machine, say, f"slice {config.slice.name} in {config.zone}")
     deadline = machine.clock.monotonic() + _LOOK_SECONDS

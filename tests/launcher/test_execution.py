@@ -242,7 +242,7 @@ def test_a_run_that_is_over_is_refused_and_so_is_a_host_that_is_not_there(tmp_pa
     work.ledger.append(
         events.AttemptBegan(1, image="i", command=["train"], overlay="", overlay_target="", preflight="")
     )
-    with pytest.raises(BadInput, match="--host 2: a v4-16 has hosts 0 to 1"):
+    with pytest.raises(BadInput, match="--host 2: the slice has hosts 0 to 1"):
         execution.execute(work.config(), work.context(), None, ["true"], host=2, seconds=5)
 
 

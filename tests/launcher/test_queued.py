@@ -65,7 +65,7 @@ def answer(state: dict[str, Any]) -> str:
 
 def test_zones_are_tried_in_order_and_each_once(config: Config) -> None:
     assert config.zones == ["us-west1-c", "us-central1-a", "us-west4-a"]
-    assert [here.zones for here in slice_hints.in_every_zone(config)] == [
+    assert [here.zones for here in slice_hints.in_every_place(config)] == [
         ["us-west1-c"],
         ["us-central1-a"],
         ["us-west4-a"],
@@ -74,23 +74,23 @@ def test_zones_are_tried_in_order_and_each_once(config: Config) -> None:
 
 def test_every_command_goes_to_the_zone_where_the_slice_is(config: Config) -> None:
     assert "--zone=us-west1-c" in commands.describe_command(config)
-    slice_hints.save_zone(config, "us-west4-a")
+    slice_hints.save_place(config, config.candidates[2])
     for command in (
         commands.describe_command(config),
         commands.ssh_command(config, "true"),
         queued.delete_command(config),
     ):
         assert "--zone=us-west4-a" in command
-    assert slice_hints.in_current_zone(config).zone == "us-west4-a"
+    assert slice_hints.in_current_place(config).zone == "us-west4-a"
     slice_hints.forget(config)
     assert "--zone=us-west1-c" in commands.describe_command(config)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"zone": "mars-west1-a"}', '{"zone": 3}'])
 def test_a_memory_that_is_broken_or_of_another_file_is_no_memory(config: Config, text: str) -> None:
-    slice_hints.save_zone(config, "us-west4-a")
+    slice_hints.save_place(config, config.candidates[2])
     next((Path(config.folder) / "home" / "slices").iterdir()).write_text(text)
-    assert slice_hints.current_zone(config) == "us-west1-c"
+    assert slice_hints.current(config).zone == "us-west1-c"
 
 
 def test_a_zone_that_can_not_be_one_is_named_with_its_line(tmp_path: Path) -> None:

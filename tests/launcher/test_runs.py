@@ -131,6 +131,13 @@ class FakeProvider:
         addresses = ("10.0.0.1", "10.0.0.2")
         return SliceState(self.config.slice.name, self.hosts.slice_state, self.hosts.health, "v4-16", addresses)
 
+    @property
+    def host_count(self) -> int:
+        return self.config.accelerator.hosts
+
+    def withdraw_unused(self) -> None:
+        pass
+
     def known_ready(self) -> bool:
         return False
 

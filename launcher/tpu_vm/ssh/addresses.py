@@ -94,8 +94,7 @@ def _fingerprint(config: Config) -> str:
     parts = [
         os.environ.get("CLOUDSDK_API_ENDPOINT_OVERRIDES_TPU", ""),
         os.environ.get("HOME", ""),
-        slice_hints.current_zone(config),
-        config.slice.accelerator_type,
+        asdict(slice_hints.current(config)),
         config.slice.internal_ips,
     ]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]

@@ -15,7 +15,7 @@ from launcher.errors import CommandTimeout, LaunchError
 from launcher.gcloud.calls import call_gcloud
 from launcher.gcloud.errors import summarize_error
 from launcher.provider import SliceState
-from launcher.tpu_vm import commands
+from launcher.tpu_vm import commands, slice_hints
 from launcher.tpu_vm.ssh import addresses
 from launcher.tpu_vm.ssh.addresses import KnownSlice
 from launcher.tpu_vm.ssh.pool import ConnectionPool, HostResult
@@ -30,7 +30,7 @@ class SliceConnections:
     """The hosts of the slice that a configuration describes. Threads may run commands at once."""
 
     def __init__(self, config: Config, machine: Workstation) -> None:
-        self.config = config
+        self._wanted = config
         self._machine = machine
         self.gcloud_only = config.run.transport == "gcloud" or config.slice.iap
         self._lock = machine.threads.lock()  # of the four that follow
@@ -40,6 +40,11 @@ class SliceConnections:
         self._unverified: KnownSlice | None = None  # the hint behind the pool's addresses, until gcloud confirmed them
         self._listing = machine.threads.lock()  # one thread finds the addresses, others wait for it
         self._connecting: Future[None] | None = None
+
+    @property
+    def config(self) -> Config:
+        """The configuration of the candidate as which the slice was last seen."""
+        return slice_hints.in_current_place(self._wanted)
 
     # -- the slice ----------------------------------------------------------------------------------------------------
 

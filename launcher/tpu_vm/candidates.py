@@ -1,0 +1,94 @@
+"""The slice of a configuration with several candidates: created as one of them, with what earlier commands left.
+
+The record of requests (requests.py) says what may exist; a race (race.py) asks for all candidates at once. Without
+slice.candidates, `create` is that of `slices`.
+"""
+
+from __future__ import annotations
+
+from launcher.config import Config
+from launcher.errors import LaunchError
+from launcher.provider import SliceState
+from launcher.tpu_vm import ownership, race, requests, slice_hints, slices
+from launcher.tpu_vm.race import Race, Say
+from launcher.tpu_vm.requests import Recorded, RequestRecord
+from launcher.workstation import Workstation
+
+
+def create(config: Config, say: Say, machine: Workstation, patient: Workstation) -> SliceState:
+    """Returns the slice when it is READY: the one that exists, or the first candidate that Google grants.
+
+    `patient` is the machine for withdrawals, which go on when the clock of `machine` raises. Raises as `slices.create`.
+    """
+    if not config.slice.candidates:
+        return slices.create(config, say, machine)
+    with race.turn(config, say, machine) as record:
+        _follow(config, record)
+        starting = Race(config, record, _api(config, say, patient), say, machine, patient)
+        try:
+            existing = slices.describe(config, machine)
+        except LaunchError as error:
+            raise (slices.add_bill(config, error) if error.transient else error) from None
+        place, used = slice_hints.in_current_place(config), _used(config, record, existing)
+        is_granted = used is not None and used.granted is not None
+        if existing is not None and not existing.gone_for_good and existing.state != "DELETING":
+            if used is not None and (existing.ready or is_granted):
+                record.grant(used, machine.clock.time())
+                starting.withdraw([request for request in record.open() if request.number != used.number])
+            if existing.ready or used is None or is_granted:
+                return slices.create_in_place(place, say, machine)
+        elif used is not None and is_granted:
+            record.end([used], requests.TAKEN if existing is not None else requests.DELETED, machine.clock.time())
+        if existing is not None and existing.gone_for_good:
+            slices.look_and_delete(place, say, machine)
+        return starting.run()
+
+
+def withdraw_unused(config: Config, say: Say, machine: Workstation) -> None:
+    """Withdraws the requests that a killed command left open, and keeps the one whose slice is used. Leaves them to
+    another process that asks for candidates now."""
+    record = RequestRecord(config)
+    if not record.open():
+        return
+    with record.try_lock() as held:
+        if not held:
+            return
+        _follow(config, record)
+        used = next((request for request in record.open() if request.granted is not None), None)
+        if used is None:
+            existing = slices.describe(config, machine)
+            used = _used(config, record, existing) if existing is not None and existing.ready else None
+            if used is not None:
+                record.grant(used, machine.clock.time())
+        left = [request for request in record.open() if used is None or request.number != used.number]
+        Race(config, record, _api(config, say, machine), say, machine, machine).withdraw(left)
+
+
+def _follow(config: Config, record: RequestRecord) -> None:
+    """Takes the candidate of the granted request for the current one: a killed command may not have come to that."""
+    for request in record.open():
+        if request.granted is not None:
+            slice_hints.save_place(config, request.candidate)
+
+
+def _used(config: Config, record: RequestRecord, existing: SliceState | None) -> Recorded | None:
+    """Returns the open request of the slice that exists; without a slice, the one that was granted before."""
+    current, open_ = slice_hints.current(config), record.open()
+    if existing is not None:
+        return next((request for request in open_ if request.candidate == current), None)
+    return next((request for request in open_ if request.granted is not None), None)
+
+
+def _api(config: Config, say: Say, machine: Workstation) -> race.SliceCalls:
+    """Returns how a race creates and deletes. What a creation says begins with its candidate."""
+
+    def create_one(placed: Config, own: Workstation) -> SliceState:
+        where = f"{placed.slice.accelerator_type} in {placed.zone}"
+        state = slices.create_in_place(placed, lambda text: say(f"{where}: {text}"), own)
+        ownership.require_ours(placed, state.labels, machine.owner)
+        return state
+
+    return race.SliceCalls(
+        create=create_one,
+        delete=lambda places: slices.delete_places(config, places, say, machine, all_requests=True),
+    )

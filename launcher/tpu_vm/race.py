@@ -1,0 +1,292 @@
+"""Asking for several candidates at once: the first that is granted is the slice, all other requests are withdrawn.
+
+A request is recorded before it is made (requests.py), and counts as open until Google says that neither its node nor
+its queued resource is there. What may be granted together never costs more than slice.price_limit. A command that is
+interrupted withdraws its requests; one that is killed leaves them in the record, and the next `up`, `run` or `down`
+takes one that was granted meanwhile and withdraws the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from launcher import costs
+from launcher.config import Candidate, Config
+from launcher.errors import BadInput, LaunchError
+from launcher.gcloud.errors import QuotaExceeded, Refused, Stockout
+from launcher.gcloud.retry import Backoff
+from launcher.provider import SliceState
+from launcher.shell import Result
+from launcher.tpu_vm import requests, slice_hints
+from launcher.tpu_vm.requests import Recorded, RequestRecord, place_of
+from launcher.workstation import Workstation
+from training.machine.clock import Clock
+from training.machine.threads import Event, Future
+
+_POLL_SECONDS = 1.0
+_LOCK_POLL_SECONDS = 2.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 15.0, 300.0  # seconds, before a candidate without capacity is asked for again
+_TURN_SECONDS = 600.0  # in the queue, while price_limit leaves no room for other candidates
+_WITHDRAW_SECONDS = 300.0  # for which a withdrawal is tried while Google's API does not answer
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class SliceCalls:
+    """What a race does with one candidate's slice; `slices` has the functions."""
+
+    create: Callable[[Config, Workstation], SliceState]
+    """Returns the slice when it is READY; its waits use the machine's clock, which may raise."""
+
+    delete: Callable[[Sequence[Config]], object]
+    """Deletes the slices with their queued resources, and returns when no request for one may still arrive."""
+
+
+class _Over(Exception):
+    """Ends the thread of a candidate that is withdrawn: at its next wait, or at its next command."""
+
+
+@dataclass(frozen=True)
+class _UntilOver:
+    """A clock whose waits end within a second of the withdrawal."""
+
+    clock: Clock
+    over: Event
+
+    def monotonic(self) -> float:
+        return self.clock.monotonic()
+
+    def time(self) -> float:
+        return self.clock.time()
+
+    def sleep(self, seconds: float) -> None:
+        """Waits. Raises _Over once the candidate is withdrawn."""
+        deadline = self.clock.monotonic() + seconds
+        while not self.over.is_set():
+            left = deadline - self.clock.monotonic()
+            if left <= 0:
+                return
+            self.clock.sleep(min(left, _POLL_SECONDS))
+        raise _Over
+
+
+@dataclass
+class _Entry:
+    """A request of this command that has not ended."""
+
+    request: Recorded
+    over: Event
+    begun: float
+    answer: Future[SliceState]
+
+
+@contextlib.contextmanager
+def turn(config: Config, say: Say, machine: Workstation) -> Iterator[RequestRecord]:
+    """Waits until no other process asks for the slice's candidates, and yields their record."""
+    record, said = RequestRecord(config), False
+    while True:
+        with record.try_lock() as held:
+            if held:
+                yield record
+                return
+        if not said:
+            say(f"another tpu-launch asks for candidates of slice {config.slice.name}: waiting for it")
+            said = True
+        machine.clock.sleep(_LOCK_POLL_SECONDS)
+
+
+class Race:
+    """One command's requests for the candidates of a slice. Used by one thread, under `turn`."""
+
+    def __init__(
+        self,
+        config: Config,
+        record: RequestRecord,
+        api: SliceCalls,
+        say: Say,
+        machine: Workstation,
+        patient: Workstation,
+    ) -> None:
+        """`patient` is the machine for withdrawals, which go on when the waits of `machine` raise."""
+        self.config, self.record, self.api, self.say = config, record, api, say
+        self.machine, self.patient = machine, patient
+        self.begin = machine.clock.monotonic()
+        self.entries: dict[Candidate, _Entry] = {}
+        self.left = self._affordable()  # candidates that may be asked for
+        self.next_ask = dict.fromkeys(self.left, 0.0)  # monotonic clock
+        self.pauses = {candidate: Backoff(machine, _FIRST_PAUSE, _LONGEST_PAUSE) for candidate in self.left}
+        self.error: LaunchError = BadInput(f"slice {config.slice.name}: no candidate fits within slice.price_limit")
+
+    def run(self) -> SliceState:
+        """Returns the first slice that is READY, after recording it and withdrawing all other requests. Requests that
+        an earlier command left open are this race's.
+
+        Raises:
+            Stockout: No candidate had capacity within slice.stockout_minutes.
+            LaunchError: Google refuses every candidate; the last one's reason.
+        """
+        try:
+            known = [request for request in self.record.open() if request.candidate not in self.left]
+            self.withdraw(known)
+            while True:
+                self._ask()
+                if (won := self._collect()) is not None:
+                    return won
+                if not self.entries and not self._may_ask_later():
+                    raise self.error
+                self._take_turns()
+                self.machine.clock.sleep(_POLL_SECONDS)
+        except BaseException:
+            self._leave()
+            raise
+
+    def _affordable(self) -> list[Candidate]:
+        """Returns the candidates that the limits of the file allow; says which are left out, and why."""
+        limit, allowed = self.config.slice.price_limit, []
+        for candidate in self.config.candidates:
+            price = costs.per_hour(candidate.accelerator_type, candidate.zone, candidate.capacity)
+            try:
+                costs.check(self.config.placed(candidate))
+                if limit is not None and (price is None or price > limit):
+                    amount = "unknown" if price is None else f"${price:.2f} an hour"
+                    raise BadInput(f"its price is {amount}, and slice.price_limit is ${limit:.2f}")
+            except BadInput as error:
+                self.say(f"not asking for {candidate}: {error}")
+                self.error = error
+            else:
+                allowed.append(candidate)
+        return allowed
+
+    def _room(self) -> float:
+        """Returns the dollars an hour that may be asked for beside the open requests."""
+        limit = self.config.slice.price_limit
+        if limit is None:
+            return float("inf")
+        return limit - sum(_price(request.candidate) for request in self.record.open())
+
+    def _ask(self) -> None:
+        """Asks for every candidate that is due and within slice.price_limit; goes on with open requests."""
+        now, earlier = self.machine.clock.monotonic(), {item.candidate: item for item in self.record.open()}
+        for candidate in self.left:
+            if candidate in self.entries:
+                continue
+            request = earlier.get(candidate)
+            if request is None:
+                if now < self.next_ask[candidate] or _price(candidate) > self._room() + 1e-9:
+                    continue
+                placed = self.config.placed(candidate)
+                request = self.record.ask(candidate, placed.node, self.machine.clock.time())
+                self.say(f"request {request.number}: {candidate}")
+            self._start(request)
+
+    def _start(self, request: Recorded) -> None:
+        over = self.machine.threads.event()
+
+        def run(argv: Sequence[str], **options: Any) -> Result:
+            if over.is_set():
+                raise _Over
+            return self.machine.run(argv, **options)
+
+        machine = replace(self.machine, clock=_UntilOver(self.machine.clock, over), run=run)
+        placed = place_of(self.config, request)
+        answer = self.machine.threads.submit(self.api.create, placed, machine)
+        self.entries[request.candidate] = _Entry(request, over, self.machine.clock.monotonic(), answer)
+
+    def _collect(self) -> SliceState | None:
+        """Takes the answers that are there: returns the slice of the first that is granted, in the order of preference,
+        and drops candidates that were refused."""
+        for candidate, entry in [item for item in self.entries.items() if item[1].answer.done()]:
+            error = entry.answer.exception()
+            if error is None:
+                return self._take(entry, entry.answer.result())
+            del self.entries[candidate]
+            if not isinstance(error, LaunchError):
+                raise error
+            self._refuse(entry, error)
+        return None
+
+    def _take(self, entry: _Entry, state: SliceState) -> SliceState:
+        """Records the slice as the run's, and withdraws all other requests. Returns `state`."""
+        self.record.grant(entry.request, self.machine.clock.time())
+        slice_hints.save_place(self.config, entry.request.candidate)
+        self.say(f"request {entry.request.number}: granted, {entry.request.candidate}")
+        self.withdraw([item for item in self.record.open() if item.number != entry.request.number])
+        return state
+
+    def _refuse(self, entry: _Entry, error: LaunchError) -> None:
+        """Ends a request that failed. A candidate without capacity is asked for again after a pause; another error that
+        may pass too; one that Google refuses is not."""
+        candidate, first_line = entry.request.candidate, str(error).splitlines()[0]
+        self.error = error
+        self.say(f"request {entry.request.number}: {candidate}: {first_line}")
+        if isinstance(error, Stockout):
+            self.record.end([entry.request], requests.NO_CAPACITY, self.machine.clock.time())
+        elif isinstance(error, QuotaExceeded | Refused):
+            self.record.end([entry.request], requests.REFUSED, self.machine.clock.time())
+        else:
+            self.withdraw([entry.request])
+        if error.transient:
+            self.next_ask[candidate] = self.machine.clock.monotonic() + self.pauses[candidate].next()
+        else:
+            self.left.remove(candidate)
+
+    def _may_ask_later(self) -> bool:
+        """Returns whether a candidate is due, or will be within slice.stockout_minutes."""
+        deadline = self.begin + self.config.slice.stockout_minutes * 60
+        return any(self.next_ask[candidate] <= deadline for candidate in self.left)
+
+    def _take_turns(self) -> None:
+        """Withdraws the oldest request after ten minutes, when slice.price_limit leaves no room for another candidate
+        that is due."""
+        now, room = self.machine.clock.monotonic(), self._room()
+        due = [item for item in self.left if item not in self.entries and self.next_ask[item] <= now]
+        oldest = min(self.entries.values(), key=lambda entry: entry.begun, default=None)
+        if not due or oldest is None or now - oldest.begun < _TURN_SECONDS or oldest.answer.done():
+            return
+        if min(map(_price, due)) > room:
+            self.say(
+                f"request {oldest.request.number}: no capacity in {_TURN_SECONDS / 60:.0f} minutes: next candidate"
+            )
+            self.next_ask[oldest.request.candidate] = now + _TURN_SECONDS
+            self.withdraw([oldest.request])
+
+    def withdraw(self, doomed: Sequence[Recorded]) -> None:
+        """Withdraws requests: returns when Google has neither nodes nor queued resources of them, and records it. Gives
+        up after five minutes without Google's answer, and says so: the next command withdraws them."""
+        if not doomed:
+            return
+        entries = [entry for request in doomed if (entry := self.entries.pop(request.candidate, None)) is not None]
+        for entry in entries:
+            entry.over.set()
+        names = ", ".join(str(request.candidate) for request in doomed)
+        self.say(f"withdrawing {names}")
+        clock = self.patient.clock
+        deadline = clock.monotonic() + _WITHDRAW_SECONDS
+        while True:
+            ended = all(entry.answer.done() for entry in entries)  # look once more after the last thread has ended
+            try:
+                self.api.delete([place_of(self.config, request) for request in doomed])
+                if ended:
+                    break
+            except LaunchError as error:
+                if not error.transient or clock.monotonic() > deadline:
+                    self.say(
+                        f"{names}: not withdrawn yet, and billed when granted; the next `tpu-launch up`, `run` or "
+                        f"`down` withdraws them: {error}"
+                    )
+                    return
+            clock.sleep(_POLL_SECONDS)
+        self.record.end(doomed, requests.WITHDRAWN, clock.time())
+
+    def _leave(self) -> None:
+        """Withdraws all requests but a granted one: no process would choose between them."""
+        self.withdraw([request for request in self.record.open() if request.granted is None])
+
+
+def _price(candidate: Candidate) -> float:
+    """Returns the list price in dollars an hour; 0 when it is unknown, which price_limit does not allow."""
+    return costs.per_hour(candidate.accelerator_type, candidate.zone, candidate.capacity) or 0.0

@@ -1,0 +1,136 @@
+"""The record of a slice's requests: each candidate that was asked for, when, and what became of it.
+
+    .tpu-launch/slices/<project>.<name>.requests/
+        000007.asked.json      the candidate and the time; written before Google is asked
+        000007.granted.json    the time; at most one request that has not ended is granted: the slice of the run
+        000007.ended.json      the time, and why: withdrawn, no capacity, taken away, deleted, refused
+
+Every file is created whole and once (a link to a finished file), and never changed: a command that was killed at any
+point leaves requests without an end, which the next command withdraws or uses (race.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from launcher import home
+from launcher.config import Candidate, Config
+from launcher.file_lock import lock
+
+WITHDRAWN, NO_CAPACITY, TAKEN, DELETED, REFUSED = "withdrawn", "no capacity", "taken away", "deleted", "refused"
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A request for one candidate. Times are Unix seconds of this machine; None: not yet."""
+
+    number: int
+    candidate: Candidate
+    node: str
+    """Name of the node that was asked for."""
+    asked: float
+    granted: float | None = None
+    ended: float | None = None
+    outcome: str = ""
+
+    def describe(self) -> str:
+        """Returns what became of it, in words."""
+        waited = f"granted after {self.granted - self.asked:.0f} s" if self.granted is not None else ""
+        return ", ".join(filter(None, [waited, self.outcome])) or "open"
+
+    def document(self) -> dict[str, Any]:
+        """Returns it as a JSON object."""
+        return asdict(self)
+
+
+def place_of(config: Config, request: Recorded) -> Config:
+    """Returns the configuration of a recorded request, also of one that the file does not name any more."""
+    return config.placed(request.candidate, node=request.node)
+
+
+def granted_after(requests: Sequence[Recorded]) -> float | None:
+    """Returns the median seconds from a request to its grant; None if none was granted."""
+    waits = [request.granted - request.asked for request in requests if request.granted is not None]
+    return statistics.median(waits) if waits else None
+
+
+class RequestRecord:
+    """The record of one slice name."""
+
+    def __init__(self, config: Config) -> None:
+        self._folder = home.of_slice(config.project, config.slice.name, "requests")
+
+    def read(self) -> list[Recorded]:
+        """Returns all requests, oldest first."""
+        found: dict[int, Recorded] = {}
+        for path in sorted(self._folder.glob("[0-9]*.json"), key=lambda path: (path.name[:6], path.name[7:] != _ASKED)):
+            content, number = json.loads(path.read_text()), int(path.name[:6])
+            match path.name[7:]:
+                case "asked.json":
+                    found[number] = Recorded(
+                        number, Candidate(**content["candidate"]), content["node"], content["time"]
+                    )
+                case "granted.json":
+                    found[number] = replace(found[number], granted=content["time"])
+                case "ended.json":
+                    found[number] = replace(found[number], ended=content["time"], outcome=content["outcome"])
+        return list(found.values())
+
+    def open(self) -> list[Recorded]:
+        """Returns the requests that have not ended, oldest first."""
+        return [request for request in self.read() if request.ended is None]
+
+    def ask(self, candidate: Candidate, node: str, now: float) -> Recorded:
+        """Records a request that is about to be made. Raises OSError if that can't be recorded."""
+        number = max((request.number for request in self.read()), default=0) + 1
+        while not self._create(number, "asked", {"candidate": asdict(candidate), "node": node, "time": now}):
+            number += 1
+        return Recorded(number, candidate, node, now)
+
+    def grant(self, request: Recorded, now: float) -> None:
+        """Records that a request was granted and its slice is used."""
+        self._create(request.number, "granted", {"time": now})
+
+    def end(self, requests: Sequence[Recorded], outcome: str, now: float) -> None:
+        """Records the end of requests; keeps an end that is recorded already."""
+        for request in requests:
+            self._create(request.number, "ended", {"time": now, "outcome": outcome})
+
+    def _create(self, number: int, part: str, content: dict[str, Any]) -> bool:
+        """Creates a file of the record. Returns False if it is there already."""
+        text = json.dumps(content) + "\n"
+        return create_only(self._folder / f"{number:06d}.{part}.json", text)
+
+    @contextlib.contextmanager
+    def try_lock(self) -> Iterator[bool]:
+        """Holds the lock of the command that asks and withdraws, if no other process does. Yields whether it holds
+        it."""
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = self._folder / "lock"
+        with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0) as file:
+            yield lock(file, path)
+
+
+_ASKED = "asked.json"
+
+
+def create_only(path: Path, text: str) -> bool:
+    """Creates a private text file, whole. Returns False if there is one already. Raises OSError."""
+    if path.exists():
+        return False
+    scratch = path.with_name(f".{path.name}")
+    home.write_private(scratch, text)
+    try:
+        os.link(scratch, path)
+    except FileExistsError:
+        return False
+    finally:
+        scratch.unlink(missing_ok=True)
+    return True

@@ -1,0 +1,160 @@
+"""Claims about candidates of a slice: what is asked for, what is taken, and what is withdrawn, after a kill too.
+gcloud is replaced by the emulator's API in this process; the clock passes only by waiting."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from launcher.config import Candidate, Config, load
+from launcher.errors import BadInput
+from launcher.gcloud.errors import Stockout
+from launcher.tpu_vm import candidates, requests, slice_hints, slices
+from launcher.tpu_vm.requests import RequestRecord
+from tests.launcher.emulated_gcloud import Cloud
+
+V4, V3 = Candidate("v4-16", "us-central2-b", "spot"), Candidate("v3-8", "us-central1-a", "spot")
+SMALL = Candidate("v4-8", "us-central2-b", "spot")
+NO_CAPACITY = 'ERROR: (gcloud.x) {"code": 8, "message": "There is no more capacity in the zone"}'
+
+TEXT = """\
+project: p
+zone: us-central2-b
+slice:
+  name: demo
+  accelerator_type: v4-16
+  capacity: spot
+  candidates:
+  - {accelerator_type: v4-8}
+  - {accelerator_type: v3-8, zones: [us-central1-a]}
+"""
+
+
+def make(tmp_path: Path, more: str = "") -> Config:
+    (tmp_path / "run.yaml").write_text(TEXT + more)
+    return load(tmp_path / "run.yaml")
+
+
+@pytest.fixture
+def cloud() -> Cloud:
+    return Cloud()
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return make(tmp_path)
+
+
+def create(cloud: Cloud, config: Config) -> str:
+    return candidates.create(config, lambda text: None, cloud.machine(), cloud.machine()).accelerator_type
+
+
+def history(config: Config) -> list[tuple[str, str]]:
+    return [(item.candidate.accelerator_type, item.outcome) for item in RequestRecord(config).read()]
+
+
+def nodes(cloud: Cloud) -> list[str]:
+    cloud.node()
+    return ["/".join(name.split("/")[3::2]) for name in cloud.state.nodes]
+
+
+def test_candidates_are_all_combinations_each_once_in_the_order_of_the_file(tmp_path: Path) -> None:
+    config = make(
+        tmp_path, "  - {accelerator_type: [v4-8, v2-8], capacity: [spot, on-demand], zones: [us-central2-b]}\n"
+    )
+    assert config.candidates[:3] == [V4, SMALL, V3]
+    assert [str(candidate) for candidate in config.candidates[3:]] == [
+        "v4-8 (on-demand) in us-central2-b",
+        "v2-8 (spot) in us-central2-b",
+        "v2-8 (on-demand) in us-central2-b",
+    ]
+    names = [(place.zone, place.node) for place in map(config.placed, config.candidates)]
+    assert len(set(names)) == len(names)
+
+
+def test_a_type_without_zones_is_asked_for_where_google_offers_it(tmp_path: Path) -> None:
+    config = make(tmp_path, "  - {accelerator_type: v2-8}\n")
+    zones = [candidate.zone for candidate in config.candidates if candidate.accelerator_type == "v2-8"]
+    assert zones == ["us-central1-b", "us-central1-c", "europe-west4-a", "asia-east1-c"]
+
+
+def test_a_batch_that_does_not_divide_over_a_candidate_is_refused_with_its_line(tmp_path: Path) -> None:
+    trainer = "task: mlm\nmodel: {name: bert-tiny}\ndata: {train: /d, tokenizer: /t}\noutput: /o\n"
+    (tmp_path / "run.yaml").write_text(
+        TEXT + "  - {accelerator_type: v3-32}\n" + trainer + "train: {steps: 1, global_batch_size: 8}\n"
+    )
+    with pytest.raises(BadInput, match=r"run\.yaml:7: .*candidates: v3-32: .*does not divide evenly over 32 devices"):
+        load(tmp_path / "run.yaml")
+
+
+def test_the_first_that_is_granted_is_the_slice_of_every_later_command(cloud: Cloud, config: Config) -> None:
+    cloud.trouble = lambda zone, command, now: NO_CAPACITY if zone == V4.zone and "create" in command else None
+    assert create(cloud, config) == "v3-8"
+    assert slice_hints.current(config) == V3
+    assert slice_hints.in_current_place(config).accelerator.hosts == 1
+    assert nodes(cloud) == ["us-central1-a/demo"]
+    assert create(cloud, config) == "v3-8"
+    assert history(config) == [("v4-16", "no capacity"), ("v4-8", "no capacity"), ("v3-8", "")]
+
+
+def test_down_ends_every_request_and_deletes_every_candidate(cloud: Cloud, config: Config) -> None:
+    create(cloud, config)
+    assert nodes(cloud) == ["us-central2-b/demo"]
+    assert slices.delete(config, lambda text: None, cloud.machine())
+    assert nodes(cloud) == []
+    assert not RequestRecord(config).open()
+
+
+def test_a_stockout_everywhere_is_one(cloud: Cloud, config: Config) -> None:
+    cloud.trouble = lambda zone, command, now: NO_CAPACITY if "create" in command else None
+    with pytest.raises(Stockout):
+        create(cloud, config)
+    assert not RequestRecord(config).open()
+
+
+def test_requests_of_a_killed_command_are_withdrawn_and_one_that_was_granted_is_used(
+    cloud: Cloud, config: Config
+) -> None:
+    record, machine = RequestRecord(config), cloud.machine()
+    for candidate in (V4, SMALL, V3):  # as a command that was killed when two of them were there
+        record.ask(candidate, config.placed(candidate).node, cloud.clock.now)
+    for candidate in (SMALL, V3):
+        slices.create_in_place(config.placed(candidate), print, machine)
+    assert nodes(cloud) == ["us-central2-b/demo-2", "us-central1-a/demo"]
+    candidates.withdraw_unused(config, print, machine)
+    assert nodes(cloud) == ["us-central2-b/demo-2"]
+    assert history(config) == [("v4-16", "withdrawn"), ("v4-8", ""), ("v3-8", "withdrawn")]
+    assert create(cloud, config) == "v4-8"
+
+
+def test_a_candidate_that_left_the_file_is_withdrawn_too(cloud: Cloud, config: Config, tmp_path: Path) -> None:
+    RequestRecord(config).ask(V3, "demo", cloud.clock.now)
+    slices.create_in_place(config.placed(V3), print, cloud.machine())
+    shorter = replace(config, slice=config.slice.model_copy(update={"candidates": config.slice.candidates[:1]}))
+    assert create(cloud, shorter) == "v4-16"
+    assert nodes(cloud) == ["us-central2-b/demo"]
+    assert history(shorter) == [("v3-8", requests.WITHDRAWN), ("v4-16", ""), ("v4-8", requests.WITHDRAWN)]
+
+
+def test_no_request_is_made_beyond_the_price_limit(cloud: Cloud, tmp_path: Path) -> None:
+    config = make(tmp_path, "  price_limit: 4.0\n")  # v4-16: 7.37, v4-8: 3.69, v3-8: 2.04 dollars an hour
+    said: list[str] = []
+    asked: list[float] = []
+    cloud.trouble = lambda zone, command, now: asked.append(len(RequestRecord(config).open()))
+    candidates.create(config, said.append, cloud.machine(), cloud.machine())
+    assert any("not asking for v4-16" in line and "$7.37" in line for line in said)
+    assert [item.candidate for item in RequestRecord(config).read()] == [SMALL]
+    assert max(asked) == 1
+
+
+def test_a_slice_that_was_taken_away_makes_room_for_any_candidate(cloud: Cloud, config: Config) -> None:
+    assert create(cloud, config) == "v4-16"
+    node = cloud.node()
+    assert node is not None
+    node.resource["state"] = "PREEMPTED"
+    cloud.trouble = lambda zone, command, now: NO_CAPACITY if zone == V4.zone and "create" in command else None
+    assert create(cloud, config) == "v3-8"
+    assert nodes(cloud) == ["us-central1-a/demo"]
+    assert history(config)[0] == ("v4-16", requests.TAKEN)
