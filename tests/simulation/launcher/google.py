@@ -189,6 +189,7 @@ class Google:
                     host.die(for_good=False)
             elif node.state == "DELETING" and not self.slices[name].deleting:
                 self._begin_deletion(self.slices[name], user, by)
+        self._check_price()
         for name in [name for name in self.slices if name not in self.state.nodes]:
             self.world.note(f"node {self.slices.pop(name).name} is gone")
         for name in [name for name in self.requests if name not in self.state.queued]:
@@ -202,6 +203,18 @@ class Google:
             shown = {"nodes": self.state.nodes, "queued": self.state.queued}
             self._lists.append((self.scheduler.now, EmulatorState("", 0, "", "", 0.0, 0.0, **copy.deepcopy(shown))))
         self._advance_later()
+
+    def _check_price(self) -> None:
+        """Checks that what ann may be granted now costs no more together than slice.price_limit."""
+        asked = {name.replace("/queuedResources/", "/nodes/"): queued.resource["tpu"]["nodeSpec"][0]["node"]
+                 | {"spot": "spot" in queued.resource} for name, queued in self.state.queued.items()
+                 if queued.state != "DELETING" and self.requests[name].creator == "ann"}  # fmt: skip
+        asked |= {name: node.resource | {"spot": "spot" in node.resource.get("schedulingConfig", {})}
+                  for name, node in self.state.nodes.items()
+                  if node.state != "DELETING" and self.slices[name].by is not None}  # fmt: skip
+        self.world.check_price(
+            [(each["acceleratorType"], name.split("/")[3], bool(each["spot"])) for name, each in asked.items()]
+        )
 
     def _add_slice(self, name: str, node: Node, user: str, by: object) -> None:
         if (request := self.requests.get(node.resource.get("queuedResource", ""))) is not None:
@@ -243,6 +256,8 @@ class Google:
         self.world.note(f"{operation.verb} of {operation.target} ends {operation.error or 'well'}")
         if operation.verb == "create" and operation.error is None and slice_ is not None:
             self._boot(slice_)
+            if sum(other.creator == slice_.creator and other.state == "READY" for other in self.slices.values()) > 1:
+                self.scheduler.spawn(self.world.watch_two, slice_, name="two slices", process=self.scheduler.world)
             if getattr(slice_.by, "command", "") in ("run", "attach"):
                 self.world.reached("made again")
         if operation.verb == "start" and slice_ is not None:

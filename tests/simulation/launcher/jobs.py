@@ -194,10 +194,11 @@ class Job:
         self.over = True
         self.on_end()
         if plan.kind == "fail":
-            self.causes.append(Cause("fail", plan.host, plan.code))
-            self._exit(self.containers[plan.host], plan.code)
-            if plan.second not in (None, plan.host):
-                self._exit_later(self.containers[plan.second], 3, self.rng.uniform(0.01, 0.3))
+            first = plan.host % self.hosts  # a candidate may have fewer hosts than the file's slice
+            self.causes.append(Cause("fail", first, plan.code))
+            self._exit(self.containers[first], plan.code)
+            if plan.second is not None and plan.second % self.hosts != first:
+                self._exit_later(self.containers[plan.second % self.hosts], 3, self.rng.uniform(0.01, 0.3))
             self._lose_peer()
             return
         code = {"finish": 0, "save": 75, "bad input": 2}[plan.kind]

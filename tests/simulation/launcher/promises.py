@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from launcher.errors import Exit
 from launcher.run.events import NOT_STARTED, VANISHED, AttemptBegan, Ended, HostEnded, Orphaned, Recovering, RunEvent
 from launcher.run.logs import read_from
 from launcher.run.recovery import spent_so_far
+from launcher.tpu_vm.requests import RequestRecord
 from tests.simulation.launcher.hangs import limit
 from tests.simulation.launcher.hosts import EPOCH
 from training.machine.clock import parse_time
@@ -220,6 +222,8 @@ def deletion_outlasts_passing_failures(simulation: SimulatedRun, command: Comman
     network."""
     if command.name != "down" or command.code != Exit.CLOUD_ERROR or simulation.loses_by_its_disk:
         return
+    if simulation.scenario.candidates is not None:  # a candidate that does not answer ends `down` after the others
+        return
     seconds = simulation.world.scheduler.now - command.began
     if seconds < 300.0 and any("deleting slice" in text for text in command.said):
         simulation.break_promise("a deletion outlasts passing failures", f"after {seconds:.0f} s: {command.error}")
@@ -348,6 +352,23 @@ def nothing_is_left_at_the_end(simulation: SimulatedRun) -> None:
         simulation.break_promise(
             "money never runs unattended", f"at the end there is {left[0].name}; down ended with {ends}"
         )
+
+
+def every_request_is_withdrawn_or_used(simulation: SimulatedRun) -> None:
+    """After the last `down`, the record has no request without an end, and at most one was used at a time."""
+    ends = [command for command in simulation.commands if command.name == "down" and command.laptop is simulation.ann]
+    if not ends or ends[-1].code != 0:
+        return
+    ends[-1].process.enter()  # the record is in the folder of ann's command
+    used: list[tuple[float, float]] = []
+    for request in RequestRecord(simulation.config).read():
+        if request.ended is None:
+            simulation.break_promise("every request is withdrawn or used", f"{request}")
+        elif request.granted is not None:
+            used.append((request.granted, request.ended))
+    for before, after in itertools.pairwise(used):
+        if after[0] < before[1]:
+            simulation.break_promise("every request is withdrawn or used", f"two at once: {used}")
 
 
 def budgets_are_kept(simulation: SimulatedRun) -> None:
@@ -526,6 +547,7 @@ COMMAND_PROMISES = (
 )
 RUN_PROMISES = (
     nothing_is_left_at_the_end,
+    every_request_is_withdrawn_or_used,
     budgets_are_kept,
     one_event_costs_one_attempt,
     ledgers_are_in_order,

@@ -22,6 +22,7 @@ _ACTIONS = ("kill", "kill", "kill", "ctrl-c", "ctrl-c", "stop", "asleep", "stop"
           "bob up", "gc", "bob gc")  # fmt: skip
 _OF_ADDED_THEMES = 0.5  # of all scenarios
 _OF_HANGS = 0.03
+_WITH_CANDIDATES = 0.2  # of all scenarios of one workstation
 _LEFTOVERS = ("", "", "", "", "bob's", "a stranger's", "preempted", "stopped", "deleting")
 
 
@@ -41,6 +42,16 @@ class Setting:
 
 
 @dataclass(frozen=True)
+class Candidates:
+    """The file's slice.candidates, beside its own slice."""
+
+    price_limit: float | None
+    """Dollars an hour: room for all candidates, for two, or for one at a time."""
+    kill_at: int
+    """The number of the write to the record of requests at which its command is killed; 0: none."""
+
+
+@dataclass(frozen=True)
 class Action:
     kind: str
     after: float
@@ -57,6 +68,7 @@ class Scenario:
     plans: tuple[Plan, ...]
     actions: tuple[Action, ...]
     theme: str = ""
+    candidates: Candidates | None = None
 
 
 @dataclass(frozen=True)
@@ -175,6 +187,17 @@ def settings() -> tuple[Setting, ...]:
 
 def draw(seed: int) -> tuple[Scenario, list[Fault]]:
     """Draws the scenario and the faults of a simulated run."""
+    scenario, drawn = _draw_one(seed)
+    rng = random.Random(f"candidates {seed}")
+    elsewhere = any(action.kind.startswith("other") for action in scenario.actions)
+    if rng.random() < _WITH_CANDIDATES and not elsewhere:
+        kill_at = rng.choice((0, rng.randrange(1, 12)))
+        scenario = replace(scenario, candidates=Candidates(rng.choice((None, None, 10.0, 40.0)), kill_at))
+    return scenario, drawn
+
+
+def _draw_one(seed: int) -> tuple[Scenario, list[Fault]]:
+    """Draws a scenario without candidates, and its faults."""
     rng, added = random.Random(f"scenario {seed}"), random.Random(f"added {seed}")
     if random.Random(f"hangs {seed}").random() < _OF_HANGS:
         scenario, drawn = _draw_hangs(random.Random(f"scenario of hangs {seed}"))

@@ -21,13 +21,15 @@ from launcher.owner import Owner, hash_account
 from launcher.run import ledger
 from launcher.run.ledger import Ledger
 from launcher.run.runs import list_runs
+from launcher.tpu_vm import requests
 from launcher.tpu_vm.commands import create_command, delete_command
 from launcher.tpu_vm.ownership import make_labels
+from launcher.tpu_vm.requests import create_only
 from tests import gcloud_commands
 from tests.simulation.launcher import full_disk, promises, scenarios
 from tests.simulation.launcher.commands import Command
 from tests.simulation.launcher.full_disk import FullDisk
-from tests.simulation.launcher.scenarios import Action, Setting
+from tests.simulation.launcher.scenarios import Action, Candidates, Setting
 from tests.simulation.launcher.speed import observe_every, remember_yaml
 from tests.simulation.launcher.world import Laptop, World
 from tests.simulation.scheduler import Scheduler, Stuck
@@ -37,6 +39,10 @@ LONGEST_LOOK = 900.0  # seconds for which a user watches logs: longer than any p
 _STEPS = 80_000
 _KILLED_AT_WRITE = 0.1  # of all runs
 _NAME = "bert"
+_CANDIDATES = (
+    ", candidates: [{accelerator_type: v4-8, capacity: [spot, on-demand]}, {accelerator_type: v3-8, zones: "
+    "[us-central1-a]}, {accelerator_type: v2-8, zones: [us-central1-b]}]"
+)
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,7 @@ def _folder() -> Path:
 
 
 @functools.cache
-def make_config(setting: Setting) -> Config:
+def make_config(setting: Setting, candidates: Candidates | None = None) -> Config:
     """Returns the configuration of a setting. Cached: reading YAML takes as long as much of a simulated run."""
     path = _folder() / "run.yaml"
     lines = [
@@ -60,6 +66,8 @@ def make_config(setting: Setting) -> Config:
         "zone: us-central2-b",
         f"slice: {{name: {_NAME}, accelerator_type: {setting.accelerator}, stockout_minutes: 30, create_minutes: 60"
         + (", queued: {valid_until_hours: 2}" if setting.queued else "")
+        + (_CANDIDATES if candidates is not None else "")
+        + (f", price_limit: {candidates.price_limit}" if candidates is not None and candidates.price_limit else "")
         + "}",
         f"image: {{reference: 'r/i@sha256:{'0' * 64}'}}",
         "run:",
@@ -95,7 +103,7 @@ class SimulatedRun:
             self.scheduler.trace = []
         self.world = World(self.scheduler, random.Random(f"world {seed}"), self.faults, self.scenario.plans)
         self.world.slice_name = _NAME
-        self.config = make_config(self.scenario.setting)
+        self.config = make_config(self.scenario.setting, self.scenario.candidates)
         stall = self.scenario.setting.stall_minutes
         self.world.stall_seconds = stall * 60.0 if stall is not None else None
         self.world.host_lost_seconds = self.scenario.setting.host_lost_seconds
@@ -108,11 +116,15 @@ class SimulatedRun:
         self.bob = Laptop("bob", "bob", homes / "bob")
         self.second = Laptop("ann-2", "ann", homes / "ann-2")  # another workstation of ann's
         self.world.laptops = [self.ann, self.bob, self.second]
+        for laptop in self.world.laptops:
+            laptop.at_work = functools.partial(self._is_at_work, laptop)
+        self.world.price_limit = self.scenario.candidates.price_limit if self.scenario.candidates else None
         self.homes = [self.ann.home, self.second.home]
         kill = random.Random(f"write {seed}")
         self.kill_at = kill.randrange(1, 20) if kill.random() < _KILLED_AT_WRITE else 0  # number of the event
         self.half_written = kill.choice((0.0, 0.5, 1.0))  # the part of that event's line that is written
         self.writes = 0
+        self.requests = 0  # writes to the record of requests
         self.main: Command | None = None  # the newest command of ann's first terminal
         self.main_over = False
 
@@ -122,6 +134,7 @@ class SimulatedRun:
             laptop.home.mkdir(parents=True)
         environment = {name: os.environ.get(name) for name in ("TPU_LAUNCH_HOME", "LOGNAME")}
         ledger.write_whole = self._write_event  # type: ignore[assignment]
+        requests.create_only = self._write_request
         self.scheduler.note(f"{self.scenario}")
         self.scheduler.note(f"faults: {'; '.join(map(str, self.faults)) or 'none'}")
         try:
@@ -133,6 +146,7 @@ class SimulatedRun:
         finally:
             full_disk.fill(False)
             ledger.write_whole = write_whole
+            requests.create_only = create_only
             self.scheduler.close()
             for name, value in environment.items():
                 if value is None:
@@ -142,6 +156,13 @@ class SimulatedRun:
         for task in self.scheduler.crashed:
             self.world.break_promise("every ending has a documented code", f"{task} raised {task.error!r}")
         return Result(self.world.record.broken, self.scheduler.trace or [])
+
+    def _is_at_work(self, laptop: Laptop) -> bool:
+        return any(
+            command.laptop is laptop and command.code is None and not command.killed and not command.process.frozen
+            for command in self.commands
+            if command.name in ("up", "run", "attach", "down")
+        )
 
     def break_promise(self, promise: str, what: str) -> None:
         self.world.break_promise(promise, what)
@@ -230,7 +251,7 @@ class SimulatedRun:
         return False
 
     def _is_name_taken(self) -> bool:
-        return any(node.name == _NAME and node.creator != "ann" for node in self.world.google.slices.values())
+        return any(node.name.startswith(_NAME) and node.creator != "ann" for node in self.world.google.slices.values())
 
     def _train(self) -> None:
         next_command = "run"
@@ -303,13 +324,30 @@ class SimulatedRun:
     def _write_event(self, file: FileIO, data: bytes) -> None:
         """Writes an event to a ledger; kills its command at the write that was drawn."""
         self.writes += 1
-        command = next((item for item in self.commands if item.process is self.scheduler.current.process), None)
+        command = self._running_command()
         if self.writes != self.kill_at or command is None:
             write_whole(file, data)
             return
         write_whole(file, data[: int(len(data) * self.half_written)])
         self.world.note(f"event {self.writes} is written by {self.half_written:.0%}: {data[:80]!r}")
         command.kill()
+
+    def _write_request(self, path: Path, text: str) -> bool:
+        """Writes to the record of requests; kills its command before or after the write that was drawn."""
+        self.requests += 1
+        candidates, command = self.scenario.candidates, self._running_command()
+        kills = candidates is not None and self.requests == candidates.kill_at and command is not None
+        if kills and self.half_written < 1.0:
+            self.world.note(f"killed before {path.name}")
+            command.kill()
+        written = create_only(path, text)
+        self.world.note(f"the record has {path.name}")
+        if kills:
+            command.kill()
+        return written
+
+    def _running_command(self) -> Command | None:
+        return next((item for item in self.commands if item.process is self.scheduler.current.process), None)
 
     def _tear_last_line(self) -> None:
         """Leaves half a line, as a process that was killed while it wrote."""

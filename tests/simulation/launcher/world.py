@@ -6,10 +6,11 @@ import contextlib
 import math
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from launcher.costs import per_hour
 from launcher.emulator.api.catalogue import ApiError
 from launcher.errors import CommandTimeout
 from launcher.owner import hash_account
@@ -30,6 +31,7 @@ _REFUSALS = 3  # in a row, at least, before a host counts as lost
 _FORGOTTEN_SECONDS = 300.0  # of silence, after which a firewall may forget a connection
 COLLEAGUE = "a colleague"
 _RACE_SECONDS = 5.0  # between a look and the step that follows from it: no call of the API checks and creates at once
+_TWO_SECONDS, _TWO_POLL_SECONDS = 60.0, 2.0
 _IN_USE = ("CREATING", "READY", "STARTING", "REPAIRING")
 _BETWEEN_LOOKS = 5.0  # seconds between two observations, at most
 
@@ -44,6 +46,8 @@ class Laptop:
     offline: bool = False
     wall: float = 0.0
     asleep: float = 0.0  # seconds in which its monotonic clock stood still
+    at_work: Callable[[], bool] = lambda: False
+    """Returns whether a command that may withdraw requests runs on it."""
 
 
 @dataclass(eq=False)
@@ -111,6 +115,7 @@ class World:
         self.pull_seconds = rng.choice((0.5, 5.0, 40.0))
         self.laptops: list[Laptop] = []
         self.slice_name = ""
+        self.price_limit: float | None = None  # as the file says
         self.stall_seconds: float | None = None  # as the file says
         self.host_lost_seconds = math.inf  # as the file says
         self._refusals: dict[tuple[str, Host], list[float]] = {}  # since a laptop last heard of a host
@@ -195,7 +200,8 @@ class World:
         self.addresses[host.address] = host
 
     def _our_slice(self) -> Slice | None:
-        nodes = [node for node in self.google.slices.values() if node.name == self.slice_name and node.creator == "ann"]
+        nodes = [node for node in self.google.slices.values() if node.creator == "ann"]
+        nodes = [node for node in nodes if node.name.startswith(self.slice_name)]
         return nodes[-1] if nodes else None
 
     def _strike(self, fault: Fault) -> None:
@@ -427,6 +433,27 @@ class World:
                 raced = node in by.deleted or at - by.looked.get(node, at) < _RACE_SECONDS
                 if deleter is not by and not raced and by.shown[node] in _IN_USE:
                     self.break_promise("what a user deleted stays deleted", f"{by.command} of {by.user} makes it again")
+
+    def watch_two(self, second: Slice) -> None:
+        """Checks that a user never keeps two slices for longer than _TWO_SECONDS in which a command of that user works
+        and Google answers it. Called when the second one is READY."""
+        attended = 0.0
+        while attended < _TWO_SECONDS:
+            kept = [node for node in self.google.slices.values() if node.creator == second.creator]
+            if sum(node.state == "READY" for node in kept) < 2 or second.state != "READY":
+                return
+            self.scheduler.sleep(_TWO_POLL_SECONDS)
+            at_work = any(laptop.user == second.creator and laptop.at_work() for laptop in self.laptops)
+            answers = not self.struck or not any(fault.kind in API_FAULTS for fault in self.faults)
+            attended += _TWO_POLL_SECONDS if at_work and answers else 0.0
+        self.break_promise("never two slices for longer than a minute", f"{kept}")
+
+    def check_price(self, slices: Sequence[tuple[str, str, bool]]) -> None:
+        """Checks that slices which Google may grant (type, zone, whether spot) keep within slice.price_limit."""
+        if self.price_limit is not None:
+            prices = [per_hour(name, zone, "spot" if spot else "on-demand") or 0.0 for name, zone, spot in slices]
+            if sum(prices) > self.price_limit + 1e-6:
+                self.break_promise("never above the price limit", f"{slices}: ${sum(prices):.2f} an hour")
 
     def node_deleted(self, node: Slice, who: str, by: object) -> None:
         """Records that a user deletes a node, and checks that this user's command may."""
