@@ -13,7 +13,7 @@ from launcher import installation
 from launcher import rehearsal as rehearsals
 from launcher.cli import terminal
 from launcher.emulator import control, faults
-from launcher.errors import LaunchError
+from launcher.errors import BadInput, LaunchError
 
 
 class _Reporting(click.Group):
@@ -110,6 +110,21 @@ def status(as_json: bool) -> None:
         click.echo(f"gs://{name}  {bucket['objects']} objects, {bucket['bytes']} bytes")
     for fault in report["faults"]:
         click.echo("fault: " + " ".join(f"{key}={value}" for key, value in fault.items()))
+
+
+@emulator.command()
+@click.argument("path", metavar="[FILE]", type=click.Path(path_type=Path), required=False)
+@click.option("--clear", is_flag=True, help="Any number of every slice again.")
+def stock(path: Path | None, clear: bool) -> None:
+    """Enter how many slices of each type there are in each zone, and when they come and go, from a YAML file.
+
+    Queued resources wait for the stock, and spot slices are taken when it falls. The guide's page on capacity shows a
+    file.
+    """
+    if (path is None) == (not clear):
+        raise BadInput("emulator stock: give a file, or --clear")
+    control.enter_stock(_home(), path)
+    click.echo("stock: any number of every slice" if path is None else f"stock: as {path} says, from now on")
 
 
 @emulator.group()

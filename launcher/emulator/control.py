@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import shell
+from launcher.emulator.api.stock import StockSection
 from launcher.emulator.server import ACCESS_TOKEN, CONTROL, ENGINE
 from launcher.emulator.state import EmulatorState, emulator_id, from_json, to_json, write_atomically
 from launcher.emulator.storage.tls import CA_FILE
@@ -37,6 +38,7 @@ from launcher.images.build import ensure_image
 from launcher.images.plan import make_plan
 from launcher.images.specification import folder_spec
 from launcher.installation import shared_folder
+from training.yaml_file import ConfigError, load, refuse_unknown, validate
 
 START_TIMEOUT = 30.0  # seconds until the server answers
 PING_TIMEOUT = 5.0  # seconds after which a silent server counts as not running
@@ -136,6 +138,20 @@ def inject(home: Path, fault: dict[str, Any]) -> dict[str, Any]:
     """Injects a fault, as launcher/cli/emulator.py describes it. Raises BadInput when the emulator does not run, or the
     fault's target does not exist."""
     return _ask(_running(home), "POST", "/inject", fault)
+
+
+def enter_stock(home: Path, path: Path | None) -> None:
+    """Enters the stock of a file from now on; None: any number of every slice again. Raises BadInput for a wrong file,
+    or when the emulator does not run."""
+    content: dict[str, Any] | None = None
+    if path is not None:
+        try:
+            document = load(path)
+            refuse_unknown(document, StockSection.model_fields)
+            content = validate(StockSection, document).model_dump()
+        except ConfigError as error:
+            raise BadInput(str(error)) from None
+    _ask(_running(home), "POST", "/stock", {"stock": content})
 
 
 def environment(home: Path) -> dict[str, str]:

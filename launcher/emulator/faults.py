@@ -110,7 +110,12 @@ def stockout(state: EmulatorState, zone: str) -> dict[str, Any] | None:
     fault = take(state, "stockout")
     if fault is None:
         return None
-    code, text = STOCKOUTS[fault.wording or "capacity"]
+    return no_capacity(zone, fault.wording or "capacity")
+
+
+def no_capacity(zone: str, wording: str = "capacity") -> dict[str, Any]:
+    """Returns the error of an operation in a zone without capacity. `wording`: a key of STOCKOUTS."""
+    code, text = STOCKOUTS[wording]
     text = text.format(zone=zone)
     return {"code": code, "message": text if code == catalogue.INTERNAL else f"{text} {event_id(text)}"}
 

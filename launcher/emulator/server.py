@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.emulator import faults
-from launcher.emulator.api import catalogue, queued_resources, repositories
+from launcher.emulator.api import catalogue, queued_resources, repositories, stock
 from launcher.emulator.api import nodes as tpu_api
 from launcher.emulator.api.catalogue import ApiError
 from launcher.emulator.http_server import Acceptor, HttpRequest, HttpResponse, json_response, serve_http
@@ -30,7 +30,7 @@ from launcher.emulator.operations import OperationRunner
 from launcher.emulator.registry.api import NAMES as REGISTRY_NAMES
 from launcher.emulator.registry.api import RegistryApi
 from launcher.emulator.registry.blobs import BlobStore
-from launcher.emulator.state import Fault, Node, Store, from_json, write_atomically
+from launcher.emulator.state import Fault, Host, Node, Store, from_json, write_atomically
 from launcher.emulator.storage.api import StorageApi, refuse_buckets
 from launcher.emulator.storage.bucket import Buckets
 from launcher.emulator.storage.tls import CA_FILE, NAMES, serve_secure, tls_context
@@ -127,17 +127,28 @@ class Server:
         self.operations.close()
 
     def _advance_queue(self) -> None:
-        """Grants and expires queued resources until the server stops."""
+        """Grants and expires queued resources, and preempts slices when the stock falls, until the server stops."""
         while not self.stopping.wait(QUEUE_SECONDS):
             with self.store.read() as state:
-                idle = not state.queued
+                idle = not state.queued and (state.stock is None or not state.nodes)
             if idle:
                 continue
             try:
                 with self.store.change() as state:
-                    queued_resources.advance(state, time.time())
+                    now = time.time()
+                    queued_resources.advance(state, now)
+                    doomed = [host for node in stock.taken(state, now) for host in self._take(node, now)]
+                for host in doomed:
+                    self.containers.kill(host)
             except Exception:
-                log.exception("queued resources")
+                log.exception("queued resources and stock")
+
+    @staticmethod
+    def _take(node: Node, now: float) -> list[Host]:
+        """Preempts a node, and returns its hosts, which the caller kills."""
+        log.info("the stock falls: %s is preempted", node.name)
+        faults.begin_preemption(node, now, now)
+        return list(node.hosts)
 
     # -- Google's services
 
@@ -258,6 +269,10 @@ class Server:
                     return json_response(self.status())
                 case ("POST", "/inject"):
                     return json_response(self.inject(request.json()))
+                case ("POST", "/stock"):
+                    with self.store.change() as state:
+                        state.stock, state.stock_since = request.json().get("stock"), time.time()
+                    return json_response({})
                 case ("POST", "/bucket"):
                     self.buckets.ensure(str(request.json()["name"]))
                     return json_response({})

@@ -144,6 +144,8 @@ class EmulatorState:
     queued: dict[str, QueuedResource] = field(default_factory=dict)
     pushed: dict[str, dict[str, str]] = field(default_factory=dict)  # repository -> tag or digest -> image id
     repositories: dict[str, dict[str, Any]] = field(default_factory=dict)  # projects/P/locations/L/repositories/R
+    stock: dict[str, Any] | None = None  # a stock file's content; see api/stock.py
+    stock_since: float = 0.0  # when it was entered
     format: int = FORMAT
 
     @property

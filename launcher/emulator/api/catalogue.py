@@ -53,9 +53,10 @@ _NODE_NAME = re.compile(r"^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$")
 _LABEL_KEY = re.compile(r"^[\w-]{1,63}$")
 _LABEL_VALUE = re.compile(r"^[\w-]{0,63}$")
 _TENSORFLOW = re.compile(r"^tpu-vm-tf-2\.\d+\.\d+(-pod)?(-(pjrt|se|pjrt-v5e-and-v6|pjrt-v5p))?$")
-# Fields that a node's creation may set.
+# Fields that a node's creation may set. gcloud's alpha track always sets autocheckpointEnabled.
 _FIELDS = frozenset((
-    "acceleratorConfig", "acceleratorType", "bootDiskConfig", "cidrBlock", "dataDisks", "description", "labels",
+    "acceleratorConfig", "acceleratorType", "autocheckpointEnabled", "bootDiskConfig", "cidrBlock", "dataDisks",
+    "description", "labels",
     "metadata", "networkConfig", "networkConfigs", "runtimeVersion", "schedulingConfig", "serviceAccount",
     "shieldedInstanceConfig", "tags",
 ))  # fmt: skip

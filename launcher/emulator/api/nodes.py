@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from launcher.emulator import faults
-from launcher.emulator.api import catalogue
+from launcher.emulator.api import catalogue, stock
 from launcher.emulator.api.catalogue import ApiError, bad_request
 from launcher.emulator.state import EmulatorState, Host, Node, Operation
 from training.accelerators import ACCELERATORS, Accelerator
@@ -149,7 +149,10 @@ def _create(state: EmulatorState, call: Call, parent: str, now: float) -> Operat
     faults.refuse_change(state)
     hosts = _new_hosts(state, name, requested.hosts, now)
     operation = start_operation(state, "create", name, now, state.create_seconds)
+    kind = (zone, requested.name, stock.capacity_of(call.body.get("schedulingConfig", {})))
     operation.failure = faults.stockout(state, zone)
+    if operation.failure is None and not stock.is_left(state, *kind, now):
+        operation.failure = faults.no_capacity(zone)
     if faults.take(state, "stuck"):
         operation.ends_at = now + _NEVER
     resource = _new_resource(call.body, name, requested, zone, project, now)

@@ -19,12 +19,15 @@ import re
 from typing import Any
 
 from launcher.emulator import faults
-from launcher.emulator.api import catalogue
+from launcher.emulator.api import catalogue, stock
 from launcher.emulator.api import nodes as tpu_api
 from launcher.emulator.api.catalogue import ApiError, bad_request
 from launcher.emulator.api.nodes import Call
 from launcher.emulator.state import EmulatorState, Operation, QueuedResource
+from training.accelerators import Accelerator
 
+_MODELS = {"FLEX_START": "flex-start", "RESERVATION_BOUND": "calendar"}  # provisioningModel of v2alpha1 -> capacity
+_LONGEST_RUN = 7 * 24 * 3600.0  # of flex-start
 _TRY_SECONDS = 1.0  # between tries to find capacity
 # Requests in these states have no node and may be deleted without force.
 _NO_NODE = frozenset(("ACCEPTED", "WAITING_FOR_RESOURCES", "FAILED", "SUSPENDED"))
@@ -115,6 +118,11 @@ def _try(state: EmulatorState, queued: QueuedResource, now: float) -> None:
         return
     body = dict(queued.resource["tpu"]["nodeSpec"][0]["node"])
     body["schedulingConfig"] = {"spot": "spot" in queued.resource, "reserved": "reservationName" in queued.resource}
+    model = _MODELS.get(queued.resource.get("provisioningModel", ""))
+    kind = (zone, str(body.get("acceleratorType")), model or stock.capacity_of(body["schedulingConfig"]))
+    if not stock.is_left(state, *kind, now):
+        queued.state = "WAITING_FOR_RESOURCES"
+        return
     try:
         tpu_api.answer(
             state, Call("POST", ("projects", project, "locations", zone, "nodes"), "", {"nodeId": node_id}, body), now
@@ -149,6 +157,7 @@ def _create(state: EmulatorState, call: Call, parent: str, now: float) -> Operat
     if "spot" in call.body and "guaranteed" in call.body:
         raise bad_request("only one of spot and guaranteed may be set")
     requested = catalogue.check_node(spec.get("node", {}), zone)
+    _check_model(call.body, requested)
     node = f"{parent}/nodes/{spec['nodeId']}"
     if node in state.nodes:
         raise ApiError(catalogue.ALREADY_EXISTS, f"Resource '{node}' already exists")
@@ -164,6 +173,18 @@ def _create(state: EmulatorState, call: Call, parent: str, now: float) -> Operat
         now,
     )
     return operation
+
+
+def _check_model(body: dict[str, Any], requested: Accelerator) -> None:
+    """Raises ApiError for a flex-start request of another generation or without its duration, and for one that is bound
+    to a reservation without a name."""
+    model, seconds = body.get("provisioningModel"), str(body.get("runDuration", {}).get("maxRunDuration", "0s"))
+    if model == "FLEX_START" and requested.generation.name not in ("v5e", "v6e"):
+        raise bad_request(f"flex-start is not supported for {requested.name}")
+    if model == "FLEX_START" and not 0 < float(seconds.removesuffix("s")) <= _LONGEST_RUN:
+        raise bad_request("flex-start needs a maxRunDuration of at most 7 days")
+    if model == "RESERVATION_BOUND" and not body.get("reservationName"):
+        raise bad_request("a reservation-bound request needs the name of its reservation")
 
 
 def _until(policy: dict[str, Any], now: float) -> float | None:

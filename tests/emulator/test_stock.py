@@ -1,0 +1,70 @@
+"""Claims about the emulated stock: creations and queued resources find what the file says, and spot slices are taken
+when it falls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from launcher.emulator.api import nodes as tpu_api
+from launcher.emulator.api import queued_resources, stock
+from launcher.emulator.state import EmulatorState
+from tests.gcloud_commands import parse
+
+ZONE, NODE = "us-central2-b", "projects/p/locations/us-central2-b/nodes/a"
+
+
+def make(*entries: dict[str, Any], seed: int = 0, speed: float = 1.0) -> EmulatorState:
+    state = EmulatorState("0badcafe", 1, "/", "/", create_seconds=0.0, update_seconds=0.0, subnet="10.0.0.0/24")
+    common = {"zone": ZONE, "accelerator_type": "v4-8"}
+    state.stock = {"seed": seed, "speed": speed, "stock": [{**common, **entry} for entry in entries]}
+    state.stock_since = 1000.0
+    return state
+
+
+def create(state: EmulatorState, now: float, name: str = "a", flag: str = "--spot") -> dict[str, Any]:
+    """Creates a node as gcloud asks for it, and ends its operation; returns the operation's error or {}."""
+    line = (
+        f"gcloud compute tpus tpu-vm create {name} --project=p --zone={ZONE} --accelerator-type=v4-8 --version=v {flag}"
+    )
+    command = parse(line.replace("--version=v", "--version=tpu-ubuntu2204-base").split())
+    operation = state.operations[command.call(state, now)["name"]]
+    tpu_api.finish_operation(state, operation, now)
+    return operation.error or {}
+
+
+def test_a_creation_beyond_the_stock_fails_as_googles_does() -> None:
+    state = make({"capacity": "spot", "slices": [(0, 1)]})
+    assert create(state, 1001.0) == {}
+    assert create(state, 1002.0, "b")["code"] == 8
+    assert "no more capacity" in create(state, 1003.0, "c", "")["message"], "the file has no on-demand ones"
+    assert list(state.nodes) == [NODE]
+
+
+def test_a_queued_resource_waits_for_the_stock() -> None:
+    state = make({"capacity": "spot", "slices": [(0, 0), (60, 1)]})
+    line = f"gcloud compute tpus queued-resources create a --project=p --zone={ZONE} --node-id=a --spot"
+    line += " --accelerator-type=v4-8 --runtime-version=tpu-ubuntu2204-base --valid-until-duration=3600s"
+    parse(line.split()).call(state, 1000.0)
+    queued_resources.advance(state, 1059.0)
+    assert next(iter(state.queued.values())).state == "WAITING_FOR_RESOURCES"
+    queued_resources.advance(state, 1061.0)
+    assert next(iter(state.queued.values())).state == "PROVISIONING"
+
+
+def test_when_the_stock_falls_the_newest_spot_slice_is_taken_and_no_other_one() -> None:
+    state = make({"capacity": "spot", "slices": [(0, 2), (60, 1)]}, {"slices": [(0, 1), (60, 0)]})
+    create(state, 1001.0)
+    create(state, 1002.0, "b")
+    create(state, 1003.0, "c", "")
+    assert stock.taken(state, 1059.0) == []
+    assert [node.short_name for node in stock.taken(state, 1061.0)] == ["b"]
+
+
+def test_random_stock_is_a_function_of_the_seed_and_the_time() -> None:
+    def course(seed: int) -> list[int | None]:
+        state = make({"random": {"every": 60, "most": 3}}, seed=seed, speed=10.0)
+        return [stock.available(state, ZONE, "v4-8", "on-demand", 1000.0 + 6 * k) for k in range(50)]
+
+    assert course(1) == course(1)
+    assert course(1) != course(2)
+    assert set(course(1)) == {0, 1, 2, 3}
