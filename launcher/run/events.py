@@ -44,6 +44,10 @@ class AttemptBegan(RunEvent):
     """The folder of the container over which the overlay is laid."""
     preflight: str = ""
     """Hashes of the programs that preflight compiled, separated by commas; empty without preflight."""
+    slice: str = ""
+    """Type, capacity and zone of the slice; empty where the platform chooses hosts."""
+    dollars_an_hour: float | None = None
+    """Its list price; null when it is not known."""
 
 
 @dataclass(frozen=True)

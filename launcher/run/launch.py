@@ -17,7 +17,7 @@ from launcher.file_lock import hold_shared, is_held
 from launcher.home import of_slice
 from launcher.images import local, overlays
 from launcher.provider import HostReport, Overlay, Provider
-from launcher.run import env_file, events, specification
+from launcher.run import budget, env_file, events, specification
 from launcher.run.ledger import Ledger
 from launcher.run.loop import resume_open_attempt, run_attempts
 from launcher.run.runs import find_run, list_runs, resolve_run, runs_on_slice
@@ -86,6 +86,7 @@ def run(request: RunRequest, context: Context) -> Outcome:
     variables, overlay = read_extras(request, context)
     secrets = SecretSource(context.environment, variables.values if variables else {})
     config.require_something_to_run()
+    budget.require_prices(config)
     inputs.buckets(config, say)
     inputs.data(config, say)
     checked: tuple[str, ...] = ()
@@ -129,6 +130,7 @@ def run(request: RunRequest, context: Context) -> Outcome:
                 specification.write_overlay(ledger.folder, overlay)
             session = Session(context, ledger, spec, config, provider, secrets)
             require_inputs(session)  # before an image is built
+            budget.require_left(session)
             return run_attempts(session.with_image(_choose_image(request, context, kept, spec)))
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from launcher import costs
 from launcher.errors import Exit, HostsUnreachable, LaunchError
 from launcher.provider import SliceState
-from launcher.run import events
+from launcher.run import budget, events
 from launcher.run.recovery import (
     SETTLE_SECONDS,
     NextRound,
@@ -66,6 +66,8 @@ def run_attempts(session: Session, attempt: int | None = None) -> Outcome:
             verdict = supervise(session, attempt)
         following = _recover(session, attempt, verdict)
         if following is None:
+            if verdict.kind is not Kind.FINISHED and budget.is_spent(session):
+                budget.take_down(session)
             ends = [event for event in session.ledger.events() if isinstance(event, events.Ended)]
             lines = list(ends[-1].last_lines) if ends and ends[-1].attempt == attempt else []
             return Outcome(session.ledger.run_id, attempt, verdict, lines)
@@ -111,7 +113,7 @@ def _recover(session: Session, attempt: int, verdict: Verdict) -> int | None:
         Retries(settings.preemption_retries, settings.failure_retries),
         stop_requested=ledger.state.stop_requested,
     )
-    if not decision.retry:
+    if not decision.retry or budget.is_spent(session):
         return None
     for line in explain(verdict):
         session.say(f", attempt {attempt}: {line}")

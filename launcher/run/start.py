@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 
+from launcher import costs
 from launcher.config import Config
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.provider import DELIVERY_SECONDS, SECRETS_LATE, ContainerState, HostReport, Observation, Provider
@@ -19,6 +20,7 @@ from launcher.run.session import RunStopped, Session
 from launcher.run.state import Phase, phase_on_hosts
 from launcher.run.supervise import DESCRIBE_AGAIN_SECONDS, stop_hosts
 from launcher.run.verdict import SLICE_DELETED, Cause, Kind, Verdict
+from launcher.tpu_vm import slice_hints
 from training.machine.clock import format_time, parse_time
 from training.machine.threads import Queue
 
@@ -47,6 +49,7 @@ def start_attempt(session: Session) -> tuple[int, Verdict | None]:
     session.say(f": attempt {number} on {provider.host_count} hosts{resumes}")
     _reap_orphans(session)
     session.check_stop()
+    placed = slice_hints.current(config) if provider.capabilities.cloud_tpu_node else None
     ledger.append(
         events.AttemptBegan(
             number,
@@ -55,6 +58,8 @@ def start_attempt(session: Session) -> tuple[int, Verdict | None]:
             overlay=overlay.digest if overlay else "",
             overlay_target=overlay.target if overlay else "",
             preflight=",".join(spec.preflight),
+            slice=str(placed) if placed else "",
+            dollars_an_hour=costs.per_hour(placed.accelerator_type, placed.zone, placed.capacity) if placed else None,
         )
     )
     try:

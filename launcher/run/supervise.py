@@ -16,7 +16,7 @@ from typing import Any
 from launcher.errors import BadInput, LaunchError, from_disk
 from launcher.masking import SecretMasker
 from launcher.provider import HostReport, Observation
-from launcher.run import events, explanation, post_mortem
+from launcher.run import budget, events, explanation, post_mortem
 from launcher.run.ledger import Ledger
 from launcher.run.logs import HostLog, next_page, tail
 from launcher.run.session import Session
@@ -37,6 +37,7 @@ DESCRIBE_AGAIN_SECONDS = 5.0  # before a slice that seems to be gone is describe
 _PROGRESS_EVERY = 5.0  # seconds between two readings of a host's lines of progress
 _STOP_AGAIN_SECONDS = 5.0  # before hosts that were missed are stopped again
 _API_GAP = 60.0  # seconds between two answers of the API beyond which the time between them does not count
+_COUNT_EVERY = 5.0  # seconds between two counts of the run's dollars
 _WARN_EVERY = 30.0  # seconds between two warnings that no host answers
 _NO_POST_MORTEM = (Kind.FINISHED, Kind.SAVED, Kind.BAD_INPUT, Kind.STOPPED)
 _FAILURE_GRACE = 3  # seconds between SIGTERM and SIGKILL for hosts that only wait for a dead peer
@@ -222,6 +223,7 @@ class _Supervision:
         self.slice_described = begun - _DESCRIBE_SLICE_EVERY
         self.api_only = ApiOnlyTime()
         self.warned = begun
+        self.counted = begun  # when the run's dollars were last counted
         self.progress: dict[int, ProgressView] = {}  # of hosts that tell it
         self.stragglers = Watch()
         self.kept_step = -1  # of the progress that was last kept
@@ -243,6 +245,7 @@ class _Supervision:
                 self._forgive_standstill(now)  # before anything is judged by that time
                 self._describe_slice_if_unreachable()
                 self._warn_if_unreachable()
+                self._stop_if_budget_is_spent(now)
                 stop_requested = self.ledger.state.stop_requested
                 if stop_requested and not self.stopping:
                     self.stopping = True
@@ -395,6 +398,13 @@ class _Supervision:
             self.warned = now
             problem = self.views[0].problem
             self.say(f"no host answers ({problem}); still trying. The run goes on without us: Ctrl-C detaches")
+
+    def _stop_if_budget_is_spent(self, now: float) -> None:
+        """Requests a stop, every few seconds, unless one is requested or run.budget allows to go on."""
+        if now - self.counted > _COUNT_EVERY and not self.ledger.state.stop_requested:
+            self.counted = now
+            if budget.is_spent(self.session):
+                budget.stop(self.session, self.attempt)
 
     def _poll_all_now(self) -> None:
         """Polls every other host now, once, so that a host in a long poll does not count as silent."""

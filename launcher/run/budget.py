@@ -1,0 +1,89 @@
+"""The dollars of a run (`run.budget`): what its attempts have cost by list prices, and the end when they are spent.
+
+Counted is each attempt's slice from the attempt's begin to its end, and a recovery in which the slice stays. The price
+is recorded when the attempt begins, so that the sum does not change with the file or the table of prices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from launcher import costs
+from launcher.config import Config
+from launcher.errors import BadInput, Exit, LaunchError
+from launcher.run import events
+from launcher.run.events import Entry
+from launcher.run.session import Session
+from launcher.run.verdict import Kind
+from training.machine.clock import parse_time
+
+_SLICE_LOST = (Kind.PREEMPTED.value, Kind.DELETED.value)
+
+
+def spent(entries: Sequence[Entry], now: float) -> float:
+    """Returns the dollars that a run with these events has cost until `now` (Unix seconds)."""
+    total, rate, begun = 0.0, 0.0, 0.0
+    for entry in entries:
+        time, event = parse_time(entry.time) or begun, entry.event
+        if isinstance(event, events.AttemptBegan):
+            total += rate * max(0.0, time - begun)
+            rate, begun = (event.dollars_an_hour or 0.0) / 3600, time
+        elif isinstance(event, events.Ended | events.RecoveryGivenUp):
+            total += rate * max(0.0, time - begun)
+            begun, rate = time, 0.0
+        elif isinstance(event, events.Recovering) and event.after not in _SLICE_LOST:
+            rate = _rate_of(entries, event.attempt)  # the slice stays, and is billed until the next attempt
+    return total + rate * max(0.0, now - begun)
+
+
+def _rate_of(entries: Sequence[Entry], attempt: int) -> float:
+    """Returns the dollars a second of an attempt's slice."""
+    began = [entry.event for entry in entries if isinstance(entry.event, events.AttemptBegan)]
+    return next((event.dollars_an_hour or 0.0) / 3600 for event in reversed(began) if event.attempt == attempt)
+
+
+def is_spent(session: Session) -> bool:
+    """Returns whether the run's budget does not allow to go on: what a save costs is kept back."""
+    budget = session.config.run.budget
+    if budget is None:
+        return False
+    entries, now = session.ledger.entries(), session.machine.clock.time()
+    return spent(entries, now + session.config.run.stop_seconds) >= budget
+
+
+def require_prices(config: Config) -> None:
+    """Raises BadInput for a budget with a candidate whose price is not known."""
+    for candidate in config.candidates if config.run.budget is not None else ():
+        if costs.per_hour(candidate.accelerator_type, candidate.zone, candidate.capacity) is None:
+            raise BadInput(
+                f"run.budget: the price of {candidate} is not in the table of {costs.AS_OF}: remove the candidate, or "
+                "the budget"
+            )
+
+
+def require_left(session: Session) -> None:
+    """Raises LaunchError, after deleting the slice, if the run's budget is spent."""
+    if is_spent(session):
+        take_down(session)
+        raise LaunchError(
+            f"run {session.ledger.run_id} has spent its budget ({describe(session)}): raise run.budget to go on",
+            exit_code=Exit.STOPPED,
+        )
+
+
+def stop(session: Session, attempt: int) -> None:
+    """Requests the stop of an attempt whose budget is spent: it saves, and no attempt follows."""
+    session.say(f": the budget is spent ({describe(session)}): stopping it, so that it saves")
+    session.ledger.append(events.RunStopRequested(attempt, session.config.run.stop_seconds))
+
+
+def take_down(session: Session) -> None:
+    """Deletes the slice of a run whose budget is spent."""
+    session.say(f": the budget is spent ({describe(session)}): deleting its slice; raise run.budget to go on")
+    session.provider.delete()
+
+
+def describe(session: Session) -> str:
+    """Returns how much of the budget is spent, in words."""
+    dollars = spent(session.ledger.entries(), session.machine.clock.time())
+    return f"about ${dollars:.2f} of ${session.config.run.budget:.2f}, by list prices of {costs.AS_OF}"

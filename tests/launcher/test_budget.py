@@ -1,0 +1,68 @@
+"""Claims about a run's budget: what is counted, and that the run saves, stops and loses its slice when it is spent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from launcher.errors import BadInput, Exit, LaunchError
+from launcher.run import events
+from launcher.run.budget import spent
+from launcher.run.events import Entry
+from launcher.run.verdict import Kind
+from tests.launcher.test_runs import Hosts, Workstation
+from training.machine.clock import format_time
+
+START = 1_800_000_000.0
+
+
+def at(hours: float, event: events.RunEvent) -> Entry:
+    return Entry(format_time(START + hours * 3600), event)
+
+
+def began(attempt: int, dollars: float) -> events.AttemptBegan:
+    return events.AttemptBegan(attempt, dollars_an_hour=dollars)
+
+
+def test_each_attempt_counts_with_the_price_of_its_slice_and_a_preempted_slice_costs_nothing() -> None:
+    entries = [
+        at(0, began(0, 10.0)),
+        at(2, events.Ended(0, "preempted")),
+        at(2, events.Recovering(0, "preempted", "", 0.0)),
+        at(5, began(1, 4.0)),
+        at(6, events.Ended(1, "failed")),
+        at(6, events.Recovering(1, "failed", "", 0.0)),  # the slice stays
+        at(7, began(2, 4.0)),
+    ]
+    assert spent(entries, START + 7 * 3600) == pytest.approx(2 * 10 + 4 + 4)
+    assert spent(entries, START + 8 * 3600) == pytest.approx(2 * 10 + 4 + 4 + 4)
+    assert spent(entries[:2], START + 100 * 3600) == pytest.approx(20)
+    assert spent([], START) == 0
+
+
+def test_a_run_whose_budget_is_spent_saves_and_its_slice_is_deleted(tmp_path: Path) -> None:
+    work = Workstation(tmp_path, Hosts([None, 0]))
+    config = work.config("run.budget=1.0", "run.preemption_retries=9", command=["train"])
+    work.clock.skipped = -3600.0
+    # The first observation is an hour later: a v4-16 costs 25.76 dollars an hour.
+    work.hosts.hooks["observe"] = [lambda: work.clock.sleep(3600.0)]
+    outcome = work.run(config)
+    assert outcome.verdict.kind is Kind.SAVED
+    assert len(work.hosts.attempts) == 1
+    assert work.hosts.slice_state is None
+    assert any("the budget is spent (about $25." in line for line in work.messages)
+    work.hosts.slice_state = "READY"
+    with pytest.raises(LaunchError, match=r"raise run\.budget") as refused:
+        work.run(config)
+    assert refused.value.exit_code is Exit.STOPPED
+    assert work.hosts.slice_state is None
+    work.hosts.slice_state = "READY"
+    assert work.run(work.config("run.budget=100", command=["train"])).verdict.kind is Kind.FINISHED
+
+
+def test_a_budget_needs_the_price_of_every_candidate(tmp_path: Path) -> None:
+    work = Workstation(tmp_path, Hosts([0]))
+    candidates = "slice.candidates=[{accelerator_type: v6e-8, zones: [southamerica-west1-a], capacity: spot}]"
+    with pytest.raises(BadInput, match=r"run\.budget: the price of v6e-8 \(spot\) in southamerica-west1-a"):
+        work.run(work.config("run.budget=5", candidates, command=["train"]))
