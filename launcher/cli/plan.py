@@ -8,13 +8,14 @@ from dataclasses import asdict
 import click
 
 from launcher import costs
+from launcher import estimate as estimates
 from launcher import plan as plans
 from launcher.cli import terminal
 from launcher.cli.options import configured, machine
 from launcher.config import Config
 from launcher.errors import BadInput, Exit
 from launcher.gke import manifest as manifests
-from launcher.home import home
+from launcher.home import home, where
 from launcher.images import base as bases
 from launcher.images import local as images
 from launcher.run.stall import describe_limits
@@ -32,6 +33,8 @@ def plan(config: Config, as_json: bool, command: tuple[str, ...]) -> None:
         terminal.dump([asdict(step) for step in steps])
         return
     click.echo(f"# {costs.line(config)}")
+    if estimate := estimates.line(config, where(), machine()):
+        click.echo(f"# {estimate}")
     for line in describe_limits(config.run.stall_minutes):
         click.echo(f"# {line}")
     click.echo()

@@ -1,0 +1,56 @@
+"""Commands about what may be rented: `capacity`, `estimate`."""
+
+from __future__ import annotations
+
+import click
+
+from launcher import costs
+from launcher.cli import terminal
+from launcher.cli.options import configured, machine
+from launcher.config import Config
+from launcher.home import home
+from launcher.tpu_vm.requests import RequestRecord, granted_after
+from training.machine.clock import format_time
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Everything, for scripts.")
+@configured
+def capacity(config: Config, as_json: bool) -> None:
+    """Show the slice's candidates, when each was asked for, and what became of it."""
+    record = RequestRecord(config).read()
+    if as_json:
+        terminal.dump([request.document() for request in record])
+        return
+    rows = []
+    for candidate in config.candidates:
+        price = costs.per_hour(candidate.accelerator_type, candidate.zone, candidate.capacity)
+        asked = [request for request in record if request.candidate == candidate]
+        seconds = granted_after(asked)
+        waited = f"median {costs.duration(seconds)}" if seconds is not None else "never granted here"
+        dollars = "unknown" if price is None else f"${price:.2f}"
+        rows.append([candidate.accelerator_type, candidate.capacity, candidate.zone, dollars, str(len(asked)), waited])
+    terminal.table(["type", "capacity", "zone", "an hour", "asked", "granted after"], rows)
+    if record:
+        click.echo("")
+        lines = [
+            [f"{request.number}", format_time(request.asked), f"{request.candidate}", request.describe()]
+            for request in record
+        ]
+        terminal.table(["request", "asked", "candidate", "what became of it"], lines)
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Everything, for scripts.")
+@configured
+def estimate(config: Config, as_json: bool) -> None:
+    """Estimate hours and dollars of the run on each candidate, from what is known: compiles and rents nothing."""
+    from launcher import estimate as estimates
+
+    items, shares = estimates.estimate(config, home(), machine())
+    if as_json:
+        terminal.dump({"shares": vars(shares), "candidates": [item.document() for item in items]})
+        return
+    terminal.table(list(estimates.COLUMNS), [estimates.row(item) for item in items])
+    for line in estimates.notes(items, shares):
+        click.echo(line)

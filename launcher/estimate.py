@@ -1,0 +1,264 @@
+"""Estimates the hours and dollars of a run on each candidate, before anything is rented. Compiles nothing.
+
+The bound on a step's time comes from the compiler (a kept preflight of the type), else from another type's preflight,
+whose FLOPs and bytes are spread over the type's devices, else from the model's sizes. The range is that bound divided
+by shares of it that runs reached: measured ones, of finished attempts in this folder, else published ones.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from launcher import costs
+from launcher.checks import preflight
+from launcher.config import Candidate, Config
+from launcher.errors import BadInput, LaunchError
+from launcher.run import specification
+from launcher.run.logs import tail
+from launcher.run.runs import list_runs
+from launcher.tpu_vm.requests import RequestRecord, granted_after
+from launcher.workstation import Workstation
+from training import storage
+from training.accelerators import Accelerator, accelerator
+from training.data.formats.dataset import MANIFEST, load_manifest
+from training.errors import TrainError
+
+PUBLISHED = (0.21, 0.71)
+PUBLISHED_SOURCE = (
+    "published: 21 % of the peak (marin's runs, github.com/marin-community/marin) to 71 % (BERT-large on v4-128, "
+    "MLPerf)"
+)
+_MARGIN = 0.1  # around measured shares: runs of one program differ
+_STATE_BYTES = 28  # that one step of AdamW reads and writes for each parameter: weight, gradient, two moments in fp32
+_SUMMARY, _SUMMARY_BYTES = "summary: ", 200_000
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The least seconds that a step takes, and where that comes from."""
+
+    seconds: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Shares of the bound's speed that runs have reached."""
+
+    low: float
+    high: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A run on one candidate. Hours and dollars are (least, most); dollars are None where the price is unknown."""
+
+    candidate: Candidate
+    fits: bool | None  # None: not compiled yet
+    bound: Bound | None
+    hours: tuple[float, float] | None
+    spot: tuple[float, float] | None
+    on_demand: tuple[float, float] | None
+    wait_seconds: float | None  # from a request to its grant, as recorded here
+
+    def document(self) -> dict[str, Any]:
+        """Returns it as a JSON object."""
+        return asdict(self)
+
+    @property
+    def finish(self) -> float:
+        """Returns the hours until the run would finish, the middle of the range and the known wait for capacity."""
+        return math.inf if self.hours is None else sum(self.hours) / 2 + (self.wait_seconds or 0.0) / 3600
+
+
+def estimate(config: Config, home: Path, machine: Workstation) -> tuple[list[Estimate], Shares]:
+    """Returns an estimate for each type and zone of the candidates, and the shares used.
+
+    Raises:
+        BadInput: The run has no trainer's sections.
+    """
+    if config.trainer is None:
+        raise BadInput(
+            f"{config.document.name}: has no trainer's sections, and only the trainer's step can be estimated"
+        )
+    record, shares, found = RequestRecord(config).read(), measured_shares(home, machine), {}
+    shares = shares or Shares(*PUBLISHED, PUBLISHED_SOURCE)
+    for candidate in config.all_candidates:
+        if (place := (candidate.accelerator_type, candidate.zone)) in found:
+            continue
+        placed = config.placed(candidate)
+        kept, bound = preflight.known(placed, home), step_bound(placed, home)
+        hours = None
+        if bound is not None:
+            least = bound.seconds * config.trainer.train.steps / 3600
+            hours = (least / shares.high, least / shares.low)
+        found[place] = Estimate(
+            candidate,
+            bool(kept["fits"]) if kept else None,
+            bound,
+            hours,
+            _dollars(candidate, "spot", hours),
+            _dollars(candidate, "on-demand", hours),
+            granted_after([request for request in record if request.candidate == candidate]),
+        )
+    return list(found.values()), shares
+
+
+def _dollars(candidate: Candidate, capacity: str, hours: tuple[float, float] | None) -> tuple[float, float] | None:
+    price = costs.per_hour(candidate.accelerator_type, candidate.zone, capacity)
+    return None if price is None or hours is None else (price * hours[0], price * hours[1])
+
+
+# -- the bound --------------------------------------------------------------------------------------------------------
+
+
+def step_bound(config: Config, home: Path) -> Bound | None:
+    """Returns the bound on a step of the configuration's trainer on its accelerator; None if nothing tells it."""
+    assert config.trainer is not None
+    batch, target = config.trainer.train.global_batch_size, config.accelerator
+    kept = preflight.known(config, home)
+    if kept is not None and (graph := _training_graph(kept)) is not None:
+        return Bound(batch / graph["costs"]["examples_per_second"], "compiled")
+    for name, other in preflight.known_elsewhere(config, home).items():
+        if (graph := _training_graph(other)) is not None:
+            devices = accelerator(name).devices
+            rows = batch / graph["rows"]
+            flops, byte_count = (graph["costs"][key] * devices * rows for key in ("flops", "bytes"))
+            return Bound(_roofline(flops, byte_count, target), f"from the compiler's figures for {name}")
+    return _bound_by_sizes(config)
+
+
+def _training_graph(result: dict[str, Any]) -> dict[str, Any] | None:
+    """Returns the training program that takes longest of a preflight's result; None if none fits."""
+    graphs = [graph for graph in result["graphs"] if graph["kind"] == "training" and graph["costs"]]
+    return min(graphs, key=lambda graph: graph["costs"]["examples_per_second"], default=None)
+
+
+def _roofline(flops: float, byte_count: float, target: Accelerator) -> float:
+    """Returns the seconds that all chips of a slice need at their published peaks for the work of all devices."""
+    generation = target.generation
+    return max(
+        flops / (generation.bf16_flops_per_chip * target.chips),
+        byte_count / (generation.hbm_bytes_per_second_per_chip * target.chips),
+    )
+
+
+def _bound_by_sizes(config: Config) -> Bound | None:
+    """Returns the bound by the model's own FLOPs, six for each parameter and token (arxiv.org/abs/2001.08361), and by
+    the bytes of the optimizer's state; None without a named model or a dataset."""
+    assert config.trainer is not None
+    trainer = config.trainer
+    if trainer.model.name is None:
+        return None
+    try:
+        url = trainer.data.train
+        manifest = load_manifest(storage.read(storage.join(url, MANIFEST)), url).manifest
+    except (TrainError, storage.StorageError):
+        return None
+    width, layers, _, inner, _ = trainer.model.shape
+    length, vocabulary = manifest.sequence_length, trainer.model.vocabulary_size or manifest.vocabulary
+    of_layers, embedding = layers * (4 * width * width + 2 * width * inner), vocabulary * width
+    places = math.ceil(length * trainer.data.masking.percent / 100) if trainer.task == "mlm" else 0  # of the head
+    flops = 6.0 * trainer.train.global_batch_size * (length * of_layers + places * embedding)
+    state = float(_STATE_BYTES * (of_layers + embedding) * config.accelerator.devices)  # each device has all of it
+    return Bound(_roofline(flops, state, config.accelerator), "from the model's sizes, not compiled")
+
+
+# -- shares -----------------------------------------------------------------------------------------------------------
+
+
+def measured_shares(home: Path, machine: Workstation) -> Shares | None:
+    """Returns the range of shares that finished attempts of this folder reached, with a margin; None without one."""
+    shares = list(_shares(home, machine))
+    if not shares:
+        return None
+    low, high = min(shares) * (1 - _MARGIN), max(shares) * (1 + _MARGIN)
+    return Shares(low, high, f"measured in {len(shares)} finished run{'s'[: len(shares) > 1]} of this folder")
+
+
+def _shares(home: Path, machine: Workstation) -> Iterable[float]:
+    """Yields the share of the bound's speed of each run that finished here."""
+    for ledger in list_runs(home, machine):
+        last = ledger.state.last_attempt
+        if ledger.state.outcome != "finished" or last is None or not last.slice:
+            continue
+        try:
+            config = specification.read(ledger.folder).config()
+            place = next(item for item in config.all_candidates if str(item) == last.slice)
+            bound = step_bound(config.placed(place), home) if config.trainer is not None else None
+        except (LaunchError, StopIteration):  # another version's, or the file's candidates have changed
+            continue
+        rate = _measured_rate(ledger.log_file(last.attempt, 0))
+        if bound is not None and rate and config.trainer is not None:
+            yield rate * bound.seconds / config.trainer.train.global_batch_size
+
+
+def _measured_rate(path: Path) -> float | None:
+    """Returns the examples a second in the summary that host 0 logged last; None without one."""
+    lines = tail(path, _SUMMARY_BYTES) if path.exists() else []
+    for line in reversed(lines):
+        if line.text.startswith(_SUMMARY):
+            try:
+                return float(json.loads(line.text.removeprefix(_SUMMARY))["examples_per_second"])
+            except (ValueError, KeyError, TypeError):
+                return None
+    return None
+
+
+# -- in words ---------------------------------------------------------------------------------------------------------
+
+
+COLUMNS = ("type", "zone", "fits", "bound", "hours", "spot", "on demand", "wait")
+
+
+def row(item: Estimate) -> list[str]:
+    """Returns the table's row of an estimate."""
+    fits = {True: "yes", False: "no", None: "not compiled"}[item.fits]
+    bound = "unknown" if item.bound is None else f"{item.bound.seconds * 1000:.3g} ms a step"
+    wait = "" if item.wait_seconds is None else costs.duration(item.wait_seconds)
+    hours = _range(item.hours, "", " h")
+    return [item.candidate.accelerator_type, item.candidate.zone, fits, bound, hours, _range(item.spot, "$", ""),
+            _range(item.on_demand, "$", ""), wait]  # fmt: skip
+
+
+def notes(items: Sequence[Estimate], shares: Shares) -> list[str]:
+    """Returns the lines below the table: which would finish first, where the figures come from, what is missing."""
+    usable = [item for item in items if item.hours is not None and item.fits is not False]
+    lines = []
+    if usable:
+        first = min(usable, key=lambda item: item.finish)
+        lines.append(f"first to finish: {first.candidate.accelerator_type} in {first.candidate.zone}")
+    lines.append(f"hours: the bound divided by {shares.low:.2g} to {shares.high:.2g}, {shares.source}")
+    for source in dict.fromkeys(item.bound.source for item in items if item.bound is not None):
+        names = dict.fromkeys(
+            item.candidate.accelerator_type for item in items if item.bound is not None and item.bound.source == source
+        )
+        lines.append(f"bound of {', '.join(names)}: {source}")
+    missing = dict.fromkeys(item.candidate.accelerator_type for item in items if item.fits is None)
+    if missing:
+        lines.append(f"`tpu-launch preflight --accelerator {','.join(missing)}` compiles what is not compiled yet")
+    return lines
+
+
+def line(config: Config, home: Path, machine: Workstation) -> str | None:
+    """Returns the estimate for the slice of the file in one line; None if nothing is known."""
+    if config.trainer is None:
+        return None
+    items, shares = estimate(config, home, machine)
+    if (item := items[0]).hours is None:
+        return None
+    name = item.candidate.accelerator_type
+    return (
+        f"estimate: {name}: {_range(item.hours, '', ' h')}, spot {_range(item.spot, '$', '')}, on demand "
+        f"{_range(item.on_demand, '$', '')} ({shares.source}; bound {item.bound.source if item.bound else ''})"
+    )
+
+
+def _range(values: tuple[float, float] | None, before: str, after: str) -> str:
+    return "unknown" if values is None else f"{before}{values[0]:.3g} to {before}{values[1]:.3g}{after}"

@@ -1,0 +1,170 @@
+"""Claims about estimates: hours and dollars of a run on each candidate, from what is known without renting anything."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher import costs
+from launcher.checks import preflight
+from launcher.config import Config, load
+from launcher.errors import BadInput
+from launcher.estimate import PUBLISHED, PUBLISHED_SOURCE, estimate, line, notes, step_bound
+from launcher.providers import this_machine
+from launcher.run import events
+from launcher.run.ledger import RunRecord
+from launcher.run.runs import begin_run
+from launcher.run.specification import describe
+from tests.launcher.test_bad_input import launch
+from training.accelerators import accelerator
+
+TYPES = ("v4-16", "v3-8", "v4-8", "v5litepod-8", "v6e-8")
+FILE = """\
+project: my-project
+zone: us-central2-b
+slice:
+  name: demo
+  accelerator_type: v4-16
+  candidates:
+  - {accelerator_type: v3-8, zones: [us-central1-a]}
+  - {accelerator_type: v4-8}
+  - {accelerator_type: v5litepod-8, zones: [us-west4-a]}
+  - {accelerator_type: v6e-8, zones: [us-east5-a]}
+model: {name: bert-base}
+data: {train: data/train, tokenizer: data/tokenizer}
+train: {steps: 100000, global_batch_size: 256}
+output: runs
+"""
+FLOPS, BYTES = 7.0e12, 2.0e10  # of the whole batch
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(FILE)
+    for name in ("train/dataset.json", "tokenizer/tokenizer.json"):
+        path = tmp_path / "data" / name
+        path.parent.mkdir(parents=True)
+        path.write_text("{}")
+    return tmp_path
+
+
+def keep(folder: Path, config: Config, name: str, *, fits: bool = True) -> float:
+    """Keeps an answer of preflight for a type. Returns the examples a second that it allows."""
+    size = accelerator(name)
+    peak = size.generation.bf16_flops_per_chip * size.chips
+    rate = 256 / (FLOPS / peak)
+    work = {"flops": FLOPS / size.devices, "bytes": BYTES / size.devices, "bound_by": "FLOPs"}
+    graph = {
+        "graph": "training, 256 x 128",
+        "kind": "training",
+        "rows": 256,
+        "fits": fits,
+        "reason": None if fits else "too large",
+        "hash": f"hash of {name}",
+        "costs": {**work, "examples_per_second": rate},
+    }
+    answer: dict[str, Any] = {"accelerator": name, "fits": fits, "graphs": [graph], "max_batch": None, "lines": []}
+    candidate = next(item for item in config.all_candidates if item.accelerator_type == name)
+    path = preflight._path(config.placed(candidate), folder / "home", name)
+    assert path is not None
+    preflight._write(path, answer)
+    return rate
+
+
+def test_five_types_are_estimated_from_kept_preflights_within_a_second(folder: Path) -> None:
+    config = load("run.yaml")
+    rates = {name: keep(folder, config, name) for name in TYPES}
+    begin = time.monotonic()
+    items, shares = estimate(config, folder / "home", this_machine())
+    assert time.monotonic() - begin < 1.0
+    assert [item.candidate.accelerator_type for item in items] == list(TYPES)
+    assert (shares.low, shares.high, shares.source) == (*PUBLISHED, PUBLISHED_SOURCE)
+    for item in items:
+        name, zone = item.candidate.accelerator_type, item.candidate.zone
+        hours = 100000 * 256 / rates[name] / 3600
+        assert item.fits
+        assert item.bound is not None
+        assert item.bound.source == "compiled"
+        assert item.hours == pytest.approx((hours / PUBLISHED[1], hours / PUBLISHED[0]))
+        price = costs.per_hour(name, zone, "spot")
+        assert price is not None
+        assert item.spot == pytest.approx([price * each for each in item.hours])
+    assert "first to finish: v6e-8 in us-east5-a" in notes(items, shares)
+
+
+def test_a_type_that_was_not_compiled_takes_the_compilers_figures_of_another_and_says_how_to_get_its_own(
+    folder: Path,
+) -> None:
+    config = load("run.yaml")
+    keep(folder, config, "v4-16")
+    items, shares = estimate(config, folder / "home", this_machine())
+    bound = {item.candidate.accelerator_type: item.bound for item in items}
+    v4, v3 = bound["v4-8"], bound["v3-8"]
+    assert v4 is not None
+    assert v3 is not None
+    assert v4.seconds == pytest.approx(FLOPS / (275e12 * 4))
+    assert v3.seconds == pytest.approx(max(FLOPS / (123e12 * 4), BYTES / (900e9 * 4)))
+    assert v4.source == "from the compiler's figures for v4-16"
+    assert "`tpu-launch preflight --accelerator v3-8,v4-8,v5litepod-8,v6e-8` compiles" in "\n".join(
+        notes(items, shares)
+    )
+
+
+def test_without_a_dataset_nothing_is_guessed(folder: Path) -> None:
+    assert step_bound(load("run.yaml"), folder / "home") is None
+    assert line(load("run.yaml"), folder / "home", this_machine()) is None
+
+
+def test_a_program_of_ones_own_is_not_estimated(folder: Path) -> None:
+    (folder / "run.yaml").write_text(FILE.partition("model:")[0])
+    with pytest.raises(BadInput, match="only the trainer's step"):
+        estimate(load("run.yaml"), folder / "home", this_machine())
+
+
+def test_shares_are_those_of_finished_runs_of_this_folder(folder: Path) -> None:
+    config, home, machine = load("run.yaml"), folder / "home", this_machine()
+    rate = keep(folder, config, "v4-16")
+    for number, share in enumerate((0.4, 0.5)):
+        record = RunRecord(f"demo-{number}", "my-project", config.zone, "demo", "", float(number), "tpu-vm")
+        ledger = begin_run(home, machine, record, config.document.dump(), describe(config, record.run_id), None)
+        ledger.append(events.AttemptBegan(0, slice=str(config.candidates[0]), dollars_an_hour=25.76))
+        ledger.append(events.Started(0))
+        summary = json.dumps({"examples_per_second": rate * share})
+        ledger.log_file(0, 0).write_text(f"2026-11-25T02:00:00.000000000Z summary: {summary}\n")
+        ledger.append(events.Ended(0, "finished"))
+    items, shares = estimate(config, home, machine)
+    assert shares.source == "measured in 2 finished runs of this folder"
+    assert (shares.low, shares.high) == pytest.approx((0.36, 0.55))
+    assert items[0].hours is not None
+    least = 100000 * 256 / rate / 3600
+    assert items[0].hours == pytest.approx((least / 0.55, least / 0.36))
+    assert "measured in 2 finished runs" in (line(config, home, machine) or "")
+
+
+def test_a_candidate_on_which_the_step_does_not_fit_is_not_asked_for_now_and_by_later_attempts(folder: Path) -> None:
+    config = load("run.yaml")
+    keep(folder, config, "v4-16", fits=False)
+    keep(folder, config, "v3-8")
+    said: list[str] = []
+    chosen, hashes = preflight.choose(config, folder / "home", said.append)
+    assert [item.accelerator_type for item in chosen.candidates] == list(TYPES[1:])
+    assert hashes == ("hash of v3-8",)
+    assert said == ["preflight: the step does not fit on v4-16, which is not asked for"]
+    assert describe(chosen, "demo").config().candidates == chosen.candidates
+    assert replace(chosen, left_out=()).candidates == config.candidates
+
+
+def test_the_command_prints_a_table_and_plan_one_line(folder: Path) -> None:
+    keep(folder, load("run.yaml"), "v4-16")
+    shown = launch(folder, "estimate", "-f", "run.yaml")
+    assert shown.returncode == 0, shown.stderr
+    assert "v4-16" in shown.stdout
+    assert "first to finish: v6e-8" in shown.stdout
+    planned = launch(folder, "plan", "-f", "run.yaml").stdout
+    assert "# estimate: v4-16: " in planned
