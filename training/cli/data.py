@@ -92,7 +92,18 @@ def tokenizer(corpora: tuple[str, ...], field: str, vocabulary: int, algorithm: 
     type=click.Choice(list(TASKS)),
     default="mlm",
     show_default=True,
-    help="classification, regression: one text and its label a row, from .csv, .jsonl, .parquet or datasets.",
+    help=(
+        "classification, regression: one text and its label a row, from .csv, .jsonl, .parquet or datasets; causal-lm: "
+        "whole documents."
+    ),
+)
+@click.option(
+    "--chat",
+    metavar="KEY",
+    help=(
+        "causal-lm: the column or key that holds a chat, a list of messages with role and content; the tokenizer's "
+        "chat template renders it, and only answers are learnt."
+    ),
 )
 @click.option(
     "--label", default="label", show_default=True, help="Labelled rows: the column or key that holds the label."
@@ -153,7 +164,7 @@ def tokenizer(corpora: tuple[str, ...], field: str, vocabulary: int, algorithm: 
 )
 @click.option("--overwrite", is_flag=True, help="Replace another dataset that is there.")
 def shards(splits: tuple[str, ...], **options: Any) -> None:
-    """Tokenize a corpus and write TFRecord datasets for masked language modelling, classification or regression.
+    """Tokenize a corpus and write TFRecord datasets: masked or causal language modelling, classification, regression.
 
     After an interruption, run it again: it continues where it stopped. It does nothing to a finished dataset.
 
@@ -161,6 +172,8 @@ def shards(splits: tuple[str, ...], **options: Any) -> None:
     tpu-train shards --corpus builtin:pydoc --tokenizer gs://b/tokenizer --sequence-length 128 --out gs://b/data
     tpu-train shards --task classification --corpus train.csv --evaluation-corpus test.csv --label category \\
         --tokenizer gs://b/tokenizer --sequence-length 64 --out gs://b/data
+    tpu-train shards --task causal-lm --chat messages --corpus chats.jsonl --tokenizer ORGANISATION/NAME \\
+        --sequence-length 2048 --out gs://b/data
     """
     for result in make_datasets(DatasetOptions(splits=splits or SPLITS, **options), _ProgressLine()):
         click.echo(_format_result(result))
@@ -232,7 +245,7 @@ def verify(url: str, tokenizer_url: str | None) -> None:
     opened = open_dataset(url)
     vocabulary = None
     if tokenizer_url is not None:
-        tokenizer = tokenizers.read(tokenizer_url)
+        tokenizer = tokenizers.read(tokenizer_url, opened.manifest.rows)
         vocabulary = tokenizer.special.vocabulary
         opened.require(tokenizer_hash=tokenizer.hash)
     count = 0
@@ -269,7 +282,8 @@ def preview(
     from training.data.loading.preview import preview_batch
     from training.data.loading.record_source import HostSlice
 
-    tokenizer, opened = tokenizers.read(tokenizer_url), open_dataset(url)
+    opened = open_dataset(url)
+    tokenizer = tokenizers.read(tokenizer_url, opened.manifest.rows)
     opened.require(tokenizer_hash=tokenizer.hash)
     host_slice = HostSlice(tokenizer.special, global_batch_size)
     for line in preview_batch(opened, tokenizer, step, count, host_slice, seed=seed, percent=percent):

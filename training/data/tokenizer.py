@@ -42,9 +42,9 @@ class Tokenizer:
     special: SpecialTokens
 
 
-def read(url: str) -> Tokenizer:
+def read(url: str, rows: str = "packed") -> Tokenizer:
     """Reads a tokenizer folder (local, gs://, or a name on the Hub, which is downloaded), without any framework. Raises
-    BadInput without a tokenizer.json that has a mask and a padding token, and StorageError."""
+    BadInput without a tokenizer.json that has the special tokens that these rows need, and StorageError."""
     url = tokenizer_folder(url)
     file_url = storage.join(url, FILE)
     try:
@@ -54,9 +54,21 @@ def read(url: str) -> Tokenizer:
             f"{url} is not a tokenizer folder: {error}. Make one with `tpu-train tokenizer --out {url}`"
         ) from None
     try:
-        return Tokenizer(url, content, tokenizer_hash(content), special_tokens(json.loads(content), file_url))
+        end = _end_of_text(url) if rows == "documents" else None
+        special = special_tokens(json.loads(content), file_url, rows, end)
+        return Tokenizer(url, content, tokenizer_hash(content), special)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BadInput(f"{file_url} is not a tokenizer of the `tokenizers` library: {error!r:.200}") from None
+
+
+def _end_of_text(url: str) -> str | None:
+    """Returns the eos_token of a folder's tokenizer_config.json; None without one."""
+    try:
+        token = json.loads(storage.read(storage.join(url, CONFIG))).get("eos_token")
+    except storage.NotFound:
+        return None
+    name = token.get("content") if isinstance(token, dict) else token
+    return name if isinstance(name, str) else None
 
 
 def fetch(url: str, folder: Path) -> Path:

@@ -2,7 +2,7 @@
 
     {
      "format": "tpu-launch dataset", "version": 1,
-     "rows": "packed" | "class-labelled" | "number-labelled",  "split": "train" | "evaluation",
+     "rows": "packed" | "documents" | "class-labelled" | "number-labelled",  "split": "train" | "evaluation",
      "sequence_length": 128,                      the longest row; shards of shorter rows are length buckets
      "features": {"input_ids": {"dtype": "uint16", "shape": ["length"]}},
      "tokenizer_hash": "...", "vocabulary": 2000, of the tokenizer that wrote the ids, see `training.data.tokenizer`
@@ -20,8 +20,10 @@ records of a shard have the same size, record i starts at byte i * size, and Ten
     example = tf.io.parse_example(batch, {"input_ids": tf.io.FixedLenFeature([], tf.string)})
     input_ids = tf.cast(tf.io.decode_raw(example["input_ids"], tf.uint16), tf.int32)
 
-Packed rows are full: documents side by side, cut at the row's end. A labelled row is one text, padded, with a second
-feature `label` of shape []: a class number (int32), or a float32. Tasks say which rows they need.
+Packed rows are full: documents side by side, cut at the row's end. Rows of documents hold whole ones, padded, with a
+second feature `segments`, uint16: the number of each token's document in its row, counted from 1, and 0 at padding.
+Rows of chats have a third, `targets`: 1 at the tokens of answers, which are learnt, else 0. A labelled row is one text,
+padded, with a second feature `label` of shape []: a class number (int32), or a float32. Tasks say which rows they need.
 
 With gzip a shard is a gzip file of many members (RFC 1952, section 2.2), `member_records` records in each, whose sizes
 in bytes are `members`. Any gzip program and `tf.data.TFRecordDataset(..., compression_type="GZIP")` read it whole; the
@@ -54,12 +56,14 @@ VERSION = 1
 UNKNOWN = ""  # tokenizer_hash of a dataset without a manifest
 
 Dtype = Literal["uint16", "int32", "float32", "int64"]
-Rows = Literal["packed", "class-labelled", "number-labelled"]
+Rows = Literal["packed", "documents", "class-labelled", "number-labelled"]
 
 LABEL = "label"  # the feature that holds a row's label
+SEGMENTS, TARGETS = "segments", "targets"  # the features of rows of documents
 # The dtypes that a label may have; none: rows have no label.
 LABEL_DTYPES: Mapping[Rows, tuple[Dtype, ...]] = {
     "packed": (),
+    "documents": (),
     "class-labelled": ("int32", "int64"),
     "number-labelled": ("float32",),
 }
@@ -223,10 +227,16 @@ def _inconsistency(manifest: DatasetManifest) -> str | None:
         return "a shard is listed twice"
     if any(shard.length > manifest.sequence_length for shard in manifest.shards):
         return "a shard has rows longer than sequence_length"
-    if manifest.rows == "packed" and any(shard.length != manifest.sequence_length for shard in manifest.shards):
+    if manifest.rows in ("packed", "documents") and any(
+        shard.length != manifest.sequence_length for shard in manifest.shards
+    ):
         return "a shard has rows of another length"
     label_dtypes = LABEL_DTYPES[manifest.rows]
-    for name in ("input_ids", *([LABEL] if label_dtypes else [])):
+    for name in (
+        "input_ids",
+        *([LABEL] if label_dtypes else []),
+        *([SEGMENTS] if manifest.rows == "documents" else []),
+    ):
         if name not in manifest.features:
             return f"no feature {name}"
     if label_dtypes and manifest.features[LABEL].dtype not in label_dtypes:

@@ -1,5 +1,5 @@
-"""Batches of packed rows, as they were written: `PackedBatches.batch(k)` is a pure function of (dataset, seed, global
-batch size, k).
+"""Batches of packed rows, or rows of documents, as they were written: `PackedBatches.batch(k)` is a pure function of
+(dataset, seed, global batch size, k).
 
 It does not depend on the number of hosts (each holds its rows of the same global batch), on threads, or on earlier
 reads; a run that resumes at step k starts as fast as one at step 0. `training.data` has the glossary of indices. Tasks
@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from training import storage
-from training.data.formats.dataset import Dataset
+from training.data.formats.dataset import Dataset, Rows
 from training.data.loading.fixed_shards import open_source
 from training.data.loading.reader import Reader
-from training.data.loading.record_source import REPLACED, HostSlice, RecordSource
+from training.data.loading.record_source import REPLACED, Arrays, HostSlice, RecordSource
 from training.data.sampling.order import evaluation_order, training_order
 from training.data.sampling.random_bits import Ints
 from training.errors import BadInput
@@ -36,22 +36,24 @@ class PackedBatch:
         epochs: (rows,) int64.
         records: (rows,) int64.
         replaced: (rows,) bool: another record has the place of a damaged one.
+        columns: further features, (rows, length) each.
     """
 
     input_ids: npt.NDArray[np.int32]
     epochs: Ints
     records: Ints
     replaced: npt.NDArray[np.bool_]
+    columns: Arrays
 
 
 class PackedBatches:
     """Endless training batches. Thread-safe; `close` ends its threads."""
 
-    def __init__(self, dataset: Dataset, host_slice: HostSlice, seed: int) -> None:
+    def __init__(self, dataset: Dataset, host_slice: HostSlice, seed: int, rows: Rows = "packed") -> None:
         """Checks every shard with one listing and starts the reader's threads; reads no record yet. Raises BadInput
-        when rows are not packed, hosts can't share a batch, the tokenizer has too few ids, or a shard is not the
+        when rows are of another kind, hosts can't share a batch, the tokenizer has too few ids, or a shard is not the
         manifest's."""
-        dataset.require(rows="packed")
+        dataset.require(rows=rows)
         first, last = host_slice.rows()
         source = _open(dataset, host_slice)
         self.dataset, self.global_batch_size = dataset, host_slice.global_batch_size
@@ -70,10 +72,10 @@ class PackedBatches:
         self._reader.close()
 
 
-def packed_evaluation(dataset: Dataset, host_slice: HostSlice) -> Iterator[PackedBatch]:
+def packed_evaluation(dataset: Dataset, host_slice: HostSlice, rows: Rows = "packed") -> Iterator[PackedBatch]:
     """Yields all records once, in record order; every host gets the same number of batches. The last batch may have
     fewer rows, even none (see `fill_rows`). Raises BadInput, StorageError."""
-    dataset.require(rows="packed")
+    dataset.require(rows=rows)
     first, last = host_slice.rows()
     source, batch_size = _open(dataset, host_slice), host_slice.global_batch_size
     order = evaluation_order(source.records, source.record_bytes, source.unit)
@@ -117,4 +119,5 @@ def _threads(dataset: Dataset) -> int:
 def _read(reader: Reader, start: int, stop: int) -> PackedBatch:
     """Waits for this host's rows among the places [start, stop), and returns them."""
     epochs, records, arrays = reader.rows(start, stop)
-    return PackedBatch(arrays["input_ids"].astype(np.int32), epochs, records, arrays[REPLACED][:, 0])
+    ids, replaced = arrays.pop("input_ids").astype(np.int32), arrays.pop(REPLACED)[:, 0]
+    return PackedBatch(ids, epochs, records, replaced, arrays)

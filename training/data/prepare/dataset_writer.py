@@ -177,25 +177,40 @@ def write_mark(url: str, mark: Mark) -> None:
 def shard_writer(plan: DatasetPlan) -> Callable[[str, int, Ids], Shard]:
     """Returns a function (url, number, rows) that writes rows (n, length) as shard `number` of the folder `url`, in the
     plan's layout and compression. It raises BadInput for an id beyond the vocabulary."""
-    layout = fixed_records.record_layout(id_features(plan.vocabulary), plan.length)
 
     def write(url: str, number: int, rows: Ids) -> Shard:
-        if int(rows.max()) >= plan.vocabulary:
-            raise BadInput(
-                f"the tokenizer gave id {int(rows.max())}, beyond its own vocabulary of {plan.vocabulary}: "
-                "its tokenizer.json is damaged"
-            )
-        if plan.layout == "recipe":
-            name, data = recipe_layout.shard_name(plan.split, number, len(rows)), recipe_layout.encode_shard(rows)
-        else:
-            name = f"{plan.split}-{number:05d}.tfrecord"
-            ids = rows.astype(layout.columns[0].dtype)  # (n, length)
-            data = fixed_records.encode_records(layout, {"input_ids": ids})
-        gzip = plan.compression == "gzip"
-        members = fixed_records.compress_members(layout, data, MEMBER_RECORDS) if gzip else []
-        return write_shard(url, name, plan.length, len(rows), b"".join(members) or data, members)
+        if plan.layout != "recipe":
+            return write_columns(url, plan, id_features(plan.vocabulary), number, {"input_ids": rows})
+        _check_vocabulary(plan, rows)
+        name, data = recipe_layout.shard_name(plan.split, number, len(rows)), recipe_layout.encode_shard(rows)
+        return write_shard(url, name, plan.length, len(rows), data)
 
     return write
+
+
+def write_columns(
+    url: str, plan: DatasetPlan, features: Mapping[str, Feature], number: int, columns: Mapping[str, Ids]
+) -> Shard:
+    """Writes rows of the compact layout as shard `number` of the folder `url`, in the plan's compression. `columns`:
+    feature -> (n, length). Raises BadInput for an id beyond the vocabulary."""
+    _check_vocabulary(plan, columns["input_ids"])
+    layout = fixed_records.record_layout(features, plan.length)
+    data = fixed_records.encode_records(
+        layout, {name: values.astype(features[name].dtype) for name, values in columns.items()}
+    )
+    gzip = plan.compression == "gzip"
+    members = fixed_records.compress_members(layout, data, MEMBER_RECORDS) if gzip else []
+    records = len(columns["input_ids"])
+    name = f"{plan.split}-{number:05d}.tfrecord"
+    return write_shard(url, name, plan.length, records, b"".join(members) or data, members)
+
+
+def _check_vocabulary(plan: DatasetPlan, rows: Ids) -> None:
+    if int(rows.max()) >= plan.vocabulary:
+        raise BadInput(
+            f"the tokenizer gave id {int(rows.max())}, beyond its own vocabulary of {plan.vocabulary}: "
+            "its tokenizer.json is damaged"
+        )
 
 
 def write_shard(

@@ -16,8 +16,10 @@ from training import storage
 from training.data import tokenizer as tokenizers
 from training.data.formats.dataset import Dataset
 from training.data.prepare import dataset_writer, pack
+from training.data.prepare.chats import WholeChats, chats, open_template
 from training.data.prepare.corpus import Corpus, SplitFilter
 from training.data.prepare.dataset_writer import DatasetPlan
+from training.data.prepare.documents import WholeDocuments
 from training.data.prepare.labelled_rows import (
     ClassLabels,
     FloatLabels,
@@ -35,6 +37,7 @@ from training.errors import BadInput
 from training.registry import TASKS, TaskName
 
 SPLITS = ("train", "evaluation")
+UNLABELLED = ("packed", "documents")
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,7 @@ class DatasetOptions:
         task: decides which rows are written.
         evaluation_corpus: text of the evaluation split; `corpus` is then all training.
         evaluation_percent: without an evaluation corpus, the share of documents for evaluation.
+        chat: the column or key that holds the messages of a chat; None: the rows are documents.
         field, label: the columns or keys that hold the text and the label.
         labels: URL of a JSON list of all class names; None: those of `corpus`, sorted.
         lengths: row lengths of labelled rows, "N,N,...", ascending; None: halves of the sequence length.
@@ -57,6 +61,7 @@ class DatasetOptions:
     tokenizer: str
     out: str
     task: TaskName = "mlm"
+    chat: str | None = None
     evaluation_corpus: str | None = None
     evaluation_percent: float = 5.0
     field: str = "text"
@@ -76,10 +81,10 @@ class DatasetOptions:
     def corpora(self) -> dict[str, Corpus]:
         """The corpus of each split. Without an evaluation corpus it is one object, so that it is hashed once and both
         splits read one revision of it."""
-        label = None if TASKS[self.task].rows == "packed" else self.label
-        train = Corpus(self.corpus, self.field, label)
-        other = self.evaluation_corpus
-        return {"train": train, "evaluation": train if other is None else Corpus(other, self.field, label)}
+        label = None if TASKS[self.task].rows in UNLABELLED else self.label
+        field, other = self.chat or self.field, self.evaluation_corpus
+        train = Corpus(self.corpus, field, label)
+        return {"train": train, "evaluation": train if other is None else Corpus(other, field, label)}
 
 
 @dataclass(frozen=True)
@@ -99,8 +104,12 @@ def make_datasets(
     URL after each shard of packed rows. Raises BadInput for options that contradict each other, a corpus that can't be
     read, or a folder that holds something else; and StorageError."""
     _check(options)
-    tokenizer = tokenizers.read(options.tokenizer)
+    tokenizer = tokenizers.read(options.tokenizer, TASKS[options.task].rows)
     encode = tokenizers.encoder(tokenizer)
+    if TASKS[options.task].rows == "documents":
+        for split in options.splits:
+            yield _make_documents(options, split, tokenizer, encode, progress)
+        return
     if TASKS[options.task].rows == "packed":
         for split in options.splits:
             yield _make_packed(options, split, tokenizer, encode, progress)
@@ -116,8 +125,13 @@ def _check(options: DatasetOptions) -> None:
     if options.layout == "recipe" and options.compression != "none":
         raise BadInput("--layout recipe is the public layout, which is not compressed: leave --compression out")
     plain = (options.layout, options.compression, options.runner) == ("compact", "none", None)
-    if TASKS[options.task].rows != "packed" and not plain:
+    rows = TASKS[options.task].rows
+    if rows not in UNLABELLED and not plain:
         raise BadInput(f"--task {options.task} has the compact layout only, without compression and without --runner")
+    if rows == "documents" and (options.layout, options.runner) != ("compact", None):
+        raise BadInput(f"--task {options.task} has the compact layout only, and runs without --runner")
+    if options.chat is not None and rows != "documents":
+        raise BadInput(f"--chat is for --task causal-lm, and --task {options.task} reads texts: leave it out")
 
 
 def _source(options: DatasetOptions, split: str) -> tuple[Corpus, SplitFilter]:
@@ -142,7 +156,7 @@ def _plan(
         compression=options.compression,
         origin={
             "corpus": corpus.name,
-            "field": options.field,
+            "field": corpus.field,
             "fingerprint": corpus.fingerprint(),
             "evaluation_percent": percent,
             **more,
@@ -185,6 +199,28 @@ def _make_packed(
         )
     note = f"from {result.documents} documents; {result.dropped} tokens at the end fill no row"
     return SplitResult(url, result.dataset, result.reused, note)
+
+
+def _make_documents(
+    options: DatasetOptions,
+    split: str,
+    tokenizer: Tokenizer,
+    encode: Encode,
+    progress: Callable[[str, PackingProgress], None],
+) -> SplitResult:
+    """Makes one split of rows of whole documents, or of chats."""
+    corpus, documents_of_split = _source(options, split)
+    template = open_template(tokenizer.url) if options.chat else None
+    origin = {"rows": "documents", "chat_template": template and str(template.chat_template)}
+    plan = _plan(options, split, corpus, documents_of_split.percent, tokenizer, **origin)
+    kind = WholeChats(plan, tokenizer, template) if options.chat else WholeDocuments(plan, tokenizer, encode)
+    url = storage.join(options.out, split)
+
+    def documents() -> Iterable[str]:
+        return filter(documents_of_split.holds, chats(corpus) if options.chat else corpus.documents())
+
+    result = pack.write_rows(url, plan, documents, kind, overwrite=options.overwrite, progress=partial(progress, url))
+    return SplitResult(url, result.dataset, result.reused, f"from {result.documents} documents; {kind.note()}")
 
 
 def _make_labelled(

@@ -5,6 +5,7 @@
 
 Ids that do not fill a row wait for the next batch of documents. Only the tail of a split, shorter than one row, is
 dropped, and its size is reported. Memory does not grow with the corpus: it holds one batch of documents and one shard.
+`training.data.prepare.documents` keeps documents whole instead: its stream is of finished rows.
 
 Failure model: as of `training.data.prepare.dataset_writer`. An interrupted run continues after its last shard.
 """
@@ -12,12 +13,14 @@ Failure model: as of `training.data.prepare.dataset_writer`. An interrupted run 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from training.data.formats.dataset import Dataset, Shard
+from training.data.formats.dataset import Dataset, Feature, Shard
 from training.data.prepare import dataset_writer
 from training.data.prepare.dataset_writer import DatasetPlan, Ids, Mark
 from training.errors import BadInput
@@ -26,6 +29,36 @@ BATCH_CHARACTERS = 1 << 20
 BATCH_DOCUMENTS = 4096
 
 Encode = Callable[[list[str]], list[Ids]]
+
+
+class RowKind(ABC):
+    """How a batch of documents becomes a part of the stream, and how rows of it are stored."""
+
+    units: int  # of the stream, in a row
+    more: Mapping[str, Any]  # keys of the manifest
+    features: Mapping[str, Feature]
+
+    @abstractmethod
+    def encode(self, documents: list[str]) -> Ids:
+        """Returns a batch's part of the stream: (units, ...)."""
+
+    @abstractmethod
+    def write(self, url: str, number: int, units: Ids) -> Shard:
+        """Writes whole rows as shard `number` of the folder `url`."""
+
+
+class PackedRows(RowKind):
+    """Full rows, cut from one stream of ids."""
+
+    def __init__(self, plan: DatasetPlan, encode: Encode) -> None:
+        self.units, self.more, self.features = plan.length, dataset_writer.PACKED, dataset_writer.plan_features(plan)
+        self._encode, self._write = encode, dataset_writer.shard_writer(plan)
+
+    def encode(self, documents: list[str]) -> Ids:
+        return np.concatenate(self._encode(documents))
+
+    def write(self, url: str, number: int, units: Ids) -> Shard:
+        return self._write(url, number, units.reshape(-1, self.units))
 
 
 @dataclass(frozen=True)
@@ -108,40 +141,52 @@ def pack_documents(
     overwrite: bool = False,
     progress: Callable[[PackingProgress], None] = lambda _: None,
 ) -> PackedDataset:
+    """Writes packed rows by `write_rows`; `encode` returns the ids of each text."""
+    return write_rows(url, plan, documents, PackedRows(plan, encode), overwrite=overwrite, progress=progress)
+
+
+def write_rows(
+    url: str,
+    plan: DatasetPlan,
+    documents: Callable[[], Iterable[str]],
+    kind: RowKind,
+    *,
+    overwrite: bool = False,
+    progress: Callable[[PackingProgress], None] = lambda _: None,
+) -> PackedDataset:
     """Writes the dataset of one split to the folder `url`, or continues where an interrupted run stopped.
 
     Returns a complete dataset of the same plan as it is, without reading the corpus. Drops the ids after the last full
     row.
 
-    `documents` is called to read the corpus, and must give the same documents each time; `encode` returns the ids of
-    each text; `progress` is called after each shard. Raises BadInput when the folder holds something else (unless
+    `documents` is called to read the corpus, and must give the same documents each time; `progress` is called after
+    each shard. Raises BadInput when the folder holds something else (unless
     `overwrite`), or there is too little text for a row; and StorageError.
     """
     existing = dataset_writer.find_existing(url, plan, overwrite)
     if existing is not None:
         return PackedDataset(existing, 0, 0, reused=True)
     marks = dataset_writer.begin_dataset(url, plan)
-    write = dataset_writer.shard_writer(plan)
     shards = [mark.shard for mark in marks]
     start, used = (marks[-1].document, marks[-1].tokens) if marks else (0, 0)
-    ids_per_shard = plan.records_per_shard * plan.length
+    per_shard = plan.records_per_shard * kind.units
     stream, documents_read = _Stream({start: used}), 0
-    for first, documents_read, ids in _encode_batches(documents, encode, start):
+    for first, documents_read, ids in _encode_batches(documents, kind, start):
         stream.append(first, ids)
-        while len(stream) >= ids_per_shard:
-            row_ids, document, tokens = stream.take(ids_per_shard)
-            shards.append(write(url, len(shards), row_ids.reshape(-1, plan.length)))
+        while len(stream) >= per_shard:
+            units, document, tokens = stream.take(per_shard)
+            shards.append(kind.write(url, len(shards), units))
             dataset_writer.write_mark(url, Mark(len(shards) - 1, shards[-1], document, tokens))
             progress(_progress(documents_read, shards))
     count = len(stream)
-    dropped = count % plan.length
-    if count >= plan.length:
-        row_ids, _, _ = stream.take(count - dropped)
-        shards.append(write(url, len(shards), row_ids.reshape(-1, plan.length)))
+    dropped = count % kind.units
+    if count >= kind.units:
+        units, _, _ = stream.take(count - dropped)
+        shards.append(kind.write(url, len(shards), units))
     if not shards:
         refuse_empty(url, plan, count, documents_read)
     progress(_progress(documents_read, shards))
-    dataset = dataset_writer.finish_dataset(url, plan, dataset_writer.plan_features(plan), shards)
+    dataset = dataset_writer.finish_dataset(url, plan, kind.features, shards, kind.more)
     return PackedDataset(dataset, documents_read, dropped)
 
 
@@ -160,10 +205,10 @@ def _progress(documents: int, shards: list[Shard]) -> PackingProgress:
 
 
 def _encode_batches(
-    documents: Callable[[], Iterable[str]], encode: Encode, start: int
+    documents: Callable[[], Iterable[str]], kind: RowKind, start: int
 ) -> Iterator[tuple[int, int, Ids]]:
     """Yields (first document, document after the last, ids) of each batch of documents, from document `start` on."""
     first = start
     for batch in batches_of(itertools.islice(documents(), start, None)):
-        yield first, first + len(batch), np.concatenate(encode(batch))
+        yield first, first + len(batch), kind.encode(batch)
         first += len(batch)

@@ -33,32 +33,40 @@ from training.errors import BadInput
 
 Ids = npt.NDArray[np.int32]
 
+# Names of the token that ends a document, where a tokenizer's configuration has no eos_token.
+END_OF_TEXT = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "[SEP]", "<sep>")
+
 
 @dataclass(frozen=True)
 class SpecialTokens:
     """A tokenizer's special ids and size.
 
     Attributes:
-        mask: the id that hides a token.
-        pad: the id of padding.
+        mask: the id that hides a token; -1 if the tokenizer has none and the rows need none.
+        pad: the id of padding; `end` for rows of documents if the tokenizer has none.
         special: all ids that are never predicted, `mask` and `pad` among them.
         vocabulary: the number of ids.
+        end: the id that ends a document; None unless rows of documents asked for it.
     """
 
     mask: int
     pad: int
     special: frozenset[int]
     vocabulary: int
+    end: int | None = None
 
     def ordinary(self) -> npt.NDArray[np.int64]:
         """Returns all ids that are not special, ascending. (ids,)"""
         return np.setdiff1d(np.arange(self.vocabulary), sorted(self.special))
 
 
-def special_tokens(tokenizer: Mapping[str, Any], url: str) -> SpecialTokens:
-    """Returns the special tokens in the parsed content of the tokenizer.json at `url`. Raises BadInput without a mask
-    or padding token; ValueError, KeyError, TypeError or AttributeError when it is not the content of a
-    tokenizer.json."""
+def special_tokens(
+    tokenizer: Mapping[str, Any], url: str, rows: str = "packed", end: str | None = None
+) -> SpecialTokens:
+    """Returns the special tokens in the parsed content of the tokenizer.json at `url`. Packed rows need a mask token,
+    rows of documents an end-of-text token (`end`, if the tokenizer's configuration names it), all others padding.
+    Raises BadInput without one of these; ValueError, KeyError, TypeError or AttributeError when it is not the content
+    of a tokenizer.json."""
     added = tokenizer.get("added_tokens", [])
     special = {token["content"]: token["id"] for token in added if token.get("special")}
     vocabulary = tokenizer["model"]["vocab"]
@@ -68,17 +76,20 @@ def special_tokens(tokenizer: Mapping[str, Any], url: str) -> SpecialTokens:
         raise ValueError(f"a token has the id {wrong[0]!r:.80}")
     count = max(all_ids) + 1
 
-    def find(role: str, names: tuple[str, ...]) -> int:
+    def find(role: str, names: tuple[str, ...], absent: int | None = None) -> int:
         for name in names:
             if name in special:
                 return int(special[name])
+        if absent is not None:
+            return absent
         raise BadInput(
             f"{url}: the tokenizer has no {role} token (one of {', '.join(names)}): make one with `tpu-train tokenizer`"
         )
 
-    return SpecialTokens(
-        find("mask", ("[MASK]", "<mask>")), find("padding", ("<pad>", "[PAD]")), frozenset(special.values()), count
-    )
+    last = find("end-of-text", (end,) if end else END_OF_TEXT) if rows == "documents" else None
+    mask = find("mask", ("[MASK]", "<mask>"), None if rows == "packed" else -1)
+    pad = find("padding", ("<pad>", "[PAD]", "<|pad|>"), last)
+    return SpecialTokens(mask, pad, frozenset(special.values()), count, last)
 
 
 @dataclass(frozen=True)

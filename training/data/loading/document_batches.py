@@ -1,0 +1,74 @@
+"""Batches of whole documents for next-token prediction: rows of documents with the position of each token in its
+document, and the token that follows it there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from training.data.formats.dataset import SEGMENTS, TARGETS, Dataset
+from training.data.loading.packed_batches import PackedBatch, PackedBatches, fill_rows, packed_evaluation
+from training.data.loading.record_source import HostSlice
+
+Ids = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class DocumentBatch:
+    """One host's rows of a global batch. Shapes are the same for every step and host.
+
+    Attributes:
+        input_ids: (rows, length) int32.
+        position_ids: (rows, length) int32: a token's place in its document; 0 at each token of padding.
+        labels: (rows, length) int32, the id that follows in the same document; 0 where none does.
+        weights: (rows, length) float32, 1 where a label is learnt, else 0.
+        records: (rows,) int64, -1 in a row that only fills the last evaluation batch.
+        replaced: (rows,) bool: another record has the place of a damaged one.
+    """
+
+    input_ids: Ids
+    position_ids: Ids
+    labels: Ids
+    weights: npt.NDArray[np.float32]
+    records: npt.NDArray[np.int64]
+    replaced: npt.NDArray[np.bool_]
+
+
+class DocumentBatches:
+    """Endless training batches. Thread-safe; `close` ends its threads."""
+
+    def __init__(self, dataset: Dataset, host_slice: HostSlice, seed: int) -> None:
+        """Arguments and errors as for `PackedBatches`, whose threads it starts."""
+        self._packed = PackedBatches(dataset, host_slice, seed, "documents")
+        self.close = self._packed.close
+
+    def batch(self, k: int) -> DocumentBatch:
+        """Returns this host's rows of global batch k, once they are read. Raises as `PackedBatches.batch`."""
+        return follow(self._packed.batch(k))
+
+
+def document_evaluation(dataset: Dataset, host_slice: HostSlice) -> Iterator[DocumentBatch]:
+    """Yields all records once, in record order. Every host gets the same number of batches; rows of weight 0 fill the
+    last one. Raises BadInput, StorageError."""
+    first, last = host_slice.rows()
+    for packed in packed_evaluation(dataset, host_slice, "documents"):
+        yield fill_rows(follow(packed), last - first, {"input_ids": host_slice.tokenizer.pad, "records": -1})
+
+
+def follow(packed: PackedBatch) -> DocumentBatch:
+    """Returns rows of documents with positions and labels."""
+    ids, segments = packed.input_ids, packed.columns[SEGMENTS].astype(np.int32)  # (rows, length) each
+    places = np.arange(ids.shape[1], dtype=np.int32)
+    begins = np.diff(segments, axis=1, prepend=0) != 0
+    positions = places - np.maximum.accumulate(np.where(begins, places, 0), axis=1)
+    learnt = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)  # (rows, length - 1)
+    if TARGETS in packed.columns:
+        learnt &= packed.columns[TARGETS][:, 1:] > 0
+    labels, weights = np.zeros_like(ids), np.zeros(ids.shape, np.float32)
+    labels[:, :-1], weights[:, :-1] = np.where(learnt, ids[:, 1:], 0), learnt
+    return DocumentBatch(
+        ids, np.where(segments > 0, positions, 0).astype(np.int32), labels, weights, packed.records, packed.replaced
+    )
