@@ -64,6 +64,10 @@ class Model(Section):
     """Start from these weights: a folder (local or `gs://`) with `config.json` and `model.safetensors`, or
     `ORGANISATION/NAME` on the Hub. Either this or `name`."""
 
+    config: dict[str, Any] | None = None
+    """Train a network of any family from random weights: the values of its `config.json`, at least `model_type` and
+    `architectures` (for example `[LlamaForCausalLM]`). Instead of `name` and `path`. Only for `backend: torch-xla`."""
+
     hidden_size: int | None = Field(default=None, ge=8)
     """Width of the layers, instead of the named model's. Heads and intermediate size follow from it unless given."""
 
@@ -225,8 +229,8 @@ class TrainerConfig(Section):
     """Decides the order of records, masking, dropout and random weights. The same seed gives the same run."""
 
     task: TaskName = "mlm"
-    """What is learnt: `mlm`, masked-language modelling; `classification` of texts into labels; or `regression`, one
-    number for each text."""
+    """What is learnt: `mlm`, masked-language modelling; `classification` of texts into labels; `regression`, one
+    number for each text; or `causal-lm`, the next token of documents or of the answers in chats."""
 
     backend: BackendName = "torch-xla"
     """The framework that trains: PyTorch/XLA or TensorFlow. Both give the same losses."""
@@ -365,6 +369,7 @@ def _contradictions(config: TrainerConfig, accelerator_name: str | None) -> list
     """Returns the mistakes between keys that are each right."""
     return [
         *_model_mistakes(config.model),
+        *_task_mistakes(config),
         *((path, message) for path, message in TASKS[config.task].unused_keys.items() if _is_set(config, path)),
         *_place_mistakes(config),
         *_evaluation_mistakes(config),
@@ -377,7 +382,7 @@ def _contradictions(config: TrainerConfig, accelerator_name: str | None) -> list
 def _model_mistakes(model: Model) -> Iterator[Mistake]:
     """Yields a mistake for name and path both or neither given, heads that do not divide the width, sizes beside a
     path."""
-    if (model.name is None) == (model.path is None):
+    if sum(value is not None for value in (model.name, model.path, model.config)) != 1:
         yield ("model",), "give either model.name (for example bert-base) or model.path, a folder to start from"
     elif model.name is not None:
         hidden, _, heads, _, _ = model.shape
@@ -387,7 +392,29 @@ def _model_mistakes(model: Model) -> Iterator[Mistake]:
         sizes = ("hidden_size", "layers", "heads", "intermediate_size", "max_positions", "vocabulary_size")
         given = [name for name in sizes if getattr(model, name) is not None]
         if given:
-            yield ("model", given[0]), f"model.path brings its own sizes; remove {', '.join(given)}"
+            own = "model.path" if model.path is not None else "model.config"
+            yield ("model", given[0]), f"{own} brings its own sizes; remove {', '.join(given)}"
+
+
+def _task_mistakes(config: TrainerConfig) -> Iterator[Mistake]:
+    """Yields a mistake for a network without the task's head, and for what TensorFlow does not train."""
+    entry, model = TASKS[config.task], config.model
+    if model.config is not None:
+        named = model.config.get("architectures")
+        if not isinstance(model.config.get("model_type"), str) or not isinstance(named, list) or len(named) != 1:
+            yield ("model", "config"), "needs model_type and architectures, for example [LlamaForCausalLM]"
+        elif not str(named[0]).endswith((entry.head.network, "LMHeadModel")):
+            yield ("model", "config"), f"task {config.task} trains a network ...{entry.head.network}, not {named[0]}"
+    elif config.task == "causal-lm" and model.name is not None:
+        yield ("model", "name"), "an encoder does not predict the next token: give model.path or model.config"
+    if config.backend == "tensorflow" and entry.tensorflow is None:
+        yield (
+            ("backend",),
+            f"TensorFlow does not train task {config.task}: transformers has Keras networks for few decoders, and none "
+            "with borders of documents; take torch-xla",
+        )
+    if config.backend == "tensorflow" and model.config is not None:
+        yield ("model", "config"), "TensorFlow trains BERT and RoBERTa by model.name; take torch-xla"
 
 
 def _evaluation_mistakes(config: TrainerConfig) -> Iterator[Mistake]:

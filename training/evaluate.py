@@ -25,7 +25,7 @@ from training.distributed.rendezvous import Rendezvous
 from training.distributed.shutdown import ShutdownRequest
 from training.errors import BadInput, TrainError
 from training.models.hugging_face import WEIGHTS, read_config, read_labels
-from training.registry import task_of_model
+from training.registry import TASKS, task_of_model
 from training.run_setup import open_backend, open_task
 from training.storage.hub import model_folder
 from training.tasks.task import Task, task_class
@@ -199,7 +199,8 @@ def _require_same_task(place: str, task: Task, checkpoint: CommittedCheckpoint |
         values = read_config(place)
         kind = task_of_model(values)
         labels = read_labels(values) if task_class(kind).has_labels else None
-        tokenizer = tokenizers.read(place).hash if storage.stat(storage.join(place, "tokenizer.json")) else None
+        rows = TASKS[kind].rows
+        tokenizer = tokenizers.read(place, rows).hash if storage.stat(storage.join(place, "tokenizer.json")) else None
     data = task.identity()
     for name, of_model, of_data in (
         ("task", kind, data["task"]),

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 # Each name is listed twice, here and in the table below: a checked configuration needs the literal type.
-TaskName = Literal["mlm", "classification", "regression"]
+TaskName = Literal["mlm", "classification", "regression", "causal-lm"]
 OptimizerName = Literal["adamw"]
 BackendName = Literal["torch-xla", "tensorflow"]
 
@@ -46,7 +46,7 @@ class TaskEntry:
     data: str  # a class over one kind of rows: a training.tasks.task.Task
     rows: str  # of the datasets that it reads: training.data.formats.dataset.Rows
     torch: str  # sums(network, batch) of torch tensors
-    tensorflow: str  # sums(network, batch, training) of TensorFlow tensors
+    tensorflow: str | None  # sums(network, batch, training) of TensorFlow tensors; None: torch only
     head: Head
     # Of an evaluation: name -> which values are better; in the order in which they are shown.
     figures: Mapping[str, Literal["min", "max"]]
@@ -80,6 +80,7 @@ class BackendEntry:
 
 
 MASKED_LM = Head("ForMaskedLM", "fill-mask")
+CAUSAL_LM = Head("ForCausalLM", "text-generation")
 
 
 def _keys_of_packed_rows(task: str, predicted: str) -> dict[tuple[str, ...], str]:
@@ -116,6 +117,20 @@ TASKS: dict[str, TaskEntry] = {
         head=Head("ForSequenceClassification", "text-classification", "regression"),
         figures={"loss": "min", "mse": "min", "mae": "min", "pearson": "max"},
         unused_keys=_keys_of_packed_rows("regression", "numbers"),
+    ),
+    "causal-lm": TaskEntry(
+        data="training.tasks.causal_lm.task:CausalLanguageModeling",
+        rows="documents",
+        torch="training.tasks.causal_lm.torch:sums",
+        tensorflow=None,
+        head=CAUSAL_LM,
+        figures={"loss": "min", "perplexity": "min", "accuracy": "max"},
+        unused_keys={
+            (
+                "data",
+                "masking",
+            ): "causal-lm predicts the next token, not masked ones: remove data.masking, or set task: mlm"
+        },
     ),
 }
 

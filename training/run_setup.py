@@ -84,6 +84,7 @@ class Run:
             dropout=self.config.train.dropout,
             head=TASKS[self.config.task].head,
             labels=self.task.labels,
+            end=tokens.end,
         )
 
     def step_seconds(self) -> float:
@@ -181,6 +182,8 @@ def model_identity(config: TrainerConfig) -> dict[str, Any]:
     model = config.model
     if model.path is not None:
         return {"model.path": model.path}
+    if model.config is not None:
+        return {"model.config": model.config}
     names = ("hidden_size", "layers", "heads", "intermediate_size", "max_positions")
     return {
         "model": model.family,

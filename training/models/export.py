@@ -80,7 +80,7 @@ def export_checkpoint(run: str, out: str, step: int | None = None) -> int:
             f"checkpoint of step {chosen} in {place} can't be used ({error}); choose another with --step"
         ) from None
     settings = restore(manifest.config, f"{place}, step {chosen}")
-    tokenizer = tokenizers.read(settings.data.tokenizer)
+    tokenizer = tokenizers.read(settings.data.tokenizer, TASKS[settings.task].rows)
     vocabularies = (spec.shape[0] for name, (spec, _) in tensors.items() if name.endswith(_EMBEDDINGS))
     config = build_model_config(
         settings.model,
@@ -89,6 +89,7 @@ def export_checkpoint(run: str, out: str, step: int | None = None) -> int:
         dropout=settings.train.dropout,
         head=TASKS[settings.task].head,
         labels=manifest.identity.get("labels"),
+        end=tokenizer.special.end,
     )
 
     def snapshot_state(buffers: Mapping[str, memoryview]) -> Snapshot:

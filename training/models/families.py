@@ -1,8 +1,8 @@
-"""Families of encoders, in the terms of Hugging Face's transformers. Framework-free.
+"""Families of networks that are computed faster than by transformers' own modules, or whose names differ. Needs no
+framework.
 
-transformers does not say how the masked-LM head is applied to some positions only, and which parameters a fresh head
-has. Unlisted families are tried if their masked-LM head is built like one of these; the result is compared with the
-network's own before it trains.
+Any other family trains through its own modules: its masked-LM head at all positions, unless it is built like one of
+`MASKED_LM_HEADS` and gives the network's own result; a fresh head is what lies outside the network's base model.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ FAMILIES = {
 
 # The families that this program builds itself, and whose layers it knows.
 BERT_LIKE = ("bert", "roberta")
+
+# Families with BERT's layers, in which our attention and dropout replace transformers'.
+PATCHED = (*BERT_LIKE, "xlm-roberta", "camembert", "electra")
 
 # Families whose positions count from the padding token's number + 1.
 POSITIONS_AFTER_PAD = (

@@ -16,6 +16,25 @@ from training.batch import Arrays
 SIZES = ("hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size")
 
 
+# Decoders whose feed-forward block has a gate, a third matrix, by model_type.
+_GATED = (
+    *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2", "granite", "smollm3"),
+)
+
+
+def decoder_flops(config: Mapping[str, Any], length: int) -> float:
+    """Returns the FLOPs of training on one row of a decoder with grouped attention and gated layers; 0 for another.
+    Attention counts as over the whole row, as PaLM's appendix does."""
+    if config.get("model_type") not in _GATED or any(type(config.get(name)) is not int for name in SIZES):
+        return 0.0
+    width, layers, inner, vocabulary = (int(config[name]) for name in SIZES)
+    heads = int(config.get("num_attention_heads", 1))
+    size = config.get("head_dim") or width // heads
+    queries, keys = heads * size, (config.get("num_key_value_heads") or heads) * size
+    token = 2 * (width * (2 * queries + 2 * keys) + 3 * width * inner) + 4 * length * queries
+    return 3.0 * length * (layers * token + 2 * width * vocabulary)
+
+
 def flops_per_row(config: Mapping[str, Any], length: int, predictions: int | None) -> float:
     """Returns the FLOPs of training on one row; 0 for a family with other layers, or other names of its sizes.
 
@@ -49,8 +68,10 @@ class WorkCounter:
         """Adds one step. `batch`: this host's rows."""
         rows, length = batch["input_ids"].shape
         predictions = batch["positions"].shape[1] if "positions" in batch else None
+        is_decoder = "position_ids" in batch
+        flops = decoder_flops(self._config, length) if is_decoder else flops_per_row(self._config, length, predictions)
         self.tokens += rows * length * self._hosts
-        self.flops += rows * flops_per_row(self._config, length, predictions) * self._hosts
+        self.flops += rows * flops * self._hosts
 
 
 def peak_flops(accelerator_type: str | None, device_kind: str) -> float | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -52,15 +53,22 @@ def build_model_config(
     dropout: float | None,
     head: Head = MASKED_LM,
     labels: Sequence[str] | None = None,
+    end: int | None = None,
 ) -> dict[str, Any]:
-    """Returns the values of config.json for a network with this head: those of model.path, or of the named model.
+    """Returns the values of config.json for a network with this head: those of model.path or model.config, or of the
+    named model.
 
     `vocabulary` is the tokenizer's size and `pad` the number of its padding token; both, and `dropout` (None: 0.1),
-    are for a named model only. `labels` are the names of a classifier's classes. Raises BadInput if model.path has no
-    config.json, or one of an unknown family.
+    are for a named model only. `labels` are the names of a classifier's classes. `vocabulary` and `end`, the
+    end-of-text token, are for a model.config without its own. Raises BadInput if model.path has no config.json, or
+    names no network.
     """
     try:
-        values = _named_config(model, vocabulary, pad, dropout) if model.path is None else read_config(model.path)
+        if model.config is not None:
+            size = model.vocabulary_size or vocabulary
+            values = {"vocab_size": size, "bos_token_id": None, "eos_token_id": end, **model.config}
+        else:
+            values = _named_config(model, vocabulary, pad, dropout) if model.path is None else read_config(model.path)
     except BadInput as error:
         raise BadInput(f"model.path: {error}") from None
     return _with_fresh_head(values, head, labels, model) if head.is_fresh else values
@@ -75,13 +83,11 @@ def read_labels(config: Mapping[str, Any]) -> list[str]:
 
 
 def require_family(values: Mapping[str, Any], path: str | None, head: Head, backend: BackendName) -> None:
-    """Raises BadInput for a starting model of a family that can't get this head, or that the backend can't train.
+    """Raises BadInput for a starting model that names no network, or whose family the backend can't train.
     `values`: of the model's config.json; `path`: for messages."""
     family = values.get("model_type")
-    if head.is_fresh and family not in FAMILIES:
-        raise BadInput(
-            f"model.path {path} is a {family} model, and a new head is trained on one of: {', '.join(FAMILIES)}"
-        )
+    if head.is_fresh:
+        _prefix(values, path)
     if backend == "tensorflow" and family not in BERT_LIKE:
         raise BadInput(
             f"model.path {path} is a {family} model, and backend: tensorflow trains one of: {', '.join(BERT_LIKE)}; "
@@ -89,12 +95,27 @@ def require_family(values: Mapping[str, Any], path: str | None, head: Head, back
         )
 
 
+def _prefix(values: Mapping[str, Any], path: str | None) -> str:
+    """Returns how the names of a family's networks begin: "Llama" of LlamaForCausalLM. Raises BadInput if neither the
+    table nor the model's `architectures` tells."""
+    if values.get("model_type") in FAMILIES:
+        return FAMILIES[values["model_type"]].prefix
+    named = values.get("architectures")
+    name = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else ""
+    prefix = re.match(r"(\w+?)(For[A-Z]\w*|LMHeadModel|Model)$", name)
+    if prefix is None:
+        raise BadInput(
+            f"model.path {path} is a {values.get('model_type')} model whose {CONFIG} names no network in architectures"
+        )
+    return prefix[1]
+
+
 def _with_fresh_head(values: dict[str, Any], head: Head, labels: Sequence[str] | None, model: Model) -> dict[str, Any]:
     """Returns `values` with the architecture, labels and problem type of a head. Raises as `require_family`."""
     require_family(values, model.path, head, "torch-xla")
     names = ("LABEL_0",) if labels is None else labels  # one number a text has transformers' default name
     own = {
-        "architectures": [f"{FAMILIES[values['model_type']].prefix}{head.network}"],
+        "architectures": [f"{_prefix(values, model.path)}{head.network}"],
         "id2label": {str(number): name for number, name in enumerate(names)},
         "label2id": {name: number for number, name in enumerate(names)},
         "problem_type": head.problem_type,
@@ -131,7 +152,8 @@ def check_capacity(network_config: Any, requirements: ModelRequirements) -> None
     """Raises BadInput unless the network has a position for each token of a row, and an embedding for each token of the
     tokenizer. `network_config`: transformers' PretrainedConfig."""
     unused = requirements.pad + 1 if network_config.model_type in POSITIONS_AFTER_PAD else 0
-    positions = getattr(network_config, "max_position_embeddings", math.inf) - unused
+    network_config = network_config.get_text_config()
+    positions = (getattr(network_config, "max_position_embeddings", None) or math.inf) - unused
     if requirements.sequence_length > positions:
         raise BadInput(
             f"the dataset's rows have {requirements.sequence_length} tokens, but the model has only {positions} "

@@ -31,10 +31,17 @@ class ClassPrediction:
     name: str
 
 
-def is_classifier(folder: str) -> bool:
-    """Returns whether the model is for `classify`, not `fill_mask`. Raises BadInput if it has no weights."""
+def pipeline_of(folder: str) -> str:
+    """Returns the pipeline of a model: that of `fill_mask`, `classify` or `go_on`. Raises BadInput without weights."""
     _require_model(folder)
-    return TASKS[task_of_model(read_config(folder))].head.pipeline == "text-classification"
+    return TASKS[task_of_model(read_config(folder))].head.pipeline
+
+
+def go_on(folder: str, text: str, tokens: int = 40) -> str:
+    """Returns `text` with at most so many further tokens, each the most probable one."""
+    with local_copy(folder) as local_folder:
+        generated = open_pipeline("text-generation", local_folder)(text, max_new_tokens=tokens, do_sample=False)
+        return str(generated[0]["generated_text"])
 
 
 def fill_mask(folder: str, text: str, top: int) -> list[MaskPrediction]:

@@ -60,7 +60,7 @@ def read_facts(config: TrainerConfig) -> DataFacts:
     is missing or unreadable, or a dataset has rows of another task."""
     task = task_class(config.task)
     try:
-        tokens = tokenizers.read(config.data.tokenizer).special
+        tokens = tokenizers.read(config.data.tokenizer, TASKS[config.task].rows).special
         train = open_dataset(config.data.train)
         evaluation = open_dataset(config.data.evaluation) if config.data.evaluation else None
         for dataset in (train, evaluation):

@@ -112,11 +112,12 @@ class RunData:
 def open_data(config: TrainerConfig) -> RunData:
     """Reads manifests, and looks at every shard of the evaluation set: a missing one is found before the first step,
     not at the first evaluation. Raises BadInput for anything that does not fit together."""
-    tokenizer = tokenizers.read(config.data.tokenizer)
+    rows = TASKS[config.task].rows
+    tokenizer = tokenizers.read(config.data.tokenizer, rows)
 
     def open_one(url: str, sequence_length: int | None) -> Dataset:
         dataset = open_dataset(url)
-        dataset.require(rows=TASKS[config.task].rows, tokenizer_hash=tokenizer.hash, sequence_length=sequence_length)
+        dataset.require(rows=rows, tokenizer_hash=tokenizer.hash, sequence_length=sequence_length)
         return dataset
 
     train = open_one(config.data.train, None)

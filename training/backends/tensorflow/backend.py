@@ -71,7 +71,9 @@ class TensorFlow:
         noise = Noise()
         network, parameters, optimizer = _build_model(config, requirements, self._replicas, noise)
         self._state = TensorFlowState(parameters, optimizer, self._replicas.assign)
-        task_sums = load(TASKS[config.task].tensorflow)
+        reference = TASKS[config.task].tensorflow
+        assert reference is not None, "the configuration refuses it"
+        task_sums = load(reference)
         self._step = TensorFlowStep(config, cluster, network, parameters, optimizer, noise, self._replicas, task_sums)
         # On a TPU the whole program is compiled anyway.
         compiled = config.train.jit_compile and self._replicas.count == 1 and not self._replicas.is_tpu

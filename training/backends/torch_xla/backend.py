@@ -38,7 +38,7 @@ from training.config import TrainerConfig
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import Rendezvous
 from training.models.hugging_face import ModelRequirements
-from training.models.torch.network import build, patch_modules
+from training.models.torch.network import build, patch_modules, slow_parts
 from training.preflight.checked_programs import CheckedPrograms
 from training.preflight.compiler import hash_hlo
 from training.registry import OPTIMIZERS, TASKS, load
@@ -92,6 +92,8 @@ class TorchXla:
         task_sums = load(TASKS[config.task].torch)
         self._step = TrainingStep(config, cluster, self._state, self._sharding, task_sums)
         say, warn_here = (note, warn) if cluster.is_first else (_silent, _silent)
+        if slow_network := slow_parts(network, noise):
+            say(slow_network)
         is_own = environment["PJRT_DEVICE"] == "CPU" and not self._sharding.is_spmd  # preflight traces for others
         if is_own and (slow := describe_slow_products(read_flags())):
             say(slow)

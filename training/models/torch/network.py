@@ -16,7 +16,7 @@ from torch import Tensor
 
 from training.config import Model, Remat
 from training.errors import BadInput, TrainError, is_out_of_memory
-from training.models.families import BERT_LIKE, FAMILIES, MASKED_LM_HEADS, dropout_rates
+from training.models.families import BERT_LIKE, FAMILIES, MASKED_LM_HEADS, PATCHED, dropout_rates
 from training.models.hugging_face import (
     ModelRequirements,
     build_model_config,
@@ -28,7 +28,7 @@ from training.models.hugging_face import (
 from training.models.initial import initial_weights
 from training.models.torch.attention import Barrier, SelfAttention, recompute
 from training.models.torch.dropout import Dropout, DropoutNoise
-from training.registry import Head
+from training.registry import CAUSAL_LM, Head
 
 
 def build(model: Model, needs: ModelRequirements, *, dropout: float | None, seed: int) -> torch.nn.Module:
@@ -37,15 +37,20 @@ def build(model: Model, needs: ModelRequirements, *, dropout: float | None, seed
     values = build_model_config(
         model, vocabulary=needs.vocabulary, pad=needs.pad, dropout=dropout, head=needs.head, labels=needs.labels
     )
-    if model.path is None:
+    place = "model.config" if model.path is None else f"model.path {model.path}"
+    if model.config is not None:
+        network = _from_config(place, values, dropout, seed)
+    elif model.path is None:
         network = _fresh(values, seed)
     elif not needs.head.is_fresh:
         network = _from_folder(model.path, needs.head, dropout)
     else:
         network = _with_fresh_head(model.path, values, dropout, seed)
     check_capacity(network.config, needs)
-    if model.path is not None and network.config.model_type not in BERT_LIKE:
-        _try_out(network, model.path, needs)
+    if network.config.pad_token_id is None and needs.head.is_fresh:
+        network.config.pad_token_id = needs.pad  # decoders take the last token that is none
+    if network.config.model_type not in BERT_LIKE:
+        _try_out(network, place, needs)
     network.train()
     return network
 
@@ -75,15 +80,16 @@ def patch_modules(
     """
     config = network.config
     if (
-        config.model_type not in BERT_LIKE
+        config.model_type not in PATCHED
         or config.is_decoder
         or getattr(config, "position_embedding_type", "absolute") != "absolute"
     ):
         if remat in (None, "none"):
             return None
+        if remat == "layers" and _recompute_layers(network, barrier):
+            return None
         raise BadInput(
-            f"train.remat: {remat} is for encoders of BERT and RoBERTa, and model.path is of type "
-            f"{config.model_type}: remove it"
+            f"train.remat: {remat} is for encoders like BERT, and the model is of type {config.model_type}: remove it"
         )
     remat = remat or default
     # A row's matrices are (positions, width), and for each head (positions, positions).
@@ -104,6 +110,45 @@ def patch_modules(
             # arguments.
             layer.gradient_checkpointing, layer._gradient_checkpointing_func = True, _recompute_layer(layer, barrier)
     return noise
+
+
+def slow_parts(network: Any, noise: DropoutNoise | None) -> str | None:
+    """Returns in one line what a network costs that is computed by transformers' own modules; None for one of ours."""
+    parts = [] if noise else ["attention keeps rows x heads x length x length scores for the backward pass"]
+    if getattr(network, "applies_whole_head", False):
+        parts.append("the masked-LM head is computed at all positions, about 7 times the work")
+    if not parts:
+        return None
+    return f"a {network.config.model_type} model is computed by transformers' own modules: {'; '.join(parts)}"
+
+
+def _recompute_layers(network: Any, barrier: Barrier) -> bool:
+    """Makes every layer that offers transformers' hook for it compute again what the backward pass needs. Returns
+    whether there is one."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [module for module in network.modules() if isinstance(module, GradientCheckpointingLayer)]
+    for layer in layers:
+        layer.gradient_checkpointing, layer._gradient_checkpointing_func = True, _recompute_any_layer(layer, barrier)
+    return bool(layers)
+
+
+def _recompute_any_layer(layer: Any, barrier: Barrier) -> Callable[..., Any]:
+    """Returns the hook of a layer whose first argument is its input, and whose result is a tensor or a tuple."""
+
+    def call(function: Callable[..., Any], hidden: Tensor, *others: Any) -> Any:
+        is_tuple: list[bool] = []
+
+        def forward(hidden: Tensor) -> Tensor:
+            result = function(hidden, *others)
+            is_tuple[:] = [isinstance(result, tuple)]
+            return result[0] if is_tuple[0] else result
+
+        trained = tuple(parameter for parameter in layer.parameters() if parameter.requires_grad)
+        result = recompute(forward, (hidden,), barrier, trained)
+        return (result,) if is_tuple[0] else result
+
+    return call
 
 
 def _recompute_layer(layer: Any, barrier: Barrier) -> Callable[..., Any]:
@@ -152,11 +197,33 @@ def _classes(model_type: str) -> tuple[Any, Any]:
     return networks, Config
 
 
+def _from_config(place: str, values: dict[str, Any], dropout: float | None, seed: int) -> Any:
+    """Returns the network named in `architectures`, with transformers' own random weights of this seed."""
+    import transformers
+
+    with _one_line_errors(place):
+        config = transformers.AutoConfig.for_model(**values)
+        config.update(_training_values(config, dropout))
+        torch.manual_seed(seed)
+        return _network_class(values)._from_config(config, attn_implementation="eager", dtype=torch.float32)
+
+
+def _network_class(values: dict[str, Any]) -> Any:
+    """Returns transformers' class of the network named in `architectures`. Raises ValueError if there is none."""
+    import transformers
+
+    name = values["architectures"][0]
+    network = getattr(transformers, name, None)
+    if network is None:
+        raise ValueError(f"transformers has no network {name}")
+    return network
+
+
 def _from_folder(path: str, head: Head, dropout: float | None) -> Any:
     """Returns a model folder's network and weights. Raises BadInput for a missing weight: it would be random."""
     import transformers
 
-    with _one_line_errors(path), local_copy(path) as folder:
+    with _one_line_errors(f"model.path {path}"), local_copy(path) as folder:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     config.update(_training_values(config, dropout))
     network, absent = _load(path, getattr(transformers, f"AutoModel{head.network}"), config=config)
@@ -165,15 +232,22 @@ def _from_folder(path: str, head: Head, dropout: float | None) -> Any:
 
 
 def _with_fresh_head(path: str, values: dict[str, Any], dropout: float | None, seed: int) -> Any:
-    """Returns a classifier with an encoder's weights from a folder. Its head is fresh, unless the folder is a
+    """Returns a classifier with the weights of a folder's base model. Its head is fresh, unless the folder is a
     classifier of the same labels."""
-    with _one_line_errors(path):
-        config = _classes(values["model_type"])[1](**values)
-        network = _fresh({**values, **_training_values(config, dropout)}, seed)
+    family, place = FAMILIES.get(values["model_type"]), f"model.path {path}"
+    if family is None:
+        network = _from_config(place, values, dropout, seed)
+        inside = f"{network.base_model_prefix}."
+        head = tuple(name for name in network.state_dict() if not name.startswith(inside) or ".pooler." in name)
+        changed: tuple[str, ...] = tuple(name for name in head if not name.startswith(inside))
+    else:
+        with _one_line_errors(place):
+            config = _classes(values["model_type"])[1](**values)
+            network = _fresh({**values, **_training_values(config, dropout)}, seed)
+        head, changed = family.fresh_parameters, ("classifier.",)
     loaded, absent = _load(path, type(network), config=network.config, ignore_mismatched_sizes=True)
-    fresh_parameters = FAMILIES[values["model_type"]].fresh_parameters
-    _refuse(path, {name for name in absent if not name.startswith(fresh_parameters)})
-    fresh = tuple(absent) if read_labels(read_config(path)) == read_labels(values) else (*absent, "classifier.")
+    _refuse(path, {name for name in absent if not name.startswith(head)})
+    fresh = tuple(absent) if read_labels(read_config(path)) == read_labels(values) else (*absent, *changed)
     weights = {name: value for name, value in loaded.state_dict().items() if not name.startswith(fresh)}
     network.load_state_dict(weights, strict=False)
     return network
@@ -183,12 +257,13 @@ def _training_values(config: Any, dropout: float | None) -> dict[str, Any]:
     """Returns the values that training changes in a network's configuration."""
     values = config.to_dict()
     # ModernBERT would compile itself with torch.compile; here the step is compiled as a whole.
-    return {**dropout_rates(values, dropout), **({"reference_compile": False} if "reference_compile" in values else {})}
+    unwanted = ("reference_compile", "use_cache")
+    return {**dropout_rates(values, dropout), **{name: False for name in unwanted if name in values}}
 
 
 @contextlib.contextmanager
-def _one_line_errors(path: str) -> Iterator[None]:
-    """Turns an error of transformers about a model folder into a BadInput of one line."""
+def _one_line_errors(place: str) -> Iterator[None]:
+    """Turns an error of transformers about a model into a BadInput of one line, which begins with its `place`."""
     try:
         yield
     except (TrainError, MemoryError):
@@ -198,26 +273,50 @@ def _one_line_errors(path: str) -> Iterator[None]:
             raise
         reason = next(iter(str(error).strip().splitlines()), "")[:300]
         raise BadInput(
-            f"model.path {path} can't be trained here: {type(error).__name__}: {reason}; give a model of one of the "
-            f"families {', '.join(FAMILIES)}, as save_pretrained writes it"
+            f"{place} can't be trained here: {type(error).__name__}: {reason}; give a model of transformers that has "
+            "the task's head, as save_pretrained writes it"
         ) from None
 
 
-def _try_out(network: Any, path: str, needs: ModelRequirements) -> None:
-    """Runs a network of an unknown family on one short row. Raises BadInput if that fails, or if the network applies
-    its masked-LM head otherwise than `apply_head`: then every loss would be wrong."""
+def _try_out(network: Any, place: str, needs: ModelRequirements) -> None:
+    """Runs a network of an unknown family on one short row, and decides whether `apply_head` gives its masked-LM head's
+    result: if not, the head is computed at all positions. Raises BadInput if it fails, or a decoder does not keep
+    documents of a packed row apart."""
     ids = torch.arange(min(16, needs.sequence_length)).unsqueeze(0)  # (1, tokens)
     mask = torch.ones_like(ids)
     network.eval()
-    with _one_line_errors(path), torch.no_grad():
+    with _one_line_errors(place), torch.no_grad():
+        if needs.head is CAUSAL_LM:
+            check_borders(network, ids)
+            return
         theirs = network(input_ids=ids, attention_mask=mask).logits
         if needs.head.is_fresh:
             return
-        ours = apply_head(network, network.base_model(input_ids=ids, attention_mask=mask)[0])
-        if ours.shape != theirs.shape or not torch.allclose(ours, theirs, rtol=1e-3, atol=1e-4):
+        try:
+            ours = apply_head(network, network.base_model(input_ids=ids, attention_mask=mask)[0])
+        except (BadInput, RuntimeError):
+            network.applies_whole_head = True
+            return
+        network.applies_whole_head = ours.shape != theirs.shape or not _close(ours, theirs)
+
+
+def check_borders(network: Any, ids: Tensor) -> None:
+    """Raises ValueError unless positions that begin again divide a row, (1, tokens), into documents: two documents
+    side by side must give what each gives alone, and a document's beginning what it gives without its end."""
+    first = ids.shape[1] // 2
+    places = torch.cat([torch.arange(first), torch.arange(ids.shape[1] - first)]).unsqueeze(0)
+    together = network(input_ids=ids, position_ids=places, use_cache=False).logits[0]
+    for start, end, seen in ((0, first, first - 1), (first, ids.shape[1], ids.shape[1])):
+        alone = network(input_ids=ids[:, start:seen], use_cache=False).logits[0]
+        if not _close(together[start:seen], alone):
             raise ValueError(
-                f"the masked-LM head of {type(network).__name__} is not a function of the last layer alone"
+                f"{type(network).__name__} does not take positions that begin again (up to place {end}) as the border "
+                "of a document, so that packed documents would see each other"
             )
+
+
+def _close(ours: Tensor, theirs: Tensor) -> bool:
+    return bool(torch.allclose(ours, theirs, rtol=1e-3, atol=1e-4))
 
 
 def apply_head(network: Any, hidden: Tensor) -> Tensor:
@@ -235,7 +334,7 @@ def apply_head(network: Any, hidden: Tensor) -> Tensor:
 def _load(path: str, network: Any, **options: Any) -> tuple[Any, set[str]]:
     """Returns a network with a folder's weights, and the names of the weights that the folder lacks or has in another
     shape."""
-    with _one_line_errors(path), local_copy(path) as folder:
+    with _one_line_errors(f"model.path {path}"), local_copy(path) as folder:
         loaded, report = network.from_pretrained(
             folder,
             attn_implementation="eager",

@@ -1,0 +1,1 @@
+"""Causal language modelling: the next token of a document."""

@@ -1,0 +1,12 @@
+"""Causal language modelling: the figures of predictions of the next token."""
+
+from __future__ import annotations
+
+from training.batch import StepResult
+from training.tasks.document_rows import DocumentRows
+from training.tasks.mlm.task import token_figures
+
+
+class CausalLanguageModeling(DocumentRows):
+    def figures(self, total: StepResult) -> dict[str, float]:
+        return token_figures(total)
