@@ -94,9 +94,12 @@ def metrics(config: TrainerConfig, run_id: str = "notebook") -> list[dict[str, A
 @_settings_as_before()
 def predict(model: str, text: str, top: int = 5) -> list[tuple[float, str]]:
     """Returns the `top` most probable (probability, class), or for a masked-language model (probability, text with its
-    mask filled), best first."""
-    from training.models.predict import classify, fill_mask, is_classifier
+    mask filled), best first; of a decoder, the text with what it goes on with."""
+    from training.models.predict import classify, fill_mask, go_on, pipeline_of
 
-    if is_classifier(model):
+    pipeline = pipeline_of(model)
+    if pipeline == "text-generation":
+        return [(1.0, go_on(model, text))]
+    if pipeline == "text-classification":
         return [(label.score, label.name) for label in classify(model, text, top)]
     return [(answer.score, answer.text) for answer in fill_mask(model, text, top)]
