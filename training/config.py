@@ -137,6 +137,10 @@ class Train(ScheduleSettings, AdamWSettings):
     """What is computed again in the backward pass instead of being kept, which saves memory: `none`, the `attention`'s
     probabilities, or whole `layers`. Default: `attention` on TPUs, `none` on CPUs. Only for `backend: torch-xla`."""
 
+    freeze: list[str] = []
+    """Parameters that stay as they are: patterns of their names, as `model.embed_tokens.*`. Only for `backend:
+    torch-xla`, and without `lora`, which freezes all others itself."""
+
     gradient_accumulation: int = Field(default=1, ge=1)
     """A batch is computed in so many pieces, one after the other: less memory, the same update."""
 
@@ -156,6 +160,24 @@ class Train(ScheduleSettings, AdamWSettings):
     """Training steps that one call of the program runs where it reads its rows itself: several devices and batches of
     one shape. Default: as many as take about half a second, at most 64. A stop, a save or an evaluation cuts a call, so
     it happens on its step; the losses are the same to 2e-6. Only for `backend: tensorflow`."""
+
+
+class Lora(Section):
+    """Low-rank adaptation: the starting model is frozen, and small matrices beside its linear layers are trained. Only
+    these have optimizer state."""
+
+    rank: int = Field(default=16, ge=1, le=1024)
+    """Rank of the matrices."""
+
+    alpha: float = Field(default=32, gt=0)
+    """The additions are scaled by alpha / rank."""
+
+    targets: list[str] | None = Field(default=None, min_length=1)
+    """Names of the linear layers, or the ends of their names: `[q_proj, v_proj]`. Default: all of the base model."""
+
+    merge: bool = False
+    """Write the result as a whole model, with the additions merged into its weights; otherwise as peft's two files,
+    `adapter_config.json` and `adapter_model.safetensors`."""
 
 
 class Evaluation(Section):
@@ -243,6 +265,9 @@ class TrainerConfig(Section):
 
     train: Train
     """Steps, batch size, optimizer and schedule."""
+
+    lora: Lora | None = None
+    """Train an adapter instead of all weights. Default: all weights. Only for `backend: torch-xla`."""
 
     evaluation: Evaluation = Evaluation()
     """When the model is evaluated."""
@@ -413,6 +438,13 @@ def _task_mistakes(config: TrainerConfig) -> Iterator[Mistake]:
             f"TensorFlow does not train task {config.task}: transformers has Keras networks for few decoders, and none "
             "with borders of documents; take torch-xla",
         )
+    if config.lora is not None and model.path is None:
+        yield ("lora",), "an adapter is trained on existing weights: give model.path"
+    for key, given in (("lora",), config.lora is not None), (("train", "freeze"), bool(config.train.freeze)):
+        if given and config.backend == "tensorflow":
+            yield key, "the TensorFlow backend trains all weights; take torch-xla"
+    if config.lora is not None and config.train.freeze:
+        yield ("train", "freeze"), "lora freezes the starting model already: remove train.freeze"
     if config.backend == "tensorflow" and model.config is not None:
         yield ("model", "config"), "TensorFlow trains BERT and RoBERTa by model.name; take torch-xla"
 

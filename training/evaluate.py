@@ -142,7 +142,9 @@ def evaluate(
         raise BadInput(f"{place} is a model folder, and has no steps: leave out --step")
     checkpoint = None if is_model_folder else _open_checkpoint(place, step)
     name = checkpoint.name if checkpoint else place
-    config = config.model_copy(update={"model": checkpoint.config.model if checkpoint else Model(path=place)})
+    trained = checkpoint.config if checkpoint else None
+    network = {"model": trained.model, "lora": trained.lora} if trained else {"model": Model(path=place), "lora": None}
+    config = config.model_copy(update=network)
     task = open_task(config, cluster)
     assert task.data.evaluation is not None
     facts = {"configuration": config.hash, "model": name, **task.data.hashes()}

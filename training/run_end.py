@@ -15,6 +15,7 @@ from training.checkpoint.writer import CheckpointWriter
 from training.distributed.cluster import device_kind
 from training.errors import TrainError
 from training.models import export
+from training.models.adapter import adapter_of
 from training.models.flops import WorkCounter, mfu, peak_flops
 from training.progress import Evaluations, Progress
 from training.run_setup import Run
@@ -59,6 +60,7 @@ def export_model(run: Run, backend: Backend) -> None:
             run.model_config(),
             run.config.data.tokenizer,
             run.dependencies.storage,
+            adapter_of(run.config),
         )
 
 

@@ -181,7 +181,8 @@ def model_identity(config: TrainerConfig) -> dict[str, Any]:
     """Returns what a checkpoint must agree with of the network."""
     model = config.model
     if model.path is not None:
-        return {"model.path": model.path}
+        lora = {} if config.lora is None else {"lora": config.lora.model_dump(exclude={"merge"})}
+        return {"model.path": model.path, **lora}
     if model.config is not None:
         return {"model.config": model.config}
     names = ("hidden_size", "layers", "heads", "intermediate_size", "max_positions")
@@ -203,7 +204,7 @@ def with_starting_model(config: TrainerConfig, folder: str, cluster: Cluster, re
         return config
     start = join(folder, "start")
     if cluster.is_first and default_storage.stat(join(start, WEIGHTS)) is None:
-        export_checkpoint(path, start)
+        export_checkpoint(path, start, merge=True)
     rendezvous.meet("starting model")
     return config.model_copy(update={"model": config.model.model_copy(update={"path": start})})
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from training.checkpoint.snapshot import Snapshot, StartSnapshot
 from training.config import restore
 from training.data import tokenizer as tokenizers
 from training.errors import BadInput
+from training.models.adapter import Adapter, adapter_of
 from training.models.hugging_face import CONFIG, WEIGHTS, build_model_config
 from training.registry import TASKS
 from training.storage import Storage, join
@@ -37,6 +39,7 @@ def write_model_folder(
     config: Mapping[str, Any],
     tokenizer: str,
     storage: Storage = default_storage,
+    adapter: Adapter | None = None,
 ) -> None:
     """Writes a model folder.
 
@@ -47,21 +50,32 @@ def write_model_folder(
         config: values of config.json.
         tokenizer: the tokenizer's folder. It may be another model's folder; only `TOKENIZER_FILES` are copied.
         storage: of both folders.
+        adapter: of a run with LoRA: decides whether its two files or the merged model are written.
     """
     tokenizer = tokenizer_folder(tokenizer)
     for name in TOKENIZER_FILES:
         if storage.stat(join(tokenizer, name)):
             storage.write(join(folder, name), storage.read(join(tokenizer, name)))
+    specs = {name.removeprefix(PREFIX): spec for name, spec in sorted(weights.items()) if name.startswith(PREFIX)}
+
+    def copy(buffers: Mapping[str, memoryview]) -> None:
+        snapshot_state({PREFIX + name: buffer for name, buffer in buffers.items()}).wait()
+
+    if adapter is not None and not adapter.lora.merge:
+        adapter.write(folder, specs, copy, storage)
+        return
     text = json.dumps({**config, "dtype": "float32"}, indent=2, sort_keys=True)
     storage.write(join(folder, CONFIG), text.encode() + b"\n")
-    names = [name for name in sorted(weights) if name.startswith(PREFIX)]
-    data, buffers = encode([(name.removeprefix(PREFIX), weights[name]) for name in names], {"format": "pt"})
-    snapshot_state({PREFIX + name: buffer for name, buffer in buffers.items()}).wait()
+    data, buffers = encode([(name, specs[name]) for name in specs if ".lora_" not in name], {"format": "pt"})
+    copy(buffers)
+    if adapter is not None:
+        adapter.merge(specs, buffers, copy)
     storage.write(join(folder, WEIGHTS), data)
 
 
-def export_checkpoint(run: str, out: str, step: int | None = None) -> int:
-    """Writes the model of a run's checkpoint, the newest unless `step` is given, to the folder `out`. Returns its step.
+def export_checkpoint(run: str, out: str, step: int | None = None, *, merge: bool = False) -> int:
+    """Writes the model of a run's checkpoint, the newest unless `step` is given, to the folder `out`; with `merge`, a
+    whole model also of a run with LoRA. Returns its step.
     Raises BadInput if there is no such checkpoint, or it is damaged."""
     place, steps = find_checkpoints(run)
     chosen = steps[0] if step is None else step
@@ -99,5 +113,8 @@ def export_checkpoint(run: str, out: str, step: int | None = None) -> int:
         )
 
     specs = {name: spec for name, (spec, _) in tensors.items()}
-    write_model_folder(out, specs, snapshot_state, config, settings.data.tokenizer)
+    adapter = adapter_of(settings)
+    if adapter is not None and merge:
+        adapter = replace(adapter, lora=adapter.lora.model_copy(update={"merge": True}))
+    write_model_folder(out, specs, snapshot_state, config, settings.data.tokenizer, adapter=adapter)
     return chosen

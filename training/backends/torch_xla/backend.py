@@ -38,6 +38,7 @@ from training.config import TrainerConfig
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import Rendezvous
 from training.models.hugging_face import ModelRequirements
+from training.models.torch.lora import add_lora, freeze
 from training.models.torch.network import build, patch_modules, slow_parts
 from training.preflight.checked_programs import CheckedPrograms
 from training.preflight.compiler import hash_hlo
@@ -83,6 +84,9 @@ class TorchXla:
             network, config.train.remat, default="attention" if self._sharding.is_spmd else "none",
             barrier=xm.optimization_barrier_, constants=internals.numbers_as_constants,
         )  # fmt: skip
+        if config.lora:
+            add_lora(network, config.lora, config.seed, has_fresh_head=requirements.head.is_fresh)
+        freeze(network, config.train.freeze)
         self._checked = CheckedPrograms(os.environ, comparable=self._sharding.is_spmd, warns=cluster.is_first)
         # What earlier runs in this process have counted.
         self._compiled_before, self._transfers_before = count_compiled(), count_transfers()

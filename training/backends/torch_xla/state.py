@@ -43,7 +43,7 @@ class State:
         its `settings`; `noise`: of the network's dropouts, as `patch_modules` returns it."""
         self.network, self.noise = network, noise
         self._name_parameters()
-        self.optimizer = optimizer_class(settings, self.parameters)
+        self.optimizer = optimizer_class(settings, self.trained)
         self.is_uploaded = False
         self._packs = True  # once it is uploaded to SPMD's devices
         self._packed: dict[str, Tensor] = {}  # packed buffers by name: (members, length)
@@ -57,6 +57,7 @@ class State:
 
     def _name_parameters(self) -> None:
         self.parameters: dict[str, Tensor] = dict(self.network.named_parameters())  # tied ones once
+        self.trained = {name: value for name, value in self.parameters.items() if value.requires_grad}
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns all tensors by their names in a checkpoint. On the devices, read and change them within `recording`

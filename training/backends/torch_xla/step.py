@@ -87,7 +87,7 @@ class TrainingStep:
     def gradients(self, number: int, inputs: StepInputs[Tensor]) -> tuple[list[Tensor], Tensor]:
         """Returns the gradients of the summed loss over this host's rows (SPMD: over all), and the report, (5,)."""
         xm.set_rng_state(self.seed(number), self._sharding.device)
-        parameters = list(self._state.parameters.values())
+        parameters = list(self._state.trained.values())
         gradients: list[Tensor] = []
         report = inputs.signals.sum(0)
         for rows in inputs.pieces:
@@ -114,11 +114,11 @@ class TrainingStep:
             if self._train.clip_norm is not None:
                 scale = scale * (self._train.clip_norm / (norm + 1e-6)).clamp(max=1)
             if self._train.on_nonfinite == "stop":
-                self._state.optimizer.update(self._state.parameters, gradients, scale, *scalars.unbind())
+                self._state.optimizer.update(self._state.trained, gradients, scale, *scalars.unbind())
                 return torch.stack([norm, torch.zeros_like(norm)])
             is_finite = torch.isfinite(norm) & torch.isfinite(loss / weight)
             before = [value.clone() for value in self._state.tensors().values()]
-            self._state.optimizer.update(self._state.parameters, gradients, scale, *scalars.unbind())
+            self._state.optimizer.update(self._state.trained, gradients, scale, *scalars.unbind())
             for value, old in zip(self._state.tensors().values(), before, strict=True):
                 value.copy_(torch.where(is_finite, value, old))
             return torch.stack([norm, (~is_finite).to(norm.dtype)])
@@ -144,7 +144,7 @@ class TrainingStep:
 
     def unflatten(self, flat: Tensor) -> tuple[list[Tensor], Tensor]:
         """Returns the gradients and the report that `flatten` joined."""
-        parameters = list(self._state.parameters.values())
+        parameters = list(self._state.trained.values())
         *pieces, report = flat.split([*(value.numel() for value in parameters), REPORT])
         return [piece.view_as(value) for piece, value in zip(pieces, parameters, strict=True)], report
 

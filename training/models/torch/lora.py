@@ -1,0 +1,82 @@
+"""Trains few parameters: low-rank additions to linear layers (LoRA, https://arxiv.org/abs/2106.09685), with everything
+else frozen; or all parameters but some.
+
+Names are those of peft's layout: `<layer>.lora_A.weight`, (rank, inputs), and `<layer>.lora_B.weight`, (outputs, rank),
+beside the layer's own `weight` and `bias`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatch
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from training.config import Lora
+from training.errors import BadInput
+from training.models.initial import initial_weight
+
+
+class LoraLinear(torch.nn.Module):  # type: ignore[misc]  # torch is not here when types are checked
+    """Replaces a linear layer, with the same weights under the same names: adds scale * B A x, which begins as 0."""
+
+    def __init__(self, theirs: Any, lora: Lora, name: str, seed: int) -> None:
+        """`theirs`: torch's Linear, or transformers' Conv1D, whose weight is (inputs, outputs)."""
+        super().__init__()
+        self.weight, self.bias = theirs.weight, theirs.bias
+        self.is_turned = not isinstance(theirs, torch.nn.Linear)
+        outputs, inputs = reversed(self.weight.shape) if self.is_turned else self.weight.shape
+        self.lora_A = torch.nn.Linear(inputs, lora.rank, bias=False)
+        self.lora_B = torch.nn.Linear(lora.rank, outputs, bias=False)
+        self.scale = lora.alpha / lora.rank
+        # The variance of peft's kaiming_uniform(a=sqrt(5)).
+        first = initial_weight(f"{name}.lora_A.weight", (lora.rank, inputs), seed=seed, deviation=(3 * inputs) ** -0.5)
+        with torch.no_grad():
+            self.lora_A.weight.copy_(torch.from_numpy(first))
+            self.lora_B.weight.zero_()
+
+    def forward(self, values: Tensor) -> Tensor:
+        """Returns (..., outputs) from (..., inputs)."""
+        weight = self.weight.t() if self.is_turned else self.weight
+        result: Tensor = functional.linear(values, weight, self.bias) + self.lora_B(self.lora_A(values)) * self.scale
+        return result
+
+
+def add_lora(network: Any, lora: Lora, seed: int, *, has_fresh_head: bool) -> None:
+    """Freezes a network, and adds trained matrices to its linear layers: those that `lora.targets` names, or all of its
+    base model. A fresh head is trained whole. Raises BadInput if a target names no linear layer."""
+    from transformers.pytorch_utils import Conv1D
+
+    inside = f"{network.base_model_prefix}."
+    linear = {name: module for name, module in network.named_modules() if isinstance(module, torch.nn.Linear | Conv1D)}
+    targets = lora.targets
+    chosen = [name for name in linear if (_is_target(name, targets) if targets else name.startswith(inside))]
+    for target in targets or ():
+        if not any(_is_target(name, [target]) for name in linear):
+            kinds = sorted({name.rpartition(".")[2] for name in linear})
+            raise BadInput(f"lora.targets: the model has no linear layer {target}; it has: {', '.join(kinds)}")
+    for name, parameter in network.named_parameters():
+        parameter.requires_grad_(has_fresh_head and not name.startswith(inside))
+    for name in chosen:
+        network.set_submodule(name, LoraLinear(linear[name], lora, name, seed))
+
+
+def freeze(network: Any, patterns: Sequence[str]) -> None:
+    """Freezes the parameters whose names match one of the patterns. Raises BadInput if one matches none, or nothing is
+    left to train."""
+    names = [name for name, _ in network.named_parameters()]
+    for pattern in patterns:
+        matching = [name for name in names if fnmatch(name, pattern)]
+        if not matching:
+            raise BadInput(f"train.freeze: no parameter of the model matches {pattern}; one is {names[0]}")
+        for name in matching:
+            network.get_parameter(name).requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in network.parameters()):
+        raise BadInput("train.freeze leaves no parameter to train")
+
+
+def _is_target(name: str, targets: Sequence[str]) -> bool:
+    return any(name == target or name.endswith(f".{target}") for target in targets)
