@@ -428,7 +428,7 @@ def _task_mistakes(config: TrainerConfig) -> Iterator[Mistake]:
         named = model.config.get("architectures")
         if not isinstance(model.config.get("model_type"), str) or not isinstance(named, list) or len(named) != 1:
             yield ("model", "config"), "needs model_type and architectures, for example [LlamaForCausalLM]"
-        elif not str(named[0]).endswith((entry.head.network, "LMHeadModel")):
+        elif not entry.head.is_of(str(named[0])):
             yield ("model", "config"), f"task {config.task} trains a network ...{entry.head.network}, not {named[0]}"
     elif config.task == "causal-lm" and model.name is not None:
         yield ("model", "name"), "an encoder does not predict the next token: give model.path or model.config"

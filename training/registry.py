@@ -32,6 +32,11 @@ class Head:
     # Of config.json, for ForSequenceClassification. A head with one is fresh unless the starting model has the same
     # labels; a head without one comes from the starting model.
     problem_type: str | None = None
+    older: tuple[str, ...] = ()  # other ends of names: GPT2LMHeadModel
+
+    def is_of(self, network: str) -> bool:
+        """Returns whether the network of this name has the head."""
+        return network.endswith((self.network, *self.older))
 
     @property
     def is_fresh(self) -> bool:
@@ -80,7 +85,7 @@ class BackendEntry:
 
 
 MASKED_LM = Head("ForMaskedLM", "fill-mask")
-CAUSAL_LM = Head("ForCausalLM", "text-generation")
+CAUSAL_LM = Head("ForCausalLM", "text-generation", older=("LMHeadModel",))
 
 
 def _keys_of_packed_rows(task: str, predicted: str) -> dict[tuple[str, ...], str]:
@@ -182,6 +187,6 @@ def task_of_model(config: Mapping[str, Any]) -> str:
     registered task."""
     named = config.get("architectures")
     networks = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
-    tasks = [name for name, entry in TASKS.items() if any(network.endswith(entry.head.network) for network in networks)]
+    tasks = [name for name, entry in TASKS.items() if any(map(entry.head.is_of, networks))]
     same_problem = [name for name in tasks if TASKS[name].head.problem_type == config.get("problem_type")]
     return next(iter((*same_problem, *tasks)), "mlm")

@@ -30,7 +30,7 @@ def encode(texts: list[str]) -> list[Any]:
 @pytest.fixture(autouse=True)
 def tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tokenizer that needs neither a folder nor a library."""
-    monkeypatch.setattr(procedure.tokenizers, "read", lambda url: Tokenizer(url, b"", "t", TOKENS))
+    monkeypatch.setattr(procedure.tokenizers, "read", lambda url, rows="packed": Tokenizer(url, b"", "t", TOKENS))
     monkeypatch.setattr(procedure.tokenizers, "encoder", lambda tokenizer: encode)
 
 

@@ -286,7 +286,7 @@ def _try_out(network: Any, place: str, needs: ModelRequirements) -> None:
     mask = torch.ones_like(ids)
     network.eval()
     with _one_line_errors(place), torch.no_grad():
-        if needs.head is CAUSAL_LM:
+        if needs.head == CAUSAL_LM:
             check_borders(network, ids)
             return
         theirs = network(input_ids=ids, attention_mask=mask).logits
