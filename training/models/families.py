@@ -71,6 +71,10 @@ DROPOUT_RATES = (
     "classifier_dropout",
     "classifier_dropout_prob",
     "seq_classif_dropout",
+    "pooler_dropout",
+    "embd_pdrop",
+    "attn_pdrop",
+    "resid_pdrop",
 )
 
 

@@ -1,4 +1,4 @@
-"""Renders rows of a training batch as text, with their masks or labels, for `tpu-train dataset preview`."""
+"""Renders rows of a training batch as text, with their masks, labels or documents, for `tpu-train dataset preview`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import fields
 import click
 
 from training.data.formats.dataset import Dataset
+from training.data.loading.document_batches import DocumentBatch, DocumentBatches
 from training.data.loading.labelled_batches import LabelledBatch, LabelledBatches
 from training.data.loading.mlm_batches import MlmBatch, MlmBatches
 from training.data.loading.record_source import HostSlice
@@ -35,6 +36,12 @@ def preview_batch(
     """Reads the batch of one step; yields a heading and the lines for its first rows, at most `rows`. `percent` of the
     tokens of packed rows are masked."""
     heading = f"batch {step} of seed {seed}"
+    if dataset.manifest.rows == "documents":
+        with contextlib.closing(DocumentBatches(dataset, host_slice, seed)) as document_batches:
+            shown_rows = f"the first {rows} of {host_slice.global_batch_size} rows"
+            yield f"{heading}, {shown_rows}; | begins a document, dim is not learnt"
+            yield from render_documents(document_batches.batch(step), rows, pieces(tokenizer.content))
+        return
     if dataset.manifest.rows != "packed":
         with contextlib.closing(LabelledBatches(dataset, host_slice, seed)) as batches:
             labelled = batches.batch(step)
@@ -74,6 +81,23 @@ def render(batch: MlmBatch, tokens: SpecialTokens, piece: Callable[[int], tuple[
         yield click.style(
             f"record {record}: {len(batch.input_ids[row])} tokens, {used.sum()} to predict ({summary})", bold=True
         )
+        yield text.strip()
+
+
+def render_documents(batch: DocumentBatch, count: int, piece: Callable[[int], tuple[str, str]]) -> Iterator[str]:
+    """Yields a heading and a paragraph for each of the first `count` rows, without their padding: tokens that no token
+    before predicts are dim. `piece` is the result of `pieces`."""
+    for row, record in enumerate(batch.records[:count]):
+        text, learnt = "", 0
+        for place, id in enumerate(batch.input_ids[row].tolist()):
+            begins = batch.position_ids[row, place] == 0
+            is_learnt = place > 0 and batch.weights[row, place - 1] > 0
+            if begins and not batch.position_ids[row, place + 1 : place + 2].any():
+                continue  # padding, or a document of one token
+            space, word = piece(id)
+            learnt += is_learnt
+            text += (" | " if begins else "") + space + (word if is_learnt else click.style(word, dim=True))
+        yield click.style(f"record {record}: {len(batch.input_ids[row])} tokens, {learnt} to predict", bold=True)
         yield text.strip()
 
 
