@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from tests.container import small_runs
+from tests.container.causal_data import document as causal_settings
+from tests.container.causal_data import prepare as prepare_causal
 from tests.container.test_classification_runs import document as classification_document
 from tests.container.test_classification_runs import prepare as prepare_classification
 from tests.container.test_regression_runs import document as regression_settings
@@ -43,7 +45,18 @@ def regression_document(folder: Path, backend: str) -> dict[str, Any]:
     return regression_settings(folder, seed=1, backend=backend, train__steps=STEPS, train__learning_rate=0.003)
 
 
-DOCUMENTS = {"mlm": mlm_document, "classification": labelled_document, "regression": regression_document}
+def causal_document(folder: Path, backend: str) -> dict[str, Any]:
+    """Twenty steps of causal language modelling, over rows of documents."""
+    prepare_causal(folder)
+    return causal_settings(folder, backend=backend, train__steps=STEPS, train__strict=True)
+
+
+DOCUMENTS = {
+    "mlm": mlm_document,
+    "classification": labelled_document,
+    "regression": regression_document,
+    "causal-lm": causal_document,
+}
 
 
 def assert_golden(task: str, backend: str, folder: Path) -> None:

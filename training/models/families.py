@@ -49,6 +49,9 @@ POSITIONS_AFTER_PAD = (
     "mpnet",
 )
 
+# Decoders whose logits are `lm_head` of the last layer's output, and nothing more: it may be computed piece by piece.
+PLAIN_HEADS = ("llama", "mistral", "qwen2", "qwen3", "gemma", "phi3", "olmo2", "smollm3")
+
 # The modules that make a masked-LM head, applied one after the other to hidden states, in PyTorch.
 MASKED_LM_HEADS = (
     ("cls",),  # BERT, DeBERTa

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from training.config import Model, Remat
 from training.errors import BadInput, TrainError, is_out_of_memory
-from training.models.families import BERT_LIKE, FAMILIES, MASKED_LM_HEADS, PATCHED, dropout_rates
+from training.models.families import BERT_LIKE, FAMILIES, MASKED_LM_HEADS, PATCHED, PLAIN_HEADS, dropout_rates
 from training.models.hugging_face import (
     ModelRequirements,
     build_model_config,
@@ -66,7 +66,8 @@ def patch_modules(
     """Replaces dropout and self-attention in a network of BERT's or RoBERTa's family by those of this folder.
 
     Args:
-        network: is changed, unless it is of another family.
+        network: is changed, unless it is of another family. A decoder with a plain head gets `head_barrier`, with which
+            the task computes it in pieces.
         remat: train.remat, what is computed a second time in the backward pass.
         default: the same if the file does not say.
         barrier: the runtime's, for `attention.recompute`.
@@ -79,6 +80,8 @@ def patch_modules(
         BadInput: remat is given for another family.
     """
     config = network.config
+    if config.model_type in PLAIN_HEADS and hasattr(network, "lm_head"):
+        network.head_barrier = barrier
     if (
         config.model_type not in PATCHED
         or config.is_decoder

@@ -1,0 +1,104 @@
+"""Decoders: from scratch on documents, on the answers of chats, and as an adapter of an earlier run's model."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from tests.container import small_runs
+from tests.container.causal_data import document, prepare, shards
+from training.data.formats.fixed_records import read_column, record_layout
+from training.data.formats.open_dataset import open_dataset
+from training.errors import BadInput, StopRequested
+from training.models.predict import go_on, pipeline_of
+
+TEMPLATE = "{% for m in messages %}[CLS] {{ m.role }} {{ m.content }} [SEP] {% endfor %}"
+CHAT = [{"role": "user", "content": "w1 w2"}, {"role": "assistant", "content": "w3 w4"}] * 2
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare(tmp_path_factory.mktemp("causal"))
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path) -> dict[str, Any]:
+    return small_runs.train_here(document(folder, train__strict=True, evaluation__every=8), "undisturbed")
+
+
+def test_a_decoder_learns_from_scratch_and_transformers_goes_on_with_a_text(trained: dict[str, Any]) -> None:
+    assert trained["last_loss"] < trained["first_loss"] - 0.3
+    assert trained["eval_perplexity"] == pytest.approx(math.exp(trained["eval_loss"]))
+    assert (trained["device_to_host_syncs"], trained["host_fallbacks"]) == (0, [])
+    assert pipeline_of(trained["model"]) == "text-generation"
+    assert go_on(trained["model"], "w1 w2", tokens=3).startswith("w1 w2 ")
+
+
+def test_a_stopped_run_is_continued_bit_for_bit(folder: Path, trained: dict[str, Any]) -> None:
+    with pytest.raises(StopRequested):
+        small_runs.train_here(document(folder, evaluation__every=8), "stopped", small_runs.StopAfter(3))
+    continued = small_runs.train_here(document(folder, evaluation__every=8), "stopped", attempt=1)
+    assert continued["final_weights_crc32c"] == trained["final_weights_crc32c"]
+
+
+def test_an_adapter_has_peft_s_layout_and_merges_to_the_same_model(folder: Path, trained: dict[str, Any]) -> None:
+    changes = {"model": {"path": trained["model"]}, "train__steps": 3, "checkpoint__every_steps": None}
+    lora = {"rank": 2, "alpha": 4, "targets": ["q_proj", "down_proj"]}
+    summary = small_runs.train_here(document(folder, **changes, lora=lora), "adapter")
+    adapter = Path(summary["model"])
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    assert (config["peft_type"], config["task_type"], config["r"], config["lora_alpha"]) == ("LORA", "CAUSAL_LM", 2, 4)
+    assert config["target_modules"] == ["down_proj", "q_proj"]
+    assert config["base_model_name_or_path"] == trained["model"]
+    weights = load_file(adapter / "adapter_model.safetensors")
+    layer = "base_model.model.model.layers.1.self_attn.q_proj"
+    assert weights[f"{layer}.lora_A.weight"].shape == (2, 32)
+    assert weights[f"{layer}.lora_B.weight"].shape == (32, 2)
+    assert len(weights) == 2 * 2 * 2
+    assert not (adapter / "model.safetensors").exists()
+    merged = small_runs.train_here(document(folder, **changes, lora={**lora, "merge": True}), "merged")
+    before, after = (load_file(Path(place["model"]) / "model.safetensors") for place in (trained, merged))
+    name = "model.layers.1.self_attn.q_proj"
+    product = weights[f"{layer}.lora_B.weight"] @ weights[f"{layer}.lora_A.weight"] * 2
+    torch.testing.assert_close(after[f"{name}.weight"], before[f"{name}.weight"] + product)
+    assert product.abs().max() > 0
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    adapted = ("self_attn.q_proj", "mlp.down_proj")
+    assert changed == {f"model.layers.{number}.{layer}.weight" for number in (0, 1) for layer in adapted}
+    evaluated = small_runs.evaluate_here(document(folder), merged["model"])
+    assert evaluated.figures["loss"] == pytest.approx(summary["eval_loss"], rel=1e-5)
+
+
+def test_frozen_parameters_stay(folder: Path, trained: dict[str, Any]) -> None:
+    changes = {"model": {"path": trained["model"]}, "train__steps": 2, "train__freeze": ["model.layers.0.*"]}
+    summary = small_runs.train_here(document(folder, **changes, checkpoint__every_steps=None), "frozen")
+    before, after = (load_file(Path(place["model"]) / "model.safetensors") for place in (trained, summary))
+    assert {name for name in before if torch.equal(before[name], after[name])} == {
+        name for name in before if name.startswith("model.layers.0.")
+    }
+
+
+def test_only_answers_of_chats_are_learnt(folder: Path, tmp_path: Path) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "tokenizer")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    corpus = tmp_path / "chats.jsonl"
+    corpus.write_text(json.dumps({"messages": CHAT}) + "\n")
+    shards(tmp_path, corpus, chat="messages", evaluation_corpus=str(corpus), splits=("train",))
+    dataset = open_dataset(str(tmp_path / "train"))
+    layout = record_layout(dataset.manifest.features, 32)
+    data = (tmp_path / "train" / dataset.shards[0].name).read_bytes()
+    ids, targets = (read_column(layout, data, name)[0] for name in ("input_ids", "targets"))
+    assert tokenizer.convert_ids_to_tokens(ids[targets > 0].tolist()) == ["w3", "w4", "[SEP]"] * 2
+    corpus.write_text(json.dumps({"messages": CHAT[:1]}) + "\n")
+    with pytest.raises(BadInput, match=r"chats\.jsonl:1: the chat has no answer \(a message of role assistant"):
+        shards(tmp_path, corpus, chat="messages", evaluation_corpus=str(corpus), splits=("train",), overwrite=True)
+    with pytest.raises(BadInput, match="the tokenizer has no chat template"):
+        shards(folder / "chats", corpus, chat="messages", tokenizer=str(folder / "tokenizer"))

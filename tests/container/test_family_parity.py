@@ -1,0 +1,208 @@
+"""The first step of each family equals transformers' own modules on CPU torch, and three batches are one program. The
+models are tiny and random; a decoder's packed documents are compared with the same documents one by one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.debug.metrics as xla_metrics
+import transformers
+from torch import Tensor
+
+from tests.nightly import others_at_night
+from tests.xla_flags import COMPILE_FAST
+from training.backends.torch_xla import internals
+from training.backends.torch_xla.state import _move
+from training.config import Model
+from training.errors import BadInput
+from training.models.hugging_face import ModelRequirements
+from training.models.torch.network import build, patch_modules
+from training.registry import TASKS, load
+
+os.environ.setdefault("XLA_FLAGS", COMPILE_FAST)  # read at torch_xla's first program
+
+VOCABULARY, ROWS, LENGTH, PLACES = 64, 2, 16, 3
+CUTS = ([7, 5, 4], [9, 6])  # tokens of the documents of each row; the second row ends in padding
+SMALL = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "intermediate_size": 48, "max_position_embeddings": 24, "pad_token_id": 0,
+}  # fmt: skip
+GROUPED = {**SMALL, "num_key_value_heads": 1, "bos_token_id": 1, "eos_token_id": 2}
+WINDOWED = {**GROUPED, "head_dim": 16, "sliding_window": 4}
+ENCODERS: dict[str, dict[str, Any]] = {
+    "bert": SMALL,
+    "roberta": SMALL,
+    "xlm-roberta": SMALL,
+    "camembert": SMALL,
+    "electra": {**SMALL, "embedding_size": 16},
+    "albert": {**SMALL, "embedding_size": 16},
+    "distilbert": {"vocab_size": VOCABULARY, "dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 48},
+    "modernbert": {**SMALL, "local_attention": 8, "cls_token_id": 1, "sep_token_id": 2},
+    "deberta-v2": {
+        **SMALL, "relative_attention": True, "position_buckets": 8, "norm_rel_ebd": "layer_norm", "type_vocab_size": 0,
+        "share_att_key": True, "pos_att_type": ["p2c", "c2p"], "position_biased_input": False,
+    },
+}  # fmt: skip
+DECODERS: dict[str, dict[str, Any]] = {
+    "gpt2": {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 24},
+    "llama": {**GROUPED, "tie_word_embeddings": True},
+    "mistral": WINDOWED,
+    "qwen2": GROUPED,
+    "qwen3": {**GROUPED, "head_dim": 16},
+    "gemma": {**GROUPED, "head_dim": 16},
+    "gemma2": WINDOWED,
+    "gemma3_text": WINDOWED,
+    "phi": GROUPED,
+    "phi3": GROUPED,
+}
+TASK_OF = {"mlm": "MaskedLM", "classification": "SequenceClassification", "causal-lm": "CausalLM"}
+CASES = [
+    *(("mlm", family) for family in ENCODERS),
+    *(("classification", family) for family in (*ENCODERS, "gpt2", "llama", "gemma2")),
+    *(("causal-lm", family) for family in DECODERS),
+]
+
+
+def write_model(folder: Path, task: str, family: str) -> str:
+    """A random model of a family, without dropout, as save_pretrained writes it: with another head for a classifier."""
+    head = "CausalLM" if family in DECODERS else "MaskedLM"
+    values = ENCODERS.get(family) or DECODERS[family]
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(family, **values)
+    network = getattr(transformers, f"AutoModelFor{head}").from_config(config)
+    place = folder / f"{family}-{task}"
+    network.save_pretrained(place)
+    return str(place)
+
+
+def batch(task: str, number: int) -> dict[str, np.ndarray]:
+    """Rows of a task, other ones for each number."""
+    random = np.random.default_rng(number)
+    ids = random.integers(5, VOCABULARY, (ROWS, LENGTH)).astype(np.int32)
+    if task == "mlm":
+        positions = np.sort(np.stack([random.permutation(LENGTH)[:PLACES] for _ in range(ROWS)]), axis=1)
+        labels = random.integers(5, VOCABULARY, (ROWS, PLACES))
+        return {"input_ids": ids, "positions": positions.astype(np.int32), "labels": labels.astype(np.int32),
+                "weights": np.ones((ROWS, PLACES), np.float32)}  # fmt: skip
+    if task == "classification":
+        mask = (np.arange(LENGTH) < random.integers(6, LENGTH + 1, (ROWS, 1))).astype(np.int32)
+        labels = random.integers(0, 3, ROWS).astype(np.int32)
+        ids = np.where(mask, ids, 0).astype(np.int32)
+        return {"input_ids": ids, "attention_mask": mask, "labels": labels, "weights": np.ones(ROWS, np.float32)}
+    places, weights = np.zeros((ROWS, LENGTH), np.int32), np.zeros((ROWS, LENGTH), np.float32)
+    for row, start, count in documents():
+        places[row, start : start + count] = np.arange(count)
+        weights[row, start : start + count - 1] = 1
+    labels = np.roll(ids, -1, axis=1) * (weights > 0)
+    return {"input_ids": ids, "position_ids": places, "labels": labels.astype(np.int32), "weights": weights}
+
+
+def documents() -> list[tuple[int, int, int]]:
+    """(row, first place, tokens) of every document."""
+    return [(row, sum(cuts[:index]), count) for row, cuts in enumerate(CUTS) for index, count in enumerate(cuts)]
+
+
+def their_loss(task: str, network: Any, arrays: dict[str, np.ndarray]) -> Tensor:
+    """The summed loss as transformers computes it."""
+    rows = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    ids = rows["input_ids"].long()
+    if task == "classification":
+        return network(input_ids=ids, attention_mask=rows["attention_mask"], labels=rows["labels"].long()).loss * ROWS
+    if task == "mlm":
+        labels = torch.full_like(ids, -100).scatter(1, rows["positions"].long(), rows["labels"].long())
+        return network(input_ids=ids, attention_mask=torch.ones_like(ids), labels=labels).loss * ROWS * PLACES
+    total = torch.zeros(())
+    for row, start, count in documents():
+        document = ids[row : row + 1, start : start + count]
+        total = total + network(input_ids=document, labels=document, use_cache=False).loss * (count - 1)
+    return total
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Callable[[str, str], Any]:
+    def open_network(task: str, family: str) -> Any:
+        labels = ("a", "b", "c") if task == "classification" else None
+        needs = ModelRequirements(VOCABULARY, 0, LENGTH, TASKS[task].head, labels)
+        return build(Model(path=write_model(tmp_path, task, family)), needs, dropout=0.0, seed=1)
+
+    return open_network
+
+
+@pytest.mark.parametrize(
+    "case",
+    others_at_night(CASES, (("mlm", "deberta-v2"), ("causal-lm", "llama"), ("causal-lm", "gemma2"))),
+    ids="-".join,
+)
+def test_the_first_step_is_that_of_transformers(
+    opened: Callable[[str, str], Any], tmp_path: Path, case: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task, family = case
+    device = torch_xla.device()  # before autograd makes its threads
+    network = opened(task, family)
+    network.save_pretrained(tmp_path / "same")
+    own = getattr(transformers, f"AutoModelFor{TASK_OF[task]}")
+    plain = own.from_pretrained(tmp_path / "same", attn_implementation="eager").train()
+    plain.config.pad_token_id = network.config.pad_token_id
+    expected = their_loss(task, plain, batch(task, 0))
+    names = [name for name, _ in plain.named_parameters()]
+    theirs = torch.autograd.grad(expected, list(plain.parameters()), allow_unused=True, materialize_grads=True)
+    barrier, constants = xm.optimization_barrier_, internals.numbers_as_constants
+    patch_modules(network, None, default="none", barrier=barrier, constants=constants)
+    _move(network, device)
+    if family == "llama":
+        monkeypatch.setattr("training.tasks.causal_lm.torch._WHOLE_LOGITS", 10 * VOCABULARY)  # the head in 4 pieces
+    sums = load(TASKS[task].torch)
+    graphs: list[int] = []
+    seen: list[tuple[Tensor, list[Tensor]]] = []
+    for number in range(3):
+        rows = {name: torch.from_numpy(array).to(device) for name, array in batch(task, number).items()}
+        torch_xla.sync()
+        before = xla_metrics.counter_value("UncachedCompile") or 0
+        loss = sums(network, rows)[0][0]
+        gradients = torch.autograd.grad(loss, list(network.parameters()), allow_unused=True, materialize_grads=True)
+        torch_xla.sync()
+        graphs.append((xla_metrics.counter_value("UncachedCompile") or 0) - before)
+        seen.append((loss.cpu(), [gradient.cpu() for gradient in gradients]))
+    assert graphs[1:] == [0, 0], "three batches are one program"
+    assert seen[0][0].item() == pytest.approx(expected.item(), rel=1e-6)
+    assert [name for name, _ in network.named_parameters()] == names
+    norm = torch.cat([gradient.flatten() for gradient in theirs]).norm()
+    for name, ours, their in zip(names, seen[0][1], theirs, strict=True):
+        assert (ours - their).norm() <= 1e-6 * norm, name
+
+
+@pytest.mark.parametrize("family", others_at_night(sorted(DECODERS), ("gemma3_text",)))
+def test_a_document_does_not_see_its_neighbours(opened: Callable[[str, str], Any], family: str) -> None:
+    network, arrays = opened("causal-lm", family).eval(), batch("causal-lm", 0)
+    ids, places = (torch.from_numpy(arrays[name]).long() for name in ("input_ids", "position_ids"))
+    row, start, count = documents()[1]
+    changed = ids.clone()
+    changed[row, start : start + count] = (ids[row, start : start + count] + 1) % VOCABULARY
+    with torch.no_grad():
+        before, after = (
+            network(input_ids=each, position_ids=places, use_cache=False).logits for each in (ids, changed)
+        )
+    same = (before == after).all(-1)
+    assert not same[row, start : start + count].any()
+    same[row, start : start + count] = True
+    assert same.all()
+
+
+def test_a_network_that_looks_ahead_or_decides_by_values_is_refused_in_one_line(tmp_path: Path) -> None:
+    needs = ModelRequirements(VOCABULARY, 0, LENGTH, TASKS["causal-lm"].head, None)
+    config = {"model_type": "bert", "architectures": ["BertLMHeadModel"], **SMALL}
+    with pytest.raises(BadInput, match=r"^model\.config can't be trained here: .* border of a document") as caught:
+        build(Model(config=config), needs, dropout=0.0, seed=1)
+    assert len(str(caught.value).splitlines()) == 1
+    too_long = ModelRequirements(VOCABULARY, 0, 25, TASKS["causal-lm"].head, None)
+    llama = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **GROUPED}
+    with pytest.raises(BadInput, match="rows have 25 tokens, but the model has only 24 positions"):
+        build(Model(config=llama), too_long, dropout=0.0, seed=1)
