@@ -128,6 +128,10 @@ class Train(ScheduleSettings, AdamWSettings):
     """The share of activations that is dropped in training, in every place of the network. Default: the rates of
     `model.path`, or 0.1 with `model.name`."""
 
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+    """The share of each label that is spread evenly over all classes or tokens, in training only. Only for `backend:
+    torch-xla`, and not for `task: regression`."""
+
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """The precision of matrix products: `auto` is `bf16` on TPUs and `fp32` on CPUs. `fp32` on a TPU takes six times
     the products of `bf16`. Weights and the optimizer's state are fp32 in any case. With `backend: tensorflow`, `bf16`
@@ -443,6 +447,8 @@ def _task_mistakes(config: TrainerConfig) -> Iterator[Mistake]:
     for key, given in (("lora",), config.lora is not None), (("train", "freeze"), bool(config.train.freeze)):
         if given and config.backend == "tensorflow":
             yield key, "the TensorFlow backend trains all weights; take torch-xla"
+    if config.train.label_smoothing and (config.backend == "tensorflow" or config.task == "regression"):
+        yield ("train", "label_smoothing"), "needs backend: torch-xla and a task of labels or tokens: remove it"
     if config.lora is not None and config.train.freeze:
         yield ("train", "freeze"), "lora freezes the starting model already: remove train.freeze"
     if config.backend == "tensorflow" and model.config is not None:

@@ -87,6 +87,7 @@ class TorchXla:
         if config.lora:
             add_lora(network, config.lora, config.seed, has_fresh_head=requirements.head.is_fresh)
         freeze(network, config.train.freeze)
+        network.label_smoothing = config.train.label_smoothing
         self._checked = CheckedPrograms(os.environ, comparable=self._sharding.is_spmd, warns=cluster.is_first)
         # What earlier runs in this process have counted.
         self._compiled_before, self._transfers_before = count_compiled(), count_transfers()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from training.models.torch.attention import recompute
-from training.tasks.torch_sums import cross_entropy_sums
+from training.tasks.torch_sums import cross_entropy_sums, smoothing
 
 # Logits of a row, from which on a plain head is computed in pieces of half as many, and again in the backward pass:
 # half a GiB in fp32, which is kept otherwise, with its gradient.
@@ -26,10 +26,10 @@ def sums(network: Any, batch: dict[str, Tensor]) -> tuple[Tensor, None]:
     labels, weights = batch["labels"].long(), batch["weights"]  # (rows, sequence) each
     piece = _WHOLE_LOGITS // 2 // network.config.vocab_size  # tokens of a row
     if not hasattr(network, "head_barrier") or labels.shape[1] * network.config.vocab_size < _WHOLE_LOGITS:
-        return _sums_of(network(**rows).logits, labels, weights), None
+        return _sums_of(network(**rows).logits, labels, weights, smoothing(network)), None
 
     def head_sums(hidden: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
-        return _sums_of(network.lm_head(hidden), labels, weights)
+        return _sums_of(network.lm_head(hidden), labels, weights, smoothing(network))
 
     hidden = network.base_model(**rows)[0]  # (rows, sequence, width)
     trained = tuple(parameter for parameter in network.lm_head.parameters() if parameter.requires_grad)
@@ -39,6 +39,6 @@ def sums(network: Any, batch: dict[str, Tensor]) -> tuple[Tensor, None]:
     return total, None
 
 
-def _sums_of(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+def _sums_of(logits: Tensor, labels: Tensor, weights: Tensor, smoothing: float) -> Tensor:
     """Returns the sums over rows: logits (rows, sequence, vocabulary), labels and weights (rows, sequence)."""
-    return cross_entropy_sums(logits.float().flatten(0, 1), labels.flatten(), weights.flatten())
+    return cross_entropy_sums(logits.float().flatten(0, 1), labels.flatten(), weights.flatten(), smoothing)

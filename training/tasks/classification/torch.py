@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from training.tasks.torch_sums import cross_entropy_sums
+from training.tasks.torch_sums import cross_entropy_sums, smoothing
 
 
 def sums(network: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -22,4 +22,4 @@ def sums(network: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     predicted = (logits.argmax(-1).unsqueeze(1) == classes).float()  # (rows, labels)
     # Not a matrix product: in bf16 that would round the counts.
     confusion = (true.unsqueeze(2) * predicted.unsqueeze(1)).sum(0)  # (labels, labels)
-    return cross_entropy_sums(logits, labels, weights), confusion
+    return cross_entropy_sums(logits, labels, weights, smoothing(network)), confusion

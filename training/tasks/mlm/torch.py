@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from training.models.torch.network import apply_head
-from training.tasks.torch_sums import cross_entropy_sums
+from training.tasks.torch_sums import cross_entropy_sums, smoothing
 
 
 def sums(network: Any, batch: dict[str, Tensor]) -> tuple[Tensor, None]:
@@ -29,4 +29,4 @@ def sums(network: Any, batch: dict[str, Tensor]) -> tuple[Tensor, None]:
     )  # (rows * predictions, vocabulary)
     labels = batch["labels"].long().flatten().clamp(min=0)  # (rows * predictions,)
     weights = batch["weights"].flatten()
-    return cross_entropy_sums(logits, labels, weights), None
+    return cross_entropy_sums(logits, labels, weights, smoothing(network)), None
