@@ -82,6 +82,16 @@ def test_cosine_is_half_way_down_in_the_middle() -> None:
     assert learning_rate(train(schedule="cosine", warmup_steps=0), 50) == pytest.approx(0.5)
 
 
+def test_wsd_stays_at_the_peak_and_falls_to_its_floor_at_the_end() -> None:
+    settings = train(schedule="wsd", decay_steps=40, floor=0.2)
+    rates = [learning_rate(settings, step) for step in range(101)]
+    assert rates[10:61] == [1.0] * 51
+    assert (rates[80], rates[100]) == (pytest.approx(0.6), pytest.approx(0.2))
+    assert learning_rate(train(schedule="wsd"), 90) == pytest.approx(0.5), "the last fifth, unless decay_steps says more"
+    assert {learning_rate(train(schedule="constant", floor=0.2), step) for step in (10, 50, 100)} == {1.0}
+    assert learning_rate(train(schedule="cosine", floor=0.2), 100) == pytest.approx(0.2)
+
+
 def test_the_numbers_of_a_step_depend_on_the_step_alone() -> None:
     assert (learning_rate(train(), 0), *bias_corrections(train(), 0)) == (0.1, pytest.approx(0.1), pytest.approx(0.001))
     seeds = {step_seed(seed, step, host) for seed in range(3) for step in range(50) for host in range(4)}
