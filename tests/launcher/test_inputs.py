@@ -135,7 +135,7 @@ def test_a_bucket_that_can_not_be_read_now_is_no_bad_input(
         (
             '{"model_type": "gpt2"}',
             "task: classification",
-            "is a gpt2 model, and a new head is trained on one of: bert, ",
+            "is a gpt2 model whose config.json names no network in architectures",
         ),
         (
             '{"model_type": "distilbert"}',

@@ -311,7 +311,8 @@ def check_borders(network: Any, ids: Tensor) -> None:
     together = network(input_ids=ids, position_ids=places, use_cache=False).logits[0]
     for start, end, seen in ((0, first, first - 1), (first, ids.shape[1], ids.shape[1])):
         alone = network(input_ids=ids[:, start:seen], use_cache=False).logits[0]
-        if not _close(together[start:seen], alone):
+        # Relative to the largest logit: what fp32 loses is 1e-6 of it, and a neighbour's part in random weights 1e-3.
+        if (together[start:seen] - alone).abs().max() > 1e-4 * alone.abs().max():
             raise ValueError(
                 f"{type(network).__name__} does not take positions that begin again (up to place {end}) as the border "
                 "of a document, so that packed documents would see each other"
