@@ -38,8 +38,8 @@ class DataSection(Section):
     cache: str | None = None
     """Absolute path of a folder that keeps what was read from `gs://` for the next epoch and the next attempt on the
     host: `tpu-launch` mounts a volume of the host's engine there, on GKE the subfolder data of gke.node_cache, without
-    which it ends with the pod. Only for `task: mlm` and `backend: torch-xla`. Use it when reading from the bucket
-    limits training."""
+    which it ends with the pod. Only for `task: mlm` and `causal-lm`, and `backend: torch-xla`. Use it when reading
+    from the bucket limits training."""
 
     cache_gb: float = Field(default=40, gt=0, le=100_000)
     """GB (of 10^9 bytes) that data.cache may hold; 2 % of the disk, at least 1 GiB, stay free in any case. When it is
