@@ -102,7 +102,7 @@ def test_rows_without_labels_are_not_labelled_rows(samples: Any, tmp_path: Path)
 def test_the_procedure_reads_numbers_from_a_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [json.dumps({"text": str(number), "score": value}) for number, value in enumerate(VALUES)]
     (tmp_path / "rows.jsonl").write_text("\n".join(lines))
-    monkeypatch.setattr(procedure.tokenizers, "read", lambda url: Tokenizer(url, b"", "t", TOKENS))
+    monkeypatch.setattr(procedure.tokenizers, "read", lambda url, rows: Tokenizer(url, b"", "t", TOKENS))
     monkeypatch.setattr(procedure.tokenizers, "encoder", lambda tokenizer: encode)
     options = DatasetOptions(
         str(tmp_path / "rows.jsonl"), "t", str(tmp_path / "out"), "regression", sequence_length=16, label="score"
