@@ -78,6 +78,16 @@ def hold_lock(work: Workstation, monkeypatch: pytest.MonkeyPatch, *recorded: eve
     monkeypatch.setattr(work.clock, "sleep", release)
 
 
+@pytest.mark.parametrize("option", ["overlay", "sync"])
+def test_files_for_hosts_are_refused_where_the_platform_has_none(
+    work: Workstation, monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    monkeypatch.setattr(FakeProvider, "capabilities", replace(FakeProvider.capabilities, overlays=False))
+    monkeypatch.setattr(launch, "read_extras", lambda *_: (None, None))
+    with pytest.raises(BadInput, match=f"--{option}: provider"):
+        work.run(work.config(command=COMMAND), **{option: "code=/code"})
+
+
 # -- an attempt that was not seen to end ------------------------------------------------------------------------------
 
 
@@ -245,6 +255,8 @@ def test_a_transient_error_costs_a_round_of_the_recovery_and_no_budget(
     assert recorded(work, events.Recovering) == 1, "the budget is spent on the end of an attempt, once"
     assert recorded(work, events.RoundFailed) == 5
     assert recorded(work, events.Recovered) == 1
+    (told,) = (found for message in work.messages if (found := re.search(r"recovered in ([\d.]+) s", message)))
+    assert 155 < float(told[1]) < 300, "five pauses, of 5 s and doubled"
 
 
 def test_a_slice_that_is_taken_away_again_and_again_during_one_recovery_spends_one_preemption(

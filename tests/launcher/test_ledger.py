@@ -72,6 +72,14 @@ def test_runs_begun_in_the_same_second_have_ids_of_their_own(tmp_path: Path) -> 
     assert len({new_run(tmp_path).folder.name for _ in range(20)}) == 20
 
 
+def test_a_run_id_that_is_taken_is_not_begun_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{__name__}.new_run_id", lambda *_: "r-0101-000000-0000")
+    begun = new_run(tmp_path)
+    with pytest.raises(FileExistsError):
+        new_run(tmp_path)
+    assert begun.folder.stat().st_mode & 0o777 == 0o700
+
+
 @pytest.mark.parametrize("cut", [1, 10, -1])
 def test_a_line_that_a_crash_cut_swallows_neither_the_next_event_nor_a_number(tmp_path: Path, cut: int) -> None:
     run = new_run(tmp_path)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 HOST_FAULTS = ("reboot", "hang", "cut", "die", "engine", "disk", "clock")
 SLICE_FAULTS = ("preempt", "maintenance")
 NETWORK_FAULTS = ("filter", "connection")  # of ssh alone; between two hosts alone. Like `MEDDLING` only in themes
+LAPTOP_FAULTS = ("date",)  # the date of a workstation jumps
 MEDDLING = ("delete", "halt", "replace")  # by a colleague, in Google's console
 # Google's API, and the way to it. For a time; the number is the probability that a call is hit.
 API_FAULTS = {
@@ -18,13 +19,16 @@ API_FAULTS = {
     "busy": 0.8,
     "slow": 0.5,
     "stockout": 1.0,
+    "quota": 1.0,
+    "signed out": 1.0,  # until the user signs in again
     "stale": 0.7,  # lists
     "old describe": 0.4,
     "dead ssh": 0.3,
     "ssh loses answers": 0.3,
     "offline": 1.0,
 }
-ALL = tuple(kind for kind in (*HOST_FAULTS, *SLICE_FAULTS, *API_FAULTS) if kind != "old describe")  # outside of themes
+_ONLY_IN_THEMES = ("old describe", "quota", "signed out")
+ALL = tuple(kind for kind in (*HOST_FAULTS, *SLICE_FAULTS, *API_FAULTS) if kind not in _ONLY_IN_THEMES)
 _WEIGHTS = {"permission": 0.3, "reboot": 2.0, "preempt": 3.0, "cut": 2.0, "unavailable": 2.0, "disk": 0.5, "stale": 2.0}
 
 

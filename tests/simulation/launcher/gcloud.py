@@ -27,6 +27,8 @@ _ERRORS = {  # errors of a call that the API refuses for a time
     "rate": "RESOURCE_EXHAUSTED: Quota exceeded for quota metric 'Read requests' and limit 'Read requests per minute' "
     "of service 'tpu.googleapis.com'",
     "permission": "PERMISSION_DENIED: Permission 'tpu.nodes.get' denied on resource",
+    "signed out": "There was a problem refreshing your current auth tokens: ('invalid_grant: Bad Request', {'error': "
+    "'invalid_grant'})\nPlease run:\n\n  $ gcloud auth login\n\nto obtain new credentials.",
     "lost": "('Connection aborted.', RemoteDisconnected('Remote end closed connection'))",
 }
 
@@ -86,8 +88,9 @@ class Gcloud:
             return 1, "", _OFFLINE
         if world.api_fault("slow") is not None:
             self.scheduler.sleep(world.rng.uniform(20.0, 90.0))
-        for kind in ("unavailable", "rate", "permission"):
+        for kind in ("unavailable", "rate", "permission", "signed out"):
             if world.api_fault(kind) is not None:
+                self.actor.refusals.add(kind)
                 return 1, "", self.command.error(_ERRORS[kind])
         return None
 

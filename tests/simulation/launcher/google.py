@@ -112,6 +112,8 @@ class Google:
         if self.world.api_fault("busy") is not None:
             self.state.faults.append(Fault("busy", "tpu", left=1))
         self._draw(creates=(command.group, command.verb) == ("tpu-vm", "create"))
+        if any(fault.kind == "quota" for fault in self.state.faults):
+            getattr(by, "refusals", set()).add("quota")
         try:
             answer = command.call(self.state, self._now)
         finally:
@@ -144,6 +146,8 @@ class Google:
             wording = _WORDINGS[stockout.number % len(_WORDINGS)]
             self.state.faults.append(Fault("stockout", "tpu", left=1, wording=wording))
             seconds = min(seconds, 15.0)
+        elif creates and self.world.api_fault("quota") is not None:
+            self.state.faults.append(Fault("quota", "tpu", left=1))
         self.state.create_seconds = seconds
 
     def _listed(self) -> EmulatorState:

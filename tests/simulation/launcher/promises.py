@@ -210,7 +210,7 @@ def logs_end_with_their_program(simulation: SimulatedRun, command: Command) -> N
 
 def command_ends_in_time(simulation: SimulatedRun, command: Command) -> None:
     """Commands without a program to wait for end in bounded time."""
-    longest = {"stop": 900.0, "gc": 3600.0, "down": 4800.0}.get(command.name)
+    longest = {"stop": 900.0, "gc": 3600.0, "down": 4800.0, "up": 2.5 * 3600.0}.get(command.name)
     if longest is None or command.laptop.asleep:
         return
     if (seconds := simulation.world.scheduler.now - command.began) > longest:
@@ -246,6 +246,19 @@ def stockout_is_reported_as_stockout(simulation: SimulatedRun, command: Command)
     """A command that gets no slice for lack of capacity says so, in every wording of Google's error."""
     if command.actor.out_of_stock and command.code == Exit.CLOUD_ERROR and not simulation.loses_by_its_disk:
         simulation.break_promise("a stock-out is reported as a stock-out", f"{command.name}: {command.error}")
+
+
+def refusal_is_told_as_what_it_is(simulation: SimulatedRun, command: Command) -> None:
+    """A command that Google refused for one reason alone ends with that reason's code, and says what helps."""
+    told = {"signed out": (Exit.PERMISSION, "gcloud auth login"), "quota": (Exit.QUOTA, "quota")}
+    passing = {fault.kind for fault in simulation.faults} & {"lost", "offline", "busy", "slow"}
+    if command.error is None or len(command.actor.refusals) != 1 or passing or simulation.loses_by_its_disk:
+        return
+    (kind,) = command.actor.refusals
+    if kind in told and command.code in (Exit.PERMISSION, Exit.QUOTA, Exit.CLOUD_ERROR):
+        code, what_helps = told[kind]
+        if command.code != code or what_helps not in str(command.error):
+            simulation.break_promise("a refusal is told as what it is", f"{command.name}, {kind}: {command.error}")
 
 
 def conflict_has_another_party(simulation: SimulatedRun, command: Command) -> None:
@@ -499,9 +512,7 @@ def lines_come_once(simulation: SimulatedRun) -> None:
         for worker, container in job.containers.items():
             log = Path("runs", job.run, "logs", f"attempt-{job.attempt}", f"host-{worker}.log")
             path = next((path for home in simulation.homes if (path := home / log).exists()), None)
-            if path is None:
-                continue
-            kept = Counter((line.timestamp, line.text) for line in read_from(path, 0)[0])
+            kept = Counter((line.timestamp, line.text) for line in read_from(path, 0)[0]) if path else Counter()
             where = f"{job} host {worker}"
             if extra := kept - Counter(container.log):
                 seen = [(at, text[-60:]) for at, text in extra]
@@ -542,6 +553,7 @@ COMMAND_PROMISES = (
     deletion_outlasts_passing_failures,
     creation_outlasts_passing_failures,
     stockout_is_reported_as_stockout,
+    refusal_is_told_as_what_it_is,
     conflict_has_another_party,
     nothing_runs_after_a_verdict,
 )

@@ -170,6 +170,12 @@ ADDED_THEMES = (
           plans=("finish", "fail", "save"), anchors=("start", "recovery"), spread=25.0),
     Theme("hosts that end apart", faults=("reboot", "cut", "filter", "hang", "die", "offline"), count=(0, 2), hosts=2,
           anchors=("end",), spread=140.0, plans=("finish",), retries=True),
+    Theme("refusals", faults=("signed out", "signed out", "quota", "preempt", "reboot", "lost"), count=(1, 3),
+          spread=20.0, anchors=("beginning", "start", "recovery", "recovery", "down"), plans=("finish", "fail"),
+          retries=True),
+    Theme("a date that jumps", faults=("date", "date", "cut", "reboot", "preempt"), count=(1, 3), hosts=2, retries=True,
+          anchors=("up", "start", "recovery", "end"), spread=25.0, plans=("finish", "fail", "save"),
+          actions=("kill|other run|stop|gc",)),
     Theme("awake", faults=("cut", "dead ssh"), anchors=("awake",), spread=2.0, count=(0, 2), actions=("asleep",),
           hosts=2, retries=True),
 )  # fmt: skip

@@ -59,6 +59,8 @@ class Actor:
     process: Process
     saw_slice: bool = False
     """Whether Google has described a slice or a request to it."""
+    refusals: set[str] = field(default_factory=set)
+    """Kinds of faults for which Google has refused its calls."""
     out_of_stock: bool = False
     """Whether its last creation failed for lack of capacity."""
     shown: dict[str, str] = field(default_factory=dict)
@@ -166,7 +168,7 @@ class World:
         """Returns the fault of a kind that hits a call now, None without one. Draws a random number."""
         for begin, end, fault in self._api_faults.get(kind, ()):
             if begin <= self.scheduler.now < end and self.rng.random() < API_FAULTS[kind]:
-                if kind == "permission":
+                if kind in ("permission", "signed out", "quota"):
                     self.record.permanent.add(kind)
                 return fault
         return None
@@ -213,6 +215,9 @@ class World:
             laptop = self.laptops[0]
             laptop.offline = True
             self.scheduler.call_at(later, lambda: setattr(laptop, "offline", False))
+            return
+        if fault.kind == "date":
+            self.laptops[0].wall += (-7200.0, 5400.0, -40.0, 86400.0)[fault.number % 4]
             return
         if fault.kind in API_FAULTS:
             return
