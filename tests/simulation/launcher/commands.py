@@ -17,6 +17,7 @@ from launcher.run.verdict import Kind
 from launcher.tpu_vm import inventory, ownership
 from launcher.tpu_vm.provider import TpuVm
 from tests.simulation.launcher import promises
+from tests.simulation.launcher.jobs import SECRET
 from tests.simulation.launcher.machine import make_machine
 from tests.simulation.launcher.world import Actor, Laptop, Stop, World
 from tests.simulation.scheduler import Event, Killed, Process
@@ -43,7 +44,9 @@ class Command:
         self.process.enter = self._enter
         self.actor = Actor(laptop, name, self.process)
         self.machine = make_machine(world, self.actor, rng)
-        self.context = Context(laptop.home, {}, self._make_provider, Output(self._say, self._emit), self.machine)
+        self.context = Context(
+            laptop.home, {"HF_TOKEN": SECRET}, self._make_provider, Output(self._say, self._emit), self.machine
+        )
         self.task = world.scheduler.spawn(self._main, name="main", process=self.process)
 
     def _enter(self) -> None:

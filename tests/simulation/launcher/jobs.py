@@ -17,6 +17,7 @@ from tests.simulation.launcher.hangs import Hang
 from tests.simulation.launcher.hosts import Container, Host
 from tests.simulation.scheduler import Scheduler
 
+SECRET = "hf_sImUlAtEd0123456789"  # that every run has, and every program prints
 PEERS_WAIT = 40.0  # seconds that a program waits for the other hosts at its start
 
 
@@ -104,6 +105,8 @@ class Job:
         for number in range(container.lines_written, count):
             at = container.started + (number + 1) * period
             text = f"line {number // 2 * 2} of host {worker}" if number % 7 == 1 else f"line {number} of host {worker}"
+            if number % 9 == 2:
+                text += f" with token {SECRET}"
             if number % 40 == 4:
                 container.begin_line(text.ljust(PART_BYTES, "."), at)
             else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import tarfile
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from launcher.run.recovery import spent_so_far
 from launcher.tpu_vm.requests import RequestRecord
 from tests.simulation.launcher.hangs import limit
 from tests.simulation.launcher.hosts import EPOCH
+from tests.simulation.launcher.jobs import SECRET
 from training.machine.clock import parse_time
 
 if TYPE_CHECKING:
@@ -528,6 +530,22 @@ def lines_come_once(simulation: SimulatedRun) -> None:
                 simulation.break_promise("every line once", f"{where}: lost {seen[:3]}")
 
 
+def secrets_are_nowhere(simulation: SimulatedRun) -> None:
+    """The value of a secret, which programs print, is in no message and in no file but the hosts' logs."""
+    for command in simulation.commands:
+        if told := [text for text in command.said if SECRET in text]:
+            simulation.break_promise("secrets are nowhere", f"{command.name} said {told[0][:300]}")
+    for path in (each for home in simulation.homes for each in home.rglob("*") if each.is_file()):
+        if "logs" in path.parts:
+            continue
+        kept = path.read_bytes()
+        if path.name.endswith(".tar.gz"):
+            with tarfile.open(path) as archive:
+                kept = b"".join(file.read() for item in archive if (file := archive.extractfile(item)) is not None)
+        if SECRET.encode() in kept:
+            simulation.break_promise("secrets are nowhere", f"{path} holds one")
+
+
 def _are_lines_due(recorded: Sequence[RunEvent], attempt: int, worker: int) -> bool:
     """Returns whether all lines of a host were to be fetched: the attempt ended, and the host was not left behind."""
     ends = [event for event in recorded if isinstance(event, Ended) and event.attempt == attempt]
@@ -565,4 +583,5 @@ RUN_PROMISES = (
     ledgers_are_in_order,
     locks_are_free,
     lines_come_once,
+    secrets_are_nowhere,
 )

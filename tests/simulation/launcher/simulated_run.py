@@ -72,6 +72,7 @@ def make_config(setting: Setting, candidates: Candidates | None = None) -> Confi
         f"image: {{reference: 'r/i@sha256:{'0' * 64}'}}",
         "run:",
         "  command: [train]",
+        "  secrets: [HF_TOKEN]",
         f"  preemption_retries: {setting.preemption_retries}",
         f"  failure_retries: {setting.failure_retries}",
         f"  host_lost_seconds: {setting.host_lost_seconds}",
