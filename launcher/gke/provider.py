@@ -185,9 +185,8 @@ class Gke:
             lines = watch.final_lines(pod, since)
             if lines is not None:
                 return Observation(worker, state, tuple(lines), problem=problem)
-            window, more = self._read_log(
-                pod, *([f"--since-time={since}"] if since else [])
-            )  # after the state, so that an ended pod's log is complete
+            options = [f"--since-time={since}"] if since else []
+            window, more = self._read_log(pod, *options)  # after the state, so that an ended pod's log is complete
         except LaunchError as error:
             return Observation(worker, None, problem=str(error).splitlines()[0])
         told = self._read_progress(pod) if progress and not pod.ended else ()

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -60,8 +60,9 @@ def kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         _opened.pop().close()
 
 
-def show(folder: Path, *nodes: str, started: bool = True) -> None:
+def show(folder: Path, *nodes: str, started: bool = True, ended: Collection[int] = ()) -> None:
     """Lets the cluster show a pod for each node; an empty name is an unschedulable pod."""
+    over = {"terminated": {"exitCode": 3, "finishedAt": "2026-01-01T00:00:01Z"}}
     pods = [
         {
             "metadata": {"name": f"pod-{worker}", "uid": str(worker), "labels": {INDEX: str(worker)}},
@@ -72,7 +73,14 @@ def show(folder: Path, *nodes: str, started: bool = True) -> None:
                 if node
                 else [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/0 nodes"}],
                 "containerStatuses": [
-                    {"name": "trainer", "state": {"running": {"startedAt": "2026-01-01T00:00:00Z"}} if started else {}}
+                    {
+                        "name": "trainer",
+                        "state": over
+                        if worker in ended
+                        else {"running": {"startedAt": "2026-01-01T00:00:00Z"}}
+                        if started
+                        else {},
+                    }
                 ]
                 if node
                 else [],
@@ -177,6 +185,30 @@ def test_a_stop_before_any_pod_has_started_deletes_the_jobset(kubectl: Path, pod
     reports = provider(kubectl, 1, 1).stop(ATTEMPT.container, grace=1, remove=False)
     assert all(report.ok for report in reports)
     assert any("jobsets" in call and "two-0101-000000-0000-0" in call for call in calls(kubectl, "delete"))
+
+
+def test_only_pods_that_run_are_stopped_and_asked_for_stacks_and_each_host_is_reported(kubectl: Path) -> None:
+    show(kubectl, "a", "b", ended={0})
+    gke = provider(kubectl, 1, 1)
+    assert set(gke.stacks(ATTEMPT.container)) == {1}
+    reports = gke.stop(ATTEMPT.container, grace=-29, remove=False)
+    assert [(report.worker, report.ok) for report in reports] == [(0, True), (1, False)]
+    (delete,) = calls(kubectl, "delete")
+    assert ("pod-1" in delete, "pod-0" in delete) == (True, False)
+
+
+def test_a_look_tells_the_state_of_a_pod_and_its_newest_lines(kubectl: Path) -> None:
+    show(kubectl, "a", "b", ended={0})
+    gke = provider(kubectl, 1, 1)
+    states = [gke.look(worker, ATTEMPT.container).container for worker in range(3)]
+    assert [state and (state.status, state.exit_code) for state in states] == [
+        ("exited", 3),
+        ("running", None),
+        ("absent", None),
+    ]
+    assert not calls(kubectl, "logs")
+    assert gke.look(0, ATTEMPT.container, lines=5).container is not None
+    assert "--tail=5" in calls(kubectl, "logs")[0]
 
 
 def test_a_missing_permission_to_stop_is_an_error(kubectl: Path) -> None:

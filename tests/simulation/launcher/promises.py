@@ -7,6 +7,7 @@ import math
 import tarfile
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -418,6 +419,10 @@ def ledgers_are_in_order(simulation: SimulatedRun) -> None:
         ended = [event.attempt for event in ledger.events() if isinstance(event, Ended)]
         if began != list(range(len(began))) or len(set(ended)) < len(ended):
             simulation.break_promise("a ledger is in order", f"{ledger.run_id}: began {began}, ended {ended}")
+        order = [event for event in ledger.events() if isinstance(event, AttemptBegan | Ended)]
+        for event, following in pairwise(order):
+            if isinstance(event, AttemptBegan) and isinstance(following, AttemptBegan):
+                simulation.break_promise("a ledger is in order", f"{ledger.run_id}: attempt {event.attempt} has no end")
 
 
 def locks_are_free(simulation: SimulatedRun) -> None:
