@@ -164,7 +164,16 @@ def test_the_state_of_a_container_is_reported_as_an_engine_does() -> None:
     assert missing is not None
     assert missing.error == 'exec: "x": not found'
     assert pod("Pending").state() == (ContainerState("created"), "")
-    assert pod("Running", {"running": {}}).worker == 3
+    unclear = pod("Running", {"running": {}})
+    assert (unclear.worker, unclear.state()[0]) == (3, ContainerState("running", image="i"))
+    timeless = {"terminated": {"exitCode": 3, "startedAt": None, "finishedAt": None}}
+    assert pod("Failed", timeless).state()[0] == ContainerState("exited", 3, image="i")
+
+
+def test_a_pod_that_is_being_deleted_is_told_from_one_that_is_not() -> None:
+    metadata = {"name": "p", "labels": {pod_status.INDEX: "0"}}
+    assert not pod_status.parse({"metadata": metadata}).deleting
+    assert pod_status.parse({"metadata": {**metadata, "deletionTimestamp": "2026-11-20T00:00:00Z"}}).deleting
 
 
 def test_a_disrupted_pod_is_a_lost_host_unless_its_exit_code_says_more() -> None:

@@ -54,6 +54,11 @@ def test_an_entry_says_whose_it_is_how_old_and_what_it_cost() -> None:
     assert shown["age_seconds"] == 3600
     assert shown["cost"] == 3.69
     assert shown["leftover"] == ""
+    assert dict(zip(inventory.COLUMNS, found.row(NOW), strict=True)) == {
+        "slice": "n", "zone": "us-central2-b", "state": "READY", "type": "v4-8 spot", "owner": "ann", "run": "bert",
+        "age": "1 h 0 min", "cost": "$3.69", "expires": "never",
+    }  # fmt: skip
+    assert inventory.parse_node(node(createTime="")).row(NOW)[6:8] == ["", "unknown"]
 
 
 def test_leftovers_are_expired_or_dead_and_ours_unless_all_owners_are_meant() -> None:

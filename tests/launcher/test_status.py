@@ -12,7 +12,7 @@ from launcher.cli import terminal
 from launcher.provider import LogLine
 from launcher.run import events
 from launcher.run.ledger import Ledger
-from launcher.run.status import recent_history
+from launcher.run.status import HostStatus, Status, recent_history
 from launcher.run.verdict import Cause
 from training.machine.clock import SystemClock
 
@@ -59,3 +59,9 @@ def test_a_terminal_shows_hosts_words_as_they_are_and_obeys_none(capsys: pytest.
     assert [line.endswith(f" {shown}") for line in printed.err.split("\n")] == [True, True, False]
     terminal.dump(hostile)
     assert json.loads(capsys.readouterr().out) == hostile
+
+
+def test_rows_tell_how_long_a_host_has_been_quiet_where_that_is_known() -> None:
+    hosts = [HostStatus(0, "10.0.0.1", "running", "step 5", 120.0), HostStatus(1, "10.0.0.2", "out of reach", "")]
+    rows = Status("demo", None, "r", 0, None, [], hosts).rows()
+    assert rows == [["0", "10.0.0.1", "running", "2 min ago", "step 5"], ["1", "10.0.0.2", "out of reach", "", ""]]

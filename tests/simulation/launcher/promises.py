@@ -451,6 +451,8 @@ def finished_means_finished(simulation: SimulatedRun, job: Job, event: Ended) ->
 
 def verdict_names_the_first_cause(simulation: SimulatedRun, job: Job, event: Ended) -> None:
     """The verdict names the first thing that was made to happen, where it can be told from all others."""
+    if event.cause is not None and any(line.startswith(f"host {event.cause.worker}:") for line in event.symptoms):
+        simulation.break_promise("the first cause is no symptom", f"{job} ended by {event.cause}: {event.symptoms}")
     causes = [truth for truth in job.causes if truth.kind != "kill"]
     if not causes or event.outcome == "not started" or job.plan.kind == "stall":
         return
