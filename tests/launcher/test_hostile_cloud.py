@@ -817,6 +817,25 @@ def test_a_look_waits_on_the_host_for_the_end_of_a_container_that_runs_and_for_n
     assert waited == {"0": {False, True}, "1": {False}}
 
 
+def test_a_host_that_is_waited_on_is_asked_again_when_another_fails_and_does_not_count_as_lost(
+    work: Workstation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a slice of many hosts a look waits for longer than a verdict does."""
+    over = threading.Event()
+
+    def observe(self: FakeProvider, worker: int, *_: object, patience: float = 0.0, **__: object) -> Observation:
+        if worker == 0:
+            return Observation(worker, ContainerState("exited", 3) if patience else ContainerState("running"))
+        if patience:
+            over.wait(8)
+        return Observation(worker, ContainerState("running"))
+
+    monkeypatch.setattr(FakeProvider, "observe", observe)
+    outcome = work.run(work.config("run.failure_retries=0"))
+    over.set()
+    assert (outcome.verdict.kind, outcome.verdict.cause and outcome.verdict.cause.worker) == (Kind.FAILED, 0)
+
+
 def test_an_end_is_seen_while_a_page_of_a_huge_log_is_looked_for(
     work: Workstation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
