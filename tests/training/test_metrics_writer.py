@@ -72,6 +72,27 @@ def test_each_line_is_written_once_however_often_storage_refuses(tmp_path: Path,
     assert all("503 Service Unavailable; training continues" in message for message in warnings)
 
 
+def test_an_attempt_that_is_killed_soon_has_said_where_it_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the history would keep steps of an earlier attempt that were done again, perhaps one that was not finite."""
+    monkeypatch.setattr(writer, "FLUSH_SECONDS", 600.0)
+    failed = MetricsLog(str(tmp_path), 0, 0)
+    failed.log(2, {"loss": float("nan")})
+    failed.flush()
+    opened = threading.Event()
+
+    def open_log() -> MetricsLog:
+        log = MetricsLog(str(tmp_path), 1, 0)
+        monkeypatch.setattr(log, "flush", lambda: (MetricsLog.flush(log), opened.set()))
+        return log
+
+    killed = MetricsWriter(open_log, warn)
+    assert opened.wait(60)
+    assert read_history(str(tmp_path)) == []
+    killed.finish(60)
+
+
 def test_a_run_trains_to_its_end_while_its_metrics_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

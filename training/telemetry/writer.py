@@ -82,12 +82,14 @@ class MetricsWriter:
             self._warn(f"{self._lost} lines of metrics were lost: storage did not take them for too long")
 
     def _run_thread(self) -> None:
-        """Writes every `FLUSH_SECONDS`; after `finish` was called, until everything is written, then returns."""
+        """Writes at once, so that lines of earlier attempts for later steps no longer count even if this one is killed;
+        then every `FLUSH_SECONDS`; after `finish` was called, until everything is written, then returns."""
+        seconds = 0.0
         while True:
             with self._changed:
                 if not self._is_ending:
-                    self._changed.wait(FLUSH_SECONDS)
-                is_ending = self._is_ending
+                    self._changed.wait(seconds)
+                is_ending, seconds = self._is_ending, FLUSH_SECONDS
             is_written = self._try_to_write(is_ending)
             if is_ending and is_written:
                 return
