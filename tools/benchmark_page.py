@@ -39,7 +39,8 @@ def main() -> int:
 
 def read_sections(page: str) -> dict[str, str]:
     """Returns the page's sections by the name of their benchmark, each with its heading."""
-    return {text.split("\n", 1)[0].strip(): f"## {text.rstrip()}\n" for text in re.split(r"^## ", page, flags=re.MULTILINE)[1:]}
+    texts = re.split(r"^## ", page, flags=re.MULTILINE)[1:]
+    return {text.split("\n", 1)[0].strip(): f"## {text.rstrip()}\n" for text in texts}
 
 
 def render(path: Path) -> str:
