@@ -15,6 +15,7 @@ import numpy as np
 
 from training.checkpoint.safetensors_file import TensorSpec, encode
 from training.config import Lora, TrainerConfig
+from training.models.families import is_of_head
 from training.registry import TASKS
 from training.storage import Storage, join
 
@@ -38,13 +39,13 @@ class Adapter:
         layers = {name.removesuffix(_A) for name in weights if name.endswith(_A)}
         # A fresh head is trained whole, under its own name.
         base = next(iter(layers)).partition(".")[0]
-        heads = [name for name in weights if not name.startswith(f"{base}.")] if self.network in _FRESH else []
+        heads = [name for name in weights if is_of_head(name, base)] if self.network in _FRESH else []
         stored = sorted([name for name in weights if name.endswith((_A, _B))] + heads)
         config = {
             "peft_type": "LORA", "task_type": _TASK_TYPES.get(self.network), "base_model_name_or_path": self.base,
             "r": self.lora.rank, "lora_alpha": self.lora.alpha, "lora_dropout": 0.0, "bias": "none",
             "target_modules": _shortest(layers, weights), "fan_in_fan_out": _are_turned(weights),
-            "modules_to_save": sorted({name.partition(".")[0] for name in heads}) or None,
+            "modules_to_save": sorted({name.removeprefix(f"{base}.").partition(".")[0] for name in heads}) or None,
             "init_lora_weights": True, "inference_mode": True, "use_dora": False, "use_rslora": False,
         }  # fmt: skip
         storage.write(join(folder, ADAPTER_CONFIG), json.dumps(config, indent=2, sort_keys=True).encode() + b"\n")

@@ -81,6 +81,12 @@ DROPOUT_RATES = (
 )
 
 
+def is_of_head(name: str, base: str) -> bool:
+    """Returns whether a parameter belongs to what a fresh head may lack in a starting model: all outside the base
+    model, whose names begin with `base`, and its pooler."""
+    return not name.startswith(f"{base}.") or ".pooler." in name
+
+
 def dropout_rates(values: Mapping[str, object], rate: float | None) -> dict[str, float]:
     """Returns the names of dropout rates among the values of a network's configuration, each with `rate`; {} for None,
     which keeps the network's own."""

@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from training.config import Lora
 from training.errors import BadInput
+from training.models.families import is_of_head
 from training.models.initial import initial_weight
 
 
@@ -47,19 +48,20 @@ class LoraLinear(torch.nn.Module):  # type: ignore[misc]  # torch is not here wh
 
 def add_lora(network: Any, lora: Lora, seed: int, *, has_fresh_head: bool) -> None:
     """Freezes a network, and adds trained matrices to its linear layers: those that `lora.targets` names, or all of its
-    base model. A fresh head is trained whole. Raises BadInput if a target names no linear layer."""
+    base model. A fresh head is trained whole, with the pooler before it. Raises BadInput if a target names no linear layer."""
     from transformers.pytorch_utils import Conv1D
 
-    inside = f"{network.base_model_prefix}."
+    base = network.base_model_prefix
     linear = {name: module for name, module in network.named_modules() if isinstance(module, torch.nn.Linear | Conv1D)}
     targets = lora.targets
-    chosen = [name for name in linear if (_is_target(name, targets) if targets else name.startswith(inside))]
+    inside = [name for name in linear if not is_of_head(f"{name}.", base)]
+    chosen = [name for name in linear if _is_target(name, targets)] if targets else inside
     for target in targets or ():
         if not any(_is_target(name, [target]) for name in linear):
             kinds = sorted({name.rpartition(".")[2] for name in linear})
             raise BadInput(f"lora.targets: the model has no linear layer {target}; it has: {', '.join(kinds)}")
     for name, parameter in network.named_parameters():
-        parameter.requires_grad_(has_fresh_head and not name.startswith(inside))
+        parameter.requires_grad_(has_fresh_head and is_of_head(name, base))
     for name in chosen:
         network.set_submodule(name, LoraLinear(linear[name], lora, name, seed))
 

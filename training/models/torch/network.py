@@ -16,7 +16,15 @@ from torch import Tensor
 
 from training.config import Model, Remat
 from training.errors import BadInput, TrainError, is_out_of_memory
-from training.models.families import BERT_LIKE, FAMILIES, MASKED_LM_HEADS, PATCHED, PLAIN_HEADS, dropout_rates
+from training.models.families import (
+    BERT_LIKE,
+    FAMILIES,
+    MASKED_LM_HEADS,
+    PATCHED,
+    PLAIN_HEADS,
+    dropout_rates,
+    is_of_head,
+)
 from training.models.hugging_face import (
     ModelRequirements,
     build_model_config,
@@ -240,9 +248,9 @@ def _with_fresh_head(path: str, values: dict[str, Any], dropout: float | None, s
     family, place = FAMILIES.get(values["model_type"]), f"model.path {path}"
     if family is None:
         network = _from_config(place, values, dropout, seed)
-        inside = f"{network.base_model_prefix}."
-        head = tuple(name for name in network.state_dict() if not name.startswith(inside) or ".pooler." in name)
-        changed: tuple[str, ...] = tuple(name for name in head if not name.startswith(inside))
+        base = network.base_model_prefix
+        head = tuple(name for name in network.state_dict() if is_of_head(name, base))
+        changed: tuple[str, ...] = tuple(name for name in head if not name.startswith(f"{base}."))
     else:
         with _one_line_errors(place):
             config = _classes(values["model_type"])[1](**values)
