@@ -48,7 +48,8 @@ class LoraLinear(torch.nn.Module):  # type: ignore[misc]  # torch is not here wh
 
 def add_lora(network: Any, lora: Lora, seed: int, *, has_fresh_head: bool) -> None:
     """Freezes a network, and adds trained matrices to its linear layers: those that `lora.targets` names, or all of its
-    base model. A fresh head is trained whole, with the pooler before it. Raises BadInput if a target names no linear layer."""
+    base model. A fresh head is trained whole, with the pooler before it. Raises BadInput for a target that names no
+    linear layer."""
     from transformers.pytorch_utils import Conv1D
 
     base = network.base_model_prefix
