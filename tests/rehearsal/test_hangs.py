@@ -13,6 +13,8 @@ import pytest
 from tests.rehearsal.test_recovery import FILE, trainable  # noqa: F401
 from tests.rehearsal.workstation import COMPILE_FAST, Workstation
 
+pytestmark = pytest.mark.timeout(900)  # on a busy machine
+
 TwoHosts = tuple[Workstation, str]
 PROGRAM = """\
 import ctypes, json, os, queue, signal, socket, subprocess, sys, threading, time, urllib.request
