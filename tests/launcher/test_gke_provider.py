@@ -23,6 +23,7 @@ from launcher.providers import this_machine
 from tests.kubernetes.cluster.expansion import expand
 from tests.kubernetes.golden import IMAGE
 from tests.launcher.script_host import write_program
+from training.telemetry.progress_line import ProgressLine
 
 FILE = """\
 project: p
@@ -39,6 +40,8 @@ for refused in refused-*; do
 done
 case "$*" in
   *--watch*) exec sleep 60 ;;
+  *" exec "*) [ -f progress ] && cat progress ;;
+  *" logs "*) echo "2026-01-01T00:00:00.5Z a line" ;;
   *jsonpath*) echo the-uid ;;
   *"output name"*) ;;
   *get\\ pods*) cat pods ;;
@@ -176,6 +179,20 @@ def test_a_cluster_that_does_not_answer_fails_no_ended_run(kubectl: Path) -> Non
     assert "does not answer" in reports[0].detail
     assert gke.evidence(ATTEMPT.container, [0, 1]) == {}
     assert gke.stacks(ATTEMPT.container) == {}
+
+
+def test_a_line_of_progress_is_read_where_it_is_asked_for_and_its_refusal_is_no_problem(kubectl: Path) -> None:
+    show(kubectl, "a", "b")
+    (kubectl / "progress").write_text('progress {"step": 3}\n')
+    gke = provider(kubectl, 1, 1)
+    assert gke.observe(1, ATTEMPT.container, None).progress == ()
+    assert not calls(kubectl, "exec")
+    seen = gke.observe(1, ATTEMPT.container, None, progress=True)
+    assert seen.progress == (ProgressLine(3),)
+    assert "exec pod-1 --container trainer" in calls(kubectl, "exec")[0]
+    (kubectl / "refused-exec").write_text("Error from server (Forbidden): cannot create resource pods/exec\n")
+    seen = gke.observe(1, ATTEMPT.container, None, progress=True)
+    assert (seen.progress, seen.problem, [line.text for line in seen.lines]) == ((), "", ["a line"])
 
 
 @pytest.mark.parametrize("pods", [(), ("a", "")])
