@@ -146,6 +146,8 @@ def locate(thread: ThreadStack, sources: Mapping[tuple[str, int], str]) -> Place
     for frame in thread.frames:
         own = not _LIBRARY.search(frame.file)
         source = sources.get((frame.file, frame.line), "")
+        if frame.file.startswith("<frozen importlib"):
+            waits = Waits.CODE  # a library that is imported waits for nothing yet
         waits = waits or _match(_KINDS, f"{frame.file} {frame.function}")
         if own:
             waits = waits or _match(_BY_SOURCE, source)

@@ -147,6 +147,16 @@ def test_the_innermost_own_call_is_the_place() -> None:
     assert str(place) == "waits for storage in open_shard at my_data.py:88: x (thread reader)"
 
 
+def test_a_library_that_is_imported_is_no_collective() -> None:
+    frames = (
+        "    <module> (/x/site-packages/torch_xla/__init__.py:20)\n"
+        "    _find_and_load (<frozen importlib._bootstrap>:1178)\n"
+        "    open_backend (/opt/tpu-launch/training/backends/torch_xla/backend.py:20)\n"
+    )
+    hang = explain(dump(f'Thread 7 (active): "MainThread"\n{frames}'), dump(COLLECTIVE))
+    assert (hang.kind, hang.worker) == ("code", 0)
+
+
 @given(st.lists(st.text(alphabet=st.sampled_from('process thread7[]():"/.py\n SZT')), min_size=1, max_size=3))
 def test_any_output_is_read(hosts: list[str]) -> None:
     assert explain(*hosts, lines={}).what
