@@ -128,16 +128,19 @@ def since(config: Config, created: str, now: float) -> str:
 
 
 def check(config: Config) -> None:
-    """Raises BadInput if there is a `slice.max_cost_per_hour`, and the slice costs more or its price is unknown."""
-    limit = config.slice.max_cost_per_hour
-    if limit is None:
-        return
-    text = f"the limit (slice.max_cost_per_hour, --max-cost) is ${limit:.2f} an hour"
+    """Raises BadInput if there is a `slice.max_cost_per_hour` or a `slice.price_limit`, and the slice costs more or its
+    price is unknown."""
     cost = per_hour(config.slice.accelerator_type, config.zone, config.slice.capacity)
-    if cost is None:
-        raise BadInput(f"{text}, but {line(config)}. Without a limit it is created")
-    if cost > limit:
-        raise BadInput(f"{text}, but {line(config)}. Nothing was created")
+    for keys, limit in (
+        ("slice.max_cost_per_hour, --max-cost", config.slice.max_cost_per_hour),
+        ("slice.price_limit", config.slice.price_limit),
+    ):
+        if limit is not None and cost is None:
+            raise BadInput(
+                f"the limit ({keys}) is ${limit:.2f} an hour, but {line(config)}. Without a limit it is created"
+            )
+        if limit is not None and cost is not None and cost > limit:
+            raise BadInput(f"the limit ({keys}) is ${limit:.2f} an hour, but {line(config)}. Nothing was created")
 
 
 def duration(seconds: float) -> str:

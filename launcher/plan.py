@@ -81,7 +81,7 @@ def _list_image_commands(config: Config) -> list[PlannedCommand]:
 def _record_commands(config: Config) -> Iterator[PlannedCommand]:
     """Yields the commands on the slice, each once, as the provider runs them one after another. Ignores owners and the
     cost limit; until its end, TPU_LAUNCH_HOME is a temporary folder."""
-    unlimited = config.slice.model_copy(update={"max_cost_per_hour": None})
+    unlimited = config.slice.model_copy(update={"max_cost_per_hour": None, "price_limit": None})
     config = replace(config, any_owner=True, slice=unlimited)
     recorder = _Recorder(config)
     machine = replace(this_machine(), clock=_SkippingClock(), run=recorder.run, connect=_refuse)

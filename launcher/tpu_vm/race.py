@@ -139,21 +139,17 @@ class Race:
                 if not self.entries and not self._may_ask_later():
                     raise self.error
                 self._take_turns()
-                self.machine.clock.sleep(_POLL_SECONDS)
+                self.machine.clock.sleep(self._pause())
         except BaseException:
             self._leave()
             raise
 
     def _affordable(self) -> list[Candidate]:
         """Returns the candidates that the limits of the file allow; says which are left out, and why."""
-        limit, allowed = self.config.slice.price_limit, []
+        allowed = []
         for candidate in self.config.candidates:
-            price = costs.per_hour(candidate.accelerator_type, candidate.zone, candidate.capacity)
             try:
                 costs.check(self.config.placed(candidate))
-                if limit is not None and (price is None or price > limit):
-                    amount = "unknown" if price is None else f"${price:.2f} an hour"
-                    raise BadInput(f"its price is {amount}, and slice.price_limit is ${limit:.2f}")
             except BadInput as error:
                 self.say(f"not asking for {candidate}: {error}")
                 self.error = error
@@ -238,6 +234,12 @@ class Race:
         """Returns whether a candidate is due, or will be within slice.stockout_minutes."""
         deadline = self.begin + self.config.slice.stockout_minutes * 60
         return any(self.next_ask[candidate] <= deadline for candidate in self.left)
+
+    def _pause(self) -> float:
+        """Returns the seconds until something may have changed: a second while a request is open, else until the next
+        one is due."""
+        due = min((self.next_ask[candidate] for candidate in self.left), default=0.0)
+        return _POLL_SECONDS if self.entries else max(_POLL_SECONDS, due - self.machine.clock.monotonic())
 
     def _take_turns(self) -> None:
         """Withdraws the oldest request after ten minutes, when slice.price_limit leaves no room for another candidate

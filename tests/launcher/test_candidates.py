@@ -14,6 +14,7 @@ from launcher.gcloud.errors import Stockout
 from launcher.tpu_vm import candidates, requests, slice_hints, slices
 from launcher.tpu_vm.requests import RequestRecord
 from tests.launcher.emulated_gcloud import Cloud
+from tests.launcher.test_bad_input import launch
 
 V4, V3 = Candidate("v4-16", "us-central2-b", "spot"), Candidate("v3-8", "us-central1-a", "spot")
 SMALL = Candidate("v4-8", "us-central2-b", "spot")
@@ -158,3 +159,16 @@ def test_a_slice_that_was_taken_away_makes_room_for_any_candidate(cloud: Cloud, 
     assert create(cloud, config) == "v3-8"
     assert nodes(cloud) == ["us-central1-a/demo"]
     assert history(config)[0] == ("v4-16", requests.TAKEN)
+
+
+def test_the_command_shows_candidates_and_what_became_of_each_request(
+    cloud: Cloud, config: Config, tmp_path: Path
+) -> None:
+    cloud.trouble = lambda zone, command, now: NO_CAPACITY if zone == V4.zone and "create" in command else None
+    create(cloud, config)
+    shown = launch(tmp_path, "capacity", "-f", "run.yaml")
+    assert shown.returncode == 0, shown.stderr
+    lines = shown.stdout.splitlines()
+    assert any("v4-16" in line and "$7.37" in line and "never granted here" in line for line in lines)
+    assert any("v3-8 (spot) in us-central1-a" in line and "granted after" in line for line in lines)
+    assert sum("no capacity" in line for line in lines) == 2

@@ -1,12 +1,14 @@
 """All promises hold in every simulated run: 1,000 a side (SIMULATED_RUNS changes it), with other seeds each day."""
 
 import os
+import statistics
 from dataclasses import replace
 from datetime import date
 
 import pytest
 
 from tests.simulation.__main__ import FIRST_SEED, SEEDS_A_DAY, first_seed, load, sides, simulate_and_report
+from tests.simulation.capacity import weeks
 from tests.simulation.trainer.plan import draw
 from tests.simulation.trainer.simulated_run import kill_at_every_write, simulate_plan
 
@@ -35,6 +37,20 @@ def test_promises_hold_after_a_kill_at_every_write_of_the_trainer():
     broken = {str(each.faults[0]): simulate_plan(each).broken for each in kill_at_every_write(plan)}
     assert len(broken) > 80
     assert not {fault: promises for fault, promises in broken.items() if promises}
+
+
+def test_promises_hold_in_weeks_of_capacity():
+    first = first_seed()
+    broken = {seed: found for seed in range(first, first + RUNS // 50) if (found := weeks.simulate(seed).broken)}
+    assert not broken
+
+
+def test_a_run_that_follows_capacity_ends_sooner_than_one_of_one_type():
+    one, many = (
+        [weeks.Week(seed, follows=follows, kills=False, trace=False).play().hours for seed in range(10)]
+        for follows in (False, True)
+    )
+    assert statistics.median(many) < statistics.median(one)
 
 
 def test_each_day_has_seeds_of_its_own(monkeypatch):
