@@ -3,12 +3,15 @@ when it falls."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 from launcher.emulator.api import nodes as tpu_api
 from launcher.emulator.api import queued_resources, stock
 from launcher.emulator.state import EmulatorState
 from tests.gcloud_commands import parse
+from training.yaml_file import load, validate
 
 ZONE, NODE = "us-central2-b", "projects/p/locations/us-central2-b/nodes/a"
 
@@ -33,7 +36,7 @@ def create(state: EmulatorState, now: float, name: str = "a", flag: str = "--spo
 
 
 def test_a_creation_beyond_the_stock_fails_as_googles_does() -> None:
-    state = make({"capacity": "spot", "slices": [(0, 1)]})
+    state = make({"capacity": "spot", "slices": [[0, 1]]})
     assert create(state, 1001.0) == {}
     assert create(state, 1002.0, "b")["code"] == 8
     assert "no more capacity" in create(state, 1003.0, "c", "")["message"], "the file has no on-demand ones"
@@ -41,7 +44,7 @@ def test_a_creation_beyond_the_stock_fails_as_googles_does() -> None:
 
 
 def test_a_queued_resource_waits_for_the_stock() -> None:
-    state = make({"capacity": "spot", "slices": [(0, 0), (60, 1)]})
+    state = make({"capacity": "spot", "slices": [[0, 0], [60, 1]]})
     line = f"gcloud compute tpus queued-resources create a --project=p --zone={ZONE} --node-id=a --spot"
     line += " --accelerator-type=v4-8 --runtime-version=tpu-ubuntu2204-base --valid-until-duration=3600s"
     parse(line.split()).call(state, 1000.0)
@@ -52,12 +55,22 @@ def test_a_queued_resource_waits_for_the_stock() -> None:
 
 
 def test_when_the_stock_falls_the_newest_spot_slice_is_taken_and_no_other_one() -> None:
-    state = make({"capacity": "spot", "slices": [(0, 2), (60, 1)]}, {"slices": [(0, 1), (60, 0)]})
+    state = make({"capacity": "spot", "slices": [[0, 2], [60, 1]]}, {"slices": [[0, 1], [60, 0]]})
     create(state, 1001.0)
     create(state, 1002.0, "b")
     create(state, 1003.0, "c", "")
     assert stock.taken(state, 1059.0) == []
     assert [node.short_name for node in stock.taken(state, 1061.0)] == ["b"]
+
+
+def test_the_file_of_the_guide_is_valid(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "guide" / "capacity.md").read_text()
+    text = next(block for block in page.split("```yaml\n") if block.startswith("seed: 7")).partition("```")[0]
+    (tmp_path / "stock.yaml").write_text(text)
+    read = validate(stock.StockSection, load(tmp_path / "stock.yaml"))
+    state = make()
+    state.stock = json.loads(json.dumps(read.model_dump()))  # as the control socket and the state's file have it
+    assert [stock.available(state, ZONE, "v4-16", "spot", 1000.0 + at / 600) for at in (1, 14401, 86401)] == [1, 0, 1]
 
 
 def test_random_stock_is_a_function_of_the_seed_and_the_time() -> None:

@@ -16,7 +16,7 @@ and when the stock falls below what is used, the newest READY spot slices are pr
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
@@ -41,7 +41,7 @@ class EntrySection(Section):
     zone: Zone
     accelerator_type: AcceleratorType
     capacity: Capacity = "on-demand"
-    slices: list[tuple[float, int]] = []
+    slices: list[Annotated[list[float], Field(min_length=2, max_length=2)]] = []
     """From which second on, how many; in order."""
     random: RandomSection | None = None
 
@@ -74,7 +74,7 @@ def available(state: EmulatorState, zone: str, accelerator_type: str, capacity: 
             draw = random.Random(f"{stock.seed} {number} {int(seconds // entry.random.every)}")
             total += draw.randint(0, entry.random.most)
         else:
-            total += ([0] + [count for begin, count in entry.slices if begin <= seconds])[-1]
+            total += int(([0.0] + [count for begin, count in entry.slices if begin <= seconds])[-1])
     return total
 
 
