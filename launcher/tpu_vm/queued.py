@@ -155,11 +155,12 @@ def obtain(
         say("the request stays in the queue: `tpu-launch up` goes on waiting, `tpu-launch down` deletes it")
         raise
     except LaunchError as error:
-        if acquisition.request is None or isinstance(error, Conflict):
+        is_seen = acquisition.request is not None
+        if isinstance(error, Conflict) or not (is_seen or acquisition.requested):
             raise
         raise type(error)(
-            f"{error}\n  the request stays in the queue and is billed when it is granted: `tpu-launch up` goes on "
-            "waiting, `tpu-launch down` deletes it",
+            f"{error}\n  the request {'stays' if is_seen else 'may be'} in the queue and is billed when it is granted: "
+            "`tpu-launch up` goes on waiting, `tpu-launch down` deletes it",
             exit_code=error.exit_code,
         ) from None
 
@@ -183,6 +184,7 @@ class _Acquisition:
         first_look = Retry(machine, say, f"request {config.slice.name}", retry_denied=False)
         look_until = machine.clock.monotonic() + _FIRST_LOOK_SECONDS
         self.request = first_look.call(lambda: describe(config, machine), look_until)
+        self.requested = False  # by this command, and not described yet
         self.replacements = 0
         self.backoff = Backoff(machine, _FIRST_PAUSE, _LONGEST_PAUSE)  # between replacements
         self.lost_answers = 0
@@ -272,6 +274,7 @@ class _Acquisition:
             self.say(f"{str(error).splitlines()[0]}: checking whether the request was made nevertheless")
         else:
             self.lost_answers = 0
+        self.requested = True
         self.progress.reset()
 
     def _replace(self, request: Request) -> None:
@@ -296,7 +299,7 @@ class _Acquisition:
         """Deletes the request, if there is one, and waits until it is gone."""
         if self.request is not None:
             remove(self.config, self.request, self.say, self.machine)
-        self.request, self.node_missing_since = None, None
+        self.request, self.requested, self.node_missing_since = None, False, None
 
     def _check_deadline(self) -> None:
         """Deletes a request not granted in time and raises Stockout; one being granted has create_minutes more."""

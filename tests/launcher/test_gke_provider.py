@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from launcher.config import load
 from launcher.errors import Exit, LaunchError
 from launcher.gke.pod_status import INDEX
 from launcher.gke.provider import Gke
-from launcher.gke.workload import literal
+from launcher.gke.workload import LABEL_RUN, literal
 from launcher.provider import Attempt
 from launcher.providers import this_machine
 from tests.kubernetes.cluster.expansion import expand
@@ -121,6 +122,21 @@ def test_a_jobset_owns_its_config_map_and_secret(kubectl: Path) -> None:
     assert f"patch configmaps/{name} secrets/{name} " in patch
     owner = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "name": name, "uid": "the-uid"}
     assert json.dumps({"metadata": {"ownerReferences": [owner]}}) in patch
+
+
+@pytest.mark.parametrize(("there", "deleted", "created"), [(0, True, True), (1, False, False)])
+def test_a_start_removes_earlier_attempts_of_its_run_and_finds_its_own(
+    kubectl: Path, there: int, deleted: bool, created: bool
+) -> None:
+    show(kubectl, "a", "b")
+    attempt = replace(ATTEMPT, number=1)
+    name, labels = f"{attempt.run_id}-{there}", {LABEL_RUN: attempt.run_id}
+    (kubectl / "jobsets").write_text(json.dumps({"items": [{"metadata": {"name": name, "labels": labels}}]}))
+    gke = provider(kubectl, 1, 1)
+    gke.start(attempt)
+    gke.close()
+    assert any("jobsets" in call and name in call for call in calls(kubectl, "delete")) == deleted
+    assert bool(calls(kubectl, "create")) == created
 
 
 def test_a_node_may_come_later_than_a_container_may_take_to_start(kubectl: Path) -> None:

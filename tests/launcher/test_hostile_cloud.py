@@ -290,7 +290,9 @@ def test_a_permanent_error_ends_the_recovery_at_once_and_says_what_is_billed(
     assert work.hosts.calls.count("create") == 1
 
 
-@pytest.mark.parametrize(("method", "state"), [("create", "PREEMPTED"), ("create", None), ("start", "READY")])
+@pytest.mark.parametrize(
+    ("method", "state"), [("create", "PREEMPTED"), ("create", None), ("start", "READY"), ("start", "PREEMPTED")]
+)
 def test_run_goes_on_with_a_recovery_whose_launcher_was_killed_at_no_cost(
     work: Workstation, method: str, state: str | None
 ) -> None:
@@ -304,6 +306,7 @@ def test_run_goes_on_with_a_recovery_whose_launcher_was_killed_at_no_cost(
         work.run(work.config("run.preemption_retries=1"))
     outcome = work.run(work.config("run.preemption_retries=1"))
     assert (outcome.attempt, outcome.verdict.kind) == (1 if method == "create" else 2, Kind.FINISHED)
+    assert len(outcomes(work)) == outcome.attempt + 1, "every attempt has its end"
     assert recorded(work, events.Recovering) == 1
     assert any("going on with its recovery" in message for message in work.messages)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -91,6 +92,19 @@ def test_one_that_is_being_provided_for_longer_is_deleted(config: Config, cloud:
     with pytest.raises(Stockout, match="the request was deleted"):
         create(config, cloud)
     assert request_state(cloud) == ""
+
+
+@pytest.mark.parametrize(("looks", "words"), [(0, "may be in the queue"), (2, "stays in the queue")])
+def test_an_error_after_a_request_says_that_it_may_be_granted_and_billed(
+    config: Config, cloud: Cloud, looks: int, words: str
+) -> None:
+    seen = itertools.count()
+    cloud.trouble = lambda zone, command, now: (
+        DENIED if command == "queued-resources describe" and requests(cloud) and next(seen) >= looks else None
+    )
+    with pytest.raises(PermissionDenied, match=f"the request {words} and is billed when it is granted"):
+        create(config, cloud)
+    assert request_state(cloud) != ""
 
 
 @pytest.mark.parametrize("seed", range(20))
