@@ -479,6 +479,16 @@ def test_no_attempt_starts_after_a_stop_at_any_point_of_a_recovery(work: Worksta
     assert all(state.ended for state in work.hosts.state.values()), "what had started is stopped again"
 
 
+def test_no_attempt_begins_after_a_stop_while_containers_of_earlier_ones_are_removed(work: Workstation) -> None:
+    work.hosts.exits[0] = 1
+    work.run(work.config("run.failure_retries=0"))
+    work.ledger.append(events.Orphaned(0, work.hosts.attempts[0].container, (0,)))
+    work.hosts.hooks["stop"] = [lambda: stop_elsewhere(work)]
+    with pytest.raises(RunStopped):
+        work.run(work.config("run.failure_retries=0"))
+    assert (len(work.hosts.attempts), recorded(work, events.AttemptBegan)) == (1, 1)
+
+
 def test_a_stop_ends_the_wait_between_two_rounds(work: Workstation) -> None:
     work.hosts.exits[0] = 75
     work.hosts.fail("create", *[UNAVAILABLE] * 6)
