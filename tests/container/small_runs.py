@@ -133,7 +133,7 @@ def document(folder: Path, **changes: Any) -> dict[str, Any]:
             "keep_last": 3,
             "stop_seconds": 200,
         },  # a loaded machine compiles for longer than Spot waits
-        "rendezvous": {"start_seconds": 120, "seconds": 60},
+        "rendezvous": {"start_seconds": 600, "seconds": 60},  # it imports for as long, too
         "output": str(folder / "runs"),
     }
     for dotted, change in changes.items():

@@ -21,7 +21,7 @@ def require_one_message(folder: Path, backend: str, accelerator_type: str) -> No
     config = small_runs.document(small_runs.prepare(folder), backend=backend)
     variables = {"PJRT_DEVICE": "TPU", "TPU_ACCELERATOR_TYPE": accelerator_type}
     [trainer] = small_runs.start(folder, "no-chips", config, **variables)
-    assert trainer.finish(150) == 1, trainer.text()
+    assert trainer.finish(700) == 1, trainer.text()
     reason = MESSAGES[accelerator_type]
     message = f"tpu-train: error: the TPU of this host could not be initialised: .*{reason}.*; check that"
     assert len(re.findall(message, trainer.text())) == 1, trainer.text()
