@@ -87,7 +87,7 @@ def test_wsd_stays_at_the_peak_and_falls_to_its_floor_at_the_end() -> None:
     rates = [learning_rate(settings, step) for step in range(101)]
     assert rates[10:61] == [1.0] * 51
     assert (rates[80], rates[100]) == (pytest.approx(0.6), pytest.approx(0.2))
-    assert learning_rate(train(schedule="wsd"), 90) == pytest.approx(0.5), "the last fifth, unless decay_steps says more"
+    assert learning_rate(train(schedule="wsd"), 90) == pytest.approx(0.5), "the last fifth by default"
     assert {learning_rate(train(schedule="constant", floor=0.2), step) for step in (10, 50, 100)} == {1.0}
     assert learning_rate(train(schedule="cosine", floor=0.2), 100) == pytest.approx(0.2)
 
