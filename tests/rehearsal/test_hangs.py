@@ -171,12 +171,12 @@ def test_each_kind_of_hang_is_told_apart(two_hosts: TwoHosts, name: str) -> None
 @pytest.mark.nightly
 def test_a_trainer_that_is_stopped_on_one_host_is_explained_live_and_in_the_verdict(trainable: Workstation) -> None:  # noqa: F811
     work = trainable
-    steps = ("train.steps=100000", "run.stall_minutes=0.5", "checkpoint.every_steps=100000", "train.log_every=1")
+    steps = ("train.steps=100000", "run.stall_minutes=2", "checkpoint.every_steps=100000", "train.log_every=1")
     running = work.begin(
         *("--emulated", "run", "--new", "-f", FILE, "--json", *COMPILE_FAST),
         *(word for setting in steps for word in ("--set", setting)),
     )
-    running.wait_for(r"^\[0\].*\bstep +1[0-9]/", 300)
+    running.wait_for(r"^\[0\].*\bstep +1[0-9]/", 400)
     time.sleep(8)  # until it is told
     for columns in ("80", "160"):
         shown = work.good("--emulated", "top", "-f", FILE, "--once", "--columns", columns).output
@@ -189,7 +189,7 @@ def test_a_trainer_that_is_stopped_on_one_host_is_explained_live_and_in_the_verd
     live = work.good("--emulated", "explain", "-f", FILE).output
     print(live)
     assert re.search(r"host 1 has a stopped process: process \d+ \(\S*python", live)
-    ended = running.end(300)
+    ended = running.end(400)
     assert ended.code == 13, ended.output
     told = ended.json()
     assert told["cause"]["worker"] == 1, told
