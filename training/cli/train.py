@@ -141,17 +141,28 @@ def check_devices(backend: str, output: str | None, seconds: float) -> None:
 @click.command("exec", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.argument("script", type=click.Path(exists=True, dir_okay=False))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def exec_script(script: str, arguments: tuple[str, ...]) -> None:
+@click.option(
+    "--runtime",
+    type=click.Choice(["torch-xla", "torch-tpu"]),
+    default="torch-xla",
+    show_default=True,
+    help="PyTorch's runtime for TPUs; torch-tpu: v4 and newer.",
+)
+def exec_script(script: str, arguments: tuple[str, ...], runtime: str) -> None:
     """Run SCRIPT, a PyTorch program of your own, as one process for each chip of this host.
 
     \b
     tpu-train exec train.py --output_dir out --max_steps 100
+    tpu-train exec --runtime torch-tpu train.py --steps 100
 
     As a run's command it starts on every host of a slice; Hugging Face's Trainer and Accelerate then train over all
-    hosts. On CPU hosts: one process a host, gradients summed with gloo.
+    hosts. On CPU hosts: one process a host, gradients summed with gloo. With torch-tpu, the first process that fails
+    ends the others, and its exit code is the command's.
     """
-    from training.cli.user_program import run_on_host
+    from training.cli.user_program import run_on_host, run_torch_tpu_on_host
 
+    if runtime == "torch-tpu":
+        sys.exit(run_torch_tpu_on_host(script, arguments))
     run_on_host(script, arguments)
 
 

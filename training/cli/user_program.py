@@ -1,6 +1,7 @@
 """Runs a PyTorch program of the user's own in the processes that its libraries expect on a host: `tpu-train exec`.
 
     tpu-train exec train.py --output_dir out
+    tpu-train exec --runtime torch-tpu train.py
 
 The program imports nothing of this package. Hugging Face's Trainer and Accelerate, and torch.distributed, read the
 number of processes from the environment; every host of a slice runs this command.
@@ -12,10 +13,14 @@ number of processes from the environment; every host of a slice runs this comman
   without an error. The Trainer wraps the model in DistributedDataParallel, which sums with gloo.
 * A virtual TPU (an emulated slice of one host): one process, with one of its devices.
 * CPU, one host: one process, with torch_xla's CPU device.
+
+With `--runtime torch-tpu`: one process for each chip, on chips and on virtual TPUs of any number of hosts, with the
+variables of training/distributed/torch_tpu.py; CPU hosts are refused.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import runpy
@@ -26,6 +31,8 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 from training.accelerators import ACCELERATORS
+from training.cli.rank_processes import run_ranks
+from training.distributed import torch_tpu
 from training.distributed.cluster import Cluster, device_kind, discover, tpu_environment
 from training.errors import BadInput, Exit, TrainError
 from training.telemetry.progress_line import FILE_VARIABLE
@@ -123,3 +130,23 @@ def run_on_host(script: str, arguments: Sequence[str]) -> None:
         torch_xla.launch(_run_chip_process, args=(script, arguments), debug_single_process=single)
     except BrokenProcessPool:
         raise TrainError(f"a process of {script} ended early; its traceback is above") from None
+
+
+def run_torch_tpu_on_host(script: str, arguments: Sequence[str]) -> int:
+    """Runs a program on this host of the slice, in one process of TorchTPU for each chip. Returns the exit code of the
+    first process that failed, or 0.
+
+    Raises:
+        BadInput: The image has no torch_tpu or another version, this is no TPU, or TorchTPU does not know it.
+    """
+    installed = next((found.version for found in importlib.metadata.distributions(name="torch_tpu")), None)
+    torch_tpu.require_version(installed)
+    if device_kind() != "TPU":
+        raise BadInput(
+            f"--runtime {torch_tpu.RUNTIME} needs TPU chips or a virtual TPU, and PJRT_DEVICE is CPU here: rehearse it "
+            "on an emulated slice (tpu-launch --emulated)"
+        )
+    environments = torch_tpu.rank_environments(discover())
+    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}  # torchrun's default, too
+    command = [sys.executable, "-m", "training.cli.torch_tpu_rank", script, *arguments]
+    return run_ranks(command, [{**threads, **environment} for environment in environments])
