@@ -8,8 +8,9 @@
  *   PJRT_LoadedExecutable_Execute  copies PJRT_ExecuteOptions into the plugin's longer struct and zeroes its further
  *                                  fields: torch_xla 2.9 was built with API 0.7x
  *
- * Collectives are those of the CPU client, inside one process: one host, any number of devices. The struct offsets below
- * belong to the plugin version that images/virtual-tpu pins; the library refuses a plugin with another API version.
+ * Collectives are those of the CPU client, inside one process: one host, any number of devices. Several processes with one device
+ * each, on one host or several, exchange data by processes.c. The struct offsets in pjrt.h belong to the plugin version that
+ * images/virtual-tpu pins; the library refuses a plugin with another API version.
  *
  * Tests and benchmarks choose with these variables what else differs from the plugin; without them nothing does:
  *
@@ -20,12 +21,11 @@
  *   VIRTUAL_TPU_FAULT     executions of programs that were loaded, not compiled: "fail" or "hang"
  */
 #define _GNU_SOURCE
+#include "pjrt.h"
 #include <dlfcn.h>
 #include <libgen.h>
 #include <netdb.h>
 #include <pthread.h>
-#include <stddef.h>
-#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -34,133 +34,13 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { API_MAJOR = 0, API_MINOR = 115, API_SIZE = 1144 };
-
-typedef struct Error Error; /* PJRT_Error of the plugin, passed through */
-
-struct ApiVersion {
-    size_t struct_size;
-    void *extension_start;
-    int major, minor;
-};
-
-/* The table begins with its size, an extension list and its version. Function pointers start at byte 40. */
-struct Api {
-    size_t struct_size;
-    void *extension_start;
-    struct ApiVersion version;
-    void *functions[(API_SIZE - 40) / 8];
-};
-
-enum { /* indices into the table, from 0 */
-    ERROR_DESTROY = 0, ERROR_MESSAGE = 1, ERROR_CODE = 2, EVENT_DESTROY = 5, EVENT_IS_READY = 6, EVENT_AWAIT = 8, CLIENT_CREATE = 10,
-    EXECUTABLE_DESTROY = 40, NUM_OUTPUTS = 44, GET_EXECUTABLE = 51, LOADED_EXECUTABLE_EXECUTE = 55, DESERIALIZE = 56,
-    TO_HOST_BUFFER = 70, READY_EVENT = 72, EVENT_CREATE = 126, EVENT_SET = 127
-};
-
-enum { NAMED_VALUE_INT64 = 1 }; /* of PJRT_NamedValue_Type */
-
-struct NamedValue { /* PJRT_NamedValue */
-    size_t struct_size;
-    void *extension_start;
-    const char *name;
-    size_t name_size;
-    int type;
-    int64_t int64_value; /* of a union */
-    size_t value_size;
-};
-
-struct ClientCreateArgs { /* PJRT_Client_Create_Args, up to the fields that change */
-    size_t struct_size;
-    void *extension_start;
-    const struct NamedValue *create_options;
-    size_t num_options;
-};
-
-struct ExecuteOptions { /* PJRT_ExecuteOptions of API_MINOR */
-    size_t struct_size;
-    void *extension_start;
-    void *send_callbacks, *recv_callbacks;
-    size_t num_send_ops, num_recv_ops;
-    int launch_id;
-    const int64_t *non_donatable_input_indices;
-    size_t num_non_donatable_input_indices;
-    void *context;
-    const char *call_location;
-    size_t num_tasks;
-    int *task_ids;
-    int64_t *incarnation_ids;
-};
-
-struct ExecuteArgs { /* PJRT_LoadedExecutable_Execute_Args, up to the last field that is read */
-    size_t struct_size;
-    void *extension_start;
-    void *executable;
-    struct ExecuteOptions *options;
-    void *argument_lists;
-    size_t num_devices, num_args;
-    void **const *output_lists; /* [device][output] */
-    void **device_complete_events;
-};
-
-struct ObjectArgs { /* of many functions: they take an object, and return one or a number */
-    size_t struct_size;
-    void *extension_start;
-    void *object, *result;
-};
-
-enum { ONE_OBJECT = offsetof(struct ObjectArgs, result) }; /* the size for functions that return nothing */
-
-struct ToHostArgs { /* PJRT_Buffer_ToHostBuffer_Args */
-    size_t struct_size;
-    void *extension_start;
-    void *buffer, *layout, *destination;
-    size_t size;
-    void *event;
-};
-
-struct DeserializeArgs { /* PJRT_Executable_DeserializeAndLoad_Args, up to the result */
-    size_t struct_size;
-    void *extension_start;
-    void *client;
-    const char *serialized;
-    size_t size;
-    void *executable;
-};
-
-struct MessageArgs { /* PJRT_Error_Message_Args; PJRT_Error_GetCode_Args ends with the code */
-    size_t struct_size;
-    void *extension_start;
-    Error *error;
-    union { const char *text; int code; };
-    size_t size;
-};
-
-struct EventSetArgs { /* PJRT_Event_Set_Args */
-    size_t struct_size;
-    void *extension_start;
-    void *event;
-    int code;
-    const char *text;
-    size_t size;
-};
-
-_Static_assert(offsetof(struct Api, functions) == 40, "functions begin behind the version");
-_Static_assert(sizeof(struct Api) == API_SIZE, "the table has the size that the version has");
-_Static_assert(offsetof(struct NamedValue, int64_value) == 40, "the union is aligned to 8 bytes");
-_Static_assert(offsetof(struct ClientCreateArgs, num_options) == 24, "options come third");
-_Static_assert(offsetof(struct ExecuteOptions, call_location) == 80, "the older struct ends before call_location");
-_Static_assert(sizeof(struct ExecuteOptions) == 112, "the newer struct ends after incarnation_ids");
-_Static_assert(offsetof(struct ExecuteArgs, options) == 24, "the options come fourth");
-
-typedef Error *Function(void *args);
-
-static struct Api table, plugin;
+struct Api plugin;
+static struct Api table;
 static Error *(*create)(struct ClientCreateArgs *);
 static Error *(*execute)(struct ExecuteArgs *);
 static int64_t devices;
 
-static void refuse(const char *what, const char *why) {
+void refuse(const char *what, const char *why) {
     fprintf(stderr, "virtual TPU: %s: %s\n", what, why);
     exit(70);
 }
@@ -219,12 +99,14 @@ static const char *find_setting(const char *variable, const char *key, const cha
 
 /* Counts devices as libtpu does: each core of a chip on v2 and v3, each chip from v4 on. */
 static int64_t count_devices(void) {
+    find_processes();
+    if (num_processes > 1) return num_processes;
     const char *type = find_setting("TPU_ACCELERATOR_TYPE", "ACCELERATOR_TYPE", NULL);
     if (!type) refuse("TPU_ACCELERATOR_TYPE", "is not set, and no metadata server says it; it decides the number of devices");
     int two = strncmp(type, "v2-", 3) == 0 || strncmp(type, "v3-", 3) == 0;
     int known = two && strcmp(type + 3, "8") == 0; /* libtpu knows their bounds, which their tpu-env lacks */
     const char *hosts = find_setting("TPU_PROCESS_BOUNDS", "TPU_PROCESS_BOUNDS", known ? "1,1,1" : NULL);
-    if (product(hosts) != 1) refuse("TPU_PROCESS_BOUNDS", "must be 1,1,1: a virtual TPU has one host");
+    if (product(hosts) != 1) refuse("TPU_PROCESS_BOUNDS", "must be 1,1,1: one process has the devices of one host");
     const char *bounds = find_setting("TPU_CHIPS_PER_PROCESS_BOUNDS", "TPU_CHIPS_PER_PROCESS_BOUNDS", known ? "2,2,1" : NULL);
     int64_t chips = product(bounds);
     if (chips == 0) refuse("TPU_CHIPS_PER_PROCESS_BOUNDS", "must be the chips of this host along each axis, for example 2,2,1");
@@ -232,6 +114,11 @@ static int64_t count_devices(void) {
 }
 
 static Error *create_with_devices(struct ClientCreateArgs *args) {
+    devices = count_devices(); /* TorchTPU sets the variables after it has loaded this library */
+    if (num_processes > 1) {
+        execute = execute_replicated;
+        show_own_device(&table);
+    }
     static const char name[] = "cpu_device_count";
     struct NamedValue count = {sizeof count, NULL, name, sizeof name - 1, NAMED_VALUE_INT64, devices, 1};
     const struct NamedValue *options = args->create_options;
@@ -241,6 +128,7 @@ static Error *create_with_devices(struct ClientCreateArgs *args) {
     Error *error = create(args);
     args->create_options = options;
     args->num_options = number;
+    if (!error && num_processes > 1) join_processes(args->client);
     return error;
 }
 
@@ -277,8 +165,12 @@ static void drop(Error *error) {
 }
 
 /* Calls a function of the plugin, which must not fail. */
-static void call(int place, void *args) {
-    if (((Function *)plugin.functions[place])(args)) refuse("a function of the plugin failed", "on an event or a program");
+void call(int place, void *args) {
+    Error *error = ((Function *)plugin.functions[place])(args);
+    struct MessageArgs failure = {sizeof failure, NULL, error, {0}, 0};
+    if (!error) return;
+    ((void (*)(void *))plugin.functions[ERROR_MESSAGE])(&failure);
+    refuse("a function of the plugin failed", failure.text);
 }
 
 /* Gives out another event in place of the plugin's, to be set when the execution ends. */
@@ -475,7 +367,6 @@ static const struct Api *load_plugin(void) {
 
 const struct Api *GetPjrtApi(void) {
     if (!table.struct_size) {
-        devices = count_devices();
         plugin = table = *load_plugin();
         create = (Error * (*)(struct ClientCreateArgs *)) table.functions[CLIENT_CREATE];
         execute = (Error * (*)(struct ExecuteArgs *)) table.functions[LOADED_EXECUTABLE_EXECUTE];

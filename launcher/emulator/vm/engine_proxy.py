@@ -189,12 +189,14 @@ class EngineProxy:
         self._call(request, "/containers/create", new, view=view)
 
     def _has_virtual_tpu(self, hostname: str, image: str) -> bool:
-        """Returns whether a container of the image gets TPU devices on this host: its framework can load them, and the
-        slice has one host, because devices of several hosts could not exchange data."""
+        """Returns whether a container of the image gets TPU devices on this host: its framework can load them on a
+        slice of so many hosts."""
         with self._store.read() as state:
             entry = find_host(state, hostname)
-            alone = entry is not None and len(entry[0].hosts) == 1
-        return alone and virtual_tpu.serves(self._engine.call("GET", f"/images/{image}/json")["Config"].get("Labels"))
+        if entry is None:
+            return False
+        labels = self._engine.call("GET", f"/images/{image}/json")["Config"].get("Labels")
+        return virtual_tpu.serves(labels, len(entry[0].hosts))
 
     def _create_volume(self, name: str, view: EngineView) -> str:
         """Creates a volume of the host unless it exists; returns its name on the workstation's engine."""

@@ -1,4 +1,4 @@
-"""The virtual TPU: the devices of one TPU host on this machine's CPU, for containers whose PyTorch/XLA can load it.
+"""The virtual TPU: the devices of one TPU host on this machine's CPU, for containers whose PyTorch can load it.
 
 images/virtual-tpu holds a library that frameworks load as libtpu.so, and the CPU plugin behind it. Both are copied once
 for each version of that image into a volume of the engine, which containers mount: their image is the one that would
@@ -18,9 +18,11 @@ from launcher.images.specification import folder_spec
 
 MOUNTED_AT = "/opt/virtual-tpu"
 LABEL = "tpu-launch.virtual-tpu"  # of the volumes
-# The label that names the framework in an image, and the frameworks that can load the library.
+# The label that names the framework in an image. Both frameworks can load the library; the processes of torch-tpu, one
+# a chip, exchange data over any number of hosts, and torch-xla's process has all devices of one host.
 FRAMEWORK_LABEL = "tpu-launch.framework"
-FRAMEWORKS = ("torch-xla",)
+ANY_HOSTS = "torch-tpu"
+ONE_HOST = "torch-xla"
 _COPY_SECONDS = 120.0
 
 
@@ -43,14 +45,16 @@ def ensure_volume(source: Path, say: Callable[[str], None]) -> str:
     return volume
 
 
-def serves(image_labels: Mapping[str, str] | None) -> bool:
-    """Returns whether an image with these labels has a framework that can load the virtual TPU."""
-    return (image_labels or {}).get(FRAMEWORK_LABEL) in FRAMEWORKS
+def serves(image_labels: Mapping[str, str] | None, hosts: int) -> bool:
+    """Returns whether the framework of an image with these labels can load the virtual TPU on a slice of so many
+    hosts."""
+    framework = (image_labels or {}).get(FRAMEWORK_LABEL)
+    return framework == ANY_HOSTS or (framework == ONE_HOST and hosts == 1)
 
 
 def container_environment() -> dict[str, str]:
-    """Returns the variables that make PyTorch/XLA load the virtual TPU; the TPU_* variables, which every container on a
-    slice gets, give the number of devices."""
+    """Returns the variables that make PyTorch/XLA and TorchTPU load the virtual TPU; the TPU_* variables, which every
+    container on a slice gets, give the number of devices."""
     return {"PJRT_DEVICE": "TPU", "TPU_LIBRARY_PATH": f"{MOUNTED_AT}/libtpu.so"}
 
 
