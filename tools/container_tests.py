@@ -2,6 +2,7 @@
 
   torch-xla           tests/container in the torch-xla image (also when no place is named)
   virtual-tpu         tests/virtual_tpu in the torch-xla image, on a virtual v3-8 with 8 devices
+  torch-tpu           tests/torch_tpu in the torch-tpu image, on a virtual v4-8 with 4 devices
   tensorflow          tests/tensorflow in the tensorflow image
   beam                tests/beam in the environment with Apache Beam that the tensorflow image's test stage has
   oracle-torch-xla    tests/oracle/torch_xla: settings that the torch-xla image's libtpu accepts
@@ -40,13 +41,14 @@ class Place:
     tests: tuple[str, ...]
     python: str = "/opt/venv/bin/python"
     build_args: dict[str, str] = field(default_factory=dict)
-    virtual_tpu: bool = False
+    virtual_tpu: str = ""  # accelerator type of the virtual TPU; "": the CPU
     nightly: bool = False  # `make test` leaves it out
 
 
 PLACES = {
     "torch-xla": Place("torch-xla", ("tests/container",)),
-    "virtual-tpu": Place("torch-xla", ("tests/virtual_tpu",), virtual_tpu=True),
+    "virtual-tpu": Place("torch-xla", ("tests/virtual_tpu",), virtual_tpu="v3-8"),
+    "torch-tpu": Place("torch-tpu", ("tests/torch_tpu",), virtual_tpu="v4-8"),
     "tensorflow": Place("tensorflow", ("tests/tensorflow",)),
     "beam": Place("tensorflow", ("tests/beam",), python="/opt/beam/bin/python"),
     "oracle-torch-xla": Place("torch-xla", ("tests/oracle/torch_xla",)),
@@ -92,7 +94,7 @@ def main(arguments: list[str]) -> int:
         if place.virtual_tpu:
             volume = virtual_tpu.ensure_volume(ROOT / "images" / "virtual-tpu", say)
             mounts.append(f"--volume={volume}:{virtual_tpu.MOUNTED_AT}:ro")
-            device = {**virtual_tpu.container_environment(), "TPU_ACCELERATOR_TYPE": "v3-8"}
+            device = {**virtual_tpu.container_environment(), "TPU_ACCELERATOR_TYPE": place.virtual_tpu}
     except LaunchError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -81,6 +81,7 @@ ROWS: tuple[tuple[tuple[Stage, ...], ...], ...] = (
             Stage("oracle-torch-xla", (*CONTAINER_TESTS, "oracle-torch-xla", "-s"), 600),
             Stage("beam", (*CONTAINER_TESTS, "beam"), 600),
             Stage("virtual-tpu", (*CONTAINER_TESTS, "virtual-tpu"), 1200),
+            Stage("torch-tpu", (*CONTAINER_TESTS, "torch-tpu"), 900),
         ),
     ),
     ((Stage("rehearsal", (*PYTEST, "tests/rehearsal", "-m", "alone", *PATIENT, *SLOWEST), 3000),),),

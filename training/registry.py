@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 TaskName = Literal["mlm", "classification", "regression", "causal-lm"]
 OptimizerName = Literal["adamw"]
 BackendName = Literal["torch-xla", "tensorflow"]
+ImageName = Literal[BackendName, "torch-tpu"]  # folders of images/ with the trainer
 
 
 def load(reference: str) -> Any:

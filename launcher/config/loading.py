@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from launcher.errors import BadInput
 from training.accelerators import Accelerator, Api, UnknownAccelerator, accelerator
 from training.config import IGNORED_SECTIONS as LAUNCHER_SECTIONS
 from training.config import TrainerConfig, batch_mistake, from_document
+from training.distributed import torch_tpu
 from training.yaml_file import ConfigError, Document, refuse_unknown, validate
 from training.yaml_file import load as load_document
 
@@ -200,6 +202,7 @@ def _from_document(document: Document, command: tuple[str, ...]) -> Config:
     refused.refuse(document)
     config = Config(document, root.project, root.zone, root.slice, root.image, run, trainer, root.gke)
     _check_candidates(config)
+    _check_torch_tpu(config)
     return config
 
 
@@ -232,3 +235,20 @@ def _lacking_keys(slice_: SliceSection, capacity: str) -> str:
 
 def _as_list(value: str | Sequence[str]) -> list[str]:
     return [value] if isinstance(value, str) else list(value)
+
+
+def _check_torch_tpu(config: Config) -> None:
+    """Raises ConfigError if the run needs TorchTPU, and a slice that it may get or its image is not for that."""
+    words = [word for argument in config.run.command or () for word in argument.split("=")]
+    wanted = ("--runtime", torch_tpu.RUNTIME) in itertools.pairwise(words)
+    document, image = config.document, config.image
+    if not wanted and image.backend != torch_tpu.RUNTIME:
+        return
+    for candidate in config.all_candidates:
+        if reason := torch_tpu.find_unsupported(accelerator(candidate.accelerator_type)):
+            raise ConfigError(f"{document.place(('slice', 'accelerator_type'))}: slice.accelerator_type: {reason}")
+    if wanted and image.backend != torch_tpu.RUNTIME and not (image.dockerfile or image.reference or image.base):
+        raise ConfigError(
+            f"{document.place(('run', 'command'))}: run.command: --runtime {torch_tpu.RUNTIME} needs image.backend: "
+            f"{torch_tpu.RUNTIME}"
+        )

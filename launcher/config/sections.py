@@ -16,7 +16,7 @@ from launcher.config.values import (
     VariableNames,
     Zone,
 )
-from training.registry import BackendName
+from training.registry import ImageName
 from training.yaml_file import Section
 
 
@@ -123,8 +123,9 @@ class ImageSection(Section):
     reference: Annotated[str, Field(pattern=IMAGE_BY_DIGEST)] | None = None
     """REPOSITORY@sha256:...: run this image, and build nothing."""
 
-    backend: BackendName | None = None
-    """Whose image is built: torch-xla or tensorflow; the trainer's `backend` when absent. For programs of your own."""
+    backend: ImageName | None = None
+    """Whose image is built: torch-xla, torch-tpu or tensorflow; the trainer's `backend` when absent. For programs of
+    your own; torch-tpu is for them alone (`tpu-train exec --runtime torch-tpu`), on v4 and newer."""
 
     repository: str | None = None
     """REGION-docker.pkg.dev/PROJECT/REPOSITORY/NAME: where the image is pushed. When absent the hosts must have the

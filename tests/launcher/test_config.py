@@ -184,3 +184,19 @@ def test_a_value_that_would_fail_only_later_is_refused(tmp_path: Path, section: 
 def test_a_value_that_is_meant_is_accepted(tmp_path: Path, section: str) -> None:
     text = GOOD if not section.startswith("slice") else GOOD[: GOOD.index("slice:")]
     load(written(tmp_path, f"{text}{section}\n"), command=["true"])
+
+
+TORCH_TPU = GOOD + "image: {backend: torch-tpu}\n"
+
+
+@pytest.mark.parametrize(
+    "command", [["tpu-train", "exec", "--runtime", "torch-tpu"], ["tpu-train", "exec", "--runtime=torch-tpu"]]
+)
+def test_torch_tpu_is_refused_on_a_slice_or_in_an_image_that_is_not_for_it(tmp_path: Path, command: list[str]) -> None:
+    assert load(written(tmp_path, TORCH_TPU), command=command).backend == "torch-tpu"
+    with pytest.raises(BadInput, match=r"run.yaml:5: slice.accelerator_type: TorchTPU does not know TPU v3 \(v3-32\)"):
+        load(written(tmp_path, TORCH_TPU.replace("v4-16", "v3-32")), command=command)
+    with pytest.raises(BadInput, match="TorchTPU does not know TPU v2"):
+        load(written(tmp_path, TORCH_TPU.replace("v4-16", "v2-8")), command=["python", "train.py"])
+    with pytest.raises(BadInput, match=r"--runtime torch-tpu needs image\.backend: torch-tpu"):
+        load(written(tmp_path, GOOD), command=command)

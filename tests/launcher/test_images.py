@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -18,6 +19,8 @@ from launcher.images import engine, local
 from launcher.images.build import show_steps
 from launcher.images.plan import list_commands
 from launcher.images.specification import ImageSpec, compute_tag, default_spec, folder_spec, parse_bases
+from launcher.installation import shared_folder
+from training.registry import ImageName
 
 BASE = {"debian:bookworm-slim": "sha256:0123"}
 
@@ -60,7 +63,7 @@ def test_tag_tells_any_two_sets_of_arguments_apart(spec: ImageSpec, one: dict[st
     assert (tag(one) == tag(other)) == (one == other)
 
 
-@pytest.mark.parametrize("backend", ["torch-xla", "tensorflow"])
+@pytest.mark.parametrize("backend", get_args(ImageName))
 def test_default_image_holds_the_trainer_but_no_leftovers_of_running_it(backend: str) -> None:
     paths = [path for path, _ in default_spec(backend).context]
     assert "training/errors.py" in paths
@@ -70,7 +73,7 @@ def test_default_image_holds_the_trainer_but_no_leftovers_of_running_it(backend:
     ]
 
 
-@pytest.mark.parametrize("backend", ["torch-xla", "tensorflow"])
+@pytest.mark.parametrize("backend", get_args(ImageName))
 def test_own_code_is_part_of_the_image_and_of_its_tag(backend: str, tmp_path: Path) -> None:
     (tmp_path / "lib").mkdir()
     (tmp_path / "train.py").write_text("1")
@@ -177,3 +180,11 @@ def test_a_command_whose_image_can_not_be_made_starts_and_removes_no_container(
     with pytest.raises(BadInput, match="no Dockerfile"):
         local.run(load(tmp_path / "run.yaml"), ["true"], print)
     assert calls == []
+
+
+def test_both_images_of_pytorch_leave_out_cuda_in_the_same_way() -> None:
+    """A build context has the files of one folder alone, so each image has its copy."""
+    folder = shared_folder("images")
+    copies = [(folder / name / "cuda_absent.py").read_bytes() for name in ("torch-xla", "torch-tpu")]
+    assert copies[0] == copies[1]
+    assert "nvidia" not in (folder / "torch-tpu" / "requirements.txt").read_text()
