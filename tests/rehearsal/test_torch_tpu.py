@@ -1,0 +1,78 @@
+"""TorchTPU on an emulated v4-16: eight processes on two hosts, each with one device of a virtual TPU. Starts one slice;
+about two minutes after the image is built."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from launcher.images.build import ensure_image
+from launcher.images.specification import default_spec
+from tests.rehearsal.workstation import ROOT, Workstation, docker
+
+pytestmark = pytest.mark.alone
+
+STEPS, ROWS = 5, 16
+FILE = "torch-tpu/run.yaml"
+WAITING = (
+    "import os, torch, torch.distributed as dist\n"
+    "dist.init_process_group('tpu_dist')\nvalue = torch.ones(3).to('tpu')\n"
+    "for step in range(10**9):\n"
+    "    dist.all_reduce(value)\n    value.cpu()\n"
+    "    if step == 5:\n        print('pid', os.getpid(), flush=True)\n"
+)
+
+
+@pytest.fixture(scope="module")
+def work(emulator: Workstation) -> Iterator[Workstation]:
+    """A workstation with the example's slice."""
+    shutil.copytree(ROOT / "examples" / "torch-tpu", emulator.folder / "torch-tpu")
+    emulator.file("torch-tpu/waiting.py", WAITING)
+    emulator.good("--emulated", "up", "-f", FILE)
+    yield emulator
+    emulator.launch("--emulated", "down", "-f", FILE)
+
+
+def command(*words: str) -> tuple[str, ...]:
+    return ("--emulated", "run", "--new", "-f", FILE, "--", "tpu-train", "exec", "--runtime", "torch-tpu", *words)
+
+
+def losses_of_one_process() -> list[float]:
+    """The losses of one CPU process on the whole batches, in the image."""
+    image = ensure_image(default_spec("torch-tpu", target="test"), print).reference
+    mounts = [f"--volume={ROOT / name}:/src/{name}:ro" for name in ("examples", "tests")]
+    program = ["/opt/venv/bin/python", "/src/tests/torch_tpu/one_process.py", "/src/examples/torch-tpu"]
+    out = docker("run", "--rm", *mounts, image, *program, str(STEPS), str(ROWS))
+    losses: list[float] = json.loads(out.splitlines()[-1])
+    return losses
+
+
+@pytest.mark.parametrize("sharding", [(), ("--fsdp",)], ids=["ddp", "fsdp"])
+def test_eight_processes_on_two_hosts_have_the_losses_of_one(work: Workstation, sharding: tuple[str, ...]) -> None:
+    ended = work.good(*command("train.py", f"--steps={STEPS}", f"--rows={ROWS}", *sharding), seconds=600)
+    stored = re.findall(r"^\[(\d)\] rank (\d): process (\d) of 8 stores \d+ numbers$", ended.output, re.MULTILINE)
+    assert sorted(stored) == [(str(rank // 4), str(rank), str(rank)) for rank in range(8)], ended.output
+    losses = [
+        float(loss) for loss in re.findall(r"^\[0\] rank 0: step \d+: loss ([\d.]+)$", ended.output, re.MULTILINE)
+    ]
+    assert losses == pytest.approx(losses_of_one_process(), rel=1e-6)
+
+
+def test_a_killed_rank_is_the_first_cause_on_both_hosts_within_10_s(work: Workstation) -> None:
+    running = work.begin(*command("waiting.py"))
+    running.wait_for(r"^\[0\] rank 0: pid \d+$", 300)
+    line = running.wait_for(r"^\[1\] rank 6: pid \d+$", 300)
+    (container,) = (name for name in (entry.split()[0] for entry in work.containers_of_runs()) if "-w-1." in name)
+    docker("exec", "--user=0", container, "kill", "-9", line.split()[-1])
+    killed = time.monotonic()
+    ended = running.end(60)
+    assert time.monotonic() - killed < 10
+    assert ended.code == 10
+    assert "rank 6 was killed by SIGKILL (exit code 137)" in ended.output
+    assert re.search(r"host 1.*137|137.*host 1", ended.output), ended.output
+    assert work.containers_of_runs() == []

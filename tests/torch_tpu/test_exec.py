@@ -1,0 +1,78 @@
+"""`tpu-train exec --runtime torch-tpu` with the real torch_tpu: four processes on a virtual v4-8."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.torch_tpu.one_process import train_on_cpu
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "torch-tpu"
+STEPS, ROWS, SECONDS = 6, 16, 500.0
+
+
+def begin(*arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "training.cli", "exec", "--runtime", "torch-tpu", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("sharding", [(), ("--fsdp",)], ids=["ddp", "fsdp"])
+def test_losses_of_four_processes_equal_those_of_one_on_the_global_batch(sharding: tuple[str, ...]) -> None:
+    process = begin(str(EXAMPLE / "train.py"), f"--steps={STEPS}", f"--rows={ROWS}", *sharding)
+    out, errors = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, out + errors
+    losses = [float(loss) for loss in re.findall(r"^rank 0: step \d+: loss ([\d.]+)$", out, re.MULTILINE)]
+    assert losses == pytest.approx(train_on_cpu(EXAMPLE, STEPS, ROWS), rel=1e-6)
+    stored = re.findall(r"^rank (\d): process (\d) of 4 stores (\d+) numbers$", out, re.MULTILINE)
+    assert sorted(rank for rank, process, _ in stored if rank == process) == ["0", "1", "2", "3"]
+    whole = sum(weight.numel() for weight in sys.modules["decoder"].Decoder().parameters())
+    assert {int(number) for *_, number in stored} == {whole // 4 if sharding else whole}
+
+
+def test_a_killed_rank_is_the_first_cause_within_10_s(tmp_path: Path) -> None:
+    """The other ranks wait for it in a collective, as on chips."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, torch, torch.distributed as dist\n"
+        "dist.init_process_group('tpu_dist')\nvalue = torch.ones(3).to('tpu')\n"
+        "for step in range(10**9):\n"
+        "    dist.all_reduce(value)\n    value.cpu()\n"
+        "    if step == 5:\n        print('pid', os.getpid(), flush=True)\n"
+    )
+    process = begin(str(program))
+    assert process.stdout is not None
+    found: dict[str, int] = {}
+    while len(found) < 4:
+        line = process.stdout.readline()
+        assert line, process.communicate()
+        if match := re.fullmatch(r"rank (\d): pid (\d+)\n", line):
+            found[match[1]] = int(match[2])
+    os.kill(found["2"], signal.SIGKILL)
+    killed = time.monotonic()
+    _, errors = process.communicate(timeout=SECONDS)
+    assert time.monotonic() - killed < 10
+    assert process.returncode == 137
+    assert "rank 2 was killed by SIGKILL (exit code 137); the other 3 processes of this host were stopped" in errors
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"TPU_ACCELERATOR_TYPE": "v3-8"}, "TorchTPU does not know TPU v3 (v3-8)"),
+        ({"PJRT_DEVICE": "CPU"}, "needs TPU chips or a virtual TPU"),
+    ],
+)
+def test_other_devices_are_refused(variables: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    process = begin(str(EXAMPLE / "train.py"))
+    _, errors = process.communicate(timeout=SECONDS)
+    assert process.returncode == 2
+    assert message in errors
