@@ -22,7 +22,10 @@ class Layer(nn.Module):
         rows = hidden.shape[0]
         parts = self.query_key_value(self.attention_norm(hidden)).view(rows, LENGTH, 3, HEADS, WIDTH // HEADS)
         query, key, value = parts.permute(2, 0, 3, 1, 4)
-        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        # Not scaled_dot_product_attention: on a TPU it is a Pallas kernel, which a virtual TPU can't run.
+        scores = query @ key.transpose(2, 3) / (WIDTH // HEADS) ** 0.5
+        earlier = torch.ones(LENGTH, LENGTH, device=hidden.device).tril()
+        attended = scores.masked_fill(earlier == 0, -1e9).softmax(3) @ value
         hidden = hidden + self.out(attended.transpose(1, 2).reshape(rows, LENGTH, WIDTH))
         return hidden + self.down(functional.gelu(self.up(self.norm(hidden))))
 

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.emulator.vm import engine_view as engine
+from launcher.emulator.vm import virtual_tpu
 from launcher.emulator.vm.engine_client import HOST_LABEL, LABEL
 from launcher.emulator.vm.engine_request import split_version
 from launcher.emulator.vm.engine_view import EngineRefusal, EngineView
@@ -182,3 +183,13 @@ def test_on_the_workstation_only_host_network_containers_reach_the_bucket() -> N
 def test_versions_are_split_off_paths() -> None:
     assert split_version("/v1.41/containers/json") == ("/v1.41", "/containers/json")
     assert split_version("/version") == ("", "/version")
+
+
+def test_torch_tpu_has_a_virtual_tpu_on_any_number_of_hosts_and_torch_xla_on_one() -> None:
+    def serves(framework: str) -> list[bool]:
+        return [virtual_tpu.serves({virtual_tpu.FRAMEWORK_LABEL: framework}, hosts) for hosts in (1, 2)]
+
+    assert serves("torch-tpu") == [True, True]
+    assert serves("torch-xla") == [True, False]
+    assert serves("tensorflow") == [False, False]
+    assert not virtual_tpu.serves(None, 1)
