@@ -77,6 +77,7 @@ def test_signals_are_forwarded_and_every_process_ends_in_its_own_time() -> None:
     lines = [process.stdout.readline() for _ in range(3)]
     assert all("ready" in line for line in lines)
     process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=60)
+    out, errors = process.communicate(timeout=60)
     assert process.returncode == 75
+    assert "tpu-train: stopped: rank" in errors
     assert sorted(out.splitlines()) == [f"rank {rank}: saved" for rank in range(3)]

@@ -104,7 +104,8 @@ def describe_failure(failed: RankProcess, number: int, requested: bool) -> str:
         how = f"was killed by {signal.Signals(-failed.process.returncode).name} (exit code {failed.code})"
     after = "" if requested or number == 1 else f"; the other {number - 1} processes of this host were stopped"
     lines = "".join(f"\n  {line}" for line in failed.last_lines)
-    return f"tpu-train: error: rank {failed.rank} {how}{after}. Its last lines:{lines or ' none'}"
+    kind = "stopped" if requested else "error"
+    return f"tpu-train: {kind}: rank {failed.rank} {how}{after}. Its last lines:{lines or ' none'}"
 
 
 def _await_failure(ranks: Sequence[RankProcess]) -> RankProcess | None:
