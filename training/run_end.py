@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import google_crc32c
@@ -10,6 +11,7 @@ import google_crc32c
 from training import storage
 from training.backends.protocol import Backend
 from training.checkpoint.format import step_folder
+from training.checkpoint.slices import key_in_part, whole
 from training.checkpoint.snapshot import in_batches
 from training.checkpoint.writer import CheckpointWriter
 from training.distributed.cluster import device_kind
@@ -28,31 +30,55 @@ def compare_weights(run: Run, backend: Backend, replaced: int, seconds: float) -
     """Raises TrainError if the hosts ended with different weights. All hosts call it, within `seconds` after their last
     save. Returns the checksum of the weights, and the number of rows of all hosts that replaced damaged records
     (`replaced`: of this host)."""
-    reports = run.rendezvous.meet("end", [weights_crc32c(backend), replaced], seconds)
-    checksums = [checksum for checksum, _ in reports]
-    if len(set(checksums)) > 1:
-        raise TrainError(
-            f"the hosts ended with different weights (crc32c by host: {', '.join(checksums)}): "
-            "they did not train the same model"
-        )
-    return checksums[0], sum(replaced for _, replaced in reports)
+    reports = run.rendezvous.meet("end", [weights_crc32c(backend, run.cluster.worker), replaced], seconds)
+    checksums: dict[str, str] = {}
+    for held in (held for held, _ in reports):
+        if any(checksums.setdefault(key, checksum) != checksum for key, checksum in held.items()):
+            by_host = ", ".join(" ".join(held.values()) if len(held) == 1 else str(held) for held, _ in reports)
+            raise TrainError(
+                f"the hosts ended with different weights (crc32c by host: {by_host}): they did not train the same model"
+            )
+    crc = int(google_crc32c.value(json.dumps(checksums, sort_keys=True).encode()))
+    return checksums.get("", f"{crc:08x}"), sum(replaced for _, replaced in reports)
 
 
-def weights_crc32c(backend: Backend) -> str:
-    """Returns the checksum of all weights in the order of their names, 8 hexadecimal digits."""
-    sizes = {name: spec.size for name, spec in sorted(backend.tensor_specs().items()) if name.startswith("model/")}
-    crc = 0
-    for names in in_batches(sizes):
-        tensors = {name: bytearray(sizes[name]) for name in names}
-        backend.snapshot_state({name: memoryview(data) for name, data in tensors.items()}).wait()
-        for data in tensors.values():
+def weights_crc32c(backend: Backend, worker: int) -> dict[str, str]:
+    """Returns checksums, 8 hexadecimal digits. If this host holds all weights: "" -> that of all in the order of their
+    names. Else: key in a part -> that of each slice that this host holds."""
+    specs = {name: spec for name, spec in sorted(backend.tensor_specs().items()) if name.startswith(export.PREFIX)}
+    if is_held_by_each_host(backend):
+        sizes = {name: spec.size for name, spec in specs.items()}
+    else:
+        split = {name: slices for name, slices in backend.state_slices().items() if name in specs}
+        held = {name: [each.box for each in slices if worker in each.hosts] for name, slices in split.items()}
+        sizes = {
+            key_in_part(name, box, spec.shape): spec.size * box.elements // math.prod(spec.shape)
+            for name, spec in specs.items()
+            for box in held.get(name, [whole(spec.shape)])
+        }
+    checksums, crc = dict[str, str](), 0
+    for keys in in_batches(sizes):
+        tensors = {key: bytearray(sizes[key]) for key in keys}
+        backend.snapshot_state({key: memoryview(data) for key, data in tensors.items()}).wait()
+        for key, data in tensors.items():
             crc = int(google_crc32c.extend(crc, bytes(data)))
-    return f"{crc:08x}"
+            checksums[key] = f"{google_crc32c.value(bytes(data)):08x}"
+    return {"": f"{crc:08x}"} if is_held_by_each_host(backend) else checksums
+
+
+def is_held_by_each_host(backend: Backend) -> bool:
+    """Returns whether the devices of each host hold all of the state together."""
+    slices = [slice_ for slices in backend.state_slices().values() for slice_ in slices]
+    return len({slice_.hosts for slice_ in slices}) <= 1
 
 
 def export_model(run: Run, backend: Backend) -> None:
-    """Writes the weights, config.json and the tokenizer to the run's model folder. Call it on host 0 only."""
+    """Writes the weights, config.json and the tokenizer to the run's model folder: from the last checkpoint, if no host
+    holds all of the weights. Call it on host 0 only, after the last save."""
     with run.timer.phase("export"):
+        if not is_held_by_each_host(backend):
+            export.export_checkpoint(run.folder, run.model_folder)
+            return
         export.write_model_folder(
             run.model_folder,
             backend.tensor_specs(),

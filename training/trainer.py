@@ -211,7 +211,7 @@ class Trainer:
         best = run.config.checkpoint.best
         save = EverySteps(run.config.checkpoint.every_steps)
         evaluate = EverySteps(run.config.evaluation.every)
-        self.checkpoints.prepare(self.backend.tensor_specs())
+        self.checkpoints.prepare(self.backend.tensor_specs(), self.backend.state_slices())
         progress.signals = Signals(stop=any(run.rendezvous.meet("ready", run.shutdown.requested)))
         run.shutdown.nothing_to_save = False
         was_interrupted = evaluate.due(progress.step) and self.evaluations.step != progress.step
@@ -292,7 +292,8 @@ class Trainer:
         with self.run.timer.phase("checkpoint"):
             losses = {"first_loss": progress.first_loss, "last_loss": progress.last_loss}
             state = {**losses, **self.evaluations.state(progress.step), "skipped_steps": progress.skipped}
-            self.checkpoints.save(progress.step, self.backend.tensor_specs(), self.backend.snapshot_state, state)
+            specs, split = self.backend.tensor_specs(), self.backend.state_slices()
+            self.checkpoints.save(progress.step, specs, self.backend.snapshot_state, state, split)
 
     def evaluate(self) -> None:
         """Waits for all steps in flight and evaluates the whole evaluation set. Prints, logs and keeps the figures,

@@ -13,6 +13,7 @@ from tests.container import small_runs
 from training import storage as default_storage
 from training.batch import Arrays, HostBatch, Signals, StepResult
 from training.checkpoint.safetensors_file import TensorSpec
+from training.checkpoint.slices import NOT_SPLIT, StateSlices
 from training.checkpoint.snapshot import Snapshot
 from training.config import TrainerConfig, from_document
 from training.distributed.rendezvous import SingleHost
@@ -71,6 +72,9 @@ class NumpyBackend:
 
     def tensor_specs(self) -> dict[str, TensorSpec]:
         return {name: TensorSpec("F32", value.shape, value.nbytes) for name, value in self.state.items()}
+
+    def state_slices(self) -> StateSlices:
+        return NOT_SPLIT
 
     def snapshot_state(self, buffers: Mapping[str, memoryview]) -> Snapshot:
         for name, buffer in buffers.items():

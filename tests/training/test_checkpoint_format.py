@@ -83,10 +83,10 @@ def test_a_manifest_of_a_later_format_is_refused_by_its_number() -> None:
 def test_every_tensor_is_written_by_exactly_one_host_and_hosts_share_the_bytes(
     sizes: dict[str, TensorSpec], hosts: int
 ) -> None:
-    shares = form.assign_tensors(sizes, hosts)
-    assert len(shares) == hosts
+    stored = form.assign_slices(sizes, {}, hosts)
+    shares = [form.slices_in_part(stored, part) for part in range(hosts)]
     assert sorted(name for share in shares for name in share) == sorted(sizes)
-    loads = [sum(sizes[name].size for name in share) for share in shares]
+    loads = [sum(info.size for info in share.values()) for share in shares]
     assert max(loads) - min(loads) <= max((info.size for info in sizes.values()), default=0)
 
 

@@ -343,7 +343,7 @@ def test_a_state_that_is_not_finite_on_one_host_is_committed_by_none(tmp_path: P
 
     def work(host: int) -> None:
         state = State(20)
-        names = saving._PartBuffer(state.layout(), Cluster(worker, ("h",) * 2)).views
+        names = saving._PartBuffer(state.layout(), {}, Cluster(worker, ("h",) * 2)).views
         state.values[max(names)][-1, -1] = value
         description = RunDescription(IDENTITY, {}, "code", "u")
         saver = CheckpointWriter(str(tmp_path), Cluster(host, ("h",) * 2), meeting.of(host), description, Keep(2))

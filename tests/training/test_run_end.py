@@ -16,7 +16,9 @@ from tests.training.numpy_backend import Runs
 from training import trainer
 from training.checkpoint import writer
 from training.checkpoint.safetensors_file import TensorSpec
+from training.checkpoint.slices import NOT_SPLIT, HeldSlice, Slice, StateSlices, key_in_part
 from training.checkpoint.snapshot import Snapshot
+from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import SingleHost
 from training.errors import TrainError
 from training.run_end import compare_weights, weights_crc32c
@@ -27,7 +29,8 @@ MIB = 1 << 20
 class CountingState:
     """A backend's state that lists the calls which copied it."""
 
-    def __init__(self, sizes: Mapping[str, int]) -> None:
+    def __init__(self, sizes: Mapping[str, int], split: StateSlices = NOT_SPLIT) -> None:
+        self.split = split
         values = np.random.default_rng(0).bytes(max(sizes.values()))
         self.tensors = {name: np.frombuffer(values[:size], np.uint8) for name, size in sizes.items()}
         self.calls: list[list[str]] = []
@@ -35,36 +38,60 @@ class CountingState:
     def tensor_specs(self) -> dict[str, TensorSpec]:
         return {name: TensorSpec("U8", value.shape, value.size) for name, value in self.tensors.items()}
 
+    def state_slices(self) -> StateSlices:
+        return self.split
+
     def snapshot_state(self, buffers: Mapping[str, memoryview]) -> Snapshot:
         self.calls.append(list(buffers))
-        return Snapshot((np.frombuffer(buffer, np.uint8), self.tensors[name]) for name, buffer in buffers.items())
+        held = self.tensors | {
+            key_in_part(name, each.box, self.tensors[name].shape): self.tensors[name][each.box.offsets[0] :][
+                : each.box.sizes[0]
+            ]
+            for name, slices in self.split.items()
+            for each in slices
+        }
+        return Snapshot((np.frombuffer(buffer, np.uint8), held[key]) for key, buffer in buffers.items())
 
 
 def test_weights_are_copied_in_few_calls_for_their_checksum() -> None:
     small = {f"model/{number:02}": 7 + number for number in range(90)}
     state: Any = CountingState({"model/b": 70 * MIB, "model/a": 40 * MIB, **small, "adam_m/a": 40 * MIB})
     weights = b"".join(state.tensors[name].tobytes() for name in (*sorted(small), "model/a", "model/b"))
-    assert weights_crc32c(state) == f"{google_crc32c.value(weights):08x}", "in the order of their names"
+    assert weights_crc32c(state, 0) == {"": f"{google_crc32c.value(weights):08x}"}, "in the order of their names"
     assert state.calls == [[*sorted(small), "model/a"], ["model/b"]], "64 MiB, or one tensor"
 
 
 class OtherWeights(SingleHost):
     """Two hosts, the other of which has the weights that it is told to."""
 
-    def __init__(self, checksum: str) -> None:
-        self.checksum = checksum
+    def __init__(self, checksums: dict[str, str]) -> None:
+        self.checksums = checksums
 
     def meet(self, name: str, payload: Any = None, seconds: float | None = None) -> list[Any]:
-        return [payload, [self.checksum, 3]]
+        return [payload, [self.checksums, 3]]
 
 
 def test_hosts_that_end_with_different_weights_fail() -> None:
     state: Any = CountingState({"model/w": 8})
-    same = weights_crc32c(state)
-    run: Any = SimpleNamespace(rendezvous=OtherWeights(same))
+    same = weights_crc32c(state, 0)[""]
+    run: Any = SimpleNamespace(rendezvous=OtherWeights({"": same}), cluster=Cluster(0, ("a", "b")))
     assert compare_weights(run, state, 2, 1.0) == (same, 5)
-    run.rendezvous = OtherWeights("00000000")
+    run.rendezvous = OtherWeights({"": "00000000"})
     with pytest.raises(TrainError, match=f"different weights .crc32c by host: {same}, 00000000"):
+        compare_weights(run, state, 2, 1.0)
+
+
+def test_hosts_that_hold_other_slices_compare_what_both_hold() -> None:
+    halves = [HeldSlice(Slice((4 * host,), (4,)), (host,)) for host in (0, 1)]
+    state: Any = CountingState({"model/both": 8, "model/w": 8}, {"model/w": halves})
+    first, second = (weights_crc32c(state, worker) for worker in (0, 1))
+    assert (sorted(first), sorted(second)) == (["model/both", "model/w[0:4]"], ["model/both", "model/w[4:8]"])
+    run: Any = SimpleNamespace(rendezvous=OtherWeights(second), cluster=Cluster(0, ("a", "b")))
+    checksum, _ = compare_weights(run, state, 2, 1.0)
+    run.rendezvous = OtherWeights({**second, "model/w[4:8]": "00000000"})
+    assert compare_weights(run, state, 2, 1.0)[0] != checksum, "the checksum depends on every slice"
+    run.rendezvous = OtherWeights({**second, "model/both": "00000000"})
+    with pytest.raises(TrainError, match="different weights"):
         compare_weights(run, state, 2, 1.0)
 
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from training.batch import Arrays, HostBatch, Pending, Signals
 from training.checkpoint.safetensors_file import TensorSpec
+from training.checkpoint.slices import StateSlices
 from training.checkpoint.snapshot import Snapshot
 from training.config import TrainerConfig
 from training.distributed.cluster import Cluster
@@ -42,9 +43,12 @@ class Backend(Protocol):
     def tensor_specs(self) -> dict[str, TensorSpec]:
         """Returns all tensors of the state: `model/<parameter>`, and `<name>/<parameter>` for the optimizer's."""
 
+    def state_slices(self) -> StateSlices:
+        """Returns the slices of the tensors that are split over the devices."""
+
     def snapshot_state(self, buffers: Mapping[str, memoryview]) -> Snapshot:
-        """Begins to copy the named tensors to host memory, as raw little-endian bytes. No step changes the state before
-        that has ended."""
+        """Begins to copy tensors, or slices that this host holds, to host memory: see `StartSnapshot`. No step changes
+        the state before that has ended."""
 
     def load_state(self, tensors: Mapping[str, tuple[TensorSpec, memoryview]]) -> None:
         """Replaces these tensors of the state, by copies: their memory is used again. Raises Damaged for one that has

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,7 @@ import google_crc32c
 
 from training import storage as default_storage
 from training.checkpoint.safetensors_file import Damaged, TensorSpec
-from training.checkpoint.slices import Slice, partition_error, whole
+from training.checkpoint.slices import HeldSlice, Slice, StateSlices, key_in_part, partition_error, whole
 from training.storage import NotFound, Storage, join
 
 FORMAT = 2
@@ -105,23 +105,30 @@ def part_name(worker: int, hosts: int, token: str) -> str:
     return f"part-{worker}-of-{hosts}.{token}.safetensors"
 
 
-def assign_tensors(tensors: Mapping[str, TensorSpec], hosts: int) -> list[list[str]]:
-    """Assigns each tensor to one host, balanced by bytes: the largest first, each to the host with the fewest bytes."""
+def assign_slices(tensors: Mapping[str, TensorSpec], split: StateSlices, hosts: int) -> dict[str, StoredTensor]:
+    """Returns the manifest's tensors: each slice in the part of one of the hosts that hold it, balanced by bytes: the
+    largest first, each to the host with the fewest bytes. Tensors that are not `split` are one slice."""
     loads = [0] * hosts
-    shares: list[list[str]] = [[] for _ in range(hosts)]
-    for name in sorted(tensors, key=lambda name: (-tensors[name].size, name)):
-        host = loads.index(min(loads))
-        loads[host] += tensors[name].size
-        shares[host].append(name)
-    return [sorted(names) for names in shares]
+    held = {name: split.get(name) or [HeldSlice(whole(tensors[name].shape), tuple(range(hosts)))] for name in tensors}
+    parts: dict[str, list[StoredSlice]] = {name: [] for name in sorted(tensors)}
+    sizes = {name: tensors[name].size // len(slices) for name, slices in held.items()}
+    for name in sorted(tensors, key=lambda name: (-sizes[name], name)):
+        for slice_ in held[name]:
+            host = min(slice_.hosts, key=lambda worker: (loads[worker], worker))
+            loads[host] += sizes[name]
+            parts[name].append(StoredSlice(host, slice_.box))
+    return {name: StoredTensor(tensors[name], tuple(slices)) for name, slices in parts.items()}
 
 
-def whole_tensors(tensors: Mapping[str, TensorSpec], shares: Sequence[Sequence[str]]) -> dict[str, StoredTensor]:
-    """Returns the manifest's tensors when part number i holds the tensors `shares[i]`, each as one slice."""
+def slices_in_part(tensors: Mapping[str, StoredTensor], part: int) -> dict[str, TensorSpec]:
+    """Returns the specifications of the slices in a part, by their names in its file, sorted."""
     return {
-        name: StoredTensor(tensors[name], (StoredSlice(number, whole(tensors[name].shape)),))
-        for number, names in enumerate(shares)
-        for name in names
+        key_in_part(name, stored.box, tensor.spec.shape): TensorSpec(
+            tensor.spec.dtype, stored.box.sizes, tensor.spec.size // len(tensor.slices)
+        )
+        for name, tensor in sorted(tensors.items())
+        for stored in tensor.slices
+        if stored.part == part
     }
 
 

@@ -1,15 +1,15 @@
 """Slices of a tensor: boxes in its global shape. Pure functions.
 
 A checkpoint stores each tensor as one or more slices, which may be in different parts. Together they must hold every
-element exactly once. The trainer keeps its state replicated and writes each tensor as one slice today; the format, and
-everything that reads it, does not depend on that.
+element exactly once.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 
@@ -46,6 +46,19 @@ class Slice:
     def __str__(self) -> str:
         """Formats the box like an array index: `[0:2,4:8]`."""
         return "[" + ",".join(f"{start}:{end}" for start, end in zip(self.offsets, self.ends, strict=True)) + "]"
+
+
+@dataclass(frozen=True)
+class HeldSlice:
+    """A slice of the state, and the hosts whose devices hold it."""
+
+    box: Slice
+    hosts: tuple[int, ...]
+
+
+# The slices of the tensors that are split over the devices, by name. Every host holds all of the other tensors.
+StateSlices = Mapping[str, Sequence[HeldSlice]]
+NOT_SPLIT: StateSlices = MappingProxyType({})
 
 
 def whole(shape: tuple[int, ...]) -> Slice:

@@ -115,5 +115,6 @@ def in_batches(sizes: Mapping[str, int]) -> Iterator[list[str]]:
         yield batch
 
 
-# Starts a snapshot of the named tensors into the given buffers, as raw little-endian bytes.
+# Starts a snapshot into the given buffers, as raw little-endian bytes. Their keys name whole tensors, or slices that
+# this host holds (`slices.key_in_part`).
 StartSnapshot = Callable[[Mapping[str, memoryview]], Snapshot]

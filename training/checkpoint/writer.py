@@ -23,6 +23,7 @@ from training.checkpoint import format as form
 from training.checkpoint.format import Manifest, Part, delete_checkpoint, list_folders, read_manifest
 from training.checkpoint.retention import Keep
 from training.checkpoint.safetensors_file import Damaged, TensorSpec, encode
+from training.checkpoint.slices import NOT_SPLIT, StateSlices
 from training.checkpoint.snapshot import Snapshot, StartSnapshot, allocate, fault_in, find_nonfinite
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import Rendezvous
@@ -48,20 +49,20 @@ class RunDescription:
 
 class _PartBuffer:
     """Reused by every save of a state: the manifest's tensors, and host memory for this host's part, with a view for
-    each of its tensors."""
+    each of its slices."""
 
-    def __init__(self, specs: Mapping[str, TensorSpec], cluster: Cluster) -> None:
-        """Assigns the tensors to hosts, and allocates the memory of this host's part."""
-        shares = form.assign_tensors(specs, cluster.hosts)
-        self.specs = dict(specs)
-        self.largest_part = max(sum(specs[name].size for name in names) for names in shares)  # bytes
-        self.tensors = form.whole_tensors(specs, shares)
-        share = [(name, specs[name]) for name in shares[cluster.worker]]
-        self.data, self.views = encode(share, allocate=allocate)
+    def __init__(self, specs: Mapping[str, TensorSpec], split: StateSlices, cluster: Cluster) -> None:
+        """Assigns the slices to hosts, and allocates the memory of this host's part."""
+        self.layout = dict(specs), dict(split)
+        self.tensors = form.assign_slices(specs, split, cluster.hosts)
+        parts = [form.slices_in_part(self.tensors, worker) for worker in range(cluster.hosts)]
+        self.largest_part = max(sum(spec.size for spec in part.values()) for part in parts)  # bytes
+        self._specs = parts[cluster.worker]
+        self.data, self.views = encode(list(self._specs.items()), allocate=allocate)
 
     def find_nonfinite(self) -> str | None:
         """Returns the name of a tensor of this host's part that is not finite; None when all are."""
-        return find_nonfinite({name: (self.specs[name], view) for name, view in self.views.items()})
+        return find_nonfinite({name: (self._specs[name], view) for name, view in self.views.items()})
 
 
 class CheckpointWriter:
@@ -110,9 +111,9 @@ class CheckpointWriter:
         self._snapshot: Snapshot | None = None
         self._late = 0  # saves in a row that had to wait for the one before
 
-    def prepare(self, specs: Mapping[str, TensorSpec]) -> None:
+    def prepare(self, specs: Mapping[str, TensorSpec], split: StateSlices = NOT_SPLIT) -> None:
         """Allocates the memory for snapshots, and starts a thread that creates its pages before the first save."""
-        self._buffer = _PartBuffer(specs, self._cluster)
+        self._buffer = _PartBuffer(specs, split, self._cluster)
         self._preparing = self._machine.threads.start(fault_in, self._buffer.data, name="checkpoint-memory")
 
     def restored(self, step: int, damaged: Iterable[int]) -> None:
@@ -122,8 +123,9 @@ class CheckpointWriter:
         self._damaged = frozenset(damaged)
 
     def save(
-        self, step: int, specs: Mapping[str, TensorSpec], start_snapshot: StartSnapshot, state: Mapping[str, Any]
-    ) -> None:
+        self, step: int, specs: Mapping[str, TensorSpec], start_snapshot: StartSnapshot, state: Mapping[str, Any],
+        split: StateSlices = NOT_SPLIT,
+    ) -> None:  # fmt: skip
         """Waits for the save before and raises its errors; then starts a snapshot and a thread that commits it with
         `state` (without `background`, waits for the thread too). Every host must call it at the same step."""
         began = self._clock()
@@ -133,8 +135,8 @@ class CheckpointWriter:
         if self._preparing:
             self._preparing.join()
             self._preparing = None
-        if self._buffer is None or self._buffer.specs != specs:
-            self._buffer = _PartBuffer(specs, self._cluster)
+        if self._buffer is None or self._buffer.layout != (specs, split):
+            self._buffer = _PartBuffer(specs, split, self._cluster)
         self._snapshot = start_snapshot(self._buffer.views)
         self.blocked_seconds += self._clock() - began
         manifest = Manifest(

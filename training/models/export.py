@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from training import storage as default_storage
 from training.checkpoint.admin import find_checkpoints
 from training.checkpoint.format import read_manifest
@@ -81,40 +79,36 @@ def export_checkpoint(run: str, out: str, step: int | None = None, *, merge: boo
     chosen = steps[0] if step is None else step
     if chosen not in steps:
         raise BadInput(f"{place} has no committed step {chosen}; it has {', '.join(map(str, steps))}")
-    tensors: dict[str, tuple[TensorSpec, bytes]] = {}
 
-    def keep_weights(loaded: Mapping[str, tuple[TensorSpec, memoryview]]) -> None:
-        tensors.update({name: (spec, bytes(data)) for name, (spec, data) in loaded.items() if name.startswith(PREFIX)})
+    def copy_weights(buffers: Mapping[str, memoryview]) -> Snapshot:
+        def copy(loaded: Mapping[str, tuple[TensorSpec, memoryview]]) -> None:
+            for name in loaded.keys() & buffers.keys():
+                buffers[name][:] = loaded[name][1]
+
+        load_tensors(place, manifest, require_finite(copy))
+        return Snapshot()
 
     try:
         manifest = read_manifest(place, chosen)
-        load_tensors(place, manifest, require_finite(keep_weights))
+        settings = restore(manifest.config, f"{place}, step {chosen}")
+        tokenizer = tokenizers.read(settings.data.tokenizer, TASKS[settings.task].rows)
+        specs = {name: tensor.spec for name, tensor in manifest.tensors.items()}
+        vocabularies = (spec.shape[0] for name, spec in specs.items() if name.endswith(_EMBEDDINGS))
+        config = build_model_config(
+            settings.model,
+            vocabulary=next(vocabularies, tokenizer.special.vocabulary),
+            pad=tokenizer.special.pad,
+            dropout=settings.train.dropout,
+            head=TASKS[settings.task].head,
+            labels=manifest.identity.get("labels"),
+            end=tokenizer.special.end,
+        )
+        adapter = adapter_of(settings)
+        if adapter is not None and merge:
+            adapter = replace(adapter, lora=adapter.lora.model_copy(update={"merge": True}))
+        write_model_folder(out, specs, copy_weights, config, settings.data.tokenizer, adapter=adapter)
     except Damaged as error:
         raise BadInput(
             f"checkpoint of step {chosen} in {place} can't be used ({error}); choose another with --step"
         ) from None
-    settings = restore(manifest.config, f"{place}, step {chosen}")
-    tokenizer = tokenizers.read(settings.data.tokenizer, TASKS[settings.task].rows)
-    vocabularies = (spec.shape[0] for name, (spec, _) in tensors.items() if name.endswith(_EMBEDDINGS))
-    config = build_model_config(
-        settings.model,
-        vocabulary=next(vocabularies, tokenizer.special.vocabulary),
-        pad=tokenizer.special.pad,
-        dropout=settings.train.dropout,
-        head=TASKS[settings.task].head,
-        labels=manifest.identity.get("labels"),
-        end=tokenizer.special.end,
-    )
-
-    def snapshot_state(buffers: Mapping[str, memoryview]) -> Snapshot:
-        return Snapshot(
-            (np.frombuffer(buffer, np.uint8), np.frombuffer(tensors[name][1], np.uint8))
-            for name, buffer in buffers.items()
-        )
-
-    specs = {name: spec for name, (spec, _) in tensors.items()}
-    adapter = adapter_of(settings)
-    if adapter is not None and merge:
-        adapter = replace(adapter, lora=adapter.lora.model_copy(update={"merge": True}))
-    write_model_folder(out, specs, snapshot_state, config, settings.data.tokenizer, adapter=adapter)
     return chosen

@@ -19,6 +19,7 @@ import numpy as np
 from tests.simulation.trainer import record_order
 from training.batch import Arrays, HostBatch, Signals, StepResult
 from training.checkpoint.safetensors_file import TensorSpec
+from training.checkpoint.slices import NOT_SPLIT, StateSlices
 from training.data.sampling.order import batch_records, host_rows, training_order
 
 if TYPE_CHECKING:
@@ -276,6 +277,9 @@ class SimulatedBackend:
 
     def tensor_specs(self) -> dict[str, TensorSpec]:
         return specs_of(self.state)
+
+    def state_slices(self) -> StateSlices:
+        return NOT_SPLIT
 
     def snapshot_state(self, buffers: Mapping[str, memoryview]) -> SimulatedSnapshot:
         is_saved = self._world.generation_of(self._world.plan.steps) > 0

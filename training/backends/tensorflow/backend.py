@@ -30,6 +30,7 @@ from training.backends.tensorflow.state import TensorFlowState
 from training.backends.tensorflow.step import TensorFlowStep
 from training.batch import SUMS, Arrays, HostBatch, Signals, StepResult
 from training.checkpoint.safetensors_file import TensorSpec
+from training.checkpoint.slices import NOT_SPLIT, StateSlices
 from training.checkpoint.snapshot import Snapshot
 from training.config import TrainerConfig
 from training.data.formats.dataset import Dataset
@@ -184,6 +185,9 @@ class TensorFlow:
         return self._state.tensor_specs()
 
     @translate_failures()
+    def state_slices(self) -> StateSlices:
+        return NOT_SPLIT
+
     def snapshot_state(self, buffers: Mapping[str, memoryview]) -> Snapshot:
         """Starts queued steps first, and returns when all is copied."""
         self._calls.flush()
