@@ -108,6 +108,16 @@ class Model(Section):
         )
 
 
+class Mesh(Section):
+    """How the devices share the state of training."""
+
+    fsdp: int = Field(default=1, ge=1, json_schema_extra={"unit": "devices"})
+    """Each matrix of the weights and of the optimizer's state is split over so many devices (fully sharded data
+    parallel): gathered layer by layer for the step, and each device updates its part. It divides the slice's devices;
+    the rest of them hold copies. 1: every device holds all. The batches, and the losses up to rounding, are the same; a
+    run may resume with another value. On CPU hosts every host holds all. Only for `backend: torch-xla`."""
+
+
 class Train(ScheduleSettings, AdamWSettings):
     """How to train: the schedule's keys, the optimizer's, and those of the training step itself."""
 
@@ -147,6 +157,9 @@ class Train(ScheduleSettings, AdamWSettings):
 
     gradient_accumulation: int = Field(default=1, ge=1)
     """A batch is computed in so many pieces, one after the other: less memory, the same update."""
+
+    mesh: Mesh = Mesh()
+    """How the devices share the state of training."""
 
     log_every: int = Field(default=10, ge=1, json_schema_extra={"unit": "steps"})
     """Steps between two progress lines, which are also the points of the charts."""
@@ -366,6 +379,14 @@ def batch_mistake(config: TrainerConfig, hosts: int, devices: int) -> str | None
     return None
 
 
+def mesh_mistake(fsdp: int, devices: int) -> str | None:
+    """Returns why the state can't be split over `fsdp` of the `devices` of all hosts; None if it can."""
+    if devices % fsdp == 0:
+        return None
+    divisors = [number for number in range(1, devices + 1) if devices % number == 0]
+    return f"train.mesh.fsdp is {fsdp}, which does not divide {devices} devices; use {', '.join(map(str, divisors))}"
+
+
 def _hub_without_token(config: TrainerConfig, document: Document) -> list[str]:
     """Returns a mistake if the file uploads to the Hub from a slice, and gives the hosts no token."""
     sections = {name: document.value.get(name) for name in ("slice", "run", "gke")}
@@ -521,6 +542,11 @@ def _training_mistakes(config: TrainerConfig) -> Iterator[Mistake]:
             ("train", "remat"),
             "the TensorFlow backend keeps everything for the backward pass: remove train.remat, or use torch-xla",
         )
+    if config.backend == "tensorflow" and train.mesh.fsdp > 1:
+        yield (
+            ("train", "mesh", "fsdp"),
+            "the TensorFlow backend holds the whole state on every device: remove train.mesh, or use torch-xla",
+        )
     if config.backend != "tensorflow" and train.steps_per_call is not None:
         yield (
             ("train", "steps_per_call"),
@@ -534,14 +560,16 @@ def _training_mistakes(config: TrainerConfig) -> Iterator[Mistake]:
 
 
 def _slice_mistakes(config: TrainerConfig, accelerator_name: str | None) -> Iterator[Mistake]:
-    """Yields a mistake for a batch that does not divide over the accelerator's devices; none if that is unknown or
-    None."""
+    """Yields a mistake for a mesh that does not divide the accelerator's devices and a batch that does not divide over
+    them; none if the accelerator is unknown or None."""
     if accelerator_name is None:
         return
     try:
         slice_ = accelerator(accelerator_name)
     except UnknownAccelerator:
         return  # the launcher reports it, with the line of its own section
+    if mistake := mesh_mistake(config.train.mesh.fsdp, slice_.devices):
+        yield ("train", "mesh", "fsdp"), f"{mistake} (slice.accelerator_type is {accelerator_name})"
     mistake = batch_mistake(config, slice_.hosts, slice_.devices)
     if mistake:
         yield ("train", "global_batch_size"), f"{mistake} (slice.accelerator_type is {accelerator_name})"

@@ -164,6 +164,17 @@ def test_the_batch_is_checked_against_the_slice_before_it_exists() -> None:
     assert config_of(changed("v4-16", "v4-32")).train.global_batch_size == 64
 
 
+def test_the_mesh_is_checked_against_the_slice_and_the_backend_before_anything_exists() -> None:
+    meshed = changed("global_batch_size: 64", "global_batch_size: 64\n  mesh: {fsdp: 3}")
+    assert "train.mesh.fsdp: train.mesh.fsdp is 3, which does not divide 8 devices; use 1, 2, 4, 8 (" in mistakes(
+        meshed
+    )
+    assert config_of(meshed.replace("fsdp: 3", "fsdp: 4")).train.mesh.fsdp == 4
+    assert "holds the whole state on every device" in mistakes(
+        meshed.replace("fsdp: 3", "fsdp: 4") + "backend: tensorflow\n"
+    )
+
+
 def test_the_batch_must_divide_by_the_gradient_accumulation_too() -> None:
     config = config_of(changed("global_batch_size: 64", "global_batch_size: 64\n  gradient_accumulation: 4"))
     assert batch_mistake(config, 2, 16) is None

@@ -48,5 +48,5 @@ def test_a_state_that_the_compiler_may_split_is_refused(names: list[str], refuse
     if refused is None:
         assert ended.stdout == ""
     else:
-        assert f"1 of {len(names)} tensors of the state are not declared as replicated" in ended.stdout
+        assert f"1 of {len(names)} tensors of the state are not placed as declared" in ended.stdout
         assert f"for example {refused}" in ended.stdout

@@ -1,24 +1,61 @@
-"""The placement of a run's state on the devices: one function, which the step, snapshots and preflight read.
+"""The placement of a run's state on the devices: one function, which the step, checkpoints, export and preflight read.
 
-A mesh has named axes. Today there is one, "data", over which the rows of a batch are split.
+A mesh has the axes "data" and "fsdp", in the order of the devices: neighbours are along "fsdp". The rows of a batch are
+split over all devices. A matrix of the state is split over "fsdp", and each device of "data" holds a copy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-Axes = tuple[str | None, ...]  # for each axis of an array: the mesh's axis that it is split over, or None
+from training.checkpoint.slices import HeldSlice, Slice
+
+ROWS, FSDP = "rows", "fsdp"
+PACKED = "/vectors of "  # in the name of a buffer with a vector of the state in each row
+Axes = tuple[str | None, ...]  # for each axis of an array: what it is split over, ROWS (all devices) or FSDP, or None
+MeshShape = Mapping[str, int]  # axis -> number of devices along it
 
 
-def place(name: str, shape: tuple[int, ...]) -> Axes:
-    """Returns how a tensor of the state is split: not at all, so that every device holds all of it. `name`: in a
-    checkpoint, `model/<parameter>` or `<optimizer's tensor>/<parameter>`; `shape`: of the whole tensor."""
-    return (None,) * len(shape)
+def mesh_shape(devices: int, fsdp: int) -> dict[str, int]:
+    """Returns the shape of a mesh. `fsdp` divides `devices`."""
+    return {"data": devices // fsdp, FSDP: fsdp}
 
 
-def bytes_on_device(name: str, shape: tuple[int, ...], mesh: Mapping[str, int]) -> int:
-    """Returns the bytes of an fp32 tensor of the state on each device. `mesh`: axis -> number of devices along it."""
+def place(name: str, shape: tuple[int, ...], mesh: MeshShape) -> Axes:
+    """Returns how a tensor of the state is split: a matrix along the longest of its axes that "fsdp" divides. Each
+    device holds all of other tensors. `name`: in a checkpoint, `model/<parameter>` or `<optimizer's
+    tensor>/<parameter>`, or of a packed buffer; `shape`: of the whole tensor."""
+    axes: list[str | None] = [None] * len(shape)
+    divisible = [axis for axis, length in enumerate(shape) if length % mesh[FSDP] == 0]
+    if mesh[FSDP] > 1 and len(shape) > 1 and PACKED not in name and divisible:
+        axes[max(divisible, key=lambda axis: shape[axis])] = FSDP
+    return tuple(axes)
+
+
+def slices(name: str, shape: tuple[int, ...], mesh: MeshShape, hosts: int) -> list[HeldSlice]:
+    """Returns the slices of a split tensor in the order of "fsdp", with the hosts whose devices hold each; [] if every
+    device holds all of the tensor."""
+    axes = place(name, shape, mesh)
+    if not any(axes):
+        return []
+    axis, count = axes.index(FSDP), mesh[FSDP]
+    length, devices_of_host = shape[axis] // count, mesh["data"] * count // hosts
+    held = []
+    for index in range(count):
+        offsets, sizes = [0] * len(shape), list(shape)
+        offsets[axis], sizes[axis] = index * length, length
+        devices = range(index, mesh["data"] * count, count)
+        held.append(
+            HeldSlice(
+                Slice(tuple(offsets), tuple(sizes)), tuple(sorted({device // devices_of_host for device in devices}))
+            )
+        )
+    return held
+
+
+def bytes_on_device(name: str, shape: tuple[int, ...], mesh: MeshShape) -> int:
+    """Returns the bytes of an fp32 tensor of the state on each device."""
     size = 4
-    for length, axis in zip(shape, place(name, shape), strict=True):
-        size *= -(-length // mesh[axis]) if axis else length
+    for length, axis in zip(shape, place(name, shape, mesh), strict=True):
+        size *= length // mesh[axis] if axis else length
     return size

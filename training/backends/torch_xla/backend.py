@@ -33,6 +33,7 @@ from training.backends.torch_xla.step import StepInputs, TrainingStep
 from training.backends.torch_xla.step_cache import Shapes, StepCache
 from training.batch import SUMS, Arrays, HostBatch, Signals, StepResult
 from training.checkpoint.safetensors_file import TensorSpec
+from training.checkpoint.slices import StateSlices
 from training.checkpoint.snapshot import Snapshot
 from training.config import TrainerConfig
 from training.distributed.cluster import Cluster
@@ -69,7 +70,7 @@ class TorchXla:
         began, environment = time.monotonic(), os.environ
         library = environment.get("TPU_LIBRARY_PATH") or environment.get("PTXLA_TPU_LIBRARY_PATH")
         self._cache = open_cache(environment, library, f"torch_xla {torch_xla.__version__}", warn)
-        self._sharding = DataParallel(cluster)
+        self._sharding = DataParallel(cluster, config.train.mesh.fsdp)
         opened = time.monotonic()
         self.devices = self._sharding.devices
         self._exchange = None
@@ -191,6 +192,11 @@ class TorchXla:
     def tensor_specs(self) -> dict[str, TensorSpec]:
         return self._state.tensor_specs()
 
+    def state_slices(self) -> StateSlices:
+        specs = self._state.tensor_specs()
+        split = {name: self._sharding.slices(name, spec.shape) for name, spec in specs.items()}
+        return {name: slices for name, slices in split.items() if slices}
+
     def snapshot_state(self, buffers: Mapping[str, memoryview]) -> Snapshot:
         """Raises TrainError if the newest steps were not the ones that would be traced now."""
         for cache in (self._training, self._evaluation):
@@ -201,7 +207,7 @@ class TorchXla:
         self._state.load(tensors)
 
     def state_buffers(self) -> dict[str, Tensor]:
-        """Returns what the devices hold of the state, by name: tensors, and packed buffers of vectors."""
+        """Returns the devices' buffers of the state, by name: tensors, and packed buffers of vectors."""
         return self._state.buffers()
 
     def state_bytes(self) -> dict[str, int]:

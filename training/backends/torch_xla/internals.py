@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import torch
+import torch_xla.core.xla_builder as xla_builder
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime
 from torch import Tensor
@@ -31,10 +33,27 @@ def upload(tensors: Sequence[Tensor], device: Any, shardings: Sequence[Any] | No
     return sent
 
 
+def placeholder(shape: Sequence[int]) -> Tensor:
+    """Returns an fp32 tensor on the device that has no buffer: programs of it can be traced, and not run."""
+    tensor: Tensor = xla_builder.create_placeholder_tensor(tuple(shape), torch.float32)
+    return tensor
+
+
 def download(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copies tensors to the host in one call, which torch_xla counts as one transfer."""
     copies: list[Tensor] = _XLAC._xla_get_cpu_tensors(list(tensors))
     return copies
+
+
+def local_slices(tensors: Sequence[Tensor]) -> list[list[tuple[tuple[slice, ...], Tensor]]]:
+    """Copies what this host's devices hold of split tensors to the host, without a program. Returns for each tensor the
+    index in the whole tensor and the copy of each device."""
+    copies = _XLAC._get_local_shards(list(tensors))
+    places = _XLAC._get_local_shard_replica_and_indices(list(tensors))
+    return [
+        [(tuple(index), copy) for (copy, _device), (_replica, index) in zip(*of_tensor, strict=True)]
+        for of_tensor in zip(copies, places, strict=True)
+    ]
 
 
 def declare_sharding(tensor: Tensor, sharding: Any) -> None:

@@ -1,8 +1,9 @@
 """Layouts of arrays over the devices of the slice.
 
-Under SPMD a mesh of all devices of all hosts has one axis, "data". Rows of a batch are split over it, the state is
-placed as `training.backends.placement` says, and the compiler adds the sum of gradients. On one CPU device a process
-there is no mesh.
+Under SPMD, rows of a batch are split over all devices of all hosts, and the state is placed as
+`training.backends.placement` says. The compiler adds the collectives: the sum of gradients and, for a split state, the
+gathering of a layer's matrices before their use and the scattering of their gradients. On one CPU device a process
+there is no mesh, and the state is never split.
 """
 
 from __future__ import annotations
@@ -19,15 +20,17 @@ import torch_xla.distributed.spmd as spmd
 import torch_xla.runtime as xla_runtime
 from torch import Tensor
 
-from training.backends.placement import Axes, place
+from training.backends import placement
+from training.backends.placement import FSDP, ROWS, Axes, mesh_shape
 from training.backends.torch_xla import internals
 from training.batch import SUMS, Arrays, Signals
+from training.checkpoint.slices import HeldSlice
+from training.config import mesh_mistake
 from training.distributed.cluster import Cluster
-from training.errors import TrainError, UnusableTpu
+from training.errors import BadInput, TrainError, UnusableTpu
 
 SIGNALS = 2  # stop, save
 REPORT = len(SUMS) + SIGNALS  # numbers that every step gives: the sums, and how many hosts raise each signal
-_REPLICATED = "{replicated}"  # in XLA's text
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class HostArray:
 
 def rows_of(array: np.ndarray) -> HostArray:
     """Returns (rows, ...) of this host, split by rows over all devices of all hosts."""
-    return HostArray(array, ("data", *[None] * (array.ndim - 1)))
+    return HostArray(array, (ROWS, *[None] * (array.ndim - 1)))
 
 
 def replicated(array: np.ndarray) -> HostArray:
@@ -49,10 +52,11 @@ def replicated(array: np.ndarray) -> HostArray:
 
 
 class DataParallel:
-    """The devices of all hosts, each with its rows of the batch."""
+    """The devices of all hosts, each with its rows of the batch and its slices of the state."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        """Opens the devices, under SPMD if this process has several or preflight simulates some. Raises UnusableTpu."""
+    def __init__(self, cluster: Cluster, fsdp: int = 1) -> None:
+        """Opens the devices, under SPMD if this process has several or preflight simulates some. `fsdp`: over how many
+        devices the state is split under SPMD. Raises UnusableTpu, and BadInput unless `fsdp` divides the devices."""
         is_tpu = os.environ.get("PJRT_DEVICE") == "TPU"
         several = is_tpu or int(os.environ.get("CPU_NUM_DEVICES") or 1) > 1
         self.is_spmd = several or xla_runtime.is_spmd()  # preflight says so, where there is one device
@@ -66,13 +70,29 @@ class DataParallel:
                 raise
             raise UnusableTpu(str(error), cluster.accelerator_type) from None
         self._hosts = cluster.hosts
-        self._mesh = spmd.Mesh(np.arange(self.devices), (self.devices,), ("data",)) if self.is_spmd else None
+        if self.is_spmd and (mistake := mesh_mistake(fsdp, self.devices)):
+            raise BadInput(mistake)
+        self.mesh_shape = mesh_shape(self.devices, fsdp) if self.is_spmd else mesh_shape(1, 1)
+        self._meshes: dict[str, Any] = {}  # by the axis that arrays are split over
+        if self.is_spmd:
+            grid = tuple(self.mesh_shape.values())
+            self._meshes[ROWS] = spmd.Mesh(np.arange(self.devices), (self.devices,), (ROWS,))
+            self._meshes[FSDP] = spmd.Mesh(np.arange(self.devices), grid, tuple(self.mesh_shape))
         self._specs: dict[Axes, spmd.ShardingSpec] = {}
+        self._declared: dict[str, str] = {}  # of the state's tensors: XLA's text
+        self._texts: dict[Axes, str] = {}
 
     @property
-    def mesh_shape(self) -> dict[str, int]:
-        """Axis -> number of devices along it."""
-        return {"data": self.devices if self.is_spmd else 1}
+    def splits_state(self) -> bool:
+        return self.mesh_shape[FSDP] > 1
+
+    def place(self, name: str, shape: tuple[int, ...]) -> Axes:
+        """Returns how a tensor of the state is split."""
+        return placement.place(name, shape, self.mesh_shape)
+
+    def slices(self, name: str, shape: tuple[int, ...]) -> list[HeldSlice]:
+        """Returns the slices of a tensor of the state; [] if every device holds all of it."""
+        return placement.slices(name, shape, self.mesh_shape, self._hosts)
 
     def send_rows(self, batch: Arrays) -> dict[str, Tensor]:
         """Uploads arrays (rows, ...) of this host, split by rows over all devices of all hosts."""
@@ -93,16 +113,20 @@ class DataParallel:
         """Uploads all arrays in one call."""
         tensors = [torch.from_numpy(np.ascontiguousarray(value.array)) for value in arrays]
         specs = [self._spec(value.axes, tensor) for value, tensor in zip(arrays, tensors, strict=True)]
-        return internals.upload(tensors, self.device, specs if self._mesh else None)
+        return internals.upload(tensors, self.device, specs if self.is_spmd else None)
 
     def _spec(self, axes: Axes, tensor: Tensor) -> Any:
         """Returns torch_xla's description of a tensor's split over the mesh; None without a mesh."""
-        if not self._mesh:
+        if not self.is_spmd:
             return None
         if axes not in self._specs:
-            minibatch = self._hosts > 1 and axes[:1] == ("data",)
-            self._specs[axes] = spmd.ShardingSpec(self._mesh, axes, minibatch=minibatch)
+            minibatch = self._hosts > 1 and axes[:1] == (ROWS,)
+            self._specs[axes] = spmd.ShardingSpec(self._mesh_of(axes), axes, minibatch=minibatch)
         return self._specs[axes].xla_spec(tensor)
+
+    def _mesh_of(self, axes: Axes) -> Any:
+        """Returns the mesh whose axes `axes` names."""
+        return self._meshes[FSDP if FSDP in axes else ROWS]
 
     def replicate_report(self, report: Tensor) -> Tensor:
         """Declares that every device holds all of the report, and returns it: the compiler might split it."""
@@ -113,23 +137,78 @@ class DataParallel:
         """Declares the placement of the state's tensors, and of what later programs make of them in place. Call it
         before the first step; else the outputs of the first step declare it, and the second is another program."""
         for name, tensor in tensors.items():
-            self._declare(tensor, place(name, tuple(tensor.shape)))
+            self._declare(tensor, self.place(name, tuple(tensor.shape)))
+        if self.is_spmd:
+            self._declared = dict(zip(tensors, internals.read_shardings(list(tensors.values())), strict=True))
+
+    def describe(self, name: str, shape: tuple[int, ...]) -> str:
+        """Returns the placement of a tensor of the state as XLA writes it."""
+        axes = self.place(name, shape)
+        if axes not in self._texts:
+            [sample] = self.send([HostArray(np.zeros([self.mesh_shape[axis] if axis else 1 for axis in axes]), axes)])
+            self._declare(sample, axes)
+            [self._texts[axes]] = internals.read_shardings([sample])
+        return self._texts[axes]
+
+    def scatter_gradients(self, gradients: Mapping[str, Tensor]) -> None:
+        """Declares that each device needs of a gradient what it holds of the parameter, so that gradients are
+        summed where they are needed, and not on every device. Does nothing if the state is not split."""
+        for name, gradient in gradients.items():
+            axes = self.place(f"model/{name}", tuple(gradient.shape))
+            if any(axes):
+                self._declare(gradient, axes)
+
+    def split_activations(self, network: Any) -> None:
+        """Makes the layers' hidden states, and their gradients, stay split by rows, if the state is split: the compiler
+        might else split them as the matrices are."""
+        if not self.splits_state:
+            return
+        stacks = [module for module in network.modules() if isinstance(module, torch.nn.ModuleList)]
+        for layer in (layer for stack in stacks for layer in stack):
+            layer.register_forward_hook(self._split_hidden)
+
+    def _split_hidden(self, _layer: Any, _arguments: Any, output: Any) -> Any:
+        """Returns a layer's output, or tuple of outputs, with the first, (rows, positions, width), declared by rows."""
+        if isinstance(output, tuple):
+            return (_SplitByRows.apply(output[0], self), *output[1:])
+        return _SplitByRows.apply(output, self)
+
+    def declare_rows(self, tensor: Tensor) -> None:
+        """Declares that a tensor (rows, ...) is split by rows."""
+        self._declare(tensor, (ROWS, *[None] * (tensor.ndim - 1)))
 
     def _declare(self, tensor: Tensor, axes: Axes) -> None:
         """Declares how a tensor is split over the mesh; does nothing without one."""
-        if self._mesh:
-            internals.declare_sharding(tensor, self._mesh.get_op_sharding(axes))
+        if self.is_spmd:
+            internals.declare_sharding(tensor, self._mesh_of(axes).get_op_sharding(axes))
 
     def require_declared(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raises TrainError for tensors whose next value the compiler may split over the devices: reading one would be
-        a program of all hosts, and hosts that read at different times would wait for each other forever."""
-        if not self._mesh:
+        """Raises TrainError for tensors of the state whose next value the compiler may place in another way than was
+        declared: reading one would be a program of all hosts, and hosts that read at different times would wait for
+        each other forever."""
+        if not self.is_spmd:
             return
         shardings = dict(zip(tensors, internals.read_shardings(list(tensors.values())), strict=True))
-        assert not any(any(place(name, tuple(value.shape))) for name, value in tensors.items()), "compare their texts"
-        split = [name for name, sharding in shardings.items() if sharding != _REPLICATED]
-        if split:
+        others = [name for name, sharding in shardings.items() if sharding != self._declared.get(name)]
+        if others:
             raise TrainError(
-                f"{len(split)} of {len(tensors)} tensors of the state are not declared as replicated after the first "
-                f"step, for example {split[0]}: the optimizer must change its tensors in place"
+                f"{len(others)} of {len(tensors)} tensors of the state are not placed as declared after the first "
+                f"step, for example {others[0]}: the optimizer must change its tensors in place"
             )
+
+
+class _SplitByRows(torch.autograd.Function):  # type: ignore[misc]  # torch is not here when types are checked
+    """The identity, which declares that a tensor (rows, ...) and its gradient are split by rows."""
+
+    @staticmethod
+    def forward(context: Any, tensor: Tensor, sharding: DataParallel) -> Tensor:
+        context.sharding = sharding
+        result = tensor.clone()
+        sharding.declare_rows(result)
+        return result
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        result = gradient.clone()
+        context.sharding.declare_rows(result)
+        return result, None

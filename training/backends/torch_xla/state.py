@@ -15,9 +15,11 @@ giving each tensor its new buffer costs as much as starting the step. `buffers` 
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -27,10 +29,11 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 from torch_xla.utils.dlpack import to_dlpack
 
-from training.backends.placement import place
+from training.backends.placement import PACKED
 from training.backends.torch_xla import internals
 from training.backends.torch_xla.sharding import DataParallel, HostArray
 from training.checkpoint.safetensors_file import Damaged, TensorSpec
+from training.checkpoint.slices import Slice, copy_into, key_in_part, whole
 from training.checkpoint.snapshot import Snapshot, in_batches
 from training.models.torch.dropout import DropoutNoise
 
@@ -39,10 +42,12 @@ class State:
     """A network, its optimizer's tensors, and the table that its dropouts draw from."""
 
     def __init__(self, network: Any, optimizer_class: Any, settings: Any, noise: DropoutNoise | None) -> None:
-        """Keeps all on the host. `network`: in training mode; `optimizer_class`: of training.registry.OPTIMIZERS, with
+        """Keeps all on the host. `network`: in training mode, maybe without weights (`models.torch.empty`), for tracing
+        only; `optimizer_class`: of training.registry.OPTIMIZERS, with
         its `settings`; `noise`: of the network's dropouts, as `patch_modules` returns it."""
         self.network, self.noise = network, noise
         self._name_parameters()
+        self.is_empty = any(parameter.is_meta for parameter in self.parameters.values())
         self.optimizer = optimizer_class(settings, self.trained)
         self.is_uploaded = False
         self._packs = True  # once it is uploaded to SPMD's devices
@@ -52,6 +57,7 @@ class State:
             name: TensorSpec("F32", tuple(value.shape), value.numel() * 4) for name, value in self.tensors().items()
         }
         self._newest: list[Tensor] | None = None  # buffers that a program returned and no tensor holds yet
+        self.undeclared: dict[int, str] = {}  # names of placeholders, which nothing can be declared of, by id
         self.planned_transfers = 0  # copies to the host that a result or a snapshot asked for
         self._snapshot = Snapshot()
 
@@ -128,13 +134,18 @@ class State:
             return
         if self._packs and sharding.is_spmd:
             self._members = _group_vectors(self._specs)
+        sharding.split_activations(self.network)
         tensors, sent = self.tensors(), dict[str, Tensor]()
-        sizes = {name: sum(self._specs[member].size for member in members) for name, members in self._members.items()}
         packed = {member for members in self._members.values() for member in members}
-        sizes |= {name: spec.size for name, spec in self._specs.items() if name not in packed}
-        for names in in_batches(sizes):
+        shapes = {name: spec.shape for name, spec in self._specs.items() if name not in packed}
+        shapes |= {name: (len(members), *self._specs[members[0]].shape) for name, members in self._members.items()}
+        if self.is_empty:
+            sent = {name: internals.placeholder(shape) for name, shape in shapes.items()}
+        for names in in_batches(
+            {} if self.is_empty else {name: 4 * math.prod(shape) for name, shape in shapes.items()}
+        ):
             arrays = {name: self._host_array(name, tensors) for name in names}
-            placed = [HostArray(array, place(name, array.shape)) for name, array in arrays.items()]
+            placed = [HostArray(array, sharding.place(name, array.shape)) for name, array in arrays.items()]
             sent |= dict(zip(names, sharding.send(placed), strict=True))
             for member in (member for name in names for member in self._members.get(name, [name])):
                 tensors[member].data = torch.empty(0)  # its memory is free
@@ -147,7 +158,9 @@ class State:
         for name, tensor in self.tensors().items():
             tensor.data = sent.get(name, self._nothing)
         self._packed = {name: sent[name] for name in self._members}
-        sharding.declare_state(self.buffers())
+        if not self.is_empty:
+            sharding.declare_state(self.buffers())
+        self.undeclared = {id(tensor): name for name, tensor in self.buffers().items()} if self.is_empty else {}
         self.is_uploaded = True
 
     def _host_array(self, name: str, tensors: Mapping[str, Tensor]) -> np.ndarray:
@@ -169,7 +182,11 @@ class State:
             current[name].detach().numpy()[...] = np.frombuffer(data, np.float32).reshape(spec.shape)
 
     def snapshot(self, buffers: Mapping[str, memoryview], sharding: DataParallel) -> Snapshot:
-        """Copies the named tensors to host memory: before it returns, unless on a single CPU device after upload."""
+        """Copies tensors, or slices that this host holds, to host memory: before it returns, unless on a single CPU
+        device after upload."""
+        split = {name: held for name, spec in self._specs.items() if (held := sharding.slices(name, spec.shape))}
+        if sharding.splits_state:
+            self.upload(sharding)
         if self.is_uploaded:
             xm.wait_device_ops()
         values = self.buffers()
@@ -181,17 +198,38 @@ class State:
                 for name, buffer in buffers.items()
             )
             return self._snapshot
-        members = {name: [name] for name in values} | self._members
-        wanted = {name: value for name, value in values.items() if any(member in buffers for member in members[name])}
-        for names in in_batches({name: 4 * value.numel() for name, value in wanted.items()}):
-            copies = self._fetch([wanted[name].detach() for name in names])
-            for name, copy in zip(names, copies, strict=True):
-                rows = copy.numpy().reshape(len(members[name]), -1)
-                for member, row in zip(members[name], rows, strict=True):
-                    if member in buffers:
-                        np.frombuffer(buffers[member], np.float32)[:] = row
+        keys = {
+            name: {name, *(key_in_part(name, held.box, spec.shape) for held in split.get(name, ()))}
+            for name, spec in self._specs.items()
+        }
+        wanted = {
+            name: 4 * value.numel()
+            for name, value in values.items()
+            if any(keys[member] & buffers.keys() for member in self._members.get(name, [name]))
+        }
+        for names in in_batches(wanted):
+            copies = self._copies({name: values[name] for name in names if name not in split})
+            copies_of_split = self._copies_of_split({name: values[name] for name in names if name in split})
+            for name, box, array in chain(copies, copies_of_split):
+                _keep(buffers, name, self._specs[name].shape, box, array)
         self._snapshot = Snapshot()
         return self._snapshot
+
+    def _copies(self, values: Mapping[str, Tensor]) -> Iterator[tuple[str, Slice, np.ndarray]]:
+        """Copies buffers that are not split, by one call. Yields each of their tensors: name, slice, values."""
+        fetched = self._fetch([value.detach() for value in values.values()]) if values else []
+        for name, copy in zip(values, fetched, strict=True):
+            members = self._members.get(name, [name])
+            for member, row in zip(members, copy.numpy().reshape(len(members), -1), strict=True):
+                yield member, whole(self._specs[member].shape), row
+
+    def _copies_of_split(self, values: Mapping[str, Tensor]) -> Iterator[tuple[str, Slice, np.ndarray]]:
+        """Copies what this host's devices hold of split tensors, by one call. Yields name, slice, values."""
+        self.planned_transfers += bool(values)
+        for name, copies in zip(values, internals.local_slices(list(values.values())), strict=True):
+            for index, copy in copies:
+                offsets = tuple(part.start for part in index)
+                yield name, Slice(offsets, tuple(copy.shape)), copy.numpy()
 
     def wait_before_mutation(self) -> None:
         """Waits until a running snapshot has copied the state. Call it right before a program overwrites the state:
@@ -211,13 +249,22 @@ class State:
         return internals.download(values)
 
 
+def _keep(buffers: Mapping[str, memoryview], name: str, shape: tuple[int, ...], box: Slice, array: np.ndarray) -> None:
+    """Copies a slice of a tensor into its own buffer or that of the whole tensor, if it has one."""
+    key = key_in_part(name, box, shape)
+    if key in buffers:
+        np.frombuffer(buffers[key], np.float32)[:] = array.reshape(-1)
+    elif name in buffers:
+        copy_into(buffers[name], shape, box, memoryview(array.tobytes()))
+
+
 def _group_vectors(specs: Mapping[str, TensorSpec]) -> dict[str, list[str]]:
-    """Returns the names of all replicated vectors of one kind (parameters, or one of the optimizer's tensors) and
-    length, by the name of their packed buffer."""
+    """Returns the names of all vectors, which no mesh splits, of one kind (parameters, or one of the optimizer's
+    tensors) and length, by the name of their packed buffer."""
     members: dict[str, list[str]] = {}
     for name, spec in specs.items():
-        if len(spec.shape) == 1 and not any(place(name, spec.shape)):
-            members.setdefault(f"{name.partition('/')[0]}/vectors of {spec.shape[0]}", []).append(name)
+        if len(spec.shape) == 1:
+            members.setdefault(f"{name.partition('/')[0]}{PACKED}{spec.shape[0]}", []).append(name)
     return members
 
 
@@ -230,8 +277,17 @@ def _move(network: Any, device: Any) -> None:
     names: dict[int, list[str]] = {}
     for name, parameter in network.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
+    for first, *others in names.values():
+        if (parameter := network.get_parameter(first)).is_meta:
+            parameter = torch.nn.Parameter(internals.placeholder(parameter.shape))
+            for name in (first, *others):
+                _set_parameter(network, name, parameter)
     network.to(device)
     for first, *others in names.values():
         for other in others:
-            module, _, attribute = other.rpartition(".")
-            setattr(network.get_submodule(module), attribute, network.get_parameter(first))
+            _set_parameter(network, other, network.get_parameter(first))
+
+
+def _set_parameter(network: Any, name: str, parameter: Any) -> None:
+    module, _, attribute = name.rpartition(".")
+    setattr(network.get_submodule(module), attribute, parameter)

@@ -1,0 +1,112 @@
+"""Runs with a state that is split over the devices of a virtual TPU (`train.mesh.fsdp`): the losses of a replicated
+one, checkpoints of slices that any mesh restores, and a stop and its resumption."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file
+
+from tests.container import small_runs
+from tests.nightly import others_at_night
+from tests.virtual_tpu.mesh_runs import document
+from training.checkpoint.format import read_manifest
+
+SECONDS = 900.0
+pytestmark = pytest.mark.timeout(2 * SECONDS)
+SAME_MATHEMATICS = 1e-6  # relative: only the order of sums differs
+RUNS = ("replicated:1", "straight:8", "stopped:8", "resumed:8:stopped", "on-4-of-8:4:stopped")
+OTHER_DEVICES = {  # fsdp, environment
+    "4 devices": (2, {"TPU_ACCELERATOR_TYPE": "v5litepod-4"}),
+    "1 device": (1, {"TPU_ACCELERATOR_TYPE": "v5litepod-1"}),
+    "CPU": (8, {"PJRT_DEVICE": "CPU"}),
+}
+
+
+def run_all(folder: Path, *runs: str, **environment: str) -> None:
+    cluster = small_runs.cluster_environment("meshes", 0, 0, 1, small_runs.free_ports())
+    command = [sys.executable, "-m", "tests.virtual_tpu.mesh_runs", str(folder), *runs]
+    told = {**os.environ, **cluster, **environment}
+    ended = subprocess.run(command, env=told, capture_output=True, text=True, timeout=SECONDS)
+    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-6000:]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs on eight devices."""
+    folder = small_runs.prepare(tmp_path_factory.mktemp("runs"))
+    run_all(folder, *RUNS)
+    return folder
+
+
+def test_losses_are_those_of_a_replicated_state(folder: Path) -> None:
+    ours, theirs = (small_runs.summary(folder, run_id) for run_id in ("straight", "replicated"))
+    losses = small_runs.losses(folder, "straight")
+    assert len(losses) == 20
+    assert losses == pytest.approx(small_runs.losses(folder, "replicated"), rel=SAME_MATHEMATICS)
+    assert ours["eval_loss"] == pytest.approx(theirs["eval_loss"], rel=SAME_MATHEMATICS)
+    assert ours["compilations"] == theirs["compilations"] == 2, "a step and an evaluation; no program copies the state"
+    assert ours["device_to_host_syncs"] == 0
+
+
+def test_a_checkpoint_has_slices_and_the_exported_model_is_whole(folder: Path) -> None:
+    tensors = read_manifest(str(folder / "runs" / "straight" / "checkpoints"), 20).tensors.values()
+    assert {len(tensor.slices) for tensor in tensors if len(tensor.spec.shape) > 1} == {8}
+    assert {len(tensor.slices) for tensor in tensors if len(tensor.spec.shape) == 1} == {1}
+    ours, theirs = (
+        load_file(folder / "runs" / run_id / "model" / "model.safetensors") for run_id in ("straight", "replicated")
+    )
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert ours[name] == pytest.approx(value, abs=1e-4), name
+
+
+def test_stopped_and_resumed_on_the_same_mesh_it_ends_with_the_same_bits(folder: Path) -> None:
+    resumed, straight = (small_runs.summary(folder, run_id) for run_id in ("resumed", "straight"))
+    for key in ("first_loss", "last_loss", "eval_loss", "final_weights_crc32c"):
+        assert resumed[key] == straight[key], key
+
+
+def test_resumed_on_another_mesh_the_losses_stay_the_same(folder: Path) -> None:
+    expected = pytest.approx(small_runs.losses(folder, "replicated"), rel=SAME_MATHEMATICS)
+    assert small_runs.losses(folder, "on-4-of-8") == expected
+
+
+@pytest.mark.parametrize("devices", others_at_night(OTHER_DEVICES, ("CPU",)))
+def test_a_checkpoint_of_eight_devices_goes_on_elsewhere(folder: Path, devices: str) -> None:
+    fsdp, environment = OTHER_DEVICES[devices]
+    run_id = devices.replace(" ", "-")
+    run_all(folder, f"{run_id}:{fsdp}:stopped", **environment)
+    expected = pytest.approx(small_runs.losses(folder, "replicated"), rel=SAME_MATHEMATICS)
+    assert small_runs.losses(folder, run_id) == expected
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "change",
+    ["train__gradient_accumulation=2:train__global_batch_size=16", "train__remat=layers", "train__on_nonfinite=skip"],
+)
+def test_other_steps_have_the_same_losses_too(tmp_path: Path, change: str) -> None:
+    folder = small_runs.prepare(tmp_path)
+    run_all(folder, f"replicated:1::{change}", f"split:4::{change}")
+    expected = pytest.approx(small_runs.losses(folder, "replicated"), rel=SAME_MATHEMATICS)
+    assert small_runs.losses(folder, "split") == expected
+
+
+@pytest.mark.nightly
+def test_in_bf16_the_loss_is_that_of_a_replicated_state_up_to_its_rounding(tmp_path: Path) -> None:
+    folder = small_runs.prepare(tmp_path)
+    run_all(folder, "replicated:1::train__precision=bf16", "split:8::train__precision=bf16")
+    expected = pytest.approx(small_runs.losses(folder, "replicated"), rel=5e-3)
+    assert small_runs.losses(folder, "split") == expected
+
+
+def test_a_mesh_that_does_not_divide_the_devices_is_one_line(folder: Path) -> None:
+    (host,) = small_runs.start(folder, "odd", document(folder, 3))
+    assert host.finish(SECONDS) == 2
+    assert "train.mesh.fsdp is 3, which does not divide 8 devices; use 1, 2, 4, 8" in host.text()
+    assert "Traceback" not in host.text()
