@@ -210,6 +210,34 @@ def test_a_run_reports_programs_that_preflight_did_not_compile(folder: Path, v4:
     assert "the training program" not in host.text()
 
 
+WITH_AND_WITHOUT_WEIGHTS = """
+import sys
+from training.backends.torch_xla import backend
+from training.config import load
+from training.preflight.programs import list_graphs, read_facts, trace_programs
+
+config = load(sys.argv[1])
+facts = read_facts(config)
+for build_empty in (backend.build_empty, lambda *arguments, **keywords: None):
+    backend.build_empty = build_empty
+    traced = trace_programs(config, facts, list_graphs(config, facts), 4)
+    print([(each.program.hash, sorted(each.program.arguments.items()), each.resident_bytes) for each in traced])
+"""
+
+
+@pytest.mark.parametrize("fsdp", [1, 4])
+def test_programs_traced_without_weights_are_those_of_a_run(folder: Path, fsdp: int) -> None:
+    path = folder / f"empty-{fsdp}.yaml"
+    changes = {"train__mesh": {"fsdp": fsdp}, "train__precision": "bf16"}
+    path.write_text(yaml.safe_dump(small_runs.document(folder, **changes)))
+    command = [sys.executable, "-c", WITH_AND_WITHOUT_WEIGHTS, str(path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert ended.returncode == 0, ended.stderr
+    without, with_weights = ended.stdout.splitlines()[-2:]
+    assert without == with_weights
+    assert without.count("model/") > 20
+
+
 def test_a_program_that_does_not_fit_is_reported_with_its_size() -> None:
     """The compiler refuses arguments beyond the memory by itself. Outputs it lets pass, and what waits beside a program
     it can't know: these we add up."""

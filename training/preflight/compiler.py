@@ -72,6 +72,7 @@ class Program:
     donated: frozenset[int] = frozenset()  # numbers of arguments whose buffers the outputs may reuse
     arguments: Mapping[int, str] = field(default_factory=dict)  # known names by number: "model/bert.embeddings..."
     hash: str = ""  # of the computation alone, without names, layouts and source lines
+    shardings: Mapping[int, str] = field(default_factory=dict)  # of arguments by number, where the text lacks them
     replicated: bool = False  # each device runs it as it is; otherwise the compiler partitions it over the devices
 
 
@@ -149,9 +150,11 @@ def compiler_version() -> str:
 
 def hash_hlo(hlo: str) -> str:
     """Returns a hash of a module in HLO's text form that ignores layouts, names and source lines: they may differ
-    between devices and machines for the same computation."""
+    between devices and machines for the same computation. It also ignores shardings that are written at an operation,
+    which torch_xla derives from those of its arguments; declared ones are at parameters and custom calls."""
     for pattern in (r", metadata=\{[^{}]*\}", r"(?<=\])\{[\d,]*\}", r", entry_computation_layout=\{.*\}(?=\n|,)"):
         hlo = re.sub(pattern, "", hlo)
+    hlo = re.sub(r"(?m)^(?!.* (?:parameter|custom-call)\()(.*), sharding=\{[^{}]*\}", r"\1", hlo)
     return hashlib.sha256(hlo.encode()).hexdigest()[:16]
 
 
@@ -247,7 +250,8 @@ def _topology(name: str) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _with_donors(program: Program) -> Any:
-    """Returns the parsed module with donated arguments marked, and without its aliases and compiler settings."""
+    """Returns the parsed module with donated and sharded arguments marked, and without its aliases and compiler
+    settings."""
     from jaxlib.mlir import ir
 
     module = ir.Module.parse(program.stablehlo)
@@ -259,7 +263,7 @@ def _with_donors(program: Program) -> Any:
     ):
         if name in module.operation.attributes:
             del module.operation.attributes[name]
-    if not program.donated:
+    if not program.donated and not program.shardings:
         return module
     main = next(operation for operation in module.body.operations if operation.attributes["sym_name"].value == "main")
     if "arg_attrs" in main.attributes:
@@ -267,8 +271,13 @@ def _with_donors(program: Program) -> Any:
     else:  # TensorFlow's programs have none
         annotations = [ir.DictAttr.get({})] * len(main.attributes["function_type"].value.inputs)
     donor = {"jax.buffer_donor": ir.BoolAttr.get(True)}
+    placed = {number: {"mhlo.sharding": ir.StringAttr.get(text)} for number, text in program.shardings.items()}
     attributes = [
-        ir.DictAttr.get({**{own.name: own.attr for own in annotation}, **(donor if number in program.donated else {})})
+        ir.DictAttr.get(
+            placed.get(number, {})
+            | {own.name: own.attr for own in annotation}
+            | (donor if number in program.donated else {})
+        )
         for number, annotation in enumerate(annotations)
     ]
     main.attributes["arg_attrs"] = ir.ArrayAttr.get(attributes)

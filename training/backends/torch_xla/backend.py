@@ -39,6 +39,7 @@ from training.config import TrainerConfig
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import Rendezvous
 from training.models.hugging_face import ModelRequirements
+from training.models.torch.empty import build_empty
 from training.models.torch.lora import add_lora, freeze
 from training.models.torch.network import build, patch_modules, slow_parts
 from training.preflight.checked_programs import CheckedPrograms
@@ -61,8 +62,11 @@ class TorchXla:
         rendezvous: Rendezvous,
         requirements: ModelRequirements,
         token: str,
+        *,
+        only_traces: bool = False,
     ) -> None:
-        """Opens the devices, connects the hosts and builds the model. `token`: of this group of processes."""
+        """Opens the devices, connects the hosts and builds the model; one that `only_traces` without weights, if it
+        can. `token`: of this group of processes."""
         # fp32 products are products of fp32; TPUs would round their factors to bf16. Products of bf16 stay as they are.
         logging.getLogger("torch_xla.backends").disabled = True  # it warns of every call
         set_mat_mul_precision("highest")
@@ -80,7 +84,9 @@ class TorchXla:
             self._exchange = Exchange(cluster, rendezvous, token, config.rendezvous.seconds)
         self.in_flight = 0 if self._exchange else 2 if self._sharding.is_spmd else 1
         rendezvous.set_phase("building the model")
-        network: Any = build(config.model, requirements, dropout=config.train.dropout, seed=config.seed)
+        dropout = config.train.dropout
+        network: Any = build_empty(config.model, requirements, dropout=dropout) if only_traces else None
+        network = network or build(config.model, requirements, dropout=dropout, seed=config.seed)
         noise = patch_modules(
             network, config.train.remat, default="attention" if self._sharding.is_spmd else "none",
             barrier=xm.optimization_barrier_, constants=internals.numbers_as_constants,
@@ -219,6 +225,21 @@ class TorchXla:
         """Puts the state on the devices, and returns the network."""
         self._state.upload(self._sharding)
         return self._state.network
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the state has no values."""
+        return self._state.is_empty
+
+    def state_shardings(self) -> dict[str, str]:
+        """Returns the placement of each of the `state_buffers`, as XLA writes it."""
+        return {name: self._sharding.describe(name, tuple(value.shape)) for name, value in self.state_buffers().items()}
+
+    def declare_mutated(self, tensor: Tensor) -> None:
+        """Declares the placement of a placeholder of the state that a traced operation has changed in place, as values
+        have it from the start."""
+        if name := self._state.undeclared.pop(id(tensor), None):
+            self._sharding.declare_state({name: tensor})
 
     # --- what the framework counted
 

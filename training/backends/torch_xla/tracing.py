@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import re
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch.nn.modules import module as torch_modules
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from training.backends.protocol import BuildBackend
@@ -49,7 +53,7 @@ class TorchTracer:
         if self._state_is_lost:
             self.close()
         if self._backend is None:
-            self._backend = self._open_backend(TorchXla)
+            self._backend = self._open_backend(partial(TorchXla, only_traces=True))
             self._state_is_lost = False
         self._backend.upload()
         return self._backend.state_bytes()
@@ -59,15 +63,16 @@ class TorchTracer:
         backend = self._backend
         assert backend is not None
         network = backend.upload()
-        state = buffer_names(backend.state_buffers())
-        with record_module_names(network), forbid_data_dependence():
+        state = buffer_names(backend.state_buffers(), are_placeholders=backend.is_empty)
+        shardings = backend.state_shardings() if backend.is_empty else {}
+        with record_module_names(network), forbid_data_dependence(), WatchMutations(backend.declare_mutated):
             if kind == "training":
                 self._state_is_lost = True
                 report = backend.trace_step(0, batch, Signals())
                 outputs = [*backend.state_buffers().values(), report]
             else:
                 outputs = [backend.trace_evaluation(batch, Signals())]
-            return extract_program(outputs, state)
+            return extract_program(outputs, state, shardings)
 
     def close(self) -> None:
         """Releases the model and its memory; `open` builds it again."""
@@ -87,9 +92,9 @@ def return_freed_memory() -> None:
         trim(0)
 
 
-def buffer_names(state: Mapping[str, Any]) -> dict[int, str]:
-    """Returns handle -> name of the buffers of tensors whose values are on the device. Call it before a program that
-    changes them is traced.
+def buffer_names(state: Mapping[str, Any], *, are_placeholders: bool = False) -> dict[int, str]:
+    """Returns handle -> name of the buffers of tensors that are on the device. Call it before a program that changes
+    them is traced.
 
     A buffer stays the same whichever program reads it. A tensor's number, by which torch_xla itself finds donors, does
     not: an evaluation that was traced before leaves other numbers in the arguments.
@@ -97,7 +102,7 @@ def buffer_names(state: Mapping[str, Any]) -> dict[int, str]:
     names = {}
     for name, tensor in state.items():
         # A tensor that was moved, and not computed yet, has no buffer of its own: the one that it comes from counts.
-        values = internals.arguments_of([tensor])
+        values = [tensor] if are_placeholders else internals.arguments_of([tensor])
         if len(values) == 1:
             names[internals.handles(values)[0]] = name
     return names
@@ -148,6 +153,21 @@ def forbid_data_dependence() -> Iterator[None]:
         yield
 
 
+class WatchMutations(TorchFunctionMode):  # type: ignore[misc]  # torch is not here when types are checked
+    """Calls a function in this block with each tensor that an operation has changed in place."""
+
+    def __init__(self, see: Callable[[Any], None]) -> None:
+        super().__init__()
+        self._see = see
+
+    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        result = function(*arguments, **(options or {}))
+        name = getattr(function, "__name__", "")
+        if name.endswith("_") and not name.endswith("__"):
+            self._see(arguments[0])
+        return result
+
+
 class _DataDependenceGuard(TorchDispatchMode):  # type: ignore[misc]  # torch is not here when types are checked
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         """Runs an operation. Raises DataDependentProgram, with its line of Python, if it depends on data."""
@@ -177,11 +197,13 @@ def _model_place() -> str:
     return ""
 
 
-def extract_program(outputs: Sequence[Any], state: Mapping[int, str]) -> Program:
+def extract_program(
+    outputs: Sequence[Any], state: Mapping[int, str], shardings: Mapping[str, str] = MappingProxyType({})
+) -> Program:
     """Returns the program that a `torch_xla.sync()` would run to compute `outputs`, without running it.
 
-    `state`, from `buffer_names`, are the tensors that the program may overwrite. Raises CompilerUnavailable if jaxlib
-    is not here, or another version.
+    `state`, from `buffer_names`, are the tensors that the program may overwrite, and `shardings` their placements by
+    name, which the program of placeholders lacks. Raises CompilerUnavailable if jaxlib is not here, or another version.
     """
     require_versions(required_versions(tracing=True))
     from jaxlib import xla_client
@@ -191,4 +213,17 @@ def extract_program(outputs: Sequence[Any], state: Mapping[int, str]) -> Program
     arguments = {number: state[handle] for number, handle in enumerate(handles) if handle in state}
     computation = xla_client.XlaComputation(internals.program_proto(outputs))
     text: str = xla_client._xla.mlir.xla_computation_to_mlir_module(computation)
-    return Program(text, frozenset(arguments), arguments, hash_hlo(internals.program_text(outputs)))
+    placed = {number: shardings[name] for number, name in arguments.items() if name in shardings}
+    hlo = internals.program_text(outputs)
+    return Program(text, frozenset(arguments), arguments, hash_hlo(place_parameters(hlo, placed)), shardings=placed)
+
+
+def place_parameters(hlo: str, shardings: Mapping[int, str]) -> str:
+    """Adds to a module's text the shardings of the entry computation's parameters, by number."""
+    before, entry, body = hlo.partition("\nENTRY ")
+
+    def place(match: re.Match[str]) -> str:
+        sharding = shardings.get(int(match[1]))
+        return f"{match[0]}, sharding={sharding}" if sharding else match[0]
+
+    return before + entry + re.sub(r"(?m) parameter\((\d+)\)(?=$|, metadata)", place, body)
