@@ -9,7 +9,11 @@ donated as torch_xla does it. Both with dropout 0.1 and 30,522 tokens.
 FLOPs are the compiler's count for one device, divided by its sequences. Where their step is refused for lack of memory,
 its work is shown twice: that of its first step at the same batch, which makes AdamW's moments instead of reading them
 (it fits because the compiler rematerializes much), and that of the step at half the batch, where nothing is
-rematerialized. Temporaries, alone and with weights and moments, are bytes of HBM of one device; for a step that is
+rematerialized. "Llama-3-8B" is its shape with all weights trained, in bf16 with AdamW in fp32, the state split over all
+devices, through the trainer's own step and with its layers as a scan (`peers/scanned_decoder.py`), traced without
+weights. There is no peer: HBM stands beside the capacity. Its time is the compiler's estimate of the operations alone.
+
+Temporaries, alone and with weights and moments, are bytes of HBM of one device; for a step that is
 refused, they are the compiler's figure for what it needs. All-reduces of the compiled program are shown beside the
 parameters, whose gradients they add up. The first case also has a row for `train.remat: layers` at twice its batch.
 """
@@ -29,7 +33,7 @@ from benchmarks.peers.compiling import make_run, run_in_process
 from benchmarks.peers.rows import Row, finish, row
 from training.accelerators import accelerator
 from training.preflight.compiler import CompilationRefused, Program, compile_program
-from training.preflight.hlo import find_collectives
+from training.preflight.hlo import estimate_cycles, find_collectives
 from training.preflight.programs import Graph, trace_programs
 from training.preflight.report import explain_refusal
 
@@ -62,6 +66,7 @@ CASES = [
     Case("bert-base", 512, 256, "v3-8"),
 ]
 DOUBLE = Case("bert-large", 512, 256, "v3-8")
+DECODERS = [Case("Llama-3-8B", 4096, rows, name) for name, rows in (("v5p-16", 8), ("v6e-8", 8), ("v4-64", 32))]
 
 
 @dataclass(frozen=True)
@@ -210,12 +215,51 @@ def compile_with_remat(case: Case) -> list[Row]:
     return [row(f"{_name(case)}, remat: layers", "GiB a device", total, "capacity", _capacity(case), goal)]
 
 
+def compile_decoder(case: Case) -> dict[str, float]:
+    """Compiles the step of a decoder of 8 billion parameters. Returns figures of one device, by name."""
+    from benchmarks.peers.scanned_decoder import LLAMA_3_8B, trace_decoder
+
+    target = accelerator(case.accelerator)
+    config, _ = make_run("bert-tiny", case.length, VOCABULARY, case.batch, mesh={"fsdp": target.devices})
+    program = trace_decoder(config, LLAMA_3_8B, target, case.length)
+    try:
+        compiled = compile_program(program, target)
+    except CompilationRefused as error:
+        needed, reason = explain_refusal(str(error))
+        print(f"  {case}: {reason}", file=sys.stderr, flush=True)
+        return {"HBM, refused": needed / GIB} if needed else {}
+    memory = compiled.memory
+    return {
+        "HBM": memory.total / GIB,
+        "state and inputs": memory.arguments / GIB,
+        "temporaries": memory.temporaries / GIB,
+        "operations of a step, estimated": estimate_cycles(compiled.text) / target.generation.clock_hertz,
+        **{item.kind: item.bytes / GIB for item in find_collectives(compiled.text)},
+        "compiled here in": compiled.seconds,
+    }
+
+
+def describe_decoder(case: Case) -> list[Row]:
+    """Returns the rows of a decoder."""
+    print(f"{case}: the state split over all devices", file=sys.stderr, flush=True)
+    rows = []
+    for figure, value in run_in_process(compile_decoder, case).items():
+        is_hbm, is_time = figure.startswith("HBM"), figure.endswith(("estimated", "here in"))
+        peer = ("capacity", _capacity(case), "within it") if is_hbm else ("none", None, "none")
+        rows.append(row(f"{_name(case)}: {figure}", "s" if is_time else "GiB a device", value, *peer))
+    return rows
+
+
 def main() -> None:
     """Runs the cases and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument(
-        "--only", metavar="CASE", action="append", choices=[*map(str, CASES)], help=f"{', '.join(map(str, CASES))}"
+        "--only",
+        metavar="CASE",
+        action="append",
+        choices=[*map(str, CASES + DECODERS)],
+        help=", ".join(map(str, CASES + DECODERS)),
     )
     options = parser.parse_args()
     os.environ["PJRT_DEVICE"] = "CPU"
@@ -224,6 +268,8 @@ def main() -> None:
         if not options.only or str(case) in options.only:
             rows += compare_steps(case)
             rows += compile_with_remat(DOUBLE) if case == CASES[0] else []
+    for case in DECODERS:
+        rows += describe_decoder(case) if not options.only or str(case) in options.only else []
     finish("preflight", rows, options.json)
 
 
