@@ -62,6 +62,7 @@ class Generation:
     cores_per_chip: int
     devices_per_chip: int  # PJRT devices: 1 with megacore
     bf16_flops_per_chip: float  # FLOP/s
+    clock_hertz: float  # at which the chip's matrix units reach its peak
     hbm_bytes_per_chip: int
     hbm_bytes_per_second_per_chip: float
     usable_hbm_bytes_per_device: int  # what libtpu 0.0.21 leaves to programs: "Used ... of 15.48G hbm" in its refusals
@@ -197,6 +198,7 @@ GENERATIONS: tuple[Generation, ...] = (
         cores_per_chip=2,
         devices_per_chip=2,
         bf16_flops_per_chip=46e12,
+        clock_hertz=700e6,
         hbm_bytes_per_chip=16 * GIB,
         hbm_bytes_per_second_per_chip=700e9,
         usable_hbm_bytes_per_device=int(7.48 * GIB),
@@ -215,6 +217,7 @@ GENERATIONS: tuple[Generation, ...] = (
         cores_per_chip=2,
         devices_per_chip=2,
         bf16_flops_per_chip=123e12,
+        clock_hertz=940e6,
         hbm_bytes_per_chip=32 * GIB,
         hbm_bytes_per_second_per_chip=900e9,
         usable_hbm_bytes_per_device=int(15.48 * GIB),
@@ -234,6 +237,7 @@ GENERATIONS: tuple[Generation, ...] = (
         cores_per_chip=2,
         devices_per_chip=1,
         bf16_flops_per_chip=275e12,
+        clock_hertz=1050e6,
         hbm_bytes_per_chip=32 * GIB,
         hbm_bytes_per_second_per_chip=1228e9,
         usable_hbm_bytes_per_device=int(30.75 * GIB),
@@ -249,6 +253,7 @@ GENERATIONS: tuple[Generation, ...] = (
         cores_per_chip=1,
         devices_per_chip=1,
         bf16_flops_per_chip=197e12,
+        clock_hertz=1500e6,
         hbm_bytes_per_chip=16 * GIB,
         hbm_bytes_per_second_per_chip=819e9,
         usable_hbm_bytes_per_device=int(15.75 * GIB),
@@ -275,6 +280,7 @@ GENERATIONS: tuple[Generation, ...] = (
         cores_per_chip=2,
         devices_per_chip=1,
         bf16_flops_per_chip=459e12,
+        clock_hertz=1750e6,
         hbm_bytes_per_chip=95 * GIB,
         hbm_bytes_per_second_per_chip=2765e9,
         usable_hbm_bytes_per_device=int(95.74 * GIB),
@@ -290,6 +296,7 @@ GENERATIONS: tuple[Generation, ...] = (
         cores_per_chip=1,
         devices_per_chip=1,
         bf16_flops_per_chip=918e12,
+        clock_hertz=1750e6,
         hbm_bytes_per_chip=32 * GIB,
         hbm_bytes_per_second_per_chip=1640e9,
         usable_hbm_bytes_per_device=int(31.25 * GIB),

@@ -6,7 +6,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from training.preflight.hlo import find_collectives, find_origin, largest_allocations
+from training.preflight.hlo import estimate_cycles, find_collectives, find_origin, largest_allocations
 
 PROGRAM = """\
 HloModule step, is_scheduled=true
@@ -79,6 +79,45 @@ def test_collectives_are_counted_in_elements_and_bytes() -> None:
         {"bf16": 1000, "f32": 7},
     )
     assert (gather.kind, gather.count, gather.elements, gather.bytes) == ("all-gather", 1, 32, 128)
+
+
+LOOP = """\
+%all-reduce-scatter.1 (p: f32[8,4]) -> f32[1,4] {
+  %r = f32[8,4]{1,0} all-reduce(%p), replica_groups={}, to_apply=%add
+}
+
+%body (p: (f32[1,4])) -> (f32[1,4]) {
+  %gather = f32[8,4]{1,0} all-gather(%p), dimensions={0}
+  %work = f32[8,4]{1,0} fusion(%gather), kind=kLoop, calls=%fused, backend_config={"estimated_cycles":"100"}
+  %scatter = f32[1,4]{1,0} fusion(%work), kind=kCustom, calls=%all-reduce-scatter.1
+}
+
+%unused (p: f32[4]) -> f32[4] {
+  %lost = f32[4]{0} fusion(%p), kind=kLoop, calls=%fused, backend_config={"estimated_cycles":"1000"}
+}
+
+%test (p: (f32[1,4])) -> pred[] {
+  %zero = u32[] constant(0)
+  %limit = u32[] constant(3)
+}
+
+ENTRY %main (p: f32[1,4]) -> f32[1,4] {
+  %before = f32[1,4]{1,0} fusion(%p), kind=kLoop, calls=%fused, backend_config={"estimated_cycles":"7"}
+  %unknown = f32[1,4]{1,0} fusion(%p), kind=kLoop, backend_config={"estimated_cycles":"9223372036854775807"}
+  %sent = (f32[1,4]{1,0}, f32[1,4]{1,0}, u32[], u32[]) collective-permute-start(%p), source_target_pairs={{0,1}}
+  %loop = (f32[1,4]{1,0}) while(%before), condition=%test, body=%body, \
+backend_config={"known_trip_count":{"n":"32"}}
+  %counted = (f32[1,4]{1,0}) while(%loop), condition=%test, body=%body
+}
+"""
+
+
+def test_what_a_loop_does_counts_as_often_as_it_runs() -> None:
+    assert estimate_cycles(LOOP) == 7 + (32 + 3) * 100
+    gather, scatter, permutation = find_collectives(LOOP)
+    assert (permutation.kind, permutation.bytes) == ("collective-permute", 16)
+    assert (gather.kind, gather.count, gather.bytes) == ("all-gather", 35, 35 * 128)
+    assert (scatter.kind, scatter.count) == ("reduce-scatter", 35)
 
 
 @given(st.integers(1, 5000), st.integers(1, 5000))

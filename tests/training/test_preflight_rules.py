@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from training.accelerators import ACCELERATORS, accelerator
+from training.accelerators import ACCELERATORS, GENERATIONS, accelerator
 from training.config import TrainerConfig
 from training.errors import BadInput
 from training.preflight.checked_programs import CheckedPrograms
@@ -21,6 +21,8 @@ from training.preflight.compiler import Program, hash_hlo
 from training.preflight.programs import Graph, TracedProgram, assume_facts, empty_batch, list_graphs
 from training.preflight.report import (
     GIB,
+    Costs,
+    add_mesh_advice,
     add_remat_advice,
     describe_refusal,
     explain_refusal,
@@ -124,6 +126,18 @@ def test_a_program_that_does_not_fit_is_reported_with_advice_on_remat() -> None:
         "and 15.48 GiB are there; with train.remat: layers it would need 16.00 GiB"
     )
     assert str(add_remat_advice(large, replace(less, fits=True)).reason).endswith("it would need 16.00 GiB and fit")
+    split = replace(less, fits=True)
+    assert str(add_mesh_advice(large, 4, split).reason).endswith(
+        "; with train.mesh.fsdp: 4 it would need 16.00 GiB and fit"
+    )
+    assert str(add_mesh_advice(large, 8, None).reason).endswith("; no train.mesh.fsdp up to 8 makes it fit")
+
+
+def test_the_estimated_time_is_cycles_at_the_clock_that_gives_a_chip_its_peak() -> None:
+    assert Costs(1.0, 1.0, "FLOPs", 1.0, cycles=1_500_000, clock_hertz=1.5e9).seconds == pytest.approx(1e-3)
+    for generation in GENERATIONS:
+        products = generation.bf16_flops_per_chip / generation.clock_hertz / (2 * 128 * 128)  # units of 128 x 128
+        assert products == pytest.approx(round(products), rel=0.01), generation.name
 
 
 @pytest.mark.parametrize(

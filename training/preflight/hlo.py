@@ -35,6 +35,7 @@ _VIEWS = frozenset(
 _NO_BUFFER = _VIEWS | {"parameter", "constant"}
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 BACKWARD = "gradient of "
+_NO_ESTIMATE = 2**63 - 1  # libtpu's estimated cycles of a fusion that it did not estimate
 
 
 @dataclass(frozen=True)
@@ -274,23 +275,71 @@ def _find_buffer_origin(
     return ""
 
 
+@dataclass(frozen=True)
+class _RunLine:
+    text: str
+    computation: str
+    runs: int  # in a step
+    is_fused: bool
+
+
+def _find_run_lines(text: str) -> Iterator[_RunLine]:
+    """Yields each line of the computations that a step runs. Those of a loop's body run as often as the loop."""
+    computations: dict[str, list[str]] = {"": []}
+    current = entry = ""
+    for line in text.splitlines():
+        if match := re.match(r"(ENTRY )?%?([\w.-]+) \(.*\{$", line):
+            current = match[2]
+            computations[current], entry = [], current if match[1] else entry
+        computations[current].append(line)
+    waiting = [(entry, 1, False)]
+    while waiting:
+        name, runs, is_fused = waiting.pop()
+        for line in computations.get(name, ()):
+            yield _RunLine(line, name, runs, is_fused)
+            called = re.search(r" (while|call|fusion|async-start)\(.*(?:body|to_apply|calls)=%?([\w.-]+)", line)
+            if called:
+                times = _count_trips(line, computations) if called[1] == "while" else 1
+                waiting.append((called[2], runs * times, is_fused or called[1] == "fusion"))
+
+
+def _count_trips(line: str, computations: Mapping[str, list[str]]) -> int:
+    """Returns how often a loop runs: what the compiler says, or the largest number that its condition compares with."""
+    if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', line):
+        return int(known[1])
+    condition = re.search(r"condition=%?([\w.-]+)", line)
+    lines = computations.get(condition[1], ()) if condition else ()
+    return max((int(number) for each in lines for number in re.findall(r" constant\((\d+)\)", each)), default=1)
+
+
+def estimate_cycles(text: str) -> int:
+    """Returns the cycles that libtpu estimates for all operations of a step, one after the other. It has no estimate
+    for collectives, for waiting, and for some fusions."""
+    lines = [line for line in _find_run_lines(text) if not line.is_fused]
+    found = [(re.search(r'"estimated_cycles":"(\d+)"', line.text), line.runs) for line in lines]
+    return sum(int(match[1]) * runs for match, runs in found if match and int(match[1]) < _NO_ESTIMATE)
+
+
 def find_collectives(text: str) -> list[Collective]:
-    """Returns the collective operations of all computations of the module, one item for each kind."""
+    """Returns the collective operations of a step, one item for each kind; those in a loop as often as it runs."""
     elements: dict[str, Counter[str]] = {}
     sizes: Counter[str] = Counter()
     counts: Counter[str] = Counter()
-    for line in text.splitlines():
+    for run in _find_run_lines(text):
+        line, runs = run.text, run.runs
         match = re.search(rf" ({'|'.join(COLLECTIVES)})(-start)?\(", line)
         if not match or " = " not in line:
             continue
         kind, starts = match.group(1), bool(match.group(2))
+        kind = "reduce-scatter" if run.computation.startswith("all-reduce-scatter") else kind
         arrays = _parse_arrays(line[line.index(" = ") : match.start()])
         if starts and kind in ("all-gather", "collective-permute") and len(arrays) > 1:
+            arrays = [array for array in arrays if array.dims]  # without the contexts of a permutation
             arrays = arrays[len(arrays) // 2 :]  # (operands, results)
-        counts[kind] += 1
-        sizes[kind] += sum(array.bytes for array in arrays)
+        counts[kind] += runs
+        sizes[kind] += runs * sum(array.bytes for array in arrays)
         for array in arrays:
-            elements.setdefault(kind, Counter())[array.dtype] += array.elements
+            elements.setdefault(kind, Counter())[array.dtype] += runs * array.elements
     return [
         Collective(kind, counts[kind], sum(elements[kind].values()), sizes[kind], dict(elements[kind].most_common()))
         for kind in COLLECTIVES

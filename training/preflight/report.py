@@ -15,6 +15,7 @@ from training.preflight.compiler import CompiledProgram, Memory
 from training.preflight.hlo import (
     Allocation,
     Collective,
+    estimate_cycles,
     find_collectives,
     find_origin,
     largest_allocations,
@@ -36,6 +37,13 @@ class Costs:
     bytes: float
     bound_by: str  # "FLOPs" or "memory bandwidth"
     examples_per_second: float  # of all devices; an upper bound
+    cycles: int = 0  # that the compiler estimates for the operations of a step, without collectives
+    clock_hertz: float = 1.0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that the operations of a step take by the compiler's estimate, one after the other."""
+        return self.cycles / self.clock_hertz
 
 
 @dataclass(frozen=True)
@@ -130,7 +138,11 @@ def describe_executable(
         reason=None if fits else f"{_too_large_reason(memory.total, capacity)}{beside}",
         needed=memory.total,
         memory=memory,
-        costs=roofline(compiled.flops, compiled.bytes_accessed, target, traced.graph.rows),
+        costs=replace(
+            roofline(compiled.flops, compiled.bytes_accessed, target, traced.graph.rows),
+            cycles=estimate_cycles(compiled.text),
+            clock_hertz=target.generation.clock_hertz,
+        ),
         largest=largest_allocations(compiled.text, LARGEST, traced.program.arguments),
         collectives=find_collectives(compiled.text),
         compile_seconds=compiled.seconds,
@@ -157,6 +169,15 @@ def add_remat_advice(graph: GraphResult, with_remat: GraphResult) -> GraphResult
     """Returns `graph`, which does not fit; its reason also says what `with_remat`, train.remat: layers, needs."""
     needed = f"would need {format_gib(with_remat.needed)}" if with_remat.needed else "would not compile either"
     advice = f"with train.remat: layers it {needed}{' and fit' if with_remat.fits else ''}"
+    return replace(graph, reason=f"{graph.reason}; {advice}")
+
+
+def add_mesh_advice(graph: GraphResult, fsdp: int, with_mesh: GraphResult | None) -> GraphResult:
+    """Returns `graph`, which does not fit; its reason also says that `fsdp` is the smallest mesh that fits, or that
+    none of up to so many devices does (`with_mesh`: None)."""
+    advice = f"no train.mesh.fsdp up to {fsdp} makes it fit"
+    if with_mesh is not None and with_mesh.needed:
+        advice = f"with train.mesh.fsdp: {fsdp} it would need {format_gib(with_mesh.needed)} and fit"
     return replace(graph, reason=f"{graph.reason}; {advice}")
 
 
@@ -289,6 +310,8 @@ def _graph_lines(graph: GraphResult, devices: int) -> list[str]:
             f"code {format_size(memory.code)}, beside it {format_size(memory.resident)}",
             f"  work     {costs.flops / 1e12:.4g} TFLOP, {format_size(costs.bytes)}, {intensity:.0f} FLOP/byte a device"
             f"; bound: at most {costs.examples_per_second:,.0f} examples/s ({costs.bound_by})",
+            f"  time     {1e3 * costs.seconds:.4g} ms for a step's operations by the compiler's estimate "
+            f"({costs.cycles:,} cycles at {costs.clock_hertz / 1e6:.0f} MHz), without collectives and waiting",
         ]
         lines += [
             f"  traffic  {item.count} x {item.kind}: {format_size(item.bytes)} ({_format_dtypes(item)})"

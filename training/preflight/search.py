@@ -10,7 +10,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from training.accelerators import Accelerator
-from training.config import TrainerConfig, batch_mistake
+from training.config import Mesh, TrainerConfig, batch_mistake, mesh_mistake
 from training.distributed import libtpu_flags
 from training.errors import BadInput
 from training.preflight import report
@@ -48,9 +48,17 @@ def run_preflight(
         Untraceable, DataDependentProgram: the step is not a single program.
     """
     require_versions()
-    mistakes = [(target, batch_mistake(config, target.hosts, target.devices)) for target in targets]
-    if any(mistake for _, mistake in mistakes):
-        raise BadInput("\n".join(f"{target.name}: {mistake}" for target, mistake in mistakes if mistake))
+    mistakes = [
+        f"{target.name}: {mistake}"
+        for target in targets
+        for mistake in (
+            mesh_mistake(config.train.mesh.fsdp, target.devices),
+            batch_mistake(config, target.hosts, target.devices),
+        )
+        if mistake
+    ]
+    if mistakes:
+        raise BadInput("\n".join(mistakes))
     accelerators = []
     traced: dict[int, list[TracedProgram]] = {}  # by number of devices: programs depend on nothing else of a slice
     for target in targets:
@@ -60,6 +68,7 @@ def run_preflight(
         flags = libtpu_defaults(config, target)
         result = compile_all(traced[target.devices], target, show, flags)
         result = _advise_remat(config, facts, result, target, show)
+        result = _advise_mesh(config, facts, result, target, show)
         if search_batch:
             largest = _search_batch(config, facts, target, result.graphs[0], show)
             result = replace(result, max_batch=largest)
@@ -128,6 +137,25 @@ def _advise_remat(
         return result
     with_remat = compile_all(programs, target, show, libtpu_defaults(config, target)).graphs[0]
     return replace(result, graphs=[report.add_remat_advice(longest, with_remat), *result.graphs[1:]])
+
+
+def _advise_mesh(
+    config: TrainerConfig, facts: DataFacts, result: AcceleratorResult, target: Accelerator, show: ShowProgress
+) -> AcceleratorResult:
+    """Returns `result`; if its longest training batch does not fit, compiles that batch with the state split over more
+    devices, twice as many each time, until it fits, and adds to the reason which mesh that is. Only for torch-xla."""
+    longest, fsdp, with_mesh = result.graphs[0], config.train.mesh.fsdp, None
+    graph = Graph(longest.kind, longest.rows, longest.length)
+    if longest.fits or config.backend != "torch-xla" or 2 * fsdp > target.devices:
+        return result
+    while with_mesh is None and target.devices % (2 * fsdp) == 0:
+        fsdp *= 2
+        meshed = config.train.model_copy(update={"mesh": Mesh(fsdp=fsdp)})
+        show(f"it does not fit: tracing it with train.mesh.fsdp: {fsdp} for {target.name}")
+        programs = trace_programs(config.model_copy(update={"train": meshed}), facts, [graph], target.devices)
+        split = compile_all(programs, target, show, libtpu_defaults(config, target)).graphs[0]
+        with_mesh = split if split.fits else None
+    return replace(result, graphs=[report.add_mesh_advice(longest, fsdp, with_mesh), *result.graphs[1:]])
 
 
 def _search_batch(
