@@ -135,6 +135,14 @@ print(internals.read_shardings([whole, rows]))
 """
 
 
+def test_a_placeholder_is_an_argument_of_a_program_and_has_a_handle(pair: list[torch.Tensor]) -> None:
+    """Else preflight can't trace a model without its weights, or donates the wrong arguments."""
+    empty = internals.placeholder((2,))
+    arguments = internals.arguments_of([empty * pair[0]])
+    assert sorted(internals.handles(arguments)) == sorted(internals.handles([empty, pair[0]]))
+    assert "f32[2]" in internals.program_text([empty * pair[0]])
+
+
 def test_devices_of_this_host_have_names_that_memory_is_asked_by() -> None:
     """Else the device check asks every host for the memory of host 0's first device."""
     assert internals.local_devices() == ["CPU:0"]
