@@ -97,7 +97,7 @@ class Week:
         self.laptop.at_work = lambda: self.process.alive
         self.world.laptops = [self.laptop]
         self.left = _WORK * HOUR * _speed("v4-16")
-        self.over, self.hours = False, float("inf")
+        self.deleted, self.over, self.hours = False, False, float("inf")
         self.process = Process("tpu-launch")
 
     def play(self) -> Result:
@@ -132,7 +132,7 @@ class Week:
 
     def _user(self) -> None:
         """Starts the launcher again when it was killed, until the run is over."""
-        while self.left > 0 and self.scheduler.now < 4 * WEEK:
+        while not self.deleted and self.scheduler.now < 4 * WEEK:
             self.process, ended = Process("tpu-launch"), Event(self.scheduler, "the launcher's end")
             self.scheduler.spawn(self._launcher, ended, name="main", process=self.process)
             while self.process.alive and not ended.wait(60.0):
@@ -154,8 +154,9 @@ class Week:
             except LaunchError as error:
                 say(f"error: {error}")
                 self.scheduler.sleep(60.0)
-        self.hours = self.scheduler.now / HOUR
+        self.hours = min(self.hours, self.scheduler.now / HOUR)
         slices.delete(self.config, say, machine)
+        self.deleted = True
         ended.set()
 
     def _train(self, name: str, machine: object) -> None:
