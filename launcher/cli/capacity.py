@@ -12,6 +12,8 @@ from launcher.home import home
 from launcher.tpu_vm.requests import RequestRecord, granted_after
 from training.machine.clock import format_time
 
+_SHOWN = 30  # requests, the newest
+
 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Everything, for scripts.")
@@ -35,7 +37,7 @@ def capacity(config: Config, as_json: bool) -> None:
         click.echo("")
         lines = [
             [f"{request.number}", format_time(request.asked), f"{request.candidate}", request.describe()]
-            for request in record
+            for request in record[-_SHOWN:]
         ]
         terminal.table(["request", "asked", "candidate", "what became of it"], lines)
 

@@ -66,22 +66,26 @@ class RequestRecord:
 
     def __init__(self, config: Config) -> None:
         self._folder = home.of_slice(config.project, config.slice.name, "requests")
+        self._names: set[str] = set()  # of the files that were read
+        self._found: dict[int, Recorded] = {}
 
     def read(self) -> list[Recorded]:
-        """Returns all requests, oldest first."""
-        found: dict[int, Recorded] = {}
-        for path in sorted(self._folder.glob("[0-9]*.json"), key=lambda path: (path.name[:6], path.name[7:] != _ASKED)):
-            content, number = json.loads(path.read_text()), int(path.name[:6])
-            match path.name[7:]:
+        """Returns all requests, oldest first. Reads only files that are new since the last call: none ever changes."""
+        names = set(os.listdir(self._folder)) if self._folder.exists() else set()
+        new = [name for name in names - self._names if name.endswith(".json") and name[0].isdigit()]
+        for name in sorted(new, key=lambda name: (name[:6], name[7:] != _ASKED)):
+            content, number = json.loads((self._folder / name).read_text()), int(name[:6])
+            match name[7:]:
                 case "asked.json":
-                    found[number] = Recorded(
-                        number, Candidate(**content["candidate"]), content["node"], content["time"]
-                    )
+                    candidate = Candidate(**content["candidate"])
+                    self._found[number] = Recorded(number, candidate, content["node"], content["time"])
                 case "granted.json":
-                    found[number] = replace(found[number], granted=content["time"])
+                    self._found[number] = replace(self._found[number], granted=content["time"])
                 case "ended.json":
-                    found[number] = replace(found[number], ended=content["time"], outcome=content["outcome"])
-        return list(found.values())
+                    end = {"ended": content["time"], "outcome": content["outcome"]}
+                    self._found[number] = replace(self._found[number], **end)
+        self._names |= set(new)
+        return list(self._found.values())
 
     def open(self) -> list[Recorded]:
         """Returns the requests that have not ended, oldest first."""
