@@ -118,7 +118,7 @@ with a_lock:
 time.sleep(10000)""",
     ),
     "a native call that holds Python's lock": Injection(
-        "holds Python's lock", in_step="ctypes.PyDLL(None).sleep(10000)"
+        "is in prepare at my_program.py", in_step="ctypes.PyDLL(None).sleep(10000)"
     ),
     "a native call": Injection("is in prepare at my_program.py", in_step="ctypes.CDLL(None).sleep(10000)"),
     "a collective that one host never enters": Injection("is in prepare at my_program.py", in_step="time.sleep(10000)"),
