@@ -225,7 +225,9 @@ class State:
 
     def _copies_of_split(self, values: Mapping[str, Tensor]) -> Iterator[tuple[str, Slice, np.ndarray]]:
         """Copies what this host's devices hold of split tensors, by one call. Yields name, slice, values."""
-        self.planned_transfers += bool(values)
+        if not values:
+            return  # even a call for no tensor counts as a transfer
+        self.planned_transfers += 1
         for name, copies in zip(values, internals.local_slices(list(values.values())), strict=True):
             for index, copy in copies:
                 offsets = tuple(part.start for part in index)
