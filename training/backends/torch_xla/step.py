@@ -100,7 +100,7 @@ class TrainingStep:
             # start of the program: another program.
             with torch.autograd.set_multithreading_enabled(False):
                 more = torch.autograd.grad(sums[0], parameters, allow_unused=True, materialize_grads=True)
-            self._sharding.scatter_gradients(dict(zip(self._state.parameters, more, strict=True)))
+            self._sharding.scatter_gradients(dict(zip(self._state.trained, more, strict=True)))
             gradients = [total + new for total, new in zip(gradients, more, strict=True)] if gradients else list(more)
             report = torch.cat([report[: len(SUMS)] + sums.detach(), report[len(SUMS) :]])
         return gradients, report

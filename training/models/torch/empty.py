@@ -35,6 +35,8 @@ def build_empty(model: Model, needs: ModelRequirements, *, dropout: float | None
         )
     network.tie_weights()
     check_capacity(network.config, needs)
+    if network.config.pad_token_id is None and needs.head.is_fresh:
+        network.config.pad_token_id = needs.pad
     return network.train()
 
 
