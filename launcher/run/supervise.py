@@ -178,7 +178,8 @@ def _explain_stall(
     if (hang := found.hang) is None:
         return verdict
     cause = Cause(hang.worker, masker.mask_text(f"{hang.what}; {hang.advice}"))
-    return replace(verdict, cause=cause, symptoms=tuple(masker.mask_text(line) for line in hang.hosts))
+    others = [line for line in hang.hosts if not line.startswith(f"host {hang.worker}:")]
+    return replace(verdict, cause=cause, symptoms=tuple(masker.mask_text(line) for line in others))
 
 
 def _end_on_hosts(session: Session, attempt: int, verdict: Verdict, reachable: Sequence[int]) -> set[int]:
