@@ -96,7 +96,7 @@ def test_a_framework_opens_the_devices_within_the_limit_of_the_start(monkeypatch
         {"model": {"name": "bert-tiny"}, "data": folders, "train": {"steps": 1, "global_batch_size": 8},
          "output": "none", "rendezvous": {"start_seconds": 7}}
     )  # fmt: skip
-    data = SimpleNamespace(tokens=SimpleNamespace(vocabulary=9, pad=0), sequence_length=8)
+    data = SimpleNamespace(tokens=SimpleNamespace(vocabulary=9, pad=0, end=None), sequence_length=8)
     run_setup.open_backend(
         config, Cluster(0, ("a",)), Limited(), cast(Any, SimpleNamespace(data=data, labels=None)), "t"
     )

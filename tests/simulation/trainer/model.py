@@ -105,7 +105,7 @@ class SimulatedTask:
         self.data = SimpleNamespace(
             train=SimpleNamespace(records=self._curriculum.records, url="gs://data/train"),
             evaluation=SimpleNamespace(records=4, url="gs://data/evaluation"),
-            tokens=SimpleNamespace(vocabulary=64, pad=0),
+            tokens=SimpleNamespace(vocabulary=64, pad=0, end=None),
             sequence_length=8,
             hashes=lambda: {"training data": "d1", "evaluation data": "d2", "tokenizer": "t"},
         )
