@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 import yaml
 
-from tests.container import small_runs
+from tests.container import causal_data, small_runs
 from training.accelerators import accelerator
 from training.backends.torch_xla import tracing
 from training.distributed.cluster import Cluster, torch_xla_environment
@@ -39,8 +40,11 @@ class Answer:
 
 
 def preflight(folder: Path, *options: str, name: str = "preflight", **changes: Any) -> Answer:
-    path = folder / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(small_runs.document(folder, **changes)))
+    return preflight_of(small_runs.document(folder, **changes), folder / f"{name}.yaml", *options)
+
+
+def preflight_of(document: dict[str, Any], path: Path, *options: str) -> Answer:
+    path.write_text(yaml.safe_dump(document))
     ended = subprocess.run(
         [sys.executable, "-m", "training.cli", "preflight", str(path), "--json", *options],
         capture_output=True,
@@ -236,6 +240,19 @@ def test_programs_traced_without_weights_are_those_of_a_run(folder: Path, fsdp: 
     without, with_weights = ended.stdout.splitlines()[-2:]
     assert without == with_weights
     assert without.count("model/") > 20
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_a_decoder_on_a_mesh_is_compiled(tmp_path: Path, adapters: bool) -> None:
+    folder, changes = causal_data.prepare(tmp_path), dict[str, Any]()
+    if adapters:
+        config = transformers.AutoConfig.for_model(**causal_data.LLAMA, vocab_size=200)
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / "start")
+        changes = {"model": {"path": str(folder / "start")}, "lora": {"rank": 2}}
+    document = causal_data.document(folder, train__mesh={"fsdp": 4}, **changes)
+    answer = preflight_of(document, tmp_path / "decoder.yaml", "--accelerator", "v4-8")
+    assert answer.code == 0, answer.text
+    assert all(graph["fits"] for graph in answer.accelerators["v4-8"]["graphs"])
 
 
 def test_a_program_that_does_not_fit_is_reported_with_its_size() -> None:

@@ -2,7 +2,8 @@
 
 python -m tests.virtual_tpu.mesh_runs FOLDER RUN...      RUN: "run id:fsdp[:run to go on with[:key=value...]]"
 
-The run "stopped" is asked to stop after five steps. A run to go on with is copied first.
+The run "stopped" is asked to stop after five steps. A run to go on with is copied first. A folder of documents trains a
+decoder.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from typing import Any
 
 import yaml
 
-from tests.container import small_runs
+from tests.container import causal_data, small_runs
 from training.errors import StopRequested
 
 
 def document(folder: Path, fsdp: int, **changes: Any) -> dict[str, Any]:
     exact = {"train__precision": "fp32", "train__steps": 20, "train__strict": True, **changes}
-    return small_runs.document(folder, train__mesh={"fsdp": fsdp}, **exact)
+    make = causal_data.document if (folder / "documents.txt").exists() else small_runs.document
+    return make(folder, train__mesh={"fsdp": fsdp}, **exact)
 
 
 def run(folder: Path, run_id: str, fsdp: str, before: str = "", *changes: str) -> None:

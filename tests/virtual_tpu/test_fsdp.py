@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
-from tests.container import small_runs
+from tests.container import causal_data, small_runs
 from tests.nightly import others_at_night
 from tests.virtual_tpu.mesh_runs import document
 from training.checkpoint.format import read_manifest
@@ -20,6 +20,7 @@ SECONDS = 900.0
 pytestmark = pytest.mark.timeout(2 * SECONDS)
 SAME_MATHEMATICS = 1e-6  # relative: only the order of sums differs
 RUNS = ("replicated:1", "straight:8", "stopped:8", "resumed:8:stopped", "on-4-of-8:4:stopped")
+FREEZE = ":train__freeze=['*embed_tokens*']"
 OTHER_DEVICES = {  # fsdp, environment
     "4 devices": (2, {"TPU_ACCELERATOR_TYPE": "v5litepod-4"}),
     "1 device": (1, {"TPU_ACCELERATOR_TYPE": "v5litepod-1"}),
@@ -83,6 +84,14 @@ def test_a_checkpoint_of_eight_devices_goes_on_elsewhere(folder: Path, devices: 
     run_all(folder, f"{run_id}:{fsdp}:stopped", **environment)
     expected = pytest.approx(small_runs.losses(folder, "replicated"), rel=SAME_MATHEMATICS)
     assert small_runs.losses(folder, run_id) == expected
+
+
+@pytest.mark.parametrize("change", others_at_night(["", FREEZE], [FREEZE]))
+def test_a_decoder_has_the_losses_of_a_replicated_state(tmp_path: Path, change: str) -> None:
+    folder = causal_data.prepare(tmp_path)
+    run_all(folder, f"replicated:1:{change}", f"split:8:{change}")
+    expected = pytest.approx(small_runs.losses(folder, "replicated"), rel=SAME_MATHEMATICS)
+    assert small_runs.losses(folder, "split") == expected
 
 
 @pytest.mark.nightly
