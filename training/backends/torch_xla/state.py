@@ -281,7 +281,7 @@ def _move(network: Any, device: Any) -> None:
         names.setdefault(id(parameter), []).append(name)
     for first, *others in names.values():
         if (parameter := network.get_parameter(first)).is_meta:
-            parameter = torch.nn.Parameter(internals.placeholder(parameter.shape))
+            parameter = torch.nn.Parameter(internals.placeholder(parameter.shape), parameter.requires_grad)
             for name in (first, *others):
                 _set_parameter(network, name, parameter)
     network.to(device)
