@@ -514,6 +514,12 @@ def test_the_hosts_of_an_attempt_are_given_a_secret_that_no_script_and_no_other_
     assert secret in host_scripts.secrets_input(one.all_secrets(2))
 
 
+@pytest.mark.parametrize(("user", "expected"), [(None, "0"), ("1000:1000", "1000:1000")])
+def test_containers_run_as_root_unless_the_file_names_a_user(user: str | None, expected: str) -> None:
+    arguments = host_scripts.create_arguments(attempt(user=user), ["10.0.0.1"], "v3-8")
+    assert arguments[arguments.index("--user") + 1] == expected, "the TPU's drivers of v2 to v4 refuse other users"
+
+
 def test_a_single_host_slice_needs_no_shared_secret_and_waits_for_an_overlay_only() -> None:
     assert attempt().all_secrets(1) == {}
     assert "--tmpfs" not in host_scripts.create_arguments(attempt(), ["10.0.0.1"], "v4-8")
