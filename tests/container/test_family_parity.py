@@ -200,7 +200,9 @@ def test_a_document_does_not_see_its_neighbours(opened: Callable[[str, str], Any
 def test_a_network_that_looks_ahead_or_has_too_few_positions_is_refused_in_one_line(tmp_path: Path) -> None:
     needs = ModelRequirements(VOCABULARY, 0, LENGTH, TASKS["causal-lm"].head, None)
     config = {"model_type": "bert", "architectures": ["BertLMHeadModel"], **SMALL}
-    with pytest.raises(BadInput, match=r"^model\.config can't be trained here: .* border of a document") as caught:
+    with pytest.raises(
+        BadInput, match=r"^model\.config can't be trained here: .* lets a token see later ones"
+    ) as caught:
         build(Model(config=config), needs, dropout=0.0, seed=1)
     assert len(str(caught.value).splitlines()) == 1
     too_long = ModelRequirements(VOCABULARY, 0, 25, TASKS["causal-lm"].head, None)
