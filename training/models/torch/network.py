@@ -322,8 +322,8 @@ def check_borders(network: Any, ids: Tensor) -> None:
         # Relative to the largest logit: what fp32 loses is 1e-6 of it, and a neighbour's part in random weights 1e-3.
         if (together[start:seen] - alone).abs().max() > 1e-4 * alone.abs().max():
             raise ValueError(
-                f"{type(network).__name__} lets a token see later ones, or another document of its packed row: it takes no "
-                "causal mask with borders from positions that begin again"
+                f"{type(network).__name__} lets a token see later ones, or another document of its packed row: "
+                "it takes no causal mask with borders from positions that begin again"
             )
 
 
