@@ -145,7 +145,7 @@ def test_the_first_step_is_that_of_transformers(
     opened: Callable[[str, str], Any], tmp_path: Path, case: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task, family = case
-    device = torch_xla.device()  # before autograd makes its threads
+    device = torch_xla.device()
     network = opened(task, family)
     network.save_pretrained(tmp_path / "same")
     own = getattr(transformers, f"AutoModelFor{TASK_OF[task]}")
@@ -168,7 +168,8 @@ def test_the_first_step_is_that_of_transformers(
         torch_xla.sync()
         before = xla_metrics.counter_value("UncachedCompile") or 0
         loss = sums(network, rows)[0][0]
-        gradients = torch.autograd.grad(loss, list(network.parameters()), allow_unused=True, materialize_grads=True)
+        with torch.autograd.set_multithreading_enabled(False):  # earlier tests made threads for the CPU alone
+            gradients = torch.autograd.grad(loss, list(network.parameters()), allow_unused=True, materialize_grads=True)
         torch_xla.sync()
         graphs.append((xla_metrics.counter_value("UncachedCompile") or 0) - before)
         seen.append((loss.cpu(), [gradient.cpu() for gradient in gradients]))
