@@ -68,7 +68,7 @@ def test_a_killed_rank_is_the_first_cause_on_both_hosts_within_10_s(work: Workst
     running.wait_for(r"^\[0\] rank 0: pid \d+$", 300)
     line = running.wait_for(r"^\[1\] rank 6: pid \d+$", 300)
     (container,) = (name for name in (entry.split()[0] for entry in work.containers_of_runs()) if "-w-1." in name)
-    docker("exec", "--user=0", container, "kill", "-9", line.split()[-1])
+    docker("exec", "--user=0", container, "sh", "-c", f"kill -9 {line.split()[-1]}")
     killed = time.monotonic()
     ended = running.end(60)
     assert time.monotonic() - killed < 10
