@@ -227,7 +227,8 @@ class FeaturePromises:
             self._broken("hosts with different weights do not finish", f"{host.name} exits with 0")
         if plan.export and f"{self._model}/{WEIGHTS}" not in world.bucket.objects:
             self._broken("0 means exported", f"{host.name} exits with 0, and there is no model")
-        excused = plan.hub_fault or world.disturbed or world.rotten or host.hurt
+        stopped = host.group.asked_to_stop  # an upload that is under way then is given up, with a warning
+        excused = plan.hub_fault or world.disturbed or world.rotten or host.hurt or stopped
         if plan.hub and host.worker == 0 and not excused and plan.steps not in world.hub.steps:
             self._broken("0 means uploaded", f"{host.name} exits with 0, and the Hub has {world.hub.steps}")
 

@@ -486,7 +486,8 @@ class Promises:
             self._world.hidden_rot.clear()
             self.newest_whole = self.find_whole()[0]
         lost = "none of the checkpoints" in message and self.find_whole() == [0] and self._world.damaged
-        refused = "trying again changes nothing" in message and self._world.refuses(host.group)
+        alone = any("there is no checkpoint before step" in line for each in host.group.hosts for line in each.lines)
+        refused = "trying again changes nothing" in message and (self._world.refuses(host.group) or alone)
         if not lost and not refused:
             self.broken("2 means never again", f"{host.name}: {message[-400:]}")
 
