@@ -31,7 +31,7 @@ _Records = Callable[[bytes, _Open], Iterator[tuple[str, bytes, bool]]]
 
 @dataclass(frozen=True)
 class LogWindow:
-    """What a piece of a log shows."""
+    """The lines in a piece of a log, and those that it leaves open."""
 
     lines: tuple[LogLine, ...] = ()
     """In the order of their ends, which stays the same in later pieces."""

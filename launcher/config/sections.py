@@ -124,7 +124,7 @@ class ImageSection(Section):
     """REPOSITORY@sha256:...: run this image, and build nothing."""
 
     backend: ImageName | None = None
-    """Whose image is built: torch-xla, torch-tpu or tensorflow; the trainer's `backend` when absent. For programs of
+    """The image to build: torch-xla, torch-tpu or tensorflow; the trainer's `backend` when absent. For programs of
     your own; torch-tpu is for them alone (`tpu-train exec --runtime torch-tpu`), on v4 and newer."""
 
     repository: str | None = None

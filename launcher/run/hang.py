@@ -69,7 +69,7 @@ _NOT_WAITING = (Waits.CODE, Waits.STORAGE, Waits.LOCK)
 
 @dataclass(frozen=True)
 class _HostLook:
-    """What the two samples show of a host."""
+    """The state of a host, from two samples of its stacks."""
 
     kind: str
     what: str

@@ -59,7 +59,7 @@ class _Read:
     whole: tuple[Entry, ...] = ()
     """Entries of its whole lines."""
     end: int = 0
-    """Of its last whole line, in bytes."""
+    """Bytes up to the end of its last whole line."""
     entries: tuple[Entry, ...] = ()
     """With the entry of a last line that lacks its newline."""
     state: RunState = field(default_factory=RunState)

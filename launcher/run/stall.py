@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from training.telemetry.progress_line import COMPILE, END, EVALUATION, SAVE, START, TRAINING, ProgressLine
 
 DEFAULT_SECONDS = 300.0
-"""Of training without progress, unless `run.stall_minutes` says otherwise."""
+"""Longest training without progress, unless `run.stall_minutes` says otherwise."""
 
 SLOW_STEPS = 20
 """Median steps that one step may take."""

@@ -71,7 +71,7 @@ class Watch:
     """The windows of an attempt so far."""
 
     current: Straggler | None = None
-    """That was reported, and has not ended."""
+    """The straggler that was reported and has not ended."""
 
     window: Mapping[int, ProgressLine] | None = None
     begun: float = 0.0

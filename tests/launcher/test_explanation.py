@@ -16,7 +16,7 @@ from tests.launcher.test_runs import Hosts, Workstation, detach
 from training.telemetry.progress_line import ProgressLine
 
 STUCK = {worker: (ProgressLine(7, 50, "training", loss=2.5),) for worker in (0, 1)}
-STACKS = {0: dump(COLLECTIVE), 1: dump(USER) + "source /work/my_data.py:12     open('s3cret')\n"}
+STACKS = {0: dump(COLLECTIVE), 1: dump(USER) + "source /app/my_data.py:12     open('s3cret')\n"}
 
 
 @pytest.fixture

@@ -14,48 +14,48 @@ COLLECTIVE = """\
 Thread 7 (idle): "MainThread"
     all_reduce (/usr/lib/python3/dist-packages/torch/distributed/distributed_c10d.py:2501)
     wrapper (/usr/lib/python3/dist-packages/torch/distributed/c10d_logger.py:83)
-    train_step (/work/train.py:50)
-    <module> (/work/train.py:90)
-source /work/train.py:50     dist.all_reduce(gradients)
+    train_step (/app/train.py:50)
+    <module> (/app/train.py:90)
+source /app/train.py:50     dist.all_reduce(gradients)
 """
 READER = """\
 Thread 7 (idle): "MainThread"
     wait (/usr/lib/python3.11/threading.py:320)
     get (/usr/lib/python3.11/queue.py:171)
-    next_batch (/work/train.py:40)
+    next_batch (/app/train.py:40)
 Thread 9 (idle): "reader"
     readinto (/usr/lib/python3.11/socket.py:705)
     _read_status (/usr/lib/python3.11/http/client.py:286)
     getresponse (/usr/lib/python3/dist-packages/urllib3/connection.py:461)
-    open_shard (/work/my_data.py:88)
+    open_shard (/app/my_data.py:88)
     run (/usr/lib/python3.11/threading.py:975)
 Thread 11 (idle): "progress"
     wait (/usr/lib/python3.11/threading.py:320)
     _write_repeatedly (/opt/tpu-launch/training/telemetry/host_progress.py:120)
-source /work/my_data.py:88     with open("gs://bucket/part-7") as file:
+source /app/my_data.py:88     with open("gs://bucket/part-7") as file:
 """
-USER = 'Thread 7 (idle): "MainThread"\n    augment (/work/my_data.py:12)\n'
+USER = 'Thread 7 (idle): "MainThread"\n    augment (/app/my_data.py:12)\n'
 LOCKED = """\
 Thread 7 (idle): "MainThread"
-    write (/work/log.py:8)
-source /work/log.py:8     with log_lock:
+    write (/app/log.py:8)
+source /app/log.py:8     with log_lock:
 """
 DEADLOCK = (
     LOCKED
     + """\
 Thread 8 (idle): "logger"
-    flush (/work/log.py:20)
-source /work/log.py:20     with file_lock:
+    flush (/app/log.py:20)
+source /app/log.py:20     with file_lock:
 """
 )
 GIL = """\
 Thread 7 (active+gil): "MainThread"
-    native (/work/fast.py:3)
+    native (/app/fast.py:3)
 Thread 8 (idle): "other"
-    f (/work/a.py:1)
+    f (/app/a.py:1)
 """
 COMPILING = (
-    'Thread 7 (active): "MainThread"\n    sync (/x/site-packages/torch_xla/torch_xla.py:90)\n    f (/work/a.py:1)\n'
+    'Thread 7 (active): "MainThread"\n    sync (/x/site-packages/torch_xla/torch_xla.py:90)\n    f (/app/a.py:1)\n'
 )
 
 
@@ -133,8 +133,8 @@ def test_a_process_that_waits_for_its_children_is_passed_over() -> None:
     """torch_xla.launch's parent, and a DataLoader's workers."""
     parent = 'Thread 1 (idle): "MainThread"\n    wait (/usr/lib/python3.11/multiprocessing/connection.py:930)\n'
     file = "/x/site-packages/torch/utils/data/dataloader.py"
-    loader = f'Thread 7 (idle): "MainThread"\n    get ({file}:9)\n    f (/work/t.py:3)\n'
-    worker = 'Thread 8 (idle): "MainThread"\n    __getitem__ (/work/my_data.py:5)\n'
+    loader = f'Thread 7 (idle): "MainThread"\n    get ({file}:9)\n    f (/app/t.py:3)\n'
+    worker = 'Thread 8 (idle): "MainThread"\n    __getitem__ (/app/my_data.py:5)\n'
     hang = explain(dump(parent, pid=1) + dump(loader) + dump(worker, pid=8), dump(COLLECTIVE))
     assert (hang.worker, hang.kind) == (0, "code")
     assert "__getitem__ at my_data.py:5" in hang.what
@@ -143,7 +143,7 @@ def test_a_process_that_waits_for_its_children_is_passed_over() -> None:
 def test_the_innermost_own_call_is_the_place() -> None:
     stacks = parse_stacks(dump(READER))
     assert [thread.name for thread in stacks.processes[0].threads] == ["MainThread", "reader", "progress"]
-    place = Place(Waits.STORAGE, Frame("open_shard", "/work/my_data.py", 88), "x", "reader")
+    place = Place(Waits.STORAGE, Frame("open_shard", "/app/my_data.py", 88), "x", "reader")
     assert str(place) == "waits for storage in open_shard at my_data.py:88: x (thread reader)"
 
 

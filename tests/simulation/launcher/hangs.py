@@ -14,11 +14,11 @@ PHASES = ("start", "compile", "training", "evaluation", "save")
 _LIMITS = {"start": 12.0, "compile": 12.0, "evaluation": 6.0, "save": 6.0}  # times the limit of training
 _AHEAD = "step"  # the host that is ahead skipped a collective
 
-_WAITING = "    all_reduce (/x/site-packages/torch/distributed/distributed_c10d.py:9)\n    step (/work/train.py:50)\n"
+_WAITING = "    all_reduce (/x/site-packages/torch/distributed/distributed_c10d.py:9)\n    step (/app/train.py:50)\n"
 _PLACES = {
-    "code": "    augment (/work/my_data.py:12)\n",
-    "storage": "    recv (/usr/lib/python3.11/http/client.py:9)\n    read (/work/my_data.py:88)\n",
-    "lock": "    acquire (/usr/lib/python3.11/threading.py:9)\n    log (/work/log.py:8)\n",
+    "code": "    augment (/app/my_data.py:12)\n",
+    "storage": "    recv (/usr/lib/python3.11/http/client.py:9)\n    read (/app/my_data.py:88)\n",
+    "lock": "    acquire (/usr/lib/python3.11/threading.py:9)\n    log (/app/log.py:8)\n",
 }
 _STATES = {"stopped": "T (stopped)", "kernel": "D (disk sleep)"}
 
