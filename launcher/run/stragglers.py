@@ -76,7 +76,7 @@ class Watch:
     window: Mapping[int, ProgressLine] | None = None
     begun: float = 0.0
     recent: tuple[Straggler | None, ...] = ()
-    """Of the last windows."""
+    """The straggler of each of the last windows, None without one."""
 
     def observe(
         self, lines: Mapping[int, ProgressLine], now: float

@@ -37,7 +37,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class SliceCalls:
-    """What a race does with one candidate's slice; `slices` has the functions."""
+    """The calls that create and delete a candidate's slice; `slices` has the functions."""
 
     create: Callable[[Config, Workstation], SliceState]
     """Returns the slice when it is READY; its waits use the machine's clock, which may raise."""

@@ -40,7 +40,7 @@ PLACES = (
 
 
 def describe_process() -> dict[str, Any]:
-    """What other cells of the notebook use, and what no import changes."""
+    """Returns what other cells of the notebook use and no import changes."""
     wakeup = signal.set_wakeup_fd(-1)
     signal.set_wakeup_fd(wakeup)
     return {
@@ -52,7 +52,7 @@ def describe_process() -> dict[str, Any]:
 
 
 def describe_libraries() -> dict[str, Any]:
-    """What the import of the libraries changes."""
+    """Returns what the import of the libraries changes."""
     import torch
     import torch_xla  # noqa: F401
     import transformers

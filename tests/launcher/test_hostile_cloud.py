@@ -752,7 +752,7 @@ def test_the_time_that_this_machine_slept_counts_against_no_host(work: Workstati
 
 
 def test_the_time_that_this_machine_slept_is_no_time_for_hosts_to_be_asked_again(work: Workstation) -> None:
-    """Of a host that has failed and one that was not seen since, the silent one was lost, whatever it had to say."""
+    """A host that was not seen since another failed counts as lost, whatever it had to say."""
     work.run(work.config())
     supervision = _Supervision(open_session(work.context(), work.ledger, SecretSource({}, {})), 0)
     now = work.clock.monotonic()

@@ -78,7 +78,7 @@ class Hosts:
     stacks: dict[int, str] = field(default_factory=dict)
     """Output of the script that dumps stacks."""
     line: str = "a line"
-    """That containers have written."""
+    """The log line that containers have written."""
     execute: Callable[[Sequence[str]], tuple[int, list[str]]] = lambda command: (0, [])
     """Returns the exit code and the lines of a command in a container."""
 

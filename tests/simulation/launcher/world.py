@@ -432,7 +432,7 @@ class World:
     # -- slices -------------------------------------------------------------------------------------------------------
 
     def node_created(self, by: object) -> None:
-        """Checks that no run makes a slice again that it knew, and that somebody else has deleted."""
+        """Checks that no run makes a slice again that it knew, and that another user has deleted."""
         if isinstance(by, Actor) and by.command in ("run", "attach"):
             for node, (deleter, at) in self.record.deleted.items():
                 raced = node in by.deleted or at - by.looked.get(node, at) < _RACE_SECONDS
