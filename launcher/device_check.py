@@ -81,7 +81,7 @@ def check_devices(config: Config, context: Context, seconds: float = SECONDS) ->
         BadInput: The image is of torch-tpu, whose devices it can't try.
         LaunchError: A run is on the slice (CONFLICT), the slice is not READY, or there is no image.
     """
-    if config.backend not in BACKENDS:
+    if config.backend in BACKENDS and BACKENDS[config.backend].devices is None:
         raise BadInput(
             f"the devices can't be tried with the image of {config.backend}: --set image.backend=torch-xla tries them "
             "with PyTorch/XLA"

@@ -25,7 +25,7 @@ from training.accelerators import ACCELERATORS
 from training.distributed.cluster import Cluster, device_kind
 from training.distributed.rendezvous import Rendezvous
 from training.errors import TrainError
-from training.registry import BACKENDS, load
+from training.registry import load_part
 
 PREFIX = "check-devices "
 OLDER_TORCH_XLA = "image.build_args: {REQUIREMENTS: requirements-2.8.txt} takes the torch_xla before"
@@ -169,7 +169,7 @@ def check_host(
     report("kind", kind)
     report("devices_expected", per_host)
     try:
-        _use_devices(load(BACKENDS[backend].devices), cluster, rendezvous, token, report)
+        _use_devices(load_part(backend, "devices", "check of the devices"), cluster, rendezvous, token, report)
     except TrainError:
         raise
     except Exception as error:  # a framework raises anything

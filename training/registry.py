@@ -11,11 +11,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from training.errors import BadInput
+
 # Each name is listed twice, here and in the table below: a checked configuration needs the literal type.
 TaskName = Literal["mlm", "classification", "regression", "causal-lm"]
 OptimizerName = Literal["adamw"]
-BackendName = Literal["torch-xla", "tensorflow"]
-ImageName = Literal[BackendName, "torch-tpu"]  # folders of images/ with the trainer
+BackendName = Literal["torch-xla", "torch-tpu", "tensorflow"]  # each has a folder of images/
+
+
+def load_part(backend: str, part: Literal["tracer", "devices", "profiler"], purpose: str) -> Any:
+    """Imports and returns a part that not every backend has. Raises BadInput, with its `purpose`, if it is lacking."""
+    reference = getattr(BACKENDS[backend], part)
+    if reference is None:
+        raise BadInput(f"backend: {backend} has no {purpose} yet: --set backend=torch-xla has it")
+    return load(reference)
 
 
 def load(reference: str) -> Any:
@@ -78,10 +87,11 @@ class BackendEntry:
     open_pipeline: str  # (pipeline's name, model folder) -> a transformers.pipeline on the CPU
     tpu_environment: str  # (cluster, environment) -> variables to set before the import, on a TPU
     libtpu_defaults: str  # (generation, the user's LIBTPU_INIT_ARGS) -> flags that a training process has beside them
-    tracer: str  # a class with the protocol training.preflight.programs.ProgramTracer
     step_watcher: str  # a class with the protocol training.lint.steps.StepWatcher
-    devices: str  # a class with the protocol training.device_check.Devices
-    profiler: str  # a class with the protocol training.profiler.Tracer
+    # Of a backend that lacks one, None:
+    tracer: str | None  # a class with the protocol training.preflight.programs.ProgramTracer
+    devices: str | None  # a class with the protocol training.device_check.Devices
+    profiler: str | None  # a class with the protocol training.profiler.Tracer
     defaults: Mapping[str, str] = field(default_factory=dict)  # variables to set before the import, unless they are set
 
 
@@ -159,6 +169,18 @@ BACKENDS: dict[str, BackendEntry] = {
         step_watcher="training.backends.torch_xla.lint:TorchStepWatcher",
         devices="training.backends.torch_xla.devices:TorchDevices",
         profiler="training.backends.torch_xla.profiler:TorchProfiler",
+    ),
+    "torch-tpu": BackendEntry(
+        backend="training.backends.torch_tpu.backend:TorchTpu",
+        requires="torch_tpu",
+        inference_requires="torch",
+        open_pipeline="training.models.torch.pipeline:open_pipeline",
+        tpu_environment="training.distributed.torch_tpu:trainer_environment",
+        libtpu_defaults="training.distributed.libtpu_flags:no_defaults",
+        step_watcher="training.lint.steps:CountingWatcher",
+        tracer=None,
+        devices=None,
+        profiler=None,
     ),
     "tensorflow": BackendEntry(
         backend="training.backends.tensorflow.backend:TensorFlow",

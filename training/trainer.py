@@ -32,7 +32,7 @@ from training.models.hub import BackgroundUploader
 from training.optim.schedule import learning_rate
 from training.profiler import Profiler, Tracer
 from training.progress import Compilations, Evaluations, NonFiniteHistory, Progress
-from training.registry import BACKENDS, load
+from training.registry import load_part
 from training.run_end import build_summary, compare_weights, export_model, export_seconds, write_summary
 from training.run_setup import Dependencies, Run, checkpoint_identity, open_checkpoints, open_run
 from training.telemetry.attempt_end import AttemptContext, record_attempt_end
@@ -148,7 +148,7 @@ def open_profiler(run: Run, finished: Callable[[], int]) -> Profiler:
     """Opens the profiler of this host's steps. `finished`: returns the number of steps whose results were read."""
 
     def open_tracer() -> Tracer:
-        tracer: Tracer = load(BACKENDS[run.config.backend].profiler)()
+        tracer: Tracer = load_part(run.config.backend, "profiler", "profiles")()
         return tracer
 
     dependencies, worker = run.dependencies, run.cluster.worker

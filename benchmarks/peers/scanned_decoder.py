@@ -119,10 +119,10 @@ def trace_decoder(config: TrainerConfig, shape: dict[str, Any], target: Accelera
     import numpy as np
     import torch_xla.distributed.spmd as spmd
 
+    from training.backends.torch.step import TrainingStep
     from training.backends.torch_xla import internals, tracing
     from training.backends.torch_xla.sharding import DataParallel
     from training.backends.torch_xla.state import State
-    from training.backends.torch_xla.step import TrainingStep
     from training.distributed.cluster import Cluster
     from training.registry import OPTIMIZERS, load
 

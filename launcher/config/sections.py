@@ -16,7 +16,7 @@ from launcher.config.values import (
     VariableNames,
     Zone,
 )
-from training.registry import ImageName
+from training.registry import BackendName
 from training.yaml_file import Section
 
 
@@ -123,7 +123,7 @@ class ImageSection(Section):
     reference: Annotated[str, Field(pattern=IMAGE_BY_DIGEST)] | None = None
     """REPOSITORY@sha256:...: run this image, and build nothing."""
 
-    backend: ImageName | None = None
+    backend: BackendName | None = None
     """The image to build: torch-xla, torch-tpu or tensorflow; the trainer's `backend` when absent. For programs of
     your own; torch-tpu is for them alone (`tpu-train exec --runtime torch-tpu`), on v4 and newer."""
 

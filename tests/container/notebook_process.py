@@ -29,7 +29,7 @@ from training import one_host
 
 # Where a cell is interrupted: owner, function, and after which call of it.
 PLACES = (
-    ("training.backends.torch_xla.step:TrainingStep", "trace", 2),
+    ("training.backends.torch.step:TrainingStep", "trace", 2),
     ("training.backends.torch_xla.internals", "compile_program", 1),
     ("training.backends.torch_xla.internals", "start_program", 7),
     ("training.backends.torch_xla.backend:_PendingStep", "result", 6),

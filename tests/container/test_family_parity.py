@@ -20,7 +20,7 @@ from torch import Tensor
 from tests.nightly import others_at_night
 from tests.xla_flags import COMPILE_FAST
 from training.backends.torch_xla import internals
-from training.backends.torch_xla.state import _move
+from training.models.torch.move import move
 from training.config import Model
 from training.errors import BadInput
 from training.models.hugging_face import ModelRequirements
@@ -157,7 +157,7 @@ def test_the_first_step_is_that_of_transformers(
     barrier, constants = xm.optimization_barrier_, internals.numbers_as_constants
     remat: Any = "layers" if family in ("llama", "gpt2") else None
     patch_modules(network, remat, default="none", barrier=barrier, constants=constants)
-    _move(network, device)
+    move(network, device)
     if family == "llama":
         monkeypatch.setattr("training.tasks.causal_lm.torch._WHOLE_LOGITS", 10 * VOCABULARY)  # the head in 4 pieces
     sums = load(TASKS[task].torch)

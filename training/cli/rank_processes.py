@@ -104,7 +104,7 @@ def describe_failure(failed: RankProcess, number: int, requested: bool) -> str:
         how = f"was killed by {signal.Signals(-failed.process.returncode).name} (exit code {failed.code})"
     after = "" if requested or number == 1 else f"; the other {number - 1} processes of this host were stopped"
     lines = "".join(f"\n  {line}" for line in failed.last_lines)
-    kind = "stopped" if requested else "error"
+    kind = "stopped" if requested or failed.code == Exit.SAVED else "error"
     return f"tpu-train: {kind}: rank {failed.rank} {how}{after}. Its last lines:{lines or ' none'}"
 
 

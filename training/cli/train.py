@@ -52,6 +52,7 @@ def train(began: float | None, config: str, overrides: tuple[str, ...], run_id: 
         settings = load(config, overrides)
         if run_id:
             os.environ["TPU_LAUNCH_RUN_ID"] = run_id
+        _start_chip_processes(settings)
         cluster, rendezvous = _join_cluster(settings, shutdown)
     stop_seconds = settings.checkpoint.stop_seconds
     shutdown.limit(stop_seconds, lambda: exit_overdue(rendezvous, stop_seconds))
@@ -84,6 +85,7 @@ def evaluate(model: str, config: str, overrides: tuple[str, ...], step: int | No
 
     shutdown = install_signal_handlers()
     settings = load(config, overrides)
+    _start_chip_processes(settings)
     out = os.fdopen(os.dup(1), "w")  # for the figures alone: libraries print to standard output too
     os.dup2(2, 1)
     cluster, rendezvous = _join_cluster(settings, shutdown)
@@ -188,13 +190,27 @@ def profile(steps: int, name: str | None, seconds: float, worker: int | None) ->
     click.echo(f"steps {answer.first} to {answer.last}: {answer.file}")
 
 
+def _start_chip_processes(config: TrainerConfig) -> None:
+    """With TorchTPU, runs this command in a process for each chip of the host, and exits with their exit code; returns
+    in each of these processes, and at once with other backends."""
+    from training.distributed import torch_tpu
+
+    if config.backend == torch_tpu.RUNTIME and "RANK" not in os.environ:
+        from training.cli.user_program import run_chip_processes
+
+        sys.exit(run_chip_processes(["training.cli", *sys.argv[1:]]))
+
+
 def _join_cluster(config: TrainerConfig, shutdown: ShutdownRequest) -> tuple[Cluster, Rendezvous]:
     """Reads this host's place from its environment or the metadata server, and connects to host 0. Raises BadInput if
     the place contradicts itself or the hosts have no shared secret, LostPeer if host 0 does not answer in time."""
+    from training.distributed import torch_tpu
     from training.distributed.cluster import discover
     from training.distributed.rendezvous import join
 
     cluster, timeouts = discover(), config.rendezvous
+    if config.backend == torch_tpu.RUNTIME:
+        cluster = torch_tpu.cluster_of_rank(cluster, os.environ)
     rendezvous = join(
         cluster,
         shutdown,

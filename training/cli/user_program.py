@@ -24,6 +24,7 @@ import importlib.metadata
 import importlib.util
 import os
 import runpy
+import secrets
 import sys
 import traceback
 from collections.abc import Sequence
@@ -33,8 +34,9 @@ from pathlib import Path
 from training.accelerators import ACCELERATORS
 from training.cli.rank_processes import run_ranks
 from training.distributed import torch_tpu
-from training.distributed.cluster import Cluster, device_kind, discover, tpu_environment
+from training.distributed.cluster import SECRET_VARIABLE, Cluster, device_kind, discover, tpu_environment
 from training.errors import BadInput, Exit, TrainError
+from training.telemetry.console import warn
 from training.telemetry.progress_line import FILE_VARIABLE
 
 
@@ -137,16 +139,31 @@ def run_torch_tpu_on_host(script: str, arguments: Sequence[str]) -> int:
     first process that failed, or 0.
 
     Raises:
-        BadInput: The image has no torch_tpu or another version, this is no TPU, or TorchTPU does not know it.
+        BadInput: As `run_chip_processes`.
+    """
+    return run_chip_processes(["training.cli.torch_tpu_rank", script, *arguments])
+
+
+def run_chip_processes(module: Sequence[str]) -> int:
+    """Runs a module with its arguments, as `python -m` would, in one process of TorchTPU for each chip of this host.
+    Returns the exit code of the first process that failed, or 0. Warns of another version of torch_tpu than ours.
+
+    Raises:
+        BadInput: The image has no torch_tpu, this is no TPU, or TorchTPU does not know it.
     """
     installed = next((found.version for found in importlib.metadata.distributions(name="torch_tpu")), None)
-    torch_tpu.require_version(installed)
+    if other := torch_tpu.find_other_version(installed):
+        warn(other)
     if device_kind() != "TPU":
         raise BadInput(
-            f"--runtime {torch_tpu.RUNTIME} needs TPU chips or a virtual TPU, and PJRT_DEVICE is CPU here: rehearse it "
+            f"{torch_tpu.RUNTIME} needs TPU chips or a virtual TPU, and PJRT_DEVICE is CPU here: rehearse it "
             "on an emulated slice (tpu-launch --emulated)"
         )
-    environments = torch_tpu.rank_environments(discover())
-    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}  # torchrun's default, too
-    command = [sys.executable, "-m", "training.cli.torch_tpu_rank", script, *arguments]
-    return run_ranks(command, [{**threads, **environment} for environment in environments])
+    environments = torch_tpu.rank_environments(cluster := discover())
+    shared = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}  # torchrun's default, too
+    if cluster.hosts == 1 and SECRET_VARIABLE not in os.environ:
+        shared[SECRET_VARIABLE] = secrets.token_hex()
+    for environment in environments:
+        if FILE_VARIABLE in os.environ:
+            environment[FILE_VARIABLE] = f"{os.environ[FILE_VARIABLE]}.{environment['RANK']}"
+    return run_ranks([sys.executable, "-m", *module], [{**shared, **environment} for environment in environments])

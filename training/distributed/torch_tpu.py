@@ -4,12 +4,14 @@ TorchTPU's own helper, `torch_tpu._internal.distributed.distributed.set_tpu_laun
 computes the same from our table of accelerators, for TPU VMs too; tests/torch_tpu compares the two. Programs that call
 the helper themselves keep these values: it changes no variable that is set.
 
-Pure. Every internal name of the package that we use is here or in `training/cli/torch_tpu_rank.py`.
+Pure. training/backends/torch_tpu/internals.py has every internal name of the package that we use.
 """
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Mapping
+from dataclasses import replace
 
 from training.accelerators import Accelerator, accelerator
 from training.distributed.cluster import Cluster, tpu_environment
@@ -35,15 +37,32 @@ def find_unsupported(slice_: Accelerator) -> str:
     )
 
 
-def require_version(installed: str | None) -> None:
-    """Raises BadInput unless the installed version of torch_tpu (None: it is missing) is the one this code is for."""
+def find_other_version(installed: str | None) -> str:
+    """Returns a warning if another version of torch_tpu is installed than this code is for; else "". Raises BadInput if
+    none is (None)."""
     if installed is None:
-        raise BadInput(f"--runtime {RUNTIME} needs torch_tpu, which this image lacks: set image.backend: {RUNTIME}")
-    if installed != VERSION:
-        raise BadInput(
-            f"torch_tpu {installed} is installed, and this tpu-launch starts {VERSION}: its interfaces change with "
-            f"every release; install torch_tpu=={VERSION}"
-        )
+        raise BadInput(f"{RUNTIME} needs torch_tpu, which this image lacks: set image.backend: {RUNTIME}")
+    if installed == VERSION:
+        return ""
+    return (
+        f"torch_tpu {installed} is installed, and this tpu-launch was tried with {VERSION}: its interfaces change with "
+        f"every release; install torch_tpu=={VERSION}"
+    )
+
+
+def trainer_environment(_cluster: Cluster, environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns no further variables for a process that has those of `rank_environments`. Raises BadInput for another."""
+    if "TORCH_TPU_TOPOLOGY" not in environment:
+        raise BadInput(f"backend: {RUNTIME} needs one process a chip of a TPU, which `tpu-train train` starts")
+    return {}
+
+
+def cluster_of_rank(cluster: Cluster, environment: Mapping[str, str]) -> Cluster:
+    """Returns the cluster in which each process counts as a host: its worker is its rank, and each address is there
+    once for each chip. `slice_addresses` are those of the hosts."""
+    chips = range(int(environment["LOCAL_WORLD_SIZE"]))
+    addresses = tuple(address for address in cluster.addresses for _ in chips)
+    return replace(cluster, worker=int(environment["RANK"]), addresses=addresses, slice_addresses=cluster.addresses)
 
 
 def rank_environments(cluster: Cluster) -> list[dict[str, str]]:

@@ -78,7 +78,7 @@ def open_pipeline(name: str, folder: str) -> Any:
     for entry in BACKENDS.values():
         if importlib.util.find_spec(entry.inference_requires) is not None:
             return load(entry.open_pipeline)(name, folder)
-    frameworks = " or ".join(entry.inference_requires for entry in BACKENDS.values())
+    frameworks = " or ".join(dict.fromkeys(entry.inference_requires for entry in BACKENDS.values()))
     raise BadInput(f"a prediction needs {frameworks}, and neither is installed here: run in the image of a backend")
 
 

@@ -27,7 +27,7 @@ from training.distributed.rendezvous import SingleHost
 from training.errors import BadInput, Exit, TrainError
 from training.models.hugging_face import ModelRequirements
 from training.preflight.compiler import Program, require_versions
-from training.registry import BACKENDS, TASKS, load
+from training.registry import TASKS, load_part
 from training.run_setup import prepare_framework
 from training.tasks.task import task_class
 
@@ -151,6 +151,7 @@ def trace_programs(
     os.environ["PJRT_DEVICE"] = "CPU"
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     require_versions()
+    tracer_class = load_part(config.backend, "tracer", "preflight")
     prepare_framework(config.backend)
     config = config.for_device("TPU")
 
@@ -160,7 +161,7 @@ def trace_programs(
         requirements = ModelRequirements(facts.vocabulary, facts.pad, longest, head, facts.labels)
         return backend_class(config, Cluster(0, ("localhost",)), SingleHost(), requirements, "preflight")
 
-    tracer: ProgramTracer = load(BACKENDS[config.backend].tracer)(open_backend, devices)
+    tracer: ProgramTracer = tracer_class(open_backend, devices)
     programs = []
     # Trace evaluations first: they don't change the state, while a traced step may.
     for graph in sorted(graphs, key=lambda graph: graph.kind != "evaluation"):

@@ -16,7 +16,6 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as xla_metrics
@@ -25,13 +24,14 @@ from torch_xla.backends import set_mat_mul_precision
 
 from training.backends.compile_cache.pjrt import open_cache
 from training.backends.placement import bytes_on_device
+from training.backends.torch.network import build_network
+from training.backends.torch.step import REPORT, HostArray, StepInputs, TrainingStep, read_report
 from training.backends.torch_xla import internals
 from training.backends.torch_xla.processor import describe_slow_products, read_flags
-from training.backends.torch_xla.sharding import REPORT, DataParallel, HostArray
+from training.backends.torch_xla.sharding import DataParallel
 from training.backends.torch_xla.state import State
-from training.backends.torch_xla.step import StepInputs, TrainingStep
 from training.backends.torch_xla.step_cache import Shapes, StepCache
-from training.batch import SUMS, Arrays, HostBatch, Signals, StepResult
+from training.batch import Arrays, HostBatch, Signals, StepResult
 from training.checkpoint.safetensors_file import TensorSpec
 from training.checkpoint.slices import StateSlices
 from training.checkpoint.snapshot import Snapshot
@@ -39,9 +39,7 @@ from training.config import TrainerConfig
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import Rendezvous
 from training.models.hugging_face import ModelRequirements
-from training.models.torch.empty import build_empty
-from training.models.torch.lora import add_lora, freeze
-from training.models.torch.network import build, patch_modules, slow_parts
+from training.models.torch.network import slow_parts
 from training.preflight.checked_programs import CheckedPrograms
 from training.preflight.compiler import hash_hlo
 from training.registry import OPTIMIZERS, TASKS, load
@@ -84,17 +82,10 @@ class TorchXla:
             self._exchange = Exchange(cluster, rendezvous, token, config.rendezvous.seconds)
         self.in_flight = 0 if self._exchange else 2 if self._sharding.is_spmd else 1
         rendezvous.set_phase("building the model")
-        dropout = config.train.dropout
-        network: Any = build_empty(config.model, requirements, dropout=dropout) if only_traces else None
-        network = network or build(config.model, requirements, dropout=dropout, seed=config.seed)
-        noise = patch_modules(
-            network, config.train.remat, default="attention" if self._sharding.is_spmd else "none",
+        network, noise = build_network(
+            config, requirements, remat="attention" if self._sharding.is_spmd else "none", only_traces=only_traces,
             barrier=xm.optimization_barrier_, constants=internals.numbers_as_constants,
         )  # fmt: skip
-        if config.lora:
-            add_lora(network, config.lora, config.seed, has_fresh_head=requirements.head.is_fresh)
-        freeze(network, config.train.freeze)
-        network.label_smoothing = config.train.label_smoothing
         self._checked = CheckedPrograms(os.environ, comparable=self._sharding.is_spmd, warns=cluster.is_first)
         # What earlier runs in this process have counted.
         self._compiled_before, self._transfers_before = count_compiled(), count_transfers()
@@ -285,13 +276,7 @@ class _PendingStep:
         values = [value for tensor in self._report for value in self._state.to_host(tensor).tolist()]
         for prove in self._proofs:
             prove()
-        stop, save = values[len(SUMS) : REPORT]
-        sums, signals = dict(zip(SUMS, values, strict=False)), Signals(stop > 0, save > 0)
-        further = values[REPORT:]
-        if self._trains:
-            norm, skipped = further
-            return StepResult(sums, signals, gradient_norm=norm, skipped=skipped > 0)
-        return StepResult(sums, signals, np.array(further) if further else None)
+        return read_report(values, trains=self._trains)
 
 
 # --- torch_xla's own counts, since the start of the process

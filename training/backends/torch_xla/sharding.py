@@ -10,45 +10,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import torch_xla
+import torch_xla.core.xla_model as xm
 import torch_xla.distributed.spmd as spmd
 import torch_xla.runtime as xla_runtime
 from torch import Tensor
 
 from training.backends import placement
 from training.backends.placement import FSDP, ROWS, Axes, mesh_shape
+from training.backends.torch.step import HostArray, replicated, rows_of
 from training.backends.torch_xla import internals
-from training.batch import SUMS, Arrays, Signals
+from training.batch import Arrays
 from training.checkpoint.slices import HeldSlice
 from training.config import mesh_mistake
 from training.distributed.cluster import Cluster
 from training.errors import BadInput, TrainError, UnusableTpu
-
-SIGNALS = 2  # stop, save
-REPORT = len(SUMS) + SIGNALS  # numbers that every step gives: the sums, and how many hosts raise each signal
-
-
-@dataclass(frozen=True)
-class HostArray:
-    """An array on this host, and its layout over the devices."""
-
-    array: np.ndarray
-    axes: Axes
-
-
-def rows_of(array: np.ndarray) -> HostArray:
-    """Returns (rows, ...) of this host, split by rows over all devices of all hosts."""
-    return HostArray(array, (ROWS, *[None] * (array.ndim - 1)))
-
-
-def replicated(array: np.ndarray) -> HostArray:
-    """Returns the same array for every device."""
-    return HostArray(array, (None,) * array.ndim)
 
 
 class DataParallel:
@@ -69,7 +49,7 @@ class DataParallel:
             if not is_tpu:
                 raise
             raise UnusableTpu(str(error), cluster.accelerator_type) from None
-        self._hosts = cluster.hosts
+        self._hosts, self.local_devices = cluster.hosts, self.devices // cluster.hosts
         if self.is_spmd and (mistake := mesh_mistake(fsdp, self.devices)):
             raise BadInput(mistake)
         self.mesh_shape = mesh_shape(self.devices, fsdp) if self.is_spmd else mesh_shape(1, 1)
@@ -102,12 +82,9 @@ class DataParallel:
         """Uploads the same array to every device."""
         return self.send([replicated(array)])[0]
 
-    def signal_rows(self, signals: Signals) -> HostArray:
-        """Returns (devices of this host, 5): rows whose sum over all hosts is zeros for the sums, then the number of
-        hosts that raise each signal."""
-        rows = np.zeros((self.devices // self._hosts, REPORT), dtype=np.float32)
-        rows[0, len(SUMS) :] = [signals.stop, signals.save]
-        return rows_of(rows)
+    def set_seed(self, seed: int) -> None:
+        """Seeds PyTorch's generator of the device."""
+        xm.set_rng_state(seed, self.device)
 
     def send(self, arrays: list[HostArray]) -> list[Tensor]:
         """Uploads all arrays in one call."""

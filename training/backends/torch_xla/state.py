@@ -30,49 +30,31 @@ from torch.utils.dlpack import from_dlpack
 from torch_xla.utils.dlpack import to_dlpack
 
 from training.backends.placement import PACKED
+from training.backends.torch.state import HostState
+from training.backends.torch.step import HostArray
 from training.backends.torch_xla import internals
-from training.backends.torch_xla.sharding import DataParallel, HostArray
-from training.checkpoint.safetensors_file import Damaged, TensorSpec
+from training.backends.torch_xla.sharding import DataParallel
+from training.checkpoint.safetensors_file import TensorSpec
 from training.checkpoint.slices import Slice, copy_into, key_in_part, whole
 from training.checkpoint.snapshot import Snapshot, in_batches
 from training.models.torch.dropout import DropoutNoise
+from training.models.torch.move import move
 
 
-class State:
-    """A network, its optimizer's tensors, and the table that its dropouts draw from."""
-
+class State(HostState):
     def __init__(self, network: Any, optimizer_class: Any, settings: Any, noise: DropoutNoise | None) -> None:
         """Keeps all on the host. `network`: in training mode, maybe without weights (`models.torch.empty`), for tracing
         only; `optimizer_class`: of training.registry.OPTIMIZERS, with
         its `settings`; `noise`: of the network's dropouts, as `patch_modules` returns it."""
-        self.network, self.noise = network, noise
-        self._name_parameters()
+        super().__init__(network, optimizer_class, settings, noise)
         self.is_empty = any(parameter.is_meta for parameter in self.parameters.values())
-        self.optimizer = optimizer_class(settings, self.trained)
-        self.is_uploaded = False
         self._packs = True  # once it is uploaded to SPMD's devices
         self._packed: dict[str, Tensor] = {}  # packed buffers by name: (members, length)
         self._members: dict[str, list[str]] = {}  # names of the tensors in each packed buffer
-        self._specs = {
-            name: TensorSpec("F32", tuple(value.shape), value.numel() * 4) for name, value in self.tensors().items()
-        }
         self._newest: list[Tensor] | None = None  # buffers that a program returned and no tensor holds yet
         self.undeclared: dict[int, str] = {}  # names of placeholders, which nothing can be declared of, by id
         self.planned_transfers = 0  # copies to the host that a result or a snapshot asked for
         self._snapshot = Snapshot()
-
-    def _name_parameters(self) -> None:
-        self.parameters: dict[str, Tensor] = dict(self.network.named_parameters())  # tied ones once
-        self.trained = {name: value for name, value in self.parameters.items() if value.requires_grad}
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Returns all tensors by their names in a checkpoint. On the devices, read and change them within `recording`
-        only."""
-        groups = {"model": self.parameters, **self.optimizer.state()}
-        return {f"{group}/{name}": value for group, values in groups.items() for name, value in values.items()}
-
-    def tensor_specs(self) -> dict[str, TensorSpec]:
-        return dict(self._specs)
 
     # --- on the devices
 
@@ -149,8 +131,8 @@ class State:
             sent |= dict(zip(names, sharding.send(placed), strict=True))
             for member in (member for name in names for member in self._members.get(name, [name])):
                 tensors[member].data = torch.empty(0)  # its memory is free
-        _move(self.network, sharding.device)
-        self._name_parameters()
+        move(self.network, sharding.device, internals.placeholder)
+        self.name_parameters()
         if self.noise:
             self.noise.table = sharding.send_replicated(self.noise.table.numpy())
         self._nothing = sharding.send_replicated(np.empty(0, np.float32))
@@ -169,17 +151,6 @@ class State:
             return np.stack([tensors[member].detach().numpy() for member in self._members[name]])
         array: np.ndarray = tensors[name].detach().numpy()
         return array
-
-    def load(self, tensors: Mapping[str, tuple[TensorSpec, memoryview]]) -> None:
-        """Replaces tensors by copies, before `upload`. Raises Damaged for an unknown name, type or shape."""
-        assert not self.is_uploaded, "restore before the first step"
-        current = self.tensors()
-        for name, (spec, data) in tensors.items():
-            if self._specs.get(name) != spec:
-                raise Damaged(f"tensor {name} is {spec.dtype} {list(spec.shape)}, which has no place in this model")
-            # By numpy: a copy by torch waits for all of its threads, each of which may have to wait for a busy
-            # processor.
-            current[name].detach().numpy()[...] = np.frombuffer(data, np.float32).reshape(spec.shape)
 
     def snapshot(self, buffers: Mapping[str, memoryview], sharding: DataParallel) -> Snapshot:
         """Copies tensors, or slices that this host holds, to host memory: before it returns, unless on a single CPU
@@ -268,28 +239,3 @@ def _group_vectors(specs: Mapping[str, TensorSpec]) -> dict[str, list[str]]:
         if len(spec.shape) == 1:
             members.setdefault(f"{name.partition('/')[0]}{PACKED}{spec.shape[0]}", []).append(name)
     return members
-
-
-def _move(network: Any, device: Any) -> None:
-    """Moves a network to the device, with tied weights still tied: moving to XLA makes two of a tied weight.
-
-    transformers' `tie_weights` would tie them too, but pads the bias of some heads: an operation that waits for the
-    first step, whose program is then another one than that of the second.
-    """
-    names: dict[int, list[str]] = {}
-    for name, parameter in network.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    for first, *others in names.values():
-        if (parameter := network.get_parameter(first)).is_meta:
-            parameter = torch.nn.Parameter(internals.placeholder(parameter.shape), parameter.requires_grad)
-            for name in (first, *others):
-                _set_parameter(network, name, parameter)
-    network.to(device)
-    for first, *others in names.values():
-        for other in others:
-            _set_parameter(network, other, network.get_parameter(first))
-
-
-def _set_parameter(network: Any, name: str, parameter: Any) -> None:
-    module, _, attribute = name.rpartition(".")
-    setattr(network.get_submodule(module), attribute, parameter)

@@ -26,10 +26,10 @@ import torch
 import torch_xla
 from torch import Tensor
 
+from training.backends.torch.step import StepInputs
 from training.backends.torch_xla import internals
 from training.backends.torch_xla.python_state import read_plain_values
 from training.backends.torch_xla.state import State
-from training.backends.torch_xla.step import StepInputs
 from training.errors import TrainError
 
 FIRST_TRACED = 4  # batches of a shape

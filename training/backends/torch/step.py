@@ -3,31 +3,33 @@
 Few programs: everything that changes with the step (learning rate, the optimizer's scalars, the seed of dropout)
 reaches the device as data, never as a constant. Weights and the optimizer's state are fp32; bf16 is autocast.
 
-Nothing here runs on a device: torch_xla records the operations, and `step_cache` runs them as one program. Every tensor
-that is alive then becomes an output of the program. So gradients live in no variable that outlasts a call.
+For every runtime of PyTorch. With torch_xla nothing here runs on a device: it records the operations, and `step_cache`
+runs them as one program. Every tensor that is alive then becomes an output of the program. So gradients live in no
+variable that outlasts a call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
-import torch_xla.core.xla_model as xm
 from torch import Tensor
 
+from training.backends.placement import ROWS, Axes
 from training.backends.seeds import step_seed
-from training.backends.torch_xla.sharding import REPORT, DataParallel, HostArray, replicated, rows_of
-from training.backends.torch_xla.state import State
-from training.batch import SUMS, Arrays, Signals
+from training.backends.torch.state import HostState
+from training.batch import SUMS, Arrays, Signals, StepResult
 from training.config import TrainerConfig
 from training.data.sampling.order import host_rows
 from training.distributed.cluster import Cluster
 from training.models.torch.dropout import row_keys
 from training.optim.schedule import learning_rate
 
+SIGNALS = 2  # stop, save
+REPORT = len(SUMS) + SIGNALS  # numbers that every step gives: the sums, and how many hosts raise each signal
 _ROW_KEYS = "row_keys"  # beside a piece's arrays: what dropout draws from
 
 # A task's half: (network, rows) -> the sums (3,) of training.batch.SUMS, and what else an evaluation counts.
@@ -35,6 +37,60 @@ TaskSums = Callable[[Any, dict[str, Tensor]], tuple[Tensor, Tensor | None]]
 
 A = TypeVar("A")
 B = TypeVar("B")
+
+
+@dataclass(frozen=True)
+class HostArray:
+    """An array on this host, and its layout over the devices."""
+
+    array: np.ndarray
+    axes: Axes
+
+
+def rows_of(array: np.ndarray) -> HostArray:
+    """Returns (rows, ...) of this host, split by rows over all devices of all hosts."""
+    return HostArray(array, (ROWS, *[None] * (array.ndim - 1)))
+
+
+def replicated(array: np.ndarray) -> HostArray:
+    """Returns the same array for every device."""
+    return HostArray(array, (None,) * array.ndim)
+
+
+def signal_rows(signals: Signals, devices: int) -> HostArray:
+    """Returns (devices of this host, 5): rows whose sum over all hosts is zeros for the sums, then the number of hosts
+    that raise each signal."""
+    rows = np.zeros((devices, REPORT), dtype=np.float32)
+    rows[0, len(SUMS) :] = [signals.stop, signals.save]
+    return rows_of(rows)
+
+
+def read_report(values: list[float], *, trains: bool) -> StepResult:
+    """Splits a report into sums, signals, and a step's update (training.batch.UPDATE) or an evaluation's counts."""
+    stop, save = values[len(SUMS) : REPORT]
+    sums, signals = dict(zip(SUMS, values, strict=False)), Signals(stop > 0, save > 0)
+    further = values[REPORT:]
+    if trains:
+        norm, skipped = further
+        return StepResult(sums, signals, gradient_norm=norm, skipped=skipped > 0)
+    return StepResult(sums, signals, np.array(further) if further else None)
+
+
+class Layout(Protocol):
+    """The devices that this process computes on."""
+
+    device: Any  # a torch.device
+    is_spmd: bool  # one program computes the rows of all processes
+    local_devices: int  # of this process
+
+    def set_seed(self, seed: int) -> None:
+        """Seeds PyTorch's generator of the device."""
+
+    def scatter_gradients(self, gradients: Mapping[str, Tensor]) -> None:
+        """Declares where gradients, by the name of their parameter, are needed."""
+
+    def replicate_report(self, report: Tensor) -> Tensor:
+        """Declares that every device holds all of the report, and returns it."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +116,7 @@ class TrainingStep:
     """The step of one run, as operations on its state."""
 
     def __init__(
-        self, config: TrainerConfig, cluster: Cluster, state: State, sharding: DataParallel, task_sums: TaskSums
+        self, config: TrainerConfig, cluster: Cluster, state: HostState, sharding: Layout, task_sums: TaskSums
     ) -> None:
         self._config, self._train, self._cluster = config, config.train, cluster
         self._state, self._sharding, self._task_sums = state, sharding, task_sums
@@ -69,7 +125,7 @@ class TrainingStep:
         """Returns what training step `number` reads, from this host's rows of the batch."""
         scalars = (learning_rate(self._train, number), *self._state.optimizer.step_scalars(number))
         return StepInputs(
-            self._sharding.signal_rows(signals),
+            signal_rows(signals, self._sharding.local_devices),
             [_rows_of_all(piece) for piece in self._pieces(self._with_row_keys(number, batch))],
             (replicated(np.array(scalars, dtype=np.float32)),),
         )
@@ -86,7 +142,7 @@ class TrainingStep:
 
     def gradients(self, number: int, inputs: StepInputs[Tensor]) -> tuple[list[Tensor], Tensor]:
         """Returns the gradients of the summed loss over this host's rows (SPMD: over all), and the report, (5,)."""
-        xm.set_rng_state(self.seed(number), self._sharding.device)
+        self._sharding.set_seed(self.seed(number))
         parameters = list(self._state.trained.values())
         gradients: list[Tensor] = []
         report = inputs.signals.sum(0)
@@ -126,7 +182,7 @@ class TrainingStep:
 
     def evaluation_inputs(self, batch: Arrays, signals: Signals) -> StepInputs[HostArray]:
         """Returns what an evaluation reads, from this host's rows."""
-        return StepInputs(self._sharding.signal_rows(signals), [_rows_of_all(batch)])
+        return StepInputs(signal_rows(signals, self._sharding.local_devices), [_rows_of_all(batch)])
 
     def trace_evaluation(self, inputs: StepInputs[Tensor]) -> Tensor:
         """Records an evaluation. Returns its report and the task's counts, (5 + counts,)."""
@@ -165,7 +221,8 @@ class TrainingStep:
 
     def _autocast(self) -> Any:
         """Returns a block whose matrix products are in bf16 if `train.precision` says so, else in fp32."""
-        return torch.autocast("xla", dtype=torch.bfloat16, enabled=self._train.precision == "bf16")
+        kind, is_bf16 = self._sharding.device.type, self._train.precision == "bf16"
+        return torch.autocast(kind, dtype=torch.bfloat16, enabled=is_bf16)
 
 
 def _rows_of_all(batch: Arrays) -> dict[str, HostArray]:

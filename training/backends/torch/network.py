@@ -1,0 +1,38 @@
+"""The network of a run, for every runtime of PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from training.config import Remat, TrainerConfig
+from training.models.hugging_face import ModelRequirements
+from training.models.torch.attention import Barrier
+from training.models.torch.dropout import DropoutNoise
+from training.models.torch.empty import build_empty
+from training.models.torch.lora import add_lora, freeze
+from training.models.torch.network import build, patch_modules
+
+
+def build_network(
+    config: TrainerConfig,
+    requirements: ModelRequirements,
+    *,
+    remat: Remat,
+    barrier: Barrier,
+    constants: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    only_traces: bool = False,
+) -> tuple[Any, DropoutNoise | None]:
+    """Returns the network on the host, with our attention and dropout, adapters and frozen weights, and what its
+    dropouts draw from. `remat`: the default; `barrier`, `constants`: the runtime's, as `patch_modules` takes them; one
+    that `only_traces` has no weights, if it can."""
+    dropout = config.train.dropout
+    network: Any = build_empty(config.model, requirements, dropout=dropout) if only_traces else None
+    network = network or build(config.model, requirements, dropout=dropout, seed=config.seed)
+    noise = patch_modules(network, config.train.remat, default=remat, barrier=barrier, constants=constants)
+    if config.lora:
+        add_lora(network, config.lora, config.seed, has_fresh_head=requirements.head.is_fresh)
+    freeze(network, config.train.freeze)
+    network.label_smoothing = config.train.label_smoothing
+    return network, noise

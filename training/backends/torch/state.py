@@ -1,0 +1,54 @@
+"""The state of a run on the host: the network's parameters and the optimizer's tensors, by their names in a
+checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from training.checkpoint.safetensors_file import Damaged, TensorSpec
+from training.models.torch.dropout import DropoutNoise
+
+
+class HostState:
+    """A network, its optimizer's tensors, and the table that its dropouts draw from."""
+
+    def __init__(self, network: Any, optimizer_class: Any, settings: Any, noise: DropoutNoise | None) -> None:
+        """Keeps all on the host. `network`: in training mode; `optimizer_class`: of training.registry.OPTIMIZERS, with
+        its `settings`; `noise`: of the network's dropouts, as `patch_modules` returns it."""
+        self.network, self.noise = network, noise
+        self.name_parameters()
+        self.optimizer = optimizer_class(settings, self.trained)
+        self.is_uploaded = False
+        self._specs = {
+            name: TensorSpec("F32", tuple(value.shape), value.numel() * 4) for name, value in self.tensors().items()
+        }
+
+    def name_parameters(self) -> None:
+        """Reads the parameters from the network, again after they were moved."""
+        self.parameters: dict[str, Tensor] = dict(self.network.named_parameters())  # tied ones once
+        self.trained = {name: value for name, value in self.parameters.items() if value.requires_grad}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns all tensors by their names in a checkpoint. On torch_xla's devices, read and change them within
+        `recording` only."""
+        groups = {"model": self.parameters, **self.optimizer.state()}
+        return {f"{group}/{name}": value for group, values in groups.items() for name, value in values.items()}
+
+    def tensor_specs(self) -> dict[str, TensorSpec]:
+        return dict(self._specs)
+
+    def load(self, tensors: Mapping[str, tuple[TensorSpec, memoryview]]) -> None:
+        """Replaces tensors by copies, before the state is on a device. Raises Damaged for an unknown name, type or
+        shape."""
+        assert not self.is_uploaded, "restore before the first step"
+        current = self.tensors()
+        for name, (spec, data) in tensors.items():
+            if self._specs.get(name) != spec:
+                raise Damaged(f"tensor {name} is {spec.dtype} {list(spec.shape)}, which has no place in this model")
+            # By numpy: a copy by torch waits for all of its threads, each of which may have to wait for a busy
+            # processor.
+            current[name].detach().numpy()[...] = np.frombuffer(data, np.float32).reshape(spec.shape)
