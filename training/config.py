@@ -542,10 +542,10 @@ def _training_mistakes(config: TrainerConfig) -> Iterator[Mistake]:
             ("train", "remat"),
             "the TensorFlow backend keeps everything for the backward pass: remove train.remat, or use torch-xla",
         )
-    if config.backend == "tensorflow" and train.mesh.fsdp > 1:
+    if config.backend != "torch-xla" and train.mesh.fsdp > 1:
         yield (
             ("train", "mesh", "fsdp"),
-            "the TensorFlow backend holds the whole state on every device: remove train.mesh, or use torch-xla",
+            f"the backend {config.backend} holds the whole state on every device: remove train.mesh, or use torch-xla",
         )
     if config.backend != "tensorflow" and train.steps_per_call is not None:
         yield (

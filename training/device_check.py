@@ -25,7 +25,7 @@ from training.accelerators import ACCELERATORS
 from training.distributed.cluster import Cluster, device_kind
 from training.distributed.rendezvous import Rendezvous
 from training.errors import TrainError
-from training.registry import load_part
+from training.registry import BACKENDS, load
 
 PREFIX = "check-devices "
 OLDER_TORCH_XLA = "image.build_args: {REQUIREMENTS: requirements-2.8.txt} takes the torch_xla before"
@@ -168,8 +168,10 @@ def check_host(
         per_host = slice_.devices // slice_.hosts
     report("kind", kind)
     report("devices_expected", per_host)
+    devices = BACKENDS[backend].devices
+    assert devices is not None, "the command line offers no other backend"
     try:
-        _use_devices(load_part(backend, "devices", "check of the devices"), cluster, rendezvous, token, report)
+        _use_devices(load(devices), cluster, rendezvous, token, report)
     except TrainError:
         raise
     except Exception as error:  # a framework raises anything

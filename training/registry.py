@@ -11,20 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from training.errors import BadInput
-
 # Each name is listed twice, here and in the table below: a checked configuration needs the literal type.
 TaskName = Literal["mlm", "classification", "regression", "causal-lm"]
 OptimizerName = Literal["adamw"]
 BackendName = Literal["torch-xla", "torch-tpu", "tensorflow"]  # each has a folder of images/
-
-
-def load_part(backend: str, part: Literal["tracer", "devices", "profiler"], purpose: str) -> Any:
-    """Imports and returns a part that not every backend has. Raises BadInput, with its `purpose`, if it is lacking."""
-    reference = getattr(BACKENDS[backend], part)
-    if reference is None:
-        raise BadInput(f"backend: {backend} has no {purpose} yet: --set backend=torch-xla has it")
-    return load(reference)
 
 
 def load(reference: str) -> Any:

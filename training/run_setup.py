@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from training import storage as default_storage
 from training.backends.protocol import Backend, OpenBackend
@@ -261,6 +261,14 @@ def import_backend(name: str) -> OpenBackend:
     """Returns the class of a registered backend, its framework imported. Raises BadInput if it is not installed."""
     prepare_framework(name)
     return cast(OpenBackend, load(BACKENDS[name].backend))
+
+
+def load_part(backend: str, part: Literal["tracer", "profiler"], purpose: str) -> Any:
+    """Imports and returns a part that not every backend has. Raises BadInput, with its `purpose`, if it is lacking."""
+    reference = getattr(BACKENDS[backend], part)
+    if reference is None:
+        raise BadInput(f"backend: {backend} has no {purpose} yet: --set backend=torch-xla has it")
+    return load(reference)
 
 
 def prepare_framework(name: str) -> None:

@@ -32,9 +32,8 @@ from training.models.hub import BackgroundUploader
 from training.optim.schedule import learning_rate
 from training.profiler import Profiler, Tracer
 from training.progress import Compilations, Evaluations, NonFiniteHistory, Progress
-from training.registry import load_part
 from training.run_end import build_summary, compare_weights, export_model, export_seconds, write_summary
-from training.run_setup import Dependencies, Run, checkpoint_identity, open_checkpoints, open_run
+from training.run_setup import Dependencies, Run, checkpoint_identity, load_part, open_checkpoints, open_run
 from training.telemetry.attempt_end import AttemptContext, record_attempt_end
 from training.telemetry.attempts import NonFiniteStep, write_nonfinite
 from training.telemetry.console import Console, warn

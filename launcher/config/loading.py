@@ -242,12 +242,12 @@ def _check_torch_tpu(config: Config) -> None:
     words = [word for argument in config.run.command or () for word in argument.split("=")]
     wanted = ("--runtime", torch_tpu.RUNTIME) in itertools.pairwise(words)
     document, image = config.document, config.image
-    if not wanted and image.backend != torch_tpu.RUNTIME:
+    if not wanted and config.backend != torch_tpu.RUNTIME:
         return
     for candidate in config.all_candidates:
         if reason := torch_tpu.find_unsupported(accelerator(candidate.accelerator_type)):
             raise ConfigError(f"{document.place(('slice', 'accelerator_type'))}: slice.accelerator_type: {reason}")
-    if wanted and image.backend != torch_tpu.RUNTIME and not (image.dockerfile or image.reference or image.base):
+    if wanted and config.backend != torch_tpu.RUNTIME and not (image.dockerfile or image.reference or image.base):
         raise ConfigError(
             f"{document.place(('run', 'command'))}: run.command: --runtime {torch_tpu.RUNTIME} needs image.backend: "
             f"{torch_tpu.RUNTIME}"

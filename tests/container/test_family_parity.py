@@ -20,10 +20,10 @@ from torch import Tensor
 from tests.nightly import others_at_night
 from tests.xla_flags import COMPILE_FAST
 from training.backends.torch_xla import internals
-from training.models.torch.move import move
 from training.config import Model
 from training.errors import BadInput
 from training.models.hugging_face import ModelRequirements
+from training.models.torch.move import move
 from training.models.torch.network import build, patch_modules
 from training.registry import TASKS, load
 

@@ -27,8 +27,8 @@ from training.distributed.rendezvous import SingleHost
 from training.errors import BadInput, Exit, TrainError
 from training.models.hugging_face import ModelRequirements
 from training.preflight.compiler import Program, require_versions
-from training.registry import TASKS, load_part
-from training.run_setup import prepare_framework
+from training.registry import TASKS
+from training.run_setup import load_part, prepare_framework
 from training.tasks.task import task_class
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Generator, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
@@ -46,6 +47,8 @@ class Chip:
         """Opens the device and connects all processes, which must all call it. A sum takes at most `seconds`. Raises
         BadInput in a process that has not TorchTPU's variables, and UnusableTpu."""
         trainer_environment(cluster, os.environ)
+        # torch_tpu reads `.grad` of every operation's inputs, and warns of its own variables.
+        warnings.filterwarnings("ignore", r"The \.grad attribute|<TorchTpu")
         torch.set_float32_matmul_precision("highest")  # products of fp32; products of bf16 stay as they are
         self._rendezvous = rendezvous
         try:
@@ -99,6 +102,9 @@ class TorchTpu:
         rendezvous.set_phase("building the model")
         # Operations run as they come, and nothing merges a second computation with the first: no barrier.
         network, noise = build_network(config, requirements, remat="attention", barrier=lambda _tensors: None)
+        for module in network.modules():
+            if isinstance(module, torch.nn.LayerNorm):
+                module.register_forward_pre_hook(_widen)
         self._state = HostState(network, load(OPTIMIZERS[config.train.optimizer].torch), config.train, noise)
         self._step = TrainingStep(config, cluster, self._state, self._chip, load(TASKS[config.task].torch))
         self.opening_seconds = {"devices": opened - began, "model": time.monotonic() - opened}
@@ -172,6 +178,12 @@ class TorchTpu:
 
     def preflight(self) -> str | None:
         return None
+
+
+def _widen(_norm: Any, inputs: tuple[Tensor]) -> tuple[Tensor]:
+    """Returns a normalization's input in fp32: autocast leaves it in bf16 on this device, and torch_tpu 0.2.0 can't
+    compile a normalization whose weights are of another type."""
+    return (inputs[0].float(),)
 
 
 class _PendingStep:
