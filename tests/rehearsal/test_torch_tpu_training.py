@@ -1,13 +1,21 @@
 """The trainer with TorchTPU on an emulated v4-8: four processes on a virtual TPU have torch-xla's losses, and a killed
-and resumed run has them too. Starts one slice and trains three times; about 4 minutes after the images are built."""
+and resumed run, or one that changes the runtime, has them too. Starts one slice; about 4 minutes after the images are
+built."""
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from launcher.emulator.vm import virtual_tpu
+from launcher.images.build import ensure_image
+from launcher.images.specification import default_spec
+from tests.container import small_runs
 from tests.rehearsal.workstation import ROOT, Workstation, docker
 
 pytestmark = pytest.mark.alone
@@ -72,3 +80,36 @@ def test_four_processes_train_as_torch_xla_does_through_a_kill_and_export_a_mode
     answers = work.good(*LOCAL, "predict", found["model"], "The [MASK] statement ends a loop.")
     assert "statement ends a loop" in answers.output
     work.good("--emulated", "down", "-f", FILE)
+
+
+def train_in(backend: str, folder: Path, run_id: str, attempt: int) -> dict[str, Any]:
+    """Trains in a container of the backend's image, on a virtual v4-8, with its files in `folder`."""
+    config = small_runs.document(folder, backend=backend, train__precision="fp32", checkpoint__every_steps=5)
+    (folder / "config.yaml").write_text(json.dumps(config))
+    volume = virtual_tpu.ensure_volume(ROOT / "images" / "virtual-tpu", print)
+    told = {
+        **virtual_tpu.container_environment(), "TPU_ACCELERATOR_TYPE": "v4-8", "TPU_LAUNCH_RUN_ID": run_id,
+        "TPU_LAUNCH_ATTEMPT": str(attempt),
+    }  # fmt: skip
+    image = ensure_image(default_spec(backend), print).reference
+    docker(
+        "run", "--rm", "--network=none", "--shm-size=1g", f"--user={os.getuid()}:{os.getgid()}", "--env=HOME=/tmp",
+        f"--volume={folder}:{folder}", f"--volume={volume}:{virtual_tpu.MOUNTED_AT}:ro",
+        *(f"--env={name}={value}" for name, value in told.items()), image,
+        "tpu-train", "train", f"{folder}/config.yaml",
+    )  # fmt: skip
+    return small_runs.summary(folder, run_id)
+
+
+@pytest.mark.parametrize(("first", "then"), [("torch-xla", "torch-tpu"), ("torch-tpu", "torch-xla")])
+def test_a_run_changes_the_runtime_at_a_checkpoint(first: str, then: str, tmp_path: Path) -> None:
+    """The last two of twelve steps are trained again by the other runtime."""
+    small_runs.prepare(tmp_path)
+    straight = train_in(first, tmp_path, "straight", 0)
+    shutil.copytree(tmp_path / "runs" / "straight", tmp_path / "runs" / "changed")
+    shutil.rmtree(tmp_path / "runs" / "changed" / "checkpoints" / "step-00000012")
+    changed = train_in(then, tmp_path, "changed", 1)
+    assert changed["attempt"] == 1
+    for key in ("last_loss", "eval_loss"):
+        assert changed[key] == pytest.approx(straight[key], rel=1e-5), key
+    assert small_runs.losses(tmp_path, "changed") == pytest.approx(small_runs.losses(tmp_path, "straight"), rel=1e-5)

@@ -11,9 +11,11 @@ from training.distributed.torch_tpu import (
     MASTER_PORT,
     SLICE_BUILDER_PORTS,
     VERSION,
+    cluster_of_rank,
+    find_other_version,
     find_unsupported,
     rank_environments,
-    require_version,
+    trainer_environment,
 )
 from training.errors import BadInput
 
@@ -80,9 +82,23 @@ def test_v2_and_v3_are_refused() -> None:
     assert not find_unsupported(accelerator("v5litepod-8"))
 
 
-def test_another_version_is_refused_in_one_line() -> None:
-    require_version(VERSION)
-    for installed in ("0.3.0", None):
-        with pytest.raises(BadInput) as refused:
-            require_version(installed)
-        assert "\n" not in str(refused.value)
+def test_another_version_is_warned_about_in_one_line_and_none_is_refused() -> None:
+    assert find_other_version(VERSION) == ""
+    assert "\n" not in (warning := find_other_version("0.3.0"))
+    assert f"install torch_tpu=={VERSION}" in warning
+    with pytest.raises(BadInput, match=r"needs torch_tpu, which this image lacks"):
+        find_other_version(None)
+
+
+def test_each_process_counts_as_a_host_of_the_trainer() -> None:
+    hosts = ("10.0.0.2", "10.0.0.3")
+    processes = [
+        cluster_of_rank(Cluster(worker, hosts, "v4-16"), environment)
+        for worker in range(2)
+        for environment in rank_environments(Cluster(worker, hosts, "v4-16"))
+    ]
+    assert [process.worker for process in processes] == list(range(8))
+    assert {process.addresses for process in processes} == {("10.0.0.2",) * 4 + ("10.0.0.3",) * 4}
+    assert {process.all_addresses for process in processes} == {hosts}
+    with pytest.raises(BadInput, match="needs one process a chip of a TPU, which `tpu-train train` starts"):
+        trainer_environment(processes[0], {})
