@@ -125,7 +125,7 @@ class ImageSection(Section):
 
     backend: BackendName | None = None
     """The image to build: torch-xla, torch-tpu or tensorflow; the trainer's `backend` when absent. For programs of
-    your own; torch-tpu is for them alone (`tpu-train exec --runtime torch-tpu`), on v4 and newer."""
+    your own: `tpu-train exec --runtime torch-tpu` needs torch-tpu, on v4 and newer."""
 
     repository: str | None = None
     """REGION-docker.pkg.dev/PROJECT/REPOSITORY/NAME: where the image is pushed. When absent the hosts must have the

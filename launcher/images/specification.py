@@ -54,7 +54,7 @@ def default_spec(
     """Returns our own image for a backend: images/<backend>, and the `training` package of this installation.
 
     Args:
-        backend: a training.registry.ImageName.
+        backend: a training.registry.BackendName.
         ca_bundle: certificates for the build's downloads; None: the file that TPU_LAUNCH_CA_BUNDLE names, if any.
         target: a stage of the Dockerfile.
         code: a folder of the user's own, copied to the image's working directory as `build_context.folder` returns it.

@@ -20,7 +20,7 @@ from launcher.images.build import show_steps
 from launcher.images.plan import list_commands
 from launcher.images.specification import ImageSpec, compute_tag, default_spec, folder_spec, parse_bases
 from launcher.installation import shared_folder
-from training.registry import ImageName
+from training.registry import BackendName
 
 BASE = {"debian:bookworm-slim": "sha256:0123"}
 
@@ -63,7 +63,7 @@ def test_tag_tells_any_two_sets_of_arguments_apart(spec: ImageSpec, one: dict[st
     assert (tag(one) == tag(other)) == (one == other)
 
 
-@pytest.mark.parametrize("backend", get_args(ImageName))
+@pytest.mark.parametrize("backend", get_args(BackendName))
 def test_default_image_holds_the_trainer_but_no_leftovers_of_running_it(backend: str) -> None:
     paths = [path for path, _ in default_spec(backend).context]
     assert "training/errors.py" in paths
@@ -73,7 +73,7 @@ def test_default_image_holds_the_trainer_but_no_leftovers_of_running_it(backend:
     ]
 
 
-@pytest.mark.parametrize("backend", get_args(ImageName))
+@pytest.mark.parametrize("backend", get_args(BackendName))
 def test_own_code_is_part_of_the_image_and_of_its_tag(backend: str, tmp_path: Path) -> None:
     (tmp_path / "lib").mkdir()
     (tmp_path / "train.py").write_text("1")

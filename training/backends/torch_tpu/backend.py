@@ -117,18 +117,18 @@ class TorchTpu:
     def evaluation_batches(self, task: Task) -> Iterator[HostBatch]:
         return task.evaluation_batches()
 
-    def step(self, number: int, batch: Arrays, signals: Signals) -> _PendingStep:
+    def step(self, number: int, batch: Arrays, signals: Signals) -> _PendingReport:
         inputs = self._send(self._step.inputs(number, batch, signals))
         flat = self._step.flatten(*self._step.gradients(number, inputs))
         self._chip.sum(flat)
         gradients, report = self._step.unflatten(flat)
         update = self._step.update(gradients, report, inputs.scalars[0])
-        return _PendingStep(torch.cat([report, update]), trains=True)
+        return _PendingReport(torch.cat([report, update]), trains=True)
 
-    def evaluate(self, batch: Arrays, signals: Signals) -> _PendingStep:
+    def evaluate(self, batch: Arrays, signals: Signals) -> _PendingReport:
         report = self._step.trace_evaluation(self._send(self._step.evaluation_inputs(batch, signals)))
         self._chip.sum(report)
-        return _PendingStep(report, trains=False)
+        return _PendingReport(report, trains=False)
 
     def _send(self, inputs: StepInputs[HostArray]) -> StepInputs[Tensor]:
         """Uploads a step's inputs, before the first step the state too."""
@@ -186,7 +186,7 @@ def _widen(_norm: Any, inputs: tuple[Tensor]) -> tuple[Tensor]:
     return (inputs[0].float(),)
 
 
-class _PendingStep:
+class _PendingReport:
     """A report that may not have been computed yet."""
 
     def __init__(self, report: Tensor, *, trains: bool) -> None:
