@@ -272,7 +272,7 @@ class TrainerConfig(Section):
     number for each text; or `causal-lm`, the next token of documents or of the answers in chats."""
 
     backend: BackendName = "torch-xla"
-    """What trains: PyTorch with PyTorch/XLA or with TorchTPU (v4 and newer), or TensorFlow. All give the same losses."""
+    """What trains: PyTorch with PyTorch/XLA or TorchTPU (v4 and newer), or TensorFlow. All give the same losses."""
 
     model: Model
     """Which network."""
