@@ -120,6 +120,7 @@ def open_trainer(run: Run, context: AttemptContext, record_url: str, host_progre
             trainer.resume(restored)
         if cluster.is_first:
             trainer.log = open_metrics(run, trainer.progress.step)
+            trainer.checkpoints.before_commit = trainer.log.flush
             context.log, context.step = trainer.log, lambda: trainer.progress.step
         if cluster.is_first and config.hub:
             dependencies = run.dependencies

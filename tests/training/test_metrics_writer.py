@@ -116,6 +116,29 @@ def test_truncated_lines_of_an_earlier_attempt_do_not_end_a_run(tmp_path: Path) 
     assert len(read_history(str(runs.path("r")))) == 41  # with the evaluation
 
 
+def test_a_commit_waits_until_its_metrics_are_stored_unless_storage_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "FLUSH_SECONDS", 1000.0)
+    log, release = metrics_writer(tmp_path, default_storage, []), threading.Event()
+    for step in range(1, 4):
+        log.log(step, {"loss": 1.0})
+        log.flush()
+        assert [line["step"] for line in read_history(str(tmp_path))] == list(range(1, step + 1))
+    monkeypatch.setattr(writer, "FLUSH_LIMIT", 0.1)
+
+    def open_late() -> MetricsLog:
+        release.wait(60)
+        return MetricsLog(str(tmp_path), 1, 3)
+
+    hung, began = MetricsWriter(open_late, warn), time.monotonic()
+    hung.flush()
+    assert time.monotonic() - began < 30
+    release.set()
+    for each in (log, hung):
+        each.finish(30)
+
+
 def test_a_preempted_run_does_not_wait_for_its_metrics(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -98,6 +98,8 @@ class CheckpointWriter:
         # Called by the background thread of every host when the state of a save is not finite, before `check` raises:
         # the main thread may be in a step that the other hosts have left.
         self.on_nonfinite: Callable[[NonFinite], None] = lambda error: None
+        # Called by the background thread of host 0 before each commit: stores what an attempt that resumes there needs.
+        self.before_commit: Callable[[], None] = lambda: None
         self._cluster, self._rendezvous, self._description, self._keep = cluster, rendezvous, description, keep
         self._background, self._fence, self._warn = background, fence, warn
         self._meeting_seconds = meeting_seconds
@@ -234,6 +236,7 @@ class CheckpointWriter:
         if cluster.is_first:
             self._rendezvous.set_background_phase(f"saving {step}: committing")
             committed = replace(manifest, parts=tuple(Part(**report) for report in reports))
+            self.before_commit()
             self._write_manifest(folder, committed)
             self._damaged -= {step}
             self._delete_old(committed)

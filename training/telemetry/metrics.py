@@ -4,9 +4,9 @@
     <run folder>/metrics.jsonl                       the whole history, written when an attempt finishes or stops
 
 An object store can't append, and limits how often one name is overwritten. So lines are buffered until `flush`, which
-rewrites the newest object, of at most `LINES` lines. A killed attempt loses its buffered lines, and may leave a
-truncated line, which `read_history` leaves out. An attempt that resumed at step s supersedes the lines of earlier
-attempts beyond s; `read_history` leaves those out too.
+rewrites the newest object, of at most `LINES` lines. A killed attempt loses its buffered lines, of
+steps after its newest commit, and may leave a truncated line, which `read_history` leaves out. An attempt that resumed
+at step s supersedes the lines of earlier attempts beyond s; `read_history` leaves those out too.
 """
 
 from __future__ import annotations

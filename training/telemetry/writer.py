@@ -1,8 +1,9 @@
 """Writes a run's numbers from a thread of host 0, so that slow or failing storage can't stop training.
 
     loop thread      `log` queues values in memory, at most `MOST_WAITING` lines; it never blocks
-    writer thread    every `FLUSH_SECONDS` passes queued values to the trackers and flushes those; retries what fails,
-                     with one warning. Each value is passed on once, and only when everything before it is written
+    writer thread    every `FLUSH_SECONDS`, and for `flush`, passes queued values to the trackers and flushes those;
+                     retries what fails, with one warning. Each value is passed on once, after all before it are written
+    saving thread    `flush` waits for that before each commit: an attempt that resumes at the commit finds its metrics
 
 The thread also opens the log, which lists the run's folder. `finish` waits for the thread, for a limited time.
 """
@@ -18,6 +19,7 @@ from training.telemetry.metrics import MetricsLog
 from training.telemetry.tracker import Values
 
 FLUSH_SECONDS = 20.0
+FLUSH_LIMIT = 5.0  # seconds that a commit waits for its metrics
 RETRY_SECONDS = 1.0  # between tries while `finish` waits
 HURRIED_SECONDS = 5.0  # limit of `join_thread` once the machine is being taken away
 MOST_WAITING = 10_000  # lines in memory: hours of training, in 3 MB
@@ -50,6 +52,7 @@ class MetricsWriter:
         self._waiting: deque[tuple[int, Values]] = deque()
         self._lost = 0  # lines for which there was no room
         self._is_ending = self._failed = self._was_awaited = False
+        self._requested = self._tried = 0  # flushes
         self._changed = machine.threads.condition()
         self._thread = machine.threads.start(self._run_thread, name="metrics")
 
@@ -60,6 +63,14 @@ class MetricsWriter:
                 self._waiting.popleft()
                 self._lost += 1
             self._waiting.append((step, dict(values)))
+
+    def flush(self) -> None:
+        """Lets the thread write what is queued, and waits until it has tried, at most `FLUSH_LIMIT` seconds."""
+        with self._changed:
+            self._requested += 1
+            request = self._requested
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._tried >= request or self._is_ending, FLUSH_LIMIT)
 
     def finish(self, seconds: float, *, failed: bool = False, is_hurried: Callable[[], bool] = lambda: False) -> None:
         """Lets the thread write the rest, finish the log and end, and waits for that; warns of lines that are lost. A
@@ -83,14 +94,16 @@ class MetricsWriter:
 
     def _run_thread(self) -> None:
         """Writes at once, so that lines of earlier attempts for later steps no longer count even if this one is killed;
-        then every `FLUSH_SECONDS`; after `finish` was called, until everything is written, then returns."""
+        then every `FLUSH_SECONDS` and for `flush`; after `finish`, until everything is written. Then it ends."""
         seconds = 0.0
         while True:
             with self._changed:
-                if not self._is_ending:
-                    self._changed.wait(seconds)
-                is_ending, seconds = self._is_ending, FLUSH_SECONDS
+                self._changed.wait_for(lambda: self._is_ending or self._requested > self._tried, seconds)
+                is_ending, request, seconds = self._is_ending, self._requested, FLUSH_SECONDS
             is_written = self._try_to_write(is_ending)
+            with self._changed:
+                self._tried = request
+                self._changed.notify_all()
             if is_ending and is_written:
                 return
             if is_ending:

@@ -33,7 +33,8 @@ class RecordPromises:
 
     def ended(self, host: Host, claim: str) -> None:
         """Checks a process of host 0, which records. `claim`: the name of its attempt's record."""
-        warned = any("not recorded" in line or "metrics" in line for line in host.lines)
+        recorders = [group.hosts[0] for group in self._world.groups]
+        warned = any("not recorded" in line or "metrics" in line for each in recorders for line in each.lines)
         if self._may_lose or self._world.disturbed or warned or host.backend is None or host.code not in _HOW:
             return
         if not any(words in line for line in host.lines for words in _ENDED_BY_A_THREAD):
@@ -49,24 +50,21 @@ class RecordPromises:
             self._broken("the end is recorded", f"{host.name} exits with {host.code}, and its record says {how}")
 
     def the_metrics_are_whole(self, host: Host) -> None:
-        """The history of a finished run has the losses of its steps, each at most once, and of the last attempt all
-        that are due; and its evaluations."""
-        assert host.backend is not None
-        plan, right = self._world.plan, self._world.curriculum
-        start, every = host.backend.first_step, self._world.config.train.log_every
+        """The history of a finished run has the losses of all steps that are due, once and in order, and all its
+        evaluations, whichever attempts were killed: an attempt stores its lines before it commits their step."""
+        plan, right, every = self._world.plan, self._world.curriculum, self._world.config.train.log_every
         history = [json.loads(line) for line in (self._read(join(self._folder, "metrics.jsonl")) or b"").splitlines()]
         seen = [(line["step"], line["loss"]) for line in history if "loss" in line]
         due = [step for step in range(1, plan.steps + 1) if step % every == 0 or step == plan.steps]
         lost = {number for number in plan.skipped if number % 2}  # their losses are not finite
         expected = [(step, None if step - 1 in lost else right.losses[step - 1]) for step in due]
-        late = [each for each in expected if each[0] > start]
-        if seen[len(seen) - len(late) :] != late or not set(seen) <= set(expected) or len(set(seen)) != len(seen):
-            self._broken("the metrics are whole", f"{host.name} began at {start} and left {seen}, not {expected}")
+        if seen != expected:
+            self._broken("the metrics are whole", f"{host.name} left {seen}, not {expected}")
+        between = plan.evaluate_every or plan.steps
         figures = {(line["step"], line["eval_loss"]) for line in history if "eval_loss" in line}
-        # A kill right after the last commit takes the newest lines, and the next attempt evaluates nothing.
-        is_due = start < plan.steps
-        if not figures <= set(enumerate(right.figures)) or (is_due and plan.steps not in dict(figures)):
-            self._broken("the metrics are whole", f"{host.name} left the evaluations {figures}, not {right.figures}")
+        evaluated = {(step, right.figures[step]) for step in (*range(between, plan.steps, between), plan.steps)}
+        if figures != evaluated:
+            self._broken("the metrics are whole", f"{host.name} left the evaluations {figures}, not {evaluated}")
 
     def _read(self, url: str) -> Any:
         stored = self._world.bucket.objects.get(url)
