@@ -130,7 +130,8 @@ def open_trainer(run: Run, context: AttemptContext, record_url: str, host_progre
 
 
 def open_metrics(run: Run, step: int) -> MetricsWriter:
-    """Opens the writer of an attempt's metrics, on host 0. `step`: at which the attempt begins."""
+    """Opens the writer of an attempt's metrics, on host 0. `step`: at which the attempt begins. An attempt that a newer
+    start has fenced writes none: they would supersede the newer one's."""
     dependencies = run.dependencies
 
     def open_log() -> MetricsLog:
@@ -138,7 +139,7 @@ def open_metrics(run: Run, step: int) -> MetricsWriter:
         settings = run.config.canonical()
         return MetricsLog(
             run.folder, run.cluster.attempt, step, run.token, trackers=trackers, storage=dependencies.storage,
-            settings=settings,
+            settings=settings, fence=run.fence,
         )  # fmt: skip
 
     return MetricsWriter(open_log, warn, dependencies.machine)

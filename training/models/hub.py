@@ -217,12 +217,14 @@ class BackgroundUploader:
             self._changed.notify_all()
 
     def _wait_until_idle(self) -> None:
-        """Waits at most `hub.wait_seconds`: then the thread kills the upload itself."""
+        """Waits at most `hub.wait_seconds`: then the thread kills the upload itself. Keeps a failure if it does not."""
         with self._changed:
             self._deadline = self._now() + self.settings.wait_seconds
-            self._changed.wait_for(
+            is_idle = self._changed.wait_for(
                 lambda: not self._is_busy and self._waiting is None, self.settings.wait_seconds + _CLOSE_SECONDS
             )
+        if not is_idle:
+            self._fail(self._late)
 
     def _serve(self) -> None:
         """Uploads requested steps one at a time, on the thread, until `close`."""
@@ -246,8 +248,7 @@ class BackgroundUploader:
         if self._is_closed:
             return
         if end.code is None:
-            late = f"not done within hub.wait_seconds ({self.settings.wait_seconds:g} s)"
-            self._fail("not done when this host was asked to stop" if self._is_hurried() else late)
+            self._fail("not done when this host was asked to stop" if self._is_hurried() else self._late)
             return
         result, last_line = find_result(end.out), (end.err or end.out or [""])[-1]
         if end.code == 0 and result:
@@ -256,6 +257,10 @@ class BackgroundUploader:
             self._fail(f"the upload told no commit: {last_line[:400]}")
         else:
             self._fail(last_line.removeprefix("tpu-train: error: ") or f"the upload ended with {end.code}")
+
+    @property
+    def _late(self) -> str:
+        return f"not done within hub.wait_seconds ({self.settings.wait_seconds:g} s)"
 
     def _is_over(self) -> bool:
         """Returns whether the run waits for an upload no longer."""

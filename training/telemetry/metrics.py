@@ -40,6 +40,7 @@ class MetricsLog:
         trackers: Sequence[str] = ("jsonl",),
         storage: Storage = default_storage,
         settings: Mapping[str, Any] | None = None,
+        fence: Callable[[], None] = lambda: None,
     ) -> None:
         """Opens the trackers, with a file number that no earlier attempt in the run's folder `folder` has used.
 
@@ -48,8 +49,11 @@ class MetricsLog:
             token: of this group of processes alone.
             trackers: names in `training.telemetry.tracker.TRACKERS`. Reports and later attempts read "jsonl".
             settings: the trainer's configuration, for trackers that show it.
+            fence: raises when a newer start has claimed the run, whose lines this attempt's would supersede. It is
+                called after the listing that decides the file number: a newer start then has a greater one.
         """
         number = unused_file_number(folder, attempt, storage)
+        fence()
         info = AttemptInfo(folder, attempt, resumed_at, number, token, storage, settings or {})
         self._trackers = [open_tracker(name, info) for name in trackers]
 

@@ -216,7 +216,8 @@ class FeaturePromises:
             self._broken("skipped steps are counted", f"{by}: {summary['skipped_steps']} instead of {skipped}")
         if isinstance(hub, dict) and hub["step"] not in (None, *self._world.hub.steps):
             self._broken("the summary says what is on the Hub", f"{by}: {hub}, and there is {self._world.hub.steps}")
-        well = plan.steps in self._world.hub.steps and not plan.hub_fault and not self._world.rotten
+        stopped = self._world.group(by.partition(".")[0]).asked_to_stop  # another attempt may have uploaded it
+        well = plan.steps in self._world.hub.steps and not plan.hub_fault and not self._world.rotten and not stopped
         if isinstance(hub, dict) and hub["step"] != plan.steps and (well or hub["error"] is None):
             self._broken("the summary says what is on the Hub", f"{by}: {hub}, and there is {self._world.hub.steps}")
 
@@ -227,7 +228,8 @@ class FeaturePromises:
             self._broken("hosts with different weights do not finish", f"{host.name} exits with 0")
         if plan.export and f"{self._model}/{WEIGHTS}" not in world.bucket.objects:
             self._broken("0 means exported", f"{host.name} exits with 0, and there is no model")
-        stopped = host.group.asked_to_stop  # an upload that is under way then is given up, with a warning
+        # An upload that is under way when its host is asked to stop is given up, with a warning.
+        stopped = host.group.asked_to_stop and any("hub: not done when" in line for line in host.lines)
         excused = plan.hub_fault or world.disturbed or world.rotten or host.hurt or stopped
         if plan.hub and host.worker == 0 and not excused and plan.steps not in world.hub.steps:
             self._broken("0 means uploaded", f"{host.name} exits with 0, and the Hub has {world.hub.steps}")

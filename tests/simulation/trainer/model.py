@@ -239,7 +239,6 @@ class SimulatedBackend:
         host = self._host
         host.scheduler.sleep(gathering.seconds)
         host.pass_time("leaving a collective", 0.5)
-        self._world.promises.little_work_is_at_risk(host)
         while not host.group.exchange.is_complete(gathering) or host.group.is_parted or host.group.is_blocked:
             host.scheduler.wait(host.group.collective, None, f"the other hosts in {kind}")
         signals = Signals()
@@ -251,6 +250,7 @@ class SimulatedBackend:
             if self._evaluating == [True] * EVALUATION_BATCHES:
                 self.evaluated.add(self._done)
             return StepResult({"loss": loss, "weight": 1.0, "correct": 0.0}, signals)
+        self._world.promises.little_work_is_at_risk(host)
         self._done = number + 1
         records = np.concatenate([gathering.brought[worker][0].ravel() for worker in range(host.group.size)])
         if self._snapshot:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -59,6 +60,7 @@ class Promises:
         self._late_commits: dict[str, str] = {}  # manifest written after its parts were deleted -> writer
         self.overtaken: set[str] = set()  # these manifests, and those whose parts were deleted afterwards
         self._committed_at = 0.0  # seconds; the newest commit
+        self._late_steps: Counter[str] = Counter()  # by host, since a commit is due
         self._commit_times: dict[str, float] = {}  # of groups' newest commits
         self._fenced_by: dict[str, str] = {}  # group label -> label of the start with precedence
 
@@ -222,12 +224,14 @@ class Promises:
         world.given_up.discard(world.generation_of(restored))
 
     def little_work_is_at_risk(self, host: Host) -> None:
-        """By default, a training run has committed within the last 15 minutes, plus some steps."""
+        """By default, a training run has committed within the last 15 minutes, plus some steps, of any length: the one
+        under way, those in flight until host 0's request is read, and those in flight then."""
         world, group = self._world, host.group
         since = world.scheduler.now - max(group.claimed, self._committed_at)
         if world.plan.every_steps or group.disturbed or world.disturbed or group is not world.groups[-1]:
             return
-        if since > 15 * 60 + 6 * world.plan.step_seconds + 60:
+        self._late_steps[host.name] = self._late_steps[host.name] + 1 if since > 15 * 60 + 60 else 0
+        if self._late_steps[host.name] > 2 + 2 * world.plan.in_flight:
             self.broken("a lost host costs minutes", f"{host.name} trains, and the last commit was {since:.0f} s ago")
 
     def find_whole(self) -> list[int]:
@@ -486,7 +490,7 @@ class Promises:
             self._world.hidden_rot.clear()
             self.newest_whole = self.find_whole()[0]
         lost = "none of the checkpoints" in message and self.find_whole() == [0] and self._world.damaged
-        alone = any("there is no checkpoint before step" in line for each in host.group.hosts for line in each.lines)
+        alone = self._world.poisoned_generation > 0 and self.find_whole() == [0]  # all others are damaged
         refused = "trying again changes nothing" in message and (self._world.refuses(host.group) or alone)
         if not lost and not refused:
             self.broken("2 means never again", f"{host.name}: {message[-400:]}")
