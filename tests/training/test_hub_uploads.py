@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import sys
+import threading
 import time
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -13,7 +15,8 @@ from typing import Any
 import pytest
 
 from training.config import Hub
-from training.models.hub import BackgroundUploader, find_result, run_push
+from training.models import hub
+from training.models.hub import BackgroundUploader, PushEnd, find_result, run_push
 
 RESULT = '{"step": 8, "commit": "https://hub/commit/1"}'
 
@@ -28,9 +31,9 @@ def uploader(
 ) -> closing[BackgroundUploader]:
     path = tmp_path / "push.py"
     path.write_text(script)
-    hub = Hub(repository="a/b", every="checkpoint", **settings)
+    options = Hub(repository="a/b", every="checkpoint", **settings)
     push = partial(run_push, command=(program, str(path)))
-    return closing(BackgroundUploader(hub, str(tmp_path), warnings.append, push))
+    return closing(BackgroundUploader(options, str(tmp_path), warnings.append, push))
 
 
 @pytest.mark.parametrize(
@@ -69,6 +72,22 @@ def test_an_upload_that_fails_is_one_warning(tmp_path: Path, script: str, error:
         assert time.monotonic() - began < 10
     assert summary["commit"] is None
     assert re.search(error, summary["error"])
+    assert len(warnings) == 1
+
+
+def test_an_upload_whose_thread_hangs_is_named_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "_CLOSE_SECONDS", 0.2)
+    release, warnings = threading.Event(), list[str]()
+
+    def push(arguments: Sequence[str], is_over: Callable[[], bool]) -> PushEnd:
+        release.wait(60)
+        return PushEnd(None)
+
+    uploads = BackgroundUploader(Hub(repository="a/b", wait_seconds=0.5), str(tmp_path), warnings.append, push)
+    summary = uploads.finish(8)
+    release.set()
+    uploads.close()
+    assert summary["error"] == "not done within hub.wait_seconds (0.5 s)"
     assert len(warnings) == 1
 
 

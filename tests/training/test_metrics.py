@@ -10,6 +10,7 @@ import pytest
 
 from training.backends.seeds import step_seed
 from training.config import Train
+from training.errors import BadInput
 from training.optim.adamw import bias_corrections
 from training.optim.schedule import learning_rate
 from training.telemetry import metrics
@@ -50,6 +51,19 @@ def test_a_run_without_attempt_numbers_never_overwrites_its_past(tmp_path: Path)
         log.log(resumed_at + 1, {"loss": 1.0})
         log.finish()
     assert [line["step"] for line in read_history(str(tmp_path))] == [1, 2]
+
+
+def test_an_attempt_that_resumes_beside_a_newer_one_hides_no_lines_of_it(tmp_path: Path) -> None:
+    newer = MetricsLog(str(tmp_path), 1, 0)
+
+    def fence() -> None:  # this attempt was suspended until the newer one had lines
+        newer.log(1, {"loss": 1.0})
+        newer.flush()
+        raise BadInput("the run was started again")
+
+    with pytest.raises(BadInput):
+        MetricsLog(str(tmp_path), 0, 0, fence=fence).finish()
+    assert [line["step"] for line in read_history(str(tmp_path))] == [1]
 
 
 def test_a_truncated_line_is_left_out_with_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
