@@ -17,6 +17,7 @@ import pytest
 from tests.container import small_runs
 from tests.container.test_classification_runs import document as classification
 from tests.container.test_classification_runs import prepare as prepare_classification
+from tests.training.damage import flip
 from training.checkpoint.safetensors_file import decode, encode
 from training.errors import BadInput, StopRequested
 
@@ -90,6 +91,17 @@ def test_two_devices_give_the_same_training(folder: Path, labelled: Path, task: 
     assert small_runs.losses(place, "two-devices") == pytest.approx(small_runs.losses(place, "one-device"), rel=1e-5)
     for key in ("eval_loss", "eval_accuracy"):
         assert two[key] == pytest.approx(one[key], rel=1e-5)
+
+
+def test_damaged_records_are_counted_over_two_devices(tmp_path: Path) -> None:
+    """The strategy would read the rows on the devices' hosts, which count nothing."""
+    shard = min((small_runs.prepare(tmp_path) / "train").glob("*.tfrecord"))
+    flip(shard, shard.stat().st_size // 2)
+    config = document(tmp_path, train__steps=8, evaluation__every=None, data__on_corrupt="skip")
+    [host] = small_runs.start(tmp_path, "damaged", config, CPU_NUM_DEVICES="2")
+    assert host.finish(240) == 0, host.text()
+    summary = small_runs.summary(tmp_path, "damaged")
+    assert (summary["devices"], summary["skipped_records"]) == (2, 1)
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,7 @@ class Host:
         self.process = Process(self.name)
         self.code: int | None = None
         self.ended = 0.0
+        self.cut_until = 0.0  # seconds; its network
         self.lines: list[str] = []  # printed so far
         self.frozen = self.hanging = self.drifts = False
         self.hurt = False  # it was frozen, or without network, at some time

@@ -234,7 +234,12 @@ class World:
             if (first_end is not None and now - first_end > limit) or (
                 silent_since is not None and now - silent_since > self.plan.launcher_patience
             ):
-                failed = [host for host in ended if host.code not in (0, 75) and host.ended > group.claimed]
+                # One that is killed while its network is cut tells no other host.
+                failed = [
+                    host
+                    for host in ended
+                    if host.code not in (0, 75) and host.ended > max(group.claimed, host.cut_until)
+                ]
                 for host in group.hosts:
                     if failed and now - min(host.ended for host in failed) > SETTLING:
                         self.promises.a_process_that_lost_a_peer_ends(host)
@@ -273,7 +278,7 @@ class World:
             host.hang()
             scheduler.call_at(until, host.thaw)
         elif fault.kind == "cut":
-            host.hurt = True
+            host.hurt, host.cut_until = True, until
             self.wire.cut(host.address)
             scheduler.call_at(until, lambda: self.restore_network(host))
         elif fault.kind == "part" and group.size > 1:
