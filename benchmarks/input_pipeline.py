@@ -20,6 +20,7 @@ say so and have no peer.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import socket
 import subprocess
@@ -78,9 +79,9 @@ def throughput(url: str) -> float:
     once."""
     order.WINDOW_BLOCKS //= 4
     source = open_batches(url)
-    steps = EPOCHS * source.dataset.records // BATCH
+    steps = EPOCHS * open_dataset(url).records // BATCH
     began = time.perf_counter()
-    for _ in prefetch(source.batch, 0, 4, stop=steps):
+    for _ in itertools.islice(prefetch(source.batch, 0, 4), steps):
         pass
     return steps * BATCH / (time.perf_counter() - began)
 
@@ -95,7 +96,7 @@ def first_batch(url: str) -> float:
 def memory(url: str) -> float:
     """Returns the peak MB of a process that reads two epochs, libraries included."""
     source = open_batches(url)
-    for k in range(2 * source.dataset.records // BATCH):
+    for k in range(2 * open_dataset(url).records // BATCH):
         source.batch(k)
     status = Path("/proc/self/status").read_text()  # getrusage would count the parent's memory before exec
     return int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) / 1e3
