@@ -18,6 +18,7 @@ Partial failures: a crash can leave a last line without its end; it is cut off, 
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -120,12 +121,14 @@ class HostLog:
         """Goes on from the end of an existing file, after cutting off a last line without its end."""
         self.path = path
         self.cursor = Cursor()
+        self.kept_open: frozenset[str] = frozenset()  # as the file beside the log has it
         self.behind = False  # the newest observation could not be written
         if path.exists():
             self._repair()
             self.cursor.advance(tail(path, _TAIL_BYTES))
         if self._open_file.exists():
-            self.cursor.open = frozenset(self._open_file.read_text().split())
+            self.kept_open = frozenset(self._open_file.read_text().split())
+            self.cursor.open = self.kept_open - {time for time, _ in self.cursor.recent}
 
     @property
     def _open_file(self) -> Path:
@@ -148,15 +151,22 @@ class HostLog:
         fresh = cursor.advance(lines, open)
         text = "".join(f"{line.timestamp} {line.text}\n" for line in fresh)
         try:
-            if cursor.open != self.cursor.open:
-                write_private(self._open_file, "\n".join(sorted(cursor.open)))
+            self._keep_open(self.cursor.open | cursor.open)  # a line that ends now stays open until it is written
             if fresh:
                 self._append(text.encode(errors="surrogateescape"))
         except OSError:
             self.behind = True
             raise
         self.cursor, self.behind = cursor, False
+        with contextlib.suppress(OSError):  # the next observation tries again
+            self._keep_open(cursor.open)
         return fresh
+
+    def _keep_open(self, times: frozenset[str]) -> None:
+        """Writes the times of the open lines to the file beside the log, unless it has them."""
+        if times != self.kept_open:
+            write_private(self._open_file, "\n".join(sorted(times)))
+            self.kept_open = times
 
     def _append(self, data: bytes) -> None:
         """Writes all of the data or nothing."""

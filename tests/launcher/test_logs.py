@@ -128,6 +128,29 @@ def test_lines_that_do_not_fit_on_the_disk_stay_new_and_come_before_those_behind
     assert read_from(log.path, 0)[0] == history
 
 
+def test_a_line_that_ends_while_the_disk_is_full_is_delivered_to_the_next_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = HostLog(tmp_path / "host-0.log")
+    long, later, last = LogLine(stamp(0), "long"), LogLine(stamp(5000), "later"), LogLine(stamp(9000), "last")
+    log.append_new([later], None, open=[long.timestamp])
+
+    def fail(file: FileIO, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(logs, "write_whole", fail)
+        with pytest.raises(OSError, match="No space"):
+            log.append_new([long, later], log.cursor.since)
+    with monkeypatch.context() as full:  # there is room for the lines, but not for the times of open ones
+        log = HostLog(log.path)
+        full.setattr(logs, "write_private", lambda path, text: fail(None, b""))
+        assert log.append_new(engine_log([later, long], log.cursor.since), log.cursor.since) == [long]
+    log = HostLog(log.path)
+    assert log.append_new(engine_log([later, long, last], log.cursor.since), log.cursor.since) == [last]
+    assert [line.text for line in read_from(log.path, 0)[0]] == ["later", "long", "last"]
+
+
 def test_bytes_that_are_not_text_survive(tmp_path: Path) -> None:
     log = HostLog(tmp_path / "host-0.log")
     line = LogLine(stamp(0), b"\xff\xfe".decode(errors="surrogateescape"))
