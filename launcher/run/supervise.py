@@ -494,10 +494,10 @@ class _Supervision:
             self.over.wait(_STOP_AGAIN_SECONDS)
 
     def _describe_slice(self) -> None:
-        """Puts the slice's state into the inbox, if the API answers. Describes a missing slice twice."""
+        """Puts the slice's state into the inbox, if the API answers. Describes a slice twice that seems deleted."""
         with contextlib.suppress(LaunchError):  # the API does not answer either
             slice_state = self.provider.describe()
-            if slice_state is None:  # a stale answer must not end a run
+            if slice_state is None or slice_state.state == "CREATING":  # a stale answer must not end a run
                 self.over.wait(DESCRIBE_AGAIN_SECONDS)
                 slice_state = self.provider.describe()
             answer = SliceAnswer(None) if slice_state is None else SliceAnswer(slice_state.state, slice_state.trouble)

@@ -161,6 +161,13 @@ SLICE_DELETED = Cause(
 )
 
 
+SLICE_RECREATED = Cause(
+    -1,
+    "the slice was deleted, and is being created again: `tpu-launch up` waits for it, then `tpu-launch run` resumes "
+    "the run",
+)
+
+
 @dataclass(frozen=True)
 class Verdict:
     """The state of an attempt, and the first cause of its end."""
@@ -197,6 +204,8 @@ def judge(
     """
     if slice_state in (None, "DELETING"):
         return Verdict(Kind.DELETED, SLICE_DELETED)
+    if slice_state == "CREATING":  # no attempt ran on it: another slice has taken the name
+        return Verdict(Kind.DELETED, SLICE_RECREATED)
     if slice_state in ("PREEMPTED", "TERMINATED", "STOPPED"):
         return Verdict(Kind.PREEMPTED, Cause(-1, f"the slice is {slice_state}"))
     if any(view.finished for view in views):  # a program can't finish on one host if another host rebooted under it

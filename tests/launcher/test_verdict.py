@@ -204,7 +204,9 @@ def test_a_host_is_lost_only_if_others_answered_for_long_after_it(views: list[Ho
     assert judge(views, 1000.0, LIMITS).kind is kind
 
 
-@pytest.mark.parametrize(("state", "kind"), [("PREEMPTED", Kind.PREEMPTED), (None, Kind.DELETED)])
+@pytest.mark.parametrize(
+    ("state", "kind"), [("PREEMPTED", Kind.PREEMPTED), (None, Kind.DELETED), ("CREATING", Kind.DELETED)]
+)
 def test_the_state_of_the_slice_outweighs_all_hosts(state: str | None, kind: Kind) -> None:
     verdict = judge([exited(0, 76), running(1, problem="gone", seen=0.0)], 100.0, LIMITS, slice_state=state)
     assert (verdict.kind, verdict.kind.exit_code) == (kind, Exit.PREEMPTED)
