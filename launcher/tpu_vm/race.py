@@ -21,6 +21,7 @@ from launcher.gcloud.retry import Backoff
 from launcher.provider import SliceState
 from launcher.shell import Result
 from launcher.tpu_vm import requests, slice_hints
+from launcher.tpu_vm.ownership import NotOurs
 from launcher.tpu_vm.requests import Recorded, RequestRecord, place_of
 from launcher.workstation import Workstation
 from training.machine.clock import Clock
@@ -221,7 +222,7 @@ class Race:
         self.say(f"request {entry.request.number}: {candidate}: {first_line}")
         if isinstance(error, Stockout):
             self.record.end([entry.request], requests.NO_CAPACITY, self.machine.clock.time())
-        elif isinstance(error, QuotaExceeded | Refused):
+        elif isinstance(error, QuotaExceeded | Refused | NotOurs):  # Google has accepted nothing: nothing to withdraw
             self.record.end([entry.request], requests.REFUSED, self.machine.clock.time())
         else:
             self.withdraw([entry.request])

@@ -108,6 +108,13 @@ def test_down_ends_every_request_and_deletes_every_candidate(cloud: Cloud, confi
     assert not RequestRecord(config).open()
 
 
+def test_a_candidate_whose_name_another_user_has_is_not_waited_for(cloud: Cloud, config: Config) -> None:
+    cloud.made_by({"tpu-launch": "1", "tpu-launch-owner": "bob"}, "CREATING", name="demo-2")
+    cloud.trouble = lambda zone, command, now: NO_CAPACITY if zone == V4.zone and "create" in command else None
+    assert create(cloud, config) == "v3-8"
+    assert history(config)[1] == ("v4-8", requests.REFUSED)
+
+
 def test_a_stockout_everywhere_is_one(cloud: Cloud, config: Config) -> None:
     cloud.trouble = lambda zone, command, now: NO_CAPACITY if "create" in command else None
     with pytest.raises(Stockout):
