@@ -284,10 +284,11 @@ class Google:
         self.world.note(f"node {slice_.name} is preempted, and shown so after {lag:.0f} s")
         for host in slice_.hosts:
             host.die(for_good=True)
-        faults.begin_preemption(slice_.node, self._now + lag, self._now)
+        shown_at = self._now + lag
+        faults.begin_preemption(slice_.node, shown_at, self._now)
 
         def show() -> None:
-            faults.show_preemption(slice_.node, self._now)
+            faults.show_preemption(slice_.node, shown_at)  # the timer's own time may differ in its last digit
             self._follow()
 
         self._later(lag, show)

@@ -12,7 +12,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher.errors import Exit
-from launcher.run.events import NOT_STARTED, VANISHED, AttemptBegan, Ended, HostEnded, Orphaned, Recovering, RunEvent
+from launcher.run.events import (
+    NOT_STARTED,
+    VANISHED,
+    AttemptBegan,
+    Ended,
+    HostEnded,
+    Orphaned,
+    Recovering,
+    RunEvent,
+    Started,
+)
 from launcher.run.logs import read_from
 from launcher.run.recovery import spent_so_far
 from launcher.tpu_vm.requests import RequestRecord
@@ -258,8 +268,6 @@ def refusal_is_told_as_what_it_is(simulation: SimulatedRun, command: Command) ->
     passing = kinds & {"lost", "offline", "busy", "slow"} or len(kinds & told.keys()) > 1
     if command.error is None or len(command.actor.refusals) != 1 or passing or simulation.loses_by_its_disk:
         return
-    if "is not recovered" in str(command.error):  # the last round's reason: ssh fails too without a sign-in
-        return
     (kind,) = command.actor.refusals
     if kind in told and command.code in (Exit.PERMISSION, Exit.QUOTA, Exit.CLOUD_ERROR):
         code, what_helps = told[kind]
@@ -353,7 +361,11 @@ def hang_is_explained(simulation: SimulatedRun, job: Job, event: Ended, time: fl
     hung, hang = job.hung, job.plan.hang
     if event.outcome == "stalled" and (hung is None or hang is None):
         simulation.break_promise("a slow program is no stall", f"{job} ended {event.outcome}: {event.cause}")
-    if event.outcome == "stalled" and hang is not None and (event.cause is None or event.cause.worker != hang.named):
+    named = event.cause.worker if event.cause is not None else -2
+    # A host that is out of reach gives no stacks either.
+    away = any(worker == named and item.host.troubled for worker, item in job.containers.items())
+    alike = away and hang is not None and hang.kind == "no stacks"
+    if event.outcome == "stalled" and hang is not None and named != hang.named and not alike:
         simulation.break_promise("the host that hangs is named", f"{job} hangs by {hang}; told was {event.cause}")
     undisturbed = not simulation.faults and not simulation.actions and not simulation.kill_at
     if undisturbed and hang is not None and hung is not None and job.stall_seconds is not None:
@@ -485,7 +497,8 @@ def _verdicts_of(simulation: SimulatedRun, job: Job, causes: Sequence[Cause]) ->
         deleted = {("slice deleted", None)} if "deleted" in kinds else set()
         return allowed[first.kind] | deleted | _unseen(simulation, job) if first.kind in allowed else set()
     if kinds == ["connection"]:
-        return {("connection lost", None)} | ({("stopped", None)} if asked else set())
+        # A host that ceases to answer before it has told that it lost a peer looks like a lost host.
+        return {("connection lost", None)} | ({("stopped", None)} if asked else set()) | _unseen(simulation, job)
     dead = {truth.worker for truth in causes if truth.detail == "dead"}
     if kinds == ["host"] and dead:
         # A launcher that first looks when two hosts are dead can't tell which died first.
@@ -557,12 +570,16 @@ def secrets_are_nowhere(simulation: SimulatedRun) -> None:
 
 
 def _are_lines_due(recorded: Sequence[RunEvent], attempt: int, worker: int) -> bool:
-    """Returns whether all lines of a host were to be fetched: the attempt ended, and the host was not left behind."""
+    """Returns whether all lines of a host were to be fetched: the attempt ended, but not by a stop while it was being
+    started, and the host was not left behind."""
     ends = [event for event in recorded if isinstance(event, Ended) and event.attempt == attempt]
     left = {
         host for event in recorded if isinstance(event, Orphaned) and event.attempt == attempt for host in event.hosts
     }
-    return bool(ends) and ends[-1].outcome not in (NOT_STARTED, VANISHED) and worker not in left
+    if not ends or ends[-1].outcome in (NOT_STARTED, VANISHED) or worker in left:
+        return False
+    started = any(isinstance(event, Started) and event.attempt == attempt for event in recorded)
+    return started or ends[-1].outcome != "stopped"
 
 
 COMMAND_PROMISES = (
