@@ -19,7 +19,7 @@ from typing import Any
 
 from launcher import costs, shell
 from launcher.config import Candidate, Config
-from launcher.errors import CommandTimeout, LaunchError
+from launcher.errors import BadInput, CommandTimeout, LaunchError
 from launcher.gcloud.calls import DELETE_SECONDS, Look, call_gcloud, delete_until_gone
 from launcher.gcloud.errors import Conflict, PermissionDenied, Preempted, ResourceNotFound, StillRunning, Stockout
 from launcher.gcloud.retry import Backoff, Retry
@@ -315,8 +315,14 @@ class _Creation:
 
     def _start(self, node: SliceState) -> None:
         """Starts a STOPPED node and waits. Raises Stockout; leaves a transient error to the next description."""
+        try:
+            costs.check(self.config)
+        except BadInput as error:
+            raise BadInput(
+                f"slice {node.name} is STOPPED and is not started: {str(error).removesuffix('. Nothing was created')}\n"
+                "  raise the limit, or delete the slice with `tpu-launch down`"
+            ) from None
         self.say(f"slice {node.name} is STOPPED: starting it")
-        costs.check(self.config)
         seconds = max(1.0, self.deadline - self.machine.clock.monotonic())
         try:
             call_gcloud(self.machine, commands.start_command(self.config), timeout=seconds)

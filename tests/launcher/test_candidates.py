@@ -13,7 +13,7 @@ from launcher.errors import BadInput
 from launcher.gcloud.errors import Stockout
 from launcher.tpu_vm import candidates, requests, slice_hints, slices
 from launcher.tpu_vm.requests import RequestRecord
-from tests.launcher.emulated_gcloud import Cloud
+from tests.launcher.emulated_gcloud import ANN, Cloud
 from tests.launcher.test_bad_input import launch
 
 V4, V3 = Candidate("v4-16", "us-central2-b", "spot"), Candidate("v3-8", "us-central1-a", "spot")
@@ -144,6 +144,14 @@ def test_a_candidate_that_left_the_file_is_withdrawn_too(cloud: Cloud, config: C
     assert create(cloud, shorter) == "v4-16"
     assert nodes(cloud) == ["us-central2-b/demo"]
     assert history(shorter) == [("v3-8", requests.WITHDRAWN), ("v4-16", ""), ("v4-8", requests.WITHDRAWN)]
+
+
+def test_a_stopped_slice_above_the_price_limit_is_not_started(cloud: Cloud, tmp_path: Path) -> None:
+    cloud.made_by({"tpu-launch": "1", "tpu-launch-owner": "ann", "tpu-launch-account": ANN.account}, "STOPPED")
+    wanted = r"demo is STOPPED and is not started: .*price_limit\) is \$4\.00 .*about \$7\.3\d.*\n +raise the limit"
+    with pytest.raises(BadInput, match=wanted):
+        create(cloud, make(tmp_path, "  price_limit: 4.0\n"))
+    assert not any("start" in call for call in cloud.calls)
 
 
 def test_no_request_is_made_beyond_the_price_limit(cloud: Cloud, tmp_path: Path) -> None:
