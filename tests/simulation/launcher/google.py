@@ -214,8 +214,8 @@ class Google:
                  | {"spot": "spot" in queued.resource} for name, queued in self.state.queued.items()
                  if queued.state != "DELETING" and self.requests[name].creator == "ann"}  # fmt: skip
         asked |= {name: node.resource | {"spot": "spot" in node.resource.get("schedulingConfig", {})}
-                  for name, node in self.state.nodes.items()
-                  if node.state != "DELETING" and self.slices[name].by is not None}  # fmt: skip
+                  for name, node in self.state.nodes.items() if node.state != "DELETING"
+                  and self.slices[name].by is not None and self.slices[name].creator == "ann"}  # fmt: skip
         self.world.check_price(
             [(each["acceleratorType"], name.split("/")[3], bool(each["spot"])) for name, each in asked.items()]
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from launcher.log_lines import PART_BYTES
 from launcher.run.stall import DEFAULT_SECONDS
@@ -59,6 +59,8 @@ class Job:
     def __init__(
         self, scheduler: Scheduler, run: str, attempt: int, hosts: int, plan: Plan, rng: random.Random
     ) -> None:
+        if plan.hang is not None:  # a candidate may have fewer hosts than the file's slice
+            plan = replace(plan, hang=replace(plan.hang, host=plan.hang.host % hosts))
         self.scheduler, self.run, self.attempt, self.hosts, self.plan = scheduler, run, attempt, hosts, plan
         self.rng = rng
         self.containers: dict[int, Container] = {}

@@ -115,6 +115,9 @@ def up_in_a_kind_world_succeeds(simulation: SimulatedRun, command: Command) -> N
     """Before any fault, the first `up` succeeds, whatever slice of the user exists."""
     if command is not simulation.commands[0] or command.name != "up" or simulation.world.struck or command.interrupted:
         return
+    candidates, stopped = simulation.scenario.candidates, simulation.scenario.leftover == "stopped"
+    if stopped and candidates is not None and "slice.price_limit" in str(command.error):
+        return
     if command.code not in (0, Exit.CONFLICT):
         simulation.break_promise(
             "up continues from the existing slice", f"{simulation.scenario.leftover}: {command.error}"
@@ -365,7 +368,8 @@ def hang_is_explained(simulation: SimulatedRun, job: Job, event: Ended, time: fl
     # A host that is out of reach gives no stacks either.
     away = any(worker == named and item.host.troubled for worker, item in job.containers.items())
     alike = away and hang is not None and hang.kind == "no stacks"
-    if event.outcome == "stalled" and hang is not None and named != hang.named and not alike:
+    wanted = hang.named if hang is not None and job.hosts > 1 else 0
+    if event.outcome == "stalled" and hang is not None and named != wanted and not alike:
         simulation.break_promise("the host that hangs is named", f"{job} hangs by {hang}; told was {event.cause}")
     undisturbed = not simulation.faults and not simulation.actions and not simulation.kill_at
     if undisturbed and hang is not None and hung is not None and job.stall_seconds is not None:

@@ -196,11 +196,9 @@ def draw(seed: int) -> tuple[Scenario, list[Fault]]:
     scenario, drawn = _draw_one(seed)
     rng = random.Random(f"candidates {seed}")
     elsewhere = any(action.kind.startswith("other") for action in scenario.actions)
-    is_of_one_slice = scenario.theme in ("hangs", "refusals")  # their promises are about the slice of the file
-    if rng.random() < _WITH_CANDIDATES and not elsewhere and not is_of_one_slice:
+    if rng.random() < _WITH_CANDIDATES and not elsewhere:
         kill_at = rng.choice((0, rng.randrange(1, 12)))
-        limit = rng.choice((None, None, 10.0, 40.0)) if not scenario.leftover else None  # which may be dearer
-        scenario = replace(scenario, candidates=Candidates(limit, kill_at))
+        scenario = replace(scenario, candidates=Candidates(rng.choice((None, None, 10.0, 40.0)), kill_at))
     return scenario, drawn
 
 
