@@ -12,17 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher.errors import Exit
-from launcher.run.events import (
-    NOT_STARTED,
-    VANISHED,
-    AttemptBegan,
-    Ended,
-    HostEnded,
-    Orphaned,
-    Recovering,
-    RunEvent,
-    Started,
-)
+from launcher.run.events import NOT_STARTED, VANISHED, AttemptBegan, Ended, HostEnded, Orphaned, Recovering, RunEvent
 from launcher.run.logs import read_from
 from launcher.run.recovery import spent_so_far
 from launcher.tpu_vm.requests import RequestRecord
@@ -115,10 +105,8 @@ def up_in_a_kind_world_succeeds(simulation: SimulatedRun, command: Command) -> N
     """Before any fault, the first `up` succeeds, whatever slice of the user exists."""
     if command is not simulation.commands[0] or command.name != "up" or simulation.world.struck or command.interrupted:
         return
-    candidates, stopped = simulation.scenario.candidates, simulation.scenario.leftover == "stopped"
-    if stopped and candidates is not None and "slice.price_limit" in str(command.error):
-        return
-    if command.code not in (0, Exit.CONFLICT):
+    above_limit = "is STOPPED and is not started: the limit" in str(command.error)
+    if command.code not in (0, Exit.CONFLICT) and not above_limit:
         simulation.break_promise(
             "up continues from the existing slice", f"{simulation.scenario.leftover}: {command.error}"
         )
@@ -364,13 +352,12 @@ def hang_is_explained(simulation: SimulatedRun, job: Job, event: Ended, time: fl
     hung, hang = job.hung, job.plan.hang
     if event.outcome == "stalled" and (hung is None or hang is None):
         simulation.break_promise("a slow program is no stall", f"{job} ended {event.outcome}: {event.cause}")
-    named = event.cause.worker if event.cause is not None else -2
-    # A host that is out of reach gives no stacks either.
-    away = any(worker == named and item.host.troubled for worker, item in job.containers.items())
-    alike = away and hang is not None and hang.kind == "no stacks"
-    wanted = hang.named if hang is not None and job.hosts > 1 else 0
-    if event.outcome == "stalled" and hang is not None and named != wanted and not alike:
-        simulation.break_promise("the host that hangs is named", f"{job} hangs by {hang}; told was {event.cause}")
+    if event.outcome == "stalled" and hang is not None:
+        allowed = {hang.named if job.hosts > 1 else 0}
+        if hang.kind == "no stacks":  # a host that is out of reach gives none either
+            allowed |= {worker for worker, item in job.containers.items() if item.host.troubled}
+        if event.cause is None or event.cause.worker not in allowed:
+            simulation.break_promise("the host that hangs is named", f"{job} hangs by {hang}; told was {event.cause}")
     undisturbed = not simulation.faults and not simulation.actions and not simulation.kill_at
     if undisturbed and hang is not None and hung is not None and job.stall_seconds is not None:
         late = time - EPOCH - hung - limit(hang.phase, job.stall_seconds)
@@ -547,7 +534,7 @@ def lines_come_once(simulation: SimulatedRun) -> None:
                 seen = [(at, text[-60:]) for at, text in extra]
                 simulation.break_promise("every line once", f"{where}: twice or never written: {seen[:3]}")
             removed = (job.run, job.attempt, worker) in simulation.world.record.removed_logs
-            if not removed or not _are_lines_due(ledgers[job.run].events(), job.attempt, worker):
+            if not removed or not _are_lines_due(ledgers[job.run].events(), job, worker):
                 continue
             hint = f"host {worker}: its last lines may be missing"
             told = any(hint in text for command in simulation.commands for text in command.said)
@@ -573,17 +560,16 @@ def secrets_are_nowhere(simulation: SimulatedRun) -> None:
             simulation.break_promise("secrets are nowhere", f"{path} holds one")
 
 
-def _are_lines_due(recorded: Sequence[RunEvent], attempt: int, worker: int) -> bool:
+def _are_lines_due(recorded: Sequence[RunEvent], job: Job, worker: int) -> bool:
     """Returns whether all lines of a host were to be fetched: the attempt ended, but not by a stop while it was being
     started, and the host was not left behind."""
-    ends = [event for event in recorded if isinstance(event, Ended) and event.attempt == attempt]
+    ends = [event for event in recorded if isinstance(event, Ended) and event.attempt == job.attempt]
     left = {
-        host for event in recorded if isinstance(event, Orphaned) and event.attempt == attempt for host in event.hosts
-    }
-    if not ends or ends[-1].outcome in (NOT_STARTED, VANISHED) or worker in left:
-        return False
-    started = any(isinstance(event, Started) and event.attempt == attempt for event in recorded)
-    return started or ends[-1].outcome != "stopped"
+        host for event in recorded if isinstance(event, Orphaned) and event.attempt == job.attempt
+        for host in event.hosts
+    }  # fmt: skip
+    unfetched = (NOT_STARTED, VANISHED) if job.confirmed else (NOT_STARTED, VANISHED, "stopped")
+    return bool(ends) and ends[-1].outcome not in unfetched and worker not in left
 
 
 COMMAND_PROMISES = (
