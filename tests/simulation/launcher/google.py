@@ -310,6 +310,8 @@ class Google:
         self._advancing = False
         waiting = any(queued.state in ("ACCEPTED", "WAITING_FOR_RESOURCES") for queued in self.state.queued.values())
         self._draw(creates=waiting)
+        for request in self.requests.values() if any(fault.kind == "quota" for fault in self.state.faults) else ():
+            getattr(request.by, "refusals", set()).add("quota")
         queued_resources.advance(self.state, self._now)
         self.state.faults.clear()
         self._follow()

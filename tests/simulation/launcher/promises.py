@@ -255,8 +255,7 @@ def stockout_is_reported_as_stockout(simulation: SimulatedRun, command: Command)
 def refusal_is_told_as_what_it_is(simulation: SimulatedRun, command: Command) -> None:
     """A command that Google refused for one reason alone ends with that reason's code, and says what helps."""
     told = {"signed out": (Exit.PERMISSION, "gcloud auth login"), "quota": (Exit.QUOTA, "quota")}
-    kinds = {fault.kind for fault in simulation.faults}
-    passing = kinds & {"lost", "offline", "busy", "slow"} or len(kinds & told.keys()) > 1
+    passing = {fault.kind for fault in simulation.faults} & {"lost", "offline", "busy", "slow"}
     if command.error is None or len(command.actor.refusals) != 1 or passing or simulation.loses_by_its_disk:
         return
     (kind,) = command.actor.refusals
