@@ -211,7 +211,11 @@ class Race:
         self.record.grant(entry.request, self.machine.clock.time())
         slice_hints.save_place(self.config, entry.request.candidate)
         self.say(f"request {entry.request.number}: granted, {entry.request.candidate}")
-        self.withdraw([item for item in self.record.open() if item.number != entry.request.number])
+        # A `down` elsewhere may have recorded the end of a request that this process made a moment later.
+        others = {
+            item.number: item for item in (*self.record.open(), *(each.request for each in self.entries.values()))
+        }
+        self.withdraw([item for number, item in others.items() if number != entry.request.number])
         return state
 
     def _refuse(self, entry: _Entry, error: LaunchError) -> None:
