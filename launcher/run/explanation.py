@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from launcher.errors import LaunchError
 from launcher.masking import SecretMasker
 from launcher.provider import Provider
 from launcher.run.hang import Hang, explain_hang
 from launcher.run.ledger import Ledger
+from launcher.run.session import Session
 from launcher.run.stack_traces import HostStacks, parse_stacks
+from launcher.run.verdict import Cause, Verdict
 from training.machine.clock import Clock
 from training.telemetry.progress_line import ProgressLine
 
@@ -59,3 +61,32 @@ def keep(ledger: Ledger, attempt: int, explanation: Explanation, masker: SecretM
         ledger.write_stack(attempt, f"host-{worker}", masker.mask_text(text))
     paragraph = explanation.hang.paragraph if explanation.hang else "no stack traces could be taken"
     return str(ledger.write_stack(attempt, "explanation", masker.mask_text(f"{paragraph}\n")).parent)
+
+
+def explain_stall(
+    session: Session,
+    attempt: int,
+    verdict: Verdict,
+    progress: Mapping[int, ProgressLine],
+    since: float,
+    masker: SecretMasker,
+) -> Verdict:
+    """Takes the stacks of all hosts, keeps and prints why the attempt hangs, and returns the verdict with it.
+
+    Args:
+        progress: Newest line of each host that tells it.
+        since: When the last progress was made, by the monotonic clock.
+    """
+    say, clock = session.context.output.say, session.machine.clock
+    say(f"the run hangs: {verdict.cause.what if verdict.cause else ''}; taking the stacks of all hosts")
+    container = session.container(attempt)
+    found = explain_live(session.provider, container, progress, clock.monotonic() - since, clock)
+    try:
+        say(f"the stacks of all hosts' processes are in {keep(session.ledger, attempt, found, masker)}")
+    except OSError as error:
+        say(f"the stacks can't be kept: {error}")
+    if (hang := found.hang) is None:
+        return verdict
+    cause = Cause(hang.worker, masker.mask_text(f"{hang.what}; {hang.advice}"))
+    others = [line for line in hang.hosts if not line.startswith(f"host {hang.worker}:")]
+    return replace(verdict, cause=cause, symptoms=tuple(masker.mask_text(line) for line in others))

@@ -16,16 +16,17 @@ from typing import Any
 from launcher.errors import BadInput, LaunchError, from_disk
 from launcher.masking import SecretMasker
 from launcher.provider import HostReport, Observation
-from launcher.run import budget, events, explanation, post_mortem
+from launcher.run import budget, events, post_mortem
+from launcher.run.explanation import explain_stall
 from launcher.run.ledger import Ledger
 from launcher.run.logs import HostLog, next_page, tail
+from launcher.run.progress import HostsProgress
 from launcher.run.session import Session
-from launcher.run.stall import DEFAULT_SECONDS, ProgressView, judge_stall, update
+from launcher.run.stall import DEFAULT_SECONDS, judge_stall
 from launcher.run.state import Phase, recorded_ends
-from launcher.run.stragglers import Watch
-from launcher.run.verdict import Cause, HostView, Kind, Limits, Verdict, describe_exit, judge
+from launcher.run.verdict import HostView, Kind, Limits, Verdict, describe_exit, judge
 from training.machine.threads import Queue
-from training.telemetry.progress_line import ProgressLine, slowest
+from training.telemetry.progress_line import slowest
 
 OBSERVE_EVERY = 1.0  # seconds between two observations of a host
 _OBSERVATIONS_A_SECOND = 16  # of all hosts together, so that the load does not grow with the slice
@@ -100,7 +101,8 @@ def supervise(session: Session, attempt: int) -> Verdict:
     supervision = _Supervision(session, attempt)
     verdict, reachable = supervision.watch()
     if verdict.kind is Kind.STALLED:
-        verdict = _explain_stall(session, attempt, verdict, supervision, masker)
+        since = supervision.progress.moved(supervision.last_line)
+        verdict = explain_stall(session, attempt, verdict, supervision.progress.lines, since, masker)
     orphaned = set(session.workers) - set(reachable)
     if verdict.kind not in (Kind.FINISHED, Kind.SAVED):
         orphaned |= _end_on_hosts(session, attempt, verdict, reachable)
@@ -160,28 +162,6 @@ def stop_hosts(session: Session, attempt: int, workers: Sequence[int], *, grace:
         return [HostReport(worker, False, str(error).splitlines()[0]) for worker in workers]
 
 
-def _explain_stall(
-    session: Session, attempt: int, verdict: Verdict, supervision: _Supervision, masker: SecretMasker
-) -> Verdict:
-    """Takes the stacks of all hosts, keeps and prints why the attempt hangs, and returns the verdict with it."""
-    say, clock = session.context.output.say, session.machine.clock
-    say(f"the run hangs: {verdict.cause.what if verdict.cause else ''}; taking the stacks of all hosts")
-    views = supervision.progress
-    moved = max((view.moved for view in views.values()), default=supervision.last_line)
-    lines = {worker: view.line for worker, view in views.items()}
-    container = session.container(attempt)
-    found = explanation.explain_live(session.provider, container, lines, clock.monotonic() - moved, clock)
-    try:
-        say(f"the stacks of all hosts' processes are in {explanation.keep(session.ledger, attempt, found, masker)}")
-    except OSError as error:
-        say(f"the stacks can't be kept: {error}")
-    if (hang := found.hang) is None:
-        return verdict
-    cause = Cause(hang.worker, masker.mask_text(f"{hang.what}; {hang.advice}"))
-    others = [line for line in hang.hosts if not line.startswith(f"host {hang.worker}:")]
-    return replace(verdict, cause=cause, symptoms=tuple(masker.mask_text(line) for line in others))
-
-
 def _end_on_hosts(session: Session, attempt: int, verdict: Verdict, reachable: Sequence[int]) -> set[int]:
     """Stops a failed attempt on all hosts that answer.
 
@@ -225,9 +205,7 @@ class _Supervision:
         self.api_only = ApiOnlyTime()
         self.warned = begun
         self.counted = begun  # when the run's dollars were last counted
-        self.progress: dict[int, ProgressView] = {}  # of hosts that tell it
-        self.stragglers = Watch()
-        self.kept_step = -1  # of the progress that was last kept
+        self.progress = HostsProgress(ledger, attempt, self.say)
         self.last_line = begun  # when a host last wrote a line, or could not be asked whether it did
         self.turned = begun  # when the main task last began a turn of its loop
         self.polled_all = False
@@ -263,7 +241,7 @@ class _Supervision:
 
     def _judge(self, now: float, stop_requested: bool) -> Verdict:
         quiet = min(view.seen for view in self.views.values()) - self.last_line
-        progress = {worker: view for worker, view in self.progress.items() if not self.views[worker].ended}
+        progress = {worker: view for worker, view in self.progress.views.items() if not self.views[worker].ended}
         return judge(
             list(self.views.values()),
             now,
@@ -290,7 +268,7 @@ class _Supervision:
         if still < _STANDSTILL_SECONDS:
             return
         self.last_line = min(now, self.last_line + still)
-        self.progress = {worker: view.later(still) for worker, view in self.progress.items()}
+        self.progress.forgive(still)
         for worker, view in self.views.items():
             ended_seen = min(now, view.ended_seen + still) if view.ended_seen is not None else None
             self.views[worker] = replace(view, seen=min(now, view.seen + still), ended_seen=ended_seen)
@@ -312,28 +290,9 @@ class _Supervision:
             self.last_line = self.clock.monotonic()
         self.open_lines[answer.worker] = answer.open
         self._update_view(answer)
-        if line := slowest(answer.progress):
-            self._update_progress(answer.worker, line)
-
-    def _update_progress(self, worker: int, line: ProgressLine) -> None:
-        """Updates what is known of a host's progress; keeps that of the first host for `status` and `top`."""
         now = self.clock.monotonic()
-        view = self.progress[worker] = update(self.progress.get(worker), line, now)
-        if view.moved == now:  # counts as output too, for when hosts that tell their progress have ended
-            self.last_line = now
-        if worker == min(self.progress) and view.line.step != self.kept_step:
-            self.kept_step = view.line.step
-            self.ledger.keep_progress(self.attempt, view.line)
-        lines = {worker: view.line for worker, view in self.progress.items()}
-        self.stragglers, begun, ended = self.stragglers.observe(lines, now)
-        if begun is not None:
-            number = self.attempt
-            found = events.StragglerFound(number, begun.worker, begun.part, round(begun.factor, 2), begun.step)
-            self.ledger.note(found, self.say)
-            self.say(f"{begun}, since about step {begun.step:,}")
-        if ended is not None:
-            self.ledger.note(events.StragglerGone(self.attempt, ended.worker, ended.part), self.say)
-            self.say(f"host {ended.worker} is as fast as the others again in {ended.part.replace('_', ' ')}")
+        if (line := slowest(answer.progress)) and self.progress.update(answer.worker, line, now):
+            self.last_line = now  # counts as output too, for when hosts that tell their progress have ended
 
     def _deliver(self, observation: Observation) -> bool:
         """Emits the lines that are new, and returns whether there were any. On a full disk they stay new."""

@@ -1,0 +1,58 @@
+"""Collects the progress that the hosts of one attempt tell, keeps it for `status` and `top`, and records stragglers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from launcher.run import events
+from launcher.run.ledger import Ledger
+from launcher.run.stall import ProgressView, update
+from launcher.run.stragglers import Watch
+from training.telemetry.progress_line import ProgressLine
+
+
+class HostsProgress:
+    """The progress of an attempt."""
+
+    def __init__(self, ledger: Ledger, attempt: int, say: Callable[[str], None]) -> None:
+        self._ledger, self._attempt, self._say = ledger, attempt, say
+        self.views: dict[int, ProgressView] = {}
+        """Of hosts that tell it."""
+
+        self._stragglers = Watch()
+        self._kept_step = -1  # of the progress that was last kept
+
+    @property
+    def lines(self) -> Mapping[int, ProgressLine]:
+        """Returns the newest line of each host that tells its progress."""
+        return {worker: view.line for worker, view in self.views.items()}
+
+    def moved(self, default: float) -> float:
+        """Returns when any host last made progress, by the monotonic clock; `default` before the first line."""
+        return max((view.moved for view in self.views.values()), default=default)
+
+    def forgive(self, seconds: float) -> None:
+        """Does not count time in which this process stood still."""
+        self.views = {worker: view.later(seconds) for worker, view in self.views.items()}
+
+    def update(self, worker: int, line: ProgressLine, now: float) -> bool:
+        """Takes in a host's newest line, keeps that of the first host, records stragglers, and returns whether the host
+        made progress."""
+        view = self.views[worker] = update(self.views.get(worker), line, now)
+        if worker == min(self.views) and line.step != self._kept_step:
+            self._kept_step = line.step
+            self._ledger.keep_progress(self._attempt, line)
+        self._record_stragglers(now)
+        return view.moved == now
+
+    def _record_stragglers(self, now: float) -> None:
+        """Records and tells a straggler that has begun, and one that has ended."""
+        self._stragglers, begun, ended = self._stragglers.observe(self.lines, now)
+        if begun is not None:
+            number = self._attempt
+            found = events.StragglerFound(number, begun.worker, begun.part, round(begun.factor, 2), begun.step)
+            self._ledger.note(found, self._say)
+            self._say(f"{begun}, since about step {begun.step:,}")
+        if ended is not None:
+            self._ledger.note(events.StragglerGone(self._attempt, ended.worker, ended.part), self._say)
+            self._say(f"host {ended.worker} is as fast as the others again in {ended.part.replace('_', ' ')}")
