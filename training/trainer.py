@@ -439,9 +439,11 @@ class Trainer:
         rate = train.global_batch_size / seconds if seconds > 0 else 0.0
         remaining = (train.steps - step) * seconds
         self.run.console.progress(format_progress(step, train.steps, loss, rate, data_wait, remaining))
+        used, total = self.backend.device_memory()
         self.host_progress.figures = replace(
             self.host_progress.figures,
             loss=loss, examples_per_second=round(rate, 2), data_wait=data_wait, left=format_remaining(remaining),
+            device_memory_used=used, device_memory_total=total,
         )  # fmt: skip
         values = {
             "loss": result.loss,

@@ -108,13 +108,19 @@ def _progress(view: View, columns: int) -> list[str]:
 
 def _hosts(view: View, columns: int) -> list[str]:
     """Returns a row for each host; the last log line takes the rest of the width."""
-    table = [["host", *(["address"] if columns >= _WIDE else []), "container", "step", "doing", "memory", "last line"]]
+    is_wide = columns >= _WIDE
+    address, more = ["address"] * is_wide, ["device memory", "read"] * is_wide
+    table = [["host", *address, "container", "step", "doing", "memory", *more, "last line"]]
     for host in view.hosts:
         quiet = "" if host.quiet_seconds is None else f"{costs.duration(host.quiet_seconds)} ago"
-        address = [host.address] if columns >= _WIDE else []
+        address = [host.address] * is_wide
         last = f"{quiet}: {host.last_line}" if quiet else host.last_line
         line = host.progress
-        told = ["?", "", "?"] if line is None else [f"{line.step:,}", _doing(line), _memory(line)]
+        told = ["?", "", "?"] + ["?", "?"] * is_wide
+        if line is not None:
+            told = [f"{line.step:,}", _doing(line), _memory(line.memory_used, line.memory_total)]
+            devices = _memory(line.device_memory_used, line.device_memory_total)
+            told += [devices, f"{line.bytes_read / 2**30:.1f} GiB" if line.bytes_read else "?"] * is_wide
         table.append([str(host.worker), *address, host.container, *told, last])
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]) - 1)]
     return [
@@ -129,11 +135,9 @@ def _doing(line: ProgressLine) -> str:
     return f"{line.doing} {costs.duration(line.doing_seconds)}" if slow else line.phase
 
 
-def _memory(line: ProgressLine) -> str:
+def _memory(used: int, total: int) -> str:
     """Returns bytes in use and in total as "12.5/188 GiB"; "?" where they are not told."""
-    if not line.memory_total:
-        return "?"
-    return f"{line.memory_used / 2**30:.1f}/{line.memory_total / 2**30:.0f} GiB"
+    return f"{used / 2**30:.1f}/{total / 2**30:.0f} GiB" if total else "?"
 
 
 def _spread(left: str, right: str, columns: int) -> str:

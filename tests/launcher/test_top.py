@@ -24,7 +24,8 @@ GIB = 2**30
 LOSSES = {step: 5.0 + 2.6 * math.exp(-step / 300) for step in range(1, 1201, 5)}
 HOST_0 = ProgressLine(
     1200, 5000, "training", "result", 42.0, step_seconds=0.8, memory_used=int(12.34 * GIB), memory_total=188 * GIB,
-    loss=5.04762, examples_per_second=812.34, data_wait=0.07, left="1:17:52",
+    loss=5.04762, examples_per_second=812.34, data_wait=0.07, left="1:17:52", device_memory_used=int(21.5 * GIB),
+    device_memory_total=32 * GIB, bytes_read=7 * GIB,
 )  # fmt: skip
 VIEW = View(
     slice="slice demo: READY, v4-16, 2 hosts",
@@ -58,7 +59,8 @@ def test_a_frame_shows_the_run_its_curve_its_hosts_and_its_cost(columns: int) ->
         "attempt 1: started",
     ):
         assert words in text
-    assert ("10.0.0.1" in text) == (columns == 160), "addresses where there is room"
+    for words in ("10.0.0.1", "21.5/32 GiB", "7.0 GiB"):
+        assert (words in text) == (columns == 160), "where there is room"
 
 
 @given(st.integers(40, 240), st.dictionaries(st.integers(0, 10**7), st.floats(), max_size=30))

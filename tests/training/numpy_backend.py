@@ -91,6 +91,9 @@ class NumpyBackend:
     def counters(self) -> dict[str, int]:
         return {}
 
+    def device_memory(self) -> tuple[int, int]:
+        return 0, 0
+
     def fallbacks(self) -> list[str]:
         return []
 

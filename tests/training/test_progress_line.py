@@ -19,7 +19,7 @@ from training.telemetry.progress_line import LONGEST_LINE, ProgressLine, encode,
 
 LINE = ProgressLine(
     7, 100, "training", "result", 1.5, 3, 60.0, 1e9, 0.5, 12.0, {"data_wait": 1.25}, 5, 9, "abc", 2.5, 99.0,
-    0.07, "1:00", 2,
+    0.07, "1:00", 2, 3, 4, 6,
 )  # fmt: skip
 
 

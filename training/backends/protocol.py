@@ -62,6 +62,9 @@ class Backend(Protocol):
         "device_to_host_transfers", and "device_to_host_syncs" (transfers that neither a result nor a snapshot asked
         for: the model's own, each of which stalls the device). Counts that the framework does not keep are absent."""
 
+    def device_memory(self) -> tuple[int, int]:
+        """Returns bytes in use and in total of one of this host's devices; 0, 0 where the framework does not tell."""
+
     def fallbacks(self) -> list[str]:
         """Returns operations that ran on the host because the device lacks them: each costs a round trip every step."""
 

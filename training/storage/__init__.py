@@ -25,6 +25,7 @@ import secrets
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import google_crc32c
@@ -49,13 +50,24 @@ from training.storage.types import (
 
 __all__ = ["REMOTE", "AlreadyExists", "Changed", "NotAllowed", "NotFound", "Stat", "Storage", "StorageError"]
 __all__ += ["append", "delete", "download", "listing", "read", "read_into", "remove_partial_files", "stat"]
-__all__ += ["transfer_seconds", "upload", "write"]
+__all__ += ["Traffic", "traffic", "transfer_seconds", "upload", "write"]
 __all__ += ["crc32c", "is_remote", "join", "name_of", "split_remote"]
 
 _PARTIAL = ".partial"
 _PIECE = 8 << 20
 _NO_HARD_LINKS = (errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EXDEV, errno.EMLINK)
 _WRITTEN = 64 << 20  # bytes after which the write-back begins, and other Python threads can run
+
+
+@dataclass
+class Traffic:
+    """Bytes that `read` has returned. Threads may lose a few: it is shown, not computed with."""
+
+    bytes_read: int = 0
+
+
+traffic = Traffic()
+"""Of this process."""
 
 
 def stat(url: str) -> Stat | None:
@@ -92,8 +104,12 @@ def read(url: str, start: int = 0, end: int | None = None, *, generation: int | 
     Changed if it is not of `generation`, StorageError."""
     if start < 0 or (end is not None and end < start):
         raise ValueError(f"{url}: bytes [{start}, {end}) is not a range")
-    if is_remote(url):
-        return gcs.read(url, start, end, generation)
+    data = gcs.read(url, start, end, generation) if is_remote(url) else _read_local(url, start, end, generation)
+    traffic.bytes_read += len(data)
+    return data
+
+
+def _read_local(url: str, start: int, end: int | None, generation: int | None) -> bytes:
     with local_errors(url), open(url, "rb", buffering=0) as file:
         status = os.fstat(file.fileno())
         if generation is not None and status.st_mtime_ns != generation:

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 
+from training import storage
 from training.machine import SYSTEM, Machine
 from training.telemetry import progress_line
 from training.telemetry.phase_timer import PhaseTimer
@@ -111,6 +112,7 @@ class HostProgress:
             memory_used=used,
             memory_total=total,
             program=self.program,
+            bytes_read=storage.traffic.bytes_read,
         )
 
     def _write_repeatedly(self) -> None:

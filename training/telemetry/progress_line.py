@@ -82,6 +82,13 @@ class ProgressLine:
     rank: int = 0
     """Of several processes on a host."""
 
+    device_memory_used: int = 0
+    """Bytes of one device; the others of a host hold as much."""
+
+    device_memory_total: int = 0
+    bytes_read: int = 0
+    """From files and buckets, by this attempt's process."""
+
 
 _KINDS: Mapping[str, type | tuple[type, ...]] = {
     item: {"int": int, "str": str, "Mapping[str, float]": dict}.get(kind, (int, float))

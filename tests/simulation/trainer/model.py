@@ -299,6 +299,9 @@ class SimulatedBackend:
     def counters(self) -> dict[str, int]:
         return {}
 
+    def device_memory(self) -> tuple[int, int]:
+        return 0, 0
+
     def fallbacks(self) -> list[str]:
         return []
 

@@ -207,6 +207,9 @@ class TensorFlow:
     def counters(self) -> dict[str, int]:
         return {"graphs": self.compilations()[0]}
 
+    def device_memory(self) -> tuple[int, int]:
+        return 0, 0  # TensorFlow does not tell
+
     def fallbacks(self) -> list[str]:
         return []  # a program is refused as a whole when the device lacks an operation
 

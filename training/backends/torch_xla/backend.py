@@ -27,6 +27,7 @@ from training.backends.placement import bytes_on_device
 from training.backends.torch.network import build_network
 from training.backends.torch.step import REPORT, HostArray, StepInputs, TrainingStep, read_report
 from training.backends.torch_xla import internals
+from training.backends.torch_xla.devices import memory_of
 from training.backends.torch_xla.processor import describe_slow_products, read_flags
 from training.backends.torch_xla.sharding import DataParallel
 from training.backends.torch_xla.state import State
@@ -245,6 +246,9 @@ class TorchXla:
         cached = {"programs_from_cache": self._cache.loaded} if self._cache else {}
         syncs = own["device_to_host_transfers"] - self._state.planned_transfers
         return {**own, "device_to_host_syncs": syncs, **cached}
+
+    def device_memory(self) -> tuple[int, int]:
+        return memory_of(self._sharding)
 
     def fallbacks(self) -> list[str]:
         """Leaves out operations of earlier runs in this process, and reading a number, which is planned."""

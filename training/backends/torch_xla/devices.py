@@ -33,10 +33,7 @@ class TorchDevices:
             self._exchange = Exchange(cluster, rendezvous, token, _SECONDS)
 
     def memory_bytes(self) -> int | None:
-        with contextlib.suppress(RuntimeError, KeyError):  # PJRT does not report it for CPUs
-            device = internals.local_devices()[0] if self._sharding.is_spmd else str(self._sharding.device)
-            return int(xm.get_memory_info(device)["bytes_limit"]) or None
-        return None
+        return memory_of(self._sharding)[1] or None
 
     def wrong_products(self) -> int:
         # Factors of -1, 0 and 1: the products are integers up to 256, which bfloat16 represents exactly.
@@ -61,3 +58,12 @@ class TorchDevices:
         report = self._sharding.replicate_report(value.reshape(1))
         torch_xla.sync()
         return float(report.cpu().item())
+
+
+def memory_of(sharding: DataParallel) -> tuple[int, int]:
+    """Returns bytes in use and in total of this host's first device; 0, 0 where PJRT does not report them: CPUs."""
+    with contextlib.suppress(RuntimeError, KeyError):
+        device = internals.local_devices()[0] if sharding.is_spmd else str(sharding.device)
+        memory = xm.get_memory_info(device)
+        return int(memory["bytes_used"]), int(memory["bytes_limit"])
+    return 0, 0
