@@ -8,6 +8,7 @@
     stacks/attempt-<n>/host-<worker>.txt  stack traces of the processes of a run that hung; explanation.txt: why
     logs/attempt-<n>/host-<worker>.log    each line as "<engine's time> <line>", appended by the holder of the lock
     progress-<n>.jsonl                    lines of progress of the first host, as the supervisor read them
+    hosts-<n>.jsonl, hosts-<n>.svg        each host's seconds a step, every half minute, and a heat map of them
     post-mortem-<n>.tar.gz                the archive of a failed attempt (launcher.run.post_mortem)
     lock            held (flock) by the one process that supervises the run
 
@@ -21,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from launcher.file_lock import is_held, lock
 from launcher.home import write_private, write_whole
 from launcher.run.events import Entry, RunEvent, from_document
 from launcher.run.state import RunState, state_of
+from launcher.run.stragglers import draw_hosts
 from training.machine.clock import Clock, format_time
 from training.telemetry.progress_line import LONGEST_LINE, ProgressLine, encode, parse
 
@@ -134,10 +136,18 @@ class Ledger:
 
     def keep_progress(self, attempt: int, line: ProgressLine) -> None:
         """Appends a line of progress. Does nothing on a full disk: the next line comes soon."""
-        with contextlib.suppress(OSError):
-            fd = os.open(self.progress_file(attempt), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-            with open(fd, "ab", buffering=0) as file:
-                write_whole(file, f"{encode(line)}\n".encode())
+        _append(self.progress_file(attempt), encode(line))
+
+    def keep_hosts(self, attempt: int, step: int, seconds: Mapping[int, float]) -> None:
+        """Appends the seconds a step of each host. Does nothing on a full disk."""
+        _append(self.folder / f"hosts-{attempt}.jsonl", json.dumps({"step": step, "seconds": seconds}))
+
+    def draw_hosts(self, attempt: int) -> None:
+        """Draws the heat map of hosts by steps, if seconds were kept. Does nothing on a full disk."""
+        with contextlib.suppress(OSError, ValueError):
+            text = (self.folder / f"hosts-{attempt}.jsonl").read_text(encoding="utf-8")
+            picture = draw_hosts([json.loads(line) for line in text.splitlines()])
+            write_private(self.folder / f"hosts-{attempt}.svg", picture)
 
     def newest_progress(self, attempt: int) -> ProgressLine | None:
         """Returns the newest line of progress that is kept of an attempt; None without one."""
@@ -230,3 +240,11 @@ class Ledger:
                 file.truncate(0)
                 file.write(str(os.getpid()).encode())
             yield
+
+
+def _append(path: Path, line: str) -> None:
+    """Appends a line to a file, unless the disk is full."""
+    with contextlib.suppress(OSError):
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        with open(fd, "ab", buffering=0) as file:
+            write_whole(file, f"{line}\n".encode())

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from launcher.run import events
 from launcher.run.ledger import Ledger
 from launcher.run.stall import ProgressView, update
-from launcher.run.stragglers import Watch
+from launcher.run.stragglers import Watch, own_seconds
 from training.telemetry.progress_line import ProgressLine
 
 
@@ -46,8 +46,11 @@ class HostsProgress:
         return view.moved == now
 
     def _record_stragglers(self, now: float) -> None:
-        """Records and tells a straggler that has begun, and one that has ended."""
-        self._stragglers, begun, ended = self._stragglers.observe(self.lines, now)
+        """Records and tells a straggler that has begun, and one that has ended; keeps what a step takes each host."""
+        lines, window = self.lines, self._stragglers.window
+        self._stragglers, begun, ended = self._stragglers.observe(lines, now)
+        if window and window is not self._stragglers.window and (seconds := own_seconds(window, lines)):
+            self._ledger.keep_hosts(self._attempt, max(line.step for line in lines.values()), seconds)
         if begun is not None:
             number = self._attempt
             found = events.StragglerFound(number, begun.worker, begun.part, round(begun.factor, 2), begun.step)

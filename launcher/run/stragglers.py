@@ -6,10 +6,13 @@ out: there every host but the slow one waits.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from training.telemetry import svg
 from training.telemetry.progress_line import ProgressLine
 
 WINDOW_SECONDS = 30.0
@@ -20,6 +23,7 @@ WINDOWS = 3
 
 _FACTOR, _SHARE = 1.5, 0.1  # of the others' median; of the step's seconds
 _NOT_OWN = ("result",)
+_COLUMNS = 200
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,33 @@ def compare(before: Mapping[int, ProgressLine], now: Mapping[int, ProgressLine])
             factor = own / others if others > own / 1000 else 1000.0
             found.append((excess, Straggler(slowest, part, factor, now[slowest].step)))
     return max(found, key=lambda each: each[0], default=(0.0, None))[1]
+
+
+def own_seconds(before: Mapping[int, ProgressLine], now: Mapping[int, ProgressLine]) -> dict[int, float]:
+    """Returns the seconds that a step took each host in a window, without waiting for the others."""
+    shares = {worker: _seconds_a_step(before[worker], line) for worker, line in now.items() if worker in before}
+    return {
+        worker: round(sum(seconds for name, seconds in parts.items() if name not in _NOT_OWN), 4)
+        for worker, parts in shares.items()
+        if parts
+    }
+
+
+def draw_hosts(windows: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the heat map of hosts by steps as an SVG file. `windows`: "step", and "seconds" by host; several become
+    one column, of the slowest, where there are too many."""
+    size = math.ceil(len(windows) / _COLUMNS)
+    columns = [windows[begin : begin + size] for begin in range(0, len(windows), size)]
+    workers = sorted({worker for window in windows for worker in window["seconds"]}, key=int)
+    rows = {
+        f"host {worker}": [
+            max((window["seconds"][worker] for window in column if worker in window["seconds"]), default=None)
+            for column in columns
+        ]
+        for worker in workers
+    }
+    steps = [column[-1]["step"] for column in columns]
+    return svg.standalone(svg.heat_map("A step on each host, without waiting for others", steps, rows))
 
 
 def _seconds_a_step(before: ProgressLine, line: ProgressLine) -> dict[str, float]:

@@ -107,6 +107,7 @@ def supervise(session: Session, attempt: int) -> Verdict:
     if verdict.kind not in (Kind.FINISHED, Kind.SAVED):
         orphaned |= _end_on_hosts(session, attempt, verdict, reachable)
     supervision.fetch_rest(reachable)
+    ledger.draw_hosts(attempt)
     if orphaned:  # Record Orphaned before Ended: readers of Ended report that nothing runs.
         ledger.append(events.Orphaned(attempt, session.container(attempt), tuple(sorted(orphaned))))
     last = tuple(last_lines(ledger, attempt, verdict, masker))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import re
+import xml.etree.ElementTree
 
-from launcher.run.stragglers import WINDOWS, Straggler, Watch
+from launcher.run.stragglers import WINDOWS, Straggler, Watch, draw_hosts, own_seconds
 from training.telemetry.progress_line import ProgressLine
 
 
@@ -63,3 +65,21 @@ def test_hosts_that_do_not_step_or_started_again_make_no_window() -> None:
         watch, begun, _ = watch.observe(lines, float(now))
         assert begun is None
     assert str(Straggler(5, "data_wait", 1.83, 12_400)) == "host 5 takes 1.8 times the others' time in data wait"
+
+
+def test_the_heat_map_shows_the_slow_host_and_keeps_few_columns() -> None:
+    windows = [{"step": step, "seconds": {"0": 1.0, "10": 1.0, "2": 1.0 + (step == 500)}} for step in range(1, 1001)]
+    picture = draw_hosts(windows)
+    assert xml.etree.ElementTree.fromstring(picture) is not None
+    assert picture.count("<title>host 2,") == 200, "several windows a column"
+    assert picture.index("host 2,") < picture.index("host 10,")
+    assert re.findall(r'opacity="1.00"><title>([^<]*)', picture) == ["host 2, step 500: 2 s"]
+
+
+def test_a_host_that_waits_for_others_has_no_seconds_of_its_own() -> None:
+    before = {worker: ProgressLine(0) for worker in (0, 1)}
+    now = {
+        0: ProgressLine(10, seconds={"dispatch": 5.0, "result": 20.0}),
+        1: ProgressLine(10, seconds={"dispatch": 25.0}),
+    }
+    assert own_seconds(before, now) == {0: 0.5, 1: 2.5}

@@ -1,4 +1,4 @@
-"""Draws charts as SVG: curves, a bar of shares, a confusion matrix. Pure functions from numbers to text.
+"""Draws charts as SVG: curves, a bar of shares, a confusion matrix, a heat map. Pure functions from numbers to text.
 
 The SVG fetches nothing and contains no script. Colours are CSS variables for light and dark backgrounds: `STYLE`
 defines them, once in a page, or inside a chart that is a file of its own (`standalone`).
@@ -7,7 +7,7 @@ defines them, once in a page, or inside a chart that is a file of its own (`stan
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -189,6 +189,31 @@ def _matrix_cell(
         centre = f'x="{x + 0.5 * size}" y="{y + size / 2 + 4}" text-anchor="middle"'
         parts.append(f'<text {centre} style="fill: {ink}; font-size: 11px">{round(count)}</text>')
     return parts
+
+
+def heat_map(title: str, steps: Sequence[int], rows: Mapping[str, Sequence[float | None]]) -> str:
+    """Draws a row of cells for each name, a cell a step: the larger the value (seconds), the darker. None: no cell."""
+    values = [value for row in rows.values() for value in row if value is not None]
+    if not values:
+        return _empty_chart(title, 560)
+    low, high = min(values), max(values)
+    left, top, height = 20 + 7 * max(map(len, rows)), 34, max(8, min(22, 640 // len(rows)))
+    width = max(2, min(24, 1000 // len(steps)))
+    parts = [_text_element(left, 18, f"{title}: {low:.3g} to {high:.3g} s", weight=600)]
+    for index, (name, row) in enumerate(rows.items()):
+        y = top + index * height
+        if index % math.ceil(14 / height) == 0:
+            parts.append(_text_element(left - 8, y + height / 2 + 4, name, "faint", anchor="end"))
+        for column, (step, value) in enumerate(zip(steps, row, strict=True)):
+            if value is not None:
+                place = f'x="{left + column * width}" y="{y}" width="{width}" height="{height}"'
+                paint = f'fill="var(--b)" opacity="{0.08 + 0.92 * (value - low) / ((high - low) or 1):.2f}"'
+                about = escape(f"{name}, step {step:,}: {value:.3g} s")
+                parts.append(f"<rect {place} {paint}><title>{about}</title></rect>")
+    right, bottom = left + width * len(steps), top + height * len(rows)
+    parts.append(_text_element(left, bottom + 18, f"step {steps[0]:,}", "faint"))
+    parts.append(_text_element(right, bottom + 18, f"{steps[-1]:,}", "faint", anchor="end"))
+    return _svg_document(title, max(right + 16, 560), bottom + 28, parts)
 
 
 def downsample(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float]]:
