@@ -12,6 +12,9 @@ done
 """Prints `progress <JSON>`, the first line, for the file $0 and each $0.<rank>."""
 
 DUMP_STACKS = """\
+for file in meminfo pressure/memory ../sys/fs/cgroup/memory.events ../sys/fs/cgroup/memory/memory.oom_control; do
+  cat "/proc/$file" 2>/dev/null
+done | tr '\\n' ' ' | sed 's/^/memory /; s/$/\\n/'
 for process in /proc/[0-9]*; do
   state=$(sed -n 's/^State:[[:space:]]*//p' "$process/status" 2>/dev/null)
   case $state$(readlink "$process/exe") in
@@ -19,8 +22,10 @@ for process in /proc/[0-9]*; do
     *python*)
       name=$(tr '\\0' ' ' <"$process/cmdline" | tr -d '\\n' | head -c 300)
       echo "process ${process#/proc/} [$state] [$(cat "$process/wchan")] $name"
-      stacks=$(timeout 30 py-spy dump --nonblocking --full-filenames --pid "${process#/proc/}" 2>&1)
+      dump="timeout 20 py-spy dump --full-filenames --pid ${process#/proc/}"
+      stacks=$($dump --nonblocking 2>&1)
       printf '%s\\n' "$stacks"
+      case $0$state in native[RS]*) $dump --native 2>&1 ;; esac
       printf '%s\\n' "$stacks" | sed -n 's/^ .*(\\(\\/.*\\):\\([0-9][0-9]*\\))$/\\2 \\1/p' | sort -u | head -n 300 |
         while read -r line file; do
           printf 'source %s:%s %s\\n' "$file" "$line" "$(sed -n "${line}{p;q;}" "$file" | head -c 200)"
@@ -29,8 +34,9 @@ for process in /proc/[0-9]*; do
   esac
 done
 """
-"""Prints for every Python process `process <id> [<state>] [<wait channel>] <command>`, its stack traces by py-spy (in
-our images) or why there are none, and `source <file>:<line> <text>` for each frame."""
+"""Prints `memory <the kernel's figures>`; for every Python process `process <id> [<state>] [<wait channel>] <command>`,
+its stack traces by py-spy (in our images) or why there are none, and `source <file>:<line> <text>` for each frame.
+With $0 "native", frames of native code too, if ptrace is allowed: it pauses each process for about 0.3 s."""
 
 _PROGRESS, _MOST_PROCESSES = "progress ", 64
 

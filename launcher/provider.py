@@ -297,5 +297,6 @@ class Provider(Protocol):
     def evidence(self, container: str, workers: Sequence[int]) -> dict[str, str]:
         """Returns diagnostics of the slice and the hosts after a failed attempt: file name -> text. Never raises."""
 
-    def stacks(self, container: str) -> dict[int, str]:
-        """Returns the stack traces of a container's processes, by host. Never raises for a host."""
+    def stacks(self, container: str, *, native: bool = False) -> dict[int, str]:
+        """Returns the stack traces of a container's processes, by host, with `native` those of native code too, which
+        pauses each process for a moment. Never raises for a host."""

@@ -43,8 +43,11 @@ exec)
   c=$root/$1; shift; alive || exit 1
   [ -z "$mark" ] || exec env "$mark" "$@"
   put "$3" /run/tpu-launch "$c/tmpfs"
+  put "$text" '/proc/[0-9]*' "/proc/$(cat "$c/child")" # not the processes of other hosts
+  script=$text
   shift 3
-  exec sh -c "$text" "$@" ;;
+  [ $# = 0 ] || { put "$1" /dev/shm "$c/tmpfs"; shift; set -- "$text" "$@"; }
+  exec sh -c "$script" "$@" ;;
 start)
   last "$@"; c=$root/$last
   [ -e "$c/pid" ] && exit 0

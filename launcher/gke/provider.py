@@ -261,18 +261,19 @@ class Gke:
                 files[f"host-{worker}.txt"] = str(error)
         return files
 
-    def stacks(self, container: str) -> dict[int, str]:
+    def stacks(self, container: str, *, native: bool = False) -> dict[int, str]:
         """Returns the stack traces of each running container's processes, by `kubectl exec` (see k8s/role.yaml)."""
-        stacks = {}
-        for worker, pod in self._known_pods(container).items():
-            if not pod.started or pod.ended:
-                continue
+
+        def dump(pod: Pod) -> str:
             command = ("exec", pod.name, "--container", CONTAINER, "--", "sh", "-c", DUMP_STACKS)
             try:
-                stacks[worker] = self._kubectl.call(*command)
+                return self._kubectl.call(*command, *["native"] * native)
             except LaunchError as error:
-                stacks[worker] = str(error)
-        return stacks
+                return str(error)
+
+        pods = {worker: pod for worker, pod in self._known_pods(container).items() if pod.started and not pod.ended}
+        dumps = self._kubectl.machine.threads.map(dump, [*pods.values()], at_once=_LOGS_AT_ONCE)
+        return dict(zip(pods, dumps, strict=True))
 
     def _known_pods(self, container: str) -> Mapping[int, Pod]:
         """Returns an attempt's pods; {}, with a warning, when the cluster does not answer."""

@@ -29,9 +29,16 @@ class Explanation:
 
 
 def explain_live(
-    provider: Provider, container: str, progress: Mapping[int, ProgressLine], seconds: float, clock: Clock
+    provider: Provider,
+    container: str,
+    progress: Mapping[int, ProgressLine],
+    seconds: float,
+    clock: Clock,
+    *,
+    native: bool,
 ) -> Explanation:
-    """Takes the stacks of all hosts twice and compares them. Takes 10 to 60 s.
+    """Takes the stacks of all hosts twice and compares them. Takes 10 to 60 s. `native`: of native code too, which
+    pauses the processes.
 
     Args:
         progress: Newest line of each host that tells it.
@@ -40,9 +47,9 @@ def explain_live(
     first: dict[int, str] = {}
     second: dict[int, str] = {}
     try:
-        first = provider.stacks(container)
+        first = provider.stacks(container, native=native)
         clock.sleep(APART_SECONDS)
-        second = provider.stacks(container)
+        second = provider.stacks(container, native=native)
     except LaunchError:  # what is known will do
         second = second or first
     texts = {
@@ -80,7 +87,7 @@ def explain_stall(
     say, clock = session.context.output.say, session.machine.clock
     say(f"the run hangs: {verdict.cause.what if verdict.cause else ''}; taking the stacks of all hosts")
     container = session.container(attempt)
-    found = explain_live(session.provider, container, progress, clock.monotonic() - since, clock)
+    found = explain_live(session.provider, container, progress, clock.monotonic() - since, clock, native=True)
     try:
         say(f"the stacks of all hosts' processes are in {keep(session.ledger, attempt, found, masker)}")
     except OSError as error:

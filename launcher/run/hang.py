@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from launcher.run.stack_traces import HostStacks, Place, ProcessStacks, Waits, places
+from launcher.run.stack_traces import HostStacks, Place, ProcessStacks, ThreadStack, Waits, places
 from training.telemetry.progress_line import COMPILE, ProgressLine
 
 
@@ -21,8 +21,7 @@ class Hang:
     """The explanation of a hang."""
 
     kind: str
-    """stopped, ended, kernel, no stacks, program, code, storage, lock, deadlock, interpreter, step, collective, data,
-    compile."""
+    """A key of `_ADVICE`."""
 
     worker: int
     """The host that differs; -1: none does."""
@@ -41,6 +40,7 @@ class Hang:
 
 
 _ADVICE = {
+    "memory": "give its processes less to hold (workers, caches, batches); its kernel messages are in the post-mortem",
     "stopped": "a signal (SIGSTOP) or a debugger stopped it: `kill -CONT` lets it go on",
     "ended": "see its log for why it ended; its parent must end too, so that the run is started again",
     "kernel": "look at the host's kernel messages and disks (post-mortem); replace the host if it comes again",
@@ -63,7 +63,9 @@ _BY_PLACE = {
     Waits.QUEUE: "lock",
     Waits.DATA: "data",
     Waits.COLLECTIVE: "collective",
+    Waits.COMPILER: "compile",
 }
+_FULL = 0.98  # of its memory, for a host that gives no stacks
 _NOT_WAITING = (Waits.CODE, Waits.STORAGE, Waits.LOCK)
 
 
@@ -74,6 +76,8 @@ class _HostLook:
     kind: str
     what: str
     place: Place | None = None
+    storage: Place | None = None
+    """Of a thread that waits for storage."""
 
 
 def explain_hang(
@@ -89,7 +93,10 @@ def explain_hang(
         lines: Newest line of progress of each host that tells it.
         seconds: Since the last progress; 0: unknown.
     """
-    hosts = {worker: _look(first.get(worker, HostStacks()), stacks) for worker, stacks in sorted(second.items())}
+    hosts = {
+        worker: _look(first.get(worker, HostStacks()), stacks, lines.get(worker))
+        for worker, stacks in sorted(second.items())
+    }
     if not hosts:
         return None
     lasting = f" for {seconds:.0f} s" if seconds else ""
@@ -98,7 +105,7 @@ def explain_hang(
     def found(kind: str, odd: Sequence[int], what: str) -> Hang:
         return Hang(kind, odd[0] if odd else -1, what, _ADVICE[kind], table)
 
-    for kind in ("no stacks", "ended", "stopped", "kernel", "interpreter"):
+    for kind in ("memory", "no stacks", "ended", "stopped", "kernel", "interpreter"):
         if odd := [worker for worker, host in hosts.items() if host.kind == kind]:
             return found(kind, odd, f"{_others(hosts, odd, lines)}{_names(odd)} {hosts[odd[0]].what}{lasting}")
     if odd := _minority({worker: line.program for worker, line in lines.items() if worker in hosts and line.program}):
@@ -113,6 +120,10 @@ def explain_hang(
             return found("step", odd_step, f"{_names(odd_step)} is at {steps}, the other hosts are at step {others:,}")
         return _explain_alike(hosts, lines, lasting, found)
     host = hosts[odd[0]]
+    if all(hosts[worker].kind == "storage" for worker in odd):
+        waiting = [worker for worker, each in hosts.items() if each.storage is not None]
+        if len(waiting) == len(hosts) or len(waiting) > max(1, len(hosts) / 2):  # the others have read ahead
+            return found("storage", [], f"{len(waiting)} of {len(hosts)} hosts: each {host.storage}{lasting}")
     return found(host.kind, odd, f"{_others(hosts, odd, lines)}{_names(odd)} {host.what}{lasting}")
 
 
@@ -123,8 +134,8 @@ def _explain_alike(
     found: Callable[[str, Sequence[int], str], Hang],
 ) -> Hang:
     """Returns the explanation where no host waits for another, or all do."""
-    if all(host.kind == "collective" and _compiles(lines.get(worker)) for worker, host in hosts.items()):
-        hosts = {worker: _HostLook("compile", f"compiles: {host.what}", host.place) for worker, host in hosts.items()}
+    if all(host.kind in ("compile", "collective") and _compiles(lines.get(worker)) for worker, host in hosts.items()):
+        hosts = {worker: replace(host, kind="compile", what=f"compiles: {host.what}") for worker, host in hosts.items()}
     kinds = Counter(host.kind for host in hosts.values())
     (kind, count), host = kinds.most_common(1)[0], next(iter(hosts.values()))
     if len(hosts) == 1:
@@ -149,8 +160,17 @@ def _others(hosts: Mapping[int, _HostLook], odd: Sequence[int], lines: Mapping[i
     return f"{count} of {len(hosts)} hosts {doing}{step}{place}; "
 
 
-def _look(first: HostStacks, second: HostStacks) -> _HostLook:
-    """Returns what the samples of one host show."""
+def _look(first: HostStacks, second: HostStacks, line: ProgressLine | None) -> _HostLook:
+    """Returns what the samples of one host, and its newest line, show."""
+    look = _look_at_processes(first, second)
+    memory = second.memory
+    if look.kind == "no stacks" and line is not None and line.memory_used > _FULL * line.memory_total > 0:
+        memory = f"uses {line.memory_used / 2**30:.1f} of {line.memory_total / 2**30:.1f} GiB of its memory"
+    return replace(look, kind="memory", what=f"{memory}, and {look.what}") if memory else look
+
+
+def _look_at_processes(first: HostStacks, second: HostStacks) -> _HostLook:
+    """Returns what the samples of one host's processes show."""
     if not second.processes:
         return _HostLook("no stacks", f"gives no stack traces ({second.problem or 'no answer'})")
     for process in second.processes:
@@ -174,24 +194,34 @@ def _look(first: HostStacks, second: HostStacks) -> _HostLook:
         if thread.holds_gil and old is not None and old.holds_gil and old.frames[:1] == thread.frames[:1]:
             others = sum(each.name != thread.name for each in process.threads)
             return _HostLook("interpreter" if others else "code", f"holds Python's lock: it {place}", place)
+    starved = [thread for process, thread, _ in candidates if _starves(thread, before.get((process.pid, thread.name)))]
+    if starved and (holders := [each for each in candidates if each[1] not in starved]):
+        holder = _choose(holders)
+        return _HostLook("interpreter", f"holds Python's lock, for which others wait: it {holder}", holder)
     chosen = _choose(candidates)
+    storage = next((place for _, _, place in candidates if place.waits is Waits.STORAGE), None)
     still = [thread for process, thread, place in candidates if place.waits is Waits.LOCK]
     if chosen.waits is Waits.LOCK and len(still) > 1:
         what = " and ".join(str(place) for _, thread, place in candidates if thread in still[:2])
         return _HostLook("deadlock", f"has threads that wait for each other's locks: {what}", chosen)
-    return _HostLook(_BY_PLACE[chosen.waits], str(chosen), chosen)
+    return _HostLook(_BY_PLACE[chosen.waits], str(chosen), chosen, storage)
 
 
-def _choose(candidates: Sequence[tuple[ProcessStacks, object, Place]]) -> Place:
+def _choose(candidates: Sequence[tuple[ProcessStacks, ThreadStack, Place]]) -> Place:
     """Returns the most telling place of a host: that of the main threads, or if these wait for other threads or
     processes, that of one which does not wait."""
     mains = [place for _, _, place in candidates if place.thread == "MainThread"] or [candidates[0][2]]
-    for wanted in (Waits.CODE, Waits.STORAGE, Waits.LOCK, Waits.COLLECTIVE):
+    for wanted in (Waits.CODE, Waits.COMPILER, Waits.STORAGE, Waits.LOCK, Waits.COLLECTIVE):
         for place in mains:
             if place.waits is wanted:
                 return place
     workers = [place for _, _, place in candidates if place.thread != "MainThread" and place.waits in _NOT_WAITING]
     return min(workers, key=lambda place: _NOT_WAITING.index(place.waits), default=mains[0])
+
+
+def _starves(thread: ThreadStack, before: ThreadStack | None) -> bool:
+    """Returns whether a thread waited for Python's lock at the same place in both samples."""
+    return before is not None and thread.waits_for_gil and before.waits_for_gil and thread.frames == before.frames
 
 
 def _is_helper(process: ProcessStacks) -> bool:

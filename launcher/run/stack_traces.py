@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 class Waits(enum.Enum):
@@ -17,6 +17,7 @@ class Waits(enum.Enum):
     QUEUE = "waits for another thread or process in"
     DATA = "waits for data in"
     COLLECTIVE = "waits for devices or other hosts in"
+    COMPILER = "compiles in"
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,13 @@ class ThreadStack:
     name: str
     frames: tuple[Frame, ...]
     holds_gil: bool = False
+    native: tuple[str, ...] = ()
+    """Calls inside of the innermost one of Python, as "function (library)"; () where they could not be read."""
+
+    @property
+    def waits_for_gil(self) -> bool:
+        """Returns whether it waits for Python's lock: CPython does so with this call, and takes its locks otherwise."""
+        return "pthread_cond_timedwait (libc.so.6)" in self.native and all(map(_PLAIN.search, self.native))
 
 
 @dataclass(frozen=True)
@@ -61,43 +69,76 @@ class HostStacks:
     problem: str = ""
     """The output's last line, if there was no process in it."""
 
+    memory: str = ""
+    """How the host is short of memory, as a predicate: "has 0.2 of 188.0 GiB of its memory left"; "" if it is not."""
+
 
 _PROCESS = re.compile(r"process (\d{1,10}) \[(\w)?[^\]]*\] \[(\S*?)\] (.*)")
-_THREAD = re.compile(r'Thread \S+ \((\S+)\)(?:: "(.*)")?$')
+_THREAD = re.compile(r'Thread (\S+) \((\S+)\)(?:: "(.*)")?$')
 _FRAME = re.compile(r"    (.{1,300}?) \((.{1,1000}):(\d{1,9})\)$")
+_NATIVE = re.compile(r"    (.{1,300}) \((?:/.{0,900}/)?([^():/]{1,200})\)$")
 _SOURCE = re.compile(r"source (.{1,1000}):(\d{1,9}) (.*)")
+_LEAST_MEMORY, _MOST_STALLED = 0.02, 40  # share that is left; percent of the time that all processes waited for memory
+
+
+def _judge_memory(facts: str) -> str:
+    """Returns how a host is short of memory, from the kernel's own words; "" if it is not."""
+    numbers = {name: int(number) for name, number in re.findall(r"(\w+):? +(\d{1,15})\b", facts)}
+    total, left = numbers.get("MemTotal", 0), numbers.get("MemAvailable", 0)
+    stalled = max((int(percent) for percent in re.findall(r"full avg10=(\d{1,3})", facts)), default=0)
+    if killed := numbers.get("oom_kill", 0):
+        return f"had {killed} process{'es'[: 2 * (killed > 1)]} killed for lack of memory (OOM)"
+    if total and left < _LEAST_MEMORY * total:
+        return f"has {left / 2**20:.1f} of {total / 2**20:.1f} GiB of its memory left"
+    return f"waited for memory {stalled} % of the last 10 s" if stalled >= _MOST_STALLED else ""
 
 
 def parse_stacks(output: str) -> HostStacks:
     """Returns the processes and sources in the output of stacks.sh; a problem if it has no process."""
     processes: list[ProcessStacks] = []
-    threads: list[ThreadStack] = []
+    threads: dict[str, ThreadStack] = {}  # of the last process, by id
+    opened: ThreadStack | None = None
     frames: list[Frame] = []
-    sources = {}
+    native: list[str] = []
+    sources, memory, identifier = {}, "", ""
 
     def close() -> None:
-        if threads:
-            threads[-1] = ThreadStack(threads[-1].name, tuple(frames), threads[-1].holds_gil)
+        if opened is not None:
+            found = replace(opened, frames=tuple(frames), native=tuple(native))
+            threads[identifier] = _merge(threads[identifier], found) if identifier in threads else found
         if processes:
-            last = processes[-1]
-            processes[-1] = ProcessStacks(last.pid, last.state, last.wait_channel, last.command, tuple(threads))
+            processes[-1] = replace(processes[-1], threads=tuple(threads.values()))
         frames.clear()
+        native.clear()
 
     for line in output.splitlines():
         if match := _PROCESS.match(line):
             close()
+            opened = None
             threads.clear()
             processes.append(ProcessStacks(int(match[1]), match[2] or "", match[3], match[4].strip()))
         elif (match := _THREAD.match(line)) and processes:
             close()
-            threads.append(ThreadStack(match[2] or "", (), "gil" in match[1]))
-        elif (match := _FRAME.match(line)) and threads:
+            identifier, opened = match[1], ThreadStack(match[3] or "", (), "gil" in match[2])
+        elif (match := _FRAME.match(line)) and opened is not None:
             frames.append(Frame(match[1], match[2], int(match[3])))
+        elif (match := _NATIVE.match(line)) and opened is not None and not frames:
+            native.append(f"{match[1]} ({match[2]})")
         elif match := _SOURCE.match(line):
             sources[match[1], int(match[2])] = match[3].strip()
+        elif line.startswith("memory ") and not processes:
+            memory = _judge_memory(line)
     close()
     problem = "" if processes else (output.strip().splitlines() or ["no answer"])[-1][:200]
-    return HostStacks(tuple(processes), sources, problem)
+    return HostStacks(tuple(processes), sources, problem, memory)
+
+
+def _merge(thread: ThreadStack, again: ThreadStack) -> ThreadStack:
+    """Returns a thread with the native calls of its second stack, if that is at the same place: py-spy loses Python's
+    calls where it can't unwind native ones."""
+    if thread.frames[:1] != again.frames[:1]:
+        return thread
+    return replace(thread, native=again.native, holds_gil=thread.holds_gil or again.holds_gil)
 
 
 # Kinds of frames, by "file function". The first that matches a frame counts, innermost frame first.
@@ -105,6 +146,7 @@ _KINDS = tuple(
     (kind, re.compile(pattern))
     for kind, pattern in (
         (Waits.COLLECTIVE, r"/torch/distributed/|/torch/autograd/graph\.py |/torch/nn/parallel/|/torch_xla/"),
+        (Waits.STORAGE, r"/tensorflow/python/lib/io/"),
         (Waits.COLLECTIVE, r"/tensorflow/python/(eager|framework)/|/jax/|/jaxlib/|/horovod/"),
         (Waits.COLLECTIVE, r"/training/distributed/|/training/backends/\S+ (result|update|step|start_program)$"),
         (Waits.STORAGE, r"/google/(cloud|resumable_media|auth|api_core)/|/(gcsfs|fsspec|s3fs|aiohttp|urllib3)/"),
@@ -120,6 +162,9 @@ _BY_SOURCE = (
     (Waits.STORAGE, re.compile(r"""open\(\s*f?["'](gs|s3|https?)://|/gcs/|urlopen\(""")),
     (Waits.LOCK, re.compile(r"\.acquire\(|^(async )?with \S*(lock|mutex)\S*:", re.IGNORECASE)),
 )
+_COMPILER = re.compile(r"(::|\b)(Compile\w*|RunHloPasses|RunBackend)\b|^llvm::")
+_LOCK = re.compile(r"\bPyThread_acquire_lock_timed\b")
+_PLAIN = re.compile(r"^0x|\((libc|libpthread|libffi|libpython|python|_ctypes|ld-linux)[^()]*\)$")
 _LIBRARY = re.compile(r"/(site|dist)-packages/(?!training/)|/lib/python3|^<frozen|^[\w/]*/?threading\.py$")
 
 
@@ -131,29 +176,34 @@ class Place:
     frame: Frame | None = None
     source: str = ""
     thread: str = ""
+    native: str = ""
+    """The innermost call of a native library, if it was read."""
 
     def __str__(self) -> str:
         if self.frame is None:
             return f"{self.waits.value} an unknown place"
         name = "" if self.frame.function == "<module>" else f"{self.frame.function} at "
         thread = f" (thread {self.thread})" if self.thread not in ("", "MainThread") else ""
-        return f"{self.waits.value} {name}{self.frame.place}{f': {self.source}' if self.source else ''}{thread}"
+        native = f" (native: {self.native[:120]})" if self.native else ""
+        return f"{self.waits.value} {name}{self.frame.place}{f': {self.source}' if self.source else ''}{thread}{native}"
 
 
 def locate(thread: ThreadStack, sources: Mapping[tuple[str, int], str]) -> Place:
     """Returns a thread's place: kinds of library calls count up to the first call of the program's own code."""
-    waits: Waits | None = None
+    calls = "\n".join(thread.native)
+    waits = _match(((Waits.COMPILER, _COMPILER),), calls)
+    native = next((call for call in thread.native if not _PLAIN.search(call)), "")
     for frame in thread.frames:
         own = not _LIBRARY.search(frame.file)
         source = sources.get((frame.file, frame.line), "")
         if frame.file.startswith("<frozen importlib"):
             waits = Waits.CODE  # a library that is imported waits for nothing yet
-        waits = waits or _match(_KINDS, f"{frame.file} {frame.function}")
+        waits = waits or _match(_KINDS, f"{frame.file} {frame.function.rpartition('.')[2]}")
         if own:
-            waits = waits or _match(_BY_SOURCE, source)
-            return Place(waits or Waits.CODE, frame, source, thread.name)
+            waits = waits or _match(_BY_SOURCE, source) or _match(((Waits.LOCK, _LOCK),), calls)
+            return Place(waits or Waits.CODE, frame, source, thread.name, native)
     outermost = thread.frames[-1] if thread.frames else None
-    return Place(waits or Waits.CODE, outermost, "", thread.name)
+    return Place(waits or Waits.CODE, outermost, "", thread.name, native)
 
 
 def _match(patterns: Sequence[tuple[Waits, re.Pattern[str]]], text: str) -> Waits | None:

@@ -177,9 +177,9 @@ def end_execution_script(container: str, mark: str) -> str:
     return render("end_execution", container=container, mark=mark, end=load("end_command"))
 
 
-def stacks_script(container: str) -> str:
+def stacks_script(container: str, native: bool = False) -> str:
     """Prints the container's process list and the stack trace of each Python process (py-spy is in our images)."""
-    return render("stacks", container=container, dump=DUMP_STACKS)
+    return render("stacks", container=container, dump=DUMP_STACKS, native="native" if native else "")
 
 
 def evidence_script(container: str) -> str:

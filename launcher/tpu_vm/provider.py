@@ -216,8 +216,8 @@ class TpuVm:
             return {**files, "hosts.txt": str(error)}
         return files | {f"host-{result.worker}.txt": _all_output(result) for result in results}
 
-    def stacks(self, container: str) -> dict[int, str]:
-        results = self._run_all(host_scripts.stacks_script(container), self._workers, timeout=60)
+    def stacks(self, container: str, *, native: bool = False) -> dict[int, str]:
+        results = self._run_all(host_scripts.stacks_script(container, native), self._workers, timeout=60)
         return {result.worker: _all_output(result) for result in results}
 
     # -- all hosts ----------------------------------------------------------------------------------------------------

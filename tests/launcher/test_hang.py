@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -57,6 +59,27 @@ Thread 8 (idle): "other"
 COMPILING = (
     'Thread 7 (active): "MainThread"\n    sync (/x/site-packages/torch_xla/torch_xla.py:90)\n    f (/app/a.py:1)\n'
 )
+COMPILES = """\
+Thread 7 (active): "MainThread"
+    xla::HloPassPipeline::Run<xla::HloModule> (/x/site-packages/_XLAC.so)
+    xla::cpu::CpuCompiler::RunHloPasses (/x/site-packages/_XLAC.so)
+    sync (/x/site-packages/torch_xla/torch_xla.py:90)
+    prepare (/app/a.py:1)
+"""
+STARVED = """\
+Thread 7 (idle): "MainThread"
+    fast_call (libfast.so)
+    f (/app/fast.py:3)
+Thread 8 (idle): "other"
+    pthread_cond_timedwait (/usr/lib/libc.so.6)
+    f (/app/a.py:1)
+"""
+PLAIN_LOCK = """\
+Thread 7 (idle): "MainThread"
+    PyThread_acquire_lock_timed (/usr/bin/python3.11)
+    write (/app/log.py:8)
+"""
+MEMORY = "memory MemTotal: 24684092 kB MemAvailable: {left} kB full avg10={stalled}.00 oom_kill {killed} \n"
 
 
 def dump(threads: str, state: str = "S (sleeping)", channel: str = "futex_wait", pid: int = 7) -> str:
@@ -83,6 +106,25 @@ def explain(*hosts: str, lines: dict[int, ProgressLine] | None = None, seconds: 
         ),
         (dump(LOCKED), "lock", "waits for a lock in write at log.py:8: with log_lock:"),
         (dump(DEADLOCK), "deadlock", "flush at log.py:20"),
+        (
+            dump(COMPILES),
+            "compile",
+            "compiles in prepare at a.py:1 (native: xla::HloPassPipeline::Run<xla::HloModule> (_XL",
+        ),
+        (dump(STARVED), "interpreter", "others wait: it is in f at fast.py:3 (native: fast_call (libfast.so))"),
+        (dump(PLAIN_LOCK), "lock", "waits for a lock in write at log.py:8"),
+        (
+            MEMORY.format(left=9_000_000, stalled=0, killed=2) + dump(USER),
+            "memory",
+            "had 2 processes killed for lack of memory (OOM), and is in augment at my_data.py:12",
+        ),
+        (
+            MEMORY.format(left=300_000, stalled=0, killed=0) + dump(USER),
+            "memory",
+            "has 0.3 of 23.5 GiB of its memory left",
+        ),
+        (MEMORY.format(left=9_000_000, stalled=71, killed=0) + dump(USER), "memory", "waited for memory 71 % of the"),
+        (MEMORY.format(left=9_000_000, stalled=9, killed=0) + dump(USER), "code", "is in augment at my_data.py:12"),
         (dump(GIL), "interpreter", "holds Python's lock: it is in native at fast.py:3"),
         (dump(COLLECTIVE, "T (stopped)"), "stopped", "has a stopped process: process 7 (python train.py)"),
         (dump(COLLECTIVE, "D (disk sleep)", "nfs_wait"), "kernel", "is stuck in the kernel (nfs_wait)"),
@@ -127,6 +169,30 @@ def test_no_host_is_named_where_all_are_at_the_same_place(threads: str, kind: st
     assert (hang.kind, hang.worker) == (kind, -1)
     assert "all 2 hosts" in hang.what
     assert explain(dump(threads), lines={0: lines[0]}).worker == 0
+
+
+def test_storage_is_named_and_no_host_where_all_wait_for_it() -> None:
+    """A host that has read ahead is still in a collective, with a thread that waits for storage too."""
+    reads = READER[READER.index("Thread 9") :]
+    ahead = COLLECTIVE + reads
+    for hosts in ((dump(READER), dump(ahead)), (dump(READER), dump(READER), dump(COLLECTIVE))):
+        hang = explain(*hosts)
+        assert (hang.kind, hang.worker) == ("storage", -1)
+        assert f"2 of {len(hosts)} hosts: each waits for storage in open_shard at my_data.py:88" in hang.what
+    assert explain(dump(READER), dump(COLLECTIVE), dump(COLLECTIVE)).worker == 0
+
+
+def test_a_host_that_gives_no_stacks_and_has_no_memory_left_is_short_of_memory() -> None:
+    lines = {worker: ProgressLine(5, memory_used=99 * worker, memory_total=100) for worker in (0, 1)}
+    assert explain(dump(COLLECTIVE), "", lines=lines).kind == "memory"
+    assert explain("", dump(COLLECTIVE), lines=lines).kind == "no stacks"
+
+
+def test_native_calls_are_added_where_py_spy_has_kept_those_of_python() -> None:
+    plain = re.sub(r"    (xla|fast_call).*\n", "", COMPILES)
+    assert parse_stacks(dump(plain + COMPILES)) == parse_stacks(dump(COMPILES))
+    lost = 'Thread 7 (active+gil): "MainThread"\n    0x7f60814df24a (/usr/lib/libc.so.6)\n'
+    assert parse_stacks(dump(USER + lost)) == parse_stacks(dump(USER))
 
 
 def test_a_process_that_waits_for_its_children_is_passed_over() -> None:

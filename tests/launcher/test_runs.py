@@ -208,7 +208,7 @@ class FakeProvider:
     def evidence(self, container: str, workers: Sequence[int]) -> dict[str, str]:
         return {}
 
-    def stacks(self, container: str) -> dict[int, str]:
+    def stacks(self, container: str, *, native: bool = False) -> dict[int, str]:
         self.hosts.call("stacks")
         return dict(self.hosts.stacks)
 

@@ -6,18 +6,19 @@ from __future__ import annotations
 import base64
 import re
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import pytest
 
 from tests.rehearsal.test_recovery import FILE, trainable  # noqa: F401
-from tests.rehearsal.workstation import COMPILE_FAST, Workstation
+from tests.rehearsal.workstation import COMPILE_FAST, Workstation, docker
 
 pytestmark = pytest.mark.timeout(900)  # on a busy machine
 
 TwoHosts = tuple[Workstation, str]
 PROGRAM = """\
-import ctypes, json, os, queue, signal, socket, subprocess, sys, threading, time, urllib.request
+import ctypes, json, multiprocessing, os, queue, signal, socket, subprocess, sys, threading, time, urllib.request
 
 FILE, SOURCE = os.environ["TPU_LAUNCH_PROGRESS_FILE"], "abc"
 
@@ -26,11 +27,8 @@ def tell(step, phase="training", program=SOURCE):
         json.dump({"step": step, "phase": phase, "program": program, "step_seconds": 0.1}, file)
     os.replace(f"{FILE}.new", FILE)
 
-import torch
-import torch.distributed as dist
-
-dist.init_process_group("gloo")
-rank, total, records = dist.get_rank(), torch.ones(4), queue.Queue(2)
+JOIN
+records = queue.Queue(2)
 
 def read_records():
     for number in range(10**9):
@@ -38,11 +36,11 @@ def read_records():
         records.put(number)
 
 def read_record(number):
-    if rank == 1 and number == 5:
+    if rank in RANKS and number == 5:
         IN_LOADER
 
 def prepare(step):
-    if rank == 1 and step == 5:
+    if rank in RANKS and step == 5:
         IN_STEP
 
 threading.Thread(target=read_records, name="reader", daemon=True).start()
@@ -51,27 +49,69 @@ for step in range(10**9):
     tell(step)
     records.get()
     prepare(step)
-    dist.all_reduce(total)
+    SUM
     time.sleep(0.1)
 """
 
 
 @dataclass(frozen=True)
+class Framework:
+    """What differs in the program."""
+
+    join: str
+    sum: str
+    run: str
+    backend: str
+
+
+TORCH = Framework(
+    """import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+rank, total = dist.get_rank(), torch.ones(4)""",
+    "dist.all_reduce(total)",
+    "tpu-train exec",
+    "torch-xla",
+)
+TENSORFLOW = Framework(
+    """hosts, rank = os.environ["TPU_WORKER_HOSTNAMES"].split(","), int(os.environ["TPU_WORKER_ID"])
+task = {"type": "worker", "index": rank}
+os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": [f"{host}:8490" for host in hosts]}, "task": task})
+import tensorflow as tf
+from tensorflow.compiler.xla.tsl.protobuf.coordination_config_pb2 import CoordinatedJob
+from tensorflow.python.eager import context
+context.context().configure_coordination_service(  # its own limit for a silent host is 10 s, less than ours
+    "standalone", "/job:worker/replica:0/task:0", heartbeat_timeout_in_ms=10**6,
+    coordinated_jobs=[CoordinatedJob(name="worker", num_tasks=len(hosts))],
+)
+strategy = tf.distribute.MultiWorkerMirroredStrategy()
+@tf.function
+def sum_over_hosts():
+    return strategy.run(lambda: tf.distribute.get_replica_context().all_reduce("sum", tf.ones(4)))""",
+    "sum_over_hosts()",
+    "python",
+    "tensorflow",
+)
+
+
+@dataclass(frozen=True)
 class Injection:
-    """A hang of host 1 at step 5, and what the explanation must say. The text stands in for a line of the program."""
+    """A hang of hosts at step 5, and what the explanation must say. The text stands in for a line of the program."""
 
     says: str  # in the first cause
     in_step: str = "pass"
     in_loader: str = "pass"
     worker: int = 1
+    ranks: tuple[int, ...] = (1,)
+    meanwhile: Callable[[Workstation], object] = lambda work: None
+    """What is done to the hosts once the program runs."""
 
-    @property
-    def program(self) -> str:
-        lines = {"IN_STEP": self.in_step, "IN_LOADER": self.in_loader}
+    def program(self, framework: Framework) -> str:
+        lines = {"IN_STEP": self.in_step, "IN_LOADER": self.in_loader, "RANKS": str(self.ranks)}
         text = PROGRAM
         for name, code in lines.items():
             text = text.replace(name, code.replace("\n", "\n        "))
-        return text
+        return text.replace("JOIN", framework.join).replace("SUM", framework.sum)
 
 
 STOPPED = Injection("has a stopped process", in_step="os.kill(os.getpid(), signal.SIGSTOP)")
@@ -81,7 +121,66 @@ SILENT = Injection(
     in_step="""server = socket.create_server(("127.0.0.1", 0))
 urllib.request.urlopen("http://127.0.0.1:%d/o/part" % server.getsockname()[1])""",
 )
+
+
+def limit_memory(work: Workstation) -> None:
+    """Limits the memory of the container on host 1, as a pod's limit or the machine's does."""
+    (name,) = [line.split()[0] for line in work.containers_of_runs() if "w-1" in line]
+    docker("update", "--memory", "1200m", "--memory-swap", "1200m", name)
+
+
+def silence_bucket(work: Workstation) -> None:
+    work.good("emulator", "inject", "slow", "--service", "storage", "--seconds", "10000")
+
+
+MEMORY = Injection(
+    "killed for lack of memory (OOM)",
+    in_step="""global fill
+def fill(_):
+    with open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")
+    parts = []
+    while len(parts) < 300:
+        parts.append(bytearray(os.urandom(1000) * 10_000))
+        time.sleep(0.1)
+multiprocessing.get_context("fork").Pool(1).map(fill, [0])""",
+    meanwhile=limit_memory,
+)
+BUCKET_SILENT = Injection(
+    "each waits for storage in read_record at my_program.py",
+    in_loader="""from google.cloud import storage
+blob = storage.Client(project="p").bucket("rehearsal").blob(f"record-{rank}")
+blob.upload_from_string("abc")
+while True:
+    blob.download_as_bytes(timeout=None)
+    records.put(number)""",
+    worker=-1,
+    ranks=(0, 1),
+    meanwhile=silence_bucket,
+)
+COMPILATION = Injection(
+    "compiles in prepare at my_program.py",
+    in_step="""os.environ["PJRT_DEVICE"] = "CPU"
+import torch_xla
+value = weights = torch.ones(8, 8).to(torch_xla.device())
+for number in range(30_000):
+    value = torch.sin(value @ weights) + number
+torch_xla.sync()""",
+)
+FILE_SILENT = replace(
+    BUCKET_SILENT,
+    in_loader="""path = f"gs://rehearsal/record-{rank}"
+with tf.io.gfile.GFile(path, "w") as file:
+    file.write("abc")
+while True:
+    tf.io.gfile.GFile(path).read()
+    records.put(number)""",
+)
+NEVER_ENTERED = Injection("is in prepare at my_program.py", in_step="time.sleep(10000)")
 OTHERS = {
+    "memory": MEMORY,
+    "a bucket that stops answering": BUCKET_SILENT,
+    "an endless compilation": COMPILATION,
     "a lock that another thread holds": Injection(
         "waits for a lock in prepare",
         in_step="lock = threading.Lock()\nlock.acquire()\nwith lock:\n    pass",
@@ -118,10 +217,11 @@ with a_lock:
 time.sleep(10000)""",
     ),
     "a native call that holds Python's lock": Injection(
-        "is in prepare at my_program.py", in_step="ctypes.PyDLL(None).sleep(10000)"
+        "holds Python's lock, for which others wait: it is in prepare at my_program.py",
+        in_step="threading.Thread(target=time.sleep, args=(1,)).start()\nctypes.PyDLL(None).sleep(10000)",
     ),
     "a native call": Injection("is in prepare at my_program.py", in_step="ctypes.CDLL(None).sleep(10000)"),
-    "a collective that one host never enters": Injection("is in prepare at my_program.py", in_step="time.sleep(10000)"),
+    "a collective that one host never enters": NEVER_ENTERED,
     "a save that never ends": Injection(
         "is in prepare at my_program.py",
         in_step="""tell(step, "save")
@@ -132,18 +232,19 @@ open("/tmp/part", "wb")""",
 }
 
 
-def explain_injection(two_hosts: TwoHosts, injection: Injection) -> None:
+def explain_injection(two_hosts: TwoHosts, injection: Injection, framework: Framework = TORCH) -> None:
     """Runs the program until it hangs, and checks the verdict: the right host, and the right line."""
     work, file = two_hosts
-    text = base64.b64encode(injection.program.encode()).decode()
+    text = base64.b64encode(injection.program(framework).encode()).decode()
     line = """echo '{"step": 0, "phase": "start"}' >"$TPU_LAUNCH_PROGRESS_FILE\""""  # before imports, which take long
-    start = f"{line}; echo {text} | base64 -d >/tmp/my_program.py; exec tpu-train exec /tmp/my_program.py"
-    running = work.begin(
-        *("--emulated", "run", "--new", "--json", "-f", file, "--set", "run.stall_minutes=0.2", "--", "sh", "-c", start)
-    )
+    start = f"{line}; echo {text} | base64 -d >/tmp/my_program.py; exec {framework.run} /tmp/my_program.py"
+    settings = ("--set", "run.stall_minutes=0.2", "--set", f"image.backend={framework.backend}")
+    running = work.begin("--emulated", "run", "--new", "--json", "-f", file, *settings, "--", "sh", "-c", start)
     running.wait_for(r"^\[1\] begun", 200)
     begun = time.monotonic()
+    injection.meanwhile(work)
     ended = running.end(240)
+    work.good("emulator", "inject", "clear")
     seconds = time.monotonic() - begun
     assert ended.code == 13, ended.output
     told = ended.json()
@@ -166,6 +267,20 @@ def test_the_host_and_the_line_of_a_hang_are_named(two_hosts: TwoHosts, injectio
 @pytest.mark.parametrize("name", list(OTHERS))
 def test_each_kind_of_hang_is_told_apart(two_hosts: TwoHosts, name: str) -> None:
     explain_injection(two_hosts, OTHERS[name])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "injection",
+    [
+        pytest.param(STOPPED, id="stopped"),
+        pytest.param(LOADER, id="loader"),
+        pytest.param(FILE_SILENT, id="a silent bucket"),
+        pytest.param(NEVER_ENTERED, id="a collective never entered"),
+    ],
+)
+def test_hangs_of_tensorflow_are_told_apart(two_hosts: TwoHosts, injection: Injection) -> None:
+    explain_injection(two_hosts, injection, TENSORFLOW)
 
 
 @pytest.mark.nightly
