@@ -12,9 +12,8 @@ done
 """Prints `progress <JSON>`, the first line, for the file $0 and each $0.<rank>."""
 
 DUMP_STACKS = """\
-for file in meminfo pressure/memory ../sys/fs/cgroup/memory.events ../sys/fs/cgroup/memory/memory.oom_control; do
-  cat "/proc/$file" 2>/dev/null
-done | tr '\\n' ' ' | sed 's/^/memory /; s/$/\\n/'
+memory="/proc/meminfo /proc/pressure/memory /sys/fs/cgroup/memory.events /sys/fs/cgroup/memory/memory.oom_control"
+echo memory $(sed -n '/^Mem[TA]/p; /^full/p; /^oom_kill /p' $memory 2>/dev/null)
 for process in /proc/[0-9]*; do
   state=$(sed -n 's/^State:[[:space:]]*//p' "$process/status" 2>/dev/null)
   case $state$(readlink "$process/exe") in
@@ -27,9 +26,10 @@ for process in /proc/[0-9]*; do
       printf '%s\\n' "$stacks"
       case $0$state in native[RS]*) $dump --native 2>&1 ;; esac
       printf '%s\\n' "$stacks" | sed -n 's/^ .*(\\(\\/.*\\):\\([0-9][0-9]*\\))$/\\2 \\1/p' | sort -u | head -n 300 |
-        while read -r line file; do
-          printf 'source %s:%s %s\\n' "$file" "$line" "$(sed -n "${line}{p;q;}" "$file" | head -c 200)"
-        done
+        awk '{ file = substr($0, index($0, " ") + 1)
+          for (n = 0; n < $1 && (getline text < file) > 0; n++) continue
+          close(file)
+          if (n == $1) printf "source %s:%s %s\\n", file, n, substr(text, 1, 200) }'
       ;;
   esac
 done

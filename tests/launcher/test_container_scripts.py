@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -38,3 +39,4 @@ def test_every_python_process_is_listed_with_its_state_also_without_py_spy() -> 
     stacks = parse_stacks(output)
     assert any("pytest" in process.command for process in stacks.processes)
     assert {process.state for process in stacks.processes} <= set("RSDTZtI")
+    assert re.match(r"memory MemTotal: \d+ kB MemAvailable: \d+ kB .*\n", output)
