@@ -108,15 +108,8 @@ def measure_watcher(slice_: Rack) -> dict[str, float]:
     reader = threading.Thread(target=drain, args=(process, []), daemon=True)
     reader.start()
     time.sleep(8)
-
-    def used() -> float:
-        fields = Path(f"/proc/{process.pid}/stat").read_text().rsplit(")", 1)[1].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-    looks, wire, spent, begun = slice_.looks(), slice_.bytes_on_the_wire(), used(), time.monotonic()
-    time.sleep(WATCH_SECONDS)
-    seconds = time.monotonic() - begun
-    percent = (used() - spent) / seconds * 100
+    looks, wire = slice_.looks(), slice_.bytes_on_the_wire()
+    percent = share_of_core(process.pid, WATCH_SECONDS)
     wire, looks = slice_.bytes_on_the_wire() - wire, slice_.looks() - looks
     peak = next(
         int(line.split()[1])
@@ -130,6 +123,18 @@ def measure_watcher(slice_: Rack) -> dict[str, float]:
     assert ended.returncode == 0, ended.stderr
     process.wait(120)
     return {"percent": percent, "megabytes": peak / 1000, "bytes": wire / max(1, looks)}
+
+
+def share_of_core(pid: int, seconds: float) -> float:
+    """Returns the processor time of a process, in percent of a core, over so many seconds."""
+
+    def used() -> float:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    spent, begun = used(), time.monotonic()
+    time.sleep(seconds)
+    return (used() - spent) / (time.monotonic() - begun) * 100
 
 
 def measure_stop(slice_: Rack) -> float:

@@ -7,6 +7,7 @@ the block of `rack` ends.
 
 from __future__ import annotations
 
+import getpass
 import os
 import shutil
 import socket
@@ -29,7 +30,7 @@ from launcher.emulator.state import EmulatorState
 from launcher.images import engine
 from launcher.images.build import ensure_image
 from launcher.images.specification import folder_spec
-from launcher.owner import Owner, this_owner
+from launcher.owner import Owner
 from launcher.tpu_vm import ownership
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -221,7 +222,7 @@ def rack(hosts: int) -> Iterator[Rack]:
         slice_.inside("cat > /rack/bin/sudo; chmod 755 /rack/bin/sudo", "#!/bin/sh\n")
         slice_.inside("cat > /rack/authorized_keys", key.with_suffix(".pub").read_text())
         host_key = slice_.inside("cut -d' ' -f2 /rack/key.pub").strip()
-        node = make_node(state, hosts, this_owner(environment), host_key)
+        node = make_node(state, hosts, Owner(getpass.getuser()), host_key)
         for host in node.hosts:
             configuration = SSHD.format(address=host.address, worker=host.index)
             slice_.inside(
