@@ -22,9 +22,9 @@ import ctypes, json, multiprocessing, os, queue, signal, socket, subprocess, sys
 
 FILE, SOURCE = os.environ["TPU_LAUNCH_PROGRESS_FILE"], "abc"
 
-def tell(step, phase="training", program=SOURCE, count=0):
+def tell(step, phase="training", program=SOURCE):
     with open(f"{FILE}.new", "w") as file:
-        json.dump({"step": step, "phase": phase, "program": program, "count": count, "step_seconds": 0.1}, file)
+        json.dump({"step": step, "phase": phase, "program": program, "step_seconds": 0.1}, file)
     os.replace(f"{FILE}.new", FILE)
 
 JOIN
@@ -160,12 +160,13 @@ while True:
 )
 COMPILATION = Injection(
     "compiles in prepare at my_program.py",
-    in_step="""os.environ["PJRT_DEVICE"] = "CPU"
+    in_step="""tell(step, "start")  # importing and tracing take long on a busy machine
+os.environ["PJRT_DEVICE"] = "CPU"
 import torch_xla
 value = weights = torch.ones(8, 8).to(torch_xla.device())
 for number in range(30_000):
     value = torch.sin(value @ weights) + number
-    number % 500 or tell(step, count=number)
+tell(step)
 torch_xla.sync()""",
 )
 FILE_SILENT = replace(
