@@ -173,6 +173,9 @@ class TorchTpu:
     def counters(self) -> dict[str, int]:
         return {}
 
+    def device_memory(self) -> tuple[int, int]:
+        return 0, 0  # not read: no documented call of torch_tpu tells it
+
     def fallbacks(self) -> list[str]:
         return []
 
