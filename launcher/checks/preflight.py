@@ -103,8 +103,8 @@ def known_elsewhere(config: Config, home: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-def require(config: Config, home: Path, say: Say) -> tuple[str, ...]:
-    """Refuses a step that does not fit according to a kept result: raises LaunchError (Exit.DOES_NOT_FIT). Else returns
+def require_fit(config: Config, home: Path, say: Say) -> tuple[str, ...]:
+    """Raises LaunchError (Exit.DOES_NOT_FIT) if the step does not fit according to a kept result. Otherwise returns the
     hashes of the compiled programs, which the containers compare with what they run; () without a kept result."""
     result = known(config, home)
     if result is None:
@@ -121,17 +121,18 @@ def require(config: Config, home: Path, say: Say) -> tuple[str, ...]:
     return tuple(dict.fromkeys(graph["hash"] for graph in result["graphs"]))
 
 
-def choose(config: Config, home: Path, say: Say) -> tuple[Config, tuple[str, ...]]:
-    """Returns the configuration without the candidates on which the step does not fit, as kept results say, and the
-    hashes of `require` for all others. Raises LaunchError if it fits on none of them."""
+def leave_out_unfit(config: Config, home: Path, say: Say) -> tuple[Config, tuple[str, ...]]:
+    """Returns the configuration without the candidates on which the step does not fit according to kept results, and
+    the hashes of the programs compiled for the others, as `require_fit`. A candidate without a kept result stays. Tells
+    the user which are left out. Raises LaunchError if the step fits on none; without candidates, as `require_fit`."""
     if not config.slice.candidates or config.trainer is None:
-        return config, require(config, home, say)
+        return config, require_fit(config, home, say)
     names = dict.fromkeys(candidate.accelerator_type for candidate in config.all_candidates)
     places = {candidate.accelerator_type: config.placed(candidate) for candidate in config.all_candidates}
     kept = {name: known(places[name], home) for name in names}
     left_out = tuple(name for name, result in kept.items() if result is not None and not result["fits"])
     if len(left_out) == len(names):
-        require(places[left_out[0]], home, say)
+        require_fit(places[left_out[0]], home, say)
     for name in left_out:
         say(f"preflight: the step does not fit on {name}, which is not asked for")
     fitting = [result for name, result in kept.items() if result is not None and name not in left_out]

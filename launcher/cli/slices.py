@@ -68,7 +68,7 @@ def up(
         return
     inputs.buckets(config, terminal.say)
     if not no_preflight:
-        config, _ = preflight.choose(config, home(), terminal.say)
+        config, _ = preflight.leave_out_unfit(config, home(), terminal.say)
     provider = open_provider(config)
     if provider.capabilities.cloud_tpu_node and (existing := provider.describe()) is not None:
         ownership.require_ours(config, existing.labels, machine().owner)

@@ -91,7 +91,7 @@ def run(request: RunRequest, context: Context) -> Outcome:
     inputs.data(config, say)
     checked: tuple[str, ...] = ()
     if request.preflight:
-        config, checked = preflight.choose(config, context.home, say)
+        config, checked = preflight.leave_out_unfit(config, context.home, say)
     with contextlib.closing(context.make_provider(config)) as provider:
         _require_capabilities(request, provider, secrets)
         local.check(config)

@@ -152,7 +152,7 @@ def test_a_candidate_on_which_the_step_does_not_fit_is_not_asked_for_now_and_by_
     keep(folder, config, "v4-16", fits=False)
     keep(folder, config, "v3-8")
     said: list[str] = []
-    chosen, hashes = preflight.choose(config, folder / "home", said.append)
+    chosen, hashes = preflight.leave_out_unfit(config, folder / "home", said.append)
     assert [item.accelerator_type for item in chosen.candidates] == list(TYPES[1:])
     assert hashes == ("hash of v3-8",)
     assert said == ["preflight: the step does not fit on v4-16, which is not asked for"]

@@ -89,9 +89,9 @@ def test_other_data_is_another_question(folder: Path) -> None:
 def test_containers_are_told_what_was_checked(folder: Path) -> None:
     messages: list[str] = []
     config = load("run.yaml")
-    assert preflight.require(config, folder / "home", messages.append) == ()
+    assert preflight.require_fit(config, folder / "home", messages.append) == ()
     keep(folder, result(fits=True))
-    hashes = preflight.require(config, folder / "home", messages.append)
+    hashes = preflight.require_fit(config, folder / "home", messages.append)
     spec = specification.describe(config, "demo-1", preflight=hashes)
     assert spec.preflight == ["0123456789abcdef"], "what the run's folder keeps"
     attempt = make_attempt(spec, config, 0, "image")
@@ -109,7 +109,7 @@ def test_a_file_that_was_cut_is_no_answer(folder: Path) -> None:
 def test_a_file_of_something_else_is_no_answer(folder: Path, text: str) -> None:
     keep(folder, result(fits=False)).write_bytes(text.encode("latin-1"))
     assert preflight.known(load("run.yaml"), folder / "home") is None
-    assert preflight.require(load("run.yaml"), folder / "home", print) == ()
+    assert preflight.require_fit(load("run.yaml"), folder / "home", print) == ()
 
 
 def test_a_command_of_ones_own_is_not_checked(folder: Path) -> None:
@@ -123,7 +123,7 @@ def test_what_is_known_is_not_compiled_again(folder: Path) -> None:
     assert ended.returncode == Exit.DOES_NOT_FIT
     assert json.loads(ended.stdout)["accelerators"][0]["accelerator"] == "v4-16"
     with pytest.raises(LaunchError, match="nothing was created or started"):
-        preflight.require(load("run.yaml"), folder / "home", print)
+        preflight.require_fit(load("run.yaml"), folder / "home", print)
 
 
 def test_an_unknown_accelerator_is_named(folder: Path) -> None:
