@@ -47,9 +47,11 @@ class LogWindow:
 
 
 def docker_records(piece: bytes, begun: _Open) -> Iterator[tuple[str, bytes, bool]]:
-    """Yields the records in what `docker logs --timestamps` prints up to a line end: time, content, whether it is the
-    last. A time inside begins a record behind a full part, and if it is the line's own or an open line's, or later: a
-    program's own times are earlier than the one that docker gives to the line."""
+    """Yields (time, content, whether it is the last) of each record in a piece of `docker logs --timestamps`: the bytes
+    from one line end to the next, which hold a time before each part of a long line.
+
+    A time inside the piece is docker's, and begins a record, if it follows a full part, is the time of this line or of
+    an open one, or is later. An earlier time is the program's text: it stays in the content, but ends a record."""
     match = _TIME.match(piece)
     if match is None:
         yield "", piece, True
@@ -66,7 +68,7 @@ def docker_records(piece: bytes, begun: _Open) -> Iterator[tuple[str, bytes, boo
 
 
 def kubelet_records(piece: bytes, _begun: _Open) -> Iterator[tuple[str, bytes, bool]]:
-    """Yields the one record in what `kubectl logs --timestamps` prints up to a line end; see `docker_records`."""
+    """Yields the one record in a piece of `kubectl logs --timestamps`, as `docker_records` does, its parts joined."""
     match = _TIME.match(piece)
     parts, at = [], match.end() if match else 0
     while match and (inner := _TIME.match(piece, at + PART_BYTES)):

@@ -45,13 +45,14 @@ def execute(
     seconds: float,
     on_line: Callable[[str], None] = lambda line: None,
 ) -> list[CommandReport]:
-    """Runs a command in the run's live containers, and emits its lines as they come, values of secrets masked.
+    """Runs a command in the run's live containers. Emits its lines to the user as they come, with their host and with
+    values of secrets masked. Returns how the command ended on each host.
 
     Args:
         config: Finds the newest run of its slice, unless `run_id` names a run.
         host: Worker index; None for all hosts.
-        seconds: After which the command is ended.
-        on_line: Takes each emitted line without its host, one at a time.
+        seconds: The time after which the command is ended.
+        on_line: Is given each emitted (masked) line too, without its host, one at a time.
 
     Raises:
         BadInput: The run is not running, or has no such host.
@@ -119,8 +120,8 @@ def exit_code(reports: Sequence[CommandReport]) -> int:
 
 
 def _masked(session: Session, on_line: Callable[[str], None]) -> Callable[[int, str], None]:
-    """Returns a function that emits a host's line with secrets' values masked, and passes it to `on_line`, one line at
-    a time. Says at once which secrets can't be masked."""
+    """Returns a function that emits a host's line with secrets' values masked, and passes the masked line to `on_line`,
+    one line at a time. Tells the user now which secrets can't be masked."""
     if unknown := session.unknown_secrets():
         session.say(f": not masked, as their values are not known here: {', '.join(unknown)}")
     masker, lock = SecretMasker(session.secret_values()), session.machine.threads.lock()

@@ -68,6 +68,9 @@ class Cursor:
     def advance(self, lines: Iterable[LogLine], open: Iterable[str] = ()) -> list[LogLine]:
         """Returns the lines that were not delivered yet, in order, and counts them as delivered.
 
+        A line in the overlap is new if it comes more often than it was delivered. A line from before the overlap is
+        new only after the last delivered one, or if it was open. Updates `since`, which stays before open lines.
+
         Args:
             lines: An observation from `since` or earlier, in the log's order.
             open: Times of the lines that have not ended in it.
@@ -195,8 +198,9 @@ class HostLog:
 
 
 def next_page(observation: Observation) -> str:
-    """Returns the time from which to read on at once after an observation that was cut short, without the overlap,
-    which may hold more than one observation; "" if that shows nothing more."""
+    """Returns the time from which to observe again at once, if this observation was cut short: without LOG_OVERLAP,
+    whose lines may fill more than one observation. Returns "" if it was complete, or a repetition would show the same
+    lines."""
     if not observation.more or not (observation.open or observation.lines):
         return ""
     last = observation.lines[-1] if observation.lines else LogLine("", "")

@@ -82,7 +82,7 @@ _LEAST_MEMORY, _MOST_STALLED = 0.02, 40  # share that is left; percent of the ti
 
 
 def _judge_memory(facts: str) -> str:
-    """Returns how a host is short of memory, from the kernel's own words; "" if it is not."""
+    """Returns how a host is short of memory, from the figures that the kernel keeps; "" if it is not."""
     numbers = {name: int(number) for name, number in re.findall(r"(\w+):? +(\d{1,15})\b", facts)}
     total, left = numbers.get("MemTotal", 0), numbers.get("MemAvailable", 0)
     stalled = max((int(percent) for percent in re.findall(r"full avg10=(\d{1,3})", facts)), default=0)
@@ -94,7 +94,8 @@ def _judge_memory(facts: str) -> str:
 
 
 def parse_stacks(output: str) -> HostStacks:
-    """Returns the processes and sources in the output of stacks.sh; a problem if it has no process."""
+    """Parses the output of stacks.sh: processes, source lines, and how the host is short of memory. A thread that the
+    output has twice becomes one (`_merge`). Without a process, `problem` is the output's last line."""
     processes: list[ProcessStacks] = []
     threads: dict[str, ThreadStack] = {}  # of the last process, by id
     opened: ThreadStack | None = None
@@ -189,7 +190,8 @@ class Place:
 
 
 def locate(thread: ThreadStack, sources: Mapping[tuple[str, int], str]) -> Place:
-    """Returns a thread's place: kinds of library calls count up to the first call of the program's own code."""
+    """Returns the innermost call of the program's own code, with what it waits for: the kind of the first library call
+    inside it (`_KINDS`), else of its source line (`_BY_SOURCE`), else CODE. Without own code, the outermost call."""
     calls = "\n".join(thread.native)
     waits = _match(((Waits.COMPILER, _COMPILER),), calls)
     native = next((call for call in thread.native if not _PLAIN.search(call)), "")

@@ -286,7 +286,8 @@ class _Fetcher:
         return bool(self._next_page)
 
     def fetch(self) -> None:
-        """Observes every host once, unless another process supervises the run and fetches the lines."""
+        """Appends each host's new lines to its file, and updates `more`, `containers_ended` and `silent`. While another
+        process holds the run's lock, fetches nothing; after a minute of that, a supervisor is there: not `silent`."""
         pages, self._next_page, self.containers_ended = self._next_page, {}, False
         try:
             with self._ledger.supervising(patience=0.0):
