@@ -65,7 +65,7 @@ def withdraw_unused(config: Config, say: Say, machine: Workstation) -> None:
 
 
 def _follow(config: Config, record: RequestRecord) -> None:
-    """Takes the candidate of the granted request for the current one: a killed command may not have come to that."""
+    """Saves the candidate of a granted request as the current one: a killed command may have ended before it did so."""
     for request in record.open():
         if request.granted is not None:
             slice_hints.save_place(config, request.candidate)
@@ -80,7 +80,8 @@ def _used(config: Config, record: RequestRecord, existing: SliceState | None) ->
 
 
 def _api(config: Config, say: Say, machine: Workstation) -> race.SliceCalls:
-    """Returns how a race creates and deletes. What a creation says begins with its candidate."""
+    """Returns the calls of a race. `create` begins its messages with the candidate, and raises NotOurs for another
+    owner's slice; `delete` also waits for create requests that may still arrive."""
 
     def create_one(placed: Config, own: Workstation) -> SliceState:
         where = f"{placed.slice.accelerator_type} in {placed.zone}"

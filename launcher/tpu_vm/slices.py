@@ -168,7 +168,8 @@ def create(config: Config, say: Say, machine: Workstation) -> SliceState:
 
 
 def _zones_to_try(config: Config, machine: Workstation) -> list[Config]:
-    """Returns all zones; only its zone when the slice exists; its zone first when it must be deleted first."""
+    """Returns the configuration in each zone to try: only the slice's zone if it exists, otherwise all zones. A slice
+    that is gone for good must be deleted first, so its zone comes first."""
     zones = slice_hints.in_every_place(config)
     existing = describe(config, machine) if len(zones) > 1 else None
     if existing is None:
@@ -205,7 +206,7 @@ class _Creation:
         self.deadline = self._from_now(config.slice.create_minutes * 60)
 
     def run(self) -> SliceState:
-        """Returns the slice when it is READY. Raises NotOurs for another owner's that was not READY at first."""
+        """Returns the slice when it is READY. Raises NotOurs for another owner's that was not READY at first sight."""
         if self.first_contact:
             node = _describe_node(self.config, self.machine)
         else:
@@ -231,7 +232,7 @@ class _Creation:
             )
 
     def with_bill(self, error: LaunchError) -> LaunchError:
-        """Returns the error, extended by the slice it may leave behind; for a queued resource, `queued` has told it."""
+        """Returns the error, with `add_bill` if it may leave a slice behind that the error does not name yet."""
         was_requested = self.creates and self.config.slice.queued is None
         is_left = self.exists or (error.transient and (was_requested or self.exists is None))
         if not is_left or isinstance(error, Conflict) or "`tpu-launch down`" in str(error):
@@ -372,7 +373,7 @@ class _Creation:
 
 
 def add_bill(config: Config, error: LaunchError) -> LaunchError:
-    """Returns the error, extended by the slice that may be there."""
+    """Returns the same error with one more line: the slice may exist and is billed then."""
     return type(error)(
         f"{error}\n  slice {config.slice.name} may exist, and is billed then: `tpu-launch up` goes on with it, "
         "`tpu-launch down` deletes it",
@@ -426,8 +427,10 @@ def delete(config: Config, say: Say, machine: Workstation) -> bool:
 def delete_places(
     config: Config, places: Sequence[Config], say: Say, machine: Workstation, *, all_requests: bool = False
 ) -> bool:
-    """Deletes the slices of these candidates, and returns whether there was one. With `all_requests`, also waits for
-    every create request that may still arrive when one slice was found. Raises as `delete`."""
+    """Deletes the slices of these candidates at once, and returns whether there was one. Looks again while a create
+    request may still arrive; without `all_requests`, only until a place has a slice or fails. Leaves another owner's
+    slice alone, and raises NotOurs for it only without `all_requests` and if nothing was deleted. Raises as `delete`.
+    """
 
     def delete_there(placed: Config) -> bool | LaunchError:
         try:
@@ -474,7 +477,7 @@ class _InFlightCreates:
         self.deadline = self.look_began + _IN_FLIGHT_SECONDS
 
     def begin_look(self) -> None:
-        """Notes the begin of a look and whether a create request was in flight then."""
+        """Records when a look begins, and whether a create request is in flight at that time."""
         self.look_began = self.machine.clock.monotonic()
         self.was_in_flight = slice_hints.is_create_in_flight(self.config)
 
@@ -502,7 +505,9 @@ class _InFlightCreates:
 
 
 def look_and_delete(config: Config, say: Say, machine: Workstation) -> bool:
-    """Deletes the node and the queued resource in one zone, after a look at both. Returns whether there was one."""
+    """Looks for the node and the queued resource in one zone, deletes those it finds and waits until they are gone.
+    Returns whether there was one. Raises as `_delete_in_zone`; LaunchError if the API gives no answer in two minutes.
+    """
     retry = Retry(machine, say, f"slice {config.slice.name} in {config.zone}")
     deadline = machine.clock.monotonic() + _LOOK_SECONDS
     # Look at the queue even when the configuration does not use it (any more): a queued resource keeps its quota.
