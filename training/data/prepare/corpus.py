@@ -220,7 +220,8 @@ def lines(url: str) -> Iterator[str]:
 
 
 def _file_rows(url: str, field: str) -> Iterator[dict[str, Any]]:
-    """Yields the rows of one file, by its extension. Raises BadInput for a row that can't be parsed."""
+    """Yields the rows of one file, by its extension: objects of .jsonl, rows of .csv, and of any other file each
+    paragraph of its text as {field: paragraph}. Raises BadInput for a row that can't be parsed."""
     if url.endswith(LINES):
         for number, line in enumerate(lines(url), 1):
             if line.strip():
@@ -306,7 +307,7 @@ def _parquet(url: str, columns: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def _paragraphs(text: Iterable[str]) -> Iterator[str]:
-    """Joins consecutive lines to paragraphs, which blank lines separate."""
+    """Yields paragraphs: consecutive lines, joined; blank lines separate them."""
     paragraph: list[str] = []
     for line in text:
         if line.strip():

@@ -45,8 +45,9 @@ def evaluation_batches(source: TensorRecordSource, host_slice: HostSlice) -> Any
 def _read_rows(
     source: TensorRecordSource, order: Order, batch: int, first: int, last: int, start: int, epochs: int = ENDLESS
 ) -> Any:
-    """Returns the dataset of rows [first, last) of the batches from place `start` on, one element per window, without
-    empty ones, up to the end of epoch `epochs` - 1. Reads one element ahead."""
+    """Returns a tf.data dataset of rows [first, last) of each batch, from row `start` of the order to the end of epoch
+    `epochs` - 1. An element has the rows of one window: their columns, `records` (numbers) and `epoch`. Windows without
+    such rows are left out. Reads one element ahead."""
     first_epoch, first_window, _ = locate(order, start)
 
     def windows_of(epoch: Any) -> Any:
