@@ -76,7 +76,7 @@ class Rendezvous(Protocol):
 
     def close(self, code: int, reason: str = "", *, overdue: bool = False) -> None:
         """Reports that this host exits with `code`, and closes the connection. A failure ends the other hosts too; so
-        does an orderly exit with `overdue`."""
+        does an orderly exit with `overdue`: this host could not save before its stop's deadline."""
 
 
 class SingleHost:
@@ -219,8 +219,9 @@ class RendezvousClient:
         return time_limit(what, seconds, self.phases, self.close, self._machine)
 
     def close(self, code: int, reason: str = "", *, overdue: bool = False) -> None:
-        """Reports this host's exit and closes the connection; does nothing the second time. Host 0 waits until the
-        other hosts have left, at most 5 s after an orderly exit, else 1 s."""
+        """Reports this host's exit and closes the connection; does nothing the second time. With `overdue`, the exit
+        ends the other hosts too, although its code is orderly. Host 0 also closes the server, which waits until the
+        other hosts have left: at most 5 s after an orderly exit (FINISHED, SAVED), otherwise 1 s."""
         if self._closing.is_set():
             return
         why = messages.clip(reason.splitlines()[0]) if reason else ""
@@ -241,7 +242,7 @@ class RendezvousClient:
             raise StopRequested(self._lost) if self._lost_code == Exit.SAVED else LostPeer(self._lost)
 
     def phases(self) -> str:
-        """Asks the server itself on host 0, else returns the last news from it; "none" before any."""
+        """Returns the phases from the server on host 0, from its last news on other hosts; "none" before any."""
         return (summarize(self._server.phases()) if self._server else self._news) or "none"
 
     def _post(self, *posts: Message) -> None:
