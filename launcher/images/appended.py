@@ -25,7 +25,7 @@ from launcher.images.distribution.layer import Layer, compute_tag, hash_files, m
 from launcher.images.distribution.manifest import (
     Descriptor,
     ImageManifest,
-    append,
+    append_layers,
     choose_platform,
     read_config,
     read_image,
@@ -148,7 +148,7 @@ def _push(
         for descriptor in base.manifest.layers:
             registry.upload(target.path, _mounted_blob(descriptor, source), source=source.path)
     packed = [layer.pack() for layer in layers]
-    document, config = append(base.manifest, base.config, packed, str(source))
+    document, config = append_layers(base.manifest, base.config, packed, str(source))
     for blob in (*(layer.blob for layer in packed), blob_of(config)):
         registry.upload(target.path, blob)
     registry.write_manifest(target.path, tag, document)

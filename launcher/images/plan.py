@@ -73,7 +73,7 @@ def make_plan(spec: ImageSpec) -> ImagePlan:
 
 
 def refresh(plan: ImagePlan) -> ImagePlan:
-    """Returns the plan with what the store has now, and what of it was pushed."""
+    """Returns the plan with the store's present image id and the recorded push; unchanged if a base is missing."""
     if plan.missing_bases:
         return plan
     image_id = engine.find_image_id(plan.docker, plan.local)
@@ -89,7 +89,7 @@ def refresh(plan: ImagePlan) -> ImagePlan:
 
 
 def confirm_push(plan: ImagePlan, ca_bundle: Path | None) -> bool:
-    """Returns whether the registry answers, within one try, that it has the image that was pushed."""
+    """Asks the registry once whether it has the pushed image. Returns False for no, for no answer and for no push."""
 
     def give_up(_seconds: float) -> None:
         raise LaunchError("a push finds out more than further tries")
@@ -128,7 +128,8 @@ def _current_engine() -> str:
 
 
 def list_commands(spec: ImageSpec) -> list[list[str]]:
-    """Returns the docker commands that would make the image now, to show to the user."""
+    """Returns the commands that still have to run, to show to the user: pull missing bases, build unless the engine has
+    the image, and unless a push is recorded create the repository (if configured), tag and push."""
     plan = make_plan(spec)
     docker = plan.docker
     commands = [[docker, "pull", "--quiet", base] for base in plan.missing_bases]

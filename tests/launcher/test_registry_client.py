@@ -19,7 +19,7 @@ from launcher.errors import BadInput, Exit, LaunchError
 from launcher.images.distribution import client, reference
 from launcher.images.distribution.client import ManifestDocument, Registry, blob_of
 from launcher.images.distribution.credentials import RegistryCredentials, from_docker_settings
-from launcher.images.distribution.manifest import append, choose_platform, read_config, read_image
+from launcher.images.distribution.manifest import append_layers, choose_platform, read_config, read_image
 from launcher.images.distribution.transport import ADDRESS
 from launcher.provider import Attempt
 from launcher.tpu_vm.host_scripts import start_script
@@ -313,7 +313,7 @@ def test_an_image_takes_no_more_layers_than_engines_do() -> None:
         ManifestDocument(MANIFEST, json.dumps({"config": entry, "layers": [entry] * 126}).encode()), "name"
     )
     with pytest.raises(BadInput, match="too many"):
-        append(image, {"rootfs": {"diff_ids": []}}, [], "name")
+        append_layers(image, {"rootfs": {"diff_ids": []}}, [], "name")
 
 
 def test_an_image_that_docker_only_named_says_how_to_get_its_bytes(server: RegistryServer) -> None:

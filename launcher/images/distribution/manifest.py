@@ -90,12 +90,16 @@ def read_config(data: bytes, name: str) -> dict[str, Any]:
     return config
 
 
-def append(
+def append_layers(
     image: ImageManifest, config: Mapping[str, Any], layers: Sequence[PackedLayer], name: str
 ) -> tuple[ManifestDocument, bytes]:
-    """Returns the manifest and the configuration of an image with `layers` (the lowest first) upon its own.
+    """Returns the manifest and the configuration of an image extended by `layers` (the lowest first).
 
-    Equal arguments give equal bytes. Raises BadInput, with the image's name, for too many layers.
+    Args:
+        config: The configuration of `image`; the result differs in its layers and history alone.
+        name: The image's name, for messages.
+
+    Equal arguments give equal bytes. Raises BadInput if container engines do not take so many layers.
     """
     if len(image.layers) + len(layers) > _MOST_LAYERS:
         raise BadInput(f"{name}: {len(image.layers)} layers, and {len(layers)} more are too many for container engines")
