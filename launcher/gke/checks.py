@@ -43,7 +43,8 @@ def _mistakes(config: Config) -> Iterator[Mistake]:
 
 
 def _slice_mistakes(config: Config) -> Iterator[Mistake]:
-    """Yields a type that GKE lacks, a gke.topology or gke.hosts unlike the type's, a reservation without pool."""
+    """Yields the mistakes in what describes the slice: slice.candidates at all, a type that GKE lacks, a gke.topology
+    or gke.hosts other than the type's, reserved capacity without gke.node_selector."""
     slice_, gke = config.accelerator, config.gke
     if config.slice.candidates:
         yield ("slice", "candidates"), "on GKE, the cluster's own queue has candidates (Kueue): remove the key"
@@ -62,7 +63,8 @@ def _slice_mistakes(config: Config) -> Iterator[Mistake]:
 
 
 def _secret_mistakes(config: Config) -> Iterator[Mistake]:
-    """Yields run.secrets that gke.secrets lacks, and names that are in run.environment too."""
+    """Yields a mistake for the first name of run.secrets that gke.secrets lacks, and one for each name of gke.secrets
+    that run.environment sets too."""
     secrets = config.gke.secrets
     if unknown := [name for name in config.run.secrets if name not in secrets]:
         name = unknown[0]
@@ -76,7 +78,7 @@ def _secret_mistakes(config: Config) -> Iterator[Mistake]:
 
 
 def _pod_mistakes(config: Config) -> Iterator[Mistake]:
-    """Yields an output folder that is lost with its pod, and a run.user that is no number."""
+    """Yields a mistake for an output folder that is lost with its pod, and for a run.user that is not numeric."""
     output = config.trainer.output if config.trainer else None
     mount = config.gke.gcsfuse.folder + "/" if config.gke.gcsfuse else None
     if output is not None and not is_remote(output) and not (mount and output.startswith(mount)):

@@ -107,7 +107,8 @@ class PodWatch:
         self._listed = self._clock.monotonic()
 
     def _watch(self) -> None:
-        """Follows all changes until closed, in one watch after another; a denied permission ends it (`_refused`)."""
+        """Records all changes until closed, in one `kubectl get --watch` after another. A denied permission ends the
+        thread and is kept in `_refused`; other errors only begin a new watch. Runs in a thread."""
         while not self._closed.is_set():
             reader = JsonStream(self._handle_event)
             command = ["get", "pods", "--selector", self._selector, "--watch", "--output-watch-events"]
@@ -125,7 +126,8 @@ class PodWatch:
             self._record_pod(replace(pod, gone=True) if event["type"] == "DELETED" else pod)
 
     def _record_pod(self, pod: Pod) -> None:
-        """Records a pod's state, and starts to follow its log once it is being deleted."""
+        """Records a pod's state, except that a late event does not undo a recorded end. Starts a thread that follows
+        the pod's log when the pod is being deleted."""
         with self._lock:
             known = self._pods.get(pod.uid)
             if known is not None and known.ended and not (pod.ended and pod.started):
@@ -139,7 +141,8 @@ class PodWatch:
         self._threads.start(self._follow_log, pod, log, name=f"final-log-{pod.worker}")
 
     def _follow_log(self, pod: Pod, log: _FinalLog) -> None:
-        """Follows the log of a pod that is being deleted to its end. Runs in a thread."""
+        """Appends the log lines of a pod that is being deleted to `log` until the pod's end, and sets `log.ended`. If
+        kubectl fails before, keeps the lines received and does not try again. Runs in a thread."""
         since = self._log_starts.get(pod.worker)
         window = [f"--since-time={since}"] if since else []
         try:
@@ -154,7 +157,7 @@ class PodWatch:
             log.ended.set()
 
     def _follow(self, words: list[str], on_line: Callable[[str], None], seconds: float) -> None:
-        """Runs a kubectl command that `close` ends."""
+        """Runs a kubectl command for at most `seconds`, and passes its lines to `on_line`. `close` ends it."""
         kills: list[Callable[[], None]] = []
 
         def begin(kill: Callable[[], None]) -> None:
