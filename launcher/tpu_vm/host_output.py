@@ -44,7 +44,7 @@ def has_reports(output: str) -> bool:
 
 
 def _to_report(worker: int, word: str, detail: str, *, expected: str) -> HostReport:
-    """Returns ok if `word` is the expected one, else a failure; "busy" names the other run in `occupied_by`."""
+    """Returns a report, ok if `word` is the expected one. For "busy", `occupied_by` is the id of the other run."""
     if word == expected:
         return HostReport(worker, True, detail)
     if word == _BUSY:
@@ -68,7 +68,8 @@ def start_warnings(time: int, pages: str, begin: float, end: float) -> Iterator[
 
 
 def parse_state(line: str) -> ContainerState | None:
-    """Returns the state in the first line of `observe.sh` ("absent": no container); None if no engine answers."""
+    """Returns the state in the first line of `observe.sh`, JSON or "absent" (no container); None if no engine answers.
+    `rebooted`: the container was created on an earlier boot of the host. Only an ended container has an exit code."""
     if line == "absent":
         return ContainerState("absent")
     if not line.startswith("{"):

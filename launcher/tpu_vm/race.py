@@ -146,7 +146,7 @@ class Race:
             raise
 
     def _affordable(self) -> list[Candidate]:
-        """Returns the candidates that the limits of the file allow; says which are left out, and why."""
+        """Returns the candidates within the configuration's cost limits; tells the user which are left out, and why."""
         allowed = []
         for candidate in self.config.candidates:
             try:
@@ -159,14 +159,15 @@ class Race:
         return allowed
 
     def _room(self) -> float:
-        """Returns the dollars an hour that may be asked for beside the open requests."""
+        """Returns the dollars an hour that slice.price_limit leaves beside the open requests; infinity without one."""
         limit = self.config.slice.price_limit
         if limit is None:
             return float("inf")
         return limit - sum(_price(request.candidate) for request in self.record.open())
 
     def _ask(self) -> None:
-        """Asks for every candidate that is due and within slice.price_limit; goes on with open requests."""
+        """Starts a thread for each candidate without one: for an open request of an earlier command, else for a new one
+        if the candidate is due and slice.price_limit has room for it."""
         now, earlier = self.machine.clock.monotonic(), {item.candidate: item for item in self.record.open()}
         for candidate in self.left:
             if candidate in self.entries:
@@ -194,8 +195,8 @@ class Race:
         self.entries[request.candidate] = _Entry(request, over, self.machine.clock.monotonic(), answer)
 
     def _collect(self) -> SliceState | None:
-        """Takes the answers that are there: returns the slice of the first that is granted, in the order of preference,
-        and drops candidates that were refused."""
+        """Handles requests that have ended: returns the slice of a granted one (`_take`), or None after `_refuse` for
+        each failed one. Raises what is not a LaunchError."""
         for candidate, entry in [item for item in self.entries.items() if item[1].answer.done()]:
             error = entry.answer.exception()
             if error is None:
@@ -219,8 +220,8 @@ class Race:
         return state
 
     def _refuse(self, entry: _Entry, error: LaunchError) -> None:
-        """Ends a request that failed. A candidate without capacity is asked for again after a pause; another error that
-        may pass too; one that Google refuses is not."""
+        """Ends a request that failed, and withdraws it if Google may have accepted it. A candidate whose error is
+        transient, like a stock-out, is asked for again after a pause; any other is dropped."""
         candidate, first_line = entry.request.candidate, str(error).splitlines()[0]
         self.error = error
         self.say(f"request {entry.request.number}: {candidate}: {first_line}")
@@ -262,8 +263,9 @@ class Race:
             self.withdraw([oldest.request])
 
     def withdraw(self, doomed: Sequence[Recorded]) -> None:
-        """Withdraws requests: returns when Google has neither nodes nor queued resources of them, and records it. Gives
-        up after five minutes without Google's answer, and says so: the next command withdraws them."""
+        """Withdraws requests: ends their threads, deletes their nodes and queued resources until Google has none, and
+        records the end. Raises nothing if Google refuses, or does not answer for five minutes: tells the user, and
+        leaves the requests open for the next command to withdraw."""
         if not doomed:
             return
         entries = [entry for request in doomed if (entry := self.entries.pop(request.candidate, None)) is not None]
@@ -290,7 +292,7 @@ class Race:
         self.record.end(doomed, requests.WITHDRAWN, clock.time())
 
     def _leave(self) -> None:
-        """Withdraws all requests but a granted one: no process would choose between them."""
+        """Withdraws all requests except a granted one, since after this command no process chooses between them."""
         self.withdraw([request for request in self.record.open() if request.granted is None])
 
 
