@@ -97,7 +97,8 @@ def _replace_quotes(text: str) -> str:
 
 
 def _train_unigram(tokenizers: Any, vocabulary: int, documents: Callable[[], Iterable[str]]) -> Any:
-    """Returns a trained `tokenizers.Tokenizer`. Raises BadInput without text, or room for its characters."""
+    """Returns a `tokenizers.Tokenizer` with a Unigram model, whose pieces sentencepiece trains on the words' counts.
+    Raises BadInput if there is no text, or `vocabulary` has no room for its characters and the special tokens."""
     counts = count_words(documents())
     if not counts:
         raise BadInput("the corpus has no text to train a tokenizer on")
@@ -173,9 +174,11 @@ def _most_frequent(words: Mapping[str, int]) -> list[tuple[str, int]]:
 
 
 def _train_wordpiece(tokenizers: Any, vocabulary: int, documents: Callable[[], Iterable[str]]) -> Any:
-    """Trains twice, so that the result does not depend on a hash table's order. The library numbers the marked
-    characters ("##a") in the order of a hash table, and breaks ties between pairs by those numbers. So a first training
-    finds them, and a second one receives them in sorted order, as special tokens."""
+    """Returns a `tokenizers.Tokenizer` with a WordPiece model. Raises BadInput as `_train_unigram`.
+
+    Trains twice, so that the result does not depend on a hash table's order: the library numbers the marked characters
+    ("##a") in that order, and breaks ties between pairs by those numbers. A first training finds these characters, and
+    a second one receives them in sorted order, as special tokens."""
 
     def train(special: list[str]) -> Any:
         trained = tokenizers.Tokenizer(tokenizers.models.WordPiece(unk_token="<unk>"))

@@ -53,7 +53,8 @@ def labelled_evaluation(dataset: Dataset, host_slice: HostSlice) -> Any:
 
 
 def _converter(bucket_start: int, pad: int) -> Callable[[Columns], Columns]:
-    """Returns a function from rows of a bucket to the fields of a `LabelledBatch`. `bucket_start`: its first record."""
+    """Returns a function from columns of a bucket's rows to the fields of a `LabelledBatch`. A filler row (record -1)
+    has weight 0 and attends to one token. `bucket_start` is added to record numbers, which the bucket counts from 0."""
 
     def convert(batch: Columns) -> Columns:
         ids, real = tf.cast(batch["input_ids"], tf.int32), batch["records"] >= 0  # (rows, length), (rows,)
