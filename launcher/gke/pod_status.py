@@ -47,7 +47,8 @@ class Pod:
         return self.container is not None and self.container.status in ("running", "exited")
 
     def state(self) -> tuple[ContainerState | None, str]:
-        """Returns the container's state and "", or None and why it can't be known (see provider.Observation)."""
+        """Returns the container's state and "": "created" while the pod waits, "absent" if the pod is gone without one.
+        Returns None and the reason if it can't be known, because the pod was disrupted or failed without a state."""
         code = self.container.exit_code if self.container else None
         if self.disruption and self.ended and code not in _OWN_END:
             return None, f"its pod was disrupted: {self.disruption}"
@@ -128,8 +129,9 @@ def newest(pods: list[Pod]) -> dict[int, Pod]:
     return {pod.worker: pod for pod in sorted(pods, key=lambda pod: (pod.created, not pod.gone))}
 
 
-def trouble(pod: Pod, image: str) -> LaunchError | None:
-    """Returns the error if a pod can never start; None while it may."""
+def find_start_error(pod: Pod, image: str) -> LaunchError | None:
+    """Returns the error of a pod that can't start without the user's help, because its image can't be pulled or its
+    container can't be created; None for any other pod."""
     host = f"host {pod.worker} (pod {pod.name})"
     if pod.waiting in ("ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"):
         detail = f": {pod.message}" if pod.message else ""
@@ -161,8 +163,8 @@ def describe_waiting(pod: Pod) -> str:
 
 
 def parse_log(output: str, limit: int, *, ended: bool) -> tuple[LogWindow, bool]:
-    """Returns what `kubectl logs --timestamps --limit-bytes=limit` prints, and whether it was cut. `ended`: so has the
-    pod."""
+    """Parses what `kubectl logs --timestamps --limit-bytes=limit` prints. Returns its lines, and whether it was cut off
+    at the limit. If the pod has `ended` and nothing was cut, a last line without a line end is whole too."""
     data = output.encode()
     cut = len(data) >= limit
     return read_log(data, kubelet_records, complete=ended and not cut), cut

@@ -341,7 +341,7 @@ class Gke:
             if not waiting:
                 return
             for pod in waiting.values():
-                if pod is not None and (trouble := pod_status.trouble(pod, attempt.image)):
+                if pod is not None and (trouble := pod_status.find_start_error(pod, attempt.image)):
                     raise trouble
             reasons = _describe_waiting(waiting) if any(waiting.values()) else self._describe_queued(name)
             if any(pod is None or not pod.node for pod in waiting.values()):

@@ -201,7 +201,7 @@ def test_a_disrupted_pod_is_a_lost_host_unless_its_exit_code_says_more() -> None
     ],
 )
 def test_a_pod_that_can_never_start_is_an_error(reason: str, message: str, code: Exit) -> None:
-    error = pod_status.trouble(
+    error = pod_status.find_start_error(
         pod("Pending", {"waiting": {"reason": reason, "message": message}}), "repository@sha256:1"
     )
     assert error is not None
@@ -211,12 +211,12 @@ def test_a_pod_that_can_never_start_is_an_error(reason: str, message: str, code:
 
 def test_a_pod_that_may_still_start_is_no_error() -> None:
     for reason in ("ContainerCreating", "ErrImagePull"):
-        assert pod_status.trouble(pod("Pending", {"waiting": {"reason": reason}}), "i") is None
+        assert pod_status.find_start_error(pod("Pending", {"waiting": {"reason": reason}}), "i") is None
     unschedulable = [
         {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes are available"}
     ]
     waiting = pod("Pending", None, unschedulable)
-    assert pod_status.trouble(waiting, "i") is None
+    assert pod_status.find_start_error(waiting, "i") is None
     assert _describe_waiting({0: waiting, 1: waiting, 2: None}) == (
         "hosts 0, 1: no node takes its pod (Unschedulable: 0/3 nodes are available); host 2: its pod does not exist yet"
     )
