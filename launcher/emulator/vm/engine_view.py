@@ -111,8 +111,8 @@ def create_on_host(
 
 
 def create_on_workstation(body: dict[str, Any], emulator: str, storage: str, *, image: str) -> dict[str, Any]:
-    """Labels a container that the user starts on the workstation; with --network host it also gets the emulator's
-    storage, and the CPU in place of a TPU."""
+    """Returns the body of containers/create for a container that the user starts on the workstation: with the
+    emulator's label, and with --network host also the emulator's storage, and the CPU in place of a TPU."""
     new = {**body, "Image": image, "Labels": {**(body.get("Labels") or {}), LABEL: emulator}}
     if (body.get("HostConfig") or {}).get("NetworkMode") == "host":
         new["Env"] = container_environment(body.get("Env") or [], storage)
@@ -132,7 +132,8 @@ def container_environment(environment: list[str], storage: str, *, has_tpu: bool
 
 
 def _set_network(new: dict[str, Any], host: dict[str, Any], view: EngineView) -> None:
-    """Makes --network host mean the host container's. Raises EngineRefusal for networks and settings not emulated."""
+    """Replaces --network host by the network of the host's container, and drops what the engine refuses beside it.
+    Raises EngineRefusal for other networks, published ports, and name settings with --network host."""
     mode = host.get("NetworkMode") or "default"
     if mode in ("default", "bridge", "none"):
         if any(host.get("PortBindings") or {}) or host.get("PublishAllPorts"):
@@ -156,7 +157,8 @@ def _set_network(new: dict[str, Any], host: dict[str, Any], view: EngineView) ->
 
 
 def _set_namespaces(host: dict[str, Any], view: EngineView, bind: Callable[[str], str]) -> list[str]:
-    """Makes --pid, --ipc and --uts of "host" mean the emulated host's. Returns the binds that this needs."""
+    """Replaces --pid, --ipc and --uts of "host" by the emulated host's. Returns the binds that this needs. Raises
+    EngineRefusal for another container's namespaces."""
     binds = []
     if host.get("PidMode") == "host":
         host["PidMode"] = f"container:{view.hostname}"
@@ -201,8 +203,9 @@ def _map_bind(text: str, bind: Callable[[str], str], volume: Callable[[str], str
 
 
 def present_container(value: dict[str, Any], view: EngineView, host: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Returns the response to GET containers/{id}/json as the host sees it. `host` is the state of the host's own
-    container, given for a container that has ended."""
+    """Returns the response to GET containers/{id}/json as the host sees it: its own names and labels, and the image,
+    network, privileges and binds that it requested. With `host`, the state of the host's own container, a container
+    that ended while the host was down has exit code 255 and ended at the host's boot, as after a real reboot."""
     new = copy.deepcopy(value)
     if host is not None and _died_with_host(new["State"], host):
         new["State"] |= {"ExitCode": _LOST_EXIT_CODE, "FinishedAt": host["StartedAt"]}
@@ -229,8 +232,8 @@ def present_listing(
 ) -> list[dict[str, Any]]:
     """Returns the response to GET containers/json as the host sees it.
 
-    `values` are the host's containers in the engine's listing. The engine could not apply the name filters `names`,
-    because its names are longer, nor `limit` before them.
+    Applies the name filters `names` to the host's containers in the engine's listing, `values`, and then `limit`: the
+    engine's own names are longer, so it can't filter by the host's.
     """
     shown = []
     for value in values:
@@ -247,8 +250,8 @@ def present_listing(
 
 
 def listing_query(query: dict[str, str], view: EngineView) -> tuple[dict[str, str], list[str], int | None]:
-    """Splits a host's query into the query for the engine, and name filters and limit for `present_listing`. Raises
-    EngineRefusal for filters that are no JSON."""
+    """Splits a host's query into the engine's query, restricted to the host's labels, and the name filters and limit
+    for `present_listing`. Raises EngineRefusal for filters that are not JSON."""
     try:
         # Clients send a filter's values as a list, or as the keys of an object.
         given = json.loads(query.get("filters") or "{}")
