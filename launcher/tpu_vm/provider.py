@@ -114,8 +114,9 @@ class TpuVm:
     # -- containers ---------------------------------------------------------------------------------------------------
 
     def start(self, attempt: Attempt) -> list[HostReport]:
-        """Starts the containers by one gcloud call, compares their images, and delivers overlay and secrets, for which
-        the commands wait. Raises LaunchError if images differ."""
+        """Starts the containers by one gcloud call (again if kept addresses were those of an earlier slice), and
+        delivers overlay and secrets, for which their commands wait. Returns the reports of the first step that failed
+        on a host, else those of the start. Raises LaunchError if hosts have different images."""
         reports = self._start_containers(attempt)
         if any(report.detail.startswith(host_output.MOVED) for report in reports):
             self._connections.forget()  # they were kept of an earlier slice of this name
@@ -138,7 +139,8 @@ class TpuVm:
         return reports if all(report.ok for report in delivered) else delivered
 
     def _start_containers(self, attempt: Attempt) -> list[HostReport]:
-        """Runs start.sh on all hosts. Returns reports with the image id, and warns about clocks and huge pages."""
+        """Runs start.sh on all hosts. Returns their reports, with the image id as detail of a started container. Warns
+        of hosts whose clock is wrong or that lack huge pages."""
         begin = self._machine.clock.time()
         script = host_scripts.start_script(attempt, self._internal_addresses(), self.config.slice.accelerator_type)
         reports = self._run_through_gcloud(script, "started", timeout=self._start_seconds)
@@ -271,7 +273,8 @@ class TpuVm:
             seconds = min(seconds * 1.5, _LONGEST_CONTACT_SECONDS)
 
     def _hosts_not_up(self, seconds: float) -> list[str]:
-        """Returns why hosts can't be used yet, one line each. `seconds`: time-out, beside half a second a host."""
+        """Returns why hosts can't be used yet, one line each; [] if all engines are up. Raises PermissionDenied if the
+        user may not use one. `seconds`: the time-out, to which half a second a host is added."""
         timeout = seconds + self.config.accelerator.hosts / 2
         try:
             reports = self._run_through_gcloud(host_scripts.check_engine_script(), "up", timeout=timeout)
@@ -287,7 +290,9 @@ class TpuVm:
         return [f"host {report.worker}: {report.detail}" for report in reports if not report.ok]
 
     def _run_through_gcloud(self, script: str, word: str, *, timeout: float) -> list[HostReport]:
-        """Runs a script on all hosts by one gcloud call; one that prints `word` is ok. Raises if none reported."""
+        """Runs a script on all hosts by one gcloud call. Returns a report of each host, ok if it printed `word`, a
+        failure if it printed nothing. Raises the error of gcloud (`explain_error`) if gcloud failed and no host
+        reported."""
         argv = commands.ssh_command(self.config, script)
         result = self._machine.run(argv, timeout=timeout)
         if not result.ok and not host_output.has_reports(result.stdout):
@@ -315,7 +320,7 @@ class TpuVm:
 
 
 def _to_report(result: HostResult, word: str) -> HostReport:
-    """Returns ok for a host that was reached and printed `word`, else a failure with the reason."""
+    """Returns a host's report: ok if the host was reached and printed `word`, else a failure with the reason."""
     if not result.reached:
         return HostReport(result.worker, False, result.problem)
     return host_output.parse_reports(result.stdout, word, [result.worker])[0]
