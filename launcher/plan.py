@@ -50,7 +50,8 @@ class PlannedCommand:
 
 
 def list_commands(config: Config) -> list[PlannedCommand]:
-    """Returns the commands of up, run, stop and down as they would run, with creations in all later zones."""
+    """Returns the commands of up, run, stop and down in the order of a run: those on the slice, after them in `up` the
+    creations of all other candidates, and before `run` those that make the image. Runs none of them."""
     current = slice_hints.in_current_place(config)
     later = [config.placed(other) for other in config.candidates if other != slice_hints.current(config)]
     when = "asked for at the same time" if config.slice.candidates else "if the zones before have no capacity"
@@ -68,8 +69,8 @@ def list_commands(config: Config) -> list[PlannedCommand]:
 
 
 def _list_image_commands(config: Config) -> list[PlannedCommand]:
-    """Returns the commands that make the image; only that of the registry's token where no engine is needed; [] for an
-    image that the file names."""
+    """Returns the commands that make the image; only the one for the registry's token if no engine is needed. Returns
+    [] if the configuration names an image."""
     if not config.image.reference and not local.needs_engine(config):
         return [PlannedCommand("run", "get the token of the registry, in which the image is made", _TOKEN_COMMAND)]
     return [
@@ -79,8 +80,9 @@ def _list_image_commands(config: Config) -> list[PlannedCommand]:
 
 
 def _record_commands(config: Config) -> Iterator[PlannedCommand]:
-    """Yields the commands on the slice, each once, as the provider runs them one after another. Ignores owners and the
-    cost limit; until its end, TPU_LAUNCH_HOME is a temporary folder."""
+    """Yields the commands that up, run, stop and down would run on the slice, each once and in this order: lets the
+    provider act on a machine that records commands and runs none. Ignores owners and cost limits. Until the iterator
+    ends, TPU_LAUNCH_HOME of this process is a temporary folder."""
     unlimited = config.slice.model_copy(update={"max_cost_per_hour": None, "price_limit": None})
     config = replace(config, any_owner=True, slice=unlimited)
     recorder = _Recorder(config)
