@@ -59,9 +59,10 @@ class Step:
     arguments: Sequence[str]
 
 
-def steps(config: Config, path: Path, overrides: Sequence[str]) -> list[Step]:
-    """Returns the commands between `emulator start` and `emulator stop`. Raises BadInput when the file can't be
-    rehearsed."""
+def list_steps(config: Config, path: Path, overrides: Sequence[str]) -> list[Step]:
+    """Returns the commands between `emulator start` and `emulator stop`: create the slice, build the image, make
+    tokenizer and dataset of Python's help, run. Raises BadInput unless the file trains mlm, with data and output in one
+    bucket, in the folders FOLDER/train and FOLDER/evaluation."""
     if config.trainer is None:
         raise BadInput(
             f"{path}: a rehearsal trains: the file needs the trainer's sections (task, model, data, train, output)"
@@ -111,7 +112,7 @@ def rehearse(path: Path, overrides: Sequence[str], screen: Screen) -> dict[str, 
         screen.say(f"{config.zone} has no {config.slice.accelerator_type}; the rehearsal is in {zones[0]}")
         overrides = [*overrides, f"zone={zones[0]}"]
         config = load(path, overrides)
-    planned = steps(config, path, overrides)
+    planned = list_steps(config, path, overrides)
     assert config.trainer is not None
     bucket = storage.split_remote(config.trainer.output)[0]
     folder = home() / "rehearsal"
