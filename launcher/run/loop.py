@@ -152,8 +152,8 @@ class _Recovery:
         self.changed = self.begun  # when they were first seen so
 
     def wait(self, delay: float, *, settle: bool) -> None:
-        """Waits `delay` seconds, and with `settle` until the API reports what became of the slice. Raises SliceDeleted
-        when the slice was in use and was deleted."""
+        """Waits `delay` seconds, and with `settle` until the API reports what became of the slice. Raises SliceDeleted,
+        recorded as RecoveryGivenUp, if the slice was in use and a user deleted it."""
         self.clock.sleep(delay)
         if self.in_use is False:
             return
@@ -171,8 +171,8 @@ class _Recovery:
             pass  # the next round asks again
 
     def run(self) -> int:
-        """Starts the next attempt and returns its number. Raises LaunchError if it can't be started, or not in time;
-        the message says what is billed."""
+        """Repeats rounds (`_try`), with a pause after each failed one, until the next attempt runs; returns its number.
+        Raises LaunchError, which says what is billed, if `decide_round` gives up, and RunStopped after a stop."""
         while True:
             try:
                 return self._try()
