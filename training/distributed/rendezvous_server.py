@@ -128,7 +128,7 @@ class RendezvousServer:
             self._perform(self._protocol.drop(connection.number))
 
     def _read(self, connection: _Peer) -> None:
-        """Reads once from a connection and handles the bytes; at its end, loses it."""
+        """Reads once from a connection and performs the answer of the protocol; calls `_lose` at its end."""
         try:
             data = connection.socket.recv(_CHUNK)
         except BlockingIOError:
@@ -141,7 +141,7 @@ class RendezvousServer:
             self._lose(connection)
 
     def _lose(self, connection: _Peer) -> None:
-        """Handles a broken connection."""
+        """Handles a broken connection: its last bytes, then its end, unless those bytes have closed it."""
         self._perform(self._read_last_words(connection))
         if self._connections.get(connection.number) is not connection:
             return  # closed because of its last bytes
@@ -149,7 +149,8 @@ class RendezvousServer:
         self._perform(self._protocol.closed(connection.number))
 
     def _perform(self, actions: Actions) -> None:
-        """Sends and closes as the protocol says, with the actions that follow from broken connections."""
+        """Sends messages and closes connections as the protocol says. Treats a connection that breaks as `_lose` does,
+        and performs the actions that follow too."""
         pending = deque(actions)
         while pending:
             number, data = pending.popleft()
@@ -164,7 +165,8 @@ class RendezvousServer:
                 pending += self._protocol.closed(number)
 
     def _read_last_words(self, connection: _Peer) -> Actions:
-        """Handles the bytes that a peer sent before its connection broke: after a goodbye, it is not lost."""
+        """Passes the protocol the bytes that a peer sent before its connection broke (a goodbye, for example), and
+        returns the actions that follow."""
         actions: Actions = []
         with contextlib.suppress(OSError):
             while data := connection.socket.recv(_CHUNK):
