@@ -152,7 +152,8 @@ class StorageApi:
     def _rewrite(
         self, request: HttpRequest, bucket: Bucket, name: str, target: Bucket, new_name: str, base: str
     ) -> HttpResponse:
-        """Copies the whole object in one call."""
+        """Copies an object to `new_name` in `target` in one call, with its settings changed by the request's. Checks
+        the preconditions of both."""
         source, file = bucket.open(
             name, integer(request.query, "sourceGeneration"), preconditions(request.query, "ifSource")
         )

@@ -260,7 +260,8 @@ class EngineProxy:
             raise EngineRefusal(500, message)
 
     def _refuse_unless_pulled(self, hostname: str, name: str) -> None:
-        """Raises EngineRefusal for a registry's image that the host has not pulled, or whose registry is down."""
+        """Raises EngineRefusal (404, no such image) for a registry's image that the host has not pulled, or while a
+        fault affects the host's engine or the registry."""
         if image_registry.is_registry(name):
             if self._fault_message(hostname, name):
                 raise EngineRefusal(404, f"No such image: {name}")
