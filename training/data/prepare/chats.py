@@ -28,8 +28,8 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 def chats(corpus: Corpus) -> Iterator[str]:
-    """Yields the chats of a corpus as JSON: lists of messages. Raises BadInput, with the row's place, for one that is
-    no list of messages or has no answer."""
+    """Yields the chats of a corpus, whose rows hold lists of messages, as JSON text. Raises BadInput, with the row's
+    place, for a row without such a list (text that holds JSON is none) or without an answer."""
     for number, row in enumerate(corpus.rows(), 1):
         place = getattr(row, "place", None) or f"{corpus.name}: row {number}"
         messages = row.get(corpus.field)

@@ -26,7 +26,8 @@ from training.data.tf.record_source import Columns, TensorRecordSource
 
 
 def labelled_batches(dataset: Dataset, host_slice: HostSlice, seed: int, start: int = 0) -> Any:
-    """Returns the dataset of this host's rows of global batches from `start` on, endless. Raises BadInput."""
+    """Returns an endless tf.data dataset of this host's rows of the global batches from number `start` on; each batch
+    has rows of one length bucket. Raises BadInput without labels, or if hosts can't share a batch evenly."""
     sources, batch_size = _open_buckets(dataset, host_slice), host_slice.global_batch_size
     records = tuple(source.records for source in sources)
     epoch, index = epoch_of_step(records, batch_size, start)
@@ -43,7 +44,8 @@ def labelled_batches(dataset: Dataset, host_slice: HostSlice, seed: int, start: 
 
 
 def labelled_evaluation(dataset: Dataset, host_slice: HostSlice) -> Any:
-    """Returns the dataset of all records once, bucket by bucket. Raises BadInput."""
+    """Returns a tf.data dataset of this host's rows of all records once, bucket by bucket. Raises as
+    `labelled_batches`."""
     joined, bucket_start = None, 0
     for source in _open_buckets(dataset, host_slice):
         batches = evaluation_batches(source, host_slice).map(_converter(bucket_start, host_slice.tokenizer.pad))

@@ -26,7 +26,8 @@ from training.data.tf.record_source import Columns, TensorRecordSource
 
 
 def mlm_batches(dataset: Dataset, host_slice: HostSlice, masking: Masking, seed: int, start: int = 0) -> Any:
-    """Returns the dataset of this host's rows of global batches from `start` on, endless. Raises BadInput."""
+    """Returns an endless tf.data dataset of this host's rows of the global batches from number `start` on, masked anew
+    in each epoch. Raises BadInput unless rows are packed and hosts can share a batch evenly."""
     source = _open_source(dataset, host_slice)
     order = training_order(
         source.records, source.record_bytes, source.unit, seed=seed, batch=host_slice.global_batch_size
@@ -40,7 +41,8 @@ def mlm_batches(dataset: Dataset, host_slice: HostSlice, masking: Masking, seed:
 
 
 def mlm_evaluation(dataset: Dataset, host_slice: HostSlice, masking: Masking, seed: int = 0) -> Any:
-    """Returns the dataset of all records once, in record order. Raises BadInput."""
+    """Returns a tf.data dataset of this host's rows of all records once, in record order, always masked in the same
+    way. Filler rows of the last batch have weight 0. Raises as `mlm_batches`."""
     batches = evaluation_batches(_open_source(dataset, host_slice), host_slice)
 
     def mask_batch(batch: Columns) -> Columns:

@@ -20,7 +20,8 @@ CONCURRENT_BLOCKS = 16  # blocks read at a time
 
 
 def training_batches(source: TensorRecordSource, order: Order, host_slice: HostSlice, start: int) -> Any:
-    """Returns the dataset of this host's rows of batches from `start` on: columns, `records`, `epoch`."""
+    """Returns a tf.data dataset of this host's rows of the batches from number `start` on: columns, `records`,
+    `epoch`."""
     first, last = host_slice.rows()
     batch_size = host_slice.global_batch_size
     rows = _read_rows(source, order, batch_size, first, last, start * batch_size)
@@ -28,7 +29,8 @@ def training_batches(source: TensorRecordSource, order: Order, host_slice: HostS
 
 
 def evaluation_batches(source: TensorRecordSource, host_slice: HostSlice) -> Any:
-    """Returns the dataset of this host's rows of one pass in record order; rows of record -1 fill the last batch up."""
+    """Returns a tf.data dataset of this host's rows of one pass in record order. Filler rows, whose record is -1,
+    complete the last batch."""
     (first, last), batch_size = host_slice.rows(), host_slice.global_batch_size
     order = evaluation_order(source.records, source.record_bytes, source.unit)
     rows = _read_rows(source, order, batch_size, first, last, 0, epochs=1)
