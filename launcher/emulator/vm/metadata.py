@@ -169,7 +169,7 @@ def _put(store: Store, find: FindHost, path: str, request: HttpRequest) -> HttpR
 
 
 def _value_at(value: Any, path: str) -> Any:
-    """Returns the part of a tree at a path ("": all of it); None if there is none."""
+    """Returns the part of nested dictionaries at a path of keys ("": all of them); None if there is none."""
     for part in path.split("/") if path else []:
         if not isinstance(value, dict) or part not in value:
             return None
