@@ -164,7 +164,9 @@ class Ledger:
         return self._read_on().entries
 
     def _read_on(self) -> _Read:
-        """Reads the lines that were appended since the last call; all lines of a file that became shorter."""
+        """Returns all entries, after reading what was appended since the last call.
+
+        A file that became shorter is read anew. An incomplete last line counts if it parses, and is read again."""
         before = self._read
         try:
             size = os.stat(self._events).st_size

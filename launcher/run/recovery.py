@@ -50,7 +50,11 @@ class Decision:
 
 
 def decide(verdict: Verdict, spent: Retries, budgets: Retries, *, stop_requested: bool) -> Decision:
-    """Returns whether another attempt follows one that ended with `verdict`, which `spent` does not count yet."""
+    """Decides whether another attempt follows one that ended with `verdict`, which `spent` does not count yet.
+
+    A finished or stopped run, a deleted slice and bad input are never retried. Preemptions start again at once within
+    their budget, failures after a delay that doubles.
+    """
     kind = verdict.kind
     assert kind.ended
     if kind is Kind.FINISHED:
@@ -161,7 +165,10 @@ def bad_host(events: Sequence[RunEvent]) -> tuple[int, int]:
 
 
 def find_proof(last: Ended | None, slice_state: SliceState, *, blamed: bool, silent: float, limit: float) -> str:
-    """Returns what shows, besides this machine's own connections, that hosts of a slice are broken; "" for nothing.
+    """Returns evidence, other than this machine's own connections, that hosts are broken; "" if there is none.
+
+    Evidence is: Google's API reports trouble, other hosts lost a host too, the blamed host reported its own exit, or
+    the trainer wrote nothing for `limit` seconds.
 
     Args:
         last: The end of the last attempt that ran; None before the first.

@@ -90,7 +90,8 @@ class StartInterrupted(BadInput):
 def supervise(session: Session, attempt: int) -> Verdict:
     """Watches an attempt to its end, ends it on every host, records how it ended, and removes its containers.
 
-    Writes a post-mortem of one that failed. KeyboardInterrupt leaves everything running.
+    Explains a stall before it ends the attempt, and writes a post-mortem of an attempt that failed. KeyboardInterrupt
+    leaves everything running.
 
     Raises:
         StartInterrupted: A host whose container was not seen to start reports that the container never started.
@@ -275,8 +276,9 @@ class _Supervision:
             self.views[worker] = replace(view, seen=min(now, view.seen + still), ended_seen=ended_seen)
 
     def _receive(self) -> None:
-        """Takes in an observation or the slice's state, if one comes within 0.25 s: delivers lines, says new
-        problems."""
+        """Handles one observation or state of the slice, if one arrives within 0.25 s.
+
+        New lines, lines that grow, new progress and a host that is out of reach all count as output (`last_line`)."""
         answer = self.inbox.get(timeout=_INBOX_SECONDS)
         if answer is None:
             return

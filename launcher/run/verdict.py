@@ -257,7 +257,11 @@ def _judge_failure(
     *,
     stop_requested: bool,
 ) -> Verdict:
-    """Returns the verdict after a host has failed or its container is gone: settling, then the first cause."""
+    """Returns SETTLING while other hosts may still report an earlier cause, then the verdict with the first cause.
+
+    After a requested stop that is STOPPED, except for bad input. Else the first cause is, in this order: a rebooted
+    host, a lost host, a host that went away and came back, a removed container, the first failed container.
+    """
     first_seen = min(view.ended_seen if view.ended_seen is not None else now for view in (*failed, *removed))
     others = [view for view in views if view not in failed and view not in removed]
     silent = [view for view in others if not (view.reachable and view.seen > first_seen)]

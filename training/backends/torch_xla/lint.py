@@ -49,7 +49,9 @@ class TorchStepWatcher:
 
     @contextmanager
     def step(self) -> Iterator[StepTrace]:
-        """Watches the step that runs in the block; the trace is complete when the block has ended."""
+        """Watches the step that runs in the block, slowly: with anomaly detection, on one autograd thread.
+
+        The trace is complete when the block has ended; compilations and transfers are counted then."""
         torch_xla.sync()
         trace, compiled, transfers = StepTrace(), _count("CompileTime"), _count("TransferFromDeviceTime")
         with (
@@ -113,7 +115,11 @@ class _PrintWatcher(TorchFunctionMode):  # type: ignore[misc]
 def _check_operation(
     function: Any, name: str, args: Sequence[Any], keywords: Mapping[str, Any], place: str
 ) -> LintFinding | None:
-    """Returns the rule that an operation breaks by its kind and arguments, before it runs; None if it breaks none."""
+    """Returns a finding if the operation, which has not run yet, breaks a rule; otherwise None.
+
+    It breaks VALUE if it reads a tensor's value or copies a tensor to the host, SHAPE if the shape of its result
+    depends on values.
+    """
     short = name.removeprefix("aten::")
     if torch.Tag.data_dependent_output in function.tags:
         reads_scalar = short == "_local_scalar_dense"

@@ -111,7 +111,9 @@ class State(HostState):
         return {**{name: value for name, value in self.tensors().items() if name not in packed}, **self._packed}
 
     def upload(self, sharding: DataParallel) -> None:
-        """Moves everything to the devices in few calls, and packs vectors under SPMD; later calls do nothing."""
+        """Moves all tensors to the devices in few calls and frees their host memory; packs vectors under SPMD.
+
+        Later calls do nothing."""
         if self.is_uploaded:
             return
         if self._packs and sharding.is_spmd:

@@ -121,7 +121,9 @@ class StepCache:
         return _Arguments(self._state, step.inputs.leaves(), step.seed)
 
     def _start(self, program: _CompiledStep, arguments: Sequence[Tensor]) -> Tensor:
-        """Starts a program, whose results become the newest state, and returns its report."""
+        """Starts a program, makes its results the newest state, and returns its report without waiting for it.
+
+        Waits first until a running snapshot has copied the state."""
         if program.changed:
             self._state.wait_before_mutation()
         *values, report = internals.start_program(program.hash, arguments)

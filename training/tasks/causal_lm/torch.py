@@ -18,6 +18,8 @@ _WHOLE_LOGITS = 1 << 27
 def sums(network: Any, batch: dict[str, Tensor]) -> tuple[Tensor, None]:
     """Returns (3,): weighted loss, weights, weighted hits (training.batch.SUMS), over this host's rows.
 
+    Computes large logits in pieces of a row, which the backward pass computes again.
+
     Without an attention mask, transformers takes positions that begin again as borders of documents, and adds them to
     the causal mask; `check_borders` of training.models.torch.network proves it for a network."""
     rows = {
