@@ -140,7 +140,11 @@ class Train(ScheduleSettings, AdamWSettings):
 
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
     """The share of each label that is spread evenly over all classes or tokens, in training only. Only for `backend:
-    torch-xla`, and not for `task: regression`."""
+    torch-xla`, and not for `task: regression` or `multi-label`."""
+
+    class_weights: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = {}
+    """Weights in the training loss of the predictions whose label has this name; 1 for labels that are not here. Only
+    for `task: classification` and `token-classification`, with `backend: torch-xla`."""
 
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """The precision of matrix products: `auto` is `bf16` on TPUs and `fp32` on CPUs. `fp32` on a TPU takes six times
@@ -268,8 +272,9 @@ class TrainerConfig(Section):
     """Decides the order of records, masking, dropout and random weights. The same seed gives the same run."""
 
     task: TaskName = "mlm"
-    """What is learnt: `mlm`, masked-language modelling; `classification` of texts into labels; `regression`, one
-    number for each text; or `causal-lm`, the next token of documents or of the answers in chats."""
+    """What is learnt: `mlm`, masked-language modelling; `classification` of texts into labels; `multi-label`, any
+    number of labels for each text; `token-classification`, a label for each word; `regression`, one number for each
+    text; or `causal-lm`, the next token of documents or of the answers in chats."""
 
     backend: BackendName = "torch-xla"
     """What trains: PyTorch with PyTorch/XLA or TorchTPU (v4 and newer), or TensorFlow. All give the same losses."""
@@ -468,8 +473,16 @@ def _task_mistakes(config: TrainerConfig) -> Iterator[Mistake]:
     for key, given in (("lora",), config.lora is not None), (("train", "freeze"), bool(config.train.freeze)):
         if given and config.backend == "tensorflow":
             yield key, "the TensorFlow backend trains all weights; take torch-xla"
-    if config.train.label_smoothing and (config.backend == "tensorflow" or config.task == "regression"):
+    has_classes = config.task not in ("regression", "multi-label")
+    if config.train.label_smoothing and (config.backend == "tensorflow" or not has_classes):
         yield ("train", "label_smoothing"), "needs backend: torch-xla and a task of labels or tokens: remove it"
+    if config.train.class_weights and (
+        config.backend == "tensorflow" or config.task not in ("classification", "token-classification")
+    ):
+        yield (
+            ("train", "class_weights"),
+            "needs backend: torch-xla and task: classification or token-classification: remove it",
+        )
     if config.lora is not None and config.train.freeze:
         yield ("train", "freeze"), "lora freezes the starting model already: remove train.freeze"
     if config.backend == "tensorflow" and model.config is not None:

@@ -163,17 +163,9 @@ def evaluate(
         data=task.data.evaluation.url,
         examples=task.data.evaluation.records,
         figures=task.figures(total),
-        confusion=_confusion(task, total),
+        confusion=task.confusion(total.counts),
         labels=task.labels,
     )
-
-
-def _confusion(task: Task, total: StepResult) -> list[list[float]] | None:
-    """Returns the rows (true classes) of a classifier's confusion matrix; None for another task."""
-    if total.counts is None or task.labels is None:
-        return None
-    rows: list[list[float]] = total.counts.reshape(len(task.labels), -1).tolist()
-    return rows
 
 
 def _open_checkpoint(place: str, step: int | None) -> CommittedCheckpoint:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 # Each name is listed twice, here and in the table below: a checked configuration needs the literal type.
-TaskName = Literal["mlm", "classification", "regression", "causal-lm"]
+TaskName = Literal["mlm", "classification", "multi-label", "token-classification", "regression", "causal-lm"]
 OptimizerName = Literal["adamw"]
 BackendName = Literal["torch-xla", "torch-tpu", "tensorflow"]  # each has a folder of images/
 
@@ -29,19 +29,15 @@ class Head:
 
     network: str  # the end of the class's name: BertForMaskedLM -> ForMaskedLM
     pipeline: str  # transformers.pipeline that uses it
-    # Of config.json, for ForSequenceClassification. A head with one is fresh unless the starting model has the same
-    # labels; a head without one comes from the starting model.
-    problem_type: str | None = None
+    problem_type: str | None = None  # of config.json, for ForSequenceClassification
+    # Training may begin from an encoder without this head. It is fresh unless the starting model has the same labels;
+    # any other head comes from the starting model.
+    is_fresh: bool = True
     older: tuple[str, ...] = ()  # other ends of names: GPT2LMHeadModel
 
     def is_of(self, network: str) -> bool:
         """Returns whether the network of this name has the head."""
         return network.endswith((self.network, *self.older))
-
-    @property
-    def is_fresh(self) -> bool:
-        """Returns whether training may begin from an encoder without this head."""
-        return self.problem_type is not None
 
 
 @dataclass(frozen=True)
@@ -85,8 +81,8 @@ class BackendEntry:
     defaults: Mapping[str, str] = field(default_factory=dict)  # variables to set before the import, unless they are set
 
 
-MASKED_LM = Head("ForMaskedLM", "fill-mask")
-CAUSAL_LM = Head("ForCausalLM", "text-generation", older=("LMHeadModel",))
+MASKED_LM = Head("ForMaskedLM", "fill-mask", is_fresh=False)
+CAUSAL_LM = Head("ForCausalLM", "text-generation", is_fresh=False, older=("LMHeadModel",))
 
 
 def _keys_of_packed_rows(task: str, predicted: str) -> dict[tuple[str, ...], str]:
@@ -114,6 +110,24 @@ TASKS: dict[str, TaskEntry] = {
         head=Head("ForSequenceClassification", "text-classification", "single_label_classification"),
         figures={"loss": "min", "accuracy": "max", "weighted_f1": "max"},
         unused_keys=_keys_of_packed_rows("classification", "labels"),
+    ),
+    "multi-label": TaskEntry(
+        data="training.tasks.multi_label.task:MultiLabel",
+        rows="set-labelled",
+        torch="training.tasks.multi_label.torch:sums",
+        tensorflow="training.tasks.multi_label.tf:sums",
+        head=Head("ForSequenceClassification", "text-classification", "multi_label_classification"),
+        figures={"loss": "min", "micro_f1": "max"},
+        unused_keys=_keys_of_packed_rows("multi-label", "sets of labels"),
+    ),
+    "token-classification": TaskEntry(
+        data="training.tasks.token_classification.task:TokenClassification",
+        rows="token-labelled",
+        torch="training.tasks.token_classification.torch:sums",
+        tensorflow="training.tasks.token_classification.tf:sums",
+        head=Head("ForTokenClassification", "token-classification"),
+        figures={"loss": "min", "accuracy": "max", "micro_f1": "max"},
+        unused_keys=_keys_of_packed_rows("token-classification", "labels of words"),
     ),
     "regression": TaskEntry(
         data="training.tasks.regression.task:Regression",

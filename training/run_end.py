@@ -152,8 +152,7 @@ def build_summary(
 
 def write_summary(run: Run, evaluations: Evaluations, summary: dict[str, Any]) -> None:
     """Writes summary.json, and a classifier's confusion matrix, and prints the summary. Call it on host 0 only."""
-    if evaluations.counts is not None and run.task.labels:
-        confusion = evaluations.counts.reshape(len(run.task.labels), -1).tolist()
+    if run.task.labels and (confusion := run.task.confusion(evaluations.counts)):
         html.write_confusion(run.folder, run.task.labels, confusion)
     run.dependencies.storage.write(
         storage.join(run.folder, html.SUMMARY_FILE), json.dumps(summary, indent=1, allow_nan=False).encode() + b"\n"

@@ -7,6 +7,7 @@ write them again, after a change that is meant to change numbers, copy what the 
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from tests.container.causal_data import document as causal_settings
 from tests.container.causal_data import prepare as prepare_causal
 from tests.container.test_classification_runs import document as classification_document
 from tests.container.test_classification_runs import prepare as prepare_classification
+from tests.container.test_label_list_runs import document as list_settings
+from tests.container.test_label_list_runs import prepare as prepare_lists
 from tests.container.test_regression_runs import document as regression_settings
 from tests.container.test_regression_runs import prepare as prepare_regression
 
@@ -51,11 +54,20 @@ def causal_document(folder: Path, backend: str) -> dict[str, Any]:
     return causal_settings(folder, backend=backend, train__steps=STEPS, train__strict=True)
 
 
+def list_document(task: str, folder: Path, backend: str) -> dict[str, Any]:
+    """Twenty steps of a task whose labels are lists, over batches of several lengths; without dropout, so that backends
+    have the same losses."""
+    prepare_lists(folder, task)
+    steps = {"train__steps": STEPS, "train__learning_rate": 0.003, "train__dropout": 0.0}
+    return list_settings(folder, task, backend=backend, **steps)
+
+
 DOCUMENTS = {
     "mlm": mlm_document,
     "classification": labelled_document,
     "regression": regression_document,
     "causal-lm": causal_document,
+    **{task: partial(list_document, task) for task in ("multi-label", "token-classification")},
 }
 
 

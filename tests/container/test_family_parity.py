@@ -21,6 +21,7 @@ from tests.nightly import others_at_night
 from tests.xla_flags import COMPILE_FAST
 from training.backends.torch_xla import internals
 from training.config import Model
+from training.data.formats.dataset import IGNORED
 from training.errors import BadInput
 from training.models.hugging_face import ModelRequirements
 from training.models.torch.move import move
@@ -63,10 +64,15 @@ DECODERS: dict[str, dict[str, Any]] = {
     "phi": GROUPED,
     "phi3": GROUPED,
 }
-TASK_OF = {"mlm": "MaskedLM", "classification": "SequenceClassification", "causal-lm": "CausalLM"}
+TASK_OF = {
+    "mlm": "MaskedLM", "classification": "SequenceClassification", "multi-label": "SequenceClassification",
+    "token-classification": "TokenClassification", "causal-lm": "CausalLM",
+}  # fmt: skip
 CASES = [
     *(("mlm", family) for family in ENCODERS),
     *(("classification", family) for family in (*ENCODERS, "gpt2", "llama", "gemma2")),
+    *(("multi-label", family) for family in ("bert", "distilbert", "modernbert", "llama")),
+    *(("token-classification", family) for family in (*ENCODERS, "gpt2", "llama")),
     *(("causal-lm", family) for family in DECODERS),
 ]
 
@@ -92,11 +98,17 @@ def batch(task: str, number: int) -> dict[str, np.ndarray]:
         labels = random.integers(5, VOCABULARY, (ROWS, PLACES))
         return {"input_ids": ids, "positions": positions.astype(np.int32), "labels": labels.astype(np.int32),
                 "weights": np.ones((ROWS, PLACES), np.float32)}  # fmt: skip
-    if task == "classification":
+    if task != "causal-lm":
         mask = (np.arange(LENGTH) < random.integers(6, LENGTH + 1, (ROWS, 1))).astype(np.int32)
-        labels = random.integers(0, 3, ROWS).astype(np.int32)
-        ids = np.where(mask, ids, 0).astype(np.int32)
-        return {"input_ids": ids, "attention_mask": mask, "labels": labels, "weights": np.ones(ROWS, np.float32)}
+        labels, weights = random.integers(0, 3, ROWS), np.ones(ROWS, np.float32)
+        if task == "multi-label":
+            labels = random.integers(0, 2, (ROWS, 3))
+        if task == "token-classification":
+            begins = (mask > 0) & (random.random((ROWS, LENGTH)) < 0.7)
+            labels = np.where(begins, random.integers(0, 3, (ROWS, LENGTH)), IGNORED)
+            weights = begins.astype(np.float32)
+        ids, labels = np.where(mask, ids, 0).astype(np.int32), labels.astype(np.int32)
+        return {"input_ids": ids, "attention_mask": mask, "labels": labels, "weights": weights}
     places, weights = np.zeros((ROWS, LENGTH), np.int32), np.zeros((ROWS, LENGTH), np.float32)
     for row, start, count in documents():
         places[row, start : start + count] = np.arange(count)
@@ -114,8 +126,10 @@ def their_loss(task: str, network: Any, arrays: dict[str, np.ndarray]) -> Tensor
     """The summed loss as transformers computes it."""
     rows = {name: torch.from_numpy(array) for name, array in arrays.items()}
     ids = rows["input_ids"].long()
-    if task == "classification":
-        return network(input_ids=ids, attention_mask=rows["attention_mask"], labels=rows["labels"].long()).loss * ROWS
+    if "attention_mask" in rows:
+        labels = rows["labels"].float() if task == "multi-label" else rows["labels"].long()
+        predictions = rows["weights"].sum() * (3 if task == "multi-label" else 1)
+        return network(input_ids=ids, attention_mask=rows["attention_mask"], labels=labels).loss * predictions
     if task == "mlm":
         labels = torch.full_like(ids, -100).scatter(1, rows["positions"].long(), rows["labels"].long())
         return network(input_ids=ids, attention_mask=torch.ones_like(ids), labels=labels).loss * ROWS * PLACES
@@ -129,7 +143,7 @@ def their_loss(task: str, network: Any, arrays: dict[str, np.ndarray]) -> Tensor
 @pytest.fixture
 def opened(tmp_path: Path) -> Callable[[str, str], Any]:
     def open_network(task: str, family: str) -> Any:
-        labels = ("a", "b", "c") if task == "classification" else None
+        labels = None if task in ("mlm", "causal-lm") else ("a", "b", "c")
         needs = ModelRequirements(VOCABULARY, 0, LENGTH, TASKS[task].head, labels)
         return build(Model(path=write_model(tmp_path, task, family)), needs, dropout=0.0, seed=1)
 
@@ -138,7 +152,17 @@ def opened(tmp_path: Path) -> Callable[[str, str], Any]:
 
 @pytest.mark.parametrize(
     "case",
-    others_at_night(CASES, (("mlm", "deberta-v2"), ("causal-lm", "llama"), ("causal-lm", "gemma2"))),
+    others_at_night(
+        CASES,
+        (
+            ("mlm", "deberta-v2"),
+            ("causal-lm", "llama"),
+            ("causal-lm", "gemma2"),
+            ("multi-label", "bert"),
+            ("token-classification", "bert"),
+            ("token-classification", "deberta-v2"),
+        ),
+    ),
     ids="-".join,
 )
 def test_the_first_step_is_that_of_transformers(

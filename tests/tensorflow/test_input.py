@@ -22,7 +22,15 @@ from training.data.loading import labelled_batches, mlm_batches
 from training.data.loading.record_source import HostSlice
 from training.data.prepare import dataset_writer
 from training.data.prepare.dataset_writer import DatasetPlan
-from training.data.prepare.labelled_rows import ClassLabels, FloatLabels, LabelKind, LengthBuckets, write_labelled_rows
+from training.data.prepare.labelled_rows import (
+    ClassLabels,
+    FloatLabels,
+    LabelKind,
+    LabelSets,
+    LengthBuckets,
+    TokenLabels,
+    write_labelled_rows,
+)
 from training.data.prepare.pack import pack_documents
 from training.data.sampling import order
 from training.data.sampling.masking import Masking, SpecialTokens
@@ -63,21 +71,30 @@ def kept(count: int, layout: str) -> Dataset:
 
 @functools.cache
 def labelled(counts: tuple[int, ...], labels: LabelKind = CLASSES) -> Dataset:
-    """Rows of the lengths 4, 8 and 16, so many of each. Their labels are 0, 1 or 2, as class numbers or as floats."""
+    """Rows of the lengths 4, 8 and 16, so many of each. Their labels are 0, 1 or 2, as class numbers or as floats, or
+    several of them: of every second token, or of the whole row."""
     rng = np.random.default_rng(1)
     texts = [
-        (rng.integers(5, 90, length).tolist(), str(rng.integers(3)))
+        (rng.integers(5, 90, length).tolist(), [str(number) for number in rng.integers(3, size=length // 2)])
         for length, count in zip((4, 8, 16), counts, strict=True)
         for _ in range(count)
     ]
     plan = DatasetPlan("train", 16, "t", TOKENS.vocabulary, 40)
+
+    def encode(numbers: list[str]) -> list[Any]:
+        rows = [np.array(texts[int(number)][0], np.int32) for number in numbers]
+        if labels.rows != "token-labelled":
+            return rows
+        places = [np.arange(len(row)) for row in rows]
+        return [np.stack([row, np.where(place % 2, -1, place // 2)]) for row, place in zip(rows, places, strict=True)]
+
     return write_labelled_rows(
         tempfile.mkdtemp(),
         plan,
         LengthBuckets((4, 8, 16)),
         labels,
-        lambda: ((str(number), label) for number, (_, label) in enumerate(texts)),
-        lambda numbers: [np.array(texts[int(number)][0], np.int32) for number in numbers],
+        lambda: ((str(number), label if labels.is_list else label[0]) for number, (_, label) in enumerate(texts)),
+        encode,
         TOKENS.pad,
     ).dataset
 
@@ -175,7 +192,7 @@ def test_evaluation_is_that_of_numpy(layout: str, records: int, hosts: int, rows
     st.integers(1, 10),
     st.sampled_from([0, 1, 13, 10**6]),
     st.integers(0, 2**31 - 1),
-    st.sampled_from([CLASSES, FloatLabels()]),
+    st.sampled_from([CLASSES, FloatLabels(), LabelSets(("0", "1", "2")), TokenLabels(("0", "1", "2"))]),
 )
 def test_labelled_batches_are_those_of_numpy(
     counts: tuple[int, ...], hosts: int, rows: int, start: int, seed: int, labels: LabelKind

@@ -24,7 +24,7 @@ _field_option = click.option(
     "--field",
     default="text",
     show_default=True,
-    help="The column or key that holds the text, for .jsonl, .csv, .parquet and datasets.",
+    help="The column or key that holds the text, or its words, for .jsonl, .csv, .parquet and datasets.",
 )
 
 
@@ -93,8 +93,9 @@ def tokenizer(corpora: tuple[str, ...], field: str, vocabulary: int, algorithm: 
     default="mlm",
     show_default=True,
     help=(
-        "classification, regression: one text and its label a row, from .csv, .jsonl, .parquet or datasets; causal-lm: "
-        "whole documents."
+        "classification, regression: one text and its label a row, from .csv, .jsonl, .parquet or datasets; "
+        "multi-label: a text and a list of labels; token-classification: a list of words and one of their labels, also "
+        "from .conll; causal-lm: whole documents."
     ),
 )
 @click.option(
@@ -106,12 +107,15 @@ def tokenizer(corpora: tuple[str, ...], field: str, vocabulary: int, algorithm: 
     ),
 )
 @click.option(
-    "--label", default="label", show_default=True, help="Labelled rows: the column or key that holds the label."
+    "--label",
+    default="label",
+    show_default=True,
+    help="Labelled rows: the column or key that holds the label or labels.",
 )
 @click.option(
     "--labels",
     metavar="FILE",
-    help="Classification: a JSON list of all labels in their order (default: those of --corpus, sorted).",
+    help="Classifications: a JSON list of all labels in their order (default: those of --corpus, sorted).",
 )
 @click.option(
     "--lengths",
@@ -164,7 +168,7 @@ def tokenizer(corpora: tuple[str, ...], field: str, vocabulary: int, algorithm: 
 )
 @click.option("--overwrite", is_flag=True, help="Replace another dataset that is there.")
 def shards(splits: tuple[str, ...], **options: Any) -> None:
-    """Tokenize a corpus and write TFRecord datasets: masked or causal language modelling, classification, regression.
+    """Tokenize a corpus and write TFRecord datasets of a task.
 
     After an interruption, run it again: it continues where it stopped. It does nothing to a finished dataset.
 
@@ -172,6 +176,8 @@ def shards(splits: tuple[str, ...], **options: Any) -> None:
     tpu-train shards --corpus builtin:pydoc --tokenizer gs://b/tokenizer --sequence-length 128 --out gs://b/data
     tpu-train shards --task classification --corpus train.csv --evaluation-corpus test.csv --label category \\
         --tokenizer gs://b/tokenizer --sequence-length 64 --out gs://b/data
+    tpu-train shards --task token-classification --corpus datasets:ORG/NAME --field tokens --label ner_tags \\
+        --tokenizer gs://b/tokenizer --out gs://b/data
     tpu-train shards --task causal-lm --chat messages --corpus chats.jsonl --tokenizer ORGANISATION/NAME \\
         --sequence-length 2048 --out gs://b/data
     """

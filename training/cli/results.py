@@ -116,17 +116,22 @@ def push(run: str, repository: str, step: int | None, private: bool, beside: boo
 @click.argument("text")
 @click.option("--top", type=click.IntRange(min=1), default=5, show_default=True, help="Number of answers.")
 def predict(folder: str, text: str, top: int) -> None:
-    """Fill the mask in TEXT, name its class, or go on with it, with the model in FOLDER that `export` wrote.
+    """Fill the mask in TEXT, name its class or those of its words, or go on with it, with the model in FOLDER that
+    `export` wrote.
 
     \b
     tpu-train predict runs/local/model "The [MASK] statement ends a loop."
     tpu-train predict runs/banking77/model "My card has not arrived yet."
     """
-    from training.models.predict import classify, fill_mask, go_on, pipeline_of
+    from training.models.predict import classify, fill_mask, go_on, label_words, pipeline_of
 
     pipeline = pipeline_of(folder)
     if pipeline == "text-generation":
         click.echo(go_on(folder, text))
+        return
+    if pipeline == "token-classification":
+        for part in label_words(folder, text):
+            click.echo(f"{part.score:.4f}  {part.name}  {part.words}")
         return
     if pipeline == "text-classification":
         for label in classify(folder, text, top):

@@ -129,6 +129,24 @@ def encoder(tokenizer: Tokenizer) -> Encode:
     return encode
 
 
+def word_encoder(tokenizer: Tokenizer) -> Callable[[list[tuple[str, ...]]], list[npt.NDArray[np.int32]]]:
+    """Returns a function from lists of words to (2, tokens) of each: ids, with special tokens around them; and the
+    number of the word that begins at the token, -1 at all others. Raises BadInput as `load`."""
+    loaded = load(tokenizer)
+    if hasattr(loaded.pre_tokenizer, "add_prefix_space"):
+        loaded.pre_tokenizer.add_prefix_space = True  # byte-level: a word after a space is another token
+
+    def encode(texts: list[tuple[str, ...]]) -> list[npt.NDArray[np.int32]]:
+        rows = []
+        for encoding in loaded.encode_batch(texts, is_pretokenized=True):
+            words = np.array([-1 if word is None else word for word in encoding.word_ids], np.int32)  # (tokens,)
+            begins = np.diff(words, prepend=-1) != 0
+            rows.append(np.stack([np.array(encoding.ids, np.int32), np.where(begins, words, -1)]))
+        return rows
+
+    return encode
+
+
 def encoder_of(url: str) -> Encode:
     """Reads the tokenizer folder `url` and returns its `encoder`; Beam's workers call this function by its name."""
     return encoder(read(url))

@@ -88,6 +88,8 @@ def is_of_head(name: str, base: str) -> bool:
 
 
 def dropout_rates(values: Mapping[str, object], rate: float | None) -> dict[str, float]:
-    """Returns the names of dropout rates among the values of a network's configuration, each with `rate`; {} for None,
-    which keeps the network's own."""
-    return {} if rate is None else {name: rate for name in DROPOUT_RATES if name in values}
+    """Returns the names of dropout rates of a network with this configuration, each with `rate`; {} for None, which
+    keeps the network's own."""
+    # Decoders' classifiers of words drop 0.1 by this name, which their configurations lack.
+    names = {"classifier_dropout", *(name for name in DROPOUT_RATES if name in values)}
+    return {} if rate is None else dict.fromkeys(sorted(names), rate)

@@ -31,8 +31,18 @@ class ClassPrediction:
     name: str
 
 
+@dataclass(frozen=True)
+class WordPrediction:
+    """The class of neighbouring words of a text."""
+
+    score: float  # probability
+    name: str
+    words: str
+
+
 def pipeline_of(folder: str) -> str:
-    """Returns the pipeline of a model: that of `fill_mask`, `classify` or `go_on`. Raises BadInput without weights."""
+    """Returns the pipeline of a model: that of `fill_mask`, `classify`, `label_words` or `go_on`. Raises BadInput
+    without weights."""
     _require_model(folder)
     return TASKS[task_of_model(read_config(folder))].head.pipeline
 
@@ -70,6 +80,13 @@ def classify(folder: str, text: str, top: int) -> list[ClassPrediction]:
         length = configuration.max_position_embeddings - unused
         answers = classifier(text, top_k=top, truncation=True, max_length=length)
         return [ClassPrediction(answer["score"], answer["label"]) for answer in answers]
+
+
+def label_words(folder: str, text: str) -> list[WordPrediction]:
+    """Returns the parts of `text` that have a label other than O, with the label of each one's first token."""
+    with local_copy(folder) as local_folder:
+        answers = open_pipeline("token-classification", local_folder)(text, aggregation_strategy="first")
+        return [WordPrediction(answer["score"], answer["entity_group"], answer["word"]) for answer in answers]
 
 
 def open_pipeline(name: str, folder: str) -> Any:

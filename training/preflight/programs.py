@@ -101,9 +101,9 @@ def list_graphs(config: TrainerConfig, facts: DataFacts) -> list[Graph]:
     ]
 
 
-def empty_batch(config: TrainerConfig, graph: Graph) -> Arrays:
-    """Returns a global batch of the program's shape, filled with zeros."""
-    return task_class(config.task).empty_batch(config, graph.rows, graph.length)
+def empty_batch(config: TrainerConfig, graph: Graph, labels: int = 0) -> Arrays:
+    """Returns a global batch of the program's shape, filled with zeros. `labels`: of the data."""
+    return task_class(config.task).empty_batch(config, graph.rows, graph.length, labels)
 
 
 class Untraceable(TrainError):
@@ -168,7 +168,7 @@ def trace_programs(
         began = time.monotonic()
         sizes = tracer.open()
         with _explain_errors(graph):
-            program = tracer.trace(graph.kind, empty_batch(config, graph))
+            program = tracer.trace(graph.kind, empty_batch(config, graph, len(facts.labels or ())))
         resident = sum(sizes.values()) - sum(sizes[name] for name in program.arguments.values())
         programs.append(TracedProgram(graph, program, resident, time.monotonic() - began))
     tracer.close()

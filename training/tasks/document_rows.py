@@ -34,7 +34,7 @@ class DocumentRows(Task):
         return (dataset.sequence_length,)
 
     @classmethod
-    def empty_batch(cls, config: TrainerConfig, rows: int, length: int) -> Arrays:
+    def empty_batch(cls, config: TrainerConfig, rows: int, length: int, labels: int = 0) -> Arrays:
         ids = np.zeros((rows, length), np.int32)
         return {"input_ids": ids, "position_ids": ids, "labels": ids, "weights": ids.astype(np.float32)}
 

@@ -17,6 +17,7 @@ from training.data.formats.dataset import Dataset
 from training.data.loading.labelled_batches import LabelledBatch, LabelledBatches, labelled_evaluation
 from training.data.sampling import bucket_schedule
 from training.distributed.cluster import Cluster
+from training.registry import TASKS
 from training.tasks.task import Task, evaluation_slice, read_ahead
 
 
@@ -36,12 +37,15 @@ class LabelledRows(Task):
         return bucket_schedule.batch_lengths(dataset.records_of_length, rows)
 
     @classmethod
-    def empty_batch(cls, config: TrainerConfig, rows: int, length: int) -> Arrays:
+    def empty_batch(cls, config: TrainerConfig, rows: int, length: int, labels: int = 0) -> Arrays:
+        kind = TASKS[config.task].rows
+        of_tokens, of_sets = kind == "token-labelled", kind == "set-labelled"
+        shape = (rows, length) if of_tokens else (rows, labels) if of_sets else (rows,)
         return {
             "input_ids": np.zeros((rows, length), np.int32),
             "attention_mask": np.zeros((rows, length), np.int32),
-            "labels": np.zeros(rows, cls.label_dtype),
-            "weights": np.zeros(rows, np.float32),
+            "labels": np.zeros(shape, cls.label_dtype),
+            "weights": np.zeros(shape if of_tokens else rows, np.float32),
         }
 
     def batches(self, start: int) -> Generator[HostBatch, None, None]:

@@ -38,7 +38,7 @@ class MaskedRows(Task):
         return (dataset.sequence_length,)
 
     @classmethod
-    def empty_batch(cls, config: TrainerConfig, rows: int, length: int) -> Arrays:
+    def empty_batch(cls, config: TrainerConfig, rows: int, length: int, labels: int = 0) -> Arrays:
         places = masking_of(config).places(length)
         return {
             "input_ids": np.zeros((rows, length), np.int32),

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
 
+import numpy as np
+
 from training import storage
 from training.batch import Arrays, HostBatch, StepResult
 from training.config import TrainerConfig
@@ -46,8 +48,8 @@ class Task(ABC):
 
     @classmethod
     @abstractmethod
-    def empty_batch(cls, config: TrainerConfig, rows: int, length: int) -> Arrays:
-        """Returns the arrays of a batch filled with zeros, for their names, shapes and types."""
+    def empty_batch(cls, config: TrainerConfig, rows: int, length: int, labels: int = 0) -> Arrays:
+        """Returns the arrays of a batch filled with zeros, for their names, shapes and types. `labels`: of the data."""
 
     @property
     def figure_names(self) -> tuple[str, ...]:
@@ -79,6 +81,10 @@ class Task(ABC):
     @abstractmethod
     def figures(self, total: StepResult) -> dict[str, float]:
         """Returns the figures of an evaluation from its totals."""
+
+    def confusion(self, counts: np.ndarray | None) -> list[list[float]] | None:
+        """Returns the rows (true classes) of the confusion matrix in an evaluation's counts; None if it has none."""
+        return None
 
 
 def task_class(name: str) -> type[Task]:

@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import tensorflow as tf
+
+
+def logits_of(network: Any, batch: Mapping[str, Any], training: bool) -> Any:
+    """Returns the logits of a network with a classifier's head, (rows, labels) or (rows, tokens, labels)."""
+    return network(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], training=training).logits
+
+
+def classification_sums(logits: Any, labels: Any, weights: Any) -> tuple[Any, Any]:
+    """Returns the sums of `cross_entropy_sums` and the confusion matrix, (classes, classes): the weights of each
+    class's predictions (first axis) that were taken for each class (second axis). Arguments as for
+    `cross_entropy_sums`."""
+    classes = logits.shape[-1]
+    true = tf.one_hot(labels, classes) * weights[:, None]  # (predictions, classes)
+    predicted = tf.one_hot(tf.argmax(logits, -1), classes)  # (predictions, classes)
+    confusion = tf.reduce_sum(true[:, :, None] * predicted[:, None, :], 0)  # (classes, classes)
+    return cross_entropy_sums(logits, labels, weights), confusion
 
 
 def cross_entropy_sums(logits: Any, labels: Any, weights: Any) -> Any:

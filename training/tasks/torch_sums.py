@@ -14,6 +14,24 @@ def smoothing(network: Any) -> float:
     return float(getattr(network, "label_smoothing", 0.0)) if network.training else 0.0
 
 
+def logits_of(network: Any, batch: dict[str, Tensor]) -> Tensor:
+    """Returns the fp32 logits of a network with a classifier's head, (rows, labels) or (rows, tokens, labels)."""
+    logits = network(input_ids=batch["input_ids"].long(), attention_mask=batch["attention_mask"].long()).logits
+    return logits.float()
+
+
+def classification_sums(network: Any, logits: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the sums of `cross_entropy_sums`, smoothed as `network` says, and the confusion matrix, (classes,
+    classes): the weights of each class's predictions (first axis) that were taken for each class (second axis).
+    Arguments as for `cross_entropy_sums`."""
+    classes = torch.arange(logits.shape[-1], device=logits.device)
+    true = (labels.unsqueeze(1) == classes).float() * weights.unsqueeze(1)  # (predictions, classes)
+    predicted = (logits.argmax(-1).unsqueeze(1) == classes).float()  # (predictions, classes)
+    # Not a matrix product: in bf16 that would round the counts.
+    confusion = (true.unsqueeze(2) * predicted.unsqueeze(1)).sum(0)  # (classes, classes)
+    return cross_entropy_sums(logits, labels, weights, smoothing(network)), confusion
+
+
 def cross_entropy_sums(logits: Tensor, labels: Tensor, weights: Tensor, smoothing: float = 0.0) -> Tensor:
     """Returns the sums of predictions among classes, (3,): in the order of training.batch.SUMS.
 

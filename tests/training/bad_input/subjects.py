@@ -34,7 +34,14 @@ from training.data.loading.fixed_shards import open_source
 from training.data.prepare import dataset_writer
 from training.data.prepare.corpus import Corpus
 from training.data.prepare.dataset_writer import DatasetPlan
-from training.data.prepare.labelled_rows import FloatLabels, label_mistake, select_columns
+from training.data.prepare.labelled_rows import (
+    ClassLabels,
+    FloatLabels,
+    LabelSets,
+    TokenLabels,
+    label_mistake,
+    select_columns,
+)
 from training.data.prepare.pack import pack_documents
 from training.errors import BadInput
 from training.models.families import FAMILIES
@@ -87,7 +94,11 @@ VALUES = (
 )  # fmt: skip
 ROWS = [{"text": f"text number {number}", "label": ("card", "cash")[number % 2]} for number in range(6)]
 CSV = "text,label\n" + "".join(f'"{row["text"]}, quoted",{row["label"]}\n' for row in ROWS)
-JSONL = "".join(json.dumps(row) + "\n" for row in ROWS)
+LISTS = [
+    {"text": row["text"].split() if number % 2 else row["text"], "label": [row["label"], "O", "O"]}
+    for number, row in enumerate(ROWS)
+]
+CONLL = "-DOCSTART- O\n\nEU NNP B-ORG\nrejects VBZ O\n\nGerman B-MISC\n"
 LINE_PIECES = (
     *TEXTS, "text,label", "text,text", ",", ",,,", '"', '""', '"open', "\r", "\r\n", "a,b,c", '{"text": ', "[1]",
     '{"text": 5}',
@@ -161,7 +172,7 @@ def _floats(value: Any) -> list[float]:
 
 
 def _read_corpus(folder: Path, random: Random, name: str, content: str) -> bool:
-    """A file of rows, as documents, as classes and as numbers."""
+    """A file of rows: as documents, as numbers, as classes, as sets of classes and as words with their classes."""
     data = spoil_lines(content, LINE_PIECES, random).encode(
         "utf-8", "surrogatepass" if random.random() < 0.1 else "replace"
     )
@@ -170,15 +181,17 @@ def _read_corpus(folder: Path, random: Random, name: str, content: str) -> bool:
     path = folder / name
     path.write_bytes(data)
     corpus = Corpus(str(path))
-    way = random.randrange(3)
+    way = random.randrange(5)
     try:
         if way == 0:
             texts = list(corpus.documents())
         else:
-            labels = FloatLabels() if way == 2 else None
+            labels = (ClassLabels(), FloatLabels(), LabelSets(), TokenLabels())[way - 1]
             pairs = list(select_columns(corpus.rows(), "text", "label", corpus.name, labels))
-            texts = [text for text, _ in pairs]
-            assert way == 2 or not any(label_mistake(label) for _, label in pairs)
+            texts = [text if isinstance(text, str) else " ".join(text) for text, _ in pairs]
+            assert way == 4 or all(isinstance(text, str) for text, _ in pairs)
+            names = [name for _, label in pairs for name in (label if labels.is_list else [label])]
+            assert way == 2 or not any(map(label_mistake, names))
     except BadInput as error:
         _require(re.match(rf"{re.escape(str(path))}:(\d+)? ?", str(error)), f"no file in {error}")
         _require(re.search(rf"{re.escape(name)}:\d+|near byte \d+|row \d+", str(error)), f"no line in {error}")
@@ -192,13 +205,18 @@ def read_table(folder: Path, random: Random) -> bool:
     return _read_corpus(folder, random, "rows.csv", random.choice(("", "", "\ufeff")) + CSV)
 
 
+def read_columns(folder: Path, random: Random) -> bool:
+    return _read_corpus(folder, random, "rows.conll", CONLL)
+
+
 def read_lines(folder: Path, random: Random) -> bool:
+    rows = random.choice((ROWS, LISTS[::2], LISTS[1::2]))
     if random.random() < 0.5:
         content = "".join(
-            dump_json(spoil_json(row, random) if random.random() < 0.3 else row).decode() + "\n" for row in ROWS
+            dump_json(spoil_json(row, random) if random.random() < 0.3 else row).decode() + "\n" for row in rows
         )
     else:
-        content = JSONL
+        content = "".join(json.dumps(row) + "\n" for row in rows)
     return _read_corpus(folder, random, "rows.jsonl", content)
 
 
@@ -380,6 +398,7 @@ SUBJECTS = (
     Subject("configurations", 15, read_configuration),
     Subject("CSV", 15, read_table),
     Subject("JSONL", 15, read_lines),
+    Subject("CoNLL", 5, read_columns),
     Subject("text", 10, read_text),
     Subject("dataset manifests", 10, read_manifest),
     Subject("shards", 10, read_shard),

@@ -2,11 +2,12 @@
 
     {
      "format": "tpu-launch dataset", "version": 1,
-     "rows": "packed" | "documents" | "class-labelled" | "number-labelled",  "split": "train" | "evaluation",
+     "rows": "packed",                            or documents, (class-, number-, set-, token-)labelled
+     "split": "train" | "evaluation",
      "sequence_length": 128,                      the longest row; shards of shorter rows are length buckets
      "features": {"input_ids": {"dtype": "uint16", "shape": ["length"]}},
      "tokenizer_hash": "...", "vocabulary": 2000, of the tokenizer that wrote the ids, see `training.data.tokenizer`
-     "labels": [],                                class-labelled: the names of labels 0, 1, ...
+     "labels": [],                                labels other than numbers: the names of 0, 1, ...
      "origin": {...},                             the plan that made it: equal plans make equal datasets
      "compression": "none" | "gzip",  "member_records": 0,
      "shards": [{"name": "train-00000.tfrecord", "length": 128, "records": 9000, "bytes": 2682000, "crc32c": 1,
@@ -23,7 +24,9 @@ records of a shard have the same size, record i starts at byte i * size, and Ten
 Packed rows are full: documents side by side, cut at the row's end. Rows of documents hold whole ones, padded, with a
 second feature `segments`, uint16: the number of each token's document in its row, counted from 1, and 0 at padding.
 Rows of chats have a third, `targets`: 1 at the tokens of answers, which are learnt, else 0. A labelled row is one text,
-padded, with a second feature `label` of shape []: a class number (int32), or a float32. Tasks say which rows they need.
+padded, with a second feature `label`: of shape [], a class number (int32) or a float32; of shape [labels], 1 for each
+label that the text has, else 0 (set-labelled, uint8); or of shape ["length"], the class number of each token, IGNORED
+at those without one (token-labelled, int32). Tasks say which rows they need.
 
 With gzip a shard is a gzip file of many members (RFC 1952, section 2.2), `member_records` records in each, whose sizes
 in bytes are `members`. Any gzip program and `tf.data.TFRecordDataset(..., compression_type="GZIP")` read it whole; the
@@ -55,10 +58,11 @@ FORMAT = "tpu-launch dataset"
 VERSION = 1
 UNKNOWN = ""  # tokenizer_hash of a dataset without a manifest
 
-Dtype = Literal["uint16", "int32", "float32", "int64"]
-Rows = Literal["packed", "documents", "class-labelled", "number-labelled"]
+Dtype = Literal["uint8", "uint16", "int32", "float32", "int64"]
+Rows = Literal["packed", "documents", "class-labelled", "number-labelled", "set-labelled", "token-labelled"]
 
 LABEL = "label"  # the feature that holds a row's label
+IGNORED = -100  # the label of tokens that have none, as in transformers
 SEGMENTS, TARGETS = "segments", "targets"  # the features of rows of documents
 # The dtypes that a label may have; none: rows have no label.
 LABEL_DTYPES: Mapping[Rows, tuple[Dtype, ...]] = {
@@ -66,6 +70,8 @@ LABEL_DTYPES: Mapping[Rows, tuple[Dtype, ...]] = {
     "documents": (),
     "class-labelled": ("int32", "int64"),
     "number-labelled": ("float32",),
+    "set-labelled": ("uint8",),
+    "token-labelled": ("int32",),
 }
 
 
@@ -74,10 +80,14 @@ class _Strict(BaseModel):
 
 
 class Feature(_Strict):
-    """One feature of every record. `shape` is [] for one number per record, ["length"] for one per token."""
+    """One feature of every record. `shape` is [] for one number per record, ["length"] for one per token, or [n]."""
 
     dtype: Dtype
-    shape: list[Literal["length"]] = Field(max_length=1)
+    shape: list[Literal["length"] | Annotated[int, Field(ge=1, le=1 << 20)]] = Field(max_length=1)
+
+    def count(self, length: int) -> int:
+        """Returns how many numbers a record of `length` tokens has."""
+        return next((length if size == "length" else size for size in self.shape), 1)
 
 
 class Shard(_Strict):
@@ -241,6 +251,9 @@ def _inconsistency(manifest: DatasetManifest) -> str | None:
             return f"no feature {name}"
     if label_dtypes and manifest.features[LABEL].dtype not in label_dtypes:
         return f"the label of {manifest.rows} rows can't be {manifest.features[LABEL].dtype}"
+    label_shapes = {"set-labelled": [len(manifest.labels)], "token-labelled": ["length"]}
+    if label_dtypes and manifest.features[LABEL].shape != label_shapes.get(manifest.rows, []):
+        return f"the label of {manifest.rows} rows can't have the shape {manifest.features[LABEL].shape}"
     unit = manifest.member_records
     if (manifest.compression == "gzip") != bool(unit):
         return "member_records and compression do not fit together"

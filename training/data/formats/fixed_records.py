@@ -55,7 +55,7 @@ class RecordLayout:
 
 def record_layout(features: Mapping[str, Feature], length: int) -> RecordLayout:
     """Returns the layout of records with `length` tokens."""
-    counts = {name: length if feature.shape else 1 for name, feature in sorted(features.items())}
+    counts = {name: feature.count(length) for name, feature in sorted(features.items())}
     dtypes = {name: np.dtype(features[name].dtype).newbyteorder("<") for name in counts}
     sizes = {name: counts[name] * dtypes[name].itemsize for name in counts}  # bytes
     zeros = example_codec.encode({name: bytes(size) for name, size in sizes.items()})

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from training import storage
 from training.data.formats import fixed_records, recipe_layout, tfrecord
-from training.data.formats.dataset import LABEL, MANIFEST, Dataset, DatasetManifest, Shard
+from training.data.formats.dataset import IGNORED, LABEL, MANIFEST, Dataset, DatasetManifest, Shard
 from training.data.formats.fixed_records import RecordLayout
 from training.errors import TrainError
 from training.storage import Stat
@@ -88,14 +88,16 @@ def _value_problems(
     for row in map(int, np.flatnonzero(((ids >= vocabulary) | (ids < 0)).any(axis=1))):
         yield row, f"token id {int(ids[row].max())}, and the tokenizer has {vocabulary} ids"
     if LABEL in manifest.features:
-        labels: npt.NDArray[np.generic] = fixed_records.read_column(layout, data, LABEL)[:, 0]  # (n,)
+        labels: npt.NDArray[np.generic] = fixed_records.read_column(layout, data, LABEL)  # (n, numbers)
         if np.issubdtype(labels.dtype, np.floating):
             wrong, expected = ~np.isfinite(labels.astype(np.float64)), "a finite number"
         else:
-            numbers, classes = labels.astype(np.int64), len(manifest.labels)
+            numbers = labels.astype(np.int64)
+            classes = 2 if manifest.rows == "set-labelled" else len(manifest.labels)
             wrong, expected = (numbers < 0) | (numbers >= classes), f"one of 0 to {classes - 1}"
-        for row in map(int, np.flatnonzero(wrong)):
-            yield row, f"label {labels[row]}, which is not {expected}"
+            wrong &= (numbers != IGNORED) | (manifest.rows != "token-labelled")
+        for row in map(int, np.flatnonzero(wrong.any(axis=1))):
+            yield row, f"label {labels[row][wrong[row]][0]}, which is not {expected}"
 
 
 def _expand_members(stored: bytes, members: list[int], unit: int, records: int, size: int) -> bytes:

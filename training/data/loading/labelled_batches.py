@@ -11,14 +11,14 @@ The same in TensorFlow: `training.data.tf.labelled_batches`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from training import storage
-from training.data.formats.dataset import LABEL, Dataset
+from training.data.formats.dataset import IGNORED, LABEL, Dataset, Rows
 from training.data.loading.fixed_shards import FixedShards
 from training.data.loading.packed_batches import fill_rows
 from training.data.loading.reader import Reader
@@ -37,8 +37,10 @@ class LabelledBatch:
     Attributes:
         input_ids: (rows, length) int32.
         attention_mask: (rows, length) int32, 0 at padding.
-        labels: (rows,) int32 class numbers or float32, by the dataset's rows.
-        weights: (rows,) float32, 0 in a row that only fills an evaluation batch.
+        labels: (rows,) int32 class numbers or float32; (rows, labels) int32 0 or 1; or (rows, length) int32 class
+            numbers of tokens, by the dataset's rows.
+        weights: (rows,) float32, 0 in a row that only fills an evaluation batch; (rows, length) if tokens have labels,
+            0 at those that have none.
         records: (rows,) int64, -1 in such a row.
         replaced: (rows,) bool: another record has the place of a damaged one.
     """
@@ -54,9 +56,9 @@ class LabelledBatch:
 class JoinedLengths:
     """One `RecordSource` over shards of several row lengths: shorter rows first, all padded to the longest length."""
 
-    def __init__(self, sources: Sequence[FixedShards], pad: int) -> None:
-        """Joins `sources`, ascending by row length; `pad` is the id that fills shorter rows."""
-        self.sources, self.pad = sources, pad
+    def __init__(self, sources: Sequence[FixedShards], fillers: Mapping[str, int]) -> None:
+        """Joins `sources`, ascending by row length; `fillers`: what fills the columns of shorter rows."""
+        self.sources, self.fillers = sources, fillers
         self.length = sources[-1].length
         self.records = sum(source.records for source in sources)
         self.record_bytes, self.unit = sources[-1].record_bytes, 0
@@ -68,7 +70,8 @@ class JoinedLengths:
         if len(self.sources) == 1:
             return self.sources[0].read(first, last, block)
         arrays, start = self.empty(last - first), 0  # (n, length) and (n, 1); first record of the source
-        arrays["input_ids"][:] = self.pad
+        for name, filler in self.fillers.items():
+            arrays[name][:] = filler
         for source in self.sources:
             # Read block by block: replacements must not depend on which blocks are read together.
             for begin in range(first, last, block):
@@ -117,7 +120,7 @@ class LabelledBatches:
         bucket, number = batch_of_step(self._records, self.global_batch_size, self.seed, k)
         start = number * self.global_batch_size
         _, records, arrays = self._readers[bucket].rows(start, start + self.global_batch_size)
-        return _labelled_batch(arrays, records + self._starts[bucket], self._pad)
+        return _labelled_batch(arrays, records + self._starts[bucket], self._pad, self.dataset.manifest.rows)
 
     def close(self) -> None:
         """Ends the readers' threads after the requests that are queued, without waiting for them."""
@@ -136,7 +139,7 @@ def labelled_evaluation(dataset: Dataset, host_slice: HostSlice) -> Iterator[Lab
         with Reader(bucket, order, batch_size, first, last, threads=_threads(dataset)) as reader:
             for start in range(0, bucket.records, batch_size):
                 _, records, arrays = reader.rows(start, min(start + batch_size, bucket.records))
-                batch = _labelled_batch(arrays, records + bucket_start, pad)
+                batch = _labelled_batch(arrays, records + bucket_start, pad, dataset.manifest.rows)
                 # One token of attention: a row without any would divide by zero in a softmax.
                 attended = np.arange(batch.input_ids.shape[1]) == 0
                 fillers = {"input_ids": pad, "attention_mask": attended, "records": -1}
@@ -153,7 +156,9 @@ def _open_buckets(dataset: Dataset, host_slice: HostSlice) -> list[JoinedLengths
         )
 
     return [
-        JoinedLengths([open_length(length) for length in lengths], host_slice.tokenizer.pad)
+        JoinedLengths(
+            [open_length(length) for length in lengths], fillers(dataset.manifest.rows, host_slice.tokenizer.pad)
+        )
         for lengths in group_lengths(dataset.records_of_length, host_slice.global_batch_size)
     ]
 
@@ -163,14 +168,23 @@ def _threads(dataset: Dataset) -> int:
     return 8 if storage.is_remote(dataset.url) else 1
 
 
+def fillers(rows: Rows, pad: int) -> dict[str, int]:
+    """Returns what fills the columns of rows that are padded further."""
+    return {"input_ids": pad, **({LABEL: IGNORED} if rows == "token-labelled" else {})}
+
+
 def label_dtype(stored: np.dtype[np.generic]) -> np.dtype[np.int32 | np.float32]:
     """Returns the dtype of a batch's labels: float32 for stored floats, int32 for stored integers."""
     return np.dtype(np.float32) if np.issubdtype(stored, np.floating) else np.dtype(np.int32)
 
 
-def _labelled_batch(arrays: Arrays, records: Ints, pad: int) -> LabelledBatch:
+def _labelled_batch(arrays: Arrays, records: Ints, pad: int, rows: Rows) -> LabelledBatch:
     """Builds a batch of rows of weight 1 from a source's columns. Attention is 0 at `pad`. records: (rows,)."""
     ids = arrays["input_ids"].astype(np.int32)  # (rows, length)
-    labels = arrays[LABEL][:, 0].astype(label_dtype(arrays[LABEL].dtype))  # (rows,)
+    labels = arrays[LABEL].astype(label_dtype(arrays[LABEL].dtype))  # (rows, numbers)
     weights, replaced = np.ones(len(ids), np.float32), arrays[REPLACED][:, 0]  # (rows,), (rows,)
+    if rows == "token-labelled":
+        weights = (labels != IGNORED).astype(np.float32)  # (rows, length)
+    elif rows != "set-labelled":
+        labels = labels[:, 0]
     return LabelledBatch(ids, (ids != pad).astype(np.int32), labels, weights, records, replaced)

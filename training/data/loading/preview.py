@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 
 import click
+import numpy as np
 
-from training.data.formats.dataset import Dataset
+from training.data.formats.dataset import IGNORED, Dataset
 from training.data.loading.document_batches import DocumentBatch, DocumentBatches
 from training.data.loading.labelled_batches import LabelledBatch, LabelledBatches
 from training.data.loading.mlm_batches import MlmBatch, MlmBatches
@@ -108,15 +109,23 @@ def render_labelled(
     piece: Callable[[int], tuple[str, str]],
     labels: Sequence[str],
 ) -> Iterator[str]:
-    """Yields a heading with the label and a paragraph for each of the first `count` rows, without their padding.
-    `piece` is the result of `pieces`; `labels` names the classes, and is empty for labels that are numbers."""
+    """Yields a heading with the label and a paragraph for each of the first `count` rows, without their padding, with
+    the labels of words after their first tokens. `piece` is the result of `pieces`; `labels` names the classes, and is
+    empty for labels that are numbers."""
     for row, record in enumerate(batch.records[:count]):
-        ids = batch.input_ids[row][batch.attention_mask[row] > 0].tolist()
+        ids, own = batch.input_ids[row][batch.attention_mask[row] > 0].tolist(), batch.labels[row]
+        marks = [""] * len(ids)  # after each token
+        if batch.weights.ndim > 1:
+            label = f"{int(batch.weights[row].sum())} words"
+            marks = [f"/{labels[number]}" if number != IGNORED else "" for number in own[: len(ids)].tolist()]
+        elif own.ndim:
+            label = ", ".join(labels[number] for number in np.flatnonzero(own).tolist()) or "no label"
+        else:
+            label = labels[int(own)] if labels else f"{own:g}"
         text = "".join(
-            space + (click.style(word, dim=True) if id in tokens.special else word)
-            for id, (space, word) in zip(ids, map(piece, ids), strict=True)
+            space + (click.style(word, dim=True) if id in tokens.special else word) + click.style(mark, fg="green")
+            for id, (space, word), mark in zip(ids, map(piece, ids), marks, strict=True)
         )
-        label = labels[int(batch.labels[row])] if labels else f"{batch.labels[row]:g}"
         yield click.style(f"record {record}: {label}, {len(ids)} tokens", bold=True)
         yield text.strip()
 

@@ -4,6 +4,8 @@
                                         trials, it needs no file
     PATH or gs://...  .txt .tokens .md  UTF-8; paragraphs between blank lines are documents
                       .jsonl .ndjson    one JSON object per line; `field` names the text
+                      .conll            a word and its label a line (the first and the last column), blank lines
+                                        between texts
                       .csv              with a header line; `field` names the column
                       .parquet          `field` names the column; other columns are not read
                       a folder          all files of these kinds in it, sorted by name
@@ -33,8 +35,9 @@ from training.errors import BadInput
 TEXT = (".txt", ".tokens", ".md")
 LINES = (".jsonl", ".ndjson")
 TABLE = (".csv",)
+COLUMNS = (".conll",)
 PARQUET = (".parquet",)
-KINDS = TEXT + LINES + TABLE + PARQUET
+KINDS = TEXT + LINES + TABLE + COLUMNS + PARQUET
 _PIECE_BYTES = 8 << 20
 _PARQUET_ROWS = 64  # decoded together; texts may be long
 _LONGEST_CELL = 1 << 28  # characters of a .csv; more means a quotation mark that is not closed
@@ -75,7 +78,7 @@ class Corpus:
             yield from self._streamed_rows()
         else:
             for url in self.files():
-                yield from _parquet(url, self._columns) if url.endswith(PARQUET) else _file_rows(url, self.field)
+                yield from _parquet(url, self._columns) if url.endswith(PARQUET) else _file_rows(url, *self._columns)
 
     def documents(self) -> Iterator[str]:
         """Yields the texts that are not blank. Raises BadInput for a row without text, and as `rows`."""
@@ -110,6 +113,14 @@ class Corpus:
                 digest.update(f"\0{storage.name_of(url)}\0{stat.size}\0{stat.crc32c}".encode())
         return digest.hexdigest()
 
+    def label_names(self) -> tuple[str, ...]:
+        """Returns the names of the classes that numbers in the label's lists mean, of a dataset of the `datasets`
+        library that says them; () otherwise. Raises BadInput."""
+        if not self.name.startswith("datasets:"):
+            return ()
+        feature = (self._streamed().features or {}).get(self.label)
+        return tuple(getattr(getattr(feature, "feature", None), "names", ()))
+
     def files(self) -> list[str]:
         """Returns the corpus's files in order; [name] for `builtin:` and `datasets:`. Raises BadInput without any."""
         if self.name.startswith(("builtin:", "datasets:")):
@@ -143,11 +154,18 @@ class Corpus:
         except Exception as error:  # the library raises whatever its sources raise
             raise BadInput(f"--corpus {self.name}: {type(error).__name__}: {error}") from error
 
-    def _streamed_rows(self) -> Iterator[dict[str, Any]]:
-        """Yields the rows of a dataset of the `datasets` library as they arrive. Turns any failure into BadInput."""
+    def _streamed(self) -> Any:
+        """Returns a dataset of the `datasets` library, of which no row was read. Turns any failure into BadInput."""
         builder, split = self._builder
         try:
-            rows = builder.as_streaming_dataset(split=split)
+            return builder.as_streaming_dataset(split=split)
+        except Exception as error:
+            raise BadInput(f"--corpus {self.name}: {type(error).__name__}: {error}") from error
+
+    def _streamed_rows(self) -> Iterator[dict[str, Any]]:
+        """Yields the rows of a dataset of the `datasets` library as they arrive. Turns any failure into BadInput."""
+        rows = self._streamed()
+        try:
             if set(self._columns) <= set(rows.column_names or ()):
                 rows = rows.select_columns(self._columns)  # others may hold images, which would be decoded
             yield from rows
@@ -219,9 +237,9 @@ def lines(url: str) -> Iterator[str]:
         yield rest.removesuffix("\r")
 
 
-def _file_rows(url: str, field: str) -> Iterator[dict[str, Any]]:
-    """Yields the rows of one file, by its extension: objects of .jsonl, rows of .csv, and of any other file each
-    paragraph of its text as {field: paragraph}. Raises BadInput for a row that can't be parsed."""
+def _file_rows(url: str, field: str, label: str = "label") -> Iterator[dict[str, Any]]:
+    """Yields the rows of one file, by its extension: objects of .jsonl, rows of .csv, sentences of .conll, and of any
+    other file each paragraph of its text as {field: paragraph}. Raises BadInput for a row that can't be parsed."""
     if url.endswith(LINES):
         for number, line in enumerate(lines(url), 1):
             if line.strip():
@@ -234,9 +252,33 @@ def _file_rows(url: str, field: str) -> Iterator[dict[str, Any]]:
                 yield Row.at(f"{url}:{number}", row)
     elif url.endswith(TABLE):
         yield from _table(url)
+    elif url.endswith(COLUMNS):
+        yield from _columns(url, field, label)
     else:
         for paragraph in _paragraphs(lines(url)):
             yield {field: paragraph}
+
+
+def _columns(url: str, field: str, label: str) -> Iterator[dict[str, Any]]:
+    """Yields {field: words, label: labels} of each text of a file in CoNLL's columns, without its -DOCSTART- lines.
+    Raises BadInput for a line of one column."""
+    text: list[list[str]] = []
+    number = 0
+    for number, line in enumerate(lines(url), 1):
+        columns = line.split()
+        if not columns:
+            yield from _labelled_words(f"{url}:{number}", text, field, label)
+            text = []
+        elif columns[0] != "-DOCSTART-":
+            if len(columns) < 2:
+                raise BadInput(f"{url}:{number}: a word and its label expected, not {line!r:.80}")
+            text.append(columns)
+    yield from _labelled_words(f"{url}:{number}", text, field, label)
+
+
+def _labelled_words(place: str, text: list[list[str]], field: str, label: str) -> Iterator[dict[str, Any]]:
+    if text:
+        yield Row.at(place, {field: [line[0] for line in text], label: [line[-1] for line in text]})
 
 
 def _table(url: str) -> Iterator[dict[str, Any]]:

@@ -6,6 +6,8 @@ than those of `training.data.prepare.pack`, `label`:
 
   ClassLabels   class numbers of named classes (int32, class-labelled rows)
   FloatLabels   finite numbers (float32, number-labelled rows)
+  LabelSets     any number of named classes, each 0 or 1 (uint8, set-labelled rows)
+  TokenLabels   the class number of each word at its first token (int32, token-labelled rows)
 
 Failure model: an interrupted run starts again from the beginning, and writes the same bytes; such datasets are small.
 """
@@ -22,38 +24,73 @@ from typing import Any, ClassVar
 import numpy as np
 
 from training.data.formats import fixed_records
-from training.data.formats.dataset import LABEL, Dataset, Dtype, Feature, Rows, Shard
+from training.data.formats.dataset import IGNORED, LABEL, Dataset, Dtype, Feature, Rows, Shard
 from training.data.prepare import dataset_writer
-from training.data.prepare.corpus import text_of
+from training.data.prepare.corpus import replace_surrogates, text_of
 from training.data.prepare.dataset_writer import DatasetPlan, Ids
-from training.data.prepare.pack import Encode
 from training.errors import BadInput
 
 BATCH_ROWS = 4096
 
-LabelledText = tuple[str, str]  # text, label as it is written in the corpus
+Text = str | tuple[str, ...]  # or its words
+LabelledText = tuple[Text, Any]  # and its label as the corpus has it: text, or a list of texts
+EncodeTexts = Callable[[list[Any]], Sequence[Ids]]  # of `Text`s
 
 
 @dataclass(frozen=True)
 class ClassLabels:
-    """Named classes; a class's number is its place in `names`."""
+    """Named classes; a class's number is its place in `names`, which are empty until the corpus was read."""
 
-    names: tuple[str, ...]
+    names: tuple[str, ...] = ()
     rows: ClassVar[Rows] = "class-labelled"
     dtype: ClassVar[Dtype] = "int32"
+    is_list: ClassVar[bool] = False  # a label of the corpus is a list of names
+    shape: ClassVar[list[Any]] = []  # of the feature
 
     @cached_property
     def _numbers(self) -> dict[str, int]:
         return {name: number for number, name in enumerate(self.names)}
 
-    def encode(self, label: str, place: str) -> float:
+    def encode(self, label: Any, place: str) -> Any:
         """Returns the number of a label. Raises BadInput, with `place` before the message, for an unknown one."""
+        return self._number(label, place)
+
+    def _number(self, label: str, place: str) -> int:
         number = self._numbers.get(label)
         if number is None:
             raise BadInput(
                 f"{place}: label {label!r} is not among the {len(self.names)} labels ({', '.join(self.names[:5])}, ...)"
             )
         return number
+
+
+class LabelSets(ClassLabels):
+    """Any number of named classes for each text."""
+
+    rows: ClassVar[Rows] = "set-labelled"
+    dtype: ClassVar[Dtype] = "uint8"
+    is_list: ClassVar[bool] = True
+
+    @property
+    def shape(self) -> list[Any]:  # type: ignore[override]
+        return [len(self.names)]
+
+    def encode(self, label: Any, place: str) -> Any:
+        """Returns 1 for each class that the list names, else 0. Raises as `ClassLabels.encode`."""
+        numbers = {self._number(name, place) for name in label}
+        return [number in numbers for number in range(len(self.names))]
+
+
+class TokenLabels(ClassLabels):
+    """A named class for each word."""
+
+    rows: ClassVar[Rows] = "token-labelled"
+    is_list: ClassVar[bool] = True
+    shape: ClassVar[list[Any]] = ["length"]
+
+    def encode(self, label: Any, place: str) -> Any:
+        """Returns the number of each word's class, (words,). Raises as `ClassLabels.encode`."""
+        return np.array([self._number(name, place) for name in label], np.int32)
 
 
 @dataclass(frozen=True)
@@ -63,8 +100,10 @@ class FloatLabels:
     rows: ClassVar[Rows] = "number-labelled"
     dtype: ClassVar[Dtype] = "float32"
     names: ClassVar[tuple[str, ...]] = ()
+    is_list: ClassVar[bool] = False
+    shape: ClassVar[list[Any]] = []
 
-    def encode(self, label: str, place: str) -> float:
+    def encode(self, label: str, place: str) -> Any:
         """Returns the number of a label. Raises BadInput, with `place` before the message, unless it is a finite
         float32."""
         try:
@@ -109,20 +148,21 @@ def default_lengths(longest: int) -> tuple[int, ...]:
 
 def labelled_features(vocabulary: int, labels: LabelKind) -> dict[str, Feature]:
     """Returns the features of labelled rows."""
-    return {**dataset_writer.id_features(vocabulary), LABEL: Feature(dtype=labels.dtype, shape=[])}
+    return {**dataset_writer.id_features(vocabulary), LABEL: Feature(dtype=labels.dtype, shape=labels.shape)}
 
 
 def select_columns(
-    rows: Iterable[Mapping[str, Any]], text: str, label: str, corpus: str, labels: LabelKind | None = None
+    rows: Iterable[Mapping[str, Any]], text: str, label: str, corpus: str, labels: LabelKind = ClassLabels()
 ) -> Iterator[LabelledText]:
     """Yields the text and the label of each row of a corpus.
 
     Args:
         rows: column -> value.
-        text: the column with the text.
-        label: the column with the label: text, a number or a truth value, which is converted to text.
+        text: the column with the text; for `TokenLabels`, with a list of words.
+        label: the column with the label: text, a number or a truth value, which is converted to text; for `LabelSets`
+            and `TokenLabels`, with a list of them.
         corpus: the corpus's name, for messages.
-        labels: checks each label; None: any printable label is allowed.
+        labels: checks each label; classes without names allow any printable label. Texts without words are left out.
 
     Raises:
         BadInput: a row lacks one of the columns, its text is not text, or its label is impossible. The message begins
@@ -134,19 +174,44 @@ def select_columns(
             if row.get(name) is None:
                 columns = ", ".join(map(repr, row))
                 raise BadInput(f"{place} has no {name!r}, it has: {columns}. Name the columns with --field and --label")
-        if not isinstance(row[label], str | int | float):
-            raise BadInput(
-                f"{place}: label {row[label]!r:.80} is neither text nor a number but {type(row[label]).__name__}: name "
-                "the column with --label"
-            )
-        name = str(row[label])
-        if isinstance(row[label], float) and not math.isfinite(row[label]):
-            raise BadInput(f"{place}: label {name} is not a finite number: leave such rows out of the corpus")
-        if labels is not None:
-            labels.encode(name, place)
-        elif mistake := label_mistake(name):
-            raise BadInput(f"{place}: label {name!r:.80} {mistake}")
-        yield text_of(row, text, place), name
+        if labels.is_list and not isinstance(row[label], list):
+            raise BadInput(f"{place}: label {row[label]!r:.80} is not a list of labels: name the column with --label")
+        names = [_label_name(value, place, labels) for value in (row[label] if labels.is_list else [row[label]])]
+        own: Any = names if labels.is_list else names[0]
+        if labels.names or not isinstance(labels, ClassLabels):
+            labels.encode(own, place)
+        if not isinstance(labels, TokenLabels):
+            yield text_of(row, text, place), own
+        elif words := _words_of(row, text, place, len(names)):
+            yield words, names
+
+
+def _label_name(value: Any, place: str, labels: LabelKind) -> str:
+    """Returns a label of the corpus as text; that of a number that is no name itself, by its place among the names.
+    Raises BadInput, with `place` before the message, for what can't be one."""
+    if not isinstance(value, str | int | float):
+        raise BadInput(
+            f"{place}: label {value!r:.80} is neither text nor a number but {type(value).__name__}: name the column "
+            "with --label"
+        )
+    name = str(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise BadInput(f"{place}: label {name} is not a finite number: leave such rows out of the corpus")
+    if labels.is_list and type(value) is int and name not in labels.names and 0 <= value < len(labels.names):
+        return labels.names[value]
+    if isinstance(labels, ClassLabels) and not labels.names and (mistake := label_mistake(name)):
+        raise BadInput(f"{place}: label {name!r:.80} {mistake}")
+    return name
+
+
+def _words_of(row: Mapping[str, Any], field: str, place: str, labels: int) -> tuple[str, ...]:
+    """Returns the words of the row at `place`. Raises BadInput unless they are texts, and as many as its labels."""
+    words = row[field]
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        raise BadInput(f"{place}: {field!r} is not a list of words. Name it with --field")
+    if len(words) != labels:
+        raise BadInput(f"{place} has {len(words)} words in {field!r} and {labels} labels: each word needs one")
+    return tuple(map(replace_surrogates, words))
 
 
 def label_mistake(name: str) -> str | None:
@@ -166,7 +231,7 @@ def write_labelled_rows(
     buckets: LengthBuckets,
     labels: LabelKind,
     rows: Callable[[], Iterable[LabelledText]],
-    encode: Encode,
+    encode: EncodeTexts,
     pad: int,
     *,
     overwrite: bool = False,
@@ -174,16 +239,17 @@ def write_labelled_rows(
     """Writes a dataset of labelled rows to the folder `url`. Returns a complete dataset of the same plan as it is.
 
     `plan.length` is the longest bucket; a longer text is cut, but keeps its final token. `rows` is called to read the
-    corpus, and must give the same rows each time; `encode` returns the ids of each text, with special tokens around
-    them. Raises BadInput when the folder holds something else (unless `overwrite`), a label is impossible, or there is
-    no row; and StorageError.
+    corpus, and must give the same rows each time; `encode` returns the ids of each text, (tokens,), with special tokens
+    around them; of words, (2, tokens): the ids, and the word's number at its first token, -1 at others. Raises BadInput
+    when the folder holds something else (unless `overwrite`), a label is impossible, or there is no row; and
+    StorageError.
     """
     assert plan.length == buckets.lengths[-1]
     existing = dataset_writer.find_existing(url, plan, overwrite)
     if existing is not None:
         return LabelledDataset(existing, 0, reused=True)
     dataset_writer.begin_dataset(url, plan)
-    waiting: dict[int, list[tuple[Ids, float]]] = {length: [] for length in buckets.lengths}
+    waiting: dict[int, list[tuple[Ids, Any]]] = {length: [] for length in buckets.lengths}
     shards: dict[int, list[Shard]] = {length: [] for length in buckets.lengths}
     cut = 0
 
@@ -193,12 +259,15 @@ def write_labelled_rows(
 
     for batch in _batches(rows()):
         for (_, label), ids in zip(batch, encode([text for text, _ in batch]), strict=True):
-            number = labels.encode(label, url)
-            if len(ids) > plan.length:
+            value = labels.encode(label, url)
+            if ids.shape[-1] > plan.length:
                 cut += 1
-                ids = np.append(ids[: plan.length - 1], ids[-1:])  # keep the final special token
+                ids = np.append(ids[..., : plan.length - 1], ids[..., -1:], axis=-1)  # keep the final special token
+            if labels.shape == ["length"]:
+                ids, words = ids  # (tokens,) each
+                value = np.where(words >= 0, value[words], IGNORED)  # (tokens,)
             length = buckets.of(len(ids))
-            waiting[length].append((ids, number))
+            waiting[length].append((ids, value))
             if len(waiting[length]) == plan.records_per_shard:
                 flush(length)
     for length in buckets.lengths:
@@ -218,7 +287,7 @@ def _write_rows(
     labels: LabelKind,
     length: int,
     number: int,
-    rows: Sequence[tuple[Ids, float]],
+    rows: Sequence[tuple[Ids, Any]],
     pad: int,
 ) -> Shard:
     """Writes some rows, (ids, label) each, filled up with `pad`, as shard `number` of one length."""
@@ -226,9 +295,12 @@ def _write_rows(
     for row, (row_ids, _) in enumerate(rows):
         ids[row, : len(row_ids)] = row_ids
     layout = fixed_records.record_layout(labelled_features(plan.vocabulary, labels), length)
+    stored = [label for _, label in rows]
+    if labels.shape == ["length"]:
+        stored = [np.append(label, np.full(length - len(label), IGNORED)) for label in stored]
     values = {
         "input_ids": ids.astype(fixed_records.id_dtype(plan.vocabulary)),  # (n, length)
-        LABEL: np.array([label for _, label in rows], labels.dtype),  # (n,)
+        LABEL: np.array(stored, labels.dtype),  # (n,), (n, labels) or (n, length)
     }
     data = fixed_records.encode_records(layout, values)
     name = f"{plan.split}-of{length}-{number:05d}.tfrecord"

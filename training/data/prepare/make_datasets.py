@@ -25,7 +25,9 @@ from training.data.prepare.labelled_rows import (
     FloatLabels,
     LabelKind,
     LabelledText,
+    LabelSets,
     LengthBuckets,
+    TokenLabels,
     default_lengths,
     label_mistake,
     select_columns,
@@ -38,6 +40,7 @@ from training.registry import TASKS, TaskName
 
 SPLITS = ("train", "evaluation")
 UNLABELLED = ("packed", "documents")
+_KINDS: dict[str, type[ClassLabels]] = {kind.rows: kind for kind in (ClassLabels, LabelSets, TokenLabels)}
 
 
 @dataclass(frozen=True)
@@ -231,18 +234,23 @@ def _make_labelled(
     buckets: LengthBuckets,
     labels: LabelKind,
 ) -> SplitResult:
-    """Makes one split of labelled rows."""
+    """Makes one split of labelled rows. `encode`: of whole texts."""
     corpus, documents_of_split = _source(options, split)
     origin = {"label": options.label, "labels": list(labels.names), "lengths": list(buckets.lengths)}
+    if labels.is_list:
+        origin["rows"] = labels.rows
     plan = _plan(options, split, corpus, documents_of_split.percent, tokenizer, **origin)
     url = storage.join(options.out, split)
 
     def rows() -> Iterable[LabelledText]:
         columns = select_columns(corpus.rows(), options.field, options.label, corpus.name, labels)
-        return (row for row in columns if documents_of_split.holds(row[0]))
+        return (
+            row for row in columns if documents_of_split.holds(row[0] if isinstance(row[0], str) else " ".join(row[0]))
+        )
 
+    encode_texts = tokenizers.word_encoder(tokenizer) if isinstance(labels, TokenLabels) else encode
     result = write_labelled_rows(
-        url, plan, buckets, labels, rows, encode, tokenizer.special.pad, overwrite=options.overwrite
+        url, plan, buckets, labels, rows, encode_texts, tokenizer.special.pad, overwrite=options.overwrite
     )
     note = f"{result.cut} texts were longer than {options.sequence_length} tokens and were cut"
     return SplitResult(url, result.dataset, result.reused, note)
@@ -272,10 +280,14 @@ def _labels(options: DatasetOptions) -> LabelKind:
                 "--labels lists the names of classes, and a --task regression label is a number: leave it out"
             )
         return FloatLabels()
+    kind = _KINDS[TASKS[options.task].rows]
     if options.labels is None:
         corpus = options.corpora["train"]
-        columns = select_columns(corpus.rows(), corpus.field, options.label, corpus.name)
-        return ClassLabels(tuple(sorted({label for _, label in columns})))
+        if kind.is_list and (names := corpus.label_names()):
+            return kind(names)
+        columns = select_columns(corpus.rows(), corpus.field, options.label, corpus.name, kind())
+        lists = (label if kind.is_list else [label] for _, label in columns)
+        return kind(tuple(sorted({name for names in lists for name in names})))
     try:
         names = json.loads(storage.read(options.labels))
     except storage.NotFound as error:
@@ -292,4 +304,4 @@ def _labels(options: DatasetOptions) -> LabelKind:
     for name in names:
         if mistake := label_mistake(name):
             raise BadInput(f"--labels {options.labels}: label {name!r:.80} {mistake}")
-    return ClassLabels(tuple(names))
+    return kind(tuple(names))

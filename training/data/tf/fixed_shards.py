@@ -62,7 +62,8 @@ def fixed_shards(dataset: Dataset, *, length: int, vocabulary: int, on_corrupt: 
         columns: Columns = {}
         for column in layout.columns:
             values = tf.reshape(raw[:, column.start : column.stop], (-1, column.count, column.dtype.itemsize))
-            columns[column.name] = tf.bitcast(values, columns_of[column.name][1])  # (n, count)
+            numbers = tf.bitcast(values, columns_of[column.name][1])  # of bytes, it keeps the last axis
+            columns[column.name] = tf.reshape(numbers, (-1, column.count))
         return columns, good
 
     replace = replace_bad_records(

@@ -6,15 +6,15 @@ replaced records. See `training.data.tf.mlm_batches` for `tf.distribute` and err
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from training.data.formats.dataset import LABEL, Dataset
-from training.data.loading.labelled_batches import label_dtype
+from training.data.formats.dataset import IGNORED, LABEL, Dataset, Rows
+from training.data.loading.labelled_batches import fillers, label_dtype
 from training.data.loading.record_source import REPLACED, HostSlice
 from training.data.sampling.bucket_schedule import batches_before, epoch_of_step, group_lengths
 from training.data.sampling.order import training_order
@@ -38,7 +38,7 @@ def labelled_batches(dataset: Dataset, host_slice: HostSlice, seed: int, start: 
             source.records, source.record_bytes, seed=bucket_seed(seed, source.length), batch=batch_size
         )
         batches = training_batches(source, order, host_slice, bucket_batches)
-        buckets.append(batches.map(_converter(int(bucket_start), host_slice.tokenizer.pad)))
+        buckets.append(batches.map(_converter(int(bucket_start), host_slice.tokenizer.pad, dataset.manifest.rows)))
     choices = buckets_of_steps(records, batch_size, seed, epoch, index)
     return tf.data.Dataset.choose_from_datasets(buckets, choices, stop_on_empty_dataset=True)
 
@@ -48,13 +48,14 @@ def labelled_evaluation(dataset: Dataset, host_slice: HostSlice) -> Any:
     `labelled_batches`."""
     joined, bucket_start = None, 0
     for source in _open_buckets(dataset, host_slice):
-        batches = evaluation_batches(source, host_slice).map(_converter(bucket_start, host_slice.tokenizer.pad))
+        convert = _converter(bucket_start, host_slice.tokenizer.pad, dataset.manifest.rows)
+        batches = evaluation_batches(source, host_slice).map(convert)
         joined = batches if joined is None else joined.concatenate(batches)
         bucket_start += source.records
     return joined
 
 
-def _converter(bucket_start: int, pad: int) -> Callable[[Columns], Columns]:
+def _converter(bucket_start: int, pad: int, rows: Rows) -> Callable[[Columns], Columns]:
     """Returns a function from columns of a bucket's rows to the fields of a `LabelledBatch`. A filler row (record -1)
     has weight 0 and attends to one token. `bucket_start` is added to record numbers, which the bucket counts from 0."""
 
@@ -63,12 +64,16 @@ def _converter(bucket_start: int, pad: int) -> Callable[[Columns], Columns]:
         attention = tf.cast(ids != pad, tf.int32)  # (rows, length)
         # Filler rows attend to one token, as in training.data.loading.labelled_batches.
         first_only = tf.one_hot(tf.zeros_like(batch["records"]), ids.shape[1], dtype=tf.int32)
-        labels = batch[LABEL][:, 0]  # (rows,)
+        labels, weights = batch[LABEL], tf.cast(real, tf.float32)  # (rows, numbers), (rows,)
+        if rows == "token-labelled":
+            weights = tf.where(real[:, None], tf.cast(labels != IGNORED, tf.float32), 0.0)  # (rows, length)
+        elif rows != "set-labelled":
+            labels = labels[:, 0]
         return {
             "input_ids": ids,
             "attention_mask": tf.where(real[:, None], attention, first_only),
             "labels": tf.cast(labels, label_dtype(np.dtype(labels.dtype.as_numpy_dtype))),
-            "weights": tf.cast(real, tf.float32),
+            "weights": weights,
             "records": tf.where(real, batch["records"] + bucket_start, -1),
             REPLACED: batch[REPLACED],
         }
@@ -86,12 +91,14 @@ def _open_buckets(dataset: Dataset, host_slice: HostSlice) -> list[TensorRecordS
         return open_source(dataset, vocabulary=tokens.vocabulary, on_corrupt=host_slice.on_corrupt, length=length)
 
     return [
-        _join_lengths([open_length(length) for length in lengths], host_slice.tokenizer.pad)
+        _join_lengths(
+            [open_length(length) for length in lengths], fillers(dataset.manifest.rows, host_slice.tokenizer.pad)
+        )
         for lengths in group_lengths(dataset.records_of_length, host_slice.global_batch_size)
     ]
 
 
-def _join_lengths(sources: Sequence[TensorRecordSource], pad: int) -> TensorRecordSource:
+def _join_lengths(sources: Sequence[TensorRecordSource], fillers: Mapping[str, int]) -> TensorRecordSource:
     """Joins sources as `JoinedLengths`: shorter rows first, all padded to the longest length."""
     if len(sources) == 1:
         return sources[0]
@@ -100,8 +107,11 @@ def _join_lengths(sources: Sequence[TensorRecordSource], pad: int) -> TensorReco
     def read_padded(source: TensorRecordSource, low: Any, high: Any) -> Columns:
         columns = source.read(low, high)
         padding = [[0, 0], [0, longest - source.length]]
-        ids = columns["input_ids"]
-        return {**columns, "input_ids": tf.pad(ids, padding, constant_values=tf.cast(pad, ids.dtype))}
+        padded = {
+            name: tf.pad(columns[name], padding, constant_values=tf.cast(filler, columns[name].dtype))
+            for name, filler in fillers.items()
+        }
+        return {**columns, **padded}
 
     def read(first: Any, last: Any) -> Columns:
         pieces = []

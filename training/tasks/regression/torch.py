@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from training.tasks.torch_sums import logits_of
+
 
 def sums(network: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Returns (3,): squared errors, weights, 0 (training.batch.SUMS), over this host's rows; and (6,): the totals of
     training.tasks.regression.task.COUNTS."""
-    logits = network(input_ids=batch["input_ids"].long(), attention_mask=batch["attention_mask"].long()).logits
-    predictions = logits.float()[:, 0]  # (rows,)
+    predictions = logits_of(network, batch)[:, 0]  # (rows,)
     labels, weights = batch["labels"], batch["weights"]  # (rows,)
     errors = predictions - labels
     report = torch.stack([(errors.square() * weights).sum(), weights.sum(), torch.zeros_like(weights[0])])

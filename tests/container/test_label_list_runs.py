@@ -1,0 +1,227 @@
+"""Tasks whose labels are lists: a label for each word, and any number of labels for each text. From the files that
+users have to a model that transformers' pipelines load."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from click.testing import CliRunner, Result
+
+from tests.container import small_runs
+from tests.container.test_preflight import preflight_of
+from training.cli.main import tpu_train
+from training.data.formats.fixed_records import read_column, record_layout
+from training.data.formats.open_dataset import open_dataset
+from training.errors import BadInput, StopRequested
+from training.yaml_file import ConfigError
+
+LONGEST = 16
+NAMES = ["B-LOW", "B-TOP", "O"]
+
+
+def name_of(number: int) -> str:
+    return "B-LOW" if number < 40 else "B-TOP" if number >= 150 else "O"
+
+
+def sentences(count: int, seed: int) -> list[list[int]]:
+    chance = random.Random(seed)
+    return [[chance.randrange(190) for _ in range(chance.randrange(3, 12))] for _ in range(count)]
+
+
+def write_conll(path: Path, rows: list[list[int]]) -> None:
+    texts = ["\n".join(f"w{number} -X- {name_of(number)}" for number in row) for row in rows]
+    path.write_text("\n\n".join(["-DOCSTART- -X- O", *texts]) + "\n")
+
+
+def write_lines(path: Path, rows: list[list[int]]) -> None:
+    """Each text with the names of its words, as a set without O."""
+    lines = [
+        {"text": " ".join(f"w{number}" for number in row), "kinds": sorted({*map(name_of, row)} - {"O"})}
+        for row in rows
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def shards(folder: Path, task: str, suffix: str, *options: str) -> Result:
+    corpora = ["--corpus", f"{folder}/train{suffix}", "--evaluation-corpus", f"{folder}/evaluation{suffix}"]
+    places = ["--tokenizer", f"{folder}/tokenizer", "--out", str(folder)]
+    lengths = ["--sequence-length", str(LONGEST), "--lengths", f"8,{LONGEST}"]
+    return CliRunner().invoke(tpu_train, ["shards", "--task", task, *corpora, *places, *lengths, *options])
+
+
+def document(folder: Path, task: str, **changes: Any) -> dict[str, Any]:
+    sizes = {"name": "bert-tiny", "hidden_size": 32, "layers": 1, "heads": 2, "max_positions": LONGEST}
+    steps = {"train__steps": 60, "train__global_batch_size": 16, "train__learning_rate": 0.01, "train__strict": True}
+    return small_runs.document(
+        folder,
+        **{"task": task, "model": sizes, **steps, "checkpoint__every_steps": 20, "evaluation__every": 30, **changes},
+    )
+
+
+@pytest.fixture(scope="module", params=["token-classification", "multi-label"])
+def task(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def prepare(place: Path, task: str) -> Path:
+    """Tokenizer and shards, by the command that users have: words from CoNLL's columns, sets from JSON lines."""
+    small_runs.write_tokenizer(place / "tokenizer")
+    of_words = task == "token-classification"
+    suffix, write = (".conll", write_conll) if of_words else (".jsonl", write_lines)
+    write(place / f"train{suffix}", sentences(200, 1))
+    write(place / f"evaluation{suffix}", sentences(37, 2))
+    made = shards(place, task, suffix, *([] if of_words else ["--label", "kinds"]))
+    assert made.exit_code == 0, made.output
+    return place
+
+
+@pytest.fixture(scope="module")
+def folder(task: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare(tmp_path_factory.mktemp(task), task)
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path, task: str) -> dict[str, Any]:
+    return small_runs.train_here(document(folder, task), "undisturbed")
+
+
+def test_it_learns_and_its_figures_are_those_of_its_predictions(
+    folder: Path, task: str, trained: dict[str, Any]
+) -> None:
+    assert trained["last_loss"] < trained["first_loss"] / 2
+    assert (trained["device_to_host_syncs"], trained["host_fallbacks"]) == (0, [])
+    rows = sentences(37, 2)
+    hits = true = predicted = right = 0
+    of_words = task == "token-classification"
+    pipe = transformers.pipeline(task if of_words else "text-classification", model=trained["model"], device="cpu")
+    for row in rows:
+        found = pipe(
+            " ".join(f"w{number}" for number in row), **({"ignore_labels": []} if of_words else {"top_k": None})
+        )
+        if of_words:
+            answers, labels = [answer["entity"] for answer in found], [name_of(number) for number in row]
+            pairs = [(answer, label) for answer, label in zip(answers, labels, strict=True)]
+            right += sum(answer == label for answer, label in pairs)
+            hits += sum(answer == label != "O" for answer, label in pairs)
+            predicted += sum(answer != "O" for answer, _ in pairs)
+            true += sum(label != "O" for _, label in pairs)
+        else:
+            own = {answer["label"] for answer in found if answer["score"] > 0.5}
+            wanted = {*map(name_of, row)} - {"O"}
+            hits, predicted, true = hits + len(own & wanted), predicted + len(own), true + len(wanted)
+    assert trained["eval_micro_f1"] == pytest.approx(2 * hits / (true + predicted), rel=1e-5)
+    assert trained["eval_micro_f1"] > 0.8
+    if of_words:
+        assert trained["eval_accuracy"] == pytest.approx(right / sum(map(len, rows)), rel=1e-5)
+    evaluated = small_runs.evaluate_here(document(folder, task), trained["model"])
+    assert evaluated.figures["loss"] == pytest.approx(trained["eval_loss"], rel=1e-6)
+    assert (evaluated.confusion is None) == (not of_words)
+
+
+def test_a_stopped_run_is_continued_bit_for_bit(folder: Path, task: str, trained: dict[str, Any]) -> None:
+    with pytest.raises(StopRequested):
+        small_runs.train_here(document(folder, task), "stopped", small_runs.StopAfter(23))
+    continued = small_runs.train_here(document(folder, task), "stopped", attempt=1)
+    assert continued["final_weights_crc32c"] == trained["final_weights_crc32c"]
+
+
+def test_commands_show_labels_and_find_no_problem(folder: Path, task: str, trained: dict[str, Any]) -> None:
+    tokenizer = ["--tokenizer", f"{folder}/tokenizer"]
+    shown = CliRunner().invoke(
+        tpu_train, ["dataset", "preview", f"{folder}/train", *tokenizer, "--global-batch-size", "8"]
+    )
+    assert shown.exit_code == 0, shown.output
+    assert "B-LOW" in shown.output
+    verified = CliRunner().invoke(tpu_train, ["dataset", "verify", f"{folder}/evaluation", *tokenizer])
+    assert "37 records" in verified.output
+    told = CliRunner().invoke(tpu_train, ["predict", trained["model"], "w1 w100 w160"]).output
+    assert "B-LOW" in told or "LOW" in told
+
+
+def test_class_weights_count_in_the_loss(folder: Path, task: str, trained: dict[str, Any]) -> None:
+    weights = {"train__class_weights": {"O": 3.0}, "train__steps": 1, "train__warmup_steps": 0, "train__dropout": 0.0}
+    if task == "multi-label":
+        with pytest.raises(
+            ConfigError, match=r"train\.class_weights: needs backend: torch-xla and task: classification or"
+        ):
+            small_runs.train_here(document(folder, task, **weights), "weighted")
+        return
+    with pytest.raises(BadInput, match=r"train\.class_weights names X, and .* has the labels: B-LOW, B-TOP, O"):
+        small_runs.train_here(document(folder, task, train__class_weights={"X": 2.0}), "unknown")
+    changes = {**weights, "model": {"path": trained["model"]}, "evaluation__every": None}
+    heavy = small_runs.train_here(document(folder, task, **changes), "weighted")["first_loss"]
+    plain = small_runs.train_here(document(folder, task, **{**changes, "train__class_weights": {}}), "plain")[
+        "first_loss"
+    ]
+    light = small_runs.train_here(
+        document(folder, task, **{**changes, "train__class_weights": dict.fromkeys(NAMES, 0.5)}), "equal"
+    )["first_loss"]
+    assert light == pytest.approx(plain, rel=1e-6)
+    assert heavy != pytest.approx(plain, rel=1e-3)
+
+
+def test_only_the_first_token_of_a_word_has_its_label(tmp_path: Path) -> None:
+    """With a tokenizer that cuts words, and a text that is longer than the row."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    pieces = ["[CLS]", "[SEP]", "<unk>", "<pad>", "[MASK]", "a", "##b"]
+    tokenizer = Tokenizer(models.WordPiece({piece: number for number, piece in enumerate(pieces)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.BertProcessing(("[SEP]", 1), ("[CLS]", 0))
+    tokenizer.add_special_tokens(pieces[:5])
+    from training.data.tokenizer import files
+
+    (tmp_path / "tokenizer").mkdir()
+    for name, data in files(tokenizer.to_str().encode()).items():
+        (tmp_path / "tokenizer" / name).write_bytes(data)
+    rows = [{"tokens": ["abb", "a"], "ner_tags": [1, 0]}, {"tokens": ["ab"] * 12, "ner_tags": [1] * 12}]
+    for name in ("train", "evaluation"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "names.json").write_text(json.dumps(["O", "B-X"]))
+    columns = ["--field", "tokens", "--label", "ner_tags", "--labels", f"{tmp_path}/names.json"]
+    made = shards(tmp_path, "token-classification", ".jsonl", *columns)
+    assert made.exit_code == 0, made.output
+    assert "1 texts were longer than 16 tokens and were cut" in made.output
+    found = {}
+    dataset = open_dataset(str(tmp_path / "train"))
+    for shard in dataset.shards:
+        layout = record_layout(dataset.manifest.features, shard.length)
+        data = (tmp_path / "train" / shard.name).read_bytes()
+        found[shard.length] = [read_column(layout, data, name)[0].tolist() for name in ("input_ids", "label")]
+    assert found[8] == [[0, 5, 6, 6, 5, 1, 3, 3], [-100, 1, -100, -100, 0, -100, -100, -100]]
+    assert found[16] == [[0, *[5, 6] * 7, 1], [-100, *[1, -100] * 7, -100]]
+    (tmp_path / "train.jsonl").write_text(json.dumps({"tokens": ["a"], "ner_tags": [1, 0]}) + "\n")
+    refused = shards(tmp_path, "token-classification", ".jsonl", *columns, "--overwrite")
+    assert str(refused.exception).endswith("train.jsonl:1 has 1 words in 'tokens' and 2 labels: each word needs one")
+    (tmp_path / "train.jsonl").write_text(json.dumps({"tokens": ["a"], "ner_tags": "B-X"}) + "\n")
+    refused = shards(tmp_path, "token-classification", ".jsonl", *columns, "--overwrite")
+    assert "train.jsonl:1: label 'B-X' is not a list of labels" in str(refused.exception)
+
+
+def test_a_dataset_of_the_hub_names_the_classes_of_its_numbers(tmp_path: Path) -> None:
+    import datasets
+
+    small_runs.write_tokenizer(tmp_path / "tokenizer")
+    names = datasets.List(datasets.ClassLabel(names=["O", "B-ORG"]))
+    columns = datasets.Features({"tokens": datasets.List(datasets.Value("string")), "ner_tags": names})
+    rows = {"tokens": [["w1", "w2"], [], ["w3"]], "ner_tags": [[1, 0], [], [0]]}
+    datasets.Dataset.from_dict(rows, columns).to_parquet(tmp_path / "hub" / "train.parquet")
+    corpus = ["--corpus", f"datasets:{tmp_path}/hub", "--field", "tokens", "--label", "ner_tags", "--split", "train"]
+    places = ["--tokenizer", f"{tmp_path}/tokenizer", "--evaluation-percent", "0", "--out", str(tmp_path)]
+    made = CliRunner().invoke(tpu_train, ["shards", "--task", "token-classification", *corpus, *places])
+    assert made.exit_code == 0, made.output
+    dataset = open_dataset(str(tmp_path / "train"))
+    assert (dataset.manifest.labels, dataset.records) == (["O", "B-ORG"], 2)
+
+
+def test_preflight_compiles_it_for_a_tpu(folder: Path, task: str) -> None:
+    answer = preflight_of(document(folder, task), folder / "preflight.yaml", "--accelerator", "v4-8")
+    assert answer.code == 0, answer.text
+    graphs = answer.accelerators["v4-8"]["graphs"]
+    assert len(graphs) == 3, "a step of each length, and one evaluation"
+    assert all(graph["fits"] for graph in graphs)
