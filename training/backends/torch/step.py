@@ -86,9 +86,6 @@ class Layout(Protocol):
     def set_seed(self, seed: int) -> None:
         """Seeds PyTorch's generator of the device."""
 
-    def scatter_gradients(self, gradients: Mapping[str, Tensor]) -> None:
-        """Declares where gradients, by the name of their parameter, are needed."""
-
     def replicate_report(self, report: Tensor) -> Tensor:
         """Declares that every device holds all of the report, and returns it."""
 
@@ -156,7 +153,6 @@ class TrainingStep:
             # start of the program: another program.
             with torch.autograd.set_multithreading_enabled(False):
                 more = torch.autograd.grad(sums[0], parameters, allow_unused=True, materialize_grads=True)
-            self._sharding.scatter_gradients(dict(zip(self._state.trained, more, strict=True)))
             gradients = [total + new for total, new in zip(gradients, more, strict=True)] if gradients else list(more)
             report = torch.cat([report[: len(SUMS)] + sums.detach(), report[len(SUMS) :]])
         return gradients, report

@@ -74,9 +74,6 @@ class Chip:
     def set_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
 
-    def scatter_gradients(self, gradients: Mapping[str, Tensor]) -> None:
-        pass
-
     def replicate_report(self, report: Tensor) -> Tensor:
         return report
 

@@ -127,14 +127,6 @@ class DataParallel:
             [self._texts[axes]] = internals.read_shardings([sample])
         return self._texts[axes]
 
-    def scatter_gradients(self, gradients: Mapping[str, Tensor]) -> None:
-        """Declares that each device needs of a gradient what it holds of the parameter, so that gradients are
-        summed where they are needed, and not on every device. Does nothing if the state is not split."""
-        for name, gradient in gradients.items():
-            axes = self.place(f"model/{name}", tuple(gradient.shape))
-            if any(axes):
-                self._declare(gradient, axes)
-
     def split_activations(self, network: Any) -> None:
         """Makes the layers' hidden states, and their gradients, stay split by rows, if the state is split: the compiler
         might else split them as the matrices are."""
