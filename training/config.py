@@ -24,6 +24,7 @@ from pydantic import (
 
 from training.accelerators import UnknownAccelerator, accelerator
 from training.checkpoint.config import CheckpointSection
+from training.checkpoint.retention import Best
 from training.data.config import DataSection
 from training.distributed.config import RendezvousSection
 from training.errors import BadInput
@@ -118,6 +119,17 @@ class Mesh(Section):
     run may resume with another value. On CPU hosts every host holds all. Only for `backend: torch-xla`."""
 
 
+class EarlyStopping(Section):
+    """Training ends before its last step when evaluations get better no more. The result is then the model with the
+    best one, and its checkpoint is never deleted. Needs `evaluation.every`."""
+
+    metric: str
+    """The deciding figure of an evaluation: `loss`, or one of the task, such as `accuracy`."""
+
+    patience: int = Field(ge=1, json_schema_extra={"unit": "evaluations"})
+    """So many evaluations in a row without a better figure than the best one end training."""
+
+
 class Train(ScheduleSettings, AdamWSettings):
     """How to train: the schedule's keys, the optimizer's, and those of the training step itself."""
 
@@ -164,6 +176,9 @@ class Train(ScheduleSettings, AdamWSettings):
 
     mesh: Mesh = Mesh()
     """How the devices share the state of training."""
+
+    early_stopping: EarlyStopping | None = None
+    """When training ends before `steps`. Default: never."""
 
     log_every: int = Field(default=10, ge=1, json_schema_extra={"unit": "steps"})
     """Steps between two progress lines, which are also the points of the charts."""
@@ -319,6 +334,15 @@ class TrainerConfig(Section):
             return self
         precision = "bf16" if kind == "TPU" else "fp32"
         return self.model_copy(update={"train": self.train.model_copy(update={"precision": precision})})
+
+    @property
+    def best(self) -> Best | None:
+        """Returns which evaluation is the best one; None if nothing depends on it."""
+        if self.train.early_stopping is not None:
+            metric = self.train.early_stopping.metric
+            return Best(metric, TASKS[self.task].figures[metric])
+        best = self.checkpoint.best
+        return Best(best.metric, best.mode) if best else None
 
     @property
     def evaluation_batch_size(self) -> int:
@@ -495,14 +519,27 @@ def _evaluation_mistakes(config: TrainerConfig) -> Iterator[Mistake]:
         yield ("evaluation", "every"), "evaluation needs data: set data.evaluation, or remove evaluation.every"
     if config.checkpoint.best is not None and config.evaluation.every is None:
         yield ("checkpoint", "best"), "the best checkpoint is known by its evaluations: set evaluation.every"
+    if config.train.early_stopping is not None and config.evaluation.every is None:
+        yield ("train", "early_stopping"), "evaluations decide when training ends: set evaluation.every"
 
 
 def _best_mistakes(config: TrainerConfig) -> Iterator[Mistake]:
     """Yields a mistake for a checkpoint.best whose metric the task does not have, or whose mode would keep the
     worst."""
     best, figures = config.checkpoint.best, TASKS[config.task].figures
+    stopping = config.train.early_stopping
+    if stopping is not None and stopping.metric not in figures:
+        yield (
+            ("train", "early_stopping", "metric"),
+            f"an evaluation of task {config.task} has no {stopping.metric}; it has {', '.join(figures)}",
+        )
     if best is None:
         return
+    if stopping is not None and stopping.metric != best.metric:
+        yield (
+            ("checkpoint", "best", "metric"),
+            f"train.early_stopping keeps the checkpoint with the best {stopping.metric}: remove checkpoint.best",
+        )
     if best.metric not in figures:
         yield (
             ("checkpoint", "best", "metric"),

@@ -134,6 +134,8 @@ class Evaluations:
     figures: dict[str, float] = field(default_factory=dict)  # of the last evaluation
     counts: np.ndarray | None = None  # the task's further totals of the last evaluation
     best: dict[str, Any] | None = None  # its "step", "metric", "mode" and "value"
+    patience: int | None = None  # of train.early_stopping
+    since_best: int = 0  # evaluations in a row that were not the best one
 
     def resume(self, state: Mapping[str, Any]) -> None:
         """Continues from a checkpoint with this `state`, without evaluations that later ones can't be compared with: of
@@ -144,6 +146,7 @@ class Evaluations:
         if state.get("evaluation_data", self.data) != self.data:
             return
         self.best, self.step = best, state.get("evaluated", -1)
+        self.since_best = state.get("since_best", 0)
         figures = state.get("figures") or {}
         self.figures = {name: math.nan if value is None else value for name, value in figures.items()}
 
@@ -152,8 +155,15 @@ class Evaluations:
         self.step, self.figures, self.counts = step, figures, counts
         if self.rule:
             value = figures[self.rule.metric]
+            self.since_best += 1
             if self.rule.better(value, self.best["value"] if self.best else None):
+                self.since_best = 0
                 self.best = {"step": step, "metric": self.rule.metric, "mode": self.rule.mode, "value": value}
+
+    @property
+    def ends_training(self) -> bool:
+        """Returns whether train.early_stopping ends training after the last evaluation."""
+        return self.patience is not None and self.since_best >= self.patience
 
     @property
     def nonfinite(self) -> list[str]:
@@ -171,6 +181,7 @@ class Evaluations:
             "evaluation_data": self.data,
             "figures": finite_or_none(self.figures) if self.step == step else None,
             "best": self.best,
+            "since_best": self.since_best,
         }
 
 

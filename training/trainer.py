@@ -19,7 +19,7 @@ from training.backends.protocol import Backend
 from training.batch import HostBatch, Pending, Signals, StepResult
 from training.checkpoint.format import step_folder
 from training.checkpoint.reader import Restored, checkpoint_name, restore
-from training.checkpoint.retention import Best, EveryMinutes, EverySteps
+from training.checkpoint.retention import EveryMinutes, EverySteps
 from training.checkpoint.writer import CheckpointWriter
 from training.config import TrainerConfig
 from training.distributed.cluster import Cluster
@@ -41,7 +41,7 @@ from training.telemetry.host_progress import HostProgress
 from training.telemetry.metrics import MetricsLog
 from training.telemetry.phase_timer import PhaseTimer
 from training.telemetry.progress_line import ProgressLine
-from training.telemetry.text import format_evaluation, format_progress, format_remaining, format_start
+from training.telemetry.text import format_early_end, format_evaluation, format_progress, format_remaining, format_start
 from training.telemetry.writer import HURRIED_SECONDS, MetricsWriter
 
 _FINISH_SECONDS = 60.0  # for the last metrics to be written
@@ -179,11 +179,12 @@ class Trainer:
         self._is_recorded = False  # that a step of this attempt was not finite
         checkpoints.on_nonfinite = self.record
         self.restored: Restored | None = None
-        train, best = run.config.train, run.config.checkpoint.best
+        train, stopping = run.config.train, run.config.train.early_stopping
         self.run, self.backend, self.checkpoints = run, backend, checkpoints
         self.progress = Progress()
         evaluation_data = run.task.data.hashes()["evaluation data"]
-        self.evaluations = Evaluations(Best(best.metric, best.mode) if best else None, evaluation_data)
+        patience = stopping.patience if stopping else None
+        self.evaluations = Evaluations(run.config.best, evaluation_data, patience=patience)
         self.compilations = Compilations(backend, run.timer, run.task.shapes, strict=train.strict, warn=warn)
         self.work = WorkCounter(run.model_config(), run.cluster.hosts)
         self.log: MetricsWriter | None = None  # host 0 only
@@ -209,7 +210,7 @@ class Trainer:
         """Waits for all hosts, runs all steps that are left with the saves and evaluations that are due, and saves the
         last state. Ends by `stop` if a host was asked to stop."""
         run, progress, steps = self.run, self.progress, self.run.config.train.steps
-        best = run.config.checkpoint.best
+        best = run.config.best
         save = EverySteps(run.config.checkpoint.every_steps)
         evaluate = EverySteps(run.config.evaluation.every)
         self.checkpoints.prepare(self.backend.tensor_specs(), self.backend.state_slices())
@@ -222,7 +223,7 @@ class Trainer:
             open_profiler(run, lambda: progress.finished) as self.profiler,
             contextlib.closing(self.backend.batches(run.task, progress.step)) as batches,
         ):
-            while progress.step < steps and not progress.signals.stop:
+            while progress.step < steps and not progress.signals.stop and not self.evaluations.ends_training:
                 with self.profiler.step(progress.step):
                     with run.timer.phase("data_wait"), self.part("data_wait"):
                         batch = next(batches)
@@ -241,6 +242,8 @@ class Trainer:
                     self.evaluate()
                 if (is_due or self.evaluations.is_best(progress.step)) and progress.step < steps:
                     self.save()
+        if self.evaluations.ends_training and progress.step < steps:
+            run.console.print(format_early_end(progress.step, self.evaluations.since_best, self.evaluations.best))
         is_evaluated = self.evaluations.step == progress.step
         if best and run.config.evaluation.at_end and not is_evaluated and not progress.signals.stop:
             self.evaluate()
@@ -330,7 +333,7 @@ class Trainer:
         """Evaluates, compares the hosts' weights, exports and waits for the upload to the Hub, after the last step and
         its save. Returns the summary, and writes it on host 0. Ends by `stop` if a host was asked to stop meanwhile."""
         run, config = self.run, self.run.config
-        is_evaluated = config.checkpoint.best is not None and self.evaluations.step == self.progress.step
+        is_evaluated = config.best is not None and self.evaluations.step == self.progress.step
         if config.data.evaluation and config.evaluation.at_end and not is_evaluated:
             self.evaluate()
             if self.progress.signals.stop:
@@ -339,14 +342,14 @@ class Trainer:
             self.checkpoints.release()
         checksum, skipped = compare_weights(run, self.backend, self.progress.replaced, self.checkpoints.meeting_seconds)
         if run.cluster.is_first and config.export.at_end:
-            export_model(run, self.backend)
+            export_model(run, self.backend, None if self.result_step == self.progress.step else self.result_step)
         if any(run.rendezvous.meet("exported", run.shutdown.requested, export_seconds(run, self.backend))):
             self.stop()
         hub = None
         if self.uploader:
             run.rendezvous.set_phase("waiting for the upload to the Hub")
             with run.timer.phase("upload"):
-                hub = self.uploader.finish(self.progress.step, is_hurried=lambda: run.shutdown.requested)
+                hub = self.uploader.finish(self.result_step, is_hurried=lambda: run.shutdown.requested)
         summary = build_summary(
             run, self.backend, self.progress, self.evaluations, self.checkpoints, self.work,
             checksum=checksum, skipped=skipped, hub=hub,
@@ -355,6 +358,12 @@ class Trainer:
             self.log.finish(_FINISH_SECONDS, is_hurried=lambda: run.shutdown.requested)
             write_summary(run, self.evaluations, summary)
         return summary
+
+    @property
+    def result_step(self) -> int:
+        """Returns the steps after which the state is the run's result: with train.early_stopping, the best one."""
+        best = self.evaluations.best if self.run.config.train.early_stopping else None
+        return int(best["step"]) if best else self.progress.step
 
     def judge(self, error: NonFinite) -> TrainError:
         """Records that a step or a state was not finite, and returns the error that ends the attempt."""

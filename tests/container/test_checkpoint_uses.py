@@ -23,7 +23,8 @@ SMALL = {"model__hidden_size": 16}  # programs of its own: another module of thi
 # Too fast to converge: the loss of the evaluation goes up and down.
 WILD = {
     **SMALL,
-    "train__learning_rate": 0.05,
+    "train__learning_rate": 0.3,
+    "train__schedule": "constant",
     "train__steps": 16,
     "evaluation__every": 2,
     "checkpoint__every_steps": 4,
@@ -64,6 +65,47 @@ def test_the_best_of_all_evaluations_is_kept_through_stops_and_is_exported(folde
     assert ended.exit_code == 0, ended.output
     assert f"the model after step {best}" in ended.output
     assert json.loads((out / "config.json").read_text())["model_type"] == "bert"
+
+
+def early_end(figures: dict[int, float]) -> tuple[int, int]:
+    """The step of the first evaluation that is not better than the best before it, and the step of that one."""
+    best = 2
+    for step in range(4, 17, 2):
+        if figures[step] >= figures[best]:
+            return step, best
+        best = step
+    raise AssertionError(f"the run would not end early: {figures}")
+
+
+def test_early_stopping_ends_with_the_best_model_through_stops_and_on_all_hosts(folder: Path) -> None:
+    figures = evaluations(folder, "best")
+    end, best = early_end(figures)
+    early = {**WILD, "train__early_stopping": {"metric": "loss", "patience": 1}}
+    undisturbed = run(folder, "early", **early)
+    assert (undisturbed["steps"], undisturbed["best"]["step"]) == (end, best)
+    assert evaluations(folder, "early") == {step: figures[step] for step in range(2, end + 1, 2)}
+    model = (Path(undisturbed["model"]) / "model.safetensors").read_bytes()
+    document = small_runs.document(folder, **early)
+    assert small_runs.evaluate_here(document, undisturbed["model"]).figures["loss"] == figures[best]
+
+    attempt, stops = 0, 0
+    while stops < 4:  # at other places of the loop each time
+        with pytest.raises(StopRequested):
+            run(folder, "early-stopped", StopAfter(2 + stops), attempt=attempt, **early)
+        attempt, stops = attempt + 1, stops + 1
+    continued = run(folder, "early-stopped", attempt=attempt, **early)
+    again = run(folder, "early-stopped", attempt=attempt + 1, **early)
+    for summary in (continued, again):
+        assert [summary[key] for key in ("steps", "best", "final_weights_crc32c")] == [
+            undisturbed[key] for key in ("steps", "best", "final_weights_crc32c")
+        ]
+    assert (Path(again["model"]) / "model.safetensors").read_bytes() == model
+
+    hosts = small_runs.start(folder, "early-hosts", document, hosts=2)
+    assert [host.finish() for host in hosts] == [0, 0], hosts[0].text() + hosts[1].text()
+    told = small_runs.summary(folder, "early-hosts")
+    assert (told["steps"], told["best"]["step"]) == early_end(evaluations(folder, "early-hosts"))
+    assert f"training ends early, after step {told['steps']}: 1 evaluations in a row" in hosts[0].text()
 
 
 def started_from(folder: Path, run_id: str, path: str) -> dict[str, Any]:

@@ -152,6 +152,11 @@ def test_an_unknown_section_is_refused() -> None:
             "output: gs://b/runs\ncheckpoint:\n  best: {metric: loss, mode: max}",
             "run.yaml:18: checkpoint.best.mode: the best loss is its minimum, and this would keep the worst: write min",
         ),
+        (
+            "steps: 100",
+            "steps: 100\n  early_stopping: {metric: accurcy, patience: 2}",
+            "run.yaml:13: train.early_stopping.metric: an evaluation of task mlm has no accurcy; it has loss",
+        ),
     ],
 )
 def test_a_mistake_is_named(old: str, new: str, expected: str) -> None:

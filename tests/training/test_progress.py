@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,16 @@ def test_evaluations_by_another_metric_mode_or_data_are_not_compared(rule: Best,
     after = Evaluations(rule, data)
     after.resume(before.state(10))
     assert (after.best, after.step) == ((before.best, 10) if is_kept else (None, -1))
+
+
+def test_evaluations_end_training_when_so_many_in_a_row_were_not_better() -> None:
+    evaluations = Evaluations(Best("loss", "min"), patience=2)
+    for step, loss, ends in ((1, 3.0, False), (2, math.nan, False), (3, 2.0, False), (4, 2.0, False), (5, 2.5, True)):
+        evaluations.record(step, {"loss": loss}, None)
+        again = Evaluations(Best("loss", "min"), patience=2)
+        again.resume(evaluations.state(step))
+        assert evaluations.ends_training == again.ends_training == ends, step
+    assert not Evaluations(Best("loss", "min"), since_best=9).ends_training
 
 
 def test_only_skipped_steps_in_a_row_end_a_run() -> None:

@@ -26,6 +26,14 @@ def format_evaluation(step: int, figures: dict[str, float]) -> str:
     return f"evaluation after step {step}: {format_figures(figures)}"
 
 
+def format_early_end(step: int, evaluations: int, best: dict[str, Any] | None) -> str:
+    """Returns the line about the end of training by train.early_stopping. `best`: as Evaluations.best."""
+    text = f"training ends early, after step {step}: {evaluations} evaluations in a row were not better"
+    if best is None:
+        return f"{text}; none was finite"
+    return f"{text}; the result is the model after step {best['step']}, {best['metric']} {best['value']:.5f}"
+
+
 def format_figures(figures: dict[str, float]) -> str:
     return "  ".join(f"{name} {value:.5f}" for name, value in figures.items())
 
