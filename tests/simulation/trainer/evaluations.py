@@ -56,12 +56,16 @@ class EvaluationPromises:
         promises, plan = self._world.promises, self._plan
         manifest = promises.manifest_of(promises.newest_whole)
         best = manifest.state["best"] if manifest else None
-        whole = [step, *promises.find_whole()]
+        whole = {step, *promises.find_whole()}
+        if self._world.group(by.partition(".")[0]).began < self._world.poison_noticed and self._world.poisoned:
+            whole.add(self._world.poisoned)  # another program finds out that it can't be gone on from
         kept = {*sorted(whole)[-plan.keep_last :], *([best["step"]] if best else [])}
         if promises.overtaken:
             return  # retention may have counted these, which have no parts
         if step in kept or (plan.keep_every and step % plan.keep_every == 0):
-            self._broken("what is kept is not deleted", f"{by} deleted step {step} of {whole}; the best is {best}")
+            self._broken(
+                "what is kept is not deleted", f"{by} deleted step {step} of {sorted(whole)}; the best is {best}"
+            )
 
     def the_summary_has_the_last_and_the_best(self, summary: Mapping[str, Any], by: str) -> None:
         steps = self._plan.steps

@@ -3,6 +3,7 @@ faults of the plan. At the end there are no more faults, and the run must finish
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from functools import lru_cache
@@ -93,6 +94,7 @@ class World:
         self.poisoned: int | None = None  # a step that is not finite if it is the first after a restore
         self.poisoned_generation = -1  # of that checkpoint's manifest, once noticed
         self._hidden_poison = -1  # the same, before it is noticed
+        self.poison_noticed = math.inf  # when
         # Checkpoints after which the first step was not finite once, by their manifests' generations -> step; and those
         # of them that a restore has passed over for that.
         self.suspects: dict[int, int] = {}
@@ -389,6 +391,7 @@ class World:
     def notice_poison(self) -> None:
         """Counts the poisoned checkpoint as damaged, because a step after it was not finite."""
         self.poisoned_generation = self._hidden_poison
+        self.poison_noticed = min(self.poison_noticed, self.scheduler.now)
         self.promises.newest_whole = self.promises.find_whole()[0]
 
     def refuses(self, group: Group) -> bool:
