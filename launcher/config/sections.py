@@ -217,7 +217,8 @@ class RunSection(Section):
     checkpoint."""
 
     host_lost_seconds: float = Field(default=120, gt=0)
-    """Seconds after which a host that does not answer, while others do, counts as lost."""
+    """Seconds after which a host that does not answer, while others do, counts as lost. It does not while the others do
+    training steps: these need every host."""
 
     unreachable_minutes: float = Field(default=30, gt=0)
     """Minutes after which the attempt counts as lost when no host answers, while Google's API does."""

@@ -19,6 +19,9 @@ class HostsProgress:
         self.views: dict[int, ProgressView] = {}
         """Of hosts that tell it."""
 
+        self.stepped = float("-inf")
+        """When a host was last seen to do another training step, by the monotonic clock."""
+
         self._stragglers = Watch()
         self._kept_step = -1  # of the progress that was last kept
 
@@ -38,7 +41,10 @@ class HostsProgress:
     def update(self, worker: int, line: ProgressLine, now: float) -> bool:
         """Takes in a host's newest line, keeps that of the first host, records stragglers, and returns whether the host
         made progress."""
-        view = self.views[worker] = update(self.views.get(worker), line, now)
+        before = self.views.get(worker)
+        view = self.views[worker] = update(before, line, now)
+        if before is not None and line.step > before.line.step:
+            self.stepped = now
         if worker == min(self.views) and line.step != self._kept_step:
             self._kept_step = line.step
             self._ledger.keep_progress(self._attempt, line)

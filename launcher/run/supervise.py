@@ -254,6 +254,7 @@ class _Supervision:
             tells_progress=bool(progress),
             stall=judge_stall(progress, self.limits.stall or DEFAULT_SECONDS, quiet),
             api_only_seconds=self.api_only.seconds,
+            stepped=self.progress.stepped,
         )
 
     def fetch_rest(self, workers: Sequence[int]) -> None:

@@ -188,6 +188,7 @@ def judge(
     tells_progress: bool = False,
     stall: Stall | None = None,
     api_only_seconds: float = 0.0,
+    stepped: float = float("-inf"),
 ) -> Verdict:
     """Returns the state of an attempt.
 
@@ -201,6 +202,7 @@ def judge(
         tells_progress: Whether any host tells its progress: then `stall` counts, and `quiet` does not.
         stall: The stall that the hosts' progress shows.
         api_only_seconds: For how many seconds the API has answered while no host has.
+        stepped: When a host was last seen to do another training step, by the monotonic clock.
     """
     if slice_state in (None, "DELETING"):
         return Verdict(Kind.DELETED, SLICE_DELETED)
@@ -219,7 +221,7 @@ def judge(
         return Verdict(Kind.SAVED if saved else Kind.FINISHED)
     if api_only_seconds > limits.unreachable:
         return Verdict(Kind.HOST_LOST, _describe_unreachable(views, api_only_seconds))
-    verdict = _judge_lost(views, now, limits)
+    verdict = _judge_lost(views, now, limits, stepped)
     if verdict is not None or stop_requested or not all(view.reachable for view in views):
         return verdict or Verdict(Kind.RUNNING)
     if stall is not None:
@@ -237,10 +239,13 @@ def _trust_end(view: HostView) -> HostView:
     return replace(view, container=replace(state, rebooted=False))
 
 
-def _judge_lost(views: Sequence[HostView], now: float, limits: Limits) -> Verdict | None:
-    """Returns the verdict that a host is lost, while none has failed; None without one."""
+def _judge_lost(views: Sequence[HostView], now: float, limits: Limits, stepped: float) -> Verdict | None:
+    """Returns the verdict that a host is lost, while none has failed; None without one.
+
+    While the others do steps (`stepped`), which need every host, a host that can't be reached from here is alive.
+    """
     unreachable = [view for view in views if not view.reachable]
-    overdue = [view for view in unreachable if now - view.seen > limits.lost and not view.ended]
+    overdue = [view for view in unreachable if now - max(view.seen, stepped) > limits.lost and not view.ended]
     # If no host answers, our own network may be down: a host is lost if others answered for long after it.
     for lost in sorted(overdue, key=lambda view: view.seen):
         if any(view.seen - max(view.answering_since, lost.seen) > limits.lost / 2 for view in views):

@@ -183,6 +183,12 @@ def test_hosts_that_stay_away_while_the_api_answers_are_lost() -> None:
     assert "no host has answered for 10 minutes, while Google's API did (timed out)" in verdict.cause.what
 
 
+@pytest.mark.parametrize(("stepped", "kind"), [(999.0, Kind.RUNNING), (800.0, Kind.HOST_LOST)])
+def test_a_host_without_which_no_step_ends_is_not_lost_while_others_do_steps(stepped: float, kind: Kind) -> None:
+    views = [running(0, seen=1000.0), running(1, seen=500.0, problem="timed out")]
+    assert judge(views, 1000.0, LIMITS, stepped=stepped).kind is kind
+
+
 def test_hours_without_a_network_do_not_count_as_answers_of_the_api() -> None:
     alone = ApiOnlyTime()
     for now in (0.0, 15.0, 30.0, 9000.0, 9020.0):
