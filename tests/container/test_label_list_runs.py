@@ -13,7 +13,6 @@ import transformers
 from click.testing import CliRunner, Result
 
 from tests.container import small_runs
-from tests.container.test_preflight import preflight_of
 from training.cli.main import tpu_train
 from training.data.formats.fixed_records import read_column, record_layout
 from training.data.formats.open_dataset import open_dataset
@@ -217,11 +216,3 @@ def test_a_dataset_of_the_hub_names_the_classes_of_its_numbers(tmp_path: Path) -
     assert made.exit_code == 0, made.output
     dataset = open_dataset(str(tmp_path / "train"))
     assert (dataset.manifest.labels, dataset.records) == (["O", "B-ORG"], 2)
-
-
-def test_preflight_compiles_it_for_a_tpu(folder: Path, task: str) -> None:
-    answer = preflight_of(document(folder, task), folder / "preflight.yaml", "--accelerator", "v4-8")
-    assert answer.code == 0, answer.text
-    graphs = answer.accelerators["v4-8"]["graphs"]
-    assert len(graphs) == 3, "a step of each length, and one evaluation"
-    assert all(graph["fits"] for graph in graphs)

@@ -14,7 +14,7 @@ import pytest
 import transformers
 import yaml
 
-from tests.container import causal_data, small_runs
+from tests.container import causal_data, small_runs, test_label_list_runs
 from training.accelerators import accelerator
 from training.backends.torch_xla import tracing
 from training.distributed.cluster import Cluster, torch_xla_environment
@@ -240,6 +240,17 @@ def test_programs_traced_without_weights_are_those_of_a_run(folder: Path, fsdp: 
     without, with_weights = ended.stdout.splitlines()[-2:]
     assert without == with_weights
     assert without.count("model/") > 20
+
+
+@pytest.mark.parametrize("task", ["multi-label", "token-classification"])
+def test_a_task_whose_labels_are_lists_is_compiled(tmp_path: Path, task: str) -> None:
+    folder = test_label_list_runs.prepare(tmp_path, task)
+    document = test_label_list_runs.document(folder, task)
+    answer = preflight_of(document, tmp_path / "lists.yaml", "--accelerator", "v4-8")
+    assert answer.code == 0, answer.text
+    graphs = answer.accelerators["v4-8"]["graphs"]
+    assert len(graphs) == 3, "a step of each length, and one evaluation"
+    assert all(graph["fits"] for graph in graphs)
 
 
 @pytest.mark.parametrize("adapters", [False, True])
