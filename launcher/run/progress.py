@@ -37,6 +37,7 @@ class HostsProgress:
     def forgive(self, seconds: float) -> None:
         """Does not count time in which this process stood still."""
         self.views = {worker: view.later(seconds) for worker, view in self.views.items()}
+        self.stepped += seconds
 
     def update(self, worker: int, line: ProgressLine, now: float) -> bool:
         """Takes in a host's newest line, keeps that of the first host, records stragglers, and returns whether the host

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import tarfile
-import time
 from pathlib import Path
 
 import pytest
@@ -63,16 +62,16 @@ def test_a_run_that_writes_nothing_but_makes_progress_goes_on(work: Workstation)
 
 def test_a_host_out_of_reach_is_not_lost_while_the_other_does_steps(work: Workstation) -> None:
     work.hosts.silent = {1}
-    steps, began = iter(range(8, 10**6)), time.monotonic()
+    steps, began = iter(range(8, 10**6)), work.clock.monotonic()
 
     def step() -> None:
         work.hosts.progress = {0: (ProgressLine(next(steps), phase="training"),)}
-        if time.monotonic() > began + 4:
+        if work.clock.monotonic() > began + 12:
             work.hosts.silent = set()
             work.hosts.end(0)
 
     work.hosts.hooks["observe"] = [step] * 10_000
-    assert work.run(work.config("run.host_lost_seconds=1", "run.stall_minutes=1")).verdict.kind is Kind.FINISHED
+    assert work.run(work.config("run.host_lost_seconds=5")).verdict.kind is Kind.FINISHED
 
 
 def test_a_stall_without_stacks_is_told_by_its_progress(work: Workstation) -> None:
