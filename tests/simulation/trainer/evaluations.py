@@ -17,11 +17,13 @@ _PRINTED = re.compile(r"evaluation after step (\d+): loss (\S+)")
 class EvaluationPromises:
     def __init__(self, world: World) -> None:
         self._world, self._plan = world, world.plan
+        self._evaluated: set[int] = set()  # steps of checkpoints that were committed after their evaluation
 
     def restored(self, backend: SimulatedBackend, step: int) -> None:
         """Notes that a host begins after `step` steps, perhaps evaluated before."""
-        stored = self._world.promises.manifest_of(step)
-        if -1 in backend.evaluated or (stored is not None and stored.state["evaluated"] == step):
+        stored = self._world.promises.manifest_of(step)  # None: deleted since the host read it
+        evaluated = step in self._evaluated if stored is None else stored.state["evaluated"] == step
+        if -1 in backend.evaluated or evaluated:
             backend.evaluated.add(step)
 
     def none_is_left_out(self, host: Host, step: int) -> None:
@@ -42,6 +44,7 @@ class EvaluationPromises:
         if it was evaluated."""
         figures, group = self._world.curriculum.figures, self._world.group(by.partition(".")[0])
         evaluated = state["evaluated"] == step
+        self._evaluated |= {step} if evaluated else set()
         seen = (state["best"], state["figures"])
         expected = (self._best(step if evaluated else step - 1), {"loss": figures[step]} if evaluated else None)
         if seen != expected:

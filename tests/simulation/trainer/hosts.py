@@ -41,6 +41,7 @@ class Group:
         self.collective: dict[Task, None] = {}  # tasks that wait in one
         self.addresses = tuple(f"10.{slice_number}.0.{worker}" for worker in range(self.size))
         self.glitch: tuple[int, bool] | None = None  # a step whose update is not finite, and whether its norm shows it
+        self.has_glitched = False
         self.is_blocked = False  # its collectives never return
         self.asked_to_stop = self.drifted = False
         self.delayed = world.jitter > 0.5  # storage is too slow for the time of a stop
@@ -234,6 +235,7 @@ class Output:
         if host is None:
             return sys.__stdout__.write(text) if sys.__stdout__ else 0
         host.lines += [line for line in text.splitlines() if line]
+        host.group.world.promises.damage_is_told(text)
         if self._world.scheduler.trace is not None:
             for line in filter(None, text.splitlines()):
                 self._world.scheduler.note(f"| {line[:300]}")

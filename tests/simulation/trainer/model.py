@@ -263,7 +263,7 @@ class SimulatedBackend:
             gathering.glitch.append(host.group.glitch)  # a later glitch does not affect this step
         glitch = gathering.glitch[0]
         if glitch and glitch[0] == number:
-            state["model/weight"][0] = np.nan
+            state["model/weight"][0], host.group.has_glitched = np.nan, True
             norm = float("nan") if glitch[1] else norm
             if self.first_step == number > 0:
                 self._world.suspects[self._restored_generation] = number

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -202,11 +203,9 @@ class Promises:
 
     def state_is_right(self, host: Host, step: int, state: State) -> None:
         """A host restores exactly the state after `step` steps."""
-        noticed = [generation for generation, (rotten, _) in self._world.hidden_rot.items() if rotten > step]
-        for generation in noticed:
-            del self._world.hidden_rot[generation]
         self.suspects_are_passed_over(step)
-        self.newest_whole = self.find_whole()[0] if noticed or self._world.suspects else self.newest_whole
+        self._notice_damage(lambda rotten: rotten > step)
+        self.newest_whole = self.find_whole()[0] if self._world.suspects else self.newest_whole
         if step < host.group.newest_at_claim and self.is_whole(host.group.newest_at_claim):
             self.broken("the newest is restored", f"{host.name} begins at {step} of {host.group.newest_at_claim} steps")
         expected = self._world.curriculum.states[step]
@@ -216,6 +215,18 @@ class Promises:
                     "what restores is whole and finite", f"{host.name} begins at step {step} with another {name}"
                 )
                 return
+
+    def damage_is_told(self, text: str) -> None:
+        """A checkpoint of which a host says so counts as damaged from now on, if it is."""
+        if damaged := re.search(r"step-(\d+) can't be used", text):
+            self._notice_damage(lambda step: step == int(damaged[1]))
+
+    def _notice_damage(self, of: Callable[[int], bool]) -> None:
+        """Counts damaged checkpoints of such steps as damaged, because a program has found out."""
+        noticed = [generation for generation, (step, _) in self._world.hidden_rot.items() if of(step)]
+        for generation in noticed:
+            del self._world.hidden_rot[generation]
+        self.newest_whole = self.find_whole()[0] if noticed else self.newest_whole
 
     def suspects_are_passed_over(self, restored: int) -> None:
         """A checkpoint whose next step was not finite counts as damaged while restores pass over it."""
@@ -361,6 +372,7 @@ class Promises:
         second Ctrl-C is a kill."""
         codes = {code for code in group.codes if code not in (None, KILLED, SECOND_SIGTERM)}
         excused = group.disturbed or self._world.disturbed or not codes.isdisjoint({Exit.BAD_INPUT, SECOND_INTERRUPT})
+        excused |= any("was started again" in line for line in group.hosts[0].lines)  # though a stop may end it sooner
         if codes & {Exit.FINISHED, Exit.SAVED} and len(codes) > 1 and not excused:
             self.broken("hosts end alike", f"group {group.label}: {group.codes}")
 

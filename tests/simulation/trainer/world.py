@@ -298,7 +298,8 @@ class World:
             self._late = min(fault.seconds, 40.0)
         elif fault.kind == "nan":
             number, tells = self.random.randrange(self.plan.steps), self.random.random() < 0.5
-            group.glitch = (number, tells and not self.plan.skip)
+            if not group.has_glitched:
+                group.glitch = (number, tells and not self.plan.skip)
         elif fault.kind == "drift":
             host.drifts = True
         elif fault.kind == "block":
