@@ -199,10 +199,11 @@ def test_an_old_start_does_not_delete_what_the_newest_has_committed() -> None:
     assert "bb" in read_manifest(CHECKPOINTS, 10, storage).parts[0].name
 
 
-def test_a_second_look_at_the_fence_that_fails_is_a_warning_and_deletes_nothing() -> None:
+@pytest.mark.parametrize("looks", [4, 5], ids=["after the commit", "after the listing"])
+def test_another_look_at_the_fence_that_fails_is_a_warning_and_deletes_nothing(looks: int) -> None:
     storage, warnings = MemoryStorage(), list[str]()
     writer = single_host_writer(CHECKPOINTS, keep_last=1, storage=storage, warn=warnings.append)
-    failures = iter([None, None, None, StorageError("503")])
+    failures = iter([*[None] * looks, StorageError("503")])
 
     def look() -> None:
         if error := next(failures, None):

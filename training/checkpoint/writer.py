@@ -309,6 +309,7 @@ class CheckpointWriter:
         try:
             self._check_fence_again(manifest)
             contents = list_folders(self.folder, self._storage)
+            self._fence()  # the listing may have taken minutes
             whole = [step for step in contents if form.MANIFEST in contents[step] and step not in self._damaged]
             abandoned = [step for step in contents if step < newest and step not in whole]
             committed = [step for step in whole if step <= newest]
