@@ -81,7 +81,7 @@ lock: $(VENV_READY) ## resolve all pins again (UPGRADE=1: to the newest allowed)
 	for each in requirements requirements-test requirements-installer; do \
 	    $(LOCK_IMAGE) --override images/torch-tpu/overrides.in images/torch-tpu/$$each.in --output-file images/torch-tpu/$$each.txt; \
 	done
-	for each in requirements requirements-tpu requirements-test requirements-trackers requirements-installer requirements-beam; do \
+	for each in requirements requirements-tpu requirements-test requirements-trackers requirements-installer; do \
 	    $(LOCK_IMAGE) --override images/tensorflow/overrides.in images/tensorflow/$$each.in --output-file images/tensorflow/$$each.txt; \
 	done
 

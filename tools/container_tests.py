@@ -4,7 +4,6 @@
   virtual-tpu         tests/virtual_tpu in the torch-xla image, on a virtual v3-8 with 8 devices
   torch-tpu           tests/torch_tpu in the torch-tpu image, on a virtual v4-8 with 4 devices
   tensorflow          tests/tensorflow in the tensorflow image
-  beam                tests/beam in the environment with Apache Beam that the tensorflow image's test stage has
   oracle-torch-xla    tests/oracle/torch_xla: settings that the torch-xla image's libtpu accepts
   oracle-torch-xla-2.8  the same, and preflight, in the image with torch_xla 2.8, the advice for some v2 and v3 hosts
   oracle-tensorflow   tests/oracle/tensorflow: the same in the tensorflow image for TPUs
@@ -50,7 +49,6 @@ PLACES = {
     "virtual-tpu": Place("torch-xla", ("tests/virtual_tpu",), virtual_tpu="v3-8"),
     "torch-tpu": Place("torch-tpu", ("tests/torch_tpu",), virtual_tpu="v4-8"),
     "tensorflow": Place("tensorflow", ("tests/tensorflow",)),
-    "beam": Place("tensorflow", ("tests/beam",), python="/opt/beam/bin/python"),
     "oracle-torch-xla": Place("torch-xla", ("tests/oracle/torch_xla",)),
     "oracle-torch-xla-2.8": Place(
         "torch-xla",

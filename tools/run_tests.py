@@ -79,7 +79,6 @@ ROWS: tuple[tuple[tuple[Stage, ...], ...], ...] = (
         (
             Stage("tensorflow", (*CONTAINER_TESTS, "tensorflow"), 1800),
             Stage("oracle-torch-xla", (*CONTAINER_TESTS, "oracle-torch-xla", "-s"), 600),
-            Stage("beam", (*CONTAINER_TESTS, "beam"), 600),
             Stage("virtual-tpu", (*CONTAINER_TESTS, "virtual-tpu"), 1200),
             Stage("torch-tpu", (*CONTAINER_TESTS, "torch-tpu"), 900),
         ),

@@ -151,16 +151,6 @@ def tokenizer(corpora: tuple[str, ...], field: str, vocabulary: int, algorithm: 
     ),
 )
 @click.option(
-    "--runner", metavar="NAME", help="Run as an Apache Beam pipeline: DirectRunner, DataflowRunner, ... (extra `beam`)."
-)
-@click.option(
-    "--runner-option",
-    "runner_options",
-    metavar="KEY=VALUE",
-    multiple=True,
-    help="An option of that runner, for example region=us-central1.",
-)
-@click.option(
     "--out",
     required=True,
     metavar="FOLDER",

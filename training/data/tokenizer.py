@@ -147,11 +147,6 @@ def word_encoder(tokenizer: Tokenizer) -> Callable[[list[tuple[str, ...]]], list
     return encode
 
 
-def encoder_of(url: str) -> Encode:
-    """Reads the tokenizer folder `url` and returns its `encoder`; Beam's workers call this function by its name."""
-    return encoder(read(url))
-
-
 def library() -> Any:
     """Imports the `tokenizers` package. Raises BadInput if it is missing."""
     try:

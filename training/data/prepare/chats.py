@@ -69,8 +69,8 @@ class WholeChats(WholeDocuments):
         self._dropped += not kept[1, 1:].any()
         return [kept] if kept[1, 1:].any() else []
 
-    def note(self) -> str:
-        return f"{super().note()}; {self._dropped} had no answer left and were left out"
+    def note(self, dropped: int) -> str:
+        return f"{super().note(dropped)}; {self._dropped} had no answer left and were left out"
 
     def _render(self, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
         """Returns a chat's text, and where its answers begin and end in it."""

@@ -70,8 +70,8 @@ class WholeDocuments(RowKind):
         stored = {name: columns[name] for name in self.features}
         return dataset_writer.write_columns(url, self._plan, self.features, number, stored)
 
-    def note(self) -> str:
-        """Returns how full the rows are, for the command's output."""
+    def note(self, dropped: int) -> str:
+        """Returns how full the rows are, and how many documents were cut."""
         return (
             f"{self._used / max(1, self._places):.1%} of the places filled; {self._cut} documents were longer than "
             f"{self._plan.length} tokens and were cut"

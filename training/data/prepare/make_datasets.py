@@ -1,6 +1,6 @@
 """Makes one dataset for each split from the options of `tpu-train shards`.
 
-Chooses the corpus, the plan and the writer of each split: packed rows (`pack`), packed rows on Apache Beam (`beam`), or
+Chooses the corpus, the plan and the writer of each split: packed rows (`pack`), whole documents (`documents`), or
 labelled rows (`labelled_rows`), which describe their failure models.
 """
 
@@ -33,7 +33,7 @@ from training.data.prepare.labelled_rows import (
     select_columns,
     write_labelled_rows,
 )
-from training.data.prepare.pack import Encode, PackedDataset, PackingProgress
+from training.data.prepare.pack import Encode, PackingProgress
 from training.data.tokenizer import Tokenizer
 from training.errors import BadInput
 from training.registry import TASKS, TaskName
@@ -57,7 +57,6 @@ class DatasetOptions:
         labels: URL of a JSON list of all class names; None: those of `corpus`, sorted.
         lengths: row lengths of labelled rows, "N,N,...", ascending; None: halves of the sequence length.
         records_per_shard: None: shards of about 64 MB.
-        runner: an Apache Beam runner with `runner_options` KEY=VALUE; None: this process.
     """
 
     corpus: str
@@ -76,8 +75,6 @@ class DatasetOptions:
     records_per_shard: int | None = None
     layout: Literal["compact", "recipe"] = "compact"
     compression: Literal["none", "gzip"] = "none"
-    runner: str | None = None
-    runner_options: tuple[str, ...] = ()
     overwrite: bool = False
 
     @cached_property
@@ -109,13 +106,9 @@ def make_datasets(
     _check(options)
     tokenizer = tokenizers.read(options.tokenizer, TASKS[options.task].rows)
     encode = tokenizers.encoder(tokenizer)
-    if TASKS[options.task].rows == "documents":
+    if TASKS[options.task].rows in UNLABELLED:
         for split in options.splits:
-            yield _make_documents(options, split, tokenizer, encode, progress)
-        return
-    if TASKS[options.task].rows == "packed":
-        for split in options.splits:
-            yield _make_packed(options, split, tokenizer, encode, progress)
+            yield _make_unlabelled(options, split, tokenizer, encode, progress)
         return
     buckets = parse_lengths(options.lengths, options.sequence_length)
     labels = _labels(options)
@@ -127,12 +120,11 @@ def _check(options: DatasetOptions) -> None:
     """Raises BadInput for options that contradict each other."""
     if options.layout == "recipe" and options.compression != "none":
         raise BadInput("--layout recipe is the public layout, which is not compressed: leave --compression out")
-    plain = (options.layout, options.compression, options.runner) == ("compact", "none", None)
     rows = TASKS[options.task].rows
-    if rows not in UNLABELLED and not plain:
-        raise BadInput(f"--task {options.task} has the compact layout only, without compression and without --runner")
-    if rows == "documents" and (options.layout, options.runner) != ("compact", None):
-        raise BadInput(f"--task {options.task} has the compact layout only, and runs without --runner")
+    if rows not in UNLABELLED and (options.layout, options.compression) != ("compact", "none"):
+        raise BadInput(f"--task {options.task} has the compact layout only, without compression")
+    if rows == "documents" and options.layout != "compact":
+        raise BadInput(f"--task {options.task} has the compact layout only")
     if options.chat is not None and rows != "documents":
         raise BadInput(f"--chat is for --task causal-lm, and --task {options.task} reads texts: leave it out")
 
@@ -167,63 +159,31 @@ def _plan(
     )
 
 
-def _make_packed(
+def _make_unlabelled(
     options: DatasetOptions,
     split: str,
     tokenizer: Tokenizer,
     encode: Encode,
     progress: Callable[[str, PackingProgress], None],
 ) -> SplitResult:
-    """Makes one split of packed rows, in this process or on Apache Beam."""
-    corpus, documents_of_split = _source(options, split)
-    plan = _plan(options, split, corpus, documents_of_split.percent, tokenizer)
-    url = storage.join(options.out, split)
-    result: PackedDataset
-    if options.runner is not None:
-        from training.data.prepare import beam
-
-        result = beam.pack_documents(
-            url,
-            plan,
-            corpus,
-            documents_of_split,
-            partial(tokenizers.encoder_of, options.tokenizer),
-            runner=options.runner,
-            options=options.runner_options,
-            overwrite=options.overwrite,
-        )
-    else:
-
-        def documents() -> Iterable[str]:
-            return filter(documents_of_split.holds, corpus.documents())
-
-        result = pack.pack_documents(
-            url, plan, documents, encode, overwrite=options.overwrite, progress=partial(progress, url)
-        )
-    note = f"from {result.documents} documents; {result.dropped} tokens at the end fill no row"
-    return SplitResult(url, result.dataset, result.reused, note)
-
-
-def _make_documents(
-    options: DatasetOptions,
-    split: str,
-    tokenizer: Tokenizer,
-    encode: Encode,
-    progress: Callable[[str, PackingProgress], None],
-) -> SplitResult:
-    """Makes one split of rows of whole documents, or of chats."""
+    """Makes one split of packed rows, or of rows of whole documents or chats."""
     corpus, documents_of_split = _source(options, split)
     template = open_template(tokenizer.url) if options.chat else None
-    origin = {"rows": "documents", "chat_template": template and str(template.chat_template)}
+    origin: dict[str, Any] = {}
+    if TASKS[options.task].rows == "documents":
+        origin = {"rows": "documents", "chat_template": template and str(template.chat_template)}
     plan = _plan(options, split, corpus, documents_of_split.percent, tokenizer, **origin)
-    kind = WholeChats(plan, tokenizer, template) if options.chat else WholeDocuments(plan, tokenizer, encode)
+    kind: pack.RowKind = pack.PackedRows(plan, encode)
+    if origin:
+        kind = WholeChats(plan, tokenizer, template) if options.chat else WholeDocuments(plan, tokenizer, encode)
     url = storage.join(options.out, split)
 
     def documents() -> Iterable[str]:
         return filter(documents_of_split.holds, chats(corpus) if options.chat else corpus.documents())
 
     result = pack.write_rows(url, plan, documents, kind, overwrite=options.overwrite, progress=partial(progress, url))
-    return SplitResult(url, result.dataset, result.reused, f"from {result.documents} documents; {kind.note()}")
+    note = f"from {result.documents} documents; {kind.note(result.dropped)}"
+    return SplitResult(url, result.dataset, result.reused, note)
 
 
 def _make_labelled(

@@ -46,6 +46,10 @@ class RowKind(ABC):
     def write(self, url: str, number: int, units: Ids) -> Shard:
         """Writes whole rows as shard `number` of the folder `url`."""
 
+    @abstractmethod
+    def note(self, dropped: int) -> str:
+        """Returns what the command prints about the rows. `dropped`: units at the end that fill no row."""
+
 
 class PackedRows(RowKind):
     """Full rows, cut from one stream of ids."""
@@ -59,6 +63,9 @@ class PackedRows(RowKind):
 
     def write(self, url: str, number: int, units: Ids) -> Shard:
         return self._write(url, number, units.reshape(-1, self.units))
+
+    def note(self, dropped: int) -> str:
+        return f"{dropped} tokens at the end fill no row"
 
 
 @dataclass(frozen=True)
@@ -184,19 +191,13 @@ def write_rows(
         units, _, _ = stream.take(count - dropped)
         shards.append(kind.write(url, len(shards), units))
     if not shards:
-        refuse_empty(url, plan, count, documents_read)
+        raise BadInput(
+            f"{url}: the {plan.split} split has {count} tokens in {documents_read} documents, less than one row of "
+            f"{plan.length}: give more text, a shorter --sequence-length, or another --evaluation-percent"
+        )
     progress(_progress(documents_read, shards))
     dataset = dataset_writer.finish_dataset(url, plan, kind.features, shards, kind.more)
     return PackedDataset(dataset, documents_read, dropped)
-
-
-def refuse_empty(url: str, plan: DatasetPlan, tokens: int, documents: int) -> None:
-    """Raises BadInput when the text does not fill a row."""
-    if tokens < plan.length:
-        raise BadInput(
-            f"{url}: the {plan.split} split has {tokens} tokens in {documents} documents, less than one row of "
-            f"{plan.length}: give more text, a shorter --sequence-length, or another --evaluation-percent"
-        )
 
 
 def _progress(documents: int, shards: list[Shard]) -> PackingProgress:
