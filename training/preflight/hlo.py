@@ -1,10 +1,5 @@
-"""Reads the text of a compiled program: which buffers, by the model's own names, make up the peak of HBM, and what the
-devices exchange. Pure.
-
-The entry computation's lines are in the order of execution (the module is scheduled), so a buffer lives from its line
-to the last line that reads it. The compiler's allocator also shares and fragments buffers, so sums here differ by some
-per cent from its total, which the report shows.
-"""
+"""Reads the text of a compiled program: what the devices exchange, how long the operations take, and where in the model
+an operation comes from. Pure."""
 
 from __future__ import annotations
 
@@ -13,26 +8,9 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 _BITS = {"pred": 8, "token": 0, "bf16": 16, "c64": 64, "c128": 128}
-_ARRAY = re.compile(r"\b(pred|token|bf16|[a-z]\d+(?:[a-z]\w*)?)\[([\d,<=]*)\](?:\{([^{}]*)\})?")
-_LINE = re.compile(r"^\s+(ROOT )?%?([\w.-]+) = (.*)$")
-_OPERATION = re.compile(r" ([a-z][a-z0-9-]*)\(")
-# Operations whose results are other buffers or parts of them.
-_VIEWS = frozenset(
-    {
-        "bitcast",
-        "get-tuple-element",
-        "tuple",
-        "optimization-barrier",
-        "copy-done",
-        "async-done",
-        "all-reduce-done",
-        "opt-barrier",
-    }
-)
-_NO_BUFFER = _VIEWS | {"parameter", "constant"}
+_ARRAY = re.compile(r"\b(pred|token|bf16|[a-z]\d+(?:[a-z]\w*)?)\[([\d,<=]*)\]")
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 BACKWARD = "gradient of "
 _NO_ESTIMATE = 2**63 - 1  # libtpu's estimated cycles of a fusion that it did not estimate
@@ -63,7 +41,6 @@ class Collective:
 class _Array:
     dtype: str
     dims: tuple[int, ...]
-    layout: str
 
     @property
     def elements(self) -> int:
@@ -71,27 +48,7 @@ class _Array:
 
     @property
     def bytes(self) -> int:
-        """Bytes without padding."""
         return self.elements * _bits(self.dtype) // 8
-
-    @property
-    def in_hbm(self) -> int:
-        """Bytes with the padding of its tiles; 0 for an array that is not in HBM."""
-        if re.search(r"S\((?!0\))\d+\)", self.layout):
-            return 0
-        order, _, tiling = self.layout.partition(":")
-        tiles = re.match(r"T\(([\d,]+)\)", tiling)
-        if not tiles or not self.dims:
-            return self.bytes
-        minor_first = [int(dimension) for dimension in order.split(",") if dimension]
-        physical = [self.dims[dimension] for dimension in reversed(minor_first)]
-        tile = [int(size) for size in tiles.group(1).split(",")]
-        for axis in range(1, min(len(tile), len(physical)) + 1):  # from the minor end
-            physical[-axis] = -(-physical[-axis] // tile[-axis]) * tile[-axis]
-        return math.prod(physical) * _bits(self.dtype) // 8
-
-    def __str__(self) -> str:
-        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
 
 
 def _bits(dtype: str) -> int:
@@ -106,47 +63,9 @@ def _bits(dtype: str) -> int:
 def _parse_arrays(text: str) -> list[_Array]:
     """Returns all arrays that a text names, in their order; a dynamic size counts as its bound."""
     return [
-        _Array(dtype, tuple(int(size.lstrip("<=")) for size in dims.split(",") if size), layout)
-        for dtype, dims, layout in _ARRAY.findall(text)
+        _Array(dtype, tuple(int(size.lstrip("<=")) for size in dims.split(",") if size))
+        for dtype, dims in _ARRAY.findall(text)
     ]
-
-
-@dataclass(frozen=True)
-class _Line:
-    name: str
-    operation: str
-    arrays: list[_Array]  # of the result, one for each leaf of a tuple
-    operands: list[str]
-    index: int | None  # of get-tuple-element, and of a parameter
-    where: str
-    root: bool
-
-
-def _parse_lines(text: str) -> Iterator[_Line]:
-    """Yields the instructions of the entry computation."""
-    _, _, entry = text.partition("\nENTRY ")
-    for raw in entry.splitlines()[1:]:
-        if raw.startswith("}"):
-            return
-        match = _LINE.match(raw)
-        if not match:
-            continue
-        root, name, rest = match.groups()
-        operation = _OPERATION.search(f" {rest}" if rest[0].isalpha() and "[" not in rest.split("(")[0] else rest)
-        if not operation:
-            continue
-        result, arguments = rest[: operation.start()], rest[operation.end() :]
-        index_pattern = {"get-tuple-element": r"index=(\d+)", "parameter": r"^(\d+)\)"}.get(operation.group(1))
-        index = re.search(index_pattern, arguments) if index_pattern else None
-        yield _Line(
-            name=name,
-            operation=operation.group(1),
-            arrays=_parse_arrays(result),
-            operands=re.findall(r"%([\w.-]+)", arguments.split("), ")[0]),
-            index=int(index.group(1)) if index else None,
-            where=find_origin(raw),
-            root=bool(root),
-        )
 
 
 def find_origin(line: str) -> str:
@@ -181,98 +100,6 @@ def _find_tensorflow_origin(names: list[str]) -> str:
 def star_numbers(where: str) -> str:
     """Replaces the numbers of layers by "*", so that the same place in all layers has one name."""
     return re.sub(r"(?<=[._])\d+(?=[.:])", "*", where)
-
-
-_Buffer = tuple[int, int]  # (number of the line that produces it, leaf of that line's result)
-
-
-def largest_allocations(text: str, count: int, arguments: Mapping[int, str] = MappingProxyType({})) -> list[Allocation]:
-    """Returns at most `count` of the largest temporary allocations at the peak of HBM. `arguments` names the program's
-    arguments by number, for copies of them."""
-    lines = list(_parse_lines(text))
-    last_use, results = _buffer_lives(lines)
-    sizes = {buffer: lines[buffer[0]].arrays[buffer[1]].in_hbm for buffer in last_use.keys() - results}
-    peak = _peak_buffers({buffer: (size, last_use[buffer]) for buffer, size in sizes.items() if size}, len(lines))
-    producers = {line.name: number for number, line in enumerate(lines)}
-    groups: dict[tuple[str, str], list[int]] = {}
-    for number, leaf in peak:
-        where = star_numbers(_find_buffer_origin(lines, number, producers, arguments)) or lines[number].operation
-        groups.setdefault((where, str(lines[number].arrays[leaf])), []).append(sizes[number, leaf])
-    allocations = [Allocation(sum(group), len(group), shape, where) for (where, shape), group in groups.items()]
-    return sorted(allocations, key=lambda item: (-item.bytes, item.where, item.shape))[:count]
-
-
-def _buffer_lives(lines: list[_Line]) -> tuple[dict[_Buffer, int], set[_Buffer]]:
-    """Returns (the number of the last line that reads each buffer, the buffers of the program's result)."""
-    owners: dict[str, list[list[_Buffer]]] = {}  # name -> for each leaf, the buffers that it may stand for
-    last_use: dict[_Buffer, int] = {}
-    results: set[_Buffer] = set()
-    for number, line in enumerate(lines):
-        operands = [owners.get(name, []) for name in line.operands]
-        for operand in operands:
-            for leaf_buffers in operand:
-                last_use.update(dict.fromkeys(leaf_buffers, number))
-        owners[line.name] = _owned_buffers(lines, number, operands)
-        if line.root:
-            results = {buffer for leaf_buffers in owners[line.name] for buffer in leaf_buffers}
-    return last_use, results
-
-
-def _owned_buffers(lines: list[_Line], number: int, operands: list[list[list[_Buffer]]]) -> list[list[_Buffer]]:
-    """Returns the buffers that each leaf of a line's result may be. `operands`: the same for each operand."""
-    line = lines[number]
-    if line.operation == "get-tuple-element" and operands:
-        assert line.index is not None
-        return [operands[0][line.index]] if line.index < len(operands[0]) else []
-    if line.operation == "tuple":
-        return [leaf_buffers for operand in operands for leaf_buffers in (operand[:1] or [[]])]
-    if line.operation in _VIEWS:
-        return operands[0] if operands else []
-    if line.operation in _NO_BUFFER:
-        return [[] for _ in line.arrays]
-    shapes_read: set[str] = set()
-    if "-start" in line.operation:  # the result of an asynchronous start lists its operands beside its own arrays
-        buffers = (buffer for operand in operands for leaf_buffers in operand for buffer in leaf_buffers)
-        shapes_read = {str(lines[maker].arrays[leaf]) for maker, leaf in buffers}
-    return [[] if leaf and str(array) in shapes_read else [(number, leaf)] for leaf, array in enumerate(line.arrays)]
-
-
-def _peak_buffers(lives: Mapping[_Buffer, tuple[int, int]], lines: int) -> list[_Buffer]:
-    """Returns the buffers that are alive at the peak. `lives`: buffer -> (bytes, last line that reads it)."""
-    begins: dict[int, list[_Buffer]] = {}
-    ends: dict[int, list[_Buffer]] = {}
-    for buffer, (_, last_line) in lives.items():
-        begins.setdefault(buffer[0], []).append(buffer)
-        ends.setdefault(last_line + 1, []).append(buffer)
-    alive: dict[_Buffer, None] = {}
-    total = most = 0
-    peak: list[_Buffer] = []
-    for number in range(lines + 1):
-        for buffer in ends.get(number, ()):
-            del alive[buffer]
-            total -= lives[buffer][0]
-        for buffer in begins.get(number, ()):
-            alive[buffer] = None
-            total += lives[buffer][0]
-        if total > most:
-            most, peak = total, list(alive)
-    return peak
-
-
-def _find_buffer_origin(
-    lines: list[_Line], number: int, producers: Mapping[str, int], arguments: Mapping[int, str]
-) -> str:
-    """Returns the place in the model that a buffer's value comes from. A copy or a fusion without a name gets the name
-    of its first operand, followed over at most 8 instructions; "" beyond."""
-    for _ in range(8):
-        line = lines[number]
-        if line.operation == "parameter":
-            name = arguments.get(-1 if line.index is None else line.index)
-            return f"{name}: copy" if name else line.where
-        if (line.where and line.where != "device_data") or not line.operands or line.operands[0] not in producers:
-            return line.where
-        number = producers[line.operands[0]]
-    return ""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from training.preflight.hlo import (
     estimate_cycles,
     find_collectives,
     find_origin,
-    largest_allocations,
     star_numbers,
 )
 from training.preflight.programs import TracedProgram
@@ -60,7 +59,7 @@ class GraphResult:
     needed: int | None  # bytes of HBM, if the compiler's message says so
     memory: Memory | None
     costs: Costs | None
-    largest: Sequence[Allocation]
+    largest: Sequence[Allocation]  # that the compiler lists when it refuses the program
     collectives: Sequence[Collective]
     trace_seconds: float
     compile_seconds: float
@@ -143,7 +142,7 @@ def describe_executable(
             cycles=estimate_cycles(compiled.text),
             clock_hertz=target.generation.clock_hertz,
         ),
-        largest=largest_allocations(compiled.text, LARGEST, traced.program.arguments),
+        largest=(),
         collectives=find_collectives(compiled.text),
         compile_seconds=compiled.seconds,
     )
