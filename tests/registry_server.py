@@ -23,9 +23,9 @@ TOKEN = "a-good-token"
 class RegistryServer:
     """An emulated registry, and what clients asked it. `token`: what it demands; "" for nothing."""
 
-    def __init__(self, folder: Path, *, takes_pieces: bool = False, token: str = TOKEN) -> None:
+    def __init__(self, folder: Path, *, token: str = TOKEN) -> None:
         folder.mkdir()
-        self.api = RegistryApi(BlobStore(folder / "registry"), lambda given: given == token, takes_pieces=takes_pieces)
+        self.api = RegistryApi(BlobStore(folder / "registry"), lambda given: given == token)
         self.asked: list[str] = []
         self.before: Callable[[HttpRequest], HttpResponse | None] = lambda request: None
         self.context = tls_context(folder, (*NAMES, OTHER_HOST, "localhost"))
@@ -47,9 +47,9 @@ class RegistryServer:
 
 
 @contextmanager
-def serve(folder: Path, patch: pytest.MonkeyPatch, *, takes_pieces: bool = False) -> Iterator[RegistryServer]:
+def serve(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[RegistryServer]:
     """A registry that this process's client reaches under any name."""
-    server = RegistryServer(folder, takes_pieces=takes_pieces)
+    server = RegistryServer(folder)
     patch.setenv(ADDRESS, server.address)
     patch.setenv("SSL_CERT_FILE", str(server.ca))
     yield server

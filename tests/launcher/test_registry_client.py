@@ -31,18 +31,17 @@ MANIFEST = "application/vnd.docker.distribution.manifest.v2+json"
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RegistryServer]:
-    with serve(tmp_path / "server", monkeypatch, takes_pieces=True) as served:
+    with serve(tmp_path / "server", monkeypatch) as served:
         yield served
 
 
-def session(host: str = HOST, password: str = TOKEN, piece_bytes: int = 2**20) -> Registry:
+def session(host: str = HOST, password: str = TOKEN) -> Registry:
     """Returns a session that pushes to p/images/code and does not sleep between tries."""
     return Registry(
         host,
         lambda host: RegistryCredentials("oauth2accesstoken", password),
         writes="p/images/code",
         reads=["p/images/base"],
-        piece_bytes=piece_bytes,
         sleep=lambda seconds: None,
     )
 
@@ -67,38 +66,7 @@ def test_a_blob_of_another_repository_is_entered_without_its_bytes(server: Regis
     assert server.api.bytes_received == blob.size
 
 
-def test_a_large_blob_is_sent_in_pieces_except_to_googles_registries(
-    server: RegistryServer,
-) -> None:
-    blob = blob_of(os.urandom(2_500_000))
-    for host, patches in ((OTHER_HOST, 3), (HOST, 0)):
-        server.asked.clear()
-        with session(host) as registry:
-            assert registry.upload("p/images/code", blob)
-        assert sum(line.startswith("PATCH") for line in server.asked) == patches
-
-
-def test_an_interrupted_upload_continues_where_it_was(server: RegistryServer) -> None:
-    """The connection ends in the middle of the second piece; what had arrived of it is not sent again."""
-    blob, broken = blob_of(os.urandom(3 * 2**20)), []
-
-    def break_off(request: HttpRequest) -> HttpResponse | None:
-        if request.method == "PATCH" and request.headers["Content-Range"].startswith(f"{2**20}-") and not broken:
-            identifier = request.segments[-1]
-            broken.append(identifier)
-            server.api.store.extend_upload(identifier, [request.body.read(2**18)])
-            raise Disconnected("for this test")
-        return None
-
-    server.before = break_off
-    with session(OTHER_HOST) as registry:
-        assert registry.upload("p/images/code", blob)
-        assert registry.has_blob("p/images/code", blob.digest)
-    assert broken
-    assert server.api.bytes_received == blob.size - 2**20 - 2**18 + 2**20  # all but the quarter that came by the way
-
-
-def test_an_interrupted_upload_to_google_begins_again(server: RegistryServer) -> None:
+def test_an_interrupted_upload_begins_again(server: RegistryServer) -> None:
     failures = [503, 0]
 
     def fail(request: HttpRequest) -> HttpResponse | None:

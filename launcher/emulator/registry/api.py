@@ -36,15 +36,12 @@ class RegistryApi:
         trouble: Callable[[str], str | None] = lambda repository: None,
         missing: Callable[[str], bool] = lambda repository: False,
         named: Callable[[str, str], bool] = lambda repository, version: False,
-        takes_pieces: bool = False,
     ) -> None:
         """Connects the registry with its content. `accepts` says whether an access token is valid; `trouble` returns
         the error while the registry is down, else None; `missing` says whether a repository does not exist, `named`
-        whether docker pushed a tag or digest of it without its bytes. With `takes_pieces` it takes uploads in pieces,
-        as registries other than Google's do."""
+        whether docker pushed a tag or digest of it without its bytes."""
         self.store = store
         self._accepts, self._trouble, self._missing, self._named = accepts, trouble, missing, named
-        self._takes_pieces = takes_pieces
         self._lock = threading.Lock()
         self.bytes_received = 0  # of blobs and manifests
 
@@ -97,7 +94,7 @@ class RegistryApi:
         return HttpResponse(200, FileRegion(open(path, "rb"), 0, path.stat().st_size), headers)
 
     def _answer_upload(self, request: HttpRequest, path: str, repository: str, identifier: str) -> HttpResponse:
-        """Begins, continues, shows, cancels or ends an upload of a blob, or mounts a blob of another repository."""
+        """Begins, continues or ends an upload of a blob, or mounts a blob of another repository."""
         if request.method == "POST" and not identifier:
             digest, source = request.query.get("mount", ""), request.query.get("from", "")
             origin = repository.removesuffix(path) + source
@@ -110,19 +107,10 @@ class RegistryApi:
         if size is None:
             return _error(404, "BLOB_UPLOAD_UNKNOWN", identifier)
         match request.method:
-            case "GET":
-                return self._upload_response(path, identifier, status=204)
-            case "DELETE":
-                self.store.discard_upload(identifier)
-                return HttpResponse(204)
+            case "PATCH" if "Content-Range" in request.headers:
+                text = "chunked uploads are not supported: send the blob in one piece"
+                return _error(400, "UNSUPPORTED", text)
             case "PATCH":
-                if span := request.headers.get("Content-Range"):
-                    if not self._takes_pieces:
-                        return _error(
-                            400, "UNSUPPORTED", "chunked uploads are not supported: send the blob in one piece"
-                        )
-                    if not span.startswith(f"{size}-"):
-                        return self._upload_response(path, identifier, status=416)
                 self._receive_bytes(request, identifier)
                 return self._upload_response(path, identifier)
             case "PUT":
@@ -144,14 +132,12 @@ class RegistryApi:
             with self._lock:
                 self.bytes_received += (self.store.upload_size(identifier) or 0) - before
 
-    def _upload_response(self, path: str, identifier: str, status: int = 202) -> HttpResponse:
+    def _upload_response(self, path: str, identifier: str) -> HttpResponse:
         """Returns a response that says how many bytes of an upload have arrived, and where to send the rest."""
         size = self.store.upload_size(identifier) or 0
         headers = {"Range": f"0-{max(0, size - 1)}", "Docker-Upload-UUID": identifier}
         # Some registries keep state in a query, which clients must not drop.
-        return HttpResponse(
-            status, b"", {**headers, "Location": f"/v2/{path}/blobs/uploads/{identifier}?_state={size}"}
-        )
+        return HttpResponse(202, b"", {**headers, "Location": f"/v2/{path}/blobs/uploads/{identifier}?_state={size}"})
 
     # -- manifests
 

@@ -85,10 +85,6 @@ class BlobStore:
         self._mark_blob(repository, found)
         return True
 
-    def discard_upload(self, identifier: str) -> None:
-        if path := self._upload_file(identifier):
-            path.unlink()
-
     # -- manifests
 
     def manifest(self, repository: str, version: str) -> tuple[str, str, bytes] | None:

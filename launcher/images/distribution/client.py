@@ -1,9 +1,9 @@
 """A session with one registry: manifests by tag or digest, blobs, uploads.
 
 Every request may be repeated, and is repeated when the network or the registry fails for a moment. A blob exists once
-its upload has ended with the right digest; a tag moves once its manifest was accepted, whose blobs must exist. An
-interrupted upload continues where the registry takes pieces, and starts again elsewhere: Google's registries take a
-blob in one piece only (https://cloud.google.com/artifact-registry/docs/reference/docker-api).
+its upload has ended with the right digest; a tag moves once its manifest was accepted, whose blobs must exist. A
+blob is sent in one piece, as Google's registries require
+(https://cloud.google.com/artifact-registry/docs/reference/docker-api): an interrupted upload starts again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from urllib.parse import quote, urlencode, urljoin, urlsplit
 
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.images.distribution.credentials import RegistryCredentials
-from launcher.images.distribution.reference import is_google
 from launcher.images.distribution.transport import Content, RegistryResponse, Transport
 
 MANIFEST_TYPES = (
@@ -32,7 +31,6 @@ MANIFEST_TYPES = (
     "application/vnd.oci.image.index.v1+json",
 )
 _ACCEPT = {"Accept": ", ".join(MANIFEST_TYPES)}
-_PIECE_BYTES = 16 * 2**20  # of an upload in pieces
 _BLOCK = 2**20
 _TRIES = 5
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 20.0  # seconds, between tries
@@ -90,7 +88,6 @@ class Registry:
         writes: str | None = None,
         reads: Sequence[str] = (),
         ca_bundle: Path | None = None,
-        piece_bytes: int = _PIECE_BYTES,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         """Connects at the first request.
@@ -100,7 +97,6 @@ class Registry:
             writes: the repository to push to.
             reads: repositories to read.
             ca_bundle: more certificates to trust.
-            piece_bytes: of an upload, where the registry takes pieces.
             sleep: waits between tries.
         """
         self.host = host
@@ -109,7 +105,6 @@ class Registry:
         actions = {**dict.fromkeys(reads, "pull"), **({writes: "pull,push"} if writes else {})}
         self._scopes = [f"repository:{path}:{action}" for path, action in actions.items()]
         self._transport = Transport(ca_bundle)
-        self._piece_bytes, self._takes_pieces = piece_bytes, not is_google(host)
         self._sleep = sleep
 
     def __enter__(self) -> Registry:
@@ -173,10 +168,7 @@ class Registry:
         response = self._ask("POST", target, (201, 202))
         if response.status == 201:
             return False
-        if self._takes_pieces and blob.size > self._piece_bytes:
-            self._upload_pieces(path, blob, response)
-        else:
-            self._upload_whole(path, blob, response)
+        self._upload_whole(path, blob, response)
         return True
 
     def _upload_whole(self, path: str, blob: Blob, begun: RegistryResponse) -> None:
@@ -191,49 +183,6 @@ class Registry:
                 return self._request("PUT", url, headers, self._count_sent(file, blob.size))
 
         self._repeat(send, (201,))
-
-    def _upload_pieces(self, path: str, blob: Blob, begun: RegistryResponse) -> None:
-        """Sends a blob in pieces. Each further try first asks how many bytes the registry has."""
-        url, sent, certain = urljoin(begun.url, begun.header("location")), 0, True
-        piece_bytes = max(self._piece_bytes, int(begun.header("oci-chunk-min-length") or 0))
-
-        def send() -> RegistryResponse:
-            nonlocal url, sent, certain
-            if not certain:
-                url, sent = self._resume_upload(path, url)
-            certain = False
-            with blob.open() as file:
-                while sent < blob.size:
-                    length = min(piece_bytes, blob.size - sent)
-                    file.seek(sent)
-                    headers = {
-                        "Content-Type": "application/octet-stream",
-                        "Content-Length": str(length),
-                        "Content-Range": f"{sent}-{sent + length - 1}",
-                    }
-                    response = self._request("PATCH", url, headers, self._count_sent(file, length))
-                    if response.status == 416:
-                        raise _PassingError("it has another number of bytes of the upload")
-                    if response.status != 202:
-                        return response
-                    url, sent = urljoin(response.url, response.header("location") or url), sent + length
-            return self._request("PUT", _with_digest(url, blob.digest), {})
-
-        self._repeat(send, (201,))
-
-    def _resume_upload(self, path: str, url: str) -> tuple[str, int]:
-        """Returns where to continue an upload, and how many bytes the registry has of it; begins another upload when
-        the registry no longer knows this one."""
-        response = self._request("GET", url, {})
-        if response.status in _PASSING:
-            raise _PassingError(f"it answered {response.status} to the question how much it has of an upload")
-        if response.status != 204:
-            begun = self._begin_upload(path)
-            return urljoin(begun.url, begun.header("location")), 0
-        stored = re.fullmatch(r"(?:bytes=)?0-(\d+)", response.header("range"))
-        # "0-0" stands for no byte and for one; pieces are larger than one byte, so it means none.
-        sent = int(stored[1]) + 1 if stored and stored[1] != "0" else 0
-        return urljoin(url, response.header("location") or url), sent
 
     def _begin_upload(self, path: str) -> RegistryResponse:
         """Begins an upload; the response has its address. Raises _PassingError for any refusal."""
