@@ -14,7 +14,7 @@ from typing import Any
 from launcher.config import load
 from launcher.gke.commented_yaml import Commented, dump, dump_documents, strip_comments
 from launcher.gke.manifest import make_objects, standalone_workload
-from launcher.gke.workload import SECRET_KEY, Restarts, WorkloadKind, node_selector
+from launcher.gke.workload import SECRET_KEY, Restarts, node_selector
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "k8s"
@@ -195,7 +195,6 @@ def _rendered(changes: tuple[str, ...]) -> list[Any]:
     return make_objects(
         config,
         standalone_workload(config, config.run_name, f"{config.image.repository}@{NO_DIGEST}", secret=None),
-        WorkloadKind.JOBSET,
         Restarts.BY_CLUSTER,
     )
 

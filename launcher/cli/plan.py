@@ -89,22 +89,15 @@ def preflight(
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
-@click.option(
-    "--kind",
-    type=click.Choice(["jobset", "job"]),
-    default="jobset",
-    show_default=True,
-    help="job: a cluster without JobSet.",
-)
 @click.option("--name", metavar="NAME", help="Of the objects and of the run.  [default: run.name]")
 @click.option("--image", metavar="IMAGE", help="REPOSITORY@sha256:...  [default: the file's, built and pushed before]")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 @configured
-def manifest(config: Config, kind: str, name: str | None, image: str | None, command: tuple[str, ...]) -> None:
+def manifest(config: Config, name: str | None, image: str | None, command: tuple[str, ...]) -> None:
     """Print the run as Kubernetes objects for GKE, to be read and given to `kubectl apply -f -`. Touches nothing."""
     config.require_something_to_run()
     secret = machine().random.randbytes(32).hex()
-    click.echo(manifests.render(config, secret=secret, kind=kind, name=name, image=image), nl=False)
+    click.echo(manifests.render(config, secret=secret, name=name, image=image), nl=False)
 
 
 @click.command(context_settings={"ignore_unknown_options": True})

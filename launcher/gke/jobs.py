@@ -1,4 +1,4 @@
-"""The objects that run a workload's pods: a JobSet, or an Indexed Job with a headless Service. Pure.
+"""The JobSet that runs a workload's pods. Pure.
 
 With `Restarts.BY_CLUSTER`, their rules decide which ends lead to a restart. The rules rest on the trainer's exit codes
 (training.errors), and restart all hosts of a slice together.
@@ -13,17 +13,19 @@ from launcher.gke.commented_yaml import Commented
 from launcher.gke.pod_template import pod_template
 from launcher.gke.workload import (
     CONTAINER,
-    PORTS,
     REPLICATED_JOB,
     Restarts,
     Workload,
-    WorkloadKind,
     host_name,
     labels,
     metadata,
 )
 from training.errors import Exit
 
+_DISRUPTED = Commented(
+    {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+    "Its node was preempted, drained or lost.",
+)
 _KEPT_SECONDS = 3 * 24 * 3600  # after which the cluster deletes ended objects
 
 
@@ -37,7 +39,7 @@ def jobset(config: Config, work: Workload, restarts: Restarts) -> dict[str, Any]
             "Indexed", "Pod number i is host i; GKE tells each TPU_WORKER_ID and TPU_WORKER_HOSTNAMES."
         ),
         **(_job_rules_of_cluster() if by_cluster else _job_rules_of_launcher()),
-        "template": pod_template(config, work, WorkloadKind.JOBSET),
+        "template": pod_template(config, work),
     }
     replicated_job = {
         "name": REPLICATED_JOB,
@@ -52,9 +54,7 @@ def jobset(config: Config, work: Workload, restarts: Restarts) -> dict[str, Any]
         "spec": {
             "ttlSecondsAfterFinished": Commented(_KEPT_SECONDS, "The cluster deletes an ended run after three days."),
             "network": {
-                "enableDNSHostnames": Commented(
-                    True, f"The name of host i is {host_name(work.name, WorkloadKind.JOBSET, '<i>')}."
-                ),
+                "enableDNSHostnames": Commented(True, f"The name of host i is {host_name(work.name, '<i>')}."),
                 "publishNotReadyAddresses": True,
                 "subdomain": work.name,
             },
@@ -104,7 +104,7 @@ def _job_rules_of_cluster() -> dict[str, Any]:
         _on_exit("FailJob", Exit.BAD_INPUT, refused),
         _on_exit("FailJob", Exit.SAVED, "Asked to stop (maintenance, preemption), and saved."),
         _on_exit("Ignore", Exit.LOST_PEER, "Lost another host: the end of that host decides."),
-        _on_disruption("FailJob"),
+        _DISRUPTED,
     ]
     return {
         "backoffLimit": Commented(0, "A failed host ends the Job; the JobSet then restarts all hosts."),
@@ -124,60 +124,6 @@ def _job_rules_of_launcher() -> dict[str, Any]:
     }
 
 
-def job(config: Config, work: Workload) -> dict[str, Any]:
-    """Returns the Indexed Job of a workload, which the cluster restarts."""
-    fields = metadata(config, work)
-    if config.gke.queue:
-        fields["labels"] = {**fields["labels"], "kueue.x-k8s.io/queue-name": config.gke.queue}
-    rules = [
-        _on_exit("FailJob", Exit.BAD_INPUT, "Bad configuration or data: a restart changes nothing."),
-        _on_exit("Ignore", Exit.SAVED, "Asked to stop (maintenance, preemption), and saved: not a failure."),
-        _on_exit("Ignore", Exit.LOST_PEER, "Lost another host: the end of that host decides."),
-        _on_disruption("Ignore"),
-    ]
-    return {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": fields,
-        "spec": {
-            "ttlSecondsAfterFinished": Commented(_KEPT_SECONDS, "The cluster deletes an ended run after three days."),
-            "parallelism": config.accelerator.hosts,
-            "completions": Commented(config.accelerator.hosts, "One pod per host."),
-            "completionMode": Commented(
-                "Indexed", f"Pod number i is host i, with the name {host_name(work.name, WorkloadKind.JOB, '<i>')}."
-            ),
-            "backoffLimit": Commented(
-                config.gke.restarts,
-                "After failures: the pod of the host is recreated, and all hosts resume from the newest checkpoint.",
-            ),
-            "podFailurePolicy": {"rules": rules},
-            "template": pod_template(config, work, WorkloadKind.JOB),
-        },
-    }
-
-
-def service(config: Config, work: Workload) -> Any:
-    """Returns the headless Service that gives the pods of a Job their host names."""
-    headless = "Headless: it only gives each pod a host name, for the other hosts."
-    node = {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": metadata(config, work),
-        "spec": {
-            "clusterIP": Commented("None", headless),
-            "publishNotReadyAddresses": True,
-            "selector": {"batch.kubernetes.io/job-name": work.name},
-            "ports": [{"name": name, "port": number} for name, number in PORTS],
-        },
-    }
-    return Commented(node, "The hosts' names.")
-
-
 def _on_exit(action: str, code: Exit, comment: str) -> Any:
     condition = {"containerName": CONTAINER, "operator": "In", "values": [int(code)]}
     return Commented({"action": action, "onExitCodes": condition}, comment)
-
-
-def _on_disruption(action: str) -> Any:
-    conditions = [{"type": "DisruptionTarget", "status": "True"}]
-    return Commented({"action": action, "onPodConditions": conditions}, "Its node was preempted, drained or lost.")

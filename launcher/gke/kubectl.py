@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from launcher import shell
 from launcher.errors import Exit, LaunchError
-from launcher.gke.workload import WorkloadKind
 from launcher.workstation import Workstation
 
 SECONDS = 20.0  # the time-out of one request
@@ -111,8 +110,7 @@ _MEANINGS: tuple[tuple[str, Exit, str], ...] = (
         r"could not find the requested resource.*jobset",
         Exit.BAD_INPUT,
         "the cluster has no JobSet: its administrator installs it with `kubectl apply --server-side -f "
-        f"{JOBSET_RELEASE}`; without it, "
-        f"`tpu-launch manifest --kind {WorkloadKind.JOB.value}` makes a plain Job",
+        f"{JOBSET_RELEASE}`",
     ),
     (
         r"namespaces? \"([^\"]+)\" not found",

@@ -1,5 +1,5 @@
 """The Kubernetes objects of a run, in the order in which they must be created: the ConfigMap with its configuration,
-the Secret that its hosts share, and the JobSet or Job that runs its pods (`jobs`). Pure, but for `render`, which may
+the Secret that its hosts share, and the JobSet that runs its pods (`jobs`). Pure, but for `render`, which may
 look up the image.
 
 `render` makes the manifest for users who use kubectl alone: the cluster restarts its run.
@@ -15,20 +15,17 @@ from launcher.config import CONFIG_FILE, IMAGE_BY_DIGEST, Config
 from launcher.errors import BadInput
 from launcher.gke import checks, jobs
 from launcher.gke.commented_yaml import Commented, dump_documents
-from launcher.gke.workload import CONFIG_FOLDER, SECRET_KEY, Restarts, Workload, WorkloadKind, metadata, needs_secret
+from launcher.gke.workload import CONFIG_FOLDER, SECRET_KEY, Restarts, Workload, metadata, needs_secret
 from launcher.images import local
 
 _HEADING = "A run on {hosts} host(s) of {accelerator} on GKE, as `tpu-launch manifest` renders it from {file}."
 
 
-def render(
-    config: Config, *, secret: str, kind: str = "jobset", name: str | None = None, image: str | None = None
-) -> str:
+def render(config: Config, *, secret: str, name: str | None = None, image: str | None = None) -> str:
     """Returns the YAML of a run that the cluster restarts.
 
     Args:
         secret: Shared by the hosts, which let in no others.
-        kind: "jobset", or "job" for clusters without JobSet.
         name: Of the objects and of the run; run.name by default.
         image: REPOSITORY@sha256:...; the configuration's by default.
 
@@ -40,7 +37,7 @@ def render(
     slice_ = config.accelerator
     file = config.document.name.rpartition("/")[2]
     heading = _HEADING.format(hosts=slice_.hosts, accelerator=slice_.name, file=file)
-    return dump_documents(make_objects(config, work, WorkloadKind(kind), Restarts.BY_CLUSTER), heading)
+    return dump_documents(make_objects(config, work, Restarts.BY_CLUSTER), heading)
 
 
 def standalone_workload(config: Config, name: str, image: str, secret: str | None) -> Workload:
@@ -59,18 +56,15 @@ def standalone_workload(config: Config, name: str, image: str, secret: str | Non
     )
 
 
-def make_objects(config: Config, work: Workload, kind: WorkloadKind, restarts: Restarts) -> list[Any]:
-    """Returns the objects of a workload, with comments. Only the cluster restarts a Job. Raises BadInput for a
-    configuration or a name that GKE can't use."""
+def make_objects(config: Config, work: Workload, restarts: Restarts) -> list[Any]:
+    """Returns the objects of a workload, with comments. Raises BadInput for a configuration or a name that GKE can't
+    use."""
     checks.check(config)
     checks.check_name(work.name)
     objects: list[Any] = [_config_map(config, work)]
     if work.secret is not None and needs_secret(config):
         objects.append(_secret(config, work, work.secret))
-    if kind is WorkloadKind.JOBSET:
-        return [*objects, jobs.jobset(config, work, restarts)]
-    assert restarts is Restarts.BY_CLUSTER
-    return [*objects, jobs.service(config, work), jobs.job(config, work)]
+    return [*objects, jobs.jobset(config, work, restarts)]
 
 
 def _secret(config: Config, work: Workload, value: str) -> dict[str, Any]:

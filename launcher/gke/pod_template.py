@@ -15,7 +15,6 @@ from launcher.gke.workload import (
     PORTS,
     SECRET_KEY,
     Workload,
-    WorkloadKind,
     grace_seconds,
     host_name,
     labels,
@@ -39,7 +38,7 @@ exec "$@"
 """
 
 
-def pod_template(config: Config, work: Workload, kind: WorkloadKind) -> dict[str, Any]:
+def pod_template(config: Config, work: Workload) -> dict[str, Any]:
     """Returns the template of all pods of a workload."""
     metadata: dict[str, Any] = {"labels": labels(config, work)}
     if config.gke.gcsfuse:
@@ -47,20 +46,18 @@ def pod_template(config: Config, work: Workload, kind: WorkloadKind) -> dict[str
         metadata["annotations"] = {"gke-gcsfuse/volumes": annotation}
     spec = {
         "restartPolicy": "Never",
-        **_identity(config, work, kind),
+        **_identity(config),
         **_scheduling(config),
         "securityContext": _pod_security(config, work),
-        "containers": [_container(config, work, kind)],
+        "containers": [_container(config, work)],
         "volumes": _volumes(config, work),
     }
     return {"metadata": metadata, "spec": spec}
 
 
-def _identity(config: Config, work: Workload, kind: WorkloadKind) -> dict[str, Any]:
-    """Returns the pod's service account (else, without gcsfuse, no token), grace period, and a Job's subdomain."""
+def _identity(config: Config) -> dict[str, Any]:
+    """Returns the pod's service account (else, without gcsfuse, no token), and grace period."""
     fields: dict[str, Any] = {}
-    if kind is WorkloadKind.JOB:
-        fields["subdomain"] = Commented(work.name, "The Service above.")
     if config.gke.service_account:
         account = Commented(config.gke.service_account, "Gives access to the buckets through Workload Identity.")
         fields["serviceAccountName"] = account
@@ -105,7 +102,7 @@ def _container_security(config: Config) -> dict[str, Any]:
     return {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"], "add": added}}
 
 
-def _container(config: Config, work: Workload, kind: WorkloadKind) -> dict[str, Any]:
+def _container(config: Config, work: Workload) -> dict[str, Any]:
     return {
         "name": CONTAINER,
         "image": Commented(work.image, "By digest, so that all hosts run the same image."),
@@ -113,7 +110,7 @@ def _container(config: Config, work: Workload, kind: WorkloadKind) -> dict[str, 
             ["sh", "-c", RAISE_LOCKED_MEMORY, "sh", *map(literal, work.command)],
             "Raises the locked-memory limit for the TPU's driver (DMA), then runs the command.",
         ),
-        "env": _environment(config, work, kind),
+        "env": _environment(config, work),
         "ports": [{"name": name, "containerPort": number} for name, number in PORTS],
         "resources": _resources(config),
         "securityContext": _container_security(config),
@@ -132,7 +129,7 @@ def _resources(config: Config) -> dict[str, Any]:
     return {"requests": {**requests, "google.com/tpu": tpu}, "limits": {"google.com/tpu": chips}}
 
 
-def _environment(config: Config, work: Workload, kind: WorkloadKind) -> list[Any]:
+def _environment(config: Config, work: Workload) -> list[Any]:
     """Returns a container's environment without GKE's variables (TPU_WORKER_ID, TPU_WORKER_HOSTNAMES)."""
     run_id = {"name": "TPU_LAUNCH_RUN_ID", "value": work.run_id}
     entries: list[Any] = [
@@ -142,7 +139,7 @@ def _environment(config: Config, work: Workload, kind: WorkloadKind) -> list[Any
     ]
     if work.attempt is not None:
         entries.append({"name": "TPU_LAUNCH_ATTEMPT", "value": str(work.attempt)})
-    elif kind is WorkloadKind.JOBSET:
+    else:
         source = {"fieldRef": {"fieldPath": "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"}}
         attempt = {"name": "TPU_LAUNCH_ATTEMPT", "valueFrom": source}
         entries.append(Commented(attempt, "The number of restarts of the JobSet."))
@@ -151,7 +148,7 @@ def _environment(config: Config, work: Workload, kind: WorkloadKind) -> list[Any
         hosts = {"name": "TPU_LAUNCH_HOSTS", "value": str(config.accelerator.hosts)}
         entries += [
             Commented(hosts, "How hosts find each other where TPU_WORKER_HOSTNAMES is not set."),
-            {"name": "TPU_LAUNCH_HOST_NAME", "value": host_name(work.name, kind, "*")},
+            {"name": "TPU_LAUNCH_HOST_NAME", "value": host_name(work.name, "*")},
         ]
     if needs_secret(config):
         secret_entry = {"name": SECRET_VARIABLE, "valueFrom": {"secretKeyRef": {"name": work.name, "key": SECRET_KEY}}}

@@ -27,7 +27,6 @@ from launcher.gke.workload import (
     LABEL_SLICE,
     Restarts,
     Workload,
-    WorkloadKind,
     grace_seconds,
     host_name,
     needs_secret,
@@ -92,7 +91,7 @@ class Gke:
         running = {jobset["metadata"]["name"]: jobset for jobset in self._list_jobsets() if not _is_over(jobset)}
         state = "PREEMPTED" if any(_all_disrupted(watch) for watch in self._open_watches()) else "READY"
         newest = max(running, default="", key=lambda name: running[name]["metadata"].get("creationTimestamp", ""))
-        addresses = [host_name(newest, WorkloadKind.JOBSET, str(worker)) if newest else "" for worker in self._workers]
+        addresses = [host_name(newest, str(worker)) if newest else "" for worker in self._workers]
         detail = f"GKE, namespace {self._kubectl.namespace}" + (f", JobSet {newest}" if newest else "")
         return SliceState(self.config.slice.name, state, "", self.config.accelerator.name, tuple(addresses), detail)
 
@@ -306,7 +305,7 @@ class Gke:
             user=attempt.user,
             secret=attempt.host_secret,
         )
-        text = dump_documents(make_objects(self.config, work, WorkloadKind.JOBSET, Restarts.BY_LAUNCHER))
+        text = dump_documents(make_objects(self.config, work, Restarts.BY_LAUNCHER))
         self._kubectl.call("create", "--validate=strict", "--filename", "-", input=text)
 
     def _own_files(self, name: str) -> None:

@@ -35,14 +35,6 @@ class Restarts(enum.Enum):
     """tpu-launch judges the end of every host, so ended pods must stay as they are."""
 
 
-class WorkloadKind(enum.Enum):
-    """The Kubernetes object that runs a workload."""
-
-    JOBSET = "jobset"
-    JOB = "job"
-    """An Indexed Job with a headless Service, for clusters without JobSet."""
-
-
 @dataclass(frozen=True)
 class Workload:
     """A run, or one attempt of it."""
@@ -110,6 +102,6 @@ def node_selector(config: Config) -> dict[str, str]:
     }
 
 
-def host_name(name: str, kind: WorkloadKind, index: str) -> str:
+def host_name(name: str, index: str) -> str:
     """Returns the DNS name of a host inside the namespace."""
-    return f"{name}-{REPLICATED_JOB}-0-{index}.{name}" if kind is WorkloadKind.JOBSET else f"{name}-{index}.{name}"
+    return f"{name}-{REPLICATED_JOB}-0-{index}.{name}"

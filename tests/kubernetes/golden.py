@@ -17,39 +17,34 @@ SECRET = "0123456789abcdef" * 4
 DIGEST = "sha256:" + "0123456789abcdef" * 4
 IMAGE = f"{kustomize.IMAGE}@{DIGEST}"
 
-# name: (kind, changes to examples/gke.yaml)
-CASES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "jobset-v4-16": ("jobset", ()),
-    "job-v4-16": ("job", ()),
-    "jobset-v4-16-tensorflow": ("jobset", kustomize.TENSORFLOW),
-    "jobset-v5litepod-8": ("jobset", ("slice.accelerator_type=v5litepod-8",)),
+# name: changes to examples/gke.yaml
+CASES: dict[str, tuple[str, ...]] = {
+    "jobset-v4-16": (),
+    "jobset-v4-16-tensorflow": kustomize.TENSORFLOW,
+    "jobset-v5litepod-8": ("slice.accelerator_type=v5litepod-8",),
     "jobset-v3-32-everything": (
-        "jobset",
-        (
-            "slice.accelerator_type=v3-32",
-            "slice.capacity=spot",
-            "gke.queue=tpu-queue",
-            "gke.namespace=research",
-            "gke.restarts=3",
-            "gke.cpu='40'",
-            "gke.memory=300Gi",
-            "gke.secrets={HF_TOKEN: huggingface/token}",
-            "gke.node_cache=/var/lib/tpu-launch",
-            "data.cache=/var/cache/data",
-            "gke.gcsfuse={bucket: my-bucket, folder: /bucket, read_only: true}",
-            "gke.node_selector={cloud.google.com/gke-nodepool: v3-32}",
-            "run.environment={WANDB_MODE: offline, GREETING: 'a b: c # d'}",
-            "run.user='1000:1000'",
-            "run.shm_size=64g",
-        ),
+        "slice.accelerator_type=v3-32",
+        "slice.capacity=spot",
+        "gke.queue=tpu-queue",
+        "gke.namespace=research",
+        "gke.restarts=3",
+        "gke.cpu='40'",
+        "gke.memory=300Gi",
+        "gke.secrets={HF_TOKEN: huggingface/token}",
+        "gke.node_cache=/var/lib/tpu-launch",
+        "data.cache=/var/cache/data",
+        "gke.gcsfuse={bucket: my-bucket, folder: /bucket, read_only: true}",
+        "gke.node_selector={cloud.google.com/gke-nodepool: v3-32}",
+        "run.environment={WANDB_MODE: offline, GREETING: 'a b: c # d'}",
+        "run.user='1000:1000'",
+        "run.shm_size=64g",
     ),
 }
 
 
 def render(name: str) -> str:
-    kind, changes = CASES[name]
-    config = load(EXAMPLE, changes)
-    return manifest.render(config, kind=kind, image=f"{config.image.repository}@{DIGEST}", secret=SECRET)
+    config = load(EXAMPLE, CASES[name])
+    return manifest.render(config, image=f"{config.image.repository}@{DIGEST}", secret=SECRET)
 
 
 if __name__ == "__main__":

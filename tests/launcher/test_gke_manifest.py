@@ -18,7 +18,7 @@ from launcher.gke.checks import check_name
 from launcher.gke.commented_yaml import strip_comments
 from launcher.gke.manifest import make_objects, render, standalone_workload
 from launcher.gke.pod_template import LOCKED_MEMORY_KIB, RAISE_LOCKED_MEMORY
-from launcher.gke.workload import Restarts, WorkloadKind, host_name
+from launcher.gke.workload import Restarts, host_name
 from tests.kubernetes import golden, schemas
 from tests.kubernetes.golden import EXAMPLE, IMAGE
 from training.accelerators import ACCELERATORS, gke_nodes
@@ -31,51 +31,45 @@ def of_size(name: str) -> list[str]:
     return [f"slice.accelerator_type={name}", f"train.global_batch_size={ACCELERATORS[name].devices}"]
 
 
-def rendered(*changes: str, kind: str = "jobset", secret: str = golden.SECRET) -> list[dict[str, Any]]:
-    return list(yaml.safe_load_all(render(load(EXAMPLE, changes), secret=secret, kind=kind, image=IMAGE)))
+def rendered(*changes: str, secret: str = golden.SECRET) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(render(load(EXAMPLE, changes), secret=secret, image=IMAGE)))
 
 
 def pod_of(documents: list[dict[str, Any]]) -> dict[str, Any]:
-    spec = documents[-1]["spec"]
-    if documents[-1]["kind"] == "JobSet":
-        spec = spec["replicatedJobs"][0]["template"]["spec"]
-    pod: dict[str, Any] = spec["template"]["spec"]
+    pod: dict[str, Any] = job_of(documents)["template"]["spec"]
     return pod
 
 
 def job_of(documents: list[dict[str, Any]]) -> dict[str, Any]:
-    spec: dict[str, Any] = documents[-1]["spec"]
-    return spec if documents[-1]["kind"] == "Job" else spec["replicatedJobs"][0]["template"]["spec"]
+    job: dict[str, Any] = documents[-1]["spec"]["replicatedJobs"][0]["template"]["spec"]
+    return job
 
 
 @pytest.mark.parametrize("name", ON_GKE)
 def test_every_size_of_every_accelerator_is_valid_and_has_its_hosts_and_chips(name: str) -> None:
     slice_ = ACCELERATORS[name]
-    for kind in ("jobset", "job"):
-        documents = rendered(*of_size(name), kind=kind)
-        for document in documents:
-            assert schemas.mistakes(document) == []
-        job, pod = job_of(documents), pod_of(documents)
-        assert (job["parallelism"], job["completions"], job["completionMode"]) == (
-            slice_.hosts,
-            slice_.hosts,
-            "Indexed",
-        )
-        resources = pod["containers"][0]["resources"]
-        assert (
-            resources["limits"]["google.com/tpu"]
-            == resources["requests"]["google.com/tpu"]
-            == str(slice_.chips_per_host)
-        )
-        assert pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"] == slice_.topology_name
-        assert int(gke_nodes(slice_).machine_type.rsplit("-", 1)[1].removesuffix("t")) == slice_.chips_per_host
+    documents = rendered(*of_size(name))
+    for document in documents:
+        assert schemas.mistakes(document) == []
+    job, pod = job_of(documents), pod_of(documents)
+    assert (job["parallelism"], job["completions"], job["completionMode"]) == (
+        slice_.hosts,
+        slice_.hosts,
+        "Indexed",
+    )
+    resources = pod["containers"][0]["resources"]
+    assert (
+        resources["limits"]["google.com/tpu"] == resources["requests"]["google.com/tpu"] == str(slice_.chips_per_host)
+    )
+    assert pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"] == slice_.topology_name
+    assert int(gke_nodes(slice_).machine_type.rsplit("-", 1)[1].removesuffix("t")) == slice_.chips_per_host
 
 
 def test_jobsets_of_tpu_launch_are_valid_and_leave_every_decision_to_it() -> None:
     for name in ON_GKE:
         config = load(EXAMPLE, of_size(name))
         work = standalone_workload(config, "demo", IMAGE, golden.SECRET)
-        objects = make_objects(config, work, WorkloadKind.JOBSET, Restarts.BY_LAUNCHER)
+        objects = make_objects(config, work, Restarts.BY_LAUNCHER)
         documents = [strip_comments(each) for each in objects]
         assert [schemas.mistakes(document) for document in documents] == [[]] * len(documents)
         job = job_of(documents)
@@ -167,23 +161,19 @@ def test_the_grace_period_fits_the_capacity(capacity: str, asked: int, given_: i
     assert any(each["key"] == "cloud.google.com/gke-spot" for each in pod["tolerations"]) == (capacity == "spot")
 
 
-@pytest.mark.parametrize("kind", ["jobset", "job"])
-def test_no_pod_is_privileged_or_on_the_nodes_network_unless_asked(kind: str) -> None:
-    pod = pod_of(rendered(kind=kind))
+def test_no_pod_is_privileged_or_on_the_nodes_network_unless_asked() -> None:
+    pod = pod_of(rendered())
     assert "hostNetwork" not in pod
     assert pod["containers"][0]["securityContext"] == {
         "allowPrivilegeEscalation": False,
         "capabilities": {"drop": ["ALL"], "add": ["DAC_OVERRIDE", "SYS_RESOURCE"]},
     }
-    assert pod_of(rendered("gke.privileged=true", kind=kind))["containers"][0]["securityContext"] == {
-        "privileged": True
-    }
+    assert pod_of(rendered("gke.privileged=true"))["containers"][0]["securityContext"] == {"privileged": True}
 
 
-@pytest.mark.parametrize("kind", ["jobset", "job"])
 @pytest.mark.parametrize("privileged", ["true", "false"])
-def test_every_container_may_lock_its_memory_before_its_command_begins(kind: str, privileged: str) -> None:
-    container = pod_of(rendered(f"gke.privileged={privileged}", kind=kind))["containers"][0]
+def test_every_container_may_lock_its_memory_before_its_command_begins(privileged: str) -> None:
+    container = pod_of(rendered(f"gke.privileged={privileged}"))["containers"][0]
     shell, option, script, *_ = container["command"]
     assert (shell, option) == ("sh", "-c")
     assert f"ulimit -l {64 * 2**40 // 1024} " in script, "KiB, which are 64 TiB"
@@ -223,11 +213,10 @@ def test_only_a_slice_of_several_hosts_asks_for_a_node_pool_of_its_own() -> None
     assert "annotations" not in rendered("slice.accelerator_type=v4-8")[-1]["metadata"]
 
 
-@pytest.mark.parametrize("kind", [WorkloadKind.JOBSET, WorkloadKind.JOB])
-def test_the_trainer_finds_its_peers_from_the_manifest_alone(kind: WorkloadKind) -> None:
-    pod = pod_of(rendered("slice.accelerator_type=v4-32", kind=kind.value))
+def test_the_trainer_finds_its_peers_from_the_manifest_alone() -> None:
+    pod = pod_of(rendered("slice.accelerator_type=v4-32"))
     environment = {each["name"]: each["value"] for each in pod["containers"][0]["env"] if "value" in each}
-    names = tuple(host_name("demo", kind, str(index)) for index in range(4))
+    names = tuple(host_name("demo", str(index)) for index in range(4))
     assert from_environment({**environment, "JOB_COMPLETION_INDEX": "2"}) == Cluster(2, names, "v4-32", "demo")
 
 
@@ -235,7 +224,7 @@ def test_names_that_do_not_fit_a_host_name_are_refused() -> None:
     assert check_name("a" * 49)
     with pytest.raises(BadInput, match="too long"):
         check_name("a" * 50)
-    longest = host_name("a" * 49, WorkloadKind.JOBSET, "255").split(".")[0]
+    longest = host_name("a" * 49, "255").split(".")[0]
     assert len(longest) <= 63
     with pytest.raises(BadInput, match="lower-case"):
         check_name("Demo")
@@ -262,8 +251,8 @@ def printed(*options: str) -> list[dict[str, Any]]:
 
 
 def test_the_command_prints_a_manifest_and_nothing_else() -> None:
-    documents = printed("--image", IMAGE, "--kind", "job", "--name", "other", "--", "true")
-    assert [each["kind"] for each in documents] == ["ConfigMap", "Secret", "Service", "Job"]
+    documents = printed("--image", IMAGE, "--name", "other", "--", "true")
+    assert [each["kind"] for each in documents] == ["ConfigMap", "Secret", "JobSet"]
     assert {each["metadata"]["name"] for each in documents} == {"other"}
     assert pod_of(documents)["containers"][0]["command"][-2:] == ["sh", "true"]
 

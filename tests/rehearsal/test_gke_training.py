@@ -172,16 +172,16 @@ def same_bits(room: Room, run_id: str, undisturbed: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def undisturbed(room: Room) -> dict[str, Any]:
-    """The summary of a plain Job that nothing happened to, in a cluster that injects nothing: the hosts find each other
-    by index and Service."""
+    """The summary of a JobSet that nothing happened to, in a cluster that injects nothing: the hosts find each other by
+    index and name."""
     cluster = room.cluster
     cluster.add_pool("quiet", "v4-16", spot=True)
     cluster.webhook = False
-    room.apply("--kind", "job", "--name", "plain")
-    job = room.end_of("plain")
+    room.apply("--name", "plain")
+    jobset = room.end_of("plain")
     cluster.webhook = True
-    assert [each["type"] for each in job["status"]["conditions"]] == ["Complete"], cluster.log(0)
-    room.remove("jobs", "plain")
+    assert jobset["status"]["terminalState"] == "Completed", cluster.log(0)
+    room.remove("jobsets", "plain")
     cluster.nodes.preempt("quiet")
     return room.summary("plain")
 
@@ -205,22 +205,6 @@ def test_a_jobset_goes_on_with_the_same_bits_on_new_spot_nodes(room: Room, undis
     room.remove("jobsets", "restarted")
     cluster.nodes.preempt("second")
     same_bits(room, "restarted", undisturbed)
-
-
-@pytest.mark.nightly
-def test_a_plain_job_goes_on_with_the_same_bits_after_an_eviction(room: Room, undisturbed: dict[str, Any]) -> None:
-    cluster = room.cluster
-    cluster.add_pool("first", "v4-16", spot=True)
-    room.apply("--kind", "job", "--name", "evicted")
-    room.wait(at_step(room, "[1-9][05]"), "the Job trains")
-    cluster.nodes.evict(cluster.pod(1))
-    job = room.end_of("evicted")
-    assert "Complete" in [each["type"] for each in job["status"]["conditions"]], cluster.log(0)
-    assert job["status"].get("failed", 0) == 0
-    assert "going on from gs://data/runs/evicted/checkpoints" in cluster.log(0)
-    room.remove("jobs", "evicted")
-    cluster.nodes.preempt("first")
-    same_bits(room, "evicted", undisturbed)
 
 
 @pytest.mark.nightly
@@ -271,19 +255,3 @@ def test_the_cluster_knows_what_to_restart(room: Room, script: str, state: str, 
         room.remove("jobsets", "rules")
     finally:
         room.cluster.nodes.preempt("rules")
-
-
-def test_a_plain_job_makes_a_host_that_saved_again_and_does_not_count_it(room: Room) -> None:
-    room.cluster.add_pool("rules", "v4-16", spot=True)
-    script = f'[ "$(date +%s)" -ge {int(time.time()) + 5} ] || {{ sleep 0.5; exit 75; }}'
-    room.apply("--kind", "job", "--name", "saving", "sh", "-c", script)
-    job = room.end_of("saving", 90)
-    assert job["status"].get("failed", 0) == 0
-    assert job["status"]["succeededIndexes"] == [0, 1]
-    room.remove("jobs", "saving")
-    room.apply("--kind", "job", "--name", "refusing", "sh", "-c", "exit 2")
-    job = room.end_of("refusing", 60)
-    reasons = {each["type"]: each["reason"] for each in job["status"]["conditions"]}
-    assert reasons["Failed"] == "PodFailurePolicy"
-    room.remove("jobs", "refusing")
-    room.cluster.nodes.preempt("rules")
