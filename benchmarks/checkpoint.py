@@ -70,7 +70,6 @@ def backend() -> Any:
         Cluster(0, ("localhost",)),
         SingleHost(),
         ModelRequirements(vocabulary=30_522, pad=0, sequence_length=128),
-        "t",
     )
 
 

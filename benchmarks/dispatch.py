@@ -104,7 +104,7 @@ def measure_ours(model: str, devices: int, steps: int) -> Measured:
     settings = {"steps": WARM + steps, "global_batch_size": ROWS, "precision": "bf16", "dropout": 0.1}
     folders = {"train": "none", "tokenizer": "none"}
     config = TrainerConfig.model_validate({"model": sizes, "data": folders, "train": settings, "output": "none"})
-    backend = TorchXla(config, cluster, SingleHost(), ModelRequirements(VOCABULARY, 0, LENGTH), "benchmark")
+    backend = TorchXla(config, cluster, SingleHost(), ModelRequirements(VOCABULARY, 0, LENGTH))
     batch = {name: np.array(array) for name, array in empty_batch(config, Graph("training", ROWS, LENGTH)).items()}
     batch["weights"][:] = 1
     times = time_steps(lambda number: backend.step(number, batch, Signals()).result, steps)

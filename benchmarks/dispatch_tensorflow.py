@@ -83,7 +83,7 @@ def measure_ours(layers: int, steps: int, steps_per_call: int | None) -> float:
         )
         cluster = Cluster(0, ("localhost",))
         task = open_task(config, cluster)
-        backend = open_backend(config, cluster, SingleHost(), task, "benchmark")
+        backend = open_backend(config, cluster, SingleHost(), task)
         assert backend.devices == REPLICAS
         batches, in_flight = backend.batches(task, 0), deque[Any]()
 

@@ -140,7 +140,7 @@ class Devices(Protocol):
         """Returns the sum of a one from every device of all hosts. A collective: all hosts must call it."""
 
 
-OpenDevices = Callable[[Cluster, Rendezvous, str], Devices]
+OpenDevices = Callable[[Cluster, Rendezvous], Devices]
 
 
 def check_host(
@@ -171,7 +171,7 @@ def check_host(
     devices = BACKENDS[backend].devices
     assert devices is not None, "the command line offers no other backend"
     try:
-        _use_devices(load(devices), cluster, rendezvous, token, report)
+        _use_devices(load(devices), cluster, rendezvous, report)
     except TrainError:
         raise
     except Exception as error:  # a framework raises anything
@@ -184,11 +184,10 @@ def _use_devices(
     open_devices: OpenDevices,
     cluster: Cluster,
     rendezvous: Rendezvous,
-    token: str,
     report: Callable[[str, Any], None],
 ) -> None:
     """Opens the devices, multiplies matrices on each and sums over all hosts', reporting facts. All hosts call it."""
-    devices = open_devices(cluster, rendezvous, token)
+    devices = open_devices(cluster, rendezvous)
     report("devices", devices.local)
     report("slice_devices", devices.total)
     report("memory_bytes", devices.memory_bytes())

@@ -148,9 +148,9 @@ def evaluate(
     task = open_task(config, cluster)
     assert task.data.evaluation is not None
     facts = {"configuration": config.hash, "model": name, **task.data.hashes()}
-    token = agree(rendezvous, facts, config.rendezvous.start_seconds)
+    agree(rendezvous, facts, config.rendezvous.start_seconds)
     _require_same_task(place, task, checkpoint)
-    backend = open_backend(config, cluster, rendezvous, task, token)
+    backend = open_backend(config, cluster, rendezvous, task)
     if checkpoint:
         checkpoint.load_model(backend)
     shutdown.nothing_to_save = False

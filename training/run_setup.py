@@ -209,7 +209,7 @@ def with_starting_model(config: TrainerConfig, folder: str, cluster: Cluster, re
     return config.model_copy(update={"model": config.model.model_copy(update={"path": start})})
 
 
-def open_backend(config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous, task: Task, token: str) -> Backend:
+def open_backend(config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous, task: Task) -> Backend:
     """Sets the device's environment variables, imports the framework and builds the model. Raises BadInput, for a batch
     that does not divide over the real devices for instance, and UnusableTpu."""
     set_device_environment(config.backend, cluster)
@@ -220,7 +220,7 @@ def open_backend(config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous
     )
     config = config.for_device(device_kind())
     with rendezvous.limit("opening the devices", config.rendezvous.start_seconds):
-        backend = _import_for_devices(config.backend, cluster)(config, cluster, rendezvous, requirements, token)
+        backend = _import_for_devices(config.backend, cluster)(config, cluster, rendezvous, requirements)
     mistake = batch_mistake(config, cluster.hosts, backend.devices)
     if mistake:
         raise BadInput(mistake)
@@ -292,4 +292,4 @@ class Dependencies:
     push: RunPush = run_push  # uploads a checkpoint to the Hub
     profiles: Callable[[int], Path | None] = folder_of  # where a worker's trainer is asked for them, if at all
     open_task: Callable[[TrainerConfig, Cluster], Task] = open_task
-    open_backend: Callable[[TrainerConfig, Cluster, Rendezvous, Task, str], Backend] = open_backend
+    open_backend: Callable[[TrainerConfig, Cluster, Rendezvous, Task], Backend] = open_backend

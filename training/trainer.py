@@ -98,7 +98,7 @@ def open_trainer(run: Run, context: AttemptContext, record_url: str, host_progre
         run = run.with_starting_model()
         run.rendezvous.set_phase("loading the framework")
     with run.timer.phase("imports"):
-        backend = run.dependencies.open_backend(run.config, cluster, run.rendezvous, run.task, run.token)
+        backend = run.dependencies.open_backend(run.config, cluster, run.rendezvous, run.task)
     for phase, seconds in backend.opening_seconds.items():
         run.timer.move("imports", phase, seconds)
     with run.timer.phase("restore"):

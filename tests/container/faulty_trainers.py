@@ -223,7 +223,7 @@ class _Injector:
 def _inject(fault: Fault, trained: str) -> None:
     """Wraps the trainer's functions with the points, and with a record of each step in the file `trained`."""
     from training.backends.torch_xla.backend import TorchXla
-    from training.backends.torch_xla.gloo import Exchange
+    from training.distributed.tcp_allreduce import TcpAllReduce
     from training.models import export
 
     injector = _Injector(fault)
@@ -232,7 +232,7 @@ def _inject(fault: Fault, trained: str) -> None:
     _inject_into_rendezvous(injector)
     _inject_into_steps(injector, trained)
     for owner, name, point in (
-        (Exchange, "sum", "exchanging gradients"),
+        (TcpAllReduce, "sum", "exchanging gradients"),
         (TorchXla, "evaluate", "evaluating"),
         (export, "write_model_folder", "exporting"),
     ):

@@ -22,7 +22,6 @@ _CONTEXT.set_forkserver_preload(
     [
         "google.cloud.storage",
         "training.backends.torch_xla.backend",
-        "training.backends.torch_xla.gloo",
         "training.trainer",
         "transformers.models.bert.modeling_bert",
     ]

@@ -38,7 +38,7 @@ def open_run(config: TrainerConfig) -> tuple[Any, list[HostBatch], list[HostBatc
     """A backend, and its first batches of training and of evaluation."""
     cluster = small_runs.this_host()
     task = open_task(config, cluster)
-    backend: Any = open_backend(config, cluster, SingleHost(), task, "token")
+    backend: Any = open_backend(config, cluster, SingleHost(), task)
     return backend, list(islice(task.batches(0), STEPS)), list(islice(task.evaluation_batches(), 2))
 
 

@@ -15,7 +15,7 @@ from tests.training.host_processes import free_port
 from training.distributed import connection as connections
 from training.distributed.barrier_state import Identity
 from training.distributed.cluster import SECRET_VARIABLE, Cluster, discover
-from training.distributed.handshake import RENDEZVOUS, HostCredentials, derive_token, host_credentials
+from training.distributed.handshake import RENDEZVOUS, HostCredentials, host_credentials
 from training.distributed.messages import encode
 from training.distributed.rendezvous_server import RendezvousServer
 from training.errors import BadInput
@@ -151,10 +151,3 @@ def test_a_short_secret_is_refused_and_no_message_shows_one() -> None:
     assert cluster.secret == SECRET, "the end of a file's line does not count"
     own = host_credentials(cluster, RENDEZVOUS)
     assert SECRET.decode() not in repr((cluster, own))
-
-
-def test_only_the_hosts_of_an_attempt_can_derive_its_token() -> None:
-    one = Cluster(0, ("10.0.0.1",), secret=SECRET)
-    assert derive_token(one, "token") == derive_token(one, "token")
-    others = (Cluster(0, ("10.0.0.1",), secret=SECRET, attempt=1), Cluster(0, ("10.0.0.1",), secret=SECRET * 2))
-    assert all(derive_token(one, "token") != derive_token(other, "token") for other in others)

@@ -97,7 +97,5 @@ def test_a_framework_opens_the_devices_within_the_limit_of_the_start(monkeypatch
          "output": "none", "rendezvous": {"start_seconds": 7}}
     )  # fmt: skip
     data = SimpleNamespace(tokens=SimpleNamespace(vocabulary=9, pad=0, end=None), sequence_length=8)
-    run_setup.open_backend(
-        config, Cluster(0, ("a",)), Limited(), cast(Any, SimpleNamespace(data=data, labels=None)), "t"
-    )
+    run_setup.open_backend(config, Cluster(0, ("a",)), Limited(), cast(Any, SimpleNamespace(data=data, labels=None)))
     assert opened == [("opening the devices", 7)]

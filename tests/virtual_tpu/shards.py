@@ -33,7 +33,7 @@ def step_and_look(folder: Path, state: dict[str, bytes] | None) -> tuple[dict[st
     document = Document("here", small_runs.document(folder), {})
     config, cluster = from_document(document), Cluster(0, ("localhost",), "v3-8")
     task = open_task(config, cluster)
-    backend: Any = open_backend(config, cluster, SingleHost(), task, "token")
+    backend: Any = open_backend(config, cluster, SingleHost(), task)
     specs = backend.tensor_specs()
     if state:
         backend.load_state({name: (specs[name], memoryview(data)) for name, data in state.items()})

@@ -72,7 +72,7 @@ class Backend(Protocol):
         """Returns in a few words whether the run's programs are those of preflight; None without a preflight."""
 
 
-# A backend's class: (configuration, cluster, rendezvous, what the data needs of the model, the run's token) -> backend.
-OpenBackend = Callable[[TrainerConfig, Cluster, Rendezvous, ModelRequirements, str], Backend]
+# A backend's class: (configuration, cluster, rendezvous, what the data needs of the model) -> backend.
+OpenBackend = Callable[[TrainerConfig, Cluster, Rendezvous, ModelRequirements], Backend]
 # The class of a backend -> that backend for the run at hand, for callers that choose the class.
 BuildBackend = Callable[[Any], Any]

@@ -21,7 +21,6 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import json
-import os
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -213,10 +212,3 @@ class ClientHandshake:
         if not hmac.compare_digest(self._own.prove("server", self._worker, self._nonces, statement), message["proof"]):
             raise Malformed("the answering program does not know the secret of this attempt")
         return None if kind == "welcome" else Refusal(message["refused"], message["final"])
-
-
-def derive_token(cluster: Cluster, token: str) -> str:
-    """Returns a name that only the hosts of this attempt can know, 32 bytes in hexadecimal, for a library's own
-    exchange. `token`: one on which the hosts agreed."""
-    secret = cluster.secret or os.fsencode(token)
-    return hmac.new(secret, f"{_VERSION} {cluster.run_id} {cluster.attempt} {token}".encode(), "sha256").hexdigest()

@@ -1,4 +1,5 @@
-"""An all-reduce across CPU hosts over TCP, with numpy alone, for frameworks whose own does not fail fast.
+"""An all-reduce across CPU hosts over TCP, with numpy alone: there the frameworks' own end at the process, or do not
+fail fast.
 
 Host 0 adds the arrays of the other hosts, in worker order, and sends them the sum: the order is fixed, so the same
 number of hosts gives the same bits on every host. On the wire, after the handshake (`handshake.py`): the raw bytes of

@@ -61,7 +61,7 @@ def check_configuration(config: TrainerConfig, steps: int) -> list[LintFinding]:
     os.environ["PJRT_DEVICE"] = "CPU"
     config = _with_small_batches(config)
     task = open_task(config, cluster := Cluster(0, ("localhost",), run_id="check"))
-    backend = open_backend(config, cluster, SingleHost(), task, "check")
+    backend = open_backend(config, cluster, SingleHost(), task)
     watcher: StepWatcher = load(BACKENDS[config.backend].step_watcher)(backend)
     training, evaluation = StepChecker(task.shapes), StepChecker(task.shapes)
     with closing(task.batches(0)) as batches:

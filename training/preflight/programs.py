@@ -159,7 +159,7 @@ def trace_programs(
         longest = max((*facts.lengths, *facts.evaluation_lengths))
         head = TASKS[config.task].head
         requirements = ModelRequirements(facts.vocabulary, facts.pad, longest, head, facts.labels)
-        return backend_class(config, Cluster(0, ("localhost",)), SingleHost(), requirements, "preflight")
+        return backend_class(config, Cluster(0, ("localhost",)), SingleHost(), requirements)
 
     tracer: ProgramTracer = tracer_class(open_backend, devices)
     programs = []

@@ -55,9 +55,8 @@ class TensorFlow:
         cluster: Cluster,
         rendezvous: Rendezvous,
         requirements: ModelRequirements,
-        token: str,
     ) -> None:
-        """Opens the devices, connects the hosts and builds the model. `token` identifies this group of processes."""
+        """Opens the devices, connects the hosts and builds the model."""
         # Without this a TPU rounds the factors of fp32 products to bf16.
         tf.config.experimental.enable_tensor_float_32_execution(False)
         self._config = config

@@ -22,7 +22,7 @@ _SECONDS = 60.0
 
 
 class TensorFlowDevices:
-    def __init__(self, cluster: Cluster, rendezvous: Rendezvous, token: str) -> None:
+    def __init__(self, cluster: Cluster, rendezvous: Rendezvous) -> None:
         """Opens the devices; on a TPU slice of several hosts, also tries them all here and keeps the results for the
         methods, so that all hosts must call it."""
         self._wrong: int | None = None

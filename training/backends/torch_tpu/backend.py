@@ -89,7 +89,6 @@ class TorchTpu:
         cluster: Cluster,
         rendezvous: Rendezvous,
         requirements: ModelRequirements,
-        token: str,
     ) -> None:
         """Opens the device, connects the processes and builds the model."""
         began = time.monotonic()

@@ -2,7 +2,6 @@
 
 step_cache.py    caches compiled steps and runs them without tracing again
 internals.py     all private names of torch_xla
-gloo.py          sums across CPU hosts
 tracing.py       the step's program for preflight, not run
 lint.py          what the operations of a step cost on a TPU, for `tpu-train check`
 profiler.py      torch_xla's profiler

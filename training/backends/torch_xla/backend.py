@@ -2,7 +2,7 @@
 
 On TPU (and with CPU_NUM_DEVICES above 1) the process is a member of an SPMD program (`sharding.py`). On a CPU there is
 one device a process and no collective between processes (two processes would silently train apart), so the gradients
-of the host batch come to the host, are added by gloo, and go back: two programs a step instead of one.
+of the host batch come to the host, are added over TCP, and go back: two programs a step instead of one.
 
 The training step itself is in `step.py`, its cached programs in `step_cache.py`, the state in `state.py`.
 """
@@ -14,8 +14,9 @@ import os
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as xla_metrics
@@ -39,6 +40,7 @@ from training.checkpoint.snapshot import Snapshot
 from training.config import TrainerConfig
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import Rendezvous
+from training.distributed.tcp_allreduce import TcpAllReduce
 from training.models.hugging_face import ModelRequirements
 from training.models.torch.network import slow_parts
 from training.preflight.checked_programs import CheckedPrograms
@@ -46,9 +48,6 @@ from training.preflight.compiler import hash_hlo
 from training.registry import OPTIMIZERS, TASKS, load
 from training.tasks.task import Task
 from training.telemetry.console import note, warn
-
-if TYPE_CHECKING:
-    from training.backends.torch_xla.gloo import Exchange
 
 
 class TorchXla:
@@ -60,12 +59,11 @@ class TorchXla:
         cluster: Cluster,
         rendezvous: Rendezvous,
         requirements: ModelRequirements,
-        token: str,
         *,
         only_traces: bool = False,
     ) -> None:
         """Opens the devices, connects the hosts and builds the model; one that `only_traces` without weights, if it
-        can. `token`: of this group of processes."""
+        can."""
         # fp32 products are products of fp32; TPUs would round their factors to bf16. Products of bf16 stay as they are.
         logging.getLogger("torch_xla.backends").disabled = True  # it warns of every call
         set_mat_mul_precision("highest")
@@ -78,9 +76,7 @@ class TorchXla:
         self.devices = self._sharding.devices
         self._exchange = None
         if cluster.hosts > 1 and not self._sharding.is_spmd:
-            from training.backends.torch_xla.gloo import Exchange
-
-            self._exchange = Exchange(cluster, rendezvous, token, config.rendezvous.seconds)
+            self._exchange = TcpAllReduce(cluster, rendezvous, config.rendezvous.seconds)
         self.in_flight = 0 if self._exchange else 2 if self._sharding.is_spmd else 1
         rendezvous.set_phase("building the model")
         network, noise = build_network(
@@ -128,12 +124,11 @@ class TorchXla:
             self._stepped = True
         return _PendingStep(self._state, report, trains=True, proofs=self._take_proofs())
 
-    def _step_of_hosts(self, number: int, inputs: StepInputs[Tensor], exchange: Exchange) -> _PendingStep:
+    def _step_of_hosts(self, number: int, inputs: StepInputs[Tensor], exchange: TcpAllReduce) -> _PendingStep:
         """Runs two programs, traced every step, and between them the sum over all hosts."""
         flat = self._step.flatten(*self._step.gradients(number, inputs))
         torch_xla.sync()
-        total = self._state.to_host(flat)
-        exchange.sum(total)
+        total = torch.from_numpy(exchange.sum(self._state.to_host(flat).numpy()))
         flat = total.to(self._sharding.device)
         update = self._step.update(*self._step.unflatten(flat), inputs.scalars[0])
         self._state.wait_before_mutation()
@@ -145,8 +140,7 @@ class TorchXla:
         inputs = self._send(self._step.evaluation_inputs(batch, signals))
         report = self._evaluation.run(_shapes(batch), inputs, None, self._step.trace_evaluation)
         if self._exchange:
-            report = self._state.to_host(report)
-            self._exchange.sum(report)
+            report = torch.from_numpy(self._exchange.sum(self._state.to_host(report).numpy()))
         return _PendingStep(self._state, report, trains=False, proofs=self._take_proofs())
 
     def trace_step(self, number: int, batch: Arrays, signals: Signals) -> Tensor:

@@ -14,6 +14,7 @@ from training.backends.torch_xla import internals
 from training.backends.torch_xla.sharding import DataParallel
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import Rendezvous
+from training.distributed.tcp_allreduce import TcpAllReduce
 
 _ROWS, _INNER, _COLUMNS = 128, 256, 128  # of a device
 _SECONDS = 60.0
@@ -22,15 +23,13 @@ _SECONDS = 60.0
 class TorchDevices:
     """Under SPMD, `wrong_products` and `sum_ones` are programs of all hosts."""
 
-    def __init__(self, cluster: Cluster, rendezvous: Rendezvous, token: str) -> None:
-        """Opens the devices and, between CPU hosts, connects gloo with the run's `token`. All hosts call it."""
+    def __init__(self, cluster: Cluster, rendezvous: Rendezvous) -> None:
+        """Opens the devices and, between CPU hosts, connects them. All hosts call it."""
         self._sharding, self._exchange = DataParallel(cluster), None
         self.total = self._sharding.devices
         self.local: int = xla_runtime.addressable_runtime_device_count() if self._sharding.is_spmd else 1
         if cluster.hosts > 1 and not self._sharding.is_spmd:
-            from training.backends.torch_xla.gloo import Exchange
-
-            self._exchange = Exchange(cluster, rendezvous, token, _SECONDS)
+            self._exchange = TcpAllReduce(cluster, rendezvous, _SECONDS)
 
     def memory_bytes(self) -> int | None:
         return memory_of(self._sharding)[1] or None
@@ -46,12 +45,10 @@ class TorchDevices:
         return int(self._read(wrong.to(torch.float32).sum()))
 
     def sum_ones(self) -> float:
-        """Sums by XLA's all-reduce; between CPU hosts by gloo."""
+        """Sums by XLA's all-reduce; between CPU hosts over TCP."""
         ones = self._sharding.send_rows({"ones": np.ones((self.local, 1), np.float32)})["ones"]
-        total = torch.tensor([self._read(ones.sum())])
-        if self._exchange:
-            self._exchange.sum(total)
-        return float(total.item())
+        total = self._read(ones.sum())
+        return float(self._exchange.sum(np.array([total], np.float32))[0]) if self._exchange else total
 
     def _read(self, value: torch.Tensor) -> float:
         """Runs the recorded operations and returns their scalar; under SPMD all hosts must call it."""
