@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
-import selectors
+import queue
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any, TypeVar
 
 from training.distributed.barrier_state import Refusal
 from training.distributed.handshake import (
+    HANDSHAKE_SECONDS,
     NONCE_BYTES,
     SPARE_CONNECTIONS,
     ClientHandshake,
@@ -76,115 +80,72 @@ def _receive_lines(
 
 def accept_peers(listener: socket.socket, own: HostCredentials, seconds: float) -> dict[int, socket.socket]:
     """Returns connections of all hosts but host 0, by worker, after each has proved that it belongs to the attempt.
-    Other clients delay nothing: each holds a connection for HANDSHAKE_SECONDS at most. Raises TimeoutError, which names
-    the missing hosts, if not all connected within `seconds`, and OSError if the listener is broken."""
-    acceptor = _PeerAcceptor(listener, own)
+    Other clients delay nothing: each has a thread, for HANDSHAKE_SECONDS at most. Raises TimeoutError, which names the
+    missing hosts, if not all connected within `seconds`, and OSError if the listener is broken."""
+    peers: dict[int, socket.socket] = {}
+    pending: list[socket.socket] = []  # without a proof yet, the oldest first
+    proved: queue.SimpleQueue[tuple[int, socket.socket]] = queue.SimpleQueue()
+
+    def close_oldest() -> bool:
+        if not pending:
+            return False
+        with contextlib.suppress(OSError):
+            pending.pop(0).shutdown(socket.SHUT_RDWR)  # its thread closes it
+        return True
+
+    def serve(connection: socket.socket) -> None:
+        try:
+            handshake, hello = _receive_hello(connection, own)
+            pending.remove(connection)
+            connection.sendall(handshake.welcome(hello))
+        except (OSError, Malformed, ValueError):  # ValueError: it was closed to make room
+            with contextlib.suppress(ValueError):
+                pending.remove(connection)
+            connection.close()
+        else:
+            proved.put((hello.worker, connection))
+
+    deadline = time.monotonic() + seconds
+    listener.setblocking(False)
     try:
-        deadline = time.monotonic() + seconds
-        while missing := sorted(set(range(1, own.identity.hosts)) - set(acceptor.peers)):
-            now = time.monotonic()
-            if now >= deadline:
+        while missing := sorted(set(range(1, own.identity.hosts)) - set(peers)):
+            if time.monotonic() >= deadline:
                 names = ", ".join(map(str, missing))
                 raise TimeoutError(f"host {names} did not connect to the {own.purpose} within {seconds:g} s")
-            acceptor.serve(min(0.25, deadline - now))
-        return acceptor.peers
+            for connection in islice(iter(lambda: accept_connection(listener.accept, close_oldest), None), 64):
+                pending.append(connection)
+                if len(pending) > own.identity.hosts + SPARE_CONNECTIONS:
+                    close_oldest()
+                threading.Thread(target=serve, args=(connection,), name="handshake", daemon=True).start()
+            with contextlib.suppress(queue.Empty):
+                worker, connection = proved.get(timeout=0.05)
+                if worker in peers:  # its connection broke, and it connected again
+                    peers[worker].close()
+                peers[worker] = connection
+        return peers
     except BaseException:
-        for peer in acceptor.peers.values():
+        for peer in peers.values():
             peer.close()
         raise
-    finally:
-        acceptor.close()
 
 
-class _PeerAcceptor:
-    """Accepts connections on host 0 and performs the handshake on all of them at once."""
-
-    def __init__(self, listener: socket.socket, own: HostCredentials) -> None:
-        self.peers: dict[int, socket.socket] = {}  # accepted, by worker
-        self._own, self._listener = own, listener
-        self._handshake = ServerHandshake(own)
-        self._pending: dict[int, socket.socket] = {}
-        self._opened = 0
-        self._selector = selectors.DefaultSelector()
-        listener.setblocking(False)
-        self._selector.register(listener, selectors.EVENT_READ, None)
-
-    def serve(self, seconds: float) -> None:
-        """Waits for events at most `seconds`, and handles them."""
-        for key, _ in self._selector.select(seconds):
-            if key.data is None:
-                self._accept()
-            elif key.data in self._pending:
-                self._read(key.data)
-        for number in self._handshake.overdue(time.monotonic(), self._own.identity.hosts + SPARE_CONNECTIONS):
-            self._drop(number)
-
-    def _accept(self) -> None:
-        """Accepts one connection and sends it a challenge."""
-        connection = accept_connection(self._listener.accept, self._close_oldest)
-        if connection is None:
-            return
-        number, self._opened = self._opened, self._opened + 1
-        try:
-            connection.setblocking(False)
-            connection.sendall(self._handshake.opened(number, time.monotonic()))  # fits an empty buffer
-        except OSError:
-            self._handshake.forget(number)
-            connection.close()
-            return
-        self._pending[number] = connection
-        self._selector.register(connection, selectors.EVENT_READ, number)
-
-    def _read(self, number: int) -> None:
-        """Reads from a pending connection. Moves it to `peers` after a valid hello, closes it after bad bytes."""
-        connection = self._pending[number]
-        try:
-            data = connection.recv(HANDSHAKE_BYTES)
-            if not data:
-                raise ConnectionResetError
-            hello = self._handshake.received(number, data)
-            if hello is None:
-                return
-            if not self._is_peer(hello):
-                raise Malformed("no other host of this attempt")
-            connection.sendall(self._handshake.welcome(hello))
-        except BlockingIOError:
-            return
-        except (OSError, Malformed):
-            self._drop(number)
-            return
-        self._forget(number)
-        if hello.worker in self.peers:  # its connection broke, and it connected again
-            self.peers[hello.worker].close()
-        self.peers[hello.worker] = connection
-
-    def _is_peer(self, hello: VerifiedHello) -> bool:
-        """Returns whether a hello is from another host of this very attempt."""
-        return hello.identity == self._own.identity and 0 < hello.worker < self._own.identity.hosts
-
-    def _forget(self, number: int) -> socket.socket:
-        """Removes a pending connection without closing it, and returns it."""
-        self._handshake.forget(number)
-        connection = self._pending.pop(number)
-        self._selector.unregister(connection)
-        return connection
-
-    def _drop(self, number: int) -> None:
-        """Closes a pending connection."""
-        self._forget(number).close()
-
-    def _close_oldest(self) -> bool:
-        """Closes the connection that has been pending longest. Returns False if none is pending."""
-        oldest = self._handshake.oldest()
-        if oldest is not None:
-            self._drop(oldest)
-        return oldest is not None
-
-    def close(self) -> None:
-        """Closes all pending connections."""
-        for number in list(self._pending):
-            self._drop(number)
-        self._selector.close()
+def _receive_hello(connection: socket.socket, own: HostCredentials) -> tuple[ServerHandshake, VerifiedHello]:
+    """Sends a challenge on a new connection to host 0 and returns the valid hello of another host of this attempt.
+    Raises OSError after HANDSHAKE_SECONDS, Malformed for other bytes."""
+    handshake = ServerHandshake(own)
+    until = time.monotonic() + HANDSHAKE_SECONDS
+    connection.settimeout(HANDSHAKE_SECONDS)
+    connection.sendall(handshake.opened(0, 0.0))
+    hello = None
+    while hello is None:
+        connection.settimeout(max(0.001, until - time.monotonic()))
+        data = connection.recv(HANDSHAKE_BYTES)
+        if not data:
+            raise ConnectionResetError
+        hello = handshake.received(0, data)
+    if hello.identity != own.identity or not 0 < hello.worker < own.identity.hosts:
+        raise Malformed("no other host of this attempt")
+    return handshake, hello
 
 
 def describe_error(error: BaseException) -> str:
