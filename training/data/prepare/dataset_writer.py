@@ -174,18 +174,14 @@ def write_mark(url: str, mark: Mark) -> None:
     storage.write(storage.join(url, PREPARING, f"{mark.shard.name}.json"), json.dumps(value).encode())
 
 
-def shard_writer(plan: DatasetPlan) -> Callable[[str, int, Ids], Shard]:
-    """Returns a function (url, number, rows) that writes rows (n, length) as shard `number` of the folder `url`, in the
-    plan's layout and compression. It raises BadInput for an id beyond the vocabulary."""
-
-    def write(url: str, number: int, rows: Ids) -> Shard:
-        if plan.layout != "recipe":
-            return write_columns(url, plan, id_features(plan.vocabulary), number, {"input_ids": rows})
-        _check_vocabulary(plan, rows)
-        name, data = recipe_layout.shard_name(plan.split, number, len(rows)), recipe_layout.encode_shard(rows)
-        return write_shard(url, name, plan.length, len(rows), data)
-
-    return write
+def write_packed(url: str, plan: DatasetPlan, number: int, rows: Ids) -> Shard:
+    """Writes packed rows (n, length) as shard `number` of the folder `url`, in the plan's layout and compression.
+    Raises BadInput for an id beyond the vocabulary."""
+    if plan.layout != "recipe":
+        return write_columns(url, plan, id_features(plan.vocabulary), number, {"input_ids": rows})
+    _check_vocabulary(plan, rows)
+    name, data = recipe_layout.shard_name(plan.split, number, len(rows)), recipe_layout.encode_shard(rows)
+    return write_shard(url, name, plan.length, len(rows), data)
 
 
 def write_columns(

@@ -52,17 +52,17 @@ class RowKind(ABC):
 
 
 class PackedRows(RowKind):
-    """Full rows, cut from one stream of ids."""
+    """Full rows, cut from one stream of ids, in the plan's layout."""
 
     def __init__(self, plan: DatasetPlan, encode: Encode) -> None:
         self.units, self.more, self.features = plan.length, dataset_writer.PACKED, dataset_writer.plan_features(plan)
-        self._encode, self._write = encode, dataset_writer.shard_writer(plan)
+        self._plan, self._encode = plan, encode
 
     def encode(self, documents: list[str]) -> Ids:
         return np.concatenate(self._encode(documents))
 
     def write(self, url: str, number: int, units: Ids) -> Shard:
-        return self._write(url, number, units.reshape(-1, self.units))
+        return dataset_writer.write_packed(url, self._plan, number, units.reshape(-1, self.units))
 
     def note(self, dropped: int) -> str:
         return f"{dropped} tokens at the end fill no row"
