@@ -21,9 +21,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-FORMAT = 1
+from pydantic import TypeAdapter, ValidationError
 
 
 def _new_token() -> str:
@@ -146,7 +146,7 @@ class EmulatorState:
     repositories: dict[str, dict[str, Any]] = field(default_factory=dict)  # projects/P/locations/L/repositories/R
     stock: dict[str, Any] | None = None  # a stock file's content; see api/stock.py
     stock_since: float = 0.0  # when it was entered
-    format: int = FORMAT
+    format: Literal[1] = 1
 
     @property
     def storage(self) -> str:
@@ -165,20 +165,10 @@ def to_json(state: EmulatorState) -> str:
 
 def from_json(text: str) -> EmulatorState:
     """Parses the state file. Raises ValueError when it is not a state of this format."""
-    value = json.loads(text)
-    if not isinstance(value, dict) or value.get("format") != FORMAT:
-        raise ValueError(f"not an emulator state of format {FORMAT}")
     try:
-        value["nodes"] = {
-            name: Node(**{**node, "hosts": [Host(**host) for host in node["hosts"]]})
-            for name, node in value["nodes"].items()
-        }
-        value["operations"] = {name: Operation(**operation) for name, operation in value["operations"].items()}
-        value["faults"] = [Fault(**fault) for fault in value["faults"]]
-        value["queued"] = {name: QueuedResource(**queued) for name, queued in value["queued"].items()}
-        return EmulatorState(**value)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"not an emulator state: {error!r}") from None
+        return TypeAdapter(EmulatorState).validate_json(text)
+    except ValidationError as error:
+        raise ValueError(f"not an emulator state of this format: {error.errors()[0]['msg']}") from None
 
 
 def write_atomically(path: Path, data: bytes) -> None:
