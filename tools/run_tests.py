@@ -63,36 +63,32 @@ FAULTS = tuple(
         "run_specification",
     )
 )
-# A lane is a list of stages, one after the other. The lanes of a row run at the same time, because most stages wait
-# half of their time, for processes, hosts and time-outs. The rows follow each other.
-SIMULATED = (Stage("simulated-runs", (*PYTEST, "-s", "tests/simulation"), 1800, idle=True),)
-ROWS: tuple[tuple[tuple[Stage, ...], ...], ...] = (
+# Two stages of a row run at the same time, in its order, because most stages wait half of their time, for processes,
+# hosts and time-outs. The rows follow each other.
+LANES = 2
+SIMULATED = Stage("simulated-runs", (*PYTEST, "-s", "tests/simulation"), 1800, idle=True)
+ROWS: tuple[tuple[Stage, ...], ...] = (
     (
-        (
-            Stage("lint", ("make", "--no-print-directory", "lint"), 600, runs_tests=False),
-            Stage("fast", (*PYTEST, "--durations=30"), 1200),
-        ),
-        (Stage("images", (*CONTAINER_TESTS, "--build-only"), 1800, runs_tests=False),),
+        Stage("images", (*CONTAINER_TESTS, "--build-only"), 1800, runs_tests=False),
+        Stage("fast", (*PYTEST, "--durations=30", "tests/launcher", "tests/emulator"), 1200),
+        Stage("fast-training", (*PYTEST, "--durations=30", "tests/training"), 1200),
+        Stage("lint", ("make", "--no-print-directory", "lint"), 600, runs_tests=False),
     ),
     (
-        (Stage("container", CONTAINER_TESTS, 3600),),
-        (
-            Stage("tensorflow", (*CONTAINER_TESTS, "tensorflow"), 1800),
-            Stage("oracle-torch-xla", (*CONTAINER_TESTS, "oracle-torch-xla", "-s"), 600),
-            Stage("virtual-tpu", (*CONTAINER_TESTS, "virtual-tpu"), 1200),
-            Stage("torch-tpu", (*CONTAINER_TESTS, "torch-tpu"), 900),
-        ),
+        Stage("container", CONTAINER_TESTS, 3600),
+        Stage("virtual-tpu", (*CONTAINER_TESTS, "virtual-tpu"), 1200),
+        Stage("torch-tpu", (*CONTAINER_TESTS, "torch-tpu"), 900),
+        Stage("tensorflow", (*CONTAINER_TESTS, "tensorflow"), 1800),
+        Stage("oracle-torch-xla", (*CONTAINER_TESTS, "oracle-torch-xla", "-s"), 600),
     ),
-    ((Stage("rehearsal", (*PYTEST, "tests/rehearsal", "-m", "alone", *PATIENT, *SLOWEST), 3000),),),
+    (Stage("rehearsal", (*PYTEST, "tests/rehearsal", "-m", "alone", *PATIENT, *SLOWEST), 3000),),
     (
-        (
-            Stage(
-                "slices",
-                (*PYTEST, "tests/rehearsal", "-m", "not alone", *(f"--ignore={file}" for file in FAULTS), *SLOWEST),
-                2400,
-            ),
+        Stage(
+            "slices",
+            (*PYTEST, "tests/rehearsal", "-m", "not alone", *(f"--ignore={file}" for file in FAULTS), *SLOWEST),
+            2400,
         ),
-        (Stage("faults", (*PYTEST, *FAULTS, *SLOWEST), 2400),),
+        Stage("faults", (*PYTEST, *FAULTS, *SLOWEST), 2400),
     ),
 )
 
@@ -158,45 +154,25 @@ def yield_to_other_sessions(process: int) -> None:
         Path(f"/proc/{process}/autogroup").write_text("19", encoding="ascii")
 
 
-class Lane:
-    """Stages that run one after another."""
-
-    def __init__(self, stages: Sequence[Stage], *, named: bool) -> None:
-        self.outcomes: list[Outcome] = []
-        self.running: Running | None = None
-        self._later = list(stages)
-        self._named = named
-        self._start_next()
-
-    def _start_next(self) -> None:
-        stage = self._later.pop(0) if self._later else None
-        self.running = Running(stage, prefix=f"{stage.name}: " if self._named else "") if stage else None
-
-    def advance(self) -> bool:
-        """Starts the next stage if the current one has ended. Returns whether any stage remains."""
-        if self.running and self.running.has_ended():
-            self.outcomes.append(self.running.outcome())
-            self._start_next()
-        return self.running is not None
-
-
-def run(rows: Sequence[Sequence[Sequence[Stage]]], beside: Sequence[Stage]) -> list[Outcome]:
+def run(rows: Sequence[Sequence[Stage]], beside: Sequence[Stage]) -> list[Outcome]:
     """Runs the rows one after another, and the stages of `beside` at the same time."""
-    lanes = [Lane(beside, named=True)]
+    outcomes: list[Outcome] = []
+    under_way = [Running(stage, prefix=f"{stage.name}: ") for stage in beside]
     try:
         for row in rows:
-            begun = [Lane(stages, named=len(row) > 1 or bool(beside)) for stages in row]
-            lanes += begun
-            while sum([lane.advance() for lane in begun]):
-                lanes[0].advance()
+            waiting = list(row)
+            while waiting or any(each.stage in row for each in under_way):
+                while waiting and sum(each.stage in row for each in under_way) < LANES:
+                    stage = waiting.pop(0)
+                    under_way.append(Running(stage, prefix=f"{stage.name}: " if beside or len(row) > 1 else ""))
                 time.sleep(0.1)
-        while lanes[0].advance():
-            time.sleep(0.1)
+                for each in [each for each in under_way if each.has_ended()]:
+                    under_way.remove(each)
+                    outcomes.append(each.outcome())
+        return [*outcomes, *(each.outcome() for each in under_way)]
     except BaseException:
-        under_way = [lane.running for lane in lanes if lane.running]
         end([each.process for each in under_way], f"interrupted: {', '.join(each.stage.name for each in under_way)}")
         raise
-    return [outcome for lane in lanes for outcome in lane.outcomes]
 
 
 def count(closing: str, *words: str) -> int:
@@ -222,13 +198,12 @@ def choose(stages: Sequence[Stage], names: Sequence[str]) -> list[Stage]:
 
 
 def main(names: list[str]) -> int:
-    rows = [[choose(lane, names) for lane in row] for row in ROWS]
-    rows = [[lane for lane in row if lane] for row in rows]
+    rows = [choose(row, names) for row in ROWS]
     LOGS.mkdir(mode=0o700, parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         began = time.monotonic()
-        outcomes = run([row for row in rows if row], choose(SIMULATED, names))
+        outcomes = run(rows, choose([SIMULATED], names))
     except KeyboardInterrupt:
         return 130
     print()
