@@ -60,7 +60,7 @@ FAULTS = tuple(
         "emulator_slice",
         "housekeeping",
         "gcloud_defects",
-        "run_specification",
+        "readme_commands",
     )
 )
 # Two stages of a row run at the same time, in its order, because most stages wait half of their time, for processes,

@@ -50,6 +50,7 @@ def test_a_file_with_a_command_is_enough(tmp_path: Path) -> None:
         ),
         (("v4-16", "v4-16\n  expires_hours: 1e300"), "run.yaml:6: slice.expires_hours: should be less than"),
         (("v4-16", "v4-16\n  create_minutes: 1e12"), "run.yaml:6: slice.create_minutes: should be less than"),
+        (("v4-16", "v4-16\n  capacity: flex-start"), "run.yaml:6: slice.capacity: flex-start needs slice.queued and"),
         (("slice:", "slcie:"), "run.yaml:3: unknown key 'slcie'; did you mean 'slice'?"),
         (("zone: us-central2-b", "zone: [a"), "not valid YAML"),
         (
@@ -161,6 +162,7 @@ def test_a_variable_that_looks_like_a_secret_is_refused_where_it_would_be_visibl
         ("image: {code: ' '}", "image.code: ' ' is empty"),
         ("run: {user: ''}", "run.user: '' is empty"),
         ("run: {shm_size: 0g}", "run.shm_size: '0g' must be more than 0"),
+        ('run: {environment: {A: "x\\ny"}}', "may not contain a line break"),
         ("gke: {gcsfuse: {bucket: 'gs://b', folder: /b}}", "gke.gcsfuse.bucket: 'gs://b' must be a bucket's name"),
     ],
 )

@@ -1,20 +1,22 @@
-"""Emulated slices for tests: each module has its own workstation, and its emulator is stopped after the module."""
+"""Emulated slices for tests: a module has its own workstation, whose emulator is stopped after it; the tests of a
+process that need just two hosts share theirs."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.rehearsal.workstation import BUCKET, ROOT, Workstation
 
 
-@pytest.fixture(scope="module")
-def workstation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workstation]:
-    """A workstation without an emulator."""
-    folder = tmp_path_factory.mktemp("workstation")
+@contextlib.contextmanager
+def set_up(folder: Path) -> Iterator[Workstation]:
+    """Yields a workstation without an emulator; stops at the end what was started on it."""
     environment = {
         key: value for key, value in os.environ.items() if key not in ("DOCKER_HOST", "STORAGE_EMULATOR_HOST")
     }
@@ -27,6 +29,12 @@ def workstation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workstatio
         for name in ("runs", "slices"):
             assert not (folder / ".tpu-launch" / name).exists(), "emulated commands wrote where real runs are kept"
         shutil.rmtree(folder / ".tpu-launch", ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def workstation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workstation]:
+    with set_up(tmp_path_factory.mktemp("workstation")) as work:
+        yield work
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +51,12 @@ slice: {name: NAME, accelerator_type: TYPE}
 """
 
 
-@pytest.fixture(scope="module")
-def two_hosts(emulator: Workstation) -> Iterator[tuple[Workstation, str]]:
+@pytest.fixture(scope="session")
+def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Workstation, str]]:
     """A v4-16 that is READY, and its file (no trainer sections: commands are given)."""
-    name = emulator.file("two.yaml", SLICE.replace("NAME", "two").replace("TYPE", "v4-16"))
-    emulator.good("--emulated", "up", "-f", name)
-    yield emulator, name
-    emulator.launch("--emulated", "down", "-f", name)
+    with set_up(tmp_path_factory.mktemp("two-hosts")) as work:
+        work.good("emulator", "start", "--bucket", BUCKET)
+        name = work.file("two.yaml", SLICE.replace("NAME", "two").replace("TYPE", "v4-16"))
+        work.good("--emulated", "up", "-f", name)
+        yield work, name
+        work.launch("--emulated", "down", "-f", name)

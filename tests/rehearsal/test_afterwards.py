@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.rehearsal.workstation import Workstation
 from training.telemetry.progress_line import FILE_VARIABLE
 
-SECRET = "v3ry-s3cret-t0ken"
+SECRET = "an0ther-t0ken"
 
 
 def test_status_tells_step_loss_speed_ages_and_cost_and_a_failure_leaves_a_masked_post_mortem(

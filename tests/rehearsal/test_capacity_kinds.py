@@ -1,4 +1,4 @@
-"""Claims about flex-start, calendar reservations and candidates, with the real gcloud against the emulated API; about a
+"""Claims about flex-start and reservations, with the real gcloud against the emulated API; about a
 minute."""
 
 from __future__ import annotations
@@ -48,12 +48,3 @@ def test_each_kind_of_capacity_is_asked_for_as_googles_api_has_it(
     shown = requested(emulator)
     assert {key: shown.get(key) for key in fields} == fields
     emulator.good("--emulated", "down", "-f", file)
-
-
-def test_what_a_kind_of_capacity_needs_is_said_before_anything_is_asked(workstation: Workstation) -> None:
-    file = workstation.file("kind.yaml", FILE.replace("TYPE", "v6e-1").replace("ZONE", "us-east5-a"))
-    text = (workstation.folder / file).read_text().replace("KEYS", "capacity: flex-start")
-    (workstation.folder / file).write_text(text)
-    ended = workstation.launch("--emulated", "up", "-f", file)
-    assert ended.code == 2
-    assert "slice.capacity: flex-start needs slice.max_run_hours" in ended.output

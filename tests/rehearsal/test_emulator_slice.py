@@ -336,19 +336,6 @@ def test_a_preempted_slice_can_only_be_deleted(pod: Slice) -> None:
     assert not [name for name in hosts if name in left]
 
 
-def test_a_stockout_and_a_quota_look_as_google_shows_them(pod: Slice) -> None:
-    create = ("create", "third", "--accelerator-type=v4-8", "--version=tpu-ubuntu2204-base")
-    control.inject(pod.home, {"fault": "stockout", "left": 1})
-    control.inject(pod.home, {"fault": "quota", "left": 1})
-    assert "RESOURCE_EXHAUSTED: Quota limit 'TPUV4PerProjectPerZoneForTPUAPI' has been exceeded" in pod.gcloud(
-        *create, check=False
-    )
-    stockout = pod.gcloud(*create, check=False)
-    assert '"code": 8' in stockout
-    assert "There is no more capacity in the zone" in stockout
-    assert "third" not in pod.gcloud("list")
-
-
 def test_a_second_start_does_nothing_and_another_port_is_refused(pod: Slice) -> None:
     before = control.status(pod.home)["pid"]
     control.start(pod.home)

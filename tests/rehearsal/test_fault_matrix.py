@@ -1,40 +1,12 @@
 """What can go wrong around a run, row by row: the verdict, the exit code, the message, and that nothing is left behind.
 
-Starts one slice of two hosts and one more host; about 3 minutes. The whole matrix, with what is claimed elsewhere:
-
-ssh ends with 255 after the command ran: test_a_start_that_gcloud_runs_again_starts_once
-the command itself ends with 255: test_runs.py: test_exit_code_255_is_reported_once_and_not_run_again
-slow host: test_a_slow_host_is_waited_for
-host hangs, is cut off: HOST_ROWS
-host dies: test_recovery.py: test_killing_a_host_ends_the_run_..., test_a_host_that_comes_back_...
-maintenance, REPAIRING: HOST_ROWS
-PREEMPTED: just created: test_a_slice_that_is_taken_away_as_soon_as_it_comes_is_told_at_once
-PREEMPTED: while starting: test_a_preemption_during_the_start_counts_as_one
-PREEMPTED: running: test_runs.py: test_a_preempted_slice_...; test_recovery.py
-PREEMPTED: while stopping: test_a_preemption_while_stopping_is_told
-PREEMPTED: before `run`: test_queued_slices.py: test_a_request_that_lost_its_node_is_deleted_and_made_again
-stock-out, 429, 403, endless operation: UP_ROWS; several zones and the queue: test_queued_slices.py
-another operation on its way (409): test_conflicts_with_other_changes_pass_... (creation, ssh key, deletion)
-queued resource SUSPENDED, granted late: test_queued_slices.py
-registry down, image missing on one host: START_ROWS
-no docker credentials on a host: test_emulator_slice.py: the engine refuses; every run with a repository here shows it
-    its token
-a push that is interrupted: test_an_interrupted_push_is_no_push
-no repository to push to: test_a_repository_that_is_not_there_is_named_and_made_on_request
-an image that differs on one host: test_a_host_with_another_image_is_named_and_nothing_starts
-the same host fails again and again: test_runs.py:
-    test_a_failure_is_tried_again_..._and_the_slice_of_a_bad_host_is_made_anew
-disk full: START_ROWS
-changed host key; a recreated slice: test_a_changed_host_key_..., test_a_slice_that_was_made_anew_...
-another run on the slice: test_runs.py: test_another_run_on_the_slice_is_not_touched
-launcher killed, `run --attach`: test_runs.py: test_every_line_arrives_once_...; while starting:
-    test_a_launcher_that_is_...
+Starts one slice of two hosts and one more host; about 3 minutes. Elsewhere, in test_runs.py: a command that ends with
+255, a launcher that is killed, a host that reboots or fails again and again; in test_recovery.py: a host that dies; in
+test_other_slices.py: a slice that is PREEMPTED; in test_queued_slices.py: the queue.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -322,26 +294,6 @@ def test_what_google_refuses_is_told_apart_and_down_leaves_nothing(pair: Worksta
     told(ended, row.code, *row.says)
     pair.good("--emulated", "down", "-f", file)
     assert hosts(pair, "single") == []
-
-
-@pytest.mark.nightly
-def test_down_waits_for_the_gcloud_of_an_up_that_was_killed(pair: Workstation) -> None:
-    """It is slow, and asks for the slice when `down` has looked."""
-    file = one(pair, "late")
-    (pair.folder / "bin").mkdir()
-    real = shutil.which("gcloud", path=pair.environment.get("PATH"))
-    pair.file("bin/gcloud", f'#!/bin/sh\ncase "$*" in *" create "*) sleep 25 ;; esac\nexec {real} "$@"\n')
-    (pair.folder / "bin" / "gcloud").chmod(0o755)
-    path = f"{pair.folder / 'bin'}:{pair.environment.get('PATH', os.environ['PATH'])}"
-    running = pair.begin("--emulated", "up", "-f", file, environment={"PATH": path})
-    running.wait_for("creating v4-8 slice late")
-    time.sleep(1.0)
-    running.process.kill()
-    running.end()
-    ended = pair.good("--emulated", "down", "-f", file)
-    assert "a create request is still in flight" in ended.output
-    assert "deleting slice late" in ended.output
-    assert hosts(pair, "late") == []
 
 
 @pytest.mark.nightly

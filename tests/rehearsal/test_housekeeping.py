@@ -1,4 +1,4 @@
-"""Claims about looking after slices: doctor, costs, list, ssh, tunnel, gc (real gcloud, emulated API). Starts four
+"""Claims about looking after slices: doctor, costs, ssh, tunnel (real gcloud, emulated API). Starts three
 slices at once; about 45 s."""
 
 from __future__ import annotations
@@ -36,19 +36,16 @@ def test_a_slice_above_the_limit_is_not_created(emulator: Workstation) -> None:
 
 
 @pytest.fixture(scope="module")
-def four(emulator: Workstation) -> Workstation:
-    """Two slices of ours, `old` (expired) and `lost`; one that a colleague's tpu-launch made; one that is nobody's
-    business."""
-    for name in ("old", "lost"):
-        emulator.file(f"{name}.yaml", ONE.replace("NAME", name))
+def three(emulator: Workstation) -> Workstation:
+    """A slice of ours, `old`; one that a colleague's tpu-launch made; one that tpu-launch did not make."""
+    emulator.file("old.yaml", ONE.replace("NAME", "old"))
     node = ["--accelerator-type=v4-8", "--version=tpu-ubuntu2204-base"]
     bobs = "--labels=tpu-launch=1,tpu-launch-owner=bob,tpu-launch-expires=1"
     with ThreadPoolExecutor() as pool:
         made = [
             pool.submit(gcloud, emulator, "tpu-vm", "create", "theirs", *node, "--labels=team=other"),
             pool.submit(gcloud, emulator, "tpu-vm", "create", "bobs", *node, bobs),
-            pool.submit(emulator.good, "--emulated", "up", "-f", "old.yaml", "--set", "slice.expires_hours=0.0001"),
-            pool.submit(emulator.good, "--emulated", "up", "-f", "lost.yaml", "--set", "slice.expires_hours=5"),
+            pool.submit(emulator.good, "--emulated", "up", "-f", "old.yaml"),
         ]
     for each in made:
         each.result()
@@ -64,23 +61,24 @@ def test_doctor_finds_nothing_wrong_with_an_emulated_slice_and_names_a_wrong_zon
     assert "fix: zone: one of us-central2-b" in ended.output
 
 
-def test_ssh_runs_words_as_they_are_and_its_exit_code_is_ours(four: Workstation) -> None:
-    ended = four.good("--emulated", "ssh", "-f", "old.yaml", "--", "echo", "a  b", "$HOME", "it's; exit 9")
+def test_ssh_runs_words_as_they_are_and_its_exit_code_is_ours(three: Workstation) -> None:
+    ended = three.good("--emulated", "ssh", "-f", "old.yaml", "--", "echo", "a  b", "$HOME", "it's; exit 9")
     assert "a  b $HOME it's; exit 9\n" in ended.output
-    ended = four.launch("--emulated", "ssh", "-f", "old.yaml", "--", "sh", "-c", "echo once; exit 255")
+    ended = three.launch("--emulated", "ssh", "-f", "old.yaml", "--", "sh", "-c", "echo once; exit 255")
     assert (ended.code, ended.output.count("once")) == (254, 1), "gcloud would run it again"
-    assert four.launch("--emulated", "ssh", "-f", "old.yaml", "--host", "1", "--", "true").code == 2
+    assert three.launch("--emulated", "ssh", "-f", "old.yaml", "--host", "1", "--", "true").code == 2
 
 
-def test_a_tunnel_listens_on_loopback_until_ctrl_c(four: Workstation) -> None:
+def test_a_tunnel_listens_on_loopback_until_ctrl_c(three: Workstation) -> None:
     server = "nohup python3 -m http.server 8123 --bind 127.0.0.1 >/dev/null 2>&1 &"
-    four.good("--emulated", "ssh", "-f", "old.yaml", "--", "sh", "-c", server)
+    three.good("--emulated", "ssh", "-f", "old.yaml", "--", "sh", "-c", server)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert (
-            four.launch("--emulated", "tunnel", "-f", "old.yaml", "--port", "8123", "--local-port", str(port)).code == 2
+            three.launch("--emulated", "tunnel", "-f", "old.yaml", "--port", "8123", "--local-port", str(port)).code
+            == 2
         )
-    running = four.begin("--emulated", "tunnel", "-f", "old.yaml", "--port", "8123", "--local-port", str(port))
+    running = three.begin("--emulated", "tunnel", "-f", "old.yaml", "--port", "8123", "--local-port", str(port))
     line = running.wait_for(r"http://127\.0\.0\.1:\d+ leads to port 8123 of host 0", 30)
     assert f"127.0.0.1:{port} " in line
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=10) as answer:
@@ -91,51 +89,16 @@ def test_a_tunnel_listens_on_loopback_until_ctrl_c(four: Workstation) -> None:
         socket.create_connection(("127.0.0.1", port), 1)
 
 
-def test_down_and_up_leave_the_slices_of_others_alone(four: Workstation) -> None:
+def test_down_and_up_leave_the_slices_of_others_alone(three: Workstation) -> None:
     for name, reason in (("theirs", "tpu-launch did not create it"), ("bobs", "bob created it")):
-        file = four.file(f"{name}.yaml", ONE.replace("NAME", name))
+        file = three.file(f"{name}.yaml", ONE.replace("NAME", name))
         for verb in ("down", "up"):
-            ended = four.launch("--emulated", verb, "-f", file)
+            ended = three.launch("--emulated", verb, "-f", file)
             assert ended.code == 23, ended.output
             assert reason in ended.output
             assert "--any-owner" in ended.output
-    names = gcloud(four, "tpu-vm", "list", "--format=value(name.basename())").split()
-    assert sorted(names) == ["bobs", "lost", "old", "theirs"]
-
-
-@pytest.mark.nightly
-def test_up_waits_out_a_deletion_and_finds_a_creation_whose_answer_was_lost(four: Workstation) -> None:
-    home = Path(four.environment["TPU_LAUNCH_HOME"]) / "emulator"
-    before = gcloud(four, "tpu-vm", "describe", "old", "--format=value(id)")
-    control.inject(home, {"fault": "slow-deletion", "seconds": 8})
-    gcloud(four, "tpu-vm", "delete", "old", "--async")
-    control.inject(home, {"fault": "lost", "left": 1})  # of the creation: gcloud asks again, and meets its own node
-    ended = four.good("--emulated", "up", "-f", "old.yaml", "--set", "slice.expires_hours=0.0001")
-    assert "slice old is DELETING: waiting until it is gone, then creating it" in ended.output
-    assert gcloud(four, "tpu-vm", "describe", "old", "--format=value(id)") != before
-    control.inject(home, {"fault": "clear"})
-
-
-@pytest.mark.nightly
-def test_gc_removes_what_expired_or_was_preempted_and_nothing_else(four: Workstation) -> None:
-    emulator = four
-    emulator.good("emulator", "inject", "preempt", "theirs")
-
-    listed = {each["name"]: each for each in emulator_json(emulator, "list", "-f", "lost.yaml")}
-    assert set(listed) == {"bobs", "old", "lost"}
-    assert listed["old"]["leftover"].startswith("expired")
-    assert listed["lost"]["leftover"] == ""
-    assert listed["lost"]["run"] == "lost"
-    assert listed["lost"]["cost"] is not None
-    assert "cost so far: about $" in emulator.good("--emulated", "status", "-f", "lost.yaml").output
-
-    emulator.good("emulator", "inject", "preempt", "lost")
-    assert "gc --yes" in emulator.good("--emulated", "gc", "-f", "lost.yaml").output
-    assert len(emulator_json(emulator, "list", "-f", "lost.yaml")) == 3, "without --yes nothing is deleted"
-    emulator.good("--emulated", "gc", "--yes", "-f", "lost.yaml")
-    assert sorted(gcloud(emulator, "tpu-vm", "list", "--format=value(name.basename())").split()) == ["bobs", "theirs"]
-    emulator.good("--emulated", "gc", "--yes", "--all-owners", "--all-zones", "-f", "lost.yaml")
-    assert gcloud(emulator, "tpu-vm", "list", "--format=value(name.basename())").split() == ["theirs"]
+    names = gcloud(three, "tpu-vm", "list", "--format=value(name.basename())").split()
+    assert sorted(names) == ["bobs", "old", "theirs"]
 
 
 def emulator_json(work: Workstation, *arguments: str) -> list[dict[str, object]]:

@@ -229,36 +229,17 @@ def held(server: RegistryServer, tag: str) -> str | None:
 def test_with_a_repository_hosts_run_by_the_digest_that_the_registry_has(
     spec: ImageSpec, registry: str, server: RegistryServer
 ) -> None:
+    ensure_image(spec, print)
     wanted = dataclasses.replace(spec, repository=f"{registry}/project/name")
     said: list[str] = []
     image = ensure_image(wanted, said.append)
     tag = make_plan(wanted).tag
     assert image.reference == f"{registry}/project/name@{image.digest}"
     assert held(server, tag) == image.digest
-    assert any("pushing" in line for line in said)
+    assert [line.split()[0] for line in said] == ["pushing"], "it was built before"
     said.clear()
     assert ensure_image(wanted, said.append) == image
     assert said == []
-
-
-def test_image_that_was_built_before_is_pushed_without_another_build(spec: ImageSpec, registry: str) -> None:
-    ensure_image(spec, print)
-    said: list[str] = []
-    ensure_image(dataclasses.replace(spec, repository=f"{registry}/project/name"), said.append)
-    assert [line.split()[0] for line in said] == ["pushing"]
-
-
-def test_a_push_that_the_registry_broke_off_is_done_again(
-    spec: ImageSpec, registry: str, server: RegistryServer
-) -> None:
-    wanted = dataclasses.replace(spec, repository=f"{registry}/project/name")
-    server.before = refuse_uploads
-    with pytest.raises(LaunchError, match="could not be pushed"):
-        ensure_image(wanted, print)
-    server.before = lambda request: None
-    assert [command[1] for command in list_commands(wanted)] == ["tag", "push"]
-    image = ensure_image(wanted, print)
-    assert held(server, make_plan(wanted).tag) == image.digest
 
 
 def test_registry_that_refuses_us_is_a_permission_error(spec: ImageSpec, registry: str, server: RegistryServer) -> None:

@@ -76,4 +76,5 @@ def test_a_run_goes_on_on_another_type_of_slice_with_the_same_losses(trainable: 
         ("v3-8", ""),
     ]
     work.good("--emulated", "down", "-f", FILE)
+    assert control.status(work.folder / ".tpu-launch" / "emulator")["nodes"] == []
     work.good("emulator", "stock", "--clear")

@@ -1,15 +1,11 @@
-"""Users' own programs on emulated slices: on two hosts from a folder and the documented variables, and on a virtual TPU
-without any. Each test starts a slice; half a minute."""
+"""A user's own program on a virtual TPU, without a variable. Starts a slice; half a minute."""
 
 from __future__ import annotations
-
-import re
-import shutil
 
 import pytest
 
 from tests.nightly import others_at_night
-from tests.rehearsal.workstation import ROOT, Workstation
+from tests.rehearsal.workstation import Workstation
 from training.accelerators import Api, accelerator
 
 pytestmark = pytest.mark.alone
@@ -58,13 +54,3 @@ def test_a_program_that_sets_no_variable_finds_its_tpu(emulator: Workstation, ki
     ended = emulator.good("--emulated", "run", "-f", name)
     emulator.good("--emulated", "down", "-f", name)
     assert f"TPU of {accelerator(kind).devices} devices: True" in ended.output, ended.output
-
-
-@pytest.mark.nightly
-def test_own_code_trains_over_two_hosts(emulator: Workstation) -> None:
-    shutil.copytree(ROOT / "examples" / "own_code", emulator.folder / "own")
-    ended = emulator.train_on_slice("own/run.yaml")
-    found = re.findall(r"^\[(\d)\] host (\d) of 2: y = ([\d.-]+) x \+ ([\d.-]+)$", ended.output, re.MULTILINE)
-    assert sorted(each[:2] for each in found) == [("0", "0"), ("1", "1")], ended.output
-    assert found[0][2:] == found[1][2:], "the hosts end with the same weights"
-    assert [round(float(value), 2) for value in found[0][2:]] == [3.0, -2.0]

@@ -1,4 +1,4 @@
-"""Claims about slices from the queue and in several zones (real gcloud, emulated API). Creates and loses slices one
+"""Claims about slices from the queue (real gcloud, emulated API). Creates and loses slices one
 after the other; about 50 s."""
 
 from __future__ import annotations
@@ -16,11 +16,6 @@ QUEUED = """\
 project: rehearsal-project
 zone: us-central2-b
 slice: {name: NAME, accelerator_type: v4-8, queued: {valid_until_hours: 1}}
-"""
-ZONES = """\
-project: rehearsal-project
-zone: us-west1-c
-slice: {name: zones, accelerator_type: v5litepod-8, zones: [us-central1-a]}
 """
 
 
@@ -63,24 +58,6 @@ def test_a_wait_can_be_interrupted_and_gone_on_with_and_down_takes_what_was_gran
     assert there(emulator) == {"requests": {}, "nodes": {}}
 
 
-@pytest.mark.nightly
-def test_a_request_that_lost_its_node_is_deleted_and_made_again(emulator: Workstation) -> None:
-    file = emulator.file("lost.yaml", QUEUED.replace("NAME", "lost"))
-    running = emulator.begin("--emulated", "up", "-f", file)
-    running.wait_for("request lost is ACTIVE", 60)
-    running.interrupt()
-    assert running.end(20).code == 130
-    control.inject(home(emulator), {"fault": "preempt", "node": "lost"})
-    wait_until(emulator, {"requests": {"lost": "SUSPENDED"}, "nodes": {}})
-    ended = emulator.launch("--emulated", "run", "-f", file, "--", "true")
-    assert ended.code == 12, ended.output
-    again = emulator.good("--emulated", "up", "-f", file)
-    assert "was SUSPENDED (by SERVICE): deleted it" in again.output
-    assert there(emulator) == {"requests": {"lost": "ACTIVE"}, "nodes": {"lost": "READY"}}
-    emulator.good("--emulated", "down", "-f", file)
-    assert there(emulator) == {"requests": {}, "nodes": {}}
-
-
 def test_without_capacity_it_ends_with_its_code_and_nothing_is_left(emulator: Workstation) -> None:
     file = emulator.file("never.yaml", QUEUED.replace("NAME", "never"))
     control.inject(home(emulator), {"fault": "stockout", "left": 1000})
@@ -89,18 +66,3 @@ def test_without_capacity_it_ends_with_its_code_and_nothing_is_left(emulator: Wo
     assert "slice.queued.valid_until_hours" in ended.output
     assert there(emulator) == {"requests": {}, "nodes": {}}
     control.inject(home(emulator), {"fault": "clear"})
-
-
-@pytest.mark.nightly
-def test_the_next_zone_is_tried_on_a_stockout_and_later_commands_find_the_slice_there(emulator: Workstation) -> None:
-    file = emulator.file("zones.yaml", ZONES)
-    control.inject(home(emulator), {"fault": "quota", "left": 1})
-    ended = emulator.launch("--emulated", "up", "-f", file)
-    assert ended.code == 21, "only a stock-out is tried in another zone"
-    control.inject(home(emulator), {"fault": "stockout", "left": 1})
-    ended = emulator.good("--emulated", "up", "-f", file)
-    assert 'no more capacity in the zone "us-west1-c"' in ended.output
-    assert "slice zones in us-central1-a" in ended.output
-    assert "slice zones: READY" in emulator.good("--emulated", "status", "-f", file).output
-    emulator.good("--emulated", "down", "-f", file)
-    assert there(emulator) == {"requests": {}, "nodes": {}}

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from pathlib import Path
 
 import pytest
@@ -95,13 +94,3 @@ def _processes() -> list[str]:
         home = next((entry for entry in environment.split("\0") if entry.startswith("TPU_LAUNCH_HOME=")), "")
         found.append(f"{line} {home}")
     return found
-
-
-def test_an_occupied_port_is_named(workstation: Workstation) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        ended = workstation.launch("emulator", "start", "--port", str(port))
-    assert ended.code == 2, ended.output
-    assert str(port) in ended.output
-    assert "Traceback" not in ended.output
-    assert left(workstation) == []
