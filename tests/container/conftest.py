@@ -6,8 +6,17 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 
 import pytest
 
 if importlib.util.find_spec("torch_xla") is None and importlib.util.find_spec("tensorflow") is None:
     raise pytest.UsageError("tests/container runs inside the image: use .venv/bin/python tools/container_tests.py")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tokenizer and small datasets of packed rows."""
+    from tests.container import small_runs
+
+    return small_runs.prepare(tmp_path_factory.mktemp("runs"))

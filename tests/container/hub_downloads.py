@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import http.server
-import json
 import re
-import threading
 import urllib.parse
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from tests.container.hub_handler import HubHandler, serve_hub
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -33,8 +32,7 @@ class DownloadHub:
     commits: set[str] = field(default_factory=set)  # of the files that were asked for
 
 
-class _Handler(http.server.BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class _Handler(HubHandler):
     hub: DownloadHub
 
     def do_GET(self) -> None:
@@ -75,46 +73,17 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         etag = f'"{hashlib.sha1(data[:64]).hexdigest()}-{len(data)}"'
         span = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
         first, last = (int(span[1]), min(int(span[2] or len(data)), len(data) - 1)) if span else (0, len(data) - 1)
-        self.send_response(206 if span else 200)
-        for name, value in {
-            "ETag": etag,
-            "X-Repo-Commit": self.hub.commit,
-            "Content-Length": str(last + 1 - first),
-            "Accept-Ranges": "bytes",
-            **({"Content-Range": f"bytes {first}-{last}/{len(data)}"} if span else {}),
-        }.items():
-            self.send_header(name, value)
-        self.end_headers()
+        length = {"Content-Length": str(last + 1 - first), "Accept-Ranges": "bytes"}
+        place = {"Content-Range": f"bytes {first}-{last}/{len(data)}"} if span else {}
+        self.begin(206 if span else 200, {"ETag": etag, "X-Repo-Commit": self.hub.commit, **length, **place})
         if self.command == "GET":
             self.wfile.write(memoryview(data)[first : last + 1])
             self.hub.sent += last + 1 - first
-
-    def _json(self, value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
-        data = json.dumps(value).encode()
-        self.send_response(status)
-        for name, text in {
-            "Content-Type": "application/json",
-            "Content-Length": str(len(data)),
-            **(headers or {}),
-        }.items():
-            self.send_header(name, text)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(data)
-
-    def log_message(self, *_: object) -> None:
-        pass
 
 
 @contextlib.contextmanager
 def serve_downloads(repository: str, files: Mapping[str, bytes] | None = None) -> Iterator[DownloadHub]:
     """A Hub for as long as the block runs."""
     hub = DownloadHub(repository, files or {})
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
-    hub.url = f"http://127.0.0.1:{server.server_port}"
-    threading.Thread(target=server.serve_forever, name="hub", daemon=True).start()
-    try:
+    with serve_hub(hub, _Handler):
         yield hub
-    finally:
-        server.shutdown()
-        server.server_close()

@@ -10,12 +10,13 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
-import http.server
 import json
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
+
+from tests.container.hub_handler import HubHandler, serve_hub
 
 LARGE = 4096  # bytes from which a file goes through LFS; the Hub decides by name and content
 
@@ -41,8 +42,7 @@ class Hub:
     refused_tokens: int = 0
 
 
-class _Handler(http.server.BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class _Handler(HubHandler):
     hub: Hub
 
     def do_POST(self) -> None:
@@ -93,14 +93,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if data is None:
             self._json({}, 404, {"X-Error-Code": "EntryNotFound"})
             return
-        self.send_response(200)
-        for key, value in (
-            ("ETag", f'"{hashlib.sha1(data).hexdigest()}"'),
-            ("X-Repo-Commit", "0" * 40),
-            ("Content-Length", str(len(data))),
-        ):
-            self.send_header(key, value)
-        self.end_headers()
+        etag = f'"{hashlib.sha1(data).hexdigest()}"'
+        self.begin(200, {"ETag": etag, "X-Repo-Commit": "0" * 40, "Content-Length": str(len(data))})
 
     def _welcome(self) -> bool:
         self.hub.requests.append(f"{self.command} {self.path}")
@@ -149,34 +143,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         oid = hashlib.sha1(body).hexdigest()
         self._json({"success": True, "commitUrl": f"{self.hub.url}/{name}/commit/{oid}", "commitOid": oid})
 
-    def _json(self, value: Any, status: int = 200, headers: dict[str, str] | None = None) -> None:
-        data = json.dumps(value).encode()
-        self.send_response(status)
-        for key, text in {
-            "Content-Type": "application/json",
-            "Content-Length": str(len(data)),
-            **(headers or {}),
-        }.items():
-            self.send_header(key, text)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(data)
-
-    def log_message(self, *_: object) -> None:
-        pass
-
 
 @contextlib.contextmanager
 def serve(token: str) -> Iterator[Hub]:
     """A Hub for as long as the block runs; it lets commits through at once."""
     hub = Hub(token)
     hub.release.set()
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
-    hub.url = f"http://127.0.0.1:{server.server_port}"
-    threading.Thread(target=server.serve_forever, name="hub", daemon=True).start()
-    try:
+    with serve_hub(hub, _Handler):
         yield hub
-    finally:
         hub.release.set()
-        server.shutdown()
-        server.server_close()

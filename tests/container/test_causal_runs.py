@@ -16,7 +16,7 @@ from tests.container import small_runs
 from tests.container.causal_data import document, prepare, shards
 from training.data.formats.fixed_records import read_column, record_layout
 from training.data.formats.open_dataset import open_dataset
-from training.errors import BadInput, StopRequested
+from training.errors import BadInput
 from training.models.predict import go_on, pipeline_of
 
 TEMPLATE = "{% for m in messages %}[CLS] {{ m.role }} {{ m.content }} [SEP] {% endfor %}"
@@ -39,13 +39,6 @@ def test_a_decoder_learns_from_scratch_and_transformers_goes_on_with_a_text(trai
     assert (trained["device_to_host_syncs"], trained["host_fallbacks"]) == (0, [])
     assert pipeline_of(trained["model"]) == "text-generation"
     assert go_on(trained["model"], "w1 w2", tokens=3).startswith("w1 w2 ")
-
-
-def test_a_stopped_run_is_continued_bit_for_bit(folder: Path, trained: dict[str, Any]) -> None:
-    with pytest.raises(StopRequested):
-        small_runs.train_here(document(folder, evaluation__every=8), "stopped", small_runs.StopAfter(3))
-    continued = small_runs.train_here(document(folder, evaluation__every=8), "stopped", attempt=1)
-    assert continued["final_weights_crc32c"] == trained["final_weights_crc32c"]
 
 
 def test_an_adapter_has_peft_s_layout_and_merges_to_the_same_model(folder: Path, trained: dict[str, Any]) -> None:

@@ -33,11 +33,6 @@ WILD = {
 BEST = {**WILD, "checkpoint__best": {"metric": "loss", "mode": "min"}}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_runs.prepare(tmp_path_factory.mktemp("uses"))
-
-
 def evaluations(folder: Path, run_id: str) -> dict[int, float]:
     return {
         line["step"]: line["eval_loss"]
@@ -122,11 +117,3 @@ def test_a_run_starts_with_the_model_of_another_run_or_of_one_checkpoint_of_it(f
     assert newest["first_loss"] < source["first_loss"] - 0.2
     earlier = started_from(folder, "from-step", str(folder / "runs" / "source" / "checkpoints" / "step-00000004"))
     assert newest["first_loss"] < earlier["first_loss"] < source["first_loss"]
-
-
-def test_a_copied_checkpoint_goes_on_to_the_same_bits(folder: Path) -> None:
-    whole = run(folder, "whole", **SMALL)
-    inspect.copy_to_run(str(folder / "runs" / "whole"), str(folder / "runs" / "copied"), 4)
-    copied = run(folder, "copied", **SMALL)
-    assert copied["final_weights_crc32c"] == whole["final_weights_crc32c"]
-    assert copied["eval_loss"] == whole["eval_loss"]

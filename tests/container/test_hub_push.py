@@ -21,11 +21,6 @@ TOKEN = "hf_ThisIsTheSecretOfTheTest"
 REPOSITORY = "org/bert-small"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_runs.prepare(tmp_path_factory.mktemp("runs"))
-
-
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[hub_server.Hub]:
     with hub_server.serve(TOKEN) as running:

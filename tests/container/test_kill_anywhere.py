@@ -66,11 +66,6 @@ def draw_kills(kills: int, hosts: int, seed: int) -> Iterator[dict[int, Fault]]:
         yield dict.fromkeys(victims, fault)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_runs.prepare(tmp_path_factory.mktemp("kills"))
-
-
 @pytest.fixture
 def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[BucketServer]:
     server = BucketServer(tmp_path / "storage")

@@ -16,7 +16,7 @@ from tests.container import small_runs
 from training.cli.main import tpu_train
 from training.data.formats.fixed_records import read_column, record_layout
 from training.data.formats.open_dataset import open_dataset
-from training.errors import BadInput, StopRequested
+from training.errors import BadInput
 from training.yaml_file import ConfigError
 
 LONGEST = 16
@@ -120,13 +120,6 @@ def test_it_learns_and_its_figures_are_those_of_its_predictions(
     evaluated = small_runs.evaluate_here(document(folder, task), trained["model"])
     assert evaluated.figures["loss"] == pytest.approx(trained["eval_loss"], rel=1e-6)
     assert (evaluated.confusion is None) == (not of_words)
-
-
-def test_a_stopped_run_is_continued_bit_for_bit(folder: Path, task: str, trained: dict[str, Any]) -> None:
-    with pytest.raises(StopRequested):
-        small_runs.train_here(document(folder, task), "stopped", small_runs.StopAfter(23))
-    continued = small_runs.train_here(document(folder, task), "stopped", attempt=1)
-    assert continued["final_weights_crc32c"] == trained["final_weights_crc32c"]
 
 
 def test_commands_show_labels_and_find_no_problem(folder: Path, task: str, trained: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from tests.container import small_runs, test_classification_runs
 from tests.nightly import others_at_night
 from training.config import Model
-from training.errors import BadInput, StopRequested
+from training.errors import BadInput
 from training.models.hugging_face import ModelRequirements
 from training.models.torch.network import build
 from training.registry import MASKED_LM, TASKS, Head
@@ -35,11 +35,6 @@ CONFIGURATIONS = {
     "electra": lambda: transformers.ElectraConfig(**SMALL, embedding_size=16),
     "albert": lambda: transformers.AlbertConfig(**SMALL, embedding_size=16),
 }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_runs.prepare(tmp_path_factory.mktemp("families"))
 
 
 @pytest.fixture(scope="module")
@@ -103,18 +98,6 @@ def test_a_classifier_is_trained_on_the_encoder(labelled: Path, family: str) -> 
     assert sum(not torch.equal(before[name], after[name]) for name in shared) > len(shared) / 2, "the encoder learns"
     model = transformers.AutoModelForSequenceClassification.from_pretrained(summary["model"])
     assert list(model.config.id2label.values()) == test_classification_runs.LABELS
-
-
-@pytest.mark.nightly
-def test_a_run_of_another_family_is_continued_bit_for_bit(folder: Path) -> None:
-    settings = small_runs.document(
-        folder, model={"path": write_model(folder, "distilbert")}, train__steps=8, checkpoint__every_steps=4
-    )
-    undisturbed = small_runs.train_here(settings, "distil-undisturbed")
-    with pytest.raises(StopRequested):
-        small_runs.train_here(settings, "distil-stopped", small_runs.StopAfter(4))
-    continued = small_runs.train_here(settings, "distil-stopped", attempt=1)
-    assert continued["final_weights_crc32c"] == undisturbed["final_weights_crc32c"]
 
 
 def broken(folder: Path, name: str, **values: Any) -> str:

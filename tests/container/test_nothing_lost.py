@@ -28,11 +28,6 @@ SMALL = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_runs.prepare(tmp_path_factory.mktemp("odd"))
-
-
-@pytest.fixture(scope="module")
 def undisturbed(folder: Path) -> dict[str, Any]:
     run = Run(folder, "undisturbed", 2, small_runs.document(folder, **SMALL))
     attempt = run.start()

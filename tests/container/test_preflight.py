@@ -15,6 +15,7 @@ import transformers
 import yaml
 
 from tests.container import causal_data, small_runs, test_label_list_runs
+from tests.nightly import others_at_night
 from training.accelerators import accelerator
 from training.backends.torch_xla import tracing
 from training.distributed.cluster import Cluster, torch_xla_environment
@@ -55,11 +56,6 @@ def preflight_of(document: dict[str, Any], path: Path, *options: str) -> Answer:
     assert "Traceback" not in ended.stderr
     accelerators = json.loads(ended.stdout)["accelerators"] if ended.stdout else []
     return Answer(ended.returncode, ended.stderr, {result["accelerator"]: result for result in accelerators})
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_runs.prepare(tmp_path_factory.mktemp("preflight"))
 
 
 @pytest.fixture(scope="module")
@@ -242,7 +238,7 @@ def test_programs_traced_without_weights_are_those_of_a_run(folder: Path, fsdp: 
     assert without.count("model/") > 20
 
 
-@pytest.mark.parametrize("task", ["multi-label", "token-classification"])
+@pytest.mark.parametrize("task", others_at_night(("multi-label", "token-classification"), ("token-classification",)))
 def test_a_task_whose_labels_are_lists_is_compiled(tmp_path: Path, task: str) -> None:
     folder = test_label_list_runs.prepare(tmp_path, task)
     document = test_label_list_runs.document(folder, task)

@@ -102,11 +102,8 @@ def undisturbed(folder: Path) -> dict[str, Any]:
     return small_runs.train_here(document(folder), "undisturbed")
 
 
-def test_it_learns(undisturbed: dict[str, Any]) -> None:
+def test_it_learns_and_its_figures_are_those_of_its_predictions(folder: Path, undisturbed: dict[str, Any]) -> None:
     assert_learnt(undisturbed)
-
-
-def test_its_figures_are_those_of_its_predictions(folder: Path, undisturbed: dict[str, Any]) -> None:
     assert_figures_are_those_of_predictions(folder, undisturbed)
 
 

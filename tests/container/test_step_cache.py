@@ -24,11 +24,6 @@ from training.yaml_file import Document
 STEPS = 6
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_runs.prepare(tmp_path_factory.mktemp("runs"))
-
-
 def settings(folder: Path, **changes: Any) -> TrainerConfig:
     changes = {"model__layers": 1, "model__hidden_size": 16, **changes}
     return from_document(Document("test", small_runs.document(folder, **changes), {}))

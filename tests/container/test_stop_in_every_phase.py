@@ -24,11 +24,6 @@ SMALL = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_runs.prepare(tmp_path_factory.mktemp("stops"))
-
-
 # In this order one attempt after the other, each with the step that it is to commit; the saves are of steps 4, 8, 12
 # and 16, the evaluations after 6, 12, 16.
 PHASES = {

@@ -24,11 +24,6 @@ from training.models.predict import fill_mask
 from training.telemetry import metrics
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_runs.prepare(tmp_path_factory.mktemp("runs"))
-
-
 def run(
     folder: Path, run_id: str, stopping: ShutdownRequest | None = None, attempt: int = 0, **changes: Any
 ) -> dict[str, Any]:
@@ -40,10 +35,13 @@ def undisturbed(folder: Path) -> dict[str, Any]:
     return run(folder, "undisturbed", evaluation__every=5)
 
 
-def test_loss_goes_down_and_evaluation_is_reported(undisturbed: dict[str, Any]) -> None:
+def test_a_run_learns_evaluates_and_runs_nothing_of_a_step_on_the_host(undisturbed: dict[str, Any]) -> None:
     assert undisturbed["last_loss"] < undisturbed["first_loss"] - 0.5
     assert undisturbed["eval_perplexity"] < 120
     assert undisturbed["steps"] == undisturbed["committed_step"] == 12
+    assert undisturbed["host_fallbacks"] == []
+    assert undisturbed["device_to_host_syncs"] == 0 < undisturbed["device_to_host_transfers"]
+    assert undisturbed["skipped_records"] == 0
 
 
 def test_a_step_and_an_evaluation_are_one_program_each(folder: Path) -> None:
@@ -54,28 +52,24 @@ def test_a_step_and_an_evaluation_are_one_program_each(folder: Path) -> None:
     )  # the process has them already
 
 
-def test_the_same_configuration_gives_the_same_bits(undisturbed: dict[str, Any], folder: Path) -> None:
+def test_the_same_configuration_gives_the_same_bits_and_another_seed_others(
+    undisturbed: dict[str, Any], folder: Path
+) -> None:
     again = run(folder, "again", evaluation__every=5)
     for key in ("first_loss", "last_loss", "eval_loss", "final_weights_crc32c"):
         assert again[key] == undisturbed[key]
+    assert run(folder, "other-seed", seed=2)["final_weights_crc32c"] != undisturbed["final_weights_crc32c"]
 
 
 def test_a_run_on_a_processor_with_slow_products_says_so(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backend, "read_flags", lambda: frozenset({"avx", "avx2", "fma"}))
-    run(folder, "slow-products", train__steps=2)
-    assert "tpu-train: this processor has AVX2 and no AVX-512: " in capsys.readouterr().err
-
-
-def test_this_processor_is_slow_or_not_as_torch_finds_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(folder, "own-products", train__steps=2)
     is_fast = torch.backends.cpu.get_cpu_capability() == "AVX512"
     assert ("tpu-train: this processor has " in capsys.readouterr().err) is not is_fast
-
-
-def test_another_seed_gives_other_bits(undisturbed: dict[str, Any], folder: Path) -> None:
-    assert run(folder, "other-seed", seed=2)["final_weights_crc32c"] != undisturbed["final_weights_crc32c"]
+    monkeypatch.setattr(backend, "read_flags", lambda: frozenset({"avx", "avx2", "fma"}))
+    run(folder, "slow-products", train__steps=2)
+    assert "tpu-train: this processor has AVX2 and no AVX-512: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("steps", [0, 1, 7])
@@ -154,12 +148,6 @@ def test_a_missing_evaluation_shard_is_found_before_the_first_step(folder: Path)
     with pytest.raises(BadInput, match="is missing"):
         run(folder, "cut", data__evaluation=str(cut))
     assert not (folder / "runs" / "cut" / "checkpoints").exists()
-
-
-def test_nothing_of_a_step_runs_on_the_host(undisturbed: dict[str, Any]) -> None:
-    assert undisturbed["host_fallbacks"] == []
-    assert undisturbed["device_to_host_syncs"] == 0 < undisturbed["device_to_host_transfers"]
-    assert undisturbed["skipped_records"] == 0
 
 
 def test_the_result_is_a_model_that_fill_mask_loads(undisturbed: dict[str, Any], folder: Path) -> None:

@@ -17,11 +17,6 @@ from training.telemetry import metrics
 LONG = {"train__steps": 60, "checkpoint__every_steps": 10, "evaluation__every": 25, "train__warmup_steps": 5}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_runs.prepare(tmp_path_factory.mktemp("runs"))
-
-
 def finish(hosts: list[small_runs.Host], seconds: float = 600) -> list[int]:
     return [host.finish(seconds) for host in hosts]
 
