@@ -1,7 +1,5 @@
 """The emulator's Cloud Storage for tests that need no emulated slice: one bucket, and faults on demand."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Callable
 from pathlib import Path

@@ -3,8 +3,6 @@
 Tests marked `nightly` are left out, except where `-m nightly` asks for them.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -2,8 +2,6 @@
 
 How gcloud waits is left to the users of this module: each has a clock of its own."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

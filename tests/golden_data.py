@@ -4,8 +4,6 @@ A change of one of them means that a seed no
 longer means what it meant: resumed runs would see other batches.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Iterable, Mapping

@@ -4,8 +4,6 @@ A thread of one test can fail another one minutes later, where the cause can't b
 than one test are set up before the first look, so what they keep open does not count.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import socket

@@ -1,7 +1,5 @@
 """Cases of a test of which `make test` runs some, and `make test-nightly` the others."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 from typing import Any
 

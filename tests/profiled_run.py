@@ -1,7 +1,5 @@
 """What a profile of a trainer at work must be, in any framework."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from typing import Any

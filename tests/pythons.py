@@ -1,7 +1,5 @@
 """Other versions of Python, for tests that install into an environment of one."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The emulated registry on a loopback port, over TLS, and this process's environment leading there."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Reads an xplane.pb, the profilers' file, without a framework: XSpace of tsl/profiler/protobuf/xplane.proto."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

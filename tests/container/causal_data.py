@@ -1,7 +1,5 @@
 """Small datasets of documents and the configuration of a tiny Llama over them, for tests that train decoders."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

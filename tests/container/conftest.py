@@ -3,8 +3,6 @@
 `make test` does that, and `.venv/bin/python tools/container_tests.py [pytest's arguments]`.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

@@ -5,8 +5,6 @@ Faults are injected by wrapping the trainer's own functions in a fork of `fork_s
 code that users run.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

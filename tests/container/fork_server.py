@@ -4,8 +4,6 @@ What such a process does is what `tpu-train` does from its entry point on; runs 
 itself.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -4,8 +4,6 @@ tests/golden/losses.json holds them for each backend and task; tests/container a
 write them again, after a change that is meant to change numbers, copy what the failing test prints.
 """
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

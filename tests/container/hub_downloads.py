@@ -4,8 +4,6 @@ https://huggingface.co/docs/hub/api, as huggingface_hub 0.36 and datasets 5 spea
 disk: several names may have the same bytes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import re

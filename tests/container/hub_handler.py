@@ -1,7 +1,5 @@
 """What the Hubs of hub_server and hub_downloads share: an HTTP server on loopback that answers in JSON."""
 
-from __future__ import annotations
-
 import contextlib
 import http.server
 import json

@@ -5,8 +5,6 @@ https://huggingface.co/docs/hub/api and https://github.com/git-lfs/git-lfs/blob/
 huggingface_hub 0.36 speaks them.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import hashlib

@@ -6,8 +6,6 @@
 used: the process has imported PyTorch and transformers before; fresh: our functions import them.
 """
 
-from __future__ import annotations
-
 import gc
 import hashlib
 import json

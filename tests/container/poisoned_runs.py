@@ -1,8 +1,6 @@
 """Regressions on data with one absurd label, which makes a step not finite: 1e30, whose loss overflows; or 1e19, whose
 loss is finite and whose gradient norm is not. tests/container and tests/tensorflow train on it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

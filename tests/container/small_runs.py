@@ -1,8 +1,6 @@
 """Small real runs for the tests of this folder: a dataset written by hand, a configuration, and trainers started as
 processes, as a host starts them."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

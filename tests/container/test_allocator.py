@@ -1,7 +1,5 @@
 """The image's allocator: jemalloc, with which starting a step takes less than with glibc's."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

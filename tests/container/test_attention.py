@@ -1,8 +1,6 @@
 """Our self-attention in Hugging Face's networks computes what theirs does, padding included, whatever is computed
 again."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import nullcontext
 

@@ -1,7 +1,5 @@
 """Decoders: from scratch on documents, on the answers of chats, and as an adapter of an earlier run's model."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,8 +1,6 @@
 """`tpu-train check` names the line that breaks one of XLA's rules, in a user's module and in what a configuration
 runs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

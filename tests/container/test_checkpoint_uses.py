@@ -1,8 +1,6 @@
 """What a checkpoint is good for besides going on: the best one is kept and exported, and another run starts from one,
 with its model or with all of it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """A classifier is trained: it learns, two hosts train as one, going on changes no bit, and the result is a model that
 people load."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

@@ -1,8 +1,6 @@
 """Claims about `tpu-train tokenizer`, `shards` and `dataset` as a user runs them, and about the tokenizer folders that
 they make."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

@@ -1,7 +1,5 @@
 """Dropout without a generator: its rates, and that what is dropped in one place says nothing about another."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

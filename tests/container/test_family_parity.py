@@ -1,8 +1,6 @@
 """The first step of each family equals transformers' own modules on CPU torch, and three batches are one program. The
 models are tiny and random; a decoder's packed documents are compared with the same documents one by one."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

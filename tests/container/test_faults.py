@@ -4,8 +4,6 @@ Each host works in a folder of its own with its own copy of the data, as hosts w
 common to both.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Sequence

@@ -1,8 +1,6 @@
 """Datasets on the Hub are streamed: nothing of them is kept on the disk, one revision is read, and a lost connection
 costs nothing that was written. A local server answers as the Hub does."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

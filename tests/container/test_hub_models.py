@@ -1,7 +1,5 @@
 """A run starts from a model on the Hub: a local server that answers as the Hub does to downloads."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 """A run puts its model on the Hub, in the background; a Hub that is dead, slow or refuses changes nothing but a warning
 and a line of the summary."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

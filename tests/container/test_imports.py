@@ -1,7 +1,5 @@
 """The image's packages."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import subprocess
 import sys

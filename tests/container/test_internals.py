@@ -1,8 +1,6 @@
 """The private names of torch_xla that `internals` uses still do what the trainer needs. The docstring of each test says
 what breaks when its name changes."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -7,8 +7,6 @@ two, half with a bucket that fails too. They come at night, because the simulate
 killed at every point in `make test`. A failure prints the faults, which are drawn from a fixed seed.
 """
 
-from __future__ import annotations
-
 import io
 import itertools
 import os

@@ -1,8 +1,6 @@
 """Tasks whose labels are lists: a label for each word, and any number of labels for each text. From the files that
 users have to a model that transformers' pipelines load."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

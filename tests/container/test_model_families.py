@@ -1,7 +1,5 @@
 """A model folder of any family either trains, or is refused in one line. The models are tiny and random."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

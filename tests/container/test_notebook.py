@@ -1,8 +1,6 @@
 """examples/banking77.ipynb runs from its first cell to its last, on a few made-up texts, and gives what `tpu-train`
 gives with the same file. Half a minute."""
 
-from __future__ import annotations
-
 import csv
 import json
 import random

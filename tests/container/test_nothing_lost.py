@@ -1,8 +1,6 @@
 """Odd circumstances on two hosts: wrong clocks, two launchers, a run id from before, a full disk, a host that freezes
 and wakes up too late."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

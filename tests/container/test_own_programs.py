@@ -1,7 +1,5 @@
 """`tpu-train exec` with the real torch_xla on one host (two hosts: tests/rehearsal/test_frameworks.py)."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

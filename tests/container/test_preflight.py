@@ -1,7 +1,5 @@
 """Preflight: the trainer's own step, compiled by the real TPU compiler for slices that are not there."""
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess

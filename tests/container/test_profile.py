@@ -1,7 +1,5 @@
 """A profile of a trainer at work, by the profiler of torch_xla."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.profiled_run import require_a_profile

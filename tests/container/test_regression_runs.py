@@ -1,8 +1,6 @@
 """A regression is trained, from a CSV file to predictions: it learns, its figures are those of its predictions, and
 going on changes no bit. tests/tensorflow does the same with TensorFlow."""
 
-from __future__ import annotations
-
 import csv
 import random
 from pathlib import Path

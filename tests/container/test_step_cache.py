@@ -1,8 +1,6 @@
 """The step cache: cached steps have the bits of traced ones, and a step that varies beside its inputs is traced always,
 with a warning."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count, islice

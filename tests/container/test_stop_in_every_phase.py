@@ -1,8 +1,6 @@
 """SIGTERM on one of two hosts, in each phase of a run: both leave with 75, one step is committed, and the run goes on
 to the same bits."""
 
-from __future__ import annotations
-
 import signal
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """TensorBoard's own reader reads what a run leaves, and a step that was trained twice is told once."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Weights & Biases and MLflow as they are, offline: a run's numbers arrive in both, through the writer of metrics."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Iterator

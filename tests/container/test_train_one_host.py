@@ -1,7 +1,5 @@
 """Training on one host, inside this process: the results of a run, and that stopping and resuming changes no bit."""
 
-from __future__ import annotations
-
 import html
 import json
 import shutil

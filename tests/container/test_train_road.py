@@ -1,7 +1,5 @@
 """The road from the command to the optimizer is short: a reader opens few files."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

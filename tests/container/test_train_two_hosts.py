@@ -1,8 +1,6 @@
 """Two trainers on loopback, as two hosts of a slice: they train as one, and end together whatever happens to one of
 them."""
 
-from __future__ import annotations
-
 import signal
 import time
 from pathlib import Path

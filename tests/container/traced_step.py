@@ -4,8 +4,6 @@ own, because torch_xla then simulates the devices of a slice.
     python -m tests.container.traced_step CONFIG ACCELERATOR      prints one JSON object
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

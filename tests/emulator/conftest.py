@@ -1,7 +1,5 @@
 """The emulator's services without containers: the API over a state in memory, and Cloud Storage on a loopback port."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

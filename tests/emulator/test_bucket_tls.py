@@ -1,8 +1,6 @@
 """Claims about Cloud Storage under Google's own names: believed with the emulator's CA alone, and the paths that
 TensorFlow asks."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import socket

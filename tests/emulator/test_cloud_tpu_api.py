@@ -1,7 +1,5 @@
 """What Cloud TPU accepts, refuses and shows, in the words that gcloud prints."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 """Cloud Storage as the unmodified google-cloud-storage sees it: generations, preconditions, ranges, uploads, listings,
 restarts."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import io

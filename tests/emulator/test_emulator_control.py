@@ -1,8 +1,6 @@
 """Starting, stopping and asking an emulator when things are not as they should be. No engine is needed; none answers
 here."""
 
-from __future__ import annotations
-
 import os
 import socket
 from http.client import HTTPConnection

@@ -1,7 +1,5 @@
 """Injected faults: what they answer, how often, and that they are consumed with what they spoil."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The state survives the server: what was written is read back, and a kill at any moment leaves a whole file."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

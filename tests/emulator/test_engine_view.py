@@ -1,8 +1,6 @@
 """What a host sees of the engine, as pure rewriting: its own containers under their own names, its own network, honest
 refusals."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The guest agent's reading of ssh keys in metadata: who may enter a host."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from types import ModuleType

@@ -1,7 +1,5 @@
 """The emulator's HTTP: bodies of every framing, listeners that pause, and uploads as gcloud writes them."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from io import BytesIO

@@ -1,7 +1,5 @@
 """The registry without bytes: hosts can run what was pushed, under the names it was pushed as, and nothing else."""
 
-from __future__ import annotations
-
 import json
 
 from launcher.emulator.vm import image_registry as registry

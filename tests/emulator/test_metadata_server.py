@@ -1,8 +1,6 @@
 """What a host reads at metadata.google.internal, in the shapes that torch_xla, TensorFlow, JAX and Google's guest agent
 expect."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -1,8 +1,6 @@
 """Long-running operations against containers that boot when the test says so: every path from CREATING, and going on
 after a crash."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 """Claims about queued resources: every state, and what may be done in it. Pure: a state in memory, a clock that the
 test sets."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 """Claims about the emulated stock: creations and queued resources find what the file says, and spot slices are taken
 when it falls."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

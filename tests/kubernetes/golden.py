@@ -3,8 +3,6 @@
 To write them again after an intended change: python -m tests.kubernetes.golden
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from launcher.config import load

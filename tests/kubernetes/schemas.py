@@ -9,8 +9,6 @@ Left out of them are descriptions, rules in CEL, and JobSet's copy of the Job's 
 schema is used. To make them again: python -m tests.kubernetes.schemas FOLDER-WITH-THE-DEFINITIONS
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import sys

@@ -1,8 +1,6 @@
 """gcloud over the emulator's API, in this process: commands change a state in memory, on a clock that passes only by
 waiting. A test injects errors with `trouble`, and acts of other users with `at`."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """Images that are put together in a registry without a container engine: what travels, what the image holds, and what
 a user reads when it can't be. The real engine runs them in tests/rehearsal/test_image_without_engine.py."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

@@ -1,7 +1,5 @@
 """Bad input on the command line is one message that names the place and what to do; exit code 2, nothing started."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Claims about a run's budget: what is counted, and that the run saves, stops and loses its slice when it is spent."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

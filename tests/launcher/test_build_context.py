@@ -1,7 +1,5 @@
 """What counts in an image's build context, and what doesn't."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from pathlib import Path

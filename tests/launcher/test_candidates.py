@@ -1,8 +1,6 @@
 """Claims about candidates of a slice: what is asked for, what is taken, and what is withdrawn, after a kill too.
 gcloud is replaced by the emulator's API in this process; the clock passes only by waiting."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Claims about the scripts that run inside containers, run by this machine's shell."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Claims about prices: what the table says, what it does not know, and what a limit refuses."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,8 +1,6 @@
 """Claims about `doctor --devices`: what the hosts' reports mean, and that it disturbs no run and leaves nothing. No
 container; tests/rehearsal/test_device_check.py has real ones."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

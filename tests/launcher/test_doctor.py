@@ -1,7 +1,5 @@
 """Claims about `doctor`: what counts as fine, as doubtful, as broken. Real files and a real ssh-keygen; no gcloud."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which docker client is taken, and what a user reads when there is none or no engine answers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Claims about estimates: hours and dollars of a run on each candidate, from what is known without renting anything."""
 
-from __future__ import annotations
-
 import json
 import time
 from dataclasses import replace

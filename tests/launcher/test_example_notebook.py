@@ -1,8 +1,6 @@
 """Claims about examples/banking77.ipynb: its cells are valid, it fetches what it says, and on a plain machine, without
 our images, it runs from its first cell to its last (at night: that installs PyTorch/XLA, 8 GB)."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import http.server

@@ -3,8 +3,6 @@
 Shells, processes and signals are real; docker is a script that runs the command here.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import secrets

@@ -1,7 +1,5 @@
 """Claims about hangs of whole runs, with a provider in memory: when a run ends, what the verdict says, what is kept."""
 
-from __future__ import annotations
-
 import json
 import tarfile
 from pathlib import Path

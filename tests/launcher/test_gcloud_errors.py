@@ -4,8 +4,6 @@ Sources: `gcloud` is SDK 528 itself (googlecloudsdk/core, or run against a serve
 issues and source files of public repositories that quote Google's messages.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from launcher.errors import BadInput, CommandTimeout, Exit, LaunchError

@@ -1,7 +1,5 @@
 """The meaning of kubectl's errors, of pods and of logs. The errors are those of kubectl 1.32 and API servers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """k8s/ is what the code renders, and kubectl builds from it what tpu-launch would apply."""
 
-from __future__ import annotations
-
 import base64
 import shutil
 import subprocess

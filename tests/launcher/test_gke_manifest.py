@@ -1,7 +1,5 @@
 """Rendered manifests are valid for every size of every accelerator; configurations that GKE can't run are refused."""
 
-from __future__ import annotations
-
 import base64
 import subprocess
 import sys

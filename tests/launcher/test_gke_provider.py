@@ -2,8 +2,6 @@
 
 kubectl is a script here; tests/rehearsal/test_gke_runs.py runs the real one."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Collection, Iterator

@@ -3,8 +3,6 @@
 Each test says what happens at which call of the provider of two hosts in memory (test_runs).
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

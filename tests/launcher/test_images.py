@@ -1,8 +1,6 @@
 """What decides an image's tag, and what a user reads when an image can't be made. Real builds are in
 tests/rehearsal/test_image_builds.py."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from pathlib import Path

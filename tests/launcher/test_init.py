@@ -1,7 +1,5 @@
 """Claims about `init`: the file it writes is valid whatever is asked for, and nothing is ever overwritten."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """Claims about the look at buckets and datasets before anything is created: what the account may see decides, and what
 doesn't answer is named in time."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable, Iterator

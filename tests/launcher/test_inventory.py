@@ -1,7 +1,5 @@
 """Claims about which slices are ours and which are leftovers: entries as the API lists them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Claims about lines that an engine stores in parts: each is delivered once and whole, whenever the log is read."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """`logs` prints every line of an unwatched run and ends; an attempt that ended delivers its last lines."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import dataclass, field, replace
 from pathlib import Path

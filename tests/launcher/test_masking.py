@@ -1,8 +1,6 @@
 """Claims about what is masked in what is kept: every form of a long value, and no more of a text than a short one
 needs."""
 
-from __future__ import annotations
-
 import base64
 import html
 import json

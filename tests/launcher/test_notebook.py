@@ -1,8 +1,6 @@
 """Claims about `tpu-launch notebook`: the address is Jupyter's own, and what is missing is told in words. A script is
 in Jupyter's place."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path

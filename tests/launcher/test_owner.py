@@ -1,7 +1,5 @@
 """The owner in labels: the user, and the account that gcloud uses."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

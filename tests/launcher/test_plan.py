@@ -1,7 +1,5 @@
 """`tpu-launch plan` lists what the provider's own code would run, in order, and leaves no trace."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

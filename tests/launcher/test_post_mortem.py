@@ -1,7 +1,5 @@
 """Claims about the archive of a failed attempt: no secret in it, also where a file is cut; and a full disk is told."""
 
-from __future__ import annotations
-
 import json
 import tarfile
 from pathlib import Path

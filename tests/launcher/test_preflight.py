@@ -1,8 +1,6 @@
 """What `up` and `run` make of an answer that preflight gave before, through the command line; no TPU compiler and no
 engine is needed for that."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """Claims about `tpu-launch profile --open`: the profiles are copied from the bucket, a TensorBoard with the plugin
 shows them, and what is missing is told before any step is profiled. A script is in TensorBoard's place."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Iterator

@@ -3,8 +3,6 @@
 Docker is a script here that behaves as with the containerd image store: an image has a digest of the repository from
 `docker tag` on (moby's documentation of the store; `docker push` need never have run)."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Claims about requests in the queue and about several zones: command lines, what the API answers, where a slice is
 remembered."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

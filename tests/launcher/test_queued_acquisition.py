@@ -1,7 +1,5 @@
 """Claims about waiting for a slice in the queue of the emulated API; the clock is simulated."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """Claims about README.md and docs/: files and commands that they show are valid, links lead somewhere, the whole can be
 built and read without a network."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

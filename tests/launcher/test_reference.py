@@ -1,7 +1,5 @@
 """Claims about docs/reference/: its pages are what the code says, and everything in them has a text."""
 
-from __future__ import annotations
-
 import inspect
 
 import click

@@ -1,7 +1,5 @@
 """The registry's protocol as our client speaks it, to the emulated registry over TLS."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

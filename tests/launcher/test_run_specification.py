@@ -1,7 +1,5 @@
 """Claims about a run's specification and its events as files: what is written is read back, and nothing else is."""
 
-from __future__ import annotations
-
 import json
 import stat
 from pathlib import Path

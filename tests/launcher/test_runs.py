@@ -3,8 +3,6 @@
 Everything but the provider and the clock is real: folders, locks, ledgers, supervision.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import os

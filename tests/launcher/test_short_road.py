@@ -1,7 +1,5 @@
 """`tpu-launch run` reaches the ssh command that starts containers through few frames of few files."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 """Claims about creating and deleting slices in a cloud where others act too and answers get lost. gcloud is replaced by
 the emulator's API in this process; the clock passes only by waiting."""
 
-from __future__ import annotations
-
 import contextlib
 from dataclasses import replace
 from pathlib import Path

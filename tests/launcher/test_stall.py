@@ -1,7 +1,5 @@
 """Claims about stalls: what a hang is, in every phase, and that no run that is merely slow is called one."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,8 +1,6 @@
 """Claims about what `status` tells of a run that was recovered: a few lines, and nothing that only a reader of the code
 understands."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

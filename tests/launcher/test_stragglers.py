@@ -1,7 +1,5 @@
 """Claims about stragglers: told once when one begins and once when it ends, and never for a host that is as fast."""
 
-from __future__ import annotations
-
 import random
 import re
 import xml.etree.ElementTree

@@ -1,8 +1,6 @@
 """Claims about `run --sync`: only what changed travels, the attempt that runs is stopped first, and nothing is when the
 request can't be met."""
 
-from __future__ import annotations
-
 import io
 import tarfile
 import threading

@@ -1,7 +1,5 @@
 """Claims about README's picture: it shows a rehearsal's commands and results, and opens without a network."""
 
-from __future__ import annotations
-
 import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path

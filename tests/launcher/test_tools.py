@@ -1,8 +1,6 @@
 """The set-up and test scripts of tools/: what they say when something is missing, and that no test is left out
 unnoticed."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

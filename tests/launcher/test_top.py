@@ -1,7 +1,5 @@
 """Claims about `tpu-launch top`: what a frame shows, at any width, and where its figures come from."""
 
-from __future__ import annotations
-
 import math
 import time
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """Claims about the wheel: built and installed into an empty environment, it is a complete `tpu-launch`. About 30 s; at
 night on the newer versions of Python too, and by every command that README names."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

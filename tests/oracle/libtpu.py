@@ -4,8 +4,6 @@ When a client is made, libtpu turns the TPU_* variables into flags and writes th
 chips and fails. Each question is a process of its own: libtpu reads its environment once.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """What a trainer says on a machine without a TPU, whichever framework it uses."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

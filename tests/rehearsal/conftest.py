@@ -1,8 +1,6 @@
 """Emulated slices for tests: a module has its own workstation, whose emulator is stopped after it; the tests of a
 process that need just two hosts share theirs."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,8 +1,6 @@
 """Claims about looking at a run while it goes on and after it failed: status, events, the post-mortem. One slice of two
 hosts; about 30 s."""
 
-from __future__ import annotations
-
 import json
 import re
 import stat

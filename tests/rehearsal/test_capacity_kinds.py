@@ -1,8 +1,6 @@
 """Claims about flex-start and reservations, with the real gcloud against the emulated API; about a
 minute."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

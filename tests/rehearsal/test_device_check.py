@@ -1,8 +1,6 @@
 """Claims about `doctor --devices` on emulated slices: a virtual v3-8 (8 devices) and a v4-16 (two CPU hosts). Starts
 two slices; about 2 minutes."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

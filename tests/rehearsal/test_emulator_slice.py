@@ -4,8 +4,6 @@ server that is killed.
 Starts an emulator of its own with one v4-32 (four containers), and at the end looks for anything that is left.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

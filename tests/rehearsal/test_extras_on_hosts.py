@@ -1,7 +1,5 @@
 """Claims about hostile values, env files, overlays and the dead-man timer, on emulated hosts; about 10 s."""
 
-from __future__ import annotations
-
 import json
 import time
 

@@ -5,8 +5,6 @@ Starts one slice of two hosts and one more host; about 3 minutes. Elsewhere, in 
 test_other_slices.py: a slice that is PREEMPTED; in test_queued_slices.py: the queue.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass

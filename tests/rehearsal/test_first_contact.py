@@ -1,8 +1,6 @@
 """The first minutes of a new user, with README alone: `tpu-launch` installed into an empty environment, a first file,
 and a program of their own on an emulated slice of two hosts. Starts one slice; two minutes."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

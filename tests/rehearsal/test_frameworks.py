@@ -1,7 +1,5 @@
 """Unmodified programs of other frameworks train over both hosts of an emulated slice: a slice and a minute for each."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -24,8 +24,6 @@ test_gcloud_alone_is_enough_as_transport                 |
 always, the GA track                  |
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -4,8 +4,6 @@ minutes.
 What the cluster does and what it lacks is told in tests/kubernetes/cluster.
 """
 
-from __future__ import annotations
-
 import base64
 import os
 import re

@@ -5,8 +5,6 @@ Real trainers in the pods of rendered manifests, on the small cluster of tests/k
 bucket. About 3 minutes.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

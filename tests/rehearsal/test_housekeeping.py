@@ -1,8 +1,6 @@
 """Claims about looking after slices: doctor, costs, ssh, tunnel (real gcloud, emulated API). Starts three
 slices at once; about 45 s."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

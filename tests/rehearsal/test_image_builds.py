@@ -4,8 +4,6 @@ Starts small builds from debian:bookworm-slim and a registry on loopback, and re
 layer by layer.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

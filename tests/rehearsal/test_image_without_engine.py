@@ -1,8 +1,6 @@
 """A run whose image is made in the registry, with no docker on PATH: the real engine made the base and pushed it into
 the emulated registry, and pulls what was put together, onto both hosts. Starts a slice of two hosts; half a minute."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -4,8 +4,6 @@ on another type with one host, and its losses are those of the undisturbed run.
 Trains twice, on emulated slices of a v4-16 and a v3-8 (virtual TPU); about two and a half minutes.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

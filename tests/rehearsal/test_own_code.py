@@ -1,7 +1,5 @@
 """A user's own program on a virtual TPU, without a variable. Starts a slice; half a minute."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.nightly import others_at_night

@@ -3,8 +3,6 @@
 Starts each backend's image twice; 16 small runs, about 90 s.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

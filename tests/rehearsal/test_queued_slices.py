@@ -1,8 +1,6 @@
 """Claims about slices from the queue (real gcloud, emulated API). Creates and loses slices one
 after the other; about 50 s."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

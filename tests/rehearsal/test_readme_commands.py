@@ -1,8 +1,6 @@
 """Claims about README.md: its commands of "A real run" work as they are typed, one after the other, on an emulated
 slice. About 60 s."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -4,8 +4,6 @@ undisturbed one bit for bit.
 Starts one slice of two hosts and trains twice; about 3 minutes.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,8 +1,6 @@
 """Claims about the main job: `tpu-launch rehearsal` trains on two hosts and leaves nothing; a slice of four hosts works
 too. About 3 minutes."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Claims about runs of any command on an emulated slice of two hosts (real gcloud, ssh, containers); about 90 s."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections import Counter

@@ -1,7 +1,5 @@
 """Claims about secrets: the command gets them, and nothing else shows them; about half a minute."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import subprocess

@@ -4,8 +4,6 @@ equals the undisturbed one bit for bit.
 Starts one slice of two hosts and trains once, and twice at night.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import time

@@ -4,8 +4,6 @@ library wrote.
 Starts an emulated v4-8 (one host) with a bucket, and runs one container of the tensorflow image on it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A workstation for tests: runs `tpu-launch`, reads its lines, and inspects the workstation's container engine."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

@@ -3,8 +3,6 @@
 `make test` does that, and `.venv/bin/python tools/container_tests.py tensorflow [pytest's arguments]`.
 """
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest

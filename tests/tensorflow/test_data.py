@@ -1,7 +1,5 @@
 """TensorFlow reads our shards with its own code, our examples are its bytes, and masks are the same integers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

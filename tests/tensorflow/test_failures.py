@@ -1,7 +1,5 @@
 """Claims about TensorFlow's errors: what they mean to the trainer, wherever they surface."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

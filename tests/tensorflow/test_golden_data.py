@@ -3,8 +3,6 @@
 For one layout: that both give the same for every layout and task is what test_input.py says.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

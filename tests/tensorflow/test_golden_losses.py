@@ -1,7 +1,5 @@
 """The losses of twenty steps are those of tests/golden, whatever was moved or renamed since."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The tensorflow image has one TensorFlow, one Keras, and an ordinary user."""
 
-from __future__ import annotations
-
 import os
 from importlib.metadata import packages_distributions
 

@@ -1,7 +1,5 @@
 """The tf.data input gives the integers of the numpy batches, for every layout, number of hosts, step and seed."""
 
-from __future__ import annotations
-
 import functools
 import tempfile
 from pathlib import Path

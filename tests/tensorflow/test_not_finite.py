@@ -1,7 +1,5 @@
 """A step that is not finite, with tensorflow: `train.on_nonfinite`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

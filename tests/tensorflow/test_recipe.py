@@ -5,8 +5,6 @@ backend, and `pipeline("fill-mask")` of what was exported.
 Starts three processes, the last of them a training of a minute at most on two logical devices.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """TensorFlow trains a regression: it learns, and its figures are those of its predictions."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

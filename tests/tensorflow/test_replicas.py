@@ -1,7 +1,5 @@
 """Claims about the devices of a strategy: what leaves the program's process, and who asks for a batch."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -4,8 +4,6 @@ the trainer's loop on host 0 with its model on host 1's worker, or a program in 
 TPUStrategy itself needs TPUs. Each test starts two hosts and their two workers.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

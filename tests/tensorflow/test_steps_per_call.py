@@ -1,7 +1,5 @@
 """Several training steps in one call of the program (`train.steps_per_call`): the same losses, and nothing late."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

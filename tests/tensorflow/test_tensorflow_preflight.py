@@ -1,8 +1,6 @@
 """`tpu-train preflight` with `backend: tensorflow`: the real TPU compiler compiles the step that TPUStrategy would run
 on each device."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -4,8 +4,6 @@ XLA change nothing but the time.
 That its losses are PyTorch's is claimed by tests/rehearsal/test_parity.py, which needs both images.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A state of a few tensors, and the checkpoint writer of a run with one host."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

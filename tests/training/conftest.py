@@ -1,7 +1,5 @@
 """Small datasets of generated ids, a bucket that can misbehave, and hosts that are processes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

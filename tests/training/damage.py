@@ -1,7 +1,5 @@
 """Damages a file as a broken disk would."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 

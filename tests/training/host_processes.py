@@ -1,7 +1,5 @@
 """Hosts as small processes on loopback, for the tests of the rendezvous and of the gradient exchange."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

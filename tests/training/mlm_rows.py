@@ -1,7 +1,5 @@
 """Batches of the datasets that the fixture `samples` makes, and the rows that were masked in them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

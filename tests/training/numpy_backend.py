@@ -1,8 +1,6 @@
 """A backend of a few numbers, so that the real loop, `training.trainer.train`, trains in milliseconds and without a
 framework: one weight vector, moved by each batch's records. Steps can be told to be not finite."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any

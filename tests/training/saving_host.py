@@ -1,8 +1,6 @@
 """A host that saves one checkpoint, as a process: saving_host.py FOLDER WORKER HOSTS PORT BYTES. Prints the seconds
 from the last arrival to the commit."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Claims about the table of accelerators: where sizes are offered, and that a generation is one entry."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

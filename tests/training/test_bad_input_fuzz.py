@@ -4,8 +4,6 @@
 names its input: `TPU_LAUNCH_FUZZ_CASE=CSV/0/17` makes that one alone.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections import Counter

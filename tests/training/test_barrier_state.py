@@ -1,8 +1,6 @@
 """The state of the rendezvous gives all hosts the same answers, in whatever order they arrive, repeat, leave and
 break."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

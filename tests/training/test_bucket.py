@@ -1,8 +1,6 @@
 """Claims about `training.storage`: on gs://, with the real client library and a server that also misbehaves, and on
 local files where both do the same. tests/training/test_storage.py has what only files do."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import socket

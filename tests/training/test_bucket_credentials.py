@@ -1,8 +1,6 @@
 """Claims about `training.storage` on gs:// when Google's credentials are refreshed: the library's own credentials of a
 Compute Engine VM, and a metadata server that also misbehaves."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """Claims about `data.cache`: it costs no syncing, keeps its limit, and nothing in it is believed unchecked."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

@@ -1,8 +1,6 @@
 """A run's folder in a bucket: saves, restores, metrics, the claim and the exported model. The server enforces
 preconditions and can misbehave."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any

@@ -1,8 +1,6 @@
 """What `tpu-train checkpoint` and `tpu-train export --best` do with a run's folder: copying, finding the best, naming
 one checkpoint by its folder."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A manifest is what was written or it is damaged; parts share the work; policies never give up the newest."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,8 +1,6 @@
 """Hosts save together; whatever is killed, damaged or in the way, restoring gives a whole checkpoint. Hosts are threads
 here, the files are real."""
 
-from __future__ import annotations
-
 import os
 import re
 import threading

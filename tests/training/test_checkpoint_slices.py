@@ -1,8 +1,6 @@
 """A tensor comes back whole however it was cut into slices and spread over parts; slices that do not hold every element
 exactly once are damage."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

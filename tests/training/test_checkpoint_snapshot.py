@@ -1,7 +1,5 @@
 """Claims about a snapshot on its way: the loop goes on, and waits for it before it changes what is being copied."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import time

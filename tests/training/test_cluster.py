@@ -1,7 +1,5 @@
 """A host finds its place from the launcher's variables, GKE's, or either format of the metadata."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,8 +1,6 @@
 """The folder of compiled programs: its bound, and what is damaged or can't be written. tests/virtual_tpu trains with
 it."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import struct

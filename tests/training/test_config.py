@@ -1,7 +1,5 @@
 """A configuration is right as a whole, or each mistake is named with its line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

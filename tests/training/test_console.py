@@ -1,7 +1,5 @@
 """The progress line changes in place on a terminal, and nowhere else."""
 
-from __future__ import annotations
-
 import io
 import os
 import subprocess

@@ -1,8 +1,6 @@
 """Claims about corpora: every kind of file streams as documents, mistakes are named with file and line, and the split
 follows from the text."""
 
-from __future__ import annotations
-
 import csv
 import json
 from pathlib import Path

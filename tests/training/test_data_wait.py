@@ -1,8 +1,6 @@
 """Claims about the share of the steps' time that waited for batches, in the progress line and in the metrics. The clock
 goes on only where the test says so."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Generator
 from pathlib import Path

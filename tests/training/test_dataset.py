@@ -1,8 +1,6 @@
 """Claims about dataset.json: what it says is checked, and what does not fit is refused with a message that says where
 and what to do."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

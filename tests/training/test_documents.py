@@ -1,8 +1,6 @@
 """Claims about rows of whole documents: every document is in one row, once, and nothing else is; labels and positions
 stay inside it; an interrupted run is taken up."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

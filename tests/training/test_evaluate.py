@@ -1,8 +1,6 @@
 """Claims about evaluation: batches are in flight while earlier ones compute, as many as the backend allows, and each
 counts once."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from pathlib import Path

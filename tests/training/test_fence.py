@@ -1,8 +1,6 @@
 """Of several starts of a run one commits: the newest, and of two at the same moment exactly one. A host that slept
 between its look and its write does no harm."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from pathlib import Path

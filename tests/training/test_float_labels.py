@@ -1,7 +1,5 @@
 """Claims about rows labelled with numbers: float32 in the shards and in the batches, padded and scheduled as usual."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

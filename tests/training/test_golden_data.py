@@ -1,7 +1,5 @@
 """Claims about bits: datasets, batches and masks are those of tests/golden/data.json, whatever was moved or renamed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,8 +1,6 @@
 """Claims about reading a compiled program: what devices exchange, and where an operation comes from. The texts are
 libtpu's, shortened."""
 
-from __future__ import annotations
-
 from training.preflight.hlo import estimate_cycles, find_collectives, find_origin
 
 

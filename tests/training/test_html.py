@@ -1,7 +1,5 @@
 """report.html is valid XML that fetches nothing, says what happened, and can be made of any run's folder."""
 
-from __future__ import annotations
-
 import json
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Uploads during a run: whatever a process prints, hangs or ends with, the loop goes on and the summary says it."""
 
-from __future__ import annotations
-
 import re
 import sys
 import threading

@@ -1,8 +1,6 @@
 """Claims about fresh weights: pure functions of seed, name and shape, so that every framework and every host starts
 from the same numbers."""
 
-from __future__ import annotations
-
 import google_crc32c
 import numpy as np
 

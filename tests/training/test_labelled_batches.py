@@ -1,8 +1,6 @@
 """Claims about labelled rows: length buckets, static shapes, nothing lost, and batches that do not depend on the number
 of hosts."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections import Counter

@@ -1,7 +1,5 @@
 """A host that says goodbye and closes its connection is not lost, even if host 0 is just sending to it."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

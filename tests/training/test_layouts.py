@@ -1,8 +1,6 @@
 """Claims about the other ways to store a dataset: gzip members, and the public recipe's layout. Batches are those of
 the compact layout."""
 
-from __future__ import annotations
-
 import gzip
 import os
 import random

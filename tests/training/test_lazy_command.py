@@ -1,7 +1,5 @@
 """A lazy command is imported when it is called, and by nothing else."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """Claims about the findings of `tpu-train check`: which compilation is expected, which is a finding, and its line."""
 
-from __future__ import annotations
-
 from training.lint.rules import (
     HOST,
     PROGRAM,

@@ -1,7 +1,5 @@
 """Claims about the procedure behind `tpu-train shards`: which corpus, plan and writer each split gets."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

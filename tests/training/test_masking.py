@@ -1,7 +1,5 @@
 """Claims about masked language modelling: what is hidden follows from (seed, epoch, record, position) alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Claims about the numbers of a run: the lines of all attempts are one history, kept in small objects."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """Storage that refuses, is slow or loses an answer does not stop training: what could not be written is written later,
 once, or is named."""
 
-from __future__ import annotations
-
 import threading
 import time
 from pathlib import Path

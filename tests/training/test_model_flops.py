@@ -1,7 +1,5 @@
 """The model's own arithmetic, from its sizes."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,8 +1,6 @@
 """What is not finite is not committed, is not restored, and ends a run only when trying again changes nothing. The real
 loop, over a backend of a few numbers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

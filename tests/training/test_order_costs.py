@@ -1,7 +1,5 @@
 """Claims of `training.data.sampling.order` about what hosts read and what a window costs."""
 
-from __future__ import annotations
-
 import time
 
 import numpy as np

@@ -1,8 +1,6 @@
 """Claims about writing datasets: nothing is lost, the same input gives the same bytes, and an interrupted run is taken
 up."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Claims about the seconds of a process by phase."""
 
-from __future__ import annotations
-
 from tests.training.manual_clock import ManualClock
 from training.telemetry.phase_timer import PhaseTimer
 

@@ -1,8 +1,6 @@
 """Where a split state is: its slices hold every element once, each host writes what its devices hold, and a checkpoint
 of any mesh and number of hosts restores whole."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Claims about preflight's pure parts: which programs a run has, what a refusal means, the search for the largest
 batch, the bound."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

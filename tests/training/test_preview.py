@@ -1,7 +1,5 @@
 """Claims about what `dataset preview` shows."""
 
-from __future__ import annotations
-
 import json
 
 import click

@@ -1,7 +1,5 @@
 """A slow processor is reported to the user."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from training.backends.torch_xla.processor import describe_slow_products, read_flags

@@ -1,8 +1,6 @@
 """Profiles that are asked for while a trainer works: which steps, where the result is, and that nothing of it can end a
 training."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

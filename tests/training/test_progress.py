@@ -1,7 +1,5 @@
 """What the loop knows of its run: steps and losses, evaluations, compilations. No framework, no clock."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

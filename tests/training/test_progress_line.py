@@ -1,7 +1,5 @@
 """Claims about the line of progress: what any program may write, and what the trainer's thread tells."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

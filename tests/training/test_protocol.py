@@ -1,7 +1,5 @@
 """The protocol of the rendezvous without sockets: which peers it accepts, what bad bytes cost, how much it sends."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any

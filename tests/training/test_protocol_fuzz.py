@@ -5,8 +5,6 @@ values, in pieces of any size. Most go to the protocol's objects; some hundreds 
 count connections, threads and memory.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json

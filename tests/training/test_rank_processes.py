@@ -1,7 +1,5 @@
 """The processes of one host as one program, with real processes: small Python programs."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

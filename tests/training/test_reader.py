@@ -1,7 +1,5 @@
 """Claims about reading: damaged data gives the right rows or the right message, never a wrong row and never a hang."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time

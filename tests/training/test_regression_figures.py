@@ -1,7 +1,5 @@
 """Figures of a regression follow from its totals, as they would from the examples one by one."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import assume, given

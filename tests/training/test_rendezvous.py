@@ -1,8 +1,6 @@
 """Real processes meet on loopback, and learn in time if one is missing, lost, stuck or of another attempt. Each test
 starts up to 4 small processes."""
 
-from __future__ import annotations
-
 import json
 import signal
 import socket

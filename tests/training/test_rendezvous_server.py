@@ -1,7 +1,5 @@
 """Host 0's side of the rendezvous over real sockets: no host can hold up another one, and its end is noticed."""
 
-from __future__ import annotations
-
 import errno
 import json
 import socket

@@ -1,7 +1,5 @@
 """With `data.on_corrupt: skip` a run says exactly how many rows it has replaced, in training and in evaluations."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

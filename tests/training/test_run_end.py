@@ -1,7 +1,5 @@
 """What a run does after its last step."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Mapping
 from pathlib import Path

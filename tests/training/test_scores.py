@@ -1,7 +1,5 @@
 """Figures of a classifier follow from its confusion matrix, as they would from the examples one by one."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

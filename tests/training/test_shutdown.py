@@ -1,8 +1,6 @@
 """The first signal is a request; a second Ctrl-C ends the process, whatever the main thread does; more SIGTERMs are the
 same request while there is time to save. Starts small processes."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

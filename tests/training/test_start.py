@@ -1,8 +1,6 @@
 """Before the first step all hosts have the same facts and the same output folder, or the run stops and says who
 differs."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

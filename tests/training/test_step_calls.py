@@ -1,7 +1,5 @@
 """How many training steps the TensorFlow backend starts in one call: `training.backends.tensorflow.calls`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Claims about charts: each number is where its scale says, and nothing is drawn outside of the picture."""
 
-from __future__ import annotations
-
 import math
 from xml.etree import ElementTree
 

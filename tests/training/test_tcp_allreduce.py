@@ -1,7 +1,5 @@
 """Sums across hosts over TCP: in worker order, with the same bits on all hosts, and a quick end when a host is lost."""
 
-from __future__ import annotations
-
 import json
 import signal
 import socket

@@ -1,7 +1,5 @@
 """Claims about the lines that people and the launcher read."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Claims about tokenizer folders: what is no tokenizer is refused with its URL, before any framework sees it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Claims about trackers: a new one is a class and an entry, and receives what the others receive."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from pathlib import Path

@@ -1,8 +1,6 @@
 """`tpu-train train` says a user's mistake in one message and exits with 2, before any framework is imported: there is
 none here."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The environment in which `tpu-train exec` starts a program of the user's own."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Scalars have their YAML 1.2 meaning, every mistake its line, and what is dumped means the same to every reader."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 python -m tests.virtual_tpu.cached_steps FOLDER        prints one JSON object
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

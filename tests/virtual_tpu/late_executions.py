@@ -1,7 +1,5 @@
 """The times of executions on a virtual TPU whose executions end late, as its log has them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path

@@ -6,8 +6,6 @@ The run "stopped" is asked to stop after five steps. A run to go on with is copi
 decoder.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

@@ -4,8 +4,6 @@ virtual TPU: for a test.
 python -m tests.virtual_tpu.shards FOLDER        prints one JSON object
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,8 +1,6 @@
 """Compiled programs outlive the process: a second attempt on the same host compiles nothing, and trains to the same
 bits. What was damaged in between, or did not run after it was loaded, is compiled again."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 """Runs with a state that is split over the devices of a virtual TPU (`train.mesh.fsdp`): the losses of a replicated
 one, checkpoints of slices that any mesh restores, and a stop and its resumption."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 """A run on a virtual TPU whose executions end late, as on chips: the host stays ahead of the device, and results, saves
 and stops are those of a device that is not late."""
 
-from __future__ import annotations
-
 import signal
 from itertools import pairwise
 from pathlib import Path

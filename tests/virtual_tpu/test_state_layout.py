@@ -1,7 +1,5 @@
 """Claims about the layout of the state over eight devices, in a process of its own: SPMD is chosen once."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

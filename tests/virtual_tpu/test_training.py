@@ -4,8 +4,6 @@ what holds on CPUs holds: losses, counts of programs, exact evaluation, the same
 Each trainer is a process, because torch_xla chooses its device once.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,8 +1,6 @@
 """The API server, as far as kubectl needs it: discovery, objects, watches, logs, authorization by a Role, strict
 validation."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

@@ -4,8 +4,6 @@ Sources: kubernetes.io/docs/concepts/workloads/controllers/job (pod failure poli
 mode), and the documentation of JobSet's failure policy. There are no back-off delays.
 """
 
-from __future__ import annotations
-
 import re
 import secrets
 from typing import Any

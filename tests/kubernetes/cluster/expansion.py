@@ -1,8 +1,6 @@
 """What a kubelet makes of `$` in a container's command and in values of its variables: a transcription of `Expand` in
 k8s.io/kubernetes/third_party/forked/golang/expansion/expand.go."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 

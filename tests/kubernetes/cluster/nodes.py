@@ -5,8 +5,6 @@ A container gets exactly its pod's image, command, environment, user, capabiliti
 private network with the names that its Service gives it. A node has a CPU instead of chips, so it sets PJRT_DEVICE.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import tempfile

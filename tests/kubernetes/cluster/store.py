@@ -1,7 +1,5 @@
 """The objects of the cluster in memory, their versions, and all changes in order. One namespace."""
 
-from __future__ import annotations
-
 import copy
 import threading
 import uuid

@@ -1,8 +1,6 @@
 """TensorFlow on TPUs: the real libtpu of the tensorflow image understands what a container is told, and without chips
 it ends with a message."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """PyTorch/XLA on TPUs: the real libtpu of the torch-xla image understands what a container is told, and without chips
 it ends with a message."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

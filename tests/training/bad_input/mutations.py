@@ -1,7 +1,5 @@
 """Ways to spoil an input, each decided by a random number generator: JSON values, bytes, lines of text."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable

@@ -5,8 +5,6 @@ raises AssertionError where nonsense was accepted or a message does not say wher
 is a traceback that a user would see.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json
