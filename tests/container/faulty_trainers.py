@@ -46,7 +46,6 @@ class Fault:
     count: int = 1
     delay: float = 0.0
     signals: tuple[int, ...] = (signal.SIGKILL,)
-    error: int | None = None  # instead of signals: what the system says to the write that is "within the part"
 
 
 @dataclass
@@ -88,7 +87,6 @@ class Run:
     config: dict[str, Any]
     environment: dict[str, str] = field(default_factory=dict)
     attempts: int = 0
-    ahead: dict[int, float] = field(default_factory=dict)  # seconds that a host's wall clock is ahead
 
     @property
     def output(self) -> str:
@@ -119,7 +117,6 @@ class Run:
                 str(log),
                 str(self._trained),
                 (faults or {}).get(worker),
-                self.ahead.get(worker, 0.0),
             )
             attempt.processes.append(fork(_run_trainer, *arguments))
             attempt.logs.append(log)
@@ -174,12 +171,8 @@ def resumed_at(text: str) -> int:
 # --- in the trainer's process
 
 
-def _run_trainer(
-    environment: dict[str, str], config: str, log: str, trained: str, fault: Fault | None, ahead: float
-) -> None:
+def _run_trainer(environment: dict[str, str], config: str, log: str, trained: str, fault: Fault | None) -> None:
     become_trainer(environment, config, log)
-    wall = time.time
-    time.time = lambda: wall() + ahead
     from training.storage import gcs as bucket
 
     bucket.timeouts = bucket.Timeouts(connect=20, silence=20, deadline=15, first_delay=0.02, longest_delay=0.3)
@@ -204,9 +197,6 @@ class _Injector:
             self.trigger()
 
     def trigger(self) -> None:
-        if self.fault.error is not None:
-            raise OSError(self.fault.error, os.strerror(self.fault.error))
-
         def send_signals() -> None:
             for number in self.fault.signals:
                 os.kill(os.getpid(), number)

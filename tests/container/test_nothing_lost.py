@@ -1,7 +1,6 @@
-"""Odd circumstances on two hosts: wrong clocks, two launchers, a run id from before, a full disk, a host that freezes
+"""Odd circumstances on two hosts: two launchers, and a host that freezes
 and wakes up too late."""
 
-import errno
 import os
 import signal
 import time
@@ -57,17 +56,6 @@ def wait_for(attempt: Attempt, text: str, seconds: float = 600) -> None:
 
 
 @pytest.mark.nightly
-def test_clocks_that_differ_by_days_change_nothing(folder: Path, undisturbed: dict[str, Any]) -> None:
-    config = small_runs.document(folder, **SMALL, checkpoint__every_minutes=0.01)
-    run = Run(folder, "skewed", 2, config, ahead={0: -86_400.0, 1: 3 * 86_400.0})
-    attempt = run.start({1: Fault("a step", 11)})
-    assert attempt.finish() == [Exit.LOST_PEER, -9], attempt.everything()
-    run.ahead = {0: 86_400.0}
-    assert run.newest() >= 8
-    finish(run, undisturbed)
-
-
-@pytest.mark.nightly
 def test_of_two_launchers_on_one_run_the_later_goes_on_and_the_earlier_leaves(
     folder: Path, undisturbed: dict[str, Any]
 ) -> None:
@@ -86,31 +74,6 @@ def test_of_two_launchers_on_one_run_the_later_goes_on_and_the_earlier_leaves(
     os.kill(second.processes[0].pid or 0, signal.SIGTERM)
     assert second.finish() == [Exit.SAVED, Exit.SAVED], second.everything()
     assert later.newest() > resumed_at(second.text())
-
-
-@pytest.mark.nightly
-def test_a_run_id_is_used_again_by_a_launcher_that_counts_from_zero(folder: Path, undisturbed: dict[str, Any]) -> None:
-    config = small_runs.document(folder, **SMALL)
-    attempt = Run(folder, "reused", 2, config).start({0: Fault("a step", 7, signals=(signal.SIGTERM,))})
-    assert attempt.finish() == [Exit.SAVED, Exit.SAVED], attempt.everything()
-    other = Run(folder, "reused", 2, {**config, "seed": 5}).start()
-    assert other.finish() == [Exit.BAD_INPUT, Exit.BAD_INPUT], other.everything()
-    assert "seed: the checkpoint has 1, this run 5" in other.text()
-    finish(Run(folder, "reused", 2, config), undisturbed)
-
-
-@pytest.mark.nightly
-def test_a_full_disk_on_one_host_ends_the_attempt_and_costs_one_save(folder: Path, undisturbed: dict[str, Any]) -> None:
-    run = Run(folder, "full", 2, small_runs.document(folder, **SMALL))
-    attempt = run.start({1: Fault("within the part", 2, error=errno.ENOSPC)})
-    assert attempt.finish() == [Exit.LOST_PEER, Exit.FAILED], attempt.everything()
-    assert "part-1-of-2" in attempt.text(1)
-    assert "No space left on device" in attempt.text(1)
-    assert "host 1 stopped" in attempt.text(0)
-    assert "No space left on device" in attempt.text(0)
-    assert run.newest() == 4
-    finish(run, undisturbed)
-    assert list(Path(run.checkpoints).rglob(".*.partial")) == []
 
 
 @pytest.mark.nightly

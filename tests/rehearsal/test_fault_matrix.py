@@ -105,16 +105,6 @@ def test_a_fault_of_a_host_in_the_middle_of_a_run(pair: Workstation, row: HostRo
     nothing_left(pair)
 
 
-@pytest.mark.nightly
-def test_a_slow_host_is_waited_for(pair: Workstation) -> None:
-    bashrc(pair, 1, "sleep 1.2")
-    ended = begin(pair, "echo one; sleep 1; echo two", "--set", "run.host_lost_seconds=3").end(120)
-    bashrc(pair, 1, "")
-    told(ended, 0, "[0] two", "[1] two")
-    assert ended.output.count("[1] one") == 1
-    nothing_left(pair)
-
-
 def test_a_start_that_gcloud_runs_again_starts_once(pair: Workstation) -> None:
     """The connection breaks when the container has been started: ssh ends with 255, and gcloud runs the whole command
     again."""

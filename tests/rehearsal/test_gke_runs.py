@@ -223,20 +223,6 @@ def test_a_pod_that_is_taken_away_is_the_cause_and_its_peers_end_a_symptom(work:
     assert "low on resource: memory" in ended.json()["cause"]["what"]
 
 
-@pytest.mark.nightly
-def test_nodes_that_are_taken_away_without_a_save_are_a_preemption(work: Workstation, cluster: Cluster) -> None:
-    running = work.begin(
-        "run", *GKE, "--set", "run.stop_seconds=1", "--new", "--json", "--", "sh", "-c", "echo up; exec sleep 600"
-    )
-    for worker in (0, 1):
-        running.wait_for(rf"^\[{worker}\] up")
-    cluster.nodes.preempt("two")
-    cluster.add_pool("two", "v4-16")
-    ended = running.end(60)
-    assert (ended.code, ended.json()["outcome"]) == (12, "preempted")
-    assert "imminent node shutdown" in ended.output
-
-
 def test_a_pod_that_no_node_takes_is_told_with_what_it_needs(work: Workstation) -> None:
     minutes = ("--set", "run.start_minutes=0.05", "--set", "slice.create_minutes=0.05")
     changes = ("--set", "slice.accelerator_type=v4-32", *minutes)
