@@ -51,7 +51,7 @@ def test_a_run_that_writes_nothing_but_makes_progress_goes_on(work: Workstation)
     def step() -> None:
         number = next(steps)
         work.hosts.progress = {0: (ProgressLine(number, phase="training"),)}
-        if number == 40:
+        if number == 22:
             work.hosts.end(0)
 
     work.hosts.hooks["observe"] = [step] * 100

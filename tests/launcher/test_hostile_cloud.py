@@ -11,7 +11,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -149,6 +149,16 @@ def test_an_attempt_whose_slice_was_taken_away_while_unwatched_is_a_preemption(w
     assert outcomes(work) == ["preempted", "finished"]
 
 
+@pytest.fixture
+def last_resort(work: Workstation) -> Iterator[None]:
+    """Ends the attempt after 8 s: else a failure of the test would have no end."""
+    timer = threading.Timer(8.0, work.hosts.end, [9])
+    timer.start()
+    yield
+    timer.cancel()
+
+
+@pytest.mark.usefixtures("last_resort")
 @pytest.mark.parametrize("command", ["run", "attach"])
 def test_a_start_that_was_interrupted_is_not_watched_for_ever_when_its_host_answers_late(
     work: Workstation, command: str
@@ -157,7 +167,6 @@ def test_a_start_that_was_interrupted_is_not_watched_for_ever_when_its_host_answ
     config = interrupt_start(work, only_created={1})
     work.hosts.silent = {1}
     threading.Timer(1.0, work.hosts.silent.clear).start()
-    threading.Timer(8.0, work.hosts.end, [9]).start()  # else a failure of this test would have no end
     if command == "attach":
         with pytest.raises(LaunchError, match="does not run on all hosts: `tpu-launch run` ends it"):
             work.attach(config)
@@ -168,11 +177,11 @@ def test_a_start_that_was_interrupted_is_not_watched_for_ever_when_its_host_answ
     assert outcomes(work) == [events.NOT_STARTED, "finished"]
 
 
+@pytest.mark.usefixtures("last_resort")
 def test_an_attempt_whose_secrets_died_with_its_launcher_is_ended_and_restarted(work: Workstation) -> None:
     """Its containers run on all hosts and wait for secrets that no process has any more."""
     work.hosts.quiet = True
     config = interrupt_start(work, only_created=set())
-    threading.Timer(8.0, work.hosts.end, [9]).start()  # else a failure of this test would have no end
     with pytest.raises(LaunchError, match="interrupted while it was started"):
         work.attach(config)
     outcome = work.run(config)
@@ -904,7 +913,7 @@ def test_a_host_that_has_finished_may_reboot_while_another_exports(
 
     def observe(self: FakeProvider, worker: int, *_: object, **__: object) -> Observation:
         if worker == 1 and (number := next(looks)):
-            work.hosts.quiet = number > 2  # the export ends after two looks at the host that has rebooted
+            work.hosts.quiet = number > 1  # the export ends after two looks at the host that has rebooted
             return Observation(1, replace(ended, rebooted=True))
         return Observation(worker, ended if worker == 1 or work.hosts.quiet else ContainerState("running"))
 
