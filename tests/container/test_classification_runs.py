@@ -145,23 +145,6 @@ def test_a_resumed_run_gives_the_same_bits(undisturbed: dict[str, Any], folder: 
         assert resumed[key] == undisturbed[key]
 
 
-@pytest.mark.nightly
-def test_two_hosts_train_as_one(folder: Path) -> None:
-    changes = {"train__dropout": 0.0, "train__steps": 15, "evaluation__every": None}
-    hosts = small_runs.start(folder, "as-two", document(folder, **changes), hosts=2)
-    one = run(folder, "as-one", **changes)
-    assert [host.finish() for host in hosts] == [0, 0], hosts[0].text() + hosts[1].text()
-    two = small_runs.summary(folder, "as-two")
-    losses = [
-        [line["loss"] for line in metrics.read_history(str(folder / "runs" / name)) if "loss" in line]
-        for name in ("as-one", "as-two")
-    ]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-    assert len(losses[0]) == 15
-    assert two["eval_loss"] == pytest.approx(one["eval_loss"], rel=1e-5)
-    assert (two["eval_accuracy"], two["eval_weighted_f1"]) == (one["eval_accuracy"], one["eval_weighted_f1"])
-
-
 def test_the_result_is_a_model_that_text_classification_loads(undisturbed: dict[str, Any], folder: Path) -> None:
     model, exported = Path(undisturbed["model"]), folder / "exported"
     assert export_checkpoint(str(folder / "runs" / "undisturbed"), str(exported)) == 40

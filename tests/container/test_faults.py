@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.container import small_runs, test_classification_runs
-from training.data.formats import example_codec, tfrecord
+from tests.container import small_runs
 from training.errors import Exit
 
 SECONDS = 240  # for all hosts to end; a loaded machine takes a while to import frameworks
@@ -22,11 +21,6 @@ SECONDS = 240  # for all hosts to end; a loaded machine takes a while to import 
 @pytest.fixture(scope="module")
 def mlm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return small_runs.prepare(tmp_path_factory.mktemp("mlm"))
-
-
-@pytest.fixture(scope="module")
-def labelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return test_classification_runs.prepare(tmp_path_factory.mktemp("labelled"))
 
 
 def hosts_of(folder: Path, name: str) -> list[Path]:
@@ -66,27 +60,6 @@ def test_a_loader_that_raises_on_one_host(mlm: Path) -> None:
     assert codes == [Exit.LOST_PEER, Exit.BAD_INPUT], "\n".join(told)
     assert re.search(r"error: train/train-0000\d.tfrecord: record 31 at byte \d+: its checksum", told[1]), told[1]
     lost(told[0], r"record 31 at byte \d+: its checksum")
-
-
-@pytest.mark.nightly
-def test_a_label_outside_the_range_on_one_host(labelled: Path) -> None:
-    homes = hosts_of(labelled, "label")
-    for shard in (homes[1] / "train").glob("*.tfrecord"):
-        *_, (_, last) = found = list(tfrecord.walk(shard.read_bytes(), shard.name))
-        features = example_codec.decode(last)
-        [label] = features["label"]
-        assert isinstance(label, bytes)
-        changed = example_codec.encode(
-            {
-                name: b"\x07" + b"\0" * (len(label) - 1) if name == "label" else values[0]
-                for name, values in features.items()
-            }
-        )
-        shard.write_bytes(tfrecord.join([*(record for _, record in found[:-1]), changed]))
-    codes, told = end(labelled, "label", homes, test_classification_runs.document(labelled))
-    assert codes == [Exit.LOST_PEER, Exit.BAD_INPUT], "\n".join(told)
-    assert re.search(r"error: train: record \d+ has label 7, and the dataset has 2 labels, 0 to 1", told[1]), told[1]
-    lost(told[0], r"record \d+ has label 7")
 
 
 def test_out_of_memory(mlm: Path) -> None:

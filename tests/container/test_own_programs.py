@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,22 +11,10 @@ import pytest
 from training.cli.user_program import chip_process_environment
 from training.distributed.cluster import Cluster
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "hugging_face" / "train.py"
-
 
 def execute(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "training.cli", "exec", *arguments]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=600, check=False)
-
-
-@pytest.mark.nightly
-def test_hugging_face_trainer_trains_on_the_xla_device_of_one_host(tmp_path: Path) -> None:
-    training = ["--max_steps", "20", "--per_device_train_batch_size", "16", "--optim", "adamw_torch"]
-    output = ["--output_dir", "out", "--logging_steps", "10", "--report_to", "none", "--disable_tqdm", "true"]
-    ended = execute(str(EXAMPLE), *training, "--learning_rate", "2e-3", *output, cwd=tmp_path)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert re.search(r"^process 0 of 1 on xla:0: loss [\d.]+,", ended.stdout, re.MULTILINE), ended.stdout
-    assert {file.name for file in (tmp_path / "out").iterdir()} >= {"config.json", "model.safetensors", "checkpoint-20"}
 
 
 def test_a_failed_program_fails_with_its_traceback(tmp_path: Path) -> None:

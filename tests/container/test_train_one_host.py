@@ -109,20 +109,6 @@ def test_pieces_and_computing_again_change_no_more_than_rounding(
     assert changed["eval_loss"] == pytest.approx(undisturbed["eval_loss"], rel=1e-5)
 
 
-@pytest.mark.nightly
-def test_sharded_over_two_devices_it_is_the_same_training_in_as_few_programs(
-    undisturbed: dict[str, Any], folder: Path
-) -> None:
-    """What a TPU host does: one SPMD program over all devices. A process of its own, because devices are counted once a
-    process."""
-    [host] = small_runs.start(folder, "two-devices", small_runs.document(folder), CPU_NUM_DEVICES="2")
-    assert host.finish() == 0, host.text()
-    two = small_runs.summary(folder, "two-devices")
-    assert (two["devices"], two["compilations"], two["device_to_host_syncs"]) == (2, 2, 0)
-    assert two["last_loss"] == pytest.approx(undisturbed["last_loss"], rel=1e-5)
-    assert two["eval_loss"] == pytest.approx(undisturbed["eval_loss"], rel=1e-5)
-
-
 def test_roberta_trains_too(folder: Path) -> None:
     sizes = {"name": "roberta-base", "hidden_size": 32, "layers": 1, "heads": 2, "max_positions": 32}
     assert run(folder, "roberta", model=sizes, train__steps=4)["steps"] == 4

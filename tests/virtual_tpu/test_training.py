@@ -16,10 +16,8 @@ import pytest
 import yaml
 
 from tests.container import small_runs
-from tests.container.faulty_trainers import Fault, Run
 from tests.container.golden_losses import DOCUMENTS, GOLDEN, STEPS
 from tests.container.poisoned_runs import check_skips, poisoned_document
-from tests.container.test_kill_anywhere import finish_and_compare, kill
 from tests.nightly import others_at_night
 from training.accelerators import accelerator
 from training.config import from_document
@@ -113,14 +111,6 @@ def test_the_published_settings_train_in_strict_mode(folder: Path) -> None:
     assert summary["last_loss"] < summary["first_loss"]
 
 
-@pytest.mark.nightly
-def test_accumulation_changes_no_more_than_rounding(folder: Path) -> None:
-    exact = {"train__global_batch_size": 16, "train__dropout": 0.0, "train__precision": "fp32"}
-    whole = train(folder, "whole", small_runs.document(folder, **exact))
-    pieces = small_runs.document(folder, **exact, train__gradient_accumulation=2)
-    assert train(folder, "pieces", pieces)["last_loss"] == pytest.approx(whole["last_loss"], rel=PRECISION)
-
-
 def test_stopped_and_resumed_it_ends_with_the_same_bits(folder: Path) -> None:
     straight = train(folder, "straight", small_runs.document(folder))
     config = small_runs.document(folder)
@@ -133,19 +123,6 @@ def test_stopped_and_resumed_it_ends_with_the_same_bits(folder: Path) -> None:
     resumed = small_runs.summary(folder, "stopped")
     for key in ("first_loss", "last_loss", "eval_loss", "final_weights_crc32c"):
         assert resumed[key] == straight[key], key
-
-
-@pytest.mark.nightly
-def test_without_a_precision_in_the_file_a_tpu_has_bf16(folder: Path) -> None:
-    config = small_runs.document(folder, train__steps=2, evaluation__at_end=False, export__at_end=False)
-    (host,) = small_runs.start(folder, "default", config)
-    assert host.finish(SECONDS) == 0, host.text()
-    default = small_runs.summary(folder, "default")
-    assert default["precision"] == "bf16"
-    assert "8 device(s), bf16, 64 records" in host.text()
-    bf16 = train(folder, "bf16", {**config, "train": {**config["train"], "precision": "bf16"}})
-    fp32 = train(folder, "fp32", {**config, "train": {**config["train"], "precision": "fp32"}})
-    assert default["final_weights_crc32c"] == bf16["final_weights_crc32c"] != fp32["final_weights_crc32c"]
 
 
 def test_every_device_holds_all_of_the_state_and_few_calls_copy_it(folder: Path) -> None:
@@ -203,27 +180,6 @@ def test_every_slice_of_one_host_shows_its_own_devices(name: str) -> None:
     count = ONE_HOST[name]
     assert answer.stdout.split() == [str(count), "TPU", str(sum(range(count * 1000)))]
     assert accelerator(name).devices == count
-
-
-@pytest.mark.timeout(1200)
-@pytest.mark.nightly
-def test_killed_at_points_of_a_save_it_ends_with_the_same_bits(folder: Path) -> None:
-    """Each record once in each epoch, and the weights of a run that nothing disturbed."""
-    config = small_runs.document(
-        folder,
-        train__steps=32,
-        checkpoint__every_steps=2,
-        checkpoint__keep_last=2,
-        export__at_end=False,
-        model__layers=1,
-        model__hidden_size=16,
-        data__evaluation=None,
-    )
-    run = Run(folder, "killed", 1, config)
-    for point in ("before the part", "within the part", "within the manifest", "a step"):
-        kill(run, {0: Fault(point, 2)})
-    assert run.newest() > 0
-    finish_and_compare(run, folder)
 
 
 @pytest.mark.nightly
