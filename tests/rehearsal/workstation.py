@@ -1,6 +1,7 @@
 """A workstation for tests: runs `tpu-launch`, reads its lines, and inspects the workstation's container engine."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -156,3 +157,8 @@ class Workstation:
 def docker(*arguments: str) -> str:
     """Runs the docker client on the workstation's own engine, without the emulator's proxy."""
     return subprocess.run([client(), *arguments], capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+def on_this_machine(seconds: float) -> float:
+    """How long something may take that takes `seconds` where no program waits for a processor."""
+    return seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
