@@ -212,12 +212,15 @@ class Race:
         self.record.grant(entry.request, self.machine.clock.time())
         slice_hints.save_place(self.config, entry.request.candidate)
         self.say(f"request {entry.request.number}: granted, {entry.request.candidate}")
-        # A `down` elsewhere may have recorded the end of a request that this process made a moment later.
-        others = {
-            item.number: item for item in (*self.record.open(), *(each.request for each in self.entries.values()))
-        }
-        self.withdraw([item for number, item in others.items() if number != entry.request.number])
+        self.withdraw(self._not_granted())
         return state
+
+    def _not_granted(self) -> list[Recorded]:
+        """Returns the requests that may still be granted, and are not: the open ones, and those of this command. A
+        `down` elsewhere may have recorded the end of a request that this command made a moment later."""
+        granted = {item.number for item in self.record.read() if item.granted is not None}
+        found = {item.number: item for item in (*self.record.open(), *(each.request for each in self.entries.values()))}
+        return [item for number, item in found.items() if number not in granted]
 
     def _refuse(self, entry: _Entry, error: LaunchError) -> None:
         """Ends a request that failed, and withdraws it if Google may have accepted it. A candidate whose error is
@@ -293,7 +296,7 @@ class Race:
 
     def _leave(self) -> None:
         """Withdraws all requests except a granted one, since after this command no process chooses between them."""
-        self.withdraw([request for request in self.record.open() if request.granted is None])
+        self.withdraw(self._not_granted())
 
 
 def _price(candidate: Candidate) -> float:

@@ -1,6 +1,8 @@
 """Claims about candidates of a slice: what is asked for, what is taken, and what is withdrawn, after a kill too.
 gcloud is replaced by the emulator's API in this process; the clock passes only by waiting."""
 
+import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,10 +11,13 @@ import pytest
 from launcher.config import Candidate, Config, load
 from launcher.errors import BadInput
 from launcher.gcloud.errors import Stockout
-from launcher.tpu_vm import candidates, requests, slice_hints, slices
+from launcher.provider import SliceState
+from launcher.tpu_vm import candidates, race, requests, slice_hints, slices
 from launcher.tpu_vm.requests import RequestRecord
+from launcher.workstation import Workstation
 from tests.launcher.emulated_gcloud import ANN, Cloud
 from tests.launcher.test_bad_input import launch
+from training.machine.threads import SystemThreads
 
 V4, V3 = Candidate("v4-16", "us-central2-b", "spot"), Candidate("v3-8", "us-central1-a", "spot")
 SMALL = Candidate("v4-8", "us-central2-b", "spot")
@@ -172,6 +177,34 @@ def test_a_slice_that_was_taken_away_makes_room_for_any_candidate(cloud: Cloud, 
     assert create(cloud, config) == "v3-8"
     assert nodes(cloud) == ["us-central1-a/demo"]
     assert history(config)[0] == ("v4-16", requests.TAKEN)
+
+
+def test_a_command_that_leaves_withdraws_also_what_another_down_has_recorded_as_deleted(
+    cloud: Cloud, config: Config
+) -> None:
+    gone, withdrawn = threading.Event(), list[str]()
+
+    class Interrupted:
+        monotonic = time = staticmethod(cloud.clock.monotonic)
+
+        def sleep(self, seconds: float) -> None:
+            record.end(record.open(), requests.DELETED, 0.0)  # by a `down` that Google's answers did not reach yet
+            raise KeyboardInterrupt
+
+    def delete(places: Sequence[Config]) -> None:
+        withdrawn.extend(f"{place.zone}/{place.node}" for place in places)
+        gone.set()
+
+    def create(placed: Config, own: Workstation) -> SliceState:
+        gone.wait()
+        raise Stockout("deleted")
+
+    record, machine = RequestRecord(config), replace(cloud.machine(), threads=SystemThreads())
+    calls = race.SliceCalls(create, delete)
+    starting = race.Race(config, record, calls, lambda text: None, replace(machine, clock=Interrupted()), machine)
+    with pytest.raises(KeyboardInterrupt):
+        starting.run()
+    assert set(withdrawn) == {"us-central2-b/demo", "us-central2-b/demo-2", "us-central1-a/demo"}
 
 
 def test_the_command_shows_candidates_and_what_became_of_each_request(
