@@ -65,20 +65,24 @@ def parse_state(text: str) -> SliceState:
 def describe(config: Config, machine: Workstation) -> SliceState | None:
     """Returns the slice, or None when it does not exist. A queued resource without a node counts, in its own state and
     without hosts. Looks for the candidate of the last look first; of the other candidates, only a slice that is ours
-    counts, a READY one before others, and its candidate is kept."""
+    counts, a READY one before others, and its candidate is kept. Another owner's slice counts if none is ours."""
     current = slice_hints.current(config)
-    state = _describe_in_zone(config.placed(current), machine)
-    if state is not None or len(config.candidates) == 1:
-        return state
+    found = _describe_in_zone(config.placed(current), machine)
+
+    def is_ours(state: SliceState | None) -> bool:
+        return state is not None and (config.any_owner or not ownership.why_not_ours(state.labels, machine.owner))
+
+    if len(config.candidates) == 1 or is_ours(found):
+        return found
     others = [other for other in config.candidates if other != current]
     states = machine.threads.map(
         lambda other: _describe_in_zone(config.placed(other), machine), others, at_once=len(others)
     )
     for other, state in sorted(zip(others, states, strict=True), key=lambda pair: pair[1] is None or not pair[1].ready):
-        if state is not None and (config.any_owner or not ownership.why_not_ours(state.labels, machine.owner)):
+        if is_ours(state):
             slice_hints.save_place(config, other)
             return state
-    return None
+    return found
 
 
 def _describe_in_zone(config: Config, machine: Workstation) -> SliceState | None:

@@ -243,6 +243,16 @@ def test_a_slice_of_another_owner_in_another_zone_does_not_prevent_ours(cloud: C
     assert [node.zone for node in cloud.state.nodes.values()] == ["us-west4-a"]
 
 
+def test_our_slice_is_found_behind_one_of_another_owner_in_the_first_zone(cloud: Cloud, zones: Config) -> None:
+    cloud.made_by({"tpu-launch": "1", "tpu-launch-owner": "bob"}, zone="us-west1-c")
+    found = slices.describe(zones, cloud.machine())
+    assert found is not None, "a run may use a slice of any owner"
+    cloud.made_by(OURS, zone="us-west4-a")
+    found = slices.describe(zones, cloud.machine())
+    assert found is not None
+    assert found.labels["tpu-launch-owner"] == OURS["tpu-launch-owner"]
+
+
 # -- down -------------------------------------------------------------------------------------------------------------
 
 
