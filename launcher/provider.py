@@ -254,6 +254,9 @@ class Provider(Protocol):
         """Returns whether the slice was READY and as configured when a command of this machine last used it. Then a
         start need not describe it first."""
 
+    def identity(self) -> tuple[str, str]:
+        """Returns when the slice was created, and its host 0's address, as known here; "" for what is not known."""
+
     def create(self, clock: Clock | None = None) -> None:
         """Finds the slice READY, waits for it, or creates it, after deleting one that is gone for good; returns when
         its hosts answer. Long waits use `clock` (None: the machine's), whose `sleep` may raise to end the creation."""

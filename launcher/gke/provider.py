@@ -98,6 +98,9 @@ class Gke:
     def known_ready(self) -> bool:
         return False  # nothing is cached about a cluster
 
+    def identity(self) -> tuple[str, str]:
+        return "", ""  # its nodes belong to the cluster
+
     def create(self, clock: Clock | None = None) -> None:
         """Creates nothing; warns if the cluster shows too few nodes. Raises LaunchError if JobSets can't be listed."""
         self._list_jobsets()

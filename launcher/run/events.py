@@ -57,6 +57,10 @@ class Started(RunEvent):
     kind: ClassVar[str] = "started"
     image_id: str = ""
     """The image id that all hosts reported."""
+    slice_created: str = ""
+    """When the slice was created (RFC 3339), as the API said; empty where that is not known."""
+    address: str = ""
+    """Address of the slice's host 0."""
 
 
 @dataclass(frozen=True)

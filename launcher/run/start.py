@@ -83,7 +83,7 @@ def start_attempt(session: Session) -> tuple[int, Verdict | None]:
         if lost is None:
             raise
         return number, lost
-    ledger.append(events.Started(number, reports[0].detail))
+    ledger.append(events.Started(number, reports[0].detail, *provider.identity()))
     session.say(": started on all hosts; Ctrl-C detaches")
     return number, None
 

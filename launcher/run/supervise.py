@@ -15,7 +15,7 @@ from typing import Any
 
 from launcher.errors import BadInput, LaunchError, from_disk
 from launcher.masking import SecretMasker
-from launcher.provider import HostReport, Observation
+from launcher.provider import HostReport, Observation, SliceState
 from launcher.run import budget, events, post_mortem
 from launcher.run.explanation import explain_stall
 from launcher.run.ledger import Ledger
@@ -24,7 +24,7 @@ from launcher.run.progress import HostsProgress
 from launcher.run.session import Session
 from launcher.run.stall import DEFAULT_SECONDS, judge_stall
 from launcher.run.state import Phase, recorded_ends
-from launcher.run.verdict import HostView, Kind, Limits, Verdict, describe_exit, judge
+from launcher.run.verdict import RECREATED, HostView, Kind, Limits, Verdict, describe_exit, judge
 from training.machine.threads import Queue
 from training.telemetry.progress_line import slowest
 
@@ -463,8 +463,20 @@ class _Supervision:
             if slice_state is None or slice_state.state == "CREATING":  # a stale answer must not end a run
                 self.over.wait(DESCRIBE_AGAIN_SECONDS)
                 slice_state = self.provider.describe()
-            answer = SliceAnswer(None) if slice_state is None else SliceAnswer(slice_state.state, slice_state.trouble)
-            self.inbox.put(answer)
+            if slice_state is None:
+                self.inbox.put(SliceAnswer(None))
+            else:
+                state = RECREATED if self._is_another(slice_state) else slice_state.state
+                self.inbox.put(SliceAnswer(state, slice_state.trouble))
+
+    def _is_another(self, slice_state: SliceState) -> bool:
+        """Returns whether the slice was created, and has other hosts, since the attempt was started: a restarted slice
+        may have other addresses, and the time of the creation may have been kept of an older slice."""
+        started = [event for event in self.ledger.events() if isinstance(event, events.Started)]
+        last = started[-1] if started and started[-1].attempt == self.attempt else None
+        if last is None or not (last.slice_created and slice_state.created and slice_state.hosts):
+            return False
+        return last.slice_created != slice_state.created and last.address != slice_state.hosts[0]
 
     def _fetch_rest_of(self, worker: int, turn: AbstractContextManager[Any]) -> None:
         """Delivers a host's last lines. Retries a host that does not answer: its container is removed next."""

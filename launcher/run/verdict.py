@@ -163,9 +163,11 @@ SLICE_DELETED = Cause(
 
 SLICE_RECREATED = Cause(
     -1,
-    "the slice was deleted, and is being created again: `tpu-launch up` waits for it, then `tpu-launch run` resumes "
-    "the run",
+    "the slice was deleted, and created again: `tpu-launch up` waits for it, then `tpu-launch run` resumes the run",
 )
+
+RECREATED = "RECREATED"
+"""State of a slice that has the name of the attempt's slice, and is another one."""
 
 
 @dataclass(frozen=True)
@@ -206,7 +208,7 @@ def judge(
     """
     if slice_state in (None, "DELETING"):
         return Verdict(Kind.DELETED, SLICE_DELETED)
-    if slice_state == "CREATING":  # no attempt ran on it: another slice has taken the name
+    if slice_state in ("CREATING", RECREATED):  # no attempt ran on it: another slice has taken the name
         return Verdict(Kind.DELETED, SLICE_RECREATED)
     if slice_state in ("PREEMPTED", "TERMINATED", "STOPPED"):
         return Verdict(Kind.PREEMPTED, Cause(-1, f"the slice is {slice_state}"))

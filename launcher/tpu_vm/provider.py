@@ -72,6 +72,9 @@ class TpuVm:
         self._connections.note_state(state)
         return state
 
+    def identity(self) -> tuple[str, str]:
+        return self._connections.identity()
+
     def withdraw_unused(self) -> None:
         candidates.withdraw_unused(self._wanted, self.say, self._machine)
 

@@ -631,6 +631,30 @@ def test_a_slice_that_another_user_deletes_is_not_recreated_for_its_run(work: Wo
     assert "create" not in work.hosts.calls
 
 
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        ({"created": "2026-01-01T01:00:00Z", "address": "10.0.9.9"}, Kind.DELETED),
+        ({"created": "2026-01-01T01:00:00Z"}, Kind.FINISHED),  # the known time was that of an older slice
+        ({"address": "10.0.9.9"}, Kind.FINISHED),  # it was stopped and started
+    ],
+)
+def test_a_slice_that_was_created_again_is_not_the_one_of_the_attempt(
+    work: Workstation, change: dict[str, str], kind: Kind
+) -> None:
+    work.hosts.exits[0] = None
+
+    def answer_again() -> None:
+        work.hosts.silent = set()
+        work.hosts.end(0)
+
+    begin = work.hosts.change(silent={0, 1}, **change)
+    work.hosts.hooks["observe"] = [lambda: None] * 3 + [begin] + [lambda: None] * 5 + [answer_again]
+    outcome = work.run(work.config("run.failure_retries=1"))
+    assert outcome.verdict.kind is kind
+    assert "create" not in work.hosts.calls
+
+
 @pytest.mark.parametrize("state", [None, "DELETING"])
 def test_a_slice_that_is_deleted_while_its_run_saves_is_not_recreated(work: Workstation, state: str | None) -> None:
     work.hosts.exits[0] = 75

@@ -65,6 +65,9 @@ class Hosts:
     """Methods of the provider that were called, but for observe and describe."""
     slice_state: str | None = "READY"
     health: str = "HEALTHY"
+    created: str = "2026-01-01T00:00:00Z"
+    address: str = "10.0.0.1"
+    """Of host 0."""
     silent: set[int] = field(default_factory=set)
     """Hosts that do not answer."""
     only_created: set[int] = field(default_factory=set)
@@ -126,8 +129,13 @@ class FakeProvider:
         self.hosts.call("describe")
         if self.hosts.slice_state is None:
             return None
-        addresses = ("10.0.0.1", "10.0.0.2")
-        return SliceState(self.config.slice.name, self.hosts.slice_state, self.hosts.health, "v4-16", addresses)
+        created, address = self.identity()
+        addresses = (address, "10.0.0.2")
+        state, health = self.hosts.slice_state, self.hosts.health
+        return SliceState(self.config.slice.name, state, health, "v4-16", addresses, created=created)
+
+    def identity(self) -> tuple[str, str]:
+        return self.hosts.created, self.hosts.address
 
     @property
     def host_count(self) -> int:

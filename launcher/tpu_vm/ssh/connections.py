@@ -68,6 +68,13 @@ class SliceConnections:
                 return list(self._state.hosts)
             return list(self._known.internal) if self._known is not None else []
 
+    def identity(self) -> tuple[str, str]:
+        """Returns when the slice was created, and host 0's address, as `internal_addresses`; "" and "" if unknown."""
+        with self._lock:
+            if self._state is not None:
+                return self._state.created, next(iter(self._state.hosts), "")
+            return (self._known.created, self._known.internal[0]) if self._known is not None else ("", "")
+
     def forget(self) -> None:
         """Drops the hint, on disk too, and closes the connections."""
         with self._lock:
