@@ -35,6 +35,8 @@ class Command:
         self.code: int | None = None  # None while it runs, and when it was killed
         self.killed = self.interrupted = False
         self.said: list[str] = []
+        self.told: list[tuple[float, str]] = []  # when it said what
+        self.status: status.Status | None = None
         self.error: LaunchError | None = None
         self.verdict: Kind | None = None
         self.outcome: Outcome | None = None
@@ -58,6 +60,9 @@ class Command:
 
     def _say(self, text: str) -> None:
         self.said.append(text)
+        self.told.append((self.world.scheduler.now, text))
+        if "the budget is spent" in text:
+            self.world.record.stops.append(Stop(text.split()[1].rstrip(":,"), self.world.scheduler.now))
         if text.startswith("run "):
             self.run_id = text.split()[1].rstrip(":,")
         if text.startswith("run ") and ": started on all hosts" in text:
@@ -194,6 +199,10 @@ class Command:
                 self._say(f"{item.name}: {error}")
                 failed = int(error.exit_code)
         return int(next(iter(listing.failures.values())).exit_code) if listing.failures else failed
+
+    def _status(self) -> int:
+        self.status = status.read_status(self.config, self.context, self._make_provider(self.config))
+        return 0
 
     def _logs(self) -> int:
         status.print_logs(self.config, self.context, None, follow=True, host=None)

@@ -77,7 +77,12 @@ class Gcloud:
         if command.verb == "delete":
             self.actor.deleted.add(slice_.node.resource["id"])
         shown = self.actor.shown.get(slice_.node.resource["id"], "")
-        if command.verb == "delete" and self.actor.command == "gc" and shown in ("CREATING", "READY"):
+        if (
+            command.verb == "delete"
+            and self.actor.command == "gc"
+            and shown in ("CREATING", "READY")
+            and not self.world.has_expired(slice_, self.actor)
+        ):
             self.world.break_promise("gc deletes what is left over", f"{slice_.name}, described to it as {shown}")
 
     def _refusal(self) -> Output | None:

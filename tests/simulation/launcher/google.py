@@ -15,6 +15,7 @@ from launcher.emulator import faults
 from launcher.emulator.api import nodes as tpu_api
 from launcher.emulator.api import queued_resources
 from launcher.emulator.state import EmulatorState, Fault, Node, Operation, QueuedResource
+from launcher.tpu_vm.ownership import EXPIRES
 from tests.gcloud_commands import Command
 from tests.simulation.launcher.hosts import EPOCH, Host
 from tests.simulation.scheduler import Task
@@ -39,6 +40,8 @@ class Slice:
     """The command that requested it."""
     hosts: list[Host] = field(default_factory=list)
     deleting: bool = False
+    ready_at: float = 0.0
+    gone_at: float | None = None
     used_as: str = ""
     """Its last state before DELETING."""
 
@@ -52,6 +55,12 @@ class Slice:
     @property
     def state(self) -> str:
         return self.node.state
+
+    @property
+    def expires(self) -> float | None:
+        """Returns the date after which `gc` deletes it, in Unix seconds; None: never."""
+        label = self.node.resource.get("labels", {}).get(EXPIRES, "")
+        return float(label) if label else None
 
 
 @dataclass(eq=False)
@@ -90,6 +99,7 @@ class Google:
             self._lists = []
         self._hidden_until = 0.0
         self._made = 0  # slices so far
+        self.slowest_creation = 0.0  # seconds
         self._scheduled: set[str] = set()  # operations with a timer
         self._cancelled: set[str] = set()
         self._waiters: dict[str, dict[Task, None]] = {}  # by operation
@@ -111,7 +121,7 @@ class Google:
             return command.call(self.state, self._now)
         if self.world.api_fault("busy") is not None:
             self.state.faults.append(Fault("busy", "tpu", left=1))
-        self._draw(creates=(command.group, command.verb) == ("tpu-vm", "create"))
+        self._draw(creates=(command.group, command.verb) == ("tpu-vm", "create"), zone=command.zone)
         if any(fault.kind == "quota" for fault in self.state.faults):
             getattr(by, "refusals", set()).add("quota")
         try:
@@ -136,19 +146,26 @@ class Google:
     def slice_of(self, command: Command) -> Slice | None:
         return self.slices.get(f"{command.parent}/nodes/{command.name}")
 
-    def _draw(self, *, creates: bool) -> None:
-        """Draws how long the next operations take, and whether the next creation finds no capacity."""
+    def _draw(self, *, creates: bool, zone: str = "") -> None:
+        """Draws how long the next operations take, and whether the next creation, in this zone, finds no capacity: of a
+        file's zones, a stock-out is in one or in all."""
         self.state.update_seconds = self.rng.uniform(1.0, 20.0)
         seconds = self.rng.choice((self.rng.uniform(2.0, 12.0), self.rng.uniform(5.0, 60.0)))
         if self.rng.random() < 0.01:
             seconds = _SLOW_CREATION
-        if creates and (stockout := self.world.api_fault("stockout")) is not None:
+        stockout = self.world.api_fault("stockout") if creates else None
+        places = self.world.zones
+        if stockout is not None and zone in places:
+            chosen = stockout.number % (len(places) + 1)
+            stockout = stockout if chosen in (0, 1 + places.index(zone)) else None
+        if stockout is not None:
             wording = _WORDINGS[stockout.number % len(_WORDINGS)]
             self.state.faults.append(Fault("stockout", "tpu", left=1, wording=wording))
             seconds = min(seconds, 15.0)
         elif creates and self.world.api_fault("quota") is not None:
             self.state.faults.append(Fault("quota", "tpu", left=1))
         self.state.create_seconds = seconds
+        self.slowest_creation = max(self.slowest_creation, seconds)
 
     def _listed(self) -> EmulatorState:
         """Returns the state that a list shows now: the current one, or an old one."""
@@ -195,6 +212,7 @@ class Google:
                 self._begin_deletion(self.slices[name], user, by)
         self._check_price()
         for name in [name for name in self.slices if name not in self.state.nodes]:
+            self.slices[name].gone_at = self.scheduler.now
             self.world.note(f"node {self.slices.pop(name).name} is gone")
         for name in [name for name in self.requests if name not in self.state.queued]:
             self.world.note(f"request {self.requests.pop(name).name} is gone")
@@ -260,6 +278,9 @@ class Google:
         self.world.note(f"{operation.verb} of {operation.target} ends {operation.error or 'well'}")
         if operation.verb == "create" and operation.error is None and slice_ is not None:
             self._boot(slice_)
+            if slice_.creator == "ann":
+                slice_.ready_at = self.scheduler.now
+                self.world.record.billed.append(slice_)
             if sum(other.creator == slice_.creator and other.state == "READY" for other in self.slices.values()) > 1:
                 self.scheduler.spawn(self.world.watch_two, slice_, name="two slices", process=self.scheduler.world)
             if getattr(slice_.by, "command", "") in ("run", "attach"):

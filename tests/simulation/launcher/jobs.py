@@ -6,6 +6,7 @@ the promises compare that with the launcher's verdict.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -73,6 +74,8 @@ class Job:
         self.over = False
         self.stall_seconds: float | None = None  # of silence after which the file calls it stalled
         self.left: set[int] = set()  # workers whose containers were removed
+        self.first_death: float | None = None  # when the first of its hosts died
+        self.last_step = math.inf  # when it lost a host, without which none makes progress
 
     def __repr__(self) -> str:
         return f"{self.run}#{self.attempt}"
@@ -124,7 +127,7 @@ class Job:
         plan, begun = self.plan, self.began if self.began is not None else self.scheduler.now
         if not plan.tells or container.started is None or container.awaits_secrets:
             return ""
-        since = max(0.0, self.scheduler.now - begun)
+        since = max(0.0, min(self.scheduler.now, self.last_step) - begun)
         return hangs.format_line(hangs.line(self.timeline, since, plan.hang, container.host.worker))
 
     @property
@@ -166,6 +169,9 @@ class Job:
         """Records that a host died, hangs or was cut off; its peers notice."""
         self.disturbed = True
         self.causes.append(Cause("host", host.worker, detail=what))
+        self.last_step = min(self.last_step, self.scheduler.now)
+        if what == "dead" and self.first_death is None:
+            self.first_death = self.scheduler.now
         if self.hosts > 1 or what == "dead":
             self._lose_peer()
 

@@ -16,6 +16,7 @@ from launcher.run.events import NOT_STARTED, VANISHED, AttemptBegan, Ended, Host
 from launcher.run.logs import read_from
 from launcher.run.recovery import spent_so_far
 from launcher.tpu_vm.requests import RequestRecord
+from tests.simulation.launcher import claims
 from tests.simulation.launcher.hangs import limit
 from tests.simulation.launcher.hosts import EPOCH
 from tests.simulation.launcher.jobs import SECRET
@@ -49,7 +50,7 @@ def check_command(simulation: SimulatedRun, command: Command) -> None:
     """Checks the promises about the end of a command."""
     if command.killed or command.code is None:
         return
-    for promise in COMMAND_PROMISES:
+    for promise in (*COMMAND_PROMISES, *claims.COMMAND_CLAIMS):
         promise(simulation, command)
 
 
@@ -63,7 +64,21 @@ def message_with_a_next_step(simulation: SimulatedRun, command: Command) -> None
     if command.error is None:
         return
     text = str(command.error)
-    hints = ("`", "try", "wait", "again", "fix:", "start", "ask", "sign in", "correct", "choose", "see ", "look")
+    hints = (
+        "`",
+        "try",
+        "wait",
+        "again",
+        "fix:",
+        "start",
+        "ask",
+        "sign in",
+        "correct",
+        "choose",
+        "see ",
+        "look",
+        "raise ",
+    )
     if len(text) < 15 or not any(hint in text for hint in hints):
         simulation.break_promise("every ending has a message with a next step", f"{command.name}: {text}")
 
@@ -328,7 +343,7 @@ def stalled_program_is_silent(world: World, run: str) -> None:
 
 def check_end(simulation: SimulatedRun) -> None:
     """Checks the promises about a whole run."""
-    for promise in RUN_PROMISES:
+    for promise in (*RUN_PROMISES, *claims.RUN_CLAIMS):
         promise(simulation)
     for ledger in simulation.ledgers():
         for event in ledger.events():
@@ -338,6 +353,7 @@ def check_end(simulation: SimulatedRun) -> None:
                     verdict_names_the_first_cause(simulation, job, event)
                     out_of_memory_is_no_lost_host(simulation, job, event)
                     finished_means_finished(simulation, job, event)
+                    claims.told_removal_is_true(simulation, job, event)
         for entry in ledger.entries():
             if isinstance(entry.event, Ended):
                 job = simulation.world.record.jobs.get((ledger.run_id, entry.event.attempt))
@@ -349,6 +365,8 @@ def hang_is_explained(simulation: SimulatedRun, job: Job, event: Ended, time: fl
     """A program that hangs is called stalled within its limit and a minute, and the host that differs is named; a slow
     one that makes progress is never called stalled. `time`: of the end, in Unix seconds."""
     hung, hang = job.hung, job.plan.hang
+    if job.last_step < time - EPOCH:  # it stood still because it had lost a host
+        return
     if event.outcome == "stalled" and (hung is None or hang is None):
         simulation.break_promise("a slow program is no stall", f"{job} ended {event.outcome}: {event.cause}")
     if event.outcome == "stalled" and hang is not None:

@@ -16,12 +16,18 @@ from tests.simulation.launcher.hangs import Hang
 from tests.simulation.launcher.jobs import Plan
 
 SLICES = (("v4-8", 1), ("v4-16", 2), ("v4-16", 2), ("v4-32", 4))
-_SETTINGS = 80  # configuration files: reading one takes as long as simulating a run
+_PLACES = (
+    ("v3-8", 1, ("us-central1-a", "europe-west4-a")),
+    ("v2-32", 4, ("us-central1-a", "europe-west4-a")),
+    ("v2-8", 1, ("us-central1-b", "us-central1-c", "europe-west4-a")),
+)  # type, hosts, zones
+_ZONE = "us-central2-b"
+_SETTINGS = 160  # configuration files: reading one takes as long as simulating a run
 _WITHOUT_THEME = 0.35  # of all scenarios
 _ACTIONS = ("kill", "kill", "kill", "ctrl-c", "ctrl-c", "stop", "asleep", "stop", "logs", "second run", "bob down",
-          "bob up", "gc", "bob gc")  # fmt: skip
+          "bob up", "gc", "bob gc", "status", "status")  # fmt: skip
 _OF_ADDED_THEMES = 0.5  # of all scenarios
-_OF_HANGS = 0.03
+_OF_HANGS = 0.04
 _WITH_CANDIDATES = 0.2  # of all scenarios of one workstation
 _LEFTOVERS = ("", "", "", "", "bob's", "a stranger's", "preempted", "stopped", "deleting")
 
@@ -35,10 +41,13 @@ class Setting:
     replace_after: int | None
     stall_minutes: float | None
     host_lost_seconds: float
-
-    @property
-    def hosts(self) -> int:
-        return dict(SLICES)[self.accelerator]
+    hosts: int
+    zones: tuple[str, ...]
+    """In which the slice may be, in the order of preference."""
+    unreachable_minutes: float
+    expires_hours: float | None
+    budget: float | None
+    """Dollars."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +103,10 @@ class Theme:
     """Kinds of programs of the first attempts."""
     leftovers: tuple[str, ...] = ("",)
     queued: bool | None = None
+    zones: int = 1
+    """The least number of zones."""
+    expires: bool = False
+    """Whether the slice expires."""
     stall: bool = False
     hosts: int = 1
     """The least number of hosts."""
@@ -176,13 +189,23 @@ ADDED_THEMES = (
     Theme("a date that jumps", faults=("date", "date", "cut", "reboot", "preempt"), count=(1, 3), hosts=2, retries=True,
           anchors=("up", "start", "recovery", "end"), spread=25.0, plans=("finish", "fail", "save"),
           actions=("kill|other run|stop|gc",)),
+    Theme("zones", faults=("stockout", "stockout", "preempt", "lost", "stale"), count=(1, 4), zones=2, retries=True,
+          anchors=("beginning", "up", "start", "recovery", "down"), spread=30.0, plans=("finish", "fail"),
+          actions=("kill|ctrl-c|stop|gc|second run|bob up|bob down",), moments=("up", "up", "start", "recovery"),
+          leftovers=("", "", "preempted", "deleting", "bob's", "stopped")),
+    Theme("expiry", actions=("gc", "gc|bob gc|other gc|logs"), moments=("run", "start", "end"), together=400.0,
+          faults=("date", "stale", "reboot", "preempt"), count=(0, 2), plans=("finish", "fail"), expires=True,
+          retries=True, leftovers=("", "", "preempted", "bob's")),
+    Theme("ssh is closed", faults=("no ssh", "no ssh", "offline", "reboot", "cut"), count=(1, 3), plans=("finish",),
+          anchors=("start", "start", "recovery", "end", "up"), spread=30.0, retries=True,
+          actions=("asleep|kill|stop|logs",)),
     Theme("awake", faults=("cut", "dead ssh"), anchors=("awake",), spread=2.0, count=(0, 2), actions=("asleep",),
           hosts=2, retries=True),
 )  # fmt: skip
 
 
-HANGS = Theme("hangs", faults=("hang", "cut", "offline", "dead ssh"), count=(0, 1), plans=("stall", "finish"),
-              stall=True, spread=60.0, hosts=2)  # fmt: skip
+HANGS = Theme("hangs", faults=("hang", "cut", "offline", "dead ssh", "die"), count=(0, 1), plans=("stall", "finish"),
+              stall=True, spread=60.0, hosts=2, actions=("logs|logs|asleep",), together=200.0)  # fmt: skip
 
 
 @functools.cache
@@ -196,7 +219,7 @@ def draw(seed: int) -> tuple[Scenario, list[Fault]]:
     scenario, drawn = _draw_one(seed)
     rng = random.Random(f"candidates {seed}")
     elsewhere = any(action.kind.startswith("other") for action in scenario.actions)
-    if rng.random() < _WITH_CANDIDATES and not elsewhere:
+    if rng.random() < _WITH_CANDIDATES and not elsewhere and len(scenario.setting.zones) == 1:
         kill_at = rng.choice((0, rng.randrange(1, 12)))
         scenario = replace(scenario, candidates=Candidates(rng.choice((None, None, 10.0, 40.0)), kill_at))
     return scenario, drawn
@@ -254,6 +277,8 @@ def _settings_of(theme: Theme) -> tuple[Setting, ...]:
         for setting in settings()
         if theme.queued in (None, setting.queued)
         and setting.hosts >= theme.hosts
+        and len(setting.zones) >= theme.zones
+        and (setting.expires_hours is not None or not theme.expires)
         and (setting.stall_minutes is not None or not theme.stall)
         and (setting.preemption_retries > 0 or not theme.retries)
         and (setting.failure_retries > 0 or not theme.failures)
@@ -274,14 +299,23 @@ def _draw_faults(theme: Theme, rng: random.Random) -> list[Fault]:
 
 
 def _draw_setting(rng: random.Random) -> Setting:
+    accelerator, hosts = rng.choice(SLICES)
+    zones: tuple[str, ...] = (_ZONE,)
+    if (added := random.Random(rng.random())).random() < 0.15:
+        accelerator, hosts, zones = added.choice(_PLACES)
     return Setting(
-        rng.choice(SLICES)[0],
+        accelerator,
         queued=rng.random() < 0.2,
         preemption_retries=rng.choice((0, 1, 3, 8, 8)),
         failure_retries=rng.choice((0, 0, 1, 2)),
         replace_after=rng.choice((None, None, 1, 2)),
         stall_minutes=rng.choice((None, None, 0.5)),
         host_lost_seconds=rng.choice((20.0, 60.0)),
+        hosts=hosts,
+        zones=zones,
+        unreachable_minutes=added.choice((30.0, 30.0, 2.0)),
+        expires_hours=added.choice((None, None, None, 0.05)),
+        budget=added.choice((None,) * 9 + (0.2, 0.5, 1.0)),
     )
 
 

@@ -94,7 +94,8 @@ def observe(world: World, host: Host, parameters: Mapping[str, str], arguments: 
         "time": int(scheduler.now + host.wall),
     }
     told = container.progress() if parameters["progress"] else ""
-    return 0, json.dumps(summary) + "\n" + told + "".join(f"{at} {text}" for at, text in lines)
+    log = "".join(f"{at} {text}" for at, text in lines)[: int(parameters["log_bytes"])]
+    return 0, f"{json.dumps(summary)}\n{told}{log}"
 
 
 class Shell:

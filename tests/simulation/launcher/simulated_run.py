@@ -9,7 +9,7 @@ import random
 import shutil
 import tempfile
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path
 
@@ -21,20 +21,21 @@ from launcher.owner import Owner, hash_account
 from launcher.run import ledger
 from launcher.run.ledger import Ledger
 from launcher.run.runs import list_runs
-from launcher.tpu_vm import requests
+from launcher.tpu_vm import queued, requests
 from launcher.tpu_vm.commands import create_command, delete_command
 from launcher.tpu_vm.ownership import make_labels
 from launcher.tpu_vm.requests import create_only
 from tests import gcloud_commands
-from tests.simulation.launcher import full_disk, promises, scenarios
+from tests.simulation.launcher import claims, full_disk, promises, scenarios
 from tests.simulation.launcher.commands import Command
 from tests.simulation.launcher.full_disk import FullDisk
+from tests.simulation.launcher.hosts import EPOCH
 from tests.simulation.launcher.scenarios import Action, Candidates, Setting
-from tests.simulation.launcher.speed import observe_every, remember_yaml
+from tests.simulation.launcher.speed import observe_every, read_pages, remember_yaml
 from tests.simulation.launcher.world import Laptop, World
 from tests.simulation.scheduler import Scheduler, Stuck
 
-LONGEST_RUN = 16 * 3600.0  # virtual seconds: every wait ends long before
+LONGEST_RUN = 20 * 3600.0  # virtual seconds: every wait ends long before
 LONGEST_LOOK = 900.0  # seconds for which a user watches logs: longer than any program runs
 _STEPS = 80_000
 _KILLED_AT_WRITE = 0.1  # of all runs
@@ -63,9 +64,11 @@ def make_config(setting: Setting, candidates: Candidates | None = None) -> Confi
     path = _folder() / "run.yaml"
     lines = [
         "project: p",
-        "zone: us-central2-b",
+        f"zone: {setting.zones[0]}",
         f"slice: {{name: {_NAME}, accelerator_type: {setting.accelerator}, stockout_minutes: 30, create_minutes: 60"
         + (", queued: {valid_until_hours: 2}" if setting.queued else "")
+        + (f", zones: [{', '.join(setting.zones)}]" if len(setting.zones) > 1 else "")
+        + (f", expires_hours: {setting.expires_hours}" if setting.expires_hours is not None else "")
         + (_CANDIDATES if candidates is not None else "")
         + (f", price_limit: {candidates.price_limit}" if candidates is not None and candidates.price_limit else "")
         + "}",
@@ -76,7 +79,10 @@ def make_config(setting: Setting, candidates: Candidates | None = None) -> Confi
         f"  preemption_retries: {setting.preemption_retries}",
         f"  failure_retries: {setting.failure_retries}",
         f"  host_lost_seconds: {setting.host_lost_seconds}",
+        f"  unreachable_minutes: {setting.unreachable_minutes}",
     ]
+    if setting.budget is not None:
+        lines.append(f"  budget: {setting.budget}")
     if setting.replace_after is not None:
         lines.append(f"  replace_after: {setting.replace_after}")
     if setting.stall_minutes is not None:
@@ -104,12 +110,18 @@ class SimulatedRun:
             self.scheduler.trace = []
         self.world = World(self.scheduler, random.Random(f"world {seed}"), self.faults, self.scenario.plans)
         self.world.slice_name = _NAME
+        self.world.on_creation = functools.partial(claims.run_makes_a_slice_only_in_a_recovery, self)
+        self.world.on_deletion = functools.partial(claims.deletion_follows_a_stop, self)
         self.config = make_config(self.scenario.setting, self.scenario.candidates)
         stall = self.scenario.setting.stall_minutes
         self.world.stall_seconds = stall * 60.0 if stall is not None else None
         self.world.host_lost_seconds = self.scenario.setting.host_lost_seconds
+        self.world.unreachable_seconds = self.scenario.setting.unreachable_minutes * 60.0
+        self.world.zones = [*self.scenario.setting.zones]
         self.rng = random.Random(f"people {seed}")
         observe_every(self.rng.choice((1.0, 2.0, 3.0, 4.0)))
+        pages = random.Random(f"pages {seed}")
+        read_pages(pages.choice((4_000_000, 4_000_000, 20_000)), pages.choice((5000, 5000, 20)))
         self.full_disk = full_disk.draw(seed)
         self.commands: list[Command] = []
         homes = _folder()
@@ -200,6 +212,8 @@ class SimulatedRun:
             command.interrupt()
         command.over.wait()
         promises.check_command(self, command)
+        if command.status is not None:
+            claims.status_shows_what_is(self, command.status)
         return command
 
     def _live(self) -> None:
@@ -220,8 +234,11 @@ class SimulatedRun:
             return
         creator = "bob" if kind == "bob's" else "stranger" if kind == "a stranger's" else "ann"
         maker = Owner(creator, hash_account(creator))
-        labels = make_labels(self.config, maker, self.scheduler.now) if creator != "stranger" else {}
-        command = create_command(self.config, labels)
+        labels = make_labels(self.config, maker, self.scheduler.now + EPOCH) if creator != "stranger" else {}
+        zone = self.rng.choice(self.scenario.setting.zones)
+        placed = self.config.placed(replace(self.config.candidates[0], zone=zone))
+        queues = kind == "preempted" and self.scenario.setting.queued
+        command = queued.create_command(placed, labels, 7200.0) if queues else create_command(placed, labels)
         google.call(gcloud_commands.parse(command), creator)
         self.scheduler.sleep(100.0)
         slice_ = google.slice_of(gcloud_commands.parse(command))
@@ -231,13 +248,13 @@ class SimulatedRun:
             host.key_known = creator == "ann"
         if kind == "preempted":
             google.preempt(slice_, 0.0)
-            self.scheduler.sleep(1.0)
+            self.scheduler.sleep(self.rng.choice((1.0, 10.0, 3 * 3600.0)))  # its request may be older than its time
         if kind == "stopped" and len(slice_.hosts) == 1:  # Google stops no other slices
             slice_.hosts[0].die(for_good=False)
             slice_.node.resource["state"] = "STOPPED"
         if kind == "deleting":
             with contextlib.suppress(ApiError):  # the API may be busy
-                google.call(gcloud_commands.parse(delete_command(self.config)), "ann")
+                google.call(gcloud_commands.parse([*delete_command(self.config), f"--zone={zone}"]), "ann")
 
     def _get_slice(self) -> bool:
         for round_ in range(6):

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from launcher.run import supervise
+from launcher.tpu_vm import host_output, host_scripts, provider
 from training import yaml_file
 from training.yaml_file import Document
 
@@ -25,6 +26,13 @@ def observe_every(seconds: float) -> None:
     hosts are simulated than show what there is to see."""
     supervise.OBSERVE_EVERY = seconds
     supervise._INBOX_SECONDS = seconds / 2
+
+
+def read_pages(size: int, records: int) -> None:
+    """Sets how many bytes, and at first how many of the last records, of a log one observation holds, so that the logs
+    of short programs fill many."""
+    host_scripts.LOG_BYTES = host_output.LOG_BYTES = size
+    provider._TAIL = records
 
 
 def remember_yaml() -> None:

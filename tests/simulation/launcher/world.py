@@ -21,7 +21,7 @@ from tests.simulation.launcher import scripts
 from tests.simulation.launcher.faults import API_FAULTS, MEDDLING, Fault
 from tests.simulation.launcher.gcloud import Gcloud
 from tests.simulation.launcher.google import Google, Request, Slice
-from tests.simulation.launcher.hosts import Container, Execution, Host
+from tests.simulation.launcher.hosts import EPOCH, Container, Execution, Host
 from tests.simulation.launcher.jobs import Cause, Job, Plan
 from tests.simulation.scheduler import Process, Scheduler, Task
 
@@ -99,6 +99,8 @@ class Record:
     deleted: dict[str, tuple[object, float]] = field(default_factory=dict)  # ids of nodes in use: by whom and when
     removed_logs: dict[tuple[str, int, int], list[tuple[str, str]]] = field(default_factory=dict)
     permanent: set[str] = field(default_factory=set)  # kinds of API faults that no retry outlasts
+    deletions: list[float] = field(default_factory=list)  # when users deleted a node or a request
+    billed: list[Slice] = field(default_factory=list)  # all nodes of ann that were READY
 
 
 class World:
@@ -120,9 +122,14 @@ class World:
         self.price_limit: float | None = None  # as the file says
         self.stall_seconds: float | None = None  # as the file says
         self.host_lost_seconds = math.inf  # as the file says
+        self.unreachable_seconds = math.inf  # as the file says
+        self.zones: list[str] = []  # as the file says
+        self._answers: dict[tuple[str, Host], float] = {}  # when a laptop last heard of a host
         self._refusals: dict[tuple[str, Host], list[float]] = {}  # since a laptop last heard of a host
         self._api_faults: dict[str, list[tuple[float, float, Fault]]] = {}
         self.downs: list[str] = []  # users, one entry for each `down` that works now
+        self.on_creation: Callable[[Actor], None] = lambda by: None  # called when a command makes a node
+        self.on_deletion: Callable[[Slice, Actor], None] = lambda node, by: None  # called when a command deletes one
         for fault in faults:
             if fault.anchor == "beginning":
                 self._arrange(fault, fault.at)
@@ -173,6 +180,10 @@ class World:
                 return fault
         return None
 
+    def ssh_fault(self) -> Fault | None:
+        """Returns the fault of the way to port 22 of all hosts that hits a connection now; None without one."""
+        return self.api_fault("dead ssh") or self.api_fault("no ssh")
+
     def refused(self, laptop: Laptop, host: Host) -> None:
         """Records that the network failed a command of a laptop on a healthy host."""
         self._refusals.setdefault((laptop.name, host), []).append(self.scheduler.now)
@@ -180,11 +191,16 @@ class World:
     def answered(self, laptop: Laptop, host: Host) -> None:
         """Records that a host answered a laptop."""
         self._refusals.pop((laptop.name, host), None)
+        self._answers[laptop.name, host] = self.scheduler.now
 
-    def _is_lost(self, laptop: Laptop, host: Host) -> bool:
-        """Returns whether all answers of a host have failed for as long as the file lets it be silent."""
+    def _is_lost(self, laptop: Laptop, host: Host, job: Job) -> bool:
+        """Returns whether all answers of a host of an attempt have failed for as long as the file lets it be silent:
+        for longer if no other host has answered since."""
         refusals = self._refusals.get((laptop.name, host), [])
-        return len(refusals) >= _REFUSALS and self.scheduler.now - refusals[0] > self.host_lost_seconds - _BETWEEN_LOOKS
+        others = [item.host for item in job.containers.values() if item.host is not host]
+        answered = any(self._answers.get((laptop.name, other), 0.0) > refusals[0] for other in others if refusals)
+        longest = self.host_lost_seconds if answered else self.unreachable_seconds
+        return len(refusals) >= _REFUSALS and self.scheduler.now - refusals[0] > longest - _BETWEEN_LOOKS
 
     def awake(self, actor: Actor, seconds: float) -> None:
         """Wakes a laptop after so many seconds of sleep: firewalls may have forgotten its connections."""
@@ -420,7 +436,7 @@ class World:
         job = container.job
         if job is None or not job.healthy or job.began is None or not job.confirmed:
             return
-        if any(self._is_lost(actor.laptop, item.host) for item in job.containers.values()):
+        if any(self._is_lost(actor.laptop, item.host, job) for item in job.containers.values()):
             return
         stopped = any(stop.run == container.run for stop in self.record.stops)
         if not stopped and job.plan.kind != "stall":
@@ -433,6 +449,8 @@ class World:
 
     def node_created(self, by: object) -> None:
         """Checks that no run makes a slice again that it knew, and that another user has deleted."""
+        if isinstance(by, Actor):
+            self.on_creation(by)
         if isinstance(by, Actor) and by.command in ("run", "attach"):
             for node, (deleter, at) in self.record.deleted.items():
                 raced = node in by.deleted or at - by.looked.get(node, at) < _RACE_SECONDS
@@ -460,6 +478,11 @@ class World:
             if sum(prices) > self.price_limit + 1e-6:
                 self.break_promise("never above the price limit", f"{slices}: ${sum(prices):.2f} an hour")
 
+    def has_expired(self, node: Slice, actor: Actor) -> bool:
+        """Returns whether a `gc` may delete a slice that is in use: it expires before the date of its laptop."""
+        date = self.scheduler.now + EPOCH + actor.laptop.wall
+        return actor.command == "gc" and node.expires is not None and node.expires < date
+
     def node_deleted(self, node: Slice, who: str, by: object) -> None:
         """Records that a user deletes a node, and checks that this user's command may."""
         self.note(f"{who} deletes node {node.name} of {node.creator}, which is {node.state}")
@@ -467,13 +490,16 @@ class World:
             for container in host.containers.values():
                 if container.job is not None:
                     container.job.causes.append(Cause("deleted", host.worker))
+        self.record.deletions.append(self.scheduler.now)
+        if isinstance(by, Actor):
+            self.on_deletion(node, by)
         if node.used_as in _IN_USE:
             self.record.deleted[node.node.resource["id"]] = (by, self.scheduler.now)
         if who == COLLEAGUE:
             return
         if node.creator != who:
             self.break_promise("nothing of others is touched", f"{who} deletes node {node.name} of {node.creator}")
-        wanted = who in self.downs
+        wanted = who in self.downs or (isinstance(by, Actor) and self.has_expired(node, by))
         if not wanted:
             for host in node.hosts:
                 for container in host.containers.values():
@@ -492,6 +518,7 @@ class World:
     def request_deleted(self, request: Request, who: str) -> None:
         """Records that a user's command deletes a queued resource, and checks that it may."""
         self.note(f"{who} deletes request {request.name} of {request.creator}, which is {request.state}")
+        self.record.deletions.append(self.scheduler.now)
         if request.creator != who != COLLEAGUE:
             self.break_promise(
                 "nothing of others is touched", f"{who} deletes request {request.name} of {request.creator}"
@@ -523,7 +550,7 @@ class World:
     def _execute_once(self, host: Host, script: str, stdin: str | None, actor: Actor) -> tuple[int, str]:
         """Runs ssh once: 255 when the host can't be reached, or the connection broke, maybe after the script ran."""
         self.scheduler.sleep(self.rng.uniform(0.05, 0.4))
-        if not host.reachable or self.is_offline(actor.laptop) or self.api_fault("dead ssh") is not None:
+        if not host.reachable or self.is_offline(actor.laptop) or self.ssh_fault() is not None:
             self.scheduler.sleep(10.0)
             return 255, ""
         inner = Execution()
@@ -569,7 +596,7 @@ class Link:
         deadline = scheduler.now + timeout
         scheduler.sleep(world.rng.uniform(0.01, 0.06))
         self._require_packets(deadline)
-        if world.api_fault("dead ssh") is not None:
+        if world.ssh_fault() is not None:
             world.refused(self.actor.laptop, host)
             raise self._break("Connection reset by peer")
         script = scripts.unquote(command)
@@ -643,7 +670,7 @@ class Terminal:
         if host is None or not host.reachable or self.actor.laptop.offline:
             scheduler.sleep(_CONNECT_SECONDS)
             raise ConnectionFailed(f"can't be reached: no answer within {_CONNECT_SECONDS:.0f} s")
-        if world.api_fault("dead ssh") is not None:
+        if world.ssh_fault() is not None:
             world.refused(self.actor.laptop, host)
             raise ConnectionFailed("can't be reached: [Errno 111] Connection refused")
         if host.alias != address.alias:

@@ -1,0 +1,285 @@
+"""Promises about what commands claim and decide, compared with what the world knows: what was deleted, stopped, spent,
+lost or left behind, and when it was told."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from launcher.costs import per_hour
+from launcher.errors import Exit
+from launcher.run.events import Ended, Recovering, RecoveryGivenUp, Requested, RunStopRequested
+from launcher.run.runs import list_runs
+from launcher.run.status import Status
+from tests.simulation.launcher.faults import API_FAULTS, MEDDLING
+from tests.simulation.launcher.hosts import EPOCH
+from training.machine.clock import parse_time
+
+if TYPE_CHECKING:
+    from tests.simulation.launcher.commands import Command
+    from tests.simulation.launcher.google import Slice
+    from tests.simulation.launcher.jobs import Job
+    from tests.simulation.launcher.simulated_run import SimulatedRun
+    from tests.simulation.launcher.world import Actor
+
+_TAKERS = ("preempt", "maintenance", *MEDDLING)  # faults
+_CALM = ("preempt", "maintenance", "reboot", "die", "stockout", "clock", "connection")  # faults that delay no command
+_STOP_SECONDS = 240.0  # from a stop until the command that supervises has ended
+_LOST_SECONDS = 60.0  # beyond run.host_lost_seconds, from a host's death until it is told
+_BUDGET_SECONDS = 60.0  # for which a run may go on when its budget is spent; and what is kept back for its end
+_STOCKOUT_SECONDS = 1800.0  # slice.stockout_minutes of all files
+_LONGEST_PAUSE = 450.0
+_QUEUE_SECONDS = 7200.0  # slice.queued.valid_until_hours of all files
+_FIRST_DELAY, _LONGEST_DELAY = 5.0, 300.0  # seconds before another attempt after a failure
+_SLICE_LOST = ("preempted", "slice deleted")  # outcomes
+
+
+# -- of one moment ----------------------------------------------------------------------------------------------------
+
+
+def deletion_follows_a_stop(simulation: SimulatedRun, node: Slice, by: Actor) -> None:
+    """A `down` deletes a slice after the runs of its folder have ended, or says which may not have saved; `run` deletes
+    none whose program has finished."""
+    command = _command_of(simulation, by)
+    if command is None:
+        return
+    said = "\n".join(command.said)
+    for host in node.hosts:
+        for container in host.containers.values():
+            job = container.job
+            if job is None or job.began is None or not (command.laptop.home / "runs" / job.run).exists():
+                continue
+            told = "may not have saved" in said or "has not ended; going on" in said
+            if command.name == "down" and container.running and not (job.disturbed or job.over or told):
+                simulation.break_promise("down stops a run before its slice", f"{container.name} on {host!r}")
+            if command.name in ("run", "attach") and job.seen_finished and job is simulation.world.newest_job():
+                simulation.break_promise("a finished run keeps its slice", f"{command.name} deletes {node}")
+
+
+def run_makes_a_slice_only_in_a_recovery(simulation: SimulatedRun, by: Actor) -> None:
+    """`run` makes a slice only in a recovery that nobody has stopped or given up before `run` was asked for again."""
+    if by.command not in ("run", "attach"):
+        return
+    for ledger in list_runs(by.laptop.home, simulation.commands[0].machine):
+        recovers = stopped = False
+        for event in ledger.events():
+            match event:
+                case Recovering():
+                    recovers, stopped = True, False
+                case RunStopRequested() | RecoveryGivenUp():
+                    stopped = True
+                case Requested() if stopped:
+                    recovers = False
+        if recovers:
+            return
+    simulation.break_promise("run makes a slice only in a recovery", f"{by.command} of {by.user}")
+
+
+def _command_of(simulation: SimulatedRun, actor: object) -> Command | None:
+    return next((command for command in simulation.commands if command.actor is actor), None)
+
+
+# -- of each command, when it ends ------------------------------------------------------------------------------------
+
+
+def told_deletion_is_true(simulation: SimulatedRun, command: Command) -> None:
+    """A command tells that a slice or a request was deleted only after a user has deleted one."""
+    words = ("was deleted by another command", "was deleted as soon as it was READY", "it was deleted")
+    told = [text for text in command.said if any(word in text for word in words)]
+    if told and not any(at < command.ended for at in simulation.world.record.deletions):
+        simulation.break_promise("what is told deleted was deleted", f"{command.name}: {told[0][:300]}")
+
+
+def told_stop_is_true(simulation: SimulatedRun, command: Command) -> None:
+    """`run` ends without an attempt's verdict as stopped only if it was stopped after it began."""
+    if command.name not in ("run", "attach") or command.code != Exit.STOPPED or command.verdict is not None:
+        return
+    stops = simulation.world.record.stops
+    stopped = any(command.run_id in ("", stop.run) and stop.at >= command.began for stop in stops)
+    if not stopped and not any("the budget is spent" in text for text in command.said):
+        simulation.break_promise("what is told stopped was stopped", f"{command.name}: {command.error}")
+
+
+def told_removal_is_true(simulation: SimulatedRun, job: Job, event: Ended) -> None:
+    """A container is called removed only if it was removed from its host, not if the slice is another one by now."""
+    if event.cause is None or "its container was removed" not in event.cause.what:
+        return
+    container = job.containers.get(event.cause.worker)
+    if container is not None and container.host.gone:
+        simulation.break_promise("what is told removed was removed", f"{container.name} of {container.host!r}")
+
+
+def kind_world_starts_a_run(simulation: SimulatedRun, command: Command) -> None:
+    """Without faults and without other users of the slice, `run` fails for no reason of a cloud."""
+    if command.name not in ("run", "attach") or simulation.faults or simulation.full_disk or simulation.kill_at:
+        return
+    candidates = simulation.scenario.candidates
+    if command.code == Exit.CLOUD_ERROR and (candidates is None or not candidates.kill_at):
+        simulation.break_promise("a run starts in a kind world", f"{command.name}: {command.error}")
+
+
+def stockout_is_waited_out(simulation: SimulatedRun, command: Command) -> None:
+    """An `up` gives up for lack of capacity only after slice.stockout_minutes, or the time of its own request."""
+    if command.name != "up" or command.code != Exit.STOCKOUT or command.laptop.asleep or command.laptop.wall:
+        return
+    setting = simulation.scenario.setting
+    queues = setting.queued and command is simulation.commands[0]
+    longest = _QUEUE_SECONDS if queues else _STOCKOUT_SECONDS - _LONGEST_PAUSE
+    seconds = simulation.world.scheduler.now - command.began
+    if (queues or not setting.queued) and seconds < longest and "can't be started" not in str(command.error):
+        simulation.break_promise("a stock-out is waited out", f"{command.name} after {seconds:.0f} s: {command.error}")
+
+
+def status_shows_what_is(simulation: SimulatedRun, status: Status) -> None:
+    """`status` shows of each host that answers what its container does, and the newest line that it has written."""
+    job = simulation.world.record.jobs.get((status.run or "", status.attempt if status.attempt is not None else -1))
+    status.lines(), status.rows()
+    if job is None or simulation.faults:
+        return
+    for host in status.hosts:
+        container = job.containers.get(host.worker)
+        if container is None or host.container.startswith("not reachable"):
+            continue
+        if host.container == "running" and container.ended < simulation.world.scheduler.now - 5.0:
+            simulation.break_promise("status shows what is", f"{container.name}: {host}")
+        if not any(host.last_line in text for text in ("", *(text for _, text in container.log))):
+            simulation.break_promise("status shows what is", f"{container.name} never wrote {host.last_line!r}")
+
+
+def what_is_left_is_recorded(simulation: SimulatedRun, command: Command) -> None:
+    """After a verdict, each container of the attempt that a host still has is recorded as left behind."""
+    if command.verdict is None or command.outcome is None or simulation.loses_by_its_disk:
+        return
+    outcome = command.outcome
+    ledger = next(item for item in command.ledgers() if item.run_id == outcome.run_id)
+    job = simulation.world.record.jobs.get((outcome.run_id, outcome.attempt))
+    if job is None or ledger.state.phase.is_open or ledger.supervised():
+        return
+    known = {(item.attempt, worker) for item in ledger.state.orphans for worker in item.hosts}
+    for worker, container in job.containers.items():
+        host = container.host
+        there = host.containers.get(container.name) is container and host.up and host.engine_up
+        if there and (outcome.attempt, worker) not in known and not host.gone:
+            simulation.break_promise("what is left behind is recorded", f"{container.name} on {host!r}")
+
+
+# -- of the whole run, at its end -------------------------------------------------------------------------------------
+
+
+def retries_wait_as_documented(simulation: SimulatedRun) -> None:
+    """After a lost host another attempt follows at once; after failures, after pauses that double."""
+    for ledger in simulation.ledgers():
+        failures = 0
+        for event in ledger.events():
+            if isinstance(event, Recovering):
+                failed = event.after in ("failed", "stalled")
+                wanted = min(_LONGEST_DELAY, _FIRST_DELAY * 2**failures) if failed else 0.0
+                failures += failed
+                if event.delay != wanted:
+                    simulation.break_promise("retries wait as documented", f"{event}, not {wanted:.0f} s")
+
+
+def stop_ends_its_supervisor(simulation: SimulatedRun) -> None:
+    """After a `stop`, the command that supervises the run on the same machine ends within minutes."""
+    if any(fault.kind not in _CALM for fault in simulation.faults) or simulation.full_disk or simulation.ann.asleep:
+        return
+    if any(action.kind == "asleep" for action in simulation.actions):
+        return
+    for stop in simulation.world.record.stops:
+        by = stop.by
+        for command in simulation.commands if by is not None else ():
+            same = command.laptop is getattr(by, "laptop", None) and command.run_id == stop.run
+            seconds = command.ended - stop.at
+            late = seconds > _STOP_SECONDS + simulation.world.google.slowest_creation
+            if same and command.name in ("run", "attach") and command.began < stop.at and late:
+                simulation.break_promise("a stop ends its supervisor", f"{command.name} after {seconds:.0f} s")
+
+
+def lost_host_is_told_in_time(simulation: SimulatedRun) -> None:
+    """A host that dies under a program ends the attempt within run.host_lost_seconds and a minute, while a command
+    supervises it, other hosts answer and nothing else is out of order."""
+    if {fault.kind for fault in simulation.faults} & {*API_FAULTS, "cut", "hang", "filter", "engine"}:
+        return
+    if simulation.full_disk is not None or any(action.kind == "asleep" for action in simulation.actions):
+        return
+    limit = simulation.scenario.setting.host_lost_seconds + _LOST_SECONDS
+    for (run, attempt), job in simulation.world.record.jobs.items():
+        if (died := job.first_death) is None or job.began is None or died < job.began:
+            continue
+        if all(item.host.troubled for item in job.containers.values()):
+            continue
+        ends = [
+            parse_time(entry.time) or 0.0
+            for ledger in simulation.ledgers() if ledger.run_id == run
+            for entry in ledger.entries() if isinstance(entry.event, Ended) and entry.event.attempt == attempt
+        ]  # fmt: skip
+        told = min(ends, default=float("inf")) - EPOCH
+        watched = any(
+            command.run_id == run and command.name in ("run", "attach") and command.began < job.began
+            and not command.killed and command.code != Exit.DETACHED and command.ended > died + limit
+            for command in simulation.commands
+        )  # fmt: skip
+        if watched and told - died > limit and not simulation.ann.wall and not simulation.second.wall:
+            simulation.break_promise("a lost host is told in time", f"{job}: {told - died:.0f} s after its death")
+
+
+def budget_is_spent_on_slices(simulation: SimulatedRun) -> None:
+    """A run stops for its budget only when slices have cost that much, and soon after they have."""
+    budget = simulation.scenario.setting.budget
+    if budget is None or simulation.ann.wall:
+        return
+    meddled = any(fault.kind in _TAKERS and fault.anchor not in ("start", "beginning") for fault in simulation.faults)
+    for command in simulation.commands:
+        for at, text in command.told if not meddled else ():
+            if "the budget is spent" in text and (cost := _cost_of_slices(simulation, at)) < budget * 0.99:
+                rate = _rate(simulation)
+                if cost + rate * _BUDGET_SECONDS < budget:
+                    simulation.break_promise("a budget is spent on slices", f"${cost:.2f} at {at:.0f}: {text}")
+    for job in simulation.world.record.jobs.values():
+        seconds = max((item.ended for item in job.containers.values()), default=0.0) - (job.began or 0.0)
+        allowed = budget + _rate(simulation) * _BUDGET_SECONDS
+        watched = not simulation.actions and not simulation.kill_at and not simulation.faults
+        if job.began is not None and watched and seconds * _rate(simulation) > allowed:
+            simulation.break_promise("a budget is kept", f"{job} trains for {seconds:.0f} s, {budget} dollars")
+
+
+def _rate(simulation: SimulatedRun) -> float:
+    """Returns the dollars a second of the most expensive slice that the file allows."""
+    prices = [per_hour(item.accelerator_type, item.zone, item.capacity) for item in simulation.config.candidates]
+    return max(price or 0.0 for price in prices) / 3600
+
+
+def _cost_of_slices(simulation: SimulatedRun, until: float) -> float:
+    """Returns the most that ann's slices can have cost until a moment."""
+    seconds = sum(
+        max(0.0, min(until, node.gone_at if node.gone_at is not None else until) - node.ready_at)
+        for node in simulation.world.record.billed
+        if node.ready_at < until
+    )
+    return seconds * _rate(simulation)
+
+
+def gc_removes_what_has_expired(simulation: SimulatedRun, command: Command) -> None:
+    """After a `gc` that succeeded, no READY slice of its user has expired long ago."""
+    if command.name != "gc" or command.code != 0 or simulation.faults or len(simulation.scenario.setting.zones) > 1:
+        return
+    date = command.began + EPOCH + command.laptop.wall
+    for node in simulation.world.google.slices.values():
+        mine = node.creator == command.laptop.user and node.state == "READY" and node.by is not None
+        if mine and node.expires is not None and node.expires < date and "left alone" not in "\n".join(command.said):
+            simulation.break_promise("gc removes what has expired", f"{node} expired {date - node.expires:.0f} s ago")
+
+
+COMMAND_CLAIMS = (
+    told_deletion_is_true,
+    told_stop_is_true,
+    kind_world_starts_a_run,
+    stockout_is_waited_out,
+    what_is_left_is_recorded,
+    gc_removes_what_has_expired,
+)
+RUN_CLAIMS = (
+    retries_wait_as_documented,
+    stop_ends_its_supervisor,
+    lost_host_is_told_in_time,
+    budget_is_spent_on_slices,
+)
