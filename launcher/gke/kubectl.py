@@ -140,7 +140,7 @@ _MEANINGS: tuple[tuple[str, Exit, str], ...] = (
     (
         r"\((TooManyRequests|ServiceUnavailable|InternalError|Timeout|ServerTimeout)\): (.*)",
         Exit.CLOUD_ERROR,
-        "the cluster's API server fails: {1}",
+        "the cluster's API server fails ({1}): try again in a minute",
     ),
 )
 

@@ -107,21 +107,22 @@ class PodWatch:
         self._listed = self._clock.monotonic()
 
     def _watch(self) -> None:
-        """Records all changes until closed, in one `kubectl get --watch` after another. A denied permission ends the
-        thread and is kept in `_refused`; other errors only begin a new watch. Runs in a thread."""
+        """Records all changes until closed, in one `kubectl get --watch` after another. Keeps a denied permission in
+        `_refused` until a watch shows a pod or ends well: a sign-in may be renewed. Runs in a thread."""
         while not self._closed.is_set():
             reader = JsonStream(self._handle_event)
             command = ["get", "pods", "--selector", self._selector, "--watch", "--output-watch-events"]
+            refused = None
             try:
                 self._follow([*command, "--output", "json"], reader.line, _WATCH_SECONDS)
             except LaunchError as error:
-                if error.exit_code is Exit.PERMISSION:
-                    self._refused = error
-                    return
-            self._closed.wait(1.0)
+                refused = error if error.exit_code is Exit.PERMISSION else self._refused
+            self._refused = refused
+            self._closed.wait(1.0 if refused is None else _LIST_EVERY)
 
     def _handle_event(self, event: dict[str, Any]) -> None:
         if event.get("type") in ("ADDED", "MODIFIED", "DELETED"):
+            self._refused = None
             pod = pod_status.parse(event["object"])
             self._record_pod(replace(pod, gone=True) if event["type"] == "DELETED" else pod)
 
