@@ -101,11 +101,33 @@ def told_stop_is_true(simulation: SimulatedRun, command: Command) -> None:
 
 def told_removal_is_true(simulation: SimulatedRun, job: Job, event: Ended) -> None:
     """A container is called removed only if it was removed from its host, not if the slice is another one by now."""
-    if event.cause is None or "its container was removed" not in event.cause.what:
+    removed = event.cause is not None and "its container was removed" in event.cause.what
+    if event.cause is None or not removed or simulation.world.cluster is not None:  # there, a pod goes with its node
         return
     container = job.containers.get(event.cause.worker)
     if container is not None and container.host.gone:
         simulation.break_promise("what is told removed was removed", f"{container.name} of {container.host!r}")
+
+
+def told_use_is_true(simulation: SimulatedRun, command: Command) -> None:
+    """A slice is called in use only if another run was on it meanwhile."""
+    if "the slice is in use" not in str(command.error):
+        return
+    others = [job for (run, _), job in simulation.world.record.jobs.items() if run != command.run_id]
+    used = any(item.ended > command.began for job in others for item in job.containers.values())
+    cluster = simulation.world.cluster
+    if not used and not (cluster is not None and cluster.has_open_jobset()):
+        simulation.break_promise("what is told in use was in use", f"{command.name}: {command.error}")
+
+
+def down_deletes_jobsets(simulation: SimulatedRun, command: Command) -> None:
+    """After a `down`, no JobSet of its user is left but those that another command has asked for."""
+    cluster = simulation.world.cluster
+    if command.name != "down" or command.code != 0 or cluster is None:
+        return
+    others = [each for each in simulation.commands if each is not command and each.ended > command.began - 120.0]
+    if (left := cluster.jobsets_of(command.laptop.user)) and not others:
+        simulation.break_promise("after down nothing of ours is left", f"{left}")
 
 
 def kind_world_starts_a_run(simulation: SimulatedRun, command: Command) -> None:
@@ -272,6 +294,8 @@ def gc_removes_what_has_expired(simulation: SimulatedRun, command: Command) -> N
 COMMAND_CLAIMS = (
     told_deletion_is_true,
     told_stop_is_true,
+    told_use_is_true,
+    down_deletes_jobsets,
     kind_world_starts_a_run,
     stockout_is_waited_out,
     what_is_left_is_recorded,

@@ -8,6 +8,8 @@ import traceback
 
 from launcher.config import Config
 from launcher.errors import Exit, LaunchError, from_disk
+from launcher.gke.provider import Gke
+from launcher.provider import Provider
 from launcher.run import launch, status
 from launcher.run.ledger import Ledger
 from launcher.run.runs import list_runs
@@ -55,8 +57,9 @@ class Command:
         os.environ["TPU_LAUNCH_HOME"] = str(self.laptop.home)
         os.environ["LOGNAME"] = self.laptop.user
 
-    def _make_provider(self, config: Config) -> TpuVm:
-        return TpuVm(config, self._say, self.machine)
+    def _make_provider(self, config: Config) -> Provider:
+        kind: type[Gke] | type[TpuVm] = Gke if config.provider == "gke" else TpuVm
+        return kind(config, self._say, self.machine)
 
     def _say(self, text: str) -> None:
         self.said.append(text)
@@ -146,7 +149,7 @@ class Command:
 
     def _up(self) -> int:
         provider = self._make_provider(self.config)
-        if (existing := provider.describe()) is not None:
+        if (existing := provider.describe()) is not None and provider.capabilities.cloud_tpu_node:
             ownership.require_ours(self.config, existing.labels, self.machine.owner)
         provider.create()
         return 0

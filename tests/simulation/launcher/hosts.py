@@ -52,6 +52,7 @@ class Container:
     partial: tuple[str, str] | None = None  # (time, first part) of a line that has not ended
     waiters: dict[Task, None] = field(default_factory=dict)  # tasks that wait for its end
     stopping: bool = False  # it has got SIGTERM
+    cuts_lines: bool = True  # its engine stores long lines in parts, among other lines
     awaits_secrets: bool = False  # its command begins when they are delivered
     secrets_seconds: float = 0.0  # for which await_secrets.sh waits for them
     lines_written: int = 0
@@ -60,6 +61,11 @@ class Container:
     @property
     def running(self) -> bool:
         return self.status == "running"
+
+    @property
+    def jobset(self) -> str:
+        """On a cluster, the name of its JobSet."""
+        return self.name.removeprefix("tpu-launch-")
 
     def write(self, text: str, at: float | None = None) -> None:
         """Writes a line at a virtual time, now unless given."""

@@ -112,7 +112,7 @@ class Job:
             text = f"line {number // 2 * 2} of host {worker}" if number % 7 == 1 else f"line {number} of host {worker}"
             if number % 9 == 2:
                 text += f" with token {SECRET}"
-            if number % 40 == 4:
+            if number % 40 == 4 and container.cuts_lines:
                 container.begin_line(text.ljust(PART_BYTES, "."), at)
             else:
                 container.write(text, at)

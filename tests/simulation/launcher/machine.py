@@ -35,6 +35,7 @@ def make_machine(world: World, actor: Actor, rng: random.Random) -> Workstation:
         threads=SimulatedThreads(world.scheduler),
         random=rng,
         run=terminal.run,
+        stream=terminal.stream,
         connect=terminal.connect,
         find_owner=lambda: Owner(actor.user, hash_account(actor.user)),
     )

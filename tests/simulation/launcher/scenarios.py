@@ -28,6 +28,7 @@ _ACTIONS = ("kill", "kill", "kill", "ctrl-c", "ctrl-c", "stop", "asleep", "stop"
           "bob up", "gc", "bob gc", "status", "status")  # fmt: skip
 _OF_ADDED_THEMES = 0.5  # of all scenarios
 _OF_HANGS = 0.04
+_OF_GKE = 0.12
 _WITH_CANDIDATES = 0.2  # of all scenarios of one workstation
 _LEFTOVERS = ("", "", "", "", "bob's", "a stranger's", "preempted", "stopped", "deleting")
 
@@ -48,6 +49,8 @@ class Setting:
     expires_hours: float | None
     budget: float | None
     """Dollars."""
+    gke: bool = False
+    """Whether it runs on a cluster instead of TPU VMs."""
 
 
 @dataclass(frozen=True)
@@ -208,6 +211,16 @@ HANGS = Theme("hangs", faults=("hang", "cut", "offline", "dead ssh", "die"), cou
               stall=True, spread=60.0, hosts=2, actions=("logs|logs|asleep",), together=200.0)  # fmt: skip
 
 
+GKE = Theme("a cluster", count=(0, 3), spread=25.0,
+            anchors=("beginning", "prepare", "start", "start", "recovery", "end"),
+            faults=("preempt", "preempt", "maintenance", "delete", "unavailable", "slow", "lost", "offline", "rate",
+                    "permission"),
+            moments=("run", "prepare", "start", "recovery", "end"), together=40.0, retries=True,
+            actions=("kill|ctrl-c|stop|down|second run|new run|asleep|logs|status",
+                     "kill|ctrl-c|stop|second attach|second run|logs"),
+            plans=("finish", "finish", "fail", "save", "bad input"))  # fmt: skip
+
+
 @functools.cache
 def settings() -> tuple[Setting, ...]:
     """Draws the contents of configuration files."""
@@ -219,7 +232,8 @@ def draw(seed: int) -> tuple[Scenario, list[Fault]]:
     scenario, drawn = _draw_one(seed)
     rng = random.Random(f"candidates {seed}")
     elsewhere = any(action.kind.startswith("other") for action in scenario.actions)
-    if rng.random() < _WITH_CANDIDATES and not elsewhere and len(scenario.setting.zones) == 1:
+    setting = scenario.setting
+    if rng.random() < _WITH_CANDIDATES and not elsewhere and len(setting.zones) == 1 and not setting.gke:
         kill_at = rng.choice((0, rng.randrange(1, 12)))
         scenario = replace(scenario, candidates=Candidates(rng.choice((None, None, 10.0, 40.0)), kill_at))
     return scenario, drawn
@@ -231,6 +245,10 @@ def _draw_one(seed: int) -> tuple[Scenario, list[Fault]]:
     if random.Random(f"hangs {seed}").random() < _OF_HANGS:
         scenario, drawn = _draw_hangs(random.Random(f"scenario of hangs {seed}"))
         return scenario, drawn
+    if random.Random(f"cluster {seed}").random() < _OF_GKE:
+        scenario = _draw_scenario(GKE, rng)
+        setting = replace(scenario.setting, gke=True, queued=False, budget=None, expires_hours=None, replace_after=None)
+        return replace(scenario, setting=setting), _draw_faults(GKE, random.Random(f"faults {seed}"))
     if added.random() < _OF_ADDED_THEMES:
         theme = added.choice(ADDED_THEMES)
     elif rng.random() < _WITHOUT_THEME:
@@ -278,6 +296,7 @@ def _settings_of(theme: Theme) -> tuple[Setting, ...]:
         if theme.queued in (None, setting.queued)
         and setting.hosts >= theme.hosts
         and len(setting.zones) >= theme.zones
+        and (len(setting.zones) == 1 or theme is not GKE)
         and (setting.expires_hours is not None or not theme.expires)
         and (setting.stall_minutes is not None or not theme.stall)
         and (setting.preemption_retries > 0 or not theme.retries)

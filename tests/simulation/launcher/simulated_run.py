@@ -27,6 +27,7 @@ from launcher.tpu_vm.ownership import make_labels
 from launcher.tpu_vm.requests import create_only
 from tests import gcloud_commands
 from tests.simulation.launcher import claims, full_disk, promises, scenarios
+from tests.simulation.launcher.cluster import Cluster
 from tests.simulation.launcher.commands import Command
 from tests.simulation.launcher.full_disk import FullDisk
 from tests.simulation.launcher.hosts import EPOCH
@@ -87,8 +88,10 @@ def make_config(setting: Setting, candidates: Candidates | None = None) -> Confi
         lines.append(f"  replace_after: {setting.replace_after}")
     if setting.stall_minutes is not None:
         lines.append(f"  stall_minutes: {setting.stall_minutes}")
+    if setting.gke:
+        lines.append("gke: {secrets: {HF_TOKEN: hf/token}}")
     path.write_text("\n".join(lines) + "\n")
-    return load(path)
+    return replace(load(path), provider="gke") if setting.gke else load(path)
 
 
 class SimulatedRun:
@@ -118,6 +121,8 @@ class SimulatedRun:
         self.world.host_lost_seconds = self.scenario.setting.host_lost_seconds
         self.world.unreachable_seconds = self.scenario.setting.unreachable_minutes * 60.0
         self.world.zones = [*self.scenario.setting.zones]
+        if self.scenario.setting.gke:
+            self.world.cluster = Cluster(self.world, self.scenario.setting.hosts)
         self.rng = random.Random(f"people {seed}")
         observe_every(self.rng.choice((1.0, 2.0, 3.0, 4.0)))
         pages = random.Random(f"pages {seed}")
@@ -148,6 +153,7 @@ class SimulatedRun:
         environment = {name: os.environ.get(name) for name in ("TPU_LAUNCH_HOME", "LOGNAME")}
         ledger.write_whole = self._write_event  # type: ignore[assignment]
         requests.create_only = self._write_request
+        uninstall = self.world.cluster.install() if self.world.cluster is not None else lambda: None
         self.scheduler.note(f"{self.scenario}")
         self.scheduler.note(f"faults: {'; '.join(map(str, self.faults)) or 'none'}")
         try:
@@ -160,6 +166,7 @@ class SimulatedRun:
             full_disk.fill(False)
             ledger.write_whole = write_whole
             requests.create_only = create_only
+            uninstall()
             self.scheduler.close()
             for name, value in environment.items():
                 if value is None:
@@ -230,7 +237,7 @@ class SimulatedRun:
     def _leave_something(self) -> None:
         """Creates the slice that exists before ann begins."""
         kind, google = self.scenario.leftover, self.world.google
-        if not kind:
+        if not kind or self.world.cluster is not None:
             return
         creator = "bob" if kind == "bob's" else "stranger" if kind == "a stranger's" else "ann"
         maker = Owner(creator, hash_account(creator))
@@ -380,7 +387,8 @@ class SimulatedRun:
             for command in self.commands:
                 if command.code is None and not command.killed:
                     command.over.wait(4 * 3600.0)
-            if down.code in (0, Exit.CONFLICT, Exit.BAD_INPUT) and not promises.slices_of(self.world, "ann"):
+            left = self.world.cluster is not None and self.world.cluster.jobsets_of("ann")
+            if down.code in (0, Exit.CONFLICT, Exit.BAD_INPUT) and not (promises.slices_of(self.world, "ann") or left):
                 break
             self.scheduler.sleep(0.0 if down.code == 0 else 300.0)
 

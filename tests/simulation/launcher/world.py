@@ -18,6 +18,7 @@ from launcher.shell import Result
 from launcher.workstation import Address, ConnectionFailed
 from tests.gcloud_commands import Command
 from tests.simulation.launcher import scripts
+from tests.simulation.launcher.cluster import Cluster, Kubectl
 from tests.simulation.launcher.faults import API_FAULTS, MEDDLING, Fault
 from tests.simulation.launcher.gcloud import Gcloud
 from tests.simulation.launcher.google import Google, Request, Slice
@@ -109,6 +110,7 @@ class World:
     ) -> None:
         self.scheduler, self.rng, self.faults, self.plans = scheduler, rng, faults, plans
         self.google = Google(self)
+        self.cluster: Cluster | None = None
         self.hosts: list[Host] = []  # all that ever were
         self.addresses: dict[str, Host] = {}  # of the hosts that have them now
         self.links: list[Link] = []
@@ -236,6 +238,9 @@ class World:
             self.laptops[0].wall += (-7200.0, 5400.0, -40.0, 86400.0)[fault.number % 4]
             return
         if fault.kind in API_FAULTS:
+            return
+        if self.cluster is not None:
+            self.cluster.strike(fault)
             return
         node = self._our_slice()
         if node is None or not node.hosts:
@@ -379,6 +384,8 @@ class World:
             container.end(1)
 
     def _hosts_of(self, host: Host) -> int:
+        if self.cluster is not None:
+            return self.cluster.size
         for node in self.google.slices.values():
             if host in node.hosts:
                 return len(node.hosts)
@@ -404,6 +411,8 @@ class World:
     def _check_not_stopped(self, container: Container, actor: Actor) -> None:
         for stop in self.record.stops:
             asked_since = any(at > stop.at and laptop is actor.laptop for laptop, at in self.record.requested_runs)
+            if self.cluster is not None and stop.done is not None:  # the JobSet may come during the stop: it ends later
+                asked_since = asked_since or stop.at < self.cluster.created[container.jobset] <= stop.done + 1.0
             if stop.run == container.run and stop.done is not None and not asked_since:
                 self.break_promise("stop is final", f"{container.name} starts after the stop at {stop.at:.1f}")
 
@@ -687,17 +696,21 @@ class Terminal:
         input: str | bytes | None = None,
         pass_fds: Sequence[int] = (),
     ) -> Result:
-        """Runs gcloud in a process of its own. Google carries out its request even when that process ends."""
+        """Runs gcloud or kubectl in a process of its own. Google carries out its request even when that process
+        ends."""
         world, scheduler = self.world, self.world.scheduler
         if world.scheduler.trace is not None:
             shown = [word for word in argv if not word.startswith(("--command", "--ssh-flag", "--metadata", "--quiet"))]
             world.note("$ " + " ".join(shown)[:200])
         execution, inherited = Execution(), [os.dup(descriptor) for descriptor in pass_fds]
-        child = Process(f"gcloud of {self.actor.command}")
+        child = Process(f"{argv[0]} of {self.actor.command}")
 
         def work() -> None:
             try:
-                code, output, errors = Gcloud(world, self.actor, argv).run()
+                if world.cluster is not None:
+                    code, output, errors = Kubectl(world.cluster, self.actor, argv).run(str(input))
+                else:
+                    code, output, errors = Gcloud(world, self.actor, argv).run()
             finally:
                 for descriptor in inherited:
                     os.close(descriptor)
@@ -715,3 +728,19 @@ class Terminal:
             raise CommandTimeout(f"no answer within {timeout:.0f} s from: {' '.join(argv)[:100]}\n  try again")
         code, output = execution.result
         return Result(tuple(argv), code, output, execution.errors)
+
+    def stream(
+        self,
+        argv: Sequence[str],
+        on_line: Callable[[str], None],
+        *,
+        timeout: float,
+        on_start: Callable[[Callable[[], None]], object] | None = None,
+    ) -> Result:
+        """Runs kubectl, which ends with its command or when it is killed."""
+        assert self.world.cluster is not None
+        killed: list[bool] = []
+        if on_start is not None:
+            on_start(lambda: killed.append(True))
+        code, output = Kubectl(self.world.cluster, self.actor, argv).stream(on_line, timeout, lambda: bool(killed))
+        return Result(tuple(argv), code, output, "")
