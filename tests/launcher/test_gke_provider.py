@@ -4,6 +4,7 @@ kubectl is a script here; tests/rehearsal/test_gke_runs.py runs the real one."""
 
 import json
 import threading
+import time
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +39,7 @@ for refused in refused-*; do
   case "$*" in *" ${refused#refused-} "*) cat "$refused" >&2; exit 1 ;; esac
 done
 case "$*" in
-  *--watch*) exec sleep 60 ;;
+  *--watch*) [ ! -f event ] || cat event; exec sleep 60 ;;
   *" exec "*) [ -f progress ] && cat progress ;;
   *" logs "*) echo "2026-01-01T00:00:00.5Z a line" ;;
   *jsonpath*) echo the-uid ;;
@@ -193,6 +194,24 @@ def test_a_cluster_that_does_not_answer_fails_no_ended_run(kubectl: Path) -> Non
     assert "does not answer" in reports[0].detail
     assert gke.evidence(ATTEMPT.container, [0, 1]) == {}
     assert gke.stacks(ATTEMPT.container) == {}
+
+
+def test_a_watch_that_was_refused_is_tried_again_and_counts_with_its_first_pod(kubectl: Path) -> None:
+    show(kubectl, "a", "b")
+    (kubectl / "refused---watch").write_text("error: You must be logged in to the server (Unauthorized)\n")
+    gke = provider(kubectl, 1, 1)
+
+    def wait_for(problem: str) -> None:
+        deadline = time.monotonic() + 60
+        while (seen := gke.observe(0, ATTEMPT.container, None)).problem[:27] != problem:
+            assert time.monotonic() < deadline, seen
+            time.sleep(0.05)
+
+    wait_for("the cluster does not accept")
+    pod = json.loads((kubectl / "pods").read_text())["items"][0]
+    (kubectl / "event").write_text(json.dumps({"type": "ADDED", "object": pod}) + "\n")
+    (kubectl / "refused---watch").unlink()
+    wait_for("")
 
 
 def test_a_line_of_progress_is_read_where_it_is_asked_for_and_its_refusal_is_no_problem(kubectl: Path) -> None:
