@@ -141,7 +141,10 @@ def create(config: Config, say: Say, machine: Workstation) -> SliceState:
         Stockout, QuotaExceeded, PermissionDenied, Refused: As Google says; only a stock-out is retried.
     """
     begin, backoff = machine.clock.monotonic(), Backoff(machine, _FIRST_PAUSE, _LONGEST_PAUSE)
-    zones = _zones_to_try(config, machine)
+    try:
+        zones = _zones_to_try(config, machine)
+    except LaunchError as error:
+        raise (add_bill(config, error) if error.transient else error) from None
     has_asked = False
     while True:
         for placed in zones:

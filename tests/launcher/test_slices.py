@@ -243,6 +243,13 @@ def test_a_slice_of_another_owner_in_another_zone_does_not_prevent_ours(cloud: C
     assert [node.zone for node in cloud.state.nodes.values()] == ["us-west4-a"]
 
 
+def test_a_look_for_the_zones_that_fails_names_the_bill(cloud: Cloud, zones: Config) -> None:
+    cloud.made_by(OURS, zone="us-west1-c")
+    cloud.trouble = lambda zone, command, now: UNAVAILABLE
+    with pytest.raises(LaunchError, match="may exist, and is billed then"):
+        up(cloud, zones)
+
+
 def test_our_slice_is_found_behind_one_of_another_owner_in_the_first_zone(cloud: Cloud, zones: Config) -> None:
     cloud.made_by({"tpu-launch": "1", "tpu-launch-owner": "bob"}, zone="us-west1-c")
     found = slices.describe(zones, cloud.machine())
