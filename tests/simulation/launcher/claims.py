@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING
 
 from launcher.costs import per_hour
 from launcher.errors import Exit
-from launcher.run.events import Ended, Recovering, RecoveryGivenUp, Requested, RunStopRequested
+from launcher.run.events import (
+    Ended,
+    Recovered,
+    Recovering,
+    RecoveryGivenUp,
+    Requested,
+    RoundFailed,
+    RunStopRequested,
+    SliceReplaced,
+)
 from launcher.run.runs import list_runs
 from launcher.run.status import Status
 from tests.simulation.launcher.faults import API_FAULTS, MEDDLING
@@ -26,7 +35,6 @@ _CALM = ("preempt", "maintenance", "reboot", "die", "stockout", "clock", "connec
 _STOP_SECONDS = 240.0  # from a stop until the command that supervises has ended
 _LOST_SECONDS = 60.0  # beyond run.host_lost_seconds, from a host's death until it is told
 _BUDGET_SECONDS = 60.0  # for which a run may go on when its budget is spent; and what is kept back for its end
-_STOCKOUT_SECONDS = 1800.0  # slice.stockout_minutes of all files
 _LONGEST_PAUSE = 450.0
 _QUEUE_SECONDS = 7200.0  # slice.queued.valid_until_hours of all files
 _FIRST_DELAY, _LONGEST_DELAY = 5.0, 300.0  # seconds before another attempt after a failure
@@ -99,6 +107,16 @@ def told_stop_is_true(simulation: SimulatedRun, command: Command) -> None:
         simulation.break_promise("what is told stopped was stopped", f"{command.name}: {command.error}")
 
 
+def finished_programs_are_told_finished(simulation: SimulatedRun, job: Job, event: Ended) -> None:
+    """A run whose programs have all finished is no lost host or failure, although hosts rebooted afterwards."""
+    ends = [item for item in job.containers.values() if item.status == "exited" and not item.invented]
+    if len(ends) < job.hosts or any(item.exit_code != 0 for item in ends):
+        return
+    calm = all(fault.kind == "reboot" for fault in simulation.faults)
+    if calm and event.outcome in ("host lost", "failed", "connection lost"):
+        simulation.break_promise("finished programs are told finished", f"{job} ended {event.outcome}: {event.cause}")
+
+
 def told_removal_is_true(simulation: SimulatedRun, job: Job, event: Ended) -> None:
     """A container is called removed only if it was removed from its host, not if the slice is another one by now."""
     removed = event.cause is not None and "its container was removed" in event.cause.what
@@ -113,8 +131,9 @@ def told_use_is_true(simulation: SimulatedRun, command: Command) -> None:
     """A slice is called in use only if another run was on it meanwhile."""
     if "the slice is in use" not in str(command.error):
         return
-    others = [job for (run, _), job in simulation.world.record.jobs.items() if run != command.run_id]
-    used = any(item.ended > command.began for job in others for item in job.containers.values())
+    others = [item for host in simulation.world.hosts for item in host.containers.values()]
+    others += [item for job in simulation.world.record.jobs.values() for item in job.containers.values()]
+    used = any(item.ended > command.began and item.run != command.run_id for item in others)
     cluster = simulation.world.cluster
     if not used and not (cluster is not None and cluster.has_open_jobset()):
         simulation.break_promise("what is told in use was in use", f"{command.name}: {command.error}")
@@ -145,7 +164,7 @@ def stockout_is_waited_out(simulation: SimulatedRun, command: Command) -> None:
         return
     setting = simulation.scenario.setting
     queues = setting.queued and command is simulation.commands[0]
-    longest = _QUEUE_SECONDS if queues else _STOCKOUT_SECONDS - _LONGEST_PAUSE
+    longest = _QUEUE_SECONDS if queues else setting.stockout_minutes * 60 - _LONGEST_PAUSE
     seconds = simulation.world.scheduler.now - command.began
     if (queues or not setting.queued) and seconds < longest and "can't be started" not in str(command.error):
         simulation.break_promise("a stock-out is waited out", f"{command.name} after {seconds:.0f} s: {command.error}")
@@ -198,6 +217,36 @@ def retries_wait_as_documented(simulation: SimulatedRun) -> None:
                 failures += failed
                 if event.delay != wanted:
                     simulation.break_promise("retries wait as documented", f"{event}, not {wanted:.0f} s")
+
+
+def rounds_keep_to_their_time(simulation: SimulatedRun) -> None:
+    """No round of a recovery is begun later than run.recovery_minutes after the first one that failed."""
+    if simulation.ann.wall or simulation.second.wall or simulation.ann.asleep:
+        return
+    for ledger in simulation.ledgers():
+        first: float | None = None
+        for entry in ledger.entries():
+            now = parse_time(entry.time) or 0.0
+            if isinstance(entry.event, RoundFailed):
+                first = now if first is None else first
+                if now + entry.event.delay - first > simulation.scenario.setting.recovery_minutes * 60 + 1.0:
+                    simulation.break_promise("rounds keep to their time", f"{entry.event} {now - first:.0f} s later")
+            elif isinstance(entry.event, Recovering | Recovered | RecoveryGivenUp | Requested):
+                first = None
+
+
+def slices_are_replaced_for_their_own_hosts(simulation: SimulatedRun) -> None:
+    """A slice is replaced because of a host that was the first cause of as many attempts on this slice."""
+    for ledger in simulation.ledgers():
+        ends: list[int] = []
+        for event in ledger.events():
+            if isinstance(event, Ended) and event.cause is not None:
+                ends.append(event.cause.worker)
+            elif isinstance(event, SliceReplaced):
+                wanted = simulation.scenario.setting.replace_after or 0
+                if event.host >= 0 and ends.count(event.host) < wanted:
+                    simulation.break_promise("a slice is replaced for its own hosts", f"{event}: {ends}")
+                ends.clear()
 
 
 def stop_ends_its_supervisor(simulation: SimulatedRun) -> None:
@@ -303,6 +352,8 @@ COMMAND_CLAIMS = (
 )
 RUN_CLAIMS = (
     retries_wait_as_documented,
+    rounds_keep_to_their_time,
+    slices_are_replaced_for_their_own_hosts,
     stop_ends_its_supervisor,
     lost_host_is_told_in_time,
     budget_is_spent_on_slices,

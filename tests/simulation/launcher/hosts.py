@@ -52,6 +52,7 @@ class Container:
     partial: tuple[str, str] | None = None  # (time, first part) of a line that has not ended
     waiters: dict[Task, None] = field(default_factory=dict)  # tasks that wait for its end
     stopping: bool = False  # it has got SIGTERM
+    invented: bool = False  # its exit code, by the engine of a host that was rebooted
     cuts_lines: bool = True  # its engine stores long lines in parts, among other lines
     awaits_secrets: bool = False  # its command begins when they are delivered
     secrets_seconds: float = 0.0  # for which await_secrets.sh waits for them
@@ -248,7 +249,7 @@ class Host:
         self.note(f"booted; its engine says that containers ended with {exit_code}")
         for container in self.containers.values():
             if container.status == "lost":
-                container.status, container.exit_code = "exited", exit_code
+                container.status, container.exit_code, container.invented = "exited", exit_code, True
                 container.ended = self.scheduler.now
                 container.finished_at = timestamp(self.scheduler.now + self.wall) if writes_time else _NEVER
 

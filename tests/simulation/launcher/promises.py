@@ -17,6 +17,7 @@ from launcher.run.logs import read_from
 from launcher.run.recovery import spent_so_far
 from launcher.tpu_vm.requests import RequestRecord
 from tests.simulation.launcher import claims
+from tests.simulation.launcher.faults import API_FAULTS
 from tests.simulation.launcher.hangs import limit
 from tests.simulation.launcher.hosts import EPOCH
 from tests.simulation.launcher.jobs import SECRET
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from tests.simulation.launcher.world import World
 
 _CODES = {int(code) for code in Exit}
+_SSH_FAULTS = ("dead ssh", "no ssh", "ssh loses answers", "offline")
 _LOOK_SECONDS = 6.0  # from a line until the launcher has seen it
 _EXPLAIN_SECONDS = 60.0  # from the limit of a stall until its explanation is recorded
 _TAKES_HOSTS = ("preempt", "maintenance", "reboot", "die")  # faults
@@ -340,6 +342,7 @@ def check_end(simulation: SimulatedRun) -> None:
                     out_of_memory_is_no_lost_host(simulation, job, event)
                     finished_means_finished(simulation, job, event)
                     claims.told_removal_is_true(simulation, job, event)
+                    claims.finished_programs_are_told_finished(simulation, job, event)
         for entry in ledger.entries():
             if isinstance(entry.event, Ended):
                 job = simulation.world.record.jobs.get((ledger.run_id, entry.event.attempt))
@@ -480,16 +483,16 @@ def _verdicts_of(simulation: SimulatedRun, job: Job, causes: Sequence[Cause]) ->
     # A stop may be requested before a failure is seen: then the exit code is the stop's (14, as documented: the effect
     # of SIGTERM is no failure), and the cause is the host that failed.
     asked = any(stop.run == job.run for stop in simulation.world.record.stops)
-    gone = ("stopped", -1 if simulation.world.cluster is not None else first.worker)  # a pod may be gone with its end
     if job.began is not None and not job.disturbed and "stop" not in kinds:
         allowed: dict[str, set[tuple[str, int | None]]] = {
             "finish": {("finished", None)},
             "save": {("saved", None)},
             "bad input": {("bad input", None)},
-            "fail": {("failed", first.worker)} | ({("stopped", first.worker), gone} if asked else set()),
+            "fail": {("failed", first.worker)} | ({("stopped", first.worker)} if asked else set()),
         }
-        # The slice may be deleted before a launcher sees how the program ended.
+        # The slice may be deleted, or a cluster's pod stopped, before a launcher sees how the program ended.
         deleted = {("slice deleted", None)} if "deleted" in kinds else set()
+        deleted |= {("stopped", -1)} if asked and simulation.world.cluster is not None else set()
         return allowed[first.kind] | deleted | _unseen(simulation, job) if first.kind in allowed else set()
     if kinds == ["connection"]:
         # A host that ceases to answer before it has told that it lost a peer looks like a lost host.
@@ -514,7 +517,8 @@ def _unseen(simulation: SimulatedRun, job: Job) -> set[tuple[str, int | None]]:
             for entry in reversed(ledger.entries())  # the first one counts
             if isinstance(entry.event, HostEnded) and entry.event.attempt == job.attempt
         }
-        deaf = any(fault.kind in ("dead ssh", "ssh loses answers", "offline") for fault in simulation.faults)
+        ways = API_FAULTS if simulation.world.cluster is not None else _SSH_FAULTS
+        deaf = any(fault.kind in ways for fault in simulation.faults)
         for worker, container in job.containers.items():
             before = seen.get(worker, math.inf) - EPOCH
             if (deaf and worker not in seen) or any(
@@ -538,7 +542,8 @@ def lines_come_once(simulation: SimulatedRun) -> None:
                 seen = [(at, text[-60:]) for at, text in extra]
                 simulation.break_promise("every line once", f"{where}: twice or never written: {seen[:3]}")
             removed = (job.run, job.attempt, worker) in simulation.world.record.removed_logs
-            vanishes = simulation.world.cluster is not None and simulation.faults  # a deleted pod's log goes with it
+            disturbed = simulation.faults or simulation.actions or simulation.full_disk
+            vanishes = simulation.world.cluster is not None and disturbed  # a deleted pod's log goes with it
             if not removed or vanishes or not _are_lines_due(ledgers[job.run].events(), job, worker):
                 continue
             hint = f"host {worker}: its last lines may be missing"

@@ -47,6 +47,8 @@ class Setting:
     """In which the slice may be, in the order of preference."""
     unreachable_minutes: float
     expires_hours: float | None
+    recovery_minutes: float
+    stockout_minutes: float
     budget: float | None
     """Dollars."""
     gke: bool = False
@@ -117,6 +119,10 @@ class Theme:
     """Whether preemptions are retried."""
     failures: bool = False
     """Whether failures are retried."""
+    replaces: bool = False
+    """Whether the slice of a bad host is replaced."""
+    seconds: tuple[float, float] | None = None
+    """The least and the greatest time of a program."""
 
 
 THEMES = (
@@ -200,8 +206,11 @@ ADDED_THEMES = (
           faults=("date", "stale", "reboot", "preempt"), count=(0, 2), plans=("finish", "fail"), expires=True,
           retries=True, leftovers=("", "", "preempted", "bob's")),
     Theme("ssh is closed", faults=("no ssh", "no ssh", "offline", "reboot", "cut"), count=(1, 3), plans=("finish",),
-          anchors=("start", "start", "recovery", "end", "up"), spread=30.0, retries=True,
-          actions=("asleep|kill|stop|logs",)),
+          anchors=("start", "start", "recovery", "end", "up"), spread=60.0, retries=True, seconds=(60.0, 500.0),
+          actions=("asleep|kill|stop|logs",), together=200.0),
+    Theme("a bad host", faults=("die@start", "die@start", "reboot@start", "stockout", "lost", "slow", "old describe"),
+          count=(2, 5), hosts=2, anchors=("recovery", "recovery", "round"), spread=10.0, plans=("finish",),
+          retries=True, replaces=True),
     Theme("awake", faults=("cut", "dead ssh"), anchors=("awake",), spread=2.0, count=(0, 2), actions=("asleep",),
           hosts=2, retries=True),
 )  # fmt: skip
@@ -285,6 +294,8 @@ def _draw_scenario(theme: Theme, rng: random.Random) -> Scenario:
         Action(rng.choice(group.split("|")), rng.uniform(0.0, theme.together), moment) for group in theme.actions
     ]
     plans = _draw_plans(rng, kinds, setting)
+    if theme.seconds is not None:
+        plans = tuple(replace(plan, seconds=rng.uniform(*theme.seconds), period=3.0) for plan in plans)
     return Scenario(setting, rng.choice(theme.leftovers), plans, tuple(actions), theme.name)
 
 
@@ -298,6 +309,7 @@ def _settings_of(theme: Theme) -> tuple[Setting, ...]:
         and len(setting.zones) >= theme.zones
         and (len(setting.zones) == 1 or theme is not GKE)
         and (setting.expires_hours is not None or not theme.expires)
+        and (setting.replace_after is not None or not theme.replaces)
         and (setting.stall_minutes is not None or not theme.stall)
         and (setting.preemption_retries > 0 or not theme.retries)
         and (setting.failure_retries > 0 or not theme.failures)
@@ -333,6 +345,8 @@ def _draw_setting(rng: random.Random) -> Setting:
         hosts=hosts,
         zones=zones,
         unreachable_minutes=added.choice((30.0, 30.0, 2.0)),
+        recovery_minutes=added.choice((60.0, 60.0, 2.0)),
+        stockout_minutes=added.choice((30.0, 30.0, 0.0)),
         expires_hours=added.choice((None, None, None, 0.05)),
         budget=added.choice((None,) * 9 + (0.2, 0.5, 1.0)),
     )
@@ -355,5 +369,5 @@ def _draw_plan(rng: random.Random, kind: str, hosts: int) -> Plan:
         save_seconds=rng.uniform(0.5, 12.0),
         period=rng.choice((0.5, 1.0, 3.0)),
         apart=rng.choice((0.0, 0.0, 0.0, 30.0, 150.0)) if kind == "finish" else 0.0,
-        second=rng.randrange(hosts) if kind == "fail" and rng.random() < 0.2 else None,
+        second=rng.randrange(hosts) if kind == "fail" and rng.random() < 0.5 else None,
     )

@@ -66,7 +66,8 @@ def make_config(setting: Setting, candidates: Candidates | None = None) -> Confi
     lines = [
         "project: p",
         f"zone: {setting.zones[0]}",
-        f"slice: {{name: {_NAME}, accelerator_type: {setting.accelerator}, stockout_minutes: 30, create_minutes: 60"
+        f"slice: {{name: {_NAME}, accelerator_type: {setting.accelerator}, create_minutes: 60"
+        f", stockout_minutes: {setting.stockout_minutes}"
         + (", queued: {valid_until_hours: 2}" if setting.queued else "")
         + (f", zones: [{', '.join(setting.zones)}]" if len(setting.zones) > 1 else "")
         + (f", expires_hours: {setting.expires_hours}" if setting.expires_hours is not None else "")
@@ -81,6 +82,7 @@ def make_config(setting: Setting, candidates: Candidates | None = None) -> Confi
         f"  failure_retries: {setting.failure_retries}",
         f"  host_lost_seconds: {setting.host_lost_seconds}",
         f"  unreachable_minutes: {setting.unreachable_minutes}",
+        f"  recovery_minutes: {setting.recovery_minutes}",
     ]
     if setting.budget is not None:
         lines.append(f"  budget: {setting.budget}")
