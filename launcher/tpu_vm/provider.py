@@ -246,7 +246,7 @@ class TpuVm:
         clock, name = machine.clock, self.config.slice.name
         deadline = clock.monotonic() + _FIRST_CONTACT_SECONDS
         retry = Retry(machine, self.say, f"slice {name}")
-        seconds, reported, absent = _ONE_CONTACT_SECONDS, "", 0
+        seconds, reported = _ONE_CONTACT_SECONDS, ""
         while missing := self._hosts_not_up(seconds):
             if clock.monotonic() > deadline:
                 raise HostsUnreachable(
@@ -254,17 +254,18 @@ class TpuVm:
                     f"{'; '.join(missing)}\n  `tpu-launch up` goes on waiting; `down`, then `up`, recreates it"
                 )
             try:
-                state = retry.call(self.describe, deadline)
+                if (state := retry.call(self.describe, deadline)) is None:  # one answer may be stale
+                    clock.sleep(3.0)
+                    state = retry.call(self.describe, deadline)
             except LaunchError as error:
                 raise LaunchError(
                     f"{error}\n  slice {name} was READY, and is billed: `tpu-launch up` goes on waiting for its hosts, "
                     "`tpu-launch down` deletes it",
                     exit_code=error.exit_code,
                 ) from None
-            absent = absent + 1 if state is None else 0
-            if absent > 1 or (state is not None and state.state == "DELETING"):  # one answer of None may be stale
+            if state is None or state.state == "DELETING":
                 raise Conflict(f"slice {name} was deleted as soon as it was READY; `tpu-launch up` creates it again")
-            if state is not None and state.gone_for_good:
+            if state.gone_for_good:
                 raise Preempted(
                     f"slice {name} is {state.state}: it was taken away as soon as it was READY; run `tpu-launch up` "
                     "again"
