@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 _TAKERS = ("preempt", "maintenance", *MEDDLING)  # faults
 _CALM = ("preempt", "maintenance", "reboot", "die", "stockout", "clock", "connection")  # faults that delay no command
 _STOP_SECONDS = 240.0  # from a stop until the command that supervises has ended
+_PATIENCE = 60.0  # seconds that `down` waits for a supervising process, at least
 _LOST_SECONDS = 60.0  # beyond run.host_lost_seconds, from a host's death until it is told
 _BUDGET_SECONDS = 60.0  # for which a run may go on when its budget is spent; and what is kept back for its end
 _LONGEST_PAUSE = 450.0
@@ -110,7 +111,8 @@ def told_stop_is_true(simulation: SimulatedRun, command: Command) -> None:
 def finished_programs_are_told_finished(simulation: SimulatedRun, job: Job, event: Ended) -> None:
     """A run whose programs have all finished is no lost host or failure, although hosts rebooted afterwards."""
     ends = [item for item in job.containers.values() if item.status == "exited" and not item.invented]
-    if len(ends) < job.hosts or any(item.exit_code != 0 for item in ends):
+    seen = any(item.boot == item.host.boot for item in ends)  # else an engine may have made all codes up
+    if len(ends) < job.hosts or any(item.exit_code != 0 for item in ends) or not seen:
         return
     calm = all(fault.kind == "reboot" for fault in simulation.faults)
     if calm and event.outcome in ("host lost", "failed", "connection lost"):
@@ -133,7 +135,7 @@ def told_use_is_true(simulation: SimulatedRun, command: Command) -> None:
         return
     others = [item for host in simulation.world.hosts for item in host.containers.values()]
     others += [item for job in simulation.world.record.jobs.values() for item in job.containers.values()]
-    used = any(item.ended > command.began and item.run != command.run_id for item in others)
+    used = any(item.ended > command.began - 10.0 and item.run != command.run_id for item in others)
     cluster = simulation.world.cluster
     if not used and not (cluster is not None and cluster.has_open_jobset()):
         simulation.break_promise("what is told in use was in use", f"{command.name}: {command.error}")
@@ -147,6 +149,22 @@ def down_deletes_jobsets(simulation: SimulatedRun, command: Command) -> None:
     others = [each for each in simulation.commands if each is not command and each.ended > command.began - 120.0]
     if (left := cluster.jobsets_of(command.laptop.user)) and not others:
         simulation.break_promise("after down nothing of ours is left", f"{left}")
+
+
+def told_patience_is_true(simulation: SimulatedRun, command: Command) -> None:
+    """`down` goes on without a process that supervises only after that had its time to end."""
+    for at, text in command.told if command.name == "down" else ():
+        if "has not ended; going on" in text and at - command.began < _PATIENCE and not command.laptop.asleep:
+            simulation.break_promise("down waits for supervisors", f"after {at - command.began:.0f} s: {text}")
+
+
+def stop_of_a_start_is_told(simulation: SimulatedRun, command: Command) -> None:
+    """`run` whose start fails after the run was stopped tells the stop, and no failure."""
+    if "could not start the container" not in str(command.error) or "slow" in {f.kind for f in simulation.faults}:
+        return
+    stops = [stop for stop in simulation.world.record.stops if command.began < stop.at < command.ended - 10.0]
+    if any(stop.run in str(command.said) for stop in stops) and command.laptop is simulation.ann:
+        simulation.break_promise("a stop of a start is told", f"{command.name}: {command.error}")
 
 
 def kind_world_starts_a_run(simulation: SimulatedRun, command: Command) -> None:
@@ -344,6 +362,8 @@ COMMAND_CLAIMS = (
     told_deletion_is_true,
     told_stop_is_true,
     told_use_is_true,
+    told_patience_is_true,
+    stop_of_a_start_is_told,
     down_deletes_jobsets,
     kind_world_starts_a_run,
     stockout_is_waited_out,

@@ -10,6 +10,7 @@ from typing import Any
 from launcher.run import ledger, logs
 
 _PROBABILITY = 0.04  # that it occurs in a run
+_OF_STALLS = 0.15
 _full = False
 
 
@@ -27,11 +28,13 @@ class FullDisk:
         return self.seconds > 40.0
 
 
-def draw(seed: int) -> FullDisk | None:
-    """Draws the full disk of a run; None for most."""
+def draw(seed: int, *, stalls: bool) -> FullDisk | None:
+    """Draws the full disk of a run; None for most. `stalls`: silence of the program ends it."""
     rng = random.Random(f"disk {seed}")
-    if rng.random() >= _PROBABILITY:
+    if rng.random() >= (_OF_STALLS if stalls else _PROBABILITY):
         return None
+    if stalls:
+        return FullDisk("start", rng.uniform(0.0, 10.0), 100.0)
     anchor = rng.choice(("run", "prepare", "start", "start", "recovery", "down"))
     return FullDisk(anchor, rng.uniform(0.0, 30.0), rng.choice((1.0, 10.0, 100.0)))
 

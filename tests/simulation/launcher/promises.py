@@ -492,13 +492,16 @@ def _verdicts_of(simulation: SimulatedRun, job: Job, causes: Sequence[Cause]) ->
         }
         # The slice may be deleted, or a cluster's pod stopped, before a launcher sees how the program ended.
         deleted = {("slice deleted", None)} if "deleted" in kinds else set()
-        deleted |= {("stopped", -1)} if asked and simulation.world.cluster is not None else set()
+        if simulation.world.cluster is not None:  # where ends are known by the second
+            ties = (-1, first.worker) if job.plan.second is None else (-1, first.worker, job.plan.second % job.hosts)
+            deleted |= {("failed", worker) for worker in ties if first.kind == "fail" and worker >= 0}
+            deleted |= {("stopped", worker) for worker in ties if asked}
         return allowed[first.kind] | deleted | _unseen(simulation, job) if first.kind in allowed else set()
     if kinds == ["connection"]:
         # A host that ceases to answer before it has told that it lost a peer looks like a lost host.
         return {("connection lost", None)} | ({("stopped", None)} if asked else set()) | _unseen(simulation, job)
     dead = {truth.worker for truth in causes if truth.detail == "dead"}
-    if kinds == ["host"] and dead:
+    if kinds == ["host"] and dead and simulation.world.cluster is None:
         # A launcher that first looks when two hosts are dead can't tell which died first.
         others = {worker for worker, container in job.containers.items() if container.host.troubled}
         lost: set[tuple[str, int | None]] = {("host lost", worker) for worker in dead | others}

@@ -27,7 +27,7 @@ _WITHOUT_THEME = 0.35  # of all scenarios
 _ACTIONS = ("kill", "kill", "kill", "ctrl-c", "ctrl-c", "stop", "asleep", "stop", "logs", "second run", "bob down",
           "bob up", "gc", "bob gc", "status", "status")  # fmt: skip
 _OF_ADDED_THEMES = 0.5  # of all scenarios
-_OF_HANGS = 0.04
+_OF_HANGS = 0.05
 _OF_GKE = 0.12
 _WITH_CANDIDATES = 0.2  # of all scenarios of one workstation
 _LEFTOVERS = ("", "", "", "", "bob's", "a stranger's", "preempted", "stopped", "deleting")
@@ -135,7 +135,7 @@ THEMES = (
     Theme("leaving a recovery", faults=("preempt", "reboot", "die"), actions=("ctrl-c|kill|asleep",),
           moments=("recovery",), together=50.0, retries=True),
     Theme("standstills", faults=("hang", "cut", "offline", "dead ssh", "ssh loses answers"), plans=("stall", "finish"),
-          stall=True, spread=40.0),
+          stall=True, spread=40.0, seconds=(5.0, 150.0)),
     Theme("memory", faults=("offline", "cut", "reboot", "hang", "dead ssh"), plans=("memory",), count=(0, 2),
           failures=True),
     Theme("a queue in bad api_fault", faults=("unavailable", "rate", "lost", "slow", "stockout", "busy", "offline"),
@@ -208,6 +208,9 @@ ADDED_THEMES = (
     Theme("ssh is closed", faults=("no ssh", "no ssh", "offline", "reboot", "cut"), count=(1, 3), plans=("finish",),
           anchors=("start", "start", "recovery", "end", "up"), spread=60.0, retries=True, seconds=(60.0, 500.0),
           actions=("asleep|kill|stop|logs",), together=200.0),
+    Theme("a start that fails", faults=("disk", "engine", "old describe", "old describe", "cut", "dead ssh", "delete"),
+          anchors=("prepare", "prepare", "recovery"), count=(2, 4), spread=6.0, plans=("finish",), retries=True,
+          actions=("stop|kill|logs|status",), moments=("prepare",), together=20.0),
     Theme("a bad host", faults=("die@start", "die@start", "reboot@start", "stockout", "lost", "slow", "old describe"),
           count=(2, 5), hosts=2, anchors=("recovery", "recovery", "round"), spread=10.0, plans=("finish",),
           retries=True, replaces=True),
@@ -216,8 +219,9 @@ ADDED_THEMES = (
 )  # fmt: skip
 
 
-HANGS = Theme("hangs", faults=("hang", "cut", "offline", "dead ssh", "die"), count=(0, 1), plans=("stall", "finish"),
-              stall=True, spread=60.0, hosts=2, actions=("logs|logs|asleep",), together=200.0)  # fmt: skip
+HANGS = Theme("hangs", faults=("hang", "cut", "offline", "dead ssh", "die", "die", "die"), count=(0, 1),
+              plans=("stall", "finish"), stall=True, spread=60.0, hosts=2, actions=("logs|logs|asleep",),
+              together=200.0)  # fmt: skip
 
 
 GKE = Theme("a cluster", count=(0, 3), spread=25.0,

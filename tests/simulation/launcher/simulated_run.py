@@ -129,7 +129,7 @@ class SimulatedRun:
         observe_every(self.rng.choice((1.0, 2.0, 3.0, 4.0)))
         pages = random.Random(f"pages {seed}")
         read_pages(pages.choice((4_000_000, 4_000_000, 20_000)), pages.choice((5000, 5000, 20)))
-        self.full_disk = full_disk.draw(seed)
+        self.full_disk = full_disk.draw(seed, stalls=self.scenario.theme == "standstills")
         self.commands: list[Command] = []
         homes = _folder()
         self.ann = Laptop("ann", "ann", homes / "ann")

@@ -249,7 +249,7 @@ class World:
             self.google.preempt(node, fault.seconds / 4 if fault.number % 2 else 0.0)
             return
         if fault.kind in MEDDLING:
-            self.scheduler.spawn(self._meddle, node, fault.kind, name=fault.kind, process=self.scheduler.world)
+            self.scheduler.spawn(self._meddle, node, fault, name=fault.kind, process=self.scheduler.world)
             return
         if fault.kind == "maintenance":
             self._maintain(node, fault)
@@ -320,10 +320,12 @@ class World:
 
         self.scheduler.call_at(self.scheduler.now + 12.0, take)
 
-    def _meddle(self, node: Slice, kind: str) -> None:
-        """Deletes, stops or replaces a slice in Google's console."""
+    def _meddle(self, node: Slice, fault: Fault) -> None:
+        """Deletes, stops or replaces a slice in Google's console, with its request or without."""
+        kind, keeps_request = fault.kind, fault.number % 3 == 0
         google, flags = self.google, {"project": "p", "zone": node.node.zone, "force": ""}
-        group = "queued-resources" if kind != "halt" and "queuedResource" in node.node.resource else "tpu-vm"
+        queued = "queuedResource" in node.node.resource and not keeps_request
+        group = "queued-resources" if kind != "halt" and queued else "tpu-vm"
         with contextlib.suppress(ApiError):  # another change is under way
             answer = google.call(Command(group, "stop" if kind == "halt" else "delete", node.name, flags), COLLEAGUE)
             google.wait(answer["name"], 600.0)
