@@ -12,8 +12,10 @@ done
 """Prints `progress <JSON>`, the first line, for the file $0 and each $0.<rank>."""
 
 DUMP_STACKS = """\
-memory="/proc/meminfo /proc/pressure/memory /sys/fs/cgroup/memory.events /sys/fs/cgroup/memory/memory.oom_control"
-echo memory $(sed -n '/^Mem[TA]/p; /^full/p; /^oom_kill /p' $memory 2>/dev/null)
+cd /sys/fs/cgroup 2>/dev/null
+memory="memory.events memory.pressure memory.stat memory/memory.stat memory/memory.oom_control"
+figures='/^Mem[TA]/p; /^full/p; /^oom_kill /p; /^workingset_refault_/p'
+echo memory $(sed -n "$figures" /proc/meminfo /proc/pressure/memory $memory 2>/dev/null)
 for process in /proc/[0-9]*; do
   state=$(sed -n 's/^State:[[:space:]]*//p' "$process/status" 2>/dev/null)
   case $state$(readlink "$process/exe") in
@@ -21,6 +23,7 @@ for process in /proc/[0-9]*; do
     *python*)
       name=$(tr '\\0' ' ' <"$process/cmdline" | tr -d '\\n' | head -c 300)
       echo "process ${process#/proc/} [$state] [$(cat "$process/wchan")] $name"
+      echo "polling $(grep -l poll_schedule "$process"/task/*/wchan | wc -l)"
       dump="timeout 20 py-spy dump --full-filenames --pid ${process#/proc/}"
       stacks=$($dump --nonblocking 2>&1)
       printf '%s\\n' "$stacks"
@@ -35,8 +38,9 @@ for process in /proc/[0-9]*; do
 done
 """
 """Prints `memory <the kernel's figures>`; for every Python process `process <id> [<state>] [<wait channel>] <command>`,
-its stack traces by py-spy (in our images) or why there are none, and `source <file>:<line> <text>` for each frame.
-With $0 "native", frames of native code too, if ptrace is allowed: it pauses each process for about 0.3 s."""
+`polling <number of its threads, native ones too, that wait in poll(), as for a connection>`, its stack traces by py-spy
+(in our images) or why there are none, and `source <file>:<line> <text>` for each frame. With $0 "native", frames of
+native code too, if ptrace is allowed: it pauses each process for about 0.3 s."""
 
 _PROGRESS, _MOST_PROCESSES = "progress ", 64
 

@@ -1,8 +1,12 @@
-"""Takes the stacks of all hosts of a live attempt twice, without disturbing it, and explains what it waits for."""
+"""Takes the stacks of all hosts of a live attempt twice, without disturbing it, and explains what it waits for.
+
+Finds a host that went silent for TensorFlow, whose own limit (10 s) is shorter than that of a stall.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from launcher.errors import LaunchError
@@ -10,14 +14,19 @@ from launcher.masking import SecretMasker
 from launcher.provider import Provider
 from launcher.run.hang import Hang, explain_hang
 from launcher.run.ledger import Ledger
+from launcher.run.logs import tail
 from launcher.run.session import Session
 from launcher.run.stack_traces import HostStacks, parse_stacks
-from launcher.run.verdict import Cause, Verdict
+from launcher.run.verdict import Cause, Kind, Verdict
 from training.machine.clock import Clock
 from training.telemetry.progress_line import ProgressLine
 
 APART_SECONDS = 5.0
 """Between the two samples: what moves meanwhile does not hang there."""
+
+_NO_HEARTBEAT = re.compile(r"\(stopped sending heartbeats\):\s{1,9}/job:\w{1,40}/replica:0/task:(\d{1,6})\b")
+_NO_SERVICE = "RPC: /tensorflow.CoordinationService/Heartbeat"
+_LAST_BYTES = 200_000  # of a log, in which the message is
 
 
 @dataclass(frozen=True)
@@ -36,13 +45,15 @@ def explain_live(
     clock: Clock,
     *,
     native: bool,
+    only: Collection[int] | None = None,
 ) -> Explanation:
-    """Takes the stacks of all hosts twice and compares them. Takes 10 to 60 s. `native`: of native code too, which
-    pauses the processes.
+    """Takes the stacks of all hosts twice and compares them. Takes 10 to 60 s.
 
     Args:
         progress: Newest line of each host that tells it.
         seconds: Since the last progress; 0: unknown.
+        native: Take the stacks of native code too, which pauses the processes.
+        only: Compare these hosts; None: all.
     """
     first: dict[int, str] = {}
     second: dict[int, str] = {}
@@ -55,6 +66,7 @@ def explain_live(
     texts = {
         worker: f"{first.get(worker, '')}\n=== {APART_SECONDS:.0f} s later\n{text}" for worker, text in second.items()
     }
+    second = {worker: text for worker, text in second.items() if only is None or worker in only}
     return Explanation(explain_hang(_parse(first), _parse(second), progress, seconds), texts)
 
 
@@ -85,15 +97,42 @@ def explain_stall(
         since: When the last progress was made, by the monotonic clock.
     """
     say, clock = session.context.output.say, session.machine.clock
-    say(f"the run hangs: {verdict.cause.what if verdict.cause else ''}; taking the stacks of all hosts")
-    container = session.container(attempt)
-    found = explain_live(session.provider, container, progress, clock.monotonic() - since, clock, native=True)
+    told = verdict.cause or Cause(-1, "")
+    say(f"the run hangs: {told.what}; taking the stacks of all hosts")
+    container, seconds, only = session.container(attempt), clock.monotonic() - since, (told.worker,)
+    found = explain_live(
+        session.provider, container, progress, seconds, clock, native=True, only=only if told.worker >= 0 else None
+    )
     try:
         say(f"the stacks of all hosts' processes are in {keep(session.ledger, attempt, found, masker)}")
     except OSError as error:
         say(f"the stacks can't be kept: {error}")
     if (hang := found.hang) is None:
         return verdict
-    cause = Cause(hang.worker, masker.mask_text(f"{hang.what}; {hang.advice}"))
+    before = f"{told.what}: " if told.worker >= 0 else ""
+    cause = Cause(hang.worker, masker.mask_text(f"{before}{hang.what}; {hang.advice}"))
     others = [line for line in hang.hosts if not line.startswith(f"host {hang.worker}:")]
-    return replace(verdict, cause=cause, symptoms=tuple(masker.mask_text(line) for line in others))
+    return replace(verdict, cause=cause, symptoms=(*verdict.symptoms, *map(masker.mask_text, others)))
+
+
+def blame_silent_host(ledger: Ledger, attempt: int, verdict: Verdict, running: Sequence[int]) -> Verdict:
+    """Returns a stall of a `running` host in the place of a failure, if the log of the host that failed says that its
+    framework ended it because the other one was silent."""
+    if verdict.kind is not Kind.FAILED or verdict.cause is None or verdict.cause.worker < 0:
+        return verdict
+    path = ledger.log_file(attempt, verdict.cause.worker)
+    lines = tail(path, _LAST_BYTES) if path.exists() else []
+    silent = find_silent_host("\n".join(line.text for line in lines))
+    if silent is None or silent not in running:
+        return verdict
+    symptom = f"host {verdict.cause.worker}: {verdict.cause.what}"
+    what = "it sent no heartbeat to the other hosts, and TensorFlow ended them for this"
+    return Verdict(Kind.STALLED, Cause(silent, what), (symptom, *verdict.symptoms))
+
+
+def find_silent_host(log: str) -> int | None:
+    """Returns the host whose heartbeat TensorFlow missed, from the log of a host that it ended for this: the task that
+    the message names, or task 0, whose service did not answer; None without such a message."""
+    if match := _NO_HEARTBEAT.search(log):
+        return int(match[1])
+    return 0 if _NO_SERVICE in log else None

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from launcher.run.stack_traces import HostStacks, Place, ProcessStacks, ThreadStack, Waits, places
+from launcher.run.stack_traces import HostStacks, Place, ProcessStacks, ThreadStack, Waits, merge_samples, places
 from training.telemetry.progress_line import COMPILE, ProgressLine
 
 
@@ -64,8 +64,10 @@ _BY_PLACE = {
     Waits.DATA: "data",
     Waits.COLLECTIVE: "collective",
     Waits.COMPILER: "compile",
+    Waits.BUSY: "compile",
 }
 _FULL = 0.98  # of its memory, for a host that gives no stacks
+_REFAULTS = 10_000  # pages of 4 KiB that are read again between two samples, for a host short of memory
 _NOT_WAITING = (Waits.CODE, Waits.STORAGE, Waits.LOCK)
 
 
@@ -113,6 +115,10 @@ def explain_hang(
     waiting = [worker for worker, host in hosts.items() if host.kind == "collective"]
     odd = [worker for worker in hosts if worker not in waiting]
     if not odd or not waiting:
+        compiling = [worker for worker in hosts if _compiles(lines.get(worker))]
+        if waiting and 0 < len(compiling) < len(hosts):
+            what = f"{_names(compiling)} compile{'s'[: len(compiling) == 1]}: {hosts[compiling[0]].what}{lasting}"
+            return found("compile", compiling, f"{_others(hosts, compiling, lines)}{what}")
         odd_step = _minority({worker: line.step for worker, line in lines.items() if worker in hosts})
         if odd_step and not odd:
             steps = f"step {lines[odd_step[0]].step:,}"
@@ -162,8 +168,11 @@ def _others(hosts: Mapping[int, _HostLook], odd: Sequence[int], lines: Mapping[i
 
 def _look(first: HostStacks, second: HostStacks, line: ProgressLine | None) -> _HostLook:
     """Returns what the samples of one host, and its newest line, show."""
+    second = merge_samples(first, second)
     look = _look_at_processes(first, second)
     memory = second.memory
+    if (pages := second.refaults - first.refaults) > _REFAULTS and first.processes:
+        memory = memory or f"read {pages / 256:,.0f} MiB again between two samples, for which it has no memory"
     if look.kind == "no stacks" and line is not None and line.memory_used > _FULL * line.memory_total > 0:
         memory = f"uses {line.memory_used / 2**30:.1f} of {line.memory_total / 2**30:.1f} GiB of its memory"
     return replace(look, kind="memory", what=f"{memory}, and {look.what}") if memory else look
@@ -191,7 +200,8 @@ def _look_at_processes(first: HostStacks, second: HostStacks) -> _HostLook:
         return _HostLook("no stacks", "gives no Python stack traces: py-spy can't read its processes")
     for process, thread, place in candidates:
         old = before.get((process.pid, thread.name))
-        if thread.holds_gil and old is not None and old.holds_gil and old.frames[:1] == thread.frames[:1]:
+        held = thread.holds_gil and old is not None and old.holds_gil and old.frames[:1] == thread.frames[:1]
+        if held and place.waits is not Waits.COMPILER:
             others = sum(each.name != thread.name for each in process.threads)
             return _HostLook("interpreter" if others else "code", f"holds Python's lock: it {place}", place)
     starved = [thread for process, thread, _ in candidates if _starves(thread, before.get((process.pid, thread.name)))]
@@ -204,14 +214,16 @@ def _look_at_processes(first: HostStacks, second: HostStacks) -> _HostLook:
     if chosen.waits is Waits.LOCK and len(still) > 1:
         what = " and ".join(str(place) for _, thread, place in candidates if thread in still[:2])
         return _HostLook("deadlock", f"has threads that wait for each other's locks: {what}", chosen)
-    return _HostLook(_BY_PLACE[chosen.waits], str(chosen), chosen, storage)
+    polling = sum(process.polling for process in second.processes) if chosen.waits is Waits.DATA else 0
+    native = f", {polling} thread{'s'[: polling > 1]} for a connection" if polling else ""
+    return _HostLook(_BY_PLACE[chosen.waits], f"{chosen}{native}", chosen, storage)
 
 
 def _choose(candidates: Sequence[tuple[ProcessStacks, ThreadStack, Place]]) -> Place:
     """Returns the most telling place of a host: that of the main threads, or if these wait for other threads or
     processes, that of one which does not wait."""
     mains = [place for _, _, place in candidates if place.thread == "MainThread"] or [candidates[0][2]]
-    for wanted in (Waits.CODE, Waits.COMPILER, Waits.STORAGE, Waits.LOCK, Waits.COLLECTIVE):
+    for wanted in (Waits.CODE, Waits.COMPILER, Waits.BUSY, Waits.STORAGE, Waits.LOCK, Waits.COLLECTIVE):
         for place in mains:
             if place.waits is wanted:
                 return place

@@ -18,6 +18,7 @@ class Waits(enum.Enum):
     DATA = "waits for data in"
     COLLECTIVE = "waits for devices or other hosts in"
     COMPILER = "compiles in"
+    BUSY = "compiles or computes in"
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,9 @@ class ThreadStack:
     name: str
     frames: tuple[Frame, ...]
     holds_gil: bool = False
+    active: bool = False
+    """Whether it runs, or would if a processor were free."""
+
     native: tuple[str, ...] = ()
     """Calls inside of the innermost one of Python, as "function (library)"; () where they could not be read."""
 
@@ -58,6 +62,8 @@ class ProcessStacks:
     wait_channel: str
     command: str
     threads: tuple[ThreadStack, ...] = ()
+    polling: int = 0
+    """Threads, native ones too, that wait for a connection (poll)."""
 
 
 @dataclass(frozen=True)
@@ -72,11 +78,15 @@ class HostStacks:
     memory: str = ""
     """How the host is short of memory, as a predicate: "has 0.2 of 188.0 GiB of its memory left"; "" if it is not."""
 
+    refaults: int = 0
+    """Pages so far that were read again, or swapped in, after the kernel had evicted them for lack of memory."""
+
 
 _PROCESS = re.compile(r"process (\d{1,10}) \[(\w)?[^\]]*\] \[(\S*?)\] (.*)")
 _THREAD = re.compile(r'Thread (\S+) \((\S+)\)(?:: "(.*)")?$')
 _FRAME = re.compile(r"    (.{1,300}?) \((.{1,1000}):(\d{1,9})\)$")
 _NATIVE = re.compile(r"    (.{1,300}) \((?:/.{0,900}/)?([^():/]{1,200})\)$")
+_POLLING = re.compile(r"polling (\d{1,6})$")
 _SOURCE = re.compile(r"source (.{1,1000}):(\d{1,9}) (.*)")
 _LEAST_MEMORY, _MOST_STALLED = 0.02, 40  # share that is left; percent of the time that all processes waited for memory
 
@@ -101,7 +111,7 @@ def parse_stacks(output: str) -> HostStacks:
     opened: ThreadStack | None = None
     frames: list[Frame] = []
     native: list[str] = []
-    sources, memory, identifier = {}, "", ""
+    sources, memory, refaults, identifier = {}, "", 0, ""
 
     def close() -> None:
         if opened is not None:
@@ -120,7 +130,8 @@ def parse_stacks(output: str) -> HostStacks:
             processes.append(ProcessStacks(int(match[1]), match[2] or "", match[3], match[4].strip()))
         elif (match := _THREAD.match(line)) and processes:
             close()
-            identifier, opened = match[1], ThreadStack(match[3] or "", (), "gil" in match[2])
+            identifier = match[1]
+            opened = ThreadStack(match[3] or "", (), "gil" in match[2], match[2].startswith("active"))
         elif (match := _FRAME.match(line)) and opened is not None:
             frames.append(Frame(match[1], match[2], int(match[3])))
         elif (match := _NATIVE.match(line)) and opened is not None and not frames:
@@ -129,9 +140,12 @@ def parse_stacks(output: str) -> HostStacks:
             sources[match[1], int(match[2])] = match[3].strip()
         elif line.startswith("memory ") and not processes:
             memory = _judge_memory(line)
+            refaults = sum(map(int, re.findall(r"workingset_refault_\w+ (\d{1,15})\b", line)))
+        elif (match := _POLLING.match(line)) and processes:
+            processes[-1] = replace(processes[-1], polling=int(match[1]))
     close()
     problem = "" if processes else (output.strip().splitlines() or ["no answer"])[-1][:200]
-    return HostStacks(tuple(processes), sources, problem, memory)
+    return HostStacks(tuple(processes), sources, problem, memory, refaults)
 
 
 def _merge(thread: ThreadStack, again: ThreadStack) -> ThreadStack:
@@ -140,6 +154,24 @@ def _merge(thread: ThreadStack, again: ThreadStack) -> ThreadStack:
     if thread.frames[:1] != again.frames[:1]:
         return thread
     return replace(thread, native=again.native, holds_gil=thread.holds_gil or again.holds_gil)
+
+
+def merge_samples(first: HostStacks, second: HostStacks) -> HostStacks:
+    """Returns the second sample of a host's stacks with what only both show: a thread is active if it was so at the
+    same place in both. Native calls that could not be read then are those of the first sample, at the same place."""
+    before = {(process.pid, thread.name): thread for process in first.processes for thread in process.threads}
+
+    def merge(pid: int, thread: ThreadStack) -> ThreadStack:
+        old = before.get((pid, thread.name))
+        if old is None or old.frames[:1] != thread.frames[:1]:
+            return replace(thread, active=False)
+        return replace(thread, active=thread.active and old.active, native=thread.native or old.native)
+
+    processes = (
+        replace(process, threads=tuple(merge(process.pid, thread) for thread in process.threads))
+        for process in second.processes
+    )
+    return replace(second, processes=tuple(processes))
 
 
 # Kinds of frames, by "file function". The first that matches a frame counts, innermost frame first.
@@ -163,6 +195,7 @@ _BY_SOURCE = (
     (Waits.STORAGE, re.compile(r"""open\(\s*f?["'](gs|s3|https?)://|/gcs/|urlopen\(""")),
     (Waits.LOCK, re.compile(r"\.acquire\(|^(async )?with \S*(lock|mutex)\S*:", re.IGNORECASE)),
 )
+_XLA = re.compile(r"/torch_xla/|/tensorflow/python/|/jax/|/jaxlib/")
 _COMPILER = re.compile(r"(::|\b)(Compile\w*|RunHloPasses|RunBackend)\b|^llvm::")
 _LOCK = re.compile(r"\bPyThread_acquire_lock_timed\b")
 _PLAIN = re.compile(r"^0x|\((libc|libpthread|libffi|libpython|python|_ctypes|ld-linux)[^()]*\)$")
@@ -201,6 +234,8 @@ def locate(thread: ThreadStack, sources: Mapping[tuple[str, int], str]) -> Place
         if frame.file.startswith("<frozen importlib"):
             waits = Waits.CODE  # a library that is imported waits for nothing yet
         waits = waits or _match(_KINDS, f"{frame.file} {frame.function.rpartition('.')[2]}")
+        if waits is Waits.COLLECTIVE and thread.active and _XLA.search(frame.file):
+            waits = Waits.BUSY  # a thread that waits for devices or other hosts does not run
         if own:
             waits = waits or _match(_BY_SOURCE, source) or _match(((Waits.LOCK, _LOCK),), calls)
             return Place(waits or Waits.CODE, frame, source, thread.name, native)

@@ -17,7 +17,7 @@ from launcher.errors import BadInput, LaunchError, from_disk
 from launcher.masking import SecretMasker
 from launcher.provider import HostReport, Observation, SliceState
 from launcher.run import budget, events, post_mortem
-from launcher.run.explanation import explain_stall
+from launcher.run.explanation import blame_silent_host, explain_stall
 from launcher.run.ledger import Ledger
 from launcher.run.logs import HostLog, next_page, tail
 from launcher.run.progress import HostsProgress
@@ -101,6 +101,8 @@ def supervise(session: Session, attempt: int) -> Verdict:
     masker = SecretMasker(secrets)
     supervision = _Supervision(session, attempt)
     verdict, reachable = supervision.watch()
+    running = [worker for worker in reachable if not supervision.views[worker].ended]
+    verdict = blame_silent_host(ledger, attempt, verdict, running)
     if verdict.kind is Kind.STALLED:
         since = supervision.progress.moved(supervision.last_line)
         verdict = explain_stall(session, attempt, verdict, supervision.progress.lines, since, masker)

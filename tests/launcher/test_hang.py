@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from launcher.run.explanation import find_silent_host
 from launcher.run.hang import Hang, explain_hang
 from launcher.run.stack_traces import Frame, Place, Waits, parse_stacks
 from training.telemetry.progress_line import ProgressLine
@@ -59,6 +60,7 @@ Thread 8 (idle): "other"
 COMPILING = (
     'Thread 7 (active): "MainThread"\n    sync (/x/site-packages/torch_xla/torch_xla.py:90)\n    f (/app/a.py:1)\n'
 )
+WAITS = COMPILING.replace("active", "idle")
 COMPILES = """\
 Thread 7 (active): "MainThread"
     xla::HloPassPipeline::Run<xla::HloModule> (/x/site-packages/_XLAC.so)
@@ -87,10 +89,14 @@ def dump(threads: str, state: str = "S (sleeping)", channel: str = "futex_wait",
     return f"{top}Process {pid}: python train.py\n{threads}"
 
 
-def explain(*hosts: str, lines: dict[int, ProgressLine] | None = None, seconds: float = 312.0) -> Hang:
+def explain(
+    *hosts: str, lines: dict[int, ProgressLine] | None = None, seconds: float = 312.0, before: str | None = None
+) -> Hang:
+    """Explains stacks. `before`: of host 0 in the first sample; as in the second, unless given."""
     stacks = {worker: parse_stacks(text) for worker, text in enumerate(hosts)}
+    first = stacks if before is None else stacks | {0: parse_stacks(before)}
     told = {worker: ProgressLine(12_430, phase="training") for worker in stacks} if lines is None else lines
-    hang = explain_hang(stacks, stacks, told, seconds)
+    hang = explain_hang(first, stacks, told, seconds)
     assert hang is not None
     return hang
 
@@ -111,6 +117,8 @@ def explain(*hosts: str, lines: dict[int, ProgressLine] | None = None, seconds: 
             "compile",
             "compiles in prepare at a.py:1 (native: xla::HloPassPipeline::Run<xla::HloModule> (_XL",
         ),
+        (dump(COMPILING), "compile", "compiles or computes in f at a.py:1"),
+        (dump(COMPILES.replace("active", "active+gil")), "compile", "compiles in prepare at a.py:1"),
         (dump(STARVED), "interpreter", "others wait: it is in f at fast.py:3 (native: fast_call (libfast.so))"),
         (dump(PLAIN_LOCK), "lock", "waits for a lock in write at log.py:8"),
         (
@@ -157,6 +165,49 @@ def test_another_program_and_another_step_are_told_where_all_wait() -> None:
     assert (hang.kind, hang.worker, hang.what) == ("step", 2, "host 2 is at step 9, the other hosts are at step 8")
     two = explain(*hosts[:2], lines={0: ProgressLine(9), 1: ProgressLine(8)})
     assert two.worker == 0, "of two, the one that is ahead skipped a collective"
+
+
+def test_a_host_compiles_by_native_calls_or_activity_in_both_samples_or_by_the_phase_that_it_tells() -> None:
+    plain = re.sub(r"    xla.*\n", "", COMPILES).replace("active", "idle")
+    other = dump(COLLECTIVE)
+    assert explain(dump(plain), other, before=dump(COMPILES)).what.count("compiles in prepare") == 1
+    assert explain(dump(plain), other, before=dump(plain)).kind == "collective"
+    assert explain(dump(COMPILING), other, before=dump(WAITS)).kind == "collective", "active in one sample only"
+    lines = {0: ProgressLine(5, phase="compile"), 1: ProgressLine(5, phase="training")}
+    for worker in (0, 1):
+        hang = explain(dump(WAITS), other, lines={0: lines[worker], 1: lines[1 - worker]})
+        assert (hang.kind, hang.worker) == ("compile", worker)
+        assert f"host {worker} compiles: waits for devices or other hosts in" in hang.what
+
+
+def test_a_host_that_reads_the_same_pages_again_and_again_has_too_little_memory() -> None:
+    figures = MEMORY.strip().format(left=9_000_000, stalled=0, killed=0) + " workingset_refault_file {} \n"
+    early, late = (figures.format(pages) + dump(USER) for pages in (100, 100_100))
+    hang = explain(late, dump(COLLECTIVE), before=early)
+    assert (hang.kind, hang.worker) == ("memory", 0)
+    assert "host 0 read 391 MiB again between two samples, for which it has no memory, and is in augment" in hang.what
+    assert explain(early, dump(COLLECTIVE)).kind == "code"
+    assert explain(late, dump(COLLECTIVE), before="").kind == "code", "without a first sample nothing has grown"
+
+
+def test_native_threads_that_wait_for_a_connection_are_counted_where_data_is_waited_for() -> None:
+    frames = "    __next__ (/x/site-packages/tensorflow/python/data/ops/iterator_ops.py:1)\n    f (/app/t.py:3)\n"
+    hang = explain(*[dump(f'polling 2\nThread 7 (idle): "MainThread"\n{frames}')] * 2)
+    assert (hang.kind, hang.worker) == ("data", -1)
+    assert "each waits for data in f at t.py:3, 2 threads for a connection" in hang.what
+
+
+@pytest.mark.parametrize(
+    ("log", "host"),
+    [
+        ("x UNAVAILABLE: The following tasks are unhealthy (stopped sending heartbeats):\n"
+         "/job:worker/replica:0/task:12\nThe tasks have crashed.", 12),
+        ("x DEADLINE_EXCEEDED: Deadline Exceeded\n\nRPC: /tensorflow.CoordinationService/Heartbeat", 0),
+        ("/job:worker/replica:0/task:1 has connected to coordination service", None),
+    ],
+)  # fmt: skip
+def test_the_host_whose_heartbeat_tensorflow_missed_is_read_from_its_message(log: str, host: int | None) -> None:
+    assert find_silent_host(log) == host
 
 
 @pytest.mark.parametrize(
