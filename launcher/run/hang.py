@@ -95,10 +95,11 @@ def explain_hang(
         lines: Newest line of progress of each host that tells it.
         seconds: Since the last progress; 0: unknown.
     """
-    hosts = {
-        worker: _look(first.get(worker, HostStacks()), stacks, lines.get(worker))
-        for worker, stacks in sorted(second.items())
-    }
+    hosts: dict[int, _HostLook] = {}
+    for worker, stacks in sorted(second.items()):
+        before = first.get(worker, HostStacks())
+        # A host that ends meanwhile, because another one is silent, was alive before.
+        hosts[worker] = _look(before, stacks if stacks.processes else before, lines.get(worker))
     if not hosts:
         return None
     lasting = f" for {seconds:.0f} s" if seconds else ""

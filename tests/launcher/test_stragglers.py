@@ -74,6 +74,17 @@ def test_the_heat_map_shows_the_slow_host_and_keeps_few_columns() -> None:
     assert re.findall(r'opacity="1.00"><title>([^<]*)', picture) == ["host 2, step 500: 2 s"]
 
 
+def test_a_long_step_of_all_hides_no_straggler_in_the_heat_map_and_noise_is_faint() -> None:
+    def strength(seconds: float) -> float:
+        steps = [{"0": 1.0, "1": 1.0}, {"0": 60.0, "1": 60.0}, {"0": 1.0, "1": seconds}, {"0": 1.0, "1": 1.0}]
+        picture = draw_hosts([{"step": step, "seconds": each} for step, each in enumerate(steps)])
+        return float(re.findall(r'opacity="(\S+)"><title>host 1, step 2:', picture)[0])
+
+    assert strength(1.8) > 0.7
+    noise = draw_hosts([{"step": 1, "seconds": {"0": 1.0, "1": 1.04}}])
+    assert max(map(float, re.findall(r'opacity="(\S+)"', noise))) < 0.2
+
+
 def test_a_host_that_waits_for_others_has_no_seconds_of_its_own() -> None:
     before = {worker: ProgressLine(0) for worker in (0, 1)}
     now = {

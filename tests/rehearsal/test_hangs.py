@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(900)  # on a busy machine
 
 TwoHosts = tuple[Workstation, str]
 PROGRAM = """\
-import ctypes, json, multiprocessing, os, queue, signal, socket, subprocess, sys, threading, time, urllib.request
+import ctypes, json, mmap, multiprocessing, os, queue, signal, socket, subprocess, sys, threading, time, urllib.request
 
 FILE, SOURCE = os.environ["TPU_LAUNCH_PROGRESS_FILE"], "abc"
 
@@ -62,6 +62,7 @@ class Framework:
     sum: str
     run: str
     backend: str
+    stall_minutes: float = 0.2
 
 
 TORCH = Framework(
@@ -78,12 +79,6 @@ TENSORFLOW = Framework(
 task = {"type": "worker", "index": rank}
 os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": [f"{host}:8490" for host in hosts]}, "task": task})
 import tensorflow as tf
-from tensorflow.compiler.xla.tsl.protobuf.coordination_config_pb2 import CoordinatedJob
-from tensorflow.python.eager import context
-context.context().configure_coordination_service(  # its own limit for a silent host is 10 s, less than ours
-    "standalone", "/job:worker/replica:0/task:0", heartbeat_timeout_in_ms=10**6,
-    coordinated_jobs=[CoordinatedJob(name="worker", num_tasks=len(hosts))],
-)
 strategy = tf.distribute.MultiWorkerMirroredStrategy()
 @tf.function
 def sum_over_hosts():
@@ -91,6 +86,7 @@ def sum_over_hosts():
     "sum_over_hosts()",
     "python",
     "tensorflow",
+    0.5,  # longer than TensorFlow's own limit for a silent host, 10 s, as by default
 )
 
 
@@ -115,6 +111,7 @@ class Injection:
 
 
 STOPPED = Injection("has a stopped process", in_step="os.kill(os.getpid(), signal.SIGSTOP)")
+STOPPED_FIRST = replace(STOPPED, worker=0, ranks=(0,))
 LOADER = Injection("is in read_record at my_program.py", in_loader="time.sleep(10000)")
 SILENT = Injection(
     "waits for storage in prepare at my_program.py",
@@ -144,6 +141,17 @@ def fill(_):
         parts.append(bytearray(os.urandom(1000) * 10_000))
         time.sleep(0.1)
 multiprocessing.get_context("fork").Pool(1).map(fill, [0])""",
+    meanwhile=limit_memory,
+)
+THRASHING = Injection(
+    "MiB again between two samples, for which it has no memory, and is in prepare at my_program.py",
+    in_step="""with open("/tmp/part", "wb") as file:
+    for _ in range(1500):
+        file.write(b"x" * 2**20)
+part = mmap.mmap(os.open("/tmp/part", os.O_RDONLY), 0, prot=mmap.PROT_READ)
+while True:
+    for place in range(0, len(part), 4096):
+        part[place]""",
     meanwhile=limit_memory,
 )
 BUCKET_SILENT = Injection(
@@ -178,9 +186,20 @@ while True:
     tf.io.gfile.GFile(path).read()
     records.put(number)""",
 )
+PIPELINE_SILENT = replace(
+    BUCKET_SILENT,
+    says="each waits for data in prepare at my_program.py",
+    in_step="""path = f"gs://rehearsal/record-{rank}"
+with tf.io.gfile.GFile(path, "w") as file:
+    file.write("abc")
+for number, _ in enumerate(tf.data.Dataset.from_tensors(path).repeat().map(tf.io.read_file)):
+    tell(step + number)""",
+    in_loader="pass",
+)
 NEVER_ENTERED = Injection("is in prepare at my_program.py", in_step="time.sleep(10000)")
 OTHERS = {
-    "memory": MEMORY,
+    "out of memory": MEMORY,
+    "too little memory": THRASHING,
     "a bucket that stops answering": BUCKET_SILENT,
     "an endless compilation": COMPILATION,
     "a lock that another thread holds": Injection(
@@ -240,7 +259,7 @@ def explain_injection(two_hosts: TwoHosts, injection: Injection, framework: Fram
     text = base64.b64encode(injection.program(framework).encode()).decode()
     line = """echo '{"step": 0, "phase": "start"}' >"$TPU_LAUNCH_PROGRESS_FILE\""""  # before imports, which take long
     start = f"{line}; echo {text} | base64 -d >/tmp/my_program.py; exec {framework.run} /tmp/my_program.py"
-    settings = ("--set", "run.stall_minutes=0.2", "--set", f"image.backend={framework.backend}")
+    settings = ("--set", f"run.stall_minutes={framework.stall_minutes}", "--set", f"image.backend={framework.backend}")
     running = work.begin("--emulated", "run", "--new", "--json", "-f", file, *settings, "--", "sh", "-c", start)
     running.wait_for(r"^\[1\] begun", 200)
     begun = time.monotonic()
@@ -276,8 +295,10 @@ def test_each_kind_of_hang_is_told_apart(two_hosts: TwoHosts, name: str) -> None
     "injection",
     [
         pytest.param(STOPPED, id="stopped"),
+        pytest.param(STOPPED_FIRST, id="the host with the coordination service is stopped"),
         pytest.param(LOADER, id="loader"),
         pytest.param(FILE_SILENT, id="a silent bucket"),
+        pytest.param(PIPELINE_SILENT, id="a tf.data pipeline on a silent bucket"),
         pytest.param(NEVER_ENTERED, id="a collective never entered"),
     ],
 )

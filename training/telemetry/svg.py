@@ -7,6 +7,7 @@ defines them, once in a page, or inside a chart that is a file of its own (`stan
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -192,14 +193,17 @@ def _matrix_cell(
 
 
 def heat_map(title: str, steps: Sequence[int], rows: Mapping[str, Sequence[float | None]]) -> str:
-    """Draws a row of cells for each name, a cell a step: the larger the value (seconds), the darker. None: no cell."""
+    """Draws a row of cells for each name, a cell a step: the larger the value (seconds), the stronger its colour, which
+    is full from two medians on (one long step hides no others) and faint below 1.5 times the least. None: no cell."""
     values = [value for row in rows.values() for value in row if value is not None]
     if not values:
         return _empty_chart(title, 560)
     low, high = min(values), max(values)
+    full = max(1.5 * low, min(high, 2 * statistics.median(values)))
     left, top, height = 20 + 7 * max(map(len, rows)), 34, max(8, min(22, 640 // len(rows)))
-    width = max(2, min(24, 1000 // len(steps)))
-    parts = [_text_element(left, 18, f"{title}: {low:.3g} to {high:.3g} s", weight=600)]
+    width = max(2, min(24, 1000 // len(steps)), 200 // len(steps))  # both numbers of steps fit below
+    heading = f"{title}: {low:.3g} to {high:.3g} s{f' (full colour: {full:.3g} s)' if full < high else ''}"
+    parts = [_text_element(left, 18, heading, weight=600)]
     for index, (name, row) in enumerate(rows.items()):
         y = top + index * height
         if index % math.ceil(14 / height) == 0:
@@ -207,13 +211,13 @@ def heat_map(title: str, steps: Sequence[int], rows: Mapping[str, Sequence[float
         for column, (step, value) in enumerate(zip(steps, row, strict=True)):
             if value is not None:
                 place = f'x="{left + column * width}" y="{y}" width="{width}" height="{height}"'
-                paint = f'fill="var(--b)" opacity="{0.08 + 0.92 * (value - low) / ((high - low) or 1):.2f}"'
+                paint = f'fill="var(--b)" opacity="{0.08 + 0.92 * min(1.0, (value - low) / ((full - low) or 1)):.2f}"'
                 about = escape(f"{name}, step {step:,}: {value:.3g} s")
                 parts.append(f"<rect {place} {paint}><title>{about}</title></rect>")
     right, bottom = left + width * len(steps), top + height * len(rows)
     parts.append(_text_element(left, bottom + 18, f"step {steps[0]:,}", "faint"))
     parts.append(_text_element(right, bottom + 18, f"{steps[-1]:,}", "faint", anchor="end"))
-    return _svg_document(title, max(right + 16, 560), bottom + 28, parts)
+    return _svg_document(title, max(right + 16, 660), bottom + 28, parts)
 
 
 def downsample(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float]]:

@@ -9,18 +9,41 @@ from dataclasses import dataclass
 
 from training.telemetry.progress_line import ProgressLine, encode
 
-KINDS = ("code", "storage", "lock", "stopped", "kernel", "no stacks", "program", "step", "collective", "all in storage")
-PHASES = ("start", "compile", "training", "evaluation", "save")
-_LIMITS = {"start": 12.0, "compile": 12.0, "evaluation": 6.0, "save": 6.0}  # times the limit of training
+PHASES = ("start", "compile", "training", "evaluation", "save", "end")
+HEARTBEAT_SECONDS = 10.0  # after which TensorFlow ends the hosts whose peer is silent
+_LIMITS = {"start": 12.0, "compile": 12.0, "evaluation": 6.0, "save": 6.0, "end": 12.0}  # times the limit of training
 _AHEAD = "step"  # the host that is ahead skipped a collective
+_ALIKE = ("collective", "all in storage", "read ahead", "data")  # no host differs
+_SILENT = "silent"
 
+_MAIN = 'Thread 7 (idle): "MainThread"\n'
+_RUNS = _MAIN.replace("idle", "active")
+_OTHER = 'Thread 8 (idle): "other"\n'
+_OWN = "    augment (/app/my_data.py:12)\n"
 _WAITING = "    all_reduce (/x/site-packages/torch/distributed/distributed_c10d.py:9)\n    step (/app/train.py:50)\n"
+_SYNC = "    sync (/x/site-packages/torch_xla/torch_xla.py:90)\n    step (/app/train.py:50)\n"
+_STORAGE = "    recv (/usr/lib/python3.11/http/client.py:9)\n    read (/app/my_data.py:88)\n"
+_LOCK = "    acquire (/usr/lib/python3.11/threading.py:9)\n    log (/app/log.py:{})\n"
+_LINUX_LOCK = "    pthread_cond_timedwait (/usr/lib/libc.so.6)\n"
+_WAITS = _MAIN + _WAITING
 _PLACES = {
-    "code": "    augment (/app/my_data.py:12)\n",
-    "storage": "    recv (/usr/lib/python3.11/http/client.py:9)\n    read (/app/my_data.py:88)\n",
-    "lock": "    acquire (/usr/lib/python3.11/threading.py:9)\n    log (/app/log.py:8)\n",
+    "code": _MAIN + _OWN,
+    "storage": _MAIN + _STORAGE,
+    "lock": _MAIN + _LOCK.format(8),
+    "deadlock": _MAIN + _LOCK.format(8) + _OTHER + _LOCK.format(20),
+    "interpreter": _RUNS.replace("active", "active+gil") + _OWN + _OTHER + _LOCK.format(8),
+    "starved": _MAIN + "    spin (libfast.so)\n" + _OWN + _OTHER + _LINUX_LOCK + "    f (/app/log.py:8)\n",
+    "memory": _MAIN + _OWN,
+    "thrashing": _MAIN + _OWN,
+    "ended": f"{_WAITS}process 9 [Z (zombie)] [] python\n",
+    "compiler": f"{_MAIN}    xla::cpu::CpuCompiler::RunHloPasses (/x/_XLAC.so)\n{_SYNC}",
+    "tracing": _RUNS + _SYNC,
+    "all in storage": _MAIN + _STORAGE,
+    "read ahead": _WAITS + _OTHER + _STORAGE,
+    "data": f"{_MAIN}    __next__ (/x/tensorflow/python/data/ops/iterator_ops.py:7)\n    step (/app/train.py:40)\n",
 }
-_STATES = {"stopped": "T (stopped)", "kernel": "D (disk sleep)"}
+_STATES = {"stopped": "T (stopped)", "kernel": "D (disk sleep)", _SILENT: "T (stopped)"}
+KINDS = (*_PLACES, *_STATES, "no stacks", "program", "step", "collective")
 
 
 @dataclass(frozen=True)
@@ -34,7 +57,22 @@ class Hang:
     @property
     def named(self) -> int:
         """The host that the verdict must name; -1: none differs."""
-        return -1 if self.kind in ("collective", "all in storage") else self.host
+        return -1 if self.kind in _ALIKE else self.host
+
+    def limit(self, seconds: float) -> float:
+        """Returns the seconds after which it must be noticed; `seconds`: of training without progress."""
+        return HEARTBEAT_SECONDS if self.kind == _SILENT else limit(self.phase, seconds)
+
+    def last_words(self, worker: int) -> tuple[str, ...]:
+        """Returns the lines with which TensorFlow ends another host than the silent one; () if it is none."""
+        if self.kind != _SILENT or worker == self.host:
+            return ()
+        if self.host == 0:  # whose service the others ask
+            return "Collective ops is aborted by: Deadline Exceeded", "RPC: /tensorflow.CoordinationService/Heartbeat"
+        return (
+            "The following tasks are unhealthy (stopped sending heartbeats):",
+            f"/job:worker/replica:0/task:{self.host}",
+        )
 
 
 def limit(phase: str, seconds: float) -> float:
@@ -71,13 +109,18 @@ def format_line(told: ProgressLine) -> str:
     return f"progress {encode(told)}\n"
 
 
-def stacks(hang: Hang | None, worker: int) -> str:
-    """Returns the output of stacks.sh on a host of a program that hangs."""
-    kind = hang.kind if hang is not None and worker == hang.host else "collective"
-    if hang is not None and hang.kind == "all in storage":
+def stacks(hang: Hang | None, worker: int, now: float) -> str:
+    """Returns the output of stacks.sh on a host of a program that hangs, at a moment."""
+    kind = "collective" if hang is None else hang.kind
+    if hang is not None and worker != hang.host:
+        kind = "storage" if kind == "all in storage" else kind if kind in _ALIKE else "collective"
+    elif kind == "read ahead":
         kind = "storage"
     if kind == "no stacks":
         return "Error response from daemon: it does not answer\n"
-    frames = _PLACES.get(kind, _WAITING)
+    pages = int(now * 10_000) if kind == "thrashing" else 7
+    memory = (
+        f"memory MemTotal: 100 kB MemAvailable: 50 kB oom_kill {int(kind == 'memory')} workingset_refault_file {pages}"
+    )
     state = _STATES.get(kind, "S (sleeping)")
-    return f'process 7 [{state}] [futex] python train.py\nThread 7 (idle): "MainThread"\n{frames}'
+    return f"{memory}\nprocess 7 [{state}] [futex] python train.py\n{_PLACES.get(kind, _WAITS)}"

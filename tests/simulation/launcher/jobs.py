@@ -97,6 +97,8 @@ class Job:
             self.began = self.scheduler.now
             if self.plan.kind != "stall":
                 self.scheduler.call_at(self.began + self.plan.seconds, self._end_as_planned)
+            elif self.hung is not None:
+                self.scheduler.call_at(self.hung + hangs.HEARTBEAT_SECONDS, self._end_peers_of_silent_host)
 
     def write_lines(self, container: Container) -> None:
         """Writes the lines that the program of a container has printed so far."""
@@ -217,6 +219,17 @@ class Job:
         for container in self.containers.values():
             export = plan.apart if container.host.worker == 0 else 0.0
             self._exit_later(container, code, export + self.rng.uniform(0.0, 0.8))
+
+    def _end_peers_of_silent_host(self) -> None:
+        """Ends the other programs if the host that hangs is silent for their framework."""
+        if self.over or self.plan.hang is None or not self._all_run():
+            return
+        for worker, container in self.containers.items():
+            self.write_lines(container)
+            for text in (words := self.plan.hang.last_words(worker)):
+                container.write(text, self.scheduler.now)
+            if words:
+                self._exit_later(container, 1, self.rng.uniform(0.1, 2.0))
 
     def _all_saved(self) -> None:
         if not self._all_run() or self.over:

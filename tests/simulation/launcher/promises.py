@@ -18,7 +18,6 @@ from launcher.run.recovery import spent_so_far
 from launcher.tpu_vm.requests import RequestRecord
 from tests.simulation.launcher import claims
 from tests.simulation.launcher.faults import API_FAULTS
-from tests.simulation.launcher.hangs import limit
 from tests.simulation.launcher.hosts import EPOCH
 from tests.simulation.launcher.jobs import SECRET
 from training.machine.clock import parse_time
@@ -366,7 +365,7 @@ def hang_is_explained(simulation: SimulatedRun, job: Job, event: Ended, time: fl
             simulation.break_promise("the host that hangs is named", f"{job} hangs by {hang}; told was {event.cause}")
     undisturbed = not simulation.faults and not simulation.actions and not simulation.kill_at
     if undisturbed and hang is not None and hung is not None and job.stall_seconds is not None:
-        late = time - EPOCH - hung - limit(hang.phase, job.stall_seconds)
+        late = time - EPOCH - hung - hang.limit(job.stall_seconds)
         if event.outcome != "stalled" or not -1.0 <= late <= _EXPLAIN_SECONDS:
             simulation.break_promise(
                 "a hang is explained in time", f"{job}: {event.outcome}, {late:.0f} s late: {hang}"

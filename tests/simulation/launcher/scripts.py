@@ -238,8 +238,10 @@ class Shell:
     def stacks(self, parameters: Mapping[str, str], _arguments: str) -> tuple[int, str]:
         self.pause(1.0, 8.0)
         container = self._get(parameters)
-        hang = container.job.plan.hang if container is not None and container.job is not None else None
-        return 0, hangs.stacks(hang, self.host.worker) if hang else "a stack\n"
+        if container is None or not container.running:
+            return 1, "Error response from daemon: the container is not running\n"
+        hang = container.job.plan.hang if container.job is not None else None
+        return 0, hangs.stacks(hang, self.host.worker, self.world.scheduler.now) if hang else "a stack\n"
 
     def evidence(self, _parameters: Mapping[str, str], _arguments: str) -> tuple[int, str]:
         self.pause()
