@@ -260,7 +260,7 @@ def top(config: Config, once: bool, seconds: float, columns: int | None) -> None
         with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
             while True:
                 try:
-                    frame = render(view.look(), width())
+                    frame = render(view.look(), width(), console.height if console.is_terminal else None)
                 except LaunchError as error:  # the next look may succeed
                     frame = str(error).splitlines()
                 live.update(Text(terminal.printable("\n".join(frame)), no_wrap=True, overflow="crop"), refresh=True)

@@ -49,18 +49,28 @@ class View:
     history: Sequence[str] = ()
 
 
-def render(view: View, columns: int) -> list[str]:
-    """Returns the lines of a frame, none wider than `columns`."""
+def render(view: View, columns: int, rows: int | None = None) -> list[str]:
+    """Returns the lines of a frame, none wider than `columns`. Leaves out hosts that do as the others
+    where there are more lines than `rows`."""
     lines = [_spread(view.run, view.time, columns), view.slice]
     if view.cost:
         lines.append(view.cost)
     lines += ["", *_progress(view, columns), ""]
     if len(view.losses) > 1:
         lines += [*plot(view.losses, columns, _CURVE_ROWS), ""]
-    lines += _hosts(view, columns)
-    if view.history:
-        lines += ["", *view.history]
-    return [_cut(line, columns) for line in lines]
+    history = ["", *view.history] if view.history else []
+    room = len(view.hosts) if rows is None else max(1, rows - len(lines) - len(history) - 2)  # beside two lines
+    hosts = sorted(sorted(view.hosts, key=_usualness)[:room], key=lambda host: host.worker)
+    lines += _hosts(hosts, columns)
+    if left := len(view.hosts) - len(hosts):
+        lines.append(f"and {left} more")
+    return [_cut(line, columns) for line in lines + history]
+
+
+def _usualness(host: HostStatus) -> tuple[bool, int, float]:
+    """Returns a key that sorts hosts that tell no progress first, then those that are behind, or long in one place."""
+    line = host.progress
+    return line is not None, line.step if line else 0, -line.doing_seconds if line else 0.0
 
 
 def plot(losses: Mapping[int, float], columns: int, rows: int) -> list[str]:
@@ -106,12 +116,12 @@ def _progress(view: View, columns: int) -> list[str]:
     return [both] if len(both) <= columns else [bar, figures]
 
 
-def _hosts(view: View, columns: int) -> list[str]:
+def _hosts(hosts: Sequence[HostStatus], columns: int) -> list[str]:
     """Returns a row for each host; the last log line takes the rest of the width."""
     is_wide = columns >= _WIDE
     address, more = ["address"] * is_wide, ["device memory", "read"] * is_wide
     table = [["host", *address, "container", "step", "doing", "memory", *more, "last line"]]
-    for host in view.hosts:
+    for host in hosts:
         quiet = "" if host.quiet_seconds is None else f"{costs.duration(host.quiet_seconds)} ago"
         address = [host.address] * is_wide
         last = f"{quiet}: {host.last_line}" if quiet else host.last_line

@@ -61,6 +61,17 @@ def test_a_frame_shows_the_run_its_curve_its_hosts_and_its_cost(columns: int) ->
         assert (words in text) == (columns == 160), "where there is room"
 
 
+def test_of_many_hosts_those_that_differ_fit_a_small_terminal() -> None:
+    hosts = [HostStatus(worker, "10.0.0.1", "running", "", 2.4, HOST_0) for worker in range(64)]
+    hosts[17] = replace(hosts[17], progress=replace(HOST_0, step=1199))
+    hosts[50] = replace(VIEW.hosts[1], worker=50)
+    lines = render(replace(VIEW, hosts=hosts), 80, 24)
+    assert len(lines) == 24
+    assert [line.split()[0] for line in lines[-6:-3]] == ["host", "17", "50"]
+    assert lines[-3] == "and 62 more"
+    assert len(render(VIEW, 80, 24)) == len(render(VIEW, 80)), "two fit"
+
+
 @given(st.integers(40, 240), st.dictionaries(st.integers(0, 10**7), st.floats(), max_size=30))
 def test_no_line_of_a_frame_is_wider_than_the_terminal(columns: int, losses: dict[int, float]) -> None:
     assert all(len(line) <= columns for line in render(replace(VIEW, losses=losses), columns))
