@@ -6,13 +6,16 @@ Hosts are light, as in benchmarks/launch.py; each runs a Python program that wri
 py-spy from the PATH reads its stacks.
 
   watcher    processor time of `tpu-launch run` while it reads the lines of progress of all hosts
-  explain    `tpu-launch explain`: two samples of the stacks of all hosts, 5 s apart, and the line of progress of each
+  explain    `tpu-launch explain`: two samples of the stacks of all hosts, 5 s apart, and the line of progress of each;
+             all hosts share this machine's processors, so processor time is measured too: of this process with its ssh
+             clients, and of a host (its sshd, the script and py-spy), without what the programs and the watcher take
 """
 
 from __future__ import annotations
 
 import argparse
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -53,18 +56,37 @@ def main() -> None:
         until(process, "started on all hosts")
         threading.Thread(target=drain, args=(process, []), daemon=True).start()
         time.sleep(20)
+        spent = used_by_hosts(slice_)
         percent = share_of_core(process.pid, WATCH_SECONDS)
+        usual = (used_by_hosts(slice_) - spent) / WATCH_SECONDS
+        spent, own = used_by_hosts(slice_), used_by_children()
         seconds, explained, told = measure_explain(slice_)
+        own = used_by_children() - own
+        a_host = (used_by_hosts(slice_) - spent - usual * (seconds + 5)) / options.hosts
         slice_.inside("pkill -9 python3; true")
         process.wait(120)
     name = f"{options.hosts} hosts"
     rows = [
         row(f"{name}: watcher with lines of progress, of a core", "%", percent, "goal", 5, "< 5"),
         row(f"{name}: explain, without the 5 s between samples", "s", seconds, "goal", 20, "< 20"),
+        row(f"{name}: explain, processor time of the launcher and its ssh", "s", own, "goal", 20, "< 20"),
+        row(f"{name}: explain, processor time of a host", "s", a_host, "goal", 2, "< 2"),
         row(f"{name}: hosts whose stacks were read", "hosts", explained, "goal", options.hosts, "all"),
         row(f"{name}: hosts whose line of progress was read", "hosts", told, "goal", options.hosts, "all"),
     ]
     finish("hangs", rows, options.json)
+
+
+def used_by_hosts(slice_: Rack) -> float:
+    """Returns the processor seconds of all hosts so far, from cgroup v1 or v2."""
+    script = "cd /sys/fs/cgroup; cat cpuacct/cpuacct.usage || sed -n 's/^usage_usec .*/&000/p' cpu.stat"
+    return int(slice_.inside(script).split()[-1]) / 1e9
+
+
+def used_by_children() -> float:
+    """Returns the processor seconds of the processes that this one started and that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def measure_explain(slice_: Rack) -> tuple[float, int, int]:

@@ -53,7 +53,7 @@ _ADVICE = {
     "interpreter": "a native call holds Python's lock (GIL): look at that line",
     "step": "look for a step, or a collective, that one host skips",
     "collective": "a link or a device may be at fault: `tpu-launch doctor --devices` tests them",
-    "data": "look at the input: the stacks have its threads",
+    "data": "look at the input, and at its bucket where threads wait for a connection (stacks)",
     "compile": "compile for the slice beforehand with `tpu-launch preflight`; look for a huge or changing program",
 }
 _BY_PLACE = {

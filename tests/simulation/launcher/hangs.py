@@ -24,6 +24,7 @@ _WAITING = "    all_reduce (/x/site-packages/torch/distributed/distributed_c10d.
 _SYNC = "    sync (/x/site-packages/torch_xla/torch_xla.py:90)\n    step (/app/train.py:50)\n"
 _STORAGE = "    recv (/usr/lib/python3.11/http/client.py:9)\n    read (/app/my_data.py:88)\n"
 _LOCK = "    acquire (/usr/lib/python3.11/threading.py:9)\n    log (/app/log.py:{})\n"
+_DATASET = "(/x/site-packages/tensorflow/python/data/ops/iterator_ops.py:7)"
 _LINUX_LOCK = "    pthread_cond_timedwait (/usr/lib/libc.so.6)\n"
 _WAITS = _MAIN + _WAITING
 _PLACES = {
@@ -40,9 +41,32 @@ _PLACES = {
     "tracing": _RUNS + _SYNC,
     "all in storage": _MAIN + _STORAGE,
     "read ahead": _WAITS + _OTHER + _STORAGE,
-    "data": f"{_MAIN}    __next__ (/x/tensorflow/python/data/ops/iterator_ops.py:7)\n    step (/app/train.py:40)\n",
+    "data": f"{_MAIN}    __next__ {_DATASET}\n    step (/app/train.py:40)\n",
 }
 _STATES = {"stopped": "T (stopped)", "kernel": "D (disk sleep)", _SILENT: "T (stopped)"}
+_SAYS = {
+    "code": "is in augment at my_data.py:12",
+    "storage": "waits for storage in read at my_data.py:88",
+    "lock": "waits for a lock in log at log.py:8",
+    "deadlock": "wait for each other's locks",
+    "interpreter": "holds Python's lock: it is in augment",
+    "starved": "holds Python's lock, for which others wait: it is in augment",
+    "memory": "had 1 process killed for lack of memory (OOM)",
+    "thrashing": "MiB again between two samples, for which it has no memory",
+    "ended": "has a dead process",
+    "compiler": "compiles in step at train.py:50",
+    "tracing": "compiles or computes in step at train.py:50",
+    "all in storage": "each waits for storage in read at my_data.py:88",
+    "read ahead": "each waits for storage in read at my_data.py:88",
+    "data": "each waits for data in step at train.py:40",
+    "stopped": "has a stopped process: process 7",
+    "kernel": "is stuck in the kernel",
+    _SILENT: "sent no heartbeat to the other hosts, and TensorFlow ended them for this: host",
+    "no stacks": "gives no stack traces",
+    "program": "runs another program than the other hosts",
+    "step": "the other hosts are at step",
+    "collective": "waits for devices or other hosts in step at train.py:50",
+}
 KINDS = (*_PLACES, *_STATES, "no stacks", "program", "step", "collective")
 
 
@@ -58,6 +82,11 @@ class Hang:
     def named(self) -> int:
         """The host that the verdict must name; -1: none differs."""
         return -1 if self.kind in _ALIKE else self.host
+
+    @property
+    def says(self) -> str:
+        """The words that the explanation must contain."""
+        return _SAYS[self.kind]
 
     def limit(self, seconds: float) -> float:
         """Returns the seconds after which it must be noticed; `seconds`: of training without progress."""

@@ -370,6 +370,8 @@ def hang_is_explained(simulation: SimulatedRun, job: Job, event: Ended, time: fl
             simulation.break_promise(
                 "a hang is explained in time", f"{job}: {event.outcome}, {late:.0f} s late: {hang}"
             )
+        elif job.hosts > 1 and (event.cause is None or hang.says not in event.cause.what):
+            simulation.break_promise("a hang is told by its kind", f"{job} hangs by {hang}; told was {event.cause}")
 
 
 def nothing_is_left_at_the_end(simulation: SimulatedRun) -> None:
