@@ -13,9 +13,12 @@ done
 
 DUMP_STACKS = """\
 cd /sys/fs/cgroup 2>/dev/null
-memory="memory.events memory.pressure memory.stat memory/memory.stat memory/memory.oom_control"
-figures='/^Mem[TA]/p; /^full/p; /^oom_kill /p; /^workingset_refault_/p'
-echo memory $(sed -n "$figures" /proc/meminfo /proc/pressure/memory $memory 2>/dev/null)
+tell_memory() {
+  set -- memory.events memory.pressure memory.stat memory/memory.stat memory/memory.oom_control
+  set -- /proc/meminfo /proc/pressure/memory "$@"
+  echo memory $(sed -n '/^Mem[TA]/p; /^full/p; /^oom_kill /p; /^workingset_refault_/p' "$@" 2>/dev/null)
+}
+tell_memory
 for process in /proc/[0-9]*; do
   state=$(sed -n 's/^State:[[:space:]]*//p' "$process/status" 2>/dev/null)
   case $state$(readlink "$process/exe") in
@@ -36,11 +39,13 @@ for process in /proc/[0-9]*; do
       ;;
   esac
 done
+tell_memory
 """
-"""Prints `memory <the kernel's figures>`; for every Python process `process <id> [<state>] [<wait channel>] <command>`,
-`polling <number of its threads, native ones too, that wait in poll(), as for a connection>`, its stack traces by py-spy
-(in our images) or why there are none, and `source <file>:<line> <text>` for each frame. With $0 "native", frames of
-native code too, if ptrace is allowed: it pauses each process for about 0.3 s."""
+"""Prints `memory <the kernel's figures>`, and again at the end, because py-spy needs memory itself; for every Python
+process `process <id> [<state>] [<wait channel>] <command>`, `polling <number of its threads, native ones too, that wait
+in poll(), as for a connection>`, its stack traces by py-spy (in our images) or why there are none, and `source
+<file>:<line> <text>` for each frame. With $0 "native", frames of native code too, if ptrace is allowed: it pauses each
+process for about 0.3 s."""
 
 _PROGRESS, _MOST_PROCESSES = "progress ", 64
 

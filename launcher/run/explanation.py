@@ -24,7 +24,10 @@ from training.telemetry.progress_line import ProgressLine
 APART_SECONDS = 5.0
 """Between the two samples: what moves meanwhile does not hang there."""
 
-_NO_HEARTBEAT = re.compile(r"\(stopped sending heartbeats\):\s{1,9}/job:\w{1,40}/replica:0/task:(\d{1,6})\b")
+_NO_HEARTBEAT = re.compile(
+    r"(?:\(stopped sending heartbeats\):\s{1,9}|Task )/job:\w{1,40}/replica:0/task:(\d{1,6})\b(?: heartbeat timeout|$)",
+    re.MULTILINE,
+)
 _NO_SERVICE = "RPC: /tensorflow.CoordinationService/Heartbeat"
 _LAST_BYTES = 200_000  # of a log, in which the message is
 

@@ -67,7 +67,7 @@ _BY_PLACE = {
     Waits.BUSY: "compile",
 }
 _FULL = 0.98  # of its memory, for a host that gives no stacks
-_REFAULTS = 10_000  # pages of 4 KiB that are read again between two samples, for a host short of memory
+_REFAULTS = 25_000  # pages of 4 KiB that are read again between two samples, for a host short of memory
 _NOT_WAITING = (Waits.CODE, Waits.STORAGE, Waits.LOCK)
 
 
@@ -172,7 +172,7 @@ def _look(first: HostStacks, second: HostStacks, line: ProgressLine | None) -> _
     second = merge_samples(first, second)
     look = _look_at_processes(first, second)
     memory = second.memory
-    if (pages := second.refaults - first.refaults) > _REFAULTS and first.processes:
+    if (pages := second.refaults[0] - first.refaults[1]) > _REFAULTS and first.refaults[1] >= 0:
         memory = memory or f"read {pages / 256:,.0f} MiB again between two samples, for which it has no memory"
     if look.kind == "no stacks" and line is not None and line.memory_used > _FULL * line.memory_total > 0:
         memory = f"uses {line.memory_used / 2**30:.1f} of {line.memory_total / 2**30:.1f} GiB of its memory"

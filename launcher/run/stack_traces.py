@@ -78,8 +78,9 @@ class HostStacks:
     memory: str = ""
     """How the host is short of memory, as a predicate: "has 0.2 of 188.0 GiB of its memory left"; "" if it is not."""
 
-    refaults: int = 0
-    """Pages so far that were read again, or swapped in, after the kernel had evicted them for lack of memory."""
+    refaults: tuple[int, int] = (-1, -1)
+    """Pages so far that were read again, or swapped in, after the kernel had evicted them for lack of memory, before
+    and after the stacks were taken; -1: unknown."""
 
 
 _PROCESS = re.compile(r"process (\d{1,10}) \[(\w)?[^\]]*\] \[(\S*?)\] (.*)")
@@ -88,6 +89,7 @@ _FRAME = re.compile(r"    (.{1,300}?) \((.{1,1000}):(\d{1,9})\)$")
 _NATIVE = re.compile(r"    (.{1,300}) \((?:/.{0,900}/)?([^():/]{1,200})\)$")
 _POLLING = re.compile(r"polling (\d{1,6})$")
 _SOURCE = re.compile(r"source (.{1,1000}):(\d{1,9}) (.*)")
+_REFAULTS = re.compile(r"workingset_refault_\w+ (\d{1,15})\b")
 _LEAST_MEMORY, _MOST_STALLED = 0.02, 40  # share that is left; percent of the time that all processes waited for memory
 
 
@@ -111,7 +113,7 @@ def parse_stacks(output: str) -> HostStacks:
     opened: ThreadStack | None = None
     frames: list[Frame] = []
     native: list[str] = []
-    sources, memory, refaults, identifier = {}, "", 0, ""
+    sources, memory, refaults, identifier = {}, "", [-1, -1], ""
 
     def close() -> None:
         if opened is not None:
@@ -138,14 +140,14 @@ def parse_stacks(output: str) -> HostStacks:
             native.append(f"{match[1]} ({match[2]})")
         elif match := _SOURCE.match(line):
             sources[match[1], int(match[2])] = match[3].strip()
-        elif line.startswith("memory ") and not processes:
-            memory = _judge_memory(line)
-            refaults = sum(map(int, re.findall(r"workingset_refault_\w+ (\d{1,15})\b", line)))
+        elif line.startswith("memory "):
+            memory = memory if processes else _judge_memory(line)
+            refaults[bool(processes)] = sum(map(int, _REFAULTS.findall(line)))
         elif (match := _POLLING.match(line)) and processes:
             processes[-1] = replace(processes[-1], polling=int(match[1]))
     close()
     problem = "" if processes else (output.strip().splitlines() or ["no answer"])[-1][:200]
-    return HostStacks(tuple(processes), sources, problem, memory, refaults)
+    return HostStacks(tuple(processes), sources, problem, memory, (refaults[0], refaults[1]))
 
 
 def _merge(thread: ThreadStack, again: ThreadStack) -> ThreadStack:

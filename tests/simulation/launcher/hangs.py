@@ -152,4 +152,4 @@ def stacks(hang: Hang | None, worker: int, now: float) -> str:
         f"memory MemTotal: 100 kB MemAvailable: 50 kB oom_kill {int(kind == 'memory')} workingset_refault_file {pages}"
     )
     state = _STATES.get(kind, "S (sleeping)")
-    return f"{memory}\nprocess 7 [{state}] [futex] python train.py\n{_PLACES.get(kind, _WAITS)}"
+    return f"{memory}\nprocess 7 [{state}] [futex] python train.py\n{_PLACES.get(kind, _WAITS)}{memory}\n"
