@@ -72,6 +72,13 @@ def test_of_many_hosts_those_that_differ_fit_a_small_terminal() -> None:
     assert len(render(VIEW, 80, 24)) == len(render(VIEW, 80)), "two fit"
 
 
+def test_the_whole_cause_of_an_end_is_shown_and_no_table_without_hosts() -> None:
+    cause = "attempt 1: ended: stalled: host 1: 1 of 2 hosts wait; host 1 is in prepare at my_program.py:29 for 312 s"
+    lines = render(replace(VIEW, hosts=[], history=["attempt 1: started", cause]), 80)
+    assert " ".join(line.strip() for line in lines[-2:]) == cause
+    assert not any(line.startswith("host ") for line in lines)
+
+
 @given(st.integers(40, 240), st.dictionaries(st.integers(0, 10**7), st.floats(), max_size=30))
 def test_no_line_of_a_frame_is_wider_than_the_terminal(columns: int, losses: dict[int, float]) -> None:
     assert all(len(line) <= columns for line in render(replace(VIEW, losses=losses), columns))
