@@ -27,15 +27,15 @@ for process in /proc/[0-9]*; do
       name=$(tr '\\0' ' ' <"$process/cmdline" | tr -d '\\n' | head -c 300)
       echo "process ${process#/proc/} [$state] [$(cat "$process/wchan")] $name"
       echo "polling $(grep -l poll_schedule "$process"/task/*/wchan | wc -l)"
-      dump="timeout 20 py-spy dump --full-filenames --pid ${process#/proc/}"
+      dump="timeout 15 py-spy dump --full-filenames --pid ${process#/proc/}"
       stacks=$($dump --nonblocking 2>&1)
       printf '%s\\n' "$stacks"
-      case $0$state in native[RS]*) $dump --native 2>&1 ;; esac
       printf '%s\\n' "$stacks" | sed -n 's/^ .*(\\(\\/.*\\):\\([0-9][0-9]*\\))$/\\2 \\1/p' | sort -u | head -n 300 |
         awk '{ file = substr($0, index($0, " ") + 1)
           for (n = 0; n < $1 && (getline text < file) > 0; n++) continue
           close(file)
           if (n == $1) printf "source %s:%s %s\\n", file, n, substr(text, 1, 200) }'
+      case $0$state in native[RS]*) $dump --native 2>&1 ;; esac
       ;;
   esac
 done

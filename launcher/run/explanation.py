@@ -106,14 +106,15 @@ def explain_stall(
     found = explain_live(
         session.provider, container, progress, seconds, clock, native=True, only=only if told.worker >= 0 else None
     )
+    if told.worker >= 0 and found.hang is not None:
+        found = replace(found, hang=replace(found.hang, what=f"{told.what}: {found.hang.what}"))
     try:
         say(f"the stacks of all hosts' processes are in {keep(session.ledger, attempt, found, masker)}")
     except OSError as error:
         say(f"the stacks can't be kept: {error}")
     if (hang := found.hang) is None:
         return verdict
-    before = f"{told.what}: " if told.worker >= 0 else ""
-    cause = Cause(hang.worker, masker.mask_text(f"{before}{hang.what}; {hang.advice}"))
+    cause = Cause(hang.worker, masker.mask_text(f"{hang.what}; {hang.advice}"))
     others = [line for line in hang.hosts if not line.startswith(f"host {hang.worker}:")]
     return replace(verdict, cause=cause, symptoms=(*verdict.symptoms, *map(masker.mask_text, others)))
 

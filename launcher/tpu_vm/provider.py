@@ -222,7 +222,7 @@ class TpuVm:
         return files | {f"host-{result.worker}.txt": _all_output(result) for result in results}
 
     def stacks(self, container: str, *, native: bool = False) -> dict[int, str]:
-        results = self._run_all(host_scripts.stacks_script(container, native), self._workers, timeout=60)
+        results = self._run_all(host_scripts.stacks_script(container, native), self._workers, timeout=25, again=False)
         return {result.worker: _all_output(result) for result in results}
 
     # -- all hosts ----------------------------------------------------------------------------------------------------
@@ -309,14 +309,15 @@ class TpuVm:
         return [_to_report(result, word) for result in results]
 
     def _run_all(
-        self, script: str, workers: Sequence[int], stdin: str | None = None, *, timeout: float
+        self, script: str, workers: Sequence[int], stdin: str | None = None, *, timeout: float, again: bool = True
     ) -> list[HostResult]:
-        """Runs a script on hosts, a second time on those that were not reached: a container must not go on because a
+        """Runs a script on hosts, `again` on those that were not reached: a container must not go on because a
         connection failed once. Runs it through gcloud if that is set, or if every host refuses ssh."""
         results: list[HostResult] = []
         if not self._connections.gcloud_only:
             results = self._connections.run_all(script, timeout=timeout, workers=workers, stdin=stdin)
-        if missed := [result.worker for result in results if not result.reached and not result.refused]:
+        missed = [result.worker for result in results if not result.reached and not result.refused]
+        if again and missed:
             results = self._connections.retry(results, script, timeout=timeout, workers=missed, stdin=stdin)
         if all(result.refused for result in results):
             results = self._connections.run_all_through_gcloud(script, workers, stdin, timeout=timeout)

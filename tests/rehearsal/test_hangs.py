@@ -6,11 +6,12 @@ from __future__ import annotations
 import base64
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import pytest
 
+from tests.rehearsal.conftest import SLICE
 from tests.rehearsal.test_recovery import FILE, trainable  # noqa: F401
 from tests.rehearsal.workstation import COMPILE_FAST, Workstation, docker
 
@@ -105,7 +106,7 @@ TENSORFLOW = replace(TENSORFLOW, join=TENSORFLOW.join.replace("HEARTBEAT", HEART
 class Injection:
     """A hang of hosts at step 5, and what the explanation must say. The text stands in for a line of the program."""
 
-    says: str  # in the first cause
+    says: str  # a pattern, in the first cause
     in_step: str = "pass"
     in_loader: str = "pass"
     worker: int = 1
@@ -141,7 +142,7 @@ def silence_bucket(work: Workstation) -> None:
 
 
 MEMORY = Injection(
-    "killed for lack of memory (OOM)",
+    r"killed for lack of memory \(OOM\)",
     in_step="""global fill
 def fill(_):
     with open("/proc/self/oom_score_adj", "w") as file:
@@ -177,7 +178,7 @@ while True:
     meanwhile=silence_bucket,
 )
 COMPILATION = Injection(
-    "compiles in prepare at my_program.py",
+    "compiles (or computes )?in prepare at my_program.py",  # native calls can't be read in 15 s on a very busy machine
     in_step="""tell(step, "start")  # importing and tracing take long on a busy machine
 os.environ["PJRT_DEVICE"] = "CPU"
 import torch_xla
@@ -280,9 +281,9 @@ def explain_injection(two_hosts: TwoHosts, injection: Injection, framework: Fram
     assert ended.code == 13, ended.output
     told = ended.json()
     assert (told["outcome"], told["cause"]["worker"]) == ("stalled", injection.worker), ended.output
-    assert injection.says in told["cause"]["what"], told["cause"]["what"]
+    assert re.search(injection.says, told["cause"]["what"]), told["cause"]["what"]
     folder = work.runs / told["run"] / "stacks" / "attempt-0"
-    assert injection.says in (folder / "explanation.txt").read_text()
+    assert re.search(injection.says, (folder / "explanation.txt").read_text())
     print(f"{seconds:.0f} s: {told['cause']['what']}")
 
 
@@ -298,6 +299,21 @@ def test_the_host_and_the_line_of_a_hang_are_named(two_hosts: TwoHosts, injectio
 @pytest.mark.parametrize("name", list(OTHERS))
 def test_each_kind_of_hang_is_told_apart(two_hosts: TwoHosts, name: str) -> None:
     explain_injection(two_hosts, OTHERS[name])
+
+
+@pytest.fixture(scope="module")
+def four_hosts(emulator: Workstation) -> Iterator[TwoHosts]:
+    """A v4-32 that is READY, and its file."""
+    name = emulator.file("four.yaml", SLICE.replace("NAME", "four").replace("TYPE", "v4-32"))
+    emulator.good("--emulated", "up", "-f", name)
+    yield emulator, name
+    emulator.launch("--emulated", "down", "-f", name)
+
+
+@pytest.mark.nightly
+def test_one_of_four_hosts_is_named(four_hosts: TwoHosts) -> None:
+    says = "3 of 4 hosts wait in step 6's collective"
+    explain_injection(four_hosts, replace(NEVER_ENTERED, says=says, worker=2, ranks=(2,)))
 
 
 @pytest.mark.nightly

@@ -4,4 +4,4 @@
 . ./engine.sh
 : "${container:?}" "${dump:?}" "${native?}"
 $docker top "$container" 2>&1
-timeout 50 $docker exec --user 0 "$container" sh -c "$dump" "$native" 2>&1
+timeout 20 $docker exec --user 0 "$container" sh -c "$dump" "$native" 2>&1
