@@ -102,11 +102,10 @@ def explain_stall(
     say, clock = session.context.output.say, session.machine.clock
     told = verdict.cause or Cause(-1, "")
     say(f"the run hangs: {told.what}; taking the stacks of all hosts")
-    container, seconds, only = session.container(attempt), clock.monotonic() - since, (told.worker,)
-    found = explain_live(
-        session.provider, container, progress, seconds, clock, native=True, only=only if told.worker >= 0 else None
-    )
-    if told.worker >= 0 and found.hang is not None:
+    container, seconds = session.container(attempt), clock.monotonic() - since
+    only = None if told.worker < 0 else (told.worker,)
+    found = explain_live(session.provider, container, progress, seconds, clock, native=True, only=only)
+    if only and found.hang is not None:
         found = replace(found, hang=replace(found.hang, what=f"{told.what}: {found.hang.what}"))
     try:
         say(f"the stacks of all hosts' processes are in {keep(session.ledger, attempt, found, masker)}")
