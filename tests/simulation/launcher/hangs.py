@@ -88,9 +88,9 @@ class Hang:
         """The words that the explanation must contain."""
         return _SAYS[self.kind]
 
-    def limit(self, seconds: float) -> float:
+    def limit(self, seconds: float, hosts: int) -> float:
         """Returns the seconds after which it must be noticed; `seconds`: of training without progress."""
-        return HEARTBEAT_SECONDS if self.kind == _SILENT else limit(self.phase, seconds)
+        return HEARTBEAT_SECONDS if self.kind == _SILENT and hosts > 1 else limit(self.phase, seconds)
 
     def last_words(self, worker: int) -> tuple[str, ...]:
         """Returns the lines with which TensorFlow ends another host than the silent one; () if it is none."""

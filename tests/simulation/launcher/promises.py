@@ -365,7 +365,7 @@ def hang_is_explained(simulation: SimulatedRun, job: Job, event: Ended, time: fl
             simulation.break_promise("the host that hangs is named", f"{job} hangs by {hang}; told was {event.cause}")
     undisturbed = not simulation.faults and not simulation.actions and not simulation.kill_at
     if undisturbed and hang is not None and hung is not None and job.stall_seconds is not None:
-        late = time - EPOCH - hung - hang.limit(job.stall_seconds)
+        late = time - EPOCH - hung - hang.limit(job.stall_seconds, job.hosts)
         if event.outcome != "stalled" or not -1.0 <= late <= _EXPLAIN_SECONDS:
             simulation.break_promise(
                 "a hang is explained in time", f"{job}: {event.outcome}, {late:.0f} s late: {hang}"
