@@ -1,7 +1,8 @@
 """TorchTPU: one process a chip, behind `protocol.Backend`. Each process is what a host is with other backends: it has
 its rows of the global batch, and all of the state.
 
-The step's gradients are summed over all processes by torch_tpu's process group, in one vector with the report.
+A step is one compiled program (`program.py`); gradients are summed over all processes in it, in one vector with the
+report.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
 from training.backends.torch.network import build_network
 from training.backends.torch.state import HostState
 from training.backends.torch.step import HostArray, StepInputs, TrainingStep, read_report
 from training.backends.torch_tpu import internals
+from training.backends.torch_tpu.program import DeviceState, Program
 from training.batch import Arrays, HostBatch, Signals, StepResult
 from training.checkpoint.safetensors_file import TensorSpec
 from training.checkpoint.slices import StateSlices
@@ -33,7 +36,6 @@ from training.distributed.tcp_allreduce import raise_lost_peer
 from training.distributed.torch_tpu import trainer_environment
 from training.errors import UnusableTpu
 from training.models.hugging_face import ModelRequirements
-from training.models.torch.move import move
 from training.registry import OPTIMIZERS, TASKS, load
 from training.tasks.task import Task
 
@@ -64,15 +66,19 @@ class Chip:
         """Uploads arrays of this process."""
         return [torch.from_numpy(np.ascontiguousarray(value.array)).to(self.device) for value in arrays]
 
-    def sum(self, value: Tensor) -> None:
-        """Replaces a tensor by its sum over all processes. Raises LostPeer."""
+    def sum(self, value: Tensor) -> Tensor:
+        """Records the sum of a tensor over all processes."""
+        return functional.all_reduce(value, "sum", dist.group.WORLD)
+
+    def read(self, report: Tensor) -> list[float]:
+        """Waits for the numbers of a report. Raises LostPeer if the sum over all processes fails."""
         try:
-            dist.all_reduce(value)
+            return report.cpu().tolist()  # type: ignore[no-any-return]
         except RuntimeError as error:
             raise_lost_peer(self._rendezvous, "adding up gradients", error)
 
     def set_seed(self, seed: int) -> None:
-        torch.manual_seed(seed)
+        """Does nothing: a program starts with the generator's state, which `TorchTpu.step` sets before."""
 
     def replicate_report(self, report: Tensor) -> Tensor:
         return report
@@ -96,13 +102,15 @@ class TorchTpu:
         self.devices = self._chip.devices
         opened = time.monotonic()
         rendezvous.set_phase("building the model")
-        # Operations run as they come, and nothing merges a second computation with the first: no barrier.
-        network, noise = build_network(config, requirements, remat="attention", barrier=lambda _tensors: None)
+        network, noise = build_network(config, requirements, remat="attention", barrier=internals.barrier)
         for module in network.modules():
             if isinstance(module, torch.nn.LayerNorm):
                 module.register_forward_pre_hook(_widen)
-        self._state = HostState(network, load(OPTIMIZERS[config.train.optimizer].torch), config.train, noise)
-        self._step = TrainingStep(config, cluster, self._state, self._chip, load(TASKS[config.task].torch))
+        self._host = HostState(network, load(OPTIMIZERS[config.train.optimizer].torch), config.train, noise)
+        self._state = DeviceState(self._host)
+        self._step = TrainingStep(config, cluster, self._host, self._chip, load(TASKS[config.task].torch))
+        self._training = Program(self._state, self._host, self._trace_step, changes=True)
+        self._evaluation = Program(self._state, self._host, self._trace_evaluation, changes=False)
         self.opening_seconds = {"devices": opened - began, "model": time.monotonic() - opened}
 
     # --- steps
@@ -115,56 +123,50 @@ class TorchTpu:
 
     def step(self, number: int, batch: Arrays, signals: Signals) -> _PendingReport:
         inputs = self._send(self._step.inputs(number, batch, signals))
-        flat = self._step.flatten(*self._step.gradients(number, inputs))
-        self._chip.sum(flat)
-        gradients, report = self._step.unflatten(flat)
-        update = self._step.update(gradients, report, inputs.scalars[0])
-        return _PendingReport(torch.cat([report, update]), trains=True)
+        torch.manual_seed(self._step.seed(number))
+        return _PendingReport(self._training.run(inputs), self._chip, trains=True)
 
     def evaluate(self, batch: Arrays, signals: Signals) -> _PendingReport:
-        report = self._step.trace_evaluation(self._send(self._step.evaluation_inputs(batch, signals)))
-        self._chip.sum(report)
-        return _PendingReport(report, trains=False)
+        inputs = self._send(self._step.evaluation_inputs(batch, signals))
+        return _PendingReport(self._evaluation.run(inputs), self._chip, trains=False)
+
+    def _trace_step(self, inputs: StepInputs[Tensor]) -> Tensor:
+        """Records a step. Returns its report, (5 + 2,)."""
+        flat = self._chip.sum(self._step.flatten(*self._step.gradients(0, inputs)))
+        gradients, report = self._step.unflatten(flat)
+        return torch.cat([report, self._step.update(gradients, report, inputs.scalars[0])])
+
+    def _trace_evaluation(self, inputs: StepInputs[Tensor]) -> Tensor:
+        """Records an evaluation. Returns its report and the task's counts, (5 + counts,)."""
+        return self._chip.sum(self._step.trace_evaluation(inputs))
 
     def _send(self, inputs: StepInputs[HostArray]) -> StepInputs[Tensor]:
         """Uploads a step's inputs, before the first step the state too."""
-        self._upload()
+        self._state.upload(self._chip.device)
         return inputs.with_leaves(self._chip.send(inputs.leaves()))
-
-    def _upload(self) -> None:
-        """Moves the state to the device; later calls do nothing."""
-        if self._state.is_uploaded:
-            return
-        move(self._state.network, self._chip.device)
-        self._state.name_parameters()
-        self._state.optimizer.move_state(lambda value: value.to(self._chip.device))
-        if self._state.noise:
-            self._state.noise.table = self._state.noise.table.to(self._chip.device)
-        self._state.is_uploaded = True
 
     # --- state
 
     def tensor_specs(self) -> dict[str, TensorSpec]:
-        return self._state.tensor_specs()
+        return self._host.tensor_specs()
 
     def state_slices(self) -> StateSlices:
         return {}
 
     def snapshot_state(self, buffers: Mapping[str, memoryview]) -> Snapshot:
         """Copies the tensors before it returns."""
-        tensors = self._state.tensors()
+        tensors = self._state.tensors
         for name, buffer in buffers.items():
             np.frombuffer(buffer, np.float32)[:] = tensors[name].detach().cpu().numpy().reshape(-1)
         return Snapshot()
 
     def load_state(self, tensors: Mapping[str, tuple[TensorSpec, memoryview]]) -> None:
-        self._state.load(tensors)
+        self._host.load(tensors)
 
     # --- what the framework counted
 
     def compilations(self) -> tuple[int, float]:
-        """Returns none: torch_tpu compiles the operations by themselves, and does not say how many."""
-        return 0, 0.0
+        return self._training.count + self._evaluation.count, self._training.seconds + self._evaluation.seconds
 
     def counters(self) -> dict[str, int]:
         return {}
@@ -188,9 +190,10 @@ def _widen(_norm: Any, inputs: tuple[Tensor]) -> tuple[Tensor]:
 class _PendingReport:
     """A report that may not have been computed yet."""
 
-    def __init__(self, report: Tensor, *, trains: bool) -> None:
-        self._report, self._trains = report, trains
+    def __init__(self, report: Tensor, chip: Chip, *, trains: bool) -> None:
+        self._report, self._chip, self._trains = report, chip, trains
 
     def result(self) -> StepResult:
-        values: list[Any] = self._report.cpu().tolist()
+        """Raises LostPeer."""
+        values = self._chip.read(self._report)
         return read_report(values, trains=self._trains)

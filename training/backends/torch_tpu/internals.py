@@ -5,6 +5,9 @@ torch_tpu is beta: another version than `training.distributed.torch_tpu.VERSION`
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 DEVICE = "tpu"  # torch's name of the device
 PROCESS_GROUP = "tpu_dist"  # torch.distributed's name of the processes of all chips
 
@@ -18,3 +21,23 @@ def open_device() -> None:
     import torch_tpu._loader
 
     torch_tpu._loader._init_device(DEVICE)
+
+
+def barrier(tensors: list[Any]) -> None:
+    """Keeps the compiler from moving operations across this point, in place."""
+    from torch_tpu._internal.ops import ops
+
+    tensors[:] = ops.optimization_barrier(tensors)
+
+
+def compile_graph(graph: Any, arguments: Sequence[Any], donated: Sequence[int]) -> Callable[..., Sequence[Any]]:
+    """Compiles a graph of torch.fx, whose operations are those of torch_tpu's eager mode, into one program.
+
+    Args:
+        graph: a torch.fx.GraphModule.
+        arguments: tensors with the shapes and types of its arguments.
+        donated: places of the arguments whose memory the outputs may take.
+    """
+    from torch_tpu._internal.compile import compiler
+
+    return compiler.StaticCompiler()(graph, list(arguments), donated_inputs=list(donated))  # type: ignore[no-any-return]

@@ -1,0 +1,123 @@
+"""Compiles a step into one program: forward, backward, the sum over all processes, clipping and the optimizer's update.
+
+A step is traced once for each shape of its batch, as a pure function of the state, of what never changes (the network's
+buffers and dropout's table) and of the step's inputs. torch_tpu compiles that, and the program runs with the newest
+tensors of the state, whose memory it takes for what it makes of them. Whatever else the network reads in Python is a
+constant of the program, with its value at the trace.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.utils import stateless
+
+from training.backends.torch.state import HostState
+from training.backends.torch.step import StepInputs
+from training.backends.torch_tpu import internals
+from training.models.torch.move import move
+
+Trace = Callable[[StepInputs[Tensor]], Tensor]  # records the operations of a step, and returns its report
+Shapes = tuple[tuple[int, ...], ...]  # of a step's inputs
+
+
+class DeviceState:
+    """The state of a run, on the device after `upload`. The tensors of the network are then stale: `tensors` has the
+    newest ones."""
+
+    def __init__(self, host: HostState) -> None:
+        self._host = host
+        self.tensors = host.tensors()
+        self._trained = {f"model/{name}" for name in host.trained}
+        self.changed = [name for name in self.tensors if name in self._trained or not name.startswith("model/")]
+
+    def upload(self, device: object) -> None:
+        """Moves the state to a device; later calls do nothing."""
+        host = self._host
+        if host.is_uploaded:
+            return
+        move(host.network, device)
+        host.name_parameters()
+        host.optimizer.move_state(lambda value: value.to(device))
+        if host.noise:
+            host.noise.table = host.noise.table.to(device)
+        self.tensors = {name: value.detach() for name, value in host.tensors().items()}
+        self._buffers = dict(host.network.named_buffers())
+        host.is_uploaded = True
+
+    def leaves(self) -> list[Tensor]:
+        """Returns the arguments that every program begins with: the state, and what never changes."""
+        table = [self._host.noise.table] if self._host.noise else []
+        return [*self.tensors.values(), *self._buffers.values(), *table]
+
+    @contextmanager
+    def replaced(self, leaves: Sequence[Tensor]) -> Iterator[None]:
+        """Lets network, optimizer and dropout use other tensors instead of `leaves` in this block."""
+        host, values = self._host, iter(leaves)
+        own = host.tensors()
+        new = {name: next(values).detach().requires_grad_(name in self._trained) for name in own}
+        model = {name: new[f"model/{name}"] for name in host.parameters}
+        model |= {name: next(values) for name in self._buffers}
+        with stateless._reparametrize_module(host.network, model, tie_weights=True):
+            host.name_parameters()
+            _replace_moments(host, own, new)
+            if host.noise:
+                table, host.noise.table = host.noise.table, next(values)
+            try:
+                yield
+            finally:
+                _replace_moments(host, new, own)
+                if host.noise:
+                    host.noise.table = table
+        host.name_parameters()
+
+
+class Program:
+    """One kind of step, compiled for each shape of its inputs."""
+
+    def __init__(self, state: DeviceState, host: HostState, trace: Trace, *, changes: bool) -> None:
+        """`trace`: of the step; `changes`: whether the step changes the state."""
+        self._state, self._host, self._trace = state, host, trace
+        self._changed = state.changed if changes else []
+        self._compiled: dict[Shapes, Callable[..., Sequence[Tensor]]] = {}
+        self.seconds = 0.0  # of all compilations
+
+    @property
+    def count(self) -> int:
+        return len(self._compiled)
+
+    def run(self, inputs: StepInputs[Tensor]) -> Tensor:
+        """Starts a step and returns its report, which may not have been computed yet."""
+        arguments = [*self._state.leaves(), *inputs.leaves()]
+        shapes = tuple(tuple(value.shape) for value in inputs.leaves())
+        if shapes not in self._compiled:
+            began = time.monotonic()
+            self._compiled[shapes] = self._compile(arguments, inputs)
+            self.seconds += time.monotonic() - began
+        *values, report = self._compiled[shapes](arguments)
+        self._state.tensors.update(zip(self._changed, values, strict=True))
+        return report
+
+    def _compile(self, arguments: Sequence[Tensor], inputs: StepInputs[Tensor]) -> Callable[..., Sequence[Tensor]]:
+        """Returns the program: arguments -> the changed tensors of the state, and the report."""
+        first = len(arguments) - len(inputs.leaves())
+
+        def step(*leaves: Tensor) -> list[Tensor]:
+            with self._state.replaced(leaves[:first]):
+                report = self._trace(inputs.with_leaves(leaves[first:]))
+                tensors = self._host.tensors()
+                return [*(tensors[name].detach() for name in self._changed), report]
+
+        graph = make_fx(step, tracing_mode="fake")(*arguments)
+        names = list(self._state.tensors)
+        return internals.compile_graph(graph, arguments, [names.index(name) for name in self._changed])
+
+
+def _replace_moments(host: HostState, old: dict[str, Tensor], new: dict[str, Tensor]) -> None:
+    """Puts the optimizer's tensors of `new` in the place of those of `old`."""
+    names = {id(value): name for name, value in old.items()}
+    host.optimizer.move_state(lambda value: new[names[id(value)]])
