@@ -116,7 +116,7 @@ class Mesh(Section):
     """Each matrix of the weights and of the optimizer's state is split over so many devices (fully sharded data
     parallel): gathered layer by layer for the step, and each device updates its part. It divides the slice's devices;
     the rest of them hold copies. 1: every device holds all. The batches, and the losses up to rounding, are the same; a
-    run may resume with another value. On CPU hosts every host holds all. Only for `backend: torch-xla`."""
+    run may resume with another value. On CPU hosts every host holds all. Not for `backend: tensorflow`."""
 
 
 class EarlyStopping(Section):
@@ -592,10 +592,10 @@ def _training_mistakes(config: TrainerConfig) -> Iterator[Mistake]:
             ("train", "remat"),
             "the TensorFlow backend keeps everything for the backward pass: remove train.remat, or use torch-xla",
         )
-    if config.backend != "torch-xla" and train.mesh.fsdp > 1:
+    if config.backend == "tensorflow" and train.mesh.fsdp > 1:
         yield (
             ("train", "mesh", "fsdp"),
-            f"the backend {config.backend} holds the whole state on every device: remove train.mesh, or use torch-xla",
+            "the TensorFlow backend holds the whole state on every device: remove train.mesh, or use torch-xla",
         )
     if config.backend != "tensorflow" and train.steps_per_call is not None:
         yield (

@@ -18,15 +18,14 @@ import pytest
 
 from tests.container import small_runs
 from tests.container.golden_losses import DOCUMENTS, GOLDEN, STEPS
+from training.accelerators import accelerator
 
 SECONDS = 500.0
 PRECISION = 1e-5  # relative: four processes add gradients up in another order than one
-# The CPU's compiler behind the virtual TPU ends the process at operations of a decoder's backward pass.
-TASKS = [task for task in DOCUMENTS if task != "causal-lm"]
 
 
-def train(folder: Path, run_id: str, config: dict[str, Any], attempt: int = 0) -> dict[str, Any]:
-    (host,) = small_runs.start(folder, run_id, config, attempt=attempt)
+def train(folder: Path, run_id: str, config: dict[str, Any], attempt: int = 0, **environment: str) -> dict[str, Any]:
+    (host,) = small_runs.start(folder, run_id, config, attempt=attempt, **environment)
     assert host.finish(SECONDS) == 0, host.text()
     return small_runs.summary(folder, run_id)
 
@@ -38,14 +37,18 @@ def pid_of_rank(parent: int, rank: int) -> int:
     return int(pid)
 
 
-@pytest.mark.parametrize("task", TASKS)
-def test_losses_of_four_processes_are_those_of_torch_xla(task: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("task", "slice_", "fsdp"),
+    [("mlm", "v4-8", 1), ("mlm", "v4-8", 2), *((task, "v6e-1", 1) for task in DOCUMENTS if task != "mlm")],
+)
+def test_losses_are_those_of_torch_xla(task: str, slice_: str, fsdp: int, tmp_path: Path) -> None:
+    """Of four processes, with the state in each or in two halves, and of one."""
     config = {**DOCUMENTS[task](tmp_path, "torch-tpu")}
-    config["train"] = {**config["train"], "precision": "fp32"}
-    summary = train(tmp_path, "golden", config)
+    config["train"] = {**config["train"], "precision": "fp32", "mesh": {"fsdp": fsdp}}
+    summary = train(tmp_path, "golden", config, TPU_ACCELERATOR_TYPE=slice_)
     golden = json.loads(GOLDEN.read_text())["torch-xla"][task]
     losses = small_runs.losses(tmp_path, "golden")
-    assert (summary["devices"], summary["hosts"], len(losses)) == (4, 1, STEPS)
+    assert (summary["devices"], summary["hosts"], len(losses)) == (accelerator(slice_).chips, 1, STEPS)
     assert losses == pytest.approx(golden["losses"], rel=PRECISION)
     assert summary["eval_loss"] == pytest.approx(golden["evaluation"], rel=PRECISION)
 

@@ -157,13 +157,15 @@ class TrainingStep:
             report = torch.cat([report[: len(SUMS)] + sums.detach(), report[len(SUMS) :]])
         return gradients, report
 
-    def update(self, gradients: list[Tensor], report: Tensor, scalars: Tensor) -> Tensor:
+    def update(self, gradients: list[Tensor], report: Tensor, scalars: Tensor, squares: Tensor | None = None) -> Tensor:
         """Clips gradients of the summed loss, and lets the optimizer change the state. Returns the figures that
-        training.batch.UPDATE names, (2,)."""
+        training.batch.UPDATE names, (2,). `squares`: the sum of the squares of all gradients, if these are slices."""
         loss, weight = report[SUMS.index("loss")], report[SUMS.index("weight")]
         with torch.no_grad():
             scale = 1 / weight.clamp(min=1e-6)  # from the sum's gradient to the mean's
-            norm = torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt() * scale
+            if squares is None:
+                squares = torch.stack([gradient.square().sum() for gradient in gradients]).sum()
+            norm = squares.sqrt() * scale
             if self._train.clip_norm is not None:
                 scale = scale * (self._train.clip_norm / (norm + 1e-6)).clamp(max=1)
             if self._train.on_nonfinite == "stop":

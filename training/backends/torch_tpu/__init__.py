@@ -1,6 +1,7 @@
 """TorchTPU (`torch_tpu`): one process a chip, each with its rows of the global batch.
 
-backend.py       the model on this process's chip, its steps, and sums over all processes
+backend.py       the model on this process's chip, its steps, and the copies of its state
+processes.py     the process groups of all chips, sums over them, and the slices of a split state
 program.py       compiles a step
 internals.py     all internal names of torch_tpu
 """

@@ -1,87 +1,34 @@
 """TorchTPU: one process a chip, behind `protocol.Backend`. Each process is what a host is with other backends: it has
-its rows of the global batch, and all of the state.
-
-A step is one compiled program (`program.py`); gradients are summed over all processes in it, in one vector with the
-report.
+its rows of the global batch, and all of the state or, with `train.mesh.fsdp`, a slice. A step is one compiled program,
+with the sums over all processes in it.
 """
 
 from __future__ import annotations
 
-import os
 import time
-import warnings
 from collections.abc import Generator, Iterator, Mapping
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
 from training.backends.torch.network import build_network
 from training.backends.torch.state import HostState
 from training.backends.torch.step import HostArray, StepInputs, TrainingStep, read_report
 from training.backends.torch_tpu import internals
+from training.backends.torch_tpu.processes import Chip
 from training.backends.torch_tpu.program import DeviceState, Program
 from training.batch import Arrays, HostBatch, Signals, StepResult
 from training.checkpoint.safetensors_file import TensorSpec
-from training.checkpoint.slices import StateSlices
+from training.checkpoint.slices import StateSlices, key_in_part
 from training.checkpoint.snapshot import Snapshot
 from training.config import TrainerConfig
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import Rendezvous
-from training.distributed.tcp_allreduce import raise_lost_peer
-from training.distributed.torch_tpu import trainer_environment
-from training.errors import UnusableTpu
 from training.models.hugging_face import ModelRequirements
 from training.registry import OPTIMIZERS, TASKS, load
 from training.tasks.task import Task
-
-
-class Chip:
-    """This process's device, and the process group of all."""
-
-    is_spmd, local_devices = False, 1
-
-    def __init__(self, cluster: Cluster, rendezvous: Rendezvous, seconds: float) -> None:
-        """Opens the device and connects all processes, which must all call it. A sum takes at most `seconds`. Raises
-        BadInput in a process that has not TorchTPU's variables, and UnusableTpu."""
-        trainer_environment(cluster, os.environ)
-        # torch_tpu reads `.grad` of every operation's inputs, and warns of its own variables.
-        warnings.filterwarnings("ignore", r"The \.grad attribute|<TorchTpu")
-        torch.set_float32_matmul_precision("highest")  # products of fp32; products of bf16 stay as they are
-        self._rendezvous = rendezvous
-        try:
-            internals.open_device()
-            self.device = torch.device(internals.DEVICE)
-            rendezvous.set_phase("connecting the processes")
-            dist.init_process_group(internals.PROCESS_GROUP, timeout=timedelta(seconds=seconds))
-        except RuntimeError as error:
-            raise UnusableTpu(str(error), cluster.accelerator_type) from None
-        self.devices: int = dist.get_world_size()
-
-    def send(self, arrays: list[HostArray]) -> list[Tensor]:
-        """Uploads arrays of this process."""
-        return [torch.from_numpy(np.ascontiguousarray(value.array)).to(self.device) for value in arrays]
-
-    def sum(self, value: Tensor) -> Tensor:
-        """Records the sum of a tensor over all processes."""
-        return functional.all_reduce(value, "sum", dist.group.WORLD)
-
-    def read(self, report: Tensor) -> list[float]:
-        """Waits for the numbers of a report. Raises LostPeer if the sum over all processes fails."""
-        try:
-            return report.cpu().tolist()  # type: ignore[no-any-return]
-        except RuntimeError as error:
-            raise_lost_peer(self._rendezvous, "adding up gradients", error)
-
-    def set_seed(self, seed: int) -> None:
-        """Does nothing: a program starts with the generator's state, which `TorchTpu.step` sets before."""
-
-    def replicate_report(self, report: Tensor) -> Tensor:
-        return report
 
 
 class TorchTpu:
@@ -98,7 +45,7 @@ class TorchTpu:
     ) -> None:
         """Opens the device, connects the processes and builds the model."""
         began = time.monotonic()
-        self._chip = Chip(cluster, rendezvous, config.rendezvous.seconds)
+        self._chip = Chip(cluster, rendezvous, config.rendezvous.seconds, config.train.mesh.fsdp)
         self.devices = self._chip.devices
         opened = time.monotonic()
         rendezvous.set_phase("building the model")
@@ -108,6 +55,8 @@ class TorchTpu:
                 module.register_forward_pre_hook(_widen)
         self._host = HostState(network, load(OPTIMIZERS[config.train.optimizer].torch), config.train, noise)
         self._state = DeviceState(self._host)
+        if config.train.mesh.fsdp > 1:
+            self._chip.split_matrices(network)
         self._step = TrainingStep(config, cluster, self._host, self._chip, load(TASKS[config.task].torch))
         self._training = Program(self._state, self._host, self._trace_step, changes=True)
         self._evaluation = Program(self._state, self._host, self._trace_evaluation, changes=False)
@@ -132,9 +81,10 @@ class TorchTpu:
 
     def _trace_step(self, inputs: StepInputs[Tensor]) -> Tensor:
         """Records a step. Returns its report, (5 + 2,)."""
-        flat = self._chip.sum(self._step.flatten(*self._step.gradients(0, inputs)))
-        gradients, report = self._step.unflatten(flat)
-        return torch.cat([report, self._step.update(gradients, report, inputs.scalars[0])])
+        gradients, report = self._step.gradients(0, inputs)
+        named = dict(zip(self._host.trained, gradients, strict=True))
+        gradients, report, squares = self._chip.add_up(named, report)
+        return torch.cat([report, self._step.update(gradients, report, inputs.scalars[0], squares)])
 
     def _trace_evaluation(self, inputs: StepInputs[Tensor]) -> Tensor:
         """Records an evaluation. Returns its report and the task's counts, (5 + counts,)."""
@@ -142,7 +92,7 @@ class TorchTpu:
 
     def _send(self, inputs: StepInputs[HostArray]) -> StepInputs[Tensor]:
         """Uploads a step's inputs, before the first step the state too."""
-        self._state.upload(self._chip.device)
+        self._state.upload(self._chip)
         return inputs.with_leaves(self._chip.send(inputs.leaves()))
 
     # --- state
@@ -151,13 +101,18 @@ class TorchTpu:
         return self._host.tensor_specs()
 
     def state_slices(self) -> StateSlices:
-        return {}
+        slices = {name: self._chip.slices(name, spec.shape) for name, spec in self._host.tensor_specs().items()}
+        return {name: held for name, held in slices.items() if held}
 
     def snapshot_state(self, buffers: Mapping[str, memoryview]) -> Snapshot:
         """Copies the tensors before it returns."""
-        tensors = self._state.tensors
-        for name, buffer in buffers.items():
-            np.frombuffer(buffer, np.float32)[:] = tensors[name].detach().cpu().numpy().reshape(-1)
+        self._state.upload(self._chip)
+        held = {}  # key in a checkpoint's part -> tensor
+        for name, value in self._state.tensors.items():
+            shape = self._host.tensor_specs()[name].shape
+            held[key_in_part(name, self._chip.own_slice(name, shape), shape)] = value
+        for key, buffer in buffers.items():
+            np.frombuffer(buffer, np.float32)[:] = held[key].cpu().numpy().reshape(-1)
         return Snapshot()
 
     def load_state(self, tensors: Mapping[str, tuple[TensorSpec, memoryview]]) -> None:

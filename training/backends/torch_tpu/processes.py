@@ -1,0 +1,161 @@
+"""The processes of all chips, and the part of the state that each holds.
+
+With `train.mesh.fsdp`, a process holds a slice of each layer's matrix and of its moments, as
+`training.backends.placement` says. A layer gathers its matrix for itself, in the backward pass again, and its process
+gets the sum of the gradients of its slice.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import Tensor
+
+from training.backends import placement
+from training.backends.placement import FSDP, mesh_shape, place
+from training.backends.torch.step import HostArray
+from training.backends.torch_tpu import internals
+from training.checkpoint.slices import HeldSlice, Slice, whole
+from training.config import mesh_mistake
+from training.distributed.cluster import Cluster
+from training.distributed.rendezvous import Rendezvous
+from training.distributed.tcp_allreduce import raise_lost_peer
+from training.distributed.torch_tpu import trainer_environment
+from training.errors import BadInput, UnusableTpu
+from training.models.torch.attention import recompute
+
+
+class Chip:
+    """This process's device, and the groups of processes that it is in."""
+
+    is_spmd, local_devices = False, 1
+
+    def __init__(self, cluster: Cluster, rendezvous: Rendezvous, seconds: float, fsdp: int = 1) -> None:
+        """Opens the device and connects all processes, which must all call it. A sum takes at most `seconds`. The state
+        is split over `fsdp` processes. Raises BadInput in a process that has not TorchTPU's variables, or if `fsdp`
+        does not divide the processes; and UnusableTpu."""
+        trainer_environment(cluster, os.environ)
+        # torch_tpu reads `.grad` of every operation's inputs, and warns of its own variables.
+        warnings.filterwarnings("ignore", r"The \.grad attribute|<TorchTpu")
+        torch.set_float32_matmul_precision("highest")  # products of fp32; products of bf16 stay as they are
+        self._rendezvous = rendezvous
+        try:
+            internals.open_device()
+            self.device = torch.device(internals.DEVICE)
+            rendezvous.set_phase("connecting the processes")
+            dist.init_process_group(internals.PROCESS_GROUP, timeout=timedelta(seconds=seconds))
+        except RuntimeError as error:
+            raise UnusableTpu(str(error), cluster.accelerator_type) from None
+        self.devices: int = dist.get_world_size()
+        if mistake := mesh_mistake(fsdp, self.devices):
+            raise BadInput(mistake)
+        self.mesh_shape = mesh_shape(self.devices, fsdp)
+        self._split: frozenset[str] = frozenset()  # names of parameters
+        if fsdp > 1:
+            mesh = dist.init_device_mesh(
+                internals.DEVICE, tuple(self.mesh_shape.values()), mesh_dim_names=tuple(self.mesh_shape)
+            )
+            self._copies, self._sharers = mesh.get_all_groups()
+
+    def send(self, arrays: list[HostArray]) -> list[Tensor]:
+        """Uploads arrays of this process."""
+        return [torch.from_numpy(np.ascontiguousarray(value.array)).to(self.device) for value in arrays]
+
+    def sum(self, value: Tensor) -> Tensor:
+        """Records the sum of a tensor over all processes."""
+        return functional.all_reduce(value, "sum", dist.group.WORLD)
+
+    def read(self, report: Tensor) -> list[float]:
+        """Waits for the numbers of a report. Raises LostPeer if the sum over all processes fails."""
+        try:
+            return report.cpu().tolist()  # type: ignore[no-any-return]
+        except RuntimeError as error:
+            raise_lost_peer(self._rendezvous, "adding up gradients", error)
+
+    def set_seed(self, seed: int) -> None:
+        """Does nothing: a program starts with the generator's state, which `TorchTpu.step` sets before."""
+
+    def replicate_report(self, report: Tensor) -> Tensor:
+        return report
+
+    # --- a split state
+
+    def split_matrices(self, network: Any) -> None:
+        """Splits the matrix of each layer, its `weight`, from here on: the layer gathers it when it is called, and in
+        its backward pass again."""
+        matrices = set()
+        for module in network.modules():
+            weight = module._parameters.get("weight")
+            if weight is not None and (axes := place("model/", tuple(weight.shape), self.mesh_shape)) and any(axes):
+                matrices.add(id(weight))
+                module.forward = partial(self._call, module, module.forward, axes.index(FSDP))
+        self._split = frozenset(name for name, value in network.named_parameters() if id(value) in matrices)
+
+    def slices(self, name: str, shape: tuple[int, ...]) -> list[HeldSlice]:
+        """Returns the slices of a tensor of the state; [] if every process holds all of it."""
+        is_split = name.partition("/")[2] in self._split
+        return placement.slices(name, shape, self.mesh_shape, self.devices) if is_split else []
+
+    def own_slice(self, name: str, shape: tuple[int, ...]) -> Slice:
+        """Returns what this process holds of a tensor of the state."""
+        held = [each.box for each in self.slices(name, shape) if dist.get_rank() in each.hosts]
+        return held[0] if held else whole(shape)
+
+    def add_up(self, gradients: Mapping[str, Tensor], report: Tensor) -> tuple[list[Tensor], Tensor, Tensor | None]:
+        """Records the sums over all processes of gradients, by parameter, and of a report. Returns them with the sum of
+        the squares of the gradients of all slices; None in its place if no matrix is split."""
+        split = {name: value for name, value in gradients.items() if name in self._split}
+        rest = {name: value for name, value in gradients.items() if name not in self._split}
+        *sums, report = _sum([*rest.values(), report], dist.group.WORLD)
+        if not split:
+            return sums, report, None
+        parts = _sum(list(split.values()), self._copies)
+        squares = functional.all_reduce(_squares(parts), "sum", self._sharers) + _squares(sums)
+        named = dict(zip((*split, *rest), (*parts, *sums), strict=True))
+        return [named[name] for name in gradients], report, squares
+
+    def _call(self, module: Any, forward: Callable[[Tensor], Tensor], axis: int, values: Tensor) -> Tensor:
+        """Calls a layer with its whole matrix in place of the slice."""
+
+        def call(values: Tensor, part: Tensor) -> Tensor:
+            module._parameters["weight"] = _Gather.apply(part, axis, self._sharers)
+            try:
+                return forward(values)
+            finally:
+                module._parameters["weight"] = part
+
+        others = [value for value in module.parameters() if value is not module.weight and value.requires_grad]
+        return recompute(call, (values, module.weight), internals.barrier, others)
+
+
+def _sum(tensors: list[Tensor], group: Any) -> list[Tensor]:
+    """Records the sums of tensors over a group of processes, in one vector."""
+    flat = functional.all_reduce(torch.cat([value.reshape(-1) for value in tensors]), "sum", group)
+    parts = flat.split([value.numel() for value in tensors])
+    return [part.view_as(value) for part, value in zip(parts, tensors, strict=True)]
+
+
+def _squares(tensors: Iterable[Tensor]) -> Tensor:
+    return torch.stack([value.square().sum() for value in tensors]).sum()
+
+
+class _Gather(torch.autograd.Function):  # type: ignore[misc]  # torch is not here when types are checked
+    """Joins the slices of a group of processes along an axis; the gradient of each is summed over them."""
+
+    @staticmethod
+    def forward(context: Any, part: Tensor, axis: int, group: Any) -> Tensor:
+        context.axis, context.group = axis, group
+        return functional.all_gather_tensor(part, axis, group)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return functional.reduce_scatter_tensor(gradient, "sum", context.axis, context.group), None, None
