@@ -91,9 +91,15 @@ def use_virtual_tpu(devices: int) -> Any:
 def measure_ours(model: str, devices: int, steps: int) -> Measured:
     """Measures the trainer's backend."""
     cluster = use_virtual_tpu(devices)
+    from training.backends.torch_xla.backend import TorchXla
+
+    return measure_backend(TorchXla, cluster, model, steps)
+
+
+def measure_backend(backend_class: Any, cluster: Any, model: str, steps: int) -> Measured:
+    """Measures a backend of the trainer, whose framework can be imported."""
     import numpy as np
 
-    from training.backends.torch_xla.backend import TorchXla
     from training.batch import Signals
     from training.config import TrainerConfig
     from training.distributed.rendezvous import SingleHost
@@ -104,7 +110,7 @@ def measure_ours(model: str, devices: int, steps: int) -> Measured:
     settings = {"steps": WARM + steps, "global_batch_size": ROWS, "precision": "bf16", "dropout": 0.1}
     folders = {"train": "none", "tokenizer": "none"}
     config = TrainerConfig.model_validate({"model": sizes, "data": folders, "train": settings, "output": "none"})
-    backend = TorchXla(config, cluster, SingleHost(), ModelRequirements(VOCABULARY, 0, LENGTH))
+    backend = backend_class(config, cluster, SingleHost(), ModelRequirements(VOCABULARY, 0, LENGTH))
     batch = {name: np.array(array) for name, array in empty_batch(config, Graph("training", ROWS, LENGTH)).items()}
     batch["weights"][:] = 1
     times = time_steps(lambda number: backend.step(number, batch, Signals()).result, steps)

@@ -89,7 +89,7 @@ def chosen(name: str, *rest: str) -> tuple[str, list[str]]:
     backend is in another image."""
     if "--backend" in rest[:-1]:
         at = rest.index("--backend")
-        other = f"{name}_{rest[at + 1]}"
+        other = f"{name}_{rest[at + 1].replace('-', '_')}"
         if (ROOT / "benchmarks" / f"{other}.py").exists():
             return other, [*rest[:at], *rest[at + 2 :]]
     return name, list(rest)
