@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from launcher.config import Config
-from launcher.errors import BadInput, Exit, LaunchError
+from launcher.errors import Exit, LaunchError
 from launcher.findings import Finding, Severity, any_fatal, failure, warning
 from launcher.images import local
 from launcher.provider import Attempt, HostReport, Observation, Provider
@@ -24,7 +24,6 @@ from launcher.tpu_vm import slice_hints
 from launcher.workstation import Workstation
 from training.device_check import find_problems, parse_facts
 from training.errors import Exit as TrainerExit
-from training.registry import BACKENDS
 
 SECONDS = 300.0
 COLUMNS = ["host", "devices", "memory", "bf16 product", "sum over all", "clock", "disk free", "bucket w / r", ""]
@@ -78,14 +77,8 @@ def check_devices(config: Config, context: Context, seconds: float = SECONDS) ->
     Builds the image if necessary. Waits for answers until `seconds` after the start. Returns a report for each host.
 
     Raises:
-        BadInput: The image is of torch-tpu, whose devices it can't try.
         LaunchError: A run is on the slice (CONFLICT), the slice is not READY, or there is no image.
     """
-    if config.backend in BACKENDS and BACKENDS[config.backend].devices is None:
-        raise BadInput(
-            f"the devices can't be tried with the image of {config.backend}: --set image.backend=torch-xla tries them "
-            "with PyTorch/XLA"
-        )
     if any(ledger.state.phase.is_open for ledger in runs_on_slice(config, context.home, context.machine)):
         raise LaunchError(
             f"slice {config.slice.name} has a run: its devices are in use; "

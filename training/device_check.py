@@ -55,9 +55,10 @@ def parse_facts(lines: Iterable[str]) -> dict[str, Any]:
     """Returns the facts in a host's output, each with its last value. Ignores damaged lines."""
     facts: dict[str, Any] = {}
     for line in lines:
-        if line.startswith(PREFIX):
+        _rank, mark, fact = line.partition(PREFIX)  # TorchTPU's processes print theirs after "rank N: "
+        if mark:
             try:
-                facts.update(json.loads(line.removeprefix(PREFIX)))
+                facts.update(json.loads(fact))
             except ValueError:
                 continue  # another process wrote into the line
     return facts
@@ -168,10 +169,8 @@ def check_host(
         per_host = slice_.devices // slice_.hosts
     report("kind", kind)
     report("devices_expected", per_host)
-    devices = BACKENDS[backend].devices
-    assert devices is not None, "the command line offers no other backend"
     try:
-        _use_devices(load(devices), cluster, rendezvous, report)
+        _use_devices(load(BACKENDS[backend].devices), cluster, rendezvous, report)
     except TrainError:
         raise
     except Exception as error:  # a framework raises anything

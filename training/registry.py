@@ -76,7 +76,7 @@ class BackendEntry:
     step_watcher: str  # a class with the protocol training.lint.steps.StepWatcher
     # Of a backend that lacks one, None:
     tracer: str | None  # a class with the protocol training.preflight.programs.ProgramTracer
-    devices: str | None  # a class with the protocol training.device_check.Devices
+    devices: str  # a class with the protocol training.device_check.Devices
     profiler: str | None  # a class with the protocol training.profiler.Tracer
     defaults: Mapping[str, str] = field(default_factory=dict)  # variables to set before the import, unless they are set
 
@@ -183,7 +183,7 @@ BACKENDS: dict[str, BackendEntry] = {
         libtpu_defaults="training.distributed.libtpu_flags:no_defaults",
         step_watcher="training.lint.steps:CountingWatcher",
         tracer=None,
-        devices=None,
+        devices="training.backends.torch_tpu.devices:TorchTpuDevices",
         profiler=None,
     ),
     "tensorflow": BackendEntry(

@@ -204,10 +204,10 @@ def test_torch_tpu_is_refused_on_a_slice_or_in_an_image_that_is_not_for_it(tmp_p
         load(written(tmp_path, GOOD), command=command)
 
 
-def test_the_trainer_with_torch_tpu_selects_its_image_and_is_refused_on_v3_and_with_a_split_state() -> None:
+def test_the_trainer_with_torch_tpu_selects_its_image_and_is_refused_on_v3() -> None:
     file, runtime = Path(__file__).parents[2] / "examples" / "rehearsal.yaml", "backend=torch-tpu"
     assert load(file, [runtime]).backend == "torch-tpu"
     with pytest.raises(BadInput, match=r"slice.accelerator_type: TorchTPU does not know TPU v3 \(v3-8\)"):
         load(file, [runtime, "slice.accelerator_type=v3-8"])
-    with pytest.raises(BadInput, match=r"train.mesh.fsdp: the backend torch-tpu holds the whole state"):
-        load(file, [runtime, "train.mesh.fsdp=8"])
+    with pytest.raises(BadInput, match=r"train.mesh.fsdp is 3, which does not divide 8 devices"):
+        load(file, [runtime, "train.mesh.fsdp=3"])

@@ -52,7 +52,7 @@ def train(began: float | None, config: str, overrides: tuple[str, ...], run_id: 
         settings = load(config, overrides)
         if run_id:
             os.environ["TPU_LAUNCH_RUN_ID"] = run_id
-        _start_chip_processes(settings)
+        _start_chip_processes(settings.backend)
         cluster, rendezvous = _join_cluster(settings, shutdown)
     stop_seconds = settings.checkpoint.stop_seconds
     shutdown.limit(stop_seconds, lambda: exit_overdue(rendezvous, stop_seconds))
@@ -85,7 +85,7 @@ def evaluate(model: str, config: str, overrides: tuple[str, ...], step: int | No
 
     shutdown = install_signal_handlers()
     settings = load(config, overrides)
-    _start_chip_processes(settings)
+    _start_chip_processes(settings.backend)
     out = os.fdopen(os.dup(1), "w")  # for the figures alone: libraries print to standard output too
     os.dup2(2, 1)
     cluster, rendezvous = _join_cluster(settings, shutdown)
@@ -104,7 +104,7 @@ def evaluate(model: str, config: str, overrides: tuple[str, ...], step: int | No
 @click.command("check-devices")
 @click.option(
     "--backend",
-    type=click.Choice([name for name, entry in BACKENDS.items() if entry.devices]),
+    type=click.Choice(list(BACKENDS)),
     default="torch-xla",
     show_default=True,
     help="Framework.",
@@ -120,28 +120,30 @@ def check_devices(backend: str, output: str | None, seconds: float) -> None:
     Prints a line for each fact. Exits with 0 if there is no problem, else with 1.
     """
     from training.device_check import check_host, find_problems, print_fact
-    from training.distributed.cluster import discover
     from training.distributed.rendezvous import join
     from training.distributed.shutdown import install_signal_handlers
     from training.run_setup import prepare_devices
 
+    _start_chip_processes(backend)
     facts: dict[str, object] = {}
+    speaks = os.environ.get("LOCAL_RANK", "0") == "0"  # of the processes of a host, for facts that all have
 
     def report(name: str, value: object) -> None:
         facts[name] = value
-        print_fact(name, value)
+        if speaks or name in ("error", "lost"):
+            print_fact(name, value)
 
-    shutdown, cluster = install_signal_handlers(), discover()
+    shutdown, cluster = install_signal_handlers(), _discover(backend)
     rendezvous = join(cluster, shutdown, start_seconds=seconds, seconds=seconds, lost_seconds=30)
 
     with ending_process(rendezvous):
         try:
             prepare_devices(backend, cluster)
-            check_host(backend, output, cluster, rendezvous, report)
+            check_host(backend, output if speaks else None, cluster, rendezvous, report)
         except TrainError as error:
             report("lost" if isinstance(error, LostPeer) else "error", str(error))
             raise
-        problems = find_problems(facts, cluster.hosts, cluster.accelerator_type)
+        problems = find_problems(facts, len(cluster.all_addresses), cluster.accelerator_type)
         if fatal := [problem.message for problem in problems if problem.fatal]:
             raise TrainError("; ".join(fatal))
 
@@ -196,27 +198,32 @@ def profile(steps: int, name: str | None, seconds: float, worker: int | None) ->
     click.echo(f"steps {answer.first} to {answer.last}: {answer.file}")
 
 
-def _start_chip_processes(config: TrainerConfig) -> None:
+def _start_chip_processes(backend: str) -> None:
     """With TorchTPU, runs this command in a process for each chip of the host, and exits with their exit code; returns
     in each of these processes, and at once with other backends."""
     from training.distributed import torch_tpu
 
-    if config.backend == torch_tpu.RUNTIME and "RANK" not in os.environ:
+    if backend == torch_tpu.RUNTIME and "RANK" not in os.environ:
         from training.cli.user_program import run_chip_processes
 
         sys.exit(run_chip_processes(["training.cli", *sys.argv[1:]]))
 
 
+def _discover(backend: str) -> Cluster:
+    """Returns this host's place, with TorchTPU this process's. Raises BadInput if it contradicts itself."""
+    from training.distributed import torch_tpu
+    from training.distributed.cluster import discover
+
+    cluster = discover()
+    return torch_tpu.cluster_of_rank(cluster, os.environ) if backend == torch_tpu.RUNTIME else cluster
+
+
 def _join_cluster(config: TrainerConfig, shutdown: ShutdownRequest) -> tuple[Cluster, Rendezvous]:
     """Reads this host's place from its environment or the metadata server, and connects to host 0. Raises BadInput if
     the place contradicts itself or the hosts have no shared secret, LostPeer if host 0 does not answer in time."""
-    from training.distributed import torch_tpu
-    from training.distributed.cluster import discover
     from training.distributed.rendezvous import join
 
-    cluster, timeouts = discover(), config.rendezvous
-    if config.backend == torch_tpu.RUNTIME:
-        cluster = torch_tpu.cluster_of_rank(cluster, os.environ)
+    cluster, timeouts = _discover(config.backend), config.rendezvous
     rendezvous = join(
         cluster,
         shutdown,
