@@ -18,7 +18,7 @@ from training.backends.torch.state import HostState
 from training.backends.torch.step import HostArray, StepInputs, TrainingStep, read_report
 from training.backends.torch_tpu import internals
 from training.backends.torch_tpu.processes import Chip
-from training.backends.torch_tpu.program import DeviceState, Program
+from training.backends.torch_tpu.program import DeviceState, StepProgram
 from training.batch import Arrays, HostBatch, Signals, StepResult
 from training.checkpoint.safetensors_file import TensorSpec
 from training.checkpoint.slices import StateSlices, key_in_part
@@ -58,8 +58,8 @@ class TorchTpu:
         if config.train.mesh.fsdp > 1:
             self._chip.split_matrices(network)
         self._step = TrainingStep(config, cluster, self._host, self._chip, load(TASKS[config.task].torch))
-        self._training = Program(self._state, self._host, self._trace_step, changes=True)
-        self._evaluation = Program(self._state, self._host, self._trace_evaluation, changes=False)
+        self._training = StepProgram(self._state, self._host, self._trace_step, changes=True)
+        self._evaluation = StepProgram(self._state, self._host, self._trace_evaluation, changes=False)
         self.opening_seconds = {"devices": opened - began, "model": time.monotonic() - opened}
 
     # --- steps

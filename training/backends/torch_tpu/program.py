@@ -80,7 +80,7 @@ class DeviceState:
         host.name_parameters()
 
 
-class Program:
+class StepProgram:
     """One kind of step, compiled for each shape of its inputs."""
 
     def __init__(self, state: DeviceState, host: HostState, trace: Trace, *, changes: bool) -> None:
