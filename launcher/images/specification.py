@@ -69,7 +69,8 @@ def default_spec(
     # The Dockerfile copies the folder `code`, so it must hold a file.
     own_code = own_files(code) if code else ((".none", Path(training.__path__[0]) / "__init__.py"),)
     context = (
-        *build_context.tree(source, ignore=("Dockerfile", "*.in")),
+        # Images share a file by a link, in whose place the build gets the file.
+        *((path, file.resolve()) for path, file in build_context.tree(source, ignore=("Dockerfile", "*.in"))),
         *((f"training/{path}", file) for path, file in training_files()),
         *((f"code/{path}", file) for path, file in own_code),
     )
