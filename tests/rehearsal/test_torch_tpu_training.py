@@ -82,9 +82,10 @@ def test_four_processes_train_as_torch_xla_does_through_a_kill_and_export_a_mode
     work.good("--emulated", "down", "-f", FILE)
 
 
-def train_in(backend: str, folder: Path, run_id: str, attempt: int) -> dict[str, Any]:
+def train_in(backend: str, fsdp: int, folder: Path, run_id: str, attempt: int) -> dict[str, Any]:
     """Trains in a container of the backend's image, on a virtual v4-8, with its files in `folder`."""
-    config = small_runs.document(folder, backend=backend, train__precision="fp32", checkpoint__every_steps=5)
+    settings = {"train__precision": "fp32", "train__mesh": {"fsdp": fsdp}, "checkpoint__every_steps": 5}
+    config = small_runs.document(folder, backend=backend, **settings)
     (folder / "config.yaml").write_text(json.dumps(config))
     volume = virtual_tpu.ensure_volume(ROOT / "images" / "virtual-tpu", print)
     told = {
@@ -101,14 +102,14 @@ def train_in(backend: str, folder: Path, run_id: str, attempt: int) -> dict[str,
     return small_runs.summary(folder, run_id)
 
 
-@pytest.mark.parametrize(("first", "then"), [("torch-xla", "torch-tpu"), ("torch-tpu", "torch-xla")])
-def test_a_run_changes_the_runtime_at_a_checkpoint(first: str, then: str, tmp_path: Path) -> None:
-    """The last two of twelve steps are trained again by the other runtime."""
+@pytest.mark.parametrize(("first", "then", "fsdp"), [("torch-xla", "torch-tpu", 1), ("torch-tpu", "torch-xla", 2)])
+def test_a_run_changes_the_runtime_at_a_checkpoint(first: str, then: str, fsdp: int, tmp_path: Path) -> None:
+    """The last two of twelve steps are trained again by the other runtime, once with a state in two halves."""
     small_runs.prepare(tmp_path)
-    straight = train_in(first, tmp_path, "straight", 0)
+    straight = train_in(first, fsdp, tmp_path, "straight", 0)
     shutil.copytree(tmp_path / "runs" / "straight", tmp_path / "runs" / "changed")
     shutil.rmtree(tmp_path / "runs" / "changed" / "checkpoints" / "step-00000012")
-    changed = train_in(then, tmp_path, "changed", 1)
+    changed = train_in(then, fsdp, tmp_path, "changed", 1)
     assert changed["attempt"] == 1
     for key in ("last_loss", "eval_loss"):
         assert changed[key] == pytest.approx(straight[key], rel=1e-5), key
