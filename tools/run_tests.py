@@ -77,7 +77,7 @@ ROWS: tuple[tuple[Stage, ...], ...] = (
     (
         Stage("container", CONTAINER_TESTS, 3600),
         Stage("virtual-tpu", (*CONTAINER_TESTS, "virtual-tpu"), 1200),
-        Stage("torch-tpu", (*CONTAINER_TESTS, "torch-tpu"), 900),
+        Stage("torch-tpu", (*CONTAINER_TESTS, "torch-tpu"), 1500),
         Stage("tensorflow", (*CONTAINER_TESTS, "tensorflow"), 1800),
         Stage("oracle-torch-xla", (*CONTAINER_TESTS, "oracle-torch-xla", "-s"), 600),
     ),
