@@ -227,7 +227,7 @@ class _Connection(BaseHTTPRequestHandler):
 
     def _head(self, response: HttpResponse) -> str:
         length = response.body.length if isinstance(response.body, FileRegion) else len(response.body)
-        head = [f"HTTP/1.1 {response.status} {REASONS.get(response.status, '')}"]
+        head = [f"HTTP/1.1 {response.status} {REASONS.get(response.status, '')}", f"Date: {self.date_time_string()}"]
         head += [f"{name}: {value}" for name, value in response.headers.items()]
         if response.status not in (204, 304):
             head.append(f"Content-Length: {response.headers.get('Content-Length', length)}")

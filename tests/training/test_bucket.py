@@ -6,6 +6,7 @@ import random
 import socket
 import threading
 import time
+from email.utils import formatdate
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,30 @@ def test_create_only_lets_one_of_many_writers_win(folder: str) -> None:
     [thread.start() for thread in threads]
     [thread.join() for thread in threads]
     assert [storage.read(f"{folder}/x")] == [b"%d" % number for number in wins]
+
+
+def test_an_object_is_replaced_only_by_the_writer_that_knows_its_generation(gcs: Any) -> None:
+    first = storage.write("gs://bucket/x", b"1", create_only=True)
+    second = storage.write("gs://bucket/x", b"2", replaces=first.generation)
+    with pytest.raises(storage.AlreadyExists, match="gs://bucket/x was replaced by another writer"):
+        storage.write("gs://bucket/x", b"3", replaces=first.generation)
+    assert storage.stat("gs://bucket/x") == second
+
+
+def test_a_folder_of_a_bucket_has_subfolders(gcs: Any) -> None:
+    for name in ("runs/b/launcher/run.json", "runs/a/x", "runs/a/y", "runs/file", "other/c/x"):
+        storage.write(f"gs://bucket/{name}", b"")
+    assert storage.folders("gs://bucket/runs") == storage.folders("gs://bucket/runs/") == ["a", "b"]
+    assert storage.folders("gs://bucket/runs/c") == []
+
+
+def test_the_age_of_an_object_is_told_by_the_bucket_s_clock(gcs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage.write("gs://bucket/x", b"")
+    later = formatdate(time.time() + 100, usegmt=True)
+    monkeypatch.setattr("launcher.emulator.http_server._Connection.date_time_string", lambda connection: later)
+    found = storage.stat("gs://bucket/x")
+    assert found is not None
+    assert 98 < found.age <= 100
 
 
 def test_a_replaced_or_deleted_object_is_not_read_under_its_old_generation(gcs: Any) -> None:

@@ -49,7 +49,7 @@ from training.storage.types import (
 )
 
 __all__ = ["REMOTE", "AlreadyExists", "Changed", "NotAllowed", "NotFound", "Stat", "Storage", "StorageError"]
-__all__ += ["append", "delete", "download", "listing", "read", "read_into", "remove_partial_files", "stat"]
+__all__ += ["append", "delete", "download", "folders", "listing", "read", "read_into", "remove_partial_files", "stat"]
 __all__ += ["Traffic", "traffic", "transfer_seconds", "upload", "write"]
 __all__ += ["crc32c", "is_remote", "join", "name_of", "split_remote"]
 
@@ -99,6 +99,11 @@ def listing(folder: str) -> list[Stat]:
     return sorted(entries, key=lambda status: status.url)
 
 
+def folders(url: str) -> list[str]:
+    """Returns the names of the direct subfolders of a bucket's folder, sorted; [] if it is missing."""
+    return gcs.folders(url)
+
+
 def read(url: str, start: int = 0, end: int | None = None, *, generation: int | None = None) -> bytes:
     """Reads bytes [start, end) of an object (to its end without `end`), fewer if it ends before. Raises NotFound,
     Changed if it is not of `generation`, StorageError."""
@@ -142,11 +147,13 @@ def read_into(url: str, start: int, place: memoryview) -> int:
     return done
 
 
-def write(url: str, data: bytes | memoryview, *, create_only: bool = False) -> Stat:
+def write(url: str, data: bytes | memoryview, *, create_only: bool = False, replaces: int | None = None) -> Stat:
     """Writes a whole object, and returns its new state. With `create_only`, raises AlreadyExists when there is one;
-    exactly one of several writers succeeds."""
+    exactly one of several writers succeeds. With `replaces`, in a bucket only, raises AlreadyExists unless the object
+    has that generation."""
     if is_remote(url):
-        return gcs.write(url, data, create_only)
+        return gcs.write(url, data, 0 if create_only else replaces)
+    assert replaces is None
     with local_errors(url):
         with _replacing(url, create_only) as descriptor:
             crc = _write_summed(descriptor, memoryview(data))
@@ -169,7 +176,7 @@ def append(path: str, data: bytes) -> None:
 def upload(path: Path, url: str, *, create_only: bool = False) -> Stat:
     """Copies a local file, which may be larger than memory, to `url`; otherwise like `write`."""
     if is_remote(url):
-        return gcs.upload(path, url, create_only)
+        return gcs.upload(path, url, 0 if create_only else None)
     crc = size = 0
     with local_errors(url):
         with open(path, "rb") as source, _replacing(url, create_only) as descriptor:

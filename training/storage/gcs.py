@@ -18,7 +18,8 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -92,7 +93,9 @@ def stat(url: str) -> Stat | None:
 
     def attempt(timeout: tuple[float, float], _: float) -> Stat | None:
         blob = _client().bucket(bucket).get_blob(name, timeout=timeout, retry=None)
-        return None if blob is None else _stat(url, blob)
+        if blob is None or not (date := _CutOff.answer_date()):
+            return None if blob is None else _stat(url, blob)
+        return replace(_stat(url, blob), age=(parsedate_to_datetime(date) - blob.updated).total_seconds())
 
     return _retry(url, "looking at", attempt)
 
@@ -107,6 +110,20 @@ def listing(folder: str) -> list[Stat]:
         return [_stat(f"gs://{bucket}/{blob.name}", blob) for blob in blobs if not blob.name.endswith("/")]
 
     return sorted(_retry(folder, "listing", attempt), key=lambda stat: stat.url)
+
+
+def folders(folder: str) -> list[str]:
+    """Returns the names of the direct subfolders, sorted; [] if there is none."""
+    bucket, name = split_remote(folder)
+    prefix = name.rstrip("/") + "/" if name.strip("/") else ""
+
+    def attempt(timeout: tuple[float, float], _: float) -> list[str]:
+        found = _client().list_blobs(bucket, prefix=prefix, delimiter="/", timeout=timeout, retry=None)
+        for _blob in found:  # the prefixes are known when all pages were read
+            pass
+        return [each[len(prefix) :].rstrip("/") for each in found.prefixes]
+
+    return sorted(_retry(folder, "listing", attempt))
 
 
 def read(url: str, start: int, end: int | None, generation: int | None) -> bytes:
@@ -142,14 +159,15 @@ def read(url: str, start: int, end: int | None, generation: int | None) -> bytes
         return b""  # beyond the end, as for a file
 
 
-def write(url: str, data: bytes | memoryview, create_only: bool) -> Stat:
-    """Writes a whole object from memory; with `create_only`, raises AlreadyExists when there is one."""
+def write(url: str, data: bytes | memoryview, generation: int | None) -> Stat:
+    """Writes a whole object from memory. Raises AlreadyExists unless the object has that generation (0: there is none;
+    None: any)."""
 
     def send(blob: Any, **options: Any) -> None:
         source = _Bytes(memoryview(data))
         blob.upload_from_file(source, size=len(data), content_type="application/octet-stream", **options)
 
-    return _send(url, len(data), lambda: crc32c(data), send, create_only)
+    return _send(url, len(data), lambda: crc32c(data), send, generation)
 
 
 class _Bytes(io.RawIOBase):
@@ -178,14 +196,14 @@ class _Bytes(io.RawIOBase):
         return len(data)
 
 
-def upload(path: Path, url: str, create_only: bool) -> Stat:
+def upload(path: Path, url: str, generation: int | None) -> Stat:
     """Writes a whole object from a local file; otherwise like `write`."""
 
     def send(blob: Any, **options: Any) -> None:
         blob.upload_from_filename(str(path), content_type="application/octet-stream", **options)
 
     size = path.stat().st_size
-    return _send(url, size, lambda: Stat(str(path), size, 0).crc32c, send, create_only)
+    return _send(url, size, lambda: Stat(str(path), size, 0).crc32c, send, generation)
 
 
 def delete(url: str) -> None:
@@ -202,9 +220,10 @@ def delete(url: str) -> None:
             raise
 
 
-def _send(url: str, size: int, checksum: Callable[[], int], send: Callable[..., None], create_only: bool) -> Stat:
+def _send(url: str, size: int, checksum: Callable[[], int], send: Callable[..., None], generation: int | None) -> Stat:
     """Writes an object of `size` bytes by `send(blob, **options)`. `checksum` computes the crc32c of the sent bytes.
-    With `create_only`, raises AlreadyExists unless a request of this call, whose answer was lost, wrote it.
+    Raises AlreadyExists when the object's generation is another one, unless a request of this call, whose answer was
+    lost, wrote it.
 
     The client sends a large object in chunks and repeats a chunk that fails; the whole upload starts again only when
     its session is lost.
@@ -229,7 +248,6 @@ def _send(url: str, size: int, checksum: Callable[[], int], send: Callable[..., 
         chunks = (
             Retry(should_retry, 2 * limits.first_delay, limits.longest_delay, 2, left) if size > _ONE_REQUEST else None
         )
-        generation = 0 if create_only else None
         try:
             send(blob, checksum="crc32c", if_generation_match=generation, timeout=timeout, retry=chunks)
         except api.PreconditionFailed:
@@ -237,7 +255,8 @@ def _send(url: str, size: int, checksum: Callable[[], int], send: Callable[..., 
             present = stat(url) if sent > 1 else None
             if present and present.size == size and present.crc32c == checksum():
                 return present
-            raise AlreadyExists(f"{url} already exists") from None
+            problem = "was replaced by another writer" if generation else "already exists"
+            raise AlreadyExists(f"{url} {problem}") from None
         except api.RetryError as error:
             raise error.cause or error from None
         except api.GoogleAPICallError as error:
@@ -264,9 +283,15 @@ class _CutOff:
     @classmethod
     def watch(cls, response: Any) -> None:
         """Remembers the response that this thread is about to read."""
+        cls._current.date = response.headers.get("Date", "")
         current: _CutOff | None = getattr(cls._current, "cut_off", None)
         if current:
             current._response = response
+
+    @classmethod
+    def answer_date(cls) -> str:
+        """Returns the time of the server's last answer to this thread, in whole seconds; "" if it told none."""
+        return str(cls._current.date)
 
     def _cut(self) -> None:
         """Shuts down the connection of the response that is being read."""
