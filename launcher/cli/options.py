@@ -3,9 +3,10 @@ with `--emulated` the emulator's endpoints."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -19,6 +20,7 @@ from launcher.home import home
 from launcher.provider import Provider
 from launcher.providers import DEFAULT, PROVIDERS, capabilities, make_provider, this_machine
 from launcher.workstation import Workstation
+from training.storage import is_remote
 
 if TYPE_CHECKING:  # only the commands on a run need it, and it takes time to import
     from launcher.run.session import Context
@@ -38,27 +40,33 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def configured(function: Function, *, file_flags: tuple[str, ...] = ("-f", "--file")) -> Function:
     """Returns the command with the shared options: it loads the file and calls `function` with its configuration.
 
-    Refuses a missing file and an unsupported provider (BadInput); --emulated sets the emulator's endpoints meanwhile.
-    `function` takes the configuration first; `file_flags` are the flags that name the file.
+    A run of a bucket, gs://bucket/runs/ID, may be named in place of the file, or by --run: it is imported, and has its
+    configuration. Refuses a missing file and an unsupported provider (BadInput); --emulated sets the emulator's
+    endpoints meanwhile. `function` takes the configuration first; `file_flags` are the flags that name the file.
     """
 
     def wrapped(
-        context: click.Context, /, path: Path, overrides: tuple[str, ...], provider: str, emulated: bool, **options: Any
+        context: click.Context, /, path: str, overrides: tuple[str, ...], provider: str, emulated: bool, **options: Any
     ) -> Any:
-        path = options.pop("named", None) or path
-        if not path.exists():
+        path, command = options.pop("named", None) or path, function.__name__.rstrip("_")
+        emulated = emulated or bool(context.find_root().obj)
+        if options.get("folder"):  # of runs: no file is needed
+            with emulation(emulated):
+                return function(None, **options)
+        url = next((name for name in (options.get("run_id"), path) if name and is_remote(name)), None)
+        if url is not None:
+            with emulation(emulated):
+                config, run_id = _import(url, overrides)
+                _require_support(command, config.provider, emulated)
+                return function(config, **options | ({"run_id": run_id} if "run_id" in options else {}))
+        if not os.path.exists(path):
             raise BadInput(
                 f"{path}: no such file: name the run's YAML file with {file_flags[0]}, "
                 "or write a first one with `tpu-launch init`"
             )
-        emulated = emulated or bool(context.find_root().obj)
-        _require_support(function.__name__.rstrip("_"), provider, emulated)
-        config = replace(load(path, overrides, command=options.get("command", ())), provider=provider)
-        if not emulated:
-            return function(config, **options)
-        from launcher.emulator import control
-
-        with control.emulated(terminal.say):
+        _require_support(command, provider, emulated)
+        config = replace(load(Path(path), overrides, command=options.get("command", ())), provider=provider)
+        with emulation(emulated):
             return function(config, **options)
 
     functools.update_wrapper(wrapped, function)
@@ -66,6 +74,30 @@ def configured(function: Function, *, file_flags: tuple[str, ...] = ("-f", "--fi
     for option in _options(file_flags):
         decorated = option(decorated)
     return cast(Function, decorated)
+
+
+def _import(url: str, overrides: tuple[str, ...]) -> tuple[Config, str]:
+    """Imports a run of a bucket. Returns its configuration and its id. Raises BadInput if there is none, or for
+    --set."""
+    from launcher.run import specification
+    from launcher.run.runs import import_run
+
+    if overrides:
+        raise BadInput(f"--set changes keys of a file; {url} has the configuration with which it was started")
+    ledger = import_run(home(), machine(), url)
+    return specification.read(ledger.folder).config(), ledger.run_id
+
+
+@contextlib.contextmanager
+def emulation(emulated: bool) -> Iterator[None]:
+    """Sets the emulator's endpoints meanwhile, if `emulated`."""
+    if not emulated:
+        yield
+        return
+    from launcher.emulator import control
+
+    with control.emulated(terminal.say):
+        yield
 
 
 def _options(file_flags: tuple[str, ...]) -> list[Callable[[Any], Any]]:
@@ -91,10 +123,10 @@ def _options(file_flags: tuple[str, ...]) -> list[Callable[[Any], Any]]:
         click.option(
             *file_flags,
             "path",
-            type=click.Path(path_type=Path),
-            default=DEFAULT_FILE,
+            default=str(DEFAULT_FILE),
             show_default=True,
-            help="The run's YAML file.",
+            metavar="FILE",
+            help="The run's YAML file, or gs://bucket/runs/ID.",
         ),
     ]
 
@@ -139,4 +171,9 @@ def show_plan(config: Config, command: str) -> None:
 
 
 dry_run_option = click.option("--dry-run", is_flag=True, help="Print the commands, as `plan` does, and do nothing.")
-run_option = click.option("--run", "run_id", metavar="RUN", help="This run instead of the newest of the slice.")
+run_option = click.option(
+    "--run",
+    "run_id",
+    metavar="RUN",
+    help="This run instead of the newest of the slice: its id, or gs://bucket/runs/ID.",
+)

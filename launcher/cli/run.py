@@ -24,7 +24,12 @@ from launcher.tpu_vm import slice_hints
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
-@click.option("--run", "run_id", metavar="RUN", help="Resume this run instead of the newest unfinished one.")
+@click.option(
+    "--run",
+    "run_id",
+    metavar="RUN",
+    help="Resume this run (its id, or gs://bucket/runs/ID) instead of the newest unfinished one.",
+)
 @click.option("--new", is_flag=True, help="Start a new run even if an unfinished one could be resumed.")
 @click.option("--attach", is_flag=True, help="Watch a run that was started before; start nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print how the run ended as JSON on standard output, last.")
@@ -76,11 +81,11 @@ def run(
     except KeyboardInterrupt:
         launch.explain_interrupt(config, run_context())
         raise
-    _show_outcome(outcome, as_json)
+    show_outcome(outcome, as_json)
     sys.exit(outcome.verdict.kind.exit_code)
 
 
-def _show_outcome(outcome: Outcome, as_json: bool) -> None:
+def show_outcome(outcome: Outcome, as_json: bool) -> None:
     """Prints how the run ended: its verdict, the last lines of the first cause, and with --json all of it."""
     verdict = outcome.verdict
     for line in explain(verdict):
@@ -120,13 +125,14 @@ def stop(config: Config, run_id: str | None, grace: int | None) -> None:
 
 
 @click.command()
+@run_option
 @click.option("--json", "as_json", is_flag=True, help="Everything, for scripts.")
 @configured
-def status(config: Config, as_json: bool) -> None:
+def status(config: Config, run_id: str | None, as_json: bool) -> None:
     """Show the slice, its newest run, and what each host is doing."""
     provider = open_provider(config)
     try:
-        shown = statuses.read_status(config, run_context(), provider)
+        shown = statuses.read_status(config, run_context(), provider, run_id)
     finally:
         provider.close()
     created = shown.slice.created if shown.slice is not None else ""
@@ -146,7 +152,7 @@ def status(config: Config, as_json: bool) -> None:
 @run_option
 @click.option("-f", "--follow", "follow", is_flag=True, help="Follow until the run has ended.")
 @click.option("--host", "host", type=int, help="Only this host.")
-@click.argument("named", metavar="[FILE]", type=click.Path(path_type=Path), required=False)
+@click.argument("named", metavar="[FILE]", required=False)
 @functools.partial(configured, file_flags=("--file",))
 def logs(config: Config, run_id: str | None, follow: bool, host: int | None) -> None:
     """Print the lines of all hosts, each once. Here -f means follow: the YAML file is FILE, or --file FILE."""

@@ -121,11 +121,18 @@ everywhere_option = click.option(
 
 
 @click.command("list")
+@click.argument("folder", metavar="[gs://bucket/runs]", required=False)
 @everywhere_option
 @click.option("--json", "as_json", is_flag=True, help="Everything, for scripts.")
 @configured
-def list_(config: Config, everywhere: bool, as_json: bool) -> None:
-    """List the project's slices that tpu-launch made: state, owner, run, age, cost so far, expiry."""
+def list_(config: Config, folder: str | None, everywhere: bool, as_json: bool) -> None:
+    """List the project's slices that tpu-launch made: state, owner, run, age, cost so far, expiry. With a folder of
+    runs, list these: where each stands, and the machine that supervises it."""
+    if folder:
+        from launcher.cli.supervise import list_runs_of
+
+        list_runs_of(folder, as_json=as_json)
+        return
     listing = inventory.list_owned(config.project, _zones(config, everywhere), machine())
     now = machine().clock.time()
     if as_json:

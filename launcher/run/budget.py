@@ -44,11 +44,13 @@ def _rate_of(entries: Sequence[Entry], attempt: int) -> float:
 
 def is_spent(session: Session) -> bool:
     """Returns whether the run's budget does not allow to go on: what a save costs is kept back."""
-    budget = session.config.run.budget
-    if budget is None:
-        return False
-    entries, now = session.ledger.entries(), session.machine.clock.time()
-    return spent(entries, now + session.config.run.stop_seconds) >= budget
+    return exceeds(session.config, session.ledger.entries(), session.machine.clock.time())
+
+
+def exceeds(config: Config, entries: Sequence[Entry], now: float) -> bool:
+    """Returns `is_spent` of a run with this configuration and these events."""
+    budget = config.run.budget
+    return budget is not None and spent(entries, now + config.run.stop_seconds) >= budget
 
 
 def require_prices(config: Config) -> None:
@@ -80,6 +82,7 @@ def stop(session: Session, attempt: int) -> None:
 def take_down(session: Session) -> None:
     """Deletes the slice of a run whose budget is spent."""
     session.say(f": the budget is spent ({describe(session)}): deleting its slice; raise run.budget to go on")
+    session.ledger.confirm()
     session.provider.delete()
 
 

@@ -15,6 +15,9 @@ from launcher.run.verdict import Cause
 NOT_STARTED = "not started"
 """Outcome of an attempt whose containers could not be started on every host."""
 
+INTERRUPTED = "it was interrupted while it was started"
+"""Cause of an attempt with that outcome whose launcher was killed: another attempt follows."""
+
 VANISHED = "vanished"
 """Outcome of an attempt whose containers were missing on every host when they were next observed."""
 
@@ -86,6 +89,15 @@ class Requested(RunEvent):
     kind: ClassVar[str] = "requested"
     stops: int
     """How many stops had been requested by then. A stop beyond that number counts, wherever its line is."""
+
+
+@dataclass(frozen=True)
+class Supervised(RunEvent):
+    """A process took the lease of the run: events of the supervisor before it are refused from here on."""
+
+    kind: ClassVar[str] = "supervised"
+    holder: str
+    """Name of the supervisor's machine, and a number that no other supervisor has."""
 
 
 @dataclass(frozen=True)
@@ -266,6 +278,7 @@ KINDS: Mapping[str, type[RunEvent]] = {
         Started,
         Ended,
         Requested,
+        Supervised,
         RunStopRequested,
         HostStopped,
         HostOutOfReach,
@@ -310,6 +323,7 @@ def from_document(document: Mapping[str, Any]) -> Entry:
         name: tuple(value) if isinstance(value, list) else value for name, value in document.items()
     }
     time, kind = values.pop("time"), KINDS[values.pop("event")]
+    values.pop("by", None)  # the process that recorded it in the run's bucket
     if values.get("cause") is not None:
         values["cause"] = Cause(**values["cause"])
     return Entry(time, kind(**values))

@@ -18,6 +18,7 @@ from launcher.home import of_slice
 from launcher.images import local, overlays
 from launcher.provider import HostReport, Overlay, Provider
 from launcher.run import budget, env_file, events, specification
+from launcher.run.lease import supervising
 from launcher.run.ledger import Ledger
 from launcher.run.loop import resume_open_attempt, run_attempts
 from launcher.run.runs import find_run, list_runs, resolve_run, runs_on_slice
@@ -82,6 +83,7 @@ def run(request: RunRequest, context: Context) -> Outcome:
         RunStopped: The user stopped the run after this command began.
     """
     config, say = request.config, context.output.say
+    _pull_runs(config, context)
     known_stops = {ledger.run_id: ledger.state.stops for ledger in list_runs(context.home, context.machine)}
     variables, overlay = read_extras(request, context)
     secrets = SecretSource(context.environment, variables.values if variables else {})
@@ -108,8 +110,9 @@ def run(request: RunRequest, context: Context) -> Outcome:
             overlay,
             run_id=request.run_id,
             new=request.new,
+            say=say,
         )
-        with ledger.supervising():
+        with supervising(ledger, context.machine, say):
             known = known_stops.get(ledger.run_id, 0)
             _require_startable(request, ledger, known)
             slice_is_known = provider.known_ready()
@@ -151,7 +154,7 @@ def attach(request: RunRequest, context: Context) -> Outcome:
         raise BadInput(f"{option}: a run that is there keeps the files that it was started with: leave out --attach")
     ledger = _find(config, context, request.run_id)
     given = env_file.read(request.env_file).values if request.env_file is not None else {}
-    with ledger.supervising():
+    with supervising(ledger, context.machine, context.output.say):
         state = ledger.state
         if state.phase is Phase.NEW:
             raise BadInput(f"run {ledger.run_id} was never started")
@@ -224,6 +227,17 @@ def _find(config: Config, context: Context, run_id: str | None) -> Ledger:
     return find_run(context.home, context.machine, run_id, slice_name=config.slice.name, provider=config.provider)
 
 
+def _pull_runs(config: Config, context: Context) -> list[Ledger]:
+    """Returns the slice's runs, oldest first, with the events of unfinished ones that other machines recorded, as far
+    as their buckets answer."""
+    ledgers = runs_on_slice(config, context.home, context.machine)
+    for ledger in ledgers:
+        if ledger.state.phase is not Phase.FINISHED:
+            with contextlib.suppress(LaunchError):
+                ledger.pull(context.machine.threads)
+    return ledgers
+
+
 def _deletion_mark(config: Config) -> Path:
     """Returns the path of the file on which `delete_slice` holds a lock while it works."""
     return of_slice(config.project, config.slice.name, "deleting")
@@ -235,7 +249,7 @@ def _stop_runs(config: Config, context: Context) -> None:
     ended, and which runs may not have saved."""
     stopped = [
         ledger
-        for ledger in runs_on_slice(config, context.home, context.machine)
+        for ledger in _pull_runs(config, context)
         if ledger.state.phase.is_open or ledger.state.recovering or ledger.supervised()
     ]
     for ledger in stopped:
@@ -263,7 +277,7 @@ def _stop_detached(ledger: Ledger, context: Context) -> None:
             slice_state = session.provider.describe()
             if slice_state is not None and not slice_state.gone_for_good:
                 require_all(_stop_on_hosts(session, session.config.run.stop_seconds), "stop")
-                with ledger.supervising():
+                with supervising(ledger, context.machine, context.output.say):
                     phase = observe_phase(session)  # waits for seconds at most, as `supervise` need not
                     if phase is Phase.EXITED:
                         supervise(session, ledger.state.attempt)

@@ -10,7 +10,11 @@
     progress-<n>.jsonl                    lines of progress of the first host, as the supervisor read them
     hosts-<n>.jsonl, hosts-<n>.svg        each host's seconds a step, every half minute, and a heat map of them
     post-mortem-<n>.tar.gz                the archive of a failed attempt (launcher.run.post_mortem)
-    lock            held (flock) by the one process that supervises the run
+    lock            held (flock) by the one process of this machine that supervises the run
+    holder, events.lock    the name in its leases; held (flock) while an event is recorded in the run's bucket
+
+The ledger of a run whose output is in a bucket is there (launcher.run.bucket), and events.jsonl is a copy: an event is
+created in the bucket, then appended to the file. Events that only the bucket has are pulled.
 
 Partial failures: a crash or a full disk may cut a line of events or logs; readers skip it, and the next writer of an
 event ends it first. A run.json that is empty or damaged (power loss) is no run. The lock goes with its process. All
@@ -20,6 +24,7 @@ files are 0600, all folders 0700.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,10 +34,13 @@ from pathlib import Path
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.file_lock import is_held, lock
 from launcher.home import write_private, write_whole
+from launcher.run.bucket import RunBucket
 from launcher.run.events import Entry, RunEvent, from_document
 from launcher.run.state import RunState, state_of
 from launcher.run.stragglers import draw_hosts
+from training import storage
 from training.machine.clock import Clock, format_time
+from training.machine.threads import Threads
 from training.telemetry.progress_line import LONGEST_LINE, ProgressLine, encode, parse
 
 _LOCK_POLL_SECONDS = 0.05
@@ -51,6 +59,11 @@ class RunRecord:
     config_hash: str
     created: float
     provider: str
+    bucket: str = ""
+    """URL of the launcher's folder of the run in its bucket; empty where the ledger is on this machine only."""
+    user: str = ""
+    account: str = ""
+    """The owner (launcher.owner) in the labels of the run's slices; empty without a bucket."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +89,14 @@ class Ledger:
         self.clock = clock
         self._events = folder / "events.jsonl"
         self._read = _Read()  # replaced as a whole, because threads read at once
+        self._writer = os.urandom(8).hex()  # makes its events differ from those of all other processes
+        self.confirm: Callable[[], None] = lambda: None
+        """Returns when this process may decide: it holds the run's lease (launcher.run.lease), or there is none."""
+        self.supervisions: int | None = None
+        """How many Supervised events there are while this process holds the lease; None when it does not."""
+        self.on_lost: Callable[[str], None] = lambda supervisor: None
+        """Called with the supervisor's name when another process has recorded that it supervises the run. Does not
+        return."""
 
     @property
     def run_id(self) -> str:
@@ -94,6 +115,14 @@ class Ledger:
                 "restore the file from a backup"
             ) from None
 
+    @functools.cached_property
+    def bucket(self) -> RunBucket | None:
+        """The run's folder in its bucket; None where the ledger is on this machine only."""
+        with contextlib.suppress(BadInput):
+            if url := self.record.bucket:
+                return RunBucket(url)
+        return None
+
     @property
     def state(self) -> RunState:
         """Where the run stands now, by the events that all processes of this machine recorded. Raises as `entries`."""
@@ -103,16 +132,19 @@ class Ledger:
         """Records an event, which must not hold secrets: the file is kept. Retries for `patience` seconds, on a full
         disk for example; then raises LaunchError."""
         deadline = self.clock.monotonic() + patience
+        document = Entry(format_time(self.clock.time()), event).document()
+        line = json.dumps(document | ({"by": self._writer} if self.bucket else {}))
         while True:
             try:
-                return self._write(event)
-            except OSError as error:
+                return self._record(line)
+            except (OSError, storage.StorageError) as error:
                 if self.clock.monotonic() < deadline:
                     self.clock.sleep(_FULL_DISK_POLL_SECONDS)
                     continue
                 waited = f" for {patience:.0f} s" if patience else ""
+                reason = error.strerror if isinstance(error, OSError) else error
                 raise LaunchError(
-                    f"{self._events}: the event {event.kind!r} can't be recorded{waited}: {error.strerror}; what runs "
+                    f"{self._events}: the event {event.kind!r} can't be recorded{waited}: {reason}; what runs "
                     "on hosts goes on, and is billed: make room, then `tpu-launch run --attach`"
                 ) from None
 
@@ -123,13 +155,65 @@ class Ledger:
         except LaunchError as error:
             say(str(error))
 
-    def _write(self, event: RunEvent) -> None:
+    def pull(self, threads: Threads | None = None) -> None:
+        """Appends the events that only the bucket has to the file; with `threads`, reads many at once. Raises
+        LaunchError if the bucket does not answer."""
+        if self.bucket is None:
+            return
+        try:
+            with self._recording():
+                for text in self.bucket.read_events(len(self.entries()) + 1, threads) if threads is not None else ():
+                    self._write(text)
+                while (found := self.bucket.read_event(len(self.entries()) + 1)) is not None:
+                    self._write(found)
+                self._check_supervisor()
+        except storage.StorageError as error:
+            raise LaunchError(f"run {self.run_id}: its events can't be read: {error}") from None
+
+    def publish(self) -> None:
+        """Copies specification and overlay to the bucket, for other machines. Raises LaunchError."""
+        if self.bucket is not None:
+            self.confirm()
+            try:
+                self.bucket.upload(self.folder)
+            except storage.StorageError as error:
+                raise LaunchError(f"run {self.run_id} can't be written to its bucket: {error}") from None
+
+    def _record(self, line: str) -> None:
+        """Creates an event in the bucket, after those of other processes, and appends it to the file. Raises OSError,
+        StorageError."""
+        if self.bucket is None:
+            self._write(line)
+            return
+        with self._recording():
+            self._check_supervisor()
+            while (found := self.bucket.put_event(len(self.entries()) + 1, line)) != line:
+                self._write(found)
+                self._check_supervisor()
+            self._write(line)
+
+    def _check_supervisor(self) -> None:
+        """Calls `on_lost` if this process held the lease and another one has recorded that it supervises the run, also
+        if another command of this machine has pulled that event."""
+        state = self.state
+        if self.supervisions is not None and state.supervisions > self.supervisions:
+            self.on_lost(state.supervisor)
+
+    @contextlib.contextmanager
+    def _recording(self) -> Iterator[None]:
+        """Holds the lock of the one thread of this machine that compares the file with the bucket."""
+        path = self.folder / "events.lock"
+        with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0) as file:
+            while not lock(file, path):
+                self.clock.sleep(_LOCK_POLL_SECONDS)
+            yield
+
+    def _write(self, line: str) -> None:
         """Appends the line of an event, and ends a line that was cut before it. Raises OSError."""
-        line = json.dumps(Entry(format_time(self.clock.time()), event).document()) + "\n"
         with open(os.open(self._events, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), "r+b", buffering=0) as file:
             size = file.seek(0, os.SEEK_END)
             cut = size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n"
-            write_whole(file, ("\n" * cut + line).encode())
+            write_whole(file, ("\n" * cut + line + "\n").encode())
 
     def progress_file(self, attempt: int) -> Path:
         return self.folder / f"progress-{attempt}.jsonl"
@@ -218,8 +302,22 @@ class Ledger:
         return path
 
     def supervised(self) -> bool | None:
-        """Returns whether a process holds the run's lock now; None, with a warning, if that can't be told."""
-        return is_held(self.folder / "lock", exclusively=True)
+        """Returns whether a process of this machine holds the run's lock, or one of another machine its lease; None,
+        with a warning, if that can't be told."""
+        held = is_held(self.folder / "lock", exclusively=True)
+        if held or self.bucket is None:
+            return held
+        with contextlib.suppress(storage.StorageError):
+            lease = self.bucket.read_lease()
+            return lease is not None and lease.is_live and lease.holder != self.holder
+        return None
+
+    @property
+    def holder(self) -> str:
+        """This folder's name in the run's leases; empty before the first."""
+        with contextlib.suppress(OSError):
+            return (self.folder / "holder").read_text()
+        return ""
 
     @contextlib.contextmanager
     def supervising(self, patience: float = 5.0) -> Iterator[None]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from launcher import costs
 from launcher.errors import Exit, HostsUnreachable, LaunchError
 from launcher.provider import SliceState
-from launcher.run import budget, events
+from launcher.run import bucket, budget, events
 from launcher.run.recovery import (
     SETTLE_SECONDS,
     NextRound,
@@ -35,7 +35,7 @@ from training import storage
 _SETTLE_POLL_SECONDS = 5.0
 
 
-def run_attempts(session: Session, attempt: int | None = None) -> Outcome:
+def run_attempts(session: Session, attempt: int | None = None, verdict: Verdict | None = None) -> Outcome:
     """Starts the next attempt, watches it, then further attempts as the budgets allow. Returns how the last one ended.
 
     Goes on with a recovery that an earlier process began, at no cost to the budgets.
@@ -43,6 +43,7 @@ def run_attempts(session: Session, attempt: int | None = None) -> Outcome:
     Args:
         session: The run. Its specification names the image.
         attempt: Number of an attempt that runs, which is watched first; None: there is none.
+        verdict: How that attempt has ended, if that is recorded and what follows is not.
 
     Raises:
         LaunchError: An attempt could not be started, or the run could not be recovered.
@@ -50,7 +51,6 @@ def run_attempts(session: Session, attempt: int | None = None) -> Outcome:
         RunStopped: The user stopped the run before the first attempt had started.
     """
     while True:
-        verdict = None
         if attempt is None and (begun := session.ledger.state.recovering):
             session.say(
                 f": going on with its recovery after attempt {begun.attempt} ended: {begun.after}, {begun.reason}"
@@ -71,7 +71,7 @@ def run_attempts(session: Session, attempt: int | None = None) -> Outcome:
             ends = [event for event in session.ledger.events() if isinstance(event, events.Ended)]
             lines = list(ends[-1].last_lines) if ends and ends[-1].attempt == attempt else []
             return Outcome(session.ledger.run_id, attempt, verdict, lines)
-        attempt = following
+        attempt, verdict = following, None
 
 
 def resume_open_attempt(session: Session) -> Outcome | None:
@@ -215,6 +215,7 @@ class _Recovery:
         Recovered. Raises LaunchError if any of it fails, or the slice is taken away meanwhile."""
         session = self.session
         round_begun = self.clock.monotonic()
+        session.check_stop()
         if self.in_use is None:
             self._check_slice(settle=False)
         self._delete_slice_if_bad()
@@ -314,11 +315,13 @@ class _Recovery:
 
 
 def _list_files(session: Session) -> Sequence[storage.Stat]:
-    """Returns the files of the run's folder in its bucket; [] if there is none, or this account may not list it."""
+    """Returns the trainer's files in the run's bucket; [] if there are none, or this account may not list them."""
     trainer = session.config.trainer
     if trainer is not None and storage.is_remote(trainer.output):
         with contextlib.suppress(storage.StorageError):
-            return storage.listing(storage.join(trainer.output, session.ledger.run_id))
+            folder = storage.join(trainer.output, session.ledger.run_id)
+            own = storage.join(folder, bucket.FOLDER) + "/"
+            return [found for found in storage.listing(folder) if not found.url.startswith(own)]
     return []
 
 

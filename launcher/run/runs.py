@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
 from launcher.config import Config
-from launcher.errors import BadInput
+from launcher.errors import BadInput, LaunchError
 from launcher.home import write_private
 from launcher.provider import Overlay
-from launcher.run import specification
+from launcher.run import bucket, specification
 from launcher.run.ledger import Ledger, RunRecord
 from launcher.run.specification import Specification
 from launcher.run.state import Phase
 from launcher.workstation import Workstation
+from training import storage
 from training.machine.clock import format_time
 
 
@@ -43,8 +45,15 @@ def runs_on_slice(config: Config, home: Path, machine: Workstation) -> list[Ledg
 def find_run(
     home: Path, machine: Workstation, run_id: str | None, *, slice_name: str | None = None, provider: str | None = None
 ) -> Ledger:
-    """Returns the run of that id, or the newest one (`run_id` None), of that slice and provider (None: any). Raises
-    BadInput when there is none, or the named run is damaged."""
+    """Returns the run of that id, or the newest one (`run_id` None), of that slice and provider (None: any), with the
+    events that its bucket has. Raises BadInput when there is none, or the named run is damaged."""
+    ledger = _find(home, machine, run_id, slice_name, provider)
+    with contextlib.suppress(LaunchError):  # then as far as this machine knows
+        ledger.pull(machine.threads)
+    return ledger
+
+
+def _find(home: Path, machine: Workstation, run_id: str | None, slice_name: str | None, provider: str | None) -> Ledger:
     known = [
         ledger
         for ledger in list_runs(home, machine)
@@ -75,6 +84,7 @@ def resolve_run(
     *,
     run_id: str | None,
     new: bool,
+    say: Callable[[str], None],
 ) -> Ledger:
     """Returns the run to resume, or a new one, whose folder is made with `requested` and `overlay`.
 
@@ -93,16 +103,60 @@ def resolve_run(
     for newest in runs_on_slice(config, home, machine)[-1:] if not new else ():
         if newest.state.phase is not Phase.FINISHED and newest.record.config_hash == config_hash:
             return newest
+    name = new_run_id(config.run_name, machine)
+    folder = _folder_in_bucket(config, name, say)
     record = RunRecord(
-        run_id=new_run_id(config.run_name, machine),
+        run_id=name,
         project=config.project,
         zone=config.zone,
         slice=config.slice.name,
         config_hash=config_hash,
         created=machine.clock.time(),
         provider=config.provider,
+        bucket=folder,
+        user=machine.owner.user if folder else "",
+        account=machine.owner.account if folder else "",
     )
     return begin_run(home, machine, record, config.document.dump(), requested, overlay)
+
+
+def _folder_in_bucket(config: Config, run_id: str, say: Callable[[str], None]) -> str:
+    """Returns the URL of the launcher's folder of a new run; "" if its output is not in a bucket, or this account may
+    not write there. Raises LaunchError if the bucket does not answer."""
+    if config.trainer is None or not storage.is_remote(config.trainer.output):
+        return ""
+    url = storage.join(config.trainer.output, run_id, bucket.FOLDER)
+    try:
+        storage.write(storage.join(url, "config.yaml"), config.document.dump().encode())
+    except storage.NotAllowed as error:
+        say(
+            f"run {run_id}: only this machine can supervise it, because its events can't be kept in its bucket: {error}"
+        )
+        return ""
+    except storage.StorageError as error:
+        raise LaunchError(f"run {run_id} can't be written to its bucket: {error}") from None
+    return url
+
+
+def import_run(home: Path, machine: Workstation, url: str) -> Ledger:
+    """Copies a run's folder from gs://bucket/runs/ID, for the commands of this machine. Raises BadInput if there is no
+    run, LaunchError if the bucket does not answer."""
+    url = url.rstrip("/")
+    ledger = Ledger(home / "runs" / storage.name_of(url), machine.clock)
+    place = storage.join(url, bucket.FOLDER)
+    try:
+        bucket.RunBucket(place).download(ledger.folder)
+    except storage.NotFound as error:
+        raise BadInput(
+            f"{url} is no run that another machine can go on with ({error}): name gs://bucket/runs/ID, whose ID "
+            "`tpu-launch list gs://bucket/runs` shows"
+        ) from None
+    except storage.StorageError as error:
+        raise LaunchError(f"{url} can't be read: {error}") from None
+    if ledger.record.bucket != place:
+        raise BadInput(f"{url} was copied: the run's folder is {ledger.record.bucket}")
+    ledger.pull(machine.threads)
+    return ledger
 
 
 def begin_run(

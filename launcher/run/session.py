@@ -119,7 +119,9 @@ class Session:
         self.context.output.say(f"run {self.ledger.run_id}{text}")
 
     def check_stop(self) -> None:
-        """Raises RunStopped when the user has stopped the run, in this process or another one of this machine."""
+        """Raises RunStopped when the user has stopped the run, in this process or another one. Ends this process when
+        another one has the run's lease."""
+        self.ledger.confirm()
         if self.ledger.state.stop_requested:
             raise RunStopped.of(self.ledger.run_id)
 
@@ -141,6 +143,7 @@ class Session:
         """Writes the specification with the image, and returns the session that uses it."""
         spec = self.specification.model_copy(update={"image": image})
         specification.write(self.ledger.folder, spec)
+        self.ledger.publish()
         return replace(self, specification=spec)
 
 

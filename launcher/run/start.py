@@ -230,5 +230,5 @@ def end_interrupted_start(session: Session) -> None:
     number = session.ledger.state.attempt
     session.say(f": attempt {number} was interrupted while it was started: ending it")
     end_everywhere(session, number, session.workers, grace=session.config.run.stop_seconds)
-    cause = Cause(-1, "it was interrupted while it was started")
+    cause = Cause(-1, events.INTERRUPTED)
     session.ledger.append(events.Ended(number, events.NOT_STARTED, cause))

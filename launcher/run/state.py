@@ -28,6 +28,7 @@ from launcher.run.events import (
     RunEvent,
     RunStopRequested,
     Started,
+    Supervised,
 )
 from launcher.run.verdict import Kind
 
@@ -70,6 +71,11 @@ class RunState:
     recovering: Recovering | None = None
     """The recovery that was begun, and has neither started an attempt on all hosts nor been given up or stopped."""
 
+    supervisions: int = 0
+    """How many times a process took the run's lease."""
+    supervisor: str = ""
+    """The last of them."""
+
     @property
     def attempt(self) -> int:
         """Number of the last attempt; -1 before the first."""
@@ -105,6 +111,8 @@ def state_of(events: Iterable[RunEvent]) -> RunState:
                 state = replace(state, recovering=None)
             case RunStopRequested():
                 state = replace(state, stops=state.stops + 1, recovering=None)
+            case Supervised():
+                state = replace(state, supervisions=state.supervisions + 1, supervisor=event.holder)
             case Requested():
                 state = replace(state, acknowledged_stops=event.stops)
             case Orphaned():

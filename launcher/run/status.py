@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -32,6 +33,7 @@ _HISTORY_LINES = 8
 _SHOWN_CHARACTERS = 500  # of a host's last line
 # Events that `status` shows.
 _SHOWN = (
+    events.Supervised,
     events.Started,
     events.Ended,
     events.RunStopRequested,
@@ -103,13 +105,16 @@ class Status:
         ]
 
 
-def read_status(config: Config, context: Context, provider: Provider) -> Status:
-    """Asks the API, and each host once if the newest run has an open attempt and the slice is READY. Returns the slice,
-    that run's state and history, and a status for each host asked. Raises LaunchError if the API fails."""
+def read_status(config: Config, context: Context, provider: Provider, run_id: str | None = None) -> Status:
+    """Asks the API, and each host once if the run (the newest without `run_id`) has an open attempt and the slice is
+    READY. Returns the slice, that run's state and history, and a status for each host asked. Raises LaunchError if the
+    API fails."""
     slice_state = provider.describe()
     try:
-        ledger = find_run(context.home, context.machine, None, slice_name=config.slice.name, provider=config.provider)
+        ledger = find_run(context.home, context.machine, run_id, slice_name=config.slice.name, provider=config.provider)
     except BadInput:
+        if run_id is not None:
+            raise
         return Status(config.slice.name, slice_state, None, None, None, [], [])
     number, outcome = ledger.state.attempt, ledger.state.outcome
     observations: list[Observation] = []
@@ -161,6 +166,8 @@ def print_logs(config: Config, context: Context, run_id: str | None, *, follow: 
     answered = context.machine.clock.monotonic()
     try:
         while True:
+            with contextlib.suppress(LaunchError):
+                ledger.pull()
             ended = ledger.state.has_ended(number)
             if not ended:
                 fetcher.fetch()
@@ -215,7 +222,12 @@ def _describe_details(event: events.RunEvent) -> str:
     if isinstance(event, events.StragglerFound):
         return f"{event.factor:.1f} times the others' time in {event.part} since step {event.step:,}"
     return next(
-        (str(text) for name in ("outcome", "problem", "reason", "path") if (text := getattr(event, name, ""))), ""
+        (
+            str(text)
+            for name in ("outcome", "problem", "reason", "path", "holder")
+            if (text := getattr(event, name, ""))
+        ),
+        "",
     )
 
 

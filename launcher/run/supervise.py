@@ -101,6 +101,7 @@ def supervise(session: Session, attempt: int) -> Verdict:
     masker = SecretMasker(secrets)
     supervision = _Supervision(session, attempt)
     verdict, reachable = supervision.watch()
+    ledger.confirm()
     running = [worker for worker in reachable if not supervision.views[worker].ended]
     verdict = blame_silent_host(ledger, attempt, verdict, running)
     if verdict.kind is Kind.STALLED:
@@ -159,7 +160,9 @@ def explain(verdict: Verdict) -> list[str]:
 
 
 def stop_hosts(session: Session, attempt: int, workers: Sequence[int], *, grace: int, remove: bool) -> list[HostReport]:
-    """Calls `Provider.stop` for an attempt. Reports each host as failed if not even addresses can be looked up."""
+    """Calls `Provider.stop` for an attempt. Reports each host as failed if not even addresses can be looked up. Ends
+    this process when another one has the run's lease."""
+    session.ledger.confirm()
     try:
         return session.provider.stop(session.container(attempt), grace=grace, remove=remove, workers=workers)
     except LaunchError as error:

@@ -1,0 +1,108 @@
+"""Commands on the runs of a bucket's folder: `supervise`, and `list gs://bucket/runs`."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from launcher.cli import terminal
+from launcher.cli.options import emulation, machine
+from launcher.cli.run import show_outcome
+from launcher.config import Config
+from launcher.errors import BadInput, LaunchError
+from launcher.home import home
+from launcher.owner import Owner
+from launcher.provider import Provider
+from launcher.providers import make_provider
+from launcher.run import supervisor
+from launcher.run.bucket import FOLDER
+from launcher.run.ledger import Ledger
+from launcher.run.runs import import_run
+from launcher.run.session import Context, Output
+from training import storage
+
+
+@click.command()
+@click.argument("url", metavar="gs://bucket/runs[/ID]")
+@click.pass_context
+def supervise(context: click.Context, url: str) -> None:
+    """Go on with every unfinished run of a folder that no process supervises: watch it, recover it by its own budgets.
+    Runs until Ctrl-C or SIGTERM; the runs go on then, and another supervisor takes them over.
+
+    \b
+    tpu-launch supervise gs://bucket/runs       all runs, each in a process of its own
+    tpu-launch supervise gs://bucket/runs/ID    one run, to its end
+    """
+    url = url.rstrip("/")
+    if not storage.is_remote(url):
+        raise BadInput(f"{url}: name the folder of the runs in their bucket, gs://bucket/runs")
+    with emulation(bool(context.find_root().obj)):
+        if storage.stat(storage.join(url, FOLDER, "run.json")) is None:
+            supervisor.Supervisor(url, _context(None)).watch()
+            return
+        ledger = import_run(home(), machine(), url)
+        outcome = supervisor.take_over(ledger, _context(ledger))
+        if outcome is not None:
+            show_outcome(outcome, as_json=False)
+            sys.exit(outcome.verdict.kind.exit_code)
+        terminal.say(f"run {ledger.run_id}: nothing is left to do: {_describe(ledger)}")
+
+
+def _context(ledger: Ledger | None) -> Context:
+    """Returns the context of this process, which makes and deletes the slices of a run as the run's owner does; lines
+    of hosts are kept in the run's folder only."""
+    own = machine()
+    if ledger is not None and ledger.record.user:
+        owner = Owner(ledger.record.user, ledger.record.account)
+        own = replace(own, find_owner=lambda: owner)
+
+    def provide(config: Config) -> Provider:
+        return make_provider(config, terminal.say, own)
+
+    return Context(home(), os.environ, provide, Output(terminal.say, lambda worker, line: None), own)
+
+
+def list_runs_of(folder: str, *, as_json: bool) -> None:
+    """Prints the runs of a bucket's folder: where each stands, and which process supervises it. Raises LaunchError if
+    the bucket does not answer."""
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            rows = [_row(storage.join(folder, name), Path(scratch)) for name in storage.folders(folder)]
+        except storage.StorageError as error:
+            raise LaunchError(f"{folder} can't be read: {error}") from None
+    found = [row for row in rows if row is not None]
+    if as_json:
+        terminal.dump(found)
+    elif found:
+        terminal.table(list(found[0]), [[str(value) for value in row.values()] for row in found])
+    else:
+        terminal.say(f"no run in {folder} has its ledger there")
+
+
+def _row(url: str, scratch: Path) -> dict[str, Any] | None:
+    """Returns a run's row; None for a folder without a ledger."""
+    if storage.stat(storage.join(url, FOLDER, "run.json")) is None:
+        return None
+    ledger = import_run(scratch, machine(), url)
+    assert ledger.bucket is not None
+    lease = ledger.bucket.read_lease()
+    return {
+        "run": ledger.run_id,
+        "slice": ledger.record.slice,
+        "attempt": ledger.state.attempt,
+        "state": _describe(ledger),
+        "supervised by": lease.holder.partition(":")[0] if lease is not None and lease.is_live else "",
+    }
+
+
+def _describe(ledger: Ledger) -> str:
+    state = ledger.state
+    if state.recovering is not None:
+        return f"recovering after {state.recovering.after}"
+    return state.outcome or state.phase.value

@@ -1,0 +1,114 @@
+"""A run's folder in its bucket: what any machine needs in order to go on with the run.
+
+`<output>/<run id>/launcher/`
+    run.json, specification.yaml, config.yaml    as in the run's folder on a machine
+    overlays/overlay-<sha256>.tar.gz
+    events/00000001.json      an event; numbered without a gap, created once and never changed
+    requests/                 the record of requests for the slice (launcher.tpu_vm.requests)
+    lease.json                the supervisor's name; replaced only by generation (launcher.run.lease)
+
+Exactly one of several writers creates the event of a number: a supervisor that lost its lease finds the event with
+which the next one began, and records nothing any more. No value of a secret is in the bucket.
+
+All functions raise StorageError while the bucket does not answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.home import write_private_bytes
+from training import storage
+from training.machine.threads import Threads
+
+FOLDER = "launcher"
+LEASE_SECONDS = 30.0
+"""After which a lease that is not renewed has expired."""
+_RECORD = "run.json"
+_REPLACED = ("config.yaml", "specification.yaml")  # `run` may resume a run with other values
+_OVERLAYS = "overlays"
+_AT_ONCE = 16
+
+
+@dataclass(frozen=True)
+class LeaseState:
+    """The lease of a run, as its bucket has it."""
+
+    holder: str
+    """The supervisor's name; empty after it has released the lease."""
+    generation: int
+    age: float
+    """Seconds since its last renewal, by the bucket's clock."""
+
+    @property
+    def is_live(self) -> bool:
+        return bool(self.holder) and self.age < LEASE_SECONDS
+
+
+@dataclass(frozen=True)
+class RunBucket:
+    """The launcher's folder of one run in its bucket."""
+
+    url: str
+
+    def put_event(self, number: int, text: str) -> str:
+        """Creates the event of a number. Returns `text`, or the event that another process has created before."""
+        url = self._event(number)
+        try:
+            storage.write(url, text.encode(), create_only=True)
+        except storage.AlreadyExists:
+            return storage.read(url).decode()
+        return text
+
+    def read_event(self, number: int) -> str | None:
+        """Returns the event of a number; None if there is none yet."""
+        url = self._event(number)
+        return None if storage.stat(url) is None else storage.read(url).decode()
+
+    def read_events(self, first: int, threads: Threads) -> list[str]:
+        """Returns the events from a number on, which are read at once."""
+        urls = [found.url for found in storage.listing(storage.join(self.url, "events"))]
+        texts = threads.map(storage.read, [url for url in urls if url >= self._event(first)], at_once=_AT_ONCE)
+        return [text.decode() for text in texts]
+
+    def _event(self, number: int) -> str:
+        return storage.join(self.url, "events", f"{number:08d}.json")
+
+    def read_lease(self) -> LeaseState | None:
+        """Returns the run's lease; None before the first."""
+        url = storage.join(self.url, "lease.json")
+        while (found := storage.stat(url)) is not None:
+            with contextlib.suppress(storage.Changed):
+                holder = json.loads(storage.read(url, generation=found.generation))["holder"]
+                return LeaseState(holder, found.generation, found.age)
+        return None
+
+    def write_lease(self, holder: str, replaces: int) -> int:
+        """Replaces the lease of a generation (0: there is none yet), and returns the new one's. Raises AlreadyExists if
+        another process has replaced it."""
+        content = json.dumps({"holder": holder}).encode()
+        return storage.write(storage.join(self.url, "lease.json"), content, replaces=replaces).generation
+
+    def upload(self, folder: Path) -> None:
+        """Copies the files of a run's folder here, its record last: without one, no machine takes this for a run."""
+        for name in _REPLACED:
+            storage.upload(folder / name, storage.join(self.url, name))
+        overlays = [(path, storage.join(self.url, _OVERLAYS, path.name)) for path in folder.glob("overlay-*.tar.gz")]
+        for path, url in (*overlays, (folder / _RECORD, storage.join(self.url, _RECORD))):
+            if storage.stat(url) is None:
+                storage.upload(path, url)
+
+    def download(self, folder: Path) -> None:
+        """Copies the files of the run into a folder of this machine, its record last. Raises NotFound if there is no
+        run."""
+        record = storage.read(storage.join(self.url, _RECORD))
+        for found in storage.listing(storage.join(self.url, _OVERLAYS)):
+            path = folder / storage.name_of(found.url)
+            if not path.exists():
+                write_private_bytes(path, storage.read(found.url))
+        for name in _REPLACED:
+            write_private_bytes(folder / name, storage.read(storage.join(self.url, name)))
+        write_private_bytes(folder / _RECORD, record)

@@ -1,0 +1,150 @@
+"""The lease of a run whose ledger is in a bucket: it says which process, of all machines, supervises the run.
+
+`lease.json` is replaced by generation, so that one of several processes gets it, and renewed every few seconds. It has
+expired when its age, by the bucket's clock on both sides, is over `LEASE_SECONDS`. The new holder then records
+`Supervised`. Events have numbers that are given once, so the next event of the holder before is refused there.
+
+A holder that finds that it has lost the lease ends at once, as if it were killed: what runs on hosts goes on, and the
+new holder goes on from the ledger. While the lease can't be renewed, it decides nothing (`Ledger.confirm`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+
+from launcher.errors import Exit, LaunchError
+from launcher.home import write_private
+from launcher.run.bucket import LEASE_SECONDS, LeaseState, RunBucket
+from launcher.run.events import Supervised
+from launcher.run.ledger import Ledger
+from launcher.workstation import Workstation
+from training import storage
+from training.machine.threads import Event
+
+RENEW_SECONDS = 5.0
+_JOIN_SECONDS = 10.0  # for a renewal that is under way
+
+Say = Callable[[str], None]
+
+
+@contextlib.contextmanager
+def supervising(ledger: Ledger, machine: Workstation, say: Say) -> Iterator[None]:
+    """Holds the run's lock and, if it has a bucket, its lease. Raises LaunchError (Exit.CONFLICT) if another process
+    supervises the run, on this machine or another one."""
+    with ledger.supervising():
+        if ledger.bucket is None:
+            yield
+            return
+        lease = Lease(ledger, ledger.bucket, machine, say)
+        lease.take()
+        over = machine.threads.event()
+        thread = machine.threads.start(lease.keep, over)
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join(_JOIN_SECONDS)
+            if not thread.is_alive():
+                lease.release()
+
+
+class Lease:
+    """A process's lease of one run. `keep` runs in a thread of its own."""
+
+    def __init__(self, ledger: Ledger, bucket: RunBucket, machine: Workstation, say: Say) -> None:
+        self._ledger, self._bucket, self._machine, self._say = ledger, bucket, machine, say
+        self._holder = ledger.holder or self._new_name()
+        self._lock = machine.threads.lock()
+        self._generation = 0
+        self._renewed = (0.0, 0.0)  # monotonic clock, which may stand still while a laptop sleeps, and Unix seconds
+        self._said = False
+
+    def _new_name(self) -> str:
+        """Keeps and returns a name for this folder: the lock of a run's folder tells that its earlier holder is
+        gone."""
+        name = f"{os.uname().nodename}:{self._machine.random.randrange(1 << 32):08x}"
+        write_private(self._ledger.folder / "holder", name)
+        return name
+
+    def take(self) -> None:
+        """Takes the lease, copies the run's files to the bucket and records Supervised. Raises LaunchError:
+        Exit.CONFLICT if another machine has the lease, or the bucket does not answer."""
+        ledger = self._ledger
+        try:
+            # First the lease, then the events: a Supervised that follows is of another process with a newer lease.
+            found = self._bucket.read_lease()
+            ledger.pull(self._machine.threads)
+            if found is not None and found.is_live and found.holder != self._holder:
+                raise self._conflict(found)
+            self._renewed = (self._machine.clock.monotonic(), self._machine.clock.time())
+            try:
+                self._generation = self._bucket.write_lease(self._holder, found.generation if found else 0)
+            except storage.AlreadyExists:
+                raise self._conflict(self._bucket.read_lease()) from None
+        except storage.StorageError as error:
+            raise LaunchError(f"run {ledger.run_id}: its lease can't be taken: {error}") from None
+        ledger.supervisions, ledger.on_lost, ledger.confirm = ledger.state.supervisions, self._end, self.confirm
+        ledger.append(Supervised(max(0, ledger.state.attempt), self._holder))
+        ledger.supervisions += 1
+        ledger.publish()
+
+    def keep(self, over: Event) -> None:
+        """Renews the lease and pulls new events, such as a stop from another machine, every few seconds until `over` is
+        set. Ends the process when another one has the lease."""
+        while not over.wait(RENEW_SECONDS):
+            try:
+                self._renew()
+                self._ledger.pull()
+                self._said = False
+            except (storage.StorageError, LaunchError) as error:
+                self._say_once(error)
+
+    def confirm(self) -> None:
+        """Returns when the lease was renewed in the last half of its seconds; renews it, and waits until that succeeds.
+        Ends the process when another one has the lease."""
+        while not self._is_fresh():
+            try:
+                self._renew()
+            except storage.StorageError as error:
+                self._say_once(error)
+                self._machine.clock.sleep(RENEW_SECONDS)
+
+    def release(self) -> None:
+        """Lets another process take the lease at once. Does nothing if that fails: the lease expires."""
+        with self._lock, contextlib.suppress(storage.StorageError):
+            self._bucket.write_lease("", self._generation)
+
+    def _renew(self) -> None:
+        with self._lock:
+            before = (self._machine.clock.monotonic(), self._machine.clock.time())
+            try:
+                self._generation = self._bucket.write_lease(self._holder, self._generation)
+            except storage.AlreadyExists:
+                found = self._bucket.read_lease()
+                self._end(found.holder if found is not None and found.holder else "another process")
+            self._renewed = before
+
+    def _is_fresh(self) -> bool:
+        clock, (monotonic, time) = self._machine.clock, self._renewed
+        return max(clock.monotonic() - monotonic, abs(clock.time() - time)) < LEASE_SECONDS / 2
+
+    def _end(self, holder: str) -> None:
+        self._say(
+            f"run {self._ledger.run_id} is supervised by {holder} now: this tpu-launch changes nothing any more; "
+            f"`tpu-launch logs -f --run {self._ledger.run_id}` follows the run"
+        )
+        self._machine.exit(int(Exit.CONFLICT))
+
+    def _conflict(self, found: LeaseState | None) -> LaunchError:
+        return LaunchError(
+            f"run {self._ledger.run_id} is supervised by {found.holder if found is not None else 'another process'}: "
+            "follow it with `tpu-launch logs -f`, or stop it there",
+            exit_code=Exit.CONFLICT,
+        )
+
+    def _say_once(self, error: Exception) -> None:
+        if not self._said:
+            self._said = True
+            self._say(f"run {self._ledger.run_id}: its lease can't be renewed, nothing is decided meanwhile: {error}")

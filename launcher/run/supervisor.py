@@ -1,0 +1,213 @@
+"""`tpu-launch supervise gs://bucket/runs`: goes on with every unfinished run of a folder that no process supervises.
+
+Looks at the runs every few seconds, and starts a process for each whose lease has expired or was released
+(`tpu-launch supervise gs://bucket/runs/ID`, which is `take_over`). A process that loses its lease ends, and so does not
+disturb the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from launcher.errors import Exit, LaunchError
+from launcher.run import bucket, budget, events, specification
+from launcher.run.lease import supervising
+from launcher.run.ledger import Ledger
+from launcher.run.loop import run_attempts
+from launcher.run.recovery import Retries, decide, spent_so_far
+from launcher.run.runs import import_run
+from launcher.run.session import Context, Outcome, Session, open_session
+from launcher.run.specification import SecretSource
+from launcher.run.start import end_interrupted_start, judge_slice, observe_phase
+from launcher.run.state import Phase
+from launcher.run.verdict import Cause, Kind, Verdict
+from launcher.shell import Result
+from training import storage
+from training.machine.threads import Future
+
+POLL_SECONDS = 15.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 15.0, 300.0  # seconds, before a run whose process failed is taken over again
+_PROCESS_SECONDS = 30 * 86400.0  # after which a run's process ends, and another one takes over
+
+
+def is_unfinished(ledger: Ledger, now: float) -> bool:
+    """Returns whether a run that no process supervises has to go on: an attempt may run, a recovery was begun, or the
+    last attempt ended so that another one follows. A run that was stopped, given up or never started does not. `now`:
+    Unix seconds. Raises BadInput for a run of another version."""
+    state = ledger.state
+    if state.phase.is_open or state.recovering is not None:
+        return True
+    return state.phase is Phase.ENDED and not state.stop_requested and _follows(ledger, now)
+
+
+def _follows(ledger: Ledger, now: float) -> bool:
+    """Returns whether another attempt follows the last one, whose end is recorded, and what follows is not."""
+    last = next(
+        event for event in reversed(ledger.events()) if isinstance(event, events.Ended | events.RecoveryGivenUp)
+    )
+    if isinstance(last, events.RecoveryGivenUp):
+        return False
+    verdict = _verdict(last)
+    if verdict is None:
+        return last.outcome == events.VANISHED or (last.cause is not None and last.cause.what == events.INTERRUPTED)
+    config = specification.read(ledger.folder).config()
+    budgets = Retries(config.run.preemption_retries, config.run.failure_retries)
+    if budget.exceeds(config, ledger.entries(), now):
+        return False
+    return decide(verdict, spent_so_far(ledger.events()), budgets, stop_requested=False).retry
+
+
+def _verdict(ended: events.Ended) -> Verdict | None:
+    """Returns the verdict that an end records; None for an attempt that ended without one."""
+    with contextlib.suppress(ValueError):
+        return Verdict(Kind(ended.outcome), ended.cause, ended.symptoms)
+    return None
+
+
+def take_over(ledger: Ledger, context: Context) -> Outcome | None:
+    """Goes on with a run to its end: watches an attempt that runs, or starts the one that follows, by the run's
+    specification and budgets. Returns how the last attempt ended; None if nothing was left to do.
+
+    Raises:
+        LaunchError: Another process supervises the run (Exit.CONFLICT), or the run could not be recovered.
+        BadInput: The next attempt lacks secrets.
+    """
+    with supervising(ledger, context.machine, context.output.say):
+        if not is_unfinished(ledger, context.machine.clock.time()):
+            return None
+        session = open_session(context, ledger, SecretSource(context.environment, {}))
+        with contextlib.closing(session.provider):
+            session.say(f": going on with it, supervised by {ledger.state.supervisor}")
+            session.provider.withdraw_unused()
+            with contextlib.suppress(LaunchError):
+                session.provider.describe()  # finds out which candidate the slice is
+            if missing := session.unknown_secrets():
+                session.say(f": {specification.describe_missing(session.specification, missing)}; {_givers(ledger)}")
+            return run_attempts(session, *_last_attempt(session))
+
+
+def _last_attempt(session: Session) -> tuple[int | None, Verdict | None]:
+    """Returns the attempt to watch, or that has ended, with its verdict; None and None to start the next one. Ends an
+    attempt whose start was interrupted."""
+    ledger, state = session.ledger, session.ledger.state
+    if not state.phase.is_open:
+        ended = next(event for event in reversed(ledger.events()) if isinstance(event, events.Ended))
+        verdict = _verdict(ended) if state.recovering is None else None
+        return (state.attempt, verdict) if verdict is not None else (None, None)
+    if state.recovering and (lost := judge_slice(session)):  # a round of that recovery has failed
+        ledger.append(events.Ended(state.attempt, lost.kind.value, lost.cause))
+        return None, None
+    phase = observe_phase(session)
+    if phase is Phase.INTERRUPTED:
+        end_interrupted_start(session)
+    elif phase is Phase.VANISHED:
+        ledger.append(events.Ended(state.attempt, events.VANISHED, Cause(-1, "no host has its container any more")))
+    else:
+        return state.attempt, None
+    return None, None
+
+
+def _givers(ledger: Ledger) -> str:
+    """Returns who must give missing secrets, and how."""
+    first = next(event.holder for event in ledger.events() if isinstance(event, events.Supervised))
+    return (
+        f"until they are there, no other attempt is started: {ledger.record.user} gave them on "
+        f"{first.partition(':')[0]}, and can go on there with `tpu-launch run`; "
+        "or set them in this process's environment, from Secret Manager"
+    )
+
+
+@dataclass
+class _Child:
+    """The process of one run."""
+
+    end: Callable[[], None] = lambda: None
+    result: Future[Result] | None = None
+    pause: float = _FIRST_PAUSE
+    next_start: float = 0.0
+    """Monotonic clock."""
+    settled: int = -1
+    """Generation of the run's lease when nothing was left to do."""
+    problem: str = ""
+    """That was told last."""
+
+
+@dataclass
+class Supervisor:
+    """The processes that supervise the runs of one folder."""
+
+    folder: str
+    context: Context
+    _children: dict[str, _Child] = field(default_factory=dict)
+
+    def watch(self) -> None:
+        """Looks for runs that nothing supervises, without end; an interrupt ends the processes, which release their
+        leases, and returns."""
+        say, clock = self.context.output.say, self.context.machine.clock
+        say(f"supervising the runs of {self.folder}")
+        try:
+            while True:
+                try:
+                    names = storage.folders(self.folder)
+                except storage.StorageError as error:
+                    say(f"{self.folder} can't be read now: {error}")
+                    names = []
+                for name in names:
+                    self._look(name, self._children.setdefault(name, _Child()))
+                clock.sleep(POLL_SECONDS)
+        except KeyboardInterrupt:
+            running = [child for child in self._children.values() if child.result and not child.result.done()]
+            say(f"ending: {len(running)} runs go on without this supervisor")
+            self.context.machine.threads.map(lambda child: child.end(), running, at_once=len(running) or 1)
+
+    def _look(self, name: str, child: _Child) -> None:
+        """Starts a process for a run that nothing supervises and that has to go on. Says what fails, once."""
+        if child.result is not None and child.result.done():
+            self._report_end(name, child)
+        if child.result is None and self.context.machine.clock.monotonic() >= child.next_start:
+            try:
+                needed, child.problem = self._needs_process(name, child), ""
+            except (LaunchError, storage.StorageError) as error:
+                needed = False
+                if str(error) != child.problem:
+                    self.context.output.say(f"run {name} can't be judged: {error}")
+                child.problem = str(error)
+            if needed:
+                self._start(name, child)
+
+    def _needs_process(self, name: str, child: _Child) -> bool:
+        url = storage.join(self.folder, name)
+        lease = bucket.RunBucket(storage.join(url, bucket.FOLDER)).read_lease()
+        if lease is None or lease.is_live or lease.generation == child.settled:
+            return False
+        ledger = import_run(self.context.home, self.context.machine, url)
+        if is_unfinished(ledger, self.context.machine.clock.time()):
+            return True
+        child.settled = lease.generation
+        return False
+
+    def _start(self, name: str, child: _Child) -> None:
+        say, machine = self.context.output.say, self.context.machine
+        argv = [sys.executable, "-m", "launcher.cli", "supervise", storage.join(self.folder, name)]
+
+        def keep_end(end: Callable[[], None]) -> None:
+            child.end = end
+
+        def run() -> Result:
+            return machine.stream(argv, say, timeout=_PROCESS_SECONDS, on_start=keep_end)
+
+        say(f"run {name}: no process supervises it: taking over")
+        child.result = machine.threads.submit(run)
+
+    def _report_end(self, name: str, child: _Child) -> None:
+        """Says how a run's process ended, and doubles the pause before the next one unless the run ended well."""
+        assert child.result is not None
+        error = child.result.exception()
+        code = None if error is not None else child.result.result().returncode
+        self.context.output.say(f"run {name}: its process ended {f'with {code}' if error is None else error}")
+        child.pause = _FIRST_PAUSE if code == Exit.OK else min(2 * child.pause, _LONGEST_PAUSE)
+        child.next_start = self.context.machine.clock.monotonic() + child.pause
+        child.result = None

@@ -1,0 +1,302 @@
+"""Claims about the lease and the ledger of a run in its bucket, over the emulator's Cloud Storage with the real client:
+of two machines, one decides, whatever is frozen, killed or late, and whatever their clocks say."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+from collections.abc import Callable, Iterator
+from email.utils import formatdate
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import pytest
+
+from launcher.errors import BadInput, Exit, LaunchError
+from launcher.run import bucket as run_bucket
+from launcher.run.bucket import LEASE_SECONDS
+from launcher.run.events import AttemptBegan, HostBack, Supervised
+from launcher.run.lease import Lease, supervising
+from launcher.run.ledger import Ledger, RunRecord
+from launcher.run.runs import begin_run, import_run
+from launcher.run.specification import Specification
+from launcher.workstation import Workstation
+from tests.bucket_server import BucketServer
+from tests.simulation.scheduler import Process, Scheduler, SimulatedClock, SimulatedThreads
+from training import storage
+
+DECISIONS = 3
+EPOCH = 1_800_000_000.0
+LATE = [0.0] * 12 + [0.1, 1.0, 3.0, 12.0]  # seconds, before and after a request
+FROZEN = 0.03  # probability that the process stands still then, as on a laptop that sleeps
+
+
+@pytest.fixture(autouse=True)
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[BucketServer]:
+    found = BucketServer(tmp_path / "storage")
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", found.url)
+    yield found
+    found.close()
+
+
+class Machines:
+    """Machines that share a bucket, in virtual time. A machine may stand still before and after each request."""
+
+    def __init__(self, seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.random = random.Random(seed)
+        self.scheduler = Scheduler(self.random)
+        self.folder = folder
+        self.run = f"gs://bucket/{seed}/runs/r"
+        self.said: list[str] = []
+        self.exits: list[str] = []
+        clock = SimpleNamespace(time=lambda: EPOCH + self.scheduler.now)
+        monkeypatch.setattr("launcher.emulator.storage.bucket.time", clock)
+        monkeypatch.setattr(
+            "launcher.emulator.http_server._Connection.date_time_string",
+            lambda _: formatdate(clock.time(), usegmt=True),
+        )
+        monkeypatch.setattr(run_bucket, "storage", self)
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns a function of `storage`, before and after whose request anything may happen."""
+        found = getattr(storage, name)
+        if name not in ("read", "write", "stat", "listing", "upload"):
+            return found
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            self._wait()
+            try:
+                return found(*arguments, **options)
+            finally:
+                self._wait()
+
+        return call
+
+    def _wait(self) -> None:
+        scheduler = self.scheduler
+        if scheduler.current is not None:
+            scheduler.sleep(self.random.choice(LATE))
+            if self.random.random() < FROZEN:
+                process = scheduler.current.process
+                scheduler.call_at(scheduler.now + self.random.uniform(10, 100), lambda: scheduler.thaw(process))
+                scheduler.freeze(process)
+
+    def make(self, name: str, wrong_clock: float = 0.0) -> tuple[Workstation, Process]:
+        process = Process(name)
+
+        def end(code: int) -> NoReturn:
+            assert code == Exit.CONFLICT
+            self.exits.append(name)
+            self.scheduler.kill(process)
+            raise AssertionError
+
+        machine = Workstation(
+            clock=SimulatedClock(self.scheduler, wall=EPOCH + wrong_clock),
+            threads=SimulatedThreads(self.scheduler),
+            random=random.Random(self.random.random()),
+            exit=end,
+            connect=lambda address: pytest.fail("no host is contacted"),
+        )
+        return machine, process
+
+    def ledger(self, name: str, machine: Workstation) -> Ledger:
+        """Returns the run, in the folder of a machine; the first machine begins it."""
+        home = self.folder / name
+        if (home / "runs" / "r").exists():
+            return Ledger(home / "runs" / "r", machine.clock)
+        with contextlib.suppress(BadInput):
+            return import_run(home, machine, self.run)
+        record = RunRecord("r", "p", "z", "s", "hash", 0.0, "tpu-vm", bucket=f"{self.run}/launcher", user="ann")
+        specification = Specification(run="", provider="tpu-vm", file="f.yaml", configuration={})
+        return begin_run(home, machine, record, "a: 1", specification, None)
+
+    def supervise(self, name: str, machine: Workstation) -> None:
+        """Supervises the run until all decisions are made."""
+        while True:
+            ledger = self.ledger(name, machine)
+            with contextlib.suppress(LaunchError), supervising(ledger, machine, self.said.append):
+                while (number := ledger.state.attempt + 1) < DECISIONS:
+                    ledger.confirm()
+                    ledger.append(AttemptBegan(number))
+                    machine.clock.sleep(self.random.random() * 10)
+            if ledger.state.attempt + 1 == DECISIONS:
+                return
+            machine.clock.sleep(15.0)
+
+
+def recorded(machines: Machines) -> list[dict[str, Any]]:
+    """Returns the events in the bucket, whose numbers have no gap."""
+    found = storage.listing(f"{machines.run}/launcher/events")
+    assert [storage.name_of(each.url) for each in found] == [f"{n + 1:08d}.json" for n in range(len(found))]
+    return [json.loads(storage.read(each.url)) for each in found]
+
+
+def check(machines: Machines) -> None:
+    """Each decision was made once, by the supervisor of that time, and every copy agrees."""
+    events = recorded(machines)
+    assert [event["attempt"] for event in events if event["event"] == AttemptBegan.kind] == list(range(DECISIONS))
+    holder = ""
+    for event in events:
+        if event["event"] == Supervised.kind:
+            holder = event["by"]
+        elif event["event"] == AttemptBegan.kind:
+            assert event["by"] == holder, f"a decision of a machine without the lease: {events}"
+    for path in machines.folder.glob("*/runs/r/events.jsonl"):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        assert lines == events[: len(lines)], f"{path} is not a copy"
+
+
+def interleave(seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Machines:
+    """Runs two supervisors, whose clocks are wrong by hours, and whose processes are frozen, killed and started again; a
+    command beside the first one pulls events into its folder, and a third machine records events without the lease."""
+    machines = Machines(seed, folder, monkeypatch)
+    scheduler, rng = machines.scheduler, machines.random
+    done: list[str] = []
+
+    def finish(name: str, machine: Workstation) -> None:
+        machines.supervise(name, machine)
+        done.append(name)
+
+    def live(name: str, wrong: float) -> None:
+        while name not in done:
+            machine, process = machines.make(name, wrong)
+            task = scheduler.spawn(finish, name, machine, name=name, process=process)
+            if rng.random() < 0.3:
+                scheduler.sleep(rng.random() * 60)
+                if process.alive:
+                    scheduler.kill(process)
+            task.join()
+            assert task.error is None, task.error
+            scheduler.sleep(rng.random() * 20)
+
+    def look_on(name: str, event: bool) -> None:
+        machine, _ = machines.make(name)
+        while len(done) < 2:
+            scheduler.sleep(20 + rng.random() * 60)
+            with contextlib.suppress(LaunchError, FileNotFoundError):
+                ledger = machines.ledger(name, machine)
+                ledger.pull()
+                if event:
+                    ledger.append(HostBack(0, 1))
+
+    scheduler.spawn(live, "a", rng.uniform(-9e3, 9e3), name="a")
+    scheduler.spawn(live, "b", rng.uniform(-9e3, 9e3), name="b")
+    scheduler.spawn(lambda: (scheduler.sleep(60), look_on("a", False)), name="status beside a")
+    scheduler.spawn(lambda: (scheduler.sleep(60), look_on("c", True)), name="stop elsewhere")
+    try:
+        scheduler.run(lambda: len(done) == 2, seconds=20_000)
+    finally:
+        scheduler.close()
+    return machines
+
+
+@pytest.mark.parametrize(
+    "block", [pytest.param(block, marks=[pytest.mark.nightly] if block else []) for block in range(10)]
+)
+def test_of_two_supervisors_one_makes_each_decision(
+    block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1,000 interleavings, of which the fast tests run 100."""
+    lost = 0
+    for seed in range(block * 100, block * 100 + 100):
+        machines = interleave(seed, tmp_path / str(seed), monkeypatch)
+        check(machines)
+        lost += len(machines.exits)
+    assert lost > 10, "supervisors lose their leases"
+
+
+@pytest.fixture
+def prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machines:
+    """Machines whose requests are not late."""
+    monkeypatch.setattr(f"{__name__}.LATE", [0.0])
+    monkeypatch.setattr(f"{__name__}.FROZEN", 0.0)
+    return Machines(0, tmp_path, monkeypatch)
+
+
+def play(machines: Machines, *scenes: tuple[Process, Callable[[], object]]) -> None:
+    """Runs functions, each in a process, one after another."""
+    for process, scene in scenes:
+        task = machines.scheduler.spawn(scene, name="scene", process=process)
+        machines.scheduler.run(lambda task=task: not task.is_alive(), seconds=1e6)  # type: ignore[misc]
+        if task.error is not None:
+            raise task.error
+
+
+def test_a_lease_expires_by_the_bucket_s_clock_whatever_those_of_the_machines_say(prompt: Machines) -> None:
+    scheduler = prompt.scheduler
+    a, of_a = prompt.make("a", wrong_clock=7 * 3600)
+    b, of_b = prompt.make("b", wrong_clock=-5 * 3600)
+    taken: list[float] = []
+
+    def hold() -> None:
+        with supervising(prompt.ledger("a", a), a, prompt.said.append):
+            scheduler.sleep(100)  # renewed meanwhile
+            scheduler.call_at(scheduler.now, lambda: scheduler.kill(of_a))
+            scheduler.sleep(1)
+
+    def wait() -> None:
+        ledger, last = prompt.ledger("b", b), scheduler.now
+        while not taken:
+            with contextlib.suppress(LaunchError), supervising(ledger, b, prompt.said.append):
+                taken.append(scheduler.now - last)
+            scheduler.sleep(1)
+
+    def refuse() -> None:
+        scheduler.sleep(90)
+        elsewhere = supervising(prompt.ledger("b", b), b, prompt.said.append)
+        with pytest.raises(LaunchError, match=r"run r is supervised by .*: follow it") as raised, elsewhere:
+            pass
+        assert raised.value.exit_code == Exit.CONFLICT
+
+    scheduler.spawn(hold, name="hold", process=of_a)
+    scheduler.run(lambda: scheduler.now > 5, seconds=10)
+    play(prompt, (of_b, refuse), (of_b, wait))
+    assert scheduler.now > 100
+    assert LEASE_SECONDS - 6 < taken[0] < LEASE_SECONDS + 12, "from its last renewal at most"
+    scheduler.close()
+
+
+def test_a_lease_is_taken_at_once_when_it_was_released_or_its_holder_in_the_same_folder_is_dead(
+    prompt: Machines,
+) -> None:
+    a, of_a = prompt.make("a")
+    again, of_again = prompt.make("a")
+    b, of_b = prompt.make("b")
+
+    def die() -> None:
+        with supervising(prompt.ledger("a", a), a, prompt.said.append):
+            prompt.scheduler.kill(of_a)
+
+    def hold(name: str, machine: Workstation) -> None:
+        with supervising(prompt.ledger(name, machine), machine, prompt.said.append):
+            prompt.scheduler.sleep(1)
+
+    play(prompt, (of_a, die), (of_again, lambda: hold("a", again)), (of_b, lambda: hold("b", b)))
+    assert prompt.scheduler.now < 5
+    assert [event["event"] for event in recorded(prompt)] == [Supervised.kind] * 3
+    prompt.scheduler.close()
+
+
+def test_a_supervisor_ends_although_another_command_of_its_machine_has_pulled_who_follows_it(prompt: Machines) -> None:
+    scheduler = prompt.scheduler
+    a, of_a = prompt.make("a")
+    b, of_b = prompt.make("b")
+    status, of_status = prompt.make("status")
+    ledgers: list[Ledger] = []
+
+    def take(name: str, machine: Workstation) -> None:
+        ledger = prompt.ledger(name, machine)
+        assert ledger.bucket is not None
+        Lease(ledger, ledger.bucket, machine, prompt.said.append).take()
+        ledgers.append(ledger)
+        scheduler.sleep(LEASE_SECONDS + 2)
+
+    play(prompt, (of_a, lambda: take("a", a)), (of_b, lambda: take("b", b)))
+    play(prompt, (of_status, lambda: prompt.ledger("a", status).pull()))
+    play(prompt, (of_a, lambda: ledgers[0].append(AttemptBegan(0))))
+    assert prompt.exits == ["a"]
+    assert "run r is supervised by " in prompt.said[-1]
+    assert [event["event"] for event in recorded(prompt)] == [Supervised.kind] * 2
+    scheduler.close()
