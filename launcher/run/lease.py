@@ -16,9 +16,11 @@ from collections.abc import Callable, Iterator
 
 from launcher.errors import Exit, LaunchError
 from launcher.home import write_private
+from launcher.run import specification
 from launcher.run.bucket import LEASE_SECONDS, LeaseState, RunBucket
 from launcher.run.events import Supervised
 from launcher.run.ledger import Ledger
+from launcher.tpu_vm.requests import RequestRecord
 from launcher.workstation import Workstation
 from training import storage
 from training.machine.threads import Event
@@ -89,6 +91,16 @@ class Lease:
         ledger.append(Supervised(max(0, ledger.state.attempt), self._holder))
         ledger.supervisions += 1
         ledger.publish()
+        self._share_requests()
+
+    def _share_requests(self) -> None:
+        """Lets other machines see the requests for the slice's candidates. Says if that fails."""
+        config = specification.read(self._ledger.folder).config()
+        if config.slice.candidates and config.provider == "tpu-vm":
+            try:
+                RequestRecord(config).share(storage.join(self._bucket.url, "requests"))
+            except (storage.StorageError, OSError) as error:
+                self._say(f"requests for slice {config.slice.name} are recorded on this machine only: {error}")
 
     def keep(self, over: Event) -> None:
         """Renews the lease and pulls new events, such as a stop from another machine, every few seconds until `over` is

@@ -5,8 +5,10 @@
         000007.granted.json    the time; at most one request that has not ended is granted: the slice of the run
         000007.ended.json      the time, and why: withdrawn, no capacity, taken away, deleted, refused
 
-Every file is created whole and once (a link to a finished file), and never changed: a command that was killed at any
-point leaves requests without an end, which the next command withdraws or uses (race.py).
+        bucket                 URL of a copy for other machines, below the folder of the slice's newest run (`share`)
+
+Every file is created whole and once (in the bucket first, then as a link to a finished file), and never changed: a
+command that was killed at any point leaves requests without an end, which the next command withdraws or uses (race.py).
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ from typing import Any
 
 from launcher import home
 from launcher.config import Candidate, Config
+from launcher.errors import LaunchError
 from launcher.file_lock import lock
+from training import storage
 
 WITHDRAWN, NO_CAPACITY, TAKEN, DELETED, REFUSED = "withdrawn", "no capacity", "taken away", "deleted", "refused"
 
@@ -108,9 +112,43 @@ class RequestRecord:
             self._create(request.number, "ended", {"time": now, "outcome": outcome})
 
     def _create(self, number: int, part: str, content: dict[str, Any]) -> bool:
-        """Creates a file of the record. Returns False if it is there already."""
-        text = json.dumps(content) + "\n"
-        return create_only(self._folder / f"{number:06d}.{part}.json", text)
+        """Creates a file of the record, here and in the bucket. Returns False if it is there already. Raises
+        LaunchError if a request that is about to be made can't be recorded in the bucket."""
+        name, text, is_new = f"{number:06d}.{part}.json", json.dumps(content) + "\n", True
+        if (self._folder / _BUCKET).exists():
+            url = storage.join((self._folder / _BUCKET).read_text(), name)
+            try:
+                storage.write(url, text.encode(), create_only=True)
+            except storage.AlreadyExists:  # another machine's
+                is_new, text = False, storage.read(url).decode()
+            except storage.StorageError as error:  # `share` copies the others later
+                if part == "asked":
+                    raise LaunchError(f"request {number} is not made, because it can't be recorded: {error}") from None
+        return create_only(self._folder / name, text) and is_new
+
+    def share(self, url: str) -> None:
+        """Records requests in a folder of a bucket from now on, too, and exchanges those that only one of both has.
+        Where both have others of the same number, keeps the open ones of this machine under new numbers. Raises
+        StorageError, OSError."""
+        mine = {path.name: path.read_text() for path in self._folder.glob("[0-9]*.json")}
+        there = {storage.name_of(found.url): storage.read(found.url).decode() for found in storage.listing(url)}
+        home.write_private(self._folder / _BUCKET, url)
+        if all(there[name] == text for name, text in mine.items() if name in there):
+            for name in mine.keys() - there.keys():
+                storage.write(storage.join(url, name), mine[name].encode())
+            for name in there.keys() - mine.keys():
+                create_only(self._folder / name, there[name])
+            return
+        left = self.open()
+        for name in mine:
+            (self._folder / name).unlink()
+        for name, text in there.items():
+            create_only(self._folder / name, text)
+        self._names, self._found = set(), {}
+        for request in left:
+            again = self.ask(request.candidate, request.node, request.asked)
+            if request.granted is not None:
+                self.grant(again, request.granted)
 
     @contextlib.contextmanager
     def try_lock(self) -> Iterator[bool]:
@@ -122,7 +160,7 @@ class RequestRecord:
             yield lock(file, path)
 
 
-_ASKED = "asked.json"
+_ASKED, _BUCKET = "asked.json", "bucket"
 
 
 def create_only(path: Path, text: str) -> bool:

@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 
 from launcher.config import Candidate, Config, load
-from launcher.errors import BadInput
+from launcher.emulator.http_server import HttpResponse
+from launcher.errors import BadInput, LaunchError
 from launcher.gcloud.errors import Stockout
 from launcher.provider import SliceState
 from launcher.tpu_vm import candidates, race, requests, slice_hints, slices
 from launcher.tpu_vm.requests import RequestRecord
 from launcher.workstation import Workstation
+from tests.bucket_server import BucketServer
 from tests.launcher.emulated_gcloud import ANN, Cloud
 from tests.launcher.test_bad_input import launch
 from training.machine.threads import SystemThreads
@@ -166,6 +168,37 @@ def test_no_request_is_made_beyond_the_price_limit(cloud: Cloud, tmp_path: Path)
     assert any("not asking for v4-16" in line and "$7.37" in line for line in said)
     assert [item.candidate for item in RequestRecord(config).read()] == [SMALL]
     assert max(asked) == 1
+
+
+def test_a_supervisor_on_another_machine_uses_and_withdraws_the_requests_of_the_one_before(
+    cloud: Cloud, config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both have asked for other candidates of a slice of this name before."""
+    server = BucketServer(tmp_path / "storage")
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
+    url, first, second = "gs://bucket/runs/r/launcher/requests", *config.candidates[:2]
+    laptop = RequestRecord(config)
+    laptop.ask(first, "before", 1.0)
+    laptop.share(url)
+    laptop.grant(laptop.ask(second, "spot", 2.0), 3.0)
+    monkeypatch.setenv("TPU_LAUNCH_HOME", str(tmp_path / "elsewhere"))
+    elsewhere = RequestRecord(config)
+    elsewhere.end([elsewhere.ask(first, "own", 4.0)], requests.WITHDRAWN, 5.0)
+    left = elsewhere.ask(first, "left", 6.0)
+    elsewhere.share(url)
+    assert [(item.number, item.node, item.granted) for item in elsewhere.open()] == [
+        (1, "before", None),
+        (2, "spot", 3.0),
+        (3, left.node, None),
+    ]
+    elsewhere.end(elsewhere.open(), requests.WITHDRAWN, 7.0)
+    laptop.share(url)
+    assert laptop.open() == []
+    assert laptop.read() == elsewhere.read()
+    server.fault = lambda request: HttpResponse(403)
+    with pytest.raises(LaunchError, match="request 4 is not made, because it can't be recorded"):
+        elsewhere.ask(first, "late", 8.0)
+    server.close()
 
 
 def test_a_slice_that_was_taken_away_makes_room_for_any_candidate(cloud: Cloud, config: Config) -> None:

@@ -28,6 +28,7 @@ from tests.simulation.scheduler import Process, Scheduler, SimulatedClock, Simul
 from training import storage
 
 DECISIONS = 3
+CONFIGURATION = {"project": "p", "zone": "us-central2-b", "slice": {"name": "s", "accelerator_type": "v4-16"}}
 EPOCH = 1_800_000_000.0
 LATE = [0.0] * 12 + [0.1, 1.0, 3.0, 12.0]  # seconds, before and after a request
 FROZEN = 0.03  # probability that the process stands still then, as on a laptop that sleeps
@@ -109,7 +110,7 @@ class Machines:
         with contextlib.suppress(BadInput):
             return import_run(home, machine, self.run)
         record = RunRecord("r", "p", "z", "s", "hash", 0.0, "tpu-vm", bucket=f"{self.run}/launcher", user="ann")
-        specification = Specification(run="", provider="tpu-vm", file="f.yaml", configuration={})
+        specification = Specification(run="", provider="tpu-vm", file="f.yaml", configuration=CONFIGURATION)
         return begin_run(home, machine, record, "a: 1", specification, None)
 
     def supervise(self, name: str, machine: Workstation) -> None:
@@ -149,8 +150,8 @@ def check(machines: Machines) -> None:
 
 
 def interleave(seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Machines:
-    """Runs two supervisors, whose clocks are wrong by hours, and whose processes are frozen, killed and started again; a
-    command beside the first one pulls events into its folder, and a third machine records events without the lease."""
+    """Runs two supervisors, whose clocks are wrong by hours, and whose processes are frozen, killed and started again.
+    A command beside the first one pulls events into its folder; a third machine records events without the lease."""
     machines = Machines(seed, folder, monkeypatch)
     scheduler, rng = machines.scheduler, machines.random
     done: list[str] = []
