@@ -1,0 +1,156 @@
+"""Claims about `tpu-launch supervise` and about commands on a run of a bucket from a machine that has nothing of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.cli.main import cli
+from launcher.errors import BadInput
+from launcher.provider import Provider
+from launcher.providers import this_machine
+from launcher.run import events, supervisor
+from launcher.run.bucket import RunBucket
+from launcher.run.events import AttemptBegan, Ended, Recovering, RecoveryGivenUp, RunEvent, RunStopRequested, Started
+from launcher.run.lease import supervising
+from launcher.run.ledger import Ledger, RunRecord
+from launcher.run.runs import begin_run
+from launcher.run.session import Context, Output
+from launcher.run.specification import Specification
+from launcher.run.supervisor import Supervisor, is_unfinished
+from launcher.run.verdict import Cause
+from launcher.shell import Result
+from launcher.workstation import Workstation
+from tests.bucket_server import BucketServer
+
+RUNS = "gs://bucket/runs"
+CONFIGURATION: dict[str, Any] = {
+    "project": "p",
+    "zone": "us-central2-b",
+    "slice": {"name": "s", "accelerator_type": "v4-16"},
+    "run": {"command": ["python", "x.py"], "preemption_retries": 1, "failure_retries": 0, "secrets": ["TOKEN"]},
+}
+
+
+@pytest.fixture(autouse=True)
+def _bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    server = BucketServer(tmp_path / "storage")
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
+    yield
+    server.close()
+
+
+def begin(home: Path, run_id: str, *recorded: RunEvent, url: str = "") -> Ledger:
+    """Returns a new run of a machine with these events; its launcher has released the lease."""
+    record = RunRecord(run_id, "p", "us-central2-b", "s", "hash", 0.0, "tpu-vm", bucket=url, user="ann")
+    spec = Specification(run="", provider="tpu-vm", file="f.yaml", configuration=CONFIGURATION, secrets=["TOKEN"])
+    ledger = begin_run(home, this_machine(), record, "a: 1", spec, None)
+    with supervising(ledger, this_machine(), pytest.fail):
+        for event in recorded:
+            ledger.append(event)
+    return ledger
+
+
+BEGAN, RUNS_NOW, PREEMPTED = AttemptBegan(0), Started(0), Ended(0, "preempted", Cause(-1, "the slice is PREEMPTED"))
+AGAIN = Recovering(0, "preempted", "preemption 1 of 1", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "unfinished"),
+    [
+        ([], False),
+        ([BEGAN], True),
+        ([BEGAN, RUNS_NOW], True),
+        ([BEGAN, RUNS_NOW, RunStopRequested(0)], True),
+        ([BEGAN, RUNS_NOW, RunStopRequested(0), Ended(0, "saved")], False),
+        ([BEGAN, RUNS_NOW, Ended(0, "finished")], False),
+        ([BEGAN, RUNS_NOW, Ended(0, "failed")], False),
+        ([BEGAN, RUNS_NOW, PREEMPTED], True),
+        ([BEGAN, RUNS_NOW, PREEMPTED, AGAIN], True),
+        ([BEGAN, RUNS_NOW, PREEMPTED, AGAIN, RecoveryGivenUp(0, "no capacity", "tried for 60 minutes")], False),
+        ([BEGAN, RUNS_NOW, PREEMPTED, AGAIN, AttemptBegan(1), Started(1), replace(PREEMPTED, attempt=1)], False),
+        ([BEGAN, Ended(0, "not started", Cause(-1, "no disk"))], False),
+        ([BEGAN, Ended(0, "not started", Cause(-1, events.INTERRUPTED))], True),
+        ([BEGAN, RUNS_NOW, Ended(0, "vanished")], True),
+    ],
+)
+def test_a_run_has_to_go_on_unless_it_is_over(tmp_path: Path, recorded: list[RunEvent], unfinished: bool) -> None:
+    assert is_unfinished(begin(tmp_path, "r", *recorded), 0.0) is unfinished
+
+
+class _Enough(Exception):
+    """Ends the supervisor of a test."""
+
+
+def test_a_supervisor_starts_a_process_for_each_unfinished_run_and_again_after_a_pause(tmp_path: Path) -> None:
+    begin(tmp_path / "laptop", "live", BEGAN, RUNS_NOW, url=f"{RUNS}/live/launcher")
+    begin(tmp_path / "laptop", "over", BEGAN, RUNS_NOW, Ended(0, "finished"), url=f"{RUNS}/over/launcher")
+    held = begin(tmp_path / "laptop", "held", BEGAN, RUNS_NOW, url=f"{RUNS}/held/launcher")
+    started: list[str] = []
+
+    def stream(argv: Sequence[str], on_line: Callable[[str], None], **options: Any) -> Result:
+        started.append(argv[-1])
+        return Result(tuple(argv), 24, "", "")
+
+    clock = _Clock(looks=9)
+    machine: Workstation = replace(this_machine(), clock=clock, stream=stream)
+    said: list[str] = []
+    context = Context(tmp_path / "pod", {}, _no_provider, Output(said.append, pytest.fail), machine)
+    with supervising(held, this_machine(), said.append), pytest.raises(_Enough):
+        Supervisor(RUNS, context).watch()
+    assert set(started) == {f"{RUNS}/live"}
+    assert len(started) == 3, "after 0, 30 and 90 seconds, not at each look"
+    assert "run live: its process ended with 24" in said
+
+
+class _Clock:
+    """Time that passes only by waiting; ends the test after some waits."""
+
+    def __init__(self, looks: int) -> None:
+        self.now, self.looks = 0.0, looks
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def time(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        if seconds == supervisor.POLL_SECONDS:
+            self.looks -= 1
+            if not self.looks:
+                raise _Enough
+
+
+def _no_provider(config: object) -> Provider:
+    pytest.fail("no provider is needed")
+
+
+def test_commands_take_a_run_of_a_bucket_on_a_machine_that_has_nothing_of_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begin(tmp_path / "laptop", "r", BEGAN, RUNS_NOW, PREEMPTED, AGAIN, url=f"{RUNS}/r/launcher")
+
+    def call(*arguments: str) -> Any:
+        cli(arguments, standalone_mode=False)
+        return json.loads(capsys.readouterr().out)
+
+    assert call("list", RUNS, "--json") == [
+        {"run": "r", "slice": "s", "attempt": 0, "state": "recovering after preempted", "supervised by": ""}
+    ]
+    for option in ("--run", f"{RUNS}/r"), ("-f", f"{RUNS}/r/"):
+        found = [entry["event"] for entry in call("events", *option, "--json")]
+        assert found == ["supervised", "attempt", "started", "ended", "recover"]
+    with pytest.raises(BadInput, match=f"{RUNS}/absent is no run that another machine can go on with"):
+        call("events", "-f", f"{RUNS}/absent")
+    with pytest.raises(BadInput, match="--set changes keys of a file"):
+        call("events", "-f", f"{RUNS}/r", "--set", "train.steps=3")
+    lease = RunBucket(f"{RUNS}/r/launcher").read_lease()
+    assert lease is not None
+    assert not lease.holder, "looking takes no lease"
