@@ -19,7 +19,7 @@ _SECONDS = 60.0
 class TorchTpuDevices:
     """One process's chip; the figures are those of all processes."""
 
-    def __init__(self, cluster: Cluster, rendezvous: Rendezvous, _token: str) -> None:
+    def __init__(self, cluster: Cluster, rendezvous: Rendezvous) -> None:
         """Opens the chip and connects the processes. All call it."""
         self._chip = Chip(cluster, rendezvous, _SECONDS)
         self.local, self.total = int(os.environ["LOCAL_WORLD_SIZE"]), self._chip.devices
