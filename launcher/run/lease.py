@@ -87,7 +87,8 @@ class Lease:
                 raise self._conflict(self._bucket.read_lease()) from None
         except storage.StorageError as error:
             raise LaunchError(f"run {ledger.run_id}: its lease can't be taken: {error}") from None
-        ledger.supervisions, ledger.on_lost, ledger.confirm = ledger.state.supervisions, self._end, self.confirm
+        ledger.supervisions, ledger.on_lost = ledger.state.supervisions, self._end
+        ledger.confirm, ledger.may_decide = self.confirm, self._is_fresh
         ledger.append(Supervised(max(0, ledger.state.attempt), self._holder))
         ledger.supervisions += 1
         ledger.publish()

@@ -92,6 +92,8 @@ class Ledger:
         self._writer = os.urandom(8).hex()  # makes its events differ from those of all other processes
         self.confirm: Callable[[], None] = lambda: None
         """Returns when this process may decide: it holds the run's lease (launcher.run.lease), or there is none."""
+        self.may_decide: Callable[[], bool] = lambda: True
+        """Returns whether `confirm` would return at once."""
         self.supervisions: int | None = None
         """How many Supervised events there are while this process holds the lease; None when it does not."""
         self.on_lost: Callable[[str], None] = lambda supervisor: None
@@ -130,7 +132,7 @@ class Ledger:
 
     def append(self, event: RunEvent, *, patience: float = _FULL_DISK_SECONDS) -> None:
         """Records an event, which must not hold secrets: the file is kept. Retries for `patience` seconds, on a full
-        disk for example; then raises LaunchError."""
+        disk for example; then raises LaunchError. A supervisor waits for its run's bucket without end."""
         deadline = self.clock.monotonic() + patience
         document = Entry(format_time(self.clock.time()), event).document()
         line = json.dumps(document | ({"by": self._writer} if self.bucket else {}))
@@ -138,7 +140,7 @@ class Ledger:
             try:
                 return self._record(line)
             except (OSError, storage.StorageError) as error:
-                if self.clock.monotonic() < deadline:
+                if self.clock.monotonic() < deadline or (patience and self._is_waiting_for_bucket(error)):
                     self.clock.sleep(_FULL_DISK_POLL_SECONDS)
                     continue
                 waited = f" for {patience:.0f} s" if patience else ""
@@ -150,6 +152,9 @@ class Ledger:
 
     def note(self, event: RunEvent, say: Callable[[str], None]) -> None:
         """Records an event that only informs. If it can't be written at once, says so and goes on."""
+        if not self.may_decide():  # a request to the bucket would block for minutes
+            say(f"run {self.run_id}: the event {event.kind!r} is not recorded: its bucket does not answer")
+            return
         try:
             self.append(event, patience=0.0)
         except LaunchError as error:
@@ -191,6 +196,13 @@ class Ledger:
                 self._write(found)
                 self._check_supervisor()
             self._write(line)
+
+    def _is_waiting_for_bucket(self, error: Exception) -> bool:
+        """Returns whether this process holds the lease, after waiting until it can be renewed."""
+        if self.supervisions is None or not isinstance(error, storage.StorageError):
+            return False
+        self.confirm()
+        return True
 
     def _check_supervisor(self) -> None:
         """Calls `on_lost` if this process held the lease and another one has recorded that it supervises the run, also
