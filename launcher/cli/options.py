@@ -123,6 +123,7 @@ def _options(file_flags: tuple[str, ...]) -> list[Callable[[Any], Any]]:
         click.option(
             *file_flags,
             "path",
+            type=click.Path(),
             default=str(DEFAULT_FILE),
             show_default=True,
             metavar="FILE",

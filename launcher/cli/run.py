@@ -152,7 +152,7 @@ def status(config: Config, run_id: str | None, as_json: bool) -> None:
 @run_option
 @click.option("-f", "--follow", "follow", is_flag=True, help="Follow until the run has ended.")
 @click.option("--host", "host", type=int, help="Only this host.")
-@click.argument("named", metavar="[FILE]", required=False)
+@click.argument("named", metavar="[FILE]", type=click.Path(), required=False)
 @functools.partial(configured, file_flags=("--file",))
 def logs(config: Config, run_id: str | None, follow: bool, host: int | None) -> None:
     """Print the lines of all hosts, each once. Here -f means follow: the YAML file is FILE, or --file FILE."""

@@ -83,7 +83,7 @@ def run(request: RunRequest, context: Context) -> Outcome:
         RunStopped: The user stopped the run after this command began.
     """
     config, say = request.config, context.output.say
-    _pull_runs(config, context)
+    _pull(runs_on_slice(config, context.home, context.machine)[-1:], context)
     known_stops = {ledger.run_id: ledger.state.stops for ledger in list_runs(context.home, context.machine)}
     variables, overlay = read_extras(request, context)
     secrets = SecretSource(context.environment, variables.values if variables else {})
@@ -227,10 +227,9 @@ def _find(config: Config, context: Context, run_id: str | None) -> Ledger:
     return find_run(context.home, context.machine, run_id, slice_name=config.slice.name, provider=config.provider)
 
 
-def _pull_runs(config: Config, context: Context) -> list[Ledger]:
-    """Returns the slice's runs, oldest first, with the events of unfinished ones that other machines recorded, as far
-    as their buckets answer."""
-    ledgers = runs_on_slice(config, context.home, context.machine)
+def _pull(ledgers: list[Ledger], context: Context) -> list[Ledger]:
+    """Pulls the events that other machines recorded of unfinished runs, as far as their buckets answer. Returns
+    `ledgers`."""
     for ledger in ledgers:
         if ledger.state.phase is not Phase.FINISHED:
             with contextlib.suppress(LaunchError):
@@ -249,7 +248,7 @@ def _stop_runs(config: Config, context: Context) -> None:
     ended, and which runs may not have saved."""
     stopped = [
         ledger
-        for ledger in _pull_runs(config, context)
+        for ledger in _pull(runs_on_slice(config, context.home, context.machine), context)
         if ledger.state.phase.is_open or ledger.state.recovering or ledger.supervised()
     ]
     for ledger in stopped:

@@ -153,7 +153,7 @@ class Lease:
     def _conflict(self, found: LeaseState | None) -> LaunchError:
         return LaunchError(
             f"run {self._ledger.run_id} is supervised by {found.holder if found is not None else 'another process'}: "
-            "follow it with `tpu-launch logs -f`, or stop it there",
+            "`tpu-launch logs -f` follows it, `tpu-launch stop` stops it",
             exit_code=Exit.CONFLICT,
         )
 

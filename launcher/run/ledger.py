@@ -36,7 +36,7 @@ from launcher.file_lock import is_held, lock
 from launcher.home import write_private, write_whole
 from launcher.run.bucket import RunBucket
 from launcher.run.events import Entry, RunEvent, from_document
-from launcher.run.state import RunState, state_of
+from launcher.run.state import Phase, RunState, state_of
 from launcher.run.stragglers import draw_hosts
 from training import storage
 from training.machine.clock import Clock, format_time
@@ -317,7 +317,7 @@ class Ledger:
         """Returns whether a process of this machine holds the run's lock, or one of another machine its lease; None,
         with a warning, if that can't be told."""
         held = is_held(self.folder / "lock", exclusively=True)
-        if held or self.bucket is None:
+        if held or self.bucket is None or self.state.phase is Phase.FINISHED:
             return held
         with contextlib.suppress(storage.StorageError):
             lease = self.bucket.read_lease()

@@ -35,7 +35,9 @@ from training import storage
 _SETTLE_POLL_SECONDS = 5.0
 
 
-def run_attempts(session: Session, attempt: int | None = None, verdict: Verdict | None = None) -> Outcome:
+def run_attempts(
+    session: Session, attempt: int | None = None, verdict: Verdict | None = None, *, in_rounds: bool = False
+) -> Outcome:
     """Starts the next attempt, watches it, then further attempts as the budgets allow. Returns how the last one ended.
 
     Goes on with a recovery that an earlier process began, at no cost to the budgets.
@@ -44,6 +46,7 @@ def run_attempts(session: Session, attempt: int | None = None, verdict: Verdict 
         session: The run. Its specification names the image.
         attempt: Number of an attempt that runs, which is watched first; None: there is none.
         verdict: How that attempt has ended, if that is recorded and what follows is not.
+        in_rounds: Start the first attempt in rounds, as after a recovery: no user waits for its error.
 
     Raises:
         LaunchError: An attempt could not be started, or the run could not be recovered.
@@ -51,12 +54,14 @@ def run_attempts(session: Session, attempt: int | None = None, verdict: Verdict 
         RunStopped: The user stopped the run before the first attempt had started.
     """
     while True:
-        if attempt is None and (begun := session.ledger.state.recovering):
+        begun = session.ledger.state.recovering
+        if begun is not None and attempt is None:
             session.say(
                 f": going on with its recovery after attempt {begun.attempt} ended: {begun.after}, {begun.reason}"
             )
+        if attempt is None and (begun is not None or in_rounds):
             try:
-                attempt = _Recovery(session, in_use=False).run()
+                attempt = _Recovery(session, in_use=None if begun is None else False).run()
             except RunStopped:
                 _say_stopped(session)
                 raise

@@ -48,8 +48,9 @@ def find_run(
     """Returns the run of that id, or the newest one (`run_id` None), of that slice and provider (None: any), with the
     events that its bucket has. Raises BadInput when there is none, or the named run is damaged."""
     ledger = _find(home, machine, run_id, slice_name, provider)
-    with contextlib.suppress(LaunchError):  # then as far as this machine knows
-        ledger.pull(machine.threads)
+    if ledger.state.phase is not Phase.FINISHED:
+        with contextlib.suppress(LaunchError):  # then as far as this machine knows
+            ledger.pull(machine.threads)
     return ledger
 
 

@@ -45,11 +45,10 @@ def is_unfinished(ledger: Ledger, now: float) -> bool:
 
 def _follows(ledger: Ledger, now: float) -> bool:
     """Returns whether another attempt follows the last one, whose end is recorded, and what follows is not."""
-    last = next(
-        event for event in reversed(ledger.events()) if isinstance(event, events.Ended | events.RecoveryGivenUp)
-    )
-    if isinstance(last, events.RecoveryGivenUp):
-        return False
+    kinds = events.Ended | events.RoundFailed | events.RecoveryGivenUp
+    last = next(event for event in reversed(ledger.events()) if isinstance(event, kinds))
+    if not isinstance(last, events.Ended):
+        return isinstance(last, events.RoundFailed)
     verdict = _verdict(last)
     if verdict is None:
         return last.outcome == events.VANISHED or (last.cause is not None and last.cause.what == events.INTERRUPTED)
@@ -86,7 +85,7 @@ def take_over(ledger: Ledger, context: Context) -> Outcome | None:
                 session.provider.describe()  # finds out which candidate the slice is
             if missing := session.unknown_secrets():
                 session.say(f": {specification.describe_missing(session.specification, missing)}; {_givers(ledger)}")
-            return run_attempts(session, *_last_attempt(session))
+            return run_attempts(session, *_last_attempt(session), in_rounds=True)
 
 
 def _last_attempt(session: Session) -> tuple[int | None, Verdict | None]:
@@ -197,7 +196,10 @@ class Supervisor:
             child.end = end
 
         def run() -> Result:
-            return machine.stream(argv, say, timeout=_PROCESS_SECONDS, on_start=keep_end)
+            def pass_on(line: str) -> None:
+                say(line.partition("s  ")[2] or line)  # without the seconds since the process began
+
+            return machine.stream(argv, pass_on, timeout=_PROCESS_SECONDS, on_start=keep_end)
 
         say(f"run {name}: no process supervises it: taking over")
         child.result = machine.threads.submit(run)

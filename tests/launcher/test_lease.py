@@ -247,7 +247,7 @@ def test_a_lease_expires_by_the_bucket_s_clock_whatever_those_of_the_machines_sa
     def refuse() -> None:
         scheduler.sleep(90)
         elsewhere = supervising(prompt.ledger("b", b), b, prompt.said.append)
-        with pytest.raises(LaunchError, match=r"run r is supervised by .*: follow it") as raised, elsewhere:
+        with pytest.raises(LaunchError, match=r"run r is supervised by .*: `tpu-launch logs -f`") as raised, elsewhere:
             pass
         assert raised.value.exit_code == Exit.CONFLICT
 

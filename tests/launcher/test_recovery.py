@@ -135,8 +135,9 @@ def test_only_files_that_were_listed_in_a_bucket_tell_of_the_trainer(monkeypatch
         trainer = None if output is None else SimpleNamespace(output=output)
         return SimpleNamespace(config=SimpleNamespace(trainer=trainer), ledger=SimpleNamespace(run_id="r"))
 
-    monkeypatch.setattr(storage, "listing", lambda url: [url])
-    assert _list_files(session("gs://b/runs")) == ["gs://b/runs/r"]
+    files = [storage.Stat(f"gs://b/runs/r/{name}", 0, 0) for name in ("launcher/events/1.json", "launcher.txt")]
+    monkeypatch.setattr(storage, "listing", lambda url: files if url == "gs://b/runs/r" else [])
+    assert _list_files(session("gs://b/runs")) == files[1:], "not the launcher's own"
     assert _list_files(session("/data/runs")) == _list_files(session(None)) == []
 
     def refuse(_url: str) -> list[str]:

@@ -16,7 +16,16 @@ from launcher.provider import Provider
 from launcher.providers import this_machine
 from launcher.run import events, supervisor
 from launcher.run.bucket import RunBucket
-from launcher.run.events import AttemptBegan, Ended, Recovering, RecoveryGivenUp, RunEvent, RunStopRequested, Started
+from launcher.run.events import (
+    AttemptBegan,
+    Ended,
+    Recovering,
+    RecoveryGivenUp,
+    RoundFailed,
+    RunEvent,
+    RunStopRequested,
+    Started,
+)
 from launcher.run.lease import supervising
 from launcher.run.ledger import Ledger, RunRecord
 from launcher.run.runs import begin_run
@@ -76,6 +85,7 @@ AGAIN = Recovering(0, "preempted", "preemption 1 of 1", 0.0)
         ([BEGAN, RUNS_NOW, PREEMPTED, AGAIN, AttemptBegan(1), Started(1), replace(PREEMPTED, attempt=1)], False),
         ([BEGAN, Ended(0, "not started", Cause(-1, "no disk"))], False),
         ([BEGAN, Ended(0, "not started", Cause(-1, events.INTERRUPTED))], True),
+        ([BEGAN, Ended(0, "not started", Cause(-1, "no answer")), RoundFailed(0, "no answer", "again", 5.0)], True),
         ([BEGAN, RUNS_NOW, Ended(0, "vanished")], True),
     ],
 )
