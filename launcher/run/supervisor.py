@@ -197,7 +197,8 @@ class Supervisor:
 
         def run() -> Result:
             def pass_on(line: str) -> None:
-                say(line.partition("s  ")[2] or line)  # without the seconds since the process began
+                if text := (line.partition("s  ")[2] or line).strip():  # without the seconds since the process began
+                    say(text if text.startswith("run ") else f"run {name}: {text}")
 
             return machine.stream(argv, pass_on, timeout=_PROCESS_SECONDS, on_start=keep_end)
 

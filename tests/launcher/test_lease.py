@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import pytest
 
+from launcher.emulator.http_server import HttpResponse
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.run import bucket as run_bucket
 from launcher.run.bucket import LEASE_SECONDS
@@ -300,4 +301,34 @@ def test_a_supervisor_ends_although_another_command_of_its_machine_has_pulled_wh
     assert prompt.exits == ["a"]
     assert "run r is supervised by " in prompt.said[-1]
     assert [event["event"] for event in recorded(prompt)] == [Supervised.kind] * 2
+    scheduler.close()
+
+
+def test_a_supervisor_whose_bucket_refuses_decides_nothing_until_it_answers(
+    prompt: Machines, server: BucketServer
+) -> None:
+    scheduler = prompt.scheduler
+    a, of_a = prompt.make("a")
+    server.fault = lambda request: HttpResponse(403) if 20 < scheduler.now < 200 else None
+    recorded_at: list[float] = []
+
+    def decide() -> None:
+        ledger = prompt.ledger("a", a)
+        with supervising(ledger, a, prompt.said.append):
+            scheduler.sleep(25)
+            ledger.append(AttemptBegan(0))
+            recorded_at.append(scheduler.now)
+
+    def tell() -> None:
+        scheduler.sleep(100)
+        ledger = prompt.ledger("a", a)
+        assert ledger.state.attempt == -1
+
+    scheduler.spawn(tell, name="tell")
+    play(prompt, (of_a, decide))
+    assert 200 <= recorded_at[0] < 210
+    assert (
+        len([text for text in prompt.said if "its lease can't be renewed, nothing is decided meanwhile" in text]) == 1
+    )
+    assert [event["event"] for event in recorded(prompt)] == [Supervised.kind, AttemptBegan.kind]
     scheduler.close()
