@@ -82,18 +82,10 @@ def run_attempts(
 def resume_open_attempt(session: Session) -> Outcome | None:
     """Watches the attempt whose end is not recorded, or records an end that no process saw; ends an interrupted start.
     Closes the provider. Returns how the run ended; None if the next attempt has to be started."""
-    ledger = session.ledger
-    number = ledger.state.attempt
+    number = session.ledger.state.attempt
     with contextlib.closing(session.provider):
-        if ledger.state.recovering and (lost := judge_slice(session)):  # a round of that recovery has failed
-            ledger.append(events.Ended(number, lost.kind.value, lost.cause))
-            return None
-        phase = observe_phase(session)
-        if phase is Phase.INTERRUPTED:
-            end_interrupted_start(session)
-            return None
-        if phase is Phase.VANISHED:
-            ledger.append(events.Ended(number, events.VANISHED, Cause(-1, "no host has its container any more")))
+        phase = observe_open_attempt(session)
+        if phase is None:
             return None
         session.say(f": attempt {number} is there already; attaching to it")
         try:
@@ -106,6 +98,24 @@ def resume_open_attempt(session: Session) -> Outcome | None:
     # The attempt had ended while no process watched it: `run` was asked for in order to resume it.
     session.say(f": attempt {number} had ended: {explain(outcome.verdict)[0]}")
     return None
+
+
+def observe_open_attempt(session: Session) -> Phase | None:
+    """Returns the phase of the attempt whose end is not recorded, as its hosts answer. Records the end of one that is
+    gone, ends an interrupted start, and returns None."""
+    ledger = session.ledger
+    number = ledger.state.attempt
+    if ledger.state.recovering and (lost := judge_slice(session)):  # a round of that recovery has failed
+        ledger.append(events.Ended(number, lost.kind.value, lost.cause))
+        return None
+    phase = observe_phase(session)
+    if phase is Phase.INTERRUPTED:
+        end_interrupted_start(session)
+        return None
+    if phase is Phase.VANISHED:
+        ledger.append(events.Ended(number, events.VANISHED, Cause(-1, "no host has its container any more")))
+        return None
+    return phase
 
 
 def _recover(session: Session, attempt: int, verdict: Verdict) -> int | None:

@@ -16,14 +16,14 @@ from launcher.errors import Exit, LaunchError
 from launcher.run import bucket, budget, events, specification
 from launcher.run.lease import supervising
 from launcher.run.ledger import Ledger
-from launcher.run.loop import run_attempts
+from launcher.run.loop import observe_open_attempt, run_attempts
 from launcher.run.recovery import Retries, decide, spent_so_far
 from launcher.run.runs import import_run
 from launcher.run.session import Context, Outcome, Session, open_session
 from launcher.run.specification import SecretSource
-from launcher.run.start import end_interrupted_start, judge_slice, observe_phase
+from launcher.run.start import require_inputs
 from launcher.run.state import Phase
-from launcher.run.verdict import Cause, Kind, Verdict
+from launcher.run.verdict import Kind, Verdict
 from launcher.shell import Result
 from training import storage
 from training.machine.threads import Future
@@ -83,9 +83,13 @@ def take_over(ledger: Ledger, context: Context) -> Outcome | None:
             session.provider.withdraw_unused()
             with contextlib.suppress(LaunchError):
                 session.provider.describe()  # finds out which candidate the slice is
-            if missing := session.unknown_secrets():
+            missing = session.unknown_secrets() if session.provider.capabilities.sends_secrets else []
+            if missing:
                 session.say(f": {specification.describe_missing(session.specification, missing)}; {_givers(ledger)}")
-            return run_attempts(session, *_last_attempt(session), in_rounds=True)
+            attempt, verdict = _last_attempt(session)
+            if attempt is None:
+                require_inputs(session)
+            return run_attempts(session, attempt, verdict, in_rounds=True)
 
 
 def _last_attempt(session: Session) -> tuple[int | None, Verdict | None]:
@@ -96,17 +100,7 @@ def _last_attempt(session: Session) -> tuple[int | None, Verdict | None]:
         ended = next(event for event in reversed(ledger.events()) if isinstance(event, events.Ended))
         verdict = _verdict(ended) if state.recovering is None else None
         return (state.attempt, verdict) if verdict is not None else (None, None)
-    if state.recovering and (lost := judge_slice(session)):  # a round of that recovery has failed
-        ledger.append(events.Ended(state.attempt, lost.kind.value, lost.cause))
-        return None, None
-    phase = observe_phase(session)
-    if phase is Phase.INTERRUPTED:
-        end_interrupted_start(session)
-    elif phase is Phase.VANISHED:
-        ledger.append(events.Ended(state.attempt, events.VANISHED, Cause(-1, "no host has its container any more")))
-    else:
-        return state.attempt, None
-    return None, None
+    return (None if observe_open_attempt(session) is None else state.attempt), None
 
 
 def _givers(ledger: Ledger) -> str:

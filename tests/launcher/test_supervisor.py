@@ -12,7 +12,7 @@ import pytest
 
 from launcher.cli.main import cli
 from launcher.errors import BadInput
-from launcher.provider import Provider
+from launcher.provider import ContainerState, Provider, container_name
 from launcher.providers import this_machine
 from launcher.run import events, supervisor
 from launcher.run.bucket import RunBucket
@@ -28,14 +28,16 @@ from launcher.run.events import (
 )
 from launcher.run.lease import supervising
 from launcher.run.ledger import Ledger, RunRecord
-from launcher.run.runs import begin_run
+from launcher.run.runs import begin_run, import_run
 from launcher.run.session import Context, Output
 from launcher.run.specification import Specification
 from launcher.run.supervisor import Supervisor, is_unfinished
-from launcher.run.verdict import Cause
+from launcher.run.verdict import Cause, Kind
 from launcher.shell import Result
 from launcher.workstation import Workstation
 from tests.bucket_server import BucketServer
+from tests.launcher.test_runs import FakeProvider, FastClock, Hosts
+from training import storage
 
 RUNS = "gs://bucket/runs"
 CONFIGURATION: dict[str, Any] = {
@@ -57,7 +59,8 @@ def _bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def begin(home: Path, run_id: str, *recorded: RunEvent, url: str = "") -> Ledger:
     """Returns a new run of a machine with these events; its launcher has released the lease."""
     record = RunRecord(run_id, "p", "us-central2-b", "s", "hash", 0.0, "tpu-vm", bucket=url, user="ann")
-    spec = Specification(run="", provider="tpu-vm", file="f.yaml", configuration=CONFIGURATION, secrets=["TOKEN"])
+    spec = Specification(run="", provider="tpu-vm", file="f.yaml", configuration=CONFIGURATION, secrets=["TOKEN"],
+        image="r/i@sha256:" + "0" * 64)  # fmt: skip
     ledger = begin_run(home, this_machine(), record, "a: 1", spec, None)
     with supervising(ledger, this_machine(), pytest.fail):
         for event in recorded:
@@ -91,6 +94,48 @@ AGAIN = Recovering(0, "preempted", "preemption 1 of 1", 0.0)
 )
 def test_a_run_has_to_go_on_unless_it_is_over(tmp_path: Path, recorded: list[RunEvent], unfinished: bool) -> None:
     assert is_unfinished(begin(tmp_path, "r", *recorded), 0.0) is unfinished
+
+
+@pytest.mark.parametrize(
+    ("recorded", "running", "attempts"),
+    [
+        ([BEGAN, RUNS_NOW], "running", 0),  # its launcher was killed while it watched
+        ([BEGAN], "created", 1),  # while it started the attempt
+        ([BEGAN, RUNS_NOW], "absent", 1),  # and the hosts were made again
+        ([BEGAN, RUNS_NOW, PREEMPTED], "absent", 1),  # before it decided
+        ([BEGAN, RUNS_NOW, PREEMPTED, AGAIN], "absent", 1),  # while it recovered the run
+    ],
+)
+def test_a_run_is_finished_elsewhere_wherever_its_launcher_was_killed(
+    tmp_path: Path, recorded: list[RunEvent], running: str, attempts: int
+) -> None:
+    url = f"{RUNS}/r/launcher"
+    begin(tmp_path / "laptop", "r", *recorded, url=url)
+    hosts = Hosts([0], state={container_name("r", 0): ContainerState(running)})
+    if running == "running":
+        hosts.hooks["observe"] = [lambda: None] * 4 + [
+            hosts.change(state={container_name("r", 0): ContainerState("exited", 0)})
+        ]
+    hosts.slice_state = "READY" if running != "absent" else "PREEMPTED"
+    ledger, said = import_run(tmp_path / "pod", this_machine(), f"{RUNS}/r"), list[str]()
+
+    def take_over(**secrets: str) -> Any:
+        machine = replace(this_machine(), clock=FastClock())
+        output = Output(said.append, lambda worker, line: None)
+        context = Context(tmp_path / "pod", secrets, lambda config: FakeProvider(config, hosts), output, machine)
+        return supervisor.take_over(ledger, context)
+
+    if attempts:
+        with pytest.raises(BadInput, match=r"attempt 1 is not started: values of secrets are missing .*: TOKEN"):
+            take_over()
+        assert any("no other attempt is started: ann gave them on" in text for text in said)
+    outcome = take_over(TOKEN="s3cret")
+    assert (outcome.attempt, outcome.verdict.kind) == (attempts, Kind.FINISHED), said
+    assert [attempt.number for attempt in hosts.attempts] == [1] * attempts
+    found = [storage.read(each.url) for each in storage.listing(f"{url}/events")]
+    assert len(found) == len(ledger.entries())
+    assert not any(b"s3cret" in text for text in found)
+    assert take_over(TOKEN="s3cret") is None, "nothing is left to do"
 
 
 class _Enough(Exception):
