@@ -60,6 +60,9 @@ class Machines:
             lambda _: formatdate(clock.time(), usegmt=True),
         )
         monkeypatch.setattr(run_bucket, "storage", self)
+        record = RunRecord("r", "p", "z", "s", "hash", 0.0, "tpu-vm", bucket=f"{self.run}/launcher", user="ann")
+        specification = Specification(run="", provider="tpu-vm", file="f.yaml", configuration=CONFIGURATION)
+        begin_run(folder / "a", self.make("a")[0], record, "a: 1", specification, None)
 
     def __getattr__(self, name: str) -> Any:
         """Returns a function of `storage`, before and after whose request anything may happen."""
@@ -104,15 +107,13 @@ class Machines:
         return machine, process
 
     def ledger(self, name: str, machine: Workstation) -> Ledger:
-        """Returns the run, in the folder of a machine; the first machine begins it."""
+        """Returns the run in the folder of a machine, imported unless it is there; machine `a` has begun it."""
         home = self.folder / name
-        if (home / "runs" / "r").exists():
-            return Ledger(home / "runs" / "r", machine.clock)
-        with contextlib.suppress(BadInput):
-            return import_run(home, machine, self.run)
-        record = RunRecord("r", "p", "z", "s", "hash", 0.0, "tpu-vm", bucket=f"{self.run}/launcher", user="ann")
-        specification = Specification(run="", provider="tpu-vm", file="f.yaml", configuration=CONFIGURATION)
-        return begin_run(home, machine, record, "a: 1", specification, None)
+        while not (home / "runs" / "r" / "run.json").exists():
+            with contextlib.suppress(BadInput):  # not in the bucket yet
+                return import_run(home, machine, self.run)
+            self.scheduler.sleep(5)
+        return Ledger(home / "runs" / "r", machine.clock)
 
     def supervise(self, name: str, machine: Workstation) -> None:
         """Supervises the run until all decisions are made."""
@@ -188,7 +189,9 @@ def interleave(seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Mach
     scheduler.spawn(lambda: (scheduler.sleep(60), look_on("a", False)), name="status beside a")
     scheduler.spawn(lambda: (scheduler.sleep(60), look_on("c", True)), name="stop elsewhere")
     try:
-        scheduler.run(lambda: len(done) == 2, seconds=20_000)
+        scheduler.run(lambda: len(done) == 2 or bool(scheduler.crashed), seconds=20_000)
+        for task in scheduler.crashed:
+            raise AssertionError(f"{task} failed at {scheduler.now:.0f} s") from task.error
     finally:
         scheduler.close()
     return machines
