@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from typing import NoReturn
 
 from launcher.errors import Exit, LaunchError
 from launcher.home import write_private
@@ -48,6 +49,7 @@ def supervising(ledger: Ledger, machine: Workstation, say: Say) -> Iterator[None
         finally:
             over.set()
             thread.join(_JOIN_SECONDS)
+            ledger.lease = None
             if not thread.is_alive():
                 lease.release()
 
@@ -59,7 +61,7 @@ class Lease:
         self._ledger, self._bucket, self._machine, self._say = ledger, bucket, machine, say
         self._holder = ledger.holder or self._new_name()
         self._lock = machine.threads.lock()
-        self._generation = 0
+        self._generation = self.supervisions = 0
         self._renewed = (0.0, 0.0)  # monotonic clock, which may stand still while a laptop sleeps, and Unix seconds
         self._said = False
 
@@ -75,9 +77,10 @@ class Lease:
         Exit.CONFLICT if another machine has the lease, or the bucket does not answer."""
         ledger = self._ledger
         try:
-            # First the lease, then the events: a Supervised that follows is of another process with a newer lease.
+            # First the lease, then the events: a Supervised that follows is that of a process with a newer lease.
             found = self._bucket.read_lease()
             ledger.pull(self._machine.threads)
+            self.supervisions = ledger.state.supervisions
             if found is not None and found.is_live and found.holder != self._holder:
                 raise self._conflict(found)
             self._renewed = (self._machine.clock.monotonic(), self._machine.clock.time())
@@ -87,10 +90,9 @@ class Lease:
                 raise self._conflict(self._bucket.read_lease()) from None
         except storage.StorageError as error:
             raise LaunchError(f"run {ledger.run_id}: its lease can't be taken: {error}") from None
-        ledger.supervisions, ledger.on_lost = ledger.state.supervisions, self._end
-        ledger.confirm, ledger.may_decide = self.confirm, self._is_fresh
+        ledger.lease = self
         ledger.append(Supervised(max(0, ledger.state.attempt), self._holder))
-        ledger.supervisions += 1
+        self.supervisions += 1
         ledger.publish()
         self._share_requests()
 
@@ -117,7 +119,7 @@ class Lease:
     def confirm(self) -> None:
         """Returns when the lease was renewed in the last half of its seconds; renews it, and waits until that succeeds.
         Ends the process when another one has the lease."""
-        while not self._is_fresh():
+        while not self.is_fresh():
             try:
                 self._renew()
             except storage.StorageError as error:
@@ -136,16 +138,16 @@ class Lease:
                 self._generation = self._bucket.write_lease(self._holder, self._generation)
             except storage.AlreadyExists:
                 found = self._bucket.read_lease()
-                self._end(found.holder if found is not None and found.holder else "another process")
+                self.end(found.holder if found is not None and found.holder else "another process")
             self._renewed = before
 
-    def _is_fresh(self) -> bool:
+    def is_fresh(self) -> bool:
         clock, (monotonic, time) = self._machine.clock, self._renewed
         return max(clock.monotonic() - monotonic, abs(clock.time() - time)) < LEASE_SECONDS / 2
 
-    def _end(self, holder: str) -> None:
+    def end(self, supervisor: str) -> NoReturn:
         self._say(
-            f"run {self._ledger.run_id} is supervised by {holder} now: this tpu-launch changes nothing any more; "
+            f"run {self._ledger.run_id} is supervised by {supervisor} now: this tpu-launch changes nothing any more; "
             f"`tpu-launch logs -f --run {self._ledger.run_id}` follows the run"
         )
         self._machine.exit(int(Exit.CONFLICT))

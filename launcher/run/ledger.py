@@ -30,6 +30,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn, Protocol
 
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.file_lock import is_held, lock
@@ -80,6 +81,22 @@ class _Read:
     state: RunState = field(default_factory=RunState)
 
 
+class HeldLease(Protocol):
+    """A process's lease of a run that has a bucket (launcher.run.lease)."""
+
+    supervisions: int
+    """How many Supervised events there are while the process holds it."""
+
+    def is_fresh(self) -> bool:
+        """Returns whether it was renewed in the last half of its seconds."""
+
+    def confirm(self) -> None:
+        """Returns when it is fresh; ends the process when another one has the lease."""
+
+    def end(self, supervisor: str) -> NoReturn:
+        """Ends the process, because another one of that name supervises the run."""
+
+
 class Ledger:
     """The folder of one run. Threads may use it at once."""
 
@@ -90,15 +107,8 @@ class Ledger:
         self._events = folder / "events.jsonl"
         self._read = _Read()  # replaced as a whole, because threads read at once
         self._writer = os.urandom(8).hex()  # makes its events differ from those of all other processes
-        self.confirm: Callable[[], None] = lambda: None
-        """Returns when this process may decide: it holds the run's lease (launcher.run.lease), or there is none."""
-        self.may_decide: Callable[[], bool] = lambda: True
-        """Returns whether `confirm` would return at once."""
-        self.supervisions: int | None = None
-        """How many Supervised events there are while this process holds the lease; None when it does not."""
-        self.on_lost: Callable[[str], None] = lambda supervisor: None
-        """Called with the supervisor's name when another process has recorded that it supervises the run. Does not
-        return."""
+        self.lease: HeldLease | None = None
+        """This process's; None when it does not supervise the run, or the run has no bucket."""
 
     @property
     def run_id(self) -> str:
@@ -144,21 +154,27 @@ class Ledger:
                     self.clock.sleep(_FULL_DISK_POLL_SECONDS)
                     continue
                 waited = f" for {patience:.0f} s" if patience else ""
-                reason = error.strerror if isinstance(error, OSError) else error
+                reason, advice = (error.strerror, "make room") if isinstance(error, OSError) else (error, "wait")
                 raise LaunchError(
                     f"{self._events}: the event {event.kind!r} can't be recorded{waited}: {reason}; what runs "
-                    "on hosts goes on, and is billed: make room, then `tpu-launch run --attach`"
+                    f"on hosts goes on, and is billed: {advice}, then `tpu-launch run --attach`"
                 ) from None
 
     def note(self, event: RunEvent, say: Callable[[str], None]) -> None:
         """Records an event that only informs. If it can't be written at once, says so and goes on."""
-        if not self.may_decide():  # a request to the bucket would block for minutes
+        if self.lease is not None and not self.lease.is_fresh():  # a request to the bucket would block for minutes
             say(f"run {self.run_id}: the event {event.kind!r} is not recorded: its bucket does not answer")
             return
         try:
             self.append(event, patience=0.0)
         except LaunchError as error:
             say(str(error))
+
+    def confirm(self) -> None:
+        """Returns when this process may decide: it holds the run's lease, or there is none. Ends the process when
+        another one has the lease."""
+        if self.lease is not None:
+            self.lease.confirm()
 
     def pull(self, threads: Threads | None = None) -> None:
         """Appends the events that only the bucket has to the file; with `threads`, reads many at once. Raises
@@ -199,17 +215,17 @@ class Ledger:
 
     def _is_waiting_for_bucket(self, error: Exception) -> bool:
         """Returns whether this process holds the lease, after waiting until it can be renewed."""
-        if self.supervisions is None or not isinstance(error, storage.StorageError):
+        if self.lease is None or not isinstance(error, storage.StorageError):
             return False
         self.confirm()
         return True
 
     def _check_supervisor(self) -> None:
-        """Calls `on_lost` if this process held the lease and another one has recorded that it supervises the run, also
-        if another command of this machine has pulled that event."""
+        """Ends this process if it held the lease and another one has recorded that it supervises the run, also if
+        another command of this machine has pulled that event."""
         state = self.state
-        if self.supervisions is not None and state.supervisions > self.supervisions:
-            self.on_lost(state.supervisor)
+        if self.lease is not None and state.supervisions > self.lease.supervisions:
+            self.lease.end(state.supervisor)
 
     @contextlib.contextmanager
     def _recording(self) -> Iterator[None]:
