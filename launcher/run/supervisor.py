@@ -124,6 +124,8 @@ class _Child:
     """Monotonic clock."""
     settled: int = -1
     """Generation of the run's lease when nothing was left to do."""
+    over: bool = False
+    """Whether the run has finished, so that it is not looked at any more."""
     problem: str = ""
     """That was told last."""
 
@@ -160,7 +162,7 @@ class Supervisor:
         """Starts a process for a run that nothing supervises and that has to go on. Says what fails, once."""
         if child.result is not None and child.result.done():
             self._report_end(name, child)
-        if child.result is None and self.context.machine.clock.monotonic() >= child.next_start:
+        if child.result is None and not child.over and self.context.machine.clock.monotonic() >= child.next_start:
             try:
                 needed, child.problem = self._needs_process(name, child), ""
             except (LaunchError, storage.StorageError) as error:
@@ -179,7 +181,7 @@ class Supervisor:
         ledger = import_run(self.context.home, self.context.machine, url)
         if is_unfinished(ledger, self.context.machine.clock.time()):
             return True
-        child.settled = lease.generation
+        child.settled, child.over = lease.generation, ledger.state.phase is Phase.FINISHED
         return False
 
     def _start(self, name: str, child: _Child) -> None:

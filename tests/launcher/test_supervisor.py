@@ -6,11 +6,13 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from launcher.cli.main import cli
+from launcher.emulator.http_server import HttpResponse
 from launcher.errors import BadInput
 from launcher.provider import ContainerState, Provider, container_name
 from launcher.providers import this_machine
@@ -28,7 +30,7 @@ from launcher.run.events import (
 )
 from launcher.run.lease import supervising
 from launcher.run.ledger import Ledger, RunRecord
-from launcher.run.runs import begin_run, import_run
+from launcher.run.runs import _folder_in_bucket, begin_run, import_run
 from launcher.run.session import Context, Output
 from launcher.run.specification import Specification
 from launcher.run.supervisor import Supervisor, is_unfinished
@@ -38,6 +40,7 @@ from launcher.workstation import Workstation
 from tests.bucket_server import BucketServer
 from tests.launcher.test_runs import FakeProvider, FastClock, Hosts
 from training import storage
+from training.yaml_file import Document
 
 RUNS = "gs://bucket/runs"
 CONFIGURATION: dict[str, Any] = {
@@ -49,10 +52,10 @@ CONFIGURATION: dict[str, Any] = {
 
 
 @pytest.fixture(autouse=True)
-def _bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[BucketServer]:
     server = BucketServer(tmp_path / "storage")
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
-    yield
+    yield server
     server.close()
 
 
@@ -142,7 +145,9 @@ class _Enough(Exception):
     """Ends the supervisor of a test."""
 
 
-def test_a_supervisor_starts_a_process_for_each_unfinished_run_and_again_after_a_pause(tmp_path: Path) -> None:
+def test_a_supervisor_starts_a_process_for_each_unfinished_run_and_again_after_a_pause(
+    tmp_path: Path, server: BucketServer
+) -> None:
     begin(tmp_path / "laptop", "live", BEGAN, RUNS_NOW, url=f"{RUNS}/live/launcher")
     begin(tmp_path / "laptop", "over", BEGAN, RUNS_NOW, Ended(0, "finished"), url=f"{RUNS}/over/launcher")
     held = begin(tmp_path / "laptop", "held", BEGAN, RUNS_NOW, url=f"{RUNS}/held/launcher")
@@ -152,7 +157,7 @@ def test_a_supervisor_starts_a_process_for_each_unfinished_run_and_again_after_a
         started.append(argv[-1])
         return Result(tuple(argv), 24, "", "")
 
-    clock = _Clock(looks=9)
+    clock, requests = _Clock(looks=9), len(server.requests)
     machine: Workstation = replace(this_machine(), clock=clock, stream=stream)
     said: list[str] = []
     context = Context(tmp_path / "pod", {}, _no_provider, Output(said.append, pytest.fail), machine)
@@ -160,6 +165,8 @@ def test_a_supervisor_starts_a_process_for_each_unfinished_run_and_again_after_a
         Supervisor(RUNS, context).watch()
     assert set(started) == {f"{RUNS}/live"}
     assert len(started) == 3, "after 0, 30 and 90 seconds, not at each look"
+    of_finished = [path for _, path, _ in server.requests[requests:] if "%2Fover%2F" in path or "/over/" in path]
+    assert 0 < len(of_finished) < 20, "a finished run is looked at once"
     assert "run live: its process ended with 24" in said
 
 
@@ -209,3 +216,18 @@ def test_commands_take_a_run_of_a_bucket_on_a_machine_that_has_nothing_of_it(
     lease = RunBucket(f"{RUNS}/r/launcher").read_lease()
     assert lease is not None
     assert not lease.holder, "looking takes no lease"
+
+
+def test_the_ledger_is_in_the_bucket_if_the_output_is_and_this_account_may_write_there(server: BucketServer) -> None:
+    def folder(output: str | None) -> str:
+        trainer = None if output is None else SimpleNamespace(output=output)
+        config: Any = SimpleNamespace(trainer=trainer, document=Document("f.yaml", {"a": 1}, {}))
+        return _folder_in_bucket(config, "r", said.append)
+
+    said: list[str] = []
+    assert folder(f"{RUNS}/") == f"{RUNS}/r/launcher"
+    assert folder("/data/runs") == folder(None) == ""
+    server.fault = lambda request: HttpResponse(403)
+    assert not said
+    assert folder(RUNS) == ""
+    assert "run r: only this machine can supervise it, because its events can't be kept in its bucket" in said[0]
