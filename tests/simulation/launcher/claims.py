@@ -172,6 +172,8 @@ def kind_world_starts_a_run(simulation: SimulatedRun, command: Command) -> None:
     if command.name not in ("run", "attach") or simulation.faults or simulation.full_disk or simulation.kill_at:
         return
     candidates = simulation.scenario.candidates
+    if any(action.kind == "asleep" for action in simulation.actions):
+        return
     if command.code == Exit.CLOUD_ERROR and (candidates is None or not candidates.kill_at):
         simulation.break_promise("a run starts in a kind world", f"{command.name}: {command.error}")
 
