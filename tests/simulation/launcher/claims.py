@@ -109,12 +109,14 @@ def told_stop_is_true(simulation: SimulatedRun, command: Command) -> None:
 
 
 def finished_programs_are_told_finished(simulation: SimulatedRun, job: Job, event: Ended) -> None:
-    """A run whose programs have all finished is no lost host or failure, although hosts rebooted afterwards."""
+    """A run whose programs have all finished or saved is no lost host or failure, although hosts rebooted afterwards
+    or their pods were disrupted."""
     ends = [item for item in job.containers.values() if item.status == "exited" and not item.invented]
     seen = any(item.boot == item.host.boot for item in ends)  # else an engine may have made all codes up
-    if len(ends) < job.hosts or any(item.exit_code != 0 for item in ends) or not seen:
+    if len(ends) < job.hosts or any(item.exit_code not in (0, 75) for item in ends) or not seen:
         return
-    calm = all(fault.kind == "reboot" for fault in simulation.faults)
+    cluster = simulation.world.cluster is not None and not simulation.actions
+    calm = {fault.kind for fault in simulation.faults} <= ({"preempt", "maintenance"} if cluster else {"reboot"})
     if calm and event.outcome in ("host lost", "failed", "connection lost"):
         simulation.break_promise("finished programs are told finished", f"{job} ended {event.outcome}: {event.cause}")
 
