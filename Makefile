@@ -75,6 +75,7 @@ benchmark-page: $(VENV_READY) ## write the results of `make benchmark` into docs
 
 lock: $(VENV_READY) ## resolve all pins again (UPGRADE=1: to the newest allowed)
 	$(LOCK) --universal pyproject.toml requirements-dev.in --extra dev --output-file requirements-dev.txt
+	$(LOCK_IMAGE) pyproject.toml --output-file images/launcher/requirements.txt
 	for each in requirements requirements-2.8 requirements-test requirements-trackers requirements-installer; do \
 	    $(LOCK_IMAGE) --override images/torch-xla/overrides.in images/torch-xla/$$each.in --output-file images/torch-xla/$$each.txt; \
 	done

@@ -24,6 +24,14 @@ def version() -> str:
     return f"{number} (commit {commit})" if commit else number
 
 
+def metadata_file() -> Path:
+    """Returns the path of this installation's METADATA, which holds its version. Raises LaunchError without one."""
+    for file in importlib.metadata.files("tpu-launch") or ():
+        if file.name == "METADATA":
+            return Path(str(file.locate()))
+    raise LaunchError("METADATA is missing from this installation: install tpu-launch again")
+
+
 def example(name: str) -> Path:
     """Returns the path of an example file: examples/NAME of the current folder if it exists, else the installed one."""
     local = Path("examples") / name

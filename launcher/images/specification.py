@@ -20,7 +20,9 @@ import training
 from launcher.errors import BadInput
 from launcher.images import build_context
 from launcher.images.build_context import Entry
-from launcher.installation import shared_folder
+from launcher.installation import metadata_file, shared_folder
+
+_BYTE_CODE = ("**/__pycache__", "**/*.pyc")
 
 
 @dataclass(frozen=True)
@@ -80,9 +82,23 @@ def default_spec(
     )
 
 
+def launcher_spec(repository: str | None = None) -> ImageSpec:
+    """Returns the image of the launcher itself: images/launcher, and the packages of this installation."""
+    source = shared_folder("images") / "launcher"
+    package = build_context.tree(Path(__file__).parents[1], ignore=_BYTE_CODE)
+    context = (
+        *build_context.tree(source, ignore=("Dockerfile",)),
+        *((f"launcher/{path}", file) for path, file in package),
+        *((f"training/{path}", file) for path, file in training_files()),
+        ("METADATA", metadata_file()),
+    )
+    name, dockerfile = "tpu-launch/launcher", source / "Dockerfile"
+    return ImageSpec(name, dockerfile, context, repository=repository, ca_bundle=_require_ca_bundle(None))
+
+
 def training_files() -> tuple[Entry, ...]:
     """Returns the `training` package of this installation."""
-    return build_context.tree(Path(training.__path__[0]), ignore=("**/__pycache__", "**/*.pyc"))
+    return build_context.tree(Path(training.__path__[0]), ignore=_BYTE_CODE)
 
 
 def own_files(code: Path) -> tuple[Entry, ...]:

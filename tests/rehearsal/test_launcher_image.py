@@ -1,0 +1,65 @@
+"""The image of the launcher, in a container as a cluster would start it, reaches an emulated slice with its own gcloud
+and ssh. Builds the image, and starts a v4-16."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from launcher import installation
+from launcher.emulator import control
+from launcher.images import engine
+from launcher.images.build import ensure_image
+from launcher.images.specification import launcher_spec
+from tests.rehearsal.workstation import ROOT, Workstation
+
+# As in the Deployment: another user than root, no capabilities, nothing to write but its home and /tmp.
+CONFINED = ("--read-only", "--cap-drop=ALL", "--tmpfs=/home/launcher:uid=1000", "--tmpfs=/tmp", "--network=host")
+
+
+@pytest.fixture(scope="module")
+def image() -> str:
+    subprocess.run([ROOT / "tools" / "gcloud-image.sh"], check=True, timeout=700)
+    return ensure_image(launcher_spec(), print).reference
+
+
+def start(image: str, *command: str, options: tuple[str, ...] = ()) -> tuple[int, str]:
+    """Runs a command of the image to its end; returns its exit code and its output."""
+    argv = [engine.client(), "run", "--rm", *CONFINED, *options, image, *command]
+    done = subprocess.run(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240)
+    return done.returncode, done.stdout
+
+
+def test_its_command_is_tpu_launch_of_this_version(image: str) -> None:
+    code, output = start(image, "--version")
+    assert (code, output.split()[:3]) == (0, ["tpu-launch,", "version", installation.version().split()[0]]), output
+    code, output = start(image, "-c", "id -u; gcloud version", options=("--entrypoint=sh",))
+    assert (code, output.splitlines()[:2]) == (0, ["1000", "Google Cloud SDK 528.0.0"]), output
+
+
+def test_doctor_finds_gcloud_and_says_what_is_missing(image: str, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("project: p\nzone: us-central2-b\nslice: {name: a, accelerator_type: v4-8}\n")
+    options = (f"--volume={tmp_path}/run.yaml:/run.yaml:ro", "--env=CLOUDSDK_CORE_CHECK_GCE_METADATA=false")
+    code, output = start(image, "doctor", "-f", "/run.yaml", options=options)
+    assert (code, "Traceback" in output) == (2, False), output
+    assert "PASS  gcloud: 528" in output
+
+
+def test_it_enters_a_host_of_a_slice(image: str, two_hosts: tuple[Workstation, str], tmp_path: Path) -> None:
+    work, file = two_hosts
+    variables = control.environment(Path(work.environment["TPU_LAUNCH_HOME"]) / "emulator")
+    names = ("CLOUDSDK_API_ENDPOINT_OVERRIDES_TPU", "CLOUDSDK_API_ENDPOINT_OVERRIDES_COMPUTE", "CLOUDSDK_CORE_ACCOUNT")
+    token = tmp_path / "token"  # a copy that the image's user may read
+    token.write_text(Path(variables["CLOUDSDK_AUTH_ACCESS_TOKEN_FILE"]).read_text())
+    options = (
+        *(f"--env={name}={variables[name]}" for name in names),
+        "--env=CLOUDSDK_AUTH_ACCESS_TOKEN_FILE=/token",
+        f"--volume={token}:/token:ro",
+        f"--volume={work.folder / file}:/run.yaml:ro",
+    )
+    code, output = start(image, "ssh", "-f", "/run.yaml", "--host", "1", "--", "hostname", options=options)
+    assert code == 0, output
+    entered = work.good("--emulated", "ssh", "-f", file, "--host", "1", "--", "hostname")
+    assert output.splitlines()[-1] == entered.output.splitlines()[-1]
