@@ -11,12 +11,15 @@ from typing import Any
 
 import click
 
+from launcher import supervisor_manifest
 from launcher.cli import terminal
 from launcher.cli.options import emulation, machine
 from launcher.cli.run import show_outcome
 from launcher.config import Config
 from launcher.errors import BadInput, LaunchError
 from launcher.home import home
+from launcher.images import build
+from launcher.images.specification import launcher_spec
 from launcher.owner import Owner
 from launcher.provider import Provider
 from launcher.providers import make_provider
@@ -29,17 +32,47 @@ from training import storage
 
 
 @click.command()
+@click.option(
+    "--manifest",
+    "kind",
+    type=click.Choice(supervisor_manifest.KINDS),
+    help="Print the shell script that puts a supervisor there, with the rights that it needs. Runs nothing of it.",
+)
+@click.option(
+    "--image",
+    metavar="IMAGE",
+    help="With --manifest: REPOSITORY@sha256:..., or a repository to which the image is built and pushed first.",
+)
+@click.option("--project", help="With --manifest: the project of the supervisor and of the slices.")
+@click.option(
+    "--zone",
+    default="us-central1-a",
+    show_default=True,
+    help="With --manifest: of the VM; its region is that of the Cloud Run job.",
+)
 @click.argument("url", metavar="gs://bucket/runs[/ID]")
 @click.pass_context
-def supervise(context: click.Context, url: str) -> None:
+def supervise(
+    context: click.Context, url: str, kind: str | None, image: str | None, project: str | None, zone: str
+) -> None:
     """Go on with every unfinished run of a folder that no process supervises: watch it, recover it by its own budgets.
     Runs until Ctrl-C or SIGTERM; the runs go on then, and another supervisor takes them over.
 
     \b
     tpu-launch supervise gs://bucket/runs       all runs, each in a process of its own
     tpu-launch supervise gs://bucket/runs/ID    one run, to its end
+    tpu-launch supervise --manifest vm --project my-project --image us-docker.pkg.dev/my-project/images/launcher \\
+        gs://bucket/runs | sh                   all runs, on a small VM
     """
     url = url.rstrip("/")
+    if kind is not None:
+        if image is None or project is None:
+            raise BadInput("--manifest needs --image and --project: the script names both")
+        if "@" not in image:
+            image = build.ensure_image(launcher_spec(image), terminal.say).reference
+        spec = supervisor_manifest.SupervisorSpec(url, image, project, zone)
+        click.echo(supervisor_manifest.render(kind, spec), nl=False)
+        return
     if not storage.is_remote(url):
         raise BadInput(f"{url}: name the folder of the runs in their bucket, gs://bucket/runs")
     with emulation(bool(context.find_root().obj)):

@@ -29,6 +29,8 @@ RESOURCES = {
     "pods": Resource("", "v1", "Pod"),
     "secrets": Resource("", "v1", "Secret"),
     "services": Resource("", "v1", "Service"),
+    "serviceaccounts": Resource("", "v1", "ServiceAccount"),
+    "deployments": Resource("apps", "v1", "Deployment"),
     "jobs": Resource("batch", "v1", "Job"),
     "jobsets": Resource("jobset.x-k8s.io", "v1alpha2", "JobSet"),
 }
