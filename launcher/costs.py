@@ -30,6 +30,8 @@ class Price:
     spot: float | None
 
 
+_WITHIN, _OVER_THE_ATLANTIC, _ELSEWHERE = 0.02, 0.05, 0.08  # dollars for a GB from Cloud Storage to another region
+
 # By region. Slices of v2 and v3 on one host have other prices than larger ones.
 _V2_ONE = {
     "us-central1": Price(1.125, 0.3375),
@@ -85,6 +87,17 @@ def per_hour(accelerator_type: str, zone: str, capacity: str) -> float | None:
         return None
     per_chip = price.spot if capacity == "spot" else price.on_demand
     return None if per_chip is None else per_chip * slice_type.chips
+
+
+def transfer_per_gb(location: str, region: str) -> float:
+    """Returns the dollars for a GB from a bucket in a region to a host in another one; 0 for a multi-region, and for
+    "". Within a continent and between them, https://cloud.google.com/storage/pricing#network-pricing."""
+    if location == region or not location[-1:].isdigit() or "-" not in location:
+        return 0.0
+    ends = {location.partition("-")[0].replace("northamerica", "us"), region.partition("-")[0]}
+    if ends <= {"us", "europe"}:
+        return _WITHIN if len(ends) == 1 else _OVER_THE_ATLANTIC
+    return _ELSEWHERE
 
 
 def line(config: Config) -> str:

@@ -285,18 +285,20 @@ def check_registry(host: str, settings: dict[str, Any]) -> Finding:
 
 
 def check_buckets(config: Config) -> Finding:
-    """Checks that the buckets of the file exist; warns of those that this account may not look at."""
+    """Checks that the buckets of the file exist; warns of those that this account may not look at, and of those in
+    another region than a candidate."""
     if config.trainer is None:
         return ok("buckets", "the file names none")
     unknown: list[str] = []
+    far: list[str] = []
     try:
-        inputs.buckets(config, unknown.append)
+        inputs.buckets(config, unknown.append, far.append)
     except LaunchError as error:
         text, _, fix = str(error).partition(": create it with ")
         return failure("buckets", text, fix)
     if unknown:
         return warning("buckets", "; ".join(unknown), "have roles/storage.objectViewer on it, to be sure")
-    return ok("buckets", "every bucket that the file names exists")
+    return warning("buckets", "; ".join(far)) if far else ok("buckets", "every bucket that the file names exists")
 
 
 def _folder() -> Finding:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from launcher import shell
+from launcher import costs, shell
 from launcher.config import Config
 from launcher.errors import BadInput, LaunchError
 from training.config import TrainerConfig
@@ -26,9 +26,10 @@ def tools() -> None:
     shell.find("ssh")
 
 
-def buckets(config: Config, say: Callable[[str], None]) -> None:
+def buckets(config: Config, say: Callable[[str], None], warn: Callable[[str], None] | None = None) -> None:
     """Requires that every bucket that the trainer's sections name exists. `say` is given a line for a bucket that this
-    account may not read, because the hosts' account may.
+    account may not read, because the hosts' account may; `warn`, or `say`, one for a bucket whose data costs dollars
+    on the way to a candidate's region.
 
     Raises:
         BadInput: A bucket does not exist, or there are no valid credentials.
@@ -44,8 +45,16 @@ def buckets(config: Config, say: Callable[[str], None]) -> None:
     for key, url in urls.items():
         if is_remote(url):
             names.setdefault(split_remote(url)[0], key)
+    regions = dict.fromkeys(candidate.zone.rpartition("-")[0] for candidate in config.all_candidates)
     for name, key in names.items():
-        _require_bucket(config.project, name, f"{config.document.place(key)}: {'.'.join(key)}", say)
+        place = f"{config.document.place(key)}: {'.'.join(key)}"
+        location = _require_bucket(config.project, name, place, say)
+        dollars = {region: costs.transfer_per_gb(location, region) for region in regions}
+        if far := [f"{region} ${price:.2f}" for region, price in dollars.items() if price]:
+            (warn or say)(
+                f"{place}: gs://{name} is in {location}: each GB that hosts read from it costs about (by region of the "
+                f"slice) {', '.join(far)}; a bucket in the slice's region costs nothing, data.cache reads once a host"
+            )
 
 
 def data(config: Config, say: Callable[[str], None]) -> None:
@@ -114,14 +123,15 @@ def _datasets(config: Config) -> Iterable[tuple[tuple[str, str], str]]:
         yield ("data", "evaluation"), config.trainer.data.evaluation
 
 
-def _require_bucket(project: str, name: str, place: str, say: Callable[[str], None]) -> None:
-    """Raises BadInput if a bucket does not exist or credentials are invalid, LaunchError if Cloud Storage does not
-    answer. Only says so if the account may not look. `place` begins the messages: where the file names it."""
+def _require_bucket(project: str, name: str, place: str, say: Callable[[str], None]) -> str:
+    """Returns a bucket's location, in lower case; "" if the account may not look at it, which it says unless it may
+    list the objects. Raises BadInput if the bucket does not exist or credentials are invalid, LaunchError if Cloud
+    Storage does not answer. `place` begins the messages: where the file names it."""
     from google.api_core import exceptions
     from google.auth.exceptions import DefaultCredentialsError, GoogleAuthError, RefreshError
 
     try:
-        exists = _bucket_exists(project, name)
+        location = _find_location(project, name)
     except (DefaultCredentialsError, RefreshError) as error:
         raise BadInput(
             f"{place}: gs://{name} can't be checked without valid credentials ({error}): "
@@ -132,23 +142,25 @@ def _require_bucket(project: str, name: str, place: str, say: Callable[[str], No
             f"{place}: it is unknown whether gs://{name} exists: this account may neither read it nor list its objects "
             f"({error.message}); the hosts' account must"
         )
-        return
+        return ""
     except (exceptions.GoogleAPIError, GoogleAuthError, OSError) as error:
         cause = error.cause if isinstance(error, exceptions.RetryError) else error
         raise LaunchError(
             f"{place}: Cloud Storage does not answer about gs://{name} within {_SECONDS:.0f} s ({cause}): "
             "is this machine online?"
         ) from None
-    if not exists:
+    if location is None:
         raise BadInput(
             f"{place}: bucket gs://{name} does not exist: "
             f"create it with `gcloud storage buckets create gs://{name}`, or correct the name"
         )
+    return location
 
 
-def _bucket_exists(project: str, name: str) -> bool:
-    """Returns whether the bucket exists. Where the account may only list objects (Storage Object User lacks
-    storage.buckets.get), lists the first. Raises google.api_core's and google.auth's errors."""
+def _find_location(project: str, name: str) -> str | None:
+    """Returns where a bucket is; None if it does not exist. Where the account may only list objects (Storage Object
+    User lacks storage.buckets.get), lists the first and returns "". Raises google.api_core's and google.auth's
+    errors."""
     from google.api_core.exceptions import Forbidden, NotFound
     from google.cloud import storage
     from google.cloud.storage.retry import DEFAULT_RETRY
@@ -156,11 +168,12 @@ def _bucket_exists(project: str, name: str) -> bool:
     limits: dict[str, Any] = {"timeout": _REQUEST_SECONDS, "retry": DEFAULT_RETRY.with_timeout(_SECONDS)}
     client = storage.Client(project=project)
     try:
-        return client.lookup_bucket(name, **limits) is not None
+        bucket = client.lookup_bucket(name, **limits)
+        return None if bucket is None else str(bucket.location or "").lower()
     except Forbidden:
         pass
     try:
         next(iter(client.list_blobs(name, max_results=1, fields="items(name)", **limits)), None)
     except NotFound:
-        return False
-    return True
+        return None
+    return ""

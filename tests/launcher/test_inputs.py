@@ -11,7 +11,7 @@ import pytest
 from launcher.checks import inputs
 from launcher.checks.doctor import check_buckets
 from launcher.config import Config, load
-from launcher.emulator.http_server import HttpRequest, HttpResponse
+from launcher.emulator.http_server import HttpRequest, HttpResponse, json_response
 from launcher.emulator.storage.api import error_response, refuse_buckets
 from launcher.emulator.storage.bucket import StorageApiError
 from launcher.errors import BadInput, Exit, LaunchError
@@ -53,6 +53,26 @@ def refuse(*paths: str) -> Callable[[HttpRequest], HttpResponse | None]:
         return None
 
     return fault
+
+
+@pytest.mark.parametrize(
+    ("location", "warned"),
+    [("US-CENTRAL2", ""), ("US", ""), ("US-EAST1", "us-central2 $0.02"), ("EUROPE-WEST4", "us-central2 $0.05"),
+     ("ASIA-EAST1", "us-central2 $0.08")],
+)  # fmt: skip
+def test_a_bucket_in_another_region_is_named_with_dollars(
+    server: BucketServer, tmp_path: Path, location: str, warned: str
+) -> None:
+    def place(request: HttpRequest) -> HttpResponse | None:
+        return json_response({"name": "bucket", "location": location}) if request.path.endswith("/bucket") else None
+
+    server.fault = place
+    said: list[str] = []
+    inputs.buckets(config(tmp_path), said.append)
+    assert [warned in line for line in said] == [True] * bool(warned)
+    found = check_buckets(config(tmp_path))
+    assert (found.severity is Severity.WARN) == bool(warned)
+    assert warned in found.message
 
 
 LOOKING_AT_IT, LISTING_ITS_OBJECTS = r"/storage/v1/b/[^/]+", r"/storage/v1/b/[^/]+/o"
