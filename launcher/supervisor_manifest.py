@@ -77,7 +77,7 @@ def render(kind: str, supervisor: SupervisorSpec) -> str:
     return "\n".join(["#!/bin/sh", f"# {title}", "set -eu", "", *_rights(supervisor, kind), *steps]) + "\n"
 
 
-def _rights(supervisor: SupervisorSpecSpec, kind: str) -> list[str]:
+def _rights(supervisor: SupervisorSpec, kind: str) -> list[str]:
     """Returns the commands that create the service account and give it its rights."""
     project, account = f"--project={supervisor.project}", supervisor.account
     member = f"--member=serviceAccount:{account}"
@@ -114,13 +114,13 @@ def _rights(supervisor: SupervisorSpecSpec, kind: str) -> list[str]:
     return [*lines, ""]
 
 
-def _on_gke(supervisor: SupervisorSpecSpec) -> list[str]:
+def _on_gke(supervisor: SupervisorSpec) -> list[str]:
     documents = dump_documents(_objects(supervisor)).rstrip("\n")
     place = "# In the cluster of kubectl's current context: one replica; the lease keeps a second one idle."
     return [place, "kubectl apply --filename=- <<'EOF'", documents, "EOF"]
 
 
-def _objects(supervisor: SupervisorSpecSpec) -> list[dict[str, Any]]:
+def _objects(supervisor: SupervisorSpec) -> list[dict[str, Any]]:
     """Returns the objects on GKE: a service account and a Deployment of one pod."""
     metadata, labels = {"name": NAME, "namespace": _NAMESPACE}, {"app": NAME}
     identity = {"annotations": {"iam.gke.io/gcp-service-account": supervisor.account}}
@@ -154,7 +154,7 @@ def _objects(supervisor: SupervisorSpecSpec) -> list[dict[str, Any]]:
     ]
 
 
-def _on_cloud_run(supervisor: SupervisorSpecSpec) -> list[str]:
+def _on_cloud_run(supervisor: SupervisorSpec) -> list[str]:
     place = (f"--project={supervisor.project}", f"--region={supervisor.region}")
     return [
         "# One task for at most 168 hours, which Cloud Run starts again when it fails or its time is over.",
@@ -167,7 +167,7 @@ def _on_cloud_run(supervisor: SupervisorSpecSpec) -> list[str]:
     ]
 
 
-def _on_vm(supervisor: SupervisorSpecSpec) -> list[str]:
+def _on_vm(supervisor: SupervisorSpec) -> list[str]:
     registry = supervisor.image.partition("/")[0]
     return [
         "# Container-Optimized OS starts the container, again after an end of it, and after a reboot.",

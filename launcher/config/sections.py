@@ -93,8 +93,9 @@ class SliceSection(Section):
     """Minutes to go on trying when no zone has capacity; 0 gives up at once."""
 
     candidates: list[CandidateSection] = []
-    """Other slices that would do. They and the slice above are asked for at once, the first that is granted is taken,
-    and all other requests are withdrawn. The run goes on with any of them: same global batches, same schedule."""
+    """Other slices that would do. They and the slice above are asked for at once, and all requests but one are
+    withdrawn: the first in this order that is granted is taken, and one that is granted waits two minutes at most for
+    those before it. The run goes on with any of them: same global batches, same schedule."""
 
     price_limit: float | None = Field(default=None, gt=0)
     """US dollars an hour, by list prices, of all candidates that are asked for together, because all of them may be

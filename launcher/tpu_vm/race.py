@@ -1,4 +1,5 @@
-"""Asking for several candidates at once: the first that is granted is the slice, all other requests are withdrawn.
+"""Asking for several candidates at once: the first in the file's order that is granted is the slice, all other requests
+are withdrawn. A granted one waits two minutes at most for those before it that Google has not answered yet.
 
 A request is recorded before it is made (requests.py), and counts as open until Google says that neither its node nor
 its queued resource is there. What may be granted together never costs more than slice.price_limit. A command that is
@@ -30,6 +31,7 @@ from training.machine.threads import Event, Future
 _POLL_SECONDS = 1.0
 _LOCK_POLL_SECONDS = 2.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 15.0, 300.0  # seconds, before a candidate without capacity is asked for again
+_BETTER_SECONDS = 120.0  # for which a granted slice waits for requests of candidates before it in the file
 _TURN_SECONDS = 600.0  # in the queue, while price_limit leaves no room for other candidates
 _WITHDRAW_SECONDS = 300.0  # for which a withdrawal is tried while Google's API does not answer
 
@@ -117,14 +119,16 @@ class Race:
         self.machine, self.patient = machine, patient
         self.begin = machine.clock.monotonic()
         self.entries: dict[Candidate, _Entry] = {}
-        self.left = self._affordable()  # candidates that may be asked for
+        self.left = self._affordable()  # candidates that may be asked for, in the file's order
+        self.granted_at: float | None = None  # when the first slice was READY
+        self.leaving: dict[int, Future[None]] = {}  # withdrawals under way, by the number of the request
         self.next_ask = dict.fromkeys(self.left, 0.0)  # monotonic clock
         self.pauses = {candidate: Backoff(machine, _FIRST_PAUSE, _LONGEST_PAUSE) for candidate in self.left}
         self.error: LaunchError = BadInput(f"slice {config.slice.name}: no candidate fits within slice.price_limit")
 
     def run(self) -> SliceState:
-        """Returns the first slice that is READY, after recording it and withdrawing all other requests. Requests that
-        an earlier command left open are this race's.
+        """Returns the slice that is READY (`_collect`), after recording it and withdrawing all other requests. Requests
+        that an earlier command left open are this race's.
 
         Raises:
             Stockout: No candidate had capacity within slice.stockout_minutes.
@@ -167,14 +171,16 @@ class Race:
 
     def _ask(self) -> None:
         """Starts a thread for each candidate without one: for an open request of an earlier command, else for a new one
-        if the candidate is due and slice.price_limit has room for it."""
+        if the candidate is due, slice.price_limit has room for it, and no slice is granted yet."""
         now, earlier = self.machine.clock.monotonic(), {item.candidate: item for item in self.record.open()}
         for candidate in self.left:
             if candidate in self.entries:
                 continue
             request = earlier.get(candidate)
             if request is None:
-                if now < self.next_ask[candidate] or _price(candidate) > self._room() + 1e-9:
+                if self.granted_at is not None or now < self.next_ask[candidate]:
+                    continue
+                if _price(candidate) > self._room() + 1e-9:
                     continue
                 placed = self.config.placed(candidate)
                 request = self.record.ask(candidate, placed.node, self.machine.clock.time())
@@ -195,16 +201,34 @@ class Race:
         self.entries[request.candidate] = _Entry(request, over, self.machine.clock.monotonic(), answer)
 
     def _collect(self) -> SliceState | None:
-        """Handles requests that have ended: returns the slice of a granted one (`_take`), or None after `_refuse` for
-        each failed one. Raises what is not a LaunchError."""
-        for candidate, entry in [item for item in self.entries.items() if item[1].answer.done()]:
+        """Handles requests that have ended: `_refuse` for each failed one. Returns the granted slice that is first in
+        the file's order (`_take`); None without one, and while it waits for a candidate before it, after withdrawing
+        those behind it. Raises what is not a LaunchError."""
+        best: _Entry | None = None
+        for candidate, entry in [(each, self.entries[each]) for each in self.left if each in self.entries]:
+            if not entry.answer.done():
+                continue
             error = entry.answer.exception()
             if error is None:
-                return self._take(entry, entry.answer.result())
+                best = best or entry
+                continue
             del self.entries[candidate]
             if not isinstance(error, LaunchError):
                 raise error
             self._refuse(entry, error)
+        if best is None:
+            return None
+        now = self.machine.clock.monotonic()
+        self.granted_at = now if self.granted_at is None else self.granted_at
+        place = self.left.index(best.request.candidate)
+        before = any(candidate in self.entries for candidate in self.left[:place])
+        if not before or now - self.granted_at >= _BETTER_SECONDS:
+            return self._take(best, best.answer.result())
+        behind = [self.entries[candidate].request for candidate in self.left[place + 1 :] if candidate in self.entries]
+        self.left = self.left[: place + 1]
+        if behind:  # beside this thread: a better slice must not wait for it
+            thread = self.machine.threads.submit(self._delete, behind, self._end_threads(behind))
+            self.leaving.update({request.number: thread for request in behind})
         return None
 
     def _take(self, entry: _Entry, state: SliceState) -> SliceState:
@@ -212,15 +236,18 @@ class Race:
         self.record.grant(entry.request, self.machine.clock.time())
         slice_hints.save_place(self.config, entry.request.candidate)
         self.say(f"request {entry.request.number}: granted, {entry.request.candidate}")
-        self.withdraw(self._not_granted())
+        self._withdraw_rest()
         return state
 
-    def _not_granted(self) -> list[Recorded]:
-        """Returns the requests that may still be granted, and are not: the open ones, and those of this command. A
-        `down` elsewhere may have recorded the end of a request that this command made a moment later."""
+    def _withdraw_rest(self) -> None:
+        """Withdraws the requests that may still be granted, and waits for all withdrawals: the open ones, and those of
+        this command. A `down` elsewhere may have recorded the end of a request that this command made a moment later.
+        """
         granted = {item.number for item in self.record.read() if item.granted is not None}
         found = {item.number: item for item in (*self.record.open(), *(each.request for each in self.entries.values()))}
-        return [item for number, item in found.items() if number not in granted]
+        self.withdraw([item for number, item in found.items() if number not in granted | self.leaving.keys()])
+        for thread in self.leaving.values():
+            thread.result()
 
     def _refuse(self, entry: _Entry, error: LaunchError) -> None:
         """Ends a request that failed, and withdraws it if Google may have accepted it. A candidate whose error is
@@ -269,11 +296,18 @@ class Race:
         """Withdraws requests: ends their threads, deletes their nodes and queued resources until Google has none, and
         records the end. Raises nothing if Google refuses, or does not answer for five minutes: tells the user, and
         leaves the requests open for the next command to withdraw."""
-        if not doomed:
-            return
+        if doomed:
+            self._delete(doomed, self._end_threads(doomed))
+
+    def _end_threads(self, doomed: Sequence[Recorded]) -> list[_Entry]:
+        """Makes the threads of requests end, and returns the entries that had them."""
         entries = [entry for request in doomed if (entry := self.entries.pop(request.candidate, None)) is not None]
         for entry in entries:
             entry.over.set()
+        return entries
+
+    def _delete(self, doomed: Sequence[Recorded], entries: Sequence[_Entry]) -> None:
+        """Does what `withdraw` says, after `_end_threads`."""
         names = ", ".join(str(request.candidate) for request in doomed)
         self.say(f"withdrawing {names}")
         clock = self.patient.clock
@@ -296,7 +330,7 @@ class Race:
 
     def _leave(self) -> None:
         """Withdraws all requests except a granted one, since after this command no process chooses between them."""
-        self.withdraw(self._not_granted())
+        self._withdraw_rest()
 
 
 def _price(candidate: Candidate) -> float:

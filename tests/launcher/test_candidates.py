@@ -3,8 +3,9 @@ gcloud is replaced by the emulator's API in this process; the clock passes only 
 
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ from launcher.tpu_vm import candidates, race, requests, slice_hints, slices
 from launcher.tpu_vm.requests import RequestRecord
 from launcher.workstation import Workstation
 from tests.bucket_server import BucketServer
-from tests.launcher.emulated_gcloud import ANN, Cloud
+from tests.launcher.emulated_gcloud import ANN, Clock, Cloud, InOrder
 from tests.launcher.test_bad_input import launch
 from training.machine.threads import SystemThreads
 
@@ -103,6 +104,70 @@ def test_the_first_that_is_granted_is_the_slice_of_every_later_command(cloud: Cl
     assert nodes(cloud) == ["us-central1-a/demo"]
     assert create(cloud, config) == "v3-8"
     assert history(config) == [("v4-16", "no capacity"), ("v4-8", "no capacity"), ("v3-8", "")]
+
+
+@dataclass
+class Answer:
+    """Google's answer to one request: a slice, or no capacity, at a time of the clock."""
+
+    clock: Clock
+    at: float
+    state: SliceState | None
+    over: Any  # set when the request is withdrawn
+
+    def done(self) -> bool:
+        return self.clock.now >= self.at or bool(self.over.is_set())
+
+    def exception(self) -> BaseException | None:
+        return None if self.state else Stockout("no capacity")
+
+    def result(self) -> SliceState | None:
+        return self.state
+
+
+@dataclass
+class Answers(InOrder):
+    """Threads whose creations end as `plan` says: seconds and whether it is granted, by type."""
+
+    clock: Clock
+    plan: dict[str, tuple[float, bool]]
+
+    def submit(self, function: Any, *args: Any) -> Any:
+        if not isinstance(args[0], Config):
+            return super().submit(function, *args)
+        name = args[0].slice.accelerator_type
+        seconds, granted = self.plan.get(name, (1e9, False))
+        state = SliceState("demo", "READY", "", name, ()) if granted else None
+        return Answer(self.clock, self.clock.now + seconds, state, args[1].clock.over)
+
+
+@pytest.mark.parametrize(
+    ("plan", "kept", "seconds"),
+    [
+        ({"v3-8": (10, True), "v4-16": (90, True)}, "v4-16", 90),
+        ({"v3-8": (10, True), "v4-16": (200, True)}, "v3-8", 130),
+        ({"v3-8": (10, True), "v4-8": (20, False), "v4-16": (40, False)}, "v3-8", 40),
+        ({"v4-8": (10, True), "v3-8": (20, True), "v4-16": (40, False)}, "v4-8", 40),
+    ],
+)
+def test_the_best_that_is_granted_within_two_minutes_of_the_first_is_kept(
+    cloud: Cloud, config: Config, plan: dict[str, tuple[float, bool]], kept: str, seconds: float
+) -> None:
+    machine = replace(cloud.machine(), threads=Answers(cloud.clock, plan))
+    begun = cloud.clock.now
+    withdrawn: dict[str, float] = {}
+
+    def delete(places: Sequence[Config]) -> None:
+        withdrawn.update({place.slice.accelerator_type: cloud.clock.now - begun for place in places})
+
+    calls = race.SliceCalls(create=lambda placed, own: pytest.fail("not called"), delete=delete)
+    with race.turn(config, print, machine) as record:
+        state = race.Race(config, record, calls, print, machine, machine).run()
+    assert state.accelerator_type == kept
+    assert seconds <= cloud.clock.now - begun <= seconds + 2
+    assert [item.candidate.accelerator_type for item in record.open()] == [kept]
+    if kept == "v4-8":
+        assert withdrawn["v3-8"] <= 12, "what can't become the slice is withdrawn at once"
 
 
 def test_down_ends_every_request_and_deletes_every_candidate(cloud: Cloud, config: Config) -> None:

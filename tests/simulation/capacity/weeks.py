@@ -4,7 +4,7 @@ Google is the launcher's simulation of it, with a stock that a seed draws and sp
 The launcher's own `candidates.create` asks, waits and withdraws; training is a number of steps that a slice does in its
 time, and loses since its last checkpoint. Commands are killed at writes of the record of requests, and started again.
 
-    python -m tests.simulation.capacity.weeks 200      weeks of both policies: median hours to the last step
+    python -m tests.simulation.capacity.weeks 200      both policies and the bound: median hours to the last step
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from pathlib import Path
 from launcher.config import Config, load
 from launcher.costs import per_hour
 from launcher.emulator.api import stock
+from launcher.emulator.state import EmulatorState
 from launcher.errors import LaunchError
 from launcher.gcloud.errors import Stockout
 from launcher.tpu_vm import candidates, requests, slices
@@ -39,7 +40,7 @@ _START, _CHECKPOINT = 120.0, 600.0  # seconds from READY to the first step; betw
 _LOOK = 30.0  # seconds between two looks at the slice
 _SLICE = "{name: bert, accelerator_type: v4-16, capacity: spot, stockout_minutes: 20000, create_minutes: 60"
 _FOLLOW = (
-    ", candidates: [{accelerator_type: v4-8}, {accelerator_type: v5litepod-8, zones: [us-central1-a, us-west4-a]}, "
+    ", candidates: [{accelerator_type: v5litepod-8, zones: [us-central1-a, us-west4-a]}, {accelerator_type: v4-8}, "
     f"{{accelerator_type: v3-8, zones: [us-central1-a, europe-west4-a]}}], price_limit: {_PRICE_LIMIT}"
 )
 
@@ -209,13 +210,28 @@ def simulate(seed: int, *, trace: bool = False, without: Collection[int] = ()) -
     return Week(seed, follows=True, kills=True, trace=trace).play()
 
 
+def bound(seed: int) -> float:
+    """Returns the hours in which no policy can do better: the fastest slice of the stock at every moment, at once and
+    without any loss."""
+    entries = stock.StockSection.model_validate(draw_stock(seed)).stock
+    state = EmulatorState("", 0, "", "", "", 0.0, 0.0, stock=draw_stock(seed), stock_since=0.0)
+    kinds = {(entry.zone, entry.accelerator_type, "spot"): _speed(entry.accelerator_type) for entry in entries}
+    now, left = 0.0, _WORK * HOUR * _speed("v4-16")
+    while left > 0:
+        left -= 60.0 * max((speed for kind, speed in kinds.items() if stock.available(state, *kind, now)), default=0.0)
+        now += 60.0
+    return now / HOUR
+
+
 def main() -> None:
-    """Prints the hours to the last step of both policies, on the same stocks."""
+    """Prints the hours to the last step of both policies on the same stocks, and the bound."""
     seeds = range(int(sys.argv[1]))
+    best = statistics.median(bound(seed) for seed in seeds)
     one = [Week(seed, follows=False, kills=False, trace=False).play().hours for seed in seeds]
     many = [Week(seed, follows=True, kills=False, trace=False).play().hours for seed in seeds]
     print(f"{len(seeds)} stocks: one type {statistics.median(one):.1f} h, candidates {statistics.median(many):.1f} h")
     print(f"ratio of medians {statistics.median(many) / statistics.median(one):.2f}; limit ${_PRICE_LIMIT} an hour")
+    print(f"bound {best:.1f} h, ratio {best / statistics.median(one):.2f}: the fastest slice of the stock, at no loss")
     print({str(item): per_hour(item.accelerator_type, item.zone, "spot") for item in make_config(True).candidates})
 
 
