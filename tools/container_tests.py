@@ -8,7 +8,7 @@
   oracle-torch-xla-2.8  the same, and preflight, in the image with torch_xla 2.8, the advice for some v2 and v3 hosts
   oracle-tensorflow   tests/oracle/tensorflow: the same in the tensorflow image for TPUs
 
-  --build-only        runs no tests: builds the images of all places that are not nightly
+  --build-only        runs no tests: builds the images of all places that are not nightly, and the launcher's
 
 The launcher's own code builds the image if anything in it changed. The tests run as the image's user and import the
 `training` package of the image; only files that the tests read are mounted, read-only.
@@ -26,7 +26,7 @@ from launcher.emulator.vm import virtual_tpu
 from launcher.errors import LaunchError
 from launcher.images import engine
 from launcher.images.build import ensure_image
-from launcher.images.specification import default_spec
+from launcher.images.specification import default_spec, launcher_spec
 
 ROOT = Path(__file__).resolve().parent.parent
 MOUNTED = ("tests", "examples", "launcher", "pyproject.toml")  # tests use the launcher's emulated bucket
@@ -71,6 +71,8 @@ def build_images() -> int:
         for place in (place for place in PLACES.values() if not place.nightly):
             ensure_image(default_spec(place.image, target="test", build_args=place.build_args), say)
         virtual_tpu.ensure_volume(ROOT / "images" / "virtual-tpu", say)
+        subprocess.run([ROOT / "tools" / "gcloud-image.sh"], check=False)  # else the base is pulled
+        ensure_image(launcher_spec(), say)  # tests/rehearsal/test_launcher_image.py starts it
     except LaunchError as error:
         print(error, file=sys.stderr)
         return error.exit_code

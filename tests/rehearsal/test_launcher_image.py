@@ -15,6 +15,7 @@ from launcher.images.build import ensure_image
 from launcher.images.specification import launcher_spec
 from tests.rehearsal.workstation import ROOT, Workstation
 
+pytestmark = pytest.mark.timeout(1200)  # the image may have to be built
 # As in the Deployment: another user than root, no capabilities, nothing to write but its home and /tmp.
 CONFINED = ("--read-only", "--cap-drop=ALL", "--tmpfs=/home/launcher:uid=1000", "--tmpfs=/tmp", "--network=host")
 
