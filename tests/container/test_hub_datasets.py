@@ -129,7 +129,6 @@ assert [text.split()[0] for text in corpus.documents()] == [f"w{number % 90}" fo
 print(corpus.fingerprint(), Corpus("datasets:org/texts").fingerprint())
 """
     process = start(hub, tmp_path, ["-c", program])
-    assert process.stdout is not None
     first, before = process.stdout.readline().strip(), hub.commit
     assert hub.sent == 0, "a fingerprint reads no file"
     hub.commit = "1" * 40

@@ -27,7 +27,6 @@ def describe(path: str, name: str) -> dict[str, Any]:
     sizes = [_bytes(shape) for shape in re.findall(r"%arg\d+: tensor<([^>]*)>", inputs)]
     compiled = compile_program(traced.program, target).text
     local = re.search(r"entry_computation_layout=\{.*->\((.*)\)\}", compiled)
-    assert local is not None
     return {
         "donated_bytes": sum(sizes[number] for number in traced.program.donated),
         "resident_bytes": traced.resident_bytes,

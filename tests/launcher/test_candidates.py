@@ -269,7 +269,6 @@ def test_a_supervisor_on_another_machine_uses_and_withdraws_the_requests_of_the_
 def test_a_slice_that_was_taken_away_makes_room_for_any_candidate(cloud: Cloud, config: Config) -> None:
     assert create(cloud, config) == "v4-16"
     node = cloud.node()
-    assert node is not None
     node.resource["state"] = "PREEMPTED"
     cloud.trouble = lambda zone, command, now: NO_CAPACITY if zone == V4.zone and "create" in command else None
     assert create(cloud, config) == "v3-8"

@@ -164,7 +164,6 @@ def test_ctrl_c_does_not_wait_for_hosts_that_pull() -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
     ) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == b"pulling\n"
         process.send_signal(signal.SIGINT)
         begun = time.monotonic()

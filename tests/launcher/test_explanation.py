@@ -30,7 +30,6 @@ def test_a_run_that_hangs_ends_with_the_host_and_the_line(work: Workstation) -> 
     outcome = work.run(config, {"TOKEN": "s3cret"})
     assert outcome.verdict.kind is Kind.STALLED
     cause = outcome.verdict.cause
-    assert cause is not None
     assert cause.worker == 1
     assert "1 of 2 hosts wait in step 8's collective (train.py:50); host 1 is in augment at my_data.py:12" in cause.what
     assert "host 0: step 7, training: waits for devices" in outcome.verdict.symptoms[0]
@@ -75,7 +74,6 @@ def test_a_host_out_of_reach_is_not_lost_while_the_other_does_steps(work: Workst
 def test_a_stall_without_stacks_is_told_by_its_progress(work: Workstation) -> None:
     work.hosts.stacks = {}
     cause = work.run(work.config("run.stall_minutes=0.02")).verdict.cause
-    assert cause is not None
     assert cause.what.startswith("no progress for 0.0 minutes (normal: up to 0.0)")
 
 

@@ -156,10 +156,8 @@ def test_the_state_of_a_container_is_reported_as_an_engine_does() -> None:
         "exited", 3, False, "a", "b", "", "i"
     )
     oom = pod("Failed", ended(137, "OOMKilled")).state()[0]
-    assert oom is not None
     assert oom.oom_killed
     missing = pod("Failed", ended(128, "StartError", 'exec: "x": not found')).state()[0]
-    assert missing is not None
     assert missing.error == 'exec: "x": not found'
     assert pod("Pending").state() == (ContainerState("created"), "")
     unclear = pod("Running", {"running": {}})
@@ -181,7 +179,6 @@ def test_a_disrupted_pod_is_a_lost_host_unless_its_exit_code_says_more() -> None
         assert "EvictionByEvictionAPI: Eviction API: evicting" in problem
     for code in (0, 2, 75):
         state, problem = pod("Failed", ended(code), TAKEN).state()
-        assert state is not None
         assert state.exit_code == code
     state, problem = pod("Failed", None, reason="Evicted", message="The node was low on resource: memory.").state()
     assert state is None
@@ -202,7 +199,6 @@ def test_a_pod_that_can_never_start_is_an_error(reason: str, message: str, code:
     error = pod_status.find_start_error(
         pod("Pending", {"waiting": {"reason": reason, "message": message}}), "repository@sha256:1"
     )
-    assert error is not None
     assert error.exit_code is code
     assert message in str(error)
 

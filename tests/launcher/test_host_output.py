@@ -47,7 +47,6 @@ def summary(state: dict[str, object], *, created_on: str = "boot-1", boot: str =
 def test_an_end_is_told_from_a_reboot(created_on: str, finished: str, expected: tuple[bool, bool]) -> None:
     state: dict[str, object] = {"Status": "exited", "ExitCode": 0, "FinishedAt": finished}
     container = parse_observation(0, summary(state, created_on=created_on) + "\n")[0].container
-    assert container is not None
     assert (container.rebooted, container.ended_before_reboot) == expected
 
 
@@ -65,7 +64,6 @@ def test_a_running_container_has_no_exit_code_and_an_absent_one_is_absent() -> N
     running, _ = parse_observation(
         0, summary({"Status": "running", "ExitCode": 0, "FinishedAt": "0001-01-01T00:00:00Z"}) + "\n"
     )
-    assert running.container is not None
     assert running.container.exit_code is None
     assert parse_observation(0, "absent\n")[0].container == ContainerState("absent")
 

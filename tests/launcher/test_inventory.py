@@ -147,7 +147,6 @@ def test_a_slice_whose_labels_changed_since_the_list_is_left_alone(
     cloud.made_by(EXPIRED)
     listed = leftover(cloud)
     found = cloud.node()
-    assert found is not None
     found.resource["labels"] |= change
     assert remove(cloud, listed) == f"left alone: {reason}"
     assert cloud.node() is found
@@ -177,7 +176,6 @@ def test_a_slice_that_is_recreated_while_its_deletion_is_retried_is_left_alone(c
     cloud.trouble = lambda zone, command, now: BUSY if "delete" in command and now - begin < 200 else None
     remove(cloud, listed)
     found = cloud.node()
-    assert found is not None
     assert found.state == "READY"
 
 
@@ -266,7 +264,6 @@ def test_a_dead_request_is_not_deleted_under_a_live_slice_of_its_name(cloud: Clo
     assert "did not come from it" in remove(cloud, leftover(cloud))
     cloud.clock.sleep(100)
     found = cloud.node()
-    assert found is not None
     assert found.state == "READY"
     del cloud.state.nodes[request.node]
     # While its description is retried for minutes, the slice is there again.

@@ -59,7 +59,6 @@ def parse(words: list[str]) -> None:
     while isinstance(command, click.Group):
         rest = [*context._protected_args, *context.args]
         _, found, rest = command.resolve_command(context, rest)
-        assert found is not None
         command, context = found, found.make_context(found.name, rest, parent=context)
 
 

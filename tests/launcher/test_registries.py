@@ -25,7 +25,6 @@ def test_other_registries_are_left_alone(name: str) -> None:
 
 def test_advice_for_a_missing_repository_is_the_command_that_creates_it_privately() -> None:
     found = registries.parse("us-central2-docker.pkg.dev/p/r/i:t")
-    assert found is not None
     command = " ".join(found.create_command)
     assert command.startswith(
         "gcloud artifacts repositories create r --project=p --location=us-central2 --quiet --repository-format=docker"

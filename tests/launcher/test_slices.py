@@ -111,7 +111,6 @@ def test_a_slice_that_takes_the_place_of_ours_while_down_waits_is_left_alone(
     cloud.trouble = lambda zone, command, now: BUSY if "delete" in command and now - begin < seconds + 4 else None
     assert down(cloud, config)
     left = cloud.node()
-    assert left is not None
     assert (left.state, left.resource["labels"]) == ("READY", bobs)
 
 

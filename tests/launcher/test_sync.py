@@ -23,7 +23,6 @@ IMAGE = "r/i@sha256:ab"
 
 
 def contents(overlay: Overlay | None) -> dict[str, str]:
-    assert overlay is not None
     with tarfile.open(fileobj=io.BytesIO(overlay.archive)) as archive:
         return {name: archive.extractfile(name).read().decode() for name in archive.getnames()}  # type: ignore[union-attr]
 

@@ -54,7 +54,6 @@ class _MessageArguments(ctypes.Structure):
 def library() -> str:
     """The libtpu.so that this image's framework loads."""
     spec = importlib.util.find_spec("libtpu")
-    assert spec is not None
     assert spec.submodule_search_locations
     return f"{spec.submodule_search_locations[0]}/libtpu.so"
 

@@ -116,7 +116,6 @@ def _in_folders(folders: Sequence[Path]) -> Iterator[File]:
 
 def _content(layer: tarfile.TarFile, entry: tarfile.TarInfo) -> bytes:
     stream = layer.extractfile(entry)
-    assert stream is not None
     return stream.read()
 
 

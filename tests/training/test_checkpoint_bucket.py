@@ -88,7 +88,6 @@ def test_hosts_wait_for_each_other_longer_than_storage_waits_for_a_part(
 def load() -> tuple[int, State, list[str]]:
     state, warnings = ModelState(0), list[str]()
     restored = restore(FOLDER, SingleHost(), IDENTITY, state.accept, warnings.append)
-    assert restored is not None
     return restored.manifest.step, state, warnings
 
 

@@ -60,7 +60,6 @@ def test_a_checkpoint_is_copied_and_another_run_goes_on_from_it(tmp_path: Path, 
     verify(str(tmp_path / "b" / "checkpoints"), step)
     state = State(-1)
     restored = restore(str(tmp_path / "b" / "checkpoints"), SingleHost(), IDENTITY, state.accept, print)
-    assert restored is not None
     assert restored.manifest.step == step
     assert state.is_of(step)
     with pytest.raises(BadInput, match="has checkpoints already"):

@@ -111,7 +111,6 @@ def load(
 def test_what_some_hosts_wrote_any_number_of_hosts_reads(tmp_path: Path, writers: int, readers: int) -> None:
     assert save(tmp_path, [10, 20], writers) == [20] * writers
     restored, state, warnings = load(tmp_path, readers)
-    assert restored is not None
     assert (restored.manifest.step, restored.manifest.state, warnings) == (20, {"first_loss": 9.5}, [])
     assert state.is_of(20)
     assert len(restored.manifest.parts) == writers
@@ -138,7 +137,6 @@ def test_damage_is_named_and_the_checkpoint_before_is_used(
     [path] = (tmp_path / "step-00000020").glob(name)
     damage(path)
     restored, state, warnings = load(tmp_path, 2)
-    assert restored is not None
     assert (restored.manifest.step, restored.damaged) == (10, (20,))
     assert state.is_of(10)
     assert message in warnings[0]
@@ -203,7 +201,6 @@ def test_without_a_manifest_nothing_is_committed_and_the_next_commit_clears_it_a
     save(tmp_path, [10, 20])
     (tmp_path / "step-00000020" / form.MANIFEST).unlink()
     restored, state, warnings = load(tmp_path)
-    assert restored is not None
     assert (restored.manifest.step, warnings) == (10, [])
     assert state.is_of(10)
     save(tmp_path, [30], token="u")
@@ -264,7 +261,6 @@ def test_a_host_that_dies_at_any_point_of_a_save_costs_only_that_save(
     results = save(tmp_path, [30], token="u")
     monkeypatch.undo()
     restored, state, _ = load(tmp_path)
-    assert restored is not None
     assert restored.manifest.step in (20, 30)
     assert state.is_of(restored.manifest.step)
     if dead and point == 0:
@@ -372,7 +368,6 @@ def test_a_committed_state_that_is_not_finite_is_passed_over_and_told(
         text,
     )
     restored, state, warnings = load(tmp_path)
-    assert restored is not None
     assert (restored.manifest.step, restored.damaged) == (10, (20,))
     assert state.is_of(10)
     assert "has a NaN or an infinity" in warnings[0]
@@ -460,6 +455,5 @@ def test_a_restore_that_finds_nothing_of_what_it_listed_looks_again(tmp_path: Pa
     save(tmp_path, [8])
     warnings: list[str] = []
     restored = restore(str(tmp_path), BeforeNewerStart(), IDENTITY, lambda _: None, warnings.append)
-    assert restored is not None
     assert (restored.manifest.step, restored.damaged) == (8, (3,))
     assert "manifest.json is missing" in warnings[0]

@@ -37,7 +37,6 @@ def test_the_launchers_variables() -> None:
 
 def test_the_index_of_a_job_replaces_the_worker_id() -> None:
     cluster = from_environment({"JOB_COMPLETION_INDEX": "3", "TPU_WORKER_HOSTNAMES": "a.s, b.s, c.s, d.s"})
-    assert cluster is not None
     assert (cluster.worker, cluster.addresses) == (3, ("a.s", "b.s", "c.s", "d.s"))
 
 

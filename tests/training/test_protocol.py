@@ -126,7 +126,6 @@ def test_an_impostor_of_host_0_is_rejected() -> None:
 def test_only_host_0_can_refuse_a_host() -> None:
     meeting = Meeting()
     connection, refused = meeting.join(1, replace(OWN, identity=Identity("run", 0, 3)))
-    assert refused is not None
     assert refused.final
     assert "host 0 is in attempt 1 of run 'run', this host in attempt 0" in refused.reason
     assert meeting.is_closed(connection)

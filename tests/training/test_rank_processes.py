@@ -71,7 +71,6 @@ def test_signals_are_forwarded_and_every_process_ends_in_its_own_time() -> None:
         "signal.signal(signal.SIGTERM, save)\nprint('ready')\ntime.sleep(600)"
     )
     process = begin(program)
-    assert process.stdout is not None
     lines = [process.stdout.readline() for _ in range(3)]
     assert all("ready" in line for line in lines)
     process.send_signal(signal.SIGTERM)

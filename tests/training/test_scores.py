@@ -59,7 +59,6 @@ def test_outcomes_add_up_and_one_that_counts_nothing_further_adds_nothing() -> N
         .plus(StepResult({"loss": 2.0, "weight": 1.0, "correct": 0.0}, Signals(stop=True), np.array([0.0, 1.0])))
     )
     assert (total.sums, total.signals) == ({"loss": 3.0, "weight": 3.0, "correct": 1.0}, Signals(stop=True))
-    assert total.counts is not None
     assert total.counts.tolist() == [1, 1]
 
 
