@@ -3,6 +3,7 @@
 Tests marked `nightly` are left out, except where `-m nightly` asks for them.
 """
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -15,6 +16,13 @@ import pytest
 CHECKED_FOR_LEFTOVERS = ("tests/launcher/", "tests/training/", "tests/emulator/")
 
 _not_run = pytest.StashKey[list[str]]()
+
+
+with contextlib.suppress(ImportError):  # some images have no hypothesis
+    from hypothesis import settings
+
+    settings.register_profile("no-deadline", settings.default, deadline=None)  # a busy machine takes its time
+    settings.load_profile("no-deadline")
 
 
 def pytest_configure(config: pytest.Config) -> None:

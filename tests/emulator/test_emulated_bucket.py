@@ -220,7 +220,7 @@ def test_an_abandoned_upload_is_forgotten(storage: Any, bucket: Any) -> None:
     assert not storage.api._uploads._locks
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=25)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25)
 @given(
     names=st.sets(st.text("ab/", min_size=1, max_size=5), max_size=12),
     prefix=st.sampled_from(["", "a", "a/", "b//"]),

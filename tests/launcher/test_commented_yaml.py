@@ -58,7 +58,7 @@ def same(read: Any, value: Any) -> bool:
     return bool(read == value)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.dictionaries(text, values, max_size=4) | st.lists(values, max_size=4))
 def test_python_readers_get_the_written_values(value: Any) -> None:
     node = value

@@ -84,7 +84,7 @@ def test_scripts_are_valid_posix_shell_and_never_end_with_255(script: str) -> No
     assert "\n. ./" not in script.replace("\n. ./secrets\n", "\n"), "everything is included"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(TEXT, min_size=1, max_size=4),
     st.dictionaries(st.sampled_from(["A", "B_1"]), TEXT.filter(lambda text: "\n" not in text)),
@@ -103,7 +103,7 @@ def test_any_command_and_value_reaches_the_engine_as_it_was_written(
         assert f"{key}={value}" in words
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(TEXT, st.booleans(), st.sampled_from(SHELLS))
 def test_parameters_are_never_code(value: str, flag: bool, shell: str) -> None:
     script = scripts.render("engine", value, parameter=value, flag=flag) + 'printf "%s\\0" "$1" "$parameter" "$flag"'

@@ -32,7 +32,7 @@ def test_every_key_of_the_file_has_a_comment_or_stands_below_one(tmp_path: Path)
         assert not re.match(r"  ?\S+: \S", line) or "#" in line, line
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.text(min_size=1, max_size=12), st.text(min_size=1, max_size=12))
 def test_no_answer_makes_another_key_or_a_broken_file(
     tmp_path_factory: pytest.TempPathFactory, project: str, bucket: str

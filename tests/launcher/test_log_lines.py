@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher import log_lines
@@ -86,7 +86,6 @@ def read_all(docker: Docker, log: HostLog, status: str) -> None:
     raise AssertionError("reading has not ended")
 
 
-@settings(deadline=None)
 @given(WRITES, st.integers(2, 9), st.sampled_from([(80, 400), (1 << 20, 1 << 22)]))
 def test_lines_of_two_streams_in_parts_are_delivered_once(  # type: ignore[no-untyped-def]
     tmp_path_factory, writes: list[tuple[int, list[bytes], int, bool, bool]], tail: int, limits: tuple[int, int]

@@ -7,7 +7,7 @@ from io import FileIO
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.log_lines import LogWindow
@@ -56,7 +56,6 @@ def test_every_line_is_delivered_once_and_in_order_for_any_looks(
     assert delivered == history
 
 
-@settings(deadline=None)  # it writes files: a busy machine takes its time
 @given(histories, st.integers(0, 60))
 def test_a_new_process_goes_on_where_the_file_ends(tmp_path_factory, history: list[LogLine], cut: int) -> None:  # type: ignore[no-untyped-def]
     path: Path = tmp_path_factory.mktemp("log") / "host-0.log"

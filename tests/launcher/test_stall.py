@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.run.stall import DEFAULT_SECONDS, ProgressView, describe_limits, judge_stall, update
@@ -72,7 +72,6 @@ def test_time_in_which_the_launcher_stood_still_does_not_count() -> None:
     assert stall(later) == 300.0
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.floats(0.01, 2000.0), min_size=1, max_size=60),
     st.floats(1.0, 15.0),

@@ -103,7 +103,7 @@ def assert_same(ours: Any, theirs: dict[str, Any]) -> None:
         assert np.array_equal(values, theirs[name]), name
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.integers(1, 3000),
     st.integers(1, 100),
@@ -122,7 +122,7 @@ def test_windows_are_those_of_numpy(records: int, batch: int, block: int, seed: 
     assert [int(bound) for bound in order_tensorflow.bounds(ours, *which)] == list(ours.bounds(epoch, number))
 
 
-@settings(max_examples=5, deadline=None, phases=PHASES)
+@settings(max_examples=5, phases=PHASES)
 @given(
     st.sampled_from(sorted(LAYOUTS)),
     st.sampled_from([5, 130, 1000]),
@@ -171,7 +171,7 @@ def test_the_blocks_are_permuted_once_an_epoch_for_all_its_windows(monkeypatch: 
     assert epochs in ([1, 2], [1, 2, 3])  # the last one: of what is read ahead
 
 
-@settings(max_examples=3, deadline=None, phases=PHASES)
+@settings(max_examples=3, phases=PHASES)
 @given(st.sampled_from(sorted(LAYOUTS)), st.sampled_from([5, 130]), st.sampled_from([1, 2, 3]), st.integers(1, 20))
 def test_evaluation_is_that_of_numpy(layout: str, records: int, hosts: int, rows: int) -> None:
     for host in range(hosts):
@@ -183,7 +183,7 @@ def test_evaluation_is_that_of_numpy(layout: str, records: int, hosts: int, rows
             assert_same(ours, tf_batch)
 
 
-@settings(max_examples=3, deadline=None, phases=PHASES)
+@settings(max_examples=3, phases=PHASES)
 @given(
     st.sampled_from([(50, 90, 30), (2, 60, 0), (3, 4, 5)]),
     st.sampled_from([1, 2]),

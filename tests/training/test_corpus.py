@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from training import storage
@@ -46,7 +46,6 @@ def test_a_bucket_is_a_folder_too(gcs: object) -> None:
     assert documents("gs://bucket/corpus") == documents("gs://bucket/corpus/a.txt") == ["zwei größere", "Absätze"]
 
 
-@settings(deadline=None)
 @given(st.text(alphabet="aé漢𝔘\n \r", max_size=60), st.integers(1, 9))
 def test_lines_do_not_depend_on_where_pieces_are_cut(
     tmp_path_factory: pytest.TempPathFactory, text: str, piece: int
@@ -123,7 +122,6 @@ def test_a_corpus_that_is_not_there_is_said(name: str, monkeypatch: pytest.Monke
         documents(name)
 
 
-@settings(deadline=None)
 @given(st.lists(st.text(max_size=8), max_size=30), st.floats(0, 100))
 def test_every_document_is_in_exactly_one_split(texts: list[str], percent: float) -> None:
     for text in texts:

@@ -40,7 +40,7 @@ def test_best_fit_places_each_document_once_and_fills_rows_well(lengths: list[in
     assert sum(count <= 10 for count in used) <= 1, "two rows that are half empty would have been one"
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(st.integers(1, 40), st.integers(0, 1000))
 def test_positions_and_labels_are_those_of_each_document(
     tmp_path_factory: pytest.TempPathFactory, count: int, seed: int

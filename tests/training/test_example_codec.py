@@ -3,7 +3,7 @@
 import contextlib
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from training.data.formats import example_codec
@@ -22,7 +22,6 @@ def test_an_example_is_encoded_byte_for_byte() -> None:
     assert example_codec.decode(INTS_EXAMPLE)["n"].tolist() == [1, 300, -1]
 
 
-@settings(deadline=None)
 @given(
     st.dictionaries(
         st.text(max_size=5),
@@ -45,14 +44,12 @@ def test_floats_unpacked_numbers_and_unknown_fields_are_read() -> None:
     assert example_codec.decode(b"\x0a" + bytes([len(features)]) + features)["n"].tolist() == [1, 2]
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=60))
 def test_any_bytes_are_an_example_or_not_but_nothing_else(data: bytes) -> None:
     with contextlib.suppress(example_codec.NotAnExample):
         example_codec.decode(data)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=50))
 def test_varints_are_protobufs(values: list[int]) -> None:
     packed = example_codec.pack_varints(np.array(values, np.int64))

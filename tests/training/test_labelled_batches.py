@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.training.damage import flip
@@ -135,7 +135,6 @@ def test_every_row_is_seen_equally_often(tmp_path: Path, batch: int) -> None:
     assert max(abs(count - epochs) for count in seen.values()) <= 1
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.integers(1, 500), min_size=1, max_size=5),
     st.integers(1, 200),

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.training.mlm_rows import unmask
@@ -34,7 +34,6 @@ def test_splitmix64_gives_its_published_numbers() -> None:
     assert random_bits.mix_int(1234567 + random_bits.GOLDEN) == expected[0]
 
 
-@settings(deadline=None)
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**63 - 1))
 def test_keys_is_key_for_arrays(seed: int, number: int) -> None:
     state = random_bits.key(seed, "x", 3)
@@ -50,7 +49,6 @@ def test_the_masks_are_pinned() -> None:
     assert masked.input_ids[masked.input_ids != np.arange(100, 140).reshape(2, 20)].tolist() == [4, 4, 4, 4, 4]
 
 
-@settings(deadline=None)
 @given(
     st.integers(1, 8),
     st.integers(2, 80),
@@ -73,7 +71,6 @@ def test_labels_restore_the_row(count: int, length: int, percent: int, seed: int
     assert (masked.positions[~used] == 0).all()
 
 
-@settings(deadline=None)
 @given(st.integers(1, 20), st.integers(0, 2**63))
 def test_a_row_is_masked_alike_in_any_company(place: int, seed: int) -> None:
     ids, masker = rows(21, 32), Masker(Masking(), TOKENS, seed)

@@ -48,7 +48,6 @@ def of_rows(records: int, *, seed: int, batch: int) -> TrainingOrder:
     return order.training_order(records, 298, seed=seed, batch=batch)
 
 
-@settings(deadline=None)
 @given(
     st.integers(1, 400),
     st.integers(1, 9),
@@ -65,7 +64,6 @@ def test_every_epoch_is_a_permutation_of_all_records(
     assert sorted(seen.tolist()) == list(range(records))
 
 
-@settings(deadline=None)
 @given(
     st.integers(1, 200),
     st.integers(1, 9),
@@ -126,7 +124,7 @@ def test_neighbours_are_spread_over_batches(batch: int) -> None:
     assert max(others) < (12 if batch <= 256 else 45)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.data())
 def test_batches_do_not_depend_on_the_number_of_hosts(
     samples: Any, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -4,7 +4,7 @@ import struct
 
 import google_crc32c
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from training.data.formats import tfrecord
@@ -20,7 +20,6 @@ def test_a_frame_is_length_crc_data_crc() -> None:
     assert len(framed) == 9 + tfrecord.OVERHEAD
 
 
-@settings(deadline=None)
 @given(st.lists(st.binary(max_size=40), max_size=8))
 def test_what_is_joined_is_walked(records: list[bytes]) -> None:
     shard = tfrecord.join(records)
@@ -29,7 +28,6 @@ def test_what_is_joined_is_walked(records: list[bytes]) -> None:
     assert tfrecord.index(shard, "s") == [offset for offset, _ in walked] + [len(shard)]
 
 
-@settings(deadline=None)
 @given(st.lists(st.binary(max_size=20), min_size=1, max_size=5), st.data())
 def test_every_flipped_bit_is_found_where_it_is(records: list[bytes], data: st.DataObject) -> None:
     shard = bytearray(tfrecord.join(records))
@@ -43,7 +41,6 @@ def test_every_flipped_bit_is_found_where_it_is(records: list[bytes], data: st.D
     assert f"gs://b/s-0: record {broken} at byte {starts[broken]}" in str(caught.value)
 
 
-@settings(deadline=None)
 @given(st.lists(st.binary(max_size=20), min_size=1, max_size=5), st.data())
 def test_a_shard_cut_inside_a_record_is_found(records: list[bytes], data: st.DataObject) -> None:
     shard = tfrecord.join(records)
