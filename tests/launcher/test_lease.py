@@ -1,8 +1,6 @@
 """Claims about the lease and the ledger of a run in its bucket, over the emulator's Cloud Storage with the real client:
 of two machines, one decides, whatever is frozen, killed or late, and whatever their clocks say."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import random

@@ -1,7 +1,5 @@
 """Claims about `tpu-launch supervise` and about commands on a run of a bucket from a machine that has nothing of it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace

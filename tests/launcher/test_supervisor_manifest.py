@@ -182,4 +182,6 @@ def test_a_folder_that_is_not_one_is_refused(folder: str) -> None:
 
 def test_an_image_needs_a_digest() -> None:
     with pytest.raises(BadInput, match="by digest"):
-        render("vm", SupervisorSpec(COMMAND[1], "us-docker.pkg.dev/p/r/launcher:latest@", "my-project", "us-central1-a"))
+        render(
+            "vm", SupervisorSpec(COMMAND[1], "us-docker.pkg.dev/p/r/launcher:latest@", "my-project", "us-central1-a")
+        )

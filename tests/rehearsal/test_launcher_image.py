@@ -1,8 +1,6 @@
 """The image of the launcher, in a container as a cluster would start it, reaches an emulated slice with its own gcloud
 and ssh. Builds the image, and starts a v4-16."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 bits of the undisturbed run. Hosts are killed, hang and are cut off, the slice is preempted, launchers die, and a second
 terminal runs, stops and downs. Each life trains on emulated hosts for some minutes."""
 
-from __future__ import annotations
-
 import random
 import time
 from typing import Any

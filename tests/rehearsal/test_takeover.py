@@ -4,8 +4,6 @@ and its losses and weights are those of the undisturbed run.
 Trains twice on an emulated slice of two hosts, which is preempted once; about two minutes.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """`tpu-train check-devices` with TorchTPU: four processes on a virtual v4-8 try their chips, and one reports."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
