@@ -167,6 +167,12 @@ class Train(ScheduleSettings, AdamWSettings):
     """What is computed again in the backward pass instead of being kept, which saves memory: `none`, the `attention`'s
     probabilities, or whole `layers`. Default: `attention` on TPUs, `none` on CPUs. Only for `backend: torch-xla`."""
 
+    scan: bool | None = None
+    """Runs the layers of a decoder as one loop on TPUs: the time and the memory of compilation do not grow with their
+    number, and each layer keeps its input alone and is computed again in the backward pass. Default: for the families
+    whose layers are alike (Llama, Mistral, Qwen2, Qwen3, Gemma, Phi-3, OLMo2), unless `remat: none`. Only for
+    `backend: torch-xla`."""
+
     freeze: list[str] = []
     """Parameters that stay as they are: patterns of their names, as `model.embed_tokens.*`. Only for `backend:
     torch-xla`, and without `lora`, which freezes all others itself."""
@@ -592,6 +598,8 @@ def _training_mistakes(config: TrainerConfig) -> Iterator[Mistake]:
             ("train", "remat"),
             "the TensorFlow backend keeps everything for the backward pass: remove train.remat, or use torch-xla",
         )
+    if train.scan and (config.backend != "torch-xla" or train.remat == "none"):
+        yield ("train", "scan"), "layers that run as a scan are computed again: take torch-xla, without remat: none"
     if config.backend == "tensorflow" and train.mesh.fsdp > 1:
         yield (
             ("train", "mesh", "fsdp"),

@@ -18,10 +18,12 @@ from torch import Tensor
 from tests.nightly import others_at_night
 from tests.xla_flags import COMPILE_FAST
 from training.backends.torch_xla import internals
-from training.config import Model
+from training.config import Model, Train
 from training.data.formats.dataset import IGNORED
 from training.errors import BadInput
+from training.models.families import SCANNED
 from training.models.hugging_face import ModelRequirements
+from training.models.torch.layer_scan import LayerScan, choose_layers, find_layers, group_layers
 from training.models.torch.move import move
 from training.models.torch.network import build, patch_modules
 from training.registry import TASKS, load
@@ -61,6 +63,7 @@ DECODERS: dict[str, dict[str, Any]] = {
     "gemma3_text": WINDOWED,
     "phi": GROUPED,
     "phi3": GROUPED,
+    "olmo2": GROUPED,
 }
 TASK_OF = {
     "mlm": "MaskedLM", "classification": "SequenceClassification", "multi-label": "SequenceClassification",
@@ -201,6 +204,64 @@ def test_the_first_step_is_that_of_transformers(
     norm = torch.cat([gradient.flatten() for gradient in theirs]).norm()
     for name, ours, their in zip(names, seen[0][1], theirs, strict=True):
         assert (ours - their).norm() <= 1e-6 * norm, name
+
+
+@pytest.mark.parametrize("family", others_at_night(SCANNED, ("llama",)))
+@pytest.mark.parametrize("frozen", others_at_night(("nothing", "self_attn", "embed_tokens"), ("nothing", "self_attn")))
+def test_layers_as_a_scan_have_the_same_loss_and_gradients(
+    opened: Callable[[str, str], Any], monkeypatch: pytest.MonkeyPatch, family: str, frozen: str
+) -> None:
+    sums, device = load(TASKS["causal-lm"].torch), torch_xla.device()
+    lines: list[int] = []
+    for count in (2, 4):
+        monkeypatch.setitem(DECODERS, family, {**DECODERS[family], "num_hidden_layers": count})
+        network = opened("causal-lm", family)
+        for name, parameter in network.named_parameters():
+            parameter.requires_grad_(frozen not in name)
+        values = dict(network.named_parameters())
+        rows = {name: torch.from_numpy(array) for name, array in batch("causal-lm", 0).items()}
+        expected = sums(network, rows)[0][0]
+        wanted = [name for name, value in values.items() if value.requires_grad]
+        found = torch.autograd.grad(expected, [values[name] for name in wanted])
+        theirs = dict(zip(wanted, found, strict=True))
+        layers = find_layers(network)
+        assert layers == "model.layers"
+        groups = group_layers(values, layers)
+        network.set_submodule(layers, LayerScan(network.model.layers, internals.loop_over, lambda _name, value: value))
+        for stacked, members in groups.items():
+            network.get_parameter(stacked).data = torch.stack([values[name].detach() for name in members])
+            assert set(wanted).isdisjoint(members) or set(wanted).issuperset(members)
+        move(network, device)
+        trained = {name: value for name, value in network.named_parameters() if value.requires_grad}
+        loss = sums(network, {name: array.to(device) for name, array in rows.items()})[0][0]
+        with torch.autograd.set_multithreading_enabled(False):
+            gradients = torch.autograd.grad(loss, list(trained.values()))
+        lines.append(len(internals.program_text([loss, *gradients]).splitlines()))
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+        norm = torch.cat([gradient.flatten() for gradient in theirs.values()]).norm()
+        for name, gradient in zip(trained, gradients, strict=True):
+            their = [theirs.pop(member) for member in groups.get(name, [name])]
+            assert (gradient.cpu() - (torch.stack(their) if name in groups else their[0])).norm() <= 1e-6 * norm, name
+        assert not theirs
+    assert lines[0] == lines[1], "the program does not grow with the number of layers"
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("gemma2", {}), ("llama", {"attention_dropout": 0.1}), ("llama", {"num_hidden_layers": 1}), ("gpt2", {})],
+)
+def test_layers_that_differ_or_have_dropout_do_not_run_as_a_scan(
+    opened: Callable[[str, str], Any], monkeypatch: pytest.MonkeyPatch, family: str, changes: dict[str, Any]
+) -> None:
+    monkeypatch.setitem(DECODERS, family, {**DECODERS[family], **changes})
+    network = opened("causal-lm", family)
+    rate = changes.get("attention_dropout", 0.0)
+    for module in network.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = rate
+    assert choose_layers(network, Train(steps=1, global_batch_size=1)) is None
+    with pytest.raises(BadInput, match="do not run as a scan"):
+        choose_layers(network, Train(steps=1, global_batch_size=1, scan=True))
 
 
 @pytest.mark.parametrize("family", others_at_night(sorted(DECODERS), ("gemma3_text",)))

@@ -85,11 +85,22 @@ def test_a_checkpoint_of_eight_devices_goes_on_elsewhere(folder: Path, devices: 
 
 
 @pytest.mark.parametrize("change", others_at_night(["", FREEZE], [FREEZE]))
-def test_a_decoder_has_the_losses_of_a_replicated_state(tmp_path: Path, change: str) -> None:
+def test_a_decoder_whose_layers_are_a_scan_has_the_losses_of_a_replicated_state(tmp_path: Path, change: str) -> None:
+    """Its checkpoints have each layer by its own name: they go on on the same mesh with the same bits, and on a CPU,
+    where layers run one after the other."""
     folder = causal_data.prepare(tmp_path)
-    run_all(folder, f"replicated:1:{change}", f"split:8:{change}")
+    run_all(
+        folder, f"replicated:1:{change}:train__scan=false", f"split:8:{change}:train__scan=true", f"stopped:8:{change}",
+        f"resumed:8:stopped{change}",
+    )  # fmt: skip
+    run_all(folder, f"on-the-CPU:1:stopped{change}", PJRT_DEVICE="CPU")
     expected = pytest.approx(small_runs.losses(folder, "replicated"), rel=SAME_MATHEMATICS)
-    assert small_runs.losses(folder, "split") == expected
+    for run_id in ("split", "on-the-CPU"):
+        assert small_runs.losses(folder, run_id) == expected, run_id
+    straight, resumed = (small_runs.summary(folder, run_id) for run_id in ("split", "resumed"))
+    assert resumed["final_weights_crc32c"] == straight["final_weights_crc32c"]
+    names = read_manifest(str(folder / "runs" / "split" / "checkpoints"), 20).tensors
+    assert {"model/model.layers.1.mlp.up_proj.weight", "adam_v/model.layers.0.input_layernorm.weight"} < set(names)
 
 
 @pytest.mark.nightly

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from training.checkpoint.slices import HeldSlice, Slice
+from training.optim import STACKED
 
 ROWS, FSDP = "rows", "fsdp"
 PACKED = "/vectors of "  # in the name of a buffer with a vector of the state in each row
@@ -24,7 +25,10 @@ def mesh_shape(devices: int, fsdp: int) -> dict[str, int]:
 def place(name: str, shape: tuple[int, ...], mesh: MeshShape) -> Axes:
     """Returns how a tensor of the state is split: a matrix along the longest of its axes that "fsdp" divides. Each
     device holds all of other tensors. `name`: in a checkpoint, `model/<parameter>` or `<optimizer's
-    tensor>/<parameter>`, or of a packed buffer; `shape`: of the whole tensor."""
+    tensor>/<parameter>`, or of a packed buffer, or of stacked parameters, each of which is split as it is alone;
+    `shape`: of the whole tensor."""
+    if STACKED in name:
+        return (None, *place(name.replace(STACKED, "."), shape[1:], mesh))
     axes: list[str | None] = [None] * len(shape)
     divisible = [axis for axis, length in enumerate(shape) if length % mesh[FSDP] == 0]
     if mesh[FSDP] > 1 and len(shape) > 1 and PACKED not in name and divisible:

@@ -52,6 +52,10 @@ POSITIONS_AFTER_PAD = (
 # Decoders whose logits are `lm_head` of the last layer's output, and nothing more: it may be computed piece by piece.
 PLAIN_HEADS = ("llama", "mistral", "qwen2", "qwen3", "gemma", "phi3", "olmo2", "smollm3")
 
+# Decoders whose layers differ in their parameters alone, so that they run as a scan: loss and gradients are the same to
+# 1e-6 (tests/container/test_family_parity.py).
+SCANNED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "phi3", "olmo2")
+
 # The modules that make a masked-LM head, applied one after the other to hidden states, in PyTorch.
 MASKED_LM_HEADS = (
     ("cls",),  # BERT, DeBERTa

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from pydantic import Field
 
+from training.optim import STACKED
 from training.yaml_file import Section
 
 STATE = ("adam_m", "adam_v")  # the running means of the gradient and of its square
@@ -35,5 +36,6 @@ def bias_corrections(settings: AdamWSettings, step: int) -> tuple[float, float]:
 
 
 def is_decayed(name: str, shape: Sequence[int]) -> bool:
-    """Returns whether weight decay applies to the parameter with this PyTorch name: not to biases and norms."""
-    return not name.endswith("bias") and len(shape) > 1
+    """Returns whether weight decay applies to the parameter with this PyTorch name: not to biases and norms. `shape`:
+    with an axis of layers if the name is that of stacked parameters."""
+    return not name.endswith("bias") and len(shape) > (2 if STACKED in name else 1)

@@ -42,6 +42,7 @@ from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import Rendezvous
 from training.distributed.tcp_allreduce import TcpAllReduce
 from training.models.hugging_face import ModelRequirements
+from training.models.torch.layer_scan import choose_layers
 from training.models.torch.network import slow_parts
 from training.preflight.checked_programs import CheckedPrograms
 from training.preflight.compiler import hash_hlo
@@ -87,12 +88,13 @@ class TorchXla:
         # What earlier runs in this process have counted.
         self._compiled_before, self._transfers_before = count_compiled(), count_transfers()
         self._fallbacks_before = count_fallbacks()
-        self._state = State(network, load(OPTIMIZERS[config.train.optimizer].torch), config.train, noise)
+        layers = choose_layers(network, config.train) if self._sharding.is_spmd else None
+        self._state = State(network, load(OPTIMIZERS[config.train.optimizer].torch), config.train, noise, layers)
         self._stepped = False
         task_sums = load(TASKS[config.task].torch)
         self._step = TrainingStep(config, cluster, self._state, self._sharding, task_sums)
         say, warn_here = (note, warn) if cluster.is_first else (_silent, _silent)
-        if slow_network := slow_parts(network, noise):
+        if slow_network := slow_parts(network, is_fast=noise is not None or layers is not None):
             say(slow_network)
         is_own = environment["PJRT_DEVICE"] == "CPU" and not self._sharding.is_spmd  # preflight traces for others
         if is_own and (slow := describe_slow_products(read_flags())):

@@ -7,7 +7,7 @@ program is compiled without being run, is known by its hash, and takes its argum
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -137,6 +137,24 @@ def numbers_as_constants() -> Iterator[None]:
         yield
     finally:
         _XLAC._set_xla_all_numbers_special_scalars(before)
+
+
+def loop_over(
+    step: Callable[[list[Tensor], list[Tensor]], tuple[list[Tensor], list[Tensor]]],
+    carry: list[Tensor],
+    stacked: list[Tensor],
+    reverse: bool,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Traces (carry, slices) -> (carry, results) once, as the body of a loop over the first axis of `stacked`, which
+    runs from its end if `reverse`. Returns the last carry and the stacked results, without gradients. What `step` reads
+    besides is computed again in each round.
+
+    `scan` of torch_xla.experimental would split the step by functorch, and needs torchax under SPMD."""
+    from torch_xla.experimental.scan import _scan_impl_flat
+
+    with numbers_as_constants():
+        last, results = _scan_impl_flat(step, carry, stacked, reverse=reverse)
+    return list(last), list(results)
 
 
 # --- programs as text, for preflight and profiles

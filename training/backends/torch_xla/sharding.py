@@ -107,14 +107,14 @@ class DataParallel:
 
     def replicate_report(self, report: Tensor) -> Tensor:
         """Declares that every device holds all of the report, and returns it: the compiler might split it."""
-        self._declare(report, (None,) * report.ndim)
+        self.declare(report, (None,) * report.ndim)
         return report
 
     def declare_state(self, tensors: Mapping[str, Tensor]) -> None:
         """Declares the placement of the state's tensors, and of what later programs make of them in place. Call it
         before the first step; else the outputs of the first step declare it, and the second is another program."""
         for name, tensor in tensors.items():
-            self._declare(tensor, self.place(name, tuple(tensor.shape)))
+            self.declare(tensor, self.place(name, tuple(tensor.shape)))
         if self.is_spmd:
             self._declared = dict(zip(tensors, internals.read_shardings(list(tensors.values())), strict=True))
 
@@ -123,7 +123,7 @@ class DataParallel:
         axes = self.place(name, shape)
         if axes not in self._texts:
             [sample] = self.send([HostArray(np.zeros([self.mesh_shape[axis] if axis else 1 for axis in axes]), axes)])
-            self._declare(sample, axes)
+            self.declare(sample, axes)
             [self._texts[axes]] = internals.read_shardings([sample])
         return self._texts[axes]
 
@@ -139,14 +139,17 @@ class DataParallel:
     def _split_hidden(self, _layer: Any, _arguments: Any, output: Any) -> Any:
         """Returns a layer's output, or tuple of outputs, with the first, (rows, positions, width), declared by rows."""
         if isinstance(output, tuple):
-            return (_SplitByRows.apply(output[0], self), *output[1:])
-        return _SplitByRows.apply(output, self)
+            return (_Placed.apply(output[0], self, _rows_first(output[0])), *output[1:])
+        return _Placed.apply(output, self, _rows_first(output))
 
-    def declare_rows(self, tensor: Tensor) -> None:
-        """Declares that a tensor (rows, ...) is split by rows."""
-        self._declare(tensor, (ROWS, *[None] * (tensor.ndim - 1)))
+    def place_slice(self, name: str, value: Tensor) -> Tensor:
+        """Returns one layer's value of a stacked parameter, declared with its gradient as it is placed: so that a
+        gradient is summed on the device that needs it."""
+        axes = self.place(name, (1, *value.shape))[1:]
+        placed: Tensor = _Placed.apply(value, self, axes) if any(axes) else value
+        return placed
 
-    def _declare(self, tensor: Tensor, axes: Axes) -> None:
+    def declare(self, tensor: Tensor, axes: Axes) -> None:
         """Declares how a tensor is split over the mesh; does nothing without one."""
         if self.is_spmd:
             internals.declare_sharding(tensor, self._mesh_of(axes).get_op_sharding(axes))
@@ -166,18 +169,22 @@ class DataParallel:
             )
 
 
-class _SplitByRows(torch.autograd.Function):  # type: ignore[misc]  # torch is not here when types are checked
-    """The identity, which declares that a tensor (rows, ...) and its gradient are split by rows."""
+def _rows_first(tensor: Tensor) -> Axes:
+    return (ROWS, *[None] * (tensor.ndim - 1))
+
+
+class _Placed(torch.autograd.Function):  # type: ignore[misc]  # torch is not here when types are checked
+    """The identity, which declares how a tensor and its gradient are split."""
 
     @staticmethod
-    def forward(context: Any, tensor: Tensor, sharding: DataParallel) -> Tensor:
-        context.sharding = sharding
+    def forward(context: Any, tensor: Tensor, sharding: DataParallel, axes: Axes) -> Tensor:
+        context.sharding, context.axes = sharding, axes
         result = tensor.clone()
-        sharding.declare_rows(result)
+        sharding.declare(result, axes)
         return result
 
     @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         result = gradient.clone()
-        context.sharding.declare_rows(result)
-        return result, None
+        context.sharding.declare(result, context.axes)
+        return result, None, None

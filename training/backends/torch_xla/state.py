@@ -6,8 +6,9 @@ The state is uploaded in one way whether it is fresh or restored: so both lead t
 A step costs the host by the number of buffers of the state, not by their sizes, and most tensors are vectors: biases
 and norms. Over SPMD's devices, vectors of one kind and length are one *packed buffer* with a vector a row. A traced
 step unpacks and packs them. Matrices are not packed: the TPU's compiler then copies each packed buffer once a step
-(four layers of bert-base on v3-8: a tenth more bytes a step; with vectors, a thousandth). Checkpoints have every tensor
-by its own name.
+(four layers of bert-base on v3-8: a tenth more bytes a step; with vectors, a thousandth). Layers that run as a scan
+(`models.torch.layer_scan`) have their parameters stacked in the network itself. Checkpoints have every tensor by its
+own name.
 
 Once steps are cached, the tensors of the network are stale: the newest buffers are in a list beside them, because
 giving each tensor its new buffer costs as much as starting the step. `buffers` brings them up to date.
@@ -19,6 +20,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -38,19 +40,29 @@ from training.checkpoint.safetensors_file import TensorSpec
 from training.checkpoint.slices import Slice, copy_into, key_in_part, whole
 from training.checkpoint.snapshot import Snapshot, in_batches
 from training.models.torch.dropout import DropoutNoise
+from training.models.torch.layer_scan import LayerScan, group_layers
 from training.models.torch.move import move
 
 
 class State(HostState):
-    def __init__(self, network: Any, optimizer_class: Any, settings: Any, noise: DropoutNoise | None) -> None:
+    def __init__(
+        self,
+        network: Any,
+        optimizer_class: Any,
+        settings: Any,
+        noise: DropoutNoise | None,
+        layers: str | None = None,
+    ) -> None:
         """Keeps all on the host. `network`: in training mode, maybe without weights (`models.torch.empty`), for tracing
-        only; `optimizer_class`: of training.registry.OPTIMIZERS, with
-        its `settings`; `noise`: of the network's dropouts, as `patch_modules` returns it."""
+        only; `optimizer_class`: of training.registry.OPTIMIZERS, with its `settings`; `noise`: of the network's
+        dropouts, as `patch_modules` returns it; `layers`: of `find_layers`, those that run as a scan over SPMD's
+        devices."""
         super().__init__(network, optimizer_class, settings, noise)
+        self._layers, self._renew_optimizer = layers, partial(optimizer_class, settings)
         self.is_empty = any(parameter.is_meta for parameter in self.parameters.values())
         self._packs = True  # once it is uploaded to SPMD's devices
         self._packed: dict[str, Tensor] = {}  # packed buffers by name: (members, length)
-        self._members: dict[str, list[str]] = {}  # names of the tensors in each packed buffer
+        self._members: dict[str, list[str]] = {}  # names of the tensors in each packed or stacked one
         self._newest: list[Tensor] | None = None  # buffers that a program returned and no tensor holds yet
         self.undeclared: dict[int, str] = {}  # names of placeholders, which nothing can be declared of, by id
         self.planned_transfers = 0  # copies to the host that a result or a snapshot asked for
@@ -116,8 +128,12 @@ class State(HostState):
         Later calls do nothing."""
         if self.is_uploaded:
             return
+        stacked: dict[str, list[str]] = {}
         if self._packs and sharding.is_spmd:
-            self._members = _group_vectors(self._specs)
+            stacked = group_layers(self._specs, self._layers) if self._layers else {}
+            others = self._specs.keys() - {member for members in stacked.values() for member in members}
+            single = {name: spec for name, spec in self._specs.items() if name in others}
+            self._members = {**_group_vectors(single), **stacked}
         sharding.split_activations(self.network)
         tensors, sent = self.tensors(), dict[str, Tensor]()
         packed = {member for members in self._members.values() for member in members}
@@ -133,15 +149,20 @@ class State(HostState):
             sent |= dict(zip(names, sharding.send(placed), strict=True))
             for member in (member for name in names for member in self._members.get(name, [name])):
                 tensors[member].data = torch.empty(0)  # its memory is free
+        if stacked:
+            layers = self.network.get_submodule(self._layers)
+            self.network.set_submodule(self._layers, LayerScan(layers, internals.loop_over, sharding.place_slice))
         move(self.network, sharding.device, internals.placeholder)
         self.name_parameters()
+        if stacked:
+            self.optimizer = self._renew_optimizer(self.trained)
         if self.noise:
             self.noise.table = sharding.send_replicated(self.noise.table.numpy())
         self._nothing = sharding.send_replicated(np.empty(0, np.float32))
         self.optimizer.move_state(lambda _value: self._nothing.detach().clone())
         for name, tensor in self.tensors().items():
             tensor.data = sent.get(name, self._nothing)
-        self._packed = {name: sent[name] for name in self._members}
+        self._packed = {name: sent[name] for name in self._members if name not in stacked}
         if not self.is_empty:
             sharding.declare_state(self.buffers())
         self.undeclared = {id(tensor): name for name, tensor in self.buffers().items()} if self.is_empty else {}
@@ -181,8 +202,9 @@ class State(HostState):
             if any(keys[member] & buffers.keys() for member in self._members.get(name, [name]))
         }
         for names in in_batches(wanted):
-            copies = self._copies({name: values[name] for name in names if name not in split})
-            copies_of_split = self._copies_of_split({name: values[name] for name in names if name in split})
+            whole_ones = {name: values[name] for name in names if self._members.get(name, [name])[0] not in split}
+            copies_of_split = self._copies_of_split({name: values[name] for name in names if name not in whole_ones})
+            copies = self._copies(whole_ones)
             for name, box, array in chain(copies, copies_of_split):
                 _keep(buffers, name, self._specs[name].shape, box, array)
         self._snapshot = Snapshot()
@@ -202,9 +224,12 @@ class State(HostState):
             return  # even a call for no tensor counts as a transfer
         self.planned_transfers += 1
         for name, copies in zip(values, internals.local_slices(list(values.values())), strict=True):
+            members = self._members.get(name)
             for index, copy in copies:
-                offsets = tuple(part.start for part in index)
-                yield name, Slice(offsets, tuple(copy.shape)), copy.numpy()
+                rows = zip(members, copy, strict=True) if members else [(name, copy)]
+                offsets = tuple(part.start for part in index)[1 if members else 0 :]
+                for member, row in rows:
+                    yield member, Slice(offsets, tuple(row.shape)), row.numpy()
 
     def wait_before_mutation(self) -> None:
         """Waits until a running snapshot has copied the state. Call it right before a program overwrites the state:

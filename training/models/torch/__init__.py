@@ -3,5 +3,6 @@
 network.py      built by name or read from a folder
 attention.py    self-attention in less memory, and computing again what is not kept
 dropout.py      dropout without a generator
+layer_scan.py   the layers of a decoder as one loop
 pipeline.py     predictions on the CPU
 """

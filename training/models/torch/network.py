@@ -123,9 +123,10 @@ def patch_modules(
     return noise
 
 
-def slow_parts(network: Any, noise: DropoutNoise | None) -> str | None:
-    """Returns in one line what a network costs that is computed by transformers' own modules; None for one of ours."""
-    parts = [] if noise else ["attention keeps rows x heads x length x length scores for the backward pass"]
+def slow_parts(network: Any, *, is_fast: bool) -> str | None:
+    """Returns in one line what a network costs that is computed by transformers' own modules; None for one of ours.
+    `is_fast`: its attention keeps no scores."""
+    parts = [] if is_fast else ["attention keeps rows x heads x length x length scores for the backward pass"]
     if getattr(network, "applies_whole_head", False):
         parts.append("the masked-LM head is computed at all positions, about 7 times the work")
     if not parts:

@@ -1,0 +1,144 @@
+"""The layers of a decoder as one loop over stacked parameters: one layer is traced and compiled, for all of them.
+
+Only the layers' inputs are kept for the backward pass, which runs each layer a second time. A stacked parameter has the
+name of the layers' parameters with `*` for the layer's number, as model.layers.*.mlp.up_proj.weight, and their shape
+behind an axis of layers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from training.config import Train
+from training.errors import BadInput
+from training.models.families import SCANNED
+from training.optim import STACKED
+
+Step = Callable[[list[Tensor], list[Tensor]], tuple[list[Tensor], list[Tensor]]]  # (carry, slices) -> (carry, results)
+# (step, carry, stacked, reverse) -> (carry, stacked results): the runtime's loop over the first axis of `stacked`.
+Loop = Callable[[Step, list[Tensor], list[Tensor], bool], tuple[list[Tensor], list[Tensor]]]
+Place = Callable[[str, Tensor], Tensor]  # (stacked parameter's name, one layer's value) -> the value, with a layout
+
+
+def choose_layers(network: Any, train: Train) -> str | None:
+    """Returns the name of the list of layers that run as a scan; None if none do. Raises BadInput if `train.scan` asks
+    for it in vain."""
+    layers = None if train.scan is False or train.remat == "none" else find_layers(network)
+    if train.scan and layers is None:
+        raise BadInput(
+            f"train.scan: the layers of this {network.config.model_type} model do not run as a scan: they differ, have "
+            "dropout, or are of a family that was not compared; remove it"
+        )
+    return layers
+
+
+def find_layers(network: Any) -> str | None:
+    """Returns the name of the list of a network's layers if they may run as a scan: of a family in `SCANNED`, all
+    built alike, trained alike, without buffers and dropout; else None."""
+    if network.config.model_type not in SCANNED:
+        return None
+    name = next(name for name, module in network.named_modules() if isinstance(module, torch.nn.ModuleList))
+    layers = list(network.get_submodule(name))
+    drops = any(rate > 0 for rate in _dropout_rates(layers))
+    alike = len({_describe(layer) for layer in layers}) == 1
+    return name if len(layers) > 1 and alike and not drops and not list(layers[0].buffers()) else None
+
+
+def _dropout_rates(layers: Iterable[Any]) -> Iterator[float]:
+    """Yields the rates of dropout modules, and of attention, which has its rate as a number."""
+    for module in (module for layer in layers for module in layer.modules()):
+        yield module.p if isinstance(module, torch.nn.Dropout) else getattr(module, "attention_dropout", 0.0)
+
+
+def _describe(layer: Any) -> tuple[Any, ...]:
+    """Returns what layers that are built and trained alike have in common."""
+    window = getattr(layer, "attention_type", None), getattr(getattr(layer, "self_attn", None), "sliding_window", None)
+    return (*window, *((name, value.shape, value.requires_grad) for name, value in layer.named_parameters()))
+
+
+def group_layers(names: Iterable[str], layers: str) -> dict[str, list[str]]:
+    """Returns the names of the layers' parameters, in their order, by the name of the stacked parameter. `names` may
+    have a prefix, as in a checkpoint; `layers`: what `find_layers` returned."""
+    members: dict[str, dict[int, str]] = {}
+    for name in names:
+        if match := re.fullmatch(rf"(.*\b{re.escape(layers)}\.)(\d+)\.(.+)", name):
+            members.setdefault(f"{match[1]}{STACKED[1:]}{match[3]}", {})[int(match[2])] = name
+    return {stacked: [of[number] for number in sorted(of)] for stacked, of in members.items()}
+
+
+class LayerScan(torch.nn.Module):  # type: ignore[misc]  # torch is not here when types are checked
+    """Stands for a list of layers, as a list of one that runs all of them."""
+
+    def __init__(self, layers: Any, loop: Loop, place: Place) -> None:
+        """Takes the first layer as the pattern; its parameters become empty, for stacked ones in their place."""
+        super().__init__()
+        pattern = layers[0]
+        for name, value in list(pattern.named_parameters()):
+            module, _, attribute = name.rpartition(".")
+            setattr(pattern.get_submodule(module), attribute, torch.nn.Parameter(torch.empty(0), value.requires_grad))
+        pattern.gradient_checkpointing = False
+        self.add_module("*", pattern)
+        self._loop, self._place, self.attention_type = loop, place, getattr(pattern, "attention_type", None)
+
+    def __iter__(self) -> Iterator[LayerScan]:
+        return iter([self])
+
+    def __getitem__(self, _some: slice) -> list[LayerScan]:
+        return [self]
+
+    def forward(self, hidden_states: Tensor, *others: Any, **keywords: Any) -> Any:
+        """Returns what the last layer returns. Other arguments are the same for each layer, and get no gradient."""
+        pattern = self._modules["*"]
+        named = dict(pattern.named_parameters())
+        is_tuple: list[bool] = []
+
+        def run(hidden: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+            pairs = zip(named, parameters, strict=True)
+            values = {name: self._place(f"{STACKED}{name}", value) for name, value in pairs}
+            result = torch.func.functional_call(pattern, values, (hidden, *others), keywords)
+            is_tuple[:] = [isinstance(result, tuple)]
+            return (result[0] if is_tuple[0] else result).to(hidden.dtype)
+
+        result = _Scan.apply(run, self._loop, torch.is_grad_enabled(), hidden_states, *named.values())
+        return (result,) if is_tuple[0] else result
+
+
+class _Scan(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(
+        context: Any, run: Callable[..., Tensor], loop: Loop, keeps: bool, hidden: Tensor, *stacked: Tensor
+    ) -> Tensor:
+        """Runs all layers, and keeps their inputs if it `keeps` any."""
+        device = hidden.device.type
+        context.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+        context.run, context.loop = run, loop
+
+        def step(carry: list[Tensor], parameters: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+            return [run(carry[0], parameters)], carry if keeps else []
+
+        [last], inputs = loop(step, [hidden], list(stacked), False)
+        context.save_for_backward(*inputs, *stacked)
+        return last
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Any:
+        """Runs the layers again, from the last to the first, each with its gradient."""
+        inputs, *stacked = context.saved_tensors
+        needed = context.needs_input_grad[4:]
+
+        def step(carry: list[Tensor], values: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+            hidden, *parameters = (value.detach() for value in values)
+            wanted = [value.requires_grad_() for value, need in zip(parameters, needed, strict=True) if need]
+            with torch.enable_grad(), torch.autocast(*context.autocast):
+                result = context.run(hidden.requires_grad_(), parameters)
+            first, *others = torch.autograd.grad(result, [hidden, *wanted], carry[0])
+            return [first], others
+
+        [first], found = context.loop(step, [gradient], [inputs, *stacked], True)
+        gradients = iter(found)
+        return (None, None, None, first, *(next(gradients) if need else None for need in needed))
