@@ -10,8 +10,8 @@ FLOPs are the compiler's count for one device, divided by its sequences. Where t
 its work is shown twice: that of its first step at the same batch, which makes AdamW's moments instead of reading them
 (it fits because the compiler rematerializes much), and that of the step at half the batch, where nothing is
 rematerialized. "Llama-3-8B" is its shape with all weights trained, in bf16 with AdamW in fp32, the state split over all
-devices, through the trainer's own step and with its layers as a scan (`peers/scanned_decoder.py`), traced without
-weights. There is no peer: HBM stands beside the capacity. Its time is the compiler's estimate of the operations alone.
+devices; its layers run as a scan, and it is traced without weights. There is no peer: HBM stands beside the capacity.
+Its time is the compiler's estimate of the operations alone.
 
 Temporaries, alone and with weights and moments, are bytes of HBM of one device; for a step that is
 refused, they are the compiler's figure for what it needs. All-reduces of the compiled program are shown beside the
@@ -41,6 +41,19 @@ RUNS_IN = "torch-xla"
 VOCABULARY = 30_522
 GIB = 2**30
 PEER = "unmodified Hugging Face step"
+LLAMA_3_8B = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "rope_theta": 500000.0,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
 
 
 @dataclass(frozen=True)
@@ -217,13 +230,11 @@ def compile_with_remat(case: Case) -> list[Row]:
 
 def compile_decoder(case: Case) -> dict[str, float]:
     """Compiles the step of a decoder of 8 billion parameters. Returns figures of one device, by name."""
-    from benchmarks.peers.scanned_decoder import LLAMA_3_8B, trace_decoder
-
     target = accelerator(case.accelerator)
-    config, _ = make_run("bert-tiny", case.length, VOCABULARY, case.batch, mesh={"fsdp": target.devices})
-    program = trace_decoder(config, LLAMA_3_8B, target, case.length)
+    config, facts = make_run(LLAMA_3_8B, case.length, 128_256, case.batch, mesh={"fsdp": target.devices})
+    [traced] = trace_programs(config, facts, [Graph("training", case.batch, case.length)], target.devices)
     try:
-        compiled = compile_program(program, target)
+        compiled = compile_program(traced.program, target)
     except CompilationRefused as error:
         needed, reason = explain_refusal(str(error))
         print(f"  {case}: {reason}", file=sys.stderr, flush=True)
@@ -235,6 +246,7 @@ def compile_decoder(case: Case) -> dict[str, float]:
         "temporaries": memory.temporaries / GIB,
         "operations of a step, estimated": estimate_cycles(compiled.text) / target.generation.clock_hertz,
         **{item.kind: item.bytes / GIB for item in find_collectives(compiled.text)},
+        "traced here in": traced.seconds,
         "compiled here in": compiled.seconds,
     }
 

@@ -13,11 +13,13 @@ from training.preflight.programs import DataFacts
 T = TypeVar("T")
 
 
-def make_run(model: str, length: int, vocabulary: int, batch: int, **train: Any) -> tuple[TrainerConfig, DataFacts]:
-    """Returns a run of MLM in bf16, and the properties of its data. Reads no files.
+def make_run(
+    model: str | dict[str, Any], length: int, vocabulary: int, batch: int, **train: Any
+) -> tuple[TrainerConfig, DataFacts]:
+    """Returns a run in bf16, and the properties of its data. Reads no files.
 
     Args:
-        model: a name, as of model.name.
+        model: a name for MLM, as of model.name; or a decoder, as model.config.
         length: tokens a row.
         vocabulary: token ids.
         batch: rows of the global batch.
@@ -25,9 +27,8 @@ def make_run(model: str, length: int, vocabulary: int, batch: int, **train: Any)
     """
     settings = {"steps": 1, "global_batch_size": batch, "precision": "bf16", **train}
     folders = {"train": "none", "tokenizer": "none"}
-    config = TrainerConfig.model_validate(
-        {"model": {"name": model}, "data": folders, "train": settings, "output": "none"}
-    )
+    own = {"model": {"name": model}} if isinstance(model, str) else {"model": {"config": model}, "task": "causal-lm"}
+    config = TrainerConfig.model_validate({**own, "data": folders, "train": settings, "output": "none"})
     return config, DataFacts(vocabulary, 0, (length,), (), None)
 
 
