@@ -104,14 +104,16 @@ def measure_backend(backend_class: Any, cluster: Any, model: str, steps: int) ->
     from training.config import TrainerConfig
     from training.distributed.rendezvous import SingleHost
     from training.models.hugging_face import ModelRequirements
-    from training.preflight.programs import Graph, empty_batch
+    from training.preflight.programs import DataFacts, Graph, empty_batch
 
     sizes = {"name": model, "max_positions": LENGTH, **sizes_of(model)}
     settings = {"steps": WARM + steps, "global_batch_size": ROWS, "precision": "bf16", "dropout": 0.1}
     folders = {"train": "none", "tokenizer": "none"}
     config = TrainerConfig.model_validate({"model": sizes, "data": folders, "train": settings, "output": "none"})
     backend = backend_class(config, cluster, SingleHost(), ModelRequirements(VOCABULARY, 0, LENGTH))
-    batch = {name: np.array(array) for name, array in empty_batch(config, Graph("training", ROWS, LENGTH)).items()}
+    facts = DataFacts(VOCABULARY, 0, (LENGTH,), (), None)
+    empty = empty_batch(config, Graph("training", ROWS, LENGTH), facts)
+    batch = {name: np.array(array) for name, array in empty.items()}
     batch["weights"][:] = 1
     times = time_steps(lambda number: backend.step(number, batch, Signals()).result, steps)
     return Measured(*times, len(backend.tensor_specs()))

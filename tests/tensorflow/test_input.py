@@ -68,9 +68,9 @@ def kept(count: int, layout: str) -> Dataset:
 
 
 @functools.cache
-def labelled(counts: tuple[int, ...], labels: LabelKind = CLASSES) -> Dataset:
+def labelled(counts: tuple[int, ...], labels: LabelKind = CLASSES, has_pairs: bool = False) -> Dataset:
     """Rows of the lengths 4, 8 and 16, so many of each. Their labels are 0, 1 or 2, as class numbers or as floats, or
-    several of them: of every second token, or of the whole row."""
+    several of them: of every second token, or of the whole row. A row may be two texts."""
     rng = np.random.default_rng(1)
     texts = [
         (rng.integers(5, 90, length).tolist(), [str(number) for number in rng.integers(3, size=length // 2)])
@@ -81,6 +81,8 @@ def labelled(counts: tuple[int, ...], labels: LabelKind = CLASSES) -> Dataset:
 
     def encode(numbers: list[str]) -> list[Any]:
         rows = [np.array(texts[int(number)][0], np.int32) for number in numbers]
+        if has_pairs:
+            return [np.stack([row, np.arange(len(row)) > row[0] % len(row)]) for row in rows]
         if labels.rows != "token-labelled":
             return rows
         places = [np.arange(len(row)) for row in rows]
@@ -94,6 +96,7 @@ def labelled(counts: tuple[int, ...], labels: LabelKind = CLASSES) -> Dataset:
         lambda: ((str(number), label if labels.is_list else label[0]) for number, (_, label) in enumerate(texts)),
         encode,
         TOKENS.pad,
+        has_pairs=has_pairs,
     ).dataset
 
 
@@ -190,12 +193,17 @@ def test_evaluation_is_that_of_numpy(layout: str, records: int, hosts: int, rows
     st.integers(1, 10),
     st.sampled_from([0, 1, 13, 10**6]),
     st.integers(0, 2**31 - 1),
-    st.sampled_from([CLASSES, FloatLabels(), LabelSets(("0", "1", "2")), TokenLabels(("0", "1", "2"))]),
-)
+    st.sampled_from(
+        [
+            (CLASSES, False), (CLASSES, True), (FloatLabels(), False), (LabelSets(("0", "1", "2")), False),
+            (TokenLabels(("0", "1", "2")), False),
+        ]
+    ),
+)  # fmt: skip
 def test_labelled_batches_are_those_of_numpy(
-    counts: tuple[int, ...], hosts: int, rows: int, start: int, seed: int, labels: LabelKind
+    counts: tuple[int, ...], hosts: int, rows: int, start: int, seed: int, kind: tuple[LabelKind, bool]
 ) -> None:
-    dataset = labelled(counts, labels)
+    dataset = labelled(counts, *kind)
     host_slice = HostSlice(TOKENS, rows * hosts, seed % hosts, hosts)
     ours = labelled_batches.LabelledBatches(dataset, host_slice, seed)
     theirs = tf_labelled.labelled_batches(dataset, host_slice, seed, start).take(8).as_numpy_iterator()

@@ -195,9 +195,7 @@ def test_writing_again_does_nothing_and_other_labels_are_refused(tmp_path: Path)
 
 def test_rows_without_text_or_label_are_named() -> None:
     assert list(select_columns([{"text": "a", "label": 3}], "text", "label", "f")) == [("a", "3")]
-    with pytest.raises(
-        BadInput, match=r"f: row 2 has no 'label', it has: 'text'. Name the columns with --field and --label"
-    ):
+    with pytest.raises(BadInput, match=r"f: row 2 has no 'label', it has: 'text'. Name the columns: --field, --label"):
         list(select_columns([{"text": "a", "label": "x"}, {"text": "a"}], "text", "label", "f"))
     with pytest.raises(BadInput, match="'text' is not text but int"):
         list(select_columns([{"text": 1, "label": "x"}], "text", "label", "f"))

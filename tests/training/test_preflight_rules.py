@@ -72,7 +72,7 @@ source_file="/m.py" source_line=12
 def test_a_run_has_a_program_for_each_shape() -> None:
     facts = assume_facts(CONFIG, 30522, (128,), None)
     assert [str(graph) for graph in list_graphs(CONFIG, facts)] == ["training, 64 x 128", "evaluation, 16 x 128"]
-    shapes = {name: array.shape for name, array in empty_batch(CONFIG, list_graphs(CONFIG, facts)[0]).items()}
+    shapes = {name: array.shape for name, array in empty_batch(CONFIG, list_graphs(CONFIG, facts)[0], facts).items()}
     assert shapes == {"input_ids": (64, 128), "positions": (64, 20), "labels": (64, 20), "weights": (64, 20)}
 
 

@@ -93,7 +93,8 @@ def tokenizer(corpora: tuple[str, ...], field: str, vocabulary: int, algorithm: 
     default="mlm",
     show_default=True,
     help=(
-        "classification, regression: one text and its label a row, from .csv, .jsonl, .parquet or datasets; "
+        "classification, regression: one text, or two, and the label a row, from .csv, .tsv, .jsonl, .parquet or "
+        "datasets; "
         "multi-label: a text and a list of labels; token-classification: a list of words and one of their labels, also "
         "from .conll; causal-lm: whole documents."
     ),
@@ -112,6 +113,7 @@ def tokenizer(corpora: tuple[str, ...], field: str, vocabulary: int, algorithm: 
     show_default=True,
     help="Labelled rows: the column or key that holds the label or labels.",
 )
+@click.option("--text-pair", metavar="KEY", help="Rows of two texts: the column or key that holds the second one.")
 @click.option(
     "--labels",
     metavar="FILE",
@@ -166,6 +168,8 @@ def shards(splits: tuple[str, ...], **options: Any) -> None:
     tpu-train shards --corpus builtin:pydoc --tokenizer gs://b/tokenizer --sequence-length 128 --out gs://b/data
     tpu-train shards --task classification --corpus train.csv --evaluation-corpus test.csv --label category \\
         --tokenizer gs://b/tokenizer --sequence-length 64 --out gs://b/data
+    tpu-train shards --task classification --corpus train.tsv --field premise --text-pair hypothesis \\
+        --tokenizer gs://b/tokenizer --sequence-length 128 --out gs://b/data
     tpu-train shards --task token-classification --corpus datasets:ORG/NAME --field tokens --label ner_tags \\
         --tokenizer gs://b/tokenizer --out gs://b/data
     tpu-train shards --task causal-lm --chat messages --corpus chats.jsonl --tokenizer ORGANISATION/NAME \\

@@ -114,8 +114,9 @@ def push(run: str, repository: str, step: int | None, private: bool, beside: boo
 @click.command()
 @click.argument("folder")
 @click.argument("text")
+@click.option("--text-pair", "pair", metavar="TEXT", help="The second text, for a model of pairs of texts.")
 @click.option("--top", type=click.IntRange(min=1), default=5, show_default=True, help="Number of answers.")
-def predict(folder: str, text: str, top: int) -> None:
+def predict(folder: str, text: str, pair: str | None, top: int) -> None:
     """Fill the mask in TEXT, name its class or those of its words, or go on with it, with the model in FOLDER that
     `export` wrote.
 
@@ -134,7 +135,7 @@ def predict(folder: str, text: str, top: int) -> None:
             click.echo(f"{part.score:.4f}  {part.name}  {part.words}")
         return
     if pipeline == "text-classification":
-        for label in classify(folder, text, top):
+        for label in classify(folder, text, top, pair):
             click.echo(f"{label.score:.4f}  {label.name}")
         return
     for answer in fill_mask(folder, text, top):

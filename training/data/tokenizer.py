@@ -147,6 +147,34 @@ def word_encoder(tokenizer: Tokenizer) -> Callable[[list[tuple[str, ...]]], list
     return encode
 
 
+class PairEncoder:
+    """Encodes pairs of texts as transformers does, cut from the end of the longer one until they fit.
+
+    Attributes:
+        cut: pairs that were cut so far.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, length: int) -> None:
+        """`length`: the most tokens of a pair. Raises BadInput as `load`, and for less room than special tokens
+        take."""
+        self._loaded, self.cut = load(tokenizer), 0
+        special = self._loaded.num_special_tokens_to_add(is_pair=True)
+        if length <= special:
+            raise BadInput(f"--sequence-length {length} has no room for text: a pair has {special} special tokens")
+        self._loaded.enable_truncation(length, strategy="longest_first")
+
+    def __call__(self, pairs: list[tuple[str, ...]]) -> list[npt.NDArray[np.int32]]:
+        """Returns (2, tokens) of each pair: ids, with special tokens, and the number of the text, 0 or 1."""
+        encodings = self._loaded.encode_batch(pairs)
+        self.cut += sum(bool(encoding.overflowing) for encoding in encodings)
+        return [np.array([encoding.ids, encoding.type_ids], np.int32) for encoding in encodings]
+
+
+def encoder_of(url: str) -> Encode:
+    """Reads the tokenizer folder `url` and returns its `encoder`; Beam's workers call this function by its name."""
+    return encoder(read(url))
+
+
 def library() -> Any:
     """Imports the `tokenizers` package. Raises BadInput if it is missing."""
     try:

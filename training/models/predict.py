@@ -68,9 +68,9 @@ def fill_mask(folder: str, text: str, top: int) -> list[MaskPrediction]:
         ]
 
 
-def classify(folder: str, text: str, top: int) -> list[ClassPrediction]:
-    """Returns the `top` most probable classes of `text`, best first, and cuts a text that is longer than the model's
-    positions. Raises BadInput."""
+def classify(folder: str, text: str, top: int, pair: str | None = None) -> list[ClassPrediction]:
+    """Returns the `top` most probable classes of `text`, or of it and a second one, best first, and cuts what is longer
+    than the model's positions. Raises BadInput."""
     _require_model(folder)
     with local_copy(folder) as local_folder:
         classifier = open_pipeline("text-classification", local_folder)
@@ -78,7 +78,8 @@ def classify(folder: str, text: str, top: int) -> list[ClassPrediction]:
         # RoBERTa counts positions from pad + 1.
         unused = configuration.pad_token_id + 1 if configuration.model_type == "roberta" else 0
         length = configuration.max_position_embeddings - unused
-        answers = classifier(text, top_k=top, truncation=True, max_length=length)
+        given = text if pair is None else {"text": text, "text_pair": pair}
+        answers = classifier(given, top_k=top, truncation=True, max_length=length)
         return [ClassPrediction(answer["score"], answer["label"]) for answer in answers]
 
 

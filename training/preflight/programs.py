@@ -16,11 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from training import storage
 from training.backends.protocol import BuildBackend
 from training.batch import Arrays
 from training.config import TrainerConfig
 from training.data import tokenizer as tokenizers
+from training.data.formats.dataset import TYPES
 from training.data.formats.open_dataset import open_dataset
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import SingleHost
@@ -41,6 +44,7 @@ class DataFacts:
     lengths: tuple[int, ...]  # of training batches, ascending
     evaluation_lengths: tuple[int, ...]  # empty without evaluation
     labels: tuple[str, ...] | None  # None if the task has none
+    has_pairs: bool = False  # rows are two texts
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,7 @@ def read_facts(config: TrainerConfig) -> DataFacts:
         task.batch_lengths(train, config.train.global_batch_size),
         task.batch_lengths(evaluation, config.evaluation_batch_size) if evaluation else (),
         tuple(train.manifest.labels) if task.has_labels else None,
+        train.has_pairs,
     )
 
 
@@ -101,9 +106,10 @@ def list_graphs(config: TrainerConfig, facts: DataFacts) -> list[Graph]:
     ]
 
 
-def empty_batch(config: TrainerConfig, graph: Graph, labels: int = 0) -> Arrays:
-    """Returns a global batch of the program's shape, filled with zeros. `labels`: of the data."""
-    return task_class(config.task).empty_batch(config, graph.rows, graph.length, labels)
+def empty_batch(config: TrainerConfig, graph: Graph, facts: DataFacts) -> Arrays:
+    """Returns a global batch of the program's shape, filled with zeros."""
+    arrays = task_class(config.task).empty_batch(config, graph.rows, graph.length, len(facts.labels or ()))
+    return {**arrays, TYPES: np.zeros_like(arrays["input_ids"])} if facts.has_pairs else arrays
 
 
 class Untraceable(TrainError):
@@ -168,7 +174,7 @@ def trace_programs(
         began = time.monotonic()
         sizes = tracer.open()
         with _explain_errors(graph):
-            program = tracer.trace(graph.kind, empty_batch(config, graph, len(facts.labels or ())))
+            program = tracer.trace(graph.kind, empty_batch(config, graph, facts))
         resident = sum(sizes.values()) - sum(sizes[name] for name in program.arguments.values())
         programs.append(TracedProgram(graph, program, resident, time.monotonic() - began))
     tracer.close()

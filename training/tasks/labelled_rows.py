@@ -13,10 +13,11 @@ import numpy.typing as npt
 
 from training.batch import Arrays, HostBatch
 from training.config import TrainerConfig
-from training.data.formats.dataset import Dataset
+from training.data.formats.dataset import TYPES, Dataset
 from training.data.loading.labelled_batches import LabelledBatch, LabelledBatches, labelled_evaluation
 from training.data.sampling import bucket_schedule
 from training.distributed.cluster import Cluster
+from training.errors import BadInput
 from training.registry import TASKS
 from training.tasks.task import Task, evaluation_slice, read_ahead
 
@@ -29,6 +30,13 @@ class LabelledRows(Task):
 
     def __init__(self, config: TrainerConfig, cluster: Cluster) -> None:
         super().__init__(config, cluster)
+        train, evaluation = self.data.train, self.data.evaluation
+        if evaluation and evaluation.has_pairs != train.has_pairs:
+            texts = {False: "one text", True: "two texts"}
+            raise BadInput(
+                f"{evaluation.url} has rows of {texts[evaluation.has_pairs]}, and {train.url} of "
+                f"{texts[train.has_pairs]}: write both with the same --text-pair"
+            )
         self._source = LabelledBatches(self.data.train, self._slice, self._config.seed)
         self.shapes = len(self._source.lengths)
 
@@ -70,9 +78,11 @@ class LabelledRows(Task):
     def _converter(self, dataset: Dataset) -> Callable[[LabelledBatch], HostBatch]:
         """Returns the function that checks the labels of a dataset's batch and makes a HostBatch of it."""
 
+        names = ["input_ids", "attention_mask", "labels", "weights", *([TYPES] if dataset.has_pairs else [])]
+
         def convert(batch: LabelledBatch) -> HostBatch:
             self.check_batch(dataset, batch)
-            arrays = {name: getattr(batch, name) for name in ("input_ids", "attention_mask", "labels", "weights")}
+            arrays = {name: getattr(batch, name) for name in names}
             return HostBatch(arrays, batch.records, int(batch.replaced.sum()))
 
         return convert

@@ -10,7 +10,10 @@ import tensorflow as tf
 
 def logits_of(network: Any, batch: Mapping[str, Any], training: bool) -> Any:
     """Returns the logits of a network with a classifier's head, (rows, labels) or (rows, tokens, labels)."""
-    return network(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], training=training).logits
+    rows = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    if "token_type_ids" in batch and network.config.type_vocab_size > 1:  # of two texts
+        rows["token_type_ids"] = batch["token_type_ids"]
+    return network(**rows, training=training).logits
 
 
 def classification_sums(logits: Any, labels: Any, weights: Any) -> tuple[Any, Any]:

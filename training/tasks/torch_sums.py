@@ -16,8 +16,10 @@ def smoothing(network: Any) -> float:
 
 def logits_of(network: Any, batch: dict[str, Tensor]) -> Tensor:
     """Returns the fp32 logits of a network with a classifier's head, (rows, labels) or (rows, tokens, labels)."""
-    logits = network(input_ids=batch["input_ids"].long(), attention_mask=batch["attention_mask"].long()).logits
-    return logits.float()
+    rows = {name: batch[name].long() for name in ("input_ids", "attention_mask")}
+    if "token_type_ids" in batch and getattr(network.config, "type_vocab_size", 0) > 1:  # of two texts
+        rows["token_type_ids"] = batch["token_type_ids"].long()
+    return network(**rows).logits.float()
 
 
 def classification_sums(network: Any, logits: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

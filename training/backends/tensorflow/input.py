@@ -18,7 +18,7 @@ import tensorflow as tf
 from training.backends.tensorflow.failures import translate_failures
 from training.batch import Arrays, HostBatch
 from training.config import TrainerConfig
-from training.data.formats.dataset import Dataset
+from training.data.formats.dataset import TYPES, Dataset
 from training.data.tf.record_source import translate_errors
 from training.tasks.rows_tf import evaluation_rows, training_rows
 from training.tasks.task import RunData, Task, evaluation_slice, task_class, training_slice
@@ -79,7 +79,8 @@ def _distribute_batches(
 ) -> Generator[HostBatch, None, None]:
     """Yields global batches. `read_rows`: (host, hosts) -> the tf.data dataset of that host's rows."""
     per_replica = batch_size // strategy.num_replicas_in_sync
-    names = tuple(task_class(config.task).empty_batch(config, 1, dataset.sequence_length))
+    arrays = task_class(config.task).empty_batch(config, 1, dataset.sequence_length)
+    names = (*arrays, *([TYPES] if dataset.has_pairs else []))
 
     def host_dataset(context: Any) -> Any:
         rows = read_rows(context.input_pipeline_id, context.num_input_pipelines)

@@ -62,6 +62,7 @@ Dtype = Literal["uint8", "uint16", "int32", "float32", "int64"]
 Rows = Literal["packed", "documents", "class-labelled", "number-labelled", "set-labelled", "token-labelled"]
 
 LABEL = "label"  # the feature that holds a row's label
+TYPES = "token_type_ids"  # the feature of rows of two texts: 1 at the tokens of the second one, else 0
 IGNORED = -100  # the label of tokens that have none, as in transformers
 SEGMENTS, TARGETS = "segments", "targets"  # the features of rows of documents
 # The dtypes that a label may have; none: rows have no label.
@@ -143,6 +144,11 @@ class Dataset:
             if shard.records:
                 counts[shard.length] = counts.get(shard.length, 0) + shard.records
         return counts
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether a row is two texts."""
+        return TYPES in self.manifest.features
 
     @property
     def tokenizer_hash(self) -> str:

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from training import storage
-from training.data.formats.dataset import IGNORED, LABEL, Dataset, Rows
+from training.data.formats.dataset import IGNORED, LABEL, TYPES, Dataset, Rows
 from training.data.loading.fixed_shards import FixedShards
 from training.data.loading.packed_batches import fill_rows
 from training.data.loading.reader import Reader
@@ -51,6 +51,13 @@ class LabelledBatch:
     weights: npt.NDArray[np.float32]
     records: npt.NDArray[np.int64]
     replaced: npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class PairBatch(LabelledBatch):
+    """A batch of rows of two texts. `token_type_ids`: (rows, length) int32, 1 at the second one."""
+
+    token_type_ids: npt.NDArray[np.int32]
 
 
 class JoinedLengths:
@@ -156,9 +163,7 @@ def _open_buckets(dataset: Dataset, host_slice: HostSlice) -> list[JoinedLengths
         )
 
     return [
-        JoinedLengths(
-            [open_length(length) for length in lengths], fillers(dataset.manifest.rows, host_slice.tokenizer.pad)
-        )
+        JoinedLengths([open_length(length) for length in lengths], fillers(dataset, host_slice.tokenizer.pad))
         for lengths in group_lengths(dataset.records_of_length, host_slice.global_batch_size)
     ]
 
@@ -168,9 +173,10 @@ def _threads(dataset: Dataset) -> int:
     return 8 if storage.is_remote(dataset.url) else 1
 
 
-def fillers(rows: Rows, pad: int) -> dict[str, int]:
+def fillers(dataset: Dataset, pad: int) -> dict[str, int]:
     """Returns what fills the columns of rows that are padded further."""
-    return {"input_ids": pad, **({LABEL: IGNORED} if rows == "token-labelled" else {})}
+    labels = {LABEL: IGNORED} if dataset.manifest.rows == "token-labelled" else {}
+    return {"input_ids": pad, **labels, **({TYPES: 0} if dataset.has_pairs else {})}
 
 
 def label_dtype(stored: np.dtype[np.generic]) -> np.dtype[np.int32 | np.float32]:
@@ -187,4 +193,5 @@ def _labelled_batch(arrays: Arrays, records: Ints, pad: int, rows: Rows) -> Labe
         weights = (labels != IGNORED).astype(np.float32)  # (rows, length)
     elif rows != "set-labelled":
         labels = labels[:, 0]
-    return LabelledBatch(ids, (ids != pad).astype(np.int32), labels, weights, records, replaced)
+    fields = (ids, (ids != pad).astype(np.int32), labels, weights, records, replaced)
+    return PairBatch(*fields, arrays[TYPES].astype(np.int32)) if TYPES in arrays else LabelledBatch(*fields)

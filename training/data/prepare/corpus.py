@@ -6,7 +6,7 @@
                       .jsonl .ndjson    one JSON object per line; `field` names the text
                       .conll            a word and its label a line (the first and the last column), blank lines
                                         between texts
-                      .csv              with a header line; `field` names the column
+                      .csv .tsv         with a header line; `field` names the column; .tsv without quotation marks
                       .parquet          `field` names the column; other columns are not read
                       a folder          all files of these kinds in it, sorted by name
     datasets:NAME[:CONFIG[:SPLIT]]      the Hugging Face `datasets` library (a name on the Hub, or a folder that
@@ -34,7 +34,7 @@ from training.errors import BadInput
 
 TEXT = (".txt", ".tokens", ".md")
 LINES = (".jsonl", ".ndjson")
-TABLE = (".csv",)
+TABLE = (".csv", ".tsv")
 COLUMNS = (".conll",)
 PARQUET = (".parquet",)
 KINDS = TEXT + LINES + TABLE + COLUMNS + PARQUET
@@ -58,12 +58,13 @@ class Row(dict[str, Any]):
 
 @dataclass(frozen=True)
 class Corpus:
-    """A corpus by its name. `field` is the column or key that holds the text, `label` that of a label, if any. All
-    calls on one object read the same revision of a dataset on the Hub."""
+    """A corpus by its name. `field` is the column or key that holds the text, `label` that of a label, `pair` that of
+    a second text, if any. All calls on one object read the same revision of a dataset on the Hub."""
 
     name: str
     field: str = "text"
     label: str | None = None
+    pair: str | None = None
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yields {field: text, ...} of every document, in a fixed order. Raises BadInput, StorageError."""
@@ -78,7 +79,9 @@ class Corpus:
             yield from self._streamed_rows()
         else:
             for url in self.files():
-                yield from _parquet(url, self._columns) if url.endswith(PARQUET) else _file_rows(url, *self._columns)
+                yield from (
+                    _parquet(url, self._columns) if url.endswith(PARQUET) else _file_rows(url, *self._columns[:2])
+                )
 
     def documents(self) -> Iterator[str]:
         """Yields the texts that are not blank. Raises BadInput for a row without text, and as `rows`."""
@@ -135,7 +138,7 @@ class Corpus:
 
     @property
     def _columns(self) -> list[str]:
-        return [self.field, self.label] if self.label else [self.field]
+        return [name for name in (self.field, self.label, self.pair) if name]
 
     @cached_property
     def _builder(self) -> tuple[Any, str]:
@@ -282,8 +285,10 @@ def _labelled_words(place: str, text: list[list[str]], field: str, label: str) -
 
 
 def _table(url: str) -> Iterator[dict[str, Any]]:
-    """Yields the rows of a .csv file. Raises BadInput for a column named twice, or a row with more or fewer columns."""
-    reader = csv.DictReader(line + "\n" for line in lines(url))
+    """Yields the rows of a .csv or .tsv file. Raises BadInput for a column named twice, or a row with more or fewer
+    columns."""
+    tabs: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if url.endswith(".tsv") else {}
+    reader = csv.DictReader((line + "\n" for line in lines(url)), **tabs)
     limit = csv.field_size_limit(_LONGEST_CELL)  # of the process; 131,072 by default
     try:
         columns = reader.fieldnames or []

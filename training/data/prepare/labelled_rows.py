@@ -1,4 +1,4 @@
-"""Writes datasets of labelled rows: one text and its label per row, in shards by length.
+"""Writes datasets of labelled rows: one text, or two, and the label per row, in shards by length.
 
 A row is padded to the shortest of a few lengths (buckets) that holds it, so that a batch of short texts is not computed
 at the length of the longest; texts longer than the longest bucket are cut, and counted. Shards have one feature more
@@ -8,6 +8,8 @@ than those of `training.data.prepare.pack`, `label`:
   FloatLabels   finite numbers (float32, number-labelled rows)
   LabelSets     any number of named classes, each 0 or 1 (uint8, set-labelled rows)
   TokenLabels   the class number of each word at its first token (int32, token-labelled rows)
+
+and, in rows of two texts, `token_type_ids` (uint8): 1 at the second one.
 
 Failure model: an interrupted run starts again from the beginning, and writes the same bytes; such datasets are small.
 """
@@ -24,7 +26,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from training.data.formats import fixed_records
-from training.data.formats.dataset import IGNORED, LABEL, Dataset, Dtype, Feature, Rows, Shard
+from training.data.formats.dataset import IGNORED, LABEL, TYPES, Dataset, Dtype, Feature, Rows, Shard
 from training.data.prepare import dataset_writer
 from training.data.prepare.corpus import replace_surrogates, text_of
 from training.data.prepare.dataset_writer import DatasetPlan, Ids
@@ -32,7 +34,7 @@ from training.errors import BadInput
 
 BATCH_ROWS = 4096
 
-Text = str | tuple[str, ...]  # or its words
+Text = str | tuple[str, ...]  # or its words, or two texts
 LabelledText = tuple[Text, Any]  # and its label as the corpus has it: text, or a list of texts
 EncodeTexts = Callable[[list[Any]], Sequence[Ids]]  # of `Text`s
 
@@ -146,15 +148,21 @@ def default_lengths(longest: int) -> tuple[int, ...]:
     return tuple(lengths)
 
 
-def labelled_features(vocabulary: int, labels: LabelKind) -> dict[str, Feature]:
-    """Returns the features of labelled rows."""
-    return {**dataset_writer.id_features(vocabulary), LABEL: Feature(dtype=labels.dtype, shape=labels.shape)}
+def labelled_features(vocabulary: int, labels: LabelKind, *, has_pairs: bool = False) -> dict[str, Feature]:
+    """Returns the features of labelled rows, of two texts if it `has_pairs`."""
+    types = {TYPES: Feature(dtype="uint8", shape=["length"])} if has_pairs else {}
+    return {**dataset_writer.id_features(vocabulary), LABEL: Feature(dtype=labels.dtype, shape=labels.shape), **types}
 
 
 def select_columns(
-    rows: Iterable[Mapping[str, Any]], text: str, label: str, corpus: str, labels: LabelKind = ClassLabels()
+    rows: Iterable[Mapping[str, Any]],
+    text: str,
+    label: str,
+    corpus: str,
+    labels: LabelKind = ClassLabels(),
+    pair: str | None = None,
 ) -> Iterator[LabelledText]:
-    """Yields the text and the label of each row of a corpus.
+    """Yields the text, or the two texts, and the label of each row of a corpus.
 
     Args:
         rows: column -> value.
@@ -163,6 +171,7 @@ def select_columns(
             and `TokenLabels`, with a list of them.
         corpus: the corpus's name, for messages.
         labels: checks each label; classes without names allow any printable label. Texts without words are left out.
+        pair: the column with the second text; None: a row has one.
 
     Raises:
         BadInput: a row lacks one of the columns, its text is not text, or its label is impossible. The message begins
@@ -170,17 +179,21 @@ def select_columns(
     """
     for number, row in enumerate(rows, 1):
         place = getattr(row, "place", None) or f"{corpus}: row {number}"
-        for name in (text, label):
+        for name in (text, label, *([pair] if pair else [])):
             if row.get(name) is None:
                 columns = ", ".join(map(repr, row))
-                raise BadInput(f"{place} has no {name!r}, it has: {columns}. Name the columns with --field and --label")
+                raise BadInput(
+                    f"{place} has no {name!r}, it has: {columns}. Name the columns: --field, --label, --text-pair"
+                )
         if labels.is_list and not isinstance(row[label], list):
             raise BadInput(f"{place}: label {row[label]!r:.80} is not a list of labels: name the column with --label")
         names = [_label_name(value, place, labels) for value in (row[label] if labels.is_list else [row[label]])]
         own: Any = names if labels.is_list else names[0]
         if labels.names or not isinstance(labels, ClassLabels):
             labels.encode(own, place)
-        if not isinstance(labels, TokenLabels):
+        if pair:
+            yield (text_of(row, text, place), text_of(row, pair, place)), own
+        elif not isinstance(labels, TokenLabels):
             yield text_of(row, text, place), own
         elif words := _words_of(row, text, place, len(names)):
             yield words, names
@@ -234,13 +247,15 @@ def write_labelled_rows(
     encode: EncodeTexts,
     pad: int,
     *,
+    has_pairs: bool = False,
     overwrite: bool = False,
 ) -> LabelledDataset:
     """Writes a dataset of labelled rows to the folder `url`. Returns a complete dataset of the same plan as it is.
 
     `plan.length` is the longest bucket; a longer text is cut, but keeps its final token. `rows` is called to read the
     corpus, and must give the same rows each time; `encode` returns the ids of each text, (tokens,), with special tokens
-    around them; of words, (2, tokens): the ids, and the word's number at its first token, -1 at others. Raises BadInput
+    around them; of words, (2, tokens): the ids, and the word's number at its first token, -1 at others; of two texts,
+    (2, tokens), not too many: the ids, and the number of the text. `has_pairs`: rows are two texts. Raises BadInput
     when the folder holds something else (unless `overwrite`), a label is impossible, or there is no row; and
     StorageError.
     """
@@ -249,12 +264,13 @@ def write_labelled_rows(
     if existing is not None:
         return LabelledDataset(existing, 0, reused=True)
     dataset_writer.begin_dataset(url, plan)
+    features = labelled_features(plan.vocabulary, labels, has_pairs=has_pairs)
     waiting: dict[int, list[tuple[Ids, Any]]] = {length: [] for length in buckets.lengths}
     shards: dict[int, list[Shard]] = {length: [] for length in buckets.lengths}
     cut = 0
 
     def flush(length: int) -> None:
-        shards[length].append(_write_rows(url, plan, labels, length, len(shards[length]), waiting[length], pad))
+        shards[length].append(_write_rows(url, plan, features, length, len(shards[length]), waiting[length], pad))
         waiting[length] = []
 
     for batch in _batches(rows()):
@@ -266,7 +282,7 @@ def write_labelled_rows(
             if labels.shape == ["length"]:
                 ids, words = ids  # (tokens,) each
                 value = np.where(words >= 0, value[words], IGNORED)  # (tokens,)
-            length = buckets.of(len(ids))
+            length = buckets.of(ids.shape[-1])
             waiting[length].append((ids, value))
             if len(waiting[length]) == plan.records_per_shard:
                 flush(length)
@@ -277,30 +293,32 @@ def write_labelled_rows(
     if not ordered:
         raise BadInput(f"{url}: the {plan.split} split has no rows: give another --corpus or --evaluation-percent")
     more = {"rows": labels.rows, "labels": list(labels.names)}
-    features = labelled_features(plan.vocabulary, labels)
     return LabelledDataset(dataset_writer.finish_dataset(url, plan, features, ordered, more), cut)
 
 
 def _write_rows(
     url: str,
     plan: DatasetPlan,
-    labels: LabelKind,
+    features: Mapping[str, Feature],
     length: int,
     number: int,
     rows: Sequence[tuple[Ids, Any]],
     pad: int,
 ) -> Shard:
-    """Writes some rows, (ids, label) each, filled up with `pad`, as shard `number` of one length."""
-    ids = np.full((len(rows), length), pad, np.int32)  # (n, length)
-    for row, (row_ids, _) in enumerate(rows):
-        ids[row, : len(row_ids)] = row_ids
-    layout = fixed_records.record_layout(labelled_features(plan.vocabulary, labels), length)
+    """Writes some rows, (ids, label) each, or (ids and texts' numbers, label), filled up with `pad`, as shard `number`
+    of one length."""
+    tokens = np.zeros((2, len(rows), length), np.int32)  # ids, texts' numbers
+    tokens[0] = pad
+    for row, (row_tokens, _) in enumerate(rows):
+        tokens[: row_tokens.ndim, row, : row_tokens.shape[-1]] = row_tokens
+    layout = fixed_records.record_layout(features, length)
     stored = [label for _, label in rows]
-    if labels.shape == ["length"]:
+    if features[LABEL].shape == ["length"]:
         stored = [np.append(label, np.full(length - len(label), IGNORED)) for label in stored]
     values = {
-        "input_ids": ids.astype(fixed_records.id_dtype(plan.vocabulary)),  # (n, length)
-        LABEL: np.array(stored, labels.dtype),  # (n,), (n, labels) or (n, length)
+        "input_ids": tokens[0].astype(fixed_records.id_dtype(plan.vocabulary)),  # (n, length)
+        LABEL: np.array(stored, features[LABEL].dtype),  # (n,), (n, labels) or (n, length)
+        TYPES: tokens[1].astype(np.uint8),  # (n, length); written if it is a feature
     }
     data = fixed_records.encode_records(layout, values)
     name = f"{plan.split}-of{length}-{number:05d}.tfrecord"

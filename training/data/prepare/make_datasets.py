@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Literal
 
@@ -54,6 +54,7 @@ class DatasetOptions:
         evaluation_percent: without an evaluation corpus, the share of documents for evaluation.
         chat: the column or key that holds the messages of a chat; None: the rows are documents.
         field, label: the columns or keys that hold the text and the label.
+        text_pair: that of the second text of labelled rows; None: a row has one.
         labels: URL of a JSON list of all class names; None: those of `corpus`, sorted.
         lengths: row lengths of labelled rows, "N,N,...", ascending; None: halves of the sequence length.
         records_per_shard: None: shards of about 64 MB.
@@ -69,6 +70,7 @@ class DatasetOptions:
     field: str = "text"
     sequence_length: int = 128
     label: str = "label"
+    text_pair: str | None = None
     labels: str | None = None
     lengths: str | None = None
     splits: tuple[str, ...] = SPLITS
@@ -83,8 +85,8 @@ class DatasetOptions:
         splits read one revision of it."""
         label = None if TASKS[self.task].rows in UNLABELLED else self.label
         field, other = self.chat or self.field, self.evaluation_corpus
-        train = Corpus(self.corpus, field, label)
-        return {"train": train, "evaluation": train if other is None else Corpus(other, field, label)}
+        train = Corpus(self.corpus, field, label, self.text_pair)
+        return {"train": train, "evaluation": train if other is None else replace(train, name=other)}
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,8 @@ def _check(options: DatasetOptions) -> None:
         raise BadInput(f"--task {options.task} has the compact layout only, without compression")
     if rows == "documents" and options.layout != "compact":
         raise BadInput(f"--task {options.task} has the compact layout only")
+    if options.text_pair is not None and rows in (*UNLABELLED, TokenLabels.rows):
+        raise BadInput(f"--text-pair is for tasks of whole texts, and --task {options.task} is none: leave it out")
     if options.chat is not None and rows != "documents":
         raise BadInput(f"--chat is for --task causal-lm, and --task {options.task} reads texts: leave it out")
 
@@ -199,20 +203,25 @@ def _make_labelled(
     origin = {"label": options.label, "labels": list(labels.names), "lengths": list(buckets.lengths)}
     if labels.is_list:
         origin["rows"] = labels.rows
+    if options.text_pair:
+        origin["text_pair"] = options.text_pair
     plan = _plan(options, split, corpus, documents_of_split.percent, tokenizer, **origin)
     url = storage.join(options.out, split)
 
     def rows() -> Iterable[LabelledText]:
-        columns = select_columns(corpus.rows(), options.field, options.label, corpus.name, labels)
+        columns = select_columns(corpus.rows(), options.field, options.label, corpus.name, labels, options.text_pair)
         return (
             row for row in columns if documents_of_split.holds(row[0] if isinstance(row[0], str) else " ".join(row[0]))
         )
 
-    encode_texts = tokenizers.word_encoder(tokenizer) if isinstance(labels, TokenLabels) else encode
+    pairs = tokenizers.PairEncoder(tokenizer, options.sequence_length) if options.text_pair else None
+    encode_texts = tokenizers.word_encoder(tokenizer) if isinstance(labels, TokenLabels) else pairs or encode
     result = write_labelled_rows(
-        url, plan, buckets, labels, rows, encode_texts, tokenizer.special.pad, overwrite=options.overwrite
-    )
-    note = f"{result.cut} texts were longer than {options.sequence_length} tokens and were cut"
+        url, plan, buckets, labels, rows, encode_texts, tokenizer.special.pad, has_pairs=pairs is not None,
+        overwrite=options.overwrite,
+    )  # fmt: skip
+    cut, texts = (pairs.cut, "pairs of texts") if pairs else (result.cut, "texts")
+    note = f"{cut} {texts} were longer than {options.sequence_length} tokens and were cut"
     return SplitResult(url, result.dataset, result.reused, note)
 
 

@@ -1,7 +1,7 @@
 """`training.data.loading.labelled_batches` in TensorFlow operations: the same numbers as a `tf.data` dataset.
 
-Elements are dictionaries with this host's rows: the fields of `LabelledBatch`, and `replaced` (rows,) bool, which marks
-replaced records. See `training.data.tf.mlm_batches` for `tf.distribute` and errors.
+Elements are dictionaries with this host's rows: the fields of `LabelledBatch` or `PairBatch`, and `replaced` (rows,)
+bool, which marks replaced records. See `training.data.tf.mlm_batches` for `tf.distribute` and errors.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from training.data.formats.dataset import IGNORED, LABEL, Dataset, Rows
+from training.data.formats.dataset import IGNORED, LABEL, TYPES, Dataset, Rows
 from training.data.loading.labelled_batches import fillers, label_dtype
 from training.data.loading.record_source import REPLACED, HostSlice
 from training.data.sampling.bucket_schedule import batches_before, epoch_of_step, group_lengths
@@ -76,6 +76,7 @@ def _converter(bucket_start: int, pad: int, rows: Rows) -> Callable[[Columns], C
             "weights": weights,
             "records": tf.where(real, batch["records"] + bucket_start, -1),
             REPLACED: batch[REPLACED],
+            **({TYPES: tf.cast(batch[TYPES], tf.int32)} if TYPES in batch else {}),
         }
 
     return convert
@@ -91,9 +92,7 @@ def _open_buckets(dataset: Dataset, host_slice: HostSlice) -> list[TensorRecordS
         return open_source(dataset, vocabulary=tokens.vocabulary, on_corrupt=host_slice.on_corrupt, length=length)
 
     return [
-        _join_lengths(
-            [open_length(length) for length in lengths], fillers(dataset.manifest.rows, host_slice.tokenizer.pad)
-        )
+        _join_lengths([open_length(length) for length in lengths], fillers(dataset, host_slice.tokenizer.pad))
         for lengths in group_lengths(dataset.records_of_length, host_slice.global_batch_size)
     ]
 

@@ -1,0 +1,156 @@
+"""Rows of two texts: they are those of transformers' tokenizer, a network gets them, and a run learns from them."""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import tokenizers
+import torch
+import transformers
+
+from tests.container import small_runs
+from tests.container.test_classification_runs import document
+from training.data import tokenizer as tokenizer_files
+from training.data.formats.dataset import Dataset
+from training.data.formats.open_dataset import open_dataset
+from training.data.loading.labelled_batches import labelled_evaluation
+from training.data.loading.record_source import HostSlice
+from training.data.prepare.make_datasets import DatasetOptions, make_datasets
+from training.errors import BadInput
+from training.models.predict import classify
+from training.registry import TASKS, load
+
+LENGTH, COUNT = 16, 96
+COLUMNS = {"field": "premise", "text_pair": "hypothesis", "label": "verdict"}
+
+
+def corpus() -> list[dict[str, str]]:
+    """Pairs of texts of words from either half of the vocabulary, the second one's being the verdict; some are too long
+    by either text."""
+    chance = random.Random(3)
+    rows = []
+    for number in range(COUNT):
+        halves = (number % 2, (number % 2 + number // 2) % 2)
+        sizes = ((3, 4), (5, 5), (14, 3), (2, 12), (12, 12), (1, 1))[number % 6]
+        first, second = (
+            " ".join(f"w{5 + 100 * half + chance.randrange(90)}" for _ in range(size))
+            for half, size in zip(halves, sizes, strict=True)
+        )
+        rows.append({"premise": first, "hypothesis": second, "verdict": ("calm", "wild")[halves[1]]})
+    return rows
+
+
+def write_corpus(path: Path, rows: list[dict[str, str]]) -> str:
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    elif path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        with path.open("w", newline="") as file:
+            table = csv.DictWriter(file, list(rows[0]), delimiter="\t" if path.suffix == ".tsv" else ",")
+            table.writeheader()
+            table.writerows(rows)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("pairs") / "tokenizer"
+    small_runs.write_tokenizer(folder)
+    content = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    special = [(token, content.token_to_id(token)) for token in ("[CLS]", "[SEP]")]
+    content.post_processor = tokenizers.processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=special
+    )
+    for name, data in tokenizer_files.files(content.to_str().encode()).items():
+        (folder / name).write_bytes(data)
+    return str(folder)
+
+
+def make(out: Path, tokenizer: str, source: str, **changes: Any) -> tuple[Dataset, str]:
+    values = {"corpus": source, "task": "classification", "tokenizer": tokenizer, "out": str(out), **COLUMNS}
+    options = {"sequence_length": LENGTH, "lengths": f"8,{LENGTH}", "evaluation_percent": 0.0, "splits": ("train",)}
+    [result] = make_datasets(DatasetOptions(**{**values, **options, **changes}))
+    return open_dataset(result.url), result.note
+
+
+@pytest.mark.parametrize("kind", ["tsv", "csv", "jsonl", "parquet"])
+def test_rows_are_those_of_transformers_tokenizer_and_the_loss_is_that_of_its_model(
+    tmp_path: Path, tokenizer: str, kind: str
+) -> None:
+    rows = corpus()
+    dataset, note = make(tmp_path / "data", tokenizer, write_corpus(tmp_path / f"pairs.{kind}", rows))
+    theirs = transformers.AutoTokenizer.from_pretrained(tokenizer)
+    texts = [[row[name] for row in rows] for name in ("premise", "hypothesis")]
+    whole = theirs(*texts, truncation="longest_first", max_length=LENGTH, return_token_type_ids=True)
+    labels = [["calm", "wild"].index(row["verdict"]) for row in rows]
+    expected = sorted(zip(whole["input_ids"], whole["token_type_ids"], labels, strict=True))
+    tokens = tokenizer_files.read(tokenizer, "class-labelled").special
+    found = []
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=small_runs.VOCABULARY, hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=48, max_position_embeddings=LENGTH, pad_token_id=tokens.pad,
+    )  # fmt: skip
+    network = transformers.BertForSequenceClassification(config).eval()
+    ours, total = 0.0, 0.0
+    for batch in labelled_evaluation(dataset, HostSlice(tokens, 8)):
+        for row in np.flatnonzero(batch.weights):
+            used = batch.attention_mask[row] > 0
+            assert not batch.token_type_ids[row][~used].any()
+            values = (batch.input_ids[row], batch.token_type_ids[row])
+            found.append((*(value[used].tolist() for value in values), int(batch.labels[row])))
+        names = ("input_ids", "attention_mask", "token_type_ids", "labels", "weights")
+        arrays = {name: torch.from_numpy(getattr(batch, name)) for name in names}
+        with torch.no_grad():
+            sums, _ = load(TASKS["classification"].torch)(network, arrays)
+            logits = network(
+                **{name: arrays[name].long() for name in ("input_ids", "attention_mask", "token_type_ids")}
+            ).logits
+        losses = torch.nn.functional.cross_entropy(logits, arrays["labels"].long(), reduction="none")
+        ours, total = ours + float(sums[0]), total + float((losses * arrays["weights"]).sum())
+    assert sorted(found) == expected
+    assert ours == pytest.approx(total, rel=1e-6)
+    too_long = sum(len(ids) > LENGTH for ids in theirs(*texts)["input_ids"])
+    assert note.startswith(f"{too_long} pairs of texts were longer")
+    assert too_long > 0
+
+
+def test_a_run_learns_from_pairs_and_its_model_predicts_them(tmp_path: Path, tokenizer: str) -> None:
+    """The words of the second text decide, and those of the first say nothing."""
+    rows = corpus()
+    for split in ("train", "evaluation"):
+        make(tmp_path / split, tokenizer, write_corpus(tmp_path / f"{split}.tsv", rows))
+    changes = {"data": {"train": str(tmp_path / "train" / "train"), "tokenizer": tokenizer}}
+    changes["data"]["evaluation"] = str(tmp_path / "evaluation" / "train")
+    summary = small_runs.train_here(document(tmp_path, **changes, train__steps=120), "pairs")
+    assert summary["eval_loss"] < summary["first_loss"] / 2
+    right = [classify(summary["model"], row["premise"], 1, row["hypothesis"])[0].name == row["verdict"] for row in rows]
+    assert np.mean(right) == pytest.approx(summary["eval_accuracy"])
+
+
+def test_mistakes_about_pairs_are_one_line(tmp_path: Path, tokenizer: str) -> None:
+    source = write_corpus(tmp_path / "pairs.tsv", corpus())
+    for changes, message in (
+        ({"text_pair": "answer"}, r"pairs\.tsv:2 has no 'answer', it has: 'premise', 'hypothesis', 'verdict'"),
+        ({"task": "mlm"}, "--text-pair is for tasks of whole texts, and --task mlm is none"),
+        ({"sequence_length": 3, "lengths": "3"}, "has no room for text: a pair has 3 special tokens"),
+    ):
+        with pytest.raises(BadInput, match=message):
+            make(tmp_path / "bad", tokenizer, source, **changes)
+    make(tmp_path / "pairs", tokenizer, source)
+    make(tmp_path / "single", tokenizer, source, text_pair=None)
+    data = {"train": str(tmp_path / "pairs" / "train"), "tokenizer": tokenizer}
+    data["evaluation"] = str(tmp_path / "single" / "train")
+    with pytest.raises(
+        BadInput, match=r"has rows of one text, and .* of two texts: write both with the same --text-pair"
+    ):
+        small_runs.train_here(document(tmp_path, data=data), "mixed")
