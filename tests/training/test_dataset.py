@@ -119,7 +119,7 @@ def test_an_edited_manifest_is_refused(samples: Any, tmp_path: Path) -> None:
 )
 def test_a_shard_that_is_not_as_listed_is_named(samples: Any, tmp_path: Path, damage: Any, message: str) -> None:
     dataset = samples.make(tmp_path, 25)
-    assert set(find_shards(dataset)) == {shard.name for shard in dataset.shards}
+    assert set(find_shards(dataset)) == {str(tmp_path / shard.name) for shard in dataset.shards}
     damage(tmp_path / "train-00001.tfrecord")
     with pytest.raises(BadInput, match=message):
         find_shards(dataset)

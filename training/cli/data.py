@@ -233,8 +233,35 @@ def show(url: str) -> None:
         names = ", ".join(manifest.labels[:8]) + (", ..." if len(manifest.labels) > 8 else "")
         click.echo(f"  labels     {len(manifest.labels)}: {names}")
     click.echo(f"  tokenizer  hash {opened.tokenizer_hash[:12]}, {manifest.vocabulary} ids")
+    for part in manifest.origin.get("mixture", ()):
+        click.echo(f"  part       {part['times']} x {part['url']}, {part['records']} records, hash {part['hash'][:12]}")
     for shard in shards:
         click.echo(f"  {shard.name}  {shard.records} records  {shard.bytes} bytes  crc32c {shard.crc32c:08x}")
+
+
+@dataset.command()
+@click.option(
+    "--part",
+    "parts",
+    multiple=True,
+    required=True,
+    metavar="FOLDER=TIMES",
+    help="A dataset, and how often an epoch has each of its records. Give two or more.",
+)
+@click.option("--out", required=True, metavar="FOLDER", help="Folder to write: local or gs://bucket/folder.")
+def mix(parts: tuple[str, ...], out: str) -> None:
+    """Write a dataset that is a weighted mixture of others. It reads their shards where they are.
+
+    \b
+    tpu-train dataset mix --part gs://b/web/train=1 --part gs://b/books/train=3 --out gs://b/mixed/train
+    """
+    from training.data.prepare.mixture import parse_part, write_mixture
+
+    mixture = write_mixture(out, dict(map(parse_part, parts)))
+    for part in mixture.manifest.origin["mixture"]:
+        share = part["times"] * part["records"] / mixture.records
+        click.echo(f"{part['url']}: {part['records']} records, {part['times']} times, {share:.1%} of an epoch")
+    click.echo(f"{out}: {mixture.records} records")
 
 
 @dataset.command()

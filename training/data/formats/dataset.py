@@ -32,6 +32,9 @@ With gzip a shard is a gzip file of many members (RFC 1952, section 2.2), `membe
 in bytes are `members`. Any gzip program and `tf.data.TFRecordDataset(..., compression_type="GZIP")` read it whole; the
 reader of `training.data.loading.fixed_shards` reads single members.
 
+A shard with a `folder` lies in that of another dataset, and may be listed several times, as in a mixture
+(`training.data.prepare.mixture`).
+
 Failure model: dataset.json is written last, and create-only. A folder without it is not a dataset, whatever shards it
 holds. Its hash detects a changed byte of dataset.json; the size (`find_shards`) and the CRC of each record that is read
 detect a replaced or truncated shard.
@@ -100,6 +103,7 @@ class Shard(_Strict):
     bytes: Annotated[int, Field(ge=0)]
     crc32c: Annotated[int, Field(ge=0, lt=1 << 32)]
     members: list[Annotated[int, Field(ge=1)]] = []
+    folder: str | None = None  # None: that of the dataset
 
 
 class DatasetManifest(_Strict):
@@ -144,6 +148,10 @@ class Dataset:
             if shard.records:
                 counts[shard.length] = counts.get(shard.length, 0) + shard.records
         return counts
+
+    def shard_url(self, shard: Shard) -> str:
+        """Returns the URL of one of the shards."""
+        return storage.join(shard.folder or self.url, shard.name)
 
     @property
     def has_pairs(self) -> bool:
@@ -196,6 +204,9 @@ class Dataset:
 def dump_manifest(manifest: DatasetManifest) -> bytes:
     """Encodes dataset.json, with its format, version and hash."""
     body = {"format": FORMAT, "version": VERSION, **manifest.model_dump(mode="json")}
+    for shard in body["shards"]:
+        if shard["folder"] is None:
+            del shard["folder"]
     return (json.dumps({**body, "hash": _hash(body)}, indent=1) + "\n").encode()
 
 
@@ -238,7 +249,7 @@ def _damaged(url: str, reason: str) -> BadInput:
 
 def _inconsistency(manifest: DatasetManifest) -> str | None:
     """Returns why the parts of a manifest contradict each other; None if they do not."""
-    names = [shard.name for shard in manifest.shards]
+    names = [shard.name for shard in manifest.shards if shard.folder is None]
     if len(set(names)) != len(names):
         return "a shard is listed twice"
     if any(shard.length > manifest.sequence_length for shard in manifest.shards):
@@ -270,13 +281,16 @@ def _inconsistency(manifest: DatasetManifest) -> str | None:
 
 
 def find_shards(dataset: Dataset) -> Mapping[str, Stat]:
-    """Lists the folder and returns shard name -> its state in storage. Raises BadInput for a shard that is missing,
-    truncated, empty or replaced: compares sizes, and on gs:// also the CRC-32C, which the listing contains."""
-    stats = {storage.name_of(stat.url): stat for stat in storage.listing(dataset.url)}
+    """Lists the folders and returns the URL of each shard -> its state in storage. Raises BadInput for a shard that is
+    missing, truncated, empty or replaced: compares sizes, and on gs:// also the CRC-32C, which the listing contains."""
+    folders = {shard.folder or dataset.url for shard in dataset.shards}
+    stats = {
+        storage.join(folder, storage.name_of(stat.url)): stat for folder in folders for stat in storage.listing(folder)
+    }
     again = "copy it again, or write the dataset again with tpu-train shards --overwrite"
     for shard in dataset.shards:
-        stat = stats.get(shard.name)
-        url = storage.join(dataset.url, shard.name)
+        url = dataset.shard_url(shard)
+        stat = stats.get(url)
         if stat is None:
             raise BadInput(f"{url} is missing: {MANIFEST} lists it with {shard.records} records; {again}")
         if stat.size != shard.bytes:
@@ -284,7 +298,7 @@ def find_shards(dataset: Dataset) -> Mapping[str, Stat]:
             raise BadInput(f"{url} {size}, and {MANIFEST} says {shard.bytes} bytes ({shard.records} records): {again}")
         if stat.stored_crc32c not in (None, shard.crc32c):
             raise BadInput(f"{url} is not the shard that {MANIFEST} lists: its checksum (CRC-32C) differs; {again}")
-    return {shard.name: stats[shard.name] for shard in dataset.shards}
+    return {url: stats[url] for url in map(dataset.shard_url, dataset.shards)}
 
 
 def tokenizer_hash(content: bytes) -> str:

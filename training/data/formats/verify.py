@@ -17,7 +17,7 @@ from training import storage
 from training.data.formats import fixed_records, recipe_layout, tfrecord
 from training.data.formats.dataset import IGNORED, LABEL, MANIFEST, Dataset, DatasetManifest, Shard
 from training.data.formats.fixed_records import RecordLayout
-from training.errors import TrainError
+from training.errors import BadInput, TrainError
 from training.storage import Stat
 
 PIECE_BYTES = 8 << 20
@@ -29,6 +29,8 @@ def problems(
     """Reads all shards and yields a line for each problem, also for a shard that is missing or not in the manifest.
     Calls `progress` before each shard. Ids of `vocabulary` or more are a problem; the default is the manifest's, and no
     limit in the recipe's layout."""
+    if any(shard.folder for shard in dataset.shards):
+        raise BadInput(f"{dataset.url} is a mixture: verify its parts, which `tpu-train dataset show` names")
     stats = {storage.name_of(stat.url): stat for stat in storage.listing(dataset.url)}
     for shard in dataset.shards:
         progress(shard)

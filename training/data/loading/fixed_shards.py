@@ -53,7 +53,7 @@ class FixedShards(ShardSource):
         self._layout = fixed_records.record_layout(manifest.features, length)
         self.record_bytes, self.unit = self._layout.size, manifest.member_records
         self._member_offsets = {
-            shard.name: [0, *itertools.accumulate(shard.members)] for shard in self.shards if self.unit
+            self.url(shard): [0, *itertools.accumulate(shard.members)] for shard in self.shards if self.unit
         }
         for shard in self.shards:
             if not self.unit and shard.bytes != shard.records * self.record_bytes:
@@ -109,7 +109,7 @@ class FixedShards(ShardSource):
 
     def _fetch_members(self, shard: Shard, first: int, last: int) -> bytes:
         """Reads records [first, last) of a shard of gzip members, expanded; a damaged member gives zeros."""
-        offsets, begin = self._member_offsets[shard.name], first // self.unit
+        offsets, begin = self._member_offsets[self.url(shard)], first // self.unit
         stop = -(-last // self.unit)
         data = self.read_bytes(shard, offsets[begin], offsets[stop], first)
         pieces = []
@@ -124,7 +124,7 @@ class FixedShards(ShardSource):
         """Returns the error for a bad record with the bytes `data`; in a gzip member, with the member's offset."""
         shard, number = self.locate(record)
         if self.unit:
-            offset = self._member_offsets[shard.name][number // self.unit]
+            offset = self._member_offsets[self.url(shard)][number // self.unit]
             reason = "the gzip member there is damaged, or the record's checksum in it"
             return Corrupt(self.url(shard), number, offset, reason)
         reason = "its checksum (CRC-32C) does not match"

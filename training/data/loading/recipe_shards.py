@@ -88,13 +88,13 @@ class RecipeShards(ShardSource):
         first call in this process reads the whole shard, or its index; other threads and sources wait for it and share
         it. Where hosts share indexes, shards before it in this host's order come first. Raises BadInput,
         StorageError."""
-        while self._in_order and self.stats[shard.name] not in _INDEXES:
+        while self._in_order and self.stats[self.url(shard)] not in _INDEXES:
             with contextlib.suppress(IndexError):  # another thread has taken the last
                 self._index(self._in_order.popleft())
         return self._index(shard)
 
     def _index(self, shard: Shard) -> npt.NDArray[np.int64]:
-        stat = self.stats[shard.name]
+        stat = self.stats[self.url(shard)]
         with _INDEX_LOCK:
             is_new = stat not in _INDEXES
             index = _INDEXES.setdefault(stat, Future())

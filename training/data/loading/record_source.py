@@ -128,7 +128,7 @@ class ShardSource(RecordSource, ABC):
         """
         self.dataset, self.length, self.vocabulary, self.on_corrupt = dataset, length, vocabulary, on_corrupt
         self.shards = [shard for shard in dataset.shards if shard.length == length and shard.records]
-        self.stats = find_shards(dataset)  # by the shard's name
+        self.stats = find_shards(dataset)  # by the shard's URL
         self._starts = list(itertools.accumulate((shard.records for shard in self.shards), initial=0))
         self.records = self._starts[-1]
         self._cache = cache if storage.is_remote(dataset.url) else None
@@ -189,12 +189,12 @@ class ShardSource(RecordSource, ABC):
             first += stop - number
 
     def url(self, shard: Shard) -> str:
-        return storage.join(self.dataset.url, shard.name)
+        return self.dataset.shard_url(shard)
 
     def read_bytes(self, shard: Shard, start: int, end: int, record: int) -> bytes:
         """Reads bytes [start, end) of a shard. Raises BadInput, with `record`, if it changed since it was listed."""
         try:
-            data = storage.read(self.url(shard), start, end, generation=self.stats[shard.name].generation)
+            data = storage.read(self.url(shard), start, end, generation=self.stats[self.url(shard)].generation)
         except (storage.Changed, storage.NotFound) as error:
             raise BadInput(f"{error} (while reading record {record} of this shard)") from error
         if len(data) != end - start:

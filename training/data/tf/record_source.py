@@ -74,7 +74,7 @@ def translate_errors(dataset: Dataset) -> Iterator[None]:
             raise tfrecord.Corrupt(record[1], int(record[2]), int(record[3]), record[4], irreplaceable) from None
         if "<bad shard>" in message:
             raise BadInput(re.sub(r"(?s).*<bad shard>(.*?)</bad shard>.*", r"\1", message)) from None
-        names_shard = any(storage.join(dataset.url, shard.name) in message for shard in dataset.shards)
+        names_shard = any(dataset.shard_url(shard) in message for shard in dataset.shards)
         if names_shard and isinstance(error, tf.errors.NotFoundError):
             raise BadInput(f"a shard is missing: {message}") from None
         if names_shard or _STORAGE_ACCESS.search(message):
@@ -86,7 +86,7 @@ class ShardIndex:
     """URL, size, number of records and first record of each shard of a source, as constants."""
 
     def __init__(self, dataset: Dataset, shards: Sequence[Shard]) -> None:
-        self.urls = tf.constant([storage.join(dataset.url, shard.name) for shard in shards])
+        self.urls = tf.constant([dataset.shard_url(shard) for shard in shards])
         self.sizes = tf.constant([shard.bytes for shard in shards], tf.int64)
         self.counts = tf.constant([shard.records for shard in shards], tf.int64)
         self.starts = tf.constant(np.cumsum([0, *(shard.records for shard in shards)])[:-1], tf.int64)
