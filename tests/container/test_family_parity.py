@@ -237,6 +237,7 @@ def test_layers_as_a_scan_have_the_same_loss_and_gradients(
         with torch.autograd.set_multithreading_enabled(False):
             gradients = torch.autograd.grad(loss, list(trained.values()))
         lines.append(len(internals.program_text([loss, *gradients]).splitlines()))
+        torch_xla.sync()
         assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
         norm = torch.cat([gradient.flatten() for gradient in theirs.values()]).norm()
         for name, gradient in zip(trained, gradients, strict=True):

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.container import small_runs
+from tests.container import causal_data, small_runs
 from tests.container.golden_losses import DOCUMENTS, GOLDEN, STEPS
 from tests.container.poisoned_runs import check_skips, poisoned_document
 from tests.nightly import others_at_night
@@ -183,10 +183,14 @@ def test_every_slice_of_one_host_shows_its_own_devices(name: str) -> None:
 
 
 @pytest.mark.nightly
-def test_a_run_knows_the_programs_that_preflight_compiled(folder: Path) -> None:
+@pytest.mark.parametrize("network", ["encoder", "decoder whose layers are a scan"])
+def test_a_run_knows_the_programs_that_preflight_compiled(folder: Path, tmp_path: Path, network: str) -> None:
     """Preflight traces on a CPU and compiles with the real libtpu; the run traces on the (virtual) TPU. They must be
     the same programs, and one that is kept back is told."""
-    config = small_runs.document(folder, train__precision="bf16", train__steps=2)
+    make = small_runs.document
+    if network != "encoder":
+        make, folder = causal_data.document, causal_data.prepare(tmp_path)
+    config = make(folder, train__precision="bf16", train__steps=2)
     path = folder / "checked.yaml"
     path.write_text(json.dumps(config))  # JSON is YAML
     command = [sys.executable, "-m", "training.cli", "preflight", str(path), "--json", "--accelerator", "v3-8"]
