@@ -1,7 +1,5 @@
 """Rows of two texts: they are those of transformers' tokenizer, a network gets them, and a run learns from them."""
 
-from __future__ import annotations
-
 import csv
 import json
 import random

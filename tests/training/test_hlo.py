@@ -1,7 +1,7 @@
 """Claims about reading a compiled program: what devices exchange, and where an operation comes from. The texts are
 libtpu's, shortened."""
 
-from training.preflight.hlo import estimate_cycles, find_collectives, find_origin
+from training.preflight.hlo import estimate_cycles, find_collectives, find_origin, share_of_loops
 
 
 def test_places_are_the_models_own_names() -> None:
@@ -66,6 +66,7 @@ backend_config={"known_trip_count":{"n":"32"}}
 
 def test_what_a_loop_does_counts_as_often_as_it_runs() -> None:
     assert estimate_cycles(LOOP) == 7 + (32 + 3) * 100
+    assert (share_of_loops(LOOP), share_of_loops(PROGRAM)) == ((7 + 35 * 100) / 207, 1)
     gather, scatter, permutation = find_collectives(LOOP)
     assert (permutation.kind, permutation.bytes) == ("collective-permute", 16)
     assert (gather.kind, gather.count, gather.bytes) == ("all-gather", 35, 35 * 128)

@@ -1,8 +1,6 @@
 """Claims about mixtures: an epoch has each record as often as it should, whatever the hosts, and parts that do not fit
 are refused."""
 
-from __future__ import annotations
-
 import shutil
 from collections import Counter
 from pathlib import Path

@@ -21,6 +21,7 @@ from typing import Any
 
 from training.accelerators import Accelerator, accelerator
 from training.errors import BadInput, Exit, TrainError
+from training.preflight.hlo import share_of_loops
 
 # The versions with which the private interfaces were tested, by that of libtpu: those of each image, so that preflight
 # compiles with the compiler of the run. jaxlib's version is jax's.
@@ -96,7 +97,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class CompiledProgram:
-    """Facts of an executable. FLOPs and bytes are those of one device."""
+    """Facts of an executable. FLOPs and bytes are those of one device; where loops are, estimated by their cycles."""
 
     seconds: float  # of the compilation
     memory: Memory
@@ -186,6 +187,8 @@ def compile_program(
         raise CompilationRefused(str(error)) from None
     seconds = time.monotonic() - began
     memory, costs = executable.get_compiled_memory_stats(), executable.cost_analysis()
+    text = executable.hlo_modules()[0].to_string()
+    loops = share_of_loops(text)
     return CompiledProgram(
         seconds=seconds,
         memory=Memory(
@@ -195,9 +198,9 @@ def compile_program(
             temporaries=memory.temp_size_in_bytes,
             code=memory.generated_code_size_in_bytes,
         ),
-        flops=costs.get("flops", 0.0),
-        bytes_accessed=costs.get("bytes accessed", 0.0),
-        text=executable.hlo_modules()[0].to_string(),
+        flops=costs.get("flops", 0.0) * loops,
+        bytes_accessed=costs.get("bytes accessed", 0.0) * loops,
+        text=text,
     )
 
 

@@ -142,9 +142,22 @@ def _count_trips(line: str, computations: Mapping[str, list[str]]) -> int:
 def estimate_cycles(text: str) -> int:
     """Returns the cycles that libtpu estimates for all operations of a step, one after the other. It has no estimate
     for collectives, for waiting, and for some fusions."""
+    return sum(cycles * runs for cycles, runs in _find_cycles(text))
+
+
+def share_of_loops(text: str) -> float:
+    """Returns how many times as many cycles libtpu estimates for a step as for one run of each operation: 1 without
+    loops. Its counts of FLOPs and bytes have one run of each."""
+    found = _find_cycles(text)
+    once = sum(cycles for cycles, _ in found)
+    return sum(cycles * runs for cycles, runs in found) / once if once else 1.0
+
+
+def _find_cycles(text: str) -> list[tuple[int, int]]:
+    """Returns the estimated cycles of each operation that has an estimate, and how often it runs in a step."""
     lines = [line for line in _find_run_lines(text) if not line.is_fused]
     found = [(re.search(r'"estimated_cycles":"(\d+)"', line.text), line.runs) for line in lines]
-    return sum(int(match[1]) * runs for match, runs in found if match and int(match[1]) < _NO_ESTIMATE)
+    return [(int(match[1]), runs) for match, runs in found if match and int(match[1]) < _NO_ESTIMATE]
 
 
 def find_collectives(text: str) -> list[Collective]:
