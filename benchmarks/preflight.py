@@ -10,8 +10,9 @@ FLOPs are the compiler's count for one device, divided by its sequences. Where t
 its work is shown twice: that of its first step at the same batch, which makes AdamW's moments instead of reading them
 (it fits because the compiler rematerializes much), and that of the step at half the batch, where nothing is
 rematerialized. "Llama-3-8B" is its shape with all weights trained, in bf16 with AdamW in fp32, the state split over all
-devices; its layers run as a scan, and it is traced without weights. There is no peer: HBM stands beside the capacity.
-Its time is the compiler's estimate of the operations alone.
+devices; its layers run as a scan, and it is traced without weights. "LoRA" trains adapters of rank 16 beside all of its
+linear layers instead. There is no peer: HBM stands beside the capacity. Its time is the compiler's estimate of the
+operations alone.
 
 Temporaries, alone and with weights and moments, are bytes of HBM of one device; for a step that is
 refused, they are the compiler's figure for what it needs. All-reduces of the compiled program are shown beside the
@@ -66,9 +67,11 @@ class Case:
     accelerator: str
     flops: float | None = None  # goals, as ratios to the peer
     temporaries: float | None = None
+    lora: int | None = None  # rank of adapters beside all linear layers
 
     def __str__(self) -> str:
-        return f"{self.model} {self.length} {self.accelerator}"
+        lora = " LoRA" if self.lora else ""
+        return f"{self.model}{lora} {self.length} {self.accelerator}"
 
 
 CASES = [
@@ -80,6 +83,7 @@ CASES = [
 ]
 DOUBLE = Case("bert-large", 512, 256, "v3-8")
 DECODERS = [Case("Llama-3-8B", 4096, rows, name) for name, rows in (("v5p-16", 8), ("v6e-8", 8), ("v4-64", 32))]
+DECODERS += [Case("Llama-3-8B", 4096, rows, name, lora=16) for name, rows in (("v6e-8", 8), ("v5litepod-16", 16))]
 
 
 @dataclass(frozen=True)
@@ -207,7 +211,7 @@ def compare_steps(case: Case) -> list[Row]:
 
 
 def _name(case: Case) -> str:
-    return f"{case.model}, {case.length} tokens, {case.batch} on {case.accelerator}"
+    return f"{case.model}{' LoRA' if case.lora else ''}, {case.length} tokens, {case.batch} on {case.accelerator}"
 
 
 def _capacity(case: Case) -> float:
@@ -231,7 +235,8 @@ def compile_with_remat(case: Case) -> list[Row]:
 def compile_decoder(case: Case) -> dict[str, float]:
     """Compiles the step of a decoder of 8 billion parameters. Returns figures of one device, by name."""
     target = accelerator(case.accelerator)
-    config, facts = make_run(LLAMA_3_8B, case.length, 128_256, case.batch, mesh={"fsdp": target.devices})
+    lora = {"rank": case.lora} if case.lora else None
+    config, facts = make_run(LLAMA_3_8B, case.length, 128_256, case.batch, lora, mesh={"fsdp": target.devices})
     [traced] = trace_programs(config, facts, [Graph("training", case.batch, case.length)], target.devices)
     try:
         compiled = compile_program(traced.program, target)

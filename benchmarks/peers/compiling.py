@@ -14,7 +14,12 @@ T = TypeVar("T")
 
 
 def make_run(
-    model: str | dict[str, Any], length: int, vocabulary: int, batch: int, **train: Any
+    model: str | dict[str, Any],
+    length: int,
+    vocabulary: int,
+    batch: int,
+    lora: dict[str, Any] | None = None,
+    **train: Any,
 ) -> tuple[TrainerConfig, DataFacts]:
     """Returns a run in bf16, and the properties of its data. Reads no files.
 
@@ -23,12 +28,13 @@ def make_run(
         length: tokens a row.
         vocabulary: token ids.
         batch: rows of the global batch.
+        lora: the section lora; None: all weights are trained.
         train: further keys of the section train.
     """
     settings = {"steps": 1, "global_batch_size": batch, "precision": "bf16", **train}
     folders = {"train": "none", "tokenizer": "none"}
     own = {"model": {"name": model}} if isinstance(model, str) else {"model": {"config": model}, "task": "causal-lm"}
-    config = TrainerConfig.model_validate({**own, "data": folders, "train": settings, "output": "none"})
+    config = TrainerConfig.model_validate({**own, "data": folders, "lora": lora, "train": settings, "output": "none"})
     return config, DataFacts(vocabulary, 0, (length,), (), None)
 
 
