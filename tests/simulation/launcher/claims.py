@@ -1,6 +1,8 @@
 """Promises about what commands claim and decide, compared with what the world knows: what was deleted, stopped, spent,
 lost or left behind, and when it was told."""
 
+from __future__ import annotations
+
 from typing import TYPE_CHECKING
 
 from launcher.costs import per_hour

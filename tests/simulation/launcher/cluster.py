@@ -1,6 +1,8 @@
 """A GKE cluster over a virtual clock, and kubectl. The objects and the controllers of JobSet and Job are those of the
 test cluster (`tests.kubernetes.cluster`); nodes, kubelets and the way to the API server are simulated here."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
