@@ -1,7 +1,8 @@
 """The dollars of a run (`run.budget`): what its attempts have cost by list prices, and the end when they are spent.
 
-Counted is each attempt's slice from the attempt's begin to its end, and a recovery in which the slice stays. The price
-is recorded when the attempt begins, so that the sum does not change with the file or the table of prices.
+Counts each attempt's slice from the attempt's begin to its end, and each recovery, also while it recreates the slice,
+unless the slice was preempted or deleted. The price is recorded when the attempt begins, so that the sum does not
+change with the file or the table of prices.
 """
 
 from __future__ import annotations

@@ -322,7 +322,9 @@ def budget_is_spent_on_slices(simulation: SimulatedRun) -> None:
         return
     meddled = any(fault.kind in _TAKERS and fault.anchor not in ("start", "beginning") for fault in simulation.faults)
     for command in simulation.commands:
-        for at, text in command.told if not meddled else ():
+        # A recovery counts whole, with the minutes without a slice while it recreates one.
+        recreates = any("recreating the slice (" in text for _, text in command.told)
+        for at, text in command.told if not meddled and not recreates else ():
             if "the budget is spent" in text and (cost := _cost_of_slices(simulation, at)) < budget * 0.99:
                 rate = _rate(simulation)
                 if cost + rate * _BUDGET_SECONDS < budget:
