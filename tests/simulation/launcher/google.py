@@ -230,7 +230,8 @@ class Google:
         """Checks that what ann may be granted now costs no more together than slice.price_limit."""
         asked = {name.replace("/queuedResources/", "/nodes/"): queued.resource["tpu"]["nodeSpec"][0]["node"]
                  | {"spot": "spot" in queued.resource} for name, queued in self.state.queued.items()
-                 if queued.state != "DELETING" and self.requests[name].creator == "ann"}  # fmt: skip
+                 if queued.state != "DELETING"
+                 and self.requests[name].by is not None and self.requests[name].creator == "ann"}  # fmt: skip
         asked |= {name: node.resource | {"spot": "spot" in node.resource.get("schedulingConfig", {})}
                   for name, node in self.state.nodes.items() if node.state != "DELETING"
                   and self.slices[name].by is not None and self.slices[name].creator == "ann"}  # fmt: skip
