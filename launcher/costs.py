@@ -30,7 +30,9 @@ class Price:
     spot: float | None
 
 
-_WITHIN, _OVER_THE_ATLANTIC, _ELSEWHERE = 0.02, 0.05, 0.08  # dollars for a GB from Cloud Storage to another region
+# Dollars for a GiB from Cloud Storage to another region; `_FAR` by the beginning of either end's name.
+_WITHIN, _OVER_THE_ATLANTIC, _ELSEWHERE = 0.02, 0.05, 0.08
+_FAR = {"asia-southeast2": 0.10, "australia-": 0.10, "africa-": 0.11, "me-": 0.11, "southamerica-": 0.14}
 
 # By region. Slices of v2 and v3 on one host have other prices than larger ones.
 _V2_ONE = {
@@ -90,14 +92,16 @@ def per_hour(accelerator_type: str, zone: str, capacity: str) -> float | None:
 
 
 def transfer_per_gb(location: str, region: str) -> float:
-    """Returns the dollars for a GB from a bucket in a region to a host in another one; 0 for a multi-region, and for
-    "". Within a continent and between them, https://cloud.google.com/storage/pricing#network-pricing."""
+    """Returns the dollars for a GiB from a bucket in a region to a host in another one, by the matrix "Data transfer
+    within Google Cloud" of https://cloud.google.com/storage/pricing; 0 for "", and for dual-regions and multi-regions,
+    although reading from a multi-region costs as much as from another region there."""
     if location == region or not location[-1:].isdigit() or "-" not in location:
         return 0.0
     ends = {location.partition("-")[0].replace("northamerica", "us"), region.partition("-")[0]}
     if ends <= {"us", "europe"}:
         return _WITHIN if len(ends) == 1 else _OVER_THE_ATLANTIC
-    return _ELSEWHERE
+    far = (price for place, price in _FAR.items() if location.startswith(place) or region.startswith(place))
+    return max(far, default=_ELSEWHERE)
 
 
 def line(config: Config) -> str:

@@ -58,7 +58,7 @@ def refuse(*paths: str) -> Callable[[HttpRequest], HttpResponse | None]:
 @pytest.mark.parametrize(
     ("location", "warned"),
     [("US-CENTRAL2", ""), ("US", ""), ("US-EAST1", "us-central2 $0.02"), ("EUROPE-WEST4", "us-central2 $0.05"),
-     ("ASIA-EAST1", "us-central2 $0.08")],
+     ("ASIA-EAST1", "us-central2 $0.08"), ("SOUTHAMERICA-EAST1", "us-central2 $0.14")],
 )  # fmt: skip
 def test_a_bucket_in_another_region_is_named_with_dollars(
     server: BucketServer, tmp_path: Path, location: str, warned: str
