@@ -67,7 +67,7 @@ class Model(Section):
 
     config: dict[str, Any] | None = None
     """Train a network of any family from random weights: the values of its `config.json`, at least `model_type` and
-    `architectures` (for example `[LlamaForCausalLM]`). Instead of `name` and `path`. Only for `backend: torch-xla`."""
+    `architectures` (for example `[LlamaForCausalLM]`). Instead of `name` and `path`. Not for `backend: tensorflow`."""
 
     hidden_size: int | None = Field(default=None, ge=8)
     """Width of the layers, instead of the named model's. Heads and intermediate size follow from it unless given."""
@@ -151,12 +151,12 @@ class Train(ScheduleSettings, AdamWSettings):
     `model.path`, or 0.1 with `model.name`."""
 
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
-    """The share of each label that is spread evenly over all classes or tokens, in training only. Only for `backend:
-    torch-xla`, and not for `task: regression` or `multi-label`."""
+    """The share of each label that is spread evenly over all classes or tokens, in training only. Not for `task:
+    regression` and `multi-label`, nor for `backend: tensorflow`."""
 
     class_weights: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = {}
     """Weights in the training loss of the predictions whose label has this name; 1 for labels that are not here. Only
-    for `task: classification` and `token-classification`, with `backend: torch-xla`."""
+    for `task: classification` and `token-classification`. Not for `backend: tensorflow`."""
 
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """The precision of matrix products: `auto` is `bf16` on TPUs and `fp32` on CPUs. `fp32` on a TPU takes six times
@@ -165,7 +165,7 @@ class Train(ScheduleSettings, AdamWSettings):
 
     remat: Remat | None = None
     """What is computed again in the backward pass instead of being kept, which saves memory: `none`, the `attention`'s
-    probabilities, or whole `layers`. Default: `attention` on TPUs, `none` on CPUs. Only for `backend: torch-xla`."""
+    probabilities, or whole `layers`. Default: `attention` on TPUs, `none` on CPUs. Not for `backend: tensorflow`."""
 
     scan: bool | None = None
     """Runs the layers of a decoder as one loop on TPUs: the time and the memory of compilation do not grow with their
@@ -174,8 +174,8 @@ class Train(ScheduleSettings, AdamWSettings):
     `backend: torch-xla`."""
 
     freeze: list[str] = []
-    """Parameters that stay as they are: patterns of their names, as `model.embed_tokens.*`. Only for `backend:
-    torch-xla`, and without `lora`, which freezes all others itself."""
+    """Parameters that stay as they are: patterns of their names, as `model.embed_tokens.*`. Not for `backend:
+    tensorflow`, and without `lora`, which freezes all others itself."""
 
     gradient_accumulation: int = Field(default=1, ge=1)
     """A batch is computed in so many pieces, one after the other: less memory, the same update."""
@@ -310,7 +310,7 @@ class TrainerConfig(Section):
     """Steps, batch size, optimizer and schedule."""
 
     lora: Lora | None = None
-    """Train an adapter instead of all weights. Default: all weights. Only for `backend: torch-xla`."""
+    """Train an adapter instead of all weights. Default: all weights. Not for `backend: tensorflow`."""
 
     evaluation: Evaluation = Evaluation()
     """When the model is evaluated."""
