@@ -63,8 +63,9 @@ def describe(name: str) -> str:
 
 
 def command(name: str) -> str:
-    if name.endswith("_tensorflow"):
-        return f'$ make benchmark NAME={name.removesuffix("_tensorflow")} ARGS="--backend tensorflow"'
+    for backend in ("tensorflow", "torch-tpu"):
+        if name.endswith(suffix := f"_{backend.replace('-', '_')}"):
+            return f'$ make benchmark NAME={name.removesuffix(suffix)} ARGS="--backend {backend}"'
     return f"$ make benchmark NAME={name}"
 
 
