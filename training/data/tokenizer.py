@@ -170,11 +170,6 @@ class PairEncoder:
         return [np.array([encoding.ids, encoding.type_ids], np.int32) for encoding in encodings]
 
 
-def encoder_of(url: str) -> Encode:
-    """Reads the tokenizer folder `url` and returns its `encoder`; Beam's workers call this function by its name."""
-    return encoder(read(url))
-
-
 def library() -> Any:
     """Imports the `tokenizers` package. Raises BadInput if it is missing."""
     try:
