@@ -70,7 +70,7 @@ def train(
     """
     dependencies = dependencies or Dependencies()
     host_progress = HostProgress(timer, dependencies.machine)
-    with host_progress.telling():
+    with host_progress.writing():
         run, begin_record = open_run(
             config, cluster, rendezvous, shutdown, timer, Console(cluster.is_first), dependencies
         )

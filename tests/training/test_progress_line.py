@@ -94,7 +94,7 @@ def test_the_file_is_written_by_a_thread_while_the_loop_hangs(tmp_path: Path) ->
     path = tmp_path / "progress"
     timer = PhaseTimer()
     progress = HostProgress(timer, path=str(path))
-    with timer.phase("evaluation"), progress.telling():
+    with timer.phase("evaluation"), progress.writing():
         deadline = time.monotonic() + 10
         while not path.exists() and time.monotonic() < deadline:
             time.sleep(0.01)

@@ -37,7 +37,7 @@ class HostProgress:
     """What this host is doing. One thread of the trainer changes it, another tells it."""
 
     def __init__(self, timer: PhaseTimer, machine: Machine = SYSTEM, path: str | None = None) -> None:
-        """`path`: of the file; TPU_LAUNCH_PROGRESS_FILE, unless given. Starts nothing: `telling` does."""
+        """`path`: of the file; TPU_LAUNCH_PROGRESS_FILE, unless given. Starts nothing: `writing` does."""
         self._timer, self._machine = timer, machine
         self._path = os.environ.get(progress_line.FILE_VARIABLE, "") if path is None else path
         self._now = machine.clock.monotonic
@@ -53,8 +53,8 @@ class HostProgress:
         self._is_over = machine.threads.event()
 
     @contextlib.contextmanager
-    def telling(self) -> Iterator[None]:
-        """Writes the file from a thread until the block ends."""
+    def writing(self) -> Iterator[None]:
+        """Writes the file every few seconds from a thread, for which the end of the block does not wait."""
         if self._path:
             self._machine.threads.start(self._write_repeatedly, name="progress")
         try:
