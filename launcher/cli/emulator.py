@@ -82,7 +82,7 @@ def stop(keep_data: bool) -> None:
     help="One JSON object with nodes, hosts, containers, pushed images, buckets and faults.",
 )
 def status(as_json: bool) -> None:
-    """Show what runs."""
+    """Show the emulated nodes, hosts, containers, queued resources and buckets, and the planned faults."""
     report = control.status(_home())
     if as_json:
         click.echo(json.dumps(report, indent=2))

@@ -118,7 +118,8 @@ class RoundDecision:
 def decide_round(
     trouble: Trouble, failed: int, seconds: float, *, limit: float, may_replace: bool | None
 ) -> RoundDecision:
-    """Returns the step after a round of a recovery that failed.
+    """Returns what follows a failed round: give up (permanent error, or no time left), recreate the slice (hosts
+    unreachable), or try again; the delay doubles with each failure.
 
     Args:
         trouble: Why it failed.

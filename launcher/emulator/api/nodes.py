@@ -365,7 +365,7 @@ def finish_operation(
 
 
 def _apply(operation: Operation, node: Node) -> None:
-    """Gives the node the state or fields of its finished creation, update, stop or start."""
+    """Applies a finished operation to the node's state or fields; a stop also clears health and guest attributes."""
     match operation.verb:
         case "update":
             node.resource |= operation.change

@@ -115,7 +115,8 @@ class SliceConnections:
         return pool
 
     def run(self, worker: int, script: str, *, timeout: float) -> HostResult:
-        """Runs a script on one host, within `timeout` seconds. The result holds failures of the network or the host."""
+        """Runs a script on one host, again if it is not reached and gcloud knows another address. The result holds
+        failures of the network or the host. `timeout`: seconds of each try."""
         pool = self.pool()
         result = pool.run(worker, script, timeout=timeout)
         if not result.reached and (other := self.replacement_of(pool)):
