@@ -35,8 +35,8 @@ _VARIABLES = ("TOKENIZERS_PARALLELISM", "TRANSFORMERS_VERBOSITY")  # that our co
 
 @contextlib.contextmanager
 def _settings_as_before() -> Iterator[None]:
-    """Makes transformers show errors only, unless the user's environment says what, and puts that and the _VARIABLES
-    back. Keeps what the import of a framework sets: the process can't import it again."""
+    """Restores _VARIABLES and transformers' verbosity after the block; if transformers is loaded, it shows only errors
+    meanwhile, unless TRANSFORMERS_VERBOSITY is set. Keeps what importing a framework sets: it is imported only once."""
     before, loaded = {name: os.environ.get(name) for name in _VARIABLES}, sys.modules.get("transformers")
     shown = loaded.logging.get_verbosity() if loaded else logging.WARNING
     if loaded and before["TRANSFORMERS_VERBOSITY"] is None:

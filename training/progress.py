@@ -192,8 +192,8 @@ class Compilations:
     def __init__(
         self, backend: Backend, timer: PhaseTimer, shapes: int, *, strict: bool, warn: Callable[[str], None]
     ) -> None:
-        """Begins to count. `shapes`: number of different shapes of the task's training batches; `strict`: another
-        program is an error, instead of a line for `warn`."""
+        """Starts counting at zero. `shapes`: the number of different shapes of training batches; `strict`: raise an
+        error if a step compiles one more program, instead of calling `warn`."""
         self._backend, self._timer, self._shapes = backend, timer, shapes
         self._strict, self._warn = strict, warn
         self._training = 0  # programs of training steps

@@ -83,7 +83,7 @@ def preflight(
 
 
 def _take_libtpu_flags(document: Document) -> None:
-    """Sets this process's LIBTPU_INIT_ARGS to that of run.environment, which the run's containers get."""
+    """Sets this process's LIBTPU_INIT_ARGS to the run's, if run.environment has it; else leaves it as it is."""
     from training.distributed.libtpu_flags import VARIABLE
 
     run = document.value.get("run")

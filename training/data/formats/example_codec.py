@@ -129,7 +129,7 @@ def _feature(data: bytes) -> Decoded | None:
 
 
 def _fields(data: bytes) -> list[tuple[int, int, bytes, int]]:
-    """Splits a message into fields: number, wire type, payload, and the value of a varint (else 0)."""
+    """Returns a message's fields: number, wire type, payload, and value of a varint (else 0). Raises NotAnExample."""
     fields = []
     start, end = 0, len(data)
     while start < end:

@@ -64,7 +64,7 @@ class JoinedLengths:
     """One `RecordSource` over shards of several row lengths: shorter rows first, all padded to the longest length."""
 
     def __init__(self, sources: Sequence[FixedShards], fillers: Mapping[str, int]) -> None:
-        """Joins `sources`, ascending by row length; `fillers`: what fills the columns of shorter rows."""
+        """Joins `sources`, ascending by row length. `fillers`: the value, by column, that pads shorter rows."""
         self.sources, self.fillers = sources, fillers
         self.length = sources[-1].length
         self.records = sum(source.records for source in sources)
@@ -174,7 +174,7 @@ def _threads(dataset: Dataset) -> int:
 
 
 def fillers(dataset: Dataset, pad: int) -> dict[str, int]:
-    """Returns what fills the columns of rows that are padded further."""
+    """Returns the value, by column, with which rows are padded to a longer length."""
     labels = {LABEL: IGNORED} if dataset.manifest.rows == "token-labelled" else {}
     return {"input_ids": pad, **labels, **({TYPES: 0} if dataset.has_pairs else {})}
 
@@ -185,7 +185,8 @@ def label_dtype(stored: np.dtype[np.generic]) -> np.dtype[np.int32 | np.float32]
 
 
 def _labelled_batch(arrays: Arrays, records: Ints, pad: int, rows: Rows) -> LabelledBatch:
-    """Builds a batch of rows of weight 1 from a source's columns. Attention is 0 at `pad`. records: (rows,)."""
+    """Builds a batch from a source's columns, a PairBatch if there are token types. Weights are 1, but 0 at tokens
+    without a label; attention is 0 at `pad`. records: (rows,)."""
     ids = arrays["input_ids"].astype(np.int32)  # (rows, length)
     labels = arrays[LABEL].astype(label_dtype(arrays[LABEL].dtype))  # (rows, numbers)
     weights, replaced = np.ones(len(ids), np.float32), arrays[REPLACED][:, 0]  # (rows,), (rows,)

@@ -29,9 +29,9 @@ def parse_part(text: str) -> tuple[str, int]:
 
 
 def write_mixture(url: str, parts: Mapping[str, int]) -> Dataset:
-    """Writes the mixture of datasets, folder -> how often an epoch has each record, to the folder `url`. Returns the
-    same mixture if it is there. Raises BadInput if parts have other rows, features, labels or tokenizers than the first
-    one, or the folder holds something else; and StorageError."""
+    """Writes and returns a mixture in the folder `url`; keeps one that is the same. `parts`: a dataset's folder -> how
+    often an epoch has each of its records. Raises BadInput if there are fewer than two, they differ in rows, features,
+    labels or tokenizers, or the folder holds something else; and StorageError."""
     if len(parts) < 2:
         raise BadInput("a mixture has at least two different parts: give --part again")
     folders = [folder if storage.is_remote(folder) else os.path.abspath(folder) for folder in parts]

@@ -90,7 +90,7 @@ def _check_ids(input_ids: Any, vocabulary: int, url: Any) -> None:
 
 
 def _read_frames(index: ShardIndex, size: int) -> ReadStored:
-    """Returns the functions that read shards without compression, whose records have `size` bytes."""
+    """Returns functions for uncompressed shards: read records [first, last) of `size` bytes; offset of a record."""
 
     def stored(shard: Any, first: Any, last: Any) -> Any:
         return index.read_bytes(shard, first * size, last * size)
@@ -99,8 +99,8 @@ def _read_frames(index: ShardIndex, size: int) -> ReadStored:
 
 
 def _read_members(index: ShardIndex, shards: Sequence[Shard], size: int, unit: int) -> ReadStored:
-    """Returns the functions that read shards of gzip members with `unit` records of `size` bytes each. A damaged member
-    yields zeros, whose CRCs are wrong."""
+    """Returns functions for shards of gzip members, each of `unit` records of `size` bytes: read records [first, last),
+    with zeros (wrong CRCs) in place of a damaged member; offset of the member that holds a record."""
     offsets = tf.constant(np.concatenate([np.cumsum([0, *shard.members]) for shard in shards]), tf.int64)
     begins = tf.constant(np.cumsum([0, *(len(shard.members) + 1 for shard in shards)])[:-1], tf.int64)
 
@@ -114,7 +114,7 @@ def _read_members(index: ShardIndex, shards: Sequence[Shard], size: int, unit: i
         )  # (members,) strings
         counts = tf.minimum(index.counts[shard] - tf.range(begin, stop) * unit, unit)  # (members,) records
 
-        def expand(number: Any) -> Any:
+        def expand_or_zeros(number: Any) -> Any:
             expected = tf.cast(counts[number] * size, tf.int32)
             data = tf.data.Dataset.from_tensors(packed[number])
             data = data.map(lambda member: tf.io.decode_compressed(member, "GZIP")).ignore_errors()
@@ -122,7 +122,7 @@ def _read_members(index: ShardIndex, shards: Sequence[Shard], size: int, unit: i
             zeros = tf.strings.reduce_join(tf.fill([counts[number] * size], b"\0"))
             return single_element(data.concatenate(tf.data.Dataset.from_tensors(zeros)).take(1))
 
-        expanded = join_strings(tf.constant(0, tf.int64), stop - begin, expand)
+        expanded = join_strings(tf.constant(0, tf.int64), stop - begin, expand_or_zeros)
         return tf.strings.substr(
             expanded, tf.cast((first - begin * unit) * size, tf.int32), tf.cast((last - first) * size, tf.int32)
         )
