@@ -75,7 +75,7 @@ class Chip:
         return functional.all_reduce(value, "sum", dist.group.WORLD)
 
     def read(self, report: Tensor) -> list[float]:
-        """Waits for the numbers of a report. Raises LostPeer if the sum over all processes fails."""
+        """Waits for a report and returns its numbers. Raises LostPeer if the sum over all processes fails."""
         try:
             return report.cpu().tolist()  # type: ignore[no-any-return]
         except RuntimeError as error:
@@ -90,8 +90,8 @@ class Chip:
     # --- a split state
 
     def split_matrices(self, network: Any) -> None:
-        """Splits the matrix of each layer, its `weight`, from here on: the layer gathers it when it is called, and in
-        its backward pass again."""
+        """Makes each layer whose matrix (`weight`) is split gather it when called, and again in its backward pass. The
+        matrices are still whole: `DeviceState.upload` cuts them by `own_slice`."""
         matrices = set()
         for module in network.modules():
             weight = module._parameters.get("weight")
@@ -124,7 +124,7 @@ class Chip:
         return [named[name] for name in gradients], report, squares
 
     def _call(self, module: Any, forward: Callable[[Tensor], Tensor], axis: int, values: Tensor) -> Tensor:
-        """Calls a layer with its whole matrix in place of the slice."""
+        """Calls a layer's `forward` with the whole matrix, gathered along `axis`, in place of this process's slice."""
 
         def call(values: Tensor, part: Tensor) -> Tensor:
             module._parameters["weight"] = _Gather.apply(part, axis, self._sharers)
@@ -138,7 +138,7 @@ class Chip:
 
 
 def _sum(tensors: list[Tensor], group: Any) -> list[Tensor]:
-    """Records the sums of tensors over a group of processes, in one vector."""
+    """Records one all-reduce of the tensors, joined in a vector, over a group of processes; returns their sums."""
     flat = functional.all_reduce(torch.cat([value.reshape(-1) for value in tensors]), "sum", group)
     parts = flat.split([value.numel() for value in tensors])
     return [part.view_as(value) for part, value in zip(parts, tensors, strict=True)]

@@ -39,7 +39,7 @@ class DeviceState:
         self.changed = [name for name in self.tensors if name in self._trained or not name.startswith("model/")]
 
     def upload(self, chip: Chip) -> None:
-        """Moves what the chip's process holds of the state to the device; later calls do nothing."""
+        """Moves this process's slices of the state to the device; later calls do nothing."""
         host, device = self._host, chip.device
         if host.is_uploaded:
             return
@@ -56,13 +56,13 @@ class DeviceState:
         host.is_uploaded = True
 
     def leaves(self) -> list[Tensor]:
-        """Returns the arguments that every program begins with: the state, and what never changes."""
+        """Returns the first arguments of every program: the state's tensors, the buffers, and dropout's table."""
         table = [self._host.noise.table] if self._host.noise else []
         return [*self.tensors.values(), *self._buffers.values(), *table]
 
     @contextmanager
     def replaced(self, leaves: Sequence[Tensor]) -> Iterator[None]:
-        """Lets network, optimizer and dropout use other tensors instead of `leaves` in this block."""
+        """Makes network, optimizer and dropout use `leaves`, in the order of `leaves()`, within the block."""
         host, values = self._host, iter(leaves)
         own = host.tensors()
         new = {name: next(values).detach().requires_grad_(name in self._trained) for name in own}
@@ -97,7 +97,7 @@ class StepProgram:
         return len(self._compiled)
 
     def run(self, inputs: StepInputs[Tensor]) -> Tensor:
-        """Starts a step and returns its report, which may not have been computed yet."""
+        """Starts a step, compiled first for new shapes, keeps its new state, and returns its report without waiting."""
         arguments = [*self._state.leaves(), *inputs.leaves()]
         shapes = tuple(tuple(value.shape) for value in inputs.leaves())
         if shapes not in self._compiled:
@@ -124,8 +124,8 @@ class StepProgram:
 
 
 def _cumsum(values: Tensor, dim: int, *, dtype: Any = None) -> Tensor:
-    """Adds up along the last axis by the sums of a triangle: the scan that torch_tpu makes of it aborts the compiler
-    behind a virtual TPU. transformers finds borders of documents with it."""
+    """Returns the cumulative sum along the last axis, as masked sums over all values; NotImplemented for other axes.
+    torch_tpu's own aborts the compiler behind a virtual TPU. transformers finds borders of documents with it."""
     if dim not in (-1, values.ndim - 1):
         return NotImplemented
     place = torch.arange(values.shape[-1], device=values.device)
@@ -133,6 +133,6 @@ def _cumsum(values: Tensor, dim: int, *, dtype: Any = None) -> Tensor:
 
 
 def _replace_moments(host: HostState, old: dict[str, Tensor], new: dict[str, Tensor]) -> None:
-    """Puts the optimizer's tensors of `new` in the place of those of `old`."""
+    """Replaces each tensor of the optimizer in `old` by that of the same name in `new`."""
     names = {id(value): name for name, value in old.items()}
     host.optimizer.move_state(lambda value: new[names[id(value)]])

@@ -26,8 +26,8 @@ Place = Callable[[str, Tensor], Tensor]  # (stacked parameter's name, one layer'
 
 
 def choose_layers(network: Any, train: Train) -> str | None:
-    """Returns the name of the list of layers that run as a scan; None if none do. Raises BadInput if `train.scan` asks
-    for it in vain."""
+    """Returns the name of the list of layers that run as a scan; None if none do. Raises BadInput if `train.scan` is
+    true and the layers can't."""
     layers = None if train.scan is False or train.remat == "none" else find_layers(network)
     if train.scan and layers is None:
         raise BadInput(
@@ -56,7 +56,7 @@ def _dropout_rates(layers: Iterable[Any]) -> Iterator[float]:
 
 
 def _describe(layer: Any) -> tuple[Any, ...]:
-    """Returns what layers that are built and trained alike have in common."""
+    """Returns a layer's attention window and its parameters' names, shapes and whether each is trained."""
     window = getattr(layer, "attention_type", None), getattr(getattr(layer, "self_attn", None), "sliding_window", None)
     return (*window, *((name, value.shape, value.requires_grad) for name, value in layer.named_parameters()))
 
@@ -72,10 +72,10 @@ def group_layers(names: Iterable[str], layers: str) -> dict[str, list[str]]:
 
 
 class LayerScan(torch.nn.Module):  # type: ignore[misc]  # torch is not here when types are checked
-    """Stands for a list of layers, as a list of one that runs all of them."""
+    """Replaces a network's list of layers: a list with one element, which runs all of them."""
 
     def __init__(self, layers: Any, loop: Loop, place: Place) -> None:
-        """Takes the first layer as the pattern; its parameters become empty, for stacked ones in their place."""
+        """Keeps the first layer to compute all; empties its parameters, which `State.upload` replaces by stacks."""
         super().__init__()
         pattern = layers[0]
         for name, value in list(pattern.named_parameters()):
@@ -113,7 +113,7 @@ class _Scan(torch.autograd.Function):  # type: ignore[misc]
     def forward(
         context: Any, run: Callable[..., Tensor], loop: Loop, keeps: bool, hidden: Tensor, *stacked: Tensor
     ) -> Tensor:
-        """Runs all layers, and keeps their inputs if it `keeps` any."""
+        """Runs all layers; keeps each one's input for the backward pass if `keeps`."""
         device = hidden.device.type
         context.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
         context.run, context.loop = run, loop
