@@ -55,7 +55,7 @@ class RunBucket:
     url: str
 
     def put_event(self, number: int, text: str) -> str:
-        """Creates the event of a number. Returns `text`, or the event that another process has created before."""
+        """Creates the event with a number. Returns `text`, or the event with that number that was there before."""
         url = self._event(number)
         try:
             storage.write(url, text.encode(), create_only=True)
@@ -69,7 +69,7 @@ class RunBucket:
         return None if storage.stat(url) is None else storage.read(url).decode()
 
     def read_events(self, first: int, threads: Threads) -> list[str]:
-        """Returns the events from a number on, which are read at once."""
+        """Returns the events from the number `first` on, in order; reads them in parallel."""
         urls = [found.url for found in storage.listing(storage.join(self.url, "events"))]
         texts = threads.map(storage.read, [url for url in urls if url >= self._event(first)], at_once=_AT_ONCE)
         return [text.decode() for text in texts]
@@ -87,13 +87,13 @@ class RunBucket:
         return None
 
     def write_lease(self, holder: str, replaces: int) -> int:
-        """Replaces the lease of a generation (0: there is none yet), and returns the new one's. Raises AlreadyExists if
-        another process has replaced it."""
+        """Writes the lease and returns its generation. Raises AlreadyExists unless its generation was `replaces` (0:
+        there was none)."""
         content = json.dumps({"holder": holder}).encode()
         return storage.write(storage.join(self.url, "lease.json"), content, replaces=replaces).generation
 
     def upload(self, folder: Path) -> None:
-        """Copies the files of a run's folder here, its record last: without one, no machine takes this for a run."""
+        """Copies the files of a run's folder here, its record last: a folder without one is no run."""
         for name in _REPLACED:
             storage.upload(folder / name, storage.join(self.url, name))
         overlays = [(path, storage.join(self.url, _OVERLAYS, path.name)) for path in folder.glob("overlay-*.tar.gz")]

@@ -95,7 +95,7 @@ def explain_run(session: Session) -> tuple[str | None, str]:
     lines = {each.worker: line for each in observations if (line := slowest(each.progress))}
     masker = SecretMasker(session.secret_values())
     found = explanation.explain_live(session.provider, container, lines, 0.0, machine.clock, native=False)
-    folder = explanation.keep(session.ledger, number, found, masker)
+    folder = explanation.write_files(session.ledger, number, found, masker)
     return (masker.mask_text(found.hang.paragraph) if found.hang else None), folder
 
 

@@ -77,8 +77,8 @@ def _parse(texts: Mapping[int, str]) -> dict[int, HostStacks]:
     return {worker: parse_stacks(text) for worker, text in texts.items()}
 
 
-def keep(ledger: Ledger, attempt: int, explanation: Explanation, masker: SecretMasker) -> str:
-    """Writes stacks and explanation into the run's folder, masked, and returns the folder."""
+def write_files(ledger: Ledger, attempt: int, explanation: Explanation, masker: SecretMasker) -> str:
+    """Writes each host's stacks and explanation.txt into the run's folder, secrets masked; returns their folder."""
     for worker, text in explanation.stacks.items():
         ledger.write_stack(attempt, f"host-{worker}", masker.mask_text(text))
     paragraph = explanation.hang.paragraph if explanation.hang else "no stack traces could be taken"
@@ -93,7 +93,8 @@ def explain_stall(
     since: float,
     masker: SecretMasker,
 ) -> Verdict:
-    """Takes the stacks of all hosts, keeps and prints why the attempt hangs, and returns the verdict with it.
+    """Takes the stacks of all hosts, writes them into the run's folder, and returns the verdict with the explanation as
+    its cause; without one, the given verdict.
 
     Args:
         progress: Newest line of each host that tells it.
@@ -108,7 +109,7 @@ def explain_stall(
     if only and found.hang is not None:
         found = replace(found, hang=replace(found.hang, what=f"{told.what}: {found.hang.what}"))
     try:
-        say(f"the stacks of all hosts' processes are in {keep(session.ledger, attempt, found, masker)}")
+        say(f"the stacks of all hosts' processes are in {write_files(session.ledger, attempt, found, masker)}")
     except OSError as error:
         say(f"the stacks can't be kept: {error}")
     if (hang := found.hang) is None:
@@ -119,8 +120,8 @@ def explain_stall(
 
 
 def blame_silent_host(ledger: Ledger, attempt: int, verdict: Verdict, running: Sequence[int]) -> Verdict:
-    """Returns a stall of a `running` host in the place of a failure, if the log of the host that failed says that its
-    framework ended it because the other one was silent."""
+    """Returns a STALLED verdict with a `running` host as its cause, if the failed host's log says that TensorFlow ended
+    it because that one was silent; else the given verdict."""
     if verdict.kind is not Kind.FAILED or verdict.cause is None or verdict.cause.worker < 0:
         return verdict
     path = ledger.log_file(attempt, verdict.cause.worker)
@@ -134,8 +135,8 @@ def blame_silent_host(ledger: Ledger, attempt: int, verdict: Verdict, running: S
 
 
 def find_silent_host(log: str) -> int | None:
-    """Returns the host whose heartbeat TensorFlow missed, from the log of a host that it ended for this: the task that
-    the message names, or task 0, whose service did not answer; None without such a message."""
+    """Returns the host whose heartbeats TensorFlow missed, from the log of a host that it ended: the task that the
+    message names, or 0 if its coordination service did not answer; None without such a message."""
     if match := _NO_HEARTBEAT.search(log):
         return int(match[1])
     return 0 if _NO_SERVICE in log else None

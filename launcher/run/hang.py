@@ -154,7 +154,7 @@ def _explain_alike(
 
 
 def _others(hosts: Mapping[int, _HostLook], odd: Sequence[int], lines: Mapping[int, ProgressLine]) -> str:
-    """Returns what the hosts other than `odd` do, where most do the same: "3 of 4 hosts wait in step 7 ...; "."""
+    """Returns what most hosts other than `odd` do: "3 of 4 hosts wait in step 7 ...; "; "" if there are none."""
     others = [worker for worker in hosts if worker not in odd]
     if not others:
         return ""
@@ -168,7 +168,7 @@ def _others(hosts: Mapping[int, _HostLook], odd: Sequence[int], lines: Mapping[i
 
 
 def _look(first: HostStacks, second: HostStacks, line: ProgressLine | None) -> _HostLook:
-    """Returns what the samples of one host, and its newest line, show."""
+    """Returns where one host is, from two samples and its newest line; short of memory, that is its kind."""
     second = merge_samples(first, second)
     look = _look_at_processes(first, second)
     memory = second.memory
@@ -180,7 +180,7 @@ def _look(first: HostStacks, second: HostStacks, line: ProgressLine | None) -> _
 
 
 def _look_at_processes(first: HostStacks, second: HostStacks) -> _HostLook:
-    """Returns what the samples of one host's processes show."""
+    """Returns where one host is, by the state of its processes, then by their threads."""
     if not second.processes:
         return _HostLook("no stacks", f"gives no stack traces ({second.problem or 'no answer'})")
     for process in second.processes:
@@ -247,8 +247,8 @@ def _state_of(stacks: HostStacks, pid: int) -> str:
 
 
 def _minority(values: Mapping[int, Any]) -> list[int]:
-    """Returns the hosts whose value differs from most; of two groups of the same size, that with the greater value (a
-    host can't be ahead in a collective, so it skipped one); [] if all are equal."""
+    """Returns the hosts whose value is not the most frequent; of equally frequent ones, the smallest counts as usual (a
+    host can't be ahead in a collective, so it skipped one). [] if all are equal."""
     counts = Counter(values.values())
     if len(counts) < 2:
         return []

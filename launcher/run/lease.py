@@ -66,8 +66,7 @@ class Lease:
         self._said = False
 
     def _new_name(self) -> str:
-        """Keeps and returns a name for this folder: the lock of a run's folder tells that its earlier holder is
-        gone."""
+        """Writes and returns a new holder name in the run's folder; later processes with the folder's lock reuse it."""
         name = f"{os.uname().nodename}:{self._machine.random.randrange(1 << 32):08x}"
         write_private(self._ledger.folder / "holder", name)
         return name
@@ -97,7 +96,7 @@ class Lease:
         self._share_requests()
 
     def _share_requests(self) -> None:
-        """Lets other machines see the requests for the slice's candidates. Says if that fails."""
+        """Records the requests for the slice's candidates in the bucket too, for other machines. Says if that fails."""
         config = specification.read(self._ledger.folder).config()
         if config.slice.candidates and config.provider == "tpu-vm":
             try:
@@ -117,8 +116,8 @@ class Lease:
                 self._say_once(error)
 
     def confirm(self) -> None:
-        """Returns when the lease was renewed in the last half of its seconds; renews it, and waits until that succeeds.
-        Ends the process when another one has the lease."""
+        """Returns at once if the lease was renewed less than 15 s ago; else renews it, and waits until that succeeds.
+        Ends the process if another one has the lease."""
         while not self.is_fresh():
             try:
                 self._renew()

@@ -270,7 +270,7 @@ class _Supervision:
     # -- the main task -----------------------------------------------------------------------------------------------
 
     def _forgive_standstill(self, now: float) -> None:
-        """Does not count time in which this process stood still (stopped, or its machine asleep) as hosts' silence."""
+        """Excludes from the hosts' silence the time in which this process stood still (stopped, machine asleep)."""
         still = now - self.turned
         self.turned = now
         if still < _STANDSTILL_SECONDS:
@@ -304,7 +304,8 @@ class _Supervision:
             self.last_line = now  # counts as output too, for when hosts that tell their progress have ended
 
     def _deliver(self, observation: Observation) -> bool:
-        """Emits the lines that are new, and returns whether there were any. On a full disk they stay new."""
+        """Writes new lines to the host's log and emits them; returns whether there were any. On a full disk says so
+        once and returns True: the lines are fetched again."""
         try:
             fresh = self.logs[observation.worker].append_new(observation.lines, observation.since, observation.open)
         except OSError as error:
@@ -353,7 +354,7 @@ class _Supervision:
         )
 
     def _describe_slice_if_unreachable(self) -> None:
-        """Starts a task that asks the API, every 15 seconds while a host is out of reach."""
+        """Starts a task that asks the API for the slice's state, every 15 seconds while a host is unreachable."""
         now = self.clock.monotonic()
         unreachable = any(not view.reachable for view in self.views.values())
         if unreachable and now - self.slice_described > _DESCRIBE_SLICE_EVERY:
@@ -361,7 +362,7 @@ class _Supervision:
             self.threads.start(self._describe_slice)
 
     def _warn_if_unreachable(self) -> None:
-        """Tells the user every 30 seconds that no host answers, and why."""
+        """Says every 30 seconds, while no host answers, that none does, with host 0's problem."""
         now = self.clock.monotonic()
         if not any(view.reachable for view in self.views.values()) and now - self.warned > _WARN_EVERY:
             self.warned = now
@@ -369,7 +370,7 @@ class _Supervision:
             self.say(f"no host answers ({problem}); still trying. The run goes on without us: Ctrl-C detaches")
 
     def _stop_if_budget_is_spent(self, now: float) -> None:
-        """Requests a stop, every few seconds, unless one is requested or run.budget allows to go on."""
+        """Requests a stop if run.budget is spent (counted every few seconds) and none is requested yet."""
         if now - self.counted > _COUNT_EVERY and not self.ledger.state.stop_requested:
             self.counted = now
             if budget.is_spent(self.session):
@@ -438,8 +439,8 @@ class _Supervision:
         self.inbox.put(self._observe(worker, self.logs[worker].cursor.since, 0.0))
 
     def _observe(self, worker: int, since: str | None, patience: float, *, progress: bool = False) -> Observation:
-        """Returns an observation of a host; an error becomes its `problem`, also a defect: a task that ended with it
-        would leave the host unwatched."""
+        """Returns an observation of a host. Any exception becomes its `problem`, even a bug's: otherwise the task would
+        end and leave the host unwatched."""
         try:
             observation = self.provider.observe(worker, self.container, since, patience=patience, progress=progress)
             return replace(observation, since=since)
@@ -462,7 +463,7 @@ class _Supervision:
             self.over.wait(_STOP_AGAIN_SECONDS)
 
     def _describe_slice(self) -> None:
-        """Puts the slice's state into the inbox, if the API answers. Describes a slice twice that seems deleted."""
+        """Puts the slice's state into the inbox, if the API answers. Asks twice before it reports the slice as gone."""
         with contextlib.suppress(LaunchError):  # the API does not answer either
             slice_state = self.provider.describe()
             if slice_state is None or slice_state.state == "CREATING":  # a stale answer must not end a run
@@ -475,8 +476,8 @@ class _Supervision:
                 self.inbox.put(SliceAnswer(state, slice_state.trouble))
 
     def _is_another(self, slice_state: SliceState) -> bool:
-        """Returns whether the slice was created, and has other hosts, since the attempt was started: a restarted slice
-        may have other addresses, and the time of the creation may have been kept of an older slice."""
+        """Returns whether the slice was recreated since the attempt started: its creation time and its first address
+        both differ. One is no proof: a restart may change addresses, and a kept creation time may be old."""
         started = [event for event in self.ledger.events() if isinstance(event, events.Started)]
         last = started[-1] if started and started[-1].attempt == self.attempt else None
         if last is None or not (last.slice_created and slice_state.created and slice_state.hosts):

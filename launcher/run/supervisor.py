@@ -1,8 +1,8 @@
-"""`tpu-launch supervise gs://bucket/runs`: goes on with every unfinished run of a folder that no process supervises.
+"""`tpu-launch supervise gs://bucket/runs`: takes over every unfinished run of a folder that no process supervises.
 
 Looks at the runs every few seconds, and starts a process for each whose lease has expired or was released
-(`tpu-launch supervise gs://bucket/runs/ID`, which is `take_over`). A process that loses its lease ends, and so does not
-disturb the others.
+(`tpu-launch supervise gs://bucket/runs/ID`, which is `take_over`). A process ends when it loses its lease, so each run
+has its own.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _PROCESS_SECONDS = 30 * 86400.0  # after which a run's process ends, and another
 
 
 def is_unfinished(ledger: Ledger, now: float) -> bool:
-    """Returns whether a run that no process supervises has to go on: an attempt may run, a recovery was begun, or the
-    last attempt ended so that another one follows. A run that was stopped, given up or never started does not. `now`:
-    Unix seconds. Raises BadInput for a run of another version."""
+    """Returns whether a run needs a supervisor: an attempt may be running, a recovery has begun, or the last attempt's
+    end calls for another one. False for a run that was stopped, given up or never started. `now`: Unix seconds. Raises
+    BadInput for a run of another version."""
     state = ledger.state
     if state.phase.is_open or state.recovering is not None:
         return True
@@ -44,7 +44,7 @@ def is_unfinished(ledger: Ledger, now: float) -> bool:
 
 
 def _follows(ledger: Ledger, now: float) -> bool:
-    """Returns whether another attempt follows the last one, whose end is recorded, and what follows is not."""
+    """Returns whether another attempt follows the last recorded end or failed round, by specification and budgets."""
     kinds = events.Ended | events.RoundFailed | events.RecoveryGivenUp
     last = next(event for event in reversed(ledger.events()) if isinstance(event, kinds))
     if not isinstance(last, events.Ended):
@@ -67,7 +67,7 @@ def _verdict(ended: events.Ended) -> Verdict | None:
 
 
 def take_over(ledger: Ledger, context: Context) -> Outcome | None:
-    """Goes on with a run to its end: watches an attempt that runs, or starts the one that follows, by the run's
+    """Supervises a run to its end: watches the attempt that is running, or starts the next one, by the run's
     specification and budgets. Returns how the last attempt ended; None if nothing was left to do.
 
     Raises:
@@ -93,7 +93,7 @@ def take_over(ledger: Ledger, context: Context) -> Outcome | None:
 
 
 def _last_attempt(session: Session) -> tuple[int | None, Verdict | None]:
-    """Returns the attempt to watch, or that has ended, with its verdict; None and None to start the next one. Ends an
+    """Returns the open attempt (no verdict), or the ended one and its verdict; (None, None) to start the next. Ends an
     attempt whose start was interrupted."""
     ledger, state = session.ledger, session.ledger.state
     if not state.phase.is_open:
@@ -104,7 +104,7 @@ def _last_attempt(session: Session) -> tuple[int | None, Verdict | None]:
 
 
 def _givers(ledger: Ledger) -> str:
-    """Returns who must give missing secrets, and how."""
+    """Returns the hint for missing secrets: who set them where, and how to set them here."""
     first = next(event.holder for event in ledger.events() if isinstance(event, events.Supervised))
     return (
         f"until they are there, no other attempt is started: {ledger.record.user} gave them on "
@@ -127,7 +127,7 @@ class _Child:
     over: bool = False
     """Whether the run has finished, so that it is not looked at any more."""
     problem: str = ""
-    """That was told last."""
+    """The last one that was said."""
 
 
 @dataclass
@@ -139,8 +139,8 @@ class Supervisor:
     _children: dict[str, _Child] = field(default_factory=dict)
 
     def watch(self) -> None:
-        """Looks for runs that nothing supervises, without end; an interrupt ends the processes, which release their
-        leases, and returns."""
+        """Looks for unsupervised runs every 15 s. On KeyboardInterrupt ends the processes, which release their leases,
+        and returns."""
         say, clock = self.context.output.say, self.context.machine.clock
         say(f"supervising the runs of {self.folder}")
         try:
@@ -159,7 +159,7 @@ class Supervisor:
             self.context.machine.threads.map(lambda child: child.end(), running, at_once=len(running) or 1)
 
     def _look(self, name: str, child: _Child) -> None:
-        """Starts a process for a run that nothing supervises and that has to go on. Says what fails, once."""
+        """Reports a process that has ended; starts one if the run needs it. Says an error once until it changes."""
         if child.result is not None and child.result.done():
             self._report_end(name, child)
         if child.result is None and not child.over and self.context.machine.clock.monotonic() >= child.next_start:
@@ -174,6 +174,7 @@ class Supervisor:
                 self._start(name, child)
 
     def _needs_process(self, name: str, child: _Child) -> bool:
+        """Returns whether the run is unfinished and its lease not live. Notes in `child` that nothing is left to do."""
         url = storage.join(self.folder, name)
         lease = bucket.RunBucket(storage.join(url, bucket.FOLDER)).read_lease()
         if lease is None or lease.is_live or lease.generation == child.settled:
