@@ -1,5 +1,5 @@
-"""Asking for several candidates at once: the first in the file's order that is granted is the slice, all other requests
-are withdrawn. A granted one waits two minutes at most for those before it that Google has not answered yet.
+"""Asks for several candidates at once, takes the first in the file's order that is granted, and withdraws all other
+requests. A granted one waits at most two minutes for those before it that Google has not answered yet.
 
 A request is recorded before it is made (requests.py), and counts as open until Google says that neither its node nor
 its queued resource is there. What may be granted together never costs more than slice.price_limit. A command that is
@@ -114,7 +114,7 @@ class Race:
         machine: Workstation,
         patient: Workstation,
     ) -> None:
-        """`patient` is the machine for withdrawals, which go on when the waits of `machine` raise."""
+        """Says which candidates cost too much. `patient`: the machine for withdrawals; its waits do not raise."""
         self.config, self.record, self.api, self.say = config, record, api, say
         self.machine, self.patient = machine, patient
         self.begin = machine.clock.monotonic()
@@ -127,8 +127,9 @@ class Race:
         self.error: LaunchError = BadInput(f"slice {config.slice.name}: no candidate fits within slice.price_limit")
 
     def run(self) -> SliceState:
-        """Returns the slice that is READY (`_collect`), after recording it and withdrawing all other requests. Requests
-        that an earlier command left open are this race's.
+        """Asks for the candidates, waits until one is READY (`_collect`), and returns its slice after recording it and
+        withdrawing all other requests. Goes on with requests that an earlier command left open. Withdraws all but a
+        granted one if it raises.
 
         Raises:
             Stockout: No candidate had capacity within slice.stockout_minutes.
@@ -150,14 +151,13 @@ class Race:
             raise
 
     def _affordable(self) -> list[Candidate]:
-        """Returns the candidates within the configuration's cost limits; tells the user which are left out, and why."""
+        """Returns the candidates within the configuration's cost limits; says which are left out, and why."""
         allowed = []
         for candidate in self.config.candidates:
             try:
                 costs.check(self.config.placed(candidate))
             except BadInput as error:
                 self.say(f"not asking for {candidate}: {error}")
-                self.error = error
             else:
                 allowed.append(candidate)
         return allowed
@@ -240,9 +240,8 @@ class Race:
         return state
 
     def _withdraw_rest(self) -> None:
-        """Withdraws the requests that may still be granted, and waits for all withdrawals: the open ones, and those of
-        this command. A `down` elsewhere may have recorded the end of a request that this command made a moment later.
-        """
+        """Withdraws all open requests but a granted one, and waits for the withdrawals. Also withdraws this command's
+        entries that are recorded as ended: a `down` elsewhere may have done that just before Google was asked."""
         granted = {item.number for item in self.record.read() if item.granted is not None}
         found = {item.number: item for item in (*self.record.open(), *(each.request for each in self.entries.values()))}
         self.withdraw([item for number, item in found.items() if number not in granted | self.leaving.keys()])
@@ -278,8 +277,8 @@ class Race:
         return _POLL_SECONDS if self.entries else max(_POLL_SECONDS, due - self.machine.clock.monotonic())
 
     def _take_turns(self) -> None:
-        """Withdraws the oldest request after ten minutes, when slice.price_limit leaves no room for another candidate
-        that is due."""
+        """Withdraws the oldest request after ten minutes if slice.price_limit leaves no room for a candidate that is
+        due."""
         now, room = self.machine.clock.monotonic(), self._room()
         due = [item for item in self.left if item not in self.entries and self.next_ask[item] <= now]
         oldest = min(self.entries.values(), key=lambda entry: entry.begun, default=None)
@@ -307,7 +306,7 @@ class Race:
         return entries
 
     def _delete(self, doomed: Sequence[Recorded], entries: Sequence[_Entry]) -> None:
-        """Does what `withdraw` says, after `_end_threads`."""
+        """Deletes nodes and queued resources until the threads have ended, and records the end (see `withdraw`)."""
         names = ", ".join(str(request.candidate) for request in doomed)
         self.say(f"withdrawing {names}")
         clock = self.patient.clock

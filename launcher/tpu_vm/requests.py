@@ -45,7 +45,7 @@ class Recorded:
     outcome: str = ""
 
     def describe(self) -> str:
-        """Returns what became of it, in words."""
+        """Returns its outcome in words, such as "granted after 12 s, taken away" or "open"."""
         waited = f"granted after {self.granted - self.asked:.0f} s" if self.granted is not None else ""
         return ", ".join(filter(None, [waited, self.outcome])) or "open"
 
@@ -96,7 +96,7 @@ class RequestRecord:
         return [request for request in self.read() if request.ended is None]
 
     def ask(self, candidate: Candidate, node: str, now: float) -> Recorded:
-        """Records a request that is about to be made. Raises OSError if that can't be recorded."""
+        """Records and returns a request that is about to be made. Raises OSError or LaunchError if that fails."""
         number = max((request.number for request in self.read()), default=0) + 1
         while not self._create(number, "asked", {"candidate": asdict(candidate), "node": node, "time": now}):
             number += 1
@@ -112,8 +112,8 @@ class RequestRecord:
             self._create(request.number, "ended", {"time": now, "outcome": outcome})
 
     def _create(self, number: int, part: str, content: dict[str, Any]) -> bool:
-        """Creates a file of the record, here and in the bucket. Returns False if it is there already. Raises
-        LaunchError if a request that is about to be made can't be recorded in the bucket."""
+        """Creates a file of the record, in the bucket and here. Returns False if it exists, and copies the bucket's
+        here. Raises LaunchError if the bucket can't take the record of a new request; ignores its other errors."""
         name, text, is_new = f"{number:06d}.{part}.json", json.dumps(content) + "\n", True
         if (self._folder / _BUCKET).exists():
             url = storage.join((self._folder / _BUCKET).read_text(), name)
@@ -127,9 +127,9 @@ class RequestRecord:
         return create_only(self._folder / name, text) and is_new
 
     def share(self, url: str) -> None:
-        """Records requests in a folder of a bucket from now on, too, and exchanges those that only one of both has.
-        Where both have others of the same number, keeps the open ones of this machine under new numbers. Raises
-        StorageError, OSError."""
+        """Also records requests in a bucket's folder from now on, and copies those that only one side has to the other.
+        If both have different requests of one number, takes the bucket's and gives this machine's open ones new
+        numbers. Raises StorageError, OSError."""
         mine = {path.name: path.read_text() for path in self._folder.glob("[0-9]*.json")}
         there = {storage.name_of(found.url): storage.read(found.url).decode() for found in storage.listing(url)}
         home.write_private(self._folder / _BUCKET, url)
@@ -152,8 +152,7 @@ class RequestRecord:
 
     @contextlib.contextmanager
     def try_lock(self) -> Iterator[bool]:
-        """Holds the lock of the command that asks and withdraws, if no other process does. Yields whether it holds
-        it."""
+        """Takes the lock for asking and withdrawing, unless another process has it. Yields whether this one has it."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = self._folder / "lock"
         with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0) as file:
@@ -164,7 +163,7 @@ _ASKED, _BUCKET = "asked.json", "bucket"
 
 
 def create_only(path: Path, text: str) -> bool:
-    """Creates a private text file, whole. Returns False if there is one already. Raises OSError."""
+    """Creates a text file of mode 0600 atomically. Returns False if it exists. Raises OSError."""
     if path.exists():
         return False
     scratch = path.with_name(f".{path.name}")
