@@ -210,5 +210,5 @@ def _gcloud(verb: str, *arguments: str) -> str:
 
 
 def _unless(verb: str, *arguments: str) -> str:
-    """Returns the beginning of a command that the shell only runs if a description fails."""
+    """Returns `gcloud VERB ... ||`, the start of a line whose rest, a creation, runs only without the resource."""
     return f"gcloud {verb} {shlex.join(arguments)} --quiet >/dev/null 2>&1 ||"

@@ -88,8 +88,8 @@ def supervise(
 
 
 def _context(ledger: Ledger | None) -> Context:
-    """Returns the context of this process, which makes and deletes the slices of a run as the run's owner does; lines
-    of hosts are kept in the run's folder only."""
+    """Returns this process's context: slices are created and deleted under the name of the run's user (None: this
+    process's), and hosts' lines go to the run's folder only."""
     own = machine()
     if ledger is not None and ledger.record.user:
         owner = Owner(ledger.record.user, ledger.record.account)
@@ -102,8 +102,8 @@ def _context(ledger: Ledger | None) -> Context:
 
 
 def list_runs_of(folder: str, *, as_json: bool) -> None:
-    """Prints the runs of a bucket's folder: where each stands, and which process supervises it. Raises LaunchError if
-    the bucket does not answer."""
+    """Prints each run of a bucket's folder with its state and the machine that supervises it. Raises LaunchError if the
+    bucket does not answer."""
     with tempfile.TemporaryDirectory() as scratch:
         try:
             rows = [_row(storage.join(folder, name), Path(scratch)) for name in storage.folders(folder)]

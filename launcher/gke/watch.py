@@ -55,7 +55,7 @@ class PodWatch:
         self._final_logs: dict[int, _FinalLog] = {}
 
     def pods(self, *, fresh: bool = False) -> dict[int, Pod]:
-        """Returns the last pod of each host by worker number, also ended and deleted ones.
+        """Returns the newest pod of each host by worker number, including ended and deleted ones.
 
         Lists the pods again if `fresh`, or if the last list is old, and starts the thread that watches them unless it
         runs. Raises LaunchError when the cluster does not answer or refused the watch.
@@ -121,6 +121,7 @@ class PodWatch:
             self._closed.wait(1.0 if refused is None else _LIST_EVERY)
 
     def _handle_event(self, event: dict[str, Any]) -> None:
+        """Records the pod of an ADDED, MODIFIED or DELETED (gone) event and forgets a refusal; ignores other events."""
         if event.get("type") in ("ADDED", "MODIFIED", "DELETED"):
             self._refused = None
             pod = pod_status.parse(event["object"])
