@@ -220,7 +220,7 @@ def explain(config: Config, run_id: str | None) -> None:
         if found is None:
             raise LaunchError(f"no host gave stack traces; {folder} has what they said")
         terminal.show(found)
-        terminal.say(f"the stacks of all hosts' processes are in {folder}")
+        terminal.say(f"the stack traces of all hosts are in {folder}")
 
 
 @click.command()

@@ -102,16 +102,16 @@ def explain_stall(
     """
     say, clock = session.context.output.say, session.machine.clock
     told = verdict.cause or Cause(-1, "")
-    say(f"the run hangs: {told.what}; taking the stacks of all hosts")
+    say(f"the run hangs: {told.what}; taking stack traces of all hosts")
     container, seconds = session.container(attempt), clock.monotonic() - since
     only = None if told.worker < 0 else (told.worker,)
     found = explain_live(session.provider, container, progress, seconds, clock, native=True, only=only)
     if only and found.hang is not None:
         found = replace(found, hang=replace(found.hang, what=f"{told.what}: {found.hang.what}"))
     try:
-        say(f"the stacks of all hosts' processes are in {write_files(session.ledger, attempt, found, masker)}")
+        say(f"the stack traces of all hosts are in {write_files(session.ledger, attempt, found, masker)}")
     except OSError as error:
-        say(f"the stacks can't be kept: {error}")
+        say(f"the stack traces can't be written: {error}")
     if (hang := found.hang) is None:
         return verdict
     cause = Cause(hang.worker, masker.mask_text(f"{hang.what}; {hang.advice}"))
@@ -130,7 +130,7 @@ def blame_silent_host(ledger: Ledger, attempt: int, verdict: Verdict, running: S
     if silent is None or silent not in running:
         return verdict
     symptom = f"host {verdict.cause.worker}: {verdict.cause.what}"
-    what = "it sent no heartbeat to the other hosts, and TensorFlow ended them for this"
+    what = "it stopped sending heartbeats, so TensorFlow ended the other hosts"
     return Verdict(Kind.STALLED, Cause(silent, what), (symptom, *verdict.symptoms))
 
 

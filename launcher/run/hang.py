@@ -40,21 +40,21 @@ class Hang:
 
 
 _ADVICE = {
-    "memory": "give its processes less to hold (workers, caches, batches); its kernel messages are in the post-mortem",
-    "stopped": "a signal (SIGSTOP) or a debugger stopped it: `kill -CONT` lets it go on",
-    "ended": "see its log for why it ended; its parent must end too, so that the run is started again",
-    "kernel": "look at the host's kernel messages and disks (post-mortem); replace the host if it comes again",
+    "memory": "reduce what its processes hold (workers, caches, batches); the post-mortem has its kernel messages",
+    "stopped": "a signal (SIGSTOP) or a debugger stopped it; `kill -CONT` resumes it",
+    "ended": "its log says why it ended; its parent must exit too before the run can restart",
+    "kernel": "look at the host's kernel messages and disks (post-mortem); replace the host if it happens again",
     "no stacks": "look at the host: memory, disk, kernel messages (post-mortem)",
     "program": "give all hosts the same program and settings",
     "code": "look at that line: it must not wait without a limit",
-    "storage": "look at the bucket, its region, quotas and credentials; give the request a time-out",
+    "storage": "look at the bucket, its region, quotas and credentials; set a time-out for the request",
     "lock": "look for the thread that holds the lock (stacks)",
-    "deadlock": "take the two locks in the same order everywhere",
+    "deadlock": "acquire the two locks in the same order everywhere",
     "interpreter": "a native call holds Python's lock (GIL): look at that line",
     "step": "look for a step, or a collective, that one host skips",
     "collective": "a link or a device may be at fault: `tpu-launch doctor --devices` tests them",
-    "data": "look at the input, and at its bucket where threads wait for a connection (stacks)",
-    "compile": "compile for the slice beforehand with `tpu-launch preflight`; look for a huge or changing program",
+    "data": "look at the input pipeline, and at its bucket if threads wait for a connection (stacks)",
+    "compile": "compile ahead of time with `tpu-launch preflight`; look for a huge or changing program",
 }
 _BY_PLACE = {
     Waits.CODE: "code",
@@ -190,7 +190,7 @@ def _look_at_processes(first: HostStacks, second: HostStacks) -> _HostLook:
         if process.state == "D" and _state_of(first, process.pid) == "D":
             return _HostLook("kernel", f"is stuck in the kernel ({process.wait_channel}): {name}")
         if process.state == "Z":
-            return _HostLook("ended", f"has a dead process that its parent has not noticed: {name}")
+            return _HostLook("ended", f"has a dead process that its parent has not reaped: {name}")
     before = {(process.pid, thread.name): thread for process, thread, _ in places(first)}
     candidates = [
         (process, thread, place)

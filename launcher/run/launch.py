@@ -171,7 +171,7 @@ def attach(request: RunRequest, context: Context) -> Outcome:
             missing = session.unknown_secrets() if session.provider.capabilities.sends_secrets else []
             if missing:
                 text = specification.describe_missing(session.specification, missing)
-                session.say(f": {text}; until they are there no other attempt is started")
+                session.say(f": {text}; no other attempt starts without them")
             return run_attempts(session, state.attempt)
 
 

@@ -146,7 +146,7 @@ class Lease:
 
     def end(self, supervisor: str) -> NoReturn:
         self._say(
-            f"run {self._ledger.run_id} is supervised by {supervisor} now: this tpu-launch changes nothing any more; "
+            f"run {self._ledger.run_id} is supervised by {supervisor} now, so this tpu-launch exits; "
             f"`tpu-launch logs -f --run {self._ledger.run_id}` follows the run"
         )
         self._machine.exit(int(Exit.CONFLICT))
@@ -161,4 +161,4 @@ class Lease:
     def _say_once(self, error: Exception) -> None:
         if not self._said:
             self._said = True
-            self._say(f"run {self._ledger.run_id}: its lease can't be renewed, nothing is decided meanwhile: {error}")
+            self._say(f"run {self._ledger.run_id}: its lease can't be renewed; decisions wait until it is: {error}")

@@ -156,7 +156,7 @@ def explain(verdict: Verdict) -> list[str]:
     where = f"host {verdict.cause.worker}: " if verdict.cause.worker >= 0 else ""
     when = f", at {verdict.cause.time}" if verdict.cause.time else ""
     lines = [f"{verdict.kind.value}: {where}{verdict.cause.what}{when}"]
-    return lines + [f"because of it: {symptom}" for symptom in verdict.symptoms]
+    return lines + [f"as a result: {symptom}" for symptom in verdict.symptoms]
 
 
 def stop_hosts(session: Session, attempt: int, workers: Sequence[int], *, grace: int, remove: bool) -> list[HostReport]:
@@ -314,8 +314,8 @@ class _Supervision:
             if not self.disk_full:
                 self.disk_full = True
                 self.say(
-                    f"this machine's disk: {error.strerror}: lines wait on their hosts until there is room, and the "
-                    "run is watched meanwhile"
+                    f"this machine's disk: {error.strerror}: log lines stay on the hosts until there is space; "
+                    "supervision continues"
                 )
             return True
         self.disk_full = False
@@ -367,7 +367,7 @@ class _Supervision:
         if not any(view.reachable for view in self.views.values()) and now - self.warned > _WARN_EVERY:
             self.warned = now
             problem = self.views[0].problem
-            self.say(f"no host answers ({problem}); still trying. The run goes on without us: Ctrl-C detaches")
+            self.say(f"no host answers ({problem}); still trying; the run continues. Ctrl-C detaches")
 
     def _stop_if_budget_is_spent(self, now: float) -> None:
         """Requests a stop if run.budget is spent (counted every few seconds) and none is requested yet."""
@@ -509,9 +509,7 @@ class _Supervision:
             if page and self.clock.monotonic() - begun > _LAST_SECONDS:
                 end = self.provider.look(worker, self.container, lines=_END_LINES)
                 with turn:
-                    self.say(
-                        f"host {worker}: lines before its last {_END_LINES} may be missing: it has written too many"
-                    )
+                    self.say(f"host {worker}: lines before its last {_END_LINES} may be missing: it wrote too many")
                     self._deliver(end)
                 return
             if not page:

@@ -79,7 +79,7 @@ def take_over(ledger: Ledger, context: Context) -> Outcome | None:
             return None
         session = open_session(context, ledger, SecretSource(context.environment, {}))
         with contextlib.closing(session.provider):
-            session.say(f": going on with it, supervised by {ledger.state.supervisor}")
+            session.say(f": taken over by {ledger.state.supervisor}")
             session.provider.withdraw_unused()
             with contextlib.suppress(LaunchError):
                 session.provider.describe()  # finds out which candidate the slice is
@@ -107,9 +107,8 @@ def _givers(ledger: Ledger) -> str:
     """Returns the hint for missing secrets: who set them where, and how to set them here."""
     first = next(event.holder for event in ledger.events() if isinstance(event, events.Supervised))
     return (
-        f"until they are there, no other attempt is started: {ledger.record.user} gave them on "
-        f"{first.partition(':')[0]}, and can go on there with `tpu-launch run`; "
-        "or set them in this process's environment, from Secret Manager"
+        f"no other attempt starts without them: {ledger.record.user} set them on {first.partition(':')[0]} and can "
+        "continue there with `tpu-launch run`; or set them in this process's environment, from Secret Manager"
     )
 
 
@@ -148,14 +147,14 @@ class Supervisor:
                 try:
                     names = storage.folders(self.folder)
                 except storage.StorageError as error:
-                    say(f"{self.folder} can't be read now: {error}")
+                    say(f"{self.folder} can't be read, trying again: {error}")
                     names = []
                 for name in names:
                     self._look(name, self._children.setdefault(name, _Child()))
                 clock.sleep(POLL_SECONDS)
         except KeyboardInterrupt:
             running = [child for child in self._children.values() if child.result and not child.result.done()]
-            say(f"ending: {len(running)} runs go on without this supervisor")
+            say(f"ending: {len(running)} runs continue without this supervisor")
             self.context.machine.threads.map(lambda child: child.end(), running, at_once=len(running) or 1)
 
     def _look(self, name: str, child: _Child) -> None:
@@ -168,7 +167,7 @@ class Supervisor:
             except (LaunchError, storage.StorageError) as error:
                 needed = False
                 if str(error) != child.problem:
-                    self.context.output.say(f"run {name} can't be judged: {error}")
+                    self.context.output.say(f"run {name}: its ledger can't be read: {error}")
                 child.problem = str(error)
             if needed:
                 self._start(name, child)

@@ -328,8 +328,6 @@ def test_a_supervisor_whose_bucket_refuses_decides_nothing_until_it_answers(
     scheduler.spawn(tell, name="tell")
     play(prompt, (of_a, decide))
     assert 200 <= recorded_at[0] < 210
-    assert (
-        len([text for text in prompt.said if "its lease can't be renewed, nothing is decided meanwhile" in text]) == 1
-    )
+    assert len([text for text in prompt.said if "its lease can't be renewed; decisions wait until it is" in text]) == 1
     assert [event["event"] for event in recorded(prompt)] == [Supervised.kind, AttemptBegan.kind]
     scheduler.close()

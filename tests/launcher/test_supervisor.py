@@ -129,7 +129,7 @@ def test_a_run_is_finished_elsewhere_wherever_its_launcher_was_killed(
     if attempts:
         with pytest.raises(BadInput, match=r"attempt 1 is not started: values of secrets are missing .*: TOKEN"):
             take_over()
-        assert any("no other attempt is started: ann gave them on" in text for text in said)
+        assert any("no other attempt starts without them: ann set them on" in text for text in said)
     outcome = take_over(TOKEN="s3cret")
     assert (outcome.attempt, outcome.verdict.kind) == (attempts, Kind.FINISHED), said
     assert [attempt.number for attempt in hosts.attempts] == [1] * attempts

@@ -245,7 +245,7 @@ def test_a_verdict_is_told_with_its_host_its_time_and_what_followed_from_it() ->
     cause = Cause(1, "exit code 3", 3, time=EARLY)
     assert explain(Verdict(Kind.FAILED, cause, ("host 0: exit code 76",))) == [
         f"failed: host 1: exit code 3, at {EARLY}",
-        "because of it: host 0: exit code 76",
+        "as a result: host 0: exit code 76",
     ]
     assert explain(Verdict(Kind.PREEMPTED, Cause(-1, "the slice is gone"))) == ["preempted: the slice is gone"]
     assert explain(Verdict(Kind.FINISHED)) == ["finished"]

@@ -335,7 +335,7 @@ def test_hangs_of_tensorflow_are_told_apart(two_hosts: TwoHosts, injection: Inje
 @pytest.mark.parametrize("worker", [0, 1])
 def test_a_host_that_tensorflow_finds_silent_first_is_named(two_hosts: TwoHosts, worker: int) -> None:
     """Host 0 has the coordination service, so that host 1 only misses its answers."""
-    says = "it sent no heartbeat to the other hosts, and TensorFlow ended them for this: host"
+    says = "it stopped sending heartbeats, so TensorFlow ended the other hosts: host"
     explain_injection(two_hosts, replace(STOPPED, says=says, worker=worker, ranks=(worker,)), IMPATIENT)
 
 

@@ -127,7 +127,7 @@ def test_a_run_survives_a_lost_host_a_stop_a_cut_network_and_a_bucket_that_refus
     step_after(running, r"attempt 3 on 2 hosts")
     work.good("emulator", "inject", "errors", "--service", "storage", "--status", "403")
     running.wait_for(r"^\[\d\].*it is not allowed", 120)
-    running.wait_for("its lease can't be renewed, nothing is decided meanwhile", 60)
+    running.wait_for("its lease can't be renewed; decisions wait until it is", 60)
     work.good("emulator", "inject", "clear")
     ended = running.end(280)
     assert ended.code == 0, ended.output

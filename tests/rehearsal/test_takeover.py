@@ -45,7 +45,7 @@ def test_a_supervisor_elsewhere_finishes_a_run_whose_machine_is_gone(trainable: 
     assert state(work, run)["supervised by"], "the launcher that is about to die"
     running.process.send_signal(signal.SIGKILL)
     shutil.rmtree(work.runs.parent)  # the folder of that machine: runs, addresses, hints
-    supervisor.wait_for(rf"run {run}: going on with it", 300)
+    supervisor.wait_for(rf"run {run}: taken over by", 300)
     work.good("emulator", "inject", "preempt", "rehearsal")
     supervisor.wait_for(rf"run {run}: recovered in ", 900)
     supervisor.wait_for(rf"run {run}: its process ended with 0", 900)

@@ -61,7 +61,7 @@ _SAYS = {
     "data": "each waits for data in step at train.py:40",
     "stopped": "has a stopped process: process 7",
     "kernel": "is stuck in the kernel",
-    _SILENT: "sent no heartbeat to the other hosts, and TensorFlow ended them for this: host",
+    _SILENT: "stopped sending heartbeats, so TensorFlow ended the other hosts: host",
     "no stacks": "gives no stack traces",
     "program": "runs another program than the other hosts",
     "step": "the other hosts are at step",
