@@ -97,7 +97,7 @@ def turn(config: Config, say: Say, machine: Workstation) -> Iterator[RequestReco
                 yield record
                 return
         if not said:
-            say(f"another tpu-launch asks for candidates of slice {config.slice.name}: waiting for it")
+            say(f"another tpu-launch is asking for candidates of slice {config.slice.name}; waiting for it")
             said = True
         machine.clock.sleep(_LOCK_POLL_SECONDS)
 
@@ -285,9 +285,8 @@ class Race:
         if not due or oldest is None or now - oldest.begun < _TURN_SECONDS or oldest.answer.done():
             return
         if min(map(_price, due)) > room:
-            self.say(
-                f"request {oldest.request.number}: no capacity in {_TURN_SECONDS / 60:.0f} minutes: next candidate"
-            )
+            minutes = _TURN_SECONDS / 60
+            self.say(f"request {oldest.request.number}: no capacity in {minutes:.0f} minutes, trying another candidate")
             self.next_ask[oldest.request.candidate] = now + _TURN_SECONDS
             self.withdraw([oldest.request])
 
@@ -320,7 +319,7 @@ class Race:
             except LaunchError as error:
                 if not error.transient or clock.monotonic() > deadline:
                     self.say(
-                        f"{names}: not withdrawn yet, and billed when granted; the next `tpu-launch up`, `run` or "
+                        f"{names}: not withdrawn yet, and billed once granted; the next `tpu-launch up`, `run` or "
                         f"`down` withdraws them: {error}"
                     )
                     return

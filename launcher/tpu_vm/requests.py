@@ -123,7 +123,7 @@ class RequestRecord:
                 is_new, text = False, storage.read(url).decode()
             except storage.StorageError as error:  # `share` copies the others later
                 if part == "asked":
-                    raise LaunchError(f"request {number} is not made, because it can't be recorded: {error}") from None
+                    raise LaunchError(f"request {number} was not made, because it can't be recorded: {error}") from None
         return create_only(self._folder / name, text) and is_new
 
     def share(self, url: str) -> None:

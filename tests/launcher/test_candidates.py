@@ -261,7 +261,7 @@ def test_a_supervisor_on_another_machine_uses_and_withdraws_the_requests_of_the_
     assert laptop.open() == []
     assert laptop.read() == elsewhere.read()
     server.fault = lambda request: HttpResponse(403)
-    with pytest.raises(LaunchError, match="request 4 is not made, because it can't be recorded"):
+    with pytest.raises(LaunchError, match="request 4 was not made, because it can't be recorded"):
         elsewhere.ask(first, "late", 8.0)
     server.close()
 
