@@ -86,7 +86,7 @@ def _rights(supervisor: SupervisorSpec, kind: str) -> list[str]:
     about = ("--title=tpu-launch supervisor", "--stage=GA", f"--permissions={','.join(PERMISSIONS)}")
     grant_account = "iam service-accounts add-iam-policy-binding"
     lines = [
-        "# A service account with what supervising needs: slices, the bucket, and to act as the slices' own account.",
+        "# A service account that may manage slices, use the bucket, and act as the slices' own account.",
         _unless("iam service-accounts describe", account, project),
         _gcloud("iam service-accounts create", NAME, project),
         _unless("iam roles describe", ROLE, project),
@@ -108,7 +108,7 @@ def _rights(supervisor: SupervisorSpec, kind: str) -> list[str]:
     if kind == "gke":
         identity = f"--member=serviceAccount:{supervisor.project}.svc.id.goog[{_NAMESPACE}/{NAME}]"
         lines += [
-            "# The pod's Kubernetes service account becomes that account (Workload Identity).",
+            "# The pod's Kubernetes service account acts as that account (Workload Identity).",
             _gcloud(grant_account, account, project, identity, "--role=roles/iam.workloadIdentityUser"),
         ]
     return [*lines, ""]
@@ -157,7 +157,7 @@ def _objects(supervisor: SupervisorSpec) -> list[dict[str, Any]]:
 def _on_cloud_run(supervisor: SupervisorSpec) -> list[str]:
     place = (f"--project={supervisor.project}", f"--region={supervisor.region}")
     return [
-        "# One task for at most 168 hours, which Cloud Run starts again when it fails or its time is over.",
+        "# One task of at most 168 hours; Cloud Run retries it when it fails or times out.",
         _gcloud(
             *("run jobs deploy", NAME, *place, f"--image={supervisor.image}"),
             *(f"--service-account={supervisor.account}", f"--args={','.join(supervisor.command)}"),
@@ -170,7 +170,7 @@ def _on_cloud_run(supervisor: SupervisorSpec) -> list[str]:
 def _on_vm(supervisor: SupervisorSpec) -> list[str]:
     registry = supervisor.image.partition("/")[0]
     return [
-        "# Container-Optimized OS starts the container, again after an end of it, and after a reboot.",
+        "# Container-Optimized OS starts the container, and restarts it when it exits and after a reboot.",
         "settings=$(mktemp)",
         "cat >\"$settings\" <<'EOF'",
         "#cloud-config",

@@ -36,7 +36,7 @@ from training import storage
     "--manifest",
     "kind",
     type=click.Choice(supervisor_manifest.KINDS),
-    help="Print the shell script that puts a supervisor there, with the rights that it needs. Runs nothing of it.",
+    help="Print a shell script that deploys a supervisor there, with the rights that it needs. Does not run it.",
 )
 @click.option(
     "--image",
@@ -48,15 +48,15 @@ from training import storage
     "--zone",
     default="us-central1-a",
     show_default=True,
-    help="With --manifest: of the VM; its region is that of the Cloud Run job.",
+    help="With --manifest: the VM's zone; the Cloud Run job is in its region.",
 )
 @click.argument("url", metavar="gs://bucket/runs[/ID]")
 @click.pass_context
 def supervise(
     context: click.Context, url: str, kind: str | None, image: str | None, project: str | None, zone: str
 ) -> None:
-    """Go on with every unfinished run of a folder that no process supervises: watch it, recover it by its own budgets.
-    Runs until Ctrl-C or SIGTERM; the runs go on then, and another supervisor takes them over.
+    """Take over every unfinished run of a folder that no process supervises: watch it, recover it by its own budgets.
+    Works until Ctrl-C or SIGTERM; the runs continue then, and another supervisor can take them over.
 
     \b
     tpu-launch supervise gs://bucket/runs       all runs, each in a process of its own
@@ -115,7 +115,7 @@ def list_runs_of(folder: str, *, as_json: bool) -> None:
     elif found:
         terminal.table(list(found[0]), [[str(value) for value in row.values()] for row in found])
     else:
-        terminal.say(f"no run in {folder} has its ledger there")
+        terminal.say(f"no run in {folder} keeps its ledger there")
 
 
 def _row(url: str, scratch: Path) -> dict[str, Any] | None:
