@@ -261,7 +261,7 @@ def test_layers_that_differ_or_have_dropout_do_not_run_as_a_scan(
         if hasattr(module, "attention_dropout"):
             module.attention_dropout = rate
     assert choose_layers(network, Train(steps=1, global_batch_size=1)) is None
-    with pytest.raises(BadInput, match="do not run as a scan"):
+    with pytest.raises(BadInput, match="can't run as a scan"):
         choose_layers(network, Train(steps=1, global_batch_size=1, scan=True))
 
 

@@ -43,7 +43,7 @@ def write_mixture(url: str, parts: Mapping[str, int]) -> Dataset:
         theirs = other.manifest.model_dump(exclude=_OWN)
         for key, value in first.manifest.model_dump(exclude=_OWN).items():
             if theirs[key] != value:
-                raise BadInput(f"{other.url} and {first.url} differ in {key}: write them alike to mix them")
+                raise BadInput(f"{other.url} and {first.url} differ in {key}: prepare them the same way to mix them")
     mixed = list(zip(datasets, parts.values(), strict=True))
     shards = [
         shard.model_copy(update={"folder": shard.folder or part.url})

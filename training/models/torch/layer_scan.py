@@ -31,8 +31,8 @@ def choose_layers(network: Any, train: Train) -> str | None:
     layers = None if train.scan is False or train.remat == "none" else find_layers(network)
     if train.scan and layers is None:
         raise BadInput(
-            f"train.scan: the layers of this {network.config.model_type} model do not run as a scan: they differ, have "
-            "dropout, or are of a family that was not compared; remove it"
+            f"train.scan: the layers of this {network.config.model_type} model can't run as a scan: they differ, have "
+            "dropout, or belong to a family for which it is untested; remove train.scan"
         )
     return layers
 
