@@ -146,7 +146,7 @@ def open_metrics(run: Run, step: int) -> MetricsWriter:
 
 
 def open_profiler(run: Run, finished: Callable[[], int]) -> Profiler:
-    """Opens the profiler of this host's steps. `finished`: returns the number of steps whose results were read."""
+    """Returns a `Profiler` of this host's steps that writes below the run's folder, by the backend's own tracer."""
 
     def open_tracer() -> Tracer:
         tracer: Tracer = load_part(run.config.backend, "profiler", "profiles")()

@@ -98,7 +98,7 @@ def _jobset_rules_of_cluster(config: Config) -> dict[str, Any]:
 
 
 def _job_rules_of_cluster() -> dict[str, Any]:
-    """Returns the rules of the JobSet's Job if the cluster decides about restarts."""
+    """Returns the Job's rules if the cluster decides about restarts: which exit codes fail it; no pod is retried."""
     refused = "Bad configuration or data. The JobSet's first rule matches this exit code."
     rules = [
         _on_exit("FailJob", Exit.BAD_INPUT, refused),
@@ -113,7 +113,7 @@ def _job_rules_of_cluster() -> dict[str, Any]:
 
 
 def _job_rules_of_launcher() -> dict[str, Any]:
-    """Returns the rules of the JobSet's Job if tpu-launch decides about restarts."""
+    """Returns the Job's rules if tpu-launch decides about restarts: no pod is retried, none replaced while it saves."""
     return {
         "backoffLimitPerIndex": Commented(
             0, "A failed host does not end the others: tpu-launch finds the first failure, and ends them itself."

@@ -122,8 +122,8 @@ def resolve_run(
 
 
 def _folder_in_bucket(config: Config, run_id: str, say: Callable[[str], None]) -> str:
-    """Returns the URL of the launcher's folder of a new run; "" if its output is not in a bucket, or this account may
-    not write there. Raises LaunchError if the bucket does not answer."""
+    """Writes config.yaml into a new run's launcher folder in its bucket, and returns the folder's URL; "" if the output
+    is not in a bucket, or (said to the user) this account may not write there. Raises LaunchError."""
     if config.trainer is None or not storage.is_remote(config.trainer.output):
         return ""
     url = storage.join(config.trainer.output, run_id, bucket.FOLDER)

@@ -101,8 +101,8 @@ class BarrierState:
         self._left: tuple[str, Exit] | None = None  # of the first orderly exit: why and with which code others end
 
     def connect(self, worker: int, given: Identity, now: float) -> Refusal | None:
-        """Admits a host and returns None, or returns its refusal. If the attempt is lost, tell the host by
-        `lost_message`: it ends as the other hosts do."""
+        """Admits a host and returns None; else returns why not: another identity, a wrong worker number, or one that is
+        connected. Also admits hosts to a lost attempt: the caller sends them `lost_message`, which ends them."""
         refusal = compare(self.identity, given)
         if refusal:
             return refusal
