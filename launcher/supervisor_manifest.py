@@ -1,7 +1,7 @@
 """Shell scripts that put a supervisor on Google Cloud: a Deployment on GKE, a Cloud Run job, or a small VM. Pure.
 
-Each script first gives a service account of its own the least rights that supervising needs, then starts the
-container. Rights may be given again; a VM that is there must be deleted first. The script of GKE needs kubectl.
+Each script first creates a service account with the least rights that supervising needs, then starts the container.
+Granting the rights again does no harm; an existing VM must be deleted first. GKE's script needs kubectl.
 
 Sources: permissions of Cloud TPU (https://docs.cloud.google.com/iam/docs/roles-permissions/tpu; queued resources have
 none of their own), Workload Identity (https://cloud.google.com/kubernetes-engine/docs/how-to/workload-identity),
@@ -49,7 +49,7 @@ class SupervisorSpec:
 
     project: str
     zone: str
-    """Of the VM; its region is that of the Cloud Run job."""
+    """The VM's zone; the Cloud Run job is in its region."""
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"gs://[a-z0-9][-a-z0-9_.]+(/[^\s,'\"$`\\]+)?", self.folder):

@@ -1,9 +1,9 @@
 """Watches the pods of one attempt, and keeps how they ended.
 
-A deleted pod (its node was drained, the run was stopped) vanishes from the API together with its log a moment after its
-end, too fast for polling once a second. So two kubectl commands follow events: one watches all pods, and its last event
-shows how each pod ended; the other follows the log of each pod that is being deleted. A list every few seconds repairs
-what a broken watch missed, and notices a cluster that does not answer.
+A deleted pod (its node was drained, the run was stopped) vanishes from the API with its log a moment after its end, too
+fast for polling once a second. So one kubectl command watches all pods, whose last events show how they ended, and
+another follows the log of each pod that is being deleted. Listing the pods every few seconds finds what a broken watch
+missed, and a cluster that does not answer.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@
     requests/                 the record of requests for the slice (launcher.tpu_vm.requests)
     lease.json                the supervisor's name; replaced only by generation (launcher.run.lease)
 
-Exactly one of several writers creates the event of a number: a supervisor that lost its lease finds the event with
-which the next one began, and records nothing any more. No value of a secret is in the bucket.
+Only one of several writers can create the event with a number: a supervisor that has lost its lease finds the first
+event of its successor there, and records nothing more. No value of a secret is in the bucket.
 
 All functions raise StorageError while the bucket does not answer.
 """

@@ -1,8 +1,8 @@
 """Explains a hang: compares the stacks of all hosts, taken twice, and names the host that differs. Pure.
 
 Hosts of a training run wait for each other, so all but one usually wait in the same collective, and the one that is
-elsewhere is the cause. What is looked for, in this order: a host that gives no answer, or whose process is stopped,
-dead or stuck in the kernel; another program; another place; another step; the same place on all hosts.
+elsewhere is the cause. Checks, in this order: a host short of memory or without stacks; a process that is dead, stopped
+or stuck; Python's lock; another program; another place; another step; the same place on all hosts.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class _HostLook:
     what: str
     place: Place | None = None
     storage: Place | None = None
-    """Of a thread that waits for storage."""
+    """Where a thread of the host waits for storage."""
 
 
 def explain_hang(

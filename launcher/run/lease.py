@@ -1,11 +1,11 @@
-"""The lease of a run whose ledger is in a bucket: it says which process, of all machines, supervises the run.
+"""The lease of a run whose ledger is in a bucket: it says which process, on any machine, supervises the run.
 
-`lease.json` is replaced by generation, so that one of several processes gets it, and renewed every few seconds. It has
-expired when its age, by the bucket's clock on both sides, is over `LEASE_SECONDS`. The new holder then records
-`Supervised`. Events have numbers that are given once, so the next event of the holder before is refused there.
+`lease.json` is replaced by generation, so only one of several processes gets it, and renewed every few seconds. It has
+expired when its age, measured only by the bucket's clock, is over `LEASE_SECONDS`. The new holder then records
+`Supervised`. An event's number can be used only once, so the bucket refuses the previous holder's next event.
 
-A holder that finds that it has lost the lease ends at once, as if it were killed: what runs on hosts goes on, and the
-new holder goes on from the ledger. While the lease can't be renewed, it decides nothing (`Ledger.confirm`).
+A holder that finds that it has lost the lease exits at once, as if it were killed: the hosts keep running, and the new
+holder continues from the ledger. While the lease can't be renewed, it decides nothing (`Ledger.confirm`).
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ class HostsProgress:
     def __init__(self, ledger: Ledger, attempt: int, say: Callable[[str], None]) -> None:
         self._ledger, self._attempt, self._say = ledger, attempt, say
         self.views: dict[int, ProgressView] = {}
-        """Of hosts that tell it."""
+        """By worker; only of hosts that report progress."""
 
         self.stepped = float("-inf")
         """When a host was last seen to do another training step, by the monotonic clock."""

@@ -124,7 +124,7 @@ class _Child:
     settled: int = -1
     """Generation of the run's lease when nothing was left to do."""
     over: bool = False
-    """Whether the run has finished, so that it is not looked at any more."""
+    """The run has finished; the supervisor no longer looks at it."""
     problem: str = ""
     """The last one that was said."""
 

@@ -1,8 +1,8 @@
 """The processes of all chips, and the part of the state that each holds.
 
 With `train.mesh.fsdp`, a process holds a slice of each layer's matrix and of its moments, as
-`training.backends.placement` says. A layer gathers its matrix for itself, in the backward pass again, and its process
-gets the sum of the gradients of its slice.
+`training.backends.placement` says. A layer gathers its whole matrix in the forward pass and again in the backward pass;
+its process receives the summed gradient of its slice.
 """
 
 from __future__ import annotations

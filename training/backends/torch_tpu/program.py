@@ -1,9 +1,9 @@
 """Compiles a step into one program: forward, backward, the sum over all processes, clipping and the optimizer's update.
 
-A step is traced once for each shape of its batch, as a pure function of the state, of what never changes (the network's
-buffers and dropout's table) and of the step's inputs. torch_tpu compiles that, and the program runs with the newest
-tensors of the state, whose memory it takes for what it makes of them. Whatever else the network reads in Python is a
-constant of the program, with its value at the trace.
+A step is traced once for each shape of its batch, as a pure function of the state, of constants (the network's buffers
+and dropout's table) and of the step's inputs. torch_tpu compiles it, and the program runs on the newest tensors of the
+state, whose memory it reuses for the updated ones. All other Python values that the network reads become constants of
+the program, as they were when it was traced.
 """
 
 from __future__ import annotations

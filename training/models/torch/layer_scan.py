@@ -1,8 +1,8 @@
-"""The layers of a decoder as one loop over stacked parameters: one layer is traced and compiled, for all of them.
+"""Runs the layers of a decoder as one loop over stacked parameters: only one layer is traced and compiled.
 
-Only the layers' inputs are kept for the backward pass, which runs each layer a second time. A stacked parameter has the
-name of the layers' parameters with `*` for the layer's number, as model.layers.*.mlp.up_proj.weight, and their shape
-behind an axis of layers.
+Only the layers' inputs are kept for the backward pass, which runs each layer a second time. A stacked parameter is
+named like the layers' own with `*` for the layer's number, as model.layers.*.mlp.up_proj.weight; its first axis is the
+layers', the others are those of one layer's parameter.
 """
 
 from __future__ import annotations
