@@ -249,8 +249,8 @@ def test_a_task_whose_labels_are_lists_is_compiled(tmp_path: Path, task: str) ->
 
 @pytest.mark.parametrize("adapters", [False, True])
 def test_a_decoder_on_a_mesh_is_compiled(tmp_path: Path, adapters: bool) -> None:
-    """Layers gather their matrices and scatter their gradients: at this width the compiler, left alone, splits hidden
-    states as the matrices are, and moves 3.8 MB of them by all-to-all in place of 0.7."""
+    """Layers gather their matrices and scatter their gradients. At this width the compiler, left alone, splits hidden
+    states as the matrices are, and moves 1.1 times the gradients' bytes by all-to-all in place of half of them."""
     folder = causal_data.prepare(tmp_path)
     sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 1536}
     changes: dict[str, Any] = {"model": {"config": {**causal_data.LLAMA, **sizes}}, "train__precision": "bf16"}
@@ -265,7 +265,7 @@ def test_a_decoder_on_a_mesh_is_compiled(tmp_path: Path, adapters: bool) -> None
     assert all(graph["fits"] for graph in graphs)
     if not adapters:
         sent = {item["kind"]: item["bytes"] for item in graphs[0]["collectives"]}
-        assert sent["all-to-all"] < sent["reduce-scatter"] / 2
+        assert sent["all-to-all"] < 0.75 * sent["reduce-scatter"]
 
 
 def test_a_program_that_does_not_fit_is_reported_with_its_size() -> None:
