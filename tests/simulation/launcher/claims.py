@@ -138,6 +138,10 @@ def told_use_is_true(simulation: SimulatedRun, command: Command) -> None:
     others = [item for host in simulation.world.hosts for item in host.containers.values()]
     others += [item for job in simulation.world.record.jobs.values() for item in job.containers.values()]
     used = any(item.ended > command.began - 10.0 and item.run != command.run_id for item in others)
+    used |= any(  # its containers may be removed before the last host started one
+        each.name == "run" and each.run_id not in ("", command.run_id) and each.ended > command.began - 10.0
+        for each in simulation.commands
+    )
     cluster = simulation.world.cluster
     if not used and not (cluster is not None and cluster.has_open_jobset()):
         simulation.break_promise("what is told in use was in use", f"{command.name}: {command.error}")

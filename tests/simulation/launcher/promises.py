@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 _CODES = {int(code) for code in Exit}
 _SSH_FAULTS = ("dead ssh", "no ssh", "ssh loses answers", "offline")
 _LOOK_SECONDS = 6.0  # from a line until the launcher has seen it
+_CLOCK_SECONDS = 60.0  # the most by which a fault sets a clock back
 _EXPLAIN_SECONDS = 60.0  # from the limit of a stall until its explanation is recorded
 _TAKES_HOSTS = ("preempt", "maintenance", "reboot", "die")  # faults
 _BILLED = ("CREATING", "READY", "STOPPED", "STARTING")
@@ -314,6 +315,8 @@ def stalled_program_is_silent(world: World, run: str) -> None:
     job = world.newest_job(run)
     if job is None or job.plan.tells or job.stall_seconds is None:
         return
+    if any(fault.kind == "clock" for fault in world.faults) and job.stall_seconds < _CLOCK_SECONDS:
+        return  # a host's clock that jumps back hides its lines until it has caught up
     now = world.scheduler.now
     for container in job.containers.values():
         job.write_lines(container)
