@@ -37,7 +37,7 @@ _CLOCK_SECONDS = 60.0  # the most by which a fault sets a clock back
 _EXPLAIN_SECONDS = 60.0  # from the limit of a stall until its explanation is recorded
 _TAKES_HOSTS = ("preempt", "maintenance", "reboot", "die")  # faults
 _BILLED = ("CREATING", "READY", "STOPPED", "STARTING")
-_UNBILLED_REQUESTS = ("DELETING", "SUSPENDED", "FAILED")  # the next `up` replaces a suspended or failed one
+_UNBILLED_REQUESTS = ("DELETING", "SUSPENDING", "SUSPENDED", "FAILED")  # the next `up` replaces the last three
 
 
 def slices_of(world: World, user: str) -> list[Slice]:
