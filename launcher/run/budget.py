@@ -45,7 +45,8 @@ def _rate_of(entries: Sequence[Entry], attempt: int) -> float:
 
 def is_spent(session: Session) -> bool:
     """Returns whether the run's budget does not allow to go on: what a save costs is kept back."""
-    return exceeds(session.config, session.ledger.entries(), session.machine.clock.time())
+    entries, now = session.ledger.entries(), session.machine.clock.time()
+    return session.ledger.state.budget_spent or exceeds(session.config, entries, now)
 
 
 def exceeds(config: Config, entries: Sequence[Entry], now: float) -> bool:
@@ -77,14 +78,16 @@ def require_left(session: Session) -> None:
 def stop(session: Session, attempt: int) -> None:
     """Requests the stop of an attempt whose budget is spent: it saves, and no attempt follows."""
     session.say(f": the budget is spent ({describe(session)}): stopping it, so that it saves")
-    session.ledger.append(events.RunStopRequested(attempt, session.config.run.stop_seconds))
+    session.ledger.append(events.RunStopRequested(attempt, session.config.run.stop_seconds, by_budget=True))
 
 
 def take_down(session: Session) -> None:
-    """Deletes the slice of a run whose budget is spent."""
+    """Deletes the slice of a run whose budget is spent, and records that."""
     session.say(f": the budget is spent ({describe(session)}): deleting its slice; raise run.budget to go on")
     session.ledger.confirm()
     session.provider.delete()
+    given_up = events.RecoveryGivenUp(max(0, session.ledger.state.attempt), "the budget is spent", "no slice is left")
+    session.ledger.append(given_up)
 
 
 def describe(session: Session) -> str:

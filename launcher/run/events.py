@@ -102,11 +102,14 @@ class Supervised(RunEvent):
 
 @dataclass(frozen=True)
 class RunStopRequested(RunEvent):
-    """The user stopped the run (`tpu-launch stop`, `down`). No attempt follows until the next `tpu-launch run`."""
+    """The run was stopped (`tpu-launch stop`, `down`, the end of its budget). No attempt follows until the next
+    `tpu-launch run`."""
 
     kind: ClassVar[str] = "stop"
     grace: int = 30
     """Seconds between SIGTERM and SIGKILL."""
+    by_budget: bool = False
+    """Whether run.budget is spent: the slice is deleted too."""
 
 
 @dataclass(frozen=True)
@@ -213,7 +216,8 @@ class RoundFailed(RunEvent):
 
 @dataclass(frozen=True)
 class RecoveryGivenUp(RunEvent):
-    """A recovery was given up after a failed round: no attempt follows until the next `tpu-launch run`."""
+    """A recovery was given up after a failed round, or the slice was deleted because run.budget is spent: no attempt
+    follows until the next `tpu-launch run`."""
 
     kind: ClassVar[str] = "not recovered"
     problem: str

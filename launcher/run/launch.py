@@ -249,7 +249,7 @@ def _stop_runs(config: Config, context: Context) -> None:
     stopped = [
         ledger
         for ledger in _pull(runs_on_slice(config, context.home, context.machine), context)
-        if ledger.state.phase.is_open or ledger.state.recovering or ledger.supervised()
+        if ledger.state.phase.is_open or ledger.state.recovering or ledger.state.budget_spent or ledger.supervised()
     ]
     for ledger in stopped:
         context.output.say(f"run {ledger.run_id} is stopped with its slice; `tpu-launch run` resumes it on another")

@@ -71,6 +71,9 @@ class RunState:
     recovering: Recovering | None = None
     """The recovery that was begun, and has neither started an attempt on all hosts nor been given up or stopped."""
 
+    budget_spent: bool = False
+    """Whether the end of run.budget stopped the run last, and its slice is not known to be deleted."""
+
     supervisions: int = 0
     """How many times a process took the run's lease."""
     supervisor: str = ""
@@ -108,13 +111,13 @@ def state_of(events: Iterable[RunEvent]) -> RunState:
             case Recovering():
                 state = replace(state, recovering=event)
             case RecoveryGivenUp():
-                state = replace(state, recovering=None)
+                state = replace(state, recovering=None, budget_spent=False)
             case RunStopRequested():
-                state = replace(state, stops=state.stops + 1, recovering=None)
+                state = replace(state, stops=state.stops + 1, recovering=None, budget_spent=event.by_budget)
             case Supervised():
                 state = replace(state, supervisions=state.supervisions + 1, supervisor=event.holder)
             case Requested():
-                state = replace(state, acknowledged_stops=event.stops)
+                state = replace(state, acknowledged_stops=event.stops, budget_spent=False)
             case Orphaned():
                 state = replace(state, orphans=(*state.orphans, event))
             case Reaped():

@@ -34,11 +34,11 @@ _PROCESS_SECONDS = 30 * 86400.0  # after which a run's process ends, and another
 
 
 def is_unfinished(ledger: Ledger, now: float) -> bool:
-    """Returns whether a run needs a supervisor: an attempt may be running, a recovery has begun, or the last attempt's
-    end calls for another one. False for a run that was stopped, given up or never started. `now`: Unix seconds. Raises
-    BadInput for a run of another version."""
+    """Returns whether a run needs a supervisor: an attempt may be running, a recovery has begun, the last attempt's end
+    calls for another one, or the budget is spent and the slice may still exist. False for a run that was stopped, given
+    up or never started. `now`: Unix seconds. Raises BadInput for a run of another version."""
     state = ledger.state
-    if state.phase.is_open or state.recovering is not None:
+    if state.phase.is_open or state.recovering is not None or (state.budget_spent and state.phase is Phase.ENDED):
         return True
     return state.phase is Phase.ENDED and not state.stop_requested and _follows(ledger, now)
 
@@ -83,6 +83,9 @@ def take_over(ledger: Ledger, context: Context) -> Outcome | None:
             session.provider.withdraw_unused()
             with contextlib.suppress(LaunchError):
                 session.provider.describe()  # finds out which candidate the slice is
+            if not ledger.state.phase.is_open and ledger.state.budget_spent:
+                budget.take_down(session)
+                return None
             missing = session.unknown_secrets() if session.provider.capabilities.sends_secrets else []
             if missing:
                 session.say(f": {specification.describe_missing(session.specification, missing)}; {_givers(ledger)}")

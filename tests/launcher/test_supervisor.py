@@ -14,7 +14,7 @@ from launcher.emulator.http_server import HttpResponse
 from launcher.errors import BadInput
 from launcher.provider import ContainerState, Provider, container_name
 from launcher.providers import this_machine
-from launcher.run import events, supervisor
+from launcher.run import events, specification, supervisor
 from launcher.run.bucket import RunBucket
 from launcher.run.events import (
     AttemptBegan,
@@ -70,6 +70,7 @@ def begin(home: Path, run_id: str, *recorded: RunEvent, url: str = "") -> Ledger
 
 
 BEGAN, RUNS_NOW, PREEMPTED = AttemptBegan(0), Started(0), Ended(0, "preempted", Cause(-1, "the slice is PREEMPTED"))
+SPENT = RunStopRequested(0, by_budget=True)
 AGAIN = Recovering(0, "preempted", "preemption 1 of 1", 0.0)
 
 
@@ -81,6 +82,9 @@ AGAIN = Recovering(0, "preempted", "preemption 1 of 1", 0.0)
         ([BEGAN, RUNS_NOW], True),
         ([BEGAN, RUNS_NOW, RunStopRequested(0)], True),
         ([BEGAN, RUNS_NOW, RunStopRequested(0), Ended(0, "saved")], False),
+        ([BEGAN, RUNS_NOW, SPENT, Ended(0, "saved")], True),
+        ([BEGAN, RUNS_NOW, SPENT, Ended(0, "saved"), RecoveryGivenUp(0, "the budget is spent", "")], False),
+        ([BEGAN, RUNS_NOW, SPENT, Ended(0, "saved"), RunStopRequested(0)], False),
         ([BEGAN, RUNS_NOW, Ended(0, "finished")], False),
         ([BEGAN, RUNS_NOW, Ended(0, "failed")], False),
         ([BEGAN, RUNS_NOW, PREEMPTED], True),
@@ -137,6 +141,21 @@ def test_a_run_is_finished_elsewhere_wherever_its_launcher_was_killed(
     assert len(found) == len(ledger.entries())
     assert not any(b"s3cret" in text for text in found)
     assert take_over(TOKEN="s3cret") is None, "nothing is left to do"
+
+
+def test_a_supervisor_deletes_the_slice_of_a_run_whose_launcher_died_after_its_budget_was_spent(tmp_path: Path) -> None:
+    begin(tmp_path / "laptop", "r", BEGAN, RUNS_NOW, SPENT, Ended(0, "saved"), url=f"{RUNS}/r/launcher")
+    hosts = Hosts([])
+    ledger, said = import_run(tmp_path / "pod", this_machine(), f"{RUNS}/r"), list[str]()
+    budgeted = {**CONFIGURATION, "run": {**CONFIGURATION["run"], "budget": 5.0}}
+    kept = specification.read(ledger.folder).model_copy(update={"configuration": budgeted})
+    specification.write(ledger.folder, kept)
+    machine, output = replace(this_machine(), clock=FastClock()), Output(said.append, lambda worker, line: None)
+    context = Context(tmp_path / "pod", {}, lambda config: FakeProvider(config, hosts), output, machine)
+    assert supervisor.take_over(ledger, context) is None
+    assert hosts.slice_state is None, said
+    assert supervisor.take_over(ledger, context) is None
+    assert hosts.calls == ["delete"]
 
 
 class _Enough(Exception):
