@@ -45,6 +45,7 @@ def supervising(ledger: Ledger, machine: Workstation, say: Say) -> Iterator[None
         over = machine.threads.event()
         thread = machine.threads.start(lease.keep, over)
         try:
+            lease.share()  # for longer than the lease lasts, on a slow line
             yield
         finally:
             over.set()
@@ -72,8 +73,8 @@ class Lease:
         return name
 
     def take(self) -> None:
-        """Takes the lease, copies the run's files to the bucket and records Supervised. Raises LaunchError:
-        Exit.CONFLICT if another machine has the lease, or the bucket does not answer."""
+        """Takes the lease and records Supervised. Raises LaunchError: Exit.CONFLICT if another machine has the lease,
+        or the bucket does not answer."""
         ledger = self._ledger
         try:
             # First the lease, then the events: a Supervised that follows is that of a process with a newer lease.
@@ -92,11 +93,11 @@ class Lease:
         ledger.lease = self
         ledger.append(Supervised(max(0, ledger.state.attempt), self._holder))
         self.supervisions += 1
-        ledger.publish()
-        self._share_requests()
 
-    def _share_requests(self) -> None:
-        """Records the requests for the slice's candidates in the bucket too, for other machines. Says if that fails."""
+    def share(self) -> None:
+        """Copies the run's files and the requests for the slice's candidates to the bucket, for other machines. Says so
+        if the requests can't be copied; raises LaunchError if the files can't."""
+        self._ledger.publish()
         config = specification.read(self._ledger.folder).config()
         if config.slice.candidates and config.provider == "tpu-vm":
             try:

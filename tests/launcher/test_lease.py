@@ -292,7 +292,9 @@ def test_a_supervisor_ends_although_another_command_of_its_machine_has_pulled_wh
     def take(name: str, machine: Workstation) -> None:
         ledger = prompt.ledger(name, machine)
         assert ledger.bucket is not None
-        Lease(ledger, ledger.bucket, machine, prompt.said.append).take()
+        lease = Lease(ledger, ledger.bucket, machine, prompt.said.append)
+        lease.take()
+        lease.share()
         ledgers.append(ledger)
         scheduler.sleep(LEASE_SECONDS + 2)
 
@@ -331,3 +333,35 @@ def test_a_supervisor_whose_bucket_refuses_decides_nothing_until_it_answers(
     assert len([text for text in prompt.said if "its lease can't be renewed; decisions wait until it is" in text]) == 1
     assert [event["event"] for event in recorded(prompt)] == [Supervised.kind, AttemptBegan.kind]
     scheduler.close()
+
+
+def test_a_lease_is_renewed_while_the_run_s_files_are_copied_and_released_if_that_fails(
+    prompt: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, of_a = prompt.make("a")
+    b, of_b = prompt.make("b")
+
+    def upload(ledger: Ledger) -> NoReturn:
+        prompt.scheduler.sleep(10 * LEASE_SECONDS)  # a large overlay on a slow line
+        raise LaunchError("the line is cut")
+
+    def begin() -> None:
+        with pytest.raises(LaunchError, match="the line is cut"), supervising(prompt.ledger("a", a), a, pytest.fail):
+            pass
+
+    def take() -> None:
+        with supervising(prompt.ledger("b", b), b, pytest.fail):
+            pass
+
+    play(prompt, (of_a, lambda: prompt.ledger("a", a).publish()))
+    monkeypatch.setattr(Ledger, "publish", upload)
+    task = prompt.scheduler.spawn(begin, name="begin", process=of_a)
+    prompt.scheduler.run(lambda: prompt.scheduler.now > 5 * LEASE_SECONDS, seconds=1e6)
+    with pytest.raises(LaunchError, match="is supervised by"):
+        play(prompt, (of_b, take))
+    prompt.scheduler.run(lambda: not task.is_alive(), seconds=1e6)
+    monkeypatch.setattr(Ledger, "publish", lambda ledger: None)
+    over = prompt.scheduler.now
+    play(prompt, (of_b, take))
+    assert prompt.scheduler.now - over < 10
+    prompt.scheduler.close()
