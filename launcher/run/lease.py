@@ -133,12 +133,16 @@ class Lease:
 
     def _renew(self) -> None:
         with self._lock:
-            before = (self._machine.clock.monotonic(), self._machine.clock.time())
-            try:
-                self._generation = self._bucket.write_lease(self._holder, self._generation)
-            except storage.AlreadyExists:
-                found = self._bucket.read_lease()
-                self.end(found.holder if found is not None and found.holder else "another process")
+            while True:
+                before = (self._machine.clock.monotonic(), self._machine.clock.time())
+                try:
+                    self._generation = self._bucket.write_lease(self._holder, self._generation)
+                    break
+                except storage.AlreadyExists:
+                    found = self._bucket.read_lease()
+                    if found is None or found.holder != self._holder:
+                        self.end(found.holder if found is not None and found.holder else "another process")
+                    self._generation = found.generation  # of a renewal of this process, whose answer was lost
             self._renewed = before
 
     def is_fresh(self) -> bool:
@@ -162,4 +166,7 @@ class Lease:
     def _say_once(self, error: Exception) -> None:
         if not self._said:
             self._said = True
-            self._say(f"run {self._ledger.run_id}: its lease can't be renewed; decisions wait until it is: {error}")
+            self._say(
+                f"run {self._ledger.run_id}: its lease can't be renewed; decisions wait until it is: {error}; "
+                "what runs on hosts goes on, and is billed until `tpu-launch down`"
+            )

@@ -25,6 +25,7 @@ from launcher.workstation import Workstation
 from tests.bucket_server import BucketServer
 from tests.simulation.scheduler import Process, Scheduler, SimulatedClock, SimulatedThreads
 from training import storage
+from training.storage import gcs
 
 DECISIONS = 3
 CONFIGURATION = {"project": "p", "zone": "us-central2-b", "slice": {"name": "s", "accelerator_type": "v4-16"}}
@@ -332,6 +333,33 @@ def test_a_supervisor_whose_bucket_refuses_decides_nothing_until_it_answers(
     assert 200 <= recorded_at[0] < 210
     assert len([text for text in prompt.said if "its lease can't be renewed; decisions wait until it is" in text]) == 1
     assert [event["event"] for event in recorded(prompt)] == [Supervised.kind, AttemptBegan.kind]
+    scheduler.close()
+
+
+def test_a_supervisor_goes_on_with_a_lease_whose_renewal_it_was_never_told(
+    prompt: Machines, server: BucketServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gcs, "timeouts", gcs.Timeouts(deadline=0.3, first_delay=0.01, longest_delay=0.1))
+    scheduler = prompt.scheduler
+    a, of_a = prompt.make("a")
+    renewed: list[int] = []
+
+    def lose_answer(request: Any) -> HttpResponse | None:
+        if request.method != "POST" or not 20 < scheduler.now < 40:
+            return None
+        renewed.append(server.api.answer(request).status)
+        return HttpResponse(503)
+
+    def decide() -> None:
+        with supervising(prompt.ledger("a", a), a, prompt.said.append):
+            scheduler.sleep(60)
+
+    server.fault = lose_answer
+    play(prompt, (of_a, decide))
+    assert 200 in renewed
+    assert 412 in renewed
+    assert prompt.exits == []
+    assert any("lease can't be renewed" in text for text in prompt.said)
     scheduler.close()
 
 
