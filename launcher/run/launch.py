@@ -253,7 +253,13 @@ def _stop_runs(config: Config, context: Context) -> None:
     ]
     for ledger in stopped:
         context.output.say(f"run {ledger.run_id} is stopped with its slice; `tpu-launch run` resumes it on another")
-        ledger.append(events.RunStopRequested(max(0, ledger.state.attempt), config.run.stop_seconds))
+        try:
+            ledger.append(events.RunStopRequested(max(0, ledger.state.attempt), config.run.stop_seconds))
+        except LaunchError as error:  # the slice must not be billed because a bucket refuses
+            context.output.say(
+                f"run {ledger.run_id}: its stop can't be recorded; if another machine supervises it, check afterwards "
+                f"whether it recreated the slice (`tpu-launch list`): {error}"
+            )
     for ledger in stopped:
         if not ledger.supervised() and ledger.state.phase.is_open:
             _stop_detached(ledger, context)

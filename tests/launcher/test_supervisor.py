@@ -14,7 +14,7 @@ from launcher.emulator.http_server import HttpResponse
 from launcher.errors import BadInput
 from launcher.provider import ContainerState, Provider, container_name
 from launcher.providers import this_machine
-from launcher.run import events, specification, supervisor
+from launcher.run import events, launch, specification, supervisor
 from launcher.run.bucket import RunBucket
 from launcher.run.events import (
     AttemptBegan,
@@ -156,6 +156,17 @@ def test_a_supervisor_deletes_the_slice_of_a_run_whose_launcher_died_after_its_b
     assert hosts.slice_state is None, said
     assert supervisor.take_over(ledger, context) is None
     assert hosts.calls == ["delete"]
+
+
+def test_down_deletes_the_slice_although_the_run_s_bucket_refuses(tmp_path: Path, server: BucketServer) -> None:
+    ledger = begin(tmp_path, "r", BEGAN, RUNS_NOW, url=f"{RUNS}/r/launcher")
+    hosts, said = Hosts([], state={container_name("r", 0): ContainerState("exited", 75)}), list[str]()
+    machine, output = replace(this_machine(), clock=FastClock()), Output(said.append, lambda worker, line: None)
+    context = Context(tmp_path, {}, lambda config: FakeProvider(config, hosts), output, machine)
+    server.fault = lambda request: HttpResponse(403)
+    launch.delete_slice(specification.read(ledger.folder).config(), context)
+    assert hosts.calls == ["stop", "delete"]
+    assert any("run r: its stop can't be recorded" in text for text in said)
 
 
 class _Enough(Exception):
