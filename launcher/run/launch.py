@@ -97,8 +97,6 @@ def run(request: RunRequest, context: Context) -> Outcome:
     with contextlib.closing(context.make_provider(config)) as provider:
         _require_capabilities(request, provider, secrets)
         local.check(config)
-        provider.withdraw_unused()
-        provider.connect()
         requested = specification.describe(config, "", variables=variables, overlay=overlay, preflight=checked)
         for run_id in _stop_before_restart(config, context) if request.sync is not None else ():
             known_stops[run_id] = known_stops.get(run_id, 0) + 1  # this command's own
@@ -115,6 +113,8 @@ def run(request: RunRequest, context: Context) -> Outcome:
         with supervising(ledger, context.machine, say):
             known = known_stops.get(ledger.run_id, 0)
             _require_startable(request, ledger, known)
+            provider.withdraw_unused()  # now: another machine's supervisor may have requests that are not known here
+            provider.connect()
             slice_is_known = provider.known_ready()
             if ledger.state.phase.is_open:
                 if not slice_is_known and provider.describe() is None:

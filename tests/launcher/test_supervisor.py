@@ -11,7 +11,7 @@ import pytest
 
 from launcher.cli.main import cli
 from launcher.emulator.http_server import HttpResponse
-from launcher.errors import BadInput
+from launcher.errors import BadInput, LaunchError
 from launcher.provider import ContainerState, Provider, container_name
 from launcher.providers import this_machine
 from launcher.run import events, launch, specification, supervisor
@@ -167,6 +167,23 @@ def test_down_deletes_the_slice_although_the_run_s_bucket_refuses(tmp_path: Path
     launch.delete_slice(specification.read(ledger.folder).config(), context)
     assert hosts.calls == ["stop", "delete"]
     assert any("run r: its stop can't be recorded" in text for text in said)
+
+
+def test_a_run_that_another_machine_supervises_keeps_its_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = begin(tmp_path, "r", BEGAN, RUNS_NOW, PREEMPTED, AGAIN, url=f"{RUNS}/r/launcher")
+    assert ledger.bucket is not None
+    lease = ledger.bucket.read_lease()
+    assert lease is not None
+    ledger.bucket.write_lease("pod:1", lease.generation)
+    monkeypatch.setattr(FakeProvider, "withdraw_unused", lambda provider: pytest.fail("they are another machine's"))
+    monkeypatch.setattr(specification, "hash_configuration", lambda config: "hash")
+    output = Output(lambda text: None, lambda worker, line: None)
+    context = Context(tmp_path, {"TOKEN": "x"}, lambda config: FakeProvider(config, Hosts([])), output, this_machine())
+    config = specification.read(ledger.folder).config()
+    with pytest.raises(LaunchError, match="run r is supervised by pod:1"):
+        launch.run(launch.RunRequest(config, preflight=False), context)
 
 
 class _Enough(Exception):
