@@ -114,7 +114,8 @@ def supervise(session: Session, attempt: int) -> Verdict:
     ledger.draw_hosts(attempt)
     if orphaned:  # Record Orphaned before Ended: readers of Ended report that nothing runs.
         ledger.append(events.Orphaned(attempt, session.container(attempt), tuple(sorted(orphaned))))
-    last = tuple(last_lines(ledger, attempt, verdict, masker))
+    shareable = ledger.bucket is None or not unknown  # no secret that is not masked goes to the bucket
+    last = tuple(last_lines(ledger, attempt, verdict, masker)) if shareable else ()
     ledger.append(events.Ended(attempt, verdict.kind.value, verdict.cause, verdict.symptoms, last))
     if verdict.kind not in _NO_POST_MORTEM:
         _write_post_mortem(session, attempt, reachable, secrets, unknown)

@@ -186,6 +186,20 @@ def test_a_run_that_another_machine_supervises_keeps_its_requests(
         launch.run(launch.RunRequest(config, preflight=False), context)
 
 
+def test_lines_with_a_secret_that_the_supervisor_can_not_mask_do_not_go_to_the_bucket(tmp_path: Path) -> None:
+    url = f"{RUNS}/r/launcher"
+    begin(tmp_path / "laptop", "r", BEGAN, RUNS_NOW, url=url)
+    hosts = Hosts([], state={container_name("r", 0): ContainerState("exited", 1)}, line="the token is s3cret")
+    ledger = import_run(tmp_path / "pod", this_machine(), f"{RUNS}/r")
+    machine, output = replace(this_machine(), clock=FastClock()), Output(lambda text: None, lambda worker, line: None)
+    context = Context(tmp_path / "pod", {}, lambda config: FakeProvider(config, hosts), output, machine)
+    outcome = supervisor.take_over(ledger, context)
+    assert outcome is not None
+    assert outcome.verdict.kind is Kind.FAILED
+    assert "s3cret" in ledger.log_file(0, 0).read_text(), "its own folder has the lines"
+    assert not any(b"s3cret" in storage.read(each.url) for each in storage.listing(url))
+
+
 class _Enough(Exception):
     """Ends the supervisor of a test."""
 
