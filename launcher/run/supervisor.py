@@ -167,8 +167,8 @@ class Supervisor:
         if child.result is None and not child.over and self.context.machine.clock.monotonic() >= child.next_start:
             try:
                 needed, child.problem = self._needs_process(name, child), ""
-            except (LaunchError, storage.StorageError) as error:
-                needed = False
+            except (LaunchError, storage.StorageError, OSError, ValueError, LookupError, TypeError) as error:
+                needed = False  # a full disk, or a lease or a record that is damaged, must not end the others
                 if str(error) != child.problem:
                     self.context.output.say(f"run {name}: its ledger can't be read: {error}")
                 child.problem = str(error)

@@ -209,6 +209,10 @@ def test_a_supervisor_starts_a_process_for_each_unfinished_run_and_again_after_a
 ) -> None:
     begin(tmp_path / "laptop", "live", BEGAN, RUNS_NOW, url=f"{RUNS}/live/launcher")
     begin(tmp_path / "laptop", "over", BEGAN, RUNS_NOW, Ended(0, "finished"), url=f"{RUNS}/over/launcher")
+    begin(tmp_path / "laptop", "damaged", BEGAN, RUNS_NOW, url=f"{RUNS}/damaged/launcher")
+    storage.write(f"{RUNS}/damaged/launcher/lease.json", b"{")
+    begin(tmp_path / "laptop", "half", BEGAN, RUNS_NOW, url=f"{RUNS}/half/launcher")
+    storage.write(f"{RUNS}/half/launcher/run.json", b'{"run_id": "ha')
     held = begin(tmp_path / "laptop", "held", BEGAN, RUNS_NOW, url=f"{RUNS}/held/launcher")
     started: list[str] = []
 
@@ -223,6 +227,8 @@ def test_a_supervisor_starts_a_process_for_each_unfinished_run_and_again_after_a
     with supervising(held, this_machine(), said.append), pytest.raises(_Enough):
         Supervisor(RUNS, context).watch()
     assert set(started) == {f"{RUNS}/live"}
+    for name in "damaged", "half":
+        assert len([text for text in said if text.startswith(f"run {name} can't be judged")]) == 1, said
     assert len(started) == 3, "after 0, 30 and 90 seconds, not at each look"
     of_finished = [path for _, path, _ in server.requests[requests:] if "%2Fover%2F" in path or "/over/" in path]
     assert 0 < len(of_finished) < 20, "a finished run is looked at once"
