@@ -134,9 +134,9 @@ class RequestRecord:
         there = {storage.name_of(found.url): storage.read(found.url).decode() for found in storage.listing(url)}
         home.write_private(self._folder / _BUCKET, url)
         if all(there[name] == text for name, text in mine.items() if name in there):
-            for name in mine.keys() - there.keys():
+            for name in sorted(mine.keys() - there.keys()):  # "asked" first: a killed command leaves no end without it
                 storage.write(storage.join(url, name), mine[name].encode())
-            for name in there.keys() - mine.keys():
+            for name in sorted(there.keys() - mine.keys()):
                 create_only(self._folder / name, there[name])
             return
         left = self.open()

@@ -260,6 +260,12 @@ def test_a_supervisor_on_another_machine_uses_and_withdraws_the_requests_of_the_
     laptop.share(url)
     assert laptop.open() == []
     assert laptop.read() == elsewhere.read()
+    written: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("launcher.tpu_vm.requests.storage.write", lambda url, data: written.append(url))
+        elsewhere.share("gs://bucket/runs/next/launcher/requests")
+    assert len(written) > 6
+    assert written == sorted(written), "a command that is killed leaves no end of a request that is not there"
     server.fault = lambda request: HttpResponse(403)
     with pytest.raises(LaunchError, match="request 4 was not made, because it can't be recorded"):
         elsewhere.ask(first, "late", 8.0)
