@@ -188,7 +188,7 @@ class Ledger:
                 while (found := self.bucket.read_event(len(self.entries()) + 1)) is not None:
                     self._write(found)
                 self._check_supervisor()
-        except storage.StorageError as error:
+        except (storage.StorageError, OSError) as error:  # OSError: this machine's disk is full
             raise LaunchError(f"run {self.run_id}: its events can't be read: {error}") from None
 
     def publish(self) -> None:

@@ -2,6 +2,7 @@
 of two machines, one decides, whatever is frozen, killed or late, and whatever their clocks say."""
 
 import contextlib
+import errno
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -393,3 +394,33 @@ def test_a_lease_is_renewed_while_the_run_s_files_are_copied_and_released_if_tha
     play(prompt, (of_b, take))
     assert prompt.scheduler.now - over < 10
     prompt.scheduler.close()
+
+
+def test_events_that_a_full_disk_can_not_hold_end_no_renewals(
+    prompt: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = prompt.scheduler
+    a, of_a = prompt.make("a")
+    c, _ = prompt.make("c")
+    ages: list[float] = []
+    write = Ledger._write
+
+    def fail(ledger: Ledger, line: str) -> NoReturn:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def hold() -> None:
+        with supervising(prompt.ledger("a", a), a, prompt.said.append):
+            scheduler.sleep(10)
+            ledger = prompt.ledger("c", c)
+            ledger.append(HostBack(0, 1))
+            monkeypatch.setattr(Ledger, "_write", fail)
+            scheduler.sleep(3 * LEASE_SECONDS)
+            monkeypatch.setattr(Ledger, "_write", write)
+            assert ledger.bucket is not None
+            lease = ledger.bucket.read_lease()
+            assert lease is not None
+            ages.append(lease.age)
+
+    play(prompt, (of_a, hold))
+    assert ages[0] < LEASE_SECONDS / 2
+    scheduler.close()
