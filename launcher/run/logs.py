@@ -91,9 +91,12 @@ class Cursor:
             key = (line.timestamp, line.text)
             if end_of_known is not None or line.timestamp < edge:
                 # New after the last delivered line. Its time may be old: the host's clock stepped back, or it was open.
-                if (end_of_known is not None and index >= end_of_known) or line.timestamp in was_open:
+                if end_of_known is not None and index >= end_of_known:
                     fresh.append(line)
-            elif known[key] < self.recent[key]:
+                    continue
+                if line.timestamp not in was_open:
+                    continue
+            if known[key] < self.recent[key]:
                 known[key] += 1
             else:
                 fresh.append(line)

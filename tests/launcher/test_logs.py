@@ -209,3 +209,13 @@ def test_lines_are_delivered_once_and_in_order_although_the_hosts_clock_steps_ba
         delivered += log.append_new(history[-tail:] if is_behind else engine_log(history, since))
     assert delivered == history
     assert read_from(log.path, 0)[0] == history
+
+
+def test_a_page_that_ends_between_two_equal_lines_repeats_none() -> None:
+    """The second seems open, because it was cut there."""
+    cursor, at = Cursor(), "2026-01-01T00:00:00.5Z"
+    twice = [LogLine(at, "line"), LogLine(at, "line")]
+    assert cursor.advance(twice[:1], open=[at]) == twice[:1]
+    assert cursor.advance([*twice, LogLine("2026-01-01T00:00:03.5Z", "line")]) == [
+        twice[1], LogLine("2026-01-01T00:00:03.5Z", "line")
+    ]  # fmt: skip
