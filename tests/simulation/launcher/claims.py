@@ -326,8 +326,8 @@ def budget_is_spent_on_slices(simulation: SimulatedRun) -> None:
         return
     meddled = any(fault.kind in _TAKERS and fault.anchor not in ("start", "beginning") for fault in simulation.faults)
     for command in simulation.commands:
-        # A recovery counts whole, with the minutes without a slice while it recreates one.
-        recreates = any("recreating the slice (" in text for _, text in command.told)
+        # A recovery counts whole, also the minutes without a slice.
+        recreates = any("recreating the slice (" in text or ": recovered in " in text for _, text in command.told)
         for at, text in command.told if not meddled and not recreates else ():
             if "the budget is spent" in text and (cost := _cost_of_slices(simulation, at)) < budget * 0.99:
                 rate = _rate(simulation)
