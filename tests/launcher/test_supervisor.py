@@ -228,7 +228,7 @@ def test_a_supervisor_starts_a_process_for_each_unfinished_run_and_again_after_a
         Supervisor(RUNS, context).watch()
     assert set(started) == {f"{RUNS}/live"}
     for name in "damaged", "half":
-        assert len([text for text in said if text.startswith(f"run {name} can't be judged")]) == 1, said
+        assert len([text for text in said if text.startswith(f"run {name}: its ledger can't be read")]) == 1, said
     assert len(started) == 3, "after 0, 30 and 90 seconds, not at each look"
     of_finished = [path for _, path, _ in server.requests[requests:] if "%2Fover%2F" in path or "/over/" in path]
     assert 0 < len(of_finished) < 20, "a finished run is looked at once"

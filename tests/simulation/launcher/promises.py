@@ -538,6 +538,8 @@ def _unseen(simulation: SimulatedRun, job: Job) -> set[tuple[str, int | None]]:
                 container.ended - 30.0 < at < before for at in container.host.troubled
             ):
                 found |= {("host lost", worker), ("preempted", None), ("vanished", None)}
+        if deaf:  # the first that ends may be read last
+            found |= {("stopped", worker) for worker in job.containers}
     return found
 
 
