@@ -30,6 +30,7 @@ class RecordPromises:
         kinds = {fault.kind for fault in world.plan.faults}
         # Storage loses metrics then, or two starts write them at once.
         self._may_lose = not kinds.isdisjoint({"telemetry", "cut line", "second start"})
+        self._may_lose |= {"cut", "kill"} <= kinds  # a cut hangs the upload, for which commits wait some seconds only
 
     def ended(self, host: Host, claim: str) -> None:
         """Checks a process of host 0, which records. `claim`: the name of its attempt's record."""
