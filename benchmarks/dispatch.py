@@ -119,6 +119,23 @@ def measure_backend(backend_class: Any, cluster: Any, model: str, steps: int) ->
     return Measured(*times, len(backend.tensor_specs()))
 
 
+def plain_network(model: str) -> Any:
+    """Returns Hugging Face's unmodified network of a model, in training mode on the host."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    sizes = sizes_of(model)
+    config = BertConfig(
+        hidden_size=sizes["hidden_size"],
+        num_hidden_layers=sizes["layers"],
+        num_attention_heads=sizes["heads"],
+        intermediate_size=sizes["intermediate_size"],
+        vocab_size=VOCABULARY,
+        max_position_embeddings=LENGTH,
+        attn_implementation="eager",
+    )
+    return BertForMaskedLM(config).train()
+
+
 def measure_plain_loop(model: str, devices: int, steps: int) -> Measured:
     """Measures Hugging Face's model and torch's optimizer in a loop as in torch_xla's guides."""
     use_virtual_tpu(devices)
@@ -128,26 +145,14 @@ def measure_plain_loop(model: str, devices: int, steps: int) -> Measured:
     import torch_xla.core.xla_model as xm
     import torch_xla.distributed.spmd as spmd
     import torch_xla.runtime as xla_runtime
-    from transformers import BertConfig, BertForMaskedLM
 
     if devices > 1:
         xla_runtime.use_spmd()
-    device, sizes = torch_xla.device(), sizes_of(model)
+    device = torch_xla.device()
     spec = (
         spmd.ShardingSpec(spmd.Mesh(np.arange(devices), (devices,), ("data",)), ("data", None)) if devices > 1 else None
     )
-    network = BertForMaskedLM(
-        BertConfig(
-            hidden_size=sizes["hidden_size"],
-            num_hidden_layers=sizes["layers"],
-            num_attention_heads=sizes["heads"],
-            intermediate_size=sizes["intermediate_size"],
-            vocab_size=VOCABULARY,
-            max_position_embeddings=LENGTH,
-            attn_implementation="eager",
-        )
-    )
-    network = network.train().to(device)
+    network = plain_network(model).to(device)
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4)
     ids = torch.ones(ROWS, LENGTH, dtype=torch.long)
 

@@ -24,11 +24,10 @@ from benchmarks.dispatch import (
     LENGTH,
     ROWS,
     SLICES,
-    VOCABULARY,
     Measured,
     measure,
     measure_backend,
-    sizes_of,
+    plain_network,
     time_steps,
 )
 from benchmarks.peers.rows import finish, row
@@ -61,24 +60,11 @@ def measure_eager_loop(model: str, steps: int) -> Measured:
     """Measures Hugging Face's model and torch's optimizer without torch.compile."""
     use_virtual_tpu()
     import torch
-    from transformers import BertConfig, BertForMaskedLM
 
     from training.backends.torch_tpu import internals
 
     internals.open_device()
-    sizes = sizes_of(model)
-    network = BertForMaskedLM(
-        BertConfig(
-            hidden_size=sizes["hidden_size"],
-            num_hidden_layers=sizes["layers"],
-            num_attention_heads=sizes["heads"],
-            intermediate_size=sizes["intermediate_size"],
-            vocab_size=VOCABULARY,
-            max_position_embeddings=LENGTH,
-            attn_implementation="eager",
-        )
-    )
-    network = network.train().to(internals.DEVICE)
+    network = plain_network(model).to(internals.DEVICE)
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4)
     ids = torch.ones(ROWS, LENGTH, dtype=torch.long)
 
