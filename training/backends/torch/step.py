@@ -109,6 +109,11 @@ class StepInputs(Generic[A]):
         return StepInputs(next(values), [{name: next(values) for name in piece} for piece in self.pieces], scalars)
 
 
+def sum_of_squares(tensors: Iterable[Tensor]) -> Tensor:
+    """Returns the sum of the squares of all elements."""
+    return torch.stack([value.square().sum() for value in tensors]).sum()
+
+
 class TrainingStep:
     """The step of one run, as operations on its state."""
 
@@ -164,7 +169,7 @@ class TrainingStep:
         with torch.no_grad():
             scale = 1 / weight.clamp(min=1e-6)  # from the sum's gradient to the mean's
             if squares is None:
-                squares = torch.stack([gradient.square().sum() for gradient in gradients]).sum()
+                squares = sum_of_squares(gradients)
             norm = squares.sqrt() * scale
             if self._train.clip_norm is not None:
                 scale = scale * (self._train.clip_norm / (norm + 1e-6)).clamp(max=1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from training.backends import placement
 from training.backends.placement import FSDP, mesh_shape, place
-from training.backends.torch.step import HostArray
+from training.backends.torch.step import HostArray, sum_of_squares
 from training.backends.torch_tpu import internals
 from training.checkpoint.slices import HeldSlice, Slice, whole
 from training.config import mesh_mistake
@@ -119,7 +119,7 @@ class Chip:
         if not split:
             return sums, report, None
         parts = _sum(list(split.values()), self._copies)
-        squares = functional.all_reduce(_squares(parts), "sum", self._sharers) + _squares(sums)
+        squares = functional.all_reduce(sum_of_squares(parts), "sum", self._sharers) + sum_of_squares(sums)
         named = dict(zip((*split, *rest), (*parts, *sums), strict=True))
         return [named[name] for name in gradients], report, squares
 
@@ -142,10 +142,6 @@ def _sum(tensors: list[Tensor], group: Any) -> list[Tensor]:
     flat = functional.all_reduce(torch.cat([value.reshape(-1) for value in tensors]), "sum", group)
     parts = flat.split([value.numel() for value in tensors])
     return [part.view_as(value) for part, value in zip(parts, tensors, strict=True)]
-
-
-def _squares(tensors: Iterable[Tensor]) -> Tensor:
-    return torch.stack([value.square().sum() for value in tensors]).sum()
 
 
 class _Gather(torch.autograd.Function):  # type: ignore[misc]  # torch is not here when types are checked
