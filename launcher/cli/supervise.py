@@ -24,7 +24,7 @@ from launcher.owner import Owner
 from launcher.provider import Provider
 from launcher.providers import make_provider
 from launcher.run import supervisor
-from launcher.run.bucket import FOLDER
+from launcher.run.bucket import RunBucket
 from launcher.run.ledger import Ledger
 from launcher.run.runs import import_run
 from launcher.run.session import Context, Output
@@ -73,10 +73,9 @@ def supervise(
         spec = supervisor_manifest.SupervisorSpec(url, image, project, zone)
         click.echo(supervisor_manifest.render(kind, spec), nl=False)
         return
-    if not storage.is_remote(url):
-        raise BadInput(f"{url}: name the folder of the runs in their bucket, gs://bucket/runs")
+    _require_bucket(url)
     with emulation(bool(context.find_root().obj)):
-        if storage.stat(storage.join(url, FOLDER, "run.json")) is None:
+        if not RunBucket.of_run(url).has_run():
             supervisor.Supervisor(url, _context(None)).watch()
             return
         ledger = import_run(home(), machine(), url)
@@ -85,6 +84,11 @@ def supervise(
             show_outcome(outcome, as_json=False)
             sys.exit(outcome.verdict.kind.exit_code)
         terminal.say(f"run {ledger.run_id}: nothing is left to do: {_describe(ledger)}")
+
+
+def _require_bucket(url: str) -> None:
+    if not storage.is_remote(url):
+        raise BadInput(f"{url}: name the folder of the runs in their bucket, gs://bucket/runs")
 
 
 def _context(ledger: Ledger | None) -> Context:
@@ -102,8 +106,9 @@ def _context(ledger: Ledger | None) -> Context:
 
 
 def list_runs_of(folder: str, *, as_json: bool) -> None:
-    """Prints each run of a bucket's folder with its state and the machine that supervises it. Raises LaunchError if the
-    bucket does not answer."""
+    """Prints each run of a bucket's folder with its state and the machine that supervises it. Raises BadInput for a
+    folder that is in none, LaunchError if the bucket does not answer."""
+    _require_bucket(folder)
     with tempfile.TemporaryDirectory() as scratch:
         try:
             rows = [_row(storage.join(folder, name), Path(scratch)) for name in storage.folders(folder)]
@@ -120,7 +125,7 @@ def list_runs_of(folder: str, *, as_json: bool) -> None:
 
 def _row(url: str, scratch: Path) -> dict[str, Any] | None:
     """Returns a run's row; None for a folder without a ledger."""
-    if storage.stat(storage.join(url, FOLDER, "run.json")) is None:
+    if not RunBucket.of_run(url).has_run():
         return None
     ledger = import_run(scratch, machine(), url)
     assert ledger.bucket is not None

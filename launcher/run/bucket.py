@@ -54,6 +54,14 @@ class RunBucket:
 
     url: str
 
+    @classmethod
+    def of_run(cls, url: str) -> RunBucket:
+        """Returns the launcher's folder of the run gs://bucket/runs/ID."""
+        return cls(storage.join(url, FOLDER))
+
+    def has_run(self) -> bool:
+        return storage.stat(storage.join(self.url, _RECORD)) is not None
+
     def put_event(self, number: int, text: str) -> str:
         """Creates the event with a number. Returns `text`, or the event with that number that was there before."""
         url = self._event(number)

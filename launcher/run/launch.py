@@ -21,7 +21,7 @@ from launcher.run import budget, env_file, events, specification
 from launcher.run.lease import supervising
 from launcher.run.ledger import Ledger
 from launcher.run.loop import resume_open_attempt, run_attempts
-from launcher.run.runs import find_run, list_runs, resolve_run, runs_on_slice
+from launcher.run.runs import find_run, list_runs, pull_known, resolve_run, runs_on_slice
 from launcher.run.session import Context, Outcome, RunStopped, Session, open_session
 from launcher.run.specification import SecretSource, Specification
 from launcher.run.start import end_interrupted_start, observe_phase, require_all, require_inputs, require_ready
@@ -83,7 +83,8 @@ def run(request: RunRequest, context: Context) -> Outcome:
         RunStopped: The user stopped the run after this command began.
     """
     config, say = request.config, context.output.say
-    _pull(runs_on_slice(config, context.home, context.machine)[-1:], context)
+    for ledger in runs_on_slice(config, context.home, context.machine)[-1:]:
+        pull_known(ledger, context.machine)
     known_stops = {ledger.run_id: ledger.state.stops for ledger in list_runs(context.home, context.machine)}
     variables, overlay = read_extras(request, context)
     secrets = SecretSource(context.environment, variables.values if variables else {})
@@ -227,16 +228,6 @@ def _find(config: Config, context: Context, run_id: str | None) -> Ledger:
     return find_run(context.home, context.machine, run_id, slice_name=config.slice.name, provider=config.provider)
 
 
-def _pull(ledgers: list[Ledger], context: Context) -> list[Ledger]:
-    """Pulls the events that other machines recorded of unfinished runs, as far as their buckets answer. Returns
-    `ledgers`."""
-    for ledger in ledgers:
-        if ledger.state.phase is not Phase.FINISHED:
-            with contextlib.suppress(LaunchError):
-                ledger.pull(context.machine.threads)
-    return ledgers
-
-
 def _deletion_mark(config: Config) -> Path:
     """Returns the path of the file on which `delete_slice` holds a lock while it works."""
     return of_slice(config.project, config.slice.name, "deleting")
@@ -246,9 +237,10 @@ def _stop_runs(config: Config, context: Context) -> None:
     """Requests a stop of each run on the slice, which their supervising processes carry out, and this one for a run
     without such a process. Waits for these processes, a minute beyond run.stop_seconds at most, and says which have not
     ended, and which runs may not have saved."""
+    known = [pull_known(ledger, context.machine) for ledger in runs_on_slice(config, context.home, context.machine)]
     stopped = [
         ledger
-        for ledger in _pull(runs_on_slice(config, context.home, context.machine), context)
+        for ledger in known
         if ledger.state.phase.is_open or ledger.state.recovering or ledger.state.budget_spent or ledger.supervised()
     ]
     for ledger in stopped:

@@ -47,9 +47,13 @@ def find_run(
 ) -> Ledger:
     """Returns the run of that id, or the newest one (`run_id` None), of that slice and provider (None: any), with the
     events that its bucket has. Raises BadInput when there is none, or the named run is damaged."""
-    ledger = _find(home, machine, run_id, slice_name, provider)
+    return pull_known(_find(home, machine, run_id, slice_name, provider), machine)
+
+
+def pull_known(ledger: Ledger, machine: Workstation) -> Ledger:
+    """Pulls the events that other machines recorded of an unfinished run, if its bucket answers. Returns the ledger."""
     if ledger.state.phase is not Phase.FINISHED:
-        with contextlib.suppress(LaunchError):  # then as far as this machine knows
+        with contextlib.suppress(LaunchError):
             ledger.pull(machine.threads)
     return ledger
 
@@ -144,9 +148,9 @@ def import_run(home: Path, machine: Workstation, url: str) -> Ledger:
     run, LaunchError if the bucket does not answer."""
     url = url.rstrip("/")
     ledger = Ledger(home / "runs" / storage.name_of(url), machine.clock)
-    place = storage.join(url, bucket.FOLDER)
+    place = bucket.RunBucket.of_run(url)
     try:
-        bucket.RunBucket(place).download(ledger.folder)
+        place.download(ledger.folder)
     except storage.NotFound as error:
         raise BadInput(
             f"{url} is no run that another machine can go on with ({error}): name gs://bucket/runs/ID, whose ID "
@@ -154,7 +158,7 @@ def import_run(home: Path, machine: Workstation, url: str) -> Ledger:
         ) from None
     except storage.StorageError as error:
         raise LaunchError(f"{url} can't be read: {error}") from None
-    if ledger.record.bucket != place:
+    if ledger.record.bucket != place.url:
         raise BadInput(f"{url} was copied: the run's folder is {ledger.record.bucket}")
     ledger.pull(machine.threads)
     return ledger

@@ -13,7 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from launcher.errors import Exit, LaunchError
-from launcher.run import bucket, budget, events, specification
+from launcher.run import budget, events, specification
+from launcher.run.bucket import RunBucket
 from launcher.run.lease import supervising
 from launcher.run.ledger import Ledger
 from launcher.run.loop import observe_open_attempt, run_attempts
@@ -178,7 +179,7 @@ class Supervisor:
     def _needs_process(self, name: str, child: _Child) -> bool:
         """Returns whether the run is unfinished and its lease not live. Notes in `child` that nothing is left to do."""
         url = storage.join(self.folder, name)
-        lease = bucket.RunBucket(storage.join(url, bucket.FOLDER)).read_lease()
+        lease = RunBucket.of_run(url).read_lease()
         if lease is None or lease.is_live or lease.generation == child.settled:
             return False
         ledger = import_run(self.context.home, self.context.machine, url)

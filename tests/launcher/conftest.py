@@ -1,9 +1,11 @@
 """Fixtures of several files."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.bucket_server import BucketServer
 from tests.launcher.script_host import SHELLS, ScriptHost
 
 
@@ -12,6 +14,15 @@ def _own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes `home` in the test's folder the launcher's, in place of the user's `.tpu-launch`, and sets an account."""
     monkeypatch.setenv("CLOUDSDK_CORE_ACCOUNT", "ann@example.com")
     monkeypatch.setenv("TPU_LAUNCH_HOME", str(tmp_path / "home"))
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[BucketServer]:
+    """Cloud Storage, in the test's folder."""
+    server = BucketServer(tmp_path / "storage")
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
+    yield server
+    server.close()
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@ doesn't answer is named in time."""
 
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,14 +28,6 @@ data: {train: "gs://bucket/data", tokenizer: "gs://bucket/tokenizer"}
 train: {steps: 10, global_batch_size: 8}
 output: gs://BUCKET/out
 """
-
-
-@pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[BucketServer]:
-    storage = BucketServer(tmp_path / "storage")
-    monkeypatch.setenv("STORAGE_EMULATOR_HOST", storage.url)
-    yield storage
-    storage.close()
 
 
 def config(folder: Path, bucket: str = "bucket") -> Config:

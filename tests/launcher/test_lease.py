@@ -5,7 +5,7 @@ import contextlib
 import errno
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from email.utils import formatdate
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,12 +35,7 @@ LATE = [0.0] * 12 + [0.1, 1.0, 3.0, 12.0]  # seconds, before and after a request
 FROZEN = 0.03  # probability that the process stands still then, as on a laptop that sleeps
 
 
-@pytest.fixture(autouse=True)
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[BucketServer]:
-    found = BucketServer(tmp_path / "storage")
-    monkeypatch.setenv("STORAGE_EMULATOR_HOST", found.url)
-    yield found
-    found.close()
+pytestmark = pytest.mark.usefixtures("server")
 
 
 class Machines:

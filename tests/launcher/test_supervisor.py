@@ -1,7 +1,7 @@
 """Claims about `tpu-launch supervise` and about commands on a run of a bucket from a machine that has nothing of it."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,12 +49,7 @@ CONFIGURATION: dict[str, Any] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[BucketServer]:
-    server = BucketServer(tmp_path / "storage")
-    monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
-    yield server
-    server.close()
+pytestmark = pytest.mark.usefixtures("server")
 
 
 def begin(home: Path, run_id: str, *recorded: RunEvent, url: str = "") -> Ledger:
@@ -296,3 +291,9 @@ def test_the_ledger_is_in_the_bucket_if_the_output_is_and_this_account_may_write
     assert not said
     assert folder(RUNS) == ""
     assert "run r: only this machine can supervise it, because its events can't be kept in its bucket" in said[0]
+
+
+@pytest.mark.parametrize("command", ["supervise", "list"])
+def test_a_folder_that_is_in_no_bucket_is_refused(command: str) -> None:
+    with pytest.raises(BadInput, match="name the folder of the runs in their bucket"):
+        cli.main([command, "runs"], standalone_mode=False)
