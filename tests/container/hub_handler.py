@@ -1,4 +1,4 @@
-"""What the Hubs of hub_server and hub_downloads share: an HTTP server on loopback that answers in JSON."""
+"""Serves JSON over HTTP on loopback, for the Hubs of hub_server and hub_downloads."""
 
 import contextlib
 import http.server

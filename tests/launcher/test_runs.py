@@ -67,7 +67,7 @@ class Hosts:
     health: str = "HEALTHY"
     created: str = "2026-01-01T00:00:00Z"
     address: str = "10.0.0.1"
-    """Of host 0."""
+    """The address of host 0."""
     silent: set[int] = field(default_factory=set)
     """Hosts that do not answer."""
     only_created: set[int] = field(default_factory=set)

@@ -42,7 +42,7 @@ def pid_of_rank(parent: int, rank: int) -> int:
     [("mlm", "v4-8", 1), ("mlm", "v4-8", 2), *((task, "v6e-1", 1) for task in DOCUMENTS if task != "mlm")],
 )
 def test_losses_are_those_of_torch_xla(task: str, slice_: str, fsdp: int, tmp_path: Path) -> None:
-    """Of four processes, with the state in each or in two halves, and of one."""
+    """Trains in four processes, with the whole state in each or halves of it, and in one."""
     config = {**DOCUMENTS[task](tmp_path, "torch-tpu")}
     config["train"] = {**config["train"], "precision": "fp32", "mesh": {"fsdp": fsdp}}
     summary = train(tmp_path, "golden", config, TPU_ACCELERATOR_TYPE=slice_)

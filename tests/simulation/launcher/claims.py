@@ -65,7 +65,7 @@ def deletion_follows_a_stop(simulation: SimulatedRun, node: Slice, by: Actor) ->
 
 
 def run_makes_a_slice_only_in_a_recovery(simulation: SimulatedRun, by: Actor) -> None:
-    """`run` makes a slice only in a recovery that nobody has stopped or given up before `run` was asked for again."""
+    """Checks that `run` creates a slice only in a recovery that was neither stopped nor given up before that `run`."""
     if by.command not in ("run", "attach"):
         return
     for ledger in list_runs(by.laptop.home, simulation.commands[0].machine):
