@@ -59,18 +59,14 @@ def render(view: View, columns: int, rows: int | None = None) -> list[str]:
     lines += ["", *_progress(view, columns), ""]
     if len(view.losses) > 1:
         lines += [*plot(view.losses, columns, _CURVE_ROWS), ""]
-    history = ["", *view.history[:-1], *_wrap(view.history[-1], columns)] if view.history else []
+    newest = textwrap.wrap(view.history[-1], columns, subsequent_indent="  ") if view.history else []  # may be long
+    history = ["", *view.history[:-1], *newest] if view.history else []
     room = len(view.hosts) if rows is None else max(1, rows - len(lines) - len(history) - 2)  # beside two lines
     hosts = sorted(sorted(view.hosts, key=_usualness)[:room], key=lambda host: host.worker)
     lines += _hosts(hosts, columns) if hosts else []
     if left := len(view.hosts) - len(hosts):
         lines.append(f"and {left} more")
     return [_cut(line, columns) for line in lines + history]
-
-
-def _wrap(line: str, columns: int) -> list[str]:
-    """Returns the newest event on as many lines as it needs: the cause of an end is long."""
-    return textwrap.wrap(line, columns, subsequent_indent="  ")
 
 
 def _usualness(host: HostStatus) -> tuple[bool, int, float]:
