@@ -156,6 +156,12 @@ def test_only_a_connection_that_was_idle_is_tried_again_when_it_breaks(idle: flo
     assert len(commands) == 1 + tries
 
 
+def test_a_host_that_the_slice_does_not_have_any_more_is_not_reached() -> None:
+    """The slice's name belongs to a smaller one by now, while a thread stops an attempt of the last one."""
+    pool = ConnectionPool([Address(0, "h", "me", "key", "known", "h")], this_machine())
+    assert "no host 1" in pool.run(1, "true", timeout=5).problem
+
+
 def test_ctrl_c_does_not_wait_for_hosts_that_pull() -> None:
     root = Path(__file__).resolve().parents[2]
     with subprocess.Popen(

@@ -71,8 +71,7 @@ class ConnectionPool:
     def _run(self, worker: int, script: str, timeout: float, stdin: str | None) -> HostResult:
         connection: HostConnection | None = None
         try:
-            with self._locks[worker]:
-                connection = self._connect(worker)
+            connection = self._connect(worker)
             # Saves report.sh a call of the metadata server.
             command = f"connected_worker={worker}\n{script}"
             code, out, err = connection.run(f"sh -c {shlex.quote(command)}", timeout=timeout, stdin=stdin)
@@ -89,8 +88,7 @@ class ConnectionPool:
         the connection. The result has no output. `timeout` in seconds, as for `run`."""
         connection: HostConnection | None = None
         try:
-            with self._locks[worker]:
-                connection = self._connect(worker)
+            connection = self._connect(worker)
             code = connection.follow(f"sh -c {shlex.quote(script)}", timeout=timeout, on_line=on_line)
         except TimeoutError:
             self._drop(worker, connection)
@@ -121,7 +119,7 @@ class ConnectionPool:
         """Opens the connections that can be opened; the next command reports the others."""
 
         def connect(worker: int) -> None:
-            with contextlib.suppress(ConnectionFailed), self._locks[worker]:
+            with contextlib.suppress(ConnectionFailed):
                 self._connect(worker)
                 self._used[worker] = self._machine.clock.monotonic()
 
@@ -133,13 +131,15 @@ class ConnectionPool:
             self._drop(worker, connection)
 
     def _connect(self, worker: int) -> HostConnection:
-        """Returns the host's connection, opening it if needed; the caller holds the lock. Raises ConnectionFailed."""
-        connection = self._connections.get(worker)
-        if connection is not None and connection.is_open:
+        """Returns the host's connection, opening it if needed. Raises ConnectionFailed, also for a host that the slice
+        does not have: its name may belong to a smaller slice by now."""
+        if worker not in self.addresses:
+            raise ConnectionFailed(f"the slice has no host {worker} now")
+        with self._locks[worker]:
+            connection = self._connections.get(worker)
+            if connection is None or not connection.is_open:
+                connection = self._connections[worker] = self._machine.connect(self.addresses[worker])
             return connection
-        connection = self._machine.connect(self.addresses[worker])
-        self._connections[worker] = connection
-        return connection
 
     def _drop(self, worker: int, connection: HostConnection | None) -> None:
         """Closes a connection and removes it from the pool, unless another one has replaced it there."""
