@@ -264,9 +264,10 @@ class Provider(Protocol):
     def delete(self) -> None:
         """Deletes the slice, if it exists, and returns when the API says that it is gone."""
 
-    def start(self, attempt: Attempt) -> list[HostReport]:
+    def start(self, attempt: Attempt, clock: Clock | None = None) -> list[HostReport]:
         """Starts the attempt's container on every host; leaves one alone that runs or has run. `detail`: the image id.
-        On several TPU VMs no command begins unless all hosts have started the same image; each pod begins by itself."""
+        On several TPU VMs no command begins unless all hosts have started the same image; each pod begins by itself.
+        Waits for nodes use `clock` (None: the machine's), whose `sleep` may raise to end the start."""
 
     def observe(
         self, worker: int, container: str, since: str | None, *, patience: float = 0.0, progress: bool = False

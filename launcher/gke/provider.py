@@ -139,7 +139,7 @@ class Gke:
 
     # -- containers ---------------------------------------------------------------------------------------------------
 
-    def start(self, attempt: Attempt) -> list[HostReport]:
+    def start(self, attempt: Attempt, clock: Clock | None = None) -> list[HostReport]:
         """Removes this run's earlier attempts, creates the JobSet, unless it exists, and waits until every host's
         container has started. Reports failure on all hosts when another run uses the slice. On any other failure,
         removes the JobSet and raises the reason."""
@@ -159,7 +159,7 @@ class Gke:
                 self._delete(self._mounted_kinds, name)  # left by an interrupted start
                 self._create(attempt)
             self._own_files(name)
-            self._wait_started(attempt, name)
+            self._wait_started(attempt, name, clock or self._clock)
         except LaunchError:
             # Also when the creation failed: perhaps only its answer was lost.
             with contextlib.suppress(LaunchError):
@@ -187,10 +187,13 @@ class Gke:
             lines = watch.final_lines(pod, since)
             if lines is not None:
                 return Observation(worker, state, tuple(lines), problem=problem)
-            options = [f"--since-time={since}"] if since else []
-            window, more = self._read_log(pod, *options)  # after the state, so that an ended pod's log is complete
         except LaunchError as error:
             return Observation(worker, None, problem=str(error).splitlines()[0])
+        options = [f"--since-time={since}"] if since else []
+        try:
+            window, more = self._read_log(pod, *options)  # after the state, so that an ended pod's log is complete
+        except LaunchError as error:  # the log of an ended pod may be gone with its node: its end still counts
+            return Observation(worker, state if pod.ended else None, problem=str(error).splitlines()[0])
         told = self._read_progress(pod) if progress and not pod.ended else ()
         return Observation(worker, state, window.lines, more=more, problem=problem, open=window.open, progress=told)
 
@@ -319,9 +322,9 @@ class Gke:
         files = [f"{kind}/{name}" for kind in self._mounted_kinds.split(",")]
         self._kubectl.call("patch", *files, "--type", "merge", "--patch", patch, "--output", "name")
 
-    def _wait_started(self, attempt: Attempt, name: str) -> None:
+    def _wait_started(self, attempt: Attempt, name: str, clock: Clock) -> None:
         """Waits until every host's container has started: first for nodes, as long as for a slice, then for containers.
-        Raises the LaunchError that keeps a container from starting."""
+        Raises the LaunchError that keeps a container from starting, and what `clock` raises."""
         run, slice_ = self.config.run, self.config.slice
         node_minutes = max(run.start_minutes, slice_.create_minutes + slice_.stockout_minutes)
         now = self._clock.monotonic
@@ -329,6 +332,7 @@ class Gke:
         placed: float | None = None  # when every host had a node
         watch = self._watch_pods(attempt.container)
         reported = ""
+        clock.sleep(0.0)  # a stop that came before the JobSet has deleted nothing
         while True:
             deadline = node_deadline if placed is None else placed + run.start_minutes * 60
             try:
@@ -337,7 +341,7 @@ class Gke:
                 if error.exit_code is not Exit.CLOUD_ERROR or now() > deadline:
                     raise
                 self.say(str(error))
-                self._clock.sleep(2.0)
+                clock.sleep(2.0)
                 continue
             waiting = {worker: pods.get(worker) for worker in self._workers if not _has_started(pods.get(worker))}
             if not waiting:
@@ -360,7 +364,7 @@ class Gke:
             if reasons != reported:
                 self.say(f"waiting for {len(waiting)} of {len(self._workers)} hosts: {reasons}")
                 reported = reasons
-            self._clock.sleep(0.5)
+            clock.sleep(0.5)
 
     def _stockout_error(self, minutes: float, reasons: str) -> LaunchError:
         """Returns the error for a cluster without enough nodes: what it needs and why it waits."""

@@ -200,7 +200,11 @@ def stop(config: Config, context: Context, run_id: str | None, *, grace: int | N
             session.say(": nothing of it runs on hosts, and no attempt follows")
             return []
         context.output.say(f"stopping run {ledger.run_id} on {len(session.workers)} hosts")
-        return _stop_on_hosts(session, seconds)
+        reports = _stop_on_hosts(session, seconds)
+        deadline = context.machine.clock.monotonic() + _RELEASE_SECONDS
+        if state.phase is Phase.STARTING and not _is_released(ledger, context, deadline):
+            session.say(": the tpu-launch that starts it has not ended; `tpu-launch stop` again stops what comes late")
+        return reports
 
 
 def _stop_on_hosts(session: Session, grace: int) -> list[HostReport]:

@@ -231,6 +231,9 @@ class _Recovery:
         session = self.session
         round_begun = self.clock.monotonic()
         session.check_stop()
+        if session.ledger.state.phase.is_open and observe_open_attempt(session) is not None:
+            session.say(f": attempt {session.ledger.state.attempt} runs; its start could not be recorded")
+            return session.ledger.state.attempt
         if self.in_use is None:
             self._check_slice(settle=False)
         self._delete_slice_if_bad()

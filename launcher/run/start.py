@@ -64,10 +64,10 @@ def start_attempt(session: Session) -> tuple[int, Verdict | None]:
     )
     try:
         try:
-            reports = provider.start(attempt)
+            reports = provider.start(attempt, session.clock)
             if not all(report.ok or report.occupied_by for report in reports):  # a connection may have failed once
                 session.check_stop()
-                reports = provider.start(attempt)
+                reports = provider.start(attempt, session.clock)
             require_all(reports, "start")
         except LaunchError:  # a host may have started the container although the call failed
             end_everywhere(session, number, session.workers)

@@ -45,7 +45,7 @@ _FAILURE_GRACE = 3  # seconds between SIGTERM and SIGKILL for hosts that only wa
 # Of the host that is the first cause, in the report: lines, characters of each, and bytes in which they are found.
 _LAST_LINES, _LAST_CHARACTERS, _LAST_BYTES = 8, 2_000, 2_000_000
 _LAST_SECONDS, _END_LINES = 60.0, 1000  # for which the rest of a huge log is fetched; then so many lines of its end
-_FULL_DISK_SECONDS = 40.0  # for which last lines wait on a full disk of this machine
+_FULL_DISK_SECONDS = 40.0  # for which last lines wait on a full disk of this machine, or on a log that can't be read
 _LAST_TRIES = 3  # of a host that does not answer when its last lines are fetched
 _AT_ONCE = 64  # for work on all hosts at once
 
@@ -280,7 +280,8 @@ class _Supervision:
         self.progress.forgive(still)
         for worker, view in self.views.items():
             ended_seen = min(now, view.ended_seen + still) if view.ended_seen is not None else None
-            self.views[worker] = replace(view, seen=min(now, view.seen + still), ended_seen=ended_seen)
+            seen, failing_since = min(now, view.seen + still), min(now, view.failing_since + still)
+            self.views[worker] = replace(view, seen=seen, failing_since=failing_since, ended_seen=ended_seen)
 
     def _receive(self) -> None:
         """Handles one observation or state of the slice, if one arrives within 0.25 s.
@@ -332,6 +333,7 @@ class _Supervision:
             if view.reachable:
                 self.ledger.note(events.HostOutOfReach(number, worker, answer.problem), self.say)
                 self.say(f"host {worker} does not answer: {answer.problem}")
+                view = replace(view, failing_since=now)
             self.views[worker] = replace(view, problem=answer.problem or "no answer")
             return
         if not view.reachable:
@@ -497,7 +499,7 @@ class _Supervision:
             else:
                 with turn:
                     self._deliver(observation)
-                problem = "this machine's disk is full" if log.behind else ""
+                problem = observation.problem or ("this machine's disk is full" if log.behind else "")
                 last = self.clock.monotonic() - begun > _FULL_DISK_SECONDS
             if problem:
                 if last:

@@ -76,6 +76,7 @@ class HostView:
     container: ContainerState | None  # as last seen
     seen: float  # when the host last answered
     problem: str = ""  # why it does not answer now; empty if it does
+    failing_since: float = float("-inf")  # when the first look failed after it last answered
     ended_seen: float | None = None  # when its container was first seen to have ended
     ended_away: bool = False  # its container ended while the host was out of reach
     answering_since: float = float("-inf")  # when it last began to answer without a gap
@@ -247,7 +248,9 @@ def _judge_lost(views: Sequence[HostView], now: float, limits: Limits, stepped: 
     While the others do steps (`stepped`), which need every host, a host that can't be reached from here is alive.
     """
     unreachable = [view for view in views if not view.reachable]
-    overdue = [view for view in unreachable if now - max(view.seen, stepped) > limits.lost and not view.ended]
+    # A look may take as long as a short limit: one that failed late shows little.
+    failing = [view for view in unreachable if now - view.failing_since > limits.lost / 2 and not view.ended]
+    overdue = [view for view in failing if now - max(view.seen, stepped) > limits.lost]
     # If no host answers, our own network may be down: a host is lost if others answered for long after it.
     for lost in sorted(overdue, key=lambda view: view.seen):
         if any(view.seen - max(view.answering_since, lost.seen) > limits.lost / 2 for view in views):

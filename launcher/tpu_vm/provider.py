@@ -116,7 +116,7 @@ class TpuVm:
 
     # -- containers ---------------------------------------------------------------------------------------------------
 
-    def start(self, attempt: Attempt) -> list[HostReport]:
+    def start(self, attempt: Attempt, clock: Clock | None = None) -> list[HostReport]:
         """Starts the containers by one gcloud call (again if kept addresses were those of an earlier slice), and
         delivers overlay and secrets, for which their commands wait. Returns the reports of the first step that failed
         on a host, else those of the start. Raises LaunchError if hosts have different images."""

@@ -140,8 +140,8 @@ class CheckedHosts(FakeProvider):
 
     refusing = False
 
-    def start(self, attempt: Any) -> list[HostReport]:
-        reports = super().start(attempt)
+    def start(self, attempt: Any, clock: Any = None) -> list[HostReport]:
+        reports = super().start(attempt, clock)
         return [reports[0], HostReport(1, False, "no engine")] if self.refusing else list(reports)
 
     def observe(

@@ -23,6 +23,7 @@ from launcher.providers import this_machine
 from tests.kubernetes.cluster.expansion import expand
 from tests.kubernetes.golden import IMAGE
 from tests.launcher.script_host import write_program
+from training.machine.clock import SystemClock
 from training.telemetry.progress_line import ProgressLine
 
 FILE = """\
@@ -235,6 +236,27 @@ def test_a_stop_before_any_pod_has_started_deletes_the_jobset(kubectl: Path, pod
     reports = provider(kubectl, 1, 1).stop(ATTEMPT.container, grace=1, remove=False)
     assert all(report.ok for report in reports)
     assert any("jobsets" in call and "two-0101-000000-0000-0" in call for call in calls(kubectl, "delete"))
+
+
+def test_a_stop_that_came_before_the_jobset_ends_its_start(kubectl: Path) -> None:
+    class Stopped(SystemClock):
+        def sleep(self, seconds: float) -> None:
+            raise LaunchError("it was stopped")
+
+    with pytest.raises(LaunchError, match="it was stopped"):
+        provider(kubectl, 1, 1).start(ATTEMPT, Stopped())
+    assert "jobsets" in calls(kubectl, "delete")[-1]
+
+
+def test_how_a_pod_ended_is_known_without_its_log_which_may_be_gone_with_its_node(kubectl: Path) -> None:
+    show(kubectl, "a", "b", ended={0})
+    (kubectl / "refused-logs").write_text("Error from server: dial tcp 10.4.0.1:10250: connect: no route to host\n")
+    gke = provider(kubectl, 1, 1)
+    ended, runs = (gke.observe(worker, ATTEMPT.container, None) for worker in range(2))
+    assert ended.container is not None
+    assert ended.container.exit_code == 3
+    assert runs.container is None
+    assert "no route to host" in ended.problem
 
 
 def test_only_pods_that_run_are_stopped_and_asked_for_stacks_and_each_host_is_reported(kubectl: Path) -> None:

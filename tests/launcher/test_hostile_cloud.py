@@ -31,6 +31,7 @@ from launcher.run.supervise import _Supervision
 from launcher.run.verdict import HostView, Kind, judge
 from launcher.tpu_vm import slice_hints
 from tests.launcher.test_runs import FakeProvider, Workstation, start_and_lose_sight, work
+from training.machine.clock import Clock
 from training.storage import Stat
 
 __all__ = ["work"]
@@ -264,6 +265,30 @@ def test_a_transient_error_costs_a_round_of_the_recovery_and_no_budget(
     assert recorded(work, events.Recovered) == 1
     (told,) = (found for message in work.messages if (found := re.search(r"recovered in ([\d.]+) s", message)))
     assert 155 < float(told[1]) < 300, "five pauses, of 5 s and doubled"
+
+
+def test_an_attempt_whose_start_could_not_be_recorded_is_watched_and_not_started_again(
+    work: Workstation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This machine's disk is full for longer than an event waits."""
+    work.hosts.exits[:2] = [75, 0]
+    write, refusals = Ledger._write, iter(range(65))
+
+    def refuse(ledger: Ledger, line: str) -> None:
+        if '"started", "attempt": 1' in line and next(refusals, None) is not None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(ledger, line)
+
+    monkeypatch.setattr(Ledger, "_write", refuse)
+    outcome = work.run(work.config())
+    assert (outcome.attempt, outcome.verdict.kind, len(work.hosts.attempts)) == (1, Kind.FINISHED, 2)
+    assert outcomes(work) == ["saved", "finished"]
+
+
+def test_the_end_of_a_program_counts_although_its_log_can_not_be_read(work: Workstation) -> None:
+    work.hosts.log_problem = "no route to host"
+    assert work.run(work.config()).verdict.kind is Kind.FINISHED
+    assert "host 1: its last lines may be missing: no route to host" in work.messages
 
 
 def test_a_slice_that_is_taken_away_again_and_again_during_one_recovery_spends_one_preemption(
@@ -529,6 +554,26 @@ def test_a_stop_before_the_first_start_keeps_it_from_starting(work: Workstation)
     assert work.ledger.state.outcome == "stopped"
 
 
+def test_a_stop_ends_a_start_that_waits_for_nodes(work: Workstation, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait(_provider: FakeProvider, _attempt: Attempt, clock: Clock) -> None:
+        stop_elsewhere(work)
+        clock.sleep(3600.0)
+
+    monkeypatch.setattr(FakeProvider, "start", wait)
+    with pytest.raises(RunStopped):
+        work.run(work.config())
+    assert work.ledger.state.outcome == "stopped"
+
+
+def test_a_stop_waits_for_the_process_that_starts_the_attempt(
+    work: Workstation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = interrupt_start(work, {0})
+    hold_lock(work, monkeypatch)
+    launch.stop(config, work.context(), None, grace=1)
+    assert not work.ledger.supervised()
+
+
 def test_a_run_that_waits_for_its_lock_does_not_start_after_a_stop(
     work: Workstation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -606,11 +651,11 @@ def test_orphans_are_kept_until_every_host_is_reaped_and_stopped_although_the_ru
 def test_a_start_that_fails_on_one_host_is_tried_again_once(work: Workstation, monkeypatch: pytest.MonkeyPatch) -> None:
     start, failing = FakeProvider.start, [True, False, True, True]
 
-    def miss_a_host(provider: FakeProvider, attempt: Attempt) -> list[HostReport]:
+    def miss_a_host(provider: FakeProvider, attempt: Attempt, clock: Clock | None = None) -> list[HostReport]:
         if failing.pop(0):
             provider.hosts.call("start")
             return [HostReport(0, True, ""), HostReport(1, False, "can't be reached")]
-        return start(provider, attempt)
+        return start(provider, attempt, clock)
 
     monkeypatch.setattr(FakeProvider, "start", miss_a_host)
     assert work.run(work.config()).verdict.kind is Kind.FINISHED

@@ -80,6 +80,8 @@ class Hosts:
     """Output of the script that dumps stacks."""
     line: str = "a line"
     """The log line that containers have written."""
+    log_problem: str = ""
+    """Why hosts tell only how containers do, and none of their lines."""
     execute: Callable[[Sequence[str]], tuple[int, list[str]]] = lambda command: (0, [])
     """Returns the exit code and the lines of a command in a container."""
 
@@ -156,7 +158,7 @@ class FakeProvider:
         self.hosts.call("delete")
         self.hosts.slice_state = None
 
-    def start(self, attempt: Attempt) -> list[HostReport]:
+    def start(self, attempt: Attempt, clock: Clock | None = None) -> list[HostReport]:
         self.hosts.call("start")
         if self.hosts.busy:
             return [HostReport(worker, False, "in use", occupied_by=self.hosts.busy) for worker in HOSTS]
@@ -179,6 +181,8 @@ class FakeProvider:
             state = ContainerState("created")
         lines = () if self.hosts.quiet else (LogLine("2026-01-01T00:00:00.000000000Z", self.hosts.line),)
         told = self.hosts.progress.get(worker, ()) if progress else ()
+        if self.hosts.log_problem:
+            return Observation(worker, state, problem=self.hosts.log_problem)
         return Observation(worker, state, lines, progress=told)
 
     def look(self, worker: int, container: str, *, lines: int = 0) -> Observation:
@@ -347,9 +351,9 @@ def test_an_env_file_is_for_the_command_and_not_for_the_launcher(work: Workstati
     seen: list[dict[str, str]] = []
 
     class Watching(FakeProvider):
-        def start(self, attempt: Attempt) -> list[HostReport]:
+        def start(self, attempt: Attempt, clock: Clock | None = None) -> list[HostReport]:
             seen.append(dict(os.environ))
-            return super().start(attempt)
+            return super().start(attempt, clock)
 
     config = work.config()
     context = dataclasses.replace(work.context(), make_provider=lambda config: Watching(config, work.hosts))

@@ -202,6 +202,11 @@ def test_hours_without_a_network_do_not_count_as_answers_of_the_api() -> None:
         ([running(0, seen=0.0, problem="no route"), running(1, seen=0.0, problem="no route")], Kind.RUNNING),
         ([running(0, seen=1000.0), running(1, seen=800.0, problem="timed out")], Kind.HOST_LOST),
         ([running(0, seen=1000.0), running(1, seen=990.0, problem="timed out")], Kind.RUNNING),
+        # Looks take long: the first one failed a moment ago.
+        (
+            [running(0, seen=1000.0), replace(running(1, seen=800.0, problem="reset"), failing_since=941.0)],
+            Kind.RUNNING,
+        ),
         # A maintenance takes all hosts away: the first that is noticed is no more lost than the others.
         ([running(0, seen=800.0, problem="no route"), running(1, seen=801.0)], Kind.RUNNING),
     ],

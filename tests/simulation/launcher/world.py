@@ -28,7 +28,7 @@ from tests.simulation.scheduler import Process, Scheduler, Task
 
 _CONNECT_SECONDS = 5.0  # as the launcher's transport has it
 _BROKEN_SECONDS = 10.0  # until a connection whose packets are lost breaks
-_REFUSALS = 3  # in a row, at least, before a host counts as lost
+_REFUSALS = 2  # in a row, at least, before a host counts as lost
 _FORGOTTEN_SECONDS = 300.0  # of silence, after which a firewall may forget a connection
 COLLEAGUE = "a colleague"
 _RACE_SECONDS = 5.0  # between a look and the step that follows from it: no call of the API checks and creates at once
@@ -97,7 +97,8 @@ class Record:
     abandoned: set[tuple[str, int]] = field(default_factory=set)
     stops: list[Stop] = field(default_factory=list)
     requested_runs: list[tuple[Laptop, float]] = field(default_factory=list)  # where and when users typed `run`
-    deleted: dict[str, tuple[object, float]] = field(default_factory=dict)  # ids of nodes in use: by whom and when
+    # Ids of nodes in use: whose they were, by whom and when.
+    deleted: dict[str, tuple[str, object, float]] = field(default_factory=dict)
     removed_logs: dict[tuple[str, int, int], list[tuple[str, str]]] = field(default_factory=dict)
     permanent: set[str] = field(default_factory=set)  # kinds of API faults that no retry outlasts
     deletions: list[float] = field(default_factory=list)  # when users deleted a node or a request
@@ -196,13 +197,15 @@ class World:
         self._answers[laptop.name, host] = self.scheduler.now
 
     def _is_lost(self, laptop: Laptop, host: Host, job: Job) -> bool:
-        """Returns whether all answers of a host of an attempt have failed for as long as the file lets it be silent:
-        for longer if no other host has answered since."""
+        """Returns whether a host of an attempt has not answered for as long as the file lets it be silent, and its
+        answers have failed for half of that: for longer if no other host has answered since."""
         refusals = self._refusals.get((laptop.name, host), [])
         others = [item.host for item in job.containers.values() if item.host is not host]
         answered = any(self._answers.get((laptop.name, other), 0.0) > refusals[0] for other in others if refusals)
         longest = self.host_lost_seconds if answered else self.unreachable_seconds
-        return len(refusals) >= _REFUSALS and self.scheduler.now - refusals[0] > longest - _BETWEEN_LOOKS
+        last = self._answers.get((laptop.name, host), job.began or 0.0)
+        silent = self.scheduler.now - last > longest - _BETWEEN_LOOKS
+        return silent and len(refusals) >= _REFUSALS and self.scheduler.now - refusals[0] > longest / 2 - _BETWEEN_LOOKS
 
     def awake(self, actor: Actor, seconds: float) -> None:
         """Wakes a laptop after so many seconds of sleep: firewalls may have forgotten its connections."""
@@ -463,9 +466,9 @@ class World:
         if isinstance(by, Actor):
             self.on_creation(by)
         if isinstance(by, Actor) and by.command in ("run", "attach"):
-            for node, (deleter, at) in self.record.deleted.items():
+            for node, (creator, deleter, at) in self.record.deleted.items():
                 raced = node in by.deleted or at - by.looked.get(node, at) < _RACE_SECONDS
-                if deleter is not by and not raced and by.shown[node] in _IN_USE:
+                if creator == by.user and deleter is not by and not raced and by.shown[node] in _IN_USE:
                     self.break_promise("what a user deleted stays deleted", f"{by.command} of {by.user} makes it again")
 
     def watch_two(self, second: Slice) -> None:
@@ -505,7 +508,7 @@ class World:
         if isinstance(by, Actor):
             self.on_deletion(node, by)
         if node.used_as in _IN_USE:
-            self.record.deleted[node.node.resource["id"]] = (by, self.scheduler.now)
+            self.record.deleted[node.node.resource["id"]] = (node.creator, by, self.scheduler.now)
         if who == COLLEAGUE:
             return
         if node.creator != who:
@@ -608,7 +611,6 @@ class Link:
         scheduler.sleep(world.rng.uniform(0.01, 0.06))
         self._require_packets(deadline)
         if world.ssh_fault() is not None:
-            world.refused(self.actor.laptop, host)
             raise self._break("Connection reset by peer")
         script = scripts.unquote(command)
         name, parameters, arguments = scripts.parse(script)
@@ -618,7 +620,6 @@ class Link:
             code, output = self._run_in_task(script, stdin, deadline)
         self._require_packets(deadline)
         if world.api_fault("ssh loses answers") is not None:
-            world.refused(self.actor.laptop, host)
             raise self._break("the connection closed before the command ended")
         world.answered(self.actor.laptop, host)
         return code, output, ""
@@ -629,7 +630,6 @@ class Link:
         if self.closed or host.boots != self.boots:
             raise self._break("the connection is closed")
         if self.forgotten:
-            self.world.refused(self.actor.laptop, host)
             raise self._break("Connection reset by peer")
         if host.reachable and not self.actor.laptop.offline:
             return
@@ -638,7 +638,7 @@ class Link:
         scheduler.sleep(max(0.0, min(left, wait)))
         if not (host.reachable and not self.actor.laptop.offline and host.boots == self.boots):
             if left <= wait:
-                self.closed = True
+                self._break("")
                 raise TimeoutError
             raise self._break("Connection timed out")
 
@@ -664,6 +664,8 @@ class Link:
 
     def _break(self, why: str) -> ConnectionFailed:
         self.closed = True
+        if self.host.reachable:
+            self.world.refused(self.actor.laptop, self.host)
         return ConnectionFailed(why)
 
 
@@ -679,6 +681,8 @@ class Terminal:
         scheduler.sleep(world.rng.uniform(0.05, 0.3))
         host = world.addresses.get(address.host)
         if host is None or not host.reachable or self.actor.laptop.offline:
+            if host is not None and host.reachable:
+                world.refused(self.actor.laptop, host)
             scheduler.sleep(_CONNECT_SECONDS)
             raise ConnectionFailed(f"can't be reached: no answer within {_CONNECT_SECONDS:.0f} s")
         if world.ssh_fault() is not None:
