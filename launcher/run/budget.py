@@ -1,8 +1,8 @@
 """The dollars of a run (`run.budget`): what its attempts have cost by list prices, and the end when they are spent.
 
-Counts each attempt's slice from the attempt's begin to its end, and each recovery, also while it recreates the slice,
-unless the slice was preempted or deleted. The price is recorded when the attempt begins, so that the sum does not
-change with the file or the table of prices.
+Counts each attempt's slice from the attempt's begin to its end, and each recovery until it deletes the slice, unless
+the slice was preempted or deleted before. A slice that is taken counts until that is seen, in a recovery to its end.
+The price is recorded when the attempt begins, so that the sum does not change with the file or the table of prices.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def spent(entries: Sequence[Entry], now: float) -> float:
         if isinstance(event, events.AttemptBegan):
             total += rate * max(0.0, time - begun)
             rate, begun = (event.dollars_an_hour or 0.0) / 3600, time
-        elif isinstance(event, events.Ended | events.RecoveryGivenUp):
+        elif isinstance(event, events.Ended | events.RecoveryGivenUp | events.SliceReplaced):
             total += rate * max(0.0, time - begun)
             begun, rate = time, 0.0
         elif isinstance(event, events.Recovering) and event.after not in _SLICE_LOST:

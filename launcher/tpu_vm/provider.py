@@ -166,7 +166,9 @@ class TpuVm:
         tail = _TAIL if since else None
         script = host_scripts.observe_script(container, since, patience=patience, tail=tail, progress=progress)
         observation, window = self._observe(worker, script, patience)
-        if since and window.records and (observation.more or not host_output.covers(window, since, _TAIL)):
+        is_behind = bool(since and observation.lines and observation.lines[-1].timestamp < since)  # the host's clock
+        missing = since and window.records and (observation.more or not host_output.covers(window, since, _TAIL))
+        if missing and not is_behind:  # else no line from `since` on is new
             told = observation.progress
             observation, _ = self._observe(worker, host_scripts.observe_script(container, since), _LONG_LOG_SECONDS)
             observation = replace(observation, progress=told)

@@ -32,9 +32,13 @@ def test_each_attempt_counts_with_the_price_of_its_slice_and_a_preempted_slice_c
         at(6, events.Ended(1, "failed")),
         at(6, events.Recovering(1, "failed", "", 0.0)),  # the slice stays
         at(7, began(2, 4.0)),
+        at(8, events.Ended(2, "host lost")),
+        at(8, events.Recovering(2, "host lost", "", 0.0)),
+        at(9, events.SliceReplaced(2, 1, "a bad host")),
     ]
-    assert spent(entries, START + 7 * 3600) == pytest.approx(2 * 10 + 4 + 4)
-    assert spent(entries, START + 8 * 3600) == pytest.approx(2 * 10 + 4 + 4 + 4)
+    assert spent(entries[:-3], START + 7 * 3600) == pytest.approx(2 * 10 + 4 + 4)
+    assert spent(entries[:-3], START + 8 * 3600) == pytest.approx(2 * 10 + 4 + 4 + 4)
+    assert spent(entries, START + 99 * 3600) == pytest.approx(2 * 10 + 4 + 4 + 4 + 4)
     assert spent(entries[:2], START + 100 * 3600) == pytest.approx(20)
     assert spent([], START) == 0
 

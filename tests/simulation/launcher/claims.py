@@ -324,11 +324,12 @@ def budget_is_spent_on_slices(simulation: SimulatedRun) -> None:
     budget = simulation.scenario.setting.budget
     if budget is None or simulation.ann.wall:
         return
-    meddled = any(fault.kind in _TAKERS and fault.anchor not in ("start", "beginning") for fault in simulation.faults)
+    # A slice that is taken counts until that is seen: in a recovery, or while the API is out, that may take minutes.
+    deaf = any(fault.kind in API_FAULTS for fault in simulation.faults)
+    taken = [fault for fault in simulation.faults if fault.kind in _TAKERS]
+    meddled = any(deaf or fault.anchor not in ("start", "beginning") for fault in taken)
     for command in simulation.commands:
-        # A recovery counts whole, also the minutes without a slice.
-        recreates = any("recreating the slice (" in text or ": recovered in " in text for _, text in command.told)
-        for at, text in command.told if not meddled and not recreates else ():
+        for at, text in command.told if not meddled else ():
             if "the budget is spent" in text and (cost := _cost_of_slices(simulation, at)) < budget * 0.99:
                 rate = _rate(simulation)
                 if cost + rate * _BUDGET_SECONDS < budget:

@@ -20,6 +20,7 @@ from tests.simulation.scheduler import Scheduler
 
 SECRET = "hf_sImUlAtEd0123456789"  # that every run has, and every program prints
 PEERS_WAIT = 40.0  # seconds that a program waits for the other hosts at its start
+PEERS_WAIT_OF_PODS = 600.0  # which begin by themselves; the trainer's default
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,8 @@ class Job:
         self.containers[container.host.worker] = container
         if not container.host.engine_up:  # it failed while the start was under way
             self.disturbed = True
-        self.scheduler.call_at(self.scheduler.now + PEERS_WAIT, self._check_peers)
+        wait = PEERS_WAIT if container.cuts_lines else PEERS_WAIT_OF_PODS
+        self.scheduler.call_at(self.scheduler.now + wait, self._check_peers)
         complete = len(self.containers) == self.hosts and self.began is None
         if complete and all(item.running and item.host.connected for item in self.containers.values()):
             self.began = self.scheduler.now

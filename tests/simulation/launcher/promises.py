@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 _CODES = {int(code) for code in Exit}
 _SSH_FAULTS = ("dead ssh", "no ssh", "ssh loses answers", "offline")
 _LOOK_SECONDS = 6.0  # from a line until the launcher has seen it
-_CLOCK_SECONDS = 60.0  # the most by which a fault sets a clock back
 _EXPLAIN_SECONDS = 60.0  # from the limit of a stall until its explanation is recorded
 _TAKES_HOSTS = ("preempt", "maintenance", "reboot", "die")  # faults
 _BILLED = ("CREATING", "READY", "STOPPED", "STARTING")
@@ -317,8 +316,6 @@ def stalled_program_is_silent(world: World, run: str) -> None:
     job = world.newest_job(run)
     if job is None or job.plan.tells or job.stall_seconds is None:
         return
-    if any(fault.kind == "clock" for fault in world.faults) and job.stall_seconds < _CLOCK_SECONDS:
-        return  # a host's clock that jumps back hides its lines until it has caught up
     now = world.scheduler.now
     for container in job.containers.values():
         job.write_lines(container)
@@ -426,11 +423,7 @@ def one_event_costs_one_attempt(simulation: SimulatedRun) -> None:
         )
         stops = sum(stop.run == ledger.run_id and stop.by is not None for stop in simulation.world.record.stops)
         left = sum(command.killed or command.interrupted for command in simulation.commands)
-        late = sum(  # a cluster adds its nodes minutes apart
-            simulation.world.cluster is not None and any(cause.kind == "no peers" for cause in job.causes)
-            for job in simulation.world.record.jobs.values()
-        )
-        if spent > len(simulation.faults) + saves + stops + left + late:
+        if spent > len(simulation.faults) + saves + stops + left:
             simulation.break_promise("budgets are spent on what they are for", f"{ledger.run_id}: {spent} attempts")
 
 
@@ -503,9 +496,10 @@ def _verdicts_of(simulation: SimulatedRun, job: Job, causes: Sequence[Cause]) ->
         # The slice may be deleted, or a cluster's pod stopped, before a launcher sees how the program ended.
         deleted = {("slice deleted", None)} if "deleted" in kinds else set()
         if simulation.world.cluster is not None:  # where ends are known by the second
-            ties = (-1, first.worker) if job.plan.second is None else (-1, first.worker, job.plan.second % job.hosts)
-            deleted |= {("failed", worker) for worker in ties if first.kind == "fail" and worker >= 0}
-            deleted |= {("stopped", worker) for worker in ties if asked}
+            second = max(0, first.worker) if job.plan.second is None else job.plan.second % job.hosts
+            ends = job.containers[second].ended - job.containers[max(0, first.worker)].ended
+            deleted |= {("failed", second)} if first.kind == "fail" and ends < 1.0 else set()
+            deleted |= {("stopped", worker) for worker in (-1, first.worker, second) if asked}
         return allowed[first.kind] | deleted | _unseen(simulation, job) if first.kind in allowed else set()
     if kinds == ["connection"]:
         # A host that ceases to answer before it has told that it lost a peer looks like a lost host.
