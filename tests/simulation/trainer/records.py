@@ -16,6 +16,7 @@ _HOW = {
     Exit.FINISHED: "finished", Exit.FAILED: "failed", Exit.BAD_INPUT: "refused", Exit.SAVED: "stopped",
     Exit.LOST_PEER: "lost a host",
 }  # fmt: skip
+_KILLED = 128 + 9
 _ENDED_BY_A_THREAD = (
     "could not stop in good order",
     "took longer than",
@@ -30,14 +31,15 @@ class RecordPromises:
         kinds = {fault.kind for fault in world.plan.faults}
         # Storage loses metrics then, or two starts write them at once.
         self._may_lose = not kinds.isdisjoint({"telemetry", "cut line", "second start"})
-        self._may_lose |= {"cut", "kill"} <= kinds  # a cut hangs the upload, for which commits wait some seconds only
 
     def ended(self, host: Host, claim: str) -> None:
         """Checks a process of host 0, which records. `claim`: the name of its attempt's record."""
         recorders = [group.hosts[0] for group in self._world.groups]
         said = [line for each in recorders for line in each.lines if "was started again" not in line]
         warned = any("not recorded" in line or "metrics" in line for line in said)
-        if self._may_lose or self._world.disturbed or warned or host.backend is None or host.code not in _HOW:
+        # A cut hangs the upload, for which commits wait some seconds only; a kill before its end loses it.
+        hung = any(each.hurt and each.code == _KILLED for each in recorders)
+        if self._may_lose or hung or self._world.disturbed or warned or host.backend is None or host.code not in _HOW:
             return
         if not any(words in line for line in host.lines for words in _ENDED_BY_A_THREAD):
             self.the_end_is_recorded(host, join(self._folder, "attempts", claim.removesuffix(".json") + ".end.json"))
