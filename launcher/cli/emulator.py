@@ -169,13 +169,6 @@ _add_fault(
     "preempt",
     "Take NODE away: its state becomes PREEMPTED, its hosts die. Only deleting it is left.",
     _NODE,
-    click.Option(
-        ["--shown-after"],
-        type=click.FloatRange(0),
-        default=0.0,
-        show_default=True,
-        help="Seconds for which the API still shows the node as READY.",
-    ),
 )
 _add_fault(
     "kill-host",
@@ -214,13 +207,6 @@ _add_fault(
     "stockout",
     'The next COUNT creations end with "There is no more capacity in the zone".',
     _NEXT,
-    click.Option(
-        ["--wording"],
-        type=click.Choice(list(faults.STOCKOUTS)),
-        default="capacity",
-        show_default=True,
-        help='How Google says it: "no more capacity", code 13 "an internal error", "not enough resources".',
-    ),
 )
 _add_fault("quota", 'Creations are answered with 429 "Quota limit ... has been exceeded".', _COUNT)
 _add_fault("permission", "Creations are answered with 403 \"Permission denied on 'locations/...'\".", _COUNT)
@@ -231,16 +217,6 @@ _add_fault(
 )
 _add_fault("busy", 'Creations, changes and deletions are answered with 409 "unable to queue the operation".', _COUNT)
 _add_fault("stuck", "The operations of the next COUNT creations never end; deleting the node ends them.", _NEXT)
-_add_fault(
-    "lost",
-    "The next COUNT creations, changes and deletions are done, and answered with 503: gcloud asks again.",
-    _NEXT,
-)
-_add_fault(
-    "slow-deletion",
-    "Deletions take so many seconds, until `clear`.",
-    click.Option(["--seconds"], type=_SECONDS, required=True, help="How long a node is DELETING at least."),
-)
 _add_fault(
     "registry",
     "The image registry is down: for all hosts, or only for host WORKER of NODE, which then lacks what it did not pull "
@@ -266,13 +242,6 @@ _add_fault(
         default=503,
         show_default=True,
         help="The HTTP status of the answers.",
-    ),
-    click.Option(
-        ["--rate"],
-        type=click.FloatRange(0, 1, min_open=True),
-        default=1.0,
-        show_default=True,
-        help="The share of requests that fail.",
     ),
     *(_SERVICE, _COUNT),
 )

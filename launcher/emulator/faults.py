@@ -20,11 +20,11 @@ class NoSuchTarget(ValueError):
     """Raised when a fault names a node or a worker that does not exist. The message lists those that do."""
 
 
-def take(state: EmulatorState, kind: str, service: str = "tpu", drawn: float = 0.0) -> Fault | None:
-    """Returns the first fault of a kind and service whose rate is above `drawn`, and uses up one of its occurrences, if
-    counted; None if there is none."""
+def take(state: EmulatorState, kind: str, service: str = "tpu") -> Fault | None:
+    """Returns the first fault of a kind and service, and uses up one of its occurrences, if counted; None if there is
+    none."""
     for fault in state.faults:
-        if fault.kind == kind and fault.service == service and drawn < fault.rate:
+        if fault.kind == kind and fault.service == service:
             if fault.left is not None:
                 fault.left -= 1
                 if fault.left <= 0:
@@ -120,11 +120,6 @@ def no_capacity(zone: str, wording: str = "capacity") -> dict[str, Any]:
     return {"code": code, "message": text if code == catalogue.INTERNAL else f"{text} {event_id(text)}"}
 
 
-def deletion_seconds(state: EmulatorState) -> float:
-    """Returns how many seconds a deletion takes at least."""
-    return max([state.update_seconds, *(fault.seconds for fault in state.faults if fault.kind == "slow-deletion")])
-
-
 def begin_preemption(node: Node, shown_at: float, now: float) -> None:
     """Marks the node as preempted; the API shows it from `shown_at` on. The caller stops its hosts."""
     node.preempted_at = shown_at
@@ -141,13 +136,6 @@ def show_preemption(node: Node, now: float) -> bool:
     node.resource["state"] = "PREEMPTED"
     node.resource.pop("health", None)
     return True
-
-
-def error_status(state: EmulatorState, service: str, drawn: float) -> int | None:
-    """Returns the HTTP status with which the next request to a service fails, and uses up that fault; None if it
-    succeeds. A fault applies when `drawn`, a random number from [0, 1), is below its rate."""
-    fault = take(state, "errors", service, drawn)
-    return fault.status if fault is not None else None
 
 
 def delay(state: EmulatorState, service: str) -> float:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-import random
 import signal
 import socket
 import sys
@@ -168,7 +167,7 @@ class Server:
         return _error(404, "NOT_FOUND", f"the emulator has no {request.path}")
 
     def _api(self, request: HttpRequest) -> HttpResponse:
-        """Answers a call of Cloud TPU, Compute or Artifact Registry. A "lost" fault answers 503 to a change it made."""
+        """Answers a call of Cloud TPU, Compute or Artifact Registry."""
         try:
             segments = request.segments
             if segments[:3] == ["compute", "v1", "projects"] and len(segments) == 4 and request.method == "GET":
@@ -187,8 +186,7 @@ class Server:
                     return json_response(answer(state, call, time.time()))
             with self.store.change() as state:
                 try:
-                    done = answer(state, call, time.time())
-                    return _injected_error(503) if faults.take(state, "lost") else json_response(done)
+                    return json_response(answer(state, call, time.time()))
                 except ApiError as error:  # answer inside the block: a fault that was used up must be written
                     return json_response(error.as_json(), catalogue.CODES[error.code][0])
         except ApiError as error:
@@ -241,13 +239,13 @@ class Server:
         """Answers after the service's injected delay, or with an injected error instead."""
         with self.store.read() as state:
             delay = faults.delay(state, service)
-            may_fail = any(fault.kind == "errors" for fault in state.faults)
+            may_fail = any(fault.kind == "errors" and fault.service == service for fault in state.faults)
         time.sleep(delay)
         if may_fail:
             with self.store.change() as state:
-                status = faults.error_status(state, service, random.random())
-            if status is not None:
-                return _injected_error(status)
+                fault = faults.take(state, "errors", service)
+            if fault is not None:
+                return _injected_error(fault.status)
         return answer()
 
     def _api_for_host(self, hostname: str, request: HttpRequest) -> HttpResponse:
@@ -358,7 +356,7 @@ class Server:
                 hosts = list(node.hosts)
                 if node.state not in ("READY", "STOPPED"):
                     raise ValueError(f"node {node.short_name} is {node.state}; only a READY one can be preempted")
-                faults.begin_preemption(node, time.time() + (arguments.get("shown_after") or 0.0), time.time())
+                faults.begin_preemption(node, time.time(), time.time())
             elif kind in faults.OUTAGES:
                 hosts = list(node.hosts)
                 if node.state != "READY":

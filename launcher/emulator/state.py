@@ -112,11 +112,10 @@ class QueuedResource:
 class Fault:
     """A fault that will occur `left` more times; None: until it is cleared. See faults.py."""
 
-    kind: str  # stockout | quota | permission | busy | stuck | lost | slow-deletion | errors | slow | ...: faults.py
+    kind: str  # stockout | quota | permission | busy | stuck | errors | slow | ...: faults.py
     service: str  # tpu | storage | metadata
     left: int | None = None
     status: int = 503
-    rate: float = 1.0
     seconds: float = 0.0
     host: str = ""  # registry and disk-full: the hostname; "": all hosts
     wording: str = ""  # stockout: a key of faults.STOCKOUTS

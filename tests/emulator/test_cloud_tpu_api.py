@@ -3,8 +3,6 @@
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from launcher.emulator.api import catalogue
 from launcher.emulator.api.catalogue import ApiError
@@ -16,24 +14,6 @@ def refusal(function: Any, *arguments: Any, **named: Any) -> tuple[int, str]:
     with pytest.raises(ApiError) as caught:
         function(*arguments, **named)
     return caught.value.as_json()["error"]["code"], caught.value.message
-
-
-def test_a_new_node_is_creating_and_has_no_addresses_until_it_is_ready(api: Any) -> None:
-    operation = api.create()
-    node = api.call("GET", "nodes", "pod")
-    assert (node["state"], "networkEndpoints" in node) == ("CREATING", False)
-    assert operation["done"] is False
-    assert operation["metadata"]["verb"] == "create"
-    assert operation["metadata"]["target"] == node["name"]
-
-
-def test_a_ready_node_shows_one_endpoint_a_host_in_worker_order(api: Any) -> None:
-    node = api.ready(acceleratorType="v4-32")
-    shown = api.call("GET", "nodes", "pod")
-    assert [endpoint["ipAddress"] for endpoint in shown["networkEndpoints"]] == [host.address for host in node.hosts]
-    assert len({host.address for host in node.hosts}) == 4
-    assert shown["acceleratorConfig"] == {"type": "V4", "topology": "2x2x4"}
-    assert shown["networkEndpoints"][0]["accessConfig"] == {"externalIp": node.hosts[0].address}
 
 
 @pytest.mark.parametrize("name", sorted(ACCELERATORS))
@@ -79,49 +59,6 @@ def test_bad_creations_get_googles_code_and_words(api: Any, changes: dict[str, A
     assert not api.state.operations
 
 
-def test_a_second_node_of_the_same_name_is_refused_with_409(api: Any) -> None:
-    api.create()
-    status, message = refusal(api.create)
-    assert status == 409
-    assert message == "Resource 'projects/p/locations/us-central2-b/nodes/pod' already exists"
-
-
-@given(st.text(min_size=1, max_size=70))
-def test_node_names_are_those_that_google_accepts(name: str) -> None:
-    good = (
-        name[0] in "abcdefghijklmnopqrstuvwxyz"
-        and set(name) <= set("abcdefghijklmnopqrstuvwxyz0123456789-")
-        and name[-1] != "-"
-        and len(name) <= 63
-    )
-    try:
-        catalogue.check_node_name(name)
-        accepted = True
-    except ApiError:
-        accepted = False
-    assert accepted == good
-
-
-def test_missing_things_are_404(api: Any) -> None:
-    for path in (
-        ("nodes", "x"),
-        ("operations", "x"),
-        ("nothing",),
-    ):
-        assert refusal(api.call, "GET", *path)[0] == 404
-    assert refusal(api.call, "DELETE", "nodes", "x") == (
-        404,
-        "Resource 'projects/p/locations/us-central2-b/nodes/x' was not found",
-    )
-
-
-def test_addresses_are_never_shared_and_come_back_after_deletion(api: Any) -> None:
-    first, second = api.ready("one"), api.ready("two")
-    assert not {host.address for host in first.hosts} & {host.address for host in second.hosts}
-    del api.state.nodes[first.name]
-    assert [host.address for host in api.ready("three").hosts] == [host.address for host in first.hosts]
-
-
 def test_a_network_without_room_refuses_the_node_and_keeps_nothing_of_it(api: Any) -> None:
     api.state.subnet = "10.200.0.0/28"
     status, message = refusal(api.create, acceleratorType="v4-128")
@@ -131,43 +68,12 @@ def test_a_network_without_room_refuses_the_node_and_keeps_nothing_of_it(api: An
     assert not api.state.operations
 
 
-def test_metadata_changes_when_the_operation_ends_and_a_second_one_must_wait(api: Any) -> None:
-    api.ready()
-    change = {"metadata": {"ssh-keys": "me:ssh-rsa AAAA me"}}
-    operation = api.call("PATCH", "nodes", "pod", body=change, updateMask="metadata")
-    assert api.operation(operation).change == change
-    assert "ssh-keys" not in api.call("GET", "nodes", "pod").get("metadata", {})
-    assert refusal(api.call, "PATCH", "nodes", "pod", body=change, updateMask="metadata") == (
-        409,
-        "unable to queue the operation",
-    )
-
-
-@pytest.mark.parametrize(
-    ("mask", "words"),
-    [("", "updateMask is required"), ("accelerator_type", 'update mask "accelerator_type" is not supported')],
-)
-def test_only_some_fields_can_be_updated(api: Any, mask: str, words: str) -> None:
-    api.ready()
-    status, message = refusal(api.call, "PATCH", "nodes", "pod", body={}, updateMask=mask)
-    assert status == 400
-    assert words in message
-
-
 @pytest.mark.parametrize("state", ["CREATING", "PREEMPTED", "DELETING"])
 def test_a_node_that_is_not_usable_can_not_be_updated(api: Any, state: str) -> None:
     api.ready().resource["state"] = state
     status, message = refusal(api.call, "PATCH", "nodes", "pod", body={"labels": {}}, updateMask="labels")
     assert status == 400
     assert f"update is not supported while in state {state}" in message
-
-
-def test_deleting_a_node_that_is_being_created_cancels_the_creation(api: Any) -> None:
-    creation = api.create()
-    api.call("DELETE", "nodes", "pod")
-    assert api.operation(creation).cancelled
-    assert api.call("GET", "nodes", "pod")["state"] == "DELETING"
-    assert refusal(api.call, "DELETE", "nodes", "pod") == (409, "unable to queue the operation")
 
 
 def test_only_single_host_nodes_stop_and_start(api: Any) -> None:

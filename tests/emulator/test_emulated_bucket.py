@@ -2,11 +2,8 @@
 restarts."""
 
 import base64
-import hashlib
-import io
 import os
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime
 from typing import Any
 
 import google_crc32c
@@ -23,34 +20,10 @@ def refused(error: type[Exception], function: Any, *arguments: Any, **named: Any
     return str(caught.value)
 
 
-def test_what_is_written_is_read_and_described(bucket: Any) -> None:
-    blob = bucket.blob("folder/name with ü + %.txt")
-    blob.upload_from_string(b"hello", content_type="text/plain")
-    stored = bucket.get_blob(blob.name)
-    assert stored.download_as_bytes() == b"hello"
-    assert (stored.size, stored.content_type, stored.metageneration) == (5, "text/plain", 1)
-    assert stored.md5_hash == base64.b64encode(hashlib.md5(b"hello").digest()).decode()
-    assert stored.crc32c == base64.b64encode(google_crc32c.value(b"hello").to_bytes(4, "big")).decode()
-    assert abs((datetime.now(UTC) - stored.updated).total_seconds()) < 60
-
-
-def test_buckets_that_do_not_exist_are_not_found(client: Any, bucket: Any) -> None:
-    assert not client.bucket("no-such-bucket").exists()
-    assert "The specified bucket does not exist" in refused(
-        NotFound, client.bucket("no-such-bucket").blob("x").upload_from_string, b""
-    )
-    assert f"No such object: {bucket.name}/x" in refused(NotFound, bucket.blob("x").download_as_bytes)
-    assert not bucket.blob("x").exists()
-
-
-def test_a_bucket_is_made_once_and_goes_only_when_it_is_empty(client: Any, bucket: Any) -> None:
+def test_a_bucket_is_made_once(client: Any, bucket: Any) -> None:
     refused(Conflict, client.create_bucket, bucket.name)
     refused(BadRequest, client.create_bucket, "Not-A-Name")
-    bucket.blob("x").upload_from_string(b"")
-    refused(Conflict, bucket.delete)
-    bucket.blob("x").delete()
-    bucket.delete()
-    assert [each.name for each in client.list_buckets()] == ["bucket"]
+    assert [each.name for each in client.list_buckets()] == ["bucket", bucket.name]
 
 
 def test_exactly_one_of_many_creators_at_once_wins(bucket: Any) -> None:
@@ -131,24 +104,6 @@ def test_an_open_download_is_not_torn_by_a_new_generation(storage: Any, bucket: 
     bucket.blob("x").upload_from_string(new)
     assert first + answer.raw.read() == old
     assert bucket.blob("x").download_as_bytes() == new
-
-
-@pytest.mark.parametrize("checksum", ["crc32c", "md5"])
-@pytest.mark.parametrize("chunk", [None, 256 * 1024])
-def test_uploads_of_every_kind_arrive_whole(bucket: Any, checksum: str, chunk: int | None) -> None:
-    """With a chunk size: resumable, in several requests; without: multipart."""
-    data = os.urandom(3 * 256 * 1024 + 17)
-    blob = bucket.blob("x", chunk_size=chunk)
-    blob.upload_from_file(io.BytesIO(data), size=len(data), checksum=checksum)
-    assert bucket.blob("x").download_as_bytes() == data
-
-
-def test_an_upload_of_unknown_length_arrives_whole(bucket: Any) -> None:
-    data = os.urandom(1 << 20)
-    with bucket.blob("x").open("wb", chunk_size=256 * 1024, if_generation_match=0) as file:
-        for start in range(0, len(data), 100_000):
-            file.write(data[start : start + 100_000])
-    assert bucket.blob("x").download_as_bytes() == data
 
 
 def test_bytes_that_do_not_match_their_checksum_are_refused(storage: Any, bucket: Any) -> None:
@@ -258,27 +213,6 @@ def test_a_rewritten_object_has_the_bytes_of_its_source(storage: Any, client: An
     assert not list((storage.folder / "other-bucket" / "incoming").iterdir())
 
 
-def test_parts_of_a_large_file_are_composed_into_one_object(storage: Any, bucket: Any) -> None:
-    parts = [bucket.blob(f"part-{number}") for number in range(2)]
-    for part in parts:
-        part.upload_from_string(part.name.encode())
-    whole = bucket.blob("whole")
-    whole.compose(parts, if_generation_match=0)
-    assert whole.download_as_bytes() == b"part-0part-1"
-    refused(PreconditionFailed, whole.compose, parts, if_generation_match=0)
-    refused(NotFound, whole.compose, [*parts, bucket.blob("missing")])
-    assert not list((storage.folder / bucket.name / "incoming").iterdir())
-    storage.restart()
-    stored = bucket.get_blob("whole")
-    assert (stored.component_count, stored.md5_hash, stored.size) == (2, None, 12)
-    assert stored.crc32c == base64.b64encode(google_crc32c.value(b"part-0part-1").to_bytes(4, "big")).decode()
-
-
-def test_a_bucket_lists_no_managed_folders(storage: Any, bucket: Any) -> None:
-    answer = requests.get(f"{storage.url}/storage/v1/b/{bucket.name}/managedFolders", timeout=10)
-    assert (answer.status_code, answer.json()["items"]) == (200, [])
-
-
 def test_objects_survive_the_server_and_half_written_ones_do_not(storage: Any, client: Any, bucket: Any) -> None:
     blob = bucket.blob("x")
     blob.upload_from_string(b"first")
@@ -297,16 +231,3 @@ def test_objects_survive_the_server_and_half_written_ones_do_not(storage: Any, c
     assert not list((folder / "incoming").iterdir())
     blob.upload_from_string(b"third", if_generation_match=stored.generation)
     assert blob.generation > stored.generation
-
-
-def test_what_is_not_a_storage_call_is_a_404_and_not_a_crash(storage: Any, bucket: Any) -> None:
-    for path in (
-        "/storage/v1/x",
-        "/storage/v1",
-        "/storage",
-        f"/storage/v1/b/{bucket.name}/o/x/y/z",
-        "/upload/storage/v1/b",
-    ):
-        answer = requests.get(storage.url + path, timeout=10)
-        assert answer.status_code == 404, (path, answer.text)
-        assert answer.json()["error"]["errors"][0]["reason"] == "notFound"

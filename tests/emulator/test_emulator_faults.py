@@ -53,15 +53,6 @@ def test_a_fault_is_not_consumed_by_a_creation_that_is_invalid_anyway(api: Any) 
     assert len(api.state.faults) == 1
 
 
-def test_errors_hit_the_given_share_of_the_given_service(api: Any) -> None:
-    rare = Fault("errors", "storage", left=1, status=500, rate=0.05)
-    api.state.faults += [rare, Fault("errors", "storage", left=2, status=503, rate=0.3)]
-    assert faults.error_status(api.state, "tpu", drawn=0.0) is None
-    assert faults.error_status(api.state, "storage", drawn=0.5) is None
-    assert [faults.error_status(api.state, "storage", drawn=0.1) for _ in range(3)] == [503, 503, None]
-    assert api.state.faults == [rare]
-
-
 def test_slowness_adds_up(api: Any) -> None:
     api.state.faults += [
         Fault("slow", "tpu", seconds=0.5),
@@ -127,10 +118,3 @@ def test_a_preemption_may_be_shown_late_and_undoes_no_deletion(api: Any) -> None
     api.call("DELETE", "nodes", "other")
     assert not faults.show_preemption(other, 30.0)
     assert other.state == "DELETING"
-
-
-def test_a_slow_deletion_takes_its_time(api: Any) -> None:
-    api.ready()
-    api.state.faults.append(Fault("slow-deletion", "tpu", seconds=40.0))
-    operation = api.operation(api.call("DELETE", "nodes", "pod"))
-    assert operation.ends_at - api.now == pytest.approx(40.0)

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from launcher.emulator.vm import engine_view as engine
 from launcher.emulator.vm import virtual_tpu
 from launcher.emulator.vm.engine_client import HOST_LABEL, LABEL
-from launcher.emulator.vm.engine_request import split_version
 from launcher.emulator.vm.engine_view import EngineRefusal, EngineView
 
 VIEW = EngineView("0badcafe", "t1v-n-12345678-w-0")
@@ -176,11 +175,6 @@ def test_on_the_workstation_only_host_network_containers_reach_the_bucket() -> N
     assert made("host")["Env"] == ["STORAGE_EMULATOR_HOST=http://127.0.0.1:1"]
     assert "Env" not in made("default")
     assert made("default")["Labels"] == {LABEL: "0badcafe"}
-
-
-def test_versions_are_split_off_paths() -> None:
-    assert split_version("/v1.41/containers/json") == ("/v1.41", "/containers/json")
-    assert split_version("/version") == ("", "/version")
 
 
 def test_torch_tpu_has_a_virtual_tpu_on_any_number_of_hosts_and_torch_xla_on_one() -> None:

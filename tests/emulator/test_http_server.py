@@ -41,11 +41,6 @@ def test_a_body_that_ends_early_is_noticed() -> None:
             body.read_all()
 
 
-def test_a_body_too_large_to_be_held_is_refused() -> None:
-    with pytest.raises(Disconnected):
-        Body(BytesIO(b"x" * 100), 100, False).read_all(limit=10)
-
-
 def test_a_paused_listener_answers_what_waited_when_it_is_back() -> None:
     """As a host sees its metadata server when its network was cut, or the emulator is restarted."""
     acceptor = Acceptor()

@@ -53,15 +53,6 @@ def test_the_header_is_required(host: Host) -> None:
     assert host.ask("instance/id").headers["Metadata-Flavor"] == "Google"
 
 
-def test_a_worker_learns_who_it_is(host: Host) -> None:
-    assert host.text("instance/attributes/agent-worker-number") == "1"
-    assert host.text("instance/attributes/accelerator-type") == "v4-32"
-    assert host.text("instance/attributes/greeting") == "hello"
-    assert host.text("instance/name") == host.node.hosts[1].hostname
-    assert host.text("instance/zone").endswith("/zones/us-central2-b")
-    assert host.text("project/project-id") == "p"
-
-
 def test_tpu_env_has_the_bounds_that_torch_xla_needs(host: Host) -> None:
     values = yaml.safe_load(host.text("instance/attributes/tpu-env"))
     assert values["TPU_PROCESS_BOUNDS"] == "1,1,4"
@@ -73,20 +64,6 @@ def test_v3_has_no_bounds_in_its_tpu_env(api: Any) -> None:
     api.create("old", zone="europe-west4-a", acceleratorType="v3-32")
     node = api.state.nodes["projects/p/locations/europe-west4-a/nodes/old"]
     assert "BOUNDS" not in metadata.tpu_env(node, node.hosts[0])
-
-
-def test_network_endpoints_name_the_hosts_in_worker_order(host: Host) -> None:
-    addresses = [peer.address for peer in host.node.hosts]
-    listed = host.text("instance/attributes/worker-network-endpoints")
-    assert [entry.split(":")[2] for entry in listed.split(",")] == addresses
-
-
-def test_the_service_account_gives_a_token(host: Host) -> None:
-    token = json.loads(host.text("instance/service-accounts/default/token"))
-    assert token["token_type"] == "Bearer"
-    assert token["expires_in"] > 0
-    assert "@" in host.text("instance/service-accounts/default/email")
-    assert "cloud-platform" in host.text("instance/service-accounts/default/scopes")
 
 
 def test_folders_are_listed_and_read_whole(host: Host) -> None:

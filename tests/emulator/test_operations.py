@@ -10,7 +10,7 @@ import pytest
 
 from launcher.emulator import operations
 from launcher.emulator.operations import OperationRunner
-from launcher.emulator.state import Fault, Host, Node, Store, from_json, to_json
+from launcher.emulator.state import Host, Node, Store, from_json, to_json
 
 
 class HostContainers:
@@ -88,20 +88,6 @@ def test_a_creation_ends_ready_with_the_node_as_its_response(running: Running) -
     assert running.node()["state"] == "READY"
 
 
-def test_operations_take_their_time(running: Running) -> None:
-    running.api.state.create_seconds = 0.3
-    begun = time.monotonic()
-    running.ended(running.call(running.api.create))
-    assert time.monotonic() - begun >= 0.3
-
-
-def test_a_stockout_ends_the_operation_with_code_8_and_leaves_no_node(running: Running) -> None:
-    running.api.state.faults.append(Fault("stockout", "tpu", left=1))
-    assert running.ended(running.call(running.api.create))["code"] == 8
-    assert not running.api.state.nodes
-    assert running.ended(running.call(running.api.create))["state"] == "READY"
-
-
 def test_a_node_deleted_while_it_is_created_leaves_nothing(running: Running) -> None:
     running.containers.gate.clear()
     creation = running.call(running.api.create)
@@ -133,15 +119,6 @@ def test_a_pending_deletion_goes_on_in_the_next_server(running: Running) -> None
     assert not running.api.state.nodes
 
 
-def test_an_update_is_seen_when_its_operation_has_ended(running: Running) -> None:
-    running.ended(running.call(running.api.create))
-    update = running.call(
-        running.api.call, "PATCH", "nodes", "pod", body={"metadata": {"a": "b"}}, updateMask="metadata"
-    )
-    assert running.ended(update)["metadata"] == {"a": "b"}
-    assert running.node()["metadata"] == {"a": "b"}
-
-
 def test_a_single_host_stops_and_starts(running: Running) -> None:
     running.ended(running.call(running.api.create, acceleratorType="v4-8"))
     assert running.ended(running.call(running.api.call, "POST", "nodes", "pod", verb="stop"))["state"] == "STOPPED"
@@ -152,8 +129,8 @@ def test_a_single_host_stops_and_starts(running: Running) -> None:
 
 def test_a_stop_that_ends_during_a_deletion_does_not_undo_it(running: Running) -> None:
     running.ended(running.call(running.api.create, acceleratorType="v4-8"))
-    running.api.state.faults.append(Fault("slow-deletion", "tpu", seconds=60.0))
     stop = running.call(running.api.call, "POST", "nodes", "pod", verb="stop")
+    running.api.state.update_seconds = 60.0
     deletion = running.call(running.api.call, "DELETE", "nodes", "pod")
     assert running.ended(stop)["code"] == 1
     assert running.node()["state"] == "DELETING"

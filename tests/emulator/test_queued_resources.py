@@ -7,7 +7,7 @@ import pytest
 
 from launcher.emulator.api import queued_resources
 from launcher.emulator.api.catalogue import ApiError
-from launcher.emulator.state import Fault, from_json, to_json
+from launcher.emulator.state import Fault
 
 ZONE = "us-central2-b"
 PARENT = f"projects/p/locations/{ZONE}"
@@ -80,28 +80,11 @@ def test_a_request_is_accepted_provisioned_and_active_and_its_node_names_it(queu
     assert [queued["name"] for queued in queue.call("GET")["queuedResources"]] == [f"{PARENT}/queuedResources/q"]
 
 
-def test_without_capacity_it_waits_and_fails_when_its_time_is_over(queue: Queue) -> None:
-    queue.state.faults.append(Fault("stockout", "tpu"))
-    queue.create(seconds=30)
-    assert queue.advance() == "WAITING_FOR_RESOURCES"
-    assert queue.advance(29) == "WAITING_FOR_RESOURCES"
-    assert queue.advance(2) == "FAILED"
-    assert queue.shown()["failedData"]["error"]["code"] == 8
-    queue.state.faults.clear()
-    assert queue.advance(10) == "FAILED", "never granted afterwards"
-
-
 def test_code_13_fails_it_as_it_does_for_large_slices(queue: Queue) -> None:
     queue.state.faults.append(Fault("stockout", "tpu", left=1, wording="internal"))
     queue.create()
     assert queue.advance() == "FAILED"
     assert queue.shown()["failedData"]["error"] == {"code": 13, "message": "an internal error has occurred"}
-
-
-def test_it_is_granted_when_capacity_comes(queue: Queue) -> None:
-    queue.state.faults.append(Fault("stockout", "tpu", left=2))
-    queue.create()
-    assert [queue.advance(1.1) for _ in range(3)] == ["WAITING_FOR_RESOURCES", "WAITING_FOR_RESOURCES", "PROVISIONING"]
 
 
 @pytest.mark.parametrize(("node", "initiator"), [("PREEMPTED", "SERVICE"), ("DELETING", "USER")])
@@ -153,8 +136,3 @@ def test_what_google_refuses_is_refused(queue: Queue) -> None:
     with pytest.raises(ApiError, match="Quota limit"):
         queue.create()
     assert queue.state.queued == {}
-
-
-def test_requests_survive_the_server(queue: Queue) -> None:
-    queue.activate()
-    assert from_json(to_json(queue.state)) == queue.state

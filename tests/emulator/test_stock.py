@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.emulator.api import nodes as tpu_api
-from launcher.emulator.api import queued_resources, stock
+from launcher.emulator.api import stock
 from launcher.emulator.state import EmulatorState
 from tests.gcloud_commands import parse
 from training.yaml_file import load, validate
@@ -41,17 +41,6 @@ def test_a_creation_beyond_the_stock_fails_as_googles_does() -> None:
     assert list(state.nodes) == [NODE]
 
 
-def test_a_queued_resource_waits_for_the_stock() -> None:
-    state = make({"capacity": "spot", "slices": [[0, 0], [60, 1]]})
-    line = f"gcloud compute tpus queued-resources create a --project=p --zone={ZONE} --node-id=a --spot"
-    line += " --accelerator-type=v4-8 --runtime-version=tpu-ubuntu2204-base --valid-until-duration=3600s"
-    parse(line.split()).call(state, 1000.0)
-    queued_resources.advance(state, 1059.0)
-    assert next(iter(state.queued.values())).state == "WAITING_FOR_RESOURCES"
-    queued_resources.advance(state, 1061.0)
-    assert next(iter(state.queued.values())).state == "PROVISIONING"
-
-
 def test_when_the_stock_falls_the_newest_spot_slice_is_taken_and_no_other_one() -> None:
     state = make({"capacity": "spot", "slices": [[0, 2], [60, 1]]}, {"slices": [[0, 1], [60, 0]]})
     create(state, 1001.0)
@@ -69,13 +58,3 @@ def test_the_file_of_the_guide_is_valid(tmp_path: Path) -> None:
     state = make()
     state.stock = json.loads(json.dumps(read.model_dump()))  # as the control socket and the state's file have it
     assert [stock.available(state, ZONE, "v4-16", "spot", 1000.0 + at / 600) for at in (1, 14401, 86401)] == [1, 0, 1]
-
-
-def test_random_stock_is_a_function_of_the_seed_and_the_time() -> None:
-    def course(seed: int) -> list[int | None]:
-        state = make({"random": {"every": 60, "most": 3}}, seed=seed, speed=10.0)
-        return [stock.available(state, ZONE, "v4-8", "on-demand", 1000.0 + 6 * k) for k in range(50)]
-
-    assert course(1) == course(1)
-    assert course(1) != course(2)
-    assert set(course(1)) == {0, 1, 2, 3}

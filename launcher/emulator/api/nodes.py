@@ -217,7 +217,7 @@ def _delete(state: EmulatorState, node: Node, now: float) -> Operation:
 def start_delete(state: EmulatorState, node: Node, now: float) -> Operation:
     """Marks a node in any state as DELETING and enters the pending deletion."""
     node.resource["state"] = "DELETING"
-    return start_operation(state, "delete", node.name, now, faults.deletion_seconds(state))
+    return start_operation(state, "delete", node.name, now, state.update_seconds)
 
 
 _UPDATABLE: dict[str, Callable[[Any], None]] = {

@@ -1,8 +1,8 @@
 """The JSON API of Cloud Storage over bucket.py, as google-cloud-storage, TensorFlow and `gcloud storage` use it.
 
-uploads.py answers uploads of all three kinds. `gcloud storage cp` uploads files of 150 MiB and more in parts, which it
-composes, and `gcloud storage rm --recursive` of a bucket lists its managed folders. Not emulated: changes of an
-object's metadata, batches, versioning, permissions, notifications, customer-supplied keys, the XML API.
+uploads.py answers uploads of all three kinds. Not emulated: deletion of buckets, composed objects (`gcloud storage cp`
+makes one of a file of 150 MiB and more), changes of an object's metadata, batches, versioning, permissions,
+notifications, customer-supplied keys, the XML API.
 """
 
 from __future__ import annotations
@@ -56,20 +56,6 @@ class StorageApi:
                 return json_response(bucket_json(self._buckets.create(str(body.get("name", "")), body), base))
             case ("GET", ["b", bucket]):
                 return json_response(bucket_json(self._buckets.get(bucket), base))
-            case ("DELETE", ["b", bucket]):
-                self._buckets.delete(bucket)
-                return HttpResponse(204)
-            case ("GET", ["b", bucket, "storageLayout"]):
-                layout = {
-                    "kind": "storage#storageLayout",
-                    "bucket": self._buckets.get(bucket).name,
-                    "location": "US",
-                    "locationType": "multi-region",
-                }
-                return json_response({**layout, "hierarchicalNamespace": {"enabled": False}})
-            case ("GET", ["b", bucket, "managedFolders"]):
-                self._buckets.get(bucket)
-                return json_response({"kind": "storage#managedFolders", "items": []})
             case ("GET", ["b", bucket, "o"]):
                 return self._list(request, self._buckets.get(bucket), base)
             case (_, ["b", bucket, "o", name, *rest]):
@@ -77,7 +63,7 @@ class StorageApi:
         raise _not_found(request)
 
     def _object(self, request: HttpRequest, bucket: Bucket, name: str, rest: list[str], base: str) -> HttpResponse:
-        """Reads, deletes, composes or copies an object. Raises StorageApiError."""
+        """Reads, deletes or copies an object. Raises StorageApiError."""
         generation = integer(request.query, "generation")
         conditions = preconditions(request.query)
         match (request.method, rest):
@@ -90,11 +76,6 @@ class StorageApi:
             case ("DELETE", []):
                 bucket.delete(name, generation, conditions)
                 return HttpResponse(204)
-            case ("POST", ["compose"]):
-                body = request.json()
-                sources = [(str(source["name"]), integer(source, "generation")) for source in body["sourceObjects"]]
-                composed = bucket.compose(name, sources, body.get("destination", {}), conditions)
-                return json_response(object_json(bucket, composed, base))
             case ("POST", ["rewriteTo", "b", target, "o", new_name]):
                 return self._rewrite(request, bucket, name, self._buckets.get(target), new_name, base)
         raise _not_found(request)
@@ -110,7 +91,7 @@ class StorageApi:
             "ETag": etag(stored),
             "X-Goog-Generation": str(stored.generation),
             "X-Goog-Metageneration": "1",
-            "X-Goog-Hash": f"crc32c={stored.crc32c}" + (f",md5={stored.md5}" if stored.md5 else ""),
+            "X-Goog-Hash": f"crc32c={stored.crc32c},md5={stored.md5}",
             "X-Goog-Stored-Content-Length": str(stored.size),
             "X-Goog-Stored-Content-Encoding": str(stored.settings.get("contentEncoding", "identity")),
             "X-Goog-Storage-Class": str(stored.settings.get("storageClass", "STANDARD")),
@@ -207,7 +188,7 @@ def object_json(bucket: Bucket, stored: StoredObject, base: str) -> dict[str, An
         "timeCreated": _time(stored.created),
         "updated": _time(stored.created),
         "timeStorageClassUpdated": _time(stored.created),
-        **({"componentCount": stored.components} if stored.components else {"md5Hash": stored.md5}),
+        "md5Hash": stored.md5,
         **stored.settings,
     }
 

@@ -66,7 +66,6 @@ class StoredObject:
     md5: str
     created: float
     settings: Mapping[str, Any] = field(default_factory=dict)
-    components: int = 0  # uploads that the object is composed of; such an object has no MD5
 
 
 @dataclass(frozen=True)
@@ -211,7 +210,6 @@ class Bucket:
         bytes_: Incoming,
         settings: Mapping[str, Any],
         preconditions: Preconditions,
-        components: int = 0,
     ) -> StoredObject:
         """Makes the bytes the object's newest generation, all or nothing, and deletes the one before. Drops unknown
         settings. Raises StorageApiError 400 for a bad name, 412 for a failed precondition."""
@@ -224,33 +222,12 @@ class Bucket:
             now = time.time()
             self._last = generation = max(self._last + 1, int(now * 1e6))
             kept = {key: value for key, value in settings.items() if key in SETTABLE and value is not None}
-            md5 = "" if components else bytes_.md5
-            new = StoredObject(name, generation, bytes_.size, bytes_.crc32c, md5, now, kept, components)
+            new = StoredObject(name, generation, bytes_.size, bytes_.crc32c, bytes_.md5, now, kept)
             os.rename(bytes_.path, self._data(generation))
             self._enter(new)
             if current is not None:
                 self._forget(current)
             return new
-
-    def compose(
-        self,
-        name: str,
-        sources: list[tuple[str, int | None]],
-        settings: Mapping[str, Any],
-        preconditions: Preconditions,
-    ) -> StoredObject:
-        """Joins the bytes of up to 32 objects, each a name and a generation, into one. Raises StorageApiError."""
-        if not 1 <= len(sources) <= 32:
-            raise StorageApiError(400, "invalid", "The number of source components provided must be between 1 and 32.")
-        components = 0
-        with self.incoming() as new:
-            for source, generation in sources:
-                stored, file = self.open(source, generation, Preconditions())
-                components += max(1, stored.components)
-                with file:
-                    while data := file.read(_BLOCK):
-                        new.write(data)
-            return self.commit(name, new, settings, preconditions, components)
 
     def delete(self, name: str, generation: int | None, preconditions: Preconditions) -> None:
         """Removes the object. Raises StorageApiError 404 or 412."""
@@ -344,17 +321,6 @@ class Buckets:
         except StorageApiError as error:
             if error.status != 409:
                 raise ValueError(str(error)) from None
-
-    def delete(self, name: str) -> None:
-        """Removes an empty bucket. Raises StorageApiError 404, or 409 when it has objects."""
-        bucket = self.get(name)
-        with self._lock:
-            if bucket.totals()["objects"]:
-                raise StorageApiError(409, "conflict", "The bucket you tried to delete is not empty.")
-            del self._buckets[name]
-        with contextlib.suppress(FileNotFoundError):
-            (bucket.folder / "bucket.json").unlink()
-        shutil.rmtree(bucket.folder, ignore_errors=True)
 
     def all(self) -> list[Bucket]:
         """Returns the buckets, sorted by name."""
