@@ -1,7 +1,7 @@
 """The slice of a configuration with several candidates: created as one of them, with what earlier commands left.
 
 The record of requests (requests.py) says what may exist; a race (race.py) asks for all candidates at once. Without
-slice.candidates, `create` is that of `slices`.
+slice.candidates, `create` is that of `creation`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from launcher.config import Config
 from launcher.errors import LaunchError
 from launcher.provider import SliceState
-from launcher.tpu_vm import ownership, race, requests, slice_hints, slices
+from launcher.tpu_vm import creation, deletion, ownership, race, requests, slice_hints, slices
 from launcher.tpu_vm.race import Race, Say
 from launcher.tpu_vm.requests import Recorded, RequestRecord
 from launcher.workstation import Workstation
@@ -18,17 +18,18 @@ from launcher.workstation import Workstation
 def create(config: Config, say: Say, machine: Workstation, patient: Workstation) -> SliceState:
     """Returns the slice when it is READY: the one that exists, or the first candidate that Google grants.
 
-    `patient` is the machine for withdrawals, which go on when the clock of `machine` raises. Raises as `slices.create`.
+    `patient` is the machine for withdrawals, which go on when the clock of `machine` raises. Raises as
+    `creation.create`.
     """
     if not config.slice.candidates:
-        return slices.create(config, say, machine)
+        return creation.create(config, say, machine)
     with race.turn(config, say, machine) as record:
         _follow(config, record)
         starting = Race(config, record, _api(config, say, patient), say, machine, patient)
         try:
             existing = slices.describe(config, machine)
         except LaunchError as error:
-            raise (slices.add_bill(config, error) if error.transient else error) from None
+            raise (creation.add_bill(config, error) if error.transient else error) from None
         place, used = slice_hints.in_current_place(config), _used(config, record, existing)
         is_granted = used is not None and used.granted is not None
         if existing is not None and not existing.gone_for_good and existing.state != "DELETING":
@@ -36,11 +37,11 @@ def create(config: Config, say: Say, machine: Workstation, patient: Workstation)
                 record.grant(used, machine.clock.time())
                 starting.withdraw([request for request in record.open() if request.number != used.number])
             if existing.ready or used is None or is_granted:
-                return slices.create_in_place(place, say, machine)
+                return creation.create_in_place(place, say, machine)
         elif used is not None and is_granted:
             record.end([used], requests.TAKEN if existing is not None else requests.DELETED, machine.clock.time())
         if existing is not None and existing.gone_for_good:
-            slices.look_and_delete(place, say, machine)
+            deletion.look_and_delete(place, say, machine)
         return starting.run()
 
 
@@ -85,11 +86,11 @@ def _api(config: Config, say: Say, machine: Workstation) -> race.SliceCalls:
 
     def create_one(placed: Config, own: Workstation) -> SliceState:
         where = f"{placed.slice.accelerator_type} in {placed.zone}"
-        state = slices.create_in_place(placed, lambda text: say(f"{where}: {text}"), own)
+        state = creation.create_in_place(placed, lambda text: say(f"{where}: {text}"), own)
         ownership.require_ours(placed, state.labels, machine.owner)
         return state
 
     return race.SliceCalls(
         create=create_one,
-        delete=lambda places: slices.delete_places(config, places, say, machine, all_requests=True),
+        delete=lambda places: deletion.delete_places(config, places, say, machine, all_requests=True),
     )

@@ -19,7 +19,7 @@ from launcher.gcloud.errors import Conflict, PermissionDenied, Preempted, explai
 from launcher.gcloud.retry import Retry
 from launcher.log_lines import LogWindow
 from launcher.provider import Attempt, CommandReport, HostReport, Observation, SliceState
-from launcher.tpu_vm import CAPABILITIES, candidates, commands, host_output, host_scripts, slice_hints, slices
+from launcher.tpu_vm import CAPABILITIES, candidates, commands, deletion, host_output, host_scripts, slice_hints, slices
 from launcher.tpu_vm.ssh.connections import SliceConnections
 from launcher.tpu_vm.ssh.execution import Execution
 from launcher.tpu_vm.ssh.pool import HostResult
@@ -105,7 +105,7 @@ class TpuVm:
         """Drops the kept addresses and deletes the slice; tells the user when there is none."""
         self.close()
         self._connections.forget()
-        if not slices.delete(self._wanted, self.say, self._machine):
+        if not deletion.delete(self._wanted, self.say, self._machine):
             self.say(f"there is no slice {self.config.slice.name}")
 
     def close(self) -> None:

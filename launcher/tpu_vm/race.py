@@ -40,7 +40,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class SliceCalls:
-    """The calls that create and delete a candidate's slice; `slices` has the functions."""
+    """The calls that create and delete a candidate's slice; `creation` and `deletion` have the functions."""
 
     create: Callable[[Config, Workstation], SliceState]
     """Returns the slice when it is READY; its waits use the machine's clock, which may raise."""

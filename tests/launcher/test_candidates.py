@@ -1,7 +1,6 @@
 """Claims about candidates of a slice: what is asked for, what is taken, and what is withdrawn, after a kill too.
 gcloud is replaced by the emulator's API in this process; the clock passes only by waiting."""
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,13 +13,11 @@ from launcher.emulator.http_server import HttpResponse
 from launcher.errors import BadInput, LaunchError
 from launcher.gcloud.errors import Stockout
 from launcher.provider import SliceState
-from launcher.tpu_vm import candidates, race, requests, slice_hints, slices
+from launcher.tpu_vm import candidates, deletion, race, requests, slice_hints
 from launcher.tpu_vm.requests import RequestRecord
-from launcher.workstation import Workstation
 from tests.bucket_server import BucketServer
 from tests.launcher.emulated_gcloud import ANN, Clock, Cloud, InOrder
 from tests.launcher.test_bad_input import launch
-from training.machine.threads import SystemThreads
 
 V4, V3 = Candidate("v4-16", "us-central2-b", "spot"), Candidate("v3-8", "us-central1-a", "spot")
 SMALL = Candidate("v4-8", "us-central2-b", "spot")
@@ -173,7 +170,7 @@ def test_the_best_that_is_granted_within_two_minutes_of_the_first_is_kept(
 def test_down_ends_every_request_and_deletes_every_candidate(cloud: Cloud, config: Config) -> None:
     create(cloud, config)
     assert nodes(cloud) == ["us-central2-b/demo"]
-    assert slices.delete(config, lambda text: None, cloud.machine())
+    assert deletion.delete(config, lambda text: None, cloud.machine())
     assert nodes(cloud) == []
     assert not RequestRecord(config).open()
 
@@ -190,30 +187,6 @@ def test_a_stockout_everywhere_is_one(cloud: Cloud, config: Config) -> None:
     with pytest.raises(Stockout):
         create(cloud, config)
     assert not RequestRecord(config).open()
-
-
-def test_requests_of_a_killed_command_are_withdrawn_and_one_that_was_granted_is_used(
-    cloud: Cloud, config: Config
-) -> None:
-    record, machine = RequestRecord(config), cloud.machine()
-    for candidate in (V4, SMALL, V3):  # as a command that was killed when two of them were there
-        record.ask(candidate, config.placed(candidate).node, cloud.clock.now)
-    for candidate in (SMALL, V3):
-        slices.create_in_place(config.placed(candidate), print, machine)
-    assert nodes(cloud) == ["us-central2-b/demo-2", "us-central1-a/demo"]
-    candidates.withdraw_unused(config, print, machine)
-    assert nodes(cloud) == ["us-central2-b/demo-2"]
-    assert history(config) == [("v4-16", "withdrawn"), ("v4-8", ""), ("v3-8", "withdrawn")]
-    assert create(cloud, config) == "v4-8"
-
-
-def test_a_candidate_that_left_the_file_is_withdrawn_too(cloud: Cloud, config: Config, tmp_path: Path) -> None:
-    RequestRecord(config).ask(V3, "demo", cloud.clock.now)
-    slices.create_in_place(config.placed(V3), print, cloud.machine())
-    shorter = replace(config, slice=config.slice.model_copy(update={"candidates": config.slice.candidates[:1]}))
-    assert create(cloud, shorter) == "v4-16"
-    assert nodes(cloud) == ["us-central2-b/demo"]
-    assert history(shorter) == [("v3-8", requests.WITHDRAWN), ("v4-16", ""), ("v4-8", requests.WITHDRAWN)]
 
 
 def test_a_stopped_slice_above_the_price_limit_is_not_started(cloud: Cloud, tmp_path: Path) -> None:
@@ -270,44 +243,6 @@ def test_a_supervisor_on_another_machine_uses_and_withdraws_the_requests_of_the_
     with pytest.raises(LaunchError, match="request 4 was not made, because it can't be recorded"):
         elsewhere.ask(first, "late", 8.0)
     server.close()
-
-
-def test_a_slice_that_was_taken_away_makes_room_for_any_candidate(cloud: Cloud, config: Config) -> None:
-    assert create(cloud, config) == "v4-16"
-    node = cloud.node()
-    node.resource["state"] = "PREEMPTED"
-    cloud.trouble = lambda zone, command, now: NO_CAPACITY if zone == V4.zone and "create" in command else None
-    assert create(cloud, config) == "v3-8"
-    assert nodes(cloud) == ["us-central1-a/demo"]
-    assert history(config)[0] == ("v4-16", requests.TAKEN)
-
-
-def test_a_command_that_leaves_withdraws_also_what_another_down_has_recorded_as_deleted(
-    cloud: Cloud, config: Config
-) -> None:
-    gone, withdrawn = threading.Event(), list[str]()
-
-    class Interrupted:
-        monotonic = time = staticmethod(cloud.clock.monotonic)
-
-        def sleep(self, seconds: float) -> None:
-            record.end(record.open(), requests.DELETED, 0.0)  # by a `down` that Google's answers did not reach yet
-            raise KeyboardInterrupt
-
-    def delete(places: Sequence[Config]) -> None:
-        withdrawn.extend(f"{place.zone}/{place.node}" for place in places)
-        gone.set()
-
-    def create(placed: Config, own: Workstation) -> SliceState:
-        gone.wait()
-        raise Stockout("deleted")
-
-    record, machine = RequestRecord(config), replace(cloud.machine(), threads=SystemThreads())
-    calls = race.SliceCalls(create, delete)
-    starting = race.Race(config, record, calls, lambda text: None, replace(machine, clock=Interrupted()), machine)
-    with pytest.raises(KeyboardInterrupt):
-        starting.run()
-    assert set(withdrawn) == {"us-central2-b/demo", "us-central2-b/demo-2", "us-central1-a/demo"}
 
 
 def test_the_command_shows_candidates_and_what_became_of_each_request(

@@ -10,11 +10,10 @@ import pytest
 from launcher.config import Config, load
 from launcher.emulator import faults
 from launcher.emulator.state import Fault
-from launcher.errors import LaunchError
-from launcher.gcloud.errors import Conflict, PermissionDenied, QuotaExceeded, Stockout
+from launcher.gcloud.errors import PermissionDenied, QuotaExceeded, Stockout
 from launcher.owner import Owner
 from launcher.provider import SliceState
-from launcher.tpu_vm import ownership, queued, slices
+from launcher.tpu_vm import creation, deletion, ownership, queued, slices
 from launcher.tpu_vm.ownership import NotOurs
 from tests.launcher.emulated_gcloud import ANN, BOB, DENIED, OFFLINE, UNAVAILABLE, Cloud
 
@@ -39,7 +38,7 @@ def cloud() -> Cloud:
 def create(config: Config, cloud: Cloud, seed: int = 1) -> tuple[SliceState, list[str]]:
     said: list[str] = []
     machine = replace(cloud.machine(), random=random.Random(seed))
-    return slices.create(config, said.append, machine), said
+    return creation.create(config, said.append, machine), said
 
 
 def make_request(config: Config, cloud: Cloud, owner: Owner = ANN) -> None:
@@ -64,17 +63,6 @@ def test_a_request_is_made_once_and_told_of_once_a_minute(config: Config, cloud:
     assert node.ready
     assert requests(cloud) == 1
     assert 55 <= sum("is WAITING_FOR_RESOURCES" in line for line in said) <= 65
-
-
-def test_one_that_is_there_is_waited_for_and_its_age_counts(config: Config, cloud: Cloud) -> None:
-    make_request(config, cloud)
-    cloud.clock.sleep(5 * HOUR)
-    begin = cloud.clock.now
-    with pytest.raises(Stockout):
-        create(config, cloud)
-    assert HOUR - 60 <= cloud.clock.now - begin <= HOUR + 120
-    assert requests(cloud) == 1
-    assert request_state(cloud) == ""
 
 
 def test_one_that_is_being_provided_at_the_end_gets_the_time_of_a_creation(config: Config, cloud: Cloud) -> None:
@@ -152,31 +140,6 @@ def test_waiting_survives_minutes_of_failures_and_says_so(config: Config, cloud:
     assert requests(cloud) == 1
 
 
-def test_a_night_without_a_network_is_waited_out(config: Config, cloud: Cloud) -> None:
-    begin = cloud.clock.now
-    cloud.trouble = lambda zone, command, now: OFFLINE if HOUR < now - begin < 5 * HOUR else None
-    cloud.at(2 * HOUR, cloud.state.faults.clear)
-    assert create(config, cloud)[0].ready
-
-
-def test_a_permission_that_stays_away_ends_it_and_the_request_that_is_left_is_named(
-    config: Config, cloud: Cloud
-) -> None:
-    begin = cloud.clock.now
-    cloud.trouble = lambda zone, command, now: DENIED if now - begin > HOUR else None
-    with pytest.raises(PermissionDenied, match="is billed when it is granted") as refusal:
-        create(config, cloud)
-    assert "`tpu-launch down` deletes it" in str(refusal.value)
-    assert 600 <= cloud.clock.now - begin - HOUR <= 800
-
-
-def test_a_request_whose_answer_is_lost_is_found_and_made_once(config: Config, cloud: Cloud) -> None:
-    cloud.state.faults.clear()
-    cloud.lost = lambda zone, command, now: UNAVAILABLE if command == "queued-resources create" else None
-    assert create(config, cloud)[0].ready
-    assert requests(cloud) == 1
-
-
 def test_a_request_is_looked_for_after_the_last_answer_that_is_lost_too(config: Config, cloud: Cloud) -> None:
     """Otherwise `up` ends without naming a request that Google received, when only the answer was lost."""
     cloud.state.faults.clear()
@@ -190,58 +153,13 @@ def test_a_request_is_looked_for_after_the_last_answer_that_is_lost_too(config: 
     assert requests(cloud) == 3
 
 
-def test_a_request_that_never_arrives_is_made_a_few_times_only(config: Config, cloud: Cloud) -> None:
-    cloud.trouble = lambda zone, command, now: UNAVAILABLE if command == "queued-resources create" else None
-    with pytest.raises(LaunchError, match="temporary failure"):
-        create(config, cloud)
-    assert requests(cloud) == 3
-
-
-def test_a_request_that_another_command_deletes_meanwhile_stays_deleted(config: Config, cloud: Cloud) -> None:
-    cloud.at(60, lambda: cloud.machine().run(queued.delete_command(config), timeout=60))
-    with pytest.raises(Conflict, match="was deleted by another command"):
-        create(config, cloud)
-    assert request_state(cloud) == ""
-
-
-def test_a_request_that_is_being_deleted_already_is_waited_out_and_made_again(config: Config, cloud: Cloud) -> None:
-    make_request(config, cloud)
-    cloud.at(600, cloud.state.faults.clear)
-
-    def show_deletion(_zone: str, command: str, _now: float) -> None:
-        for request in cloud.state.queued.values():
-            if command == "queued-resources describe" and requests(cloud) == 1:
-                request.state = "DELETING"
-
-    cloud.trouble = show_deletion
-    node, said = create(config, cloud)
-    assert node.ready
-    assert requests(cloud) == 2
-    assert any("request s is DELETING: waiting until it is gone" in line for line in said)
-
-
-@pytest.mark.parametrize("stale", ["tpu-vm describe", "queued-resources describe"])
-def test_one_answer_that_it_is_not_there_does_not_delete_a_granted_slice(
-    config: Config, cloud: Cloud, stale: str
-) -> None:
-    cloud.state.faults.clear()
-    missing = iter(["ERROR: (gcloud.x) NOT_FOUND: Resource 'n' was not found"])
-
-    def once(zone: str, command: str, now: float) -> str | None:
-        return next(missing, None) if command == stale and request_state(cloud) == "ACTIVE" else None
-
-    cloud.trouble = once
-    assert create(config, cloud)[0].ready
-    assert not [call for call in cloud.calls if "delete" in call]
-
-
 def test_a_request_of_another_owner_is_neither_waited_for_nor_deleted(config: Config, cloud: Cloud) -> None:
     make_request(config, cloud, BOB)
-    for act in (slices.create, slices.delete):
+    for act in (creation.create, deletion.delete):
         with pytest.raises(NotOurs, match="bob created it"):
             act(config, lambda text: None, cloud.machine())
     assert request_state(cloud) == "WAITING_FOR_RESOURCES"
-    assert slices.delete(config, lambda text: None, cloud.machine(BOB))
+    assert deletion.delete(config, lambda text: None, cloud.machine(BOB))
     assert request_state(cloud) == ""
 
 
@@ -255,21 +173,8 @@ def test_a_request_that_was_made_after_down_had_looked_for_one_goes_with_its_nod
         return next(missing, None) if command == "queued-resources describe" else None
 
     cloud.trouble = not_yet
-    assert slices.delete(config, lambda line: None, cloud.machine())
+    assert deletion.delete(config, lambda line: None, cloud.machine())
     assert request_state(cloud) == ""
-
-
-def test_a_request_that_was_made_anew_is_left_alone(config: Config, cloud: Cloud) -> None:
-    make_request(config, cloud)
-
-    def make_anew(zone: str, command: str, now: float) -> None:
-        if not cloud.state.queued and requests(cloud) == 1:
-            make_request(config, cloud)
-
-    cloud.trouble = make_anew
-    assert slices.delete(config, lambda line: None, cloud.machine())
-    assert request_state(cloud) == "WAITING_FOR_RESOURCES"
-    assert cloud.calls.count("us-west1-c queued-resources delete") == 1
 
 
 def test_a_node_that_google_deletes_after_a_preemption_counts_as_preempted(config: Config, cloud: Cloud) -> None:

@@ -12,7 +12,7 @@ from launcher.errors import CommandTimeout, Exit, LaunchError
 from launcher.gcloud.errors import Conflict, Stockout, Unavailable
 from launcher.owner import Owner
 from launcher.provider import SliceState
-from launcher.tpu_vm import ownership, slice_hints, slices
+from launcher.tpu_vm import creation, deletion, ownership, slice_hints, slices
 from launcher.tpu_vm.ownership import NotOurs
 from tests.launcher.emulated_gcloud import ANN, BOB, BUSY, UNAVAILABLE, Cloud
 
@@ -46,11 +46,11 @@ def zones(tmp_path: Path) -> Config:
 
 
 def up(cloud: Cloud, config: Config, owner: Owner = ANN) -> SliceState:
-    return slices.create(config, lambda text: None, cloud.machine(owner))
+    return creation.create(config, lambda text: None, cloud.machine(owner))
 
 
 def down(cloud: Cloud, config: Config, owner: Owner = ANN) -> bool:
-    return slices.delete(config, lambda text: None, cloud.machine(owner))
+    return deletion.delete(config, lambda text: None, cloud.machine(owner))
 
 
 def longer(config: Config, minutes: float) -> Config:
@@ -160,12 +160,6 @@ def test_a_creation_has_as_long_as_the_file_says(cloud: Cloud, config: Config, m
     assert minutes * 60 <= cloud.clock.now - begin <= minutes * 60 + 30
 
 
-def test_a_creation_whose_answer_is_lost_is_found(cloud: Cloud, config: Config) -> None:
-    cloud.lost = lambda zone, command, now: UNAVAILABLE if command == "tpu-vm create" else None
-    assert up(cloud, config).ready
-    assert cloud.calls.count(f"{ZONE} tpu-vm create") == 1
-
-
 def test_a_create_request_that_never_arrived_is_repeated_a_few_times_only(cloud: Cloud, config: Config) -> None:
     cloud.trouble = lambda zone, command, now: UNAVAILABLE if _first(cloud, command) else None
     assert up(cloud, config).ready
@@ -209,44 +203,8 @@ def test_ctrl_c_says_what_it_leaves(cloud: Cloud, config: Config, command: str) 
         cloud.made_by(OURS, "CREATING")
     cloud.trouble = interrupt
     with pytest.raises(KeyboardInterrupt):
-        slices.create(config, said.append, cloud.machine())
+        creation.create(config, said.append, cloud.machine())
     assert "`tpu-launch down` deletes it" in said[-1]
-
-
-def test_a_slice_that_was_deleted_while_the_api_was_away_stays_deleted(cloud: Cloud, config: Config) -> None:
-    begin = cloud.clock.now
-    cloud.trouble = lambda zone, command, now: UNAVAILABLE if 62 < now - begin < 300 and "describe" in command else None
-    cloud.at(100, cloud.delete)
-    with pytest.raises(Conflict, match="was deleted by another command"):
-        up(cloud, config)
-    assert cloud.calls.count(f"{ZONE} tpu-vm create") == 1
-
-
-def test_a_preempted_one_is_deleted_and_made_again(cloud: Cloud, config: Config) -> None:
-    cloud.made_by(OURS, "PREEMPTED")
-    assert up(cloud, config).ready
-
-
-def test_code_13_of_a_creation_is_a_stock_out_and_the_next_zone_is_tried(cloud: Cloud, zones: Config) -> None:
-    error = 'ERROR: (gcloud.compute.tpus.tpu-vm.create) {"code": 13, "message": "an internal error has occurred"}'
-    cloud.trouble = lambda zone, command, now: error if (zone, command) == ("us-west1-c", "tpu-vm create") else None
-    assert up(cloud, zones).ready
-    assert cloud.node(zone="us-central1-a") is not None
-
-
-def test_a_slice_of_another_owner_in_another_zone_does_not_prevent_ours(cloud: Cloud, zones: Config) -> None:
-    cloud.made_by({"tpu-launch": "1", "tpu-launch-owner": "bob"}, zone="us-west4-a")
-    assert up(cloud, zones).ready
-    assert cloud.node(zone="us-west1-c") is not None
-    assert down(cloud, zones)
-    assert [node.zone for node in cloud.state.nodes.values()] == ["us-west4-a"]
-
-
-def test_a_look_for_the_zones_that_fails_names_the_bill(cloud: Cloud, zones: Config) -> None:
-    cloud.made_by(OURS, zone="us-west1-c")
-    cloud.trouble = lambda zone, command, now: UNAVAILABLE
-    with pytest.raises(LaunchError, match="may exist, and is billed then"):
-        up(cloud, zones)
 
 
 def test_our_slice_is_found_behind_one_of_another_owner_in_the_first_zone(cloud: Cloud, zones: Config) -> None:
@@ -260,13 +218,6 @@ def test_our_slice_is_found_behind_one_of_another_owner_in_the_first_zone(cloud:
 
 
 # -- down -------------------------------------------------------------------------------------------------------------
-
-
-def test_down_ends_with_a_time_out_when_the_other_operation_does_not_end(cloud: Cloud, config: Config) -> None:
-    cloud.made_by(OURS)
-    cloud.trouble = lambda zone, command, now: BUSY if "delete" in command else None
-    with pytest.raises(CommandTimeout, match="is READY and not gone after 15 minutes"):
-        down(cloud, config)
 
 
 def test_down_looks_again_for_a_slice_that_a_killed_command_has_just_requested(cloud: Cloud, config: Config) -> None:
@@ -322,26 +273,6 @@ def test_a_zone_that_does_not_answer_keeps_no_other_slice_alive(cloud: Cloud, zo
     assert failure.value.exit_code is Exit.CLOUD_ERROR
     assert "us-west1-c" in str(failure.value)
     assert not cloud.state.nodes
-
-
-def test_waiting_for_capacity_outlasts_an_api_that_is_away_but_the_first_call_does_not(
-    cloud: Cloud, config: Config
-) -> None:
-    config = replace(config, slice=config.slice.model_copy(update={"stockout_minutes": 30.0}))
-    full = 'ERROR: (gcloud.create) {"code": 8, "message": "There is no more capacity in the zone"}'
-    begin = cloud.clock.now
-
-    def trouble(_zone: str, command: str, now: float) -> str | None:
-        if "create" in command and now - begin < 100:
-            return full
-        return UNAVAILABLE if "describe" in command and 5 < now - begin < 60 else None
-
-    cloud.trouble = trouble
-    assert up(cloud, config).ready
-    cloud.delete()
-    cloud.trouble = lambda zone, command, now: UNAVAILABLE
-    with pytest.raises(Unavailable):
-        up(cloud, config)
 
 
 def test_a_slice_is_made_and_deleted_where_no_hint_can_be_kept(

@@ -12,8 +12,8 @@ test_gcloud.py: test_ssh_goes_to_... |
 test_a_start_that_gcloud_runs_again_starts_once                                |
 | it waits for all workers, rc by worker index        | test_runs.py:
 test_the_first_host_that_fails_ends_the_run_and_is_named                               |
-| output without prefix, stdin to one worker only     | test_secrets.py: ...[gcloud]; test_runs.py:
-test_gcloud_alone_is_enough_as_transport                 |
+| output without prefix, stdin to one worker only     | test_secrets.py: ...[gcloud]
+                                    |
 | ssh crashes while guest attributes are empty        | here
                                     |
 | scp wants the key in the agent                      | here; never used
@@ -47,7 +47,7 @@ from launcher.emulator.vm import metadata
 from launcher.gcloud.calls import call_gcloud
 from launcher.owner import hash_account, this_owner
 from launcher.providers import this_machine
-from launcher.tpu_vm import commands, inventory, queued, slices
+from launcher.tpu_vm import commands, creation, deletion, inventory, queued, slices
 from launcher.tpu_vm.ownership import NotOurs
 from launcher.tpu_vm.ssh.addresses import parse_dry_run
 from launcher.tpu_vm.ssh.connections import SliceConnections
@@ -183,6 +183,30 @@ def test_reserved_without_a_zone_asks_for_a_reservation_in_none_and_we_always_sa
     assert body(asked, "queuedResources")["reservationName"] == "projects/p/locations/us-central2-b/reservations/-"
 
 
+@pytest.mark.parametrize(
+    ("slice_", "zone", "fields"),
+    [
+        ("accelerator_type: v6e-1, capacity: flex-start, max_run_hours: 2", "us-east5-a",
+         {"provisioningModel": "FLEX_START", "runDuration": {"maxRunDuration": "7200s"}}),
+        ("accelerator_type: v6e-1, capacity: calendar, reservation: june", "us-east5-a",
+         {"provisioningModel": "RESERVATION_BOUND",
+          "reservationName": "projects/p/locations/us-east5-a/reservations/june"}),
+        ("accelerator_type: v4-8, capacity: reserved, reservation: ours", "us-central2-b",
+         {"reservationName": "projects/p/locations/us-central2-b/reservations/ours"}),
+    ],
+    ids=["flex-start", "calendar", "named reservation"],
+)  # fmt: skip
+def test_gcloud_requests_each_kind_of_capacity_in_the_fields_of_googles_api(
+    asked: list[tuple[str, Any]], tmp_path: Path, state: EmulatorState, slice_: str, zone: str, fields: dict[str, Any]
+) -> None:
+    text = f"project: p\nzone: {zone}\nslice: {{name: kind, {slice_}, queued: {{valid_until_hours: 1}}}}\n"
+    (tmp_path / "kind.yaml").write_text(text)
+    requested = shell.run(queued.create_command(load(tmp_path / "kind.yaml"), {}, 3600), timeout=60)
+    assert requested.ok, requested.stderr
+    found = body(asked, "queuedResources")
+    assert {key: found.get(key) for key in fields} == fields
+
+
 def test_scp_to_several_hosts_wants_its_key_in_the_agent_so_files_travel_on_standard_input(
     state: EmulatorState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,13 +246,13 @@ def test_a_slice_is_deleted_created_and_found_again(
     config = load(path, command=["true"])
     said: list[str] = []
     with pytest.raises(NotOurs, match="no label tpu-launch=1"):
-        slices.delete(config, said.append, this_machine())
-    assert slices.delete(replace(config, any_owner=True), said.append, this_machine())
+        deletion.delete(config, said.append, this_machine())
+    assert deletion.delete(replace(config, any_owner=True), said.append, this_machine())
     assert slices.describe(config, this_machine()) is None
-    created = slices.create(config, said.append, this_machine())
+    created = creation.create(config, said.append, this_machine())
     assert created.ready
     assert slices.describe(config, this_machine()) == created
-    assert slices.create(config, said.append, this_machine()) == created, "an existing slice is used"
+    assert creation.create(config, said.append, this_machine()) == created, "an existing slice is used"
     (owned,) = inventory.list_owned("p", ["us-central2-b"], this_machine()).slices
     assert (owned.name, owned.state, owned.request) == ("demo", "READY", "")
     doomed = replace(owned, expires=1.0, labels={**owned.labels, "tpu-launch-expires": "1"})
@@ -239,6 +263,6 @@ def test_a_slice_is_deleted_created_and_found_again(
     assert (
         inventory.remove("p", anew, said.append, this_machine()) == "left alone: it was recreated since it was listed"
     )
-    assert slices.delete(config, said.append, this_machine())
-    assert not slices.delete(config, said.append, this_machine())
+    assert deletion.delete(config, said.append, this_machine())
+    assert not deletion.delete(config, said.append, this_machine())
     assert state.nodes == {}

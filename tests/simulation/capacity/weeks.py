@@ -26,7 +26,7 @@ from launcher.emulator.api import stock
 from launcher.emulator.state import EmulatorState
 from launcher.errors import LaunchError
 from launcher.gcloud.errors import Stockout
-from launcher.tpu_vm import candidates, requests, slices
+from launcher.tpu_vm import candidates, deletion, requests
 from launcher.tpu_vm.requests import RequestRecord, create_only
 from tests.simulation.launcher.machine import make_machine
 from tests.simulation.launcher.world import Actor, Laptop, World
@@ -156,7 +156,7 @@ class Week:
                 say(f"error: {error}")
                 self.scheduler.sleep(60.0)
         self.hours = min(self.hours, self.scheduler.now / HOUR)
-        slices.delete(self.config, say, machine)
+        deletion.delete(self.config, say, machine)
         self.deleted = True
         ended.set()
 

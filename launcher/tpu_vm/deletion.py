@@ -1,0 +1,199 @@
+"""Deletes a slice with its queued resource in each of its zones, and waits until the API shows neither.
+
+Nothing is deleted without our labels (ownership.py), nor a slice that was recreated since it was described.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from launcher import costs
+from launcher.config import Config
+from launcher.errors import CommandTimeout, LaunchError
+from launcher.gcloud.calls import DELETE_SECONDS, Look, delete_until_gone
+from launcher.gcloud.retry import Retry
+from launcher.provider import SliceState
+from launcher.tpu_vm import commands, ownership, queued, requests, slice_hints, slices
+from launcher.tpu_vm.ownership import NotOurs
+from launcher.tpu_vm.requests import RequestRecord, place_of
+from launcher.workstation import Workstation
+
+_LOOK_SECONDS = 120.0  # until an API that does not answer ends a deletion that has not begun
+_IN_FLIGHT_SECONDS = 300.0  # for which a create request of this machine is waited for
+_LOOK_AGAIN_SECONDS = 5.0
+
+Say = Callable[[str], None]
+
+
+def delete(config: Config, say: Say, machine: Workstation) -> bool:
+    """Deletes the slice in every zone, with its queued resource, and waits until the API says that both are gone.
+    Returns whether there was one. A zone that does not answer keeps no slice in another zone alive.
+
+    Deletes a queued resource first, with force: that takes along a node granted in the meantime. Looks again while a
+    create request of this machine may still arrive. Forgets the local hints at the end.
+
+    Raises:
+        NotOurs: Another owner's slice has the name, and there is none of ours.
+        LaunchError: Which zones failed and why, after all others were done.
+    """
+
+    record = RequestRecord(config)
+    left = record.open()
+    places = {(place.zone, place.node): place for place in map(config.placed, config.all_candidates)}
+    places |= {(request.candidate.zone, request.node): place_of(config, request) for request in left}
+    deleted = delete_places(config, list(places.values()), say, machine)
+    record.end(left, requests.DELETED, machine.clock.time())
+    slice_hints.forget(config)
+    return deleted
+
+
+def delete_places(
+    config: Config, places: Sequence[Config], say: Say, machine: Workstation, *, all_requests: bool = False
+) -> bool:
+    """Deletes the slices of these candidates at once, and returns whether there was one. Looks again while a create
+    request may still arrive; without `all_requests`, only until a place has a slice or fails. Leaves another owner's
+    slice alone, and raises NotOurs for it only without `all_requests` and if nothing was deleted. Raises as `delete`.
+    """
+
+    def delete_there(placed: Config) -> bool | LaunchError:
+        try:
+            return look_and_delete(placed, say, machine)
+        except LaunchError as error:
+            return error
+
+    in_flight = _InFlightCreates(config, say, machine)
+    deleted = False
+    while True:
+        in_flight.begin_look()
+        outcomes = machine.threads.map(delete_there, places, at_once=len(places))
+        deleted = deleted or any(outcome is True for outcome in outcomes)
+        if (any(outcomes) and not all_requests) or not in_flight.wait():
+            break
+    failures = [
+        (placed.zone, outcome)
+        for placed, outcome in zip(places, outcomes, strict=True)
+        if isinstance(outcome, LaunchError)
+    ]
+    if (deleted or all_requests) and all(isinstance(error, NotOurs) for _, error in failures):
+        for _, error in failures:
+            say(f"left alone: {str(error).splitlines()[0]}")
+        failures = []
+    if failures and len(places) == 1:
+        raise failures[0][1]
+    if failures:
+        lines = [f"{zone}: {str(error).replace(chr(10), chr(10) + '  ')}" for zone, error in failures]
+        raise LaunchError(
+            "not all zones are done; run `tpu-launch down` again:\n" + "\n".join(lines),
+            exit_code=failures[0][1].exit_code,
+        )
+    return deleted
+
+
+class _InFlightCreates:
+    """Create requests of this machine (of a killed command) that may still reach Google or become visible."""
+
+    def __init__(self, config: Config, say: Say, machine: Workstation) -> None:
+        self.config, self.say, self.machine, self.said = config, say, machine, False
+        self.look_began, self.was_in_flight = machine.clock.monotonic(), False
+        since_create = slice_hints.seconds_since_create(config, machine.clock.time())
+        self.visible_by = self.look_began + slices.LAG_SECONDS - since_create
+        self.deadline = self.look_began + _IN_FLIGHT_SECONDS
+
+    def begin_look(self) -> None:
+        """Records when a look begins, and whether a create request is in flight at that time."""
+        self.look_began = self.machine.clock.monotonic()
+        self.was_in_flight = slice_hints.is_create_in_flight(self.config)
+
+    def wait(self) -> bool:
+        """Waits until the next look is due. Returns False when the last look has shown all that can still come.
+
+        Raises:
+            CommandTimeout: A create request is in flight for more than five minutes.
+        """
+        now, name = self.machine.clock.monotonic(), self.config.slice.name
+        if self.was_in_flight or slice_hints.is_create_in_flight(self.config):
+            self.visible_by = now + slices.LAG_SECONDS
+        if self.look_began >= self.visible_by:
+            return False
+        if now >= self.deadline:
+            raise CommandTimeout(
+                f"a create request for slice {name} is still in flight after {_IN_FLIGHT_SECONDS / 60:.0f} minutes, "
+                "and the slice is billed if it arrives: run `tpu-launch down` again"
+            )
+        if not self.said:
+            self.say(f"slice {name} not found yet: a create request is still in flight; waiting")
+            self.said = True
+        self.machine.clock.sleep(_LOOK_AGAIN_SECONDS)
+        return True
+
+
+def look_and_delete(config: Config, say: Say, machine: Workstation) -> bool:
+    """Looks for the node and the queued resource in one zone, deletes those it finds and waits until they are gone.
+    Returns whether there was one. Raises as `delete_in_zone`; LaunchError if the API gives no answer in two minutes.
+    """
+    retry = Retry(machine, say, f"slice {config.slice.name} in {config.zone}")
+    deadline = machine.clock.monotonic() + _LOOK_SECONDS
+    # Look at the queue even when the configuration does not use it (any more): a queued resource keeps its quota.
+    looking = machine.threads.submit(lambda: slices.describe_request(config, machine))
+    node = retry.call(lambda: slices.describe_node(config, machine), deadline)
+    try:
+        request = looking.result()
+    except LaunchError:
+        request = retry.call(lambda: slices.describe_request(config, machine), deadline)
+    if request is None and node is not None and node.request:  # requested and granted between the two looks
+        request = retry.call(lambda: slices.describe_request(config, machine), deadline)
+    if request is None and node is None:
+        return False
+    delete_in_zone(config, request, node, say, machine)
+    return True
+
+
+def delete_in_zone(
+    config: Config, request: queued.Request | None, node: SliceState | None, say: Say, machine: Workstation
+) -> None:
+    """Deletes the queued resource and node that were found in one zone, and waits until they are gone.
+
+    Also deletes a node that the queued resource was granted meanwhile; leaves a node that has replaced the one found.
+
+    Raises:
+        NotOurs: One of them has another owner's labels; it is not deleted.
+        CommandTimeout: One of them is not gone in time.
+    """
+    for labels in [found.labels for found in (request, node) if found is not None]:
+        ownership.require_ours(config, labels, machine.owner, deletion=True)
+    deadline = machine.clock.monotonic() + DELETE_SECONDS
+    cost = costs.since(config, node.created, machine.clock.time()) if node is not None else ""
+    say(f"deleting slice {config.slice.name}{f' ({cost})' if cost else ''}")
+    if request is not None:
+        say(f"its queued resource is {request.state}: deleting it with its node")
+        queued.remove(config, request, say, machine)
+        retry = Retry(machine, say, f"slice {config.slice.name}")
+        later = retry.call(lambda: slices.describe_node(config, machine), deadline)
+        if later is not None and node is None:  # granted in the meantime
+            ownership.require_ours(config, later.labels, machine.owner, deletion=True)
+        # A node of the same name that is not the one found may be another owner's by now: leave it.
+        node = later if later is not None and (node is None or node.is_same(later)) else None
+    if node is not None:
+        delete_node(config, node, say, machine, deadline)
+
+
+def delete_node(
+    config: Config, doomed: SliceState, say: Say, machine: Workstation, deadline: float, *, wait_only: bool = False
+) -> None:
+    """Deletes a node (with `wait_only`, waits for its deletion) and returns when the API does not show it any more, or
+    shows a recreated one, which is left alone. Raises CommandTimeout after `deadline` (seconds of the monotonic
+    clock)."""
+    retry = Retry(machine, say, f"slice {doomed.name}")
+
+    def look() -> Look | None:
+        node = retry.call(lambda: slices.describe_node(config, machine), deadline)
+        if node is None:
+            return None
+        if not doomed.is_same(node):
+            owner = node.labels.get(ownership.OWNER) or "an unknown user"
+            say(f"slice {node.name} was recreated in the meantime by {owner}: left alone")
+            return None
+        wait = wait_only or node.state == "DELETING"
+        return f"slice {node.name} is {node.state}", None if wait else commands.delete_command(config)
+
+    delete_until_gone(machine, say, look, deadline)
