@@ -16,6 +16,9 @@ from launcher import shell
 from launcher.owner import NOBODY, Owner
 from launcher.shell import Result
 from training.machine import Machine
+from training.machine.clock import Clock
+
+_CHECK_SECONDS = 1.0  # between two checks of a clock that is checked
 
 
 @dataclass(frozen=True)
@@ -115,3 +118,27 @@ class Workstation(Machine):
     def owner(self) -> Owner:
         """The user and account in the labels of slices that are created from here; the first use asks gcloud."""
         return self.find_owner()
+
+
+@dataclass(frozen=True)
+class CheckedClock:
+    """A clock whose waits are interrupted: `check` is called at the begin of each and every second, and may raise."""
+
+    clock: Clock
+    check: Callable[[], None]
+
+    def monotonic(self) -> float:
+        return self.clock.monotonic()
+
+    def time(self) -> float:
+        return self.clock.time()
+
+    def sleep(self, seconds: float) -> None:
+        """Waits. Raises what `check` raises."""
+        deadline = self.clock.monotonic() + seconds
+        while True:
+            self.check()
+            left = deadline - self.clock.monotonic()
+            if left <= 0:
+                return
+            self.clock.sleep(min(left, _CHECK_SECONDS))

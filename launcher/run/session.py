@@ -13,10 +13,8 @@ from launcher.run import specification
 from launcher.run.ledger import Ledger
 from launcher.run.specification import SecretSource, Specification
 from launcher.run.verdict import Verdict
-from launcher.workstation import Workstation
+from launcher.workstation import CheckedClock, Workstation
 from training.machine.clock import Clock
-
-_STOP_POLL_SECONDS = 1.0
 
 
 class RunStopped(LaunchError):
@@ -65,30 +63,6 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class _UntilStopped:
-    """A clock whose waits end with RunStopped within a second of a stop."""
-
-    clock: Clock
-    check_stop: Callable[[], None]
-
-    def monotonic(self) -> float:
-        return self.clock.monotonic()
-
-    def time(self) -> float:
-        return self.clock.time()
-
-    def sleep(self, seconds: float) -> None:
-        """Waits; checks every second, and at the beginning, for a stop of the run: raises RunStopped."""
-        deadline = self.clock.monotonic() + seconds
-        while True:
-            self.check_stop()
-            left = deadline - self.clock.monotonic()
-            if left <= 0:
-                return
-            self.clock.sleep(min(left, _STOP_POLL_SECONDS))
-
-
-@dataclass(frozen=True)
 class Session:
     """One process's work on a run."""
 
@@ -112,7 +86,7 @@ class Session:
     @property
     def clock(self) -> Clock:
         """The machine's clock; its `sleep` raises RunStopped when the user stops the run."""
-        return _UntilStopped(self.machine.clock, self.check_stop)
+        return CheckedClock(self.machine.clock, self.check_stop)
 
     def say(self, text: str) -> None:
         """Says "run ID" and the text, which begins with ":" or ","."""

@@ -24,8 +24,7 @@ from launcher.shell import Result
 from launcher.tpu_vm import requests, slice_hints
 from launcher.tpu_vm.ownership import NotOurs
 from launcher.tpu_vm.requests import Recorded, RequestRecord, place_of
-from launcher.workstation import Workstation
-from training.machine.clock import Clock
+from launcher.workstation import CheckedClock, Workstation
 from training.machine.threads import Event, Future
 
 _POLL_SECONDS = 1.0
@@ -51,30 +50,6 @@ class SliceCalls:
 
 class _Over(Exception):
     """Ends the thread of a candidate that is withdrawn: at its next wait, or at its next command."""
-
-
-@dataclass(frozen=True)
-class _UntilOver:
-    """A clock whose waits end within a second of the withdrawal."""
-
-    clock: Clock
-    over: Event
-
-    def monotonic(self) -> float:
-        return self.clock.monotonic()
-
-    def time(self) -> float:
-        return self.clock.time()
-
-    def sleep(self, seconds: float) -> None:
-        """Waits. Raises _Over once the candidate is withdrawn."""
-        deadline = self.clock.monotonic() + seconds
-        while not self.over.is_set():
-            left = deadline - self.clock.monotonic()
-            if left <= 0:
-                return
-            self.clock.sleep(min(left, _POLL_SECONDS))
-        raise _Over
 
 
 @dataclass
@@ -190,12 +165,15 @@ class Race:
     def _start(self, request: Recorded) -> None:
         over = self.machine.threads.event()
 
-        def run(argv: Sequence[str], **options: Any) -> Result:
+        def check() -> None:
             if over.is_set():
                 raise _Over
+
+        def run(argv: Sequence[str], **options: Any) -> Result:
+            check()
             return self.machine.run(argv, **options)
 
-        machine = replace(self.machine, clock=_UntilOver(self.machine.clock, over), run=run)
+        machine = replace(self.machine, clock=CheckedClock(self.machine.clock, check), run=run)
         placed = place_of(self.config, request)
         answer = self.machine.threads.submit(self.api.create, placed, machine)
         self.entries[request.candidate] = _Entry(request, over, self.machine.clock.monotonic(), answer)

@@ -110,10 +110,14 @@ class Answer:
     clock: Clock
     at: float
     state: SliceState | None
-    over: Any  # set when the request is withdrawn
+    check: Any  # raises when the request is withdrawn
 
     def done(self) -> bool:
-        return self.clock.now >= self.at or bool(self.over.is_set())
+        try:
+            self.check()
+        except Exception:
+            return True
+        return self.clock.now >= self.at
 
     def exception(self) -> BaseException | None:
         return None if self.state else Stockout("no capacity")
@@ -135,7 +139,7 @@ class Answers(InOrder):
         name = args[0].slice.accelerator_type
         seconds, granted = self.plan.get(name, (1e9, False))
         state = SliceState("demo", "READY", "", name, ()) if granted else None
-        return Answer(self.clock, self.clock.now + seconds, state, args[1].clock.over)
+        return Answer(self.clock, self.clock.now + seconds, state, args[1].clock.check)
 
 
 @pytest.mark.parametrize(
