@@ -87,20 +87,22 @@ def nothing_is_left_after_down(simulation: SimulatedRun, command: Command) -> No
 
 
 def no_silent_bill(simulation: SimulatedRun, command: Command) -> None:
-    """A command that ends with an error names what it leaves running and how to delete it."""
+    """A command that ends with an error names what it leaves running, or an `up` has seen, and how to delete it."""
     if command.code == 0 or command.name not in ("up", "run", "attach") or command.verdict is not None:
         return
-    google, user = simulation.world.google, command.laptop.user
-    left = [node for node in slices_of(simulation.world, user) if node.by is command.actor and node.state in _BILLED]
-    requests = [item for item in google.requests.values() if item.creator == user and item.by is command.actor]
+    seen = command.name == "up" and command.error is not None and command.actor.saw_slice
+    left: list[Slice | Request] = [
+        node for node in slices_of(simulation.world, command.laptop.user)
+        if node.state in _BILLED and (seen or node.by is command.actor)
+    ]  # fmt: skip
+    for item in simulation.world.google.requests.values():
+        billed = seen and item.state not in _UNBILLED_REQUESTS
+        left += [item] if item.creator == command.laptop.user and (billed or item.by is command.actor) else []
     text = "\n".join(command.said)
     if "detached: what was started goes on" in text:  # a run that is well has a slice
         return
-    if (left or requests) and not any(word in text for word in ("tpu-launch down", "tpu-launch up", "billed")):
-        simulation.break_promise(
-            "money never runs unattended",
-            f"{command.name} ended with {command.code} and left {left or requests}: {text[-300:]}",
-        )
+    if left and not any(word in text for word in ("tpu-launch down", "tpu-launch up", "billed")):
+        simulation.break_promise("money never runs unattended", f"{command.name} left {left[0]}: {text[-300:]}")
 
 
 def up_in_a_kind_world_succeeds(simulation: SimulatedRun, command: Command) -> None:
@@ -163,17 +165,6 @@ def leaving_a_recovery_reports_the_bill(simulation: SimulatedRun, command: Comma
         simulation.break_promise(
             "leaving a recovery reports the bill", f"{command.name} ended with {command.code}: {since[-300:]}"
         )
-
-
-def failed_up_names_what_stays(simulation: SimulatedRun, command: Command) -> None:
-    """An `up` that fails after it saw a slice or a request of the user says that it stays."""
-    if command.name != "up" or command.error is None or not command.actor.saw_slice:
-        return
-    google, user = simulation.world.google, command.laptop.user
-    left: list[object] = [node for node in slices_of(simulation.world, user) if node.state in _BILLED]
-    left += [item for item in google.requests.values() if item.creator == user and item.state not in _UNBILLED_REQUESTS]
-    if left and not any(word in "\n".join(command.said) for word in ("tpu-launch down", "tpu-launch up", "billed")):
-        simulation.break_promise("a failed up names what stays", f"{command.error}; there is {left[0]}")
 
 
 def after_a_stop_nothing_runs(simulation: SimulatedRun, command: Command) -> None:
@@ -335,20 +326,18 @@ def check_end(simulation: SimulatedRun) -> None:
     for promise in (*RUN_PROMISES, *claims.RUN_CLAIMS):
         promise(simulation)
     for ledger in simulation.ledgers():
-        for event in ledger.events():
-            if isinstance(event, Ended):
-                job = simulation.world.record.jobs.get((ledger.run_id, event.attempt))
-                if job is not None:
-                    verdict_names_the_first_cause(simulation, job, event)
-                    out_of_memory_is_no_lost_host(simulation, job, event)
-                    finished_means_finished(simulation, job, event)
-                    claims.told_removal_is_true(simulation, job, event)
-                    claims.finished_programs_are_told_finished(simulation, job, event)
         for entry in ledger.entries():
-            if isinstance(entry.event, Ended):
-                job = simulation.world.record.jobs.get((ledger.run_id, entry.event.attempt))
-                if job is not None and job.plan.tells:
-                    hang_is_explained(simulation, job, entry.event, parse_time(entry.time) or 0.0)
+            event = entry.event
+            job = simulation.world.record.jobs.get((ledger.run_id, event.attempt)) if isinstance(event, Ended) else None
+            if job is None or not isinstance(event, Ended):
+                continue
+            verdict_names_the_first_cause(simulation, job, event)
+            out_of_memory_is_no_lost_host(simulation, job, event)
+            finished_means_finished(simulation, job, event)
+            claims.told_removal_is_true(simulation, job, event)
+            claims.finished_programs_are_told_finished(simulation, job, event)
+            if job.plan.tells:
+                hang_is_explained(simulation, job, event, parse_time(entry.time) or 0.0)
 
 
 def hang_is_explained(simulation: SimulatedRun, job: Job, event: Ended, time: float) -> None:
@@ -532,7 +521,7 @@ def _unseen(simulation: SimulatedRun, job: Job) -> set[tuple[str, int | None]]:
                 container.ended - 30.0 < at < before for at in container.host.troubled
             ):
                 found |= {("host lost", worker), ("preempted", None), ("vanished", None)}
-        if deaf:  # the first that ends may be read last
+        if deaf or found:  # the first that ends may be read last, or never
             found |= {("stopped", worker) for worker in job.containers}
     return found
 
@@ -602,7 +591,6 @@ COMMAND_PROMISES = (
     up_in_a_kind_world_succeeds,
     run_with_budget_continues,
     leaving_a_recovery_reports_the_bill,
-    failed_up_names_what_stays,
     after_a_stop_nothing_runs,
     stop_in_a_kind_world_succeeds,
     logs_end_with_their_program,

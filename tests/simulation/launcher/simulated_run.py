@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 import random
 import shutil
@@ -42,9 +43,12 @@ _STEPS = 80_000
 _KILLED_AT_WRITE = 0.1  # of all runs
 _NAME = "bert"
 _CANDIDATES = (
-    ", candidates: [{accelerator_type: v4-8, capacity: [spot, on-demand]}, {accelerator_type: v3-8, zones: "
-    "[us-central1-a]}, {accelerator_type: v2-8, zones: [us-central1-b]}]"
+    {"accelerator_type": "v4-8", "capacity": ["spot", "on-demand"]},
+    {"accelerator_type": "v3-8", "zones": ["us-central1-a"]},
+    {"accelerator_type": "v2-8", "zones": ["us-central1-b"]},
 )
+_KEYS_OF_RUN = ("preemption_retries", "failure_retries", "host_lost_seconds", "unreachable_minutes", "recovery_minutes",
+                "budget", "replace_after", "stall_minutes")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -62,37 +66,27 @@ def _folder() -> Path:
 @functools.cache
 def make_config(setting: Setting, candidates: Candidates | None = None) -> Config:
     """Returns the configuration of a setting. Cached: reading YAML takes as long as much of a simulated run."""
+    slice_ = {
+        "name": _NAME,
+        "accelerator_type": setting.accelerator,
+        "create_minutes": 60,
+        "stockout_minutes": setting.stockout_minutes,
+        "queued": {"valid_until_hours": 2} if setting.queued else None,
+        "zones": [*setting.zones] if len(setting.zones) > 1 else None,
+        "expires_hours": setting.expires_hours,
+        "candidates": _CANDIDATES if candidates is not None else None,
+        "price_limit": candidates.price_limit if candidates is not None else None,
+    }
+    run = {"command": ["train"], "secrets": ["HF_TOKEN"]} | {key: getattr(setting, key) for key in _KEYS_OF_RUN}
+    document = {
+        "project": "p",
+        "zone": setting.zones[0],
+        "slice": {key: value for key, value in slice_.items() if value is not None},
+        "image": {"reference": f"r/i@sha256:{'0' * 64}"},
+        "run": {key: value for key, value in run.items() if value is not None},
+    }
     path = _folder() / "run.yaml"
-    lines = [
-        "project: p",
-        f"zone: {setting.zones[0]}",
-        f"slice: {{name: {_NAME}, accelerator_type: {setting.accelerator}, create_minutes: 60"
-        f", stockout_minutes: {setting.stockout_minutes}"
-        + (", queued: {valid_until_hours: 2}" if setting.queued else "")
-        + (f", zones: [{', '.join(setting.zones)}]" if len(setting.zones) > 1 else "")
-        + (f", expires_hours: {setting.expires_hours}" if setting.expires_hours is not None else "")
-        + (_CANDIDATES if candidates is not None else "")
-        + (f", price_limit: {candidates.price_limit}" if candidates is not None and candidates.price_limit else "")
-        + "}",
-        f"image: {{reference: 'r/i@sha256:{'0' * 64}'}}",
-        "run:",
-        "  command: [train]",
-        "  secrets: [HF_TOKEN]",
-        f"  preemption_retries: {setting.preemption_retries}",
-        f"  failure_retries: {setting.failure_retries}",
-        f"  host_lost_seconds: {setting.host_lost_seconds}",
-        f"  unreachable_minutes: {setting.unreachable_minutes}",
-        f"  recovery_minutes: {setting.recovery_minutes}",
-    ]
-    if setting.budget is not None:
-        lines.append(f"  budget: {setting.budget}")
-    if setting.replace_after is not None:
-        lines.append(f"  replace_after: {setting.replace_after}")
-    if setting.stall_minutes is not None:
-        lines.append(f"  stall_minutes: {setting.stall_minutes}")
-    if setting.gke:
-        lines.append("gke: {secrets: {HF_TOKEN: hf/token}}")
-    path.write_text("\n".join(lines) + "\n")
+    path.write_text(json.dumps(document | ({"gke": {"secrets": {"HF_TOKEN": "hf/token"}}} if setting.gke else {})))
     return replace(load(path), provider="gke") if setting.gke else load(path)
 
 
