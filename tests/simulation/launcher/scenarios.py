@@ -30,6 +30,7 @@ _OF_ADDED_THEMES = 0.5  # of all scenarios
 _OF_HANGS = 0.05
 _OF_GKE = 0.12
 _WITH_CANDIDATES = 0.2  # of all scenarios of one workstation
+RETRIES, HOSTS = "preemption_retries", "many_hosts"  # needs of themes
 _LEFTOVERS = ("", "", "", "", "bob's", "a stranger's", "preempted", "stopped", "deleting")
 
 
@@ -53,6 +54,14 @@ class Setting:
     """Dollars."""
     gke: bool = False
     """Whether it runs on a cluster instead of TPU VMs."""
+
+    @property
+    def many_hosts(self) -> bool:
+        return self.hosts > 1
+
+    @property
+    def many_zones(self) -> bool:
+        return len(self.zones) > 1
 
 
 @dataclass(frozen=True)
@@ -107,52 +116,40 @@ class Theme:
     plans: tuple[str, ...] = ()
     """Kinds of programs of the first attempts."""
     leftovers: tuple[str, ...] = ("",)
-    queued: bool | None = None
-    zones: int = 1
-    """The least number of zones."""
-    expires: bool = False
-    """Whether the slice expires."""
-    stall: bool = False
-    hosts: int = 1
-    """The least number of hosts."""
-    retries: bool = False
-    """Whether preemptions are retried."""
-    failures: bool = False
-    """Whether failures are retried."""
-    replaces: bool = False
-    """Whether the slice of a bad host is replaced."""
+    needs: tuple[str, ...] = ()
+    """Fields that its settings have, other than 0, False and None; "many_hosts" and "many_zones": more than one."""
     seconds: tuple[float, float] | None = None
     """The least and the greatest time of a program."""
 
 
 THEMES = (
     Theme("two terminals", actions=("second run|second attach", "stop"), moments=("run", "start", "recovery"),
-          together=7.0, faults=("reboot", "preempt"), count=(0, 1), retries=True),
+          together=7.0, faults=("reboot", "preempt"), count=(0, 1), needs=(RETRIES,)),
     Theme("two terminals and a death", actions=("second run", "kill|ctrl-c"), moments=("start", "prepare", "recovery"),
-          together=7.0, faults=("reboot", "preempt", "die"), count=(0, 2), retries=True),
+          together=7.0, faults=("reboot", "preempt", "die"), count=(0, 2), needs=(RETRIES,)),
     Theme("a stop of a recovery", faults=("preempt", "reboot", "die"), actions=("stop",), moments=("recovery",),
-          together=50.0, retries=True),
+          together=50.0, needs=(RETRIES,)),
     Theme("leaving a recovery", faults=("preempt", "reboot", "die"), actions=("ctrl-c|kill|asleep",),
-          moments=("recovery",), together=50.0, retries=True),
-    Theme("standstills", faults=("hang", "cut", "offline", "dead ssh", "ssh loses answers"), plans=("stall", "finish"),
-          stall=True, spread=40.0, seconds=(5.0, 150.0)),
+          moments=("recovery",), together=50.0, needs=(RETRIES,)),
+    Theme("standstills", faults=("hang", "cut", "offline", "dead ssh", "ssh loses answers"),
+          plans=("stall", "finish"), spread=40.0, seconds=(5.0, 150.0), needs=("stall_minutes",)),
     Theme("memory", faults=("offline", "cut", "reboot", "hang", "dead ssh"), plans=("memory",), count=(0, 2),
-          failures=True),
+          needs=("failure_retries",)),
     Theme("a queue in bad api_fault", faults=("unavailable", "rate", "lost", "slow", "stockout", "busy", "offline"),
           anchors=("beginning", "request", "up again"), actions=("kill|ctrl-c",), moments=("request", "up"),
-          queued=True),
+          needs=("queued",)),
     Theme("a queue that takes back", faults=("preempt", "unavailable", "lost", "stockout"),
-          anchors=("start", "recovery"), count=(2, 4), queued=True, retries=True),
+          anchors=("start", "recovery"), count=(2, 4), needs=(RETRIES, "queued")),
     Theme("no capacity", faults=("stockout", "stockout", "lost", "preempt"), anchors=("beginning", "recovery", "start"),
-          count=(2, 4), retries=True),
-    Theme("reboots", faults=("reboot",), count=(1, 3), plans=("finish", "fail"), hosts=2, retries=True),
-    Theme("out of reach", faults=("cut", "hang"), count=(1, 3), hosts=2, retries=True, spread=12.0),
+          count=(2, 4), needs=(RETRIES,)),
+    Theme("reboots", faults=("reboot",), count=(1, 3), plans=("finish", "fail"), needs=(RETRIES, HOSTS)),
+    Theme("out of reach", faults=("cut", "hang"), count=(1, 3), spread=12.0, needs=(RETRIES, HOSTS)),
     Theme("asleep", actions=("asleep", "logs|kill"), moments=("start", "recovery", "prepare"),
-          faults=("reboot", "preempt"), count=(0, 1), retries=True),
+          faults=("reboot", "preempt"), count=(0, 1), needs=(RETRIES,)),
     Theme("crashes", actions=("kill", "kill", "kill|ctrl-c"), moments=("prepare", "start", "run", "recovery"),
-          faults=("cut", "reboot", "preempt"), count=(0, 1), retries=True),
+          faults=("cut", "reboot", "preempt"), count=(0, 1), needs=(RETRIES,)),
     Theme("lost answers", faults=("lost", "ssh loses answers", "dead ssh"), count=(2, 4),
-          anchors=("beginning", "start", "recovery", "down"), retries=True),
+          anchors=("beginning", "start", "recovery", "down"), needs=(RETRIES,)),
     Theme("old lists", faults=("stale",), actions=("gc|bob gc", "bob up|bob down|second run"),
           moments=("run", "up", "start"), anchors=("beginning",), spread=60.0,
           leftovers=("", "preempted", "bob's", "deleting", "a stranger's")),
@@ -160,10 +157,10 @@ THEMES = (
           leftovers=("preempted", "stopped", "deleting", "bob's", "a stranger's")),
     Theme("a hard farewell", faults=("busy", "unavailable", "lost", "slow", "preempt", "offline"), anchors=("down",),
           count=(1, 4), spread=6.0),
-    Theme("maintenance", faults=("maintenance", "preempt"), count=(1, 2), plans=("finish", "save"), retries=True),
+    Theme("maintenance", faults=("maintenance", "preempt"), count=(1, 2), plans=("finish", "save"), needs=(RETRIES,)),
     Theme("wrong clocks", faults=("clock",), actions=("logs|kill",), count=(1, 3)),
     Theme("full disks", faults=("disk", "engine"), anchors=("beginning", "start", "recovery"), count=(1, 3),
-          retries=True),
+          needs=(RETRIES,)),
     Theme("stops", faults=("hang", "cut", "dead ssh", "ssh loses answers", "offline"), count=(0, 2),
           actions=("stop",), moments=("run", "prepare", "start", "restart"), together=20.0, spread=25.0),
 )  # fmt: skip
@@ -176,62 +173,62 @@ ADDED_THEMES = (
     Theme("any deed", actions=("down|down|stop|second run|new run|gc", "down|stop|second run|new run|second attach"),
           moments=("up", "run", "prepare", "start", "recovery", "restart", "end", "up again", "down"), together=40.0,
           faults=("reboot", "preempt", "die", "unavailable", "lost"), count=(0, 2), anchors=("start", "recovery"),
-          plans=("finish", "fail"), retries=True),
+          plans=("finish", "fail"), needs=(RETRIES,)),
     Theme("two workstations",
           actions=("other run|other up|other down", "other run|other down|other stop|other gc|kill"),
           moments=("up", "run", "prepare", "start", "recovery", "restart", "end"), together=40.0,
           faults=("reboot", "preempt", "die", "unavailable", "lost"), count=(0, 2), anchors=("start", "recovery"),
-          plans=("finish", "fail"), retries=True),
+          plans=("finish", "fail"), needs=(RETRIES,)),
     Theme("a colleague", faults=("delete", "delete", "halt", "replace", "old describe"), count=(1, 2), spread=15.0,
           anchors=("up", "start", "start", "recovery", "recovery", "made again", "down"), plans=("finish", "fail"),
-          retries=True),
+          needs=(RETRIES,)),
     Theme("a colleague in a recovery", faults=("reboot@start", "preempt@start", "disk", "engine", "delete@round",
           "delete@round", "delete", "dead ssh", "old describe"), count=(4, 7), spread=8.0,
-          anchors=("recovery", "recovery", "made again"), retries=True),
-    Theme("partitions", faults=("filter", "filter", "connection", "cut"), count=(1, 3), hosts=2, retries=True,
-          plans=("finish", "fail", "save"), anchors=("start", "recovery"), spread=25.0),
-    Theme("hosts that end apart", faults=("reboot", "cut", "filter", "hang", "die", "offline"), count=(0, 2), hosts=2,
-          anchors=("end",), spread=140.0, plans=("finish",), retries=True),
+          anchors=("recovery", "recovery", "made again"), needs=(RETRIES,)),
+    Theme("partitions", faults=("filter", "filter", "connection", "cut"), count=(1, 3),
+          plans=("finish", "fail", "save"), anchors=("start", "recovery"), spread=25.0, needs=(RETRIES, HOSTS)),
+    Theme("hosts that end apart", faults=("reboot", "cut", "filter", "hang", "die", "offline"), count=(0, 2),
+          anchors=("end",), spread=140.0, plans=("finish",), needs=(RETRIES, HOSTS)),
     Theme("refusals", faults=("signed out", "signed out", "quota", "preempt", "reboot", "lost"), count=(1, 3),
           spread=20.0, anchors=("beginning", "start", "recovery", "recovery", "down"), plans=("finish", "fail"),
-          retries=True),
-    Theme("a date that jumps", faults=("date", "date", "cut", "reboot", "preempt"), count=(1, 3), hosts=2, retries=True,
+          needs=(RETRIES,)),
+    Theme("a date that jumps", faults=("date", "date", "cut", "reboot", "preempt"), count=(1, 3),
           anchors=("up", "start", "recovery", "end"), spread=25.0, plans=("finish", "fail", "save"),
-          actions=("kill|other run|stop|gc",)),
-    Theme("zones", faults=("stockout", "stockout", "preempt", "lost", "stale"), count=(1, 4), zones=2, retries=True,
+          actions=("kill|other run|stop|gc",), needs=(RETRIES, HOSTS)),
+    Theme("zones", faults=("stockout", "stockout", "preempt", "lost", "stale"), count=(1, 4),
           anchors=("beginning", "up", "start", "recovery", "down"), spread=30.0, plans=("finish", "fail"),
           actions=("kill|ctrl-c|stop|gc|second run|bob up|bob down",), moments=("up", "up", "start", "recovery"),
-          leftovers=("", "", "preempted", "deleting", "bob's", "stopped")),
+          leftovers=("", "", "preempted", "deleting", "bob's", "stopped"), needs=(RETRIES, "many_zones")),
     Theme("expiry", actions=("gc", "gc|bob gc|other gc|logs"), moments=("run", "start", "end"), together=400.0,
-          faults=("date", "stale", "reboot", "preempt"), count=(0, 2), plans=("finish", "fail"), expires=True,
-          retries=True, leftovers=("", "", "preempted", "bob's")),
+          faults=("date", "stale", "reboot", "preempt"), count=(0, 2), plans=("finish", "fail"),
+          leftovers=("", "", "preempted", "bob's"), needs=(RETRIES, "expires_hours")),
     Theme("ssh is closed", faults=("no ssh", "no ssh", "offline", "reboot", "cut"), count=(1, 3), plans=("finish",),
-          anchors=("start", "start", "recovery", "end", "up"), spread=60.0, retries=True, seconds=(60.0, 500.0),
-          actions=("asleep|kill|stop|logs",), together=200.0),
+          anchors=("start", "start", "recovery", "end", "up"), spread=60.0, seconds=(60.0, 500.0),
+          actions=("asleep|kill|stop|logs",), together=200.0, needs=(RETRIES,)),
     Theme("a start that fails", faults=("disk", "engine", "old describe", "old describe", "cut", "dead ssh", "delete"),
-          anchors=("prepare", "prepare", "recovery"), count=(2, 4), spread=6.0, plans=("finish",), retries=True,
-          actions=("stop|kill|logs|status",), moments=("prepare",), together=20.0),
+          anchors=("prepare", "prepare", "recovery"), count=(2, 4), spread=6.0, plans=("finish",),
+          actions=("stop|kill|logs|status",), moments=("prepare",), together=20.0, needs=(RETRIES,)),
     Theme("a bad host", faults=("die@start", "die@start", "reboot@start", "stockout", "lost", "slow", "old describe"),
-          count=(2, 5), hosts=2, anchors=("recovery", "recovery", "round"), spread=10.0, plans=("finish",),
-          retries=True, replaces=True),
+          count=(2, 5), anchors=("recovery", "recovery", "round"), spread=10.0, plans=("finish",),
+          needs=(RETRIES, "replace_after", HOSTS)),
     Theme("awake", faults=("cut", "dead ssh"), anchors=("awake",), spread=2.0, count=(0, 2), actions=("asleep",),
-          hosts=2, retries=True),
+          needs=(RETRIES, HOSTS)),
 )  # fmt: skip
 
 
 HANGS = Theme("hangs", faults=("hang", "cut", "offline", "dead ssh", "die", "die", "die"), count=(0, 1),
-              plans=("stall", "finish"), stall=True, spread=60.0, hosts=2, actions=("logs|logs|asleep",),
-              together=200.0)  # fmt: skip
+              plans=("stall", "finish"), spread=60.0, actions=("logs|logs|asleep",),
+              together=200.0, needs=("stall_minutes", HOSTS))  # fmt: skip
 
 
 GKE = Theme("a cluster", count=(0, 3), spread=25.0,
             anchors=("beginning", "prepare", "start", "start", "recovery", "end"),
             faults=("preempt", "preempt", "maintenance", "delete", "unavailable", "slow", "lost", "offline", "rate",
                     "permission"),
-            moments=("run", "prepare", "start", "recovery", "end"), together=40.0, retries=True,
+            moments=("run", "prepare", "start", "recovery", "end"), together=40.0,
             actions=("kill|ctrl-c|stop|down|second run|new run|asleep|logs|status",
                      "kill|ctrl-c|stop|second attach|second run|logs"),
-            plans=("finish", "finish", "fail", "save", "bad input"))  # fmt: skip
+            plans=("finish", "finish", "fail", "save", "bad input"), needs=(RETRIES,))  # fmt: skip
 
 
 @functools.cache
@@ -308,15 +305,7 @@ def _settings_of(theme: Theme) -> tuple[Setting, ...]:
     return tuple(
         setting
         for setting in settings()
-        if theme.queued in (None, setting.queued)
-        and setting.hosts >= theme.hosts
-        and len(setting.zones) >= theme.zones
-        and (len(setting.zones) == 1 or theme is not GKE)
-        and (setting.expires_hours is not None or not theme.expires)
-        and (setting.replace_after is not None or not theme.replaces)
-        and (setting.stall_minutes is not None or not theme.stall)
-        and (setting.preemption_retries > 0 or not theme.retries)
-        and (setting.failure_retries > 0 or not theme.failures)
+        if all(getattr(setting, need) for need in theme.needs) and not (setting.many_zones and theme is GKE)
     )
 
 
