@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 from launcher.config import Config, load
 from launcher.costs import per_hour
@@ -101,10 +102,10 @@ class Week:
         self.deleted, self.over, self.hours = False, False, float("inf")
         self.process = Process("tpu-launch")
 
+    @mock.patch.dict(os.environ)
     def play(self) -> Result:
         shutil.rmtree(self.laptop.home, ignore_errors=True)
         self.laptop.home.mkdir(parents=True)
-        before = os.environ.get("TPU_LAUNCH_HOME")
         os.environ["TPU_LAUNCH_HOME"] = str(self.laptop.home)
         requests.create_only = self._write
         try:
@@ -117,9 +118,6 @@ class Week:
         finally:
             requests.create_only = create_only
             self.scheduler.close()
-            os.environ.pop("TPU_LAUNCH_HOME")
-            if before is not None:
-                os.environ["TPU_LAUNCH_HOME"] = before
         for task in self.scheduler.crashed:
             self.world.break_promise("every ending has a documented code", f"{task} raised {task.error!r}")
         return Result(self.world.record.broken, self.scheduler.trace or [], self.hours)

@@ -367,25 +367,3 @@ def gc_removes_what_has_expired(simulation: SimulatedRun, command: Command) -> N
         mine = node.creator == command.laptop.user and node.state == "READY" and node.by is not None
         if mine and node.expires is not None and node.expires < date and "left alone" not in "\n".join(command.said):
             simulation.break_promise("gc removes what has expired", f"{node} expired {date - node.expires:.0f} s ago")
-
-
-COMMAND_CLAIMS = (
-    told_deletion_is_true,
-    told_stop_is_true,
-    told_use_is_true,
-    told_patience_is_true,
-    stop_of_a_start_is_told,
-    down_deletes_jobsets,
-    kind_world_starts_a_run,
-    stockout_is_waited_out,
-    what_is_left_is_recorded,
-    gc_removes_what_has_expired,
-)
-RUN_CLAIMS = (
-    retries_wait_as_documented,
-    rounds_keep_to_their_time,
-    slices_are_replaced_for_their_own_hosts,
-    stop_ends_its_supervisor,
-    lost_host_is_told_in_time,
-    budget_is_spent_on_slices,
-)

@@ -312,7 +312,7 @@ class Kubectl:
 
     def _refuse(self) -> None:
         """Raises Refused for a fault of the way to the cluster."""
-        if self.world.is_offline(self.actor.laptop):
+        if self.actor.laptop.offline:
             self.scheduler.sleep(self.world.rng.uniform(1.0, 8.0))
             raise Refused(_ERRORS["offline"])
         if self.world.api_fault("slow") is not None:

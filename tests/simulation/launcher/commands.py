@@ -70,8 +70,6 @@ class Command:
             self.run_id = text.split()[1].rstrip(":,")
         if text.startswith("run ") and ": started on all hosts" in text:
             self._confirm(text.split()[1].rstrip(":"))
-        if text.startswith("run ") and "was interrupted while it was started: ending it" in text:
-            self._give_up(self.run_id, int(text.split()[3]))
         if text.startswith("ending the attempt on all hosts: stalled"):
             promises.stalled_program_is_silent(self.world, self.run_id)
         if ": starting again (" in text:
@@ -87,9 +85,6 @@ class Command:
         jobs = [job for (name, _), job in self.world.record.jobs.items() if name == run]
         if jobs:
             jobs[-1].confirmed = True
-
-    def _give_up(self, run: str, attempt: int) -> None:
-        self.world.record.abandoned.add((run, attempt))
 
     def _emit(self, worker: int, line: object) -> None:
         pass

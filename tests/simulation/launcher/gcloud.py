@@ -88,7 +88,7 @@ class Gcloud:
     def _refusal(self) -> Output | None:
         """Returns the error of a fault that hits before the API does anything."""
         world = self.world
-        if world.is_offline(self.actor.laptop):
+        if self.actor.laptop.offline:
             self.scheduler.sleep(world.rng.uniform(1.0, 8.0))
             return 1, "", _OFFLINE
         if world.api_fault("slow") is not None:

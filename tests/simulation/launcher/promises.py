@@ -1,12 +1,14 @@
-"""The launcher's promises, which hold in every simulated run: one function each. `world` checks those of one moment."""
+"""The launcher's promises, which hold in every simulated run: one function each; `claims` has others. `world`
+checks those of one moment."""
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 import tarfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -51,7 +53,7 @@ def check_command(simulation: SimulatedRun, command: Command) -> None:
     """Checks the promises about the end of a command."""
     if command.killed or command.code is None:
         return
-    for promise in (*COMMAND_PROMISES, *claims.COMMAND_CLAIMS):
+    for promise in _OF_COMMANDS:
         promise(simulation, command)
 
 
@@ -323,7 +325,7 @@ def stalled_program_is_silent(world: World, run: str) -> None:
 
 def check_end(simulation: SimulatedRun) -> None:
     """Checks the promises about a whole run."""
-    for promise in (*RUN_PROMISES, *claims.RUN_CLAIMS):
+    for promise in _OF_RUNS:
         promise(simulation)
     for ledger in simulation.ledgers():
         for entry in ledger.entries():
@@ -331,11 +333,8 @@ def check_end(simulation: SimulatedRun) -> None:
             job = simulation.world.record.jobs.get((ledger.run_id, event.attempt)) if isinstance(event, Ended) else None
             if job is None or not isinstance(event, Ended):
                 continue
-            verdict_names_the_first_cause(simulation, job, event)
-            out_of_memory_is_no_lost_host(simulation, job, event)
-            finished_means_finished(simulation, job, event)
-            claims.told_removal_is_true(simulation, job, event)
-            claims.finished_programs_are_told_finished(simulation, job, event)
+            for promise in _OF_ENDS:
+                promise(simulation, job, event)
             if job.plan.tells:
                 hang_is_explained(simulation, job, event, parse_time(entry.time) or 0.0)
 
@@ -583,32 +582,13 @@ def _are_lines_due(recorded: Sequence[RunEvent], job: Job, worker: int) -> bool:
     return bool(ends) and ends[-1].outcome not in unfetched and worker not in left
 
 
-COMMAND_PROMISES = (
-    documented_code,
-    message_with_a_next_step,
-    nothing_is_left_after_down,
-    no_silent_bill,
-    up_in_a_kind_world_succeeds,
-    run_with_budget_continues,
-    leaving_a_recovery_reports_the_bill,
-    after_a_stop_nothing_runs,
-    stop_in_a_kind_world_succeeds,
-    logs_end_with_their_program,
-    command_ends_in_time,
-    deletion_outlasts_passing_failures,
-    creation_outlasts_passing_failures,
-    stockout_is_reported_as_stockout,
-    refusal_is_told_as_what_it_is,
-    conflict_has_another_party,
-    nothing_runs_after_a_verdict,
-)
-RUN_PROMISES = (
-    nothing_is_left_at_the_end,
-    every_request_is_withdrawn_or_used,
-    budgets_are_kept,
-    one_event_costs_one_attempt,
-    ledgers_are_in_order,
-    locks_are_free,
-    lines_come_once,
-    secrets_are_nowhere,
-)
+def _find_promises(*parameters: str) -> list[Callable[..., None]]:
+    """Returns the functions of this module and of `claims` that take these parameters: each is a promise."""
+    functions = [each for each in (*globals().values(), *vars(claims).values()) if inspect.isfunction(each)]
+    public = [each for each in functions if not each.__name__.startswith(("_", "check_"))]
+    return [each for each in public if (*inspect.signature(each).parameters,) == parameters]
+
+
+_OF_COMMANDS = _find_promises("simulation", "command")
+_OF_RUNS = _find_promises("simulation")
+_OF_ENDS = _find_promises("simulation", "job", "event")

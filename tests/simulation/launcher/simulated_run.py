@@ -13,6 +13,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path
+from unittest import mock
 
 from launcher.config import Config, load
 from launcher.emulator.api.catalogue import ApiError
@@ -142,33 +143,27 @@ class SimulatedRun:
         self.main: Command | None = None  # the newest command of ann's first terminal
         self.main_over = False
 
+    @mock.patch.dict(os.environ)
     def play(self) -> Result:
         for laptop in self.world.laptops:
             shutil.rmtree(laptop.home, ignore_errors=True)
             laptop.home.mkdir(parents=True)
-        environment = {name: os.environ.get(name) for name in ("TPU_LAUNCH_HOME", "LOGNAME")}
-        ledger.write_whole = self._write_event  # type: ignore[assignment]
-        requests.create_only = self._write_request
         uninstall = self.world.cluster.install() if self.world.cluster is not None else lambda: None
         self.scheduler.note(f"{self.scenario}")
         self.scheduler.note(f"faults: {'; '.join(map(str, self.faults)) or 'none'}")
+        writes = mock.patch.object(ledger, "write_whole", self._write_event)
+        asks = mock.patch.object(requests, "create_only", self._write_request)
         try:
-            self.scheduler.spawn(self._live, name="ann's plan", process=self.scheduler.world)
-            self.scheduler.run(lambda: self.main_over, seconds=LONGEST_RUN, steps=_STEPS)
-            promises.check_end(self)
+            with writes, asks:
+                self.scheduler.spawn(self._live, name="ann's plan", process=self.scheduler.world)
+                self.scheduler.run(lambda: self.main_over, seconds=LONGEST_RUN, steps=_STEPS)
+                promises.check_end(self)
         except Stuck as stuck:
             self.world.break_promise("every wait ends", str(stuck)[:2000])
         finally:
             full_disk.fill(False)
-            ledger.write_whole = write_whole
-            requests.create_only = create_only
             uninstall()
             self.scheduler.close()
-            for name, value in environment.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
         for task in self.scheduler.crashed:
             self.world.break_promise("every ending has a documented code", f"{task} raised {task.error!r}")
         return Result(self.world.record.broken, self.scheduler.trace or [])

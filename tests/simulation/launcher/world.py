@@ -93,8 +93,6 @@ class Record:
 
     broken: list[tuple[str, str]] = field(default_factory=list)
     jobs: dict[tuple[str, int], Job] = field(default_factory=dict)
-    # Attempts that the launcher ended because their start was interrupted: their lines are not fetched.
-    abandoned: set[tuple[str, int]] = field(default_factory=set)
     stops: list[Stop] = field(default_factory=list)
     requested_runs: list[tuple[Laptop, float]] = field(default_factory=list)  # where and when users typed `run`
     # Ids of nodes in use: whose they were, by whom and when.
@@ -213,9 +211,6 @@ class World:
             if link.actor is actor and seconds > _FORGOTTEN_SECONDS and self.rng.random() < 0.5:
                 link.forgotten = True
         self.reached("awake")
-
-    def is_offline(self, laptop: Laptop) -> bool:
-        return laptop.offline
 
     def add_host(self, host: Host) -> None:
         """Adds a host; its address may have belonged to another one."""
@@ -564,7 +559,7 @@ class World:
     def _execute_once(self, host: Host, script: str, stdin: str | None, actor: Actor) -> tuple[int, str]:
         """Runs ssh once: 255 when the host can't be reached, or the connection broke, maybe after the script ran."""
         self.scheduler.sleep(self.rng.uniform(0.05, 0.4))
-        if not host.reachable or self.is_offline(actor.laptop) or self.ssh_fault() is not None:
+        if not host.reachable or actor.laptop.offline or self.ssh_fault() is not None:
             self.scheduler.sleep(10.0)
             return 255, ""
         inner = Execution()
