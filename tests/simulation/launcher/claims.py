@@ -3,12 +3,15 @@ lost or left behind, and when it was told."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from launcher.costs import per_hour
 from launcher.errors import Exit
 from launcher.run.events import (
     Ended,
+    HostEnded,
     Recovered,
     Recovering,
     RecoveryGivenUp,
@@ -26,10 +29,12 @@ from training.machine.clock import parse_time
 if TYPE_CHECKING:
     from tests.simulation.launcher.commands import Command
     from tests.simulation.launcher.google import Slice
-    from tests.simulation.launcher.jobs import Job
+    from tests.simulation.launcher.jobs import Cause, Job
     from tests.simulation.launcher.simulated_run import SimulatedRun
     from tests.simulation.launcher.world import Actor
 
+_EXPLAIN_SECONDS = 60.0  # from the limit of a stall until its explanation is recorded
+_SSH_FAULTS = ("dead ssh", "no ssh", "ssh loses answers", "offline")
 _TAKERS = ("preempt", "maintenance", *MEDDLING)  # faults
 _CALM = ("preempt", "maintenance", "reboot", "die", "stockout", "clock", "connection")  # faults that delay no command
 _STOP_SECONDS = 240.0  # from a stop until the command that supervises has ended
@@ -48,7 +53,7 @@ _SLICE_LOST = ("preempted", "slice deleted")  # outcomes
 def deletion_follows_a_stop(simulation: SimulatedRun, node: Slice, by: Actor) -> None:
     """A `down` deletes a slice after the runs of its folder have ended, or says which may not have saved; `run` deletes
     none whose program has finished."""
-    command = _command_of(simulation, by)
+    command = next((each for each in simulation.commands if each.actor is by), None)
     if command is None:
         return
     said = "\n".join(command.said)
@@ -83,10 +88,6 @@ def run_makes_a_slice_only_in_a_recovery(simulation: SimulatedRun, by: Actor) ->
     simulation.break_promise("run makes a slice only in a recovery", f"{by.command} of {by.user}")
 
 
-def _command_of(simulation: SimulatedRun, actor: object) -> Command | None:
-    return next((command for command in simulation.commands if command.actor is actor), None)
-
-
 # -- of each command, when it ends ------------------------------------------------------------------------------------
 
 
@@ -106,29 +107,6 @@ def told_stop_is_true(simulation: SimulatedRun, command: Command) -> None:
     stopped = any(command.run_id in ("", stop.run) and stop.at >= command.began for stop in stops)
     if not stopped and not any("the budget is spent" in text for text in command.said):
         simulation.break_promise("what is told stopped was stopped", f"{command.name}: {command.error}")
-
-
-def finished_programs_are_told_finished(simulation: SimulatedRun, job: Job, event: Ended) -> None:
-    """A run whose programs have all finished or saved is no lost host or failure, although hosts rebooted afterwards
-    or their pods were disrupted."""
-    ends = [item for item in job.containers.values() if item.status == "exited" and not item.invented]
-    seen = any(item.boot == item.host.boot for item in ends)  # else an engine may have made all codes up
-    if len(ends) < job.hosts or any(item.exit_code not in (0, 75) for item in ends) or not seen:
-        return
-    cluster = simulation.world.cluster is not None and not simulation.actions
-    calm = {fault.kind for fault in simulation.faults} <= ({"preempt", "maintenance"} if cluster else {"reboot"})
-    if calm and event.outcome in ("host lost", "failed", "connection lost"):
-        simulation.break_promise("finished programs are told finished", f"{job} ended {event.outcome}: {event.cause}")
-
-
-def told_removal_is_true(simulation: SimulatedRun, job: Job, event: Ended) -> None:
-    """A container is called removed only if it was removed from its host, not if the slice is another one by now."""
-    removed = event.cause is not None and "its container was removed" in event.cause.what
-    if event.cause is None or not removed or simulation.world.cluster is not None:  # there, a pod goes with its node
-        return
-    container = job.containers.get(event.cause.worker)
-    if container is not None and container.host.gone:
-        simulation.break_promise("what is told removed was removed", f"{container.name} of {container.host!r}")
 
 
 def told_use_is_true(simulation: SimulatedRun, command: Command) -> None:
@@ -227,6 +205,145 @@ def what_is_left_is_recorded(simulation: SimulatedRun, command: Command) -> None
         there = host.containers.get(container.name) is container and host.up and host.engine_up
         if there and (outcome.attempt, worker) not in known and not host.gone:
             simulation.break_promise("what is left behind is recorded", f"{container.name} on {host!r}")
+
+
+# -- of each end of an attempt --------------------------------------------------------------------------------------
+
+
+def hang_is_explained(simulation: SimulatedRun, job: Job, event: Ended, time: float) -> None:
+    """A program that hangs is called stalled within its limit and a minute, and the host that differs is named; a slow
+    one that makes progress is never called stalled. `time`: of the end, in Unix seconds."""
+    hung, hang = job.hung, job.plan.hang
+    if job.last_step < time - EPOCH:  # it stood still because it had lost a host
+        return
+    if event.outcome == "stalled" and (hung is None or hang is None):
+        simulation.break_promise("a slow program is no stall", f"{job} ended {event.outcome}: {event.cause}")
+    if event.outcome == "stalled" and hang is not None:
+        allowed = {hang.named if job.hosts > 1 else 0}
+        if hang.kind == "no stacks":  # a host that is out of reach gives none either
+            allowed |= {worker for worker, item in job.containers.items() if item.host.troubled}
+        if event.cause is None or event.cause.worker not in allowed:
+            simulation.break_promise("the host that hangs is named", f"{job} hangs by {hang}; told was {event.cause}")
+    undisturbed = not simulation.faults and not simulation.actions and not simulation.kill_at
+    if undisturbed and hang is not None and hung is not None and job.stall_seconds is not None:
+        late = time - EPOCH - hung - hang.limit(job.stall_seconds, job.hosts)
+        if event.outcome != "stalled" or not -1.0 <= late <= _EXPLAIN_SECONDS:
+            simulation.break_promise(
+                "a hang is explained in time", f"{job}: {event.outcome}, {late:.0f} s late: {hang}"
+            )
+        elif job.hosts > 1 and (event.cause is None or hang.says not in event.cause.what):
+            simulation.break_promise("a hang is told by its kind", f"{job} hangs by {hang}; told was {event.cause}")
+
+
+def out_of_memory_is_no_lost_host(simulation: SimulatedRun, job: Job, event: Ended) -> None:
+    """A program that was killed for its memory does not count as a lost host."""
+    if event.outcome == "host lost" and event.cause is not None and event.cause.oom_killed:
+        simulation.break_promise("a program out of memory is no lost host", f"{job}: {event.cause}")
+
+
+def finished_means_finished(simulation: SimulatedRun, job: Job, event: Ended) -> None:
+    """A run is reported as finished or saved only when its programs ended so."""
+    codes = {worker: container.exit_code for worker, container in job.containers.items()}
+    wanted = {"finished": (0,), "saved": (0, 75)}.get(event.outcome)
+    rebooted = any(container.boot != container.host.boot for container in job.containers.values())
+    if wanted and not rebooted and (len(codes) < job.hosts or any(code not in wanted for code in codes.values())):
+        simulation.break_promise("finished means finished", f"{job} ended {event.outcome}: {codes}")
+
+
+def verdict_names_the_first_cause(simulation: SimulatedRun, job: Job, event: Ended) -> None:
+    """The verdict names the first thing that was made to happen, where it can be told from all others."""
+    if event.cause is not None and any(line.startswith(f"host {event.cause.worker}:") for line in event.symptoms):
+        simulation.break_promise("the first cause is no symptom", f"{job} ended by {event.cause}: {event.symptoms}")
+    causes = [truth for truth in job.causes if truth.kind != "kill"]
+    if not causes or event.outcome == "not started" or job.plan.kind == "stall":
+        return
+    allowed = _verdicts_of(simulation, job, causes)
+    cause = event.cause.worker if event.cause is not None else -1
+    if allowed and (event.outcome, cause) not in allowed and (event.outcome, None) not in allowed:
+        simulation.break_promise(
+            "the verdict names the first cause",
+            f"{job} ended {event.outcome} of host {cause}, not {allowed}; the causes are {causes}",
+        )
+
+
+def _verdicts_of(simulation: SimulatedRun, job: Job, causes: Sequence[Cause]) -> set[tuple[str, int | None]]:
+    """Returns the outcomes, each with its host (None: any or none), that causes allow; empty where all do."""
+    first, kinds = causes[0], [truth.kind for truth in causes]
+    # A stop may be requested before a failure is seen: then the exit code is the stop's (14, as documented: the effect
+    # of SIGTERM is no failure), and the cause is the host that failed.
+    asked = any(stop.run == job.run for stop in simulation.world.record.stops)
+    if job.began is not None and not job.disturbed and "stop" not in kinds:
+        allowed: dict[str, set[tuple[str, int | None]]] = {
+            "finish": {("finished", None)},
+            "save": {("saved", None)},
+            "bad input": {("bad input", None)},
+            "fail": {("failed", first.worker)} | ({("stopped", first.worker)} if asked else set()),
+        }
+        # The slice may be deleted, or a cluster's pod stopped, before a launcher sees how the program ended.
+        deleted = {("slice deleted", None)} if "deleted" in kinds else set()
+        if simulation.world.cluster is not None:  # where ends are known by the second
+            second = max(0, first.worker) if job.plan.second is None else job.plan.second % job.hosts
+            ends = job.containers[second].ended - job.containers[max(0, first.worker)].ended
+            deleted |= {("failed", second)} if first.kind == "fail" and ends < 1.0 else set()
+            deleted |= {("stopped", worker) for worker in (-1, first.worker, second) if asked}
+        return allowed[first.kind] | deleted | _unseen(simulation, job) if first.kind in allowed else set()
+    if kinds == ["connection"]:
+        # A host that ceases to answer before it has told that it lost a peer looks like a lost host.
+        return {("connection lost", None)} | ({("stopped", None)} if asked else set()) | _unseen(simulation, job)
+    dead = {truth.worker for truth in causes if truth.detail == "dead"}
+    if kinds == ["host"] and dead and simulation.world.cluster is None:
+        # A launcher that first looks when two hosts are dead can't tell which died first.
+        others = {worker for worker, container in job.containers.items() if container.host.troubled}
+        lost: set[tuple[str, int | None]] = {("host lost", worker) for worker in dead | others}
+        return lost | {(outcome, None) for outcome in ("preempted", "vanished", "stopped")}
+    return set()
+
+
+def _unseen(simulation: SimulatedRun, job: Job) -> set[tuple[str, int | None]]:
+    """Returns the verdicts that hosts allow that ceased to answer before a launcher saw how their programs ended."""
+    found: set[tuple[str, int | None]] = set()
+    for ledger in simulation.ledgers():
+        if ledger.run_id != job.run:
+            continue
+        seen = {
+            entry.event.host: parse_time(entry.time) or 0.0
+            for entry in reversed(ledger.entries())  # the first one counts
+            if isinstance(entry.event, HostEnded) and entry.event.attempt == job.attempt
+        }
+        ways = API_FAULTS if simulation.world.cluster is not None else _SSH_FAULTS
+        deaf = any(fault.kind in ways for fault in simulation.faults)
+        for worker, container in job.containers.items():
+            before = seen.get(worker, math.inf) - EPOCH
+            if (deaf and worker not in seen) or any(
+                container.ended - 30.0 < at < before for at in container.host.troubled
+            ):
+                found |= {("host lost", worker), ("preempted", None), ("vanished", None)}
+        if deaf or found:  # the first that ends may be read last, or never
+            found |= {("stopped", worker) for worker in job.containers}
+    return found
+
+
+def finished_programs_are_told_finished(simulation: SimulatedRun, job: Job, event: Ended) -> None:
+    """A run whose programs have all finished or saved is no lost host or failure, although hosts rebooted afterwards
+    or their pods were disrupted."""
+    ends = [item for item in job.containers.values() if item.status == "exited" and not item.invented]
+    seen = any(item.boot == item.host.boot for item in ends)  # else an engine may have made all codes up
+    if len(ends) < job.hosts or any(item.exit_code not in (0, 75) for item in ends) or not seen:
+        return
+    cluster = simulation.world.cluster is not None and not simulation.actions
+    calm = {fault.kind for fault in simulation.faults} <= ({"preempt", "maintenance"} if cluster else {"reboot"})
+    if calm and event.outcome in ("host lost", "failed", "connection lost"):
+        simulation.break_promise("finished programs are told finished", f"{job} ended {event.outcome}: {event.cause}")
+
+
+def told_removal_is_true(simulation: SimulatedRun, job: Job, event: Ended) -> None:
+    """A container is called removed only if it was removed from its host, not if the slice is another one by now."""
+    removed = event.cause is not None and "its container was removed" in event.cause.what
+    if event.cause is None or not removed or simulation.world.cluster is not None:  # there, a pod goes with its node
+        return
+    container = job.containers.get(event.cause.worker)
+    if container is not None and container.host.gone:
+        simulation.break_promise("what is told removed was removed", f"{container.name} of {container.host!r}")
 
 
 # -- of the whole run, at its end -------------------------------------------------------------------------------------

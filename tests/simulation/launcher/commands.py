@@ -68,8 +68,8 @@ class Command:
             self.world.record.stops.append(Stop(text.split()[1].rstrip(":,"), self.world.scheduler.now))
         if text.startswith("run "):
             self.run_id = text.split()[1].rstrip(":,")
-        if text.startswith("run ") and ": started on all hosts" in text:
-            self._confirm(text.split()[1].rstrip(":"))
+        if text.startswith("run ") and ": started on all hosts" in text and (job := self.world.newest_job(self.run_id)):
+            job.confirmed = True
         if text.startswith("ending the attempt on all hosts: stalled"):
             promises.stalled_program_is_silent(self.world, self.run_id)
         if ": starting again (" in text:
@@ -80,11 +80,6 @@ class Command:
 
     def ledgers(self) -> list[Ledger]:
         return list_runs(self.laptop.home, self.machine)
-
-    def _confirm(self, run: str) -> None:
-        jobs = [job for (name, _), job in self.world.record.jobs.items() if name == run]
-        if jobs:
-            jobs[-1].confirmed = True
 
     def _emit(self, worker: int, line: object) -> None:
         pass

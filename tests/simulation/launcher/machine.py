@@ -1,14 +1,23 @@
-"""The launcher's `Workstation`, simulated: threads of the scheduler, and a laptop's clock."""
+"""The launcher's `Workstation`, simulated: threads of the scheduler; a laptop's clock, processes and connections."""
 
 from __future__ import annotations
 
+import os
 import random
+from collections.abc import Callable, Sequence
 
+from launcher.errors import CommandTimeout
 from launcher.owner import Owner, hash_account
-from launcher.workstation import Workstation
-from tests.simulation.launcher.hosts import EPOCH
-from tests.simulation.launcher.world import Actor, Laptop, Terminal, World
-from tests.simulation.scheduler import Scheduler, SimulatedThreads
+from launcher.shell import Result
+from launcher.workstation import Address, ConnectionFailed, Workstation
+from tests.simulation.launcher import scripts
+from tests.simulation.launcher.cluster import Kubectl
+from tests.simulation.launcher.gcloud import Gcloud
+from tests.simulation.launcher.hosts import EPOCH, Execution, Host
+from tests.simulation.launcher.world import BROKEN_SECONDS, Actor, Laptop, World
+from tests.simulation.scheduler import Process, Scheduler, SimulatedThreads
+
+_CONNECT_SECONDS = 5.0  # as the launcher's transport has it
 
 
 class LaptopClock:
@@ -25,6 +34,171 @@ class LaptopClock:
 
     def sleep(self, seconds: float) -> None:
         self._scheduler.sleep(max(seconds, 1e-6))  # less would not move a clock of 64 bits
+
+
+class Link:
+    """An open ssh connection from a laptop to a host; see `launcher.workstation.HostConnection`."""
+
+    def __init__(self, world: World, host: Host, actor: Actor) -> None:
+        self.world, self.host, self.actor = world, host, actor
+        self.boots, self.closed = host.boots, False
+        self.forgotten = False  # by a firewall, which keeps a silent connection for minutes
+        world.links.append(self)
+
+    @property
+    def is_open(self) -> bool:
+        """Returns whether the laptop takes it for open."""
+        return not self.closed
+
+    def close(self) -> None:
+        self.closed = True
+
+    def run(self, command: str, *, timeout: float, stdin: str | None) -> tuple[int, str, str]:
+        """Runs a command. Raises TimeoutError and ConnectionFailed."""
+        world, host, scheduler = self.world, self.host, self.world.scheduler
+        deadline = scheduler.now + timeout
+        scheduler.sleep(world.rng.uniform(0.01, 0.06))
+        self._require_packets(deadline)
+        if world.ssh_fault() is not None:
+            raise self._break("Connection reset by peer")
+        script = scripts.unquote(command)
+        name, parameters, arguments = scripts.parse(script)
+        if name == "observe":
+            code, output = scripts.observe(world, host, parameters, arguments)
+        else:
+            code, output = self._run_in_task(script, stdin, deadline)
+        self._require_packets(deadline)
+        if world.api_fault("ssh loses answers") is not None:
+            raise self._break("the connection closed before the command ended")
+        world.answered(self.actor.laptop, host)
+        return code, output, ""
+
+    def _require_packets(self, deadline: float) -> None:
+        """Waits while no packet gets through. Raises ConnectionFailed or TimeoutError when that takes too long."""
+        host, scheduler = self.host, self.world.scheduler
+        if self.closed or host.boots != self.boots:
+            raise self._break("the connection is closed")
+        if self.forgotten:
+            raise self._break("Connection reset by peer")
+        if host.reachable and not self.actor.laptop.offline:
+            return
+        left = deadline - scheduler.now
+        wait = BROKEN_SECONDS if not host.hung else left  # a hanging host's kernel still acknowledges
+        scheduler.sleep(max(0.0, min(left, wait)))
+        if not (host.reachable and not self.actor.laptop.offline and host.boots == self.boots):
+            if left <= wait:
+                self._break("")
+                raise TimeoutError
+            raise self._break("Connection timed out")
+
+    def _run_in_task(self, script: str, stdin: str | None, deadline: float) -> tuple[int, str]:
+        host, scheduler = self.host, self.world.scheduler
+        execution = Execution()
+        host.executions[execution] = None
+
+        def work() -> None:
+            execution.result = scripts.Shell(self.world, host, self.actor).run(script, stdin)
+            scheduler.wake_all(execution.waiters)
+
+        scheduler.spawn(work, name="a script", process=host.process)
+        try:
+            while execution.result is None:
+                if scheduler.now >= deadline:
+                    raise TimeoutError
+                scheduler.wait(execution.waiters, deadline - scheduler.now, f"a script on {host!r}")
+                self._require_packets(deadline)
+        finally:
+            host.executions.pop(execution, None)
+        return execution.result
+
+    def _break(self, why: str) -> ConnectionFailed:
+        self.closed = True
+        if self.host.reachable:
+            self.world.refused(self.actor.laptop, self.host)
+        return ConnectionFailed(why)
+
+
+class Terminal:
+    """`run` and `connect` of a command's workstation."""
+
+    def __init__(self, world: World, actor: Actor) -> None:
+        self.world, self.actor = world, actor
+
+    def connect(self, address: Address) -> Link:
+        """Opens a connection. Raises ConnectionFailed."""
+        world, scheduler = self.world, self.world.scheduler
+        scheduler.sleep(world.rng.uniform(0.05, 0.3))
+        host = world.addresses.get(address.host)
+        if host is None or not host.reachable or self.actor.laptop.offline:
+            if host is not None and host.reachable:
+                world.refused(self.actor.laptop, host)
+            scheduler.sleep(_CONNECT_SECONDS)
+            raise ConnectionFailed(f"can't be reached: no answer within {_CONNECT_SECONDS:.0f} s")
+        if world.ssh_fault() is not None:
+            world.refused(self.actor.laptop, host)
+            raise ConnectionFailed("can't be reached: [Errno 111] Connection refused")
+        if host.alias != address.alias:
+            raise ConnectionFailed("the host key has changed: another host answers there")
+        if not host.key_known:
+            raise ConnectionFailed("Authentication failed.", refused=True)
+        return Link(world, host, self.actor)
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        timeout: float,
+        input: str | bytes | None = None,
+        pass_fds: Sequence[int] = (),
+    ) -> Result:
+        """Runs gcloud or kubectl in a process of its own. Google carries out its request even when that process
+        ends."""
+        world, scheduler = self.world, self.world.scheduler
+        if world.scheduler.trace is not None:
+            shown = [word for word in argv if not word.startswith(("--command", "--ssh-flag", "--metadata", "--quiet"))]
+            world.note("$ " + " ".join(shown)[:200])
+        execution, inherited = Execution(), [os.dup(descriptor) for descriptor in pass_fds]
+        child = Process(f"{argv[0]} of {self.actor.command}")
+
+        def work() -> None:
+            try:
+                if world.cluster is not None:
+                    code, output, errors = Kubectl(world.cluster, self.actor, argv).run(str(input))
+                else:
+                    code, output, errors = Gcloud(world, self.actor, argv).run()
+            finally:
+                for descriptor in inherited:
+                    os.close(descriptor)
+            execution.result = (code, output)
+            execution.errors = errors
+            scheduler.wake_all(execution.waiters)
+
+        scheduler.spawn(work, name="gcloud", process=child)
+
+        deadline = scheduler.now + timeout
+        while execution.result is None and scheduler.now < deadline:
+            scheduler.wait(execution.waiters, deadline - scheduler.now, "gcloud")
+        if execution.result is None:
+            scheduler.kill(child)
+            raise CommandTimeout(f"no answer within {timeout:.0f} s from: {' '.join(argv)[:100]}\n  try again")
+        code, output = execution.result
+        return Result(tuple(argv), code, output, execution.errors)
+
+    def stream(
+        self,
+        argv: Sequence[str],
+        on_line: Callable[[str], None],
+        *,
+        timeout: float,
+        on_start: Callable[[Callable[[], None]], object] | None = None,
+    ) -> Result:
+        """Runs kubectl, which ends with its command or when it is killed."""
+        assert self.world.cluster is not None
+        killed: list[bool] = []
+        if on_start is not None:
+            on_start(lambda: killed.append(True))
+        code, output = Kubectl(self.world.cluster, self.actor, argv).stream(on_line, timeout, lambda: bool(killed))
+        return Result(tuple(argv), code, output, "")
 
 
 def make_machine(world: World, actor: Actor, rng: random.Random) -> Workstation:

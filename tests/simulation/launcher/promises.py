@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import math
 import tarfile
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -14,13 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher.errors import Exit
-from launcher.run.events import NOT_STARTED, VANISHED, AttemptBegan, Ended, HostEnded, Orphaned, Recovering, RunEvent
+from launcher.run.events import NOT_STARTED, VANISHED, AttemptBegan, Ended, Orphaned, Recovering, RunEvent
 from launcher.run.logs import read_from
 from launcher.run.recovery import spent_so_far
 from launcher.tpu_vm.requests import RequestRecord
 from tests.simulation.launcher import claims
-from tests.simulation.launcher.faults import API_FAULTS
-from tests.simulation.launcher.hosts import EPOCH
 from tests.simulation.launcher.jobs import SECRET
 from training.machine.clock import parse_time
 
@@ -28,14 +25,12 @@ if TYPE_CHECKING:
     from tests.simulation.launcher.commands import Command
     from tests.simulation.launcher.google import Request, Slice
     from tests.simulation.launcher.hosts import Container
-    from tests.simulation.launcher.jobs import Cause, Job
+    from tests.simulation.launcher.jobs import Job
     from tests.simulation.launcher.simulated_run import SimulatedRun
     from tests.simulation.launcher.world import World
 
 _CODES = {int(code) for code in Exit}
-_SSH_FAULTS = ("dead ssh", "no ssh", "ssh loses answers", "offline")
 _LOOK_SECONDS = 6.0  # from a line until the launcher has seen it
-_EXPLAIN_SECONDS = 60.0  # from the limit of a stall until its explanation is recorded
 _TAKES_HOSTS = ("preempt", "maintenance", "reboot", "die")  # faults
 _BILLED = ("CREATING", "READY", "STOPPED", "STARTING")
 _UNBILLED_REQUESTS = ("DELETING", "SUSPENDING", "SUSPENDED", "FAILED")  # the next `up` replaces the last three
@@ -64,10 +59,10 @@ def documented_code(simulation: SimulatedRun, command: Command) -> None:
 
 def message_with_a_next_step(simulation: SimulatedRun, command: Command) -> None:
     """Every error says what to do next."""
-    if command.error is None:
-        return
     text = str(command.error)
     words = "`|try|wait|again|fix:|start|ask|sign in|correct|choose|see |look|raise |grant|reach it?"
+    if command.error is None:
+        return
     if len(text) < 15 or not any(word in text for word in words.split("|")):
         simulation.break_promise("every ending has a message with a next step", f"{command.name}: {text}")
 
@@ -135,14 +130,9 @@ def run_with_budget_continues(simulation: SimulatedRun, command: Command) -> Non
     outcome = ended[-1].outcome
     if command.verdict is not None:
         kinds = ("preempted", "host lost", "connection lost", "saved")
-        if outcome in kinds and spent.preemptions < run.preemption_retries:
-            world.break_promise(
-                "a run with budget left continues", f"ended {outcome} with {spent} of {run.preemption_retries}"
-            )
-        if outcome in ("failed", "stalled") and spent.failures < run.failure_retries:
-            world.break_promise(
-                "a run with budget left continues", f"ended {outcome} with {spent} of {run.failure_retries}"
-            )
+        left = outcome in kinds and spent.preemptions < run.preemption_retries
+        if left or (outcome in ("failed", "stalled") and spent.failures < run.failure_retries):
+            world.break_promise("a run with budget left continues", f"ended {outcome} with {spent}")
         return
     if command.error is None or command.error.exit_code in (Exit.QUOTA, Exit.PERMISSION, Exit.STOCKOUT):
         return
@@ -171,22 +161,19 @@ def leaving_a_recovery_reports_the_bill(simulation: SimulatedRun, command: Comma
 
 def after_a_stop_nothing_runs(simulation: SimulatedRun, command: Command) -> None:
     """A `stop` that succeeded has ended the run on every host."""
-    if (
-        command.name != "stop"
-        or command.code != 0
-        or any(at > command.began for _, at in simulation.world.record.requested_runs)
-    ):
+    record = simulation.world.record
+    again = any(at > command.began for _, at in record.requested_runs)
+    if command.name != "stop" or command.code != 0 or again:
         return
-    stop = next((item for item in simulation.world.record.stops if item.by is command), None)
+    stop = next((item for item in record.stops if item.by is command), None)
     for container in containers_of(simulation.world, stop.run) if stop is not None else ():
         if container.running and container.host.up:
             simulation.break_promise("after a stop nothing runs", f"{container.name} on {container.host!r}")
 
 
 def stop_in_a_kind_world_succeeds(simulation: SimulatedRun, command: Command) -> None:
-    if command.name != "stop" or simulation.world.struck or command.interrupted:
-        return
-    if command.code not in (0, Exit.BAD_INPUT):
+    kind = command.name == "stop" and not simulation.world.struck and not command.interrupted
+    if kind and command.code not in (0, Exit.BAD_INPUT):
         simulation.break_promise("a stop in a kind world succeeds", f"{command.code}: {command.said[-2:]}")
 
 
@@ -336,32 +323,7 @@ def check_end(simulation: SimulatedRun) -> None:
             for promise in _OF_ENDS:
                 promise(simulation, job, event)
             if job.plan.tells:
-                hang_is_explained(simulation, job, event, parse_time(entry.time) or 0.0)
-
-
-def hang_is_explained(simulation: SimulatedRun, job: Job, event: Ended, time: float) -> None:
-    """A program that hangs is called stalled within its limit and a minute, and the host that differs is named; a slow
-    one that makes progress is never called stalled. `time`: of the end, in Unix seconds."""
-    hung, hang = job.hung, job.plan.hang
-    if job.last_step < time - EPOCH:  # it stood still because it had lost a host
-        return
-    if event.outcome == "stalled" and (hung is None or hang is None):
-        simulation.break_promise("a slow program is no stall", f"{job} ended {event.outcome}: {event.cause}")
-    if event.outcome == "stalled" and hang is not None:
-        allowed = {hang.named if job.hosts > 1 else 0}
-        if hang.kind == "no stacks":  # a host that is out of reach gives none either
-            allowed |= {worker for worker, item in job.containers.items() if item.host.troubled}
-        if event.cause is None or event.cause.worker not in allowed:
-            simulation.break_promise("the host that hangs is named", f"{job} hangs by {hang}; told was {event.cause}")
-    undisturbed = not simulation.faults and not simulation.actions and not simulation.kill_at
-    if undisturbed and hang is not None and hung is not None and job.stall_seconds is not None:
-        late = time - EPOCH - hung - hang.limit(job.stall_seconds, job.hosts)
-        if event.outcome != "stalled" or not -1.0 <= late <= _EXPLAIN_SECONDS:
-            simulation.break_promise(
-                "a hang is explained in time", f"{job}: {event.outcome}, {late:.0f} s late: {hang}"
-            )
-        elif job.hosts > 1 and (event.cause is None or hang.says not in event.cause.what):
-            simulation.break_promise("a hang is told by its kind", f"{job} hangs by {hang}; told was {event.cause}")
+                claims.hang_is_explained(simulation, job, event, parse_time(entry.time) or 0.0)
 
 
 def nothing_is_left_at_the_end(simulation: SimulatedRun) -> None:
@@ -435,94 +397,6 @@ def locks_are_free(simulation: SimulatedRun) -> None:
     for ledger in simulation.ledgers():
         if ledger.supervised():
             simulation.break_promise("locks go with their processes", ledger.run_id)
-
-
-def out_of_memory_is_no_lost_host(simulation: SimulatedRun, job: Job, event: Ended) -> None:
-    """A program that was killed for its memory does not count as a lost host."""
-    if event.outcome == "host lost" and event.cause is not None and event.cause.oom_killed:
-        simulation.break_promise("a program out of memory is no lost host", f"{job}: {event.cause}")
-
-
-def finished_means_finished(simulation: SimulatedRun, job: Job, event: Ended) -> None:
-    """A run is reported as finished or saved only when its programs ended so."""
-    codes = {worker: container.exit_code for worker, container in job.containers.items()}
-    wanted = {"finished": (0,), "saved": (0, 75)}.get(event.outcome)
-    rebooted = any(container.boot != container.host.boot for container in job.containers.values())
-    if wanted and not rebooted and (len(codes) < job.hosts or any(code not in wanted for code in codes.values())):
-        simulation.break_promise("finished means finished", f"{job} ended {event.outcome}: {codes}")
-
-
-def verdict_names_the_first_cause(simulation: SimulatedRun, job: Job, event: Ended) -> None:
-    """The verdict names the first thing that was made to happen, where it can be told from all others."""
-    if event.cause is not None and any(line.startswith(f"host {event.cause.worker}:") for line in event.symptoms):
-        simulation.break_promise("the first cause is no symptom", f"{job} ended by {event.cause}: {event.symptoms}")
-    causes = [truth for truth in job.causes if truth.kind != "kill"]
-    if not causes or event.outcome == "not started" or job.plan.kind == "stall":
-        return
-    allowed = _verdicts_of(simulation, job, causes)
-    cause = event.cause.worker if event.cause is not None else -1
-    if allowed and (event.outcome, cause) not in allowed and (event.outcome, None) not in allowed:
-        simulation.break_promise(
-            "the verdict names the first cause",
-            f"{job} ended {event.outcome} of host {cause}, not {allowed}; the causes are {causes}",
-        )
-
-
-def _verdicts_of(simulation: SimulatedRun, job: Job, causes: Sequence[Cause]) -> set[tuple[str, int | None]]:
-    """Returns the outcomes, each with its host (None: any or none), that causes allow; empty where all do."""
-    first, kinds = causes[0], [truth.kind for truth in causes]
-    # A stop may be requested before a failure is seen: then the exit code is the stop's (14, as documented: the effect
-    # of SIGTERM is no failure), and the cause is the host that failed.
-    asked = any(stop.run == job.run for stop in simulation.world.record.stops)
-    if job.began is not None and not job.disturbed and "stop" not in kinds:
-        allowed: dict[str, set[tuple[str, int | None]]] = {
-            "finish": {("finished", None)},
-            "save": {("saved", None)},
-            "bad input": {("bad input", None)},
-            "fail": {("failed", first.worker)} | ({("stopped", first.worker)} if asked else set()),
-        }
-        # The slice may be deleted, or a cluster's pod stopped, before a launcher sees how the program ended.
-        deleted = {("slice deleted", None)} if "deleted" in kinds else set()
-        if simulation.world.cluster is not None:  # where ends are known by the second
-            second = max(0, first.worker) if job.plan.second is None else job.plan.second % job.hosts
-            ends = job.containers[second].ended - job.containers[max(0, first.worker)].ended
-            deleted |= {("failed", second)} if first.kind == "fail" and ends < 1.0 else set()
-            deleted |= {("stopped", worker) for worker in (-1, first.worker, second) if asked}
-        return allowed[first.kind] | deleted | _unseen(simulation, job) if first.kind in allowed else set()
-    if kinds == ["connection"]:
-        # A host that ceases to answer before it has told that it lost a peer looks like a lost host.
-        return {("connection lost", None)} | ({("stopped", None)} if asked else set()) | _unseen(simulation, job)
-    dead = {truth.worker for truth in causes if truth.detail == "dead"}
-    if kinds == ["host"] and dead and simulation.world.cluster is None:
-        # A launcher that first looks when two hosts are dead can't tell which died first.
-        others = {worker for worker, container in job.containers.items() if container.host.troubled}
-        lost: set[tuple[str, int | None]] = {("host lost", worker) for worker in dead | others}
-        return lost | {(outcome, None) for outcome in ("preempted", "vanished", "stopped")}
-    return set()
-
-
-def _unseen(simulation: SimulatedRun, job: Job) -> set[tuple[str, int | None]]:
-    """Returns the verdicts that hosts allow that ceased to answer before a launcher saw how their programs ended."""
-    found: set[tuple[str, int | None]] = set()
-    for ledger in simulation.ledgers():
-        if ledger.run_id != job.run:
-            continue
-        seen = {
-            entry.event.host: parse_time(entry.time) or 0.0
-            for entry in reversed(ledger.entries())  # the first one counts
-            if isinstance(entry.event, HostEnded) and entry.event.attempt == job.attempt
-        }
-        ways = API_FAULTS if simulation.world.cluster is not None else _SSH_FAULTS
-        deaf = any(fault.kind in ways for fault in simulation.faults)
-        for worker, container in job.containers.items():
-            before = seen.get(worker, math.inf) - EPOCH
-            if (deaf and worker not in seen) or any(
-                container.ended - 30.0 < at < before for at in container.host.troubled
-            ):
-                found |= {("host lost", worker), ("preempted", None), ("vanished", None)}
-        if deaf or found:  # the first that ends may be read last, or never
-            found |= {("stopped", worker) for worker in job.containers}
-    return found
 
 
 def lines_come_once(simulation: SimulatedRun) -> None:

@@ -4,30 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from launcher.costs import per_hour
 from launcher.emulator.api.catalogue import ApiError
-from launcher.errors import CommandTimeout
 from launcher.owner import hash_account
-from launcher.shell import Result
-from launcher.workstation import Address, ConnectionFailed
 from tests.gcloud_commands import Command
 from tests.simulation.launcher import scripts
-from tests.simulation.launcher.cluster import Cluster, Kubectl
+from tests.simulation.launcher.cluster import Cluster
 from tests.simulation.launcher.faults import API_FAULTS, MEDDLING, Fault
-from tests.simulation.launcher.gcloud import Gcloud
 from tests.simulation.launcher.google import Google, Request, Slice
 from tests.simulation.launcher.hosts import EPOCH, Container, Execution, Host
 from tests.simulation.launcher.jobs import Cause, Job, Plan
 from tests.simulation.scheduler import Process, Scheduler, Task
 
-_CONNECT_SECONDS = 5.0  # as the launcher's transport has it
-_BROKEN_SECONDS = 10.0  # until a connection whose packets are lost breaks
+if TYPE_CHECKING:
+    from tests.simulation.launcher.machine import Link
+
+BROKEN_SECONDS = 10.0  # until a connection whose packets are lost breaks
 _REFUSALS = 2  # in a row, at least, before a host counts as lost
 _FORGOTTEN_SECONDS = 300.0  # of silence, after which a firewall may forget a connection
 COLLEAGUE = "a colleague"
@@ -112,7 +110,7 @@ class World:
         self.cluster: Cluster | None = None
         self.hosts: list[Host] = []  # all that ever were
         self.addresses: dict[str, Host] = {}  # of the hosts that have them now
-        self.links: list[Link] = []
+        self.links: list[Link] = []  # of all workstations
         self.record = Record()
         self._reached: set[str] = set()
         self._awaiting: dict[str, dict[Task, None]] = {}  # tasks, by the moment
@@ -509,20 +507,10 @@ class World:
         if node.creator != who:
             self.break_promise("nothing of others is touched", f"{who} deletes node {node.name} of {node.creator}")
         wanted = who in self.downs or (isinstance(by, Actor) and self.has_expired(node, by))
-        if not wanted:
-            for host in node.hosts:
-                for container in host.containers.values():
-                    if (
-                        container.running
-                        and container.job is not None
-                        and container.job.healthy
-                        and container.job.began
-                    ):
-                        self.break_promise(
-                            "a live attempt ends only by a stop",
-                            f"{who} deletes node {node.name} under {container.name}",
-                        )
-                        return
+        containers = [item for host in node.hosts for item in host.containers.values() if item.running]
+        well = [item for item in containers if (job := item.job) is not None and job.healthy and job.began]
+        if well and not wanted:
+            self.break_promise("a live attempt ends only by a stop", f"{who} deletes {node} under {well[0].name}")
 
     def request_deleted(self, request: Request, who: str) -> None:
         """Records that a user's command deletes a queued resource, and checks that it may."""
@@ -571,177 +559,12 @@ class World:
 
         self.scheduler.spawn(work, name="a script", process=host.process)
         while inner.result is None:
-            self.scheduler.wait(inner.waiters, None if host.reachable else _BROKEN_SECONDS, f"a script on {host!r}")
+            self.scheduler.wait(inner.waiters, None if host.reachable else BROKEN_SECONDS, f"a script on {host!r}")
             if inner.result is None and not host.reachable:
-                self.scheduler.sleep(_BROKEN_SECONDS)
+                self.scheduler.sleep(BROKEN_SECONDS)
                 if not host.reachable or (inner.result is None and host.process.tasks == {}):
                     break
         host.executions.pop(inner, None)
         if inner.result is None or self.api_fault("ssh loses answers") is not None:
             return 255, ""
         return inner.result
-
-
-class Link:
-    """An open ssh connection from a laptop to a host; see `launcher.workstation.HostConnection`."""
-
-    def __init__(self, world: World, host: Host, actor: Actor) -> None:
-        self.world, self.host, self.actor = world, host, actor
-        self.boots, self.closed = host.boots, False
-        self.forgotten = False  # by a firewall, which keeps a silent connection for minutes
-        world.links.append(self)
-
-    @property
-    def is_open(self) -> bool:
-        """Returns whether the laptop takes it for open."""
-        return not self.closed
-
-    def close(self) -> None:
-        self.closed = True
-
-    def run(self, command: str, *, timeout: float, stdin: str | None) -> tuple[int, str, str]:
-        """Runs a command. Raises TimeoutError and ConnectionFailed."""
-        world, host, scheduler = self.world, self.host, self.world.scheduler
-        deadline = scheduler.now + timeout
-        scheduler.sleep(world.rng.uniform(0.01, 0.06))
-        self._require_packets(deadline)
-        if world.ssh_fault() is not None:
-            raise self._break("Connection reset by peer")
-        script = scripts.unquote(command)
-        name, parameters, arguments = scripts.parse(script)
-        if name == "observe":
-            code, output = scripts.observe(world, host, parameters, arguments)
-        else:
-            code, output = self._run_in_task(script, stdin, deadline)
-        self._require_packets(deadline)
-        if world.api_fault("ssh loses answers") is not None:
-            raise self._break("the connection closed before the command ended")
-        world.answered(self.actor.laptop, host)
-        return code, output, ""
-
-    def _require_packets(self, deadline: float) -> None:
-        """Waits while no packet gets through. Raises ConnectionFailed or TimeoutError when that takes too long."""
-        host, scheduler = self.host, self.world.scheduler
-        if self.closed or host.boots != self.boots:
-            raise self._break("the connection is closed")
-        if self.forgotten:
-            raise self._break("Connection reset by peer")
-        if host.reachable and not self.actor.laptop.offline:
-            return
-        left = deadline - scheduler.now
-        wait = _BROKEN_SECONDS if not host.hung else left  # a hanging host's kernel still acknowledges
-        scheduler.sleep(max(0.0, min(left, wait)))
-        if not (host.reachable and not self.actor.laptop.offline and host.boots == self.boots):
-            if left <= wait:
-                self._break("")
-                raise TimeoutError
-            raise self._break("Connection timed out")
-
-    def _run_in_task(self, script: str, stdin: str | None, deadline: float) -> tuple[int, str]:
-        host, scheduler = self.host, self.world.scheduler
-        execution = Execution()
-        host.executions[execution] = None
-
-        def work() -> None:
-            execution.result = scripts.Shell(self.world, host, self.actor).run(script, stdin)
-            scheduler.wake_all(execution.waiters)
-
-        scheduler.spawn(work, name="a script", process=host.process)
-        try:
-            while execution.result is None:
-                if scheduler.now >= deadline:
-                    raise TimeoutError
-                scheduler.wait(execution.waiters, deadline - scheduler.now, f"a script on {host!r}")
-                self._require_packets(deadline)
-        finally:
-            host.executions.pop(execution, None)
-        return execution.result
-
-    def _break(self, why: str) -> ConnectionFailed:
-        self.closed = True
-        if self.host.reachable:
-            self.world.refused(self.actor.laptop, self.host)
-        return ConnectionFailed(why)
-
-
-class Terminal:
-    """`run` and `connect` of a command's workstation."""
-
-    def __init__(self, world: World, actor: Actor) -> None:
-        self.world, self.actor = world, actor
-
-    def connect(self, address: Address) -> Link:
-        """Opens a connection. Raises ConnectionFailed."""
-        world, scheduler = self.world, self.world.scheduler
-        scheduler.sleep(world.rng.uniform(0.05, 0.3))
-        host = world.addresses.get(address.host)
-        if host is None or not host.reachable or self.actor.laptop.offline:
-            if host is not None and host.reachable:
-                world.refused(self.actor.laptop, host)
-            scheduler.sleep(_CONNECT_SECONDS)
-            raise ConnectionFailed(f"can't be reached: no answer within {_CONNECT_SECONDS:.0f} s")
-        if world.ssh_fault() is not None:
-            world.refused(self.actor.laptop, host)
-            raise ConnectionFailed("can't be reached: [Errno 111] Connection refused")
-        if host.alias != address.alias:
-            raise ConnectionFailed("the host key has changed: another host answers there")
-        if not host.key_known:
-            raise ConnectionFailed("Authentication failed.", refused=True)
-        return Link(world, host, self.actor)
-
-    def run(
-        self,
-        argv: Sequence[str],
-        *,
-        timeout: float,
-        input: str | bytes | None = None,
-        pass_fds: Sequence[int] = (),
-    ) -> Result:
-        """Runs gcloud or kubectl in a process of its own. Google carries out its request even when that process
-        ends."""
-        world, scheduler = self.world, self.world.scheduler
-        if world.scheduler.trace is not None:
-            shown = [word for word in argv if not word.startswith(("--command", "--ssh-flag", "--metadata", "--quiet"))]
-            world.note("$ " + " ".join(shown)[:200])
-        execution, inherited = Execution(), [os.dup(descriptor) for descriptor in pass_fds]
-        child = Process(f"{argv[0]} of {self.actor.command}")
-
-        def work() -> None:
-            try:
-                if world.cluster is not None:
-                    code, output, errors = Kubectl(world.cluster, self.actor, argv).run(str(input))
-                else:
-                    code, output, errors = Gcloud(world, self.actor, argv).run()
-            finally:
-                for descriptor in inherited:
-                    os.close(descriptor)
-            execution.result = (code, output)
-            execution.errors = errors
-            scheduler.wake_all(execution.waiters)
-
-        scheduler.spawn(work, name="gcloud", process=child)
-
-        deadline = scheduler.now + timeout
-        while execution.result is None and scheduler.now < deadline:
-            scheduler.wait(execution.waiters, deadline - scheduler.now, "gcloud")
-        if execution.result is None:
-            scheduler.kill(child)
-            raise CommandTimeout(f"no answer within {timeout:.0f} s from: {' '.join(argv)[:100]}\n  try again")
-        code, output = execution.result
-        return Result(tuple(argv), code, output, execution.errors)
-
-    def stream(
-        self,
-        argv: Sequence[str],
-        on_line: Callable[[str], None],
-        *,
-        timeout: float,
-        on_start: Callable[[Callable[[], None]], object] | None = None,
-    ) -> Result:
-        """Runs kubectl, which ends with its command or when it is killed."""
-        assert self.world.cluster is not None
-        killed: list[bool] = []
-        if on_start is not None:
-            on_start(lambda: killed.append(True))
-        code, output = Kubectl(self.world.cluster, self.actor, argv).stream(on_line, timeout, lambda: bool(killed))
-        return Result(tuple(argv), code, output, "")

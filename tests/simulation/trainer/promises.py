@@ -479,7 +479,8 @@ class Promises:
         fenced = any("was started again" in line for line in host.lines)
         for url, by in self._late_commits.items():
             stored = self._world.bucket.objects.get(url)
-            if fenced and by == _writer_of(stored) == host.name and not self._world.disturbed:
+            left = stored is not None and by == stored.writer == host.name
+            if fenced and left and not self._world.disturbed:
                 self.broken("a late commit is taken back", f"{host.name} ends, and {url} is there without its parts")
 
     def what_was_not_finite_is_recorded(self, host: Host) -> None:
@@ -525,11 +526,6 @@ class Promises:
         errors = [line for line in host.lines if "error:" in line and _TELEMETRY.search(line)]
         if errors:
             self.broken("telemetry stops nothing", f"{host.name} exits with {host.code}: {errors[0][:300]}")
-
-
-def _writer_of(stored: Stored | None) -> str:
-    """Returns the process that wrote an object; "" if the object is gone."""
-    return stored.writer if stored else ""
 
 
 def _step_of(url: str) -> int:
