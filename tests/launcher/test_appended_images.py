@@ -23,7 +23,7 @@ from launcher.images import appended, base, local, overlays
 from launcher.images.distribution import credentials
 from launcher.images.distribution.client import ManifestDocument, Registry, blob_of, sha256
 from launcher.images.distribution.credentials import RegistryCredentials
-from launcher.images.distribution.layer import LARGE_BYTES, make_layers
+from launcher.images.distribution.layer import LARGE_BYTES
 from tests.launcher.script_host import write_program
 from tests.registry_server import HOST, OTHER_HOST, TOKEN, RegistryServer, serve
 
@@ -157,17 +157,6 @@ def test_the_image_holds_what_a_build_would_copy(server: RegistryServer, config:
     assert history == ["tpu-launch: the trainer", "tpu-launch: image.code"]
 
 
-def test_layers_are_the_same_bytes_whatever_the_order_and_the_times(tmp_path: Path) -> None:
-    for name in ("a", "b", "c"):
-        (tmp_path / name).write_text(name)
-    entries = [(f"deep/{name}", tmp_path / name) for name in ("a", "b", "c")]
-    first = make_layers(entries, "/work", "title")
-    os.utime(tmp_path / "b", (5, 5))
-    (tmp_path / "c").chmod(0o600)
-    second = make_layers(entries[::-1], "/work", "title")
-    assert [layer.pack().blob.digest for layer in first] == [layer.pack().blob.digest for layer in second]
-
-
 def test_a_users_own_base_gets_only_the_code_and_its_layers_are_not_sent(
     server: RegistryServer, config: Config
 ) -> None:
@@ -227,16 +216,6 @@ def test_doctor_looks_for_the_base(server: RegistryServer, config: Config) -> No
     refused = check_base_image(config)
     assert refused.severity is Severity.FAIL
     assert "refuses these credentials" in refused.message
-
-
-def test_the_tag_of_the_base_says_what_it_is_made_from(config: Config) -> None:
-    def tag(**changes: str) -> str:
-        text = FILE.replace("code: own", "code: own, build_args: {A: x" + changes.get("argument", "1") + "}")
-        (config.folder / "own" / "main.py").write_text(changes.get("code", ""))
-        return base.reference_of(local.image_spec(write(config.folder, text))).tag
-
-    assert tag(code="a") == tag(code="b")
-    assert tag(argument="1") != tag(argument="2")
 
 
 def test_without_an_engine_and_with_a_repository_the_registry_is_taken(

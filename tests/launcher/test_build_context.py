@@ -61,14 +61,6 @@ def test_assembled_copy_has_the_same_hash(context: Context) -> None:
         assert build_context.digest(build_context.tree(copy))[0] == build_context.digest(entries)[0]
 
 
-def test_symbolic_link_counts_by_where_it_points(tmp_path: Path) -> None:
-    (tmp_path / "link").symlink_to("a")
-    first = build_context.digest(build_context.tree(tmp_path))[0]
-    (tmp_path / "link").unlink()
-    (tmp_path / "link").symlink_to("b")
-    assert build_context.digest(build_context.tree(tmp_path))[0] != first
-
-
 FILES = "Dockerfile a.py data/big.bin data/keep.txt deep/x/_cache/a.bin deep/x/b.py log.txt"
 
 

@@ -21,7 +21,7 @@ import pytest
 
 from launcher.config import Config, load
 from launcher.errors import CommandTimeout, LaunchError
-from launcher.gcloud.errors import Conflict, PermissionDenied
+from launcher.gcloud.errors import PermissionDenied
 from launcher.provider import Attempt, HostReport, Overlay, SliceState
 from launcher.providers import this_machine
 from launcher.shell import Result
@@ -237,30 +237,6 @@ def test_gcloud_is_asked_once_where_hosts_are_that_do_not_answer(
     assert (addresses.load(config(tmp_path)) == known) == (not moved)
 
 
-def test_looks_that_come_back_late_find_no_slice_and_never_break(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Threads that look at hosts of an attempt that is over, while the slice is seen to be gone: they get an answer or
-    a LaunchError, nothing else."""
-    gcloud_says(tmp_path, monkeypatch, [])
-
-    def look(connections: SliceConnections, worker: int) -> bool:
-        try:
-            return connections.run(worker, "true", timeout=5).reached
-        except LaunchError:
-            return False
-
-    for _ in range(20):
-        remembered(tmp_path)
-        connections = SliceConnections(config(tmp_path), this_machine())
-        connections.pool()
-        with ThreadPoolExecutor(8) as pool:
-            looks = [pool.submit(look, connections, number % 2) for number in range(16)]
-            connections.note_state(None)
-            assert not any(look.result() for look in looks)
-        assert not connections.has_known_slice
-
-
 class _Gcloud:
     """A gcloud whose hosts answer each script's word, and for a start what `started` says, one call after another."""
 
@@ -389,24 +365,6 @@ def test_evidence_of_a_failed_attempt_never_raises_while_gcloud_fails(tmp_path: 
     assert all("network" in text for text in files.values())
 
 
-def test_stacks_come_through_gcloud_where_ssh_connections_can_not_be_opened(tmp_path: Path) -> None:
-    def run(argv: Sequence[str], **_: object) -> Result:
-        assert "--dry-run" not in argv, "it asks for no addresses"
-        return Result(tuple(argv), 0, "stack of " + next(word for word in argv if word.startswith("--worker=")), "")
-
-    provider = TpuVm(config(tmp_path, more=", iap: true"), print, replace(this_machine(), run=run))
-    assert provider.stacks("container") == {0: "stack of --worker=0", 1: "stack of --worker=1"}
-
-
-def test_a_slice_that_is_deleted_during_first_contact_is_not_made_again(tmp_path: Path) -> None:
-    cloud = _KeySpreads()
-    cloud.at(75, cloud.delete)
-    cloud.key_seconds = 1e6
-    with pytest.raises(Conflict, match="was deleted as soon as it was READY") as end:
-        TpuVm(config(tmp_path, more=", iap: true"), lambda text: None, cloud.machine()).create()
-    assert not end.value.transient
-
-
 def test_a_host_that_was_missed_when_secrets_were_delivered_gets_the_same_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -472,12 +430,6 @@ def test_every_kind_of_key_that_gcloud_uses_is_read(tmp_path: Path, options: tup
     public = key.with_suffix(".pub").read_text().split()
     read = transport.SshClient().key(str(key))
     assert [read.get_name(), read.get_base64()] == public[:2]
-
-
-def test_a_locked_key_is_told(tmp_path: Path) -> None:
-    key = make_key(tmp_path, "rsa", "-b", "2048", passphrase="secret")
-    with pytest.raises(paramiko.AuthenticationException, match="is locked, or of a kind that only ssh can read"):
-        transport.SshClient().key(str(key))
 
 
 def refuse(listener: socket.socket, connections: int) -> None:

@@ -15,7 +15,7 @@ from launcher.device_check import COLUMNS, DeviceReport, check_devices, judge_ho
 from launcher.errors import Exit, LaunchError
 from launcher.provider import ContainerState, HostReport, LogLine, Observation
 from tests.kubernetes.golden import EXAMPLE
-from tests.launcher.test_runs import FakeProvider, Hosts, Workstation, start_and_lose_sight, work
+from tests.launcher.test_runs import FakeProvider, Workstation, start_and_lose_sight, work
 from training import device_check
 from training.device_check import PREFIX
 from training.distributed.cluster import Cluster
@@ -170,14 +170,6 @@ def test_it_does_not_start_beside_a_run(work: Workstation) -> None:
         checked(work)
     assert refused.value.exit_code is Exit.CONFLICT
     assert len(work.hosts.attempts) == 1
-
-
-def test_a_run_of_another_workstation_is_left_alone(tmp_path: Path) -> None:
-    work = Workstation(tmp_path, Hosts([0], busy="other-1"))
-    with pytest.raises(LaunchError) as refused:
-        checked(work)
-    assert refused.value.exit_code is Exit.CONFLICT
-    assert work.hosts.attempts == []
 
 
 def test_a_host_that_refuses_the_container_is_the_one_that_is_named(work: Workstation) -> None:

@@ -43,40 +43,6 @@ def test_a_run_that_hangs_ends_with_the_host_and_the_line(work: Workstation) -> 
     assert [line["loss"] for line in map(json.loads, (folder / "progress-0.jsonl").read_text().splitlines())] == [2.5]
 
 
-def test_a_run_that_writes_nothing_but_makes_progress_goes_on(work: Workstation) -> None:
-    work.hosts.quiet = True
-    steps = iter(range(8, 10**6))
-
-    def step() -> None:
-        number = next(steps)
-        work.hosts.progress = {0: (ProgressLine(number, phase="training"),)}
-        if number == 22:
-            work.hosts.end(0)
-
-    work.hosts.hooks["observe"] = [step] * 100
-    assert work.run(work.config("run.stall_minutes=0.05")).verdict.kind is Kind.FINISHED
-
-
-def test_a_host_out_of_reach_is_not_lost_while_the_other_does_steps(work: Workstation) -> None:
-    work.hosts.silent = {1}
-    steps, began = iter(range(8, 10**6)), work.clock.monotonic()
-
-    def step() -> None:
-        work.hosts.progress = {0: (ProgressLine(next(steps), phase="training"),)}
-        if work.clock.monotonic() > began + 12:
-            work.hosts.silent = set()
-            work.hosts.end(0)
-
-    work.hosts.hooks["observe"] = [step] * 10_000
-    assert work.run(work.config("run.host_lost_seconds=5")).verdict.kind is Kind.FINISHED
-
-
-def test_a_stall_without_stacks_is_told_by_its_progress(work: Workstation) -> None:
-    work.hosts.stacks = {}
-    cause = work.run(work.config("run.stall_minutes=0.02")).verdict.cause
-    assert cause.what.startswith("no progress for 0.0 minutes (normal: up to 0.0)")
-
-
 def test_explain_takes_stacks_from_a_live_run_and_changes_nothing(work: Workstation) -> None:
     config = work.config()
     with pytest.raises(BadInput), execution.live_session(config, work.context(), None):

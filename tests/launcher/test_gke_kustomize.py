@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 
 from launcher.shell import find
 from tests.kubernetes import schemas
@@ -90,33 +88,3 @@ def test_the_guide_names_every_machine_type() -> None:
     for slice_ in ACCELERATORS.values():
         if slice_.generation.name != "v2":
             assert f"`{gke_nodes(slice_).machine_type}`" in guide
-
-
-values = st.recursive(
-    st.integers() | st.text(), lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3)
-)
-
-
-@given(st.dictionaries(st.text(), values, max_size=3), st.dictionaries(st.text(), values, max_size=3))
-def test_a_patch_turns_one_into_the_other(old: dict[str, Any], new: dict[str, Any]) -> None:
-    assert apply(kustomize.json_patch(old, new), old) == new
-
-
-def apply(operations: list[dict[str, Any]], document: Any) -> Any:
-    """Applies a JSON patch (RFC 6902), as far as it is used here."""
-    result = yaml.safe_load(yaml.safe_dump(document))
-    for each in operations:
-        *above, last = [part.replace("~1", "/").replace("~0", "~") for part in each["path"].split("/")[1:]]
-        place = result
-        for part in above:
-            place = place[int(part)] if isinstance(place, list) else place[part]
-        if each["op"] == "remove":
-            del place[last]
-        elif isinstance(place, list):
-            if each["op"] == "add":
-                place.append(each["value"])
-            else:
-                place[int(last)] = each["value"]
-        else:
-            place[last] = each["value"]
-    return result

@@ -159,16 +159,6 @@ def test_the_grace_period_fits_the_capacity(capacity: str, asked: int, given_: i
     assert any(each["key"] == "cloud.google.com/gke-spot" for each in pod["tolerations"]) == (capacity == "spot")
 
 
-def test_no_pod_is_privileged_or_on_the_nodes_network_unless_asked() -> None:
-    pod = pod_of(rendered())
-    assert "hostNetwork" not in pod
-    assert pod["containers"][0]["securityContext"] == {
-        "allowPrivilegeEscalation": False,
-        "capabilities": {"drop": ["ALL"], "add": ["DAC_OVERRIDE", "SYS_RESOURCE"]},
-    }
-    assert pod_of(rendered("gke.privileged=true"))["containers"][0]["securityContext"] == {"privileged": True}
-
-
 @pytest.mark.parametrize("privileged", ["true", "false"])
 def test_every_container_may_lock_its_memory_before_its_command_begins(privileged: str) -> None:
     container = pod_of(rendered(f"gke.privileged={privileged}"))["containers"][0]
@@ -197,12 +187,6 @@ def test_a_container_that_may_not_raise_the_limit_warns(shell: str) -> None:
     ended = subprocess.run([shell, "-c", script, "sh", "echo", "goes on"], capture_output=True, text=True, check=True)
     assert ended.stdout == "goes on\n"
     assert "tpu-launch: the locked-memory limit stays low" in ended.stderr
-
-
-def test_secrets_come_from_kubernetes_secrets_only() -> None:
-    documents = rendered("gke.secrets={HF_TOKEN: huggingface/token}")
-    entry = next(each for each in pod_of(documents)["containers"][0]["env"] if each["name"] == "HF_TOKEN")
-    assert entry == {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "huggingface", "key": "token"}}}
 
 
 def test_only_a_slice_of_several_hosts_asks_for_a_node_pool_of_its_own() -> None:

@@ -112,18 +112,6 @@ def provider(folder: Path, create: float, start: float) -> Gke:
 ATTEMPT = Attempt("two-0101-000000-0000", 0, IMAGE, ("train",), {}, host_secret="s" * 64)
 
 
-def test_a_jobset_owns_its_config_map_and_secret(kubectl: Path) -> None:
-    show(kubectl, "a", "b")
-    gke = provider(kubectl, 1, 1)
-    gke.start(ATTEMPT)
-    gke.close()
-    (patch,) = [call for call in (kubectl / "calls").read_text().splitlines() if " patch " in call]
-    name = "two-0101-000000-0000-0"
-    assert f"patch configmaps/{name} secrets/{name} " in patch
-    owner = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "name": name, "uid": "the-uid"}
-    assert json.dumps({"metadata": {"ownerReferences": [owner]}}) in patch
-
-
 @pytest.mark.parametrize(("there", "deleted", "created"), [(0, True, True), (1, False, False)])
 def test_a_start_removes_earlier_attempts_of_its_run_and_finds_its_own(
     kubectl: Path, there: int, deleted: bool, created: bool
@@ -145,18 +133,6 @@ def test_a_node_may_come_later_than_a_container_may_take_to_start(kubectl: Path)
     threading.Timer(3.5, show, (kubectl, "a", "b")).start()
     gke.start(ATTEMPT)
     gke.close()
-
-
-def test_missing_nodes_are_a_stockout(kubectl: Path) -> None:
-    show(kubectl, "a", "")
-    gke = provider(kubectl, create=0.02, start=0.01)
-    with pytest.raises(
-        LaunchError, match=r"no nodes for all hosts within 0\.02 minutes \(slice\.create_minutes"
-    ) as bad:
-        gke.start(ATTEMPT)
-    assert bad.value.exit_code is Exit.STOCKOUT
-    assert "--tpu-topology 2x2x2 --num-nodes 2" in str(bad.value)
-    assert "host 1: no node takes its pod" in str(bad.value)
 
 
 def test_containers_that_do_not_start_are_no_stockout(kubectl: Path) -> None:
@@ -283,21 +259,6 @@ def test_a_look_tells_the_state_of_a_pod_and_its_newest_lines(kubectl: Path) -> 
     assert "--tail=5" in calls(kubectl, "logs")[0]
 
 
-def test_a_missing_permission_to_stop_is_an_error(kubectl: Path) -> None:
-    (kubectl / "refused-get").write_text('Error from server (Forbidden): User "a@b.c" cannot list resource "pods"\n')
-    with pytest.raises(LaunchError) as bad:
-        provider(kubectl, 1, 1).stop(ATTEMPT.container, grace=1, remove=False)
-    assert bad.value.exit_code is Exit.PERMISSION
-
-
 @given(st.text("$()Aa =", max_size=12), st.dictionaries(st.text("Aa", min_size=1), st.text(max_size=3)))
 def test_a_pod_gets_every_argument_unchanged(text: str, variables: dict[str, str]) -> None:
     assert expand(literal(text), variables) == text
-
-
-@pytest.mark.parametrize(
-    ("text", "expanded"),
-    [("$(A)", "1"), ("$$(A)", "$(A)"), ("$$", "$"), ("$(B)", "$(B)"), ("$A", "$A"), ("$(A", "$(A"), ("x$", "x$")],
-)
-def test_the_test_cluster_expands_variables_as_kubernetes_does(text: str, expanded: str) -> None:
-    assert expand(text, {"A": "1"}) == expanded

@@ -26,7 +26,6 @@ from launcher.run import events, launch
 from launcher.run.ledger import Ledger
 from launcher.run.session import RunStopped, open_session
 from launcher.run.specification import SecretSource
-from launcher.run.state import Phase
 from launcher.run.supervise import _Supervision
 from launcher.run.verdict import HostView, Kind, judge
 from launcher.tpu_vm import slice_hints
@@ -64,19 +63,6 @@ def interrupt_start(work: Workstation, only_created: set[int]) -> Config:
     return config
 
 
-def hold_lock(work: Workstation, monkeypatch: pytest.MonkeyPatch, *recorded: events.RunEvent) -> None:
-    """Holds the run's lock until the next command waits for it; records events before it lets go."""
-    ledger, elsewhere = work.ledger, contextlib.ExitStack()
-    elsewhere.enter_context(ledger.supervising())
-
-    def release(_seconds: float) -> None:
-        for event in recorded:
-            ledger.append(event)
-        elsewhere.close()
-
-    monkeypatch.setattr(work.clock, "sleep", release)
-
-
 @pytest.mark.parametrize("option", ["overlay", "sync"])
 def test_files_for_hosts_are_refused_where_the_platform_has_none(
     work: Workstation, monkeypatch: pytest.MonkeyPatch, option: str
@@ -88,18 +74,6 @@ def test_files_for_hosts_are_refused_where_the_platform_has_none(
 
 
 # -- an attempt that was not seen to end ------------------------------------------------------------------------------
-
-
-def test_a_host_that_misses_one_poll_does_not_make_a_healthy_run_vanish(work: Workstation) -> None:
-    """Recording `vanished` would let the next attempt remove the container of the running one."""
-    start_and_lose_sight(work)
-    work.hosts.fail("observe", LaunchError("timed out"), LaunchError("timed out"))
-    work.hosts.calls.clear()
-    threading.Timer(1.0, work.hosts.end, [0]).start()
-    outcome = work.run(work.config(command=COMMAND), SECRETS)
-    assert (outcome.attempt, outcome.verdict.kind) == (0, Kind.FINISHED)
-    assert "start" not in work.hosts.calls
-    assert outcomes(work) == ["finished"]
 
 
 def test_hosts_that_answer_are_observed_at_once_although_another_is_out_of_reach(
@@ -141,15 +115,6 @@ def test_the_recorded_end_of_a_host_counts_although_the_host_is_out_of_reach_lat
     assert recorded(work, events.Orphaned) == 1
 
 
-def test_an_attempt_whose_slice_was_taken_away_while_unwatched_is_a_preemption(work: Workstation) -> None:
-    start_and_lose_sight(work)
-    work.hosts.silent, work.hosts.slice_state = {0, 1}, "PREEMPTED"
-    work.hosts.hooks["create"] = [lambda: (work.hosts.silent.clear(), work.hosts.state.clear())]  # type: ignore[list-item, return-value]
-    outcome = work.run(work.config(command=COMMAND), SECRETS)
-    assert (outcome.attempt, outcome.verdict.kind) == (1, Kind.FINISHED)
-    assert outcomes(work) == ["preempted", "finished"]
-
-
 @pytest.fixture
 def last_resort(work: Workstation) -> Iterator[None]:
     """Ends the attempt after 8 s: else a failure of the test would have no end."""
@@ -157,25 +122,6 @@ def last_resort(work: Workstation) -> Iterator[None]:
     timer.start()
     yield
     timer.cancel()
-
-
-@pytest.mark.usefixtures("last_resort")
-@pytest.mark.parametrize("command", ["run", "attach"])
-def test_a_start_that_was_interrupted_is_not_watched_for_ever_when_its_host_answers_late(
-    work: Workstation, command: str
-) -> None:
-    """The host is silent at first: its container, which never started, must not be supervised."""
-    config = interrupt_start(work, only_created={1})
-    work.hosts.silent = {1}
-    threading.Timer(1.0, work.hosts.silent.clear).start()
-    if command == "attach":
-        with pytest.raises(LaunchError, match="does not run on all hosts: `tpu-launch run` ends it"):
-            work.attach(config)
-        return
-    work.hosts.hooks["start"] = [work.hosts.only_created.clear]
-    outcome = work.run(config)
-    assert (outcome.attempt, outcome.verdict.kind) == (1, Kind.FINISHED)
-    assert outcomes(work) == [events.NOT_STARTED, "finished"]
 
 
 @pytest.mark.usefixtures("last_resort")
@@ -212,19 +158,6 @@ def test_an_attempt_of_which_one_host_lacks_its_secrets_costs_no_failure(
     outcome = work.run(config)
     assert (outcome.attempt, outcome.verdict.kind) == (1, Kind.FINISHED)
     assert outcomes(work) == [events.NOT_STARTED, "finished"]
-
-
-def test_a_run_that_finishes_while_another_terminal_waits_for_it_is_not_started_again(
-    work: Workstation, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    work.hosts.exits[0] = 3
-    config = work.config(command=COMMAND)
-    work.run(config)
-    hold_lock(work, monkeypatch, events.AttemptBegan(1), events.Ended(1, "finished"))
-    with pytest.raises(LaunchError, match="has just finished elsewhere") as refused:
-        work.run(config)
-    assert refused.value.exit_code == Exit.CONFLICT
-    assert len(work.hosts.attempts) == 1
 
 
 @pytest.mark.parametrize("only_created", [{1}, {0, 1}])
@@ -291,21 +224,6 @@ def test_the_end_of_a_program_counts_although_its_log_can_not_be_read(work: Work
     assert "host 1: its last lines may be missing: no route to host" in work.messages
 
 
-def test_a_slice_that_is_taken_away_again_and_again_during_one_recovery_spends_one_preemption(
-    work: Workstation,
-) -> None:
-    work.hosts.exits[:2] = [75, 0]
-
-    def taken_away() -> None:
-        work.hosts.slice_state = "PREEMPTED"
-        raise LaunchError("the hosts could not start the container")
-
-    work.hosts.hooks["start"] = [lambda: None, taken_away, taken_away]
-    outcome = work.run(work.config("run.preemption_retries=1"))
-    assert outcome.verdict.kind is Kind.FINISHED
-    assert recorded(work, events.Recovering) == 1
-
-
 @pytest.mark.parametrize(
     ("error", "code"),
     [(PermissionDenied("permission"), Exit.PERMISSION), (QuotaExceeded("quota"), Exit.QUOTA)],
@@ -354,23 +272,6 @@ def test_a_recovery_that_has_been_stopped_or_given_up_creates_no_slice_later(wor
     elif end == "stop":
         stop_elsewhere(work)
     work.hosts.slice_state = None
-    with pytest.raises(LaunchError, match="does not exist"):
-        work.run(work.config())
-    assert work.hosts.calls.count("create") == 1
-
-
-@pytest.mark.parametrize("later", [False, True], ids=["before the start", "before the next round"])
-def test_a_slice_that_is_deleted_during_a_recovery_is_not_recreated(work: Workstation, later: bool) -> None:
-    def be_deleted() -> None:
-        delete = work.hosts.change(slice_state=None)
-        work.hosts.hooks["describe"] = [*([lambda: None] if later else []), delete]
-        raise LaunchError("the hosts could not start the container")
-
-    work.hosts.exits[0] = 75
-    work.hosts.hooks["start"] = [lambda: None, be_deleted]
-    with pytest.raises(LaunchError, match="it was deleted") as ended:
-        work.run(work.config())
-    assert ended.value.exit_code is Exit.PREEMPTED
     with pytest.raises(LaunchError, match="does not exist"):
         work.run(work.config())
     assert work.hosts.calls.count("create") == 1
@@ -511,36 +412,6 @@ def test_no_attempt_starts_after_a_stop_at_any_point_of_a_recovery(work: Worksta
     assert all(state.ended for state in work.hosts.state.values()), "what had started is stopped again"
 
 
-def test_no_attempt_begins_after_a_stop_while_containers_of_earlier_ones_are_removed(work: Workstation) -> None:
-    work.hosts.exits[0] = 1
-    work.run(work.config("run.failure_retries=0"))
-    work.ledger.append(events.Orphaned(0, work.hosts.attempts[0].container, (0,)))
-    work.hosts.hooks["stop"] = [lambda: stop_elsewhere(work)]
-    with pytest.raises(RunStopped):
-        work.run(work.config("run.failure_retries=0"))
-    assert (len(work.hosts.attempts), recorded(work, events.AttemptBegan)) == (1, 1)
-
-
-def test_a_stop_ends_the_wait_between_two_rounds(work: Workstation) -> None:
-    work.hosts.exits[0] = 75
-    work.hosts.fail("create", *[UNAVAILABLE] * 6)
-    sleep = work.clock.sleep
-    slept: list[float] = []
-
-    def sleep_and_stop(seconds: float) -> None:
-        sleep(seconds)
-        slept.append(seconds)
-        if work.hosts.calls.count("create") == 6 and work.ledger.state.stops == 0:
-            stop_elsewhere(work)
-            slept.clear()
-
-    work.clock.sleep = sleep_and_stop  # type: ignore[method-assign]
-    outcome = work.run(work.config())
-    assert outcome.verdict.kind is Kind.SAVED
-    assert work.hosts.calls.count("create") == 6
-    assert sum(slept) <= 1.0, "the pause of 160 s ends within a second"
-
-
 def test_a_stop_before_the_first_start_keeps_it_from_starting(work: Workstation) -> None:
     def refuse() -> None:  # start.sh finds the mark of the stop
         stop_elsewhere(work)
@@ -565,6 +436,13 @@ def test_a_stop_ends_a_start_that_waits_for_nodes(work: Workstation, monkeypatch
     assert work.ledger.state.outcome == "stopped"
 
 
+def hold_lock(work: Workstation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Holds the run's lock until the next command waits for it."""
+    elsewhere = contextlib.ExitStack()
+    elsewhere.enter_context(work.ledger.supervising())
+    monkeypatch.setattr(work.clock, "sleep", lambda _seconds: elsewhere.close())
+
+
 def test_a_stop_waits_for_the_process_that_starts_the_attempt(
     work: Workstation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -572,38 +450,6 @@ def test_a_stop_waits_for_the_process_that_starts_the_attempt(
     hold_lock(work, monkeypatch)
     launch.stop(config, work.context(), None, grace=1)
     assert not work.ledger.supervised()
-
-
-def test_a_run_that_waits_for_its_lock_does_not_start_after_a_stop(
-    work: Workstation, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It was asked for before the stop; another terminal held the run then."""
-    work.hosts.exits[0] = 3
-    config = work.config(command=COMMAND)
-    work.run(config)
-    hold_lock(work, monkeypatch, events.RunStopRequested(0))
-    with pytest.raises(RunStopped, match="`tpu-launch run` resumes it"):
-        work.run(config)
-    assert len(work.hosts.attempts) == 1
-
-
-def test_a_recovery_that_is_stopped_says_that_the_slice_is_billed_and_can_be_resumed(work: Workstation) -> None:
-    work.hosts.exits[:2] = [75, 0]
-    work.hosts.hooks["create"] = [lambda: stop_elsewhere(work)]
-    assert work.run(work.config()).verdict.kind is Kind.SAVED
-    assert "slice demo is READY and billed" in work.messages[-1]
-    assert "`tpu-launch down` deletes it" in work.messages[-1]
-    assert work.run(work.config()).verdict.kind is Kind.FINISHED
-
-
-def test_ctrl_c_during_a_recovery_says_that_the_slice_is_billed(work: Workstation) -> None:
-    work.hosts.exits[0] = 75
-    work.hosts.fail("create", KeyboardInterrupt())
-    config = work.config()
-    with pytest.raises(KeyboardInterrupt):
-        work.run(config)
-    launch.explain_interrupt(config, work.context())
-    assert "slice demo stays if it is there, and is billed, until `tpu-launch down` deletes it" in work.messages[-1]
 
 
 def test_a_stop_whose_command_died_is_repeated_by_the_supervisor_until_every_host_has_stopped(
@@ -619,20 +465,6 @@ def test_a_stop_whose_command_died_is_repeated_by_the_supervisor_until_every_hos
     work.hosts.hooks["observe"] += [lambda: None] * 20 + [lambda: work.hosts.end(75)]
     assert work.run(work.config()).verdict.kind is Kind.SAVED
     assert len(answers) <= 8, "the first stop missed a host"
-
-
-def test_hosts_on_which_a_failed_start_may_have_left_its_container_are_remembered(work: Workstation) -> None:
-    def times_out() -> None:
-        work.hosts.silent = {1}
-        raise LaunchError("no end after 900 s of: gcloud compute tpus tpu-vm ssh")
-
-    work.hosts.hooks["start"] = [times_out]
-    with pytest.raises(LaunchError, match="no end after"):
-        work.run(work.config())
-    assert [event.hosts for event in work.ledger.state.orphans] == [(1,)]
-    work.hosts.silent = set()
-    assert work.run(work.config()).verdict.kind is Kind.FINISHED
-    assert not work.ledger.state.orphans
 
 
 def test_orphans_are_kept_until_every_host_is_reaped_and_stopped_although_the_run_is_over(work: Workstation) -> None:
@@ -667,15 +499,6 @@ def test_a_start_that_fails_on_one_host_is_tried_again_once(work: Workstation, m
 # -- money ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_slice_that_another_user_deletes_is_not_recreated_for_its_run(work: Workstation) -> None:
-    work.hosts.exits[0] = None
-    work.hosts.hooks["observe"] = [lambda: None] * 3 + [work.hosts.change(silent={0, 1}, slice_state=None)]
-    outcome = work.run(work.config("run.failure_retries=1"))
-    assert outcome.verdict.kind is Kind.DELETED
-    assert outcome.verdict.kind.exit_code is Exit.PREEMPTED
-    assert "create" not in work.hosts.calls
-
-
 @pytest.mark.parametrize(
     ("change", "kind"),
     [
@@ -698,56 +521,6 @@ def test_a_slice_that_was_created_again_is_not_the_one_of_the_attempt(
     outcome = work.run(work.config("run.failure_retries=1"))
     assert outcome.verdict.kind is kind
     assert "create" not in work.hosts.calls
-
-
-@pytest.mark.parametrize("state", [None, "DELETING"])
-def test_a_slice_that_is_deleted_while_its_run_saves_is_not_recreated(work: Workstation, state: str | None) -> None:
-    work.hosts.exits[0] = 75
-    work.hosts.hooks["started"] = [work.hosts.change(slice_state=state)]
-    with pytest.raises(LaunchError, match="it was deleted") as ended:
-        work.run(work.config())
-    assert ended.value.exit_code is Exit.PREEMPTED
-    assert "create" not in work.hosts.calls
-
-
-@pytest.mark.parametrize("failed", ["", "ssh: timed out"])
-def test_one_answer_that_there_is_no_slice_ends_nothing(work: Workstation, failed: str) -> None:
-    work.hosts.exits[:2] = [75, 0]
-
-    def be_missed_once() -> None:
-        work.hosts.hooks["describe"] = [work.hosts.change(slice_state=None), work.hosts.change(slice_state="READY")]
-        if failed:
-            raise LaunchError(failed)
-
-    work.hosts.hooks["start" if failed else "started"] = [lambda: None] * bool(failed) + [be_missed_once]
-    assert work.run(work.config()).verdict.kind is Kind.FINISHED
-
-
-def test_down_stops_a_recovery_and_waits_until_no_process_creates_the_slice(work: Workstation) -> None:
-    work.hosts.exits[0] = 1
-    order: list[str] = []
-
-    def down() -> None:
-        launch.delete_slice(work.config(), work.context())
-        order.append("deleted")
-
-    terminal = threading.Thread(target=down)
-
-    def create_slowly() -> None:
-        terminal.start()
-        deadline = time.monotonic() + 20
-        while not work.ledger.state.stops and time.monotonic() < deadline:
-            time.sleep(0.05)
-        time.sleep(0.5)
-        order.append("created")
-
-    work.hosts.hooks["create"] = [create_slowly]
-    work.clock.sleep = lambda seconds: time.sleep(min(seconds, 0.1))  # type: ignore[method-assign]
-    assert work.run(work.config("run.failure_retries=1")).verdict.kind is Kind.FAILED
-    terminal.join(30)
-    assert order == ["created", "deleted"]
-    assert work.hosts.slice_state is None
-    assert len(work.hosts.attempts) == 1
 
 
 @pytest.mark.parametrize("trouble", ["", "no host answers", "preempted", "interrupted start"])
@@ -796,35 +569,7 @@ def test_where_files_can_not_be_locked_down_deletes_the_slice_and_run_is_refused
         work.run(work.config())
 
 
-def test_no_attempt_starts_on_a_slice_that_down_is_deleting(work: Workstation) -> None:
-    """`run` in another terminal must not take the deletion for a preemption and recreate the slice."""
-    config = work.config(command=COMMAND)
-    work.run(config)
-
-    def run_elsewhere() -> None:
-        with pytest.raises(LaunchError, match="is being deleted by `tpu-launch down`") as refusal:
-            work.run(config)
-        assert refusal.value.exit_code is Exit.CONFLICT
-
-    work.hosts.hooks["delete"] = [run_elsewhere]
-    launch.delete_slice(config, work.context())
-    assert not work.hosts.hooks["delete"], "it was asked"
-    assert len(work.hosts.attempts) == 1
-    with pytest.raises(LaunchError, match="does not exist"):
-        work.run(config)
-
-
 # -- time ------------------------------------------------------------------------------------------------------------
-
-
-def test_the_time_that_this_machine_slept_counts_against_no_host(work: Workstation) -> None:
-    """The run neither stalls nor loses a host: the supervisor did not poll meanwhile."""
-    work.hosts.exits[0] = None
-
-    hooks = [lambda: None, lambda: None, lambda: work.clock.sleep(3600), lambda: None, lambda: work.hosts.end(0)]
-    work.hosts.hooks["observe"] = hooks
-    outcome = work.run(work.config("run.stall_minutes=5"))
-    assert outcome.verdict.kind is Kind.FINISHED
 
 
 def test_the_time_that_this_machine_slept_is_no_time_for_hosts_to_be_asked_again(work: Workstation) -> None:
@@ -853,40 +598,6 @@ def test_hosts_are_not_silent_while_a_poll_of_them_is_open(work: Workstation) ->
 
 
 # -- ends that can't be carried out -----------------------------------------------------------------------------------
-
-
-def test_the_end_of_an_attempt_is_recorded_although_its_hosts_are_unreachable(work: Workstation) -> None:
-    """The API fails when their addresses are looked up: the end is recorded all the same, and the budget is used."""
-    work.hosts.exits[:2] = [1, 0]
-    phases: list[Phase] = []
-
-    def refuse() -> None:
-        phases.append(work.ledger.state.phase)
-        raise UNAVAILABLE
-
-    work.hosts.hooks["stop"] = [refuse, refuse]
-    outcome = work.run(work.config("run.failure_retries=1"))
-    assert (outcome.attempt, outcome.verdict.kind) == (1, Kind.FINISHED)
-    assert recorded(work, events.Orphaned) == 1
-    assert phases[0] is Phase.RUNNING, "a launcher that is killed before the stop leaves the attempt open"
-
-
-def test_orphaned_containers_are_recorded_before_the_end_of_the_attempt(
-    work: Workstation, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A `stop` that came then said that nothing runs, and asked no host."""
-    left: list[tuple[int, ...]] = []
-
-    def look(*_: object) -> dict[str, str]:
-        left.extend(event.hosts for event in work.ledger.state.orphans)
-        return {}
-
-    work.hosts.hooks["observe"] = [lambda: None, lambda: None, work.hosts.change(silent={1})]
-    work.hosts.exits[0] = None
-    monkeypatch.setattr(FakeProvider, "evidence", look)
-    ended = work.run(work.config("run.preemption_retries=0", "run.host_lost_seconds=2"))
-    assert ended.verdict.kind is Kind.HOST_LOST
-    assert left == [(1,)]
 
 
 def test_a_look_waits_on_the_host_for_the_end_of_a_container_that_runs_and_for_no_other(
@@ -973,27 +684,3 @@ def test_the_end_of_a_log_that_is_too_long_to_read_is_fetched(
     monkeypatch.setattr(FakeProvider, "look", look)
     assert work.run(work.config("run.failure_retries=0")).last_lines[-1] == "the error"
     assert any("it wrote too many" in message for message in work.messages)
-
-
-def test_a_host_that_has_finished_may_reboot_while_another_exports(
-    work: Workstation, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ended, looks = ContainerState("exited", 0), itertools.count()
-
-    def observe(self: FakeProvider, worker: int, *_: object, **__: object) -> Observation:
-        if worker == 1 and (number := next(looks)):
-            work.hosts.quiet = number > 1  # the export ends after two looks at the host that has rebooted
-            return Observation(1, replace(ended, rebooted=True))
-        return Observation(worker, ended if worker == 1 or work.hosts.quiet else ContainerState("running"))
-
-    monkeypatch.setattr(FakeProvider, "observe", observe)
-    assert work.run(work.config()).verdict.kind is Kind.FINISHED
-
-
-def test_the_exit_code_that_a_rebooted_host_makes_up_is_not_recorded(
-    work: Workstation, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made_up = ContainerState("exited", 0, rebooted=True)
-    monkeypatch.setattr(FakeProvider, "observe", lambda self, worker, *_, **__: Observation(worker, made_up))
-    assert work.run(work.config("run.preemption_retries=0")).verdict.kind is Kind.HOST_LOST
-    assert {event.exit_code for event in work.ledger.events() if isinstance(event, events.HostEnded)} == {None}

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from launcher import shell
 from launcher.config import load
@@ -17,7 +15,6 @@ from launcher.images import engine, local
 from launcher.images.build import show_steps
 from launcher.images.plan import list_commands
 from launcher.images.specification import ImageSpec, compute_tag, default_spec, folder_spec, parse_bases
-from launcher.installation import shared_folder
 from training.registry import BackendName
 
 BASE = {"debian:bookworm-slim": "sha256:0123"}
@@ -47,18 +44,6 @@ def test_tag_changes_with_a_file_the_dockerfile_an_argument_the_target_and_the_b
     assert compute_tag(elsewhere, BASE) == tags[0], "neither decides what the image holds"
     assert len(set(tags)) == len(tags)
     assert all(len(tag) == 16 for tag in tags)
-
-
-arguments = st.dictionaries(st.text("ABC_", min_size=1, max_size=4), st.text(max_size=6), max_size=3)
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(arguments, arguments)
-def test_tag_tells_any_two_sets_of_arguments_apart(spec: ImageSpec, one: dict[str, str], other: dict[str, str]) -> None:
-    def tag(given: dict[str, str]) -> str:
-        return compute_tag(dataclasses.replace(spec, build_args=tuple(sorted(given.items()))), BASE)
-
-    assert (tag(one) == tag(other)) == (one == other)
 
 
 @pytest.mark.parametrize("backend", get_args(BackendName))
@@ -178,11 +163,3 @@ def test_a_command_whose_image_can_not_be_made_starts_and_removes_no_container(
     with pytest.raises(BadInput, match="no Dockerfile"):
         local.run(load(tmp_path / "run.yaml"), ["true"], print)
     assert calls == []
-
-
-def test_both_images_of_pytorch_leave_out_cuda_in_the_same_way() -> None:
-    folder = shared_folder("images")
-    sources = [dict(default_spec(name).context)["cuda_absent.py"] for name in ("torch-xla", "torch-tpu")]
-    assert sources[0] == sources[1]
-    assert not sources[0].is_symlink()
-    assert "nvidia" not in (folder / "torch-tpu" / "requirements.txt").read_text()

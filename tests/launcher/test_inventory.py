@@ -8,10 +8,10 @@ from click.testing import CliRunner
 
 from launcher.cli import slices as commands
 from launcher.emulator.state import QueuedResource
-from launcher.errors import CommandTimeout, Exit
+from launcher.errors import Exit
 from launcher.owner import Owner
 from launcher.tpu_vm import inventory
-from tests.launcher.emulated_gcloud import ANN, BUSY, UNAVAILABLE, Cloud
+from tests.launcher.emulated_gcloud import ANN, UNAVAILABLE, Cloud
 
 NOW = 1_800_000_000.0
 
@@ -161,32 +161,6 @@ def test_one_that_is_gone_or_being_deleted_needs_nothing(cloud: Cloud) -> None:
     assert remove(cloud, listed) == "gone already"
 
 
-def test_a_slice_that_is_recreated_while_its_deletion_is_retried_is_left_alone(cloud: Cloud) -> None:
-    cloud.made_by(EXPIRED)
-    listed = leftover(cloud)
-
-    def replace_it() -> None:
-        cloud.delete()
-        cloud.clock.sleep(30)
-        assert cloud.node() is None
-        cloud.made_by(EXPIRED)
-
-    cloud.at(90, replace_it)
-    begin = cloud.clock.now
-    cloud.trouble = lambda zone, command, now: BUSY if "delete" in command and now - begin < 200 else None
-    remove(cloud, listed)
-    found = cloud.node()
-    assert found.state == "READY"
-
-
-@pytest.mark.parametrize("answer", [BUSY, UNAVAILABLE])
-def test_a_deletion_that_does_not_get_through_is_tried_for_minutes(cloud: Cloud, answer: str) -> None:
-    cloud.made_by(EXPIRED)
-    listed, begin = leftover(cloud), cloud.clock.now
-    cloud.trouble = lambda zone, command, now: answer if "delete" in command and now - begin < 300 else None
-    assert remove(cloud, listed) == "deleted"
-
-
 def test_a_zone_that_can_not_be_listed_hides_no_other(cloud: Cloud) -> None:
     cloud.made_by(EXPIRED)
     cloud.trouble = lambda zone, command, now: UNAVAILABLE if zone == "us-west4-a" else None
@@ -233,28 +207,6 @@ def dead_request(created: str = "2027-01-15T07:00:00Z") -> QueuedResource:
     spec = {"nodeId": "demo", "node": {"acceleratorType": "v4-16", "labels": EXPIRED}}
     resource = {**queued("SUSPENDED"), "createTime": created, "name": name, "tpu": {"nodeSpec": [spec]}}
     return QueuedResource(name, resource, node_name, "SUSPENDED", 0.0, None)
-
-
-def test_a_dead_request_that_is_recreated_after_its_deletion_counts_as_deleted(cloud: Cloud) -> None:
-    request = dead_request()
-    cloud.state.queued[request.name] = request
-    listed = leftover(cloud)
-
-    def recreate(zone: str, command: str, now: float) -> None:
-        if request.name not in cloud.state.queued:
-            cloud.state.queued[request.name] = dead_request("2027-01-15T08:30:00Z")
-
-    cloud.trouble = recreate
-    assert remove(cloud, listed) == "deleted"
-    assert cloud.calls.count("us-central2-b queued-resources delete") == 1
-
-
-def test_a_deletion_without_an_end_says_to_run_the_command_again(cloud: Cloud) -> None:
-    cloud.made_by(EXPIRED)
-    listed = leftover(cloud)
-    cloud.trouble = lambda zone, command, now: BUSY if "delete" in command else None
-    with pytest.raises(CommandTimeout, match="node demo is READY and not gone after 15 minutes; run the command again"):
-        remove(cloud, listed)
 
 
 def test_a_dead_request_is_not_deleted_under_a_live_slice_of_its_name(cloud: Cloud) -> None:

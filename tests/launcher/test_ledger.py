@@ -160,20 +160,6 @@ def test_a_damaged_record_is_no_run_and_a_clear_message_for_who_names_it(tmp_pat
         find_run(tmp_path, this_machine(), bad.run_id)
 
 
-def test_a_stop_holds_until_another_attempt_is_requested(tmp_path: Path) -> None:
-    run = new_run(tmp_path)
-    run.append(Requested(0, 0))
-    run.append(AttemptBegan(0))
-    assert not run.state.stop_requested
-    run.append(RunStopRequested(0))
-    run.append(Ended(0, outcome="saved"))
-    assert run.state.stop_requested
-    run.append(AttemptBegan(1))  # began at the same moment
-    assert run.state.stop_requested
-    run.append(Requested(2, 1))
-    assert not run.state.stop_requested
-
-
 def test_a_stop_holds_although_a_full_disk_delayed_an_earlier_request_beyond_it(tmp_path: Path) -> None:
     """`run` was requested before `stop`, but a full disk delayed both records and the stop's was written first."""
     run = new_run(tmp_path)

@@ -1,7 +1,6 @@
 """Claims about `launcher.run.logs`: each line once, whatever the looks were like."""
 
 import errno
-from collections import Counter
 from datetime import datetime, timedelta
 from io import FileIO
 from pathlib import Path
@@ -10,11 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.log_lines import LogWindow
 from launcher.provider import LogLine
 from launcher.run import logs
 from launcher.run.logs import Cursor, HostLog, read_from
-from launcher.tpu_vm.host_output import covers
 
 BEGIN = datetime(2026, 1, 1)
 
@@ -26,44 +23,6 @@ def stamp(milliseconds: int) -> str:
 def engine_log(history: list[LogLine], since: str | None) -> list[LogLine]:
     """What the engine returns: the lines from a time on, inclusive, in the order in which they were written."""
     return [line for line in history if since is None or line.timestamp >= since]
-
-
-# Written in order, but stamped up to 400 ms earlier than the newest: stdout and stderr are copied by two threads. Equal
-# times and equal texts occur.
-histories = st.lists(
-    st.tuples(st.integers(0, 300), st.integers(0, 400), st.sampled_from(["a", "b", ""])), max_size=60
-).map(
-    lambda steps: [
-        LogLine(stamp(1000 + sum(step for step, _, _ in steps[: index + 1]) - back), text)
-        for index, (_, back, text) in enumerate(steps)
-    ]
-)
-
-
-@given(histories, st.lists(st.integers(0, 60), max_size=8), st.data())
-def test_every_line_is_delivered_once_and_in_order_for_any_looks(
-    history: list[LogLine], cuts: list[int], data: st.DataObject
-) -> None:
-    cursor = Cursor()
-    delivered: list[LogLine] = []
-    earlier: str | None = None
-    for cut in [*sorted(cuts), len(history)]:
-        # Now and then a look was asked for before the last one was delivered.
-        since = earlier if data.draw(st.booleans()) else cursor.since
-        delivered += cursor.advance(engine_log(history[:cut], since))
-        earlier = since
-    delivered += cursor.advance(engine_log(history, cursor.since))
-    assert delivered == history
-
-
-@given(histories, st.integers(0, 60))
-def test_a_new_process_goes_on_where_the_file_ends(tmp_path_factory, history: list[LogLine], cut: int) -> None:  # type: ignore[no-untyped-def]
-    path: Path = tmp_path_factory.mktemp("log") / "host-0.log"
-    first = HostLog(path)
-    first.append_new(engine_log(history[:cut], first.cursor.since))
-    second = HostLog(path)
-    second.append_new(engine_log(history, second.cursor.since))
-    assert read_from(path, 0)[0] == history
 
 
 def test_reading_goes_on_at_the_offset_and_leaves_an_unfinished_line(tmp_path: Path) -> None:
@@ -155,26 +114,6 @@ def test_bytes_that_are_not_text_survive(tmp_path: Path) -> None:
     line = LogLine(stamp(0), b"\xff\xfe".decode(errors="surrogateescape"))
     log.append_new([line])
     assert read_from(log.path, 0)[0] == [line]
-
-
-@given(histories, st.lists(st.integers(1, 20), max_size=20), st.integers(2, 12))
-def test_looks_at_the_last_lines_only_lose_nothing(history: list[LogLine], steps: list[int], tail: int) -> None:
-    """An engine cuts off the last lines first and looks at their times then; a look that does not reach back is done
-    again in full."""
-    cursor, delivered, written = Cursor(), [], 0
-    for step in [*steps, len(history)]:
-        written = min(len(history), written + step)
-        since = cursor.since
-        lines = engine_log(history[:written], since)
-        if since is not None:
-            short = engine_log(history[:written][-tail:], since)
-            lines = (
-                short
-                if covers(LogWindow(tuple(short), {}, short[0].timestamp if short else "", len(short)), since, tail)
-                else lines
-            )
-        delivered += cursor.advance(lines)
-    assert Counter(delivered) == Counter(history)
 
 
 # Steps of a host's log: milliseconds since the line before, how far the clock steps back then, and the text.

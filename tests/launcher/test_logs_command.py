@@ -183,12 +183,6 @@ def fetch_rest(work: Workstation, failures: list[Exception | Observation]) -> Lo
     return provider
 
 
-def test_at_most_one_page_a_host_of_a_huge_rest_is_held(work: Workstation) -> None:
-    provider = fetch_rest(work, [])
-    assert [read_from(path, 0)[0] for path in provider.log_files] == [LONG, LONG]
-    assert max(provider.held) <= 1
-
-
 def test_the_rest_of_a_host_that_does_not_answer_for_a_moment_is_not_lost(work: Workstation) -> None:
     provider = fetch_rest(work, [Observation(0, None, problem="no route to host"), KeyError("a defect")])
     assert read_from(provider.log_files[0], 0)[0] == LONG

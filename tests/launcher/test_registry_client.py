@@ -44,26 +44,6 @@ def session(host: str = HOST, password: str = TOKEN) -> Registry:
     )
 
 
-def test_a_blob_travels_once(server: RegistryServer) -> None:
-    blob = blob_of(b"layer" * 1000)
-    with session() as registry:
-        assert registry.upload("p/images/code", blob)
-        assert registry.bytes_sent == blob.size
-        assert not registry.upload("p/images/code", blob)
-        assert registry.bytes_sent == blob.size
-        assert registry.read_blob("p/images/code", blob.digest, blob.size) == b"layer" * 1000
-    assert server.api.bytes_received == blob.size
-
-
-def test_a_blob_of_another_repository_is_entered_without_its_bytes(server: RegistryServer) -> None:
-    blob = blob_of(b"base layer")
-    with session() as registry:
-        registry.upload("p/images/base", blob)
-        assert not registry.upload("p/images/code", blob, source="p/images/base")
-        assert registry.has_blob("p/images/code", blob.digest)
-    assert server.api.bytes_received == blob.size
-
-
 def test_an_interrupted_upload_begins_again(server: RegistryServer) -> None:
     failures = [503, 0]
 
@@ -194,22 +174,6 @@ def test_a_proxy_of_the_environment_is_used_with_its_login(
         server.acceptor.remove(proxy, close=False)
     assert heads[0].startswith(f"CONNECT {HOST}:443 ".encode())
     assert RegistryCredentials("me", "secret!").basic.encode() in heads[0]
-
-
-def test_a_manifest_is_taken_when_its_blobs_are_there(server: RegistryServer) -> None:
-    config, layer = blob_of(b"{}"), blob_of(b"layer")
-    entries = [{"digest": blob.digest, "size": blob.size} for blob in (config, layer)]
-    body = json.dumps({"mediaType": MANIFEST, "config": entries[0], "layers": entries[1:]}).encode()
-    document = ManifestDocument(MANIFEST, body)
-    with session() as registry:
-        assert registry.find_manifest("p/images/code", "v1") is None
-        registry.upload("p/images/code", config)
-        with pytest.raises(LaunchError, match=layer.digest):
-            registry.write_manifest("p/images/code", "v1", document)
-        registry.upload("p/images/code", layer)
-        registry.write_manifest("p/images/code", "v1", document)
-        assert registry.find_manifest("p/images/code", "v1") == document.digest
-        assert registry.read_manifest("p/images/code", document.digest) == document
 
 
 def test_a_manifest_with_other_bytes_than_its_digest_is_refused(server: RegistryServer) -> None:

@@ -7,7 +7,6 @@ import dataclasses
 import itertools
 import os
 import tarfile
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from launcher.config import Config, load
-from launcher.errors import BadInput, Exit, LaunchError
+from launcher.errors import BadInput, Exit
 from launcher.images import local
 from launcher.images.build import Image
 from launcher.provider import (
@@ -395,16 +394,6 @@ def test_no_file_of_the_runs_folder_holds_a_secret(work: Workstation) -> None:
     assert all(path.stat().st_mode & 0o077 == 0 for path in paths)
 
 
-def test_run_attaches_to_what_runs_and_its_budgets_are_those_of_the_start(work: Workstation) -> None:
-    start_and_lose_sight(work)
-    threading.Timer(1.0, work.hosts.end, [75]).start()
-    config = work.config("run.preemption_retries=0", command=["python", "train.py", "--lr=1e-4"])
-    outcome = work.run(config, {"HF_TOKEN": "s3cret", "FROM_FILE": "plain"})
-    assert any("attaching to it" in message for message in work.messages)
-    assert (outcome.attempt, outcome.verdict.kind) == (1, Kind.FINISHED)
-    assert work.hosts.attempts[1].environment == {"SETTING": "of the start"}
-
-
 def test_run_resumes_an_unfinished_run_with_what_the_command_line_says_now(work: Workstation) -> None:
     work.hosts.exits[0] = 3
     assert work.run(work.config()).verdict.kind is Kind.FAILED
@@ -429,14 +418,6 @@ def test_a_secret_that_the_file_names_must_be_there_before_anything_starts(work:
     assert not list(work.home.glob("runs/*"))
 
 
-def test_another_run_on_the_hosts_is_a_conflict(work: Workstation) -> None:
-    work.hosts.busy = "other-1"
-    with pytest.raises(LaunchError, match="the slice is in use") as refused:
-        work.run(work.config())
-    assert refused.value.exit_code == Exit.CONFLICT
-    assert work.ledger.state.outcome == events.NOT_STARTED
-
-
 def test_stop_ends_what_runs_and_nothing_starts_again(work: Workstation) -> None:
     start_and_lose_sight(work)
     config = work.config(setting="changed")
@@ -445,16 +426,6 @@ def test_stop_ends_what_runs_and_nothing_starts_again(work: Workstation) -> None
     assert (outcome.attempt, outcome.verdict.kind) == (0, Kind.SAVED)
     with pytest.raises(BadInput, match="is not running"):
         work.attach(config)
-
-
-def test_an_attempt_that_no_host_has_any_more_is_recorded_and_the_next_one_started(work: Workstation) -> None:
-    start_and_lose_sight(work)
-    work.hosts.state.clear()
-    config = work.config(command=["python", "train.py", "--lr=1e-4"])
-    outcome = work.run(config, {"HF_TOKEN": "s3cret", "FROM_FILE": "plain"})
-    assert outcome.attempt == 1
-    ends = [event.outcome for event in work.ledger.events() if isinstance(event, events.Ended)]
-    assert ends == [events.VANISHED, "finished"]
 
 
 def test_the_image_of_a_run_is_known_before_its_attempt_begins(

@@ -56,18 +56,6 @@ def test_a_child_that_ignores_the_polite_signal_is_killed(tmp_path: Path, monkey
     assert time.monotonic() - begun < 5
 
 
-def test_lines_are_handed_over_as_they_come() -> None:
-    seen: list[tuple[float, str]] = []
-    begun = time.monotonic()
-    shell.stream(
-        ["sh", "-c", "echo one; sleep 0.6; echo two"],
-        lambda line: seen.append((time.monotonic() - begun, line)),
-        timeout=10,
-    )
-    assert [line for _, line in seen] == ["one", "two"]
-    assert seen[1][0] - seen[0][0] > 0.4
-
-
 def test_a_spawned_process_outlives_its_parent(tmp_path: Path) -> None:
     log = tmp_path / "log"
     spawn = f"shell.spawn(['sh', '-c', 'sleep 1; echo done'], log=Path({str(log)!r}))"

@@ -157,21 +157,10 @@ def test_completion_prints_a_script_and_names_commands(installed: Path, tmp_path
     assert run(installed / "tpu-launch", folder=tmp_path, **words) == "plain,preflight\n"
 
 
-def test_completion_of_the_readme_works_in_bash(installed: Path, tmp_path: Path) -> None:
-    """Its line is typed in a shell that has `tpu-launch` on its PATH."""
-    (line,) = re.findall(r'^\$ (eval "\$\(tpu-launch completion bash\)")', README, re.MULTILINE)
-    path = f"{installed}{os.pathsep}{os.environ['PATH']}"
-    assert "tpu-launch" in run("bash", "-c", f"{line}\ncomplete -p tpu-launch", folder=tmp_path, PATH=path)
-
-
 def shown_installations() -> list[str]:
     """The commands of README's "Install" that install."""
     section = README.split("## Install\n")[1].split("\n## ")[0]
     return [line.split(" # ")[0].strip() for line in re.findall(r"^\$ (.* install .*)$", section, re.MULTILINE)]
-
-
-def test_the_readme_names_three_ways_to_install() -> None:
-    assert [command.split()[0] for command in shown_installations()] == ["pipx", "uv", "pip"]
 
 
 @pytest.mark.nightly
