@@ -57,12 +57,12 @@ EPOCHS = 4
 
 
 def generate(folder: str, records: int) -> None:
-    """Writes the same rows as compact, gzip and recipe shards."""
+    """Writes the same rows as compact and recipe shards."""
     rows = np.minimum(np.random.default_rng(0).zipf(1.2, (records, LENGTH)) + 4, VOCABULARY - 1).astype(np.int32)
-    for name, options in (("compact", {}), ("gzip", {"compression": "gzip"}), ("recipe", {"layout": "recipe"})):
-        plan = DatasetPlan("train", LENGTH, "t", VOCABULARY, 16_384, **options)
+    for layout in ("compact", "recipe"):
+        plan = DatasetPlan("train", LENGTH, "t", VOCABULARY, 16_384, layout)
         pack_documents(
-            f"{folder}/{name}",
+            f"{folder}/{layout}",
             plan,
             lambda: map(str, range(records)),
             lambda texts: [rows[int(text)] for text in texts],
@@ -253,7 +253,7 @@ def compare(folder: str, records: int, repeat: int) -> list[Row]:
     def add(name: str, unit: str, ours: float | None, peer_name: str, peer: float | None, goal: str) -> None:
         rows.append(row(name, unit, ours, peer_name, peer, goal))
 
-    compact, packed, public = f"{folder}/compact", f"{folder}/gzip", f"{folder}/recipe"
+    compact, public = f"{folder}/compact", f"{folder}/recipe"
     ours = measure("throughput", compact, repeat)
     add(
         "full path",
@@ -273,14 +273,6 @@ def compare(folder: str, records: int, repeat: int) -> list[Row]:
     )
     add("full path", "records/s", ours, "goal", 400_000, "at least 400,000")
     add(
-        "full path, gzip shards",
-        "records/s",
-        measure("throughput", packed, repeat),
-        "our uncompressed shards",
-        ours,
-        "",
-    )
-    add(
         "first batch after resuming, local",
         "s",
         measure("first_batch", compact, repeat, smallest=True),
@@ -290,17 +282,15 @@ def compare(folder: str, records: int, repeat: int) -> list[Row]:
     )
     with bucket(f"{folder}/server") as environment:
         os.environ.update(environment)
-        for name in ("compact", "gzip"):
-            for stat in storage.listing(f"{folder}/{name}"):
-                storage.upload(Path(stat.url), f"gs://bucket/{name}/{storage.name_of(stat.url)}")
-            seconds = measure("first_batch", f"gs://bucket/{name}", repeat, smallest=True, environment=environment)
-            add(f"first batch after resuming, gs:// 20 ms away, {name}", "s", seconds, "goal", 3.0, "at most 3 s")
+        for stat in storage.listing(compact):
+            storage.upload(Path(stat.url), f"gs://bucket/compact/{storage.name_of(stat.url)}")
+        seconds = measure("first_batch", "gs://bucket/compact", repeat, smallest=True, environment=environment)
+        add("first batch after resuming, gs:// 20 ms away", "s", seconds, "goal", 3.0, "at most 3 s")
         add("peak memory, local", "MB", measure("memory", compact, 1), "goal", 512, "below 512 MB")
         peak = measure("memory", "gs://bucket/compact", 1, environment=environment)
         add("peak memory, gs://", "MB", peak, "goal", 512, "below 512 MB")
     public_size = measure("size", public, 1)
-    add("size, gzip", "bytes/record", measure("size", packed, 1), "recipe", public_size, "at most half")
-    add("size, uncompressed", "bytes/record", measure("size", compact, 1), "recipe", public_size, "")
+    add("size", "bytes/record", measure("size", compact, 1), "recipe", public_size, "")
     return rows
 
 

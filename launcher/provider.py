@@ -122,7 +122,6 @@ class Attempt:
     files: Mapping[str, bytes] = field(default_factory=dict)  # name -> content, below /etc/tpu-launch
     shm_size: str = "16g"
     compile_cache_gb: float = 0.0  # of compiled programs that the host's disk keeps for later attempts
-    data_cache: str | None = None  # folder of the container that the host's disk keeps for later attempts
     stop_seconds: int = 30  # that the container has to end when its host shuts down
     user: str | None = None
     secrets: Mapping[str, str] = field(

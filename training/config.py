@@ -566,16 +566,10 @@ def _place_mistakes(config: TrainerConfig) -> Iterator[Mistake]:
         ("data", "train"): config.data.train,
         ("data", "evaluation"): config.data.evaluation,
         ("data", "tokenizer"): config.data.tokenizer,
-        ("data", "cache"): config.data.cache,
         ("model", "path"): config.model.path,
     }
     for path, place in places.items():
-        mistake = None if place is None else place_mistake(place)
-        if mistake is None and path == ("data", "cache") and place is not None and not re.fullmatch("/[^:,]+", place):
-            mistake = "the cache is a folder on the host's disk: give its absolute path, without colons and commas"
-        if path == ("data", "cache") and place is not None and config.backend == "tensorflow":
-            mistake = "TensorFlow reads the bucket itself, without a cache: remove data.cache, or use torch-xla"
-        if mistake is not None:
+        if place is not None and (mistake := place_mistake(place)):
             yield path, mistake
     train, evaluation = config.data.train, config.data.evaluation
     if evaluation is not None and _plain(train) == _plain(evaluation):

@@ -88,8 +88,7 @@ CAUSAL_LM = Head("ForCausalLM", "text-generation", is_fresh=False, older=("LMHea
 def _keys_of_packed_rows(task: str, predicted: str) -> dict[tuple[str, ...], str]:
     """Returns the `unused_keys`, with messages, of a task on labelled rows: keys that only packed rows use."""
     return {
-        ("data", "cache"): f"{task} does not read through a cache: remove data.cache",
-        ("data", "masking"): (f"{task} predicts {predicted}, not masked tokens: remove data.masking, or set task: mlm"),
+        ("data", "masking"): f"{task} predicts {predicted}, not masked tokens: remove data.masking, or set task: mlm"
     }
 
 

@@ -53,7 +53,7 @@ def buckets(config: Config, say: Callable[[str], None], warn: Callable[[str], No
         if far := [f"{region} ${price:.2f}" for region, price in dollars.items() if price]:
             (warn or say)(
                 f"{place}: gs://{name} is in {location}: each GB that hosts read from it costs about (by region of the "
-                f"slice) {', '.join(far)}; a bucket in the slice's region costs nothing, data.cache reads once a host"
+                f"slice) {', '.join(far)}; a bucket in the slice's region costs nothing"
             )
 
 

@@ -64,9 +64,8 @@ class GkeSection(Section):
     """Memory that is requested for each host's container, as Kubernetes writes it: "300Gi"."""
 
     node_cache: Annotated[str, Field(pattern=r"^/[^:]+$")] | None = None
-    """Folder of each node, such as /var/lib/tpu-launch, that keeps compiled programs, up to run.compile_cache_gb, and
-    data.cache for later pods on the node; absent: none. The cluster must allow hostPath volumes, which Autopilot does
-    not."""
+    """Folder of each node, such as /var/lib/tpu-launch, that keeps compiled programs, up to run.compile_cache_gb, for
+    later pods on the node; absent: none. The cluster must allow hostPath volumes, which Autopilot does not."""
 
     restarts: int = Field(default=10, ge=0)
     """Restarts by the cluster of a manifest that was applied with kubectl. `tpu-launch run` counts attempts itself."""

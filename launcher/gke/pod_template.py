@@ -172,8 +172,6 @@ def _mounts(config: Config) -> list[Any]:
         mounts.append({"name": "bucket", "mountPath": fuse.folder, **({"readOnly": True} if fuse.read_only else {})})
     if config.gke.node_cache:
         mounts.append({"name": "node-cache", "mountPath": COMPILE_CACHE_FOLDER})
-        if config.trainer and config.trainer.data.cache:
-            mounts.append({"name": "node-cache", "mountPath": config.trainer.data.cache, "subPath": "data"})
     return mounts
 
 
@@ -192,7 +190,7 @@ def _volumes(config: Config, work: Workload) -> list[Any]:
         volumes.append({"name": "bucket", "csi": driver})
     if folder := config.gke.node_cache:
         on_node = {"name": "node-cache", "hostPath": {"path": folder, "type": "DirectoryOrCreate"}}
-        volumes.append(Commented(on_node, "Compiled programs and data, for later pods on the node."))
+        volumes.append(Commented(on_node, "Compiled programs, for later pods on the node."))
     return volumes
 
 

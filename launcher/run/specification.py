@@ -144,7 +144,6 @@ def make_attempt(
         files={CONFIG_FILE: config.document.dump().encode()},
         shm_size=config.run.shm_size,
         compile_cache_gb=config.run.compile_cache_gb,
-        data_cache=config.trainer.data.cache if config.trainer else None,
         stop_seconds=config.run.stop_seconds,
         user=config.run.user,
         secrets=secrets or {},

@@ -30,9 +30,8 @@ _KEPT_LOG = ("--log-driver", "json-file", "--log-opt", "max-size=1g", "--log-opt
 HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/enabled"
 _WITHOUT_HUGE_PAGES = ("v2", "v3", "v4")
 
-# Volumes that the host's engine creates at their first mount, and which outlive containers.
+# A volume that the host's engine creates at its first mount, and which outlives containers.
 _PROGRAMS_VOLUME = "tpu-launch-compiled-programs"
-_DATA_VOLUME = "tpu-launch-data"
 
 EXECUTION_MARK = "tpu-launch-exec-"  # begins the marks of a user's commands; begin_once.sh names it too
 _SECRETS_FOLDER = "/run/tpu-launch"  # in the container; await_secrets.sh and receive_secrets.sh name it too
@@ -47,8 +46,6 @@ def create_arguments(attempt: Attempt, hosts: Sequence[str], accelerator_type: s
     arguments += ["--shm-size", attempt.shm_size, "--ulimit", "memlock=-1:-1"]
     if attempt.compile_cache_gb:
         arguments += ["--volume", f"{_PROGRAMS_VOLUME}:{COMPILE_CACHE_FOLDER}"]
-    if attempt.data_cache:
-        arguments += ["--volume", f"{_DATA_VOLUME}:{attempt.data_cache}"]
     # For the engine's own stops: without it, a container has 10 s when its host shuts down.
     arguments += ["--stop-timeout", str(attempt.stop_seconds)]
     # Root: only root has capabilities in a privileged container, and the drivers of v2 to v4 map a chip's memory only

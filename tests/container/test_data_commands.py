@@ -232,7 +232,7 @@ def test_a_datasets_name_is_a_corpus(tokenizer: Path, tmp_path: Path) -> None:
 
 
 def test_verify_and_preview_show_a_dataset(tokenizer: Path, tmp_path: Path) -> None:
-    succeed("shards", *PYDOC, "--tokenizer", tokenizer, "--split", "train", "--compression", "gzip", "--out", tmp_path)
+    succeed("shards", *PYDOC, "--tokenizer", tokenizer, "--split", "train", "--out", tmp_path)
     url = tmp_path / "train"
     assert "600 ids" in succeed("dataset", "show", url)
     assert "are as they were written" in succeed("dataset", "verify", url, "--tokenizer", tokenizer)

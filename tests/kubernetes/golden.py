@@ -30,7 +30,6 @@ CASES: dict[str, tuple[str, ...]] = {
         "gke.memory=300Gi",
         "gke.secrets={HF_TOKEN: huggingface/token}",
         "gke.node_cache=/var/lib/tpu-launch",
-        "data.cache=/var/cache/data",
         "gke.gcsfuse={bucket: my-bucket, folder: /bucket, read_only: true}",
         "gke.node_selector={cloud.google.com/gke-nodepool: v3-32}",
         "run.environment={WANDB_MODE: offline, GREETING: 'a b: c # d'}",

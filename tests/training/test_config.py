@@ -99,11 +99,6 @@ def test_an_unknown_section_is_refused() -> None:
             "  masking: {percent: 20}\n  tokenizer: gs://b/tokenizer\ntask: classification",
             "run.yaml:10: data.masking: classification predicts labels",
         ),
-        (
-            "  tokenizer: gs://b/tokenizer",
-            "  cache: /tmp/blocks\n  tokenizer: gs://b/tokenizer\ntask: classification",
-            "run.yaml:10: data.cache: classification does not read through a cache",
-        ),
         ("output: gs://b/runs", "output: ''", "run.yaml:16: output: is empty: give a folder"),
         ("output: gs://b/runs", "output: ' runs'", "run.yaml:16: output: ' runs' begins or ends with white space"),
         ("output: gs://b/runs", "output: s3://b/runs", "run.yaml:16: output: 's3://b/runs': s3: is not supported"),
@@ -114,16 +109,6 @@ def test_an_unknown_section_is_refused() -> None:
         ("train: gs://b/train", "train: S3://b/train", "run.yaml:8: data.train: 'S3://b/train': S3: is not supported"),
         ("tokenizer: gs://b/tokenizer", "tokenizer: ''", "run.yaml:10: data.tokenizer: is empty"),
         ("name: bert-tiny", "path: gs:/b", "run.yaml:6: model.path: 'gs:/b' is not gs:// and the name of a bucket"),
-        (
-            "  tokenizer: gs://b/tokenizer",
-            "  cache: gs://b/cache\n  tokenizer: gs://b/tokenizer",
-            "run.yaml:10: data.cache: the cache is a folder on the host's disk",
-        ),
-        (
-            "  tokenizer: gs://b/tokenizer",
-            "  cache: /cache\n  tokenizer: gs://b/tokenizer\nbackend: tensorflow",
-            "run.yaml:10: data.cache: TensorFlow reads the bucket itself",
-        ),
         ("evaluation: gs://b/evaluation", "evaluation: gs://b/train/", "run.yaml:9: data.evaluation: this is data"),
         (
             "train: gs://b/train\n  evaluation: gs://b/evaluation",

@@ -23,7 +23,7 @@ from training.data.loading.mlm_batches import MlmBatches, mlm_evaluation
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_masked_datasets_and_batches_are_the_golden_ones(layout: str, tmp_path: Path) -> None:
     dataset = make_masked(tmp_path, layout)
-    checksums = checksum_files(tmp_path, layout)
+    checksums = checksum_files(tmp_path)
     for name, how in SLICES.items():
         batches = MlmBatches(dataset, how, MASKING, SEED)
         checksums[f"batches, {name}"] = checksum(vars(batches.batch(step)) for step in range(STEPS))
@@ -35,7 +35,7 @@ def test_masked_datasets_and_batches_are_the_golden_ones(layout: str, tmp_path: 
 
 def test_labelled_datasets_and_batches_are_the_golden_ones(tmp_path: Path) -> None:
     dataset = make_labelled(tmp_path)
-    checksums = checksum_files(tmp_path, "compact")
+    checksums = checksum_files(tmp_path)
     for name, how in SLICES.items():
         batches = LabelledBatches(dataset, how, SEED)
         checksums[f"batches, {name}"] = checksum(vars(batches.batch(step)) for step in range(STEPS))

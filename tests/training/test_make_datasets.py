@@ -83,8 +83,6 @@ def test_a_finished_dataset_is_reused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"layout": "recipe", "compression": "gzip"}, "--layout recipe is the public layout, which is not compressed"),
-        ({"task": "classification", "compression": "gzip"}, "--task classification has the compact layout only"),
         ({"task": "regression", "layout": "recipe"}, "--task regression has the compact layout only"),
         ({"task": "regression", "labels": "x.json"}, "--labels lists the names of classes"),
         ({"task": "classification", "lengths": "8,16"}, "--lengths 8,16: expected ascending numbers that end in"),

@@ -46,11 +46,10 @@ def rows(dataset: Dataset, steps: range, host: int = 0, hosts: int = 1) -> list[
     return found
 
 
-@pytest.mark.parametrize("compression", ["none", "gzip"])
-def test_an_epoch_has_each_record_as_often_as_the_mixture_says(tmp_path: Path, compression: str) -> None:
+def test_an_epoch_has_each_record_as_often_as_the_mixture_says(tmp_path: Path) -> None:
     parts = {"web": (20, 20, 1), "books": (12, 60, 3)}
     for name, (count, first, _) in parts.items():
-        packed(tmp_path / name, count, first, compression=compression)
+        packed(tmp_path / name, count, first)
     given = [f"--part={tmp_path / name}={times}" for name, (_, _, times) in parts.items()]
     command = ["dataset", "mix", *given, f"--out={tmp_path / 'mixed'}"]
     told = CliRunner().invoke(tpu_train, command, catch_exceptions=False)
@@ -82,11 +81,9 @@ def test_labelled_rows_are_mixed_too_and_a_missing_shard_is_named(tmp_path: Path
 
 def test_parts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     packed(tmp_path / "plain", 10, 20)
-    packed(tmp_path / "gzip", 10, 20, compression="gzip")
     labelled.make(tmp_path / "labelled", 10)
     plain = str(tmp_path / "plain")
     for other, message in (
-        ({"gzip": 1}, "differ in compression"),
         ({"labelled": 1}, "differ in rows"),
         ({}, "at least two different parts"),
     ):

@@ -23,16 +23,10 @@ def test_a_block_is_read_by_one_host_except_in_the_uneven_window(hosts: int) -> 
         assert max(counts) <= (cells + 4096) / shuffled.block / hosts + 2
 
 
-@pytest.mark.parametrize(
-    ("batch", "unit", "record_bytes"),
-    [(4096, 256, 298), (4096, 0, 1100), (1536, 0, 298), (1000, 256, 298), (96, 0, 298), (65_536, 0, 1100)],
-)
-def test_other_batches_and_compressed_datasets_are_read_about_once_too(
-    batch: int, unit: int, record_bytes: int
-) -> None:
+@pytest.mark.parametrize(("batch", "record_bytes"), [(4096, 1100), (1536, 298), (1000, 298), (96, 298), (65_536, 1100)])
+def test_other_batches_are_read_about_once_too(batch: int, record_bytes: int) -> None:
     """By 8 hosts."""
-    shuffled = order.training_order(4_000_000, record_bytes, unit, seed=1, batch=batch)
-    assert not unit or shuffled.block % unit == 0
+    shuffled = order.training_order(4_000_000, record_bytes, seed=1, batch=batch)
     number = (shuffled.uneven_window(0) + 1) % shuffled.windows
     read = sum(blocks_of_hosts(shuffled, batch, 0, number, 8)) * shuffled.block
     assert read <= 1.02 * shuffled.bounds(0, number)[1]

@@ -16,7 +16,6 @@ from training import storage
 from training.data.formats import fixed_records
 from training.data.formats.dataset import Dataset
 from training.data.formats.tfrecord import Corrupt
-from training.data.loading.cache import Cache
 from training.data.loading.fixed_shards import FixedShards
 from training.data.loading.mlm_batches import mlm_evaluation
 from training.data.loading.reader import _Workers
@@ -131,6 +130,23 @@ def test_a_bad_record_is_replaced_by_the_next_good_one_of_its_block_on_every_hos
     assert counts[0] == counts[1] > 5, "a replaced row counts once, on the host that holds it"
 
 
+def test_a_block_without_a_good_record_is_replaced_from_the_next_on_every_host(samples: Any, tmp_path: Path) -> None:
+    dataset, expected = samples.make(tmp_path, 300, per_shard=300), samples.ids(300)
+    path, size = tmp_path / "train-00000.tfrecord", size_of(dataset)
+    data = bytearray(path.read_bytes())
+    for first, last in ((64, 192), (256, 300)):  # two blocks, and the short one at the end
+        data[first * size : last * size] = bytes((last - first) * size)
+    path.write_bytes(data)
+    replaced = {record: 192 + record % 64 for record in range(64, 192)} | {256 + row: row for row in range(44)}
+    alone = mlm_batches(dataset, on_corrupt="skip")
+    hosts = [mlm_batches(dataset, on_corrupt="skip", host=host, hosts=4) for host in range(4)]
+    for k in (0, 7, 19, 40):
+        batch, parts = alone.batch(k), [host.batch(k) for host in hosts]
+        assert np.array_equal(unmask(batch), expected[[replaced.get(record, record) for record in batch.records]])
+        for name, values in vars(batch).items():
+            assert np.array_equal(np.concatenate([getattr(part, name) for part in parts]), values)
+
+
 def test_a_replaced_record_of_an_evaluation_is_counted_once_on_any_number_of_hosts(
     samples: Any, tmp_path: Path
 ) -> None:
@@ -226,39 +242,6 @@ def test_a_dataset_that_fits_into_one_window_is_read_once(samples: Any, gcs: Any
         batch = training_batches.batch(k)
         assert np.array_equal(unmask(batch), expected[batch.records])
     assert not [path for _, path, _ in gcs.requests if path.startswith("/download/")]
-
-
-@pytest.mark.parametrize("options", [{}, {"compression": "gzip"}, {"layout": "recipe"}])
-def test_the_cache_saves_the_second_reading_of_the_same_objects(
-    samples: Any, gcs: Any, tmp_path: Path, options: dict[str, str]
-) -> None:
-    dataset = samples.make("gs://bucket/data", 300, per_shard=100, **options)
-
-    def downloads() -> int:
-        gcs.requests.clear()
-        batch = mlm_batches(dataset, cache=Cache(tmp_path, 1 << 30)).batch(7)
-        assert np.array_equal(batch.input_ids, expected.input_ids)
-        return sum(path.startswith("/download/") for _, path, _ in gcs.requests)
-
-    expected = mlm_batches(dataset).batch(7)
-    assert downloads() > 0
-    assert downloads() == 0
-    url = storage.join(dataset.url, dataset.shards[0].name)
-    storage.write(url, storage.read(url))  # another generation
-    assert downloads() > 0
-    assert downloads() == 0
-
-
-def test_the_cache_keeps_each_block_once_whatever_is_read_together(samples: Any, gcs: Any, tmp_path: Path) -> None:
-    dataset, expected = samples.make("gs://bucket/data", 100, per_shard=30), samples.ids(100)
-    source = FixedShards(dataset, cache=Cache(tmp_path, 1 << 30))
-    for first, last in ((20, 40), (0, 100), (60, 100), (0, 20)):
-        assert np.array_equal(source.read(first, last, 10)["input_ids"], expected[first:last])
-    kept = list(tmp_path.rglob("[0-9]*"))
-    assert sum(path.stat().st_size for path in kept) == 100 * size_of(dataset) + 4 * len(kept), "and a checksum each"
-    gcs.requests.clear()
-    assert np.array_equal(source.read(30, 100, 10)["input_ids"], expected[30:])
-    assert not gcs.requests
 
 
 def test_an_error_is_raised_again_by_every_batch_that_needs_the_record(samples: Any, tmp_path: Path) -> None:

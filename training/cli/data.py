@@ -133,16 +133,6 @@ def tokenizer(corpora: tuple[str, ...], field: str, vocabulary: int, algorithm: 
 )
 @click.option("--records-per-shard", type=click.IntRange(min=1), help="Rows a shard (default: shards of about 64 MB).")
 @click.option(
-    "--compression",
-    type=click.Choice(["none", "gzip"]),
-    default="none",
-    show_default=True,
-    help=(
-        "gzip: about half the size, and half the speed of reading. Other programs need the setting "
-        "(TensorFlow: compression_type='GZIP')."
-    ),
-)
-@click.option(
     "--layout",
     type=click.Choice(["compact", "recipe"]),
     default="compact",

@@ -23,7 +23,6 @@ Glossary of indices. All count from 0; N records in the dataset, B rows in a glo
   window          consecutive indices of an epoch that are shuffled together, whole blocks; `cell`: an index counted
                   from its window's start.
   position        of a token in its row; the `places` of a masked row are its static number of predictions.
-  unit, member    records that are compressed together: one gzip member of a shard.
 Array shapes in comments: n rows or records at hand, `length` tokens of a row.
 
 What is where; each imports only from those before it (a contract in pyproject.toml)
@@ -32,7 +31,7 @@ What is where; each imports only from those before it (a contract in pyproject.t
   sampling/       pure functions of (records, seed, epoch, step): random bits, order, masks, schedule of batch lengths.
                   `sampling.random_bits` lists every seed
   tokenizer.py    tokenizer folders
-  loading/        one host's input: record sources, cache, read-ahead, batches of masked or labelled rows
+  loading/        one host's input: record sources, read-ahead, batches of masked or labelled rows
   prepare/        from text to shards and tokenizers
   tf/             sampling and loading once more, in TensorFlow operations
 

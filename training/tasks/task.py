@@ -6,18 +6,15 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 
-from training import storage
 from training.batch import Arrays, HostBatch, StepResult
 from training.config import TrainerConfig
 from training.data import tokenizer as tokenizers
 from training.data.formats.dataset import Dataset, find_shards
 from training.data.formats.open_dataset import open_dataset
-from training.data.loading.cache import Cache
 from training.data.loading.prefetch import prefetch
 from training.data.loading.record_source import HostSlice
 from training.data.sampling.masking import SpecialTokens
@@ -135,10 +132,7 @@ def open_data(config: TrainerConfig) -> RunData:
 
 def training_slice(config: TrainerConfig, data: RunData, host: int, hosts: int) -> HostSlice:
     """Returns which rows of each training batch one host reads, and how."""
-    cache = Cache(Path(config.data.cache), int(config.data.cache_gb * 1e9)) if config.data.cache else None
-    batch_size, on_corrupt = config.train.global_batch_size, config.data.on_corrupt
-    indexes = storage.join(config.output, "recipe-indexes")
-    return HostSlice(data.tokens, batch_size, host, hosts, on_corrupt, cache, indexes)
+    return HostSlice(data.tokens, config.train.global_batch_size, host, hosts, config.data.on_corrupt)
 
 
 def evaluation_slice(config: TrainerConfig, training: HostSlice) -> HostSlice:

@@ -29,7 +29,6 @@ from training.data.formats import example_codec, tfrecord, verify
 from training.data.formats.dataset import Dataset
 from training.data.formats.open_dataset import open_dataset
 from training.data.loading.fixed_shards import open_source
-from training.data.prepare import dataset_writer
 from training.data.prepare.corpus import Corpus
 from training.data.prepare.dataset_writer import DatasetPlan
 from training.data.prepare.labelled_rows import (
@@ -61,7 +60,6 @@ data: &data
   train: gs://b/train
   evaluation: gs://b/evaluation
   tokenizer: gs://b/tokenizer
-  cache: /tmp/cache
   masking: {percent: 15}
 train:
   steps: 100
@@ -301,18 +299,13 @@ def read_checkpoint(folder: Path, random: Random) -> bool:
 @functools.cache
 def _good_dataset(folder: Path, layout: str) -> tuple[Dataset, dict[str, bytes]]:
     """A dataset of 20 records in two shards, and the bytes of its files."""
-    options = {"gzip": {"compression": "gzip"}, "recipe": {"layout": "recipe"}}.get(layout, {})
     rows = np.random.default_rng(0).integers(5, VOCABULARY, (20, LENGTH)).astype(np.int32)
-    unit, dataset_writer.MEMBER_RECORDS = dataset_writer.MEMBER_RECORDS, 4
-    try:
-        dataset = pack_documents(
-            str(folder / layout),
-            DatasetPlan("train", LENGTH, "t", VOCABULARY, 10, **options),
-            lambda: map(str, range(20)),
-            lambda texts: [rows[int(text)] for text in texts],
-        ).dataset
-    finally:
-        dataset_writer.MEMBER_RECORDS = unit
+    dataset = pack_documents(
+        str(folder / layout),
+        DatasetPlan("train", LENGTH, "t", VOCABULARY, 10, layout),
+        lambda: map(str, range(20)),
+        lambda texts: [rows[int(text)] for text in texts],
+    ).dataset
     return dataset, {path.name: path.read_bytes() for path in (folder / layout).iterdir()}
 
 
@@ -323,9 +316,8 @@ def _read_dataset(url: str, random: Random, *, named: str) -> bool:
         dataset = open_dataset(url)
         dataset.require(rows="packed")
         source = open_source(dataset, vocabulary=VOCABULARY, on_corrupt=on_corrupt)
-        block = max(4, source.unit)
-        for first in range(0, source.records, block):
-            ids = source.read(first, min(first + block, source.records), block)["input_ids"]
+        for first in range(0, source.records, 4):
+            ids = source.read(first, min(first + 4, source.records), 4)["input_ids"]
             assert ids.min() >= 0
             assert ids.max() < VOCABULARY, "an id that the tokenizer does not have"
     except BadInput as error:
@@ -338,7 +330,7 @@ def _read_dataset(url: str, random: Random, *, named: str) -> bool:
 
 
 def read_manifest(folder: Path, random: Random) -> bool:
-    dataset, files = _good_dataset(folder, random.choice(("compact", "gzip")))
+    dataset, files = _good_dataset(folder, "compact")
     body = spoil_json({key: value for key, value in json.loads(files["dataset.json"]).items() if key != "hash"}, random)
     if isinstance(body, dict) and random.random() < 0.9:
         body["hash"] = datasets._hash(body)
@@ -352,13 +344,13 @@ def read_manifest(folder: Path, random: Random) -> bool:
 
 
 def read_shard(folder: Path, random: Random) -> bool:
-    layout = random.choice(("compact", "gzip", "recipe", "published"))
+    layout = random.choice(("compact", "recipe", "published"))
     dataset, files = _good_dataset(folder, "recipe" if layout == "published" else layout)
     names = [shard.name for shard in dataset.shards]
     path = Path(dataset.url) / random.choice(names)
     manifest = Path(dataset.url) / "dataset.json"
     data = spoil_bytes(files[path.name], random)
-    if random.random() < 0.4 and layout != "gzip":  # right checksums, and what no record of this dataset is
+    if random.random() < 0.4:  # right checksums, and what no record of this dataset is
         data = tfrecord.join(
             _spoil_example(payload, random) for _, payload in tfrecord.walk(files[path.name], path.name)
         )

@@ -1,7 +1,7 @@
 """The dataset format: a folder (local or gs://) of TFRecord shards, and the manifest `dataset.json`.
 
     {
-     "format": "tpu-launch dataset", "version": 1,
+     "format": "tpu-launch dataset", "version": 2,
      "rows": "packed",                            or documents, (class-, number-, set-, token-)labelled
      "split": "train" | "evaluation",
      "sequence_length": 128,                      the longest row; shards of shorter rows are length buckets
@@ -9,9 +9,7 @@
      "tokenizer_hash": "...", "vocabulary": 2000, of the tokenizer that wrote the ids, see `training.data.tokenizer`
      "labels": [],                                labels other than numbers: the names of 0, 1, ...
      "origin": {...},                             the plan that made it: equal plans make equal datasets
-     "compression": "none" | "gzip",  "member_records": 0,
-     "shards": [{"name": "train-00000.tfrecord", "length": 128, "records": 9000, "bytes": 2682000, "crc32c": 1,
-                 "members": []}, ...],
+     "shards": [{"name": "train-00000.tfrecord", "length": 128, "records": 9000, "bytes": 2682000, "crc32c": 1}, ...],
      "hash": "..."                                SHA-256 of everything above; identifies the content
     }
 
@@ -27,10 +25,6 @@ Rows of chats have a third, `targets`: 1 at the tokens of answers, which are lea
 padded, with a second feature `label`: of shape [], a class number (int32) or a float32; of shape [labels], 1 for each
 label that the text has, else 0 (set-labelled, uint8); or of shape ["length"], the class number of each token, IGNORED
 at those without one (token-labelled, int32). Tasks say which rows they need.
-
-With gzip a shard is a gzip file of many members (RFC 1952, section 2.2), `member_records` records in each, whose sizes
-in bytes are `members`. Any gzip program and `tf.data.TFRecordDataset(..., compression_type="GZIP")` read it whole; the
-reader of `training.data.loading.fixed_shards` reads single members.
 
 A shard with a `folder` lies in that of another dataset, and may be listed several times, as in a mixture
 (`training.data.prepare.mixture`).
@@ -58,7 +52,7 @@ from training.storage import Stat
 
 MANIFEST = "dataset.json"
 FORMAT = "tpu-launch dataset"
-VERSION = 1
+VERSION = 2
 UNKNOWN = ""  # tokenizer_hash of a dataset without a manifest
 
 Dtype = Literal["uint8", "uint16", "int32", "float32", "int64"]
@@ -95,14 +89,13 @@ class Feature(_Strict):
 
 
 class Shard(_Strict):
-    """One file of records that all have `length` tokens. `members` are the sizes of its gzip members in bytes."""
+    """One file of records that all have `length` tokens."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")]
     length: Annotated[int, Field(ge=1, le=1 << 20)]
     records: Annotated[int, Field(ge=0)]
     bytes: Annotated[int, Field(ge=0)]
     crc32c: Annotated[int, Field(ge=0, lt=1 << 32)]
-    members: list[Annotated[int, Field(ge=1)]] = []
     folder: str | None = None  # None: that of the dataset
 
 
@@ -111,8 +104,6 @@ class DatasetManifest(_Strict):
 
     rows: Rows
     layout: Literal["compact", "recipe"] = "compact"
-    compression: Literal["none", "gzip"] = "none"
-    member_records: Annotated[int, Field(ge=0)] = 0
     split: str
     sequence_length: Annotated[int, Field(ge=1, le=1 << 20)]
     features: dict[str, Feature]
@@ -271,12 +262,6 @@ def _inconsistency(manifest: DatasetManifest) -> str | None:
     label_shapes = {"set-labelled": [len(manifest.labels)], "token-labelled": ["length"]}
     if label_dtypes and manifest.features[LABEL].shape != label_shapes.get(manifest.rows, []):
         return f"the label of {manifest.rows} rows can't have the shape {manifest.features[LABEL].shape}"
-    unit = manifest.member_records
-    if (manifest.compression == "gzip") != bool(unit):
-        return "member_records and compression do not fit together"
-    for shard in manifest.shards:
-        if unit and (sum(shard.members) != shard.bytes or len(shard.members) != -(-shard.records // unit)):
-            return f"the members of {shard.name} do not add up to its bytes and records"
     return None
 
 

@@ -7,9 +7,7 @@ lengths are the same in every row; only the numbers and the CRC differ. Pure fun
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import google_crc32c
@@ -18,9 +16,6 @@ import numpy.typing as npt
 
 from training.data.formats import example_codec, tfrecord
 from training.data.formats.dataset import Dtype, Feature
-
-_GZIP_WINDOW_BITS = 16 + zlib.MAX_WBITS  # zlib's code for a gzip header and trailer
-_GZIP_LEVEL = 6
 
 
 @dataclass(frozen=True)
@@ -106,28 +101,6 @@ def read_column(layout: RecordLayout, data: bytes, name: str) -> npt.NDArray[np.
     rows = np.frombuffer(data, np.uint8).reshape(-1, layout.size)  # (n, size)
     numbers = np.ascontiguousarray(rows[:, column.start : column.stop])  # (n, count * itemsize)
     return numbers.view(column.dtype).reshape(len(rows), column.count)
-
-
-def compress_members(layout: RecordLayout, data: bytes, unit: int) -> list[bytes]:
-    """Compresses a shard to gzip members of `unit` records, without time stamps: equal records give equal bytes."""
-
-    def compress(start: int) -> bytes:
-        compressor = zlib.compressobj(_GZIP_LEVEL, zlib.DEFLATED, _GZIP_WINDOW_BITS)
-        return compressor.compress(data[start : start + unit * layout.size]) + compressor.flush()
-
-    with ThreadPoolExecutor() as threads:  # zlib releases Python's lock
-        return list(threads.map(compress, range(0, len(data), unit * layout.size)))
-
-
-def expand_member(member: bytes, size: int) -> bytes:
-    """Returns the `size` bytes of a gzip member; for a damaged one zeros, so that the CRC of each record is wrong."""
-    decompressor = zlib.decompressobj(_GZIP_WINDOW_BITS)
-    try:
-        data = decompressor.decompress(member, size + 1)
-    except zlib.error:
-        return bytes(size)
-    complete = decompressor.eof and not decompressor.unused_data and len(data) == size
-    return data if complete else bytes(size)
 
 
 def id_dtype(vocabulary: int) -> Dtype:

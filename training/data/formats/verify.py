@@ -48,32 +48,24 @@ def problems(
 
 
 def _compact_problems(dataset: Dataset, shard: Shard, stat: Stat, vocabulary: int) -> Iterator[str]:
-    """Yields the problems of a shard of fixed-size records; reads it in pieces of whole gzip members."""
+    """Yields the problems of a shard of fixed-size records; reads it in pieces."""
     manifest = dataset.manifest
-    unit, layout = manifest.member_records, fixed_records.record_layout(manifest.features, shard.length)
-    if not unit and shard.records * layout.size != shard.bytes:
+    layout = fixed_records.record_layout(manifest.features, shard.length)
+    if shard.records * layout.size != shard.bytes:
         yield f"{stat.url}: {shard.bytes} bytes can't be {shard.records} records of {layout.size}"
         return
-    offsets = [0, *itertools.accumulate(shard.members)]  # of gzip members
-    crc, records_per_piece = 0, max(1, PIECE_BYTES // layout.size // (unit or 1)) * (unit or 1)
+    crc, records_per_piece = 0, max(1, PIECE_BYTES // layout.size)
     for first in range(0, shard.records, records_per_piece):
         last = min(first + records_per_piece, shard.records)
-        start, stop = first * layout.size, last * layout.size
-        if unit:
-            start, stop = offsets[first // unit], offsets[-(-last // unit)]
         try:
-            stored = storage.read(stat.url, start, stop, generation=stat.generation)
+            data = storage.read(stat.url, first * layout.size, last * layout.size, generation=stat.generation)
         except TrainError as error:
             yield str(error)
             return
-        crc = google_crc32c.extend(crc, stored)
-        data = stored
-        if unit:
-            members = shard.members[first // unit : -(-last // unit)]
-            data = _expand_members(stored, members, unit, last - first, layout.size)
+        crc = google_crc32c.extend(crc, data)
         broken = fixed_records.find_broken(layout, data)
         for row in broken:
-            offset = offsets[(first + row) // unit] if unit else (first + row) * layout.size
+            offset = (first + row) * layout.size
             yield f"{stat.url}: record {first + row} at byte {offset}: its checksum (CRC-32C) or framing does not match"
         for row, problem in _value_problems(layout, data, manifest, vocabulary):
             if row not in broken:
@@ -100,16 +92,6 @@ def _value_problems(
             wrong &= (numbers != IGNORED) | (manifest.rows != "token-labelled")
         for row in map(int, np.flatnonzero(wrong.any(axis=1))):
             yield row, f"label {labels[row][wrong[row]][0]}, which is not {expected}"
-
-
-def _expand_members(stored: bytes, members: list[int], unit: int, records: int, size: int) -> bytes:
-    """Expands consecutive gzip members of `unit` records each: `records` of `size` bytes in all."""
-    offsets = [0, *itertools.accumulate(members)]
-    counts = [min(unit, records - number * unit) for number in range(len(members))]
-    return b"".join(
-        fixed_records.expand_member(stored[start:stop], count * size)
-        for (start, stop), count in zip(itertools.pairwise(offsets), counts, strict=True)
-    )
 
 
 def _recipe_problems(dataset: Dataset, shard: Shard, stat: Stat, vocabulary: int | None) -> Iterator[str]:

@@ -7,32 +7,22 @@ The same in TensorFlow: `training.data.tf.fixed_shards`.
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 
 from training.data.formats import fixed_records
-from training.data.formats.dataset import Dataset, Shard
+from training.data.formats.dataset import Dataset
 from training.data.formats.tfrecord import HEADER, Corrupt
-from training.data.loading.cache import Cache
 from training.data.loading.recipe_shards import RecipeShards
-from training.data.loading.record_source import REPLACED, Arrays, HostSlice, OnCorrupt, RecordSource, ShardSource
+from training.data.loading.record_source import REPLACED, Arrays, OnCorrupt, RecordSource, ShardSource
 from training.errors import BadInput
 
 
-def open_source(
-    dataset: Dataset,
-    *,
-    vocabulary: int | None = None,
-    on_corrupt: OnCorrupt = "stop",
-    cache: Cache | None = None,
-    sharing: HostSlice | None = None,
-) -> RecordSource:
+def open_source(dataset: Dataset, *, vocabulary: int | None = None, on_corrupt: OnCorrupt = "stop") -> RecordSource:
     """Opens the record source for a dataset's layout. The options are those of `FixedShards` and `RecipeShards`. Raises
     BadInput when a shard is missing or is not the one that the manifest lists."""
     if dataset.manifest.layout == "recipe":
-        return RecipeShards(dataset, vocabulary=vocabulary, on_corrupt=on_corrupt, cache=cache, sharing=sharing)
-    return FixedShards(dataset, vocabulary=vocabulary, on_corrupt=on_corrupt, cache=cache)
+        return RecipeShards(dataset, vocabulary=vocabulary, on_corrupt=on_corrupt)
+    return FixedShards(dataset, vocabulary=vocabulary, on_corrupt=on_corrupt)
 
 
 class FixedShards(ShardSource):
@@ -45,18 +35,14 @@ class FixedShards(ShardSource):
         length: int | None = None,
         vocabulary: int | None = None,
         on_corrupt: OnCorrupt = "stop",
-        cache: Cache | None = None,
     ) -> None:
         """Arguments as for `ShardSource`. Defaults: the dataset's sequence length, the manifest's vocabulary."""
         length, manifest = length or dataset.sequence_length, dataset.manifest
-        super().__init__(dataset, length, vocabulary or manifest.vocabulary, on_corrupt, cache)
+        super().__init__(dataset, length, vocabulary or manifest.vocabulary, on_corrupt)
         self._layout = fixed_records.record_layout(manifest.features, length)
-        self.record_bytes, self.unit = self._layout.size, manifest.member_records
-        self._member_offsets = {
-            self.url(shard): [0, *itertools.accumulate(shard.members)] for shard in self.shards if self.unit
-        }
+        self.record_bytes = self._layout.size
         for shard in self.shards:
-            if not self.unit and shard.bytes != shard.records * self.record_bytes:
+            if shard.bytes != shard.records * self.record_bytes:
                 raise BadInput(
                     f"{self.url(shard)}: {shard.bytes} bytes can't be {shard.records} records of {self.record_bytes}"
                 )
@@ -74,15 +60,16 @@ class FixedShards(ShardSource):
         self._check_ids(arrays, first)
         return arrays
 
-    def _bytes(self, first: int, last: int) -> int:
-        return (last - first) * self.record_bytes
-
-    def _decode(self, data: bytes, first: int, last: int) -> tuple[Arrays, dict[int, BadInput]]:
+    def _load(self, first: int, last: int) -> tuple[Arrays, dict[int, BadInput]]:
+        size = self.record_bytes
+        data = b"".join(
+            self.read_bytes(shard, begin * size, end * size, begin)
+            for shard, begin, end in self.split_by_shard(first, last)
+        )
         bad = fixed_records.find_broken(self._layout, data)
         arrays: Arrays = {
             column.name: fixed_records.read_column(self._layout, data, column.name) for column in self._layout.columns
         }  # (n, count) each
-        size = self.record_bytes
         return arrays, {row: self._corrupt(first + row, data[row * size : (row + 1) * size]) for row in bad}
 
     def _check_ids(self, arrays: Arrays, first: int) -> None:
@@ -97,36 +84,9 @@ class FixedShards(ShardSource):
             f"{self.vocabulary} ids: the shards were written with another tokenizer; give that one, or write them again"
         )
 
-    def _fetch(self, first: int, last: int) -> bytes:
-        size = self.record_bytes
-        pieces = [
-            self._fetch_members(shard, begin, end)
-            if self.unit
-            else self.read_bytes(shard, begin * size, end * size, begin)
-            for shard, begin, end in self.split_by_shard(first, last)
-        ]
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
-
-    def _fetch_members(self, shard: Shard, first: int, last: int) -> bytes:
-        """Reads records [first, last) of a shard of gzip members, expanded; a damaged member gives zeros."""
-        offsets, begin = self._member_offsets[self.url(shard)], first // self.unit
-        stop = -(-last // self.unit)
-        data = self.read_bytes(shard, offsets[begin], offsets[stop], first)
-        pieces = []
-        for number in range(begin, stop):
-            member = data[offsets[number] - offsets[begin] : offsets[number + 1] - offsets[begin]]
-            count = min(self.unit, shard.records - number * self.unit)
-            pieces.append(fixed_records.expand_member(member, count * self.record_bytes))
-        start = (first - begin * self.unit) * self.record_bytes
-        return b"".join(pieces)[start : start + (last - first) * self.record_bytes]
-
     def _corrupt(self, record: int, data: bytes) -> Corrupt:
-        """Returns the error for a bad record with the bytes `data`; in a gzip member, with the member's offset."""
+        """Returns the error for a bad record with the bytes `data`."""
         shard, number = self.locate(record)
-        if self.unit:
-            offset = self._member_offsets[self.url(shard)][number // self.unit]
-            reason = "the gzip member there is damaged, or the record's checksum in it"
-            return Corrupt(self.url(shard), number, offset, reason)
         reason = "its checksum (CRC-32C) does not match"
         if data[:HEADER] != self._layout.template[:HEADER]:
             reason = (

@@ -68,7 +68,7 @@ class JoinedLengths:
         self.sources, self.fillers = sources, fillers
         self.length = sources[-1].length
         self.records = sum(source.records for source in sources)
-        self.record_bytes, self.unit = sources[-1].record_bytes, 0
+        self.record_bytes = sources[-1].record_bytes
 
     def empty(self, count: int) -> Arrays:
         return self.sources[-1].empty(count)

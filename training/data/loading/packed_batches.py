@@ -57,9 +57,7 @@ class PackedBatches:
         first, last = host_slice.rows()
         source = _open(dataset, host_slice)
         self.dataset, self.global_batch_size = dataset, host_slice.global_batch_size
-        order = training_order(
-            source.records, source.record_bytes, source.unit, seed=seed, batch=self.global_batch_size
-        )
+        order = training_order(source.records, source.record_bytes, seed=seed, batch=self.global_batch_size)
         self._reader = Reader(source, order, self.global_batch_size, first, last, threads=_threads(dataset))
 
     def batch(self, k: int) -> PackedBatch:
@@ -78,7 +76,7 @@ def packed_evaluation(dataset: Dataset, host_slice: HostSlice, rows: Rows = "pac
     dataset.require(rows=rows)
     first, last = host_slice.rows()
     source, batch_size = _open(dataset, host_slice), host_slice.global_batch_size
-    order = evaluation_order(source.records, source.record_bytes, source.unit)
+    order = evaluation_order(source.records, source.record_bytes)
     with Reader(source, order, batch_size, first, last, threads=_threads(dataset)) as reader:
         for start in range(0, source.records, batch_size):
             yield _read(reader, start, min(start + batch_size, source.records))
@@ -107,8 +105,7 @@ def _open(dataset: Dataset, host_slice: HostSlice) -> RecordSource:
             f"{dataset.url} was written with a tokenizer of {dataset.manifest.vocabulary} ids, and the given one has "
             f"{vocabulary}: give the one it was made with"
         )
-    on_corrupt, cache = host_slice.on_corrupt, host_slice.cache
-    return open_source(dataset, vocabulary=vocabulary, on_corrupt=on_corrupt, cache=cache, sharing=host_slice)
+    return open_source(dataset, vocabulary=vocabulary, on_corrupt=host_slice.on_corrupt)
 
 
 def _threads(dataset: Dataset) -> int:

@@ -5,9 +5,9 @@ record whose CRC is wrong:
 
   stop   raise `Corrupt` with shard, record and byte offset
   skip   replace it by the next good record of the same block (after the last comes the first), and count it. In a block
-         without a good record (one damaged gzip member may be a whole block) replace each record by one of the next
-         block that has a good one. The same damage gives the same replacements on every host and in both pipelines,
-         whatever was read before. Only a dataset without a good record stops the run.
+         without a good record replace each record by one of the next block that has a good one. The same damage gives
+         the same replacements on every host and in both pipelines, whatever was read before. Only a dataset without a
+         good record stops the run.
 
 Failure model: shards may be missing, short or flipped at any byte, and may be replaced while they are read. Every read
 is pinned to the generation that was listed at the start, and every record's CRC is checked.
@@ -16,7 +16,6 @@ is pinned to the generation that was listed at the start, and every record's CRC
 from __future__ import annotations
 
 import bisect
-import hashlib
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -29,7 +28,6 @@ import numpy.typing as npt
 from training import storage
 from training.data.formats.dataset import Dataset, Shard, find_shards
 from training.data.formats.tfrecord import Corrupt
-from training.data.loading.cache import Cache
 from training.data.sampling.masking import SpecialTokens
 from training.data.sampling.order import host_rows
 from training.errors import BadInput
@@ -53,8 +51,6 @@ class HostSlice:
         host: this host's number, 0 .. hosts-1.
         hosts: how many hosts read the batch.
         on_corrupt: what to do about a damaged record.
-        cache: keeps blocks that came from a bucket. Only the numpy pipeline for packed rows uses it.
-        indexes: URL of a folder that all hosts share, for the places of records of the recipe layout.
     """
 
     tokenizer: SpecialTokens
@@ -62,8 +58,6 @@ class HostSlice:
     host: int = 0
     hosts: int = 1
     on_corrupt: OnCorrupt = "stop"
-    cache: Cache | None = None
-    indexes: str | None = None
 
     def rows(self) -> tuple[int, int]:
         """Returns the rows [first, last) of each global batch. Raises BadInput unless hosts can share it evenly."""
@@ -82,12 +76,10 @@ class RecordSource(Protocol):
     Attributes:
         records: number of records.
         record_bytes: the size of one in a shard; the mean size in the recipe layout.
-        unit: how many records are stored, and so read, together; 0: each by itself.
     """
 
     records: int
     record_bytes: int
-    unit: int
 
     @abstractmethod
     def empty(self, count: int) -> Arrays:
@@ -112,11 +104,7 @@ class RecordSource(Protocol):
 class ShardSource(RecordSource, ABC):
     """A `RecordSource` over some shards of a dataset; subclasses know the layout of their records."""
 
-    unit = 0
-
-    def __init__(
-        self, dataset: Dataset, length: int, vocabulary: int, on_corrupt: OnCorrupt, cache: Cache | None
-    ) -> None:
+    def __init__(self, dataset: Dataset, length: int, vocabulary: int, on_corrupt: OnCorrupt) -> None:
         """Checks every shard's size with one listing; reads no record yet. Raises BadInput.
 
         Args:
@@ -124,55 +112,20 @@ class ShardSource(RecordSource, ABC):
             length: only shards with rows of so many tokens are read.
             vocabulary: ids from here on are refused.
             on_corrupt: what to do about a damaged record.
-            cache: keeps blocks of a dataset in a bucket; None: nothing is kept.
         """
         self.dataset, self.length, self.vocabulary, self.on_corrupt = dataset, length, vocabulary, on_corrupt
         self.shards = [shard for shard in dataset.shards if shard.length == length and shard.records]
         self.stats = find_shards(dataset)  # by the shard's URL
         self._starts = list(itertools.accumulate((shard.records for shard in self.shards), initial=0))
         self.records = self._starts[-1]
-        self._cache = cache if storage.is_remote(dataset.url) else None
-        objects = "\n".join([dataset.hash, *(f"{stat.url} {stat.generation}" for stat in self.stats.values())])
-        self.key = hashlib.sha256(objects.encode()).hexdigest()[:16]  # of the shards' content
 
     @abstractmethod
-    def _bytes(self, first: int, last: int) -> int:
-        """Returns the size of records [first, last) without compression."""
-
-    @abstractmethod
-    def _fetch(self, first: int, last: int) -> bytes:
-        """Reads records [first, last) from the shards, past the cache, and removes the compression."""
-
-    @abstractmethod
-    def _decode(self, data: bytes, first: int, last: int) -> tuple[Arrays, dict[int, BadInput]]:
-        """Returns the features of records [first, last), whose bytes are `data`, and the error of each bad row, 0 for
-        `first`."""
-
-    def _load(self, first: int, last: int, block: int) -> tuple[Arrays, dict[int, BadInput]]:
-        """Decodes records [first, last), whole blocks but for the dataset's end, from the cache if it has all blocks;
-        else reads them from the shards, and adds blocks without a bad row to the cache."""
-        if self._cache is None:
-            return self._decode(self._fetch(first, last), first, last)
-        key = f"{self.key}-{self.length}-{block}"
-        bounds = [(start, min(start + block, last)) for start in range(first, last, block)]
-        blocks = [self._cache.get(key, f"{start}-{stop}", self._bytes(start, stop)) for start, stop in bounds]
-        cached = [data for data in blocks if data is not None]
-        if len(cached) == len(blocks):
-            return self._decode(b"".join(cached), first, last)
-        data = self._fetch(first, last)
-        arrays, bad = self._decode(data, first, last)
-        for (start, stop), before in zip(bounds, blocks, strict=True):
-            if before is None and not any(start <= first + row < stop for row in bad):
-                self._cache.put(key, f"{start}-{stop}", data[self._bytes(first, start) : self._bytes(first, stop)])
-        return arrays, bad
+    def _load(self, first: int, last: int) -> tuple[Arrays, dict[int, BadInput]]:
+        """Reads the features of records [first, last), and the error of each bad row, 0 for `first`."""
 
     def read(self, first: int, last: int, block: int) -> Arrays:
         assert 0 <= first < last <= self.records
-
-        def load(first: int, last: int) -> tuple[Arrays, Mapping[int, BadInput]]:
-            return self._load(first, last, block)
-
-        return read_replacing(load, first, last, block=block, records=self.records, on_corrupt=self.on_corrupt)
+        return read_replacing(self._load, first, last, block=block, records=self.records, on_corrupt=self.on_corrupt)
 
     def locate(self, record: int) -> tuple[Shard, int]:
         """Returns the shard of a record, and the record's number in it."""

@@ -36,8 +36,7 @@ from training.errors import BadInput
 PREPARING = ".preparing"
 PLAN = "plan.json"
 PACKED = {"rows": "packed"}
-SHARD_BYTES = 64 << 20  # before compression
-MEMBER_RECORDS = 256
+SHARD_BYTES = 64 << 20
 
 Ids = npt.NDArray[np.int32]
 
@@ -58,7 +57,6 @@ class DatasetPlan:
     vocabulary: int
     records_per_shard: int
     layout: str = "compact"  # or "recipe"
-    compression: str = "none"  # or "gzip"
     origin: dict[str, Any] = field(default_factory=dict)
 
 
@@ -83,9 +81,8 @@ def plan_features(plan: DatasetPlan) -> dict[str, Feature]:
 
 
 def records_per_shard(length: int, vocabulary: int) -> int:
-    """Returns the records of a shard of about SHARD_BYTES: whole gzip members, at least one."""
-    size = fixed_records.record_layout(id_features(vocabulary), length).size
-    return max(1, SHARD_BYTES // size // MEMBER_RECORDS) * MEMBER_RECORDS
+    """Returns the records of a shard of about SHARD_BYTES."""
+    return SHARD_BYTES // fixed_records.record_layout(id_features(vocabulary), length).size
 
 
 def find_existing(url: str, plan: DatasetPlan, overwrite: bool) -> Dataset | None:
@@ -175,8 +172,8 @@ def write_mark(url: str, mark: Mark) -> None:
 
 
 def write_packed(url: str, plan: DatasetPlan, number: int, rows: Ids) -> Shard:
-    """Writes packed rows (n, length) as shard `number` of the folder `url`, in the plan's layout and compression.
-    Raises BadInput for an id beyond the vocabulary."""
+    """Writes packed rows (n, length) as shard `number` of the folder `url`, in the plan's layout. Raises BadInput for
+    an id beyond the vocabulary."""
     if plan.layout != "recipe":
         return write_columns(url, plan, id_features(plan.vocabulary), number, {"input_ids": rows})
     _check_vocabulary(plan, rows)
@@ -187,18 +184,14 @@ def write_packed(url: str, plan: DatasetPlan, number: int, rows: Ids) -> Shard:
 def write_columns(
     url: str, plan: DatasetPlan, features: Mapping[str, Feature], number: int, columns: Mapping[str, Ids]
 ) -> Shard:
-    """Writes rows of the compact layout as shard `number` of the folder `url`, in the plan's compression. `columns`:
-    feature -> (n, length). Raises BadInput for an id beyond the vocabulary."""
+    """Writes rows of the compact layout as shard `number` of the folder `url`. `columns`: feature -> (n, length).
+    Raises BadInput for an id beyond the vocabulary."""
     _check_vocabulary(plan, columns["input_ids"])
     layout = fixed_records.record_layout(features, plan.length)
     data = fixed_records.encode_records(
         layout, {name: values.astype(features[name].dtype) for name, values in columns.items()}
     )
-    gzip = plan.compression == "gzip"
-    members = fixed_records.compress_members(layout, data, MEMBER_RECORDS) if gzip else []
-    records = len(columns["input_ids"])
-    name = f"{plan.split}-{number:05d}.tfrecord"
-    return write_shard(url, name, plan.length, records, b"".join(members) or data, members)
+    return write_shard(url, f"{plan.split}-{number:05d}.tfrecord", plan.length, len(columns["input_ids"]), data)
 
 
 def _check_vocabulary(plan: DatasetPlan, rows: Ids) -> None:
@@ -209,19 +202,10 @@ def _check_vocabulary(plan: DatasetPlan, rows: Ids) -> None:
         )
 
 
-def write_shard(
-    url: str, name: str, length: int, records: int, data: bytes, members: list[bytes] | None = None
-) -> Shard:
-    """Writes the bytes of a shard. Returns its entry in the manifest. `members`: the gzip members of `data`, if any."""
+def write_shard(url: str, name: str, length: int, records: int, data: bytes) -> Shard:
+    """Writes the bytes of a shard. Returns its entry in the manifest."""
     storage.write(storage.join(url, name), data)
-    return Shard(
-        name=name,
-        length=length,
-        records=records,
-        bytes=len(data),
-        crc32c=google_crc32c.value(data),
-        members=[len(member) for member in members or []],
-    )
+    return Shard(name=name, length=length, records=records, bytes=len(data), crc32c=google_crc32c.value(data))
 
 
 def finish_dataset(
@@ -237,8 +221,6 @@ def finish_dataset(
         {
             **more,
             "layout": plan.layout,
-            "compression": plan.compression,
-            "member_records": MEMBER_RECORDS if plan.compression == "gzip" else 0,
             "split": plan.split,
             "sequence_length": plan.length,
             "features": {name: feature.model_dump() for name, feature in features.items()},

@@ -76,7 +76,6 @@ class DatasetOptions:
     splits: tuple[str, ...] = SPLITS
     records_per_shard: int | None = None
     layout: Literal["compact", "recipe"] = "compact"
-    compression: Literal["none", "gzip"] = "none"
     overwrite: bool = False
 
     @cached_property
@@ -120,12 +119,8 @@ def make_datasets(
 
 def _check(options: DatasetOptions) -> None:
     """Raises BadInput for options that contradict each other."""
-    if options.layout == "recipe" and options.compression != "none":
-        raise BadInput("--layout recipe is the public layout, which is not compressed: leave --compression out")
     rows = TASKS[options.task].rows
-    if rows not in UNLABELLED and (options.layout, options.compression) != ("compact", "none"):
-        raise BadInput(f"--task {options.task} has the compact layout only, without compression")
-    if rows == "documents" and options.layout != "compact":
+    if rows != "packed" and options.layout != "compact":
         raise BadInput(f"--task {options.task} has the compact layout only")
     if options.text_pair is not None and rows in (*UNLABELLED, TokenLabels.rows):
         raise BadInput(f"--text-pair is for tasks of whole texts, and --task {options.task} is none: leave it out")
@@ -152,7 +147,6 @@ def _plan(
         records_per_shard=options.records_per_shard
         or dataset_writer.records_per_shard(options.sequence_length, vocabulary),
         layout=options.layout,
-        compression=options.compression,
         origin={
             "corpus": corpus.name,
             "field": corpus.field,

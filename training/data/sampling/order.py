@@ -35,7 +35,6 @@ part of a checkpoint's identity.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from dataclasses import dataclass
 from functools import lru_cache
@@ -168,36 +167,30 @@ class CellRange:
     stop: int
 
 
-def evaluation_order(records: int, record_bytes: int, unit: int = 0) -> EvaluationOrder:
+def evaluation_order(records: int, record_bytes: int) -> EvaluationOrder:
     """Returns the evaluation order of a dataset, with windows of equal size. Arguments as for `training_order`."""
     block = _block_records(records, record_bytes, BLOCK_BYTES)
-    if unit:
-        block = max(unit, block // unit * unit)
     windows = -(-records // (block * WINDOW_BLOCKS))
     return EvaluationOrder(records, block, -(-records // (windows * block)) * block)
 
 
-def training_order(records: int, record_bytes: int, unit: int = 0, *, seed: int, batch: int) -> TrainingOrder:
+def training_order(records: int, record_bytes: int, *, seed: int, batch: int) -> TrainingOrder:
     """Returns the training order of a dataset.
 
     Args:
         records: in the dataset, at least 1.
         record_bytes: the size of a record in its shard.
-        unit: records that are stored together, such as a gzip member: blocks are whole units. 0: any block size.
         seed: of the run, or of a length bucket.
         batch: rows of a global batch.
     """
-    # A window is WINDOW_BLOCKS * BLOCK_BYTES with any number of lanes: more lanes have smaller blocks, if units allow.
-    most = MAX_LANES if unit * record_bytes * MAX_LANES <= WINDOW_BLOCKS * BLOCK_BYTES else MAX_LANES // 2
-    lanes = max(count for count in range(1, min(most, batch) + 1) if batch % count == 0)
+    # A window is WINDOW_BLOCKS * BLOCK_BYTES with any number of lanes: more lanes have smaller blocks.
+    lanes = max(count for count in range(1, min(MAX_LANES, batch) + 1) if batch % count == 0)
     block = _block_records(records, record_bytes, WINDOW_BLOCKS * BLOCK_BYTES // max(lanes, WINDOW_BLOCKS))
-    if unit:
-        block = max(unit, block // unit * unit)
-    whole = math.lcm(unit or 1, batch // lanes)  # records: whole units, and whole steps of a lane
-    if block >= whole:
-        block = block // whole * whole
-    elif whole <= 2 * block:
-        block = whole
+    rows = batch // lanes  # of a lane in each step: a block has whole steps
+    if block >= rows:
+        block = block // rows * rows
+    elif rows <= 2 * block:
+        block = rows
     return TrainingOrder(records, block, lanes, max(1, WINDOW_BLOCKS // lanes), seed, batch)
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from training.data.formats import fixed_records, tfrecord
-from training.data.formats.dataset import Dataset, Shard
+from training.data.formats.dataset import Dataset
 from training.data.loading.fixed_shards import FixedShards
 from training.data.loading.record_source import OnCorrupt
 from training.data.tf.crc32c import Crc32c
@@ -19,14 +18,8 @@ from training.data.tf.record_source import (
     ShardIndex,
     TensorRecordSource,
     describe_record,
-    join_strings,
     replace_bad_records,
-    single_element,
 )
-
-# (shard, first, last) -> the bytes of these records, a string; and (shard, record) -> the byte offset to report for a
-# damaged record.
-ReadStored = tuple[Callable[[Any, Any, Any], Any], Callable[[Any, Any], Any]]
 
 
 def open_source(
@@ -43,15 +36,16 @@ def fixed_shards(dataset: Dataset, *, length: int, vocabulary: int, on_corrupt: 
     """Returns the source for the rows of `length` tokens. Options as for `FixedShards`. Raises BadInput."""
     source = FixedShards(dataset, length=length, vocabulary=vocabulary, on_corrupt=on_corrupt)  # checks every shard
     shards = [shard for shard in dataset.shards if shard.length == length and shard.records]
-    index, unit = ShardIndex(dataset, shards), source.unit
-    layout = fixed_records.record_layout(dataset.manifest.features, length)
+    index, layout = ShardIndex(dataset, shards), fixed_records.record_layout(dataset.manifest.features, length)
     size = layout.size
-    stored, offset = _read_members(index, shards, size, unit) if unit else _read_frames(index, size)
     crcs = Crc32c(size - tfrecord.OVERHEAD)
     numbers = {place for column in layout.columns for place in range(column.start, column.stop)}
     fixed = [place for place in range(size - tfrecord.FOOTER) if place not in numbers]  # bytes equal in all records
     template = tf.constant(np.frombuffer(layout.template, np.uint8)[fixed])  # (fixed,)
     columns_of = {column.name: (column.count, tf.as_dtype(column.dtype.newbyteorder("="))) for column in layout.columns}
+
+    def stored(shard: Any, first: Any, last: Any) -> Any:
+        return index.read_bytes(shard, first * size, last * size)
 
     def load(first: Any, last: Any) -> tuple[Columns, Any]:
         data = index.join_pieces(first, last, stored)
@@ -67,7 +61,10 @@ def fixed_shards(dataset: Dataset, *, length: int, vocabulary: int, on_corrupt: 
         return columns, good
 
     replace = replace_bad_records(
-        load, source.records, on_corrupt, lambda record: describe_record(index, record, offset, on_corrupt)
+        load,
+        source.records,
+        on_corrupt,
+        lambda record: describe_record(index, record, lambda _, number: number * size, on_corrupt),
     )
 
     def read(first: Any, last: Any) -> Columns:
@@ -75,7 +72,7 @@ def fixed_shards(dataset: Dataset, *, length: int, vocabulary: int, on_corrupt: 
         _check_ids(columns["input_ids"], vocabulary, index.urls[index.shard_of(first)])
         return columns
 
-    return TensorRecordSource(source.records, size, unit, length, columns_of, read)
+    return TensorRecordSource(source.records, size, length, columns_of, read)
 
 
 def _check_ids(input_ids: Any, vocabulary: int, url: Any) -> None:
@@ -87,44 +84,3 @@ def _check_ids(input_ids: Any, vocabulary: int, url: Any) -> None:
         "tokenizer"
     )
     tf.debugging.Assert(valid, [tf.strings.join(["<bad shard>", url, text, "</bad shard>"])])
-
-
-def _read_frames(index: ShardIndex, size: int) -> ReadStored:
-    """Returns functions for uncompressed shards: read records [first, last) of `size` bytes; offset of a record."""
-
-    def stored(shard: Any, first: Any, last: Any) -> Any:
-        return index.read_bytes(shard, first * size, last * size)
-
-    return stored, lambda _, number: number * size
-
-
-def _read_members(index: ShardIndex, shards: Sequence[Shard], size: int, unit: int) -> ReadStored:
-    """Returns functions for shards of gzip members, each of `unit` records of `size` bytes: read records [first, last),
-    with zeros (wrong CRCs) in place of a damaged member; offset of the member that holds a record."""
-    offsets = tf.constant(np.concatenate([np.cumsum([0, *shard.members]) for shard in shards]), tf.int64)
-    begins = tf.constant(np.cumsum([0, *(len(shard.members) + 1 for shard in shards)])[:-1], tf.int64)
-
-    def stored(shard: Any, first: Any, last: Any) -> Any:
-        begin, stop = first // unit, -(-last // unit)
-        bounds = tf.gather(offsets, begins[shard] + tf.range(begin, stop + 1))  # (members + 1,)
-        packed = tf.strings.substr(
-            index.read_bytes(shard, bounds[0], bounds[-1]),
-            tf.cast(bounds[:-1] - bounds[0], tf.int32),
-            tf.cast(bounds[1:] - bounds[:-1], tf.int32),
-        )  # (members,) strings
-        counts = tf.minimum(index.counts[shard] - tf.range(begin, stop) * unit, unit)  # (members,) records
-
-        def expand_or_zeros(number: Any) -> Any:
-            expected = tf.cast(counts[number] * size, tf.int32)
-            data = tf.data.Dataset.from_tensors(packed[number])
-            data = data.map(lambda member: tf.io.decode_compressed(member, "GZIP")).ignore_errors()
-            data = data.filter(lambda expanded: tf.strings.length(expanded) == expected)
-            zeros = tf.strings.reduce_join(tf.fill([counts[number] * size], b"\0"))
-            return single_element(data.concatenate(tf.data.Dataset.from_tensors(zeros)).take(1))
-
-        expanded = join_strings(tf.constant(0, tf.int64), stop - begin, expand_or_zeros)
-        return tf.strings.substr(
-            expanded, tf.cast((first - begin * unit) * size, tf.int32), tf.cast((last - first) * size, tf.int32)
-        )
-
-    return stored, lambda shard, number: offsets[begins[shard] + number // unit]

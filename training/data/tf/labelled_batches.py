@@ -123,4 +123,4 @@ def _join_lengths(sources: Sequence[TensorRecordSource], fillers: Mapping[str, i
             pieces.append(tf.cond(low < high, piece, sources[-1].empty))
         return {name: tf.concat([columns[name] for columns in pieces], axis=0) for name in pieces[0]}
 
-    return replace(sources[-1], records=int(starts[-1]), unit=0, read=read)
+    return replace(sources[-1], records=int(starts[-1]), read=read)

@@ -29,9 +29,7 @@ def mlm_batches(dataset: Dataset, host_slice: HostSlice, masking: Masking, seed:
     """Returns an endless tf.data dataset of this host's rows of the global batches from number `start` on, masked anew
     in each epoch. Raises BadInput unless rows are packed and hosts can share a batch evenly."""
     source = _open_source(dataset, host_slice)
-    order = training_order(
-        source.records, source.record_bytes, source.unit, seed=seed, batch=host_slice.global_batch_size
-    )
+    order = training_order(source.records, source.record_bytes, seed=seed, batch=host_slice.global_batch_size)
     batches = training_batches(source, order, host_slice, start)
 
     def mask_batch(batch: Columns) -> Columns:

@@ -32,7 +32,7 @@ def evaluation_batches(source: TensorRecordSource, host_slice: HostSlice) -> Any
     """Returns a tf.data dataset of this host's rows of one pass in record order. Filler rows, whose record is -1,
     complete the last batch."""
     (first, last), batch_size = host_slice.rows(), host_slice.global_batch_size
-    order = evaluation_order(source.records, source.record_bytes, source.unit)
+    order = evaluation_order(source.records, source.record_bytes)
     rows = _read_rows(source, order, batch_size, first, last, 0, epochs=1)
     remainder = source.records % batch_size
     present = min(max(remainder - first, 0), last - first) if remainder else last - first  # rows in the last batch

@@ -73,4 +73,4 @@ def recipe_shards(dataset: Dataset, *, vocabulary: int, on_corrupt: OnCorrupt) -
         return describe_record(index, record, lambda _, __: offsets[offset_index(record[None])[0]], on_corrupt)
 
     read = replace_bad_records(load, source.records, on_corrupt, describe)
-    return TensorRecordSource(source.records, source.record_bytes, 0, length, {"input_ids": (length, tf.int32)}, read)
+    return TensorRecordSource(source.records, source.record_bytes, length, {"input_ids": (length, tf.int32)}, read)

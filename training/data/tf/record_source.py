@@ -6,7 +6,7 @@ record, with the rest of the file as header and footer. Every record's framing, 
 readers, and `on_corrupt` applies as there.
 
 Not possible here: to pin an object's generation (a shard that is replaced after the start by one of the same size with
-good CRCs is not noticed), and to cache blocks on a disk.
+good CRCs is not noticed).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class TensorRecordSource:
     """Records 0 .. records-1 of one row length.
 
     Attributes:
-        records, record_bytes, unit: as in the numpy `RecordSource`.
+        records, record_bytes: as in the numpy `RecordSource`.
         length: tokens of a row.
         columns: feature -> (numbers per record, their dtype).
         read: (first, last), int64 scalars at most a block apart -> columns of the records [first, last). The
@@ -45,7 +45,6 @@ class TensorRecordSource:
 
     records: int
     record_bytes: int
-    unit: int
     length: int
     columns: Mapping[str, tuple[int, Any]]
     read: Callable[[Any, Any], Columns]

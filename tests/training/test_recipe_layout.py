@@ -1,9 +1,6 @@
-"""Claims about the other ways to store a dataset: gzip members, and the public recipe's layout. Batches are those of
-the compact layout."""
+"""Claims about the public recipe's layout, whose batches are those of the compact one, and about `dataset verify`."""
 
-import gzip
 import os
-import random
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,129 +11,25 @@ import numpy as np
 import pytest
 
 from tests.training.damage import flip
-from tests.training.mlm_rows import TOKENS, mlm_batches, unmask
+from tests.training.mlm_rows import mlm_batches
 from training import storage
 from training.data.formats import example_codec, recipe_layout, tfrecord, verify
 from training.data.formats.dataset import Dataset
 from training.data.formats.open_dataset import open_dataset
 from training.data.formats.tfrecord import Corrupt
-from training.data.loading import recipe_shards
-from training.data.loading.fixed_shards import FixedShards, open_source
-from training.data.loading.record_source import HostSlice
-from training.data.prepare import dataset_writer
-from training.data.sampling.order import evaluation_order
+from training.data.loading.fixed_shards import open_source
 from training.errors import BadInput
-
-
-@pytest.fixture
-def small_members(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dataset_writer, "MEMBER_RECORDS", 4)
 
 
 def rows(dataset: Dataset) -> Any:
     return open_source(dataset, vocabulary=100).read(0, dataset.records, dataset.records)["input_ids"]
 
 
-@pytest.mark.usefixtures("small_members")
-@pytest.mark.parametrize("per_shard", [7, 8, 100])
-def test_any_range_is_read_from_gzip_members(samples: Any, tmp_path: Path, per_shard: int) -> None:
-    dataset, expected = samples.make(tmp_path, 30, per_shard=per_shard, compression="gzip"), samples.ids(30)
-    source = FixedShards(dataset)
-    for first in range(30):
-        for last in range(first + 1, 31):
-            assert np.array_equal(source.read(first, last, 64)["input_ids"], expected[first:last])
-
-
-@pytest.mark.usefixtures("small_members")
-def test_gzip_shards_are_gzip_files_of_the_uncompressed_shards(samples: Any, tmp_path: Path) -> None:
-    plain, packed = samples.make(tmp_path / "plain", 30), samples.make(tmp_path / "gzip", 30, compression="gzip")
-    for one, other in zip(plain.shards, packed.shards, strict=True):
-        assert (
-            gzip.decompress((tmp_path / "gzip" / other.name).read_bytes())
-            == (tmp_path / "plain" / one.name).read_bytes()
-        )
-
-
-@pytest.mark.parametrize("options", [{"compression": "gzip"}, {"layout": "recipe"}])
-def test_batches_are_those_of_any_other_layout(samples: Any, tmp_path: Path, gcs: Any, options: dict[str, str]) -> None:
-    """With units smaller than a block, the order is the same too."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dataset_writer, "MEMBER_RECORDS", 4)
-        plain, other = (
-            samples.make(tmp_path, 300, per_shard=70),
-            samples.make("gs://bucket/data", 300, per_shard=70, **options),
-        )
-    one, two = mlm_batches(plain), mlm_batches(other)
+def test_batches_are_those_of_the_compact_layout(samples: Any, tmp_path: Path, gcs: Any) -> None:
+    plain = samples.make(tmp_path, 300, per_shard=70)
+    one, two = mlm_batches(plain), mlm_batches(samples.make("gs://bucket/data", 300, per_shard=70, layout="recipe"))
     for k in range(40):
         assert np.array_equal(one.batch(k).input_ids, two.batch(k).input_ids)
-
-
-@pytest.mark.usefixtures("small_members")
-def test_no_mutated_gzip_shard_gives_a_wrong_record(
-    samples: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """3,000 damaged shards: the right rows, or a Corrupt that names the damaged member's place."""
-    dataset, expected = samples.make(tmp_path, 12, per_shard=12, compression="gzip"), samples.ids(12)
-    path, chance = tmp_path / "train-00000.tfrecord", random.Random(0)
-    data, source = path.read_bytes(), FixedShards(dataset)
-    starts = np.cumsum([0, *dataset.shards[0].members])
-    shown = [data]
-    monkeypatch.setattr(storage, "read", lambda url, start, end, generation: shown[0][start:end])
-    right = 0
-    for _ in range(3000):
-        mutated, first = bytearray(data), len(data)
-        for _ in range(chance.choice((1, 1, 3))):
-            start = chance.randrange(len(data))
-            mutated[start : start + 1] = chance.randbytes(1)
-            first = min(first, start) if mutated[start] != data[start] else first
-        shown[0] = bytes(mutated)
-        places: list[int] = []
-        try:
-            got = source.read(0, 12, 12)["input_ids"]
-        except Corrupt as error:
-            places = [error.offset]
-        else:  # the member's time stamp, system and the like: bytes that mean nothing
-            right += 1
-            assert np.array_equal(got, expected)
-        assert all(
-            place in starts and place >= starts[np.searchsorted(starts, first, side="right") - 1] for place in places
-        )
-    assert right < 600
-
-
-@pytest.mark.usefixtures("small_members")
-def test_a_damaged_member_is_replaced_from_its_block(samples: Any, tmp_path: Path) -> None:
-    dataset, expected = samples.make(tmp_path, 64, per_shard=64, compression="gzip"), samples.ids(64)
-    flip(tmp_path / "train-00000.tfrecord", dataset.shards[0].members[0] + 20)
-    with pytest.raises(
-        Corrupt, match=rf"record 4 at byte {dataset.shards[0].members[0]}: the gzip member there is damaged"
-    ):
-        mlm_batches(dataset).batch(0)
-    read_rows = FixedShards(dataset, on_corrupt="skip").read(0, 64, 64)["input_ids"]
-    assert np.array_equal(read_rows, expected[[*range(4), 8, 8, 8, 8, *range(8, 64)]])
-
-
-def test_a_member_that_is_a_whole_block_is_replaced_from_the_next_good_one_on_every_host(
-    samples: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rows of 256 and more tokens: a block is one member, in which one damaged byte leaves no good record."""
-    monkeypatch.setattr(dataset_writer, "MEMBER_RECORDS", 64)
-    dataset, expected = samples.make(tmp_path, 300, per_shard=128, compression="gzip"), samples.ids(300)
-    assert evaluation_order(300, dataset.shards[0].bytes // 128, 64).block == 64
-    flip(tmp_path / "train-00000.tfrecord", dataset.shards[0].members[0] + 40)  # records 64 to 127
-    flip(tmp_path / "train-00001.tfrecord", 40)  # and 128 to 191
-    flip(tmp_path / "train-00002.tfrecord", 40)  # and 256 to 299, the short block at the end
-    with pytest.raises(Corrupt, match=r"the gzip member there is damaged.*or set data.on_corrupt to skip"):
-        [mlm_batches(dataset).batch(k) for k in range(19)]
-    replaced = {record: 192 + record % 64 for record in range(64, 192)} | {256 + row: row for row in range(44)}
-    alone = mlm_batches(dataset, on_corrupt="skip")
-    hosts = [mlm_batches(dataset, on_corrupt="skip", host=host, hosts=4) for host in range(4)]
-    for k in (0, 7, 19, 40):
-        batch, parts = alone.batch(k), [host.batch(k) for host in hosts]
-        assert np.array_equal(unmask(batch), expected[[replaced.get(record, record) for record in batch.records]])
-        for name, values in vars(batch).items():
-            assert np.array_equal(np.concatenate([getattr(part, name) for part in parts]), values)
-        assert batch.replaced.tolist() == [record in replaced for record in batch.records]
 
 
 def publish(folder: Path, ids: Any, counts: list[int], *, name: str = "dataset", padded: tuple[int, ...] = ()) -> None:
@@ -204,28 +97,6 @@ def test_a_public_shard_is_read_whole_once_by_all_threads_and_sources(
     assert sorted(whole) == sorted({str(tmp_path / shard.name) for shard in dataset.shards})
 
 
-def test_hosts_index_the_shards_of_a_bucket_once_between_them_and_each_its_own_first(
-    samples: Any, gcs: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dataset = samples.make("gs://bucket/data", 80, per_shard=10, layout="recipe")
-    whole = {storage.join(dataset.url, shard.name): number for number, shard in enumerate(dataset.shards)}
-    read, indexed = storage.read, []
-
-    def watched_read(url: str, start: int = 0, end: int | None = None, **options: Any) -> bytes:
-        if url in whole and (start, end) == (0, dataset.shards[whole[url]].bytes):
-            indexed.append(whole[url])
-        return read(url, start, end, **options)
-
-    monkeypatch.setattr(storage, "read", watched_read)
-    for host, record, expected in ((0, 65, [0, 2, 4, 6]), (1, 15, [1]), (0, 35, [7, 5, 3]), (1, 75, [])):
-        monkeypatch.setattr(recipe_shards, "_INDEXES", {})  # another process
-        indexed.clear()
-        sharing = HostSlice(TOKENS, 16, host, 2, indexes="gs://bucket/runs/recipe-indexes")
-        source = open_source(dataset, vocabulary=100, sharing=sharing)
-        assert np.array_equal(source.read(record, record + 1, 1)["input_ids"], samples.ids(80)[[record]])
-        assert indexed == expected
-
-
 def test_a_folder_in_the_public_layout_is_read_without_a_manifest(samples: Any, tmp_path: Path) -> None:
     ids = samples.ids(130)
     publish(tmp_path, ids, [40, 40, 0, 50])
@@ -279,7 +150,7 @@ def test_public_records_of_other_lengths_and_ids_are_refused(tmp_path: Path) -> 
         source.read(2, 3, 3)
 
 
-@pytest.mark.parametrize("options", [{}, {"compression": "gzip"}, {"layout": "recipe"}])
+@pytest.mark.parametrize("options", [{}, {"layout": "recipe"}])
 def test_verify_names_everything_that_is_wrong(samples: Any, tmp_path: Path, options: dict[str, str]) -> None:
     dataset = samples.make(tmp_path, 40, **options)
     assert list(verify.problems(dataset)) == []
