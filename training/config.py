@@ -30,7 +30,7 @@ from training.distributed.config import RendezvousSection
 from training.errors import BadInput
 from training.optim.adamw import AdamWSettings
 from training.optim.schedule import ScheduleSettings
-from training.registry import TASKS, BackendName, OptimizerName, TaskName
+from training.registry import BACKENDS, TASKS, BackendName, OptimizerName, TaskName
 from training.storage.types import REMOTE, place_mistake
 from training.yaml_file import ConfigError, Document, Section, refuse_unknown, validate
 from training.yaml_file import load as load_document
@@ -442,20 +442,22 @@ def _accelerator_name(document: Document) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def _is_set(config: TrainerConfig, path: tuple[str, ...]) -> bool:
-    """Returns whether the file gives this key a value other than null."""
+def _is_used(config: TrainerConfig, path: tuple[str, ...]) -> bool:
+    """Returns whether the file gives this key a value that changes something."""
     section: Any = config
     for key in path[:-1]:
         section = getattr(section, key)
-    return path[-1] in section.model_fields_set and bool(getattr(section, path[-1]) is not None)
+    default = type(section).model_fields[path[-1]].default
+    return getattr(section, path[-1]) not in (default, None, "none")
 
 
 def _contradictions(config: TrainerConfig, accelerator_name: str | None) -> list[Mistake]:
     """Returns the mistakes between keys that are each right."""
+    unused = {**TASKS[config.task].unused_keys, **BACKENDS[config.backend].unused_keys}
     return [
         *_model_mistakes(config.model),
         *_task_mistakes(config),
-        *((path, message) for path, message in TASKS[config.task].unused_keys.items() if _is_set(config, path)),
+        *((path, message) for path, message in unused.items() if _is_used(config, path)),
         *_place_mistakes(config),
         *_evaluation_mistakes(config),
         *_best_mistakes(config),
@@ -500,23 +502,8 @@ def _task_mistakes(config: TrainerConfig) -> Iterator[Mistake]:
         )
     if config.lora is not None and model.path is None:
         yield ("lora",), "an adapter is trained on existing weights: give model.path"
-    for key, given in (("lora",), config.lora is not None), (("train", "freeze"), bool(config.train.freeze)):
-        if given and config.backend == "tensorflow":
-            yield key, "the TensorFlow backend trains all weights; take torch-xla"
-    has_classes = config.task not in ("regression", "multi-label")
-    if config.train.label_smoothing and (config.backend == "tensorflow" or not has_classes):
-        yield ("train", "label_smoothing"), "needs backend: torch-xla and a task of labels or tokens: remove it"
-    if config.train.class_weights and (
-        config.backend == "tensorflow" or config.task not in ("classification", "token-classification")
-    ):
-        yield (
-            ("train", "class_weights"),
-            "needs backend: torch-xla and task: classification or token-classification: remove it",
-        )
     if config.lora is not None and config.train.freeze:
         yield ("train", "freeze"), "lora freezes the starting model already: remove train.freeze"
-    if config.backend == "tensorflow" and model.config is not None:
-        yield ("model", "config"), "TensorFlow trains BERT and RoBERTa by model.name; take torch-xla"
 
 
 def _evaluation_mistakes(config: TrainerConfig) -> Iterator[Mistake]:
@@ -585,25 +572,10 @@ def _plain(place: str) -> str:
 
 
 def _training_mistakes(config: TrainerConfig) -> Iterator[Mistake]:
-    """Yields a mistake for remat or steps_per_call that the backend lacks, and for a warm-up longer than training."""
+    """Yields a mistake for a scan that the backend lacks, and for a warm-up longer than training."""
     train = config.train
-    if config.backend == "tensorflow" and train.remat not in (None, "none"):
-        yield (
-            ("train", "remat"),
-            "the TensorFlow backend keeps everything for the backward pass: remove train.remat, or use torch-xla",
-        )
     if train.scan and (config.backend != "torch-xla" or train.remat == "none"):
         yield ("train", "scan"), "layers that run as a scan are computed again: take torch-xla, without remat: none"
-    if config.backend == "tensorflow" and train.mesh.fsdp > 1:
-        yield (
-            ("train", "mesh", "fsdp"),
-            "the TensorFlow backend holds the whole state on every device: remove train.mesh, or use torch-xla",
-        )
-    if config.backend != "tensorflow" and train.steps_per_call is not None:
-        yield (
-            ("train", "steps_per_call"),
-            "only the TensorFlow backend runs several steps in one call: remove train.steps_per_call",
-        )
     if train.warmup_steps > train.steps:
         yield (
             ("train", "warmup_steps"),

@@ -79,17 +79,30 @@ class BackendEntry:
     devices: str  # a class with the protocol training.device_check.Devices
     profiler: str | None  # a class with the protocol training.profiler.Tracer
     defaults: Mapping[str, str] = field(default_factory=dict)  # variables to set before the import, unless they are set
+    # Keys of the configuration that the backend does not use, with the message for a file that sets them.
+    unused_keys: Mapping[tuple[str, ...], str] = field(default_factory=dict)
 
 
 MASKED_LM = Head("ForMaskedLM", "fill-mask", is_fresh=False)
 CAUSAL_LM = Head("ForCausalLM", "text-generation", is_fresh=False, older=("LMHeadModel",))
 
 
-def _keys_of_packed_rows(task: str, predicted: str) -> dict[tuple[str, ...], str]:
-    """Returns the `unused_keys`, with messages, of a task on labelled rows: keys that only packed rows use."""
-    return {
-        ("data", "masking"): f"{task} predicts {predicted}, not masked tokens: remove data.masking, or set task: mlm"
-    }
+_UnusedKeys = dict[tuple[str, ...], str]
+_NO_SMOOTHING: _UnusedKeys = {
+    ("train", "label_smoothing"): "needs backend: torch-xla and a task of labels or tokens: remove it"
+}
+_NO_WEIGHTS: _UnusedKeys = {
+    ("train", "class_weights"): "needs backend: torch-xla and task: classification or token-classification: remove it"
+}
+_ONE_STEP_A_CALL: _UnusedKeys = {
+    ("train", "steps_per_call"): "only the TensorFlow backend runs several steps in one call: remove it"
+}
+
+
+def _without_masks(task: str, predicted: str) -> _UnusedKeys:
+    """Returns the `unused_keys` of a task that predicts no masked tokens."""
+    masking = f"{task} predicts {predicted}, not masked tokens: remove data.masking, or set task: mlm"
+    return {("data", "masking"): masking}
 
 
 TASKS: dict[str, TaskEntry] = {
@@ -100,6 +113,7 @@ TASKS: dict[str, TaskEntry] = {
         tensorflow="training.tasks.mlm.tf:sums",
         head=MASKED_LM,
         figures={"loss": "min", "perplexity": "min", "accuracy": "max"},
+        unused_keys=_NO_WEIGHTS,
     ),
     "classification": TaskEntry(
         data="training.tasks.classification.task:Classification",
@@ -108,7 +122,7 @@ TASKS: dict[str, TaskEntry] = {
         tensorflow="training.tasks.classification.tf:sums",
         head=Head("ForSequenceClassification", "text-classification", "single_label_classification"),
         figures={"loss": "min", "accuracy": "max", "weighted_f1": "max"},
-        unused_keys=_keys_of_packed_rows("classification", "labels"),
+        unused_keys=_without_masks("classification", "labels"),
     ),
     "multi-label": TaskEntry(
         data="training.tasks.multi_label.task:MultiLabel",
@@ -117,7 +131,7 @@ TASKS: dict[str, TaskEntry] = {
         tensorflow="training.tasks.multi_label.tf:sums",
         head=Head("ForSequenceClassification", "text-classification", "multi_label_classification"),
         figures={"loss": "min", "micro_f1": "max"},
-        unused_keys=_keys_of_packed_rows("multi-label", "sets of labels"),
+        unused_keys={**_without_masks("multi-label", "sets of labels"), **_NO_SMOOTHING, **_NO_WEIGHTS},
     ),
     "token-classification": TaskEntry(
         data="training.tasks.token_classification.task:TokenClassification",
@@ -126,7 +140,7 @@ TASKS: dict[str, TaskEntry] = {
         tensorflow="training.tasks.token_classification.tf:sums",
         head=Head("ForTokenClassification", "token-classification"),
         figures={"loss": "min", "accuracy": "max", "micro_f1": "max"},
-        unused_keys=_keys_of_packed_rows("token-classification", "labels of words"),
+        unused_keys=_without_masks("token-classification", "labels of words"),
     ),
     "regression": TaskEntry(
         data="training.tasks.regression.task:Regression",
@@ -135,7 +149,7 @@ TASKS: dict[str, TaskEntry] = {
         tensorflow="training.tasks.regression.tf:sums",
         head=Head("ForSequenceClassification", "text-classification", "regression"),
         figures={"loss": "min", "mse": "min", "mae": "min", "pearson": "max"},
-        unused_keys=_keys_of_packed_rows("regression", "numbers"),
+        unused_keys={**_without_masks("regression", "numbers"), **_NO_SMOOTHING, **_NO_WEIGHTS},
     ),
     "causal-lm": TaskEntry(
         data="training.tasks.causal_lm.task:CausalLanguageModeling",
@@ -144,12 +158,7 @@ TASKS: dict[str, TaskEntry] = {
         tensorflow=None,
         head=CAUSAL_LM,
         figures={"loss": "min", "perplexity": "min", "accuracy": "max"},
-        unused_keys={
-            (
-                "data",
-                "masking",
-            ): "causal-lm predicts the next token, not masked ones: remove data.masking, or set task: mlm"
-        },
+        unused_keys={**_without_masks("causal-lm", "the next token"), **_NO_WEIGHTS},
     ),
 }
 
@@ -172,6 +181,7 @@ BACKENDS: dict[str, BackendEntry] = {
         step_watcher="training.backends.torch_xla.lint:TorchStepWatcher",
         devices="training.backends.torch_xla.devices:TorchDevices",
         profiler="training.backends.torch_xla.profiler:TorchProfiler",
+        unused_keys=_ONE_STEP_A_CALL,
     ),
     "torch-tpu": BackendEntry(
         backend="training.backends.torch_tpu.backend:TorchTpu",
@@ -184,6 +194,7 @@ BACKENDS: dict[str, BackendEntry] = {
         tracer=None,
         devices="training.backends.torch_tpu.devices:TorchTpuDevices",
         profiler=None,
+        unused_keys=_ONE_STEP_A_CALL,
     ),
     "tensorflow": BackendEntry(
         backend="training.backends.tensorflow.backend:TensorFlow",
@@ -200,6 +211,19 @@ BACKENDS: dict[str, BackendEntry] = {
             "TF_CPP_MIN_LOG_LEVEL": "2",
             # A block of a shard is at most 256 KB; TensorFlow's gs:// would fetch 64 MB for it.
             "GCS_READ_CACHE_BLOCK_SIZE_MB": "1",
+        },
+        unused_keys={
+            **_NO_SMOOTHING,
+            **_NO_WEIGHTS,
+            ("lora",): "the TensorFlow backend trains all weights; take torch-xla",
+            ("model", "config"): "TensorFlow trains BERT and RoBERTa by model.name; take torch-xla",
+            ("train", "freeze"): "the TensorFlow backend trains all weights; take torch-xla",
+            ("train", "mesh", "fsdp"): (
+                "the TensorFlow backend holds the whole state on every device: remove train.mesh, or use torch-xla"
+            ),
+            ("train", "remat"): (
+                "the TensorFlow backend keeps everything for the backward pass: remove train.remat, or use torch-xla"
+            ),
         },
     ),
 }
