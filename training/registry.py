@@ -136,8 +136,8 @@ TASKS: dict[str, TaskEntry] = {
     "token-classification": TaskEntry(
         data="training.tasks.token_classification.task:TokenClassification",
         rows="token-labelled",
-        torch="training.tasks.token_classification.torch:sums",
-        tensorflow="training.tasks.token_classification.tf:sums",
+        torch="training.tasks.classification.torch:sums",
+        tensorflow="training.tasks.classification.tf:sums",
         head=Head("ForTokenClassification", "token-classification"),
         figures={"loss": "min", "accuracy": "max", "micro_f1": "max"},
         unused_keys=_without_masks("token-classification", "labels of words"),

@@ -2,7 +2,7 @@
 
     task.py             the base class of all tasks: opens data, reads ahead
     labelled_rows.py    the data half of tasks on labelled rows: one label a row, batches of a few lengths
-    masked_rows.py      the data half of tasks on masked rows: packed tokens of one length, some of them hidden
+    packed_rows.py      the data halves of tasks on rows of one length: masked tokens, and whole documents
     rows_tf.py          the same rows as tf.data datasets
     <task>/task.py      a class over one of these kinds of rows: which labels can be, and the figures
     <task>/torch.py     `sums(network, batch)`: the loss and counts of torch tensors

@@ -13,13 +13,13 @@ import numpy.typing as npt
 
 from training.batch import Arrays, HostBatch
 from training.config import TrainerConfig
-from training.data.formats.dataset import TYPES, Dataset
+from training.data.formats.dataset import Dataset
 from training.data.loading.labelled_batches import LabelledBatch, LabelledBatches, labelled_evaluation
 from training.data.sampling import bucket_schedule
 from training.distributed.cluster import Cluster
 from training.errors import BadInput
 from training.registry import TASKS
-from training.tasks.task import Task, evaluation_slice, read_ahead
+from training.tasks.task import Task, evaluation_slice, host_batch, read_ahead
 
 
 class LabelledRows(Task):
@@ -78,11 +78,8 @@ class LabelledRows(Task):
     def _converter(self, dataset: Dataset) -> Callable[[LabelledBatch], HostBatch]:
         """Returns the function that checks the labels of a dataset's batch and makes a HostBatch of it."""
 
-        names = ["input_ids", "attention_mask", "labels", "weights", *([TYPES] if dataset.has_pairs else [])]
-
         def convert(batch: LabelledBatch) -> HostBatch:
             self.check_batch(dataset, batch)
-            arrays = {name: getattr(batch, name) for name in names}
-            return HostBatch(arrays, batch.records, int(batch.replaced.sum()))
+            return host_batch(batch)
 
         return convert

@@ -8,7 +8,7 @@ from training.config import TrainerConfig
 from training.data.loading.record_source import HostSlice
 from training.data.tf.labelled_batches import labelled_batches, labelled_evaluation
 from training.data.tf.mlm_batches import mlm_batches, mlm_evaluation
-from training.tasks.masked_rows import MaskedRows, masking_of
+from training.tasks.packed_rows import MaskedRows, masking_of
 from training.tasks.task import RunData, task_class
 
 

@@ -150,6 +150,13 @@ class BatchSource(Protocol[B]):
         """Ends the source's threads."""
 
 
+def host_batch(batch: Any) -> HostBatch:
+    """Returns the arrays of a batch that a step takes, their records, and how many rows replace damaged ones. `batch`:
+    one of the dataclasses of `training.data.loading`."""
+    arrays = {name: values for name, values in vars(batch).items() if name not in ("records", "replaced")}
+    return HostBatch(arrays, batch.records, int(batch.replaced.sum()))
+
+
 def read_ahead(
     source: BatchSource[B], convert: Callable[[B], HostBatch], start: int, depth: int
 ) -> Generator[HostBatch, None, None]:

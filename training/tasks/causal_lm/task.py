@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from training.batch import StepResult
-from training.tasks.document_rows import DocumentRows
 from training.tasks.mlm.task import token_figures
+from training.tasks.packed_rows import DocumentRows
 
 
 class CausalLanguageModeling(DocumentRows):

@@ -1,14 +1,19 @@
-"""Classification in TensorFlow: the loss and the confusion matrix over a replica's rows."""
+"""Classification in TensorFlow, of texts or of their words: the loss and the confusion matrix over a replica's rows."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+import tensorflow as tf
+
 from training.tasks.tf_sums import classification_sums, logits_of
 
 
 def sums(network: Any, batch: Mapping[str, Any], training: bool) -> tuple[Any, Any]:
-    """Returns (3,): weighted loss, weights, weighted hits (training.batch.SUMS), over these rows; and (labels, labels):
-    the weights of the rows of each class (first axis) that were taken for each class (second axis)."""
-    return classification_sums(logits_of(network, batch, training), batch["labels"], batch["weights"])
+    """Returns (3,): weighted loss, weights, weighted hits (training.batch.SUMS), over these rows, or tokens; and
+    (labels, labels): the weights of those of each class (first axis) that were taken for each class (second axis)."""
+    logits, labels = logits_of(network, batch, training), batch["labels"]
+    if logits.shape.rank > 2:  # (rows, tokens, labels)
+        logits, labels = tf.reshape(logits, [-1, logits.shape[-1]]), tf.reshape(tf.maximum(labels, 0), [-1])
+    return classification_sums(logits, labels, tf.reshape(batch["weights"], [-1]))

@@ -1,4 +1,4 @@
-"""Classification in torch: the loss and the confusion matrix over this host's rows."""
+"""Classification in torch, of texts or of their words: the loss and the confusion matrix over this host's rows."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from training.tasks.torch_sums import classification_sums, logits_of
 
 
 def sums(network: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Returns (3,): weighted loss, weights, weighted hits (training.batch.SUMS), over this host's rows; and (labels,
-    labels): the weights of the rows of each class (first axis) that were taken for each class (second axis)."""
-    return classification_sums(network, logits_of(network, batch), batch["labels"].long(), batch["weights"])
+    """Returns (3,): weighted loss, weights, weighted hits (training.batch.SUMS), over this host's rows, or tokens; and
+    (labels, labels): the weights of those of each class (first axis) that were taken for each class (second axis)."""
+    logits, labels = logits_of(network, batch), batch["labels"].long()
+    if logits.ndim > 2:  # (rows, tokens, labels)
+        logits, labels = logits.flatten(0, 1), labels.clamp(min=0).flatten()
+    return classification_sums(network, logits, labels, batch["weights"].flatten())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from training.batch import StepResult
-from training.tasks.masked_rows import MaskedRows
+from training.tasks.packed_rows import MaskedRows
 
 
 class MaskedLanguageModeling(MaskedRows):

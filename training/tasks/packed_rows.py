@@ -1,0 +1,98 @@
+"""The data halves of tasks on rows of one length: packed tokens, some of them hidden by masks that a seed decides; or
+whole documents.
+
+A subclass turns totals into figures.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Generator, Iterator
+from typing import Any
+
+import numpy as np
+
+from training.batch import Arrays, HostBatch
+from training.config import TrainerConfig
+from training.data.formats.dataset import Dataset
+from training.data.loading.document_batches import DocumentBatches, document_evaluation
+from training.data.loading.mlm_batches import MlmBatches, mlm_evaluation
+from training.data.loading.record_source import HostSlice
+from training.data.sampling.masking import Masking
+from training.distributed.cluster import Cluster
+from training.tasks.task import BatchSource, Task, evaluation_slice, host_batch, read_ahead
+
+
+class PackedRows(Task):
+    """Rows of one length of one run."""
+
+    has_labels = False
+    has_lengths = False
+    shapes = 1
+    source: BatchSource[Any]
+
+    @staticmethod
+    def batch_lengths(dataset: Dataset, rows: int) -> tuple[int, ...]:
+        return (dataset.sequence_length,)
+
+    @abstractmethod
+    def evaluation_of(self, dataset: Dataset, host_slice: HostSlice) -> Iterator[Any]:
+        """Yields the batches of an evaluation in record order, the same each time."""
+
+    def batches(self, start: int) -> Generator[HostBatch, None, None]:
+        return read_ahead(self.source, host_batch, start, self._config.train.prefetch)
+
+    def evaluation_batches(self) -> Iterator[HostBatch]:
+        assert self.data.evaluation is not None
+        host_slice = evaluation_slice(self._config, self._slice)
+        return map(host_batch, self.evaluation_of(self.data.evaluation, host_slice))
+
+    @property
+    def evaluation_batch_count(self) -> int:
+        assert self.data.evaluation is not None
+        return math.ceil(self.data.evaluation.records / self._config.evaluation_batch_size)
+
+
+class MaskedRows(PackedRows):
+    """Packed rows with masks."""
+
+    def __init__(self, config: TrainerConfig, cluster: Cluster) -> None:
+        super().__init__(config, cluster)
+        self._masking = masking_of(config)
+        self.source = MlmBatches(self.data.train, self._slice, self._masking, self._config.seed)
+
+    @classmethod
+    def empty_batch(cls, config: TrainerConfig, rows: int, length: int, labels: int = 0) -> Arrays:
+        places = np.zeros((rows, masking_of(config).places(length)), np.int32)
+        ids = np.zeros((rows, length), np.int32)
+        return {"input_ids": ids, "positions": places, "labels": places, "weights": places.astype(np.float32)}
+
+    def identity(self) -> dict[str, Any]:
+        """Adds the share and the number of masked places to what a checkpoint must agree with."""
+        masking = f"{self._masking.percent} % at {self._masking.places(self.data.sequence_length)} places"
+        return {**super().identity(), "masking": masking}
+
+    def evaluation_of(self, dataset: Dataset, host_slice: HostSlice) -> Iterator[Any]:
+        return mlm_evaluation(dataset, host_slice, self._masking)
+
+
+class DocumentRows(PackedRows):
+    """Rows of whole documents."""
+
+    def __init__(self, config: TrainerConfig, cluster: Cluster) -> None:
+        super().__init__(config, cluster)
+        self.source = DocumentBatches(self.data.train, self._slice, self._config.seed)
+
+    @classmethod
+    def empty_batch(cls, config: TrainerConfig, rows: int, length: int, labels: int = 0) -> Arrays:
+        ids = np.zeros((rows, length), np.int32)
+        return {"input_ids": ids, "position_ids": ids, "labels": ids, "weights": ids.astype(np.float32)}
+
+    def evaluation_of(self, dataset: Dataset, host_slice: HostSlice) -> Iterator[Any]:
+        return document_evaluation(dataset, host_slice)
+
+
+def masking_of(config: TrainerConfig) -> Masking:
+    """Returns the masking that the section data.masking describes."""
+    return Masking(config.data.masking.percent, config.data.masking.predictions)
