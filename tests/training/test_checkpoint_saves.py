@@ -116,6 +116,18 @@ def test_what_some_hosts_wrote_any_number_of_hosts_reads(tmp_path: Path, writers
     assert len(restored.manifest.parts) == writers
 
 
+def test_hosts_write_their_parts_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    all_write, real = threading.Barrier(4, timeout=10), storage.write
+
+    def write(url: str, *arguments: Any, **options: Any) -> storage.Stat:
+        if "part-" in url:
+            all_write.wait()
+        return real(url, *arguments, **options)
+
+    monkeypatch.setattr(storage, "write", write)
+    assert save(tmp_path, [10], hosts=4) == [10] * 4
+
+
 def change_step(manifest: Path) -> None:
     manifest.write_bytes(manifest.read_bytes().replace(b'"step": 20', b'"step": 21'))
 
