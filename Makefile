@@ -28,7 +28,7 @@ rehearsal: need-containers $(VENV_READY) ## rehearse a whole run on an emulated 
 test: need-containers need-kubectl $(VENV_READY) ## lint, fast tests, tests inside the images, emulated slices (test-nightly: further cases)
 	@tools/with-engine.sh $(BIN)/python tools/run_tests.py
 
-test-nightly: need-containers $(VENV_READY) ## trainers killed at every point of a save, and the bucket failing: KILLS=100 times; 20,000 simulated runs a side; tests that `make test` leaves out
+test-nightly: need-containers $(VENV_READY) ## trainers killed at random moments, KILLS=100 times; 20,000 simulated runs a side; tests that `make test` leaves out
 	@TPU_LAUNCH_KILLS=$(or $(KILLS),100) tools/with-engine.sh $(BIN)/python tools/container_tests.py torch-xla -m nightly
 	@tools/with-engine.sh $(BIN)/python tools/container_tests.py virtual-tpu -m nightly
 	@tools/with-engine.sh $(BIN)/python tools/container_tests.py tensorflow -m nightly

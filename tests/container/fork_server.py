@@ -10,10 +10,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
-from multiprocessing.context import ForkServerProcess
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
@@ -26,35 +24,12 @@ _CONTEXT.set_forkserver_preload(
 )
 
 
-def fork(function: Callable[..., None], *arguments: Any) -> ForkServerProcess:
-    """Starts `function` in a fork."""
-    process = _CONTEXT.Process(target=function, args=arguments, daemon=True)
-    process.start()
-    return process
-
-
-def become_trainer(environment: Mapping[str, str], config: Path | str, log: Path | str) -> None:
-    """Gives the fork that this is called in a trainer's environment, output and arguments."""
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.environ.update(environment)
-    sys.argv = ["tpu-train", "train", str(config)]
-
-
-def run_trainer() -> None:
-    """`tpu-train`, which began now."""
-    from training.cli import main as cli
-
-    cli._BEGAN = time.monotonic()
-    cli.main()
-
-
 class ForkedTrainer:
     """`tpu-train train CONFIG` in a fork, with what tests use of `subprocess.Popen`."""
 
     def __init__(self, config: Path, log: Path, environment: Mapping[str, str], home: Path | None) -> None:
-        self._process = fork(_train, dict(environment), config, log, home)
+        self._process = _CONTEXT.Process(target=_train, args=(dict(environment), config, log, home), daemon=True)
+        self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
 
@@ -80,7 +55,15 @@ class ForkedTrainer:
 
 
 def _train(environment: Mapping[str, str], config: Path, log: Path, home: Path | None) -> None:
-    become_trainer(environment, config, log)
+    """Runs `tpu-train train CONFIG`, which began now, with its output in `log`."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.environ.update(environment)
     if home is not None:
         os.chdir(home)
-    run_trainer()
+    sys.argv = ["tpu-train", "train", str(config)]
+    from training.cli import main as cli
+
+    cli._BEGAN = time.monotonic()
+    cli.main()
