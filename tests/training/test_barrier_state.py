@@ -19,15 +19,6 @@ def state_of(hosts: int) -> BarrierState:
     return state
 
 
-def test_the_last_arrival_completes_a_barrier_for_all() -> None:
-    state = state_of(3)
-    assert state.arrive(2, "start", "c", 10, 1.0) == []
-    assert state.arrive(0, "start", "a", 10, 2.0) == []
-    answers = state.arrive(1, "start", "b", 10, 3.0)
-    assert {worker for worker, _ in answers} == {0, 1, 2}
-    assert all(message == {"complete": "start", "payloads": ["a", "b", "c"]} for _, message in answers)
-
-
 def test_a_repeated_arrival_counts_once_with_its_first_payload() -> None:
     state = state_of(2)
     assert state.arrive(0, "p", "first", 10, 0.0) == []

@@ -100,13 +100,6 @@ def test_saves_are_kept_deleted_and_restored(gcs: Any) -> None:
     assert state.values["adam_m/x"].tolist() == [-30.0] * 7
 
 
-def test_a_bucket_that_answers_503_for_a_while_costs_nothing(gcs: Any) -> None:
-    answers = iter(range(1000))
-    gcs.fault = lambda request: HttpResponse(503, b"") if next(answers) % 3 == 0 else None
-    save(10, 20)
-    assert load()[0] == 20
-
-
 def test_the_claim_says_that_there_is_no_such_bucket(gcs: Any) -> None:
     with pytest.raises(BadInput, match="bucket gs://nowhere does not exist"):
         claim("gs://nowhere/runs/r", Cluster(0, ("a",)), SingleHost(), "t", {})

@@ -57,16 +57,6 @@ def test_each_row_keeps_its_number(tmp_path: Path, hosts: int) -> None:
     assert seen == {number: float(np.float32(value)) for number, value in enumerate(VALUES)}
 
 
-def test_training_batches_are_full_and_static(tmp_path: Path) -> None:
-    batches = LabelledBatches(make(tmp_path), HostSlice(TOKENS, 12), seed=3)
-    for step in range(20):
-        batch = batches.batch(step)
-        assert (batch.labels.shape, batch.labels.dtype) == ((12,), np.float32)
-        numbers = batch.input_ids[:, 1] - 5
-        assert np.array_equal(batch.labels, np.array(VALUES, np.float32)[numbers])
-    batches.close()
-
-
 @pytest.mark.parametrize("label", ["high", "nan", "inf", "1e60", ""])
 def test_a_label_that_is_no_finite_number_is_refused(tmp_path: Path, label: str) -> None:
     with pytest.raises(BadInput, match=r"label '.*' is not a"):

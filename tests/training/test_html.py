@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from training import storage
 from training.cli.main import tpu_train
-from training.errors import BadInput, LostPeer, StopRequested, TrainError
+from training.errors import BadInput, StopRequested, TrainError
 from training.telemetry import attempts, html
 from training.telemetry.metrics import MetricsLog
 
@@ -118,11 +118,3 @@ def test_the_report_of_a_run_in_a_bucket_is_written_there(gcs: Any) -> None:
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="not a run's folder"):
         html.read_run(str(tmp_path / "nothing"))
-
-
-def test_how_an_attempt_ended() -> None:
-    ends = [
-        attempts.classify_end(error)
-        for error in (None, StopRequested(""), BadInput(""), LostPeer(""), TrainError(""), ValueError())
-    ]
-    assert ends == ["finished", "stopped", "refused", "lost a host", "failed", "failed"]

@@ -91,29 +91,6 @@ def test_an_attempt_that_is_killed_soon_has_said_where_it_began(
     killed.finish(60)
 
 
-def test_a_run_trains_to_its_end_while_its_metrics_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("training.trainer._FINISH_SECONDS", 0.2)
-    weather = Weather(1_000_000)
-    runs = Runs(tmp_path, weather)
-    assert runs.train("r", 0)["committed_step"] == 40
-    weather.refused = 0  # lets the writer's thread end
-    errors = capsys.readouterr().err
-    assert errors.count("metrics can't be written") == 1
-    assert "the last metrics are not written: " in errors
-    assert (runs.path("r") / "summary.json").exists()
-
-
-def test_truncated_lines_of_an_earlier_attempt_do_not_end_a_run(tmp_path: Path) -> None:
-    runs = Runs(tmp_path)
-    cut = runs.path("r") / "metrics" / "attempt-0000.00000.jsonl"
-    cut.parent.mkdir(parents=True)
-    cut.write_text('{"attempt": 0, "resumed_at": 0}\n{"step": 1, "lo')
-    assert runs.train("r", 1)["steps"] == 40
-    assert len(read_history(str(runs.path("r")))) == 41  # with the evaluation
-
-
 def test_a_commit_waits_until_its_metrics_are_stored_unless_storage_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,24 +127,6 @@ def test_a_preempted_run_does_not_wait_for_its_metrics(
     assert time.monotonic() - began < 4
     weather.refused = 0  # lets the writer's thread end
     assert "the last metrics are not written: " in capsys.readouterr().err
-
-
-def test_memory_is_bounded_and_lost_lines_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "MOST_WAITING", 10)
-    warnings: list[str] = []
-    opened = threading.Event()
-
-    def open_log() -> MetricsLog:
-        opened.wait(10)
-        return MetricsLog(str(tmp_path), 0, 0)
-
-    log = MetricsWriter(open_log, warnings.append)
-    for step in range(1, 31):
-        log.log(step, {"loss": 1.0})
-    opened.set()
-    log.finish(10)
-    assert [line["step"] for line in read_history(str(tmp_path))] == list(range(21, 31))
-    assert warnings == ["20 lines of metrics were lost: storage did not take them for too long"]
 
 
 def test_memory_is_bounded_while_storage_refuses_for_hours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

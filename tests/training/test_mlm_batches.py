@@ -1,7 +1,6 @@
 """Claims about the order of records and about batches: functions of the step, whatever the number of hosts and whatever
 was read before."""
 
-import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -200,14 +199,3 @@ def test_prefetch_delivers_an_exception_in_its_turn() -> None:
     assert [next(ahead), next(ahead)] == [0, 1]
     with pytest.raises(BadInput, match="record 2"):
         next(ahead)
-
-
-def test_closing_prefetch_ends_its_thread() -> None:
-    before = threading.active_count()
-    ahead = prefetch(lambda k: k, 0, 2)
-    next(ahead)
-    ahead.close()
-    deadline = time.monotonic() + 5
-    while threading.active_count() > before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert threading.active_count() == before

@@ -37,15 +37,6 @@ def test_losses_and_signals_are_those_of_finished_steps() -> None:
     assert progress.signals == Signals(stop=True, save=True)
 
 
-def test_a_resumed_run_keeps_its_first_loss_and_counts_its_own_steps() -> None:
-    progress = Progress()
-    progress.resume(40, {"first_loss": 9.0, "last_loss": 3.0, "skipped_steps": 0})
-    progress.start_step()
-    progress.finish_step(result(2.5), batch())
-    assert (progress.step, progress.finished, progress.trained) == (41, 41, 1)
-    assert (progress.first_loss, progress.last_loss) == (9.0, 2.5)
-
-
 def test_a_loss_that_is_not_finite_ends_the_run_with_its_records() -> None:
     progress = Progress()
     progress.finish_step(result(5.0), batch())

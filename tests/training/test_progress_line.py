@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 
 from tests.training.manual_clock import ManualClock
 from training.machine import Machine
-from training.machine.clock import SystemClock
 from training.telemetry.host_progress import HostProgress
 from training.telemetry.phase_timer import PhaseTimer
-from training.telemetry.progress_line import LONGEST_LINE, ProgressLine, encode, parse, slowest, write
+from training.telemetry.progress_line import LONGEST_LINE, ProgressLine, encode, parse
 
 LINE = ProgressLine(
     7, 100, "training", "result", 1.5, 3, 60.0, 1e9, 0.5, 12.0, {"data_wait": 1.25}, 5, 9, "abc", 2.5, 99.0,
@@ -52,18 +51,10 @@ def test_no_line_of_another_program_breaks_the_reader(document: dict[str, object
     assert line is None or parse(encode(line)) is not None
 
 
-def test_readers_never_see_half_a_line(tmp_path: Path) -> None:
-    path = tmp_path / "progress"
-    write(str(path), LINE)
-    write(str(path), ProgressLine(8))
-    assert path.read_text() == '{"step": 8}\n'
-    assert slowest([LINE, ProgressLine(6), ProgressLine(8)]) == ProgressLine(6)
-
-
 def test_a_hung_step_is_told_with_its_part_and_for_how_long() -> None:
     clock = ManualClock()
     timer = PhaseTimer(clock)
-    progress = HostProgress(timer, Machine(clock=_Clock(clock)), "unused")
+    progress = HostProgress(timer, Machine(clock=clock), "unused")
     assert progress.line().phase == "start"
     with timer.phase("step"):
         assert progress.line().phase == "compile", "the first step"
@@ -80,14 +71,6 @@ def test_a_hung_step_is_told_with_its_part_and_for_how_long() -> None:
         assert progress.line().phase == "save"
         clock.seconds += 40.0
     assert progress.line().save_seconds == 40.0
-
-
-class _Clock(SystemClock):
-    def __init__(self, clock: ManualClock) -> None:
-        self._clock = clock
-
-    def monotonic(self) -> float:
-        return self._clock()
 
 
 def test_the_file_is_written_by_a_thread_while_the_loop_hangs(tmp_path: Path) -> None:

@@ -14,16 +14,13 @@ from training.distributed.handshake import (
     ClientHandshake,
     HostCredentials,
     Refusal,
-    ServerHandshake,
     make_nonce,
 )
 from training.distributed.messages import (
-    FROM_HOST,
     HANDSHAKE_BYTES,
     HOST_BYTES,
     LineBuffer,
     Malformed,
-    decode,
     encode,
 )
 from training.distributed.server_protocol import Actions, ServerProtocol, summarize
@@ -284,13 +281,3 @@ def test_a_line_may_be_as_long_as_the_limit(end: bytes) -> None:
     assert [bytes(line) for line in LineBuffer(100).feed(b"x" * 100 + end)] == ([b"x" * 100] if end else [])
     with pytest.raises(Malformed, match="more than 100 bytes"):
         list(LineBuffer(100).feed(b"x" * 101 + end))
-
-
-def test_an_error_names_the_expected_kinds() -> None:
-    handshake = ServerHandshake(OWN)
-    handshake.opened(0, 0.0)
-    with pytest.raises(Malformed):
-        handshake.received(0, b"noise\n")
-    assert 0 in handshake, "the caller closes it"
-    with pytest.raises(Malformed, match="none of phase, arrive, goodbye"):
-        decode(b"{}", FROM_HOST)

@@ -5,16 +5,11 @@ import json
 import signal
 import socket
 import time
-from queue import Queue
 
 import pytest
 
-from tests.training.host_processes import Hosts, end, free_port, wait_for_line
-from training.distributed.cluster import Cluster
-from training.distributed.rendezvous import Rendezvous, join
-from training.distributed.shutdown import ShutdownRequest
-from training.errors import Exit, LostPeer, StopRequested, TrainError
-from training.machine import Machine
+from tests.training.host_processes import Hosts, end, wait_for_line
+from training.errors import Exit
 
 
 def test_all_hosts_get_all_payloads_in_worker_order(hosts: Hosts) -> None:
@@ -108,28 +103,6 @@ def test_a_host_asked_to_stop_at_the_start_waits_for_others_only_briefly(hosts: 
     for process in both:  # the third never comes; the first to leave ends the other
         code, text = end(process)
         assert (code, "nothing is lost" in text) == (Exit.SAVED, True), text
-
-
-def join_here(worker: int, port: int, codes: Queue[int]) -> Rendezvous:
-    """A host of three in this process, whose exit code goes into `codes` if it ends itself."""
-    machine = Machine(exit=codes.put)  # type: ignore[arg-type]
-    cluster = Cluster(worker, ("127.0.0.1",) * 3, rendezvous_port=port)
-    return join(cluster, ShutdownRequest(), start_seconds=9, seconds=9, lost_seconds=9, machine=machine)
-
-
-@pytest.mark.parametrize(("code", "others", "error"), [(75, 75, StopRequested), (1, 76, LostPeer), (2, 76, LostPeer)])
-def test_stuck_and_late_hosts_end_as_the_one_that_ended_the_attempt(
-    code: int, others: int, error: type[TrainError]
-) -> None:
-    port, codes = free_port(), Queue[int]()
-    stuck, first = join_here(0, port, codes), join_here(1, port, codes)
-    first.close(code, "the reason", overdue=True)
-    assert codes.get(timeout=5) == others
-    late = join_here(2, port, codes)
-    with pytest.raises(error, match=r"host 1 stopped .*: the reason"):
-        late.meet("start")
-    late.close(others)
-    stuck.close(others)
 
 
 def test_a_port_in_use_is_named(hosts: Hosts) -> None:

@@ -12,9 +12,9 @@ from typing import Any, NoReturn
 
 import pytest
 
+from tests.training.manual_clock import ManualClock
 from training.distributed.shutdown import ShutdownRequest
 from training.machine import Machine
-from training.machine.clock import SystemClock
 from training.machine.threads import SystemThreads
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -85,13 +85,6 @@ def test_the_engine_and_the_launcher_may_request_the_same_stop(again: tuple[sign
     assert "this host saves first" in err
 
 
-class ManualClock(SystemClock):
-    now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
 class Left(BaseException):
     """The process exits."""
 
@@ -112,41 +105,19 @@ def test_a_sigterm_after_the_time_to_save_ends_the_process(limit: float | None, 
     if limit:
         request.limit(limit, lambda: None)
     request.request(signal.SIGTERM)
-    clock.now += one_request - 0.1
+    clock.seconds += one_request - 0.1
     request.request(signal.SIGTERM)
     assert request.requested
-    clock.now += 0.2
+    clock.seconds += 0.2
     with pytest.raises(Left, match="143"):
         request.request(signal.SIGTERM)
 
 
-def test_two_ctrl_c_end_the_process_after_a_sigterm_too() -> None:
+def test_a_signal_after_another_hosts_request_is_the_first_and_two_ctrl_c_after_it_end_the_process() -> None:
     request = ShutdownRequest(Machine(exit=leave))
+    request.note_other_host()
     request.request(signal.SIGTERM)
     request.request(signal.SIGINT)
+    assert request.requested
     with pytest.raises(Left, match="130"):
         request.request(signal.SIGINT)
-
-
-def test_a_signal_after_another_hosts_request_is_still_the_first() -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", HEARD],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    assert (ended.returncode, ended.stdout) == (75, "heard\nsaved\n")
-
-
-HEARD = """
-import os, signal, time
-from training.distributed import shutdown
-request = shutdown.install_signal_handlers()
-request.note_other_host()
-print("heard" if request.requested else "not", flush=True)
-os.kill(os.getpid(), signal.SIGTERM)
-time.sleep(0.5)
-print("saved", flush=True)
-os._exit(75)
-"""

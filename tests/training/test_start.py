@@ -2,8 +2,6 @@
 differs."""
 
 import contextlib
-import errno
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -56,19 +54,6 @@ def test_an_output_that_can_not_be_written_is_refused_at_the_start(tmp_path: Pat
     (tmp_path / "file").write_text("")
     with pytest.raises(BadInput, match="output: "):
         claim(str(tmp_path / "file"), Cluster(0, ("a",)), SingleHost(), "t", {})
-
-
-def test_an_output_that_can_not_take_commits_is_refused_at_the_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Cloud Storage FUSE has no hard links."""
-
-    def refuse(*_: object) -> None:
-        raise OSError(errno.ENOSYS, "Function not implemented")
-
-    monkeypatch.setattr(os, "link", refuse)
-    with pytest.raises(BadInput, match=r"output: .*no hard links .*write to gs://"):
-        claim(str(tmp_path), Cluster(0, ("a",)), SingleHost(), "t", {})
 
 
 def test_a_framework_opens_the_devices_within_the_limit_of_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

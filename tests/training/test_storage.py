@@ -48,13 +48,6 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "remote"), [("gs://b/x", True), ("./gs", False), ("gs", False), ("/gs://b", False), ("./logs", False)]
-)
-def test_only_the_scheme_makes_a_url_remote(url: str, remote: bool) -> None:
-    assert storage.is_remote(url) is remote
-
-
-@pytest.mark.parametrize(
     ("parts", "joined"),
     [
         (("gs://b", "x"), "gs://b/x"),

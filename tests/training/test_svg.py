@@ -12,9 +12,7 @@ from training.telemetry.svg import (
     downsample,
     format_number,
     line_chart,
-    most_confused_pairs,
     share_bar,
-    standalone,
 )
 
 
@@ -89,21 +87,3 @@ def test_ticks_surround_the_values(low: float, high: float) -> None:
     result = axis_ticks(low, high, 5)
     assert result[0] <= low <= high <= result[-1]
     assert 2 <= len(result) <= 9
-
-
-def test_the_most_confused_pairs_come_first() -> None:
-    result = most_confused_pairs(["a", "b", "c"], [[5, 2, 0], [4, 5, 0], [0, 1, 0]])
-    assert [(item.true, item.predicted, item.count, item.of) for item in result] == [
-        ("b", "a", 4, 9),
-        ("a", "b", 2, 7),
-        ("c", "b", 1, 1),
-    ]
-
-
-def test_77_classes_fit_on_the_page() -> None:
-    names = [f"a_rather_long_intent_{number}" for number in range(77)]
-    picture = ElementTree.fromstring(
-        standalone(confusion_matrix(names, [[float(a == b) for a in range(77)] for b in range(77)]))
-    )
-    assert float(picture.attrib["width"]) < 1000
-    assert sum(item.tag.endswith("title") for item in picture.iter()) == 77
