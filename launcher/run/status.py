@@ -187,8 +187,9 @@ def print_logs(config: Config, context: Context, run_id: str | None, *, follow: 
             answered = answered if fetcher.silent else now
             if now - answered > _SILENCE_SECONDS:
                 context.output.say(
-                    f"run {ledger.run_id}: no host has answered for {_SILENCE_SECONDS / 60:.0f} minutes, and nothing "
-                    "watches the run: `tpu-launch status` looks at the slice, `tpu-launch run` goes on with the run"
+                    f"run {ledger.run_id}: no host that may go on writing has answered for "
+                    f"{_SILENCE_SECONDS / 60:.0f} minutes, and nothing watches the run: `tpu-launch status` looks at "
+                    "the slice, `tpu-launch run` goes on with the run"
                 )
                 return
             context.machine.clock.sleep(_FOLLOW_EVERY)
@@ -289,7 +290,7 @@ class _Fetcher:
         self.containers_ended = False
         """Whether the last fetch found no running container on any host."""
         self.silent = False
-        """Whether no host answered the last fetch."""
+        """Whether no host that may go on writing answered the last fetch."""
         self._conflicts = 0  # fetches in a row that found the run's lock held
 
     @property
@@ -303,9 +304,9 @@ class _Fetcher:
         pages, self._next_page, self.containers_ended = self._next_page, {}, False
         try:
             with self._ledger.supervising(patience=0.0):
-                running = [self._fetch_from(worker, pages.get(worker)) for worker in self._files]
-                self.containers_ended = not any(running)
-                self.silent, self._conflicts = all(self._problems.values()), 0
+                running = [worker for worker in self._files if self._fetch_from(worker, pages.get(worker))]
+                self.containers_ended = not running
+                self.silent, self._conflicts = all(self._problems[worker] for worker in running), 0
         except LaunchError as error:
             if error.exit_code is not Exit.CONFLICT:
                 raise

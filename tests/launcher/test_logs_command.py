@@ -125,6 +125,15 @@ def test_a_host_that_can_not_be_asked_is_named_once_and_asked_again(tmp_path: Pa
     ]
 
 
+def test_following_ends_where_one_host_has_ended_and_the_other_does_not_answer(work: Workstation) -> None:
+    work.hosts.exits[0] = None
+    detach(work, work.config())
+    work.hosts.end(1)
+    work.hosts.silent = {1}
+    status.print_logs(work.config(), work.context(), None, follow=True, host=None)
+    assert "no host that may go on writing has answered for 10 minutes" in work.messages[-1]
+
+
 def test_following_an_attempt_ends_although_the_next_one_has_begun(tmp_path: Path) -> None:
     terminal = Terminal(tmp_path, [line(0)], [RUNNING])
     follower = threading.Timer(

@@ -190,8 +190,6 @@ def logs_end_with_their_program(simulation: SimulatedRun, command: Command) -> N
     )
     if job is None or busy or not job.containers:  # none: they may wait for the rest of an interrupted start
         return
-    if any("its pod was disrupted" in text for text in command.said):  # another command may start it again
-        return
     if all(item.ended < since and item.host.quiet_since(since) for item in job.containers.values()):
         simulation.break_promise("logs end with their program", f"{job}: {command.said[-2:]}")
 
