@@ -203,7 +203,7 @@ def stop(config: Config, context: Context, run_id: str | None, *, grace: int | N
         reports = _stop_on_hosts(session, seconds)
         deadline = context.machine.clock.monotonic() + _RELEASE_SECONDS
         if state.phase is Phase.STARTING and not _is_released(ledger, context, deadline):
-            session.say(": the tpu-launch that starts it has not ended; `tpu-launch stop` again stops what comes late")
+            session.say(": the tpu-launch that starts it has not ended yet; if it goes on, `tpu-launch stop` again")
         return reports
 
 

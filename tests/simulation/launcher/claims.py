@@ -153,11 +153,10 @@ def stop_of_a_start_is_told(simulation: SimulatedRun, command: Command) -> None:
 
 def kind_world_starts_a_run(simulation: SimulatedRun, command: Command) -> None:
     """Without faults and without other users of the slice, `run` fails for no reason of a cloud."""
-    if command.name not in ("run", "attach") or simulation.faults or simulation.full_disk or simulation.kill_at:
+    hostile = simulation.faults or simulation.full_disk or simulation.kill_at
+    if command.name not in ("run", "attach") or hostile or any(each.kind == "asleep" for each in simulation.actions):
         return
     candidates = simulation.scenario.candidates
-    if any(action.kind == "asleep" for action in simulation.actions):
-        return
     if command.code == Exit.CLOUD_ERROR and (candidates is None or not candidates.kill_at):
         simulation.break_promise("a run starts in a kind world", f"{command.name}: {command.error}")
 

@@ -63,11 +63,6 @@ class Container:
     def running(self) -> bool:
         return self.status == "running"
 
-    @property
-    def jobset(self) -> str:
-        """On a cluster, the name of its JobSet."""
-        return self.name.removeprefix("tpu-launch-")
-
     def write(self, text: str, at: float | None = None) -> None:
         """Writes a line at a virtual time, now unless given."""
         moment = self.host.scheduler.now if at is None else at

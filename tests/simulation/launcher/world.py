@@ -216,9 +216,8 @@ class World:
         self.addresses[host.address] = host
 
     def _our_slice(self) -> Slice | None:
-        nodes = [node for node in self.google.slices.values() if node.creator == "ann"]
-        nodes = [node for node in nodes if node.name.startswith(self.slice_name)]
-        return nodes[-1] if nodes else None
+        named = [node for node in self.google.slices.values() if node.name.startswith(self.slice_name)]
+        return next((node for node in reversed(named) if node.creator == "ann"), None)
 
     def _strike(self, fault: Fault) -> None:
         """Makes a fault occur. Does not block."""
@@ -410,7 +409,8 @@ class World:
         for stop in self.record.stops:
             asked_since = any(at > stop.at and laptop is actor.laptop for laptop, at in self.record.requested_runs)
             if self.cluster is not None and stop.done is not None:  # the JobSet may come during the stop: it ends later
-                asked_since = asked_since or stop.at < self.cluster.created[container.jobset] <= stop.done + 1.0
+                created = self.cluster.created[container.name.removeprefix("tpu-launch-")]
+                asked_since = asked_since or stop.at < created <= stop.done + 1.0
             if stop.run == container.run and stop.done is not None and not asked_since:
                 self.break_promise("stop is final", f"{container.name} starts after the stop at {stop.at:.1f}")
 
