@@ -6,6 +6,7 @@
         000007.ended.json      the time, and why: withdrawn, no capacity, taken away, deleted, refused
 
         bucket                 URL of a copy for other machines, below the folder of the slice's newest run (`share`)
+        moving.json            open requests that `share` is giving new numbers
 
 Every file is created whole and once (in the bucket first, then as a link to a finished file), and never changed: a
 command that was killed at any point leaves requests without an end, which the next command withdraws or uses (race.py).
@@ -14,6 +15,7 @@ command that was killed at any point leaves requests without an end, which the n
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import statistics
@@ -92,15 +94,26 @@ class RequestRecord:
         return list(self._found.values())
 
     def open(self) -> list[Recorded]:
-        """Returns the requests that have not ended, oldest first."""
+        """Returns the requests that have not ended, oldest first. Raises LaunchError if a killed `share` can't be
+        finished, because the bucket does not answer."""
+        if (self._folder / _MOVING).exists():
+            try:
+                self.share(json.loads((self._folder / _MOVING).read_text())["url"])
+            except storage.StorageError as error:
+                raise LaunchError(f"open requests can't be read from their bucket: {error}") from None
         return [request for request in self.read() if request.ended is None]
 
     def ask(self, candidate: Candidate, node: str, now: float) -> Recorded:
         """Records and returns a request that is about to be made. Raises OSError or LaunchError if that fails."""
         number = max((request.number for request in self.read()), default=0) + 1
-        while not self._create(number, "asked", {"candidate": asdict(candidate), "node": node, "time": now}):
-            number += 1
-        return Recorded(number, candidate, node, now)
+        return self._ask(Recorded(number, candidate, node, now))
+
+    def _ask(self, request: Recorded) -> Recorded:
+        """Records a request under its number, or the next one that no other request has. Returns it as recorded."""
+        content = {"candidate": asdict(request.candidate), "node": request.node, "time": request.asked}
+        while not self._create(request.number, "asked", content):
+            request = replace(request, number=request.number + 1)
+        return request
 
     def grant(self, request: Recorded, now: float) -> None:
         """Records that a request was granted and its slice is used."""
@@ -112,43 +125,53 @@ class RequestRecord:
             self._create(request.number, "ended", {"time": now, "outcome": outcome})
 
     def _create(self, number: int, part: str, content: dict[str, Any]) -> bool:
-        """Creates a file of the record, in the bucket and here. Returns False if it exists, and copies the bucket's
-        here. Raises LaunchError if the bucket can't take the record of a new request; ignores its other errors."""
-        name, text, is_new = f"{number:06d}.{part}.json", json.dumps(content) + "\n", True
+        """Creates a file of the record, in the bucket and here; copies that of another machine here. Returns whether
+        the record has this content now. Raises LaunchError if the bucket can't take the record of a new request;
+        ignores its other errors."""
+        name, text = f"{number:06d}.{part}.json", json.dumps(content) + "\n"
+        found = text
         if (self._folder / _BUCKET).exists():
             url = storage.join((self._folder / _BUCKET).read_text(), name)
             try:
                 storage.write(url, text.encode(), create_only=True)
             except storage.AlreadyExists:  # another machine's
-                is_new, text = False, storage.read(url).decode()
+                found = storage.read(url).decode()
             except storage.StorageError as error:  # `share` copies the others later
                 if part == "asked":
                     raise LaunchError(f"request {number} was not made, because it can't be recorded: {error}") from None
-        return create_only(self._folder / name, text) and is_new
+        return (create_only(self._folder / name, found) or (self._folder / name).read_text() == text) and found == text
 
     def share(self, url: str) -> None:
         """Also records requests in a bucket's folder from now on, and copies those that only one side has to the other.
         If both have different requests of one number, takes the bucket's and gives this machine's open ones new
-        numbers. Raises StorageError, OSError."""
+        numbers, which it notes first: `open` finishes that after a kill. Raises StorageError, OSError."""
+        moving = self._folder / _MOVING
+        if moving.exists() and (earlier := json.loads(moving.read_text())["url"]) != url:
+            self.share(earlier)
         mine = {path.name: path.read_text() for path in self._folder.glob("[0-9]*.json")}
         there = {storage.name_of(found.url): storage.read(found.url).decode() for found in storage.listing(url)}
-        home.write_private(self._folder / _BUCKET, url)
-        if all(there[name] == text for name, text in mine.items() if name in there):
+        if not moving.exists() and all(there[name] == text for name, text in mine.items() if name in there):
             for name in sorted(mine.keys() - there.keys()):  # "asked" first: a killed command leaves no end without it
                 storage.write(storage.join(url, name), mine[name].encode())
             for name in sorted(there.keys() - mine.keys()):
                 create_only(self._folder / name, there[name])
+            home.write_private(self._folder / _BUCKET, url)
             return
-        left = self.open()
-        for name in mine:
-            (self._folder / name).unlink()
+        if not moving.exists():
+            new = itertools.count(max(int(name[:6]) for name in (*mine, *there)) + 1)
+            left = [replace(item, number=next(new)).document() for item in self.read() if item.ended is None]
+            home.write_private(moving, json.dumps({"url": url, "requests": left}))
+        for name in sorted(mine, reverse=True):  # "asked" last
+            (self._folder / name).unlink(missing_ok=True)
         for name, text in there.items():
             create_only(self._folder / name, text)
         self._names, self._found = set(), {}
-        for request in left:
-            again = self.ask(request.candidate, request.node, request.asked)
-            if request.granted is not None:
-                self.grant(again, request.granted)
+        home.write_private(self._folder / _BUCKET, url)
+        for item in json.loads(moving.read_text())["requests"]:
+            moved = self._ask(Recorded(**item | {"candidate": Candidate(**item["candidate"])}))
+            if moved.granted is not None:
+                self.grant(moved, moved.granted)
+        moving.unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def try_lock(self) -> Iterator[bool]:
@@ -159,7 +182,7 @@ class RequestRecord:
             yield lock(file, path)
 
 
-_ASKED, _BUCKET = "asked.json", "bucket"
+_ASKED, _BUCKET, _MOVING = "asked.json", "bucket", "moving.json"
 
 
 def create_only(path: Path, text: str) -> bool:

@@ -1,6 +1,9 @@
 """Claims about candidates of a slice: what is asked for, what is taken, and what is withdrawn, after a kill too.
 gcloud is replaced by the emulator's API in this process; the clock passes only by waiting."""
 
+import contextlib
+import os
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -247,6 +250,55 @@ def test_a_supervisor_on_another_machine_uses_and_withdraws_the_requests_of_the_
     with pytest.raises(LaunchError, match="request 4 was not made, because it can't be recorded"):
         elsewhere.ask(first, "late", 8.0)
     server.close()
+
+
+def test_a_share_that_is_killed_loses_and_doubles_no_open_request(
+    config: Config, tmp_path: Path, server: BucketServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed before each of its writes, with another machine's requests of the same numbers in the bucket."""
+    first, second = config.candidates[:2]
+    left = steps = -1
+
+    def count_and_kill(function: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            nonlocal left
+            left -= threading.current_thread() is threading.main_thread()  # not the server's
+            if left == 0:
+                raise KeyboardInterrupt
+            return function(*arguments, **options)
+
+        return call
+
+    while left <= 0:
+        steps += 1
+        url = f"gs://bucket/runs/{steps}/launcher/requests"
+        monkeypatch.setenv("TPU_LAUNCH_HOME", str(tmp_path / f"laptop {steps}"))
+        laptop = RequestRecord(config)
+        laptop.ask(first, "before", 1.0)
+        laptop.share(url)
+        monkeypatch.setenv("TPU_LAUNCH_HOME", str(tmp_path / f"elsewhere {steps}"))
+        elsewhere = RequestRecord(config)
+        elsewhere.end([elsewhere.ask(first, "own", 2.0)], requests.WITHDRAWN, 3.0)
+        elsewhere.grant(elsewhere.ask(second, "granted", 4.0), 5.0)
+        elsewhere.ask(first, "left", 6.0)
+        left = steps + 1
+        with pytest.MonkeyPatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+            for place, name in (
+                (requests.storage, "write"),
+                (requests.home, "write_private"),
+                (Path, "unlink"),
+                (os, "link"),
+            ):
+                patch.setattr(place, name, count_and_kill(getattr(place, name)))
+            elsewhere.share(url)
+        found = [(item.node, item.granted) for item in RequestRecord(config).open()]
+        assert found[-2:] == [("granted", 5.0), ("left", None)], f"killed at write {steps}"
+        RequestRecord(config).share(url)
+        for record in laptop, RequestRecord(config):
+            record.share(url)
+            found = [(item.node, item.granted) for item in record.open()]
+            assert found == [("before", None), ("granted", 5.0), ("left", None)], f"killed at write {steps}"
+    assert steps > 12
 
 
 def test_the_command_shows_candidates_and_what_became_of_each_request(
