@@ -78,16 +78,26 @@ def require_left(session: Session) -> None:
 def stop(session: Session, attempt: int) -> None:
     """Requests the stop of an attempt whose budget is spent: it saves, and no attempt follows."""
     session.say(f": the budget is spent ({describe(session)}): stopping it, so that it saves")
-    session.ledger.append(events.RunStopRequested(attempt, session.config.run.stop_seconds, by_budget=True))
+    _record_stop(session, attempt)
+
+
+def _record_stop(session: Session, attempt: int) -> None:
+    created, _ = session.provider.identity()
+    seconds = session.config.run.stop_seconds
+    session.ledger.append(events.RunStopRequested(attempt, seconds, by_budget=True, slice_created=created))
 
 
 def take_down(session: Session) -> None:
-    """Deletes the slice of a run whose budget is spent, and records that."""
+    """Deletes the slice of a run whose budget is spent, after recording which one, and records that it is gone. Leaves
+    another slice of that name alone: the process before may have been killed after it deleted the run's."""
+    ledger, attempt = session.ledger, max(0, session.ledger.state.attempt)
     session.say(f": the budget is spent ({describe(session)}): deleting its slice; raise run.budget to go on")
-    session.ledger.confirm()
-    session.provider.delete()
-    given_up = events.RecoveryGivenUp(max(0, session.ledger.state.attempt), "the budget is spent", "no slice is left")
-    session.ledger.append(given_up)
+    ledger.confirm()
+    if not ledger.state.budget_spent:
+        _record_stop(session, attempt)
+    stops = [event for event in ledger.events() if isinstance(event, events.RunStopRequested) and event.by_budget]
+    session.delete_slice(stops[-1].slice_created)
+    ledger.append(events.RecoveryGivenUp(attempt, "the budget is spent", "no slice is left"))
 
 
 def describe(session: Session) -> str:

@@ -110,6 +110,8 @@ class RunStopRequested(RunEvent):
     """Seconds between SIGTERM and SIGKILL."""
     by_budget: bool = False
     """Whether run.budget is spent: the slice is deleted too."""
+    slice_created: str = ""
+    """When that slice was created (RFC 3339): another one of its name is left alone. Empty where that is not known."""
 
 
 @dataclass(frozen=True)
@@ -237,13 +239,15 @@ class Recovered(RunEvent):
 
 @dataclass(frozen=True)
 class SliceReplaced(RunEvent):
-    """The slice was deleted in order to be recreated: one host failed repeatedly, or hosts could not be contacted."""
+    """The slice is deleted in order to be recreated: one host failed repeatedly, or hosts could not be contacted."""
 
     kind: ClassVar[str] = "replaced"
     host: int
     """Worker index of the failing host; -1: no single host."""
     reason: str
     """How often that host was the first cause, or why the hosts can't be used."""
+    slice_created: str = ""
+    """As in `stop`."""
 
 
 @dataclass(frozen=True)

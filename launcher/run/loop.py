@@ -24,6 +24,7 @@ from launcher.run.recovery import (
     decide_round,
     find_proof,
     spent_so_far,
+    unfinished_replacement,
 )
 from launcher.run.session import Outcome, RunStopped, Session
 from launcher.run.start import end_interrupted_start, judge_slice, observe_phase, require_inputs, start_attempt
@@ -301,6 +302,8 @@ class _Recovery:
                 session.say(f": {reason}; run.replace_after: 2 recreates the slice then")
         else:
             worker = -1
+        if doomed := unfinished_replacement(session.ledger.events()):  # by a process that was killed meanwhile
+            session.delete_slice(doomed)
         if not self.replace:
             return
         slice_state = session.provider.describe()
@@ -309,9 +312,10 @@ class _Recovery:
             reason = f"{self.replace}; {proof}"
             session.say(f": {reason}: recreating the slice (run.replace_after)")
             session.check_stop()
-            session.provider.delete()
+            replaced = events.SliceReplaced(session.ledger.state.attempt, worker, reason, slice_state.created)
+            session.ledger.append(replaced)
+            session.delete_slice(slice_state.created)
             self.in_use = False
-            session.ledger.append(events.SliceReplaced(session.ledger.state.attempt, worker, reason))
         elif slice_state is not None:
             session.say(
                 f": {self.replace}; the slice is kept, because neither Google's API nor other hosts nor the trainer's "

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from launcher.errors import Exit, HostsUnreachable, LaunchError
 from launcher.provider import SliceState
-from launcher.run.events import NOT_STARTED, VANISHED, Ended, Recovering, RunEvent, SliceReplaced
+from launcher.run.events import NOT_STARTED, VANISHED, AttemptBegan, Ended, Recovering, RunEvent, SliceReplaced
 from launcher.run.verdict import Kind, Verdict
 
 _PREEMPTIONS = frozenset({Kind.PREEMPTED, Kind.HOST_LOST, Kind.CONNECTION_LOST, Kind.SAVED})
@@ -163,6 +163,14 @@ def bad_host(events: Sequence[RunEvent]) -> tuple[int, int]:
                 break
             worker, count = blamed, count + 1
     return worker, count
+
+
+def unfinished_replacement(events: Sequence[RunEvent]) -> str:
+    """Returns when the slice was created whose replacement was recorded last; "" if an attempt has begun since."""
+    for event in reversed(events):
+        if isinstance(event, SliceReplaced | AttemptBegan):
+            return event.slice_created if isinstance(event, SliceReplaced) else ""
+    return ""
 
 
 def find_proof(last: Ended | None, slice_state: SliceState, *, blamed: bool, silent: float, limit: float) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from launcher.config import Config
 from launcher.errors import Exit, LaunchError
+from launcher.gcloud.retry import Retry
 from launcher.provider import LogLine, Provider, container_name
 from launcher.run import specification
 from launcher.run.ledger import Ledger
@@ -15,6 +16,8 @@ from launcher.run.specification import SecretSource, Specification
 from launcher.run.verdict import Verdict
 from launcher.workstation import CheckedClock, Workstation
 from training.machine.clock import Clock
+
+_DESCRIBE_SECONDS = 120.0
 
 
 class RunStopped(LaunchError):
@@ -102,6 +105,17 @@ class Session:
     def container(self, attempt: int) -> str:
         """Returns the name of an attempt's container, the same on every host."""
         return container_name(self.ledger.run_id, attempt)
+
+    def delete_slice(self, created: str) -> None:
+        """Deletes the slice, unless one of its name was created at another time than `created` (RFC 3339; "": not
+        known). Raises LaunchError, for an API that does not answer after two minutes."""
+        machine = self.machine
+        retry = Retry(machine, self.context.output.say, f"slice {self.config.slice.name}")
+        found = retry.call(self.provider.describe, machine.clock.monotonic() + _DESCRIBE_SECONDS)
+        if found is not None and created and found.created and found.created != created:
+            self.say(f": slice {found.name} is not the one to delete: it was created at {found.created}; left alone")
+        else:
+            self.provider.delete()
 
     def secret_values(self) -> dict[str, str]:
         """Returns the values of the run's secrets that this process knows, by name; {} where the platform has them."""

@@ -24,6 +24,7 @@ from launcher.run.events import (
     RoundFailed,
     RunEvent,
     RunStopRequested,
+    SliceReplaced,
     Started,
 )
 from launcher.run.lease import supervising
@@ -45,7 +46,13 @@ CONFIGURATION: dict[str, Any] = {
     "project": "p",
     "zone": "us-central2-b",
     "slice": {"name": "s", "accelerator_type": "v4-16"},
-    "run": {"command": ["python", "x.py"], "preemption_retries": 1, "failure_retries": 0, "secrets": ["TOKEN"]},
+    "run": {
+        "command": ["python", "x.py"],
+        "preemption_retries": 1,
+        "failure_retries": 0,
+        "secrets": ["TOKEN"],
+        "budget": 5.0,
+    },
 }
 
 
@@ -142,15 +149,31 @@ def test_a_supervisor_deletes_the_slice_of_a_run_whose_launcher_died_after_its_b
     begin(tmp_path / "laptop", "r", BEGAN, RUNS_NOW, SPENT, Ended(0, "saved"), url=f"{RUNS}/r/launcher")
     hosts = Hosts([])
     ledger, said = import_run(tmp_path / "pod", this_machine(), f"{RUNS}/r"), list[str]()
-    budgeted = {**CONFIGURATION, "run": {**CONFIGURATION["run"], "budget": 5.0}}
-    kept = specification.read(ledger.folder).model_copy(update={"configuration": budgeted})
-    specification.write(ledger.folder, kept)
     machine, output = replace(this_machine(), clock=FastClock()), Output(said.append, lambda worker, line: None)
     context = Context(tmp_path / "pod", {}, lambda config: FakeProvider(config, hosts), output, machine)
     assert supervisor.take_over(ledger, context) is None
     assert hosts.slice_state is None, said
     assert supervisor.take_over(ledger, context) is None
     assert hosts.calls == ["delete"]
+
+
+@pytest.mark.parametrize("created", ["2026-01-01T00:00:00Z", "2026-02-02T00:00:00Z"])
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_deletion_that_a_kill_interrupted_is_finished_for_the_recorded_slice_only(
+    tmp_path: Path, created: str, replaces: bool
+) -> None:
+    spent = [replace(SPENT, slice_created="2026-01-01T00:00:00Z"), Ended(0, "saved")]
+    broken = [Ended(0, "host lost"), AGAIN, SliceReplaced(0, 1, "host 1 is broken", "2026-01-01T00:00:00Z")]
+    recorded = broken if replaces else spent
+    begin(tmp_path / "laptop", "r", BEGAN, RUNS_NOW, *recorded, url=f"{RUNS}/r/launcher")
+    hosts, said = Hosts([0], created=created), list[str]()
+    machine, output = replace(this_machine(), clock=FastClock()), Output(said.append, lambda worker, line: None)
+    context = Context(tmp_path / "pod", {"TOKEN": "x"}, lambda config: FakeProvider(config, hosts), output, machine)
+    supervisor.take_over(import_run(tmp_path / "pod", this_machine(), f"{RUNS}/r"), context)
+    is_recorded = created == "2026-01-01T00:00:00Z"
+    assert ("delete" in hosts.calls) == is_recorded, said
+    assert any("is not the one to delete: it was created at 2026-02-02" in text for text in said) == (not is_recorded)
+    assert ("start" in hosts.calls) == replaces
 
 
 def test_down_deletes_the_slice_although_the_run_s_bucket_refuses(tmp_path: Path, server: BucketServer) -> None:
