@@ -73,6 +73,8 @@ def supervise(
         spec = supervisor_manifest.SupervisorSpec(url, image, project, zone)
         click.echo(supervisor_manifest.render(kind, spec), nl=False)
         return
+    if image is not None or project is not None:
+        raise BadInput("--image and --project belong to --manifest: without it, this machine supervises the runs")
     _require_bucket(url)
     with emulation(bool(context.find_root().obj)):
         if not RunBucket.of_run(url).has_run():
@@ -127,7 +129,7 @@ def _row(url: str, scratch: Path) -> dict[str, Any] | None:
     """Returns a run's row; None for a folder without a ledger."""
     if not RunBucket.of_run(url).has_run():
         return None
-    ledger = import_run(scratch, machine(), url)
+    ledger = import_run(scratch, machine(), url, overlays=False)
     assert ledger.bucket is not None
     lease = ledger.bucket.read_lease()
     return {

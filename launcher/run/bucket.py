@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher.home import write_private_bytes
 from training import storage
+from training.machine.clock import Clock
 from training.machine.threads import Threads
 
 FOLDER = "launcher"
@@ -40,12 +41,12 @@ class LeaseState:
     holder: str
     """The supervisor's name; empty after it has released the lease."""
     generation: int
-    age: float
-    """Seconds since its last renewal, by the bucket's clock."""
+    age: float | None
+    """Seconds since its last renewal, by the bucket's clock; None if the bucket's answers have no time."""
 
     @property
     def is_live(self) -> bool:
-        return bool(self.holder) and self.age < LEASE_SECONDS
+        return bool(self.holder) and (self.age is None or self.age < LEASE_SECONDS)
 
 
 @dataclass(frozen=True)
@@ -85,10 +86,20 @@ class RunBucket:
     def _event(self, number: int) -> str:
         return storage.join(self.url, "events", f"{number:08d}.json")
 
-    def read_lease(self) -> LeaseState | None:
-        """Returns the run's lease; None before the first."""
+    def judge_lease(self, clock: Clock, seen: int = 0) -> LeaseState | None:
+        """Returns the run's lease; None before the first, and if its generation is `seen`. Without the bucket's time,
+        waits LEASE_SECONDS: a lease that is not renewed meanwhile has expired."""
+        lease = self.read_lease(seen)
+        if lease is None or lease.age is not None or not lease.is_live:
+            return lease
+        clock.sleep(LEASE_SECONDS)
+        later = self.read_lease()
+        return replace(lease, age=LEASE_SECONDS) if later == lease else later
+
+    def read_lease(self, seen: int = 0) -> LeaseState | None:
+        """Returns the run's lease; None before the first, and if its generation is `seen`."""
         url = storage.join(self.url, "lease.json")
-        while (found := storage.stat(url)) is not None:
+        while (found := storage.stat(url)) is not None and found.generation != seen:
             with contextlib.suppress(storage.Changed):
                 holder = json.loads(storage.read(url, generation=found.generation))["holder"]
                 return LeaseState(holder, found.generation, found.age)
@@ -109,11 +120,11 @@ class RunBucket:
             if storage.stat(url) is None:
                 storage.upload(path, url)
 
-    def download(self, folder: Path) -> None:
+    def download(self, folder: Path, *, overlays: bool) -> None:
         """Copies the files of the run into a folder of this machine, its record last. Raises NotFound if there is no
         run."""
         record = storage.read(storage.join(self.url, _RECORD))
-        for found in storage.listing(storage.join(self.url, _OVERLAYS)):
+        for found in storage.listing(storage.join(self.url, _OVERLAYS)) if overlays else ():
             path = folder / storage.name_of(found.url)
             if not path.exists():
                 write_private_bytes(path, storage.read(found.url))

@@ -78,7 +78,7 @@ class Lease:
         ledger = self._ledger
         try:
             # First the lease, then the events: a Supervised that follows is that of a process with a newer lease.
-            found = self._bucket.read_lease()
+            found = self._bucket.judge_lease(self._machine.clock)
             ledger.pull(self._machine.threads)
             self.supervisions = ledger.state.supervisions
             if found is not None and found.is_live and found.holder != self._holder:

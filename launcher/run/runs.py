@@ -127,12 +127,15 @@ def resolve_run(
 
 def _folder_in_bucket(config: Config, run_id: str, say: Callable[[str], None]) -> str:
     """Writes config.yaml into a new run's launcher folder in its bucket, and returns the folder's URL; "" if the output
-    is not in a bucket, or (said to the user) this account may not write there. Raises LaunchError."""
+    is not in a bucket, or (said to the user) this account may not create and replace objects there. Raises
+    LaunchError."""
     if config.trainer is None or not storage.is_remote(config.trainer.output):
         return ""
     url = storage.join(config.trainer.output, run_id, bucket.FOLDER)
+    place, content = storage.join(url, "config.yaml"), config.document.dump().encode()
     try:
-        storage.write(storage.join(url, "config.yaml"), config.document.dump().encode())
+        created = storage.write(place, content)
+        storage.write(place, content, replaces=created.generation)  # the lease is replaced every few seconds
     except storage.NotAllowed as error:
         say(
             f"run {run_id}: only this machine can supervise it, because its events can't be kept in its bucket: {error}"
@@ -143,14 +146,14 @@ def _folder_in_bucket(config: Config, run_id: str, say: Callable[[str], None]) -
     return url
 
 
-def import_run(home: Path, machine: Workstation, url: str) -> Ledger:
-    """Copies a run's folder from gs://bucket/runs/ID, for the commands of this machine. Raises BadInput if there is no
-    run, LaunchError if the bucket does not answer."""
+def import_run(home: Path, machine: Workstation, url: str, *, overlays: bool = True) -> Ledger:
+    """Copies a run's folder from gs://bucket/runs/ID, for the commands of this machine; without `overlays`, only what
+    its state depends on. Raises BadInput if there is no run, LaunchError if the bucket does not answer."""
     url = url.rstrip("/")
     ledger = Ledger(home / "runs" / storage.name_of(url), machine.clock)
     place = bucket.RunBucket.of_run(url)
     try:
-        place.download(ledger.folder)
+        place.download(ledger.folder, overlays=overlays)
     except storage.NotFound as error:
         raise BadInput(
             f"{url} is no run that another machine can go on with ({error}): name gs://bucket/runs/ID, whose ID "

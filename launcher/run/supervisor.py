@@ -31,6 +31,7 @@ from training.machine.threads import Future
 
 POLL_SECONDS = 15.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 15.0, 300.0  # seconds, before a run whose process failed is taken over again
+_LOOKS_AT_ONCE = 16
 _PROCESS_SECONDS = 30 * 86400.0  # after which a run's process ends, and another one takes over
 
 
@@ -125,7 +126,7 @@ class _Child:
     pause: float = _FIRST_PAUSE
     next_start: float = 0.0
     """Monotonic clock."""
-    settled: int = -1
+    settled: int = 0
     """Generation of the run's lease when nothing was left to do."""
     over: bool = False
     """The run has finished; the supervisor no longer looks at it."""
@@ -153,37 +154,41 @@ class Supervisor:
                 except storage.StorageError as error:
                     say(f"{self.folder} can't be read, trying again: {error}")
                     names = []
-                for name in names:
-                    self._look(name, self._children.setdefault(name, _Child()))
+                children = [(name, self._children.setdefault(name, _Child())) for name in names]
+                needed = self.context.machine.threads.map(self._look, children, at_once=_LOOKS_AT_ONCE)
+                for name, child in (each for each, is_needed in zip(children, needed, strict=True) if is_needed):
+                    self._start(name, child)
                 clock.sleep(POLL_SECONDS)
         except KeyboardInterrupt:
             running = [child for child in self._children.values() if child.result and not child.result.done()]
             say(f"ending: {len(running)} runs continue without this supervisor")
             self.context.machine.threads.map(lambda child: child.end(), running, at_once=len(running) or 1)
 
-    def _look(self, name: str, child: _Child) -> None:
-        """Reports a process that has ended; starts one if the run needs it. Says an error once until it changes."""
+    def _look(self, named: tuple[str, _Child]) -> bool:
+        """Reports a process that has ended; returns whether the run needs one now. Says an error once until it
+        changes."""
+        name, child = named
         if child.result is not None and child.result.done():
             self._report_end(name, child)
-        if child.result is None and not child.over and self.context.machine.clock.monotonic() >= child.next_start:
-            try:
-                needed, child.problem = self._needs_process(name, child), ""
-            except (LaunchError, storage.StorageError, OSError, ValueError, LookupError, TypeError) as error:
-                needed = False  # a full disk, or a lease or a record that is damaged, must not end the others
-                if str(error) != child.problem:
-                    self.context.output.say(f"run {name}: its ledger can't be read: {error}")
-                child.problem = str(error)
-            if needed:
-                self._start(name, child)
+        if child.result is not None or child.over or self.context.machine.clock.monotonic() < child.next_start:
+            return False
+        try:
+            needed, child.problem = self._needs_process(name, child), ""
+        except (LaunchError, storage.StorageError, OSError, ValueError, LookupError, TypeError) as error:
+            needed = False  # a full disk, or a lease or a record that is damaged, must not end the others
+            if str(error) != child.problem:
+                self.context.output.say(f"run {name}: its ledger can't be read: {error}")
+            child.problem = str(error)
+        return needed
 
     def _needs_process(self, name: str, child: _Child) -> bool:
         """Returns whether the run is unfinished and its lease not live. Notes in `child` that nothing is left to do."""
-        url = storage.join(self.folder, name)
-        lease = RunBucket.of_run(url).read_lease()
-        if lease is None or lease.is_live or lease.generation == child.settled:
+        url, machine = storage.join(self.folder, name), self.context.machine
+        lease = RunBucket.of_run(url).judge_lease(machine.clock, seen=child.settled)
+        if lease is None or lease.is_live:
             return False
-        ledger = import_run(self.context.home, self.context.machine, url)
-        if is_unfinished(ledger, self.context.machine.clock.time()):
+        ledger = import_run(self.context.home, machine, url, overlays=False)
+        if is_unfinished(ledger, machine.clock.time()):
             return True
         child.settled, child.over = lease.generation, ledger.state.phase is Phase.FINISHED
         return False

@@ -224,8 +224,15 @@ def play(machines: Machines, *scenes: tuple[Process, Callable[[], object]]) -> N
             raise task.error
 
 
-def test_a_lease_expires_by_the_bucket_s_clock_whatever_those_of_the_machines_say(prompt: Machines) -> None:
+@pytest.mark.parametrize("tells_time", [True, False])
+def test_a_lease_expires_by_the_bucket_s_clock_whatever_those_of_the_machines_say(
+    prompt: Machines, tells_time: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the bucket's time, when nobody renews it."""
     scheduler = prompt.scheduler
+    waits = 0 if tells_time else LEASE_SECONDS
+    if not tells_time:
+        monkeypatch.setattr(gcs._CutOff, "answer_date", lambda: "")
     a, of_a = prompt.make("a", wrong_clock=7 * 3600)
     b, of_b = prompt.make("b", wrong_clock=-5 * 3600)
     taken: list[float] = []
@@ -244,7 +251,7 @@ def test_a_lease_expires_by_the_bucket_s_clock_whatever_those_of_the_machines_sa
             scheduler.sleep(1)
 
     def refuse() -> None:
-        scheduler.sleep(90)
+        scheduler.sleep(90 - waits)
         elsewhere = supervising(prompt.ledger("b", b), b, prompt.said.append)
         with pytest.raises(LaunchError, match=r"run r is supervised by .*: `tpu-launch logs -f`") as raised, elsewhere:
             pass
@@ -254,7 +261,7 @@ def test_a_lease_expires_by_the_bucket_s_clock_whatever_those_of_the_machines_sa
     scheduler.run(lambda: scheduler.now > 5, seconds=10)
     play(prompt, (of_b, refuse), (of_b, wait))
     assert scheduler.now > 100
-    assert LEASE_SECONDS - 6 < taken[0] < LEASE_SECONDS + 12, "from its last renewal at most"
+    assert LEASE_SECONDS - 6 < taken[0] < LEASE_SECONDS + 12 + waits, "from its last renewal at most"
     scheduler.close()
 
 

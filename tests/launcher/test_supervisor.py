@@ -1,6 +1,8 @@
 """Claims about `tpu-launch supervise` and about commands on a run of a bucket from a machine that has nothing of it."""
 
+import itertools
 import json
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -253,6 +255,36 @@ def test_a_supervisor_starts_a_process_for_each_unfinished_run_and_again_after_a
     assert "run live: its process ended with 24" in said
 
 
+def test_a_look_at_a_stopped_run_costs_one_request_beside_those_of_others_and_no_overlay(
+    tmp_path: Path, server: BucketServer
+) -> None:
+    for number in range(16):
+        url = f"{RUNS}/{number}/launcher"
+        begin(tmp_path / "laptop", str(number), BEGAN, RUNS_NOW, RunStopRequested(0), Ended(0, "saved"), url=url)
+        storage.write(f"{url}/overlays/overlay-0.tar.gz", b"large")
+    together, waiting, alone = threading.Event(), list[str](), list[str]()
+
+    def meet(request: Any) -> None:
+        if "lease.json" in request.path and not together.is_set():
+            waiting.append(request.path)
+            if len(waiting) == 8 or not together.wait(10):
+                alone.extend(waiting[:1] if not together.is_set() and len(waiting) < 8 else [])
+                together.set()
+
+    class CountingClock(_Clock):
+        def sleep(self, seconds: float) -> None:
+            looks.append(len(server.requests))
+            super().sleep(seconds)
+
+    server.fault, looks = meet, [len(server.requests)]
+    machine = replace(this_machine(), clock=CountingClock(looks=3))
+    with pytest.raises(_Enough):
+        Supervisor(RUNS, Context(tmp_path / "pod", {}, _no_provider, Output(print, pytest.fail), machine)).watch()
+    assert not alone, "looks wait for each other"
+    assert [later - before for before, later in itertools.pairwise(looks)][1:] == [17, 17], "a list, and one each"
+    assert not any("overlay-0" in path for _, path, _ in server.requests[looks[0] :])
+
+
 class _Clock:
     """Time that passes only by waiting; ends the test after some waits."""
 
@@ -313,7 +345,11 @@ def test_the_ledger_is_in_the_bucket_if_the_output_is_and_this_account_may_write
     server.fault = lambda request: HttpResponse(403)
     assert not said
     assert folder(RUNS) == ""
-    assert "run r: only this machine can supervise it, because its events can't be kept in its bucket" in said[0]
+    server.fault = lambda request: HttpResponse(403) if int(request.query.get("ifGenerationMatch", 0)) else None
+    assert folder(RUNS) == "", "objects may be created there, but not replaced, as the lease must be"
+    assert len(said) == 2
+    for text in said:
+        assert "run r: only this machine can supervise it, because its events can't be kept in its bucket" in text
 
 
 @pytest.mark.parametrize("command", ["supervise", "list"])

@@ -180,6 +180,11 @@ def test_a_folder_that_is_not_one_is_refused(folder: str) -> None:
         SupervisorSpec(folder, IMAGE, "my-project", "us-central1-a")
 
 
+def test_options_of_the_script_are_refused_without_it() -> None:
+    with pytest.raises(BadInput, match="--image and --project belong to --manifest"):
+        cli.main(["supervise", "--image", IMAGE, COMMAND[1]], standalone_mode=False)
+
+
 def test_an_image_needs_a_digest() -> None:
     with pytest.raises(BadInput, match="by digest"):
         render(

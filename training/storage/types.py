@@ -52,8 +52,9 @@ class Stat:
     size: int
     generation: int
     stored_crc32c: int | None = field(default=None, compare=False)
-    age: float = field(default=0.0, compare=False)
-    """Seconds since it was written, by the server's clock when it answered `stat`; 0 for a file."""
+    age: float | None = field(default=None, compare=False)
+    """Seconds since it was written, by the server's clock when it answered `stat`; None if it told no time, as for a
+    file."""
 
     @property
     def crc32c(self) -> int:
