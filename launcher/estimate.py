@@ -2,12 +2,12 @@
 
 The bound on a step's time comes from the compiler (a kept preflight of the type), else from another type's preflight,
 whose FLOPs and bytes are spread over the type's devices, else from the model's sizes. The range is that bound divided
-by shares of it that runs reached: measured ones, of finished attempts in this folder, else published ones.
+by shares of it that runs reached: measured ones, of attempts in this folder on the same type, else on other types, else
+published ones. Emulated runs have a folder of their own, so their shares concern emulated runs only.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -18,8 +18,7 @@ from launcher import costs
 from launcher.checks import preflight
 from launcher.config import Candidate, Config
 from launcher.errors import BadInput, LaunchError
-from launcher.run import specification
-from launcher.run.logs import tail
+from launcher.run import events, specification
 from launcher.run.runs import list_runs
 from launcher.tpu_vm.requests import RequestRecord, granted_after
 from launcher.workstation import Workstation
@@ -33,9 +32,8 @@ PUBLISHED_SOURCE = (
     "published: 21 % of the peak (marin's runs, github.com/marin-community/marin) to 71 % (BERT-large on v4-128, "
     "MLPerf)"
 )
-_MARGIN = 0.1  # around measured shares: runs of one program differ
+_MARGIN, _MARGIN_OF_ONE = 0.1, 0.5  # around measured shares: attempts differ, and few show little of how much
 _STATE_BYTES = 28  # that one step of AdamW reads and writes for each parameter: weight, gradient, two moments in fp32
-_SUMMARY, _SUMMARY_BYTES = "summary: ", 200_000
 
 
 @dataclass(frozen=True)
@@ -62,6 +60,7 @@ class Estimate:
     candidate: Candidate
     fits: bool | None  # None: not compiled yet
     bound: Bound | None
+    shares: Shares
     hours: tuple[float, float] | None
     spot: tuple[float, float] | None
     on_demand: tuple[float, float] | None
@@ -77,8 +76,8 @@ class Estimate:
         return math.inf if self.hours is None else sum(self.hours) / 2 + (self.wait_seconds or 0.0) / 3600
 
 
-def estimate(config: Config, home: Path, machine: Workstation) -> tuple[list[Estimate], Shares]:
-    """Returns an estimate for each type and zone of the candidates, and the shares used.
+def estimate(config: Config, home: Path, machine: Workstation) -> list[Estimate]:
+    """Returns an estimate for each type and zone of the candidates.
 
     Raises:
         BadInput: The run has no trainer's sections.
@@ -87,14 +86,13 @@ def estimate(config: Config, home: Path, machine: Workstation) -> tuple[list[Est
         raise BadInput(
             f"{config.document.name}: has no trainer's sections, and only the trainer's step can be estimated"
         )
-    record, shares, found = RequestRecord(config).read(), measured_shares(home, machine), {}
-    shares = shares or Shares(*PUBLISHED, PUBLISHED_SOURCE)
+    record, measured, found = RequestRecord(config).read(), list(_measured(home, machine)), {}
     for candidate in config.all_candidates:
         if (place := (candidate.accelerator_type, candidate.zone)) in found:
             continue
         placed = config.placed(candidate)
         kept, bound = preflight.known(placed, home), step_bound(placed, home)
-        hours = None
+        hours, shares = None, choose_shares(candidate.accelerator_type, measured)
         if bound is not None:
             least = bound.seconds * config.trainer.train.steps / 3600
             hours = (least / shares.high, least / shares.low)
@@ -102,12 +100,13 @@ def estimate(config: Config, home: Path, machine: Workstation) -> tuple[list[Est
             candidate,
             bool(kept["fits"]) if kept else None,
             bound,
+            shares,
             hours,
             _dollars(candidate, "spot", hours),
             _dollars(candidate, "on-demand", hours),
             granted_after([request for request in record if request.candidate == candidate]),
         )
-    return list(found.values()), shares
+    return list(found.values())
 
 
 def _dollars(candidate: Candidate, capacity: str, hours: tuple[float, float] | None) -> tuple[float, float] | None:
@@ -173,42 +172,34 @@ def _bound_by_sizes(config: Config) -> Bound | None:
 # -- shares -----------------------------------------------------------------------------------------------------------
 
 
-def measured_shares(home: Path, machine: Workstation) -> Shares | None:
-    """Returns the range of shares that finished attempts of this folder reached, with a margin; None without one."""
-    shares = list(_shares(home, machine))
-    if not shares:
-        return None
-    low, high = min(shares) * (1 - _MARGIN), max(shares) * (1 + _MARGIN)
-    return Shares(low, high, f"measured in {len(shares)} finished run{'s'[: len(shares) > 1]} of this folder")
+def choose_shares(name: str, measured: Sequence[tuple[str, float]]) -> Shares:
+    """Returns the range of `measured` shares of attempts (type, share) on the type `name`, without one of those on all
+    types, with a margin that narrows with their number; the published range without any."""
+    of_type = [share for kind, share in measured if kind == name]
+    if not measured:
+        return Shares(*PUBLISHED, PUBLISHED_SOURCE)
+    found = of_type or [share for _, share in measured]
+    margin = 1 + max(_MARGIN, _MARGIN_OF_ONE / len(found))
+    count = f"{len(found)} attempt{'s'[: len(found) > 1]} on {name if of_type else 'other types'}"
+    return Shares(min(found) / margin, max(found) * margin, f"measured in {count}, of this folder's runs")
 
 
-def _shares(home: Path, machine: Workstation) -> Iterable[float]:
-    """Yields the share of the bound's speed of each run that finished here."""
+def _measured(home: Path, machine: Workstation) -> Iterable[tuple[str, float]]:
+    """Yields type and share of the bound's speed of each attempt that told the seconds of its steps."""
     for ledger in list_runs(home, machine):
-        last = ledger.state.last_attempt
-        if ledger.state.outcome != "finished" or last is None or not last.slice:
-            continue
-        try:
-            config = specification.read(ledger.folder).config()
-            place = next(item for item in config.all_candidates if str(item) == last.slice)
-            bound = step_bound(config.placed(place), home) if config.trainer is not None else None
-        except (LaunchError, StopIteration):  # another version's, or the file's candidates have changed
-            continue
-        rate = _measured_rate(ledger.log_file(last.attempt, 0))
-        if bound is not None and rate and config.trainer is not None:
-            yield rate * bound.seconds / config.trainer.train.global_batch_size
-
-
-def _measured_rate(path: Path) -> float | None:
-    """Returns the examples a second in the summary that host 0 logged last; None without one."""
-    lines = tail(path, _SUMMARY_BYTES) if path.exists() else []
-    for line in reversed(lines):
-        if line.text.startswith(_SUMMARY):
-            try:
-                return float(json.loads(line.text.removeprefix(_SUMMARY))["examples_per_second"])
-            except (ValueError, KeyError, TypeError):
-                return None
-    return None
+        began: dict[int, str] = {}
+        for event in ledger.events():
+            if isinstance(event, events.AttemptBegan):
+                began[event.attempt] = event.slice
+            elif isinstance(event, events.Ended) and event.step_seconds:
+                try:
+                    config = specification.read(ledger.folder).config()
+                    place = next(item for item in config.all_candidates if str(item) == began.get(event.attempt))
+                    bound = step_bound(config.placed(place), home) if config.trainer is not None else None
+                except (LaunchError, StopIteration):  # another version's, or the file's candidates have changed
+                    continue
+                if bound is not None:
+                    yield place.accelerator_type, bound.seconds / event.step_seconds
 
 
 # -- in words ---------------------------------------------------------------------------------------------------------
@@ -227,14 +218,18 @@ def row(item: Estimate) -> list[str]:
             _range(item.on_demand, "$", ""), wait]  # fmt: skip
 
 
-def notes(items: Sequence[Estimate], shares: Shares) -> list[str]:
+def notes(items: Sequence[Estimate]) -> list[str]:
     """Returns the lines below the table: which would finish first, where the figures come from, what is missing."""
     usable = [item for item in items if item.hours is not None and item.fits is not False]
     lines = []
     if usable:
         first = min(usable, key=lambda item: item.finish)
         lines.append(f"first to finish: {first.candidate.accelerator_type} in {first.candidate.zone}")
-    lines.append(f"hours: the bound divided by {shares.low:.2g} to {shares.high:.2g}, {shares.source}")
+    for shares in dict.fromkeys(item.shares for item in items):
+        names = dict.fromkeys(item.candidate.accelerator_type for item in items if item.shares == shares)
+        lines.append(
+            f"hours on {', '.join(names)}: the bound divided by {shares.low:.2g} to {shares.high:.2g}, {shares.source}"
+        )
     for source in dict.fromkeys(item.bound.source for item in items if item.bound is not None):
         names = dict.fromkeys(
             item.candidate.accelerator_type for item in items if item.bound is not None and item.bound.source == source
@@ -250,13 +245,13 @@ def line(config: Config, home: Path, machine: Workstation) -> str | None:
     """Returns the estimate for the slice of the file in one line; None if nothing is known."""
     if config.trainer is None:
         return None
-    items, shares = estimate(config, home, machine)
-    if (item := items[0]).hours is None:
+    item = estimate(config, home, machine)[0]
+    if item.hours is None:
         return None
     name = item.candidate.accelerator_type
     return (
         f"estimate: {name}: {_range(item.hours, '', ' h')}, spot {_range(item.spot, '$', '')}, on demand "
-        f"{_range(item.on_demand, '$', '')} ({shares.source}; bound {item.bound.source if item.bound else ''})"
+        f"{_range(item.on_demand, '$', '')} ({item.shares.source}; bound {item.bound.source if item.bound else ''})"
     )
 
 

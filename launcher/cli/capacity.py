@@ -49,10 +49,10 @@ def estimate(config: Config, as_json: bool) -> None:
     """Estimate hours and dollars of the run on each candidate, from what is known: compiles and rents nothing."""
     from launcher import estimate as estimates
 
-    items, shares = estimates.estimate(config, home(), machine())
+    items = estimates.estimate(config, home(), machine())
     if as_json:
-        terminal.dump({"shares": vars(shares), "candidates": [item.document() for item in items]})
+        terminal.dump({"candidates": [item.document() for item in items]})
         return
     terminal.table(list(estimates.COLUMNS), [estimates.row(item) for item in items])
-    for line in estimates.notes(items, shares):
+    for line in estimates.notes(items):
         click.echo(line)

@@ -80,6 +80,8 @@ class Ended(RunEvent):
     """Failures of other hosts that followed from the first cause."""
     last_lines: tuple[str, ...] = ()
     """The last log lines of the host that is the first cause."""
+    step_seconds: float | None = None
+    """Median seconds of its last steps; null where it told none."""
 
 
 @dataclass(frozen=True)

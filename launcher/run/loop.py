@@ -308,7 +308,7 @@ class _Recovery:
             return
         slice_state = session.provider.describe()
         proof = self._find_proof(slice_state, blamed=worker >= 0) if slice_state is not None else ""
-        if proof:
+        if proof and slice_state is not None:
             reason = f"{self.replace}; {proof}"
             session.say(f": {reason}: recreating the slice (run.replace_after)")
             session.check_stop()

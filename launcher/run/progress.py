@@ -30,6 +30,11 @@ class HostsProgress:
         """Returns the newest line of each host that tells its progress."""
         return {worker: view.line for worker, view in self.views.items()}
 
+    @property
+    def step_seconds(self) -> float | None:
+        """Returns the median seconds of the last steps of a host; None if none tells it."""
+        return next(filter(None, (view.line.step_seconds for view in self.views.values())), None)
+
     def moved(self, default: float) -> float:
         """Returns when any host last made progress, by the monotonic clock; `default` before the first line."""
         return max((view.moved for view in self.views.values()), default=default)

@@ -116,7 +116,8 @@ def supervise(session: Session, attempt: int) -> Verdict:
         ledger.append(events.Orphaned(attempt, session.container(attempt), tuple(sorted(orphaned))))
     shareable = ledger.bucket is None or not unknown  # no secret that is not masked goes to the bucket
     last = tuple(last_lines(ledger, attempt, verdict, masker)) if shareable else ()
-    ledger.append(events.Ended(attempt, verdict.kind.value, verdict.cause, verdict.symptoms, last))
+    seconds = supervision.progress.step_seconds
+    ledger.append(events.Ended(attempt, verdict.kind.value, verdict.cause, verdict.symptoms, last, seconds))
     if verdict.kind not in _NO_POST_MORTEM:
         _write_post_mortem(session, attempt, reachable, secrets, unknown)
     reports = stop_hosts(session, attempt, reachable, grace=1, remove=True)

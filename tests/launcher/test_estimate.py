@@ -1,6 +1,5 @@
 """Claims about estimates: hours and dollars of a run on each candidate, from what is known without renting anything."""
 
-import json
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from launcher import costs
 from launcher.checks import preflight
 from launcher.config import Config, load
 from launcher.errors import BadInput
-from launcher.estimate import PUBLISHED, PUBLISHED_SOURCE, estimate, line, notes, step_bound
+from launcher.estimate import PUBLISHED, PUBLISHED_SOURCE, Shares, estimate, line, notes, step_bound
 from launcher.providers import this_machine
 from launcher.run import events
 from launcher.run.ledger import RunRecord
@@ -79,10 +78,10 @@ def test_five_types_are_estimated_from_kept_preflights_within_a_second(folder: P
     config = load("run.yaml")
     rates = {name: keep(folder, config, name) for name in TYPES}
     begin = time.monotonic()
-    items, shares = estimate(config, folder / "home", this_machine())
+    items = estimate(config, folder / "home", this_machine())
     assert time.monotonic() - begin < 1.0
     assert [item.candidate.accelerator_type for item in items] == list(TYPES)
-    assert (shares.low, shares.high, shares.source) == (*PUBLISHED, PUBLISHED_SOURCE)
+    assert {item.shares for item in items} == {Shares(*PUBLISHED, PUBLISHED_SOURCE)}
     for item in items:
         name, zone = item.candidate.accelerator_type, item.candidate.zone
         hours = 100000 * 256 / rates[name] / 3600
@@ -92,7 +91,7 @@ def test_five_types_are_estimated_from_kept_preflights_within_a_second(folder: P
         price = costs.per_hour(name, zone, "spot")
         assert price is not None
         assert item.spot == pytest.approx([price * each for each in item.hours])
-    assert "first to finish: v6e-8 in us-east5-a" in notes(items, shares)
+    assert "first to finish: v6e-8 in us-east5-a" in notes(items)
 
 
 def test_a_type_that_was_not_compiled_takes_the_compilers_figures_of_another_and_says_how_to_get_its_own(
@@ -100,7 +99,7 @@ def test_a_type_that_was_not_compiled_takes_the_compilers_figures_of_another_and
 ) -> None:
     config = load("run.yaml")
     keep(folder, config, "v4-16")
-    items, shares = estimate(config, folder / "home", this_machine())
+    items = estimate(config, folder / "home", this_machine())
     bound = {item.candidate.accelerator_type: item.bound for item in items}
     v4, v3 = bound["v4-8"], bound["v3-8"]
     assert v4 is not None
@@ -108,9 +107,7 @@ def test_a_type_that_was_not_compiled_takes_the_compilers_figures_of_another_and
     assert v4.seconds == pytest.approx(FLOPS / (275e12 * 4))
     assert v3.seconds == pytest.approx(max(FLOPS / (123e12 * 4), BYTES / (900e9 * 4)))
     assert v4.source == "from the compiler's figures for v4-16"
-    assert "`tpu-launch preflight --accelerator v3-8,v4-8,v5litepod-8,v6e-8` compiles" in "\n".join(
-        notes(items, shares)
-    )
+    assert "`tpu-launch preflight --accelerator v3-8,v4-8,v5litepod-8,v6e-8` compiles" in "\n".join(notes(items))
 
 
 def test_without_a_dataset_nothing_is_guessed(folder: Path) -> None:
@@ -124,24 +121,32 @@ def test_a_program_of_ones_own_is_not_estimated(folder: Path) -> None:
         estimate(load("run.yaml"), folder / "home", this_machine())
 
 
-def test_shares_are_those_of_finished_runs_of_this_folder(folder: Path) -> None:
+def test_shares_are_those_of_attempts_on_the_type_else_of_all_with_a_margin_that_narrows(folder: Path) -> None:
     config, home, machine = load("run.yaml"), folder / "home", this_machine()
-    rate = keep(folder, config, "v4-16")
-    for number, share in enumerate((0.4, 0.5)):
+    keep(folder, config, "v3-8")
+    step = 256 / keep(folder, config, "v4-16")
+
+    def record(number: int, *shares: float) -> None:
         record = RunRecord(f"demo-{number}", "my-project", config.zone, "demo", "", float(number), "tpu-vm")
         ledger = begin_run(home, machine, record, config.document.dump(), describe(config, record.run_id), None)
-        ledger.append(events.AttemptBegan(0, slice=str(config.candidates[0]), dollars_an_hour=25.76))
-        ledger.append(events.Started(0))
-        summary = json.dumps({"examples_per_second": rate * share})
-        ledger.log_file(0, 0).write_text(f"2026-11-25T02:00:00.000000000Z summary: {summary}\n")
-        ledger.append(events.Ended(0, "finished"))
-    items, shares = estimate(config, home, machine)
-    assert shares.source == "measured in 2 finished runs of this folder"
-    assert (shares.low, shares.high) == pytest.approx((0.36, 0.55))
-    assert items[0].hours is not None
-    least = 100000 * 256 / rate / 3600
-    assert items[0].hours == pytest.approx((least / 0.55, least / 0.36))
-    assert "measured in 2 finished runs" in (line(config, home, machine) or "")
+        for attempt, share in enumerate(shares):
+            ledger.append(events.AttemptBegan(attempt, slice=str(config.candidates[0]), dollars_an_hour=25.76))
+            ledger.append(events.Started(attempt))
+            ledger.append(events.Ended(attempt, "preempted", step_seconds=step / share))
+
+    def shares(name: str) -> Shares:
+        return next(item.shares for item in estimate(config, home, machine) if item.candidate.accelerator_type == name)
+
+    record(0, 0.4)
+    assert shares("v4-16").source == "measured in 1 attempt on v4-16, of this folder's runs"
+    assert (shares("v4-16").low, shares("v4-16").high) == pytest.approx((0.4 / 1.5, 0.4 * 1.5))
+    record(1, 0.5, 0.45, 0.45, 0.45)
+    assert shares("v4-16").source == "measured in 5 attempts on v4-16, of this folder's runs"
+    assert (shares("v4-16").low, shares("v4-16").high) == pytest.approx((0.4 / 1.1, 0.5 * 1.1))
+    assert shares("v3-8").source == "measured in 5 attempts on other types, of this folder's runs"
+    hours = estimate(config, home, machine)[0].hours
+    assert hours == pytest.approx((100000 * step / 3600 / 0.55, 100000 * step / 3600 / 0.4 * 1.1))
+    assert "measured in 5 attempts" in (line(config, home, machine) or "")
 
 
 def test_a_candidate_on_which_the_step_does_not_fit_is_not_asked_for_now_and_by_later_attempts(folder: Path) -> None:

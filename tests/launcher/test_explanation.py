@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from launcher.errors import BadInput, LaunchError
-from launcher.run import execution
+from launcher.run import events, execution
 from launcher.run.verdict import Kind
 from tests.launcher.test_hang import COLLECTIVE, USER, dump
 from tests.launcher.test_runs import Hosts, Workstation, detach
@@ -41,6 +41,21 @@ def test_a_run_that_hangs_ends_with_the_host_and_the_line(work: Workstation) -> 
     with tarfile.open(folder / "post-mortem-0.tar.gz") as archive:
         assert any(name.endswith("stacks/attempt-0/explanation.txt") for name in archive.getnames())
     assert [line["loss"] for line in map(json.loads, (folder / "progress-0.jsonl").read_text().splitlines())] == [2.5]
+
+
+def test_a_run_that_writes_nothing_but_makes_progress_goes_on(work: Workstation) -> None:
+    work.hosts.quiet = True
+    steps = iter(range(8, 10**6))
+
+    def step() -> None:
+        number = next(steps)
+        work.hosts.progress = {0: (ProgressLine(number, phase="training", step_seconds=0.25),)}
+        if number == 22:
+            work.hosts.end(0)
+
+    work.hosts.hooks["observe"] = [step] * 100
+    assert work.run(work.config("run.stall_minutes=0.05")).verdict.kind is Kind.FINISHED
+    assert [event.step_seconds for event in work.ledger.events() if isinstance(event, events.Ended)] == [0.25]
 
 
 def test_explain_takes_stacks_from_a_live_run_and_changes_nothing(work: Workstation) -> None:
