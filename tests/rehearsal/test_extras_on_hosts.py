@@ -1,12 +1,9 @@
 """Claims about hostile values, env files, overlays and the dead-man timer, on emulated hosts; about 10 s."""
 
 import json
-import time
 
-import pytest
 import yaml
 
-from tests.rehearsal.conftest import SLICE
 from tests.rehearsal.workstation import Workstation
 
 HOSTILE = {
@@ -61,19 +58,3 @@ def test_hostile_values_env_files_and_overlays_arrive_as_they_are(two_hosts: tup
     ]  # the program printed it itself
     assert not [path for path in kept if NEEDLE in path.read_text(errors="replace")]
     assert not list(work.folder.glob("pwned"))
-
-
-@pytest.mark.nightly
-def test_an_abandoned_slice_deletes_itself(emulator: Workstation) -> None:
-    """That one with a run on it does not is in tests/launcher/test_extras.py, where time can be short on any
-    machine."""
-    text = SLICE.replace("NAME", "lonely").replace("TYPE", f"v4-8, abandoned_hours: {8 / 3600}")
-    running = emulator.begin("--emulated", "up", "-f", emulator.file("lonely.yaml", text))
-    running.wait_for("creating v4-8 slice lonely", 60)
-    deadline = time.monotonic() + 120
-    seen = False
-    while not seen or "lonely" in json.dumps(emulator.good("emulator", "status", "--json").json()["nodes"]):
-        seen = seen or "lonely" in json.dumps(emulator.good("emulator", "status", "--json").json()["nodes"])
-        assert time.monotonic() < deadline, "no run needed it for long, and it is still there"
-        time.sleep(0.5)
-    running.end(120)  # READY, or gone before every host had answered

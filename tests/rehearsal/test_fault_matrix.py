@@ -1,19 +1,16 @@
 """What can go wrong around a run, row by row: the verdict, the exit code, the message, and that nothing is left behind.
 
 Starts one slice of two hosts and one more host; about 3 minutes. Elsewhere, in test_runs.py: a command that ends with
-255, a launcher that is killed, a host that reboots or fails again and again; in test_recovery.py: a host that dies; in
+255, a launcher that is killed, a host that reboots; in test_recovery.py: a host that dies; in
 test_other_slices.py: a slice that is PREEMPTED; in test_queued_slices.py: the queue.
 """
 
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from launcher.images.engine import client
 from tests.nightly import others_at_night
 from tests.rehearsal.conftest import SLICE
 from tests.rehearsal.workstation import Ended, Running, Workstation, docker
@@ -173,60 +170,6 @@ def test_a_repository_that_is_not_there_is_named_and_made_on_request(pair: Works
     nothing_left(pair)
 
 
-# A docker client whose engine keeps images in containerd's store: an image has a digest of the repository as soon as it
-# is tagged. The first push of a file `hang` sends nothing and never ends.
-CONTAINERD_CLIENT = """\
-case "$1 $2" in
-"push "*) if rm HANG 2>/dev/null; then echo "The push refers to repository"; exec sleep 600; fi ;;
-"image inspect")
-  case "$*" in *RepoDigests*)
-    for name; do :; done
-    if id=$(CLIENT image inspect --format '{{.Id}}' "$name"); then echo "[\\"${name%:*}@$id\\"]"; exit 0; fi ;;
-  esac ;;
-esac
-exec CLIENT "$@"
-"""
-
-
-def test_an_interrupted_push_is_no_push(pair: Workstation) -> None:
-    """Hosts pull from the registry, which has nothing of an image whose push was interrupted, whatever the engine of
-    the workstation says."""
-    pair.file("small/Dockerfile", "FROM debian:bookworm-slim\nLABEL tpu-launch.test=push\n")
-    hang = pair.folder / "hang"
-    hang.touch()
-    (pair.folder / "bin").mkdir()
-    docker_client = Path(pair.folder / pair.file("bin/docker", "#!/bin/sh\n" + CONTAINERD_CLIENT))
-    docker_client.write_text(docker_client.read_text().replace("CLIENT", client()).replace("HANG", str(hang)))
-    docker_client.chmod(0o755)
-    path = {"PATH": f"{docker_client.parent}:{pair.environment['PATH']}"}
-    words = ("--emulated", "run", "--new", "-f", FILE, "--", "sh", "-c", "echo ran")
-    running = pair.begin(*words, environment=path)
-    deadline = time.monotonic() + 60
-    while hang.exists():  # until the push is under way
-        assert running.process.poll() is None, "\n".join(running.lines)
-        assert time.monotonic() < deadline, "\n".join(running.lines)
-        time.sleep(0.1)
-    running.interrupt()
-    assert running.end(60).code == 130
-    ended = pair.begin(*words, environment=path).end(120)
-    told(ended, 0, "pushing ", "[0] ran", "[1] ran")
-    nothing_left(pair)
-
-
-def test_a_launcher_that_is_killed_while_it_starts_can_be_called_again(pair: Workstation) -> None:
-    script = ("--", "sh", "-c", "echo once; sleep 4")
-    running = pair.begin("--emulated", "run", "--new", "-f", FILE, *script)
-    first = running.wait_for(r"run \S+: attempt 0 on 2 hosts")
-    time.sleep(0.5)
-    running.process.kill()
-    running.end()
-    ended = pair.good("--emulated", "run", "-f", FILE, *script)
-    run_id = first.split("run ")[1].split(":")[0]
-    assert run_id in ended.output, "the run that was begun goes on"
-    assert (ended.output.count("[0] once"), ended.output.count("[1] once")) == (1, 1)
-    nothing_left(pair)
-
-
 def one(work: Workstation, name: str) -> str:
     """The file of a slice of one host."""
     return work.file(f"{name}.yaml", SLICE.replace("NAME", name).replace("TYPE", "v4-8") + SMALL)
@@ -249,21 +192,6 @@ def test_what_google_refuses_is_told_apart_and_down_leaves_nothing(pair: Worksta
     told(ended, row.code, *row.says)
     pair.good("--emulated", "down", "-f", file)
     assert hosts(pair, "single") == []
-
-
-@pytest.mark.nightly
-def test_a_slice_that_is_taken_away_as_soon_as_it_comes_is_told_at_once(pair: Workstation) -> None:
-    file = one(pair, "brief")
-    running = pair.begin("--emulated", "up", "-f", file)
-    state: Any = None
-    deadline = time.monotonic() + 60
-    while state != "READY":
-        assert time.monotonic() < deadline, "\n".join(running.lines)
-        nodes = pair.good("emulator", "status", "--json").json()["nodes"]
-        state = next((node["state"] for node in nodes if node["name"].endswith("/brief")), None)
-    pair.good("emulator", "inject", "preempt", "brief")
-    told(running.end(60), 12, "slice brief ", " PREEMPTED", "run `tpu-launch up` again")
-    pair.good("--emulated", "down", "-f", file)
 
 
 @pytest.mark.nightly
@@ -309,22 +237,6 @@ def test_a_changed_host_key_is_told_at_once_and_not_trusted(pair: Workstation) -
 
 
 @pytest.mark.nightly
-def test_a_preemption_while_stopping_is_told(pair: Workstation) -> None:
-    running = begin(pair, "trap '' TERM; echo here; while :; do sleep 0.1; done")
-    running.wait_for(r"^\[1\] here")
-    stopping = pair.begin("--emulated", "stop", "-f", FILE, "--grace", "20")
-    stopping.wait_for("stopping run")
-    time.sleep(1)
-    pair.good("emulator", "inject", "preempt", NAME)
-    told(stopping.end(60), 24, "host 0: ")
-    ended = running.end(60)
-    told(ended, 12, "the slice is PREEMPTED")
-    assert ended.json()["outcome"] == "preempted"
-    pair.good("--emulated", "up", "-f", FILE)
-    nothing_left(pair)
-
-
-@pytest.mark.nightly
 def test_a_preemption_during_the_start_counts_as_one(pair: Workstation) -> None:
     """With a budget, the slice is made again and the run goes on: also when it is taken away before anything ran."""
     bashrc(pair, 0, "sleep 3")
@@ -333,14 +245,4 @@ def test_a_preemption_during_the_start_counts_as_one(pair: Workstation) -> None:
     pair.good("emulator", "inject", "preempt", NAME)
     ended = running.end(150)
     told(ended, 0, "PREEMPTED", "preemption 1 of 1", "[0] attempt 1", "[1] attempt 1")
-    nothing_left(pair)
-
-
-@pytest.mark.nightly
-def test_a_slice_that_was_made_anew_by_another_user_is_recognised(pair: Workstation) -> None:
-    """Same name, other hosts and keys: gcloud alone would meet the old key under the old alias."""
-    elsewhere = {"TPU_LAUNCH_HOME": pair.environment["TPU_LAUNCH_HOME"]}
-    for verb in ("down", "up"):
-        assert pair.launch("--emulated", verb, "-f", FILE, environment=elsewhere).code == 0
-    told(begin(pair, "echo ran").end(120), 0, "[0] ran", "[1] ran")
     nothing_left(pair)

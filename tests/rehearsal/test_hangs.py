@@ -213,10 +213,6 @@ OTHERS = {
     "too little memory": THRASHING,
     "a bucket that stops answering": BUCKET_SILENT,
     "an endless compilation": COMPILATION,
-    "a lock that another thread holds": Injection(
-        "waits for a lock in prepare",
-        in_step="lock = threading.Lock()\nlock.acquire()\nwith lock:\n    pass",
-    ),
     "two locks": Injection(
         "threads that wait for each other's locks",
         in_step="""a_lock, b_lock = threading.Lock(), threading.Lock()
@@ -231,36 +227,11 @@ with a_lock:
     with b_lock:
         pass""",
     ),
-    "a full disk": Injection(
-        "is in prepare at my_program.py",
-        in_step="""while True:
-    try:
-        with open("/dev/full", "w") as file:
-            file.write("a part")
-    except OSError:
-        time.sleep(0.5)""",
-    ),
-    "another program": Injection(
-        "runs another program", in_step="tell(step, program='another')\ndist.barrier(dist.new_group([1, 0]))"
-    ),
-    "a killed process whose parent lives": Injection(
-        "dead process",
-        in_step="""child = subprocess.Popen(["sh", "-c", "kill -KILL $$"])
-time.sleep(10000)""",
-    ),
     "a native call that holds Python's lock": Injection(
         "holds Python's lock, for which others wait: it is in prepare at my_program.py",
         in_step="threading.Thread(target=time.sleep, args=(1,)).start()\nctypes.PyDLL(None).sleep(10000)",
     ),
-    "a native call": Injection("is in prepare at my_program.py", in_step="ctypes.CDLL(None).sleep(10000)"),
     "a collective that one host never enters": NEVER_ENTERED,
-    "a save that never ends": Injection(
-        "is in prepare at my_program.py",
-        in_step="""tell(step, "save")
-os.mkfifo("/tmp/part")
-open("/tmp/part", "wb")""",
-    ),
-    "a step that one host skips": Injection("is at step", in_step="tell(step + 1)\ndist.recv(total, 0, tag=9)"),
 }
 
 

@@ -61,23 +61,6 @@ def test_ctrl_c_in_the_middle_leaves_nothing(workstation: Workstation) -> None:
     assert left(workstation) == []
 
 
-@pytest.mark.nightly
-def test_down_after_ctrl_c_leaves_nothing_running(workstation: Workstation) -> None:
-    file = workstation.file(
-        "hello.yaml",
-        "project: p\nzone: us-central2-b\nslice: {name: hello, accelerator_type: v4-16}\nrun: "
-        "{command: [sleep, '600']}\n",
-    )
-    workstation.good("--emulated", "up", "-f", file)
-    running = workstation.begin("--emulated", "run", "-f", file)
-    running.wait_for("started on all hosts")
-    running.interrupt()
-    assert running.end(30).code == 130
-    ended = workstation.good("--emulated", "down", "-f", file)
-    assert "stopped the emulator" in ended.output
-    assert left(workstation) == []
-
-
 def _processes() -> list[str]:
     """The command lines and environments' homes of all our processes but this one."""
     found = []

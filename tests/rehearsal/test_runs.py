@@ -4,8 +4,6 @@ import re
 import time
 from collections import Counter
 
-import pytest
-
 from tests.rehearsal.workstation import Workstation, docker, on_this_machine
 
 TwoHosts = tuple[Workstation, str]
@@ -189,60 +187,6 @@ def test_no_image_is_copied_and_engines_know_how_long_a_container_may_take_to_sa
     assert all(int(size) < 1_000_000 for size in sizes), f"bytes that the hosts' containers add to the image: {sizes}"
     work.good("--emulated", "stop", "-f", file, "--grace", "1")
     assert running.end(60).code == 14
-
-
-@pytest.mark.nightly
-def test_a_failure_is_tried_again_within_its_budget_and_the_slice_of_a_bad_host_is_made_anew(
-    two_hosts: TwoHosts,
-) -> None:
-    work, file = two_hosts
-    script = (
-        'echo "attempt $TPU_LAUNCH_ATTEMPT"; [ "$TPU_LAUNCH_ATTEMPT" = 1 ] && exit 0; [ '
-        '"$TPU_WORKER_ID" = 0 ] && exit 7; exec sleep 60'
-    )
-    budget = ("--set", "run.failure_retries=1", "--set", "run.replace_after=1")
-    ended = work.good("--emulated", "run", "--new", "--json", "-f", file, *budget, *command(script))
-    assert "failure 1 of 1" in ended.output
-    assert "host 0 was the first cause of the last 1 attempts: recreating the slice" in ended.output
-    assert "[0] attempt 1" in ended.output
-    told = ended.json()
-    assert (told["outcome"], told["attempt"]) == ("finished", 1)
-    events = work.events(told["run"])
-    kinds = [event["event"] for event in events]
-    assert [kinds.count(kind) for kind in ("attempt", "recover", "replaced")] == [2, 1, 1]
-    assert len({event["image"] for event in events if event["event"] == "attempt"}) == 1
-    assert next(event["host"] for event in events if event["event"] == "replaced") == 0
-    shown = work.good("--emulated", "status", "-f", file).output
-    assert "failure 1 of 1" in shown
-
-
-@pytest.mark.nightly
-def test_gcloud_alone_is_enough_as_transport(two_hosts: TwoHosts) -> None:
-    work, file = two_hosts
-    ended = work.launch(
-        "--emulated",
-        *("run", "--new", "--json", "-f", file, "--set", "run.transport=gcloud"),
-        *command('echo "host $TPU_WORKER_ID"; [ "$TPU_WORKER_ID" = 1 ] && sleep 3 && exit 4; exec sleep 60'),
-    )
-    assert ended.code == 10, ended.output
-    assert ended.json()["cause"]["worker"] == 1
-    assert "[0] host 0" in ended.output
-    assert work.containers_of_runs() == []
-
-
-@pytest.mark.nightly
-def test_a_stop_that_is_sent_twice_reaches_the_program_once(two_hosts: TwoHosts) -> None:
-    work, file = two_hosts
-    script = (
-        "n=0; trap 'n=$((n+1)); echo \"asked $n\"' TERM; echo begun; i=0; "
-        "while [ $i -lt 60 ]; do i=$((i+1)); sleep 0.1; [ $n -gt 0 ] && [ $i -gt 50 ] && exit 75; done; exit 1"
-    )
-    running = work.begin("--emulated", "run", "--new", "-f", file, *command(script))
-    running.wait_for(r"^\[1\] begun")
-    stops = [work.begin("--emulated", "stop", "-f", file) for _ in range(2)]
-    assert [each.end(60).code for each in stops] == [0, 0]
-    assert running.end(60).code == 75
-    assert sum("asked 2" in line for line in running.lines) == 0, "\n".join(running.lines)
 
 
 def test_a_host_that_rebooted_while_no_launcher_watched_is_lost_whatever_its_engine_says(two_hosts: TwoHosts) -> None:
