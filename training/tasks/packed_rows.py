@@ -24,7 +24,7 @@ from training.distributed.cluster import Cluster
 from training.tasks.task import BatchSource, Task, evaluation_slice, host_batch, read_ahead
 
 
-class PackedRows(Task):
+class FixedLengthRows(Task):
     """Rows of one length of one run."""
 
     has_labels = False
@@ -54,7 +54,7 @@ class PackedRows(Task):
         return math.ceil(self.data.evaluation.records / self._config.evaluation_batch_size)
 
 
-class MaskedRows(PackedRows):
+class MaskedRows(FixedLengthRows):
     """Packed rows with masks."""
 
     def __init__(self, config: TrainerConfig, cluster: Cluster) -> None:
@@ -77,7 +77,7 @@ class MaskedRows(PackedRows):
         return mlm_evaluation(dataset, host_slice, self._masking)
 
 
-class DocumentRows(PackedRows):
+class DocumentRows(FixedLengthRows):
     """Rows of whole documents."""
 
     def __init__(self, config: TrainerConfig, cluster: Cluster) -> None:
