@@ -16,7 +16,6 @@ from tests.container.causal_data import document as causal_settings
 from tests.container.causal_data import prepare as prepare_causal
 from tests.container.test_classification_runs import document as classification_document
 from tests.container.test_classification_runs import prepare as prepare_classification
-from tests.container.test_label_list_runs import document as list_settings
 from tests.container.test_label_list_runs import prepare as prepare_lists
 from tests.container.test_regression_runs import document as regression_settings
 from tests.container.test_regression_runs import prepare as prepare_regression
@@ -57,7 +56,7 @@ def list_document(task: str, folder: Path, backend: str) -> dict[str, Any]:
     have the same losses."""
     prepare_lists(folder, task)
     steps = {"train__steps": STEPS, "train__learning_rate": 0.003, "train__dropout": 0.0}
-    return list_settings(folder, task, backend=backend, **steps)
+    return small_runs.labelled_document(folder, task, backend=backend, **steps)
 
 
 DOCUMENTS = {

@@ -13,16 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import google_crc32c
 import numpy as np
 import yaml
+from click.testing import CliRunner, Result
 
 from tests.container.fork_server import ForkedTrainer
 from tests.xla_flags import COMPILE_FAST, UNOPTIMIZED
+from training.cli.main import tpu_train
 from training.config import from_document
 from training.data import tokenizer as tokenizers
-from training.data.formats import dataset as datasets
-from training.data.formats import example_codec, tfrecord
+from training.data.prepare import dataset_writer
+from training.data.prepare.dataset_writer import DatasetPlan
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import SingleHost
 from training.distributed.shutdown import ShutdownRequest
@@ -37,33 +38,19 @@ os.environ.setdefault("XLA_FLAGS", COMPILE_FAST if os.environ.get("PJRT_DEVICE")
 
 VOCABULARY = 200
 SEQUENCE = 32
+LONGEST = 16  # of labelled rows
 SPECIAL = ["[CLS]", "[SEP]", "<unk>", "<pad>", "[MASK]"]
 
 
 def write_tokenizer(folder: Path) -> str:
     """A tokenizer.json of a few words. Returns its hash."""
     words = [*SPECIAL, *(f"w{number}" for number in range(VOCABULARY - len(SPECIAL)))]
-    added = [
-        {
-            "id": index,
-            "content": token,
-            "special": True,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-        }
-        for index, token in enumerate(SPECIAL)
-    ]
+    flags = {"special": True, **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)}
     content = {
         "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": added,
-        "normalizer": None,
+        **dict.fromkeys(("truncation", "padding", "normalizer", "post_processor", "decoder")),
+        "added_tokens": [{"id": index, "content": token, **flags} for index, token in enumerate(SPECIAL)],
         "pre_tokenizer": {"type": "WhitespaceSplit"},
-        "post_processor": None,
-        "decoder": None,
         "model": {
             "type": "WordLevel",
             "vocab": {word: index for index, word in enumerate(words)},
@@ -79,32 +66,12 @@ def write_tokenizer(folder: Path) -> str:
 def write_dataset(folder: Path, tokenizer_hash: str, records: int, seed: int) -> None:
     """Rows with a pattern that is quickly learnt: each token mostly follows from the one before."""
     generator = np.random.default_rng(seed)
-    rows = []
-    for _ in range(records):
-        first = int(generator.integers(0, VOCABULARY - 5))
-        row = (first + 7 * np.arange(SEQUENCE)) % 20 + 5
-        rows.append(example_codec.encode({"input_ids": row.astype("<u2").tobytes()}))
-    folder.mkdir(parents=True)
-    shards = []
-    for number, part in enumerate(np.array_split(np.arange(records), 2)):
-        data = tfrecord.join(rows[index] for index in part)
-        name = f"train-{number:05d}.tfrecord"
-        (folder / name).write_bytes(data)
-        shards.append(
-            datasets.Shard(
-                name=name, length=SEQUENCE, records=len(part), bytes=len(data), crc32c=google_crc32c.value(data)
-            )
-        )
-    manifest = datasets.DatasetManifest(
-        rows="packed",
-        split="train",
-        sequence_length=SEQUENCE,
-        features={"input_ids": datasets.Feature(dtype="uint16", shape=["length"])},
-        tokenizer_hash=tokenizer_hash,
-        vocabulary=VOCABULARY,
-        shards=shards,
-    )
-    (folder / "dataset.json").write_bytes(datasets.dump_manifest(manifest))
+    starts = np.array([int(generator.integers(0, VOCABULARY - 5)) for _ in range(records)])
+    rows = (starts[:, None] + 7 * np.arange(SEQUENCE)) % 20 + 5
+    plan = DatasetPlan("train", SEQUENCE, tokenizer_hash, VOCABULARY, records_per_shard=-(-records // 2))
+    halves = np.array_split(rows.astype(np.int32), 2)
+    shards = [dataset_writer.write_packed(str(folder), plan, number, half) for number, half in enumerate(halves)]
+    dataset_writer.finish_dataset(str(folder), plan, dataset_writer.plan_features(plan), shards)
 
 
 def document(folder: Path, **changes: Any) -> dict[str, Any]:
@@ -141,6 +108,29 @@ def document(folder: Path, **changes: Any) -> dict[str, Any]:
             below = below.setdefault(key, {})
         below[last] = change
     return value
+
+
+def labelled_document(folder: Path, task: str, /, **changes: Any) -> dict[str, Any]:
+    """`document` of a task over labelled rows of at most LONGEST tokens."""
+    own = {
+        "task": task,
+        "model": {"name": "bert-tiny", "hidden_size": 32, "layers": 1, "heads": 2, "max_positions": LONGEST},
+        "train__steps": 60,
+        "train__global_batch_size": 16,
+        "train__learning_rate": 0.01,
+        "train__strict": True,
+        "checkpoint__every_steps": 20,
+        "evaluation__every": 30,
+    }
+    return document(folder, **{**own, **changes})
+
+
+def labelled_shards(folder: Path, task: str, train: Path, evaluation: Path, *options: str) -> Result:
+    """Runs `tpu-train shards` for rows of 8 and LONGEST tokens, with the tokenizer in the folder."""
+    corpora = ["--corpus", str(train), "--evaluation-corpus", str(evaluation)]
+    places = ["--tokenizer", f"{folder}/tokenizer", "--out", str(folder)]
+    lengths = ["--sequence-length", str(LONGEST), "--lengths", f"8,{LONGEST}"]
+    return CliRunner().invoke(tpu_train, ["shards", "--task", task, *corpora, *places, *lengths, *options])
 
 
 def prepare(folder: Path) -> Path:

@@ -24,7 +24,6 @@ from training.models.predict import classify
 from training.telemetry import metrics
 
 LABELS = ["calm", "wild"]  # texts of words below 100, and of those above
-LONGEST = 16
 
 
 def rows(count: int, seed: int) -> list[LabelledText]:
@@ -43,11 +42,11 @@ def write(folder: Path, tokenizer: Path, count: int, seed: int, labels: list[str
     def framed(texts: list[str]) -> list[Any]:
         return [np.array([0, *ids, 1], np.int32) for ids in encode(texts)]  # [CLS] text [SEP]
 
-    plan = DatasetPlan("train", LONGEST, found.hash, vocabulary=small_runs.VOCABULARY, records_per_shard=100)
+    plan = DatasetPlan("train", small_runs.LONGEST, found.hash, vocabulary=small_runs.VOCABULARY, records_per_shard=100)
     write_labelled_rows(
         str(folder),
         plan,
-        LengthBuckets((8, LONGEST)),
+        LengthBuckets((8, small_runs.LONGEST)),
         ClassLabels(tuple(labels)),
         lambda: rows(count, seed),
         framed,
@@ -69,16 +68,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def document(folder: Path, **changes: Any) -> dict[str, Any]:
-    sizes = {"name": "bert-tiny", "hidden_size": 32, "layers": 1, "heads": 2, "max_positions": LONGEST}
-    steps = {
+    own = {
         "seed": 3,  # with most seeds it learns in so few steps
         "train__steps": 40,
-        "train__learning_rate": 0.01,
-        "train__strict": True,
+        "train__global_batch_size": 8,
         "checkpoint__every_steps": 10,
         "evaluation__every": 20,
     }
-    return small_runs.document(folder, **{"task": "classification", "model": sizes, **steps, **changes})
+    return small_runs.labelled_document(folder, "classification", **{**own, **changes})
 
 
 def run(

@@ -4,10 +4,8 @@ they make."""
 import csv
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -126,52 +124,6 @@ def _in_evaluation(text: str) -> bool:
     from training.data.prepare.corpus import in_evaluation
 
     return in_evaluation(text, 5)
-
-
-def test_killed_shards_go_on_and_end_in_the_same_bytes(tokenizer: Path, tmp_path: Path) -> None:
-    text = "\n\n".join(list(Corpus("builtin:pydoc").documents()) * 12)
-    (tmp_path / "corpus.txt").write_text(text)
-    corpus = ("--corpus", tmp_path / "corpus.txt", "--split", "train", "--records-per-shard", "200")
-    command = ("shards", *corpus, "--tokenizer", tokenizer, "--out")
-    succeed(*command, tmp_path / "undisturbed")
-    expected = {path.name: path.read_bytes() for path in (tmp_path / "undisturbed" / "train").iterdir()}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "training.cli", *map(str, command), str(tmp_path / "killed")], start_new_session=True
-    )
-    deadline = time.monotonic() + 600
-    while len(list((tmp_path / "killed").rglob("*.tfrecord"))) < 5:
-        assert process.poll() is None, "it ended before it could be killed"
-        assert time.monotonic() < deadline, "no shard within 60 s"
-        time.sleep(0.005)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait(10)
-    assert not (tmp_path / "killed" / "train" / "dataset.json").exists()
-    succeed(*command, tmp_path / "killed")
-    found = {
-        path.name: path.read_bytes()
-        for path in (tmp_path / "killed" / "train").iterdir()
-        if not path.name.startswith(".")
-    }
-    assert found == expected
-
-
-def test_files_of_every_kind_give_the_same_rows(tokenizer: Path, tmp_path: Path) -> None:
-    whole = [
-        [line for line in text.split("\n") if line.strip()] for text in list(Corpus("builtin:pydoc").documents())[:20]
-    ]
-    documents = ["\n".join(lines) for lines in whole]
-    (tmp_path / "a.txt").write_text("\n\n".join(documents))
-    (tmp_path / "b.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
-    with (tmp_path / "c.csv").open("w", newline="") as file:
-        csv.writer(file).writerows([["id", "body"], *enumerate(documents)])
-    write_parquet(tmp_path / "d.parquet", {"id": range(len(documents)), "body": documents})
-    options = ("--tokenizer", tokenizer, "--evaluation-percent", "0", "--split", "train", "--out")
-    rows = []
-    for name, field in (("a.txt", "text"), ("b.jsonl", "text"), ("c.csv", "body"), ("d.parquet", "body")):
-        succeed("shards", "--corpus", tmp_path / name, "--field", field, *options, tmp_path / f"out-{name}")
-        dataset = open_dataset(str(tmp_path / f"out-{name}" / "train"))
-        rows.append(open_source(dataset).read(0, dataset.records, dataset.records)["input_ids"].tolist())
-    assert rows[0] == rows[1] == rows[2] == rows[3]
 
 
 def write_parquet(path: Path, columns: dict[str, Any]) -> None:

@@ -11,13 +11,13 @@ import transformers
 from click.testing import CliRunner, Result
 
 from tests.container import small_runs
+from tests.container.small_runs import labelled_document, labelled_shards
 from training.cli.main import tpu_train
 from training.data.formats.fixed_records import read_column, record_layout
 from training.data.formats.open_dataset import open_dataset
 from training.errors import BadInput
 from training.yaml_file import ConfigError
 
-LONGEST = 16
 NAMES = ["B-LOW", "B-TOP", "O"]
 
 
@@ -45,19 +45,7 @@ def write_lines(path: Path, rows: list[list[int]]) -> None:
 
 
 def shards(folder: Path, task: str, suffix: str, *options: str) -> Result:
-    corpora = ["--corpus", f"{folder}/train{suffix}", "--evaluation-corpus", f"{folder}/evaluation{suffix}"]
-    places = ["--tokenizer", f"{folder}/tokenizer", "--out", str(folder)]
-    lengths = ["--sequence-length", str(LONGEST), "--lengths", f"8,{LONGEST}"]
-    return CliRunner().invoke(tpu_train, ["shards", "--task", task, *corpora, *places, *lengths, *options])
-
-
-def document(folder: Path, task: str, **changes: Any) -> dict[str, Any]:
-    sizes = {"name": "bert-tiny", "hidden_size": 32, "layers": 1, "heads": 2, "max_positions": LONGEST}
-    steps = {"train__steps": 60, "train__global_batch_size": 16, "train__learning_rate": 0.01, "train__strict": True}
-    return small_runs.document(
-        folder,
-        **{"task": task, "model": sizes, **steps, "checkpoint__every_steps": 20, "evaluation__every": 30, **changes},
-    )
+    return labelled_shards(folder, task, folder / f"train{suffix}", folder / f"evaluation{suffix}", *options)
 
 
 @pytest.fixture(scope="module", params=["token-classification", "multi-label"])
@@ -84,7 +72,7 @@ def folder(task: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(folder: Path, task: str) -> dict[str, Any]:
-    return small_runs.train_here(document(folder, task), "undisturbed")
+    return small_runs.train_here(labelled_document(folder, task), "undisturbed")
 
 
 def test_it_learns_and_its_figures_are_those_of_its_predictions(
@@ -115,22 +103,9 @@ def test_it_learns_and_its_figures_are_those_of_its_predictions(
     assert trained["eval_micro_f1"] > 0.8
     if of_words:
         assert trained["eval_accuracy"] == pytest.approx(right / sum(map(len, rows)), rel=1e-5)
-    evaluated = small_runs.evaluate_here(document(folder, task), trained["model"])
+    evaluated = small_runs.evaluate_here(labelled_document(folder, task), trained["model"])
     assert evaluated.figures["loss"] == pytest.approx(trained["eval_loss"], rel=1e-6)
     assert (evaluated.confusion is None) == (not of_words)
-
-
-def test_commands_show_labels_and_find_no_problem(folder: Path, task: str, trained: dict[str, Any]) -> None:
-    tokenizer = ["--tokenizer", f"{folder}/tokenizer"]
-    shown = CliRunner().invoke(
-        tpu_train, ["dataset", "preview", f"{folder}/train", *tokenizer, "--global-batch-size", "8"]
-    )
-    assert shown.exit_code == 0, shown.output
-    assert "B-LOW" in shown.output
-    verified = CliRunner().invoke(tpu_train, ["dataset", "verify", f"{folder}/evaluation", *tokenizer])
-    assert "37 records" in verified.output
-    told = CliRunner().invoke(tpu_train, ["predict", trained["model"], "w1 w100 w160"]).output
-    assert "B-LOW" in told or "LOW" in told
 
 
 def test_class_weights_count_in_the_loss(folder: Path, task: str, trained: dict[str, Any]) -> None:
@@ -139,17 +114,17 @@ def test_class_weights_count_in_the_loss(folder: Path, task: str, trained: dict[
         with pytest.raises(
             ConfigError, match=r"train\.class_weights: needs backend: torch-xla and task: classification or"
         ):
-            small_runs.train_here(document(folder, task, **weights), "weighted")
+            small_runs.train_here(labelled_document(folder, task, **weights), "weighted")
         return
     with pytest.raises(BadInput, match=r"train\.class_weights names X, and .* has the labels: B-LOW, B-TOP, O"):
-        small_runs.train_here(document(folder, task, train__class_weights={"X": 2.0}), "unknown")
+        small_runs.train_here(labelled_document(folder, task, train__class_weights={"X": 2.0}), "unknown")
     changes = {**weights, "model": {"path": trained["model"]}, "evaluation__every": None}
-    heavy = small_runs.train_here(document(folder, task, **changes), "weighted")["first_loss"]
-    plain = small_runs.train_here(document(folder, task, **{**changes, "train__class_weights": {}}), "plain")[
+    heavy = small_runs.train_here(labelled_document(folder, task, **changes), "weighted")["first_loss"]
+    plain = small_runs.train_here(labelled_document(folder, task, **{**changes, "train__class_weights": {}}), "plain")[
         "first_loss"
     ]
     light = small_runs.train_here(
-        document(folder, task, **{**changes, "train__class_weights": dict.fromkeys(NAMES, 0.5)}), "equal"
+        labelled_document(folder, task, **{**changes, "train__class_weights": dict.fromkeys(NAMES, 0.5)}), "equal"
     )["first_loss"]
     assert light == pytest.approx(plain, rel=1e-6)
     assert heavy != pytest.approx(plain, rel=1e-3)

@@ -1,14 +1,11 @@
 """Rows of two texts: they are those of transformers' tokenizer, a network gets them, and a run learns from them."""
 
 import csv
-import json
 import random
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
 import tokenizers
 import torch
@@ -47,15 +44,10 @@ def corpus() -> list[dict[str, str]]:
 
 
 def write_corpus(path: Path, rows: list[dict[str, str]]) -> str:
-    if path.suffix == ".parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    elif path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    else:
-        with path.open("w", newline="") as file:
-            table = csv.DictWriter(file, list(rows[0]), delimiter="\t" if path.suffix == ".tsv" else ",")
-            table.writeheader()
-            table.writerows(rows)
+    with path.open("w", newline="") as file:
+        table = csv.DictWriter(file, list(rows[0]), delimiter="\t")
+        table.writeheader()
+        table.writerows(rows)
     return str(path)
 
 
@@ -80,12 +72,11 @@ def make(out: Path, tokenizer: str, source: str, **changes: Any) -> tuple[Datase
     return open_dataset(result.url), result.note
 
 
-@pytest.mark.parametrize("kind", ["tsv", "csv", "jsonl", "parquet"])
 def test_rows_are_those_of_transformers_tokenizer_and_the_loss_is_that_of_its_model(
-    tmp_path: Path, tokenizer: str, kind: str
+    tmp_path: Path, tokenizer: str
 ) -> None:
     rows = corpus()
-    dataset, note = make(tmp_path / "data", tokenizer, write_corpus(tmp_path / f"pairs.{kind}", rows))
+    dataset, note = make(tmp_path / "data", tokenizer, write_corpus(tmp_path / "pairs.tsv", rows))
     theirs = transformers.AutoTokenizer.from_pretrained(tokenizer)
     texts = [[row[name] for row in rows] for name in ("premise", "hypothesis")]
     whole = theirs(*texts, truncation="longest_first", max_length=LENGTH, return_token_type_ids=True)

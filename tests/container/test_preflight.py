@@ -239,7 +239,7 @@ def test_programs_traced_without_weights_are_those_of_a_run(folder: Path, fsdp: 
 @pytest.mark.parametrize("task", others_at_night(("multi-label", "token-classification"), ("token-classification",)))
 def test_a_task_whose_labels_are_lists_is_compiled(tmp_path: Path, task: str) -> None:
     folder = test_label_list_runs.prepare(tmp_path, task)
-    document = test_label_list_runs.document(folder, task)
+    document = small_runs.labelled_document(folder, task)
     answer = preflight_of(document, tmp_path / "lists.yaml", "--accelerator", "v4-8")
     assert answer.code == 0, answer.text
     graphs = answer.accelerators["v4-8"]["graphs"]

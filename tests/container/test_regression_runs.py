@@ -1,5 +1,5 @@
-"""A regression is trained, from a CSV file to predictions: it learns, its figures are those of its predictions, and
-going on changes no bit. tests/tensorflow does the same with TensorFlow."""
+"""A regression is trained, from a CSV file to predictions: it learns, and its figures are those of its predictions.
+tests/tensorflow does the same with TensorFlow."""
 
 import csv
 import random
@@ -8,15 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from tests.container import small_runs
 from training.cli.main import tpu_train
-from training.errors import BadInput
 from training.models.hugging_face import read_config
 from training.models.predict import classify
 
-LONGEST = 16
 EVALUATED = 37
 Example = tuple[str, float]
 
@@ -41,13 +39,8 @@ def write_csv(path: Path, rows: list[Example]) -> Path:
     return path
 
 
-def shards(folder: Path, train: Path, evaluation: Path) -> Any:
-    lengths = ["--sequence-length", str(LONGEST), "--lengths", f"8,{LONGEST}"]
-    columns = ["--task", "regression", "--label", "score", *lengths]
-    corpora = ["--corpus", str(train), "--evaluation-corpus", str(evaluation)]
-    return CliRunner().invoke(
-        tpu_train, ["shards", *columns, *corpora, "--tokenizer", str(folder / "tokenizer"), "--out", str(folder)]
-    )
+def shards(folder: Path, train: Path, evaluation: Path) -> Result:
+    return small_runs.labelled_shards(folder, "regression", train, evaluation, "--label", "score")
 
 
 def prepare(folder: Path) -> Path:
@@ -60,17 +53,7 @@ def prepare(folder: Path) -> Path:
 
 
 def document(folder: Path, **changes: Any) -> dict[str, Any]:
-    sizes = {"name": "bert-tiny", "hidden_size": 32, "layers": 1, "heads": 2, "max_positions": LONGEST}
-    steps = {
-        "seed": 2,
-        "train__steps": 60,
-        "train__global_batch_size": 16,
-        "train__learning_rate": 0.01,
-        "train__strict": True,
-        "checkpoint__every_steps": 20,
-        "evaluation__every": 30,
-    }
-    return small_runs.document(folder, **{"task": "regression", "model": sizes, **steps, **changes})
+    return small_runs.labelled_document(folder, "regression", **{"seed": 2, **changes})
 
 
 def assert_figures_are_those_of_predictions(folder: Path, summary: dict[str, Any]) -> None:
@@ -113,11 +96,3 @@ def test_predict_prints_the_number(undisturbed: dict[str, Any]) -> None:
         numbers.append(float(answer.output.split()[0]))
         assert numbers[-1] == pytest.approx(classify(undisturbed["model"], text, 1)[0].score, abs=1e-4)
     assert numbers[0] > numbers[1] + 0.1
-
-
-def test_a_label_that_is_no_number_is_one_message_with_its_line(folder: Path, tmp_path: Path) -> None:
-    small_runs.write_tokenizer(tmp_path / "tokenizer")
-    bad = write_csv(tmp_path / "bad.csv", [("w5 w6", 0.5), ("w7", "much")])  # type: ignore[list-item]
-    made = shards(tmp_path, bad, folder / "evaluation.csv")
-    assert isinstance(made.exception, BadInput)
-    assert f"{bad}:3: label 'much' is not a number" in str(made.exception)

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from training.telemetry import metrics
 from training.telemetry import tensorboard as events
 from training.telemetry.metrics import MetricsLog
 from training.telemetry.tracker import AttemptInfo
@@ -78,9 +77,3 @@ def test_in_a_bucket_an_object_is_rewritten_until_it_is_full(tmp_path: Path, mon
     assert written == sorted(written)
     assert 1 < len(set(written)) < len(written)
     assert [event.step for event in read(tmp_path).Scalars("train/loss")] == list(range(1, 13))
-
-
-def test_metrics_need_no_tensorboard(tmp_path: Path) -> None:
-    MetricsLog(str(tmp_path), 0, 0).finish()
-    assert metrics.read_history(str(tmp_path)) == []
-    assert not (tmp_path / events.FOLDER).exists()

@@ -50,12 +50,7 @@ def test_a_step_and_an_evaluation_are_one_program_each(folder: Path) -> None:
     )  # the process has them already
 
 
-def test_the_same_configuration_gives_the_same_bits_and_another_seed_others(
-    undisturbed: dict[str, Any], folder: Path
-) -> None:
-    again = run(folder, "again", evaluation__every=5)
-    for key in ("first_loss", "last_loss", "eval_loss", "final_weights_crc32c"):
-        assert again[key] == undisturbed[key]
+def test_another_seed_gives_other_weights(undisturbed: dict[str, Any], folder: Path) -> None:
     assert run(folder, "other-seed", seed=2)["final_weights_crc32c"] != undisturbed["final_weights_crc32c"]
 
 
@@ -109,11 +104,6 @@ def test_pieces_and_computing_again_change_no_more_than_rounding(
     assert changed["eval_loss"] == pytest.approx(undisturbed["eval_loss"], rel=1e-5)
 
 
-def test_roberta_trains_too(folder: Path) -> None:
-    sizes = {"name": "roberta-base", "hidden_size": 32, "layers": 1, "heads": 2, "max_positions": 32}
-    assert run(folder, "roberta", model=sizes, train__steps=4)["steps"] == 4
-
-
 @pytest.mark.nightly
 def test_an_infinite_loss_stops_the_run_and_names_the_records(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(TrainError, match=r"loss of step \d+ is (nan|inf).*[Rr]ecords.*\d") as raised:
@@ -123,15 +113,6 @@ def test_an_infinite_loss_stops_the_run_and_names_the_records(folder: Path, caps
     told = (folder / "runs" / "nan" / "report.html").read_text()
     assert html.escape(str(raised.value)) in told
     assert "failed" in told
-
-
-def test_a_missing_evaluation_shard_is_found_before_the_first_step(folder: Path) -> None:
-    cut = folder / "cut"
-    shutil.copytree(folder / "evaluation", cut)
-    next(cut.glob("*.tfrecord")).unlink()
-    with pytest.raises(BadInput, match="is missing"):
-        run(folder, "cut", data__evaluation=str(cut))
-    assert not (folder / "runs" / "cut" / "checkpoints").exists()
 
 
 def test_the_result_is_a_model_that_fill_mask_loads(undisturbed: dict[str, Any], folder: Path) -> None:
@@ -193,14 +174,3 @@ def test_evaluate_is_a_command(undisturbed: dict[str, Any], folder: Path) -> Non
     told = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout
     assert json.loads(told)["loss"] == undisturbed["eval_loss"]
     assert json.loads(told)["examples"] == 19
-
-
-def test_a_run_starts_from_a_model_folder(undisturbed: dict[str, Any], folder: Path) -> None:
-    """Its first loss is about where the other run ended."""
-    tuned = run(folder, "tuned", model={"path": undisturbed["model"]}, train__steps=2)
-    assert tuned["first_loss"] < undisturbed["first_loss"] - 0.5
-
-
-def test_rows_longer_than_the_model_are_refused(folder: Path) -> None:
-    with pytest.raises(BadInput, match=r"32 tokens.*16 positions"):
-        run(folder, "short", model__max_positions=16)

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from tests.nightly import others_at_night
 from training.data.formats import tfrecord
 from training.data.formats.dataset import Dataset
-from training.data.formats.open_dataset import open_dataset
 from training.data.formats.tfrecord import Corrupt
 from training.data.loading import labelled_batches, mlm_batches
 from training.data.loading.record_source import HostSlice
@@ -303,17 +302,3 @@ def test_ids_outside_the_vocabulary_are_refused(tmp_path: Path) -> None:
     source = tf_source.open_source(dataset, vocabulary=few.vocabulary, on_corrupt="stop")
     with pytest.raises(BadInput, match="a token id that the tokenizer"), translate_errors(dataset):
         tf.function(source.read)(tf.constant(0, tf.int64), tf.constant(20, tf.int64))
-
-
-def test_the_public_layout_without_a_manifest_is_read(tmp_path: Path) -> None:
-    with tf.io.TFRecordWriter(str(tmp_path / "wiki-0-60.tfrecord")) as writer:
-        for row in ids(60):
-            values = {"attention_mask": [1] * 12, "input_ids": row}
-            feature = {
-                name: tf.train.Feature(int64_list=tf.train.Int64List(value=numbers)) for name, numbers in values.items()
-            }
-            writer.write(tf.train.Example(features=tf.train.Features(feature=feature)).SerializeToString())
-    dataset = open_dataset(str(tmp_path))
-    host_slice, masking = HostSlice(TOKENS, 16), Masking()
-    theirs = next(tf_mlm.mlm_batches(dataset, host_slice, masking, 3, start=2).as_numpy_iterator())
-    assert_same(mlm_batches.MlmBatches(dataset, host_slice, masking, 3).batch(2), theirs)

@@ -18,8 +18,7 @@ import yaml
 
 from tests.container import small_runs
 
-# One host. What is tested: "read", "next", "idle" (a program in the place of the loop), "train", "evaluate" (the
-# commands of tpu-train themselves).
+# One host. What is tested: "idle" (a program in the place of the loop), or "train" and "evaluate" of tpu-train.
 HOST = """
 import json, os, sys, time
 from pathlib import Path
@@ -35,30 +34,6 @@ from training.yaml_file import Document
 
 def program(config, cluster, rendezvous, stopping):
     print("program", cluster.hosts, flush=True)
-    if WHAT == "read":
-        import tensorflow as tf
-        from training.backends.tensorflow.input import host_rows
-        from training.tasks.task import open_data
-        workers = [each.removeprefix("grpc://") for each in os.environ["TPU_NAME"].split(",")]
-        tf.config.experimental_connect_to_cluster(tf.train.ClusterSpec({"tpu_worker": workers}))
-        found, data = [], open_data(config)
-        for host in range(2):
-            with tf.device(f"/job:tpu_worker/replica:0/task:{host}/device:CPU:0"):
-                batch = next(iter(host_rows(config, data, host, 2, 3)))
-                assert f"task:{host}" in batch["input_ids"].backing_device, batch["input_ids"].backing_device
-                found.append(batch["input_ids"].numpy().tolist())
-        Path("found.json").write_text(json.dumps(found))
-        return
-    if WHAT == "next":
-        from training.backends.tensorflow.input import distributed
-        from training.tasks.task import open_data
-        from training.backends.tensorflow.failures import translate_failures
-        batches = distributed(on_worker_of_host_1(), config, open_data(config), 0)
-        for number, batch in enumerate(batches):
-            with translate_failures():  # as a backend's step, which takes the rows itself
-                next(batch.arrays["input_ids"].iterator)
-            if number == 20:
-                print("under way", flush=True)
     while not stopping.requested:
         rendezvous.check()
         time.sleep(0.05)
@@ -149,30 +124,6 @@ def children(host: subprocess.Popen[str]) -> list[int]:
     return [int(each) for each in Path(f"/proc/{host.pid}/task/{host.pid}/children").read_text().split()]
 
 
-@pytest.mark.nightly
-def test_each_worker_reads_its_hosts_rows_without_python(folder: Path) -> None:
-    assert ended(folder, start(folder, "read")) == [0, 0], (folder / "0.log").read_text() + (
-        folder / "1.log"
-    ).read_text()
-    found = json.loads((folder / "found.json").read_text())
-    expected = small_runs_batch(folder)
-    assert found == [expected[:4], expected[4:]]
-
-
-def small_runs_batch(folder: Path) -> list[list[int]]:
-    """Global batch 3, as numpy makes it."""
-    from training.config import from_document
-    from training.distributed.cluster import Cluster
-    from training.run_setup import open_task
-    from training.yaml_file import Document
-
-    config = from_document(Document("test", yaml.safe_load((folder / "config.yaml").read_text()), {}))
-    batches = open_task(config, Cluster(0, ("localhost",))).batches(3)
-    rows: list[list[int]] = next(batches).arrays["input_ids"].tolist()
-    batches.close()
-    return rows
-
-
 def test_a_stop_request_on_one_host_ends_all_hosts_saved(folder: Path) -> None:
     hosts = start(folder, "idle")
     wait_for_program(folder)
@@ -187,14 +138,13 @@ TRAIN = ["config.yaml", "--set", "data.evaluation=null"]
     ("arguments", "line"),
     [
         pytest.param(["idle"], "program 1", marks=pytest.mark.nightly),
-        pytest.param(["next"], "under way", marks=pytest.mark.nightly),
         pytest.param(
             ["train", *TRAIN, "--set", "train.steps=1000000", "--set", "checkpoint.every_steps=1000000"],
             "step       3/",
             marks=pytest.mark.nightly,
         ),
     ],
-    ids=["idle", "next", "train"],
+    ids=["idle", "train"],
 )
 def test_a_lost_worker_ends_the_run_and_is_named_as_the_cause(folder: Path, arguments: list[str], line: str) -> None:
     """Host 0 notices it as an operation that fails, often before host 1 notices it."""

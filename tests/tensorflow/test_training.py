@@ -122,12 +122,6 @@ def tensors(model: Path) -> dict[str, Any]:
     return decode((model / "model.safetensors").read_bytes())
 
 
-def test_training_starts_from_a_model_folder(plain: dict[str, Any], folder: Path) -> None:
-    further = run(folder, "further", model={"path": plain["model"]}, train__dropout=0.0, train__steps=2)
-    assert further["first_loss"] < plain["first_loss"] - 0.5
-    assert tensors(Path(further["model"])).keys() == tensors(Path(plain["model"])).keys()
-
-
 def test_positions_of_roberta_begin_after_its_padding_id(folder: Path) -> None:
     from training.backends.tensorflow.inference import open_pipeline
 

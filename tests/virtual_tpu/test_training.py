@@ -42,11 +42,6 @@ def train(folder: Path, run_id: str, config: dict[str, Any], **environment: str)
     return small_runs.summary(folder, run_id)
 
 
-def test_this_process_would_train_on_a_tpu() -> None:
-    assert os.environ["PJRT_DEVICE"] == "TPU"
-    assert os.environ["TPU_ACCELERATOR_TYPE"] == "v3-8"
-
-
 def test_the_device_check_finds_and_tries_eight_devices() -> None:
     command = [sys.executable, "-m", "training.cli", "check-devices"]
     environment = {**os.environ, **small_runs.cluster_environment("devices", 0, 0, 1, small_runs.free_ports())}
