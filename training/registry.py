@@ -73,7 +73,6 @@ class BackendEntry:
     open_pipeline: str  # (pipeline's name, model folder) -> a transformers.pipeline on the CPU
     tpu_environment: str  # (cluster, environment) -> variables to set before the import, on a TPU
     libtpu_defaults: str  # (generation, the user's LIBTPU_INIT_ARGS) -> flags that a training process has beside them
-    step_watcher: str  # a class with the protocol training.lint.steps.StepWatcher
     # Of a backend that lacks one, None:
     tracer: str | None  # a class with the protocol training.preflight.programs.ProgramTracer
     devices: str  # a class with the protocol training.device_check.Devices
@@ -178,7 +177,6 @@ BACKENDS: dict[str, BackendEntry] = {
         tpu_environment="training.distributed.cluster:torch_xla_environment",
         libtpu_defaults="training.distributed.libtpu_flags:torch_xla_defaults",
         tracer="training.backends.torch_xla.tracing:TorchTracer",
-        step_watcher="training.backends.torch_xla.lint:TorchStepWatcher",
         devices="training.backends.torch_xla.devices:TorchDevices",
         profiler="training.backends.torch_xla.profiler:TorchProfiler",
         unused_keys=_ONE_STEP_A_CALL,
@@ -190,7 +188,6 @@ BACKENDS: dict[str, BackendEntry] = {
         open_pipeline="training.models.torch.pipeline:open_pipeline",
         tpu_environment="training.distributed.torch_tpu:trainer_environment",
         libtpu_defaults="training.distributed.libtpu_flags:no_defaults",
-        step_watcher="training.lint.steps:CountingWatcher",
         tracer=None,
         devices="training.backends.torch_tpu.devices:TorchTpuDevices",
         profiler=None,
@@ -204,7 +201,6 @@ BACKENDS: dict[str, BackendEntry] = {
         tpu_environment="training.distributed.cluster:tensorflow_environment",
         libtpu_defaults="training.distributed.libtpu_flags:no_defaults",
         tracer="training.backends.tensorflow.lowered:TensorFlowTracer",
-        step_watcher="training.lint.steps:CountingWatcher",
         devices="training.backends.tensorflow.devices:TensorFlowDevices",
         profiler="training.backends.tensorflow.profiler:TensorFlowProfiler",
         defaults={

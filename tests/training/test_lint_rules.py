@@ -9,7 +9,6 @@ from training.lint.rules import (
     StepChecker,
     StepTrace,
     TracedOperation,
-    merge_findings,
 )
 
 FOUR, FIVE = {"x": (4, 8)}, {"x": (5, 8)}
@@ -72,8 +71,3 @@ def test_unexplained_transfers_are_reported() -> None:
     assert [str(finding) for finding in check_steps((FOUR, step(1, transfers=2)))] == [
         "somewhere: value on the host: 2 transfer(s) to the host within a step"
     ]
-
-
-def test_a_finding_of_training_and_evaluation_is_reported_once() -> None:
-    first, other = LintFinding(VALUE, "m.py:3", "asked (4 times)"), LintFinding(SHAPE, "m.py:4", "masked")
-    assert merge_findings([first], [LintFinding(VALUE, "m.py:3", "asked (2 times)"), other]) == [first, other]

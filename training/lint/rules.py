@@ -115,12 +115,6 @@ class StepChecker:
             self._add(LintFinding(PROGRAM, "", message))
 
 
-def merge_findings(first: Sequence[LintFinding], second: Sequence[LintFinding]) -> list[LintFinding]:
-    """Returns the first findings and those of the second with another rule or place."""
-    known = {(finding.rule, finding.place) for finding in first}
-    return [*first, *(finding for finding in second if (finding.rule, finding.place) not in known)]
-
-
 def _changed_operation(number: int, old: TracedOperation | None, new: TracedOperation) -> LintFinding:
     """Returns the finding for a step that compiled again because it runs `new` in place of `old` (None: of nothing)."""
     same_operation = old is not None and old.name == new.name

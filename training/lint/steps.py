@@ -1,4 +1,4 @@
-"""Runs a few steps on the CPU and checks them by `training.lint.rules`, for `tpu-train check`."""
+"""Loads a user's module and its batches, and checks a few steps of it, for `tpu-train check`."""
 
 from __future__ import annotations
 
@@ -7,75 +7,14 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
-from itertools import islice
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
-
-from training.backends.protocol import Backend
-from training.batch import HostBatch, Signals
-from training.config import TrainerConfig
-from training.distributed.cluster import Cluster
-from training.distributed.rendezvous import SingleHost
 from training.errors import BadInput, TrainError
-from training.lint.rules import HOST, LintFinding, Shapes, StepChecker, StepTrace, merge_findings
-from training.registry import BACKENDS, load
-from training.run_setup import open_backend, open_task, prepare_framework
-from training.tasks.task import Task
-
-ROWS = 2  # of a batch, for each gradient accumulation: the rules do not depend on it
-
-
-class StepWatcher(Protocol):
-    """Records the operations of steps, for one framework: `step_watcher` of a backend's entry in the registry."""
-
-    def __init__(self, backend: Backend) -> None: ...
-
-    def step(self) -> AbstractContextManager[StepTrace]:
-        """Records the step that runs in the block. The trace is complete when the block has ended."""
-
-
-class CountingWatcher:
-    """Watches a framework that traces a step once, by the backend's own counts: compilations, operations on the host.
-
-    PyTorch's watcher sees more (training/backends/torch_xla/lint.py).
-    """
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-
-    @contextmanager
-    def step(self) -> Iterator[StepTrace]:
-        trace, compiled, known = StepTrace(), self._backend.compilations()[0], set(self._backend.fallbacks())
-        yield trace
-        trace.compilations = self._backend.compilations()[0] - compiled
-        trace.findings += [LintFinding(HOST, "", name) for name in self._backend.fallbacks() if name not in known]
-
-
-def check_configuration(config: TrainerConfig, steps: int) -> list[LintFinding]:
-    """Runs the first `steps` steps of a configuration, and of its evaluation, with small batches on the CPU; returns
-    the findings of both. Sets PJRT_DEVICE. Raises BadInput if the data or the model can't be opened."""
-    os.environ["PJRT_DEVICE"] = "CPU"
-    config = _with_small_batches(config)
-    task = open_task(config, cluster := Cluster(0, ("localhost",), run_id="check"))
-    backend = open_backend(config, cluster, SingleHost(), task)
-    watcher: StepWatcher = load(BACKENDS[config.backend].step_watcher)(backend)
-    training, evaluation = StepChecker(task.shapes), StepChecker(task.shapes)
-    with closing(task.batches(0)) as batches:
-        for number, batch in enumerate(islice(batches, steps)):
-            with watcher.step() as trace:
-                pending = backend.step(number, batch.arrays, Signals())
-            pending.result()
-            training.add_step(number, _shapes_of(batch), trace)
-    for number, batch in enumerate(_evaluation_batches(config, task, steps)):
-        with watcher.step() as trace:
-            pending = backend.evaluate(batch.arrays, Signals())
-        pending.result()
-        evaluation.add_step(number, _shapes_of(batch), trace)
-    return merge_findings(training.findings(), evaluation.findings())
+from training.lint.rules import LintFinding
+from training.run_setup import prepare_framework
 
 
 def check_user_module(module: str, inputs: str, steps: int, shapes: int) -> list[LintFinding]:
@@ -95,27 +34,6 @@ def check_user_module(module: str, inputs: str, steps: int, shapes: int) -> list
     with _report_user_line(module, inputs):
         build, batches = _load_function("--module", module), _load_function("--inputs", inputs)
         return check_module(build, batches, steps, shapes)
-
-
-def _with_small_batches(config: TrainerConfig) -> TrainerConfig:
-    """Returns the configuration with `ROWS` rows a gradient accumulation, and jit_compile only for TensorFlow."""
-    rows = ROWS * config.train.gradient_accumulation
-    changes = {
-        "global_batch_size": rows,
-        "prefetch": 1,
-        "jit_compile": config.backend == "tensorflow",  # without XLA, TensorFlow runs what a TPU refuses
-    }
-    evaluation = config.evaluation.model_copy(update={"batch_size": rows})
-    return config.model_copy(update={"train": config.train.model_copy(update=changes), "evaluation": evaluation})
-
-
-def _evaluation_batches(config: TrainerConfig, task: Task, steps: int) -> Iterator[HostBatch]:
-    """Returns the first `steps` evaluation batches; none if the configuration has no evaluation data."""
-    return islice(task.evaluation_batches(), steps) if config.data.evaluation else iter(())
-
-
-def _shapes_of(batch: HostBatch) -> Shapes:
-    return {name: np.shape(array) for name, array in batch.arrays.items()}
 
 
 @contextmanager

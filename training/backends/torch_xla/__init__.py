@@ -3,7 +3,7 @@
 step_cache.py    caches compiled steps and runs them without tracing again
 internals.py     all private names of torch_xla
 tracing.py       the step's program for preflight, not run
-lint.py          what the operations of a step cost on a TPU, for `tpu-train check`
+lint.py          what the operations of a user's module cost on a TPU, for `tpu-train check`
 profiler.py      torch_xla's profiler
 
 Networks, attention and dropout are in training/models/torch: they import no runtime.

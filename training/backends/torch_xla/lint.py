@@ -25,8 +25,7 @@ import torch_xla.debug.metrics as xla_metrics
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from training.backends.protocol import Backend
-from training.backends.torch_xla.backend import TorchXla, count_fallbacks
+from training.backends.torch_xla.backend import count_fallbacks
 from training.errors import BadInput
 from training.lint.rules import HOST, SHAPE, VALUE, LintFinding, StepChecker, StepTrace, TracedOperation
 
@@ -37,36 +36,25 @@ _INDEXING = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index
 _PROGRAM_ENDS = "the program ends here and waits for the device"
 
 
-class TorchStepWatcher:
-    """Records the operations of a step and their findings."""
-
-    def __init__(self, backend: Backend | None = None) -> None:
-        """Watches all operations on XLA devices in this process. Uploads a `backend`'s state and makes it trace every
-        step; None: the operations are those of a user's module."""
-        if isinstance(backend, TorchXla):
-            backend.trace_always()
-            backend.upload()  # not part of a step
-
-    @contextmanager
-    def step(self) -> Iterator[StepTrace]:
-        """Watches the step that runs in the block, slowly: with anomaly detection, on one autograd thread.
-
-        The trace is complete when the block has ended; compilations and transfers are counted then."""
-        torch_xla.sync()
-        trace, compiled, transfers = StepTrace(), _count("CompileTime"), _count("TransferFromDeviceTime")
-        with (
-            warnings.catch_warnings(),
-            _PrintWatcher(trace),
-            _OperationWatcher(trace),
-            torch.autograd.set_multithreading_enabled(False),
-        ):
-            warnings.filterwarnings("ignore", message="Anomaly Detection")
-            # Anomaly detection keeps the forward line of each backward operation.
-            with torch.autograd.set_detect_anomaly(True, check_nan=False):
-                yield trace
-        torch_xla.sync(wait=True)
-        trace.compilations = _count("CompileTime") - compiled
-        trace.transfers = _count("TransferFromDeviceTime") - transfers
+@contextmanager
+def _watch_step() -> Iterator[StepTrace]:
+    """Records the operations of the step that runs in the block, and their findings; slowly: with anomaly detection, on
+    one autograd thread. The trace is complete when the block has ended: compilations and transfers are counted then."""
+    torch_xla.sync()
+    trace, compiled, transfers = StepTrace(), _count("CompileTime"), _count("TransferFromDeviceTime")
+    with (
+        warnings.catch_warnings(),
+        _PrintWatcher(trace),
+        _OperationWatcher(trace),
+        torch.autograd.set_multithreading_enabled(False),
+    ):
+        warnings.filterwarnings("ignore", message="Anomaly Detection")
+        # Anomaly detection keeps the forward line of each backward operation.
+        with torch.autograd.set_detect_anomaly(True, check_nan=False):
+            yield trace
+    torch_xla.sync(wait=True)
+    trace.compilations = _count("CompileTime") - compiled
+    trace.transfers = _count("TransferFromDeviceTime") - transfers
 
 
 class _OperationWatcher(TorchDispatchMode):  # type: ignore[misc]  # torch is not here when types are checked
@@ -159,7 +147,7 @@ def check_module(
     Raises:
         BadInput: the functions return something else, or the output depends on no weights.
     """
-    device, checker, watcher = torch_xla.device(), StepChecker(shapes), TorchStepWatcher()
+    device, checker = torch_xla.device(), StepChecker(shapes)
     torch.manual_seed(0)  # the same findings each time
     network = build()
     if not isinstance(network, torch.nn.Module):
@@ -172,7 +160,7 @@ def check_module(
         batch = _name_inputs(inputs[number % len(inputs)])
         xm.set_rng_state(number, device)
         sent = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
-        with watcher.step() as trace:
+        with _watch_step() as trace:
             _train(network, sent)
         batch_shapes = {name: tuple(value.shape) for name, value in batch.items() if isinstance(value, torch.Tensor)}
         checker.add_step(number, batch_shapes, trace)
@@ -232,9 +220,7 @@ def _flatten(values: Any) -> list[Any]:
 def _user_place() -> str:
     """Returns file:line of the innermost user code, in a backward pass that of the forward operation; "" if none."""
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and not (
-        frame.f_code.co_filename == __file__ and frame.f_code.co_name in ("_train", "step")
-    ):
+    while frame is not None and not (frame.f_code.co_filename == __file__ and frame.f_code.co_name == "_train"):
         if not frame.f_code.co_filename.startswith(_NOT_USER_CODE):
             return _format_place(frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back
