@@ -18,11 +18,10 @@ from training import storage
 from training.checkpoint import admin as inspect
 from training.checkpoint import format as form
 from training.checkpoint import writer as saving
-from training.checkpoint.format import committed_steps, read_manifest
-from training.checkpoint.reader import Restored, checkpoint_name, restore, verify
+from training.checkpoint.format import committed_steps
+from training.checkpoint.reader import Restored, restore, verify
 from training.checkpoint.retention import Keep
-from training.checkpoint.safetensors_file import Damaged, TensorSpec
-from training.checkpoint.snapshot import Snapshot
+from training.checkpoint.safetensors_file import Damaged
 from training.checkpoint.writer import CheckpointWriter, RunDescription
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import Rendezvous, SingleHost
@@ -157,43 +156,6 @@ def test_damage_is_named_and_the_checkpoint_before_is_used(
     assert "step 10: good" in text
     assert save(tmp_path, [20], damaged=restored.damaged, token="u") == [20, 20]
     assert load(tmp_path)[1].is_of(20)
-
-
-@pytest.mark.parametrize(("saved", "expected"), [([10], 10), ([10, 20], 10)])
-def test_a_suspected_checkpoint_is_passed_over_only_while_there_is_one_before_it(
-    tmp_path: Path, saved: list[int], expected: int
-) -> None:
-    save(tmp_path, saved)
-    suspects = {checkpoint_name(read_manifest(str(tmp_path), saved[-1]))}
-    meeting, states = Meeting(2), [State(-1), State(-1)]
-
-    def work(worker: int) -> Restored | None:
-        accept = states[worker].accept
-        return restore(str(tmp_path), meeting.of(worker), IDENTITY, accept, lambda _: None, avoid=suspects)
-
-    for restored, state in zip(on_all(2, work), states, strict=True):
-        assert restored.manifest.step == expected
-        assert restored.damaged == tuple(step for step in saved if step > expected)
-        assert state.is_of(expected)
-
-
-@pytest.mark.parametrize(("worker", "bad_reads", "expected"), [(0, 2, 10), (1, 2, 10), (1, 1, 20)])
-def test_two_bad_reads_on_one_host_send_all_hosts_to_the_checkpoint_before(
-    tmp_path: Path, worker: int, bad_reads: int, expected: int
-) -> None:
-    save(tmp_path, [10, 20])
-    meeting, states, bad = Meeting(2), [State(-1), State(-1)], iter(range(bad_reads))
-
-    def work(host: int) -> Restored | None:
-        def accept(tensors: Mapping[str, tuple[TensorSpec, memoryview]]) -> None:
-            states[host].accept(tensors)
-            if host == worker and states[host].is_of(20) and next(bad, None) is not None:
-                raise Damaged("a bad read")
-
-        return restore(str(tmp_path), meeting.of(host), IDENTITY, accept, lambda _: None)
-
-    assert [result.manifest.step for result in on_all(2, work)] == [expected] * 2
-    assert all(state.is_of(expected) for state in states)
 
 
 def test_when_nothing_verifies_the_run_is_not_started_over(tmp_path: Path) -> None:
@@ -332,14 +294,6 @@ def test_a_save_that_is_slower_than_its_interval_is_waited_for_counted_and_told_
     )
 
 
-def test_a_step_that_another_trainer_has_committed_stays_as_it_is(tmp_path: Path) -> None:
-    assert save(tmp_path, [10], hosts=1) == [10]
-    manifest = (tmp_path / "step-00000010" / "manifest.json").read_bytes()
-    assert save(tmp_path, [10], hosts=1, token="other") == [10]
-    assert (tmp_path / "step-00000010" / "manifest.json").read_bytes() == manifest
-    assert load(tmp_path)[1].is_of(10)
-
-
 @pytest.mark.parametrize("worker", [0, 1])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_a_state_that_is_not_finite_on_one_host_is_committed_by_none(tmp_path: Path, worker: int, value: float) -> None:
@@ -387,26 +341,6 @@ def test_a_committed_state_that_is_not_finite_is_passed_over_and_told(
     verify(str(tmp_path), 20)
 
 
-def test_the_memory_of_snapshots_is_given_back_before_the_export(tmp_path: Path) -> None:
-    size = 1 << 26
-    specs = {"model/w": TensorSpec("F32", (size // 4,), size)}
-
-    def copy(places: Mapping[str, memoryview]) -> Snapshot:
-        return Snapshot((np.frombuffer(place, np.float32), np.float32(1)) for place in places.values())
-
-    def resident() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-    saver = single_host_writer(tmp_path)
-    saver.prepare(specs)
-    saver.save(10, specs, copy, {})
-    saver.wait()
-    held = resident()
-    saver.release()
-    assert held - resident() > 0.9 * size
-    verify(str(tmp_path), 10)
-
-
 def test_the_commands_show_list_and_verify(tmp_path: Path) -> None:
     save(tmp_path / "checkpoints", [10, 20])
     assert [line.split()[0] for line in inspect.render_table(str(tmp_path)).splitlines()] == ["step", "20", "10"]
@@ -419,53 +353,3 @@ def test_the_commands_show_list_and_verify(tmp_path: Path) -> None:
         inspect.render_manifest(str(tmp_path), 15)
     with pytest.raises(Damaged):
         verify(str(tmp_path / "checkpoints"), 15)
-
-
-def test_a_trainer_that_was_replaced_commits_nothing(tmp_path: Path) -> None:
-    save(tmp_path, [10], hosts=1)
-    replaced: list[bool] = []
-
-    def fence() -> None:
-        if replaced:
-            raise BadInput("run r was started again")
-
-    saver = single_host_writer(tmp_path, token="old", fence=fence)
-    save_step(saver, 20)
-    replaced.append(True)
-    with pytest.raises(BadInput, match="started again"):
-        save_step(saver, 30)
-    assert committed_steps(str(tmp_path)) == [20, 10]
-
-
-def test_a_trainer_that_slept_while_it_committed_takes_back_what_has_no_parts_any_more(tmp_path: Path) -> None:
-    calls: list[int] = []
-
-    def fence() -> None:
-        """Before the manifest nothing is known; after it, the next attempt has begun, committed, and cleared this
-        step's parts away."""
-        calls.append(1)
-        if len(calls) == 2:
-            assert save(tmp_path, [40], hosts=1, token="new") == [40]
-            for part in (tmp_path / "step-00000030").glob("part-*"):
-                part.unlink()
-            raise BadInput("run r was started again")
-
-    saver = single_host_writer(tmp_path, token="old", fence=fence)
-    with pytest.raises(BadInput, match="started again"):
-        save_step(saver, 30)
-    assert committed_steps(str(tmp_path)) == [40]
-
-
-class BeforeNewerStart(SingleHost):
-    """Host 0 listed step 3, which a newer start has deleted since."""
-
-    def meet(self, name: str, payload: Any = None, seconds: float | None = None) -> list[Any]:
-        return [[3]] if name == "checkpoints" else [payload]
-
-
-def test_a_restore_that_finds_nothing_of_what_it_listed_looks_again(tmp_path: Path) -> None:
-    save(tmp_path, [8])
-    warnings: list[str] = []
-    restored = restore(str(tmp_path), BeforeNewerStart(), IDENTITY, lambda _: None, warnings.append)
-    assert (restored.manifest.step, restored.damaged) == (8, (3,))
-    assert "manifest.json is missing" in warnings[0]

@@ -15,7 +15,6 @@ from training.progress import MOST_SKIPPED, MOST_STEPS_BACK, NonFiniteHistory
 from training.telemetry.attempts import NonFiniteStep
 from training.telemetry.html import write_report
 from training.telemetry.metrics import read_history
-from training.telemetry.phase_timer import PhaseTimer
 
 
 @pytest.fixture
@@ -40,14 +39,6 @@ def test_an_update_that_is_not_finite_is_not_committed(runs: Runs, bad_step: int
     assert steps(runs, "r")[0] == bad_step - 9
     summary = runs.train("r", 1)
     assert (summary["steps"], steps(runs, "r")[0]) == (40, 40)
-
-
-def test_a_stop_does_not_commit_what_is_not_finite(runs: Runs) -> None:
-    with pytest.raises(NonFinite):
-        runs.train("r", 0, lambda number: "update" if number >= 11 else None, shutdown=StopAfter(12))
-    assert steps(runs, "r") == [10]
-    with pytest.raises(StopRequested):
-        runs.train("r", 1, shutdown=StopAfter(12))
 
 
 def test_the_same_step_twice_is_an_end_that_no_attempt_changes(runs: Runs) -> None:
@@ -138,19 +129,3 @@ def test_an_evaluation_that_is_not_finite_is_named_and_everything_stays_json(
             json.loads(text, parse_constant=refuse)
     assert "the evaluation after step 10 is not finite: loss, perplexity" in capsys.readouterr().err
     assert "not finite" in Path(write_report(str(runs.path("r")))).read_text()
-
-
-def test_a_run_commits_every_fifteen_minutes_unless_its_file_says_otherwise(runs: Runs) -> None:
-    for name, changes, expected in (
-        ("default", {}, [40, 36, 18]),
-        ("never", {"checkpoint__every_minutes": None}, [40]),
-        ("both", {"checkpoint__every_steps": 20}, [40, 38, 20, 18]),  # minutes are counted from the last save
-    ):
-        now = [0.0]
-        saved = {"checkpoint__every_steps": None, "checkpoint__keep_last": 9, **changes}
-
-        def a_minute_a_step(number: int, now: list[float] = now) -> None:
-            now[0] = 60.0 * (number + 1)
-
-        runs.train(name, 0, a_minute_a_step, timer=PhaseTimer(lambda now=now: now[0]), **saved)
-        assert steps(runs, name) == expected
