@@ -63,6 +63,19 @@ def interrupt_start(work: Workstation, only_created: set[int]) -> Config:
     return config
 
 
+def hold_lock(work: Workstation, monkeypatch: pytest.MonkeyPatch, *recorded: events.RunEvent) -> None:
+    """Holds the run's lock until the next command waits for it; records events before it lets go."""
+    ledger, elsewhere = work.ledger, contextlib.ExitStack()
+    elsewhere.enter_context(ledger.supervising())
+
+    def release(_seconds: float) -> None:
+        for event in recorded:
+            ledger.append(event)
+        elsewhere.close()
+
+    monkeypatch.setattr(work.clock, "sleep", release)
+
+
 @pytest.mark.parametrize("option", ["overlay", "sync"])
 def test_files_for_hosts_are_refused_where_the_platform_has_none(
     work: Workstation, monkeypatch: pytest.MonkeyPatch, option: str
@@ -158,6 +171,19 @@ def test_an_attempt_of_which_one_host_lacks_its_secrets_costs_no_failure(
     outcome = work.run(config)
     assert (outcome.attempt, outcome.verdict.kind) == (1, Kind.FINISHED)
     assert outcomes(work) == [events.NOT_STARTED, "finished"]
+
+
+def test_a_run_that_finishes_while_another_terminal_waits_for_it_is_not_started_again(
+    work: Workstation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work.hosts.exits[0] = 3
+    config = work.config(command=COMMAND)
+    work.run(config)
+    hold_lock(work, monkeypatch, events.AttemptBegan(1), events.Ended(1, "finished"))
+    with pytest.raises(LaunchError, match="has just finished elsewhere") as refused:
+        work.run(config)
+    assert refused.value.exit_code == Exit.CONFLICT
+    assert len(work.hosts.attempts) == 1
 
 
 @pytest.mark.parametrize("only_created", [{1}, {0, 1}])
@@ -436,13 +462,6 @@ def test_a_stop_ends_a_start_that_waits_for_nodes(work: Workstation, monkeypatch
     assert work.ledger.state.outcome == "stopped"
 
 
-def hold_lock(work: Workstation, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Holds the run's lock until the next command waits for it."""
-    elsewhere = contextlib.ExitStack()
-    elsewhere.enter_context(work.ledger.supervising())
-    monkeypatch.setattr(work.clock, "sleep", lambda _seconds: elsewhere.close())
-
-
 def test_a_stop_waits_for_the_process_that_starts_the_attempt(
     work: Workstation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -450,6 +469,19 @@ def test_a_stop_waits_for_the_process_that_starts_the_attempt(
     hold_lock(work, monkeypatch)
     launch.stop(config, work.context(), None, grace=1)
     assert not work.ledger.supervised()
+
+
+def test_a_run_that_waits_for_its_lock_does_not_start_after_a_stop(
+    work: Workstation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was asked for before the stop; another terminal held the run then."""
+    work.hosts.exits[0] = 3
+    config = work.config(command=COMMAND)
+    work.run(config)
+    hold_lock(work, monkeypatch, events.RunStopRequested(0))
+    with pytest.raises(RunStopped, match="`tpu-launch run` resumes it"):
+        work.run(config)
+    assert len(work.hosts.attempts) == 1
 
 
 def test_a_stop_whose_command_died_is_repeated_by_the_supervisor_until_every_host_has_stopped(
@@ -465,6 +497,20 @@ def test_a_stop_whose_command_died_is_repeated_by_the_supervisor_until_every_hos
     work.hosts.hooks["observe"] += [lambda: None] * 20 + [lambda: work.hosts.end(75)]
     assert work.run(work.config()).verdict.kind is Kind.SAVED
     assert len(answers) <= 8, "the first stop missed a host"
+
+
+def test_hosts_on_which_a_failed_start_may_have_left_its_container_are_remembered(work: Workstation) -> None:
+    def times_out() -> None:
+        work.hosts.silent = {1}
+        raise LaunchError("no end after 900 s of: gcloud compute tpus tpu-vm ssh")
+
+    work.hosts.hooks["start"] = [times_out]
+    with pytest.raises(LaunchError, match="no end after"):
+        work.run(work.config())
+    assert [event.hosts for event in work.ledger.state.orphans] == [(1,)]
+    work.hosts.silent = set()
+    assert work.run(work.config()).verdict.kind is Kind.FINISHED
+    assert not work.ledger.state.orphans
 
 
 def test_orphans_are_kept_until_every_host_is_reaped_and_stopped_although_the_run_is_over(work: Workstation) -> None:
@@ -570,6 +616,24 @@ def test_where_files_can_not_be_locked_down_deletes_the_slice_and_run_is_refused
 
 
 # -- time ------------------------------------------------------------------------------------------------------------
+
+
+def test_no_attempt_starts_on_a_slice_that_down_is_deleting(work: Workstation) -> None:
+    """`run` in another terminal must not take the deletion for a preemption and recreate the slice."""
+    config = work.config(command=COMMAND)
+    work.run(config)
+
+    def run_elsewhere() -> None:
+        with pytest.raises(LaunchError, match="is being deleted by `tpu-launch down`") as refusal:
+            work.run(config)
+        assert refusal.value.exit_code is Exit.CONFLICT
+
+    work.hosts.hooks["delete"] = [run_elsewhere]
+    launch.delete_slice(config, work.context())
+    assert not work.hosts.hooks["delete"], "it was asked"
+    assert len(work.hosts.attempts) == 1
+    with pytest.raises(LaunchError, match="does not exist"):
+        work.run(config)
 
 
 def test_the_time_that_this_machine_slept_is_no_time_for_hosts_to_be_asked_again(work: Workstation) -> None:

@@ -153,6 +153,21 @@ def test_a_request_is_looked_for_after_the_last_answer_that_is_lost_too(config: 
     assert requests(cloud) == 3
 
 
+@pytest.mark.parametrize("stale", ["tpu-vm describe", "queued-resources describe"])
+def test_one_answer_that_it_is_not_there_does_not_delete_a_granted_slice(
+    config: Config, cloud: Cloud, stale: str
+) -> None:
+    cloud.state.faults.clear()
+    missing = iter(["ERROR: (gcloud.x) NOT_FOUND: Resource 'n' was not found"])
+
+    def once(zone: str, command: str, now: float) -> str | None:
+        return next(missing, None) if command == stale and request_state(cloud) == "ACTIVE" else None
+
+    cloud.trouble = once
+    assert create(config, cloud)[0].ready
+    assert not [call for call in cloud.calls if "delete" in call]
+
+
 def test_a_request_of_another_owner_is_neither_waited_for_nor_deleted(config: Config, cloud: Cloud) -> None:
     make_request(config, cloud, BOB)
     for act in (creation.create, deletion.delete):
