@@ -3,10 +3,11 @@
     python -m tools.mutants --side launcher                  60 mutants drawn with today's seed
     python -m tools.mutants --side trainer --seed 7 --count 20 training/checkpoint
     python -m tools.mutants --side launcher --seed 7 --only 12    one mutant again, with what the tests print
+    python -m tools.mutants --side launcher --given FILE.json     mutants written by hand: [{file, old, new, sentence}]
 
 A mutant is one slip in one function: a condition is turned, one half of an `and` is left out, a call is forgotten, a
-bound moves by one. At most one is drawn from a function. Each is tried on a copy of the checkout: first the simulated
-runs, then the unit tests, that call the function. Mutants that change nothing one could see are for the reader to
+bound moves by one. At most one is drawn from a function. Each is tried on a copy of the checkout with the simulated
+runs and the unit tests that call the function. Mutants that change nothing one could see are for the reader to
 recognize: survivors are printed as differences. The result is also in .tpu-launch/mutants.json.
 """
 
@@ -40,7 +41,7 @@ FOLDERS = {
         "training/telemetry",
     ),
 }  # fmt: skip
-TESTS = {"launcher": "tests/launcher", "trainer": "tests/training"}
+TESTS = {"launcher": ("tests/launcher", "tests/emulator"), "trainer": ("tests/training",)}
 MOST_RUNS = 400  # of one mutant: of 53 mutants, no run after the 400th that reached one was the first to find it
 MOST_TESTS = 150  # of one mutant: those that reach the fewest other functions
 SECONDS = 600  # for the tests, or the simulated runs, of one mutant
@@ -80,13 +81,13 @@ class Mutant:
     source: str  # of the whole file
     runs: int = 0  # simulated ones that call the function
     tests: int = 0  # that call it
-    found_by: str = ""  # "simulation", "tests" or nothing
-    detail: str = ""  # the promise or test that found it
+    broken: str = ""  # the seed and the promise that found it
+    failed: str = ""  # the test that found it
 
     def difference(self) -> str:
         """Returns the changed lines."""
-        now = ast.unparse(ast.parse((ROOT / self.path).read_text(encoding="utf-8"))).splitlines()
-        lines = unified_diff(now, self.source.splitlines(), lineterm="", n=1)
+        sources = (ROOT / self.path).read_text(encoding="utf-8"), self.source
+        lines = unified_diff(*(ast.unparse(ast.parse(source)).splitlines() for source in sources), lineterm="", n=1)
         return "\n".join(line for line in lines if not line.startswith(("---", "+++", "@@")))
 
 
@@ -202,6 +203,20 @@ def draw(places: Sequence[str], count: int, seed: int) -> list[Mutant]:
     return mutants
 
 
+def read_given(file: Path) -> list[Mutant]:
+    """Returns the mutants of a file, in which each `old` is a text that its file has once, in a function."""
+    mutants = []
+    for given in json.loads(file.read_text(encoding="utf-8")):
+        source = (ROOT / given["file"]).read_text(encoding="utf-8")
+        before, old, after = source.partition(given["old"])
+        assert old, f"{given['file']} does not have {given['old']!r}"
+        line = before.count("\n") + 1
+        ends = [(node.lineno, node.end_lineno or 0, name) for name, node in functions_of(ast.parse(source))]
+        function = next(name for first, last, name in ends if first <= line <= last)
+        mutants.append(Mutant(given["file"], function, line, given["sentence"], before + given["new"] + after))
+    return mutants
+
+
 def _files(folder: str) -> list[Path]:
     return [each.relative_to(ROOT) for each in (ROOT / folder).rglob("*.py")]
 
@@ -239,7 +254,7 @@ class Copy:
                 raise SystemExit(f"the simulated runs do not end: {broken}")
             failing.add(name)
             left = left[left.index(name) + 1 :]
-        ended = self._run([*_PYTEST, TESTS[self._side]], seconds=3600)
+        ended = self._run([*_PYTEST, *TESTS[self._side]], seconds=3600)
         failing |= {line.split()[1] for line in ended.splitlines() if line.startswith(("FAILED ", "ERROR "))}
         for name in sorted(failing):
             print(f"fails without any mutant, so it is left out: {name}", flush=True)
@@ -253,23 +268,20 @@ class Copy:
         return reached
 
     def try_out(self, mutant: Mutant, reached: set[str], others: Counter[str]) -> str:
-        """Plays what calls the mutant's function on the mutant, and notes what found it. Returns what the simulated
-        runs, or else the tests, printed last."""
+        """Plays what calls the mutant's function on the mutant, and notes what found it. Returns what that printed."""
         seeds = sorted((name for name in reached if name.isdigit()), key=int)
         tests = sorted((name for name in reached if not name.isdigit()), key=lambda name: (others[name], name))
         mutant.runs, mutant.tests = len(seeds), len(tests)
         (self._folder / mutant.path).write_text(mutant.source, encoding="utf-8")
         try:
-            printed = self._simulate(seeds[:MOST_RUNS]) if seeds else ""
-            if printed:
-                mutant.found_by, mutant.detail = "simulation", printed.strip().splitlines()[-1][:160]
-            elif tests:
-                printed = self._run([*_PYTEST, "-x", *tests[:MOST_TESTS]], seconds=SECONDS)
-                if failed := re.search(r"^(?:FAILED|ERROR) (\S+)|^(took over .*)", printed, re.MULTILINE):
-                    mutant.found_by, mutant.detail = "tests", failed[1] or failed[2]
-            return printed
+            simulated = self._simulate(seeds[:MOST_RUNS]) if seeds else ""
+            tested = self._run([*_PYTEST, "-x", *tests[:MOST_TESTS]], seconds=SECONDS) if tests else ""
         finally:
             shutil.copy2(ROOT / mutant.path, self._folder / mutant.path)
+        mutant.broken = simulated.strip().rpartition("\n")[2][:160]
+        if failed := re.search(r"^(?:FAILED|ERROR) (\S+)|^(took over .*)", tested, re.MULTILINE):
+            mutant.failed = failed[1] or failed[2]
+        return simulated + tested
 
     def _simulate(self, seeds: Iterable[str]) -> str:
         """Simulates runs until one breaks a promise. Returns what was printed then, else ""."""
@@ -293,15 +305,16 @@ class Copy:
 
 
 def report(mutants: Sequence[Mutant]) -> str:
-    """Returns the table, and the differences of those that nothing found."""
-    simulated = sum(mutant.found_by == "simulation" for mutant in mutants)
-    found = sum(bool(mutant.found_by) for mutant in mutants)
-    lines = [f"missed: {each.path}:{each.line} {each.function}: {each.slip}\n{each.difference()}" for each in mutants
-             if not each.found_by]  # fmt: skip
+    """Returns the differences of those that nothing found, and the table."""
+    missed = [each for each in mutants if not (each.broken or each.failed)]
+    lines = [f"missed: {each.path}:{each.line} {each.function}: {each.slip}\n{each.difference()}" for each in missed]
     total = len(mutants)
-    lines.append(
-        f"{found} of {total} found ({found / total:.0%}); {simulated} by simulated runs ({simulated / total:.0%})"
-    )
+    for words, count in {
+        "simulated runs": sum(bool(each.broken) for each in mutants),
+        "unit tests": sum(bool(each.failed) for each in mutants),
+        "either": total - len(missed),
+    }.items():
+        lines.append(f"found by {words}: {count} of {total} ({count / total:.0%})")
     return "\n\n".join(lines)
 
 
@@ -315,10 +328,14 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--count", type=int, default=60, help="how many mutants (60)")
     parser.add_argument("--seed", type=int, default=datetime.now(UTC).toordinal(), help="the day's, unless given")
     parser.add_argument("--runs", type=int, default=1000, help="how many simulated runs (1000)")
+    parser.add_argument("--given", type=Path, help="a file of mutants to try, instead of drawn ones")
     parser.add_argument("--only", type=int, help="try only the mutant with this number")
     parser.add_argument("--list", action="store_true", help="print the mutants, and try none")
     options = parser.parse_args(arguments)
-    mutants = draw(options.places or FOLDERS[options.side], options.count, options.seed)
+    if options.given is not None:
+        mutants = read_given(options.given)
+    else:
+        mutants = draw(options.places or FOLDERS[options.side], options.count, options.seed)
     if options.list:
         for number, mutant in enumerate(mutants):
             print(f"{number}. {mutant.path}:{mutant.line} {mutant.function}: {mutant.slip}")
@@ -336,7 +353,7 @@ def main(arguments: Sequence[str]) -> int:
             printed = tree.try_out(mutant, names, others)
             print(
                 f"{number}. {mutant.path}:{mutant.line} {mutant.function}: {mutant.slip}: "
-                f"{f'found by {mutant.found_by}: {mutant.detail}' if mutant.found_by else 'MISSED'} "
+                f"{' and '.join(filter(None, (mutant.broken, mutant.failed))) or 'MISSED'} "
                 f"({mutant.runs} runs and {mutant.tests} tests call it; {time.monotonic() - began:.0f} s)",
                 flush=True,
             )
