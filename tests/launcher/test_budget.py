@@ -49,10 +49,13 @@ def test_a_run_whose_budget_is_spent_saves_and_its_slice_is_deleted(tmp_path: Pa
     work.clock.skipped = -3600.0
     # The first observation is an hour later: a v4-16 costs 25.76 dollars an hour.
     work.hosts.hooks["observe"] = [lambda: work.clock.sleep(3600.0)]
+    told: list[bool] = []
+    work.hosts.hooks["delete"] = [lambda: told.append(work.ledger.state.budget_spent)]
     outcome = work.run(config)
     assert outcome.verdict.kind is Kind.SAVED
     assert len(work.hosts.attempts) == 1
     assert work.hosts.slice_state is None
+    assert told == [True], "a supervisor deletes it if this process is killed before it has"
     assert any("the budget is spent (about $25." in line for line in work.messages)
     work.hosts.slice_state = "READY"
     with pytest.raises(LaunchError, match=r"raise run\.budget") as refused:

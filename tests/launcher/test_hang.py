@@ -244,6 +244,13 @@ def test_a_host_that_gives_no_stacks_and_has_no_memory_left_is_short_of_memory()
     assert explain("", dump(COLLECTIVE), lines=lines).kind == "no stacks"
 
 
+def test_what_a_host_shows_in_one_of_two_samples_is_no_cause() -> None:
+    ended = explain("", dump(COLLECTIVE), dump(COLLECTIVE), before=dump(USER))
+    assert (ended.kind, ended.worker) == ("code", 0), "it has ended because another host was silent"
+    reads = dump(COLLECTIVE, "D (disk sleep)")
+    assert explain(reads, dump(COLLECTIVE), before=dump(COLLECTIVE)).kind == "collective"
+
+
 def test_native_calls_are_added_where_py_spy_has_kept_those_of_python() -> None:
     plain = re.sub(r"    (xla|fast_call).*\n", "", COMPILES)
     assert parse_stacks(dump(plain + COMPILES)) == parse_stacks(dump(COMPILES))

@@ -363,6 +363,23 @@ def test_a_slice_with_unreachable_hosts_is_replaced_where_that_is_allowed(
     assert recorded(work, events.SliceReplaced) == 1
 
 
+def test_a_stop_keeps_a_slice_from_being_deleted_that_was_to_be_replaced(work: Workstation) -> None:
+    work.hosts.exits[0], work.hosts.health = 1, "UNHEALTHY_TPU"
+    work.hosts.fail("create", HostsUnreachable("no ssh"))
+    work.hosts.hooks["describe"] = [*[lambda: None] * 3, lambda: stop_elsewhere(work)]
+    work.run(work.config("run.replace_after=3", "run.failure_retries=1"))
+    assert work.ledger.state.stops == 1
+    assert "delete" not in work.hosts.calls
+
+
+def test_a_slice_that_was_replaced_and_then_deleted_by_a_user_is_not_recreated(work: Workstation) -> None:
+    work.hosts.exits[0], work.hosts.health = 1, "UNHEALTHY_TPU"
+    work.hosts.fail("create", HostsUnreachable("no ssh"), HostsUnreachable("no ssh; then it is deleted"))
+    with pytest.raises(LaunchError, match="it was deleted"):
+        work.run(work.config("run.replace_after=3", "run.failure_retries=1"))
+    assert [call for call in work.hosts.calls if call in ("create", "delete")] == ["create", "delete", "create"]
+
+
 FILES = [Stat("gs://b/runs/metrics.jsonl", 9, 1)]
 
 
@@ -481,6 +498,15 @@ def test_a_run_that_waits_for_its_lock_does_not_start_after_a_stop(
     hold_lock(work, monkeypatch, events.RunStopRequested(0))
     with pytest.raises(RunStopped, match="`tpu-launch run` resumes it"):
         work.run(config)
+    assert len(work.hosts.attempts) == 1
+
+
+def test_a_stop_while_run_asks_hosts_for_an_earlier_attempt_counts(work: Workstation) -> None:
+    start_and_lose_sight(work)
+    work.hosts.state.clear()
+    work.hosts.hooks["observe"] = [lambda: stop_elsewhere(work)]
+    with pytest.raises(RunStopped):
+        work.run(work.config(command=COMMAND), SECRETS)
     assert len(work.hosts.attempts) == 1
 
 
@@ -648,6 +674,16 @@ def test_the_time_that_this_machine_slept_is_no_time_for_hosts_to_be_asked_again
     assert judge(list(supervision.views.values()), now + 3600, supervision.limits).kind is Kind.SETTLING
 
 
+def test_an_answer_of_a_host_ends_the_time_in_which_only_the_api_answers(work: Workstation) -> None:
+    work.run(work.config())
+    supervision = _Supervision(open_session(work.context(), work.ledger, SecretSource({}, {})), 0)
+    supervision.api_only.seconds = 1700.0
+    supervision._update_view(Observation(0, None, problem="timed out"))
+    assert supervision.api_only.seconds == 1700.0
+    supervision._update_view(Observation(0, ContainerState("running")))
+    assert supervision.api_only.seconds == 0.0
+
+
 def test_hosts_are_not_silent_while_a_poll_of_them_is_open(work: Workstation) -> None:
     """Answers are late: what hosts have written meanwhile is not known yet."""
     work.hosts.exits[0] = None
@@ -662,6 +698,18 @@ def test_hosts_are_not_silent_while_a_poll_of_them_is_open(work: Workstation) ->
 
 
 # -- ends that can't be carried out -----------------------------------------------------------------------------------
+
+
+def test_orphaned_containers_are_recorded_before_the_end_of_the_attempt(work: Workstation) -> None:
+    """A `stop` that came then said that nothing runs, and asked no host."""
+    work.hosts.hooks["observe"] = [lambda: None, lambda: None, work.hosts.change(silent={1})]
+    work.hosts.exits[0] = None
+    ended = work.run(work.config("run.preemption_retries=0", "run.host_lost_seconds=2"))
+    assert ended.verdict.kind is Kind.HOST_LOST
+    orphaned, end = [event for event in work.ledger.events() if isinstance(event, events.Orphaned | events.Ended)]
+    assert isinstance(end, events.Ended)
+    assert isinstance(orphaned, events.Orphaned)
+    assert orphaned.hosts == (1,)
 
 
 def test_a_look_waits_on_the_host_for_the_end_of_a_container_that_runs_and_for_no_other(

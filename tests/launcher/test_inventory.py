@@ -138,6 +138,7 @@ def test_a_slice_that_was_recreated_since_the_list_is_left_alone(cloud: Cloud) -
     [
         ({"tpu-launch-expires": "4000000000"}, "it is READY and no leftover any more"),
         ({"tpu-launch-owner": "bob"}, "its label tpu-launch-owner changed since it was listed"),
+        ({"tpu-launch-account": "another"}, "its label tpu-launch-account changed since it was listed"),
         ({"tpu-launch": "0"}, "its label tpu-launch changed since it was listed"),
     ],
 )

@@ -323,6 +323,8 @@ def test_a_supervisor_whose_bucket_refuses_decides_nothing_until_it_answers(
         ledger = prompt.ledger("a", a)
         with supervising(ledger, a, prompt.said.append):
             scheduler.sleep(25)
+            ledger.note(HostBack(0, 0), prompt.said.append)
+            assert scheduler.now < 35, "what only informs is not waited for"
             ledger.append(AttemptBegan(0))
             recorded_at.append(scheduler.now)
 

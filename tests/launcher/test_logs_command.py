@@ -134,6 +134,17 @@ def test_following_ends_where_one_host_has_ended_and_the_other_does_not_answer(w
     assert "no host that may go on writing has answered for 10 minutes" in work.messages[-1]
 
 
+def test_hosts_are_silent_only_while_none_answers(tmp_path: Path) -> None:
+    away = LaunchError("ssh: connection refused")
+    terminal = Terminal(tmp_path, [line(0)], [away, RUNNING, away, away])
+    files = {worker: terminal.ledger.log_file(0, worker) for worker in (0, 1)}
+    provider = terminal.context.make_provider(terminal.config)
+    fetcher = status._Fetcher(terminal.ledger, provider, 0, files, terminal.context.output)
+    for silent in (False, True):
+        fetcher.fetch()
+        assert fetcher.silent == silent
+
+
 def test_following_an_attempt_ends_although_the_next_one_has_begun(tmp_path: Path) -> None:
     terminal = Terminal(tmp_path, [line(0)], [RUNNING])
     follower = threading.Timer(

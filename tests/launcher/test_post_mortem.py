@@ -39,7 +39,7 @@ def test_a_secret_that_the_cut_of_a_long_log_divides_is_not_in_the_archive(
 ) -> None:
     secret = "0123456789abcdefghij"
     ledger.log_file(0, 0).write_text("x" * 5000 + secret + "y" * 1000)
-    for size in range(1000, 1000 + len(secret) + 1):
+    for size in range(900, 1000 + len(secret) + 1):  # before the cut, as many bytes are read as a masked form may have
         monkeypatch.setattr(post_mortem, "_LOG_BYTES", size)
         kept = contents(post_mortem.write(ledger, 0, {}, {"TOKEN": secret}))
         assert kept.endswith(b"y" * 900)

@@ -65,6 +65,15 @@ def test_a_request_is_made_once_and_told_of_once_a_minute(config: Config, cloud:
     assert 55 <= sum("is WAITING_FOR_RESOURCES" in line for line in said) <= 65
 
 
+def test_the_age_of_one_that_lost_its_node_does_not_count(config: Config, cloud: Cloud) -> None:
+    cloud.at(7 * HOUR, cloud.state.faults.clear)
+    make_request(config, cloud)
+    cloud.clock.sleep(5.9 * HOUR)
+    for request in cloud.state.queued.values():
+        request.state = "SUSPENDED"
+    assert create(config, cloud)[0].ready
+
+
 def test_one_that_is_being_provided_at_the_end_gets_the_time_of_a_creation(config: Config, cloud: Cloud) -> None:
     cloud.state.create_seconds = 600.0
     cloud.at(6 * HOUR - 300, cloud.state.faults.clear)
@@ -190,6 +199,21 @@ def test_a_request_that_was_made_after_down_had_looked_for_one_goes_with_its_nod
     cloud.trouble = not_yet
     assert deletion.delete(config, lambda line: None, cloud.machine())
     assert request_state(cloud) == ""
+
+
+def test_a_node_that_takes_the_name_while_its_request_is_deleted_is_left_alone(config: Config, cloud: Cloud) -> None:
+    cloud.state.faults.clear()
+    create(config, cloud)
+
+    def take_its_place(zone: str, command: str, now: float) -> None:
+        if not (cloud.state.queued or cloud.state.nodes):
+            cloud.made_by({"tpu-launch-owner": "bob"}, zone=zone, name="s")
+
+    cloud.trouble = take_its_place
+    assert deletion.delete(config, lambda line: None, cloud.machine())
+    left = cloud.node("s", "us-west1-c")
+    assert left is not None
+    assert left.resource["labels"] == {"tpu-launch-owner": "bob"}
 
 
 def test_a_node_that_google_deletes_after_a_preemption_counts_as_preempted(config: Config, cloud: Cloud) -> None:

@@ -90,6 +90,11 @@ def test_values_of_secrets_come_from_this_command_line_the_runs_env_file_and_the
     assert SecretSource({"HF_TOKEN": "x"}, {}).missing(spec) == ["FROM_FILE"]
 
 
+def test_a_resumed_run_keeps_the_secrets_that_its_command_line_does_not_repeat(spec: Specification) -> None:
+    requested = spec.model_copy(update={"secrets": ["ADDED", "HF_TOKEN"]})
+    assert specification.resume(spec, requested).secrets == ["ADDED", "HF_TOKEN", "FROM_FILE"]
+
+
 EVENTS = [
     events.AttemptBegan(0, "image", ("a", "b"), "ab", "/opt", "cd,ef"),
     events.AttemptBegan(1, "image", ("a",)),

@@ -437,3 +437,15 @@ def test_the_image_of_a_run_is_known_before_its_attempt_begins(
     work.run(work.config())
     assert [attempt.image for attempt in work.hosts.attempts] == ["image-0", "image-0"], "recovery builds nothing"
     assert specification.read(work.ledger.folder).image == "image-0"
+
+
+def test_an_overlay_that_is_kept_stays_over_its_image(work: Workstation, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = itertools.count()
+    monkeypatch.setattr(local, "image", lambda config, say: Image(f"image-{next(numbers)}"))
+    work.hosts.exits[0] = 3
+    overlay = work.folder / "code"
+    overlay.mkdir()
+    (overlay / "loop.py").write_text("of the start\n")
+    work.run(work.config(), overlay=f"{overlay}=/opt/code")
+    work.run(work.config())
+    assert [attempt.image for attempt in work.hosts.attempts] == ["image-0", "image-0"]

@@ -160,6 +160,15 @@ def test_a_creation_has_as_long_as_the_file_says(cloud: Cloud, config: Config, m
     assert minutes * 60 <= cloud.clock.now - begin <= minutes * 60 + 30
 
 
+def test_a_creation_that_is_hidden_twice_for_a_moment_is_not_requested_again(cloud: Cloud, config: Config) -> None:
+    cloud.state.create_seconds = 120
+    cloud.lost = lambda zone, command, now: UNAVAILABLE if command == "tpu-vm create" else None
+    begin, missing = cloud.clock.now, "ERROR: (gcloud.x) NOT_FOUND: Resource 'demo' was not found"
+    cloud.trouble = lambda zone, command, now: missing if int(now - begin) in (*range(20, 25), *range(60, 65)) else None
+    assert up(cloud, config).ready
+    assert cloud.calls.count(f"{ZONE} tpu-vm create") == 1
+
+
 def test_a_create_request_that_never_arrived_is_repeated_a_few_times_only(cloud: Cloud, config: Config) -> None:
     cloud.trouble = lambda zone, command, now: UNAVAILABLE if _first(cloud, command) else None
     assert up(cloud, config).ready
