@@ -43,6 +43,7 @@ class Command:
         self.verdict: Kind | None = None
         self.outcome: Outcome | None = None
         self.ended = float("inf")  # virtual time
+        self.known_stops: dict[str, int] = {}  # when `run` began, by run
         self.over = Event(world.scheduler, f"the end of {name} of {laptop.name}")
         self.process = Process(f"{laptop.name}:{name}")
         self.process.enter = self._enter
@@ -72,6 +73,8 @@ class Command:
             job.confirmed = True
         if text.startswith("ending the attempt on all hosts: stalled"):
             promises.stalled_program_is_silent(self.world, self.run_id)
+        if text.startswith("ending the attempt on all hosts: host lost"):
+            promises.told_silence_is_true(self.world, self.actor, self.run_id, text)
         if ": starting again (" in text:
             self.world.reached("recovery")
         if ": not recovered yet: " in text:
@@ -158,6 +161,7 @@ class Command:
 
     def _run(self) -> int:
         self.world.record.requested_runs.append((self.laptop, self.world.scheduler.now))
+        self.known_stops = {ledger.run_id: ledger.state.stops for ledger in self.ledgers()}
         return self._show(launch.run(launch.RunRequest(self.config, new=self.new), self.context))
 
     def _attach(self) -> int:

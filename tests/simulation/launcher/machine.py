@@ -71,6 +71,8 @@ class Link:
         if world.api_fault("ssh loses answers") is not None:
             raise self._break("the connection closed before the command ended")
         world.answered(self.actor.laptop, host)
+        if name == "observe" and not output.startswith("no engine"):
+            self.actor.heard[host] = scheduler.now
         return code, output, ""
 
     def _require_packets(self, deadline: float) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
+import re
 import tarfile
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -27,10 +29,11 @@ if TYPE_CHECKING:
     from tests.simulation.launcher.hosts import Container
     from tests.simulation.launcher.jobs import Job
     from tests.simulation.launcher.simulated_run import SimulatedRun
-    from tests.simulation.launcher.world import World
+    from tests.simulation.launcher.world import Actor, World
 
 _CODES = {int(code) for code in Exit}
 _LOOK_SECONDS = 6.0  # from a line until the launcher has seen it
+_SILENCE_SECONDS = 40.0  # minutes are rounded, and an answer is handled seconds after it came
 _TAKES_HOSTS = ("preempt", "maintenance", "reboot", "die")  # faults
 _BILLED = ("CREATING", "READY", "STOPPED", "STARTING")
 _UNBILLED_REQUESTS = ("DELETING", "SUSPENDING", "SUSPENDED", "FAILED")  # the next `up` replaces the last three
@@ -303,6 +306,19 @@ def stalled_program_is_silent(world: World, run: str) -> None:
                 f"{container.name} on {container.host!r} wrote {now - newest:.0f} s ago",
             )
             return
+
+
+def told_silence_is_true(world: World, by: Actor, run: str, text: str) -> None:
+    """A host, or all hosts, that a command calls silent for so long have told it nothing for so long. Called then."""
+    told = re.search(r"host (\d+): (the host|no host) has (?:not )?answered for (\d+) (s|minutes)", text)
+    job = world.newest_job(run)
+    if told is None or job is None:
+        return
+    seconds = float(told[3]) * (1.0 if told[4] == "s" else 60.0)
+    for worker, container in job.containers.items():
+        silent = world.scheduler.now - by.heard.get(container.host, -math.inf)
+        if (told[2] == "no host" or worker == int(told[1])) and silent < seconds - _SILENCE_SECONDS:
+            world.break_promise("what is told silent was silent", f"{container.host!r} for {silent:.0f} s: {text}")
 
 
 # -- of the whole run, at its end -------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from launcher.errors import Exit
 from launcher.home import write_whole
 from launcher.owner import Owner, hash_account
 from launcher.run import ledger
+from launcher.run.events import RunEvent
 from launcher.run.ledger import Ledger
 from launcher.run.runs import list_runs
 from launcher.tpu_vm import queued, requests
@@ -28,7 +29,7 @@ from launcher.tpu_vm.commands import create_command, delete_command
 from launcher.tpu_vm.ownership import make_labels
 from launcher.tpu_vm.requests import create_only
 from tests import gcloud_commands
-from tests.simulation.launcher import claims, full_disk, promises, scenarios
+from tests.simulation.launcher import claims, full_disk, promises, records, scenarios
 from tests.simulation.launcher.cluster import Cluster
 from tests.simulation.launcher.commands import Command
 from tests.simulation.launcher.full_disk import FullDisk
@@ -153,8 +154,14 @@ class SimulatedRun:
         self.scheduler.note(f"faults: {'; '.join(map(str, self.faults)) or 'none'}")
         writes = mock.patch.object(ledger, "write_whole", self._write_event)
         asks = mock.patch.object(requests, "create_only", self._write_request)
+        append = Ledger.append
+
+        def check_and_append(found: Ledger, event: RunEvent, **options: float) -> None:
+            records.check_event(self, found, event)
+            append(found, event, **options)
+
         try:
-            with writes, asks:
+            with writes, asks, mock.patch.object(Ledger, "append", check_and_append):
                 self.scheduler.spawn(self._live, name="ann's plan", process=self.scheduler.world)
                 self.scheduler.run(lambda: self.main_over, seconds=LONGEST_RUN, steps=_STEPS)
                 promises.check_end(self)
@@ -340,7 +347,7 @@ class SimulatedRun:
     def _write_event(self, file: FileIO, data: bytes) -> None:
         """Writes an event to a ledger; kills its command at the write that was drawn."""
         self.writes += 1
-        command = self._running_command()
+        command = self.running_command()
         if self.writes != self.kill_at or command is None:
             write_whole(file, data)
             return
@@ -351,7 +358,7 @@ class SimulatedRun:
     def _write_request(self, path: Path, text: str) -> bool:
         """Writes to the record of requests; kills its command before or after the write that was drawn."""
         self.requests += 1
-        candidates, command = self.scenario.candidates, self._running_command()
+        candidates, command = self.scenario.candidates, self.running_command()
         kills = candidates is not None and self.requests == candidates.kill_at and command is not None
         if kills and self.half_written < 1.0:
             self.world.note(f"killed before {path.name}")
@@ -362,7 +369,7 @@ class SimulatedRun:
             command.kill()
         return written
 
-    def _running_command(self) -> Command | None:
+    def running_command(self) -> Command | None:
         return next((item for item in self.commands if item.process is self.scheduler.current.process), None)
 
     def _tear_last_line(self) -> None:

@@ -68,6 +68,8 @@ class Actor:
     """When that was."""
     deleted: set[str] = field(default_factory=set)
     """Ids of nodes that it asked Google to delete, whether or not another user was faster."""
+    heard: dict[Host, float] = field(default_factory=dict)
+    """When each host last told it the state of a container."""
 
     @property
     def user(self) -> str:

@@ -1,0 +1,64 @@
+"""Promises about each event that a ledger records, checked just before it is written: its writer may be killed right
+after, so what it says must be true already."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from launcher.run import events
+from tests.simulation.launcher.promises import containers_of, slices_of
+
+if TYPE_CHECKING:
+    from launcher.run.events import RunEvent
+    from launcher.run.ledger import Ledger
+    from tests.simulation.launcher.hosts import Container
+    from tests.simulation.launcher.simulated_run import SimulatedRun
+
+
+def check_event(simulation: SimulatedRun, ledger: Ledger, event: RunEvent) -> None:
+    """Checks the promises about an event that is about to be recorded; on a cluster, pods end after their deletion."""
+    if simulation.world.cluster is not None:
+        return
+    match event:
+        case events.Ended():
+            _end_follows_its_acts(simulation, ledger, event)
+        case events.Reaped():
+            for container in _on_hosts(simulation, ledger, event.attempt):
+                if container.host.worker in event.hosts:
+                    _break(simulation, event, f"{container.name} is on {container.host!r}")
+        case events.Started():
+            job = simulation.world.record.jobs.get((ledger.run_id, event.attempt))
+            if job is None or len(job.containers) < job.hosts:
+                _break(simulation, event, f"{job} was not started on all hosts")
+        case events.HostEnded():
+            for container in _on_hosts(simulation, ledger, event.attempt):
+                if container.host.worker == event.host and container.running:
+                    _break(simulation, event, f"{container.name} runs on {container.host!r}")
+        case events.RecoveryGivenUp(reason="no slice is left") | events.SliceReplaced():
+            command = simulation.running_command()
+            left = slices_of(simulation.world, command.laptop.user) if command is not None else []
+            if left := [node for node in left if node.state == "READY" and node.ready_at < command.began]:
+                _break(simulation, event, f"there is {left[0]}")
+        case events.Requested():
+            command = simulation.running_command()
+            known = command.known_stops.get(ledger.run_id, 0) if command is not None else event.stops
+            if event.stops > known:
+                _break(simulation, event, f"{known} stops were requested when the command began")
+
+
+def _end_follows_its_acts(simulation: SimulatedRun, ledger: Ledger, event: events.Ended) -> None:
+    """An attempt's end is recorded when no host runs it any more but those that are recorded as left behind."""
+    left = {(item.attempt, worker) for item in ledger.state.orphans for worker in item.hosts}
+    for container in _on_hosts(simulation, ledger, event.attempt):
+        if container.running and (event.attempt, container.host.worker) not in left:
+            _break(simulation, event, f"{container.name} runs on {container.host!r}")
+
+
+def _on_hosts(simulation: SimulatedRun, ledger: Ledger, attempt: int) -> list[Container]:
+    """Returns the containers of an attempt on hosts that are up."""
+    found = containers_of(simulation.world, ledger.run_id)
+    return [item for item in found if item.attempt == attempt and item.host.up]
+
+
+def _break(simulation: SimulatedRun, event: RunEvent, what: str) -> None:
+    simulation.break_promise("what is recorded is so already", f"{event}: {what}")
