@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,7 @@ from training.data.formats.dataset import MANIFEST, load_manifest
 from training.errors import TrainError
 
 PUBLISHED = (0.21, 0.71)
-PUBLISHED_SOURCE = (
-    "published: 21 % of the peak (marin's runs, github.com/marin-community/marin) to 71 % (BERT-large on v4-128, "
-    "MLPerf)"
-)
+PUBLISHED_SOURCE = "published: 21 % (github.com/marin-community/marin) to 71 % of the peak (MLPerf's BERT on v4-128)"
 _MARGIN, _MARGIN_OF_ONE = 0.1, 0.5  # around measured shares: attempts differ, and few show little of how much
 _STATE_BYTES = 28  # that one step of AdamW reads and writes for each parameter: weight, gradient, two moments in fp32
 
@@ -66,10 +63,6 @@ class Estimate:
     on_demand: tuple[float, float] | None
     wait_seconds: float | None  # from a request to its grant, as recorded here
 
-    def document(self) -> dict[str, Any]:
-        """Returns it as a JSON object."""
-        return asdict(self)
-
     @property
     def finish(self) -> float:
         """Returns the hours until the run would finish, the middle of the range and the known wait for capacity."""
@@ -77,11 +70,7 @@ class Estimate:
 
 
 def estimate(config: Config, home: Path, machine: Workstation) -> list[Estimate]:
-    """Returns an estimate for each type and zone of the candidates.
-
-    Raises:
-        BadInput: The run has no trainer's sections.
-    """
+    """Returns an estimate for each type and zone of the candidates. Raises BadInput without trainer's sections."""
     if config.trainer is None:
         raise BadInput(
             f"{config.document.name}: has no trainer's sections, and only the trainer's step can be estimated"
@@ -220,25 +209,23 @@ def row(item: Estimate) -> list[str]:
 
 def notes(items: Sequence[Estimate]) -> list[str]:
     """Returns the lines below the table: which would finish first, where the figures come from, what is missing."""
-    usable = [item for item in items if item.hours is not None and item.fits is not False]
     lines = []
-    if usable:
+    if usable := [item for item in items if item.hours is not None and item.fits is not False]:
         first = min(usable, key=lambda item: item.finish)
         lines.append(f"first to finish: {first.candidate.accelerator_type} in {first.candidate.zone}")
     for shares in dict.fromkeys(item.shares for item in items):
-        names = dict.fromkeys(item.candidate.accelerator_type for item in items if item.shares == shares)
-        lines.append(
-            f"hours on {', '.join(names)}: the bound divided by {shares.low:.2g} to {shares.high:.2g}, {shares.source}"
-        )
+        names = _types(item for item in items if item.shares == shares)
+        lines.append(f"hours on {names}: the bound divided by {shares.low:.2g} to {shares.high:.2g}, {shares.source}")
     for source in dict.fromkeys(item.bound.source for item in items if item.bound is not None):
-        names = dict.fromkeys(
-            item.candidate.accelerator_type for item in items if item.bound is not None and item.bound.source == source
-        )
-        lines.append(f"bound of {', '.join(names)}: {source}")
-    missing = dict.fromkeys(item.candidate.accelerator_type for item in items if item.fits is None)
-    if missing:
-        lines.append(f"`tpu-launch preflight --accelerator {','.join(missing)}` compiles what is not compiled yet")
+        names = _types(item for item in items if item.bound is not None and item.bound.source == source)
+        lines.append(f"bound of {names}: {source}")
+    if missing := _types(item for item in items if item.fits is None).replace(" ", ""):
+        lines.append(f"`tpu-launch preflight --accelerator {missing}` compiles what is not compiled yet")
     return lines
+
+
+def _types(items: Iterable[Estimate]) -> str:
+    return ", ".join(dict.fromkeys(item.candidate.accelerator_type for item in items))
 
 
 def line(config: Config, home: Path, machine: Workstation) -> str | None:

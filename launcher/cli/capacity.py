@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import click
 
 from launcher import costs
@@ -22,7 +24,7 @@ def capacity(config: Config, as_json: bool) -> None:
     """Show the slice's candidates, when each was asked for, and what became of it."""
     record = RequestRecord(config).read()
     if as_json:
-        terminal.dump([request.document() for request in record])
+        terminal.dump([asdict(request) for request in record])
         return
     rows = []
     for candidate in config.candidates:
@@ -51,7 +53,7 @@ def estimate(config: Config, as_json: bool) -> None:
 
     items = estimates.estimate(config, home(), machine())
     if as_json:
-        terminal.dump({"candidates": [item.document() for item in items]})
+        terminal.dump({"candidates": [asdict(item) for item in items]})
         return
     terminal.table(list(estimates.COLUMNS), [estimates.row(item) for item in items])
     for line in estimates.notes(items):

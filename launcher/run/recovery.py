@@ -167,10 +167,8 @@ def bad_host(events: Sequence[RunEvent]) -> tuple[int, int]:
 
 def unfinished_replacement(events: Sequence[RunEvent]) -> str:
     """Returns when the slice was created whose replacement was recorded last; "" if an attempt has begun since."""
-    for event in reversed(events):
-        if isinstance(event, SliceReplaced | AttemptBegan):
-            return event.slice_created if isinstance(event, SliceReplaced) else ""
-    return ""
+    last = next((event for event in reversed(events) if isinstance(event, SliceReplaced | AttemptBegan)), None)
+    return last.slice_created if isinstance(last, SliceReplaced) else ""
 
 
 def find_proof(last: Ended | None, slice_state: SliceState, *, blamed: bool, silent: float, limit: float) -> str:

@@ -109,9 +109,8 @@ class Session:
     def delete_slice(self, created: str) -> None:
         """Deletes the slice, unless one of its name was created at another time than `created` (RFC 3339; "": not
         known). Raises LaunchError, for an API that does not answer after two minutes."""
-        machine = self.machine
-        retry = Retry(machine, self.context.output.say, f"slice {self.config.slice.name}")
-        found = retry.call(self.provider.describe, machine.clock.monotonic() + _DESCRIBE_SECONDS)
+        retry = Retry(self.machine, self.context.output.say, f"slice {self.config.slice.name}")
+        found = retry.call(self.provider.describe, self.machine.clock.monotonic() + _DESCRIBE_SECONDS)
         if found is not None and created and found.created and found.created != created:
             self.say(f": slice {found.name} is not the one to delete: it was created at {found.created}; left alone")
         else:

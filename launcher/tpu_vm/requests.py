@@ -51,10 +51,6 @@ class Recorded:
         waited = f"granted after {self.granted - self.asked:.0f} s" if self.granted is not None else ""
         return ", ".join(filter(None, [waited, self.outcome])) or "open"
 
-    def document(self) -> dict[str, Any]:
-        """Returns it as a JSON object."""
-        return asdict(self)
-
 
 def place_of(config: Config, request: Recorded) -> Config:
     """Returns the configuration of a recorded request, also of one that the file does not name any more."""
@@ -150,16 +146,16 @@ class RequestRecord:
             self.share(earlier)
         mine = {path.name: path.read_text() for path in self._folder.glob("[0-9]*.json")}
         there = {storage.name_of(found.url): storage.read(found.url).decode() for found in storage.listing(url)}
-        if not moving.exists() and all(there[name] == text for name, text in mine.items() if name in there):
-            for name in sorted(mine.keys() - there.keys()):  # "asked" first: a killed command leaves no end without it
-                storage.write(storage.join(url, name), mine[name].encode())
-            for name in sorted(there.keys() - mine.keys()):
-                create_only(self._folder / name, there[name])
-            home.write_private(self._folder / _BUCKET, url)
-            return
         if not moving.exists():
+            if all(there[name] == text for name, text in mine.items() if name in there):
+                for name in sorted(mine.keys() - there.keys()):  # "asked" first: no end without it after a kill
+                    storage.write(storage.join(url, name), mine[name].encode())
+                for name in sorted(there.keys() - mine.keys()):
+                    create_only(self._folder / name, there[name])
+                home.write_private(self._folder / _BUCKET, url)
+                return
             new = itertools.count(max(int(name[:6]) for name in (*mine, *there)) + 1)
-            left = [replace(item, number=next(new)).document() for item in self.read() if item.ended is None]
+            left = [asdict(replace(item, number=next(new))) for item in self.read() if item.ended is None]
             home.write_private(moving, json.dumps({"url": url, "requests": left}))
         for name in sorted(mine, reverse=True):  # "asked" last
             (self._folder / name).unlink(missing_ok=True)
