@@ -201,21 +201,6 @@ def test_a_request_that_was_made_after_down_had_looked_for_one_goes_with_its_nod
     assert request_state(cloud) == ""
 
 
-def test_a_node_that_takes_the_name_while_its_request_is_deleted_is_left_alone(config: Config, cloud: Cloud) -> None:
-    cloud.state.faults.clear()
-    create(config, cloud)
-
-    def take_its_place(zone: str, command: str, now: float) -> None:
-        if not (cloud.state.queued or cloud.state.nodes):
-            cloud.made_by({"tpu-launch-owner": "bob"}, zone=zone, name="s")
-
-    cloud.trouble = take_its_place
-    assert deletion.delete(config, lambda line: None, cloud.machine())
-    left = cloud.node("s", "us-west1-c")
-    assert left is not None
-    assert left.resource["labels"] == {"tpu-launch-owner": "bob"}
-
-
 def test_a_node_that_google_deletes_after_a_preemption_counts_as_preempted(config: Config, cloud: Cloud) -> None:
     cloud.state.faults.clear()
     create(config, cloud)
