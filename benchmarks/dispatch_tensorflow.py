@@ -59,7 +59,7 @@ def measure_ours(layers: int, steps: int, steps_per_call: int | None) -> float:
     from training.batch import Signals
     from training.config import TrainerConfig
     from training.data.prepare.dataset_writer import DatasetPlan
-    from training.data.prepare.pack import pack_documents
+    from training.data.prepare.pack import PackedRows, write_rows
     from training.distributed.cluster import Cluster
     from training.distributed.rendezvous import SingleHost
     from training.run_setup import open_backend, open_task
@@ -67,8 +67,11 @@ def measure_ours(layers: int, steps: int, steps_per_call: int | None) -> float:
     with tempfile.TemporaryDirectory() as folder:
         plan = DatasetPlan("train", LENGTH, tokenizer(Path(folder) / "tokenizer"), VOCABULARY, 64)
         rows = np.random.default_rng(0).integers(5, VOCABULARY, (64, LENGTH), dtype=np.int32)
-        pack_documents(
-            f"{folder}/train", plan, lambda: map(str, range(64)), lambda texts: [rows[int(text)] for text in texts]
+        write_rows(
+            f"{folder}/train",
+            plan,
+            lambda: map(str, range(64)),
+            PackedRows(plan, lambda texts: [rows[int(text)] for text in texts]),
         )
         sizes = {"layers": layers, "hidden_size": WIDTH, "heads": 2, "intermediate_size": 32, "max_positions": LENGTH}
         settings = {"steps": WARM + steps, "global_batch_size": ROWS, "dropout": 0.1, "steps_per_call": steps_per_call}

@@ -44,7 +44,7 @@ from training.data.loading.mlm_batches import MlmBatches
 from training.data.loading.prefetch import prefetch
 from training.data.loading.record_source import HostSlice
 from training.data.prepare.dataset_writer import DatasetPlan
-from training.data.prepare.pack import pack_documents
+from training.data.prepare.pack import PackedRows, write_rows
 from training.data.sampling import order
 from training.data.sampling.masking import Masking, SpecialTokens
 
@@ -61,11 +61,11 @@ def generate(folder: str, records: int) -> None:
     rows = np.minimum(np.random.default_rng(0).zipf(1.2, (records, LENGTH)) + 4, VOCABULARY - 1).astype(np.int32)
     for layout in ("compact", "recipe"):
         plan = DatasetPlan("train", LENGTH, "t", VOCABULARY, 16_384, layout)
-        pack_documents(
+        write_rows(
             f"{folder}/{layout}",
             plan,
             lambda: map(str, range(records)),
-            lambda texts: [rows[int(text)] for text in texts],
+            PackedRows(plan, lambda texts: [rows[int(text)] for text in texts]),
         )
 
 

@@ -44,7 +44,7 @@ from benchmarks.peers import processes
 from benchmarks.peers.rows import Row, finish, row, table
 from training.data import tokenizer as tokenizers
 from training.data.prepare.dataset_writer import DatasetPlan
-from training.data.prepare.pack import pack_documents
+from training.data.prepare.pack import PackedRows, write_rows
 from training.distributed.cluster import Cluster
 
 RUNS_IN = "torch-xla"
@@ -82,11 +82,11 @@ def mlm_config(folder: Path, name: str, steps: int, log_every: int) -> dict[str,
         rows = np.minimum(np.random.default_rng(0).zipf(1.2, (ROWS, LENGTH)) + 4, VOCABULARY - 1).astype(np.int32)
         np.savez(folder / "rows.npz", input_ids=rows)
         plan = DatasetPlan("train", LENGTH, hash_, VOCABULARY, ROWS)
-        pack_documents(
+        write_rows(
             str(folder / "train"),
             plan,
             lambda: map(str, range(ROWS)),
-            lambda texts: [rows[int(text)] for text in texts],
+            PackedRows(plan, lambda texts: [rows[int(text)] for text in texts]),
         )
     sizes = {
         "layers": layers,

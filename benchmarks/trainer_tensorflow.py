@@ -25,7 +25,7 @@ from benchmarks.peers import processes
 from benchmarks.peers.rows import Row, finish, row
 from benchmarks.trainer import LENGTH, ROWS, SHAPES, VOCABULARY, mlm_config, peer_job
 from training.data.prepare.dataset_writer import DatasetPlan
-from training.data.prepare.pack import pack_documents
+from training.data.prepare.pack import PackedRows, write_rows
 
 RUNS_IN = "tensorflow"
 PEER = Path(__file__).parent / "peers" / "keras_fit.py"
@@ -40,11 +40,11 @@ def compare(folder: Path, repeat: int) -> list[Row]:
         config |= {"backend": "tensorflow", "train": {**config["train"], "jit_compile": compiled}}
         rows = np.load(folder / "rows.npz")["input_ids"]
         plan = DatasetPlan("train", LENGTH, "", VOCABULARY, ROWS // 4, layout="recipe")
-        pack_documents(
+        write_rows(
             str(folder / "recipe"),
             plan,
             lambda: map(str, range(ROWS)),
-            lambda texts, rows=rows: [rows[int(each)] for each in texts],
+            PackedRows(plan, lambda texts, rows=rows: [rows[int(each)] for each in texts]),
         )
         job = {**peer_job(folder, name, folder / "recipe"), "length": LENGTH, "jit_compile": compiled}
         path = folder / "job.json"

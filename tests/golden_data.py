@@ -12,11 +12,11 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
+from tests.packed_datasets import pack_documents
 from training.data.formats.dataset import Dataset
 from training.data.loading.record_source import HostSlice
 from training.data.prepare.dataset_writer import DatasetPlan
 from training.data.prepare.labelled_rows import ClassLabels, LengthBuckets, write_labelled_rows
-from training.data.prepare.pack import pack_documents
 from training.data.sampling.masking import Masking, SpecialTokens
 
 GOLDEN: dict[str, dict[str, str]] = json.loads((Path(__file__).parent / "golden" / "data.json").read_text())

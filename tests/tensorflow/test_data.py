@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.packed_datasets import pack_documents
 from training.data.formats import example_codec
 from training.data.formats.dataset import Dataset
 from training.data.prepare.dataset_writer import DatasetPlan
-from training.data.prepare.pack import pack_documents
 from training.data.sampling.masking import Masker, Masking, SpecialTokens
 from training.data.tf.masking import mask
 

@@ -12,6 +12,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.nightly import others_at_night
+from tests.packed_datasets import pack_documents
 from training.data.formats import tfrecord
 from training.data.formats.dataset import Dataset
 from training.data.formats.tfrecord import Corrupt
@@ -27,7 +28,7 @@ from training.data.prepare.labelled_rows import (
     TokenLabels,
     write_labelled_rows,
 )
-from training.data.prepare.pack import pack_documents
+from training.data.prepare.mixture import write_mixture
 from training.data.sampling import order
 from training.data.sampling.masking import Masking, SpecialTokens
 from training.data.tf import fixed_shards as tf_source
@@ -146,6 +147,17 @@ def test_batches_are_those_of_numpy(
         for k, tf_batch in enumerate(theirs, start):
             assert_same(ours.batch(k), tf_batch)
         ours.close()
+
+
+def test_a_mixture_is_read_as_numpy_reads_it(tmp_path: Path) -> None:
+    parts = {make(tmp_path / str(count), count).url: times for count, times in ((130, 2), (75, 1))}
+    mixed = write_mixture(str(tmp_path / "mixed"), parts)
+    host_slice = HostSlice(TOKENS, 24, 1, 2)
+    ours = mlm_batches.MlmBatches(mixed, host_slice, Masking(), 3)
+    theirs = tf_mlm.mlm_batches(mixed, host_slice, Masking(), 3, 5).take(20).as_numpy_iterator()
+    for step, batch in enumerate(theirs, 5):  # into the second epoch
+        assert_same(ours.batch(step), batch)
+    ours.close()
 
 
 def test_the_blocks_are_permuted_once_an_epoch_for_all_its_windows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,10 @@ import numpy.typing as npt
 import pytest
 
 from tests.bucket_server import BucketServer
+from tests.packed_datasets import pack_documents
 from tests.training.host_processes import Hosts
 from training.data.formats.dataset import Dataset
 from training.data.prepare.dataset_writer import DatasetPlan
-from training.data.prepare.pack import pack_documents
 from training.data.sampling.masking import SpecialTokens
 
 

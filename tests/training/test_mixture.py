@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from tests.packed_datasets import pack_documents
 from tests.training import test_labelled_batches as labelled
 from training.cli.main import tpu_train
 from training.data.formats.dataset import Dataset
@@ -17,14 +18,13 @@ from training.data.loading.mlm_batches import MlmBatches
 from training.data.loading.record_source import HostSlice
 from training.data.prepare.dataset_writer import DatasetPlan
 from training.data.prepare.mixture import write_mixture
-from training.data.prepare.pack import pack_documents
 from training.data.sampling.masking import Masking
 from training.errors import BadInput
 
 LENGTH = 12
 
 
-def packed(folder: Path, count: int, first: int, **changes: str) -> Dataset:
+def packed(folder: Path | str, count: int, first: int, **changes: str) -> Dataset:
     """Rows of the ids first + row number."""
     plan = DatasetPlan("train", LENGTH, "t", labelled.TOKENS.vocabulary, 7, **changes)
     return pack_documents(
@@ -64,6 +64,19 @@ def test_an_epoch_has_each_record_as_often_as_the_mixture_says(tmp_path: Path) -
     again = rows(mixed, range(3, 9))
     assert [first + second for first, second in zip(*halves, strict=True)] == again, "on any number of hosts"
     assert again[:4] == epoch[3:], "whatever was read before"
+
+
+def test_parts_in_a_bucket_are_mixed_and_read_from_there(tmp_path: Path, gcs: object) -> None:
+    sizes = {"web": (20, 20, 1), "books": (12, 60, 3)}
+    read = []
+    for root in (str(tmp_path), "gs://bucket/data"):
+        for name, (count, first, _) in sizes.items():
+            packed(f"{root}/{name}", count, first)
+        mixed = write_mixture(f"{root}/mixed", {f"{root}/{name}": times for name, (_, _, times) in sizes.items()})
+        assert open_dataset(f"{root}/mixed") == mixed
+        read.append(rows(mixed, range(7)))
+    assert read[0] == read[1]
+    assert all(shard.folder.startswith("gs://bucket/data/") for shard in mixed.shards)
 
 
 def test_labelled_rows_are_mixed_too_and_a_missing_shard_is_named(tmp_path: Path) -> None:

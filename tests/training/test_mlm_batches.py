@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.packed_datasets import batch_records
 from tests.training.mlm_rows import TOKENS, mlm_batches, unmask
 from training.data.formats.dataset import Dataset
 from training.data.loading.mlm_batches import MlmBatch, MlmBatches, mlm_evaluation
@@ -75,7 +76,7 @@ def test_batches_run_through_the_epochs_without_dropping_or_repeating(
 ) -> None:
     shuffled = small(records, block, depth, seed, batch)
     steps = -(-3 * records // batch)
-    epochs, seen = map(np.concatenate, zip(*(order.batch_records(shuffled, k) for k in range(steps)), strict=True))
+    epochs, seen = map(np.concatenate, zip(*(batch_records(shuffled, k) for k in range(steps)), strict=True))
     assert epochs.tolist() == [place // records for place in range(steps * batch)]
     for epoch in range(3):
         assert sorted(seen[epochs == epoch].tolist()) == list(range(records))
@@ -93,9 +94,9 @@ def test_epochs_seeds_and_nothing_else_change_the_order() -> None:
 def test_the_order_is_pinned() -> None:
     """What a seed means must not change between versions: a resumed run would see records twice. Another order is
     another ORDER_VERSION."""
-    assert order.batch_records(of_rows(1000, seed=7, batch=8), 3)[1].tolist() == [21, 455, 117, 120, 345, 814, 508, 267]
+    assert batch_records(of_rows(1000, seed=7, batch=8), 3)[1].tolist() == [21, 455, 117, 120, 345, 814, 508, 267]
     expected = [474908, 312645, 737548, 688430, 741921, 383102, 152752, 416484]
-    assert order.batch_records(of_rows(1_000_000, seed=7, batch=8), 100_000)[1].tolist() == expected
+    assert batch_records(of_rows(1_000_000, seed=7, batch=8), 100_000)[1].tolist() == expected
 
 
 @pytest.mark.parametrize("first", [0, 20_000])
@@ -117,7 +118,7 @@ def test_neighbours_are_spread_over_batches(batch: int) -> None:
     """In a batch of B rows a record meets on average about B / WINDOW_BLOCKS records of its own block, and not more
     than a few of them."""
     shuffled = of_rows(450_000, seed=5, batch=batch)
-    mates = [Counter((order.batch_records(shuffled, k)[1] // shuffled.block).tolist()) for k in range(60)]
+    mates = [Counter((batch_records(shuffled, k)[1] // shuffled.block).tolist()) for k in range(60)]
     others = [count - 1 for counts in mates for count in counts.values() for _ in range(count)]
     assert np.mean(others) < 1.6 * batch / order.WINDOW_BLOCKS
     assert max(others) < (12 if batch <= 256 else 45)

@@ -12,11 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.packed_datasets import pack_documents
 from training import storage
 from training.data.loading.fixed_shards import FixedShards
 from training.data.prepare import dataset_writer, pack
 from training.data.prepare.dataset_writer import DatasetPlan
-from training.data.prepare.pack import PackedDataset, pack_documents
+from training.data.prepare.pack import PackedDataset
 from training.errors import BadInput
 
 LENGTH = 8

@@ -42,8 +42,8 @@ def test_any_range_of_records_is_read_across_shards(samples: Any, tmp_path: Path
 
 
 def test_wide_ids_are_kept(tmp_path: Path) -> None:
+    from tests.packed_datasets import pack_documents
     from training.data.prepare.dataset_writer import DatasetPlan
-    from training.data.prepare.pack import pack_documents
 
     plan = DatasetPlan("train", 8, "t", vocabulary=100_000, records_per_shard=4)
     ids = np.arange(99_920, 100_000, dtype=np.int32).reshape(10, 8)

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tests.packed_datasets import batch_records
 from tests.simulation.trainer import record_order
 from training.batch import Arrays, HostBatch, Signals, StepResult
 from training.checkpoint.safetensors_file import TensorSpec
 from training.checkpoint.slices import NOT_SPLIT, StateSlices
-from training.data.sampling.order import batch_records, host_rows, training_order
+from training.data.sampling.order import host_rows, training_order
 
 if TYPE_CHECKING:
     from tests.simulation.trainer.hosts import Host

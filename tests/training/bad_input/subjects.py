@@ -19,6 +19,7 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
+from tests.packed_datasets import pack_documents
 from tests.training.bad_input.mutations import TEXTS, dump_json, spoil_bytes, spoil_json, spoil_lines
 from training.checkpoint import format as checkpoint_format
 from training.checkpoint.safetensors_file import Damaged, TensorSpec
@@ -39,7 +40,6 @@ from training.data.prepare.labelled_rows import (
     label_mistake,
     select_columns,
 )
-from training.data.prepare.pack import pack_documents
 from training.errors import BadInput
 from training.models.families import FAMILIES
 from training.models.flops import flops_per_row

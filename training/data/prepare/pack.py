@@ -139,19 +139,6 @@ def batches_of(documents: Iterable[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def pack_documents(
-    url: str,
-    plan: DatasetPlan,
-    documents: Callable[[], Iterable[str]],
-    encode: Encode,
-    *,
-    overwrite: bool = False,
-    progress: Callable[[PackingProgress], None] = lambda _: None,
-) -> PackedDataset:
-    """Writes packed rows by `write_rows`; `encode` returns the ids of each text."""
-    return write_rows(url, plan, documents, PackedRows(plan, encode), overwrite=overwrite, progress=progress)
-
-
 def write_rows(
     url: str,
     plan: DatasetPlan,

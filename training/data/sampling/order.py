@@ -259,14 +259,6 @@ def locate(order: Order, place: int) -> tuple[int, int, int]:
     return epoch, number, index - order.bounds(epoch, number)[0]
 
 
-def batch_records(order: TrainingOrder, k: int) -> tuple[Ints, Ints]:
-    """Returns epoch and record of every row of global batch k: (B,), (B,)."""
-    ranges = split_places(order, k * order.batch, (k + 1) * order.batch)
-    epochs = np.concatenate([np.full(cells.stop - cells.start, cells.epoch) for cells in ranges])
-    records = np.concatenate([order.window(cells.epoch, cells.number)[cells.start : cells.stop] for cells in ranges])
-    return epochs, records
-
-
 def host_rows(batch: int, host: int, hosts: int) -> tuple[int, int]:
     """Returns the rows [first, last) of a global batch of `batch` rows that host number `host` of `hosts` holds."""
     return host * batch // hosts, (host + 1) * batch // hosts
