@@ -71,10 +71,11 @@ def data(config: Config, say: Callable[[str], None]) -> None:
     if config.trainer is None:
         return
     from training.data.formats.open_dataset import check_dataset
+    from training.models.hugging_face import require_positions
     from training.registry import TASKS
     from training.storage.hub import is_on_hub
 
-    _starting_model(config, config.trainer)
+    network = _starting_model(config, config.trainer)
     tokenizer = config.trainer.data.tokenizer
     length: int | None = None
     for key, url in _datasets(config):
@@ -92,11 +93,18 @@ def data(config: Config, say: Callable[[str], None]) -> None:
             raise BadInput(f"{place}: {error}") from None
         except TrainError as error:
             raise (LaunchError if is_remote(url) else BadInput)(f"{place}: {error}") from None
+    positions = network.get("max_position_embeddings", network.get("n_positions"))
+    if length and type(positions) is int:
+        try:
+            require_positions(network["model_type"], positions, network.get("pad_token_id") or 0, length)
+        except BadDataset as error:
+            raise BadInput(f"{config.document.place(('model', 'path'))}: model.path: {error}") from None
 
 
-def _starting_model(config: Config, trainer: TrainerConfig) -> None:
-    """Raises BadInput for a model folder of a family that the run can't train. The hosts check names on the Hub, runs'
-    folders, and folders that this machine can't read."""
+def _starting_model(config: Config, trainer: TrainerConfig) -> dict[str, Any]:
+    """Returns the values of the starting model's config.json; {} where only the hosts check the model: names on the
+    Hub, runs' folders, and folders that this machine can't read. Raises BadInput for a family that the run can't
+    train."""
     from training.models.hugging_face import read_config, require_family
     from training.registry import TASKS
     from training.storage import StorageError, join, stat
@@ -104,12 +112,14 @@ def _starting_model(config: Config, trainer: TrainerConfig) -> None:
 
     path = trainer.model.path
     if path is None or is_on_hub(path):
-        return
+        return {}
     try:
-        if stat(join(path, "config.json")) is not None:
-            require_family(read_config(path), path, TASKS[trainer.task].head, trainer.backend)
+        values = read_config(path) if stat(join(path, "config.json")) is not None else {}
+        if values:
+            require_family(values, path, TASKS[trainer.task].head, trainer.backend)
+        return values
     except StorageError:
-        return
+        return {}
     except BadDataset as error:
         reason = str(error).removeprefix("model.path ")
         raise BadInput(f"{config.document.place(('model', 'path'))}: model.path: {reason}") from None

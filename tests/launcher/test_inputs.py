@@ -1,6 +1,7 @@
 """Claims about the look at buckets and datasets before anything is created: what the account may see decides, and what
 doesn't answer is named in time."""
 
+import json
 import re
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from launcher.emulator.storage.bucket import StorageApiError
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.findings import Severity
 from tests.bucket_server import BucketServer
+from tests.training import test_labelled_batches as labelled
 from training.storage import gcs
 
 FILE = """\
@@ -168,3 +170,17 @@ def test_a_model_that_the_run_can_not_train_is_refused_before_anything_is_rented
         inputs.data(load(path), print)
     assert message in str(caught.value)
     assert not server.requests, "before the datasets are looked at"
+
+
+def test_rows_longer_than_the_starting_model_s_positions_are_refused_too(tmp_path: Path) -> None:
+    labelled.make(tmp_path / "data", 20)  # up to 32 tokens
+    values = {"model_type": "roberta", "max_position_embeddings": 33, "pad_token_id": 1}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    text = (
+        FILE.replace("gs://bucket/tokenizer", "org/name")
+        .replace("gs://bucket", str(tmp_path))
+        .replace("BUCKET", "bucket")
+    )
+    (tmp_path / "run.yaml").write_text(text.replace("name: bert-base", f"path: {tmp_path}") + "task: classification\n")
+    with pytest.raises(BadInput, match=r"run\.yaml:4: model\.path: the dataset's rows have 32 .* only 31 positions"):
+        inputs.data(load(tmp_path / "run.yaml"), print)

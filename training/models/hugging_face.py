@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -148,17 +147,22 @@ def _named_config(model: Model, vocabulary: int, pad: int, dropout: float | None
     return {"model_type": "bert", "architectures": ["BertForMaskedLM"], **common, **own}
 
 
+def require_positions(family: str, positions: int | None, pad: int, length: int) -> None:
+    """Raises BadInput unless a network has a position for each token of a row. `positions`: None for any number."""
+    left = positions and positions - (pad + 1 if family in POSITIONS_AFTER_PAD else 0)
+    if left and length > left:
+        raise BadInput(
+            f"the dataset's rows have {length} tokens, but the model has only {left} positions; set "
+            "model.max_positions, or make shorter rows"
+        )
+
+
 def check_capacity(network_config: Any, requirements: ModelRequirements) -> None:
     """Raises BadInput unless the network has a position for each token of a row, and an embedding for each token of the
     tokenizer. `network_config`: transformers' PretrainedConfig."""
-    unused = requirements.pad + 1 if network_config.model_type in POSITIONS_AFTER_PAD else 0
-    network_config = network_config.get_text_config()
-    positions = (getattr(network_config, "max_position_embeddings", None) or math.inf) - unused
-    if requirements.sequence_length > positions:
-        raise BadInput(
-            f"the dataset's rows have {requirements.sequence_length} tokens, but the model has only {positions} "
-            "positions; set model.max_positions, or make shorter rows"
-        )
+    family, network_config = network_config.model_type, network_config.get_text_config()
+    positions = getattr(network_config, "max_position_embeddings", None)
+    require_positions(family, positions, requirements.pad, requirements.sequence_length)
     if requirements.vocabulary > network_config.vocab_size:
         raise BadInput(
             f"the tokenizer has {requirements.vocabulary} tokens, but the model only {network_config.vocab_size}; "
