@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.container import small_runs
+from tests.container.test_causal_runs import require_same_logits
 from training.cli.main import tpu_train
 from training.data import tokenizer as tokenizers
 from training.data.prepare.dataset_writer import DatasetPlan
@@ -183,6 +184,15 @@ def test_an_encoder_gets_a_fresh_head_and_a_classifier_of_the_same_labels_keeps_
         BadInput, match=r"lacks 1 of the model's weights: bert\.encoder\.layer\.0\.output\.dense\.weight"
     ):
         run(folder, "lacking", model={"path": str(encoder)})
+
+
+def test_peft_loads_an_adapter_with_the_head_that_was_trained_beside_it(folder: Path, tmp_path: Path) -> None:
+    """The starting model is an encoder, so that its head is fresh."""
+    start = small_runs.train_here(small_runs.document(small_runs.prepare(tmp_path), train__steps=2), "start")["model"]
+    changes = {"model": {"path": start}, "train__steps": 4, "lora": {"rank": 2}}
+    adapter = run(folder, "adapter", **changes)["model"]
+    merged = run(folder, "adapter-merged", **{**changes, "lora": {"rank": 2, "merge": True}})["model"]
+    require_same_logits("SequenceClassification", start, Path(adapter), merged, num_labels=2)
 
 
 def test_what_does_not_fit_together_is_refused(folder: Path) -> None:
