@@ -13,7 +13,7 @@ LLAMA = {
 }  # fmt: skip
 
 
-def shards(folder: Path, corpus: Path, **options: Any) -> None:
+def shards(folder: Path, corpus: Path | str, **options: Any) -> None:
     """`tpu-train shards --task causal-lm`, with rows of 32 tokens and the tokenizer in the folder."""
     values = {"tokenizer": str(folder / "tokenizer"), "out": str(folder), "sequence_length": 32, **options}
     list(make_datasets(DatasetOptions(corpus=str(corpus), task="causal-lm", **values)))

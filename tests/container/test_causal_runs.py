@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import peft
 import pytest
 import torch
@@ -12,11 +13,16 @@ import transformers
 from safetensors.torch import load_file
 
 from tests.container import small_runs
-from tests.container.causal_data import document, prepare, shards
+from tests.container.causal_data import LLAMA, document, prepare, shards
+from training.config import from_document
 from training.data.formats.fixed_records import read_column, record_layout
 from training.data.formats.open_dataset import open_dataset
+from training.data.prepare.corpus import Corpus
+from training.data.prepare.tokenizer_training import train_tokenizer, write_tokenizer
 from training.errors import BadInput
 from training.models.predict import go_on, pipeline_of
+from training.run_setup import open_task
+from training.yaml_file import Document
 
 TEMPLATE = "{% for m in messages %}[CLS] {{ m.role }} {{ m.content }} [SEP] {% endfor %}"
 CHAT = [{"role": "user", "content": "w1 w2"}, {"role": "assistant", "content": "w3 w4"}] * 2
@@ -68,6 +74,52 @@ def test_an_adapter_has_peft_s_layout_and_merges_to_the_same_model(folder: Path,
     require_same_logits("CausalLM", trained["model"], adapter, merged["model"])
     evaluated = small_runs.evaluate_here(document(folder), merged["model"])
     assert evaluated.figures["loss"] == pytest.approx(summary["eval_loss"], rel=1e-5)
+
+
+def plain_sums(network: Any, arrays: dict[str, np.ndarray]) -> tuple[torch.Tensor, float]:
+    """The summed loss by transformers' modules, and the predictions."""
+    ids, places, labels, weights = (torch.from_numpy(value) for value in arrays.values())
+    logits = network(input_ids=ids.long(), position_ids=places.long(), use_cache=False).logits
+    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten().long(), reduction="none")
+    return (losses * weights.flatten()).sum(), float(weights.sum())
+
+
+def test_two_hosts_have_the_losses_and_the_perplexity_of_a_plain_loop_on_real_text(tmp_path: Path) -> None:
+    """Python's help texts; transformers' modules and torch's AdamW in one process, from the same random weights."""
+    write_tokenizer(str(tmp_path / "tokenizer"), train_tokenizer(Corpus("builtin:pydoc").documents, 700, "wordpiece"))
+    shards(tmp_path, "builtin:pydoc", evaluation_percent=10.0)
+    torch.manual_seed(0)
+    plain = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(**LLAMA, vocab_size=700), attn_implementation="eager"
+    )
+    plain.save_pretrained(tmp_path / "start")
+    exact = {
+        "train__schedule": "constant",
+        "train__warmup_steps": 0,
+        "train__clip_norm": None,
+        "train__weight_decay": 0,
+    }
+    config = document(tmp_path, model={"path": str(tmp_path / "start")}, train__steps=60, **exact)
+    hosts = small_runs.start(tmp_path, "ours", config, hosts=2)
+    assert [host.finish() for host in hosts] == [0, 0], hosts[0].text() + hosts[1].text()
+
+    task = open_task(from_document(Document("test", config, {})), small_runs.this_host())
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=config["train"]["learning_rate"], weight_decay=0)
+    batches, theirs = task.batches(0), []
+    for _ in range(60):
+        loss, predictions = plain_sums(plain, next(batches).arrays)
+        optimizer.zero_grad()
+        (loss / predictions).backward()
+        optimizer.step()
+        theirs.append(loss.item() / predictions)
+    batches.close()
+    with torch.no_grad():
+        losses, counts = zip(*(plain_sums(plain, batch.arrays) for batch in task.evaluation_batches()), strict=True)
+    ours = small_runs.losses(tmp_path, "ours")
+    assert ours[:20] == pytest.approx(theirs[:20], rel=1e-5)
+    summary = small_runs.summary(tmp_path, "ours")
+    assert summary["eval_perplexity"] == pytest.approx(math.exp(float(sum(losses)) / sum(counts)), rel=0.02)
+    assert summary["eval_perplexity"] < math.exp(theirs[0]) / 2
 
 
 def test_frozen_parameters_stay(folder: Path, trained: dict[str, Any]) -> None:
