@@ -6,7 +6,7 @@ Each record counts once, on any number of hosts: totals are added over batches a
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from training.checkpoint.admin import find_checkpoints
 from training.checkpoint.format import Manifest, read_manifest
 from training.checkpoint.reader import load_tensors
 from training.checkpoint.safetensors_file import Damaged, TensorSpec
+from training.checkpoint.slices import Slice
 from training.config import Model, TrainerConfig, restore
 from training.data import tokenizer as tokenizers
 from training.distributed.agreement import agree
@@ -72,11 +73,11 @@ class CommittedCheckpoint:
     def load_model(self, backend: Backend) -> None:
         """Gives the backend the weights, not the optimizer's state. Raises BadInput if they are damaged."""
 
-        def load(tensors: Mapping[str, tuple[TensorSpec, memoryview]]) -> None:
-            backend.load_state({name: value for name, value in tensors.items() if name.startswith("model/")})
+        def choose(name: str, spec: TensorSpec) -> Slice | None:
+            return backend.slice_to_load(name, spec) if name.startswith("model/") else None
 
         try:
-            load_tensors(self.folder, self.manifest, load)
+            load_tensors(self.folder, self.manifest, backend.load_state, choose=choose)
         except Damaged as error:
             raise BadInput(f"{self.folder}: step {self.manifest.step} can't be used: {error}") from None
 

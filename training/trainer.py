@@ -109,7 +109,7 @@ def open_trainer(run: Run, context: AttemptContext, record_url: str, host_progre
         restored = restore(
             run.checkpoint_folder, run.rendezvous, checkpoint_identity(run), backend.load_state, warn_here,
             run.dependencies.storage, run.dependencies.machine.threads, history.suspects,
-            config.rendezvous.seconds,
+            config.rendezvous.seconds, backend.slice_to_load,
         )  # fmt: skip
         trainer = Trainer(run, backend, open_checkpoints(run), history, record_url, host_progress)
         run.console.print(

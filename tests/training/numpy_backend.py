@@ -11,7 +11,7 @@ from tests.container import small_runs
 from training import storage as default_storage
 from training.batch import Arrays, HostBatch, Signals, StepResult
 from training.checkpoint.safetensors_file import TensorSpec
-from training.checkpoint.slices import NOT_SPLIT, StateSlices
+from training.checkpoint.slices import NOT_SPLIT, StateSlices, load_whole
 from training.checkpoint.snapshot import Snapshot
 from training.config import TrainerConfig, from_document
 from training.distributed.rendezvous import SingleHost
@@ -78,6 +78,8 @@ class NumpyBackend:
         for name, buffer in buffers.items():
             buffer[:] = self.state[name].tobytes()
         return Snapshot()
+
+    slice_to_load = staticmethod(load_whole)
 
     def load_state(self, tensors: Mapping[str, tuple[TensorSpec, memoryview]]) -> None:
         for name, (_, data) in tensors.items():

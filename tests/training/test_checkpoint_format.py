@@ -43,7 +43,7 @@ def test_any_changed_byte_of_a_manifest_is_noticed(data: st.DataObject) -> None:
     assert loaded == MANIFEST  # white space between values means nothing
 
 
-@pytest.mark.parametrize("text", [b"", b"{}", b"[]", b"\xff", b'{"crc32c": 1, "format": 2}'])
+@pytest.mark.parametrize("text", [b"", b"{}", b"[]", b"\xff", b'{"crc32c": 1, "format": 3}'])
 def test_what_is_no_manifest_is_damaged(text: bytes) -> None:
     with pytest.raises(Damaged):
         form.load_manifest(text)
@@ -65,7 +65,7 @@ def test_what_is_no_manifest_is_damaged(text: bytes) -> None:
 def test_a_manifest_with_a_right_checksum_and_wrong_values_is_damaged(key: str, value: object) -> None:
     body = {**form.to_json(MANIFEST), key: value}
     data = json.dumps({**body, "crc32c": form._checksum(body)}).encode()
-    with pytest.raises(Damaged, match=r"is not of format 2|manifest.json: tensor w"):
+    with pytest.raises(Damaged, match=r"is not of format 3|manifest.json: tensor w"):
         form.load_manifest(data)
 
 

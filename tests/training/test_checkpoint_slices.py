@@ -1,6 +1,8 @@
 """A tensor comes back whole however it was cut into slices and spread over parts; slices that do not hold every element
 exactly once are damage."""
 
+import tracemalloc
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.training import damage
 from training import storage
 from training.checkpoint import format as form
 from training.checkpoint.format import (
@@ -20,9 +23,9 @@ from training.checkpoint.format import (
     load_manifest,
     read_manifest,
 )
-from training.checkpoint.reader import load_tensors
+from training.checkpoint.reader import Choose, load_tensors
 from training.checkpoint.safetensors_file import Damaged, TensorSpec, encode
-from training.checkpoint.slices import Slice, key_in_part, partition_error, whole
+from training.checkpoint.slices import Slice, key_in_part, load_whole, partition_error, whole
 
 shapes = st.lists(st.integers(0, 6), max_size=3).map(tuple)
 
@@ -50,7 +53,7 @@ def partitions(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Slice]:
 def write_checkpoint(folder: str, arrays: dict[str, np.ndarray], boxes: dict[str, list[StoredSlice]]) -> Manifest:
     """Writes the slices into their parts, and the manifest."""
     count = 1 + max((stored.part for slices in boxes.values() for stored in slices), default=0)
-    parts = []
+    parts, checksums = [], list[dict[str, int]]()
     for number in range(count):
         content = {}
         for name, slices in boxes.items():
@@ -63,28 +66,37 @@ def write_checkpoint(folder: str, arrays: dict[str, np.ndarray], boxes: dict[str
             view[:] = content[key].tobytes()
         written = storage.write(storage.join(folder, form.step_folder(10), form.part_name(number, count, "t")), data)
         parts.append(Part(form.part_name(number, count, "t"), len(data), written.crc32c))
+        checksums.append({key: storage.crc32c(view) for key, view in views.items()})
     tensors = {
         name: StoredTensor(TensorSpec("F32", arrays[name].shape, arrays[name].nbytes), tuple(slices))
         for name, slices in boxes.items()
     }
-    manifest = Manifest(10, tuple(parts), {}, {}, {}, "c", tensors)
+    listed = [[of[key] for key in form.slices_in_part(tensors, part)] for part, of in enumerate(checksums)]
+    manifest = Manifest(10, tuple(parts), {}, {}, {}, "c", form.add_checksums(tensors, listed))
     storage.write(storage.join(folder, form.step_folder(10), form.MANIFEST), dump_manifest(manifest))
     return manifest
 
 
-def load_all(folder: str, step: int = 10) -> dict[str, tuple[TensorSpec, bytes]]:
+def load(folder: str, manifest: Manifest, choose: Choose = load_whole) -> dict[str, tuple[TensorSpec, bytes]]:
     loaded: dict[str, tuple[TensorSpec, bytes]] = {}
-    manifest = read_manifest(folder, step)
-    load_tensors(
-        folder,
-        manifest,
-        lambda tensors: loaded.update({name: (spec, bytes(data)) for name, (spec, data) in tensors.items()}),
-    )
+
+    def keep(tensors: Mapping[str, tuple[TensorSpec, memoryview]]) -> None:
+        loaded.update({name: (spec, bytes(data)) for name, (spec, data) in tensors.items()})
+
+    load_tensors(folder, manifest, keep, choose=choose)
     return loaded
 
 
+@st.composite
+def parts_of(draw: st.DrawFn, shape: tuple[int, ...]) -> Slice:
+    """Any box of a tensor, the whole and an empty one among them."""
+    offsets = tuple(draw(st.integers(0, length)) for length in shape)
+    pairs = zip(offsets, shape, strict=True)
+    return Slice(offsets, tuple(draw(st.integers(0, length - offset)) for offset, length in pairs))
+
+
 @given(st.data())
-def test_any_partition_of_tensors_into_boxes_on_any_parts_restores_the_same_bytes(
+def test_any_part_of_tensors_in_any_boxes_on_any_parts_is_restored_to_the_same_bytes(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     folder = str(tmp_path_factory.mktemp("sliced"))
@@ -95,9 +107,15 @@ def test_any_partition_of_tensors_into_boxes_on_any_parts_restores_the_same_byte
         boxes[name] = [StoredSlice(data.draw(st.integers(0, 2)), box) for box in data.draw(partitions(shape))]
     manifest = write_checkpoint(folder, arrays, boxes)
     assert read_manifest(folder, 10) == manifest
-    loaded = load_all(folder)
+    wanted = {
+        name: data.draw(st.none() | st.just(whole(value.shape)) | parts_of(value.shape))
+        for name, value in arrays.items()
+    }
+    loaded = load(folder, manifest, lambda name, _spec: wanted[name])
     assert {name: (spec.shape, content) for name, (spec, content) in loaded.items()} == {
-        name: (value.shape, value.tobytes()) for name, value in arrays.items()
+        name: (box.sizes, arrays[name][tuple(map(slice, box.offsets, box.ends))].tobytes())
+        for name, box in wanted.items()
+        if box
     }
 
 
@@ -169,3 +187,34 @@ def test_a_part_that_does_not_hold_what_the_manifest_says_is_damaged(tmp_path: P
     wrong = replace(manifest.tensors["w"], spec=TensorSpec("I32", (4, 2), 32))
     with pytest.raises(Damaged, match=r"tensor w\[0:2,0:2\] is F32 \[2, 2\] of 16 bytes, the manifest has I32"):
         load_tensors(str(tmp_path), replace(manifest, tensors={"w": wrong}), lambda tensors: None)
+
+
+@pytest.mark.parametrize("hosts", [4, 2])
+def test_a_host_reads_and_holds_its_slices_alone(tmp_path: Path, hosts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state of 32 MB in four parts, read by one of four hosts, or of two."""
+    rows, size, read_into = 4096, 2 * 4096 * 1024 * 4, storage.read_into
+    quarters = [StoredSlice(part, Slice((part * rows // 4, 0), (rows // 4, 1024))) for part in range(4)]
+    arrays = {name: np.full((rows, 1024), number, np.float32) for number, name in enumerate("ab")}
+    manifest = write_checkpoint(str(tmp_path), arrays, dict.fromkeys(arrays, quarters))
+    own, sent, seen = Slice((rows - rows // hosts, 0), (rows // hosts, 1024)), list[int](), set[str]()
+    monkeypatch.setattr(storage, "read_into", lambda *given: sent.append(len(given[2])) or read_into(*given))
+    tracemalloc.start()
+    load_tensors(str(tmp_path), manifest, seen.update, choose=lambda _name, _spec: own)
+    held = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert seen == {"a", "b"}
+    assert sum(sent) < size // hosts + 4096
+    assert held < size // hosts + (2 << 20)  # and the head of each part
+
+
+def test_a_slice_that_is_read_alone_is_checked(tmp_path: Path) -> None:
+    array = np.arange(64, dtype=np.float32).reshape(8, 8)
+    halves = [StoredSlice(0, Slice((first, 0), (4, 8))) for first in (0, 4)]
+    manifest = write_checkpoint(str(tmp_path), {"w": array}, {"w": halves})
+    (part,) = (tmp_path / form.step_folder(10)).glob("part-*")
+    content = part.read_bytes()
+    damage.flip(part, content.rindex(array[7].tobytes()) + 3)
+    first, second = (lambda _name, _spec, half=half: half.box for half in halves)
+    load(str(tmp_path), manifest, first)
+    with pytest.raises(Damaged, match=r"the slice \[4:8,0:8\] of w has a wrong crc32c"):
+        load(str(tmp_path), manifest, second)

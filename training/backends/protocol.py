@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from training.batch import Arrays, HostBatch, Pending, Signals
 from training.checkpoint.safetensors_file import TensorSpec
-from training.checkpoint.slices import StateSlices
+from training.checkpoint.slices import Slice, StateSlices
 from training.checkpoint.snapshot import Snapshot
 from training.config import TrainerConfig
 from training.distributed.cluster import Cluster
@@ -50,9 +50,13 @@ class Backend(Protocol):
         """Begins to copy tensors, or slices that this host holds, to host memory: see `StartSnapshot`. No step changes
         the state before that has ended."""
 
+    def slice_to_load(self, name: str, spec: TensorSpec) -> Slice:
+        """Returns what `load_state` takes on this host of a tensor that is `spec` as a whole. Raises Damaged for one
+        that has no place in the state."""
+
     def load_state(self, tensors: Mapping[str, tuple[TensorSpec, memoryview]]) -> None:
-        """Replaces these tensors of the state, by copies: their memory is used again. Raises Damaged for one that has
-        no place in it."""
+        """Replaces these tensors of the state, or slices, by copies: their memory is used again. Raises Damaged for one
+        that has no place in it."""
 
     def compilations(self) -> tuple[int, float]:
         """Returns the number of programs that were compiled for this run so far, and the seconds they took."""

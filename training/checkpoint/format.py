@@ -19,8 +19,9 @@ or nothing) but may lose or flip what it holds. Therefore:
 * Only the newest start of a run commits: host 0 looks for later claims before and after it writes the manifest
   (`training.distributed.fence`). A host that was suspended between look and write may commit a step of an older
   attempt. The newest start keeps that checkpoint if it is complete, and replaces it otherwise.
-* A manifest names its parts with size and crc32c, and carries a crc32c of itself. Restoring verifies all of it, and
-  that the slices of each tensor hold every element exactly once; otherwise it falls back to an older checkpoint.
+* A manifest names its parts and slices with their crc32c, and carries a crc32c of itself. Restoring verifies what each
+  host reads, whole parts or single slices, and that the slices of each tensor hold every element exactly once;
+  otherwise it falls back to an older checkpoint.
 * Deletion removes the manifest first: a half-deleted checkpoint is not a checkpoint.
 * Only safetensors and JSON: reading executes nothing.
 """
@@ -29,8 +30,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import google_crc32c
@@ -40,7 +41,7 @@ from training.checkpoint.safetensors_file import Damaged, TensorSpec
 from training.checkpoint.slices import HeldSlice, Slice, StateSlices, key_in_part, partition_error, whole
 from training.storage import NotFound, Storage, join
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST = "manifest.json"
 _STEP_FOLDER = re.compile(r"step-(\d{8,})")
 
@@ -56,10 +57,11 @@ class Part:
 
 @dataclass(frozen=True)
 class StoredSlice:
-    """A slice, and the index of the part that holds it."""
+    """A slice, the index of the part that holds it, and the CRC-32C of its bytes (0 until it is written)."""
 
     part: int
     box: Slice
+    crc32c: int = 0
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,18 @@ def slices_in_part(tensors: Mapping[str, StoredTensor], part: int) -> dict[str, 
     }
 
 
+def add_checksums(tensors: Mapping[str, StoredTensor], checksums: Sequence[Sequence[int]]) -> dict[str, StoredTensor]:
+    """Returns the tensors with the CRC-32C of each slice. `checksums`: of each part, in the order of
+    `slices_in_part`."""
+    named = [dict(zip(slices_in_part(tensors, part), of, strict=True)) for part, of in enumerate(checksums)]
+
+    def add(name: str, tensor: StoredTensor) -> StoredTensor:
+        keys = [(each, key_in_part(name, each.box, tensor.spec.shape)) for each in tensor.slices]
+        return replace(tensor, slices=tuple(replace(each, crc32c=named[each.part][key]) for each, key in keys))
+
+    return {name: add(name, tensor) for name, tensor in tensors.items()}
+
+
 def dump_manifest(manifest: Manifest) -> bytes:
     """Encodes a manifest as JSON, with a crc32c over everything else in it."""
     body = to_json(manifest)
@@ -172,6 +186,7 @@ def _check_values(manifest: Manifest) -> None:
         *((f"size of {part.name}", part.size) for part in manifest.parts),
         *((f"crc32c of {part.name}", part.crc32c) for part in manifest.parts),
         *((f"size of {name}", tensor.spec.size) for name, tensor in manifest.tensors.items()),
+        *((f"crc32c of {name}", each.crc32c) for name, tensor in manifest.tensors.items() for each in tensor.slices),
     ):
         if type(number) is not int or number < 0:
             raise TypeError(f"{key} is {number!r:.80}")
@@ -187,7 +202,8 @@ def _load_tensor(name: str, value: Mapping[str, Any], parts: int) -> StoredTenso
     """Returns a tensor of a manifest. Raises Damaged unless its slices hold every element exactly once."""
     spec = TensorSpec(value["dtype"], tuple(value["shape"]), value["size"])
     slices = tuple(
-        StoredSlice(entry["part"], Slice(tuple(entry["offsets"]), tuple(entry["sizes"]))) for entry in value["slices"]
+        StoredSlice(entry["part"], Slice(tuple(entry["offsets"]), tuple(entry["sizes"])), entry["crc32c"])
+        for entry in value["slices"]
     )
     for stored in slices:
         if not 0 <= stored.part < parts:
@@ -209,10 +225,7 @@ def to_json(manifest: Manifest) -> dict[str, Any]:
             "dtype": tensor.spec.dtype,
             "shape": list(tensor.spec.shape),
             "size": tensor.spec.size,
-            "slices": [
-                {"part": stored.part, "offsets": list(stored.box.offsets), "sizes": list(stored.box.sizes)}
-                for stored in tensor.slices
-            ],
+            "slices": [{"part": stored.part, **vars(stored.box), "crc32c": stored.crc32c} for stored in tensor.slices],
         }
         for name, tensor in manifest.tensors.items()
     }

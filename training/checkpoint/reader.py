@@ -4,9 +4,9 @@ All hosts try the same checkpoint, the next in host 0's list, and meet afterward
 sends all of them to the one before. A checkpoint of another model or other data is not damaged but refused: continuing
 from it would be a mistake, not a recovery.
 
-Reading is planned from the manifest: each part is read once, in ranges, and each slice is copied into its tensor. A
-tensor of one slice is passed on without a copy; a tensor of several is assembled first, and kept in memory until its
-last slice has been read.
+Reading is planned from the manifest: of each part, the slices that the host needs are read once, in ranges, and copied
+into its tensors. A tensor that is one slice is passed on without a copy; a tensor of several is assembled first, and
+kept in memory until its last slice has been read.
 
 Failure model: parts may be missing, short or flipped at any byte (raised as Damaged, so the next checkpoint is tried),
 and another start of the run may commit or delete checkpoints meanwhile (`_candidates` lists again).
@@ -25,7 +25,7 @@ from training import storage as default_storage
 from training.checkpoint import format as form
 from training.checkpoint.format import Manifest, Part, StoredTensor, committed_steps, read_manifest
 from training.checkpoint.safetensors_file import Damaged, NotFinite, TensorSpec, header_end, parse_header
-from training.checkpoint.slices import Slice, copy_into, key_in_part
+from training.checkpoint.slices import Slice, copy_into, key_in_part, load_whole
 from training.checkpoint.snapshot import allocate, find_nonfinite
 from training.distributed.rendezvous import Rendezvous
 from training.errors import BadInput
@@ -41,6 +41,8 @@ _TO_AVOID = "the first step after it was not finite in an earlier attempt"
 
 # Loads some tensors: name -> (specification, raw bytes). Must copy the bytes: they are overwritten once it returns.
 LoadState = Callable[[Mapping[str, tuple[TensorSpec, memoryview]]], None]
+# (name, specification) of a tensor in the checkpoint -> what of it to load; None: nothing.
+Choose = Callable[[str, TensorSpec], Slice | None]
 Header = Mapping[str, tuple[TensorSpec, slice]]  # of a part's file: name -> (specification, byte range)
 
 
@@ -60,6 +62,7 @@ class StoredBytes:
     tensor: StoredTensor
     box: Slice
     place: slice
+    crc32c: int
 
 
 def restore(
@@ -72,6 +75,7 @@ def restore(
     threads: Threads = SYSTEM.threads,
     avoid: Collection[str] = (),
     meeting_seconds: float = 300.0,
+    choose: Choose = load_whole,
 ) -> Restored | None:
     """Loads the newest good checkpoint and returns it; None when there is no checkpoint. Every host must call it.
 
@@ -83,6 +87,7 @@ def restore(
         avoid: names of checkpoints (`checkpoint_name`) to use only when no other one can be: the first step after them
             was not finite.
         meeting_seconds: for all hosts to meet once they have read a checkpoint, in addition to storage's time.
+        choose: what this host loads of each tensor, as `Backend.slice_to_load`.
 
     Raises:
         BadInput: a checkpoint belongs to something else, or there are checkpoints but none verifies: starting over
@@ -99,7 +104,7 @@ def restore(
                 _require_identity(folder, manifest, identity)
                 if checkpoint_name(manifest) in avoid:
                     raise Damaged(_TO_AVOID)
-                load_tensors(folder, manifest, require_finite(load_state), storage, threads)
+                load_tensors(folder, manifest, require_finite(load_state), storage, threads, choose)
                 break
             except Damaged as error:
                 why = str(error)
@@ -176,14 +181,16 @@ def load_tensors(
     load_state: LoadState,
     storage: Storage = default_storage,
     threads: Threads = SYSTEM.threads,
+    choose: Choose = load_whole,
 ) -> None:
-    """Passes every tensor of a checkpoint to `load_state`, some at a time; their bytes are valid until it returns.
-    Raises Damaged when the checkpoint is not what was committed. The caller must then discard the tensors loaded so
-    far: the checksum of a part is known only at its end."""
+    """Passes every tensor of a checkpoint, or the slice that `choose` returns, to `load_state`, some at a time; their
+    bytes are valid until it returns. Raises Damaged when what it read is not what was committed. The caller must then
+    discard the tensors loaded so far: the checksum of a part is known only at its end."""
     urls = [_part_url(folder, manifest.step, part, storage) for part in manifest.parts]
     headers = [_read_header(url, part, storage) for url, part in zip(urls, manifest.parts, strict=True)]
     plans = plan_parts(manifest.tensors, manifest.parts, headers)
-    assembly = _TensorAssembler(load_state)
+    chosen = {name: choose(name, tensor.spec) for name, tensor in manifest.tensors.items()}
+    assembly = _TensorAssembler(load_state, {name: box for name, box in chosen.items() if box is not None})
     for url, part, plan in zip(urls, manifest.parts, plans, strict=True):
         with _naming_part(part):
             _load_part(url, part, plan, assembly, storage, threads)
@@ -210,7 +217,7 @@ def plan_parts(
                     f"part {part.name}: tensor {key} is {spec.dtype} {list(spec.shape)} of {spec.size} bytes, the "
                     f"manifest has {tensor.spec.dtype} {list(box.sizes)}"
                 )
-            plans[stored.part].append(StoredBytes(name, tensor, box, place))
+            plans[stored.part].append(StoredBytes(name, tensor, box, place, stored.crc32c))
     for part, header, plan in zip(parts, headers, plans, strict=True):
         if len(header) != len(plan):
             raise Damaged(f"part {part.name} holds {len(header)} tensors instead of {len(plan)}")
@@ -221,31 +228,39 @@ def plan_parts(
 def read_part(folder: str, step: int, part: Part, storage: Storage = default_storage) -> memoryview:
     """Reads a part and returns its verified bytes. Raises Damaged."""
     data = memoryview(bytearray(part.size))
-    starts = list(range(0, part.size, _RANGE)) or [0]
-    for start, chunk in _read_ranges(_part_url(folder, step, part, storage), part, starts, storage, SYSTEM.threads):
+    ranges = [(start, min(start + _RANGE, part.size)) for start in range(0, max(part.size, 1), _RANGE)]
+    for start, chunk in _read_ranges(_part_url(folder, step, part, storage), part, ranges, storage, SYSTEM.threads):
         data[start : start + len(chunk)] = chunk
     return data
 
 
 class _TensorAssembler:
-    """Passes tensors to `load_state` as their slices arrive; tensors of several slices once all of them have."""
+    """Passes what is wanted of tensors to `load_state` as their slices arrive; what is in several slices once all of
+    them have."""
 
-    def __init__(self, load_state: LoadState) -> None:
-        self._load_state = load_state
-        self._partial: dict[str, tuple[memoryview, int]] = {}  # name -> (bytes, slices that are missing)
+    def __init__(self, load_state: LoadState, wanted: Mapping[str, Slice]) -> None:
+        self._load_state, self._wanted = load_state, wanted
+        self._partial: dict[str, tuple[memoryview, int]] = {}  # name -> (bytes, elements that are missing)
+
+    def needs(self, entry: StoredBytes) -> bool:
+        """Returns whether something that is wanted, or a wanted tensor without elements, is in a slice."""
+        box = self._wanted.get(entry.name)
+        return box is not None and (not box.elements or entry.box.overlaps(box))
 
     def add(self, entries: Iterable[tuple[StoredBytes, memoryview]]) -> None:
         """Passes the tensors that the slices complete to `load_state`, and keeps a copy of the other slices."""
         complete: dict[str, tuple[TensorSpec, memoryview]] = {}
         for entry, data in entries:
-            spec = entry.tensor.spec
-            if len(entry.tensor.slices) > 1:
+            spec, box = entry.tensor.spec, self._wanted[entry.name]
+            if not box.covers(spec.shape):
+                spec = TensorSpec(spec.dtype, box.sizes, spec.size // max(1, math.prod(spec.shape)) * box.elements)
+            if entry.box != box:
                 if entry.name not in self._partial:
-                    self._partial[entry.name] = memoryview(bytearray(spec.size)), len(entry.tensor.slices)
+                    self._partial[entry.name] = memoryview(bytearray(spec.size)), box.elements
                 buffer, missing = self._partial.pop(entry.name)
-                copy_into(buffer, spec.shape, entry.box, data)
-                if missing > 1:
-                    self._partial[entry.name] = buffer, missing - 1
+                missing -= copy_into(buffer, box, data, entry.box)
+                if missing:
+                    self._partial[entry.name] = buffer, missing
                     continue
                 data = buffer
             complete[entry.name] = (spec, data)
@@ -255,17 +270,28 @@ class _TensorAssembler:
 def _load_part(
     url: str, part: Part, plan: Sequence[StoredBytes], assembly: _TensorAssembler, storage: Storage, threads: Threads
 ) -> None:
-    """Reads a part once, in ranges that end between tensors, and adds its slices to `assembly`. Raises Damaged."""
-    starts = [0]
-    for entry in plan:
-        if entry.place.start - starts[-1] >= _RANGE:
-            starts.append(entry.place.start)
-    waiting = deque(plan)
-    for start, chunk in _read_ranges(url, part, starts, storage, threads):
+    """Reads the slices of a part that `assembly` needs once, in ranges that end between tensors, and adds them; reads
+    the whole part if these are all. Raises Damaged."""
+    needed = [entry for entry in plan if assembly.needs(entry)]
+    reads_all = len(needed) == len(plan)
+    ranges = [(0, 0)] if reads_all else []
+    for entry in needed:
+        start, end = ranges[-1] if ranges else (-1, -1)
+        if (end != entry.place.start and not reads_all) or entry.place.start - start >= _RANGE:
+            ranges.append((entry.place.start, entry.place.stop))
+        else:
+            ranges[-1] = start, entry.place.stop
+    if reads_all:
+        ranges = [(start, end) for (start, _), (end, _) in zip(ranges, [*ranges[1:], (part.size, 0)], strict=True)]
+    waiting = deque(needed)
+    for start, chunk in _read_ranges(url, part, ranges, storage, threads):
         entries: list[tuple[StoredBytes, memoryview]] = []
         while waiting and waiting[0].place.stop <= start + len(chunk):
             entry = waiting.popleft()
-            entries.append((entry, chunk[entry.place.start - start : entry.place.stop - start]))
+            data = chunk[entry.place.start - start : entry.place.stop - start]
+            if not reads_all and crc32c(data) != entry.crc32c:
+                raise Damaged(f"part {part.name}: the slice {entry.box} of {entry.name} has a wrong crc32c")
+            entries.append((entry, data))
         assembly.add(entries)
 
 
@@ -301,11 +327,11 @@ def _naming_part(part: Part) -> Iterator[None]:
 
 
 def _read_ranges(
-    url: str, part: Part, starts: list[int], storage: Storage, threads: Threads
+    url: str, part: Part, ranges: Sequence[tuple[int, int]], storage: Storage, threads: Threads
 ) -> Iterator[tuple[int, memoryview]]:
-    """Yields (start, bytes) of a part's ranges that begin at `starts`, each valid until the next; threads read ahead.
-    Raises Damaged, at the end of the part at the latest, when it is not what was committed."""
-    sizes = [end - start for start, end in zip(starts, [*starts[1:], part.size], strict=True)]
+    """Yields (start, bytes) of a part's ranges, (start, end), each valid until the next; threads read ahead. Raises
+    Damaged, at the end at the latest, for a missing or short part or, if the ranges are all of it, a wrong checksum."""
+    starts, sizes = [start for start, _ in ranges], [end - start for start, end in ranges]
     readers = min(_READERS_REMOTE if is_remote(url) else _READERS, len(sizes))
     # Reuse buffers for the following ranges: fresh memory is slow.
     buffers = [allocate(max(sizes, default=0)) for _ in range(readers)]
@@ -329,7 +355,7 @@ def _read_ranges(
     finally:
         for reading in readings:  # wait: the threads write into `buffers`
             reading.exception()
-    if checksum != part.crc32c:
+    if sum(sizes) == part.size and checksum != part.crc32c:
         raise Damaged(f"part {part.name} has crc32c {checksum:08x} instead of {part.crc32c:08x}")
 
 

@@ -13,6 +13,8 @@ from types import MappingProxyType
 
 import numpy as np
 
+from training.checkpoint.safetensors_file import TensorSpec
+
 
 @dataclass(frozen=True)
 class Slice:
@@ -66,6 +68,11 @@ def whole(shape: tuple[int, ...]) -> Slice:
     return Slice((0,) * len(shape), shape)
 
 
+def load_whole(_name: str, spec: TensorSpec) -> Slice:
+    """Returns all of a tensor, as a backend's `slice_to_load` whose hosts take whole tensors."""
+    return whole(spec.shape)
+
+
 def key_in_part(name: str, box: Slice, shape: tuple[int, ...]) -> str:
     """Returns the name of a slice in its safetensors file: the tensor's own name when the slice is whole."""
     return name if box.covers(shape) else f"{name}{box}"
@@ -109,11 +116,19 @@ def _find_overlap(boxes: Sequence[Slice]) -> tuple[Slice, Slice] | None:
     return None
 
 
-def copy_into(tensor: memoryview, shape: tuple[int, ...], box: Slice, data: memoryview) -> None:
-    """Copies the bytes of a slice to their place in the bytes of the whole tensor (both in C order)."""
-    if not box.elements:
-        return
-    width = len(data) // box.elements  # bytes of an element
-    target = np.frombuffer(tensor, np.uint8).reshape(*shape, width)
-    index = tuple(slice(start, end) for start, end in zip(box.offsets, box.ends, strict=True))
-    target[index] = np.frombuffer(data, np.uint8).reshape(*box.sizes, width)
+def copy_into(target: memoryview, held: Slice, data: memoryview, box: Slice) -> int:
+    """Copies the elements of `box`, whose bytes are `data`, that are in `held` to their places in its bytes (all in C
+    order). Returns their number."""
+    starts, ends = map(max, held.offsets, box.offsets), map(min, held.ends, box.ends)
+    spans = [slice(start, max(start, end)) for start, end in zip(starts, ends, strict=True)]
+    count = math.prod(span.stop - span.start for span in spans)
+    if count:
+        width = len(data) // box.elements  # bytes of an element
+        into, source = (
+            np.frombuffer(view, np.uint8).reshape(*own.sizes, width)[
+                tuple(slice(span.start - at, span.stop - at) for span, at in zip(spans, own.offsets, strict=True))
+            ]
+            for view, own in ((target, held), (data, box))
+        )
+        into[...] = source
+    return count

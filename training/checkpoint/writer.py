@@ -60,6 +60,10 @@ class _PartBuffer:
         self._specs = parts[cluster.worker]
         self.data, self.views = encode(list(self._specs.items()), allocate=allocate)
 
+    def checksums(self) -> list[int]:
+        """Returns the CRC-32C of each slice of this host's part, as `format.add_checksums` takes them."""
+        return [crc32c(view) for view in self.views.values()]
+
     def find_nonfinite(self) -> str | None:
         """Returns the name of a tensor of this host's part that is not finite; None when all are."""
         return find_nonfinite({name: (self._specs[name], view) for name, view in self.views.items()})
@@ -221,7 +225,7 @@ class CheckpointWriter:
             self._rendezvous.set_background_phase(f"saving {step}: writing its part")
             name = form.part_name(cluster.worker, cluster.hosts, self._description.token)
             part = self._write_part(folder, name, buffer.data)
-            report = {"name": part.name, "size": part.size, "crc32c": part.crc32c}
+            report = {"name": part.name, "size": part.size, "crc32c": part.crc32c, "slices": buffer.checksums()}
         self._rendezvous.set_background_phase(f"saving {step}: waiting for all parts")
         # The first host to arrive waits as long as the slowest host may take to write, and host 0 to commit before.
         seconds = self.meeting_seconds + transfer_seconds(self.folder, buffer.largest_part)
@@ -235,7 +239,8 @@ class CheckpointWriter:
                 )
         if cluster.is_first:
             self._rendezvous.set_background_phase(f"saving {step}: committing")
-            committed = replace(manifest, parts=tuple(Part(**report) for report in reports))
+            tensors = form.add_checksums(manifest.tensors, [report.pop("slices") for report in reports])
+            committed = replace(manifest, parts=tuple(Part(**report) for report in reports), tensors=tensors)
             self.before_commit()
             self._write_manifest(folder, committed)
             self._damaged -= {step}

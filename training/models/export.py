@@ -16,6 +16,7 @@ from training.checkpoint.admin import find_checkpoints
 from training.checkpoint.format import read_manifest
 from training.checkpoint.reader import load_tensors, require_finite
 from training.checkpoint.safetensors_file import Damaged, TensorSpec, encode
+from training.checkpoint.slices import Slice, whole
 from training.checkpoint.snapshot import Snapshot, StartSnapshot
 from training.config import restore
 from training.data import tokenizer as tokenizers
@@ -82,10 +83,13 @@ def export_checkpoint(run: str, out: str, step: int | None = None, *, merge: boo
 
     def copy_weights(buffers: Mapping[str, memoryview]) -> Snapshot:
         def copy(loaded: Mapping[str, tuple[TensorSpec, memoryview]]) -> None:
-            for name in loaded.keys() & buffers.keys():
-                buffers[name][:] = loaded[name][1]
+            for name, (_, data) in loaded.items():
+                buffers[name][:] = data
 
-        load_tensors(place, manifest, require_finite(copy))
+        def choose(name: str, spec: TensorSpec) -> Slice | None:
+            return whole(spec.shape) if name in buffers else None
+
+        load_tensors(place, manifest, require_finite(copy), choose=choose)
         return Snapshot()
 
     try:

@@ -20,7 +20,7 @@ from tests.packed_datasets import batch_records
 from tests.simulation.trainer import record_order
 from training.batch import Arrays, HostBatch, Signals, StepResult
 from training.checkpoint.safetensors_file import TensorSpec
-from training.checkpoint.slices import NOT_SPLIT, StateSlices
+from training.checkpoint.slices import NOT_SPLIT, StateSlices, load_whole
 from training.data.sampling.order import host_rows, training_order
 
 if TYPE_CHECKING:
@@ -289,6 +289,8 @@ class SimulatedBackend:
             self.state["model/weight"] = self.state["model/weight"] + np.float32(1)
         self._snapshot = SimulatedSnapshot(self._host, [(buffer, self.state[name]) for name, buffer in buffers.items()])
         return self._snapshot
+
+    slice_to_load = staticmethod(load_whole)
 
     def load_state(self, tensors: Mapping[str, tuple[TensorSpec, memoryview]]) -> None:
         for name, (_, data) in tensors.items():

@@ -30,7 +30,7 @@ from training.backends.tensorflow.state import TensorFlowState
 from training.backends.tensorflow.step import TensorFlowStep
 from training.batch import SUMS, Arrays, HostBatch, Signals, StepResult
 from training.checkpoint.safetensors_file import TensorSpec
-from training.checkpoint.slices import NOT_SPLIT, StateSlices
+from training.checkpoint.slices import NOT_SPLIT, StateSlices, load_whole
 from training.checkpoint.snapshot import Snapshot
 from training.config import TrainerConfig
 from training.data.formats.dataset import Dataset
@@ -191,6 +191,8 @@ class TensorFlow:
         """Starts queued steps first, and returns when all is copied."""
         self._calls.flush()
         return self._state.snapshot(buffers)
+
+    slice_to_load = staticmethod(load_whole)
 
     @translate_failures()
     def load_state(self, tensors: Mapping[str, tuple[TensorSpec, memoryview]]) -> None:

@@ -3,7 +3,9 @@ checkpoint."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -13,19 +15,31 @@ from training.checkpoint.safetensors_file import Damaged, TensorSpec
 from training.models.torch.dropout import DropoutNoise
 
 
+def no_place(name: str, spec: TensorSpec) -> Damaged:
+    """Returns the error about a tensor of a checkpoint that the state lacks, or has in another type or shape."""
+    return Damaged(f"tensor {name} is {spec.dtype} {list(spec.shape)}, which has no place in this model")
+
+
 class HostState:
     """A network, its optimizer's tensors, and the table that its dropouts draw from."""
 
-    def __init__(self, network: Any, optimizer_class: Any, settings: Any, noise: DropoutNoise | None) -> None:
+    def __init__(
+        self,
+        network: Any,
+        optimizer_class: Any,
+        settings: Any,
+        noise: DropoutNoise | None,
+        shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+    ) -> None:
         """Keeps all on the host. `network`: in training mode; `optimizer_class`: of training.registry.OPTIMIZERS, with
-        its `settings`; `noise`: of the network's dropouts, as `patch_modules` returns it."""
+        its `settings`; `noise`: of the network's dropouts, as `patch_modules` returns it; `shapes`: of the whole
+        parameters, by name, where the network has slices."""
         self.network, self.noise = network, noise
         self.name_parameters()
         self.optimizer = optimizer_class(settings, self.trained)
         self.is_uploaded = False
-        self._specs = {
-            name: TensorSpec("F32", tuple(value.shape), value.numel() * 4) for name, value in self.tensors().items()
-        }
+        whole = {name: shapes.get(name.partition("/")[2], tuple(value.shape)) for name, value in self.tensors().items()}
+        self._specs = {name: TensorSpec("F32", shape, 4 * math.prod(shape)) for name, shape in whole.items()}
 
     def name_parameters(self) -> None:
         """Reads the parameters from the network, again after they were moved."""
@@ -42,13 +56,13 @@ class HostState:
         return dict(self._specs)
 
     def load(self, tensors: Mapping[str, tuple[TensorSpec, memoryview]]) -> None:
-        """Replaces tensors by copies, before the state is on a device. Raises Damaged for an unknown name, type or
-        shape."""
+        """Replaces tensors, or the slices that the network has, by copies, before the state is on a device. Raises
+        Damaged for an unknown name, type or shape."""
         assert not self.is_uploaded, "restore before the first step"
         current = self.tensors()
         for name, (spec, data) in tensors.items():
-            if self._specs.get(name) != spec:
-                raise Damaged(f"tensor {name} is {spec.dtype} {list(spec.shape)}, which has no place in this model")
+            if name not in current or (spec.dtype, spec.shape) != ("F32", tuple(current[name].shape)):
+                raise no_place(name, spec)
             # By numpy: a copy by torch waits for all of its threads, each of which may have to wait for a busy
             # processor.
             current[name].detach().numpy()[...] = np.frombuffer(data, np.float32).reshape(spec.shape)

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from training.backends.torch.network import build_network
-from training.backends.torch.state import HostState
+from training.backends.torch.state import HostState, no_place
 from training.backends.torch.step import HostArray, StepInputs, TrainingStep, read_report
 from training.backends.torch_tpu import internals
 from training.backends.torch_tpu.processes import Chip
 from training.backends.torch_tpu.program import DeviceState, StepProgram
 from training.batch import Arrays, HostBatch, Signals, StepResult
 from training.checkpoint.safetensors_file import TensorSpec
-from training.checkpoint.slices import StateSlices, key_in_part
+from training.checkpoint.slices import Slice, StateSlices, key_in_part
 from training.checkpoint.snapshot import Snapshot
 from training.config import TrainerConfig
 from training.distributed.cluster import Cluster
@@ -53,10 +53,9 @@ class TorchTpu:
         for module in network.modules():
             if isinstance(module, torch.nn.LayerNorm):
                 module.register_forward_pre_hook(_widen)
-        self._host = HostState(network, load(OPTIMIZERS[config.train.optimizer].torch), config.train, noise)
+        shapes = self._chip.split_matrices(network)
+        self._host = HostState(network, load(OPTIMIZERS[config.train.optimizer].torch), config.train, noise, shapes)
         self._state = DeviceState(self._host)
-        if config.train.mesh.fsdp > 1:
-            self._chip.split_matrices(network)
         self._step = TrainingStep(config, cluster, self._host, self._chip, load(TASKS[config.task].torch))
         self._training = StepProgram(self._state, self._host, self._trace_step, changes=True)
         self._evaluation = StepProgram(self._state, self._host, self._trace_evaluation, changes=False)
@@ -92,7 +91,7 @@ class TorchTpu:
 
     def _send(self, inputs: StepInputs[HostArray]) -> StepInputs[Tensor]:
         """Uploads a step's inputs, before the first step the state too."""
-        self._state.upload(self._chip)
+        self._state.upload(self._chip.device)
         return inputs.with_leaves(self._chip.send(inputs.leaves()))
 
     # --- state
@@ -106,7 +105,7 @@ class TorchTpu:
 
     def snapshot_state(self, buffers: Mapping[str, memoryview]) -> Snapshot:
         """Copies the tensors before it returns."""
-        self._state.upload(self._chip)
+        self._state.upload(self._chip.device)
         held = {}  # key in a checkpoint's part -> tensor
         for name, value in self._state.tensors.items():
             shape = self._host.tensor_specs()[name].shape
@@ -114,6 +113,11 @@ class TorchTpu:
         for key, buffer in buffers.items():
             np.frombuffer(buffer, np.float32)[:] = held[key].cpu().numpy().reshape(-1)
         return Snapshot()
+
+    def slice_to_load(self, name: str, spec: TensorSpec) -> Slice:
+        if self.tensor_specs().get(name) != spec:
+            raise no_place(name, spec)
+        return self._chip.own_slice(name, spec.shape)
 
     def load_state(self, tensors: Mapping[str, tuple[TensorSpec, memoryview]]) -> None:
         self._host.load(tensors)

@@ -89,16 +89,22 @@ class Chip:
 
     # --- a split state
 
-    def split_matrices(self, network: Any) -> None:
-        """Makes each layer whose matrix (`weight`) is split gather it when called, and again in its backward pass. The
-        matrices are still whole: `DeviceState.upload` cuts them by `own_slice`."""
+    def split_matrices(self, network: Any) -> dict[str, tuple[int, ...]]:
+        """Keeps this process's slice (`own_slice`) of each layer's matrix (`weight`) that is split, and makes the layer
+        gather the matrix when called, and again in its backward pass. Returns the shapes of the whole matrices, by
+        name."""
         matrices = set()
         for module in network.modules():
             weight = module._parameters.get("weight")
             if weight is not None and (axes := place("model/", tuple(weight.shape), self.mesh_shape)) and any(axes):
                 matrices.add(id(weight))
                 module.forward = partial(self._call, module, module.forward, axes.index(FSDP))
-        self._split = frozenset(name for name, value in network.named_parameters() if id(value) in matrices)
+        split = {name: value for name, value in network.named_parameters() if id(value) in matrices}
+        self._split, shapes = frozenset(split), {name: tuple(value.shape) for name, value in split.items()}
+        for name, value in split.items():
+            box = self.own_slice(f"model/{name}", shapes[name])
+            value.data = value.data[tuple(map(slice, box.offsets, box.ends))].clone()  # the rest is free
+        return shapes
 
     def slices(self, name: str, shape: tuple[int, ...]) -> list[HeldSlice]:
         """Returns the slices of a tensor of the state; [] if every process holds all of it."""

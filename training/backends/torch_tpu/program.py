@@ -21,7 +21,6 @@ from torch.nn.utils import stateless
 from training.backends.torch.state import HostState
 from training.backends.torch.step import StepInputs
 from training.backends.torch_tpu import internals
-from training.backends.torch_tpu.processes import Chip
 from training.models.torch.move import move
 
 Trace = Callable[[StepInputs[Tensor]], Tensor]  # records the operations of a step, and returns its report
@@ -38,14 +37,11 @@ class DeviceState:
         self._trained = {f"model/{name}" for name in host.trained}
         self.changed = [name for name in self.tensors if name in self._trained or not name.startswith("model/")]
 
-    def upload(self, chip: Chip) -> None:
-        """Moves this process's slices of the state to the device; later calls do nothing."""
-        host, device = self._host, chip.device
+    def upload(self, device: Any) -> None:
+        """Moves the state to the device; later calls do nothing."""
+        host = self._host
         if host.is_uploaded:
             return
-        for name, value in host.tensors().items():
-            box = chip.own_slice(name, tuple(value.shape))
-            value.data = value.data[tuple(map(slice, box.offsets, box.ends))].contiguous()
         move(host.network, device)
         host.name_parameters()
         host.optimizer.move_state(lambda value: value.to(device))

@@ -35,7 +35,7 @@ from training.backends.torch_xla.state import State
 from training.backends.torch_xla.step_cache import Shapes, StepCache
 from training.batch import Arrays, HostBatch, Signals, StepResult
 from training.checkpoint.safetensors_file import TensorSpec
-from training.checkpoint.slices import StateSlices
+from training.checkpoint.slices import StateSlices, load_whole
 from training.checkpoint.snapshot import Snapshot
 from training.config import TrainerConfig
 from training.distributed.cluster import Cluster
@@ -196,6 +196,8 @@ class TorchXla:
         for cache in (self._training, self._evaluation):
             cache.verify()
         return self._state.snapshot(buffers, self._sharding)
+
+    slice_to_load = staticmethod(load_whole)
 
     def load_state(self, tensors: Mapping[str, tuple[TensorSpec, memoryview]]) -> None:
         self._state.load(tensors)

@@ -255,7 +255,7 @@ def _keep(buffers: Mapping[str, memoryview], name: str, shape: tuple[int, ...], 
     if key in buffers:
         np.frombuffer(buffers[key], np.float32)[:] = array.reshape(-1)
     elif name in buffers:
-        copy_into(buffers[name], shape, box, memoryview(array.tobytes()))
+        copy_into(buffers[name], whole(shape), memoryview(array.tobytes()), box)
 
 
 def _group_vectors(specs: Mapping[str, TensorSpec]) -> dict[str, list[str]]:
