@@ -3,6 +3,7 @@ costs nothing that was written. A local server answers as the Hub does."""
 
 import contextlib
 import io
+import json
 import os
 import random
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 
 from tests.container import small_runs
 from tests.container.hub_downloads import DownloadHub, serve_downloads
+from training.data.formats.open_dataset import open_dataset
 
 NAME = "datasets:org/texts"
 FILE_BYTES = 64 << 20
@@ -114,6 +116,33 @@ def test_a_failure_of_the_hub_is_said_and_the_next_run_goes_on_to_the_same_bytes
     for file in (tmp_path / "undisturbed" / "train").iterdir():
         if file.is_file():
             assert (tmp_path / "out" / "train" / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+def test_pairs_of_texts_have_the_names_of_their_classes_and_are_those_of_the_same_file_here(
+    hub: DownloadHub, tmp_path: Path
+) -> None:
+    """As GLUE's: classes are numbers, and the file has their names."""
+    names, out = ["yes", "perhaps", "no"], io.BytesIO()
+    rows = [{"a": f"w{n} w{n % 7}", "b": f"w{n % 50}", "label": n % 3} for n in range(60)]
+    text = {"dtype": "string", "_type": "Value"}
+    info = {"info": {"features": {"a": text, "b": text, "label": {"names": names, "_type": "ClassLabel"}}}}
+    table = pyarrow.Table.from_pylist(rows).replace_schema_metadata({"huggingface": json.dumps(info)})
+    pyarrow.parquet.write_table(table, out)
+    hub.files = {"data/train-00000.parquet": out.getvalue()}
+    file, classes = tmp_path / "pairs.jsonl", tmp_path / "labels.json"
+    file.write_text("".join(json.dumps({**row, "label": names[row["label"]]}) + "\n" for row in rows))
+    classes.write_text(json.dumps(names))
+    small_runs.write_tokenizer(tmp_path / "tokenizer")
+    options = "--task classification --field a --text-pair b --sequence-length 16 --split train --evaluation-percent 0"
+    more = [*options.split(), "--tokenizer", str(tmp_path / "tokenizer")]
+    for name, corpus in (("hub", [NAME]), ("here", [str(file), "--labels", str(classes)])):
+        command = ["-m", "training.cli", "shards", "--corpus", *corpus, *more, "--out", str(tmp_path / name)]
+        process = start(hub, tmp_path, command)
+        _, err = process.communicate(timeout=300)
+        assert process.returncode == 0, err
+    streamed, local = (open_dataset(str(tmp_path / name / "train")) for name in ("hub", "here"))
+    assert streamed.manifest.labels == names
+    assert [shard.crc32c for shard in streamed.shards] == [shard.crc32c for shard in local.shards]
 
 
 def test_both_splits_are_of_one_revision_and_a_new_one_is_another_corpus(

@@ -117,12 +117,12 @@ class Corpus:
         return digest.hexdigest()
 
     def label_names(self) -> tuple[str, ...]:
-        """Returns the names of the classes that numbers in the label's lists mean, of a dataset of the `datasets`
+        """Returns the names of the classes that numbers in the label's column mean, of a dataset of the `datasets`
         library that says them; () otherwise. Raises BadInput."""
         if not self.name.startswith("datasets:"):
             return ()
         feature = (self._streamed().features or {}).get(self.label)
-        return tuple(getattr(getattr(feature, "feature", None), "names", ()))
+        return tuple(getattr(getattr(feature, "feature", feature), "names", ()))
 
     def files(self) -> list[str]:
         """Returns the corpus's files in order; [name] for `builtin:` and `datasets:`. Raises BadInput without any."""

@@ -210,7 +210,7 @@ def _label_name(value: Any, place: str, labels: LabelKind) -> str:
     name = str(value)
     if isinstance(value, float) and not math.isfinite(value):
         raise BadInput(f"{place}: label {name} is not a finite number: leave such rows out of the corpus")
-    if labels.is_list and type(value) is int and name not in labels.names and 0 <= value < len(labels.names):
+    if type(value) is int and name not in labels.names and 0 <= value < len(labels.names):
         return labels.names[value]
     if isinstance(labels, ClassLabels) and not labels.names and (mistake := label_mistake(name)):
         raise BadInput(f"{place}: label {name!r:.80} {mistake}")

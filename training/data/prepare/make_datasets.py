@@ -246,7 +246,7 @@ def _labels(options: DatasetOptions) -> LabelKind:
     kind = _KINDS[TASKS[options.task].rows]
     if options.labels is None:
         corpus = options.corpora["train"]
-        if kind.is_list and (names := corpus.label_names()):
+        if names := corpus.label_names():
             return kind(names)
         columns = select_columns(corpus.rows(), corpus.field, options.label, corpus.name, kind())
         lists = (label if kind.is_list else [label] for _, label in columns)
