@@ -124,7 +124,7 @@ def compile_ours(case: Case, parameters: int, **train: Any) -> StepCosts:
     """Compiles the trainer's step."""
     config, facts = make_run(case.model, case.length, VOCABULARY, case.batch, **train)
     graph = Graph("training", case.batch, case.length)
-    [traced] = trace_programs(config, facts, [graph], accelerator(case.accelerator).devices)
+    [traced] = trace_programs(config, facts, [graph], accelerator(case.accelerator))
     return compile_step(traced.program, case, 12 * parameters)
 
 
@@ -237,7 +237,7 @@ def compile_decoder(case: Case) -> dict[str, float]:
     target = accelerator(case.accelerator)
     lora = {"rank": case.lora} if case.lora else None
     config, facts = make_run(LLAMA_3_8B, case.length, 128_256, case.batch, lora, mesh={"fsdp": target.devices})
-    [traced] = trace_programs(config, facts, [Graph("training", case.batch, case.length)], target.devices)
+    [traced] = trace_programs(config, facts, [Graph("training", case.batch, case.length)], target)
     try:
         compiled = compile_program(traced.program, target)
     except CompilationRefused as error:

@@ -72,6 +72,11 @@ class Generation:
     gke: GkeNodes | None  # None: GKE never offered it
     gke_one_host: GkeNodes | None = None  # where slices of one host have other nodes
 
+    @property
+    def runs_kernels(self) -> bool:
+        """Returns whether libtpu compiles Pallas kernels with products of bf16 for it."""
+        return self.name not in ("v2", "v3")
+
 
 @dataclass(frozen=True)
 class Accelerator:

@@ -36,6 +36,7 @@ from training.yaml_file import ConfigError, Document, Section, refuse_unknown, v
 from training.yaml_file import load as load_document
 
 Remat = Literal["none", "attention", "layers"]
+Attention = Literal["plain", "blocks", "kernel"]
 TrackerName = Literal["wandb", "mlflow"]
 Mistake = tuple[tuple[str, ...], str]  # the path of the key to change, and what is wrong
 
@@ -166,6 +167,13 @@ class Train(ScheduleSettings, AdamWSettings):
     remat: Remat | None = None
     """What is computed again in the backward pass instead of being kept, which saves memory: `none`, the `attention`'s
     probabilities, or whole `layers`. Default: `attention` on TPUs, `none` on CPUs. Not for `backend: tensorflow`."""
+
+    attention: Attention | None = None
+    """How attention is computed: `plain` stores the scores of all pairs of a row's tokens; `blocks` those of a block of
+    tokens at a time; `kernel` none, by a Pallas kernel, on TPUs from v4 on with `precision: bf16`. Default: from rows
+    of 2,048 tokens on `kernel` where it can be had, else `blocks`, for the families whose attention was compared
+    (Llama, Mistral, Qwen2, Qwen3, Gemma 1 to 3, Phi-3, OLMo2, ModernBERT) if it has no dropout; else `plain`. Not for
+    `backend: tensorflow`."""
 
     scan: bool | None = None
     """Runs the layers of a decoder as one loop on TPUs: the time and the memory of compilation do not grow with their

@@ -217,6 +217,7 @@ BACKENDS: dict[str, BackendEntry] = {
             ("train", "mesh", "fsdp"): (
                 "the TensorFlow backend holds the whole state on every device: remove train.mesh, or use torch-xla"
             ),
+            ("train", "attention"): "the TensorFlow backend stores all scores: remove train.attention",
             ("train", "remat"): (
                 "the TensorFlow backend keeps everything for the backward pass: remove train.remat, or use torch-xla"
             ),

@@ -145,6 +145,18 @@ print(internals.read_shardings([whole, rows]))
 """
 
 
+BY_HAND = """
+import torch
+from training.backends.torch_xla import internals
+internals.simulate_devices(4)
+from training.backends.torch_xla.sharding import DataParallel
+from training.distributed.cluster import Cluster
+devices = DataParallel(Cluster(0, ("localhost",)))
+part = devices.enter_rows(torch.zeros(8, 3).to(devices.device))
+print(list(part.shape), list(devices.leave_rows(part * 2, (8, 3)).shape))
+"""
+
+
 def test_a_placeholder_is_an_argument_of_a_program_and_has_a_handle(pair: list[torch.Tensor]) -> None:
     """Else preflight can't trace a model without its weights, or donates the wrong arguments."""
     empty = internals.placeholder((2,))
@@ -163,3 +175,19 @@ def test_declared_shardings_are_read_back_for_devices_that_are_simulated() -> No
     ended = subprocess.run([sys.executable, "-c", SHARDINGS], capture_output=True, text=True, timeout=600, check=False)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == "['{replicated}', '{devices=[4,1]0,1,2,3}']\n"
+
+
+def test_a_function_of_jax_runs_inside_a_program(pair: list[torch.Tensor]) -> None:
+    """Else long rows have no Pallas kernel."""
+    jax = pytest.importorskip("jax")
+    function = internals.call_lowered(
+        lambda a, b: (a - b,), [jax.ShapeDtypeStruct((2,), "float32")] * 2, "cpu", "minus"
+    )
+    assert [value.tolist() for value in function(pair)] == [[-9.0, -18.0]]
+
+
+def test_a_part_that_is_split_by_hand_has_the_rows_of_one_device() -> None:
+    """Else a Pallas kernel gets the rows of all devices."""
+    ended = subprocess.run([sys.executable, "-c", BY_HAND], capture_output=True, text=True, timeout=600, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == "[2, 3] [8, 3]\n"

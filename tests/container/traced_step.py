@@ -20,7 +20,7 @@ def describe(path: str, name: str) -> dict[str, Any]:
     """What the claims of the tests are about."""
     config, target = load(path), accelerator(name)
     facts = read_facts(config)
-    traced = trace_programs(config, facts, list_graphs(config, facts), target.devices)[0]
+    traced = trace_programs(config, facts, list_graphs(config, facts), target)[0]
     text = traced.program.stablehlo
     signature = next(line for line in text.splitlines() if "func.func" in line and "@main" in line)
     inputs, _, outputs = signature.partition(") -> ")

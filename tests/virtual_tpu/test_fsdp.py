@@ -91,12 +91,13 @@ def test_a_decoder_whose_layers_are_a_scan_has_the_losses_of_a_replicated_state(
     folder = causal_data.prepare(tmp_path)
     run_all(
         folder, f"replicated:1:{change}:train__scan=false", f"split:8:{change}:train__scan=true", f"stopped:8:{change}",
-        f"resumed:8:stopped{change}",
+        f"resumed:8:stopped{change}", f"blocks:8:{change}:train__attention=blocks",
     )  # fmt: skip
     run_all(folder, f"on-the-CPU:1:stopped{change}", PJRT_DEVICE="CPU")
     expected = pytest.approx(small_runs.losses(folder, "replicated"), rel=SAME_MATHEMATICS)
     for run_id in ("split", "on-the-CPU"):
         assert small_runs.losses(folder, run_id) == expected, run_id
+    assert small_runs.losses(folder, "blocks") == pytest.approx(small_runs.losses(folder, "replicated"), rel=1e-5)
     straight, resumed = (small_runs.summary(folder, run_id) for run_id in ("split", "resumed"))
     assert resumed["final_weights_crc32c"] == straight["final_weights_crc32c"]
     names = read_manifest(str(folder / "runs" / "split" / "checkpoints"), 20).tensors

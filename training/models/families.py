@@ -56,6 +56,11 @@ PLAIN_HEADS = ("llama", "mistral", "qwen2", "qwen3", "gemma", "phi3", "olmo2", "
 # 1e-6 (tests/container/test_family_parity.py).
 SCANNED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "phi3", "olmo2")
 
+# Families whose attention over long rows is `models.torch.long_attention`.
+LONG_ATTENTION = (
+    "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2", "modernbert",
+)  # fmt: skip
+
 # The modules that make a masked-LM head, applied one after the other to hidden states, in PyTorch.
 MASKED_LM_HEADS = (
     ("cls",),  # BERT, DeBERTa

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from training import storage
+from training.accelerators import Accelerator
 from training.backends.protocol import BuildBackend
 from training.batch import Arrays
 from training.config import TrainerConfig
@@ -145,9 +146,9 @@ class ProgramTracer(Protocol):
 
 
 def trace_programs(
-    config: TrainerConfig, facts: DataFacts, graphs: Sequence[Graph], devices: int
+    config: TrainerConfig, facts: DataFacts, graphs: Sequence[Graph], target: Accelerator
 ) -> list[TracedProgram]:
-    """Traces `graphs` for a slice of `devices` devices; returns the programs in this order. Sets PJRT_DEVICE to CPU.
+    """Traces `graphs` for a slice; returns the programs in this order. Sets PJRT_DEVICE to CPU.
 
     Raises:
         BadInput: the backend's framework is not installed, or the model can't be built.
@@ -165,9 +166,9 @@ def trace_programs(
         longest = max((*facts.lengths, *facts.evaluation_lengths))
         head = TASKS[config.task].head
         requirements = ModelRequirements(facts.vocabulary, facts.pad, longest, head, facts.labels)
-        return backend_class(config, Cluster(0, ("localhost",)), SingleHost(), requirements)
+        return backend_class(config, Cluster(0, ("localhost",), target.name), SingleHost(), requirements)
 
-    tracer: ProgramTracer = tracer_class(open_backend, devices)
+    tracer: ProgramTracer = tracer_class(open_backend, target.devices)
     programs = []
     # Trace evaluations first: they don't change the state, while a traced step may.
     for graph in sorted(graphs, key=lambda graph: graph.kind != "evaluation"):

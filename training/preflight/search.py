@@ -60,13 +60,14 @@ def run_preflight(
     if mistakes:
         raise BadInput("\n".join(mistakes))
     accelerators = []
-    traced: dict[int, list[TracedProgram]] = {}  # by number of devices: programs depend on nothing else of a slice
+    traced: dict[tuple[int, bool], list[TracedProgram]] = {}  # programs depend on nothing else of a slice
     for target in targets:
-        if target.devices not in traced:
+        kind = target.devices, target.generation.runs_kernels
+        if kind not in traced:
             show(f"tracing for {target.devices} devices")
-            traced[target.devices] = trace_programs(config, facts, list_graphs(config, facts), target.devices)
+            traced[kind] = trace_programs(config, facts, list_graphs(config, facts), target)
         flags = libtpu_defaults(config, target)
-        result = compile_all(traced[target.devices], target, show, flags)
+        result = compile_all(traced[kind], target, show, flags)
         result = _advise_remat(config, facts, result, target, show)
         result = _advise_mesh(config, facts, result, target, show)
         if search_batch:
@@ -132,7 +133,7 @@ def _advise_remat(
     show(f"it does not fit: tracing it with train.remat: layers for {target.name}")
     graph = Graph(longest.kind, longest.rows, longest.length)
     try:
-        programs = trace_programs(remat_config, facts, [graph], target.devices)
+        programs = trace_programs(remat_config, facts, [graph], target)
     except BadInput:  # layers of this family can't be recomputed
         return result
     with_remat = compile_all(programs, target, show, libtpu_defaults(config, target)).graphs[0]
@@ -152,7 +153,7 @@ def _advise_mesh(
         fsdp *= 2
         meshed = config.train.model_copy(update={"mesh": Mesh(fsdp=fsdp)})
         show(f"it does not fit: tracing it with train.mesh.fsdp: {fsdp} for {target.name}")
-        programs = trace_programs(config.model_copy(update={"train": meshed}), facts, [graph], target.devices)
+        programs = trace_programs(config.model_copy(update={"train": meshed}), facts, [graph], target)
         split = compile_all(programs, target, show, libtpu_defaults(config, target)).graphs[0]
         with_mesh = split if split.fits else None
     return replace(result, graphs=[report.add_mesh_advice(longest, fsdp, with_mesh), *result.graphs[1:]])
@@ -169,7 +170,7 @@ def _search_batch(
 
     def fits(rows: int) -> bool:
         graph = Graph("training", rows * step, max(facts.lengths))
-        programs = trace_programs(_with_batch(config, rows * step), facts, [graph], target.devices)
+        programs = trace_programs(_with_batch(config, rows * step), facts, [graph], target)
         known[rows] = compile_all(programs, target, show, flags).graphs[0]
         if known[rows].reason:
             show(f"{graph}: {known[rows].reason}")

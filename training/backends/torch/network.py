@@ -11,6 +11,8 @@ from training.models.hugging_face import ModelRequirements
 from training.models.torch.attention import Barrier
 from training.models.torch.dropout import DropoutNoise
 from training.models.torch.empty import build_empty
+from training.models.torch.layer_scan import Loop
+from training.models.torch.long_attention import Kernel, choose_attention, loop_in_python
 from training.models.torch.lora import add_lora, freeze
 from training.models.torch.network import build, patch_modules
 
@@ -23,13 +25,18 @@ def build_network(
     barrier: Barrier,
     constants: Callable[[], AbstractContextManager[Any]] = nullcontext,
     only_traces: bool = False,
+    loop: Loop = loop_in_python,
+    kernel: Kernel | str = "the backend has no kernel",
 ) -> tuple[Any, DropoutNoise | None]:
     """Returns the network on the host, with our attention and dropout, adapters and frozen weights, and what its
-    dropouts draw from. `remat`: the default; `barrier`, `constants`: the runtime's, as `patch_modules` takes them; one
-    that `only_traces` has no weights, if it can."""
+    dropouts draw from. `remat`: the default; `barrier`, `constants`: the runtime's, as `patch_modules` takes them, and
+    `loop` and `kernel`, as `choose_attention`; one that `only_traces` has no weights, if it can."""
     dropout = config.train.dropout
     network: Any = build_empty(config.model, requirements, dropout=dropout) if only_traces else None
     network = network or build(config.model, requirements, dropout=dropout, seed=config.seed)
+    network.attention_note = choose_attention(
+        network, config.train.attention, requirements.sequence_length, loop=loop, kernel=kernel
+    )
     noise = patch_modules(network, config.train.remat, default=remat, barrier=barrier, constants=constants)
     if config.lora:
         add_lora(network, config.lora, config.seed, has_fresh_head=requirements.head.is_fresh)

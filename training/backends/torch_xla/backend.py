@@ -23,14 +23,16 @@ import torch_xla.debug.metrics as xla_metrics
 from torch import Tensor
 from torch_xla.backends import set_mat_mul_precision
 
+from training.accelerators import ACCELERATORS
 from training.backends.compile_cache.pjrt import open_cache
 from training.backends.placement import bytes_on_device
 from training.backends.torch.network import build_network
 from training.backends.torch.step import REPORT, HostArray, StepInputs, TrainingStep, read_report
 from training.backends.torch_xla import internals
-from training.backends.torch_xla.devices import memory_of
+from training.backends.torch_xla.devices import has_tpu_cores, memory_of
 from training.backends.torch_xla.processor import describe_slow_products, read_flags
 from training.backends.torch_xla.sharding import DataParallel
+from training.backends.torch_xla.splash import splash_attention
 from training.backends.torch_xla.state import State
 from training.backends.torch_xla.step_cache import Shapes, StepCache
 from training.batch import Arrays, HostBatch, Signals, StepResult
@@ -43,6 +45,7 @@ from training.distributed.rendezvous import Rendezvous
 from training.distributed.tcp_allreduce import TcpAllReduce
 from training.models.hugging_face import ModelRequirements
 from training.models.torch.layer_scan import choose_layers
+from training.models.torch.long_attention import Kernel
 from training.models.torch.network import slow_parts
 from training.preflight.checked_programs import CheckedPrograms
 from training.preflight.compiler import hash_hlo
@@ -82,7 +85,8 @@ class TorchXla:
         rendezvous.set_phase("building the model")
         network, noise = build_network(
             config, requirements, remat="attention" if self._sharding.is_spmd else "none", only_traces=only_traces,
-            barrier=xm.optimization_barrier_, constants=internals.numbers_as_constants,
+            barrier=xm.optimization_barrier_, constants=internals.numbers_as_constants, loop=internals.loop_over,
+            kernel=self._find_kernel(config, cluster, only_traces),
         )  # fmt: skip
         self._checked = CheckedPrograms(os.environ, comparable=self._sharding.is_spmd, warns=cluster.is_first)
         # What earlier runs in this process have counted.
@@ -94,8 +98,9 @@ class TorchXla:
         task_sums = load(TASKS[config.task].torch)
         self._step = TrainingStep(config, cluster, self._state, self._sharding, task_sums)
         say, warn_here = (note, warn) if cluster.is_first else (_silent, _silent)
-        if slow_network := slow_parts(network, is_fast=noise is not None or layers is not None):
-            say(slow_network)
+        is_fast = noise is not None or layers is not None or network.attention_note is not None
+        for line in filter(None, (network.attention_note, slow_parts(network, is_fast=is_fast))):
+            say(line)
         is_own = environment["PJRT_DEVICE"] == "CPU" and not self._sharding.is_spmd  # preflight traces for others
         if is_own and (slow := describe_slow_products(read_flags())):
             say(slow)
@@ -104,6 +109,15 @@ class TorchXla:
         if self._exchange:
             self.trace_always()
         self.opening_seconds = {"devices": opened - began, "model": time.monotonic() - opened}
+
+    def _find_kernel(self, config: TrainerConfig, cluster: Cluster, only_traces: bool) -> Kernel | str:
+        """Returns the kernel for attention over long rows, or why there is none."""
+        target = ACCELERATORS.get(cluster.accelerator_type or "")
+        if not (only_traces or has_tpu_cores()) or (target and not target.generation.runs_kernels):
+            return "the Pallas kernel needs a TPU of generation v4 or newer"
+        if config.train.precision == "fp32":
+            return "the Pallas kernel multiplies in bf16, and train.precision is fp32"
+        return splash_attention(self._sharding)
 
     # --- steps
 

@@ -57,6 +57,12 @@ class TorchDevices:
         return float(report.cpu().item())
 
 
+def has_tpu_cores() -> bool:
+    """Returns whether the devices are cores of TPUs: others have no place in a grid of chips, though they may be called
+    TPU."""
+    return all("coords" in attributes for attributes in xla_runtime.global_runtime_device_attributes())
+
+
 def memory_of(sharding: DataParallel) -> tuple[int, int]:
     """Returns bytes in use and in total of this host's first device; 0, 0 where PJRT does not report them: CPUs."""
     with contextlib.suppress(RuntimeError, KeyError):

@@ -17,6 +17,7 @@ import torch_xla.core.xla_model as xm
 import torch_xla.runtime
 from torch import Tensor
 from torch_xla import _XLAC
+from torch_xla.distributed.spmd import ShardingType
 
 # --- arrays between host and devices
 
@@ -155,6 +156,45 @@ def loop_over(
     with numbers_as_constants():
         last, results = _scan_impl_flat(step, carry, stacked, reverse=reverse)
     return list(last), list(results)
+
+
+TensorFunction = Callable[[Sequence[Tensor]], list[Tensor]]
+
+
+def call_lowered(function: Callable[..., Any], shapes: Sequence[Any], platform: str, name: str) -> TensorFunction:
+    """Returns a JAX function, exported for `platform` and these jax.ShapeDtypeStructs, as a function of tensors.
+
+    `call_jax` of torch_xla would lower for JAX's own devices, write a newer version of Pallas' programs than libtpu
+    reads, and needs torchax."""
+    import jax.export
+    from jaxlib import xla_client
+
+    jax.config.update("jax_traceback_in_locations_limit", 1)  # else the kernel holds its callers' lines: other programs
+    exported = jax.export.export(jax.jit(function, keep_unused=True), platforms=[platform])(*shapes)
+    module = xla_client._xla.mlir.mlir_module_to_xla_computation(
+        exported.mlir_module(), use_tuple_args=False, return_tuple=True
+    )
+    computation = xla_builder.computation_from_module_proto(name, module.as_serialized_hlo_module_proto())
+
+    def call(tensors: Sequence[Tensor]) -> list[Tensor]:
+        return list(_XLAC._xla_user_computation(f"xla::{name}", list(tensors), computation))
+
+    return call
+
+
+def split_by_hand(tensor: Tensor) -> Tensor:
+    """Returns the part of a tensor, whose sharding is declared, that each device holds, as the compiler's own tensor:
+    what is computed of it is not split any further."""
+    part: Tensor = _XLAC._spmd_full_to_shard_shape(tensor)
+    return part
+
+
+def join_by_hand(part: Tensor, sharding: Any, shape: Sequence[int]) -> Tensor:
+    """Returns the whole tensor of `shape` whose parts `split_by_hand`, or operations on such parts, gave; `sharding`:
+    an `OpSharding`."""
+    _XLAC._mark_manual_sharding(part, _XLAC.OpSharding([], [], [], ShardingType.MANUAL))
+    whole: Tensor = _XLAC._spmd_shard_to_full_shape(part, sharding, list(shape), part.dtype)
+    return whole
 
 
 # --- programs as text, for preflight and profiles

@@ -154,6 +154,21 @@ class DataParallel:
         if self.is_spmd:
             internals.declare_sharding(tensor, self._mesh_of(axes).get_op_sharding(axes))
 
+    def enter_rows(self, tensor: Tensor) -> Tensor:
+        """Returns each device's own rows, for operations that the compiler can't split."""
+        if not self.is_spmd:
+            return tensor
+        placed = tensor.clone()
+        self.declare(placed, _rows_first(placed))
+        return internals.split_by_hand(placed)
+
+    def leave_rows(self, part: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Returns the tensor of all rows, of this shape, of each device's own."""
+        if not self.is_spmd:
+            return part
+        mesh = self._meshes[ROWS]
+        return internals.join_by_hand(part, mesh.get_op_sharding((ROWS, *[None] * (len(shape) - 1))), shape)
+
     def require_declared(self, tensors: Mapping[str, Tensor]) -> None:
         """Raises TrainError for tensors of the state whose next value the compiler may place in another way than was
         declared: reading one would be a program of all hosts, and hosts that read at different times would wait for
