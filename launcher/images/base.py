@@ -61,8 +61,9 @@ def cloud_build_commands(spec: ImageSpec, project: str) -> str:
     step = {"name": "gcr.io/cloud-builders/docker", "env": ["DOCKER_BUILDKIT=1"], "args": [*arguments, "."]}
     build = {"steps": [step], "images": [wanted], "timeout": f"{_CLOUD_BUILD_SECONDS}s"}
     folder = shlex.quote(str(spec.dockerfile.parent))
-    # JSON is YAML; a quoted delimiter keeps the shell from reading it.
+    # JSON is YAML; a quoted delimiter keeps the shell from reading it. gcloud would send the links of images/ as links.
     return (
         f"cat > cloudbuild.json <<'EOF'\n{json.dumps(build, indent=2)}\nEOF\n"
-        f"gcloud builds submit {folder} --project={shlex.quote(project)} --config=cloudbuild.json\n"
+        f"mkdir -p cloudbuild && cp -RL {folder}/. cloudbuild\n"
+        f"gcloud builds submit cloudbuild --project={shlex.quote(project)} --config=cloudbuild.json\n"
     )

@@ -21,6 +21,7 @@ from launcher.errors import BadInput
 from launcher.images import build_context
 from launcher.images.build_context import Entry
 from launcher.installation import metadata_file, shared_folder
+from training.registry import BACKENDS
 
 _BYTE_CODE = ("**/__pycache__", "**/*.pyc")
 
@@ -53,7 +54,8 @@ def default_spec(
     target: str | None = None,
     code: Path | None = None,
 ) -> ImageSpec:
-    """Returns our own image for a backend: images/<backend>, and the `training` package of this installation.
+    """Returns our own image for a backend: images/<backend>, and the `training` package of this installation. The
+    Dockerfile is one for all backends, whose argument FRAMEWORK names the backend.
 
     Args:
         backend: a training.registry.BackendName.
@@ -65,9 +67,8 @@ def default_spec(
         BadInput: there is no such backend, folder or bundle, or the folder has nothing to copy.
     """
     source = shared_folder("images") / backend
-    if not (source / "Dockerfile").is_file():
-        known = sorted(path.parent.name for path in shared_folder("images").glob("*/Dockerfile"))
-        raise BadInput(f"there is no image for backend {backend!r}; there are: {', '.join(known) or 'none'}")
+    if backend not in BACKENDS:
+        raise BadInput(f"there is no image for backend {backend!r}; there are: {', '.join(BACKENDS)}")
     # The Dockerfile copies the folder `code`, so it must hold a file.
     own_code = own_files(code) if code else ((".none", Path(training.__path__[0]) / "__init__.py"),)
     context = (
@@ -77,9 +78,8 @@ def default_spec(
         *((f"code/{path}", file) for path, file in own_code),
     )
     name, dockerfile = f"tpu-launch/{backend}", source / "Dockerfile"
-    return ImageSpec(
-        name, dockerfile, context, _sorted_items(build_args), target, ca_bundle=_require_ca_bundle(ca_bundle)
-    )
+    arguments = _sorted_items({**(build_args or {}), "FRAMEWORK": backend})
+    return ImageSpec(name, dockerfile, context, arguments, target, ca_bundle=_require_ca_bundle(ca_bundle))
 
 
 def launcher_spec(repository: str | None = None) -> ImageSpec:

@@ -261,7 +261,8 @@ def test_cloud_build_makes_the_same_base(config: Config, tmp_path: Path) -> None
         ["sh", "-eu", script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
     )
     assert ran.stdout.split()[:2] == ["builds", "submit"]
-    folder = Path(ran.stdout.split()[2])
+    folder = tmp_path / ran.stdout.split()[2]
+    assert not [path for path in folder.iterdir() if path.is_symlink()], "Cloud Build gets no other folder"
     assert f" AS {base.TARGET}\n" in (folder / "Dockerfile").read_text()
     build = json.loads((tmp_path / "cloudbuild.json").read_text())
     assert build["images"] == [str(base.reference_of(spec))]
