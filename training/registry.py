@@ -73,10 +73,9 @@ class BackendEntry:
     open_pipeline: str  # (pipeline's name, model folder) -> a transformers.pipeline on the CPU
     tpu_environment: str  # (cluster, environment) -> variables to set before the import, on a TPU
     libtpu_defaults: str  # (generation, the user's LIBTPU_INIT_ARGS) -> flags that a training process has beside them
-    # Of a backend that lacks one, None:
-    tracer: str | None  # a class with the protocol training.preflight.programs.ProgramTracer
+    tracer: str  # a class with the protocol training.preflight.programs.ProgramTracer
     devices: str  # a class with the protocol training.device_check.Devices
-    profiler: str | None  # a class with the protocol training.profiler.Tracer
+    profiler: str | None  # a class with the protocol training.profiler.Tracer; None if it lacks one
     defaults: Mapping[str, str] = field(default_factory=dict)  # variables to set before the import, unless they are set
     # Keys of the configuration that the backend does not use, with the message for a file that sets them.
     unused_keys: Mapping[tuple[str, ...], str] = field(default_factory=dict)
@@ -188,7 +187,7 @@ BACKENDS: dict[str, BackendEntry] = {
         open_pipeline="training.models.torch.pipeline:open_pipeline",
         tpu_environment="training.distributed.torch_tpu:trainer_environment",
         libtpu_defaults="training.distributed.libtpu_flags:no_defaults",
-        tracer=None,
+        tracer="training.backends.torch_tpu.tracing:TorchTpuTracer",
         devices="training.backends.torch_tpu.devices:TorchTpuDevices",
         profiler=None,
         unused_keys=_ONE_STEP_A_CALL,

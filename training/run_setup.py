@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from training import storage as default_storage
 from training.backends.protocol import Backend, OpenBackend
@@ -263,11 +263,11 @@ def import_backend(name: str) -> OpenBackend:
     return cast(OpenBackend, load(BACKENDS[name].backend))
 
 
-def load_part(backend: str, part: Literal["tracer", "profiler"], purpose: str) -> Any:
-    """Imports and returns a part that not every backend has. Raises BadInput, with its `purpose`, if it is lacking."""
-    reference = getattr(BACKENDS[backend], part)
+def load_profiler(backend: str) -> Any:
+    """Imports and returns the class of a backend's profiler. Raises BadInput if it has none."""
+    reference = BACKENDS[backend].profiler
     if reference is None:
-        raise BadInput(f"backend: {backend} has no {purpose} yet: --set backend=torch-xla has it")
+        raise BadInput(f"backend: {backend} has no profiles yet: --set backend=torch-xla has them")
     return load(reference)
 
 

@@ -33,7 +33,7 @@ from training.optim.schedule import learning_rate
 from training.profiler import Profiler, Tracer
 from training.progress import Compilations, Evaluations, NonFiniteHistory, Progress
 from training.run_end import build_summary, compare_weights, export_model, export_seconds, write_summary
-from training.run_setup import Dependencies, Run, checkpoint_identity, load_part, open_checkpoints, open_run
+from training.run_setup import Dependencies, Run, checkpoint_identity, load_profiler, open_checkpoints, open_run
 from training.telemetry.attempt_end import AttemptContext, record_attempt_end
 from training.telemetry.attempts import NonFiniteStep, write_nonfinite
 from training.telemetry.console import Console, warn
@@ -149,7 +149,7 @@ def open_profiler(run: Run, finished: Callable[[], int]) -> Profiler:
     """Returns a `Profiler` of this host's steps that writes below the run's folder, by the backend's own tracer."""
 
     def open_tracer() -> Tracer:
-        tracer: Tracer = load_part(run.config.backend, "profiler", "profiles")()
+        tracer: Tracer = load_profiler(run.config.backend)()
         return tracer
 
     dependencies, worker = run.dependencies, run.cluster.worker

@@ -18,14 +18,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from launcher.config import Config, restore
+from launcher.config import Config
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.images import local
 from launcher.images.specification import compute_tag
 from training import storage
 from training.accelerators import UnknownAccelerator, accelerator
 from training.data.formats.dataset import MANIFEST
-from training.distributed import libtpu_flags, torch_tpu
+from training.distributed import libtpu_flags
 from training.storage.hub import is_on_hub
 
 FORMAT = 1
@@ -37,11 +37,6 @@ _NOT_IN_STEP = ("steps", "learning_rate", "warmup_steps", "schedule", "log_every
 _RESULT_KEYS = {"accelerator", "fits", "graphs", "max_batch"}
 
 Say = Callable[[str], None]
-
-ESTIMATE = (
-    "estimate: TorchTPU compiles for chips of its own host only; these are the figures of backend: torch-xla, whose "
-    "step is the same, without TorchTPU's copy of all gradients"
-)
 
 
 def check(
@@ -57,7 +52,7 @@ def check(
         say: Is given lines for the user.
 
     Returns:
-        A result for each accelerator, as `tpu-train preflight --json` prints it; with TorchTPU, that of PyTorch/XLA.
+        A result for each accelerator, as `tpu-train preflight --json` prints it.
 
     Raises:
         BadInput: There is no trainer, or an accelerator does not exist.
@@ -72,10 +67,6 @@ def check(
         accelerators = [accelerator(name).name for name in names] or [config.accelerator.name]
     except UnknownAccelerator as error:
         raise BadInput(str(error)) from None
-    if config.trainer.backend == torch_tpu.RUNTIME:
-        config = _with_torch_xla(config)
-        found = check(config, home, accelerators, max_batch=max_batch, more=more, say=say)
-        return [{**result, "lines": [ESTIMATE, *result["lines"]]} for result in found]
     results: dict[str, dict[str, Any]] = {}
     for name in accelerators:
         path = None if more else _path(config, home, name)
@@ -89,13 +80,6 @@ def check(
             if not more and (path := _path(config, home, result["accelerator"])):
                 _write(path, result)
     return [results[name] for name in accelerators]
-
-
-def _with_torch_xla(config: Config) -> Config:
-    """Returns the configuration of the same run with PyTorch/XLA. Raises BadInput if it can't train it."""
-    value = {**config.document.value, "backend": "torch-xla"}
-    image = {key: each for key, each in value.get("image", {}).items() if key != "backend"}
-    return restore({**value, "image": image}, name=config.document.name, command=None, provider=config.provider)
 
 
 def known(config: Config, home: Path) -> dict[str, Any] | None:

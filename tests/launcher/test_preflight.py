@@ -115,15 +115,6 @@ def test_a_command_of_ones_own_is_not_checked(folder: Path) -> None:
         preflight.check(load("run.yaml", command=["true"]), folder / "home", [], max_batch=False, more=[], say=print)
 
 
-def test_torch_tpu_gets_the_figures_of_torch_xla_as_an_estimate_that_refuses_no_run(folder: Path) -> None:
-    keep(folder, result(fits=False))
-    config = load("run.yaml", ["backend=torch-tpu", "image.backend=torch-tpu"])
-    [answer] = preflight.check(config, folder / "home", [], max_batch=False, more=[], say=print)
-    assert answer["lines"] == [preflight.ESTIMATE]
-    assert not answer["fits"]
-    assert preflight.require_fit(config, folder / "home", print) == ()
-
-
 def test_what_is_known_is_not_compiled_again(folder: Path) -> None:
     keep(folder, result(fits=False))
     ended = launch(folder, "preflight", "-f", "run.yaml", "--json")

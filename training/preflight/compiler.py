@@ -13,7 +13,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import MappingProxyType
@@ -28,6 +28,7 @@ from training.preflight.hlo import share_of_loops
 _TESTED = {
     "0.0.21": {"jax": "0.7.1", "torch_xla": "2.9.0"},  # torch-xla; tensorflow, without requirements-tpu.txt
     "0.0.17": {"jax": "0.6.2", "torch_xla": "2.8.0"},  # torch-xla with requirements-2.8.txt
+    "0.0.52": {},  # torch-tpu, which compiles without jaxlib
 }
 _NEWEST = "0.0.21"
 
@@ -75,6 +76,7 @@ class Program:
     hash: str = ""  # of the computation alone, without names, layouts and source lines
     shardings: Mapping[int, str] = field(default_factory=dict)  # of arguments by number, where the text lacks them
     replicated: bool = False  # each device runs it as it is; otherwise the compiler partitions it over the devices
+    compile: Callable[[Accelerator], CompiledProgram] | None = None  # instead of jaxlib's compiler, without `stablehlo`
 
 
 @dataclass(frozen=True)
@@ -112,8 +114,10 @@ def required_versions(*, tracing: bool = False) -> dict[str, str]:
     libtpu = _NEWEST
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         libtpu = importlib.metadata.version("libtpu")
-    tested = _TESTED.get(libtpu) or _TESTED[_NEWEST]
-    compiler = {"jax": tested["jax"], "jaxlib": tested["jax"], "libtpu": libtpu if libtpu in _TESTED else _NEWEST}
+    libtpu = libtpu if libtpu in _TESTED else _NEWEST
+    tested = _TESTED[libtpu]
+    jax = {name: tested["jax"] for name in ("jax", "jaxlib") if "jax" in tested}
+    compiler = {**jax, "libtpu": libtpu}
     return {**compiler, "torch_xla": tested.get("torch_xla", _TESTED[_NEWEST]["torch_xla"])} if tracing else compiler
 
 
@@ -171,6 +175,8 @@ def compile_program(
         CompilationRefused: the compiler rejects the program.
     """
     require_versions()
+    if program.compile:
+        return program.compile(target)
     with _loading:
         client, devices = _topology(target.name)
     from jax._src.interpreters import mlir
@@ -220,32 +226,39 @@ def _compile_options(devices: int, *, replicated: bool) -> Any:
     return options
 
 
-@lru_cache(maxsize=8)
-def _topology(name: str) -> tuple[Any, tuple[Any, ...]]:
-    """Returns the compile-only client and the devices of an accelerator type, as PJRT shows them on its TPU VMs. Loads
-    libtpu, and sets its environment variables. Raises CompilerUnavailable if libtpu does not know the slice."""
-    target = accelerator(name)
+def set_environment() -> None:
+    """Sets libtpu's variables for compiling without a TPU."""
     os.environ.update(_ENVIRONMENT_WITHOUT_TPU)
     for variable, level in _QUIET.items():
         os.environ.setdefault(variable, level)
     if DEEP_STACKS not in (given := os.environ.get("LIBTPU_INIT_ARGS", "")):
         os.environ["LIBTPU_INIT_ARGS"] = f"{DEEP_STACKS} {given}".strip()
-    from jax.experimental import topologies
 
+
+def describe_topology(target: Accelerator) -> tuple[str, dict[str, Any]]:
+    """Returns libtpu's name of a slice, and the options that make its devices those of a TPU VM."""
     options: dict[str, Any] = {}
     generation = target.generation
     if generation.devices_per_chip < generation.cores_per_chip:
         options["chip_config_name"] = "megacore"
     if target.chips_per_host != 4:
         options["chips_per_host_bounds"] = target.chips_per_host_bounds
+    return f"{generation.name}:{target.topology_name}", options
+
+
+@lru_cache(maxsize=8)
+def _topology(name: str) -> tuple[Any, tuple[Any, ...]]:
+    """Returns the compile-only client and the devices of an accelerator type, as PJRT shows them on its TPU VMs. Loads
+    libtpu, and sets its environment variables. Raises CompilerUnavailable if libtpu does not know the slice."""
+    target = accelerator(name)
+    set_environment()
+    from jax.experimental import topologies
+
+    text, options = describe_topology(target)
     try:
-        devices = tuple(
-            topologies.get_topology_desc(f"{generation.name}:{target.topology_name}", "tpu", **options).devices
-        )
+        devices = tuple(topologies.get_topology_desc(text, "tpu", **options).devices)
     except Exception as error:  # jax passes on libtpu's errors in several classes
-        raise CompilerUnavailable(
-            f"libtpu knows no topology {generation.name}:{target.topology_name}: {str(error).splitlines()[0]}"
-        ) from None
+        raise CompilerUnavailable(f"libtpu knows no topology {text}: {str(error).splitlines()[0]}") from None
     assert len(devices) == target.devices, (
         f"{target.name}: libtpu shows {len(devices)} devices, and the table says {target.devices}"
     )

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,8 +32,8 @@ from training.distributed.rendezvous import SingleHost
 from training.errors import BadInput, Exit, TrainError
 from training.models.hugging_face import ModelRequirements
 from training.preflight.compiler import Program, require_versions
-from training.registry import TASKS
-from training.run_setup import load_part, prepare_framework
+from training.registry import BACKENDS, TASKS, load
+from training.run_setup import prepare_framework
 from training.tasks.task import task_class
 
 
@@ -132,7 +133,7 @@ class TracedProgram:
 class ProgramTracer(Protocol):
     """Traces the programs of one backend for a slice: `tracer` of a backend's entry in the registry."""
 
-    def __init__(self, open_backend: BuildBackend, devices: int) -> None:
+    def __init__(self, open_backend: BuildBackend, target: Accelerator) -> None:
         """Keeps `open_backend`, which `open` calls. Raises CompilerUnavailable for untested versions."""
 
     def open(self) -> Mapping[str, int]:
@@ -158,17 +159,10 @@ def trace_programs(
     os.environ["PJRT_DEVICE"] = "CPU"
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     require_versions()
-    tracer_class = load_part(config.backend, "tracer", "preflight")
+    tracer_class = load(BACKENDS[config.backend].tracer)
     prepare_framework(config.backend)
     config = config.for_device("TPU")
-
-    def open_backend(backend_class: Any) -> Any:
-        longest = max((*facts.lengths, *facts.evaluation_lengths))
-        head = TASKS[config.task].head
-        requirements = ModelRequirements(facts.vocabulary, facts.pad, longest, head, facts.labels)
-        return backend_class(config, Cluster(0, ("localhost",), target.name), SingleHost(), requirements)
-
-    tracer: ProgramTracer = tracer_class(open_backend, target.devices)
+    tracer: ProgramTracer = tracer_class(partial(_open_backend, config, facts, target.name), target)
     programs = []
     # Trace evaluations first: they don't change the state, while a traced step may.
     for graph in sorted(graphs, key=lambda graph: graph.kind != "evaluation"):
@@ -180,6 +174,12 @@ def trace_programs(
         programs.append(TracedProgram(graph, program, resident, time.monotonic() - began))
     tracer.close()
     return sorted(programs, key=lambda traced: graphs.index(traced.graph))
+
+
+def _open_backend(config: TrainerConfig, facts: DataFacts, accelerator_type: str, backend_class: Any) -> Any:
+    longest = max((*facts.lengths, *facts.evaluation_lengths))
+    requirements = ModelRequirements(facts.vocabulary, facts.pad, longest, TASKS[config.task].head, facts.labels)
+    return backend_class(config, Cluster(0, ("localhost",), accelerator_type), SingleHost(), requirements)
 
 
 @contextmanager

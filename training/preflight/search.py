@@ -60,9 +60,10 @@ def run_preflight(
     if mistakes:
         raise BadInput("\n".join(mistakes))
     accelerators = []
-    traced: dict[tuple[int, bool], list[TracedProgram]] = {}  # programs depend on nothing else of a slice
+    traced: dict[object, list[TracedProgram]] = {}
     for target in targets:
-        kind = target.devices, target.generation.runs_kernels
+        kind: object = target.devices, target.generation.runs_kernels  # programs depend on nothing else of a slice
+        kind = target.name if config.backend == "torch-tpu" else kind  # but TorchTPU's on the places of chips
         if kind not in traced:
             show(f"tracing for {target.devices} devices")
             traced[kind] = trace_programs(config, facts, list_graphs(config, facts), target)

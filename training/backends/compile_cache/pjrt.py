@@ -29,7 +29,7 @@ GB_VARIABLE = "TPU_LAUNCH_COMPILE_CACHE_GB"  # what the folder may hold
 DEFAULT_GB = 4.0
 
 # Places in the table, from 0. The table only ever grew at its end since version 0.40; the oldest that is known here.
-_ERROR_DESTROY, _ERROR_MESSAGE, _PLATFORM_VERSION, _COMPILE = 0, 1, 14, 20
+_ERROR_DESTROY, _ERROR_MESSAGE, _PLATFORM_VERSION, COMPILE = 0, 1, 14, 20
 _EXECUTABLE_DESTROY, _SERIALIZE, _GET_EXECUTABLE, _DESERIALIZE = 40, 49, 51, 56
 _MAJOR, _OLDEST_MINOR = 0, 54
 _FUNCTIONS_AT = 40  # bytes
@@ -48,34 +48,34 @@ class _Api(Structure):
     _fields_ = (*_HEAD, ("version_size", c_size_t), ("version_extension", c_void_p), ("major", c_int), ("minor", c_int))
 
 
-class _Program(Structure):
+class PluginProgram(Structure):
     _fields_ = (*_HEAD, ("code", c_void_p), ("code_size", c_size_t), ("format", c_void_p), ("format_size", c_size_t))
 
 
-def _arguments(*fields: tuple[str, Any]) -> Any:
+def plugin_arguments(*fields: tuple[str, Any]) -> Any:
     """Returns the ctypes class of the arguments of a PJRT function: the common head, then `fields`."""
-    return type("_Arguments", (Structure,), {"_fields_": (*_HEAD, *fields)})
+    return type("PluginArguments", (Structure,), {"_fields_": (*_HEAD, *fields)})
 
 
-# `executable` of _Compile and _Deserialize is set by the plugin: a loaded executable.
-_Compile = _arguments(
-    ("client", c_void_p), ("program", POINTER(_Program)), ("options", c_void_p), ("options_size", c_size_t),
+# `executable` of CompileArguments and _Deserialize is set by the plugin: a loaded executable.
+CompileArguments = plugin_arguments(
+    ("client", c_void_p), ("program", POINTER(PluginProgram)), ("options", c_void_p), ("options_size", c_size_t),
     ("executable", c_void_p),
 )  # fmt: skip
-_PlatformVersion = _arguments(("client", c_void_p), ("version", c_void_p), ("version_size", c_size_t))
-_GetExecutable = _arguments(("loaded", c_void_p), ("executable", c_void_p))
-_ExecutableDestroy = _arguments(("executable", c_void_p))
-_Serialize = _arguments(
+_PlatformVersion = plugin_arguments(("client", c_void_p), ("version", c_void_p), ("version_size", c_size_t))
+_GetExecutable = plugin_arguments(("loaded", c_void_p), ("executable", c_void_p))
+_ExecutableDestroy = plugin_arguments(("executable", c_void_p))
+_Serialize = plugin_arguments(
     ("executable", c_void_p), ("bytes", c_void_p), ("size", c_size_t), ("serialized", c_void_p), ("deleter", c_void_p)
 )
-_Deserialize = _arguments(
+_Deserialize = plugin_arguments(
     ("client", c_void_p), ("serialized", c_char_p), ("size", c_size_t), ("executable", c_void_p),
     ("options", c_void_p), ("options_size", c_size_t),  # instead of those in the program; none
 )  # fmt: skip
-_ErrorMessage = _arguments(("error", c_void_p), ("message", c_void_p), ("size", c_size_t))
-_ErrorDestroy = _arguments(("error", c_void_p))
+_ErrorMessage = plugin_arguments(("error", c_void_p), ("message", c_void_p), ("size", c_size_t))
+_ErrorDestroy = plugin_arguments(("error", c_void_p))
 
-_Function = ctypes.CFUNCTYPE(c_void_p, c_void_p)  # a pointer to arguments -> a PJRT_Error or none
+PluginFunction = ctypes.CFUNCTYPE(c_void_p, c_void_p)  # a pointer to arguments -> a PJRT_Error or none
 
 
 @dataclass
@@ -142,17 +142,17 @@ def install(library: Path, store: ProgramStore, identity: str) -> CacheCounts | 
     if api.major != _MAJOR or api.minor < _OLDEST_MINOR:
         return None
     counts = CacheCounts()
-    cache = _Cache(_Table(address), store, f"{identity}\n{api.minor}", counts)
-    function = _Function(cache.compile)
+    cache = _Cache(PluginTable(address), store, f"{identity}\n{api.minor}", counts)
+    function = PluginFunction(cache.compile)
     _KEPT.append((plugin, function))
-    _Table(address).replace(_COMPILE, function)
+    PluginTable(address).replace(COMPILE, function)
     return counts
 
 
 _KEPT: list[object] = []  # what the plugin's table points to, to the end of the process
 
 
-class _Table:
+class PluginTable:
     """A plugin's functions, called by their places."""
 
     def __init__(self, address: int) -> None:
@@ -162,7 +162,7 @@ class _Table:
         """Returns the plugin's function at this place of the table; it takes the address of its arguments."""
         pointer = c_void_p.from_address(self._address + _FUNCTIONS_AT + 8 * place).value
         assert pointer, f"PJRT: no function at {place}"
-        return _Function(pointer)
+        return PluginFunction(pointer)
 
     def replace(self, place: int, function: Any) -> None:
         """Puts another function into the table, for every caller of the plugin in this process."""
@@ -189,15 +189,15 @@ class PluginError(Exception):
 class _Cache:
     """The function that compiles, with the store before it."""
 
-    def __init__(self, table: _Table, store: ProgramStore, identity: str, counts: CacheCounts) -> None:
+    def __init__(self, table: PluginTable, store: ProgramStore, identity: str, counts: CacheCounts) -> None:
         self._table, self._store, self._identity, self._counts = table, store, identity, counts
-        self._compile = table.function(_COMPILE)
+        self._compile = table.function(COMPILE)
 
     def compile(self, address: int) -> int | None:
         """Replaces PJRT_Client_Compile, whose arguments are at this address. Returns the plugin's error, None without
         one. Keeps an interrupt (Ctrl-C, a notebook's button) for `take_proofs`: in a callback it would be lost, and the
         result with it."""
-        arguments = _Compile.from_address(address)
+        arguments = CompileArguments.from_address(address)
         arguments.executable = None
         while True:
             try:

@@ -13,6 +13,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 
+from training.accelerators import Accelerator
 from training.backends.protocol import BuildBackend
 from training.backends.tensorflow.backend import TensorFlow
 from training.backends.tensorflow.replicas import Replicas
@@ -83,8 +84,8 @@ class LoweringBackend(TensorFlow):
 class TensorFlowTracer:
     """Traces one program, which each device of a slice runs on its own rows. See `ProgramTracer`."""
 
-    def __init__(self, open_backend: BuildBackend, devices: int) -> None:
-        self._open_backend, self._devices = open_backend, devices
+    def __init__(self, open_backend: BuildBackend, slice_: Accelerator) -> None:
+        self._open_backend, self._devices = open_backend, slice_.devices
         self._backend: LoweringBackend | None = None
 
     def open(self) -> dict[str, int]:

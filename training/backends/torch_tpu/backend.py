@@ -99,6 +99,11 @@ class TorchTpu:
     def tensor_specs(self) -> dict[str, TensorSpec]:
         return self._host.tensor_specs()
 
+    def state_bytes(self) -> dict[str, int]:
+        """Returns the bytes of this process's part of each tensor, which are the first arguments of every program."""
+        self._state.upload(self._chip.device)
+        return {name: value.numel() * 4 for name, value in self._state.tensors.items()}
+
     def state_slices(self) -> StateSlices:
         slices = {name: self._chip.slices(name, spec.shape) for name, spec in self._host.tensor_specs().items()}
         return {name: held for name, held in slices.items() if held}

@@ -6,7 +6,10 @@ torch_tpu is beta: another version than `training.distributed.torch_tpu.VERSION`
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
+
+from training.accelerators import Accelerator
 
 DEVICE = "tpu"  # torch's name of the device
 PROCESS_GROUP = "tpu_dist"  # torch.distributed's name of the processes of all chips
@@ -41,3 +44,18 @@ def compile_graph(graph: Any, arguments: Sequence[Any], donated: Sequence[int]) 
     from torch_tpu._internal.compile import compiler
 
     return compiler.StaticCompiler()(graph, list(arguments), donated_inputs=list(donated))  # type: ignore[no-any-return]
+
+
+def store_of_absent_ranks(slice_: Accelerator) -> Any:
+    """Returns a store of torch.distributed in which all ranks but 0 have told the place of their chip, so that rank 0
+    waits for none. Each tells its number, process, coordinates and core, no slice, and the chip's name."""
+    import torch.distributed as dist
+
+    store, ranks = dist.HashStore(), slice_.devices
+    places = [place[::-1] for place in product(*(range(size) for size in (*slice_.topology, 1)[:3][::-1]))]
+    for rank, (x, y, z) in enumerate(places[1:], 1):
+        key = f"world_topo:{rank}"
+        told = f"{len(key)}:{key}{rank},{rank},{x},{y},{z},0,-1,TPU {slice_.generation.name}"
+        store.set(f"0//tpu//nlag:world_topo:0:{ranks}:node:{rank - 1}", f"{len(told)}:{told}")
+    store.add(f"0//tpu//nlag:world_topo:0:{ranks}:count", ranks - 1)
+    return store

@@ -52,7 +52,8 @@ class Chip:
             internals.open_device()
             self.device = torch.device(internals.DEVICE)
             rendezvous.set_phase("connecting the processes")
-            dist.init_process_group(internals.PROCESS_GROUP, timeout=timedelta(seconds=seconds))
+            if not dist.is_initialized():  # preflight has connected absent ones
+                dist.init_process_group(internals.PROCESS_GROUP, timeout=timedelta(seconds=seconds))
         except RuntimeError as error:
             raise UnusableTpu(str(error), cluster.accelerator_type) from None
         self.devices: int = dist.get_world_size()

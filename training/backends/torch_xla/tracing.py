@@ -21,6 +21,7 @@ from torch.nn.modules import module as torch_modules
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from training.accelerators import Accelerator
 from training.backends.protocol import BuildBackend
 from training.backends.torch_xla import internals
 from training.backends.torch_xla.backend import TorchXla
@@ -40,13 +41,13 @@ _DATA_DEPENDENT_TAGS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent
 class TorchTracer:
     """Traces one program for all devices of a slice, which the compiler partitions."""
 
-    def __init__(self, open_backend: BuildBackend, devices: int) -> None:
-        """Makes torch_xla trace for `devices` devices, in this process from here on. Raises CompilerUnavailable."""
+    def __init__(self, open_backend: BuildBackend, slice_: Accelerator) -> None:
+        """Makes torch_xla trace for the slice's devices, in this process from here on. Raises CompilerUnavailable."""
         require_versions(required_versions(tracing=True))
         self._open_backend = open_backend
         self._backend: TorchXla | None = None
         self._state_is_lost = False  # a traced step leaves the state uncomputed
-        internals.simulate_devices(devices)
+        internals.simulate_devices(slice_.devices)
 
     def open(self) -> dict[str, int]:
         """Builds the model unless it is built, and again if a traced training step left its state uncomputed."""

@@ -1,0 +1,238 @@
+"""Compiles programs with libtpu for slices that are not there, by the functions of its own table (see
+`compile_cache.pjrt`): the bytes and the options that TorchTPU gives libtpu in a run need nothing else to read them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Iterator
+from ctypes import c_char_p, c_float, c_int, c_int64, c_size_t, c_void_p
+from functools import lru_cache
+from typing import Any
+
+import libtpu
+
+from training.accelerators import Accelerator, accelerator
+from training.backends.compile_cache.pjrt import PluginError, PluginProgram, PluginTable, plugin_arguments
+from training.preflight.compiler import (
+    CompilationRefused,
+    CompiledProgram,
+    CompilerUnavailable,
+    Memory,
+    describe_topology,
+    set_environment,
+)
+from training.preflight.hlo import COLLECTIVES, share_of_loops
+
+# Places in the table, from 0.
+_INITIALIZE, _EXECUTABLE_DESTROY, _COSTS, _OPTIMIZED, _TOPOLOGY, _COMPILE, _MEMORY = 3, 40, 46, 48, 82, 89, 96
+_TEXT, _INT64_LIST, _FLOAT = 0, 2, 3  # types of a named value
+
+_NamedValue = plugin_arguments(
+    ("name", c_void_p), ("name_size", c_size_t), ("type", c_int), ("value", c_void_p), ("size", c_size_t)
+)
+_Topology = plugin_arguments(
+    ("name", c_char_p), ("name_size", c_size_t), ("options", c_void_p), ("options_size", c_size_t),
+    ("topology", c_void_p),
+)  # fmt: skip
+_Compile = plugin_arguments(
+    ("topology", c_void_p), ("program", c_void_p), ("options", c_char_p), ("options_size", c_size_t),
+    ("client", c_void_p), ("executable", c_void_p),
+)  # fmt: skip
+_Executable = plugin_arguments(("executable", c_void_p))
+_MEMORY_FIELDS = ("code", "arguments", "outputs", "donated", "temporaries")
+_Memory = plugin_arguments(
+    ("executable", c_void_p), *((name, c_int64) for name in _MEMORY_FIELDS), ("more", c_int64 * 7)
+)
+_Costs = plugin_arguments(("executable", c_void_p), ("size", c_size_t), ("values", c_void_p))
+_Optimized = plugin_arguments(("executable", c_void_p), ("program", c_void_p))
+
+_loading = threading.Lock()
+
+
+@lru_cache(maxsize=1)
+def load_plugin() -> tuple[Any, int]:
+    """Loads and initializes libtpu. Returns the library, which must be kept, and the address of its table."""
+    plugin = ctypes.CDLL(libtpu.get_library_path())
+    plugin.GetPjrtApi.restype = c_void_p
+    address: int = plugin.GetPjrtApi()
+    PluginTable(address).call(_INITIALIZE, plugin_arguments()())
+    return plugin, address
+
+
+@lru_cache(maxsize=8)
+def open_topology(name: str) -> int:
+    """Returns the address of libtpu's description of an accelerator type. Raises CompilerUnavailable if it has none."""
+    text, options = describe_topology(accelerator(name))
+    values = (_NamedValue * len(options))()
+    kept = []
+    for value, (key, option) in zip(values, options.items(), strict=True):
+        is_text = isinstance(option, str)
+        text_of_key = ctypes.create_string_buffer(key.encode())
+        held = ctypes.create_string_buffer(option.encode()) if is_text else (c_int64 * len(option))(*option)
+        kept += [text_of_key, held]
+        kind, address = _TEXT if is_text else _INT64_LIST, ctypes.addressof(held)
+        value.__init__(ctypes.sizeof(value), None, ctypes.addressof(text_of_key), len(key), kind, address, len(option))
+    wanted = _Topology(0, None, text.encode(), len(text), ctypes.addressof(values), len(options))
+    try:
+        PluginTable(load_plugin()[1]).call(_TOPOLOGY, wanted)
+    except PluginError as error:
+        raise CompilerUnavailable(f"libtpu knows no topology {text}: {str(error).splitlines()[0]}") from None
+    topology: int = wanted.topology
+    return topology
+
+
+def compile_for_slice(code: bytes, options: bytes, slice_: Accelerator) -> CompiledProgram:
+    """Compiles a module's bytecode with serialized options. Raises CompilerUnavailable, CompilationRefused."""
+    with _loading:
+        set_environment()
+        table, topology = PluginTable(load_plugin()[1]), open_topology(slice_.name)
+    kept = ctypes.create_string_buffer(code, len(code)), ctypes.create_string_buffer(b"mlir")
+    program = PluginProgram(0, None, ctypes.addressof(kept[0]), len(code), ctypes.addressof(kept[1]), 4)
+    program.struct_size = ctypes.sizeof(program)
+    wanted = _Compile(0, None, topology, ctypes.addressof(program), options, len(options))
+    began = time.monotonic()
+    try:
+        table.call(_COMPILE, wanted)
+    except PluginError as error:
+        raise CompilationRefused(str(error)) from None
+    seconds = time.monotonic() - began
+    try:
+        return _describe(table, wanted.executable, seconds)
+    finally:
+        table.call(_EXECUTABLE_DESTROY, _Executable(executable=wanted.executable))
+
+
+def _describe(table: PluginTable, executable: int, seconds: float) -> CompiledProgram:
+    memory, costs = _Memory(executable=executable), _Costs(executable=executable)
+    table.call(_MEMORY, memory)
+    table.call(_COSTS, costs)
+    floats = {
+        ctypes.string_at(value.name, value.name_size): c_float.from_address(
+            ctypes.addressof(value) + _NamedValue.value.offset
+        ).value
+        for value in (_NamedValue * costs.size).from_address(costs.values)
+        if value.type == _FLOAT
+    }
+    optimized = PluginProgram(ctypes.sizeof(PluginProgram))
+    wanted = _Optimized(executable=executable, program=ctypes.addressof(optimized))
+    table.call(_OPTIMIZED, wanted)  # tells the size
+    module = ctypes.create_string_buffer(optimized.code_size)
+    optimized.code = ctypes.addressof(module)
+    table.call(_OPTIMIZED, wanted)
+    text = "\n".join(_hlo_lines(dict(_fields(module.raw))[1]))
+    loops = share_of_loops(text)
+    return CompiledProgram(
+        seconds=seconds,
+        memory=Memory(**{name: getattr(memory, name) for name in _MEMORY_FIELDS}),
+        flops=floats.get(b"flops", 0.0) * loops,
+        bytes_accessed=floats.get(b"bytes accessed", 0.0) * loops,
+        text=text,
+    )
+
+
+# --- A HloModuleProto (https://github.com/openxla/xla/blob/main/xla/service/hlo.proto), as far as `hlo` reads its text
+
+_TYPES = [
+    "invalid",
+    "pred",
+    "s8",
+    "s16",
+    "s32",
+    "s64",
+    "u8",
+    "u16",
+    "u32",
+    "u64",
+    "f16",
+    "f32",
+    "f64",
+    "tuple",
+    "opaque",
+    "c64",
+    "bf16",
+    "token",
+    "c128",
+    "f8e5m2",
+    "f8e4m3fn",
+]
+_VARINT, _BYTES, _SIZES = 0, 2, {1: 8, 5: 4}  # types of a field's value
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """Returns (number, the place after it)."""
+    number = shift = 0
+    while True:
+        byte = data[at]
+        number, at, shift = number | (byte & 127) << shift, at + 1, shift + 7
+        if byte < 128:
+            return number, at
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
+    """Yields (number, an integer or bytes) for each field of a message."""
+    at = 0
+    while at < len(data):
+        key, at = _varint(data, at)
+        size = _SIZES.get(key & 7, 0)
+        if key & 7 == _VARINT:
+            value, at = _varint(data, at)
+            yield key >> 3, value
+            continue
+        if key & 7 == _BYTES:
+            size, at = _varint(data, at)
+        yield key >> 3, data[at : at + size]
+        at += size
+
+
+def _numbers(data: bytes) -> Iterator[int]:
+    """Yields the numbers of a packed field."""
+    at = 0
+    while at < len(data):
+        number, at = _varint(data, at)
+        yield number
+
+
+def _shape(data: bytes) -> str:
+    parts: dict[int, Any] = {}
+    tuples = []
+    for number, value in _fields(data):
+        parts[number] = value
+        if number == 4:
+            tuples.append(_shape(value))
+    if tuples:
+        return f"({', '.join(tuples)})"
+    return f"{_TYPES[parts.get(2, 0)]}[{','.join(map(str, _numbers(parts.get(3, b''))))}]"
+
+
+def _hlo_lines(module: bytes) -> Iterator[str]:
+    """Yields lines of HLO's text form, with the shapes of collectives alone and without operands."""
+    fields = list(_fields(module))
+    computations = [dict(_fields(value)) | {2: _repeated(value, 2)} for number, value in fields if number == 3]
+    names = {computation[5]: computation[1].decode() for computation in computations}
+    for computation in computations:
+        is_entry = computation[5] == dict(fields)[6]
+        yield f"{'ENTRY ' if is_entry else ''}%{names[computation[5]]} () {{"
+        yield from (_instruction(data, names) for data in computation[2])
+        yield "}"
+
+
+def _repeated(message: bytes, number: int) -> list[bytes]:
+    return [value for each, value in _fields(message) if each == number]
+
+
+def _instruction(data: bytes, names: dict[int, str]) -> str:
+    parts = dict(_fields(data))
+    opcode = parts[2].decode()
+    shape = _shape(parts[3]) if opcode.startswith(COLLECTIVES) else ""
+    operand = ""
+    if opcode == "constant":  # that a loop's condition may compare with
+        literal = dict(_fields(parts.get(8, b"")))
+        operand = "".join(map(str, list(_numbers(literal.get(4, b"")))[:1]))
+    called = [names[number] for number in _numbers(parts.get(38, b""))]
+    calls = "".join(f", {key}=%{name}" for key, name in zip(("calls", "condition"), called, strict=False))
+    calls = calls.replace("calls", "body") if opcode == "while" else calls
+    config = parts.get(43, b"").decode(errors="replace")
+    return f"  %{parts[1].decode()} = {shape} {opcode}({operand}){calls}, backend_config={config}"
