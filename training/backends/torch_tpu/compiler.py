@@ -136,28 +136,9 @@ def _describe(table: PluginTable, executable: int, seconds: float) -> CompiledPr
 # --- A HloModuleProto (https://github.com/openxla/xla/blob/main/xla/service/hlo.proto), as far as `hlo` reads its text
 
 _TYPES = [
-    "invalid",
-    "pred",
-    "s8",
-    "s16",
-    "s32",
-    "s64",
-    "u8",
-    "u16",
-    "u32",
-    "u64",
-    "f16",
-    "f32",
-    "f64",
-    "tuple",
-    "opaque",
-    "c64",
-    "bf16",
-    "token",
-    "c128",
-    "f8e5m2",
-    "f8e4m3fn",
-]
+    "invalid", "pred", "s8", "s16", "s32", "s64", "u8", "u16", "u32", "u64", "f16", "f32", "f64", "tuple", "opaque",
+    "c64", "bf16", "token", "c128", "f8e5m2", "f8e4m3fn",
+]  # fmt: skip
 _VARINT, _BYTES, _SIZES = 0, 2, {1: 8, 5: 4}  # types of a field's value
 
 
