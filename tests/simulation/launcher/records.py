@@ -34,7 +34,7 @@ def check_event(simulation: SimulatedRun, ledger: Ledger, event: RunEvent) -> No
             for container in _on_hosts(simulation, ledger, event.attempt):
                 if container.host.worker == event.host and container.running:
                     _break(simulation, event, f"{container.name} runs on {container.host!r}")
-        case events.RecoveryGivenUp(reason="no slice is left") | events.SliceReplaced():
+        case events.RecoveryGivenUp(reason="no slice is left"):
             command = simulation.running_command()
             left = slices_of(simulation.world, command.laptop.user) if command is not None else []
             if left := [node for node in left if node.state == "READY" and node.ready_at < command.began]:
