@@ -1,8 +1,8 @@
 """The dollars of a run (`run.budget`): what its attempts have cost by list prices, and the end when they are spent.
 
 Counts each attempt's slice from the attempt's begin to its end, and each recovery until it begins to delete the slice,
-unless the slice was preempted or deleted before. A slice that is taken counts until that is seen, in a recovery to its end.
-The price is recorded when the attempt begins, so that the sum does not change with the file or the table of prices.
+unless the slice was preempted or deleted before. A slice that is taken counts until that is seen, in a recovery to its
+end. The price is recorded when the attempt begins: the sum does not change with the file or the table of prices.
 """
 
 from __future__ import annotations
