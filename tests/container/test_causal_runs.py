@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import peft
 import pytest
 import torch
 import transformers
@@ -30,6 +29,8 @@ CHAT = [{"role": "user", "content": "w1 w2"}, {"role": "assistant", "content": "
 
 def require_same_logits(head: str, start: str, adapter: Path, merged: str, **options: Any) -> None:
     """peft puts the adapter onto the starting model, and gets the logits of the merged model."""
+    import peft  # other images, whose tests read this module's documents, have none
+
     models = getattr(transformers, f"AutoModelFor{head}")
     loaded = peft.PeftModel.from_pretrained(models.from_pretrained(start, **options), adapter).eval()
     ids = torch.arange(5, 21).reshape(2, 8)
