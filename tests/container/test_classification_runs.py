@@ -13,7 +13,6 @@ import pytest
 from click.testing import CliRunner
 
 from tests.container import small_runs
-from tests.container.test_causal_runs import require_same_logits
 from training.cli.main import tpu_train
 from training.data import tokenizer as tokenizers
 from training.data.prepare.dataset_writer import DatasetPlan
@@ -188,6 +187,9 @@ def test_an_encoder_gets_a_fresh_head_and_a_classifier_of_the_same_labels_keeps_
 
 def test_peft_loads_an_adapter_with_the_head_that_was_trained_beside_it(folder: Path, tmp_path: Path) -> None:
     """The starting model is an encoder, so that its head is fresh."""
+    # Not above: TensorFlow's tests read this module's documents, and their image has no torch.
+    from tests.container.test_causal_runs import require_same_logits
+
     start = small_runs.train_here(small_runs.document(small_runs.prepare(tmp_path), train__steps=2), "start")["model"]
     changes = {"model": {"path": start}, "train__steps": 4, "lora": {"rank": 2}}
     adapter = run(folder, "adapter", **changes)["model"]

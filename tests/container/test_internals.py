@@ -1,6 +1,7 @@
 """The private names of torch_xla that `internals` uses still do what the trainer needs. The docstring of each test says
 what breaks when its name changes."""
 
+import os
 import subprocess
 import sys
 
@@ -179,6 +180,7 @@ def test_declared_shardings_are_read_back_for_devices_that_are_simulated() -> No
 
 def test_a_function_of_jax_runs_inside_a_program(pair: list[torch.Tensor]) -> None:
     """Else long rows have no Pallas kernel."""
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # else JAX loads libtpu, which sets variables for later processes
     jax = pytest.importorskip("jax")
     function = internals.call_lowered(
         lambda a, b: (a - b,), [jax.ShapeDtypeStruct((2,), "float32")] * 2, "cpu", "minus"
