@@ -77,6 +77,7 @@ class BackendEntry:
     devices: str  # a class with the protocol training.device_check.Devices
     profiler: str | None  # a class with the protocol training.profiler.Tracer; None if it lacks one
     defaults: Mapping[str, str] = field(default_factory=dict)  # variables to set before the import, unless they are set
+    cpu_flags: str = ""  # for XLA_FLAGS, on CPUs
     # Keys of the configuration that the backend does not use, with the message for a file that sets them.
     unused_keys: Mapping[tuple[str, ...], str] = field(default_factory=dict)
 
@@ -178,6 +179,9 @@ BACKENDS: dict[str, BackendEntry] = {
         tracer="training.backends.torch_xla.tracing:TorchTracer",
         devices="training.backends.torch_xla.devices:TorchDevices",
         profiler="training.backends.torch_xla.profiler:TorchProfiler",
+        # With XNNPACK, XLA keeps packed weights by their address, and a step changes weights in place: from the second
+        # step on, gradients of batches of few rows came from the first weights.
+        cpu_flags="--xla_cpu_use_xnnpack=false",
         unused_keys=_ONE_STEP_A_CALL,
     ),
     "torch-tpu": BackendEntry(

@@ -238,11 +238,13 @@ def prepare_devices(name: str, cluster: Cluster) -> None:
 
 
 def set_device_environment(name: str, cluster: Cluster) -> None:
-    """Sets PJRT_DEVICE, and on a TPU the variables that the backend's framework needs. Raises BadInput if the
-    accelerator is unknown or has another number of hosts."""
+    """Sets PJRT_DEVICE, and on a TPU the variables that the backend's framework needs, else its flags for CPUs. Raises
+    BadInput if the accelerator is unknown or has another number of hosts."""
     os.environ["PJRT_DEVICE"] = device_kind()
     if os.environ["PJRT_DEVICE"] == "TPU":
         os.environ.update(load(BACKENDS[name].tpu_environment)(cluster, os.environ))
+    elif (flags := BACKENDS[name].cpu_flags) not in (given := os.environ.get("XLA_FLAGS", "")):
+        os.environ["XLA_FLAGS"] = f"{given} {flags}".strip()
 
 
 def _import_for_devices(name: str, cluster: Cluster) -> OpenBackend:

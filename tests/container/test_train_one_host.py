@@ -174,3 +174,21 @@ def test_evaluate_is_a_command(undisturbed: dict[str, Any], folder: Path) -> Non
     told = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout
     assert json.loads(told)["loss"] == undisturbed["eval_loss"]
     assert json.loads(told)["examples"] == 19
+
+
+def test_a_batch_in_pieces_has_the_losses_of_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a CPU host with few rows trains with wrong gradients, as XLA does with XNNPACK."""
+    monkeypatch.setattr(small_runs, "VOCABULARY", 2000)
+    monkeypatch.setattr(small_runs, "SEQUENCE", 64)
+    folder = small_runs.prepare(tmp_path)
+    shape = {"train__steps": 4, "train__global_batch_size": 16, "checkpoint__every_steps": None}
+    config = {**small_runs.document(folder, **shape), "model": {"name": "bert-tiny"}}
+    norms = []
+    for pieces in (1, 4):
+        config["train"]["gradient_accumulation"] = pieces
+        [host] = small_runs.start(folder, f"in-{pieces}", config, hosts=1)
+        assert host.finish(300) == 0, host.text()
+        lines = metrics.read_history(str(folder / "runs" / f"in-{pieces}"))
+        norms.append([line["gradient_norm"] for line in lines if "gradient_norm" in line])
+    assert len(norms[0]) == 4
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
