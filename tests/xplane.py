@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from training.data.formats.example_codec import read_fields
+
 
 @dataclass(frozen=True)
 class Event:
@@ -54,30 +56,4 @@ def _text(message: bytes, field: int) -> str:
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    at = 0
-    while at < len(message):
-        key, at = _varint(message, at)
-        match key & 7:
-            case 0:
-                value, at = _varint(message, at)
-                yield key >> 3, value
-            case 1:
-                yield key >> 3, message[at : at + 8]
-                at += 8
-            case 2:
-                length, at = _varint(message, at)
-                yield key >> 3, message[at : at + length]
-                at += length
-            case 5:
-                yield key >> 3, message[at : at + 4]
-                at += 4
-
-
-def _varint(message: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = message[at]
-        value, at = value | (byte & 127) << shift, at + 1
-        if byte < 128:
-            return value, at
-        shift += 7
+    return ((number, payload if wire else varint) for number, wire, payload, varint in read_fields(message))

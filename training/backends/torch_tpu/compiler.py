@@ -16,6 +16,7 @@ import libtpu
 
 from training.accelerators import Accelerator, accelerator
 from training.backends.compile_cache.pjrt import PluginError, PluginProgram, PluginTable, plugin_arguments
+from training.data.formats.example_codec import read_fields, unpack_varints
 from training.preflight.compiler import (
     CompilationRefused,
     CompiledProgram,
@@ -139,41 +140,17 @@ _TYPES = [
     "invalid", "pred", "s8", "s16", "s32", "s64", "u8", "u16", "u32", "u64", "f16", "f32", "f64", "tuple", "opaque",
     "c64", "bf16", "token", "c128", "f8e5m2", "f8e4m3fn",
 ]  # fmt: skip
-_VARINT, _BYTES, _SIZES = 0, 2, {1: 8, 5: 4}  # types of a field's value
 
 
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """Returns (number, the place after it)."""
-    number = shift = 0
-    while True:
-        byte = data[at]
-        number, at, shift = number | (byte & 127) << shift, at + 1, shift + 7
-        if byte < 128:
-            return number, at
+def _fields(data: bytes) -> list[tuple[int, Any]]:
+    """Returns (number, an integer or bytes) for each field of a message."""
+    return [(number, payload if wire else varint) for number, wire, payload, varint in read_fields(data)]
 
 
-def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """Yields (number, an integer or bytes) for each field of a message."""
-    at = 0
-    while at < len(data):
-        key, at = _varint(data, at)
-        size = _SIZES.get(key & 7, 0)
-        if key & 7 == _VARINT:
-            value, at = _varint(data, at)
-            yield key >> 3, value
-            continue
-        if key & 7 == _BYTES:
-            size, at = _varint(data, at)
-        yield key >> 3, data[at : at + size]
-        at += size
-
-
-def _numbers(data: bytes) -> Iterator[int]:
-    """Yields the numbers of a packed field."""
-    at = 0
-    while at < len(data):
-        number, at = _varint(data, at)
-        yield number
+def _numbers(data: bytes) -> list[int]:
+    """Returns the numbers of a packed field."""
+    numbers: list[int] = unpack_varints(data).tolist()
+    return numbers
 
 
 def _shape(data: bytes) -> str:
@@ -190,12 +167,12 @@ def _shape(data: bytes) -> str:
 
 def _hlo_lines(module: bytes) -> Iterator[str]:
     """Yields lines of HLO's text form, with the shapes of collectives alone and without operands."""
-    fields = list(_fields(module))
+    fields = _fields(module)
+    entry = dict(fields)[6]
     computations = [dict(_fields(value)) | {2: _repeated(value, 2)} for number, value in fields if number == 3]
     names = {computation[5]: computation[1].decode() for computation in computations}
     for computation in computations:
-        is_entry = computation[5] == dict(fields)[6]
-        yield f"{'ENTRY ' if is_entry else ''}%{names[computation[5]]} () {{"
+        yield f"{'ENTRY ' if computation[5] == entry else ''}%{names[computation[5]]} () {{"
         yield from (_instruction(data, names) for data in computation[2])
         yield "}"
 
@@ -211,7 +188,7 @@ def _instruction(data: bytes, names: dict[int, str]) -> str:
     operand = ""
     if opcode == "constant":  # that a loop's condition may compare with
         literal = dict(_fields(parts.get(8, b"")))
-        operand = "".join(map(str, list(_numbers(literal.get(4, b"")))[:1]))
+        operand = "".join(map(str, _numbers(literal.get(4, b""))[:1]))
     called = [names[number] for number in _numbers(parts.get(38, b""))]
     calls = "".join(f", {key}=%{name}" for key, name in zip(("calls", "condition"), called, strict=False))
     calls = calls.replace("calls", "body") if opcode == "while" else calls

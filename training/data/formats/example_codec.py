@@ -52,9 +52,9 @@ def decode(data: bytes) -> dict[str, Decoded]:
     """Decodes the features of an Example. Raises NotAnExample."""
     entries = [
         entry
-        for number, wire, features, _ in _fields(data)
+        for number, wire, features, _ in read_fields(data)
         if (number, wire) == (1, _LENGTH)
-        for inner, kind, entry, _ in _fields(features)
+        for inner, kind, entry, _ in read_fields(features)
         if (inner, kind) == (1, _LENGTH)
     ]
     return dict(map(_entry, entries))
@@ -96,7 +96,7 @@ def unpack_varints(data: bytes) -> npt.NDArray[np.int64]:
 def _entry(data: bytes) -> tuple[str, Decoded]:
     """Decodes name and values of one map entry."""
     name, value = "", None
-    for number, wire, payload, _ in _fields(data):
+    for number, wire, payload, _ in read_fields(data):
         if (number, wire) == (1, _LENGTH):
             try:
                 name = payload.decode()
@@ -110,10 +110,10 @@ def _entry(data: bytes) -> tuple[str, Decoded]:
 def _feature(data: bytes) -> Decoded | None:
     """Decodes the values of a Feature message; None if it has no list."""
     value: Decoded | None = None
-    for kind, wire, content, _ in _fields(data):
+    for kind, wire, content, _ in read_fields(data):
         if wire != _LENGTH:
             continue
-        values = [(wire, payload, varint) for number, wire, payload, varint in _fields(content) if number == 1]
+        values = [(wire, payload, varint) for number, wire, payload, varint in read_fields(content) if number == 1]
         if kind == _BYTES:
             value = [payload for wire, payload, _ in values if wire == _LENGTH]
         elif kind == _FLOAT:
@@ -128,8 +128,9 @@ def _feature(data: bytes) -> Decoded | None:
     return value
 
 
-def _fields(data: bytes) -> list[tuple[int, int, bytes, int]]:
-    """Returns a message's fields: number, wire type, payload, and value of a varint (else 0). Raises NotAnExample."""
+def read_fields(data: bytes) -> list[tuple[int, int, bytes, int]]:
+    """Returns the fields of a protobuf message: number, wire type, payload, and value of a varint (else 0). Raises
+    NotAnExample."""
     fields = []
     start, end = 0, len(data)
     while start < end:
