@@ -356,7 +356,8 @@ class Server:
                 hosts = list(node.hosts)
                 if node.state not in ("READY", "STOPPED"):
                     raise ValueError(f"node {node.short_name} is {node.state}; only a READY one can be preempted")
-                faults.begin_preemption(node, time.time(), time.time())
+                now = time.time()
+                faults.begin_preemption(node, now, now)
             elif kind in faults.OUTAGES:
                 hosts = list(node.hosts)
                 if node.state != "READY":

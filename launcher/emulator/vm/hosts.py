@@ -167,7 +167,7 @@ class Hosts:
         return data.decode(errors="replace").strip()
 
     def _run_timers(self) -> None:
-        """Restores hosts, ends outages and shows preemptions when they are due; forgets hosts that are gone."""
+        """Restores hosts and ends outages when they are due; forgets hosts that are gone."""
         while True:
             time.sleep(0.25)
             try:
@@ -178,15 +178,12 @@ class Hosts:
                     outages_over = [
                         node for node in nodes if node.outage_until is not None and node.outage_until <= now
                     ]
-                    preempted = [node for node in nodes if node.preempted_at is not None]
                 for host in to_restore:
                     self.restore(host)
-                if outages_over or preempted:
+                if outages_over:
                     with self.store.change():
                         for node in outages_over:
                             faults.end_outage(node)
-                        for node in preempted:
-                            faults.show_preemption(node, now)
                 with self.lock:
                     for name in set(self.control_sockets) - {host.hostname for host in hosts}:
                         self.acceptor.remove(self.control_sockets.pop(name), close=True)
