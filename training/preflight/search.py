@@ -60,10 +60,10 @@ def run_preflight(
     if mistakes:
         raise BadInput("\n".join(mistakes))
     accelerators = []
-    traced: dict[object, list[TracedProgram]] = {}
+    traced: dict[tuple[object, ...], list[TracedProgram]] = {}
     for target in targets:
-        kind: object = target.devices, target.generation.runs_kernels  # programs depend on nothing else of a slice
-        kind = target.name if config.backend == "torch-tpu" else kind  # but TorchTPU's on the places of chips
+        # Programs depend on nothing else of a slice, but those of TorchTPU on the places of its chips.
+        kind = (target.devices, target.generation.runs_kernels, config.backend == "torch-tpu" and target.name)
         if kind not in traced:
             show(f"tracing for {target.devices} devices")
             traced[kind] = trace_programs(config, facts, list_graphs(config, facts), target)

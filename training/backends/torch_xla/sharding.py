@@ -139,8 +139,8 @@ class DataParallel:
     def _split_hidden(self, _layer: Any, _arguments: Any, output: Any) -> Any:
         """Returns a layer's output, or tuple of outputs, with the first, (rows, positions, width), declared by rows."""
         if isinstance(output, tuple):
-            return (_Placed.apply(output[0], self, _rows_first(output[0])), *output[1:])
-        return _Placed.apply(output, self, _rows_first(output))
+            return (_Placed.apply(output[0], self, _rows_first(output[0].ndim)), *output[1:])
+        return _Placed.apply(output, self, _rows_first(output.ndim))
 
     def place_slice(self, name: str, value: Tensor) -> Tensor:
         """Returns one layer's value of a stacked parameter, declared with its gradient as it is placed: so that a
@@ -159,15 +159,14 @@ class DataParallel:
         if not self.is_spmd:
             return tensor
         placed = tensor.clone()
-        self.declare(placed, _rows_first(placed))
+        self.declare(placed, _rows_first(placed.ndim))
         return internals.split_by_hand(placed)
 
     def leave_rows(self, part: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Returns the tensor of all rows, of this shape, of each device's own."""
         if not self.is_spmd:
             return part
-        mesh = self._meshes[ROWS]
-        return internals.join_by_hand(part, mesh.get_op_sharding((ROWS, *[None] * (len(shape) - 1))), shape)
+        return internals.join_by_hand(part, self._meshes[ROWS].get_op_sharding(_rows_first(len(shape))), shape)
 
     def require_declared(self, tensors: Mapping[str, Tensor]) -> None:
         """Raises TrainError for tensors of the state whose next value the compiler may place in another way than was
@@ -184,8 +183,8 @@ class DataParallel:
             )
 
 
-def _rows_first(tensor: Tensor) -> Axes:
-    return (ROWS, *[None] * (tensor.ndim - 1))
+def _rows_first(dimensions: int) -> Axes:
+    return (ROWS, *[None] * (dimensions - 1))
 
 
 class _Placed(torch.autograd.Function):  # type: ignore[misc]  # torch is not here when types are checked
