@@ -3,6 +3,7 @@ family that has it."""
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -137,13 +138,11 @@ def test_a_family_trains_as_with_its_own_attention_and_documents_stay_apart(tmp_
 
 def test_attention_is_chosen_by_length_and_refused_in_one_line(tmp_path: Path) -> None:
     network = opened(tmp_path, "causal-lm", "llama")
-    choose: Any = lambda wanted, length, kernel="no TPU": choose_attention(  # noqa: E731
-        network, wanted, length, loop=loop_in_python, kernel=kernel
-    )
+    choose: Any = partial(choose_attention, network, loop=loop_in_python, kernel="no TPU")
     assert choose(None, 2047) is None
     assert choose("plain", 8192) is None
     assert "8,192 tokens: attention is computed block by block (no TPU); scores would" in choose(None, 8192)
-    assert "by a Pallas kernel" in choose(None, 8192, lambda *_: None)
+    assert "by a Pallas kernel" in choose(None, 8192, kernel=lambda *_: None)
     with pytest.raises(BadInput, match=r"train\.attention: kernel can't be had: no TPU"):
         choose("kernel", 8192)
     network.config.attention_dropout = 0.1

@@ -228,7 +228,7 @@ def play(machines: Machines, *scenes: tuple[Process, Callable[[], object]]) -> N
 def test_a_lease_expires_by_the_bucket_s_clock_whatever_those_of_the_machines_say(
     prompt: Machines, tells_time: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without the bucket's time, when nobody renews it."""
+    """Where the bucket tells no time, a lease expires that its holder does not renew."""
     scheduler = prompt.scheduler
     waits = 0 if tells_time else LEASE_SECONDS
     if not tells_time:
