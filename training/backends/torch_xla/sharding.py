@@ -135,6 +135,9 @@ class DataParallel:
         stacks = [module for module in network.modules() if isinstance(module, torch.nn.ModuleList)]
         for layer in (layer for stack in stacks for layer in stack):
             layer.register_forward_hook(self._split_hidden)
+        if hasattr(network, "has_plain_head") and self.mesh_shape["data"] == 1:
+            # Each device computes the rows of all devices, for its part of the vocabulary.
+            network.lm_head.register_forward_pre_hook(lambda _, rows: (self._gather(rows[0], _rows_first(3)),))
 
     def _split_hidden(self, _layer: Any, _arguments: Any, output: Any) -> Any:
         """Returns a layer's output, or tuple of outputs, with the first, (rows, positions, width), declared by rows."""
@@ -143,11 +146,18 @@ class DataParallel:
         return _Placed.apply(output, self, _rows_first(output.ndim))
 
     def place_slice(self, name: str, value: Tensor) -> Tensor:
-        """Returns one layer's value of a stacked parameter, declared with its gradient as it is placed: so that a
-        gradient is summed on the device that needs it."""
+        """Returns one layer's value of a stacked parameter, gathered on every device if it is split: the compiler would
+        else split the products too, and send their parts round."""
         axes = self.place(name, (1, *value.shape))[1:]
-        placed: Tensor = _Placed.apply(value, self, axes) if any(axes) else value
-        return placed
+        return self._gather(value, axes) if any(axes) else value
+
+    def _gather(self, tensor: Tensor, axes: Axes) -> Tensor:
+        """Returns a tensor that is split in this way, in the type of products, on every device. Its gradient is summed
+        over the devices and split."""
+        kind = tensor.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
+        whole: Tensor = _Placed.apply(_Placed.apply(tensor.to(dtype), self, axes), self, (None,) * len(axes))
+        return whole
 
     def declare(self, tensor: Tensor, axes: Axes) -> None:
         """Declares how a tensor is split over the mesh; does nothing without one."""

@@ -8,6 +8,7 @@ layers', the others are those of one layer's parameter.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -82,6 +83,8 @@ class LayerScan(torch.nn.Module):  # type: ignore[misc]  # torch is not here whe
             module, _, attribute = name.rpartition(".")
             setattr(pattern.get_submodule(module), attribute, torch.nn.Parameter(torch.empty(0), value.requires_grad))
         pattern.gradient_checkpointing = False
+        if (family := sys.modules[type(pattern).__module__]).__dict__.get("rotate_half"):
+            family.__dict__["rotate_half"] = _RotateHalf.apply
         self.add_module("*", pattern)
         self._loop, self._place, self.attention_type = loop, place, getattr(pattern, "attention_type", None)
 
@@ -106,6 +109,19 @@ class LayerScan(torch.nn.Module):  # type: ignore[misc]  # torch is not here whe
 
         result = _Scan.apply(run, self._loop, torch.is_grad_enabled(), hidden_states, *named.values())
         return (result,) if is_tuple[0] else result
+
+
+class _RotateHalf(torch.autograd.Function):  # type: ignore[misc]
+    """transformers' function of this name, whose gradient would be taken by slices that XLA fills up with zeros."""
+
+    @staticmethod
+    def forward(_context: Any, values: Tensor) -> Tensor:
+        first, second = values.chunk(2, -1)
+        return torch.cat([-second, first], -1)
+
+    @staticmethod
+    def backward(_context: Any, gradient: Tensor) -> Tensor:
+        return -_RotateHalf.forward(None, gradient)
 
 
 class _Scan(torch.autograd.Function):  # type: ignore[misc]

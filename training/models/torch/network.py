@@ -74,7 +74,7 @@ def patch_modules(
     """Replaces dropout and self-attention in a network of BERT's or RoBERTa's family by those of this folder.
 
     Args:
-        network: is changed, unless it is of another family. A decoder with a plain head gets `head_barrier`, with which
+        network: is changed, unless it is of another family. A decoder with a plain head is marked, so that
             the task computes it in pieces.
         remat: train.remat, what is computed a second time in the backward pass.
         default: the same if the file does not say.
@@ -89,7 +89,7 @@ def patch_modules(
     """
     config = network.config
     if config.model_type in PLAIN_HEADS and hasattr(network, "lm_head"):
-        network.head_barrier = barrier
+        network.has_plain_head = True
     if (
         config.model_type not in PATCHED
         or config.is_decoder

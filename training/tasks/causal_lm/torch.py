@@ -7,18 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from training.models.torch.attention import recompute
 from training.tasks.torch_sums import cross_entropy_sums, smoothing
 
-# Logits of a row, from which on a plain head is computed in pieces of half as many, and again in the backward pass:
-# half a GiB in fp32, which is kept otherwise, with its gradient.
+# Logits of a row, from which on a plain head is computed in pieces of half as many: half a GiB in fp32, which is kept
+# otherwise, with its gradient.
 _WHOLE_LOGITS = 1 << 27
 
 
 def sums(network: Any, batch: dict[str, Tensor]) -> tuple[Tensor, None]:
     """Returns (3,): weighted loss, weights, weighted hits (training.batch.SUMS), over this host's rows.
 
-    Computes large logits in pieces of a row, which the backward pass computes again.
+    Computes large logits in pieces of a row, each with its gradient, so that they exist one at a time.
 
     Without an attention mask, transformers takes positions that begin again as borders of documents, and adds them to
     the causal mask; `check_borders` of training.models.torch.network proves it for a network."""
@@ -26,19 +25,43 @@ def sums(network: Any, batch: dict[str, Tensor]) -> tuple[Tensor, None]:
         "input_ids": batch["input_ids"].long(), "position_ids": batch["position_ids"].long(), "use_cache": False,
     }  # fmt: skip
     labels, weights = batch["labels"].long(), batch["weights"]  # (rows, sequence) each
-    piece = _WHOLE_LOGITS // 2 // network.config.vocab_size  # tokens of a row
-    if not hasattr(network, "head_barrier") or labels.shape[1] * network.config.vocab_size < _WHOLE_LOGITS:
+    if not hasattr(network, "has_plain_head") or labels.shape[1] * network.config.vocab_size < _WHOLE_LOGITS:
         return _sums_of(network(**rows).logits, labels, weights, smoothing(network)), None
 
     def head_sums(hidden: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
         return _sums_of(network.lm_head(hidden), labels, weights, smoothing(network))
 
     hidden = network.base_model(**rows)[0]  # (rows, sequence, width)
-    trained = tuple(parameter for parameter in network.lm_head.parameters() if parameter.requires_grad)
-    total = torch.zeros(3, device=hidden.device)
-    for parts in zip(*(tensor.split(piece, 1) for tensor in (hidden, labels, weights)), strict=True):
-        total = total + recompute(head_sums, parts, network.head_barrier, trained)
+    tokens = max(1, _WHOLE_LOGITS // 2 // network.config.vocab_size)  # of a piece
+    tokens -= tokens % 128 if tokens > 128 else 0  # whole tiles
+    trained = [parameter for parameter in network.lm_head.parameters() if parameter.requires_grad]
+    total: Tensor = _Pieces.apply(head_sums, tokens, hidden, labels, weights, *trained)
     return total, None
+
+
+class _Pieces(torch.autograd.Function):  # type: ignore[misc]  # torch is not here when types are checked
+    """The sums of all pieces of rows, with their gradients, which an evaluation's program does not hold."""
+
+    @staticmethod
+    def forward(context: Any, head_sums: Any, tokens: int, *tensors: Tensor) -> Tensor:
+        total, of_hidden, trained = torch.zeros(3, device=tensors[0].device), [], tensors[3:]
+        of_trained = [torch.zeros_like(parameter) for parameter in trained]
+        for part, *others in zip(*(tensor.split(tokens, 1) for tensor in tensors[:3]), strict=True):
+            part = part.detach().requires_grad_()
+            with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
+                found = head_sums(part, *others)
+                of_part, *more = torch.autograd.grad(found[0], [part, *trained])
+            of_hidden.append(of_part)
+            of_trained = [before + new for before, new in zip(of_trained, more, strict=True)]
+            total = total + found.detach()
+        context.save_for_backward(torch.cat(of_hidden, 1), *of_trained)
+        return total
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Any:
+        """Returns the gradients of the loss, the first of the sums: the others have none."""
+        of_hidden, *of_trained = (found * gradient[0] for found in context.saved_tensors)
+        return (None, None, of_hidden, None, None, *of_trained)
 
 
 def _sums_of(logits: Tensor, labels: Tensor, weights: Tensor, smoothing: float) -> Tensor:
