@@ -126,7 +126,8 @@ class Chip:
         if not split:
             return sums, report, None
         parts = _sum(list(split.values()), self._copies)
-        squares = functional.all_reduce(sum_of_squares(parts), "sum", self._sharers) + sum_of_squares(sums)
+        squares = functional.all_reduce(sum_of_squares(parts), "sum", self._sharers)
+        squares = squares + sum_of_squares(sums) if sums else squares
         named = dict(zip((*split, *rest), (*parts, *sums), strict=True))
         return [named[name] for name in gradients], report, squares
 
@@ -134,11 +135,12 @@ class Chip:
         """Calls a layer's `forward` with the whole matrix, gathered along `axis`, in place of this process's slice."""
 
         def call(values: Tensor, part: Tensor) -> Tensor:
+            own = module.weight  # `part` is a copy in a backward pass
             module._parameters["weight"] = _Gather.apply(part, axis, self._sharers)
             try:
                 return forward(values)
             finally:
-                module._parameters["weight"] = part
+                module._parameters["weight"] = own
 
         others = [value for value in module.parameters() if value is not module.weight and value.requires_grad]
         return recompute(call, (values, module.weight), internals.barrier, others)

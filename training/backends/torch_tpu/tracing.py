@@ -10,6 +10,7 @@ import atexit
 import hashlib
 import multiprocessing
 import os
+import threading
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from typing import Any
@@ -41,7 +42,8 @@ class TorchTpuTracer:
 
     def open(self) -> dict[str, int]:
         if self._worker is None:
-            self._worker = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+            spawn = multiprocessing.get_context("spawn")
+            self._worker = ProcessPoolExecutor(1, spawn, initializer=_end_with_parent)
             self._sizes = self._worker.submit(_open, self._open_backend, self._slice).result()
         return self._sizes
 
@@ -54,6 +56,18 @@ class TorchTpuTracer:
         if self._worker is not None:
             self._worker.shutdown()
             self._worker = None
+
+
+def _end_with_parent() -> None:
+    """Starts a thread that ends this process when its parent is gone: a killed one does not tell it to end."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 _opened: list[tuple[AbsentChips, TorchTpu]] = []  # in a tracer's process
