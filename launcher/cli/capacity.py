@@ -12,6 +12,7 @@ from launcher.cli.options import configured, machine
 from launcher.config import Config
 from launcher.home import home
 from launcher.tpu_vm.requests import RequestRecord, granted_after
+from training import storage
 from training.machine.clock import format_time
 
 _SHOWN = 30  # requests, the newest
@@ -22,7 +23,12 @@ _SHOWN = 30  # requests, the newest
 @configured
 def capacity(config: Config, as_json: bool) -> None:
     """Show the slice's candidates, when each was asked for, and what became of it."""
-    record = RequestRecord(config).read()
+    shared = RequestRecord(config)
+    try:
+        shared.pull()
+    except storage.StorageError as error:
+        terminal.say(f"requests of other machines are not shown: {error}")
+    record = shared.read()
     if as_json:
         terminal.dump([asdict(request) for request in record])
         return

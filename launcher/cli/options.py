@@ -77,15 +77,19 @@ def configured(function: Function, *, file_flags: tuple[str, ...] = ("-f", "--fi
 
 
 def _import(url: str, overrides: tuple[str, ...]) -> tuple[Config, str]:
-    """Imports a run of a bucket. Returns its configuration and its id. Raises BadInput if there is none, or for
-    --set."""
+    """Imports a run of a bucket, and the record of the requests for its slice. Returns its configuration and its id.
+    Raises BadInput if there is none, or for --set."""
     from launcher.run import specification
     from launcher.run.runs import import_run
+    from launcher.tpu_vm.requests import RequestRecord
 
     if overrides:
         raise BadInput(f"--set changes keys of a file; {url} has the configuration with which it was started")
     ledger = import_run(home(), machine(), url)
-    return specification.read(ledger.folder).config(), ledger.run_id
+    config = specification.read(ledger.folder).config()
+    if ledger.bucket is not None and config.slice.candidates and config.provider == DEFAULT:
+        RequestRecord(config).adopt(ledger.bucket.requests)
+    return config, ledger.run_id
 
 
 @contextlib.contextmanager

@@ -60,6 +60,11 @@ class RunBucket:
         """Returns the launcher's folder of the run gs://bucket/runs/ID."""
         return cls(storage.join(url, FOLDER))
 
+    @property
+    def requests(self) -> str:
+        """URL of the record of the requests for the run's slice."""
+        return storage.join(self.url, "requests")
+
     def has_run(self) -> bool:
         return storage.stat(storage.join(self.url, _RECORD)) is not None
 

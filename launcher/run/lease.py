@@ -101,7 +101,7 @@ class Lease:
         config = specification.read(self._ledger.folder).config()
         if config.slice.candidates and config.provider == "tpu-vm":
             try:
-                RequestRecord(config).share(storage.join(self._bucket.url, "requests"))
+                RequestRecord(config).share(self._bucket.requests)
             except (storage.StorageError, OSError) as error:
                 self._say(f"requests for slice {config.slice.name} are recorded on this machine only: {error}")
 

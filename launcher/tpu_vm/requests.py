@@ -169,6 +169,18 @@ class RequestRecord:
                 self.grant(moved, moved.granted)
         moving.unlink(missing_ok=True)
 
+    def adopt(self, url: str) -> None:
+        """Makes a bucket's folder the record, unless this machine has one. Raises OSError."""
+        if not self._folder.exists():
+            home.write_private(self._folder / _BUCKET, url)
+
+    def pull(self) -> None:
+        """Copies what other machines have recorded in the bucket, if the record is shared. Raises StorageError."""
+        if (self._folder / _BUCKET).exists():
+            for found in storage.listing((self._folder / _BUCKET).read_text()):
+                if not (path := self._folder / storage.name_of(found.url)).exists():
+                    create_only(path, storage.read(found.url).decode())
+
     @contextlib.contextmanager
     def try_lock(self) -> Iterator[bool]:
         """Takes the lock for asking and withdrawing, unless another process has it. Yields whether this one has it."""
@@ -185,7 +197,7 @@ def create_only(path: Path, text: str) -> bool:
     """Creates a text file of mode 0600 atomically. Returns False if it exists. Raises OSError."""
     if path.exists():
         return False
-    scratch = path.with_name(f".{path.name}")
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
     home.write_private(scratch, text)
     try:
         os.link(scratch, path)
