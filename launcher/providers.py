@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from launcher import gke, tpu_vm
+from launcher import gke, shell, tpu_vm
 from launcher.config import Config
 from launcher.owner import this_owner
 from launcher.provider import Capabilities, Provider
@@ -29,14 +29,13 @@ class ProviderKind:
 
     capabilities: Capabilities
     make: Callable[[Config, Say, Workstation], Provider]
+    programs: tuple[str, ...]
+    """Programs that it runs on this machine."""
 
 
 def _tpu_vm(config: Config, say: Say, machine: Workstation) -> Provider:
-    """Makes the provider of TPU VMs. Raises CommandMissing when gcloud or ssh is not installed."""
-    from launcher.checks import inputs
     from launcher.tpu_vm.provider import TpuVm
 
-    inputs.tools()
     return TpuVm(config, say, machine)
 
 
@@ -47,15 +46,22 @@ def _gke(config: Config, say: Say, machine: Workstation) -> Provider:
 
 
 PROVIDERS: Mapping[str, ProviderKind] = {
-    DEFAULT: ProviderKind(tpu_vm.CAPABILITIES, _tpu_vm),
-    "gke": ProviderKind(gke.CAPABILITIES, _gke),
+    DEFAULT: ProviderKind(tpu_vm.CAPABILITIES, _tpu_vm, ("gcloud", "ssh")),
+    "gke": ProviderKind(gke.CAPABILITIES, _gke, ("kubectl",)),
 }
 
 
 def make_provider(config: Config, say: Say, machine: Workstation) -> Provider:
     """Makes the provider that the configuration names. `say` is given lines for the user. Raises BadInput when a
     program that the provider needs is missing, or the configuration can't be used with it."""
+    require_programs(config.provider)
     return PROVIDERS[config.provider].make(config, say, machine)
+
+
+def require_programs(name: str) -> None:
+    """Raises CommandMissing when a program that the provider of that name needs is not installed."""
+    for program in PROVIDERS[name].programs:
+        shell.find(program)
 
 
 def capabilities(name: str) -> Capabilities:

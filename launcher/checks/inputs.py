@@ -1,4 +1,4 @@
-"""Checks before anything is created: programs, buckets, datasets.
+"""Checks before anything is created: buckets, datasets.
 
 Each check raises BadInput that says what is missing and what to do, before a slice costs anything.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from launcher import costs, shell
+from launcher import costs
 from launcher.config import Config
 from launcher.errors import BadInput, LaunchError
 from training.config import TrainerConfig
@@ -18,12 +18,6 @@ from training.storage import Changed, NotAllowed, NotFound, is_remote, split_rem
 
 _SECONDS = 30.0  # for one bucket, with all retries
 _REQUEST_SECONDS = 10.0
-
-
-def tools() -> None:
-    """Raises BadInput unless gcloud and ssh are installed."""
-    shell.find("gcloud")
-    shell.find("ssh")
 
 
 def buckets(config: Config, say: Callable[[str], None], warn: Callable[[str], None] | None = None) -> None:

@@ -22,7 +22,7 @@ from launcher.images import build
 from launcher.images.specification import launcher_spec
 from launcher.owner import Owner
 from launcher.provider import Provider
-from launcher.providers import make_provider
+from launcher.providers import make_provider, require_programs
 from launcher.run import supervisor
 from launcher.run.bucket import RunBucket
 from launcher.run.ledger import Ledger
@@ -78,9 +78,10 @@ def supervise(
     _require_bucket(url)
     with emulation(bool(context.find_root().obj)):
         if not RunBucket.of_run(url).has_run():
-            supervisor.Supervisor(url, _context(None)).watch()
+            supervisor.Supervisor(url, _context(None), require_programs).watch()
             return
         ledger = import_run(home(), machine(), url)
+        require_programs(ledger.record.provider)  # before its lease is taken from a supervisor that has them
         outcome = supervisor.take_over(ledger, _context(ledger))
         if outcome is not None:
             show_outcome(outcome, as_json=False)

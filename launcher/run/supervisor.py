@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from launcher.errors import Exit, LaunchError
+from launcher.errors import CommandMissing, Exit, LaunchError
 from launcher.run import budget, events, specification
 from launcher.run.bucket import RunBucket
 from launcher.run.lease import supervising
@@ -127,7 +127,7 @@ class _Child:
     next_start: float = 0.0
     """Monotonic clock."""
     settled: int = 0
-    """Generation of the run's lease when nothing was left to do."""
+    """Generation of the run's lease when nothing was left to do, or a program was missing here."""
     over: bool = False
     """The run has finished; the supervisor no longer looks at it."""
     problem: str = ""
@@ -140,6 +140,8 @@ class Supervisor:
 
     folder: str
     context: Context
+    require_programs: Callable[[str], None]
+    """Raises CommandMissing when a program that the provider of that name needs is not installed."""
     _children: dict[str, _Child] = field(default_factory=dict)
 
     def watch(self) -> None:
@@ -182,14 +184,19 @@ class Supervisor:
         return needed
 
     def _needs_process(self, name: str, child: _Child) -> bool:
-        """Returns whether the run is unfinished and its lease not live. Notes in `child` that nothing is left to do."""
+        """Returns whether the run is unfinished and its lease not live. Notes in `child` that nothing is left to do, or
+        that a program is missing, which it says."""
         url, machine = storage.join(self.folder, name), self.context.machine
         lease = RunBucket.of_run(url).judge_lease(machine.clock, seen=child.settled)
         if lease is None or lease.is_live:
             return False
         ledger = import_run(self.context.home, machine, url, overlays=False)
         if is_unfinished(ledger, machine.clock.time()):
-            return True
+            try:
+                self.require_programs(ledger.record.provider)
+                return True
+            except CommandMissing as error:
+                self.context.output.say(f"run {name}: left to supervisors elsewhere: {error}")
         child.settled, child.over = lease.generation, ledger.state.phase is Phase.FINISHED
         return False
 

@@ -2,7 +2,10 @@
 gcloud is replaced by the emulator's API in this process; the clock passes only by waiting."""
 
 import contextlib
+import json
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,11 +14,15 @@ from typing import Any
 
 import pytest
 
+from launcher.cli.main import cli
 from launcher.config import Candidate, Config, load
 from launcher.emulator.http_server import HttpResponse
 from launcher.errors import BadInput, LaunchError
 from launcher.gcloud.errors import Stockout
 from launcher.provider import SliceState
+from launcher.run.ledger import RunRecord
+from launcher.run.runs import begin_run
+from launcher.run.specification import Specification
 from launcher.tpu_vm import candidates, deletion, race, requests, slice_hints
 from launcher.tpu_vm.requests import RequestRecord
 from tests.bucket_server import BucketServer
@@ -312,3 +319,56 @@ def test_the_command_shows_candidates_and_what_became_of_each_request(
     assert any("v4-16" in line and "$7.37" in line and "never granted here" in line for line in lines)
     assert any("v3-8 (spot) in us-central1-a" in line and "granted after" in line for line in lines)
     assert sum("no capacity" in line for line in lines) == 2
+
+
+def test_the_command_shows_requests_that_another_machine_made_for_a_run_of_a_bucket(
+    cloud: Cloud,
+    tmp_path: Path,
+    server: BucketServer,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """On a machine that has nothing of the run, and on the one that began it, after a takeover."""
+    url, laptop = "gs://bucket/runs/r/launcher", str(tmp_path / "laptop")
+    monkeypatch.setenv("TPU_LAUNCH_HOME", laptop)
+    config = make(tmp_path)
+    record = RunRecord("r", "p", "us-central2-b", "demo", "hash", 0.0, "tpu-vm", bucket=url, user="ann")
+    spec = Specification(run="", provider="tpu-vm", file="f.yaml", configuration=config.document.value)
+    ledger = begin_run(Path(laptop), cloud.machine(), record, config.document.dump(), spec, None)
+    ledger.publish()
+    requests_here = RequestRecord(config)
+    requests_here.end([requests_here.ask(V4, "first", 1.0)], requests.TAKEN, 2.0)
+    requests_here.share(f"{url}/requests")
+
+    def shown(file: str) -> list[tuple[str, str]]:
+        cli(["capacity", "-f", file, "--json"], standalone_mode=False)
+        return [(item["node"], item["outcome"]) for item in json.loads(capsys.readouterr().out)]
+
+    monkeypatch.setenv("TPU_LAUNCH_HOME", str(tmp_path / "elsewhere"))
+    assert shown("gs://bucket/runs/r") == [("first", "taken away")]
+    RequestRecord(config).ask(V3, "second", 3.0)
+    monkeypatch.setenv("TPU_LAUNCH_HOME", laptop)
+    for file in "gs://bucket/runs/r", str(tmp_path / "run.yaml"):
+        assert shown(file) == [("first", "taken away"), ("second", "")]
+    server.fault = lambda request: HttpResponse(403)
+    cli(["capacity", "-f", str(tmp_path / "run.yaml")], standalone_mode=False)
+    output = capsys.readouterr()
+    assert "requests of other machines are not shown" in output.err
+    assert "v3-8" in output.out
+
+
+def test_two_processes_that_record_the_same_request_do_not_share_a_scratch_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, link = tmp_path / "000001.asked.json", os.link
+
+    def the_other_first(source: Path, target: Path) -> None:
+        monkeypatch.setattr(os, "link", link)
+        program = "import sys; from launcher.tpu_vm.requests import *; create_only(Path(sys.argv[1]), 'theirs')"
+        subprocess.run([sys.executable, "-c", program, path], check=True)
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", the_other_first)
+    assert not requests.create_only(path, "ours")
+    assert path.read_text() == "theirs"
+    assert list(tmp_path.iterdir()) == [path]

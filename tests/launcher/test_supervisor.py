@@ -13,9 +13,9 @@ import pytest
 
 from launcher.cli.main import cli
 from launcher.emulator.http_server import HttpResponse
-from launcher.errors import BadInput, LaunchError
+from launcher.errors import BadInput, CommandMissing, LaunchError
 from launcher.provider import ContainerState, Provider, container_name
-from launcher.providers import this_machine
+from launcher.providers import require_programs, this_machine
 from launcher.run import events, launch, specification, supervisor
 from launcher.run.bucket import RunBucket
 from launcher.run.events import (
@@ -61,9 +61,9 @@ CONFIGURATION: dict[str, Any] = {
 pytestmark = pytest.mark.usefixtures("server")
 
 
-def begin(home: Path, run_id: str, *recorded: RunEvent, url: str = "") -> Ledger:
+def begin(home: Path, run_id: str, *recorded: RunEvent, url: str = "", provider: str = "tpu-vm") -> Ledger:
     """Returns a new run of a machine with these events; its launcher has released the lease."""
-    record = RunRecord(run_id, "p", "us-central2-b", "s", "hash", 0.0, "tpu-vm", bucket=url, user="ann")
+    record = RunRecord(run_id, "p", "us-central2-b", "s", "hash", 0.0, provider, bucket=url, user="ann")
     spec = Specification(run="", provider="tpu-vm", file="f.yaml", configuration=CONFIGURATION, secrets=["TOKEN"],
         image="r/i@sha256:" + "0" * 64)  # fmt: skip
     ledger = begin_run(home, this_machine(), record, "a: 1", spec, None)
@@ -245,7 +245,7 @@ def test_a_supervisor_starts_a_process_for_each_unfinished_run_and_again_after_a
     said: list[str] = []
     context = Context(tmp_path / "pod", {}, _no_provider, Output(said.append, pytest.fail), machine)
     with supervising(held, this_machine(), said.append), pytest.raises(_Enough):
-        Supervisor(RUNS, context).watch()
+        Supervisor(RUNS, context, require_programs).watch()
     assert set(started) == {f"{RUNS}/live"}
     for name in "damaged", "half":
         assert len([text for text in said if text.startswith(f"run {name}: its ledger can't be read")]) == 1, said
@@ -253,6 +253,26 @@ def test_a_supervisor_starts_a_process_for_each_unfinished_run_and_again_after_a
     of_finished = [path for _, path, _ in server.requests[requests:] if "%2Fover%2F" in path or "/over/" in path]
     assert 0 < len(of_finished) < 20, "a finished run is looked at once"
     assert "run live: its process ended with 24" in said
+
+
+def test_a_supervisor_without_a_program_that_a_run_needs_leaves_its_lease_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"{RUNS}/gke/launcher"
+    begin(tmp_path / "laptop", "gke", BEGAN, RUNS_NOW, url=url, provider="gke")
+    before = RunBucket(url).read_lease()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    machine, said = replace(this_machine(), clock=_Clock(looks=4), stream=pytest.fail), list[str]()
+    context = Context(tmp_path / "pod", {}, _no_provider, Output(said.append, pytest.fail), machine)
+    with pytest.raises(_Enough):
+        Supervisor(RUNS, context, require_programs).watch()
+    assert [text for text in said if text.startswith("run gke: ")] == [
+        "run gke: left to supervisors elsewhere: kubectl was not found on PATH: install kubectl "
+        "(https://kubernetes.io/docs/tasks/tools/)"
+    ]
+    with pytest.raises(CommandMissing):
+        cli.main(["supervise", f"{RUNS}/gke"], standalone_mode=False)
+    assert RunBucket(url).read_lease() == before
 
 
 def test_a_look_at_a_stopped_run_costs_one_request_beside_those_of_others_and_no_overlay(
@@ -279,7 +299,9 @@ def test_a_look_at_a_stopped_run_costs_one_request_beside_those_of_others_and_no
     server.fault, looks = meet, [len(server.requests)]
     machine = replace(this_machine(), clock=CountingClock(looks=3))
     with pytest.raises(_Enough):
-        Supervisor(RUNS, Context(tmp_path / "pod", {}, _no_provider, Output(print, pytest.fail), machine)).watch()
+        Supervisor(
+            RUNS, Context(tmp_path / "pod", {}, _no_provider, Output(print, pytest.fail), machine), print
+        ).watch()
     assert not alone, "looks wait for each other"
     assert [later - before for before, later in itertools.pairwise(looks)][1:] == [17, 17], "a list, and one each"
     assert not any("overlay-0" in path for _, path, _ in server.requests[looks[0] :])
