@@ -2,7 +2,7 @@
 
 Starts one slice of two hosts and one more host; about 3 minutes. Elsewhere, in test_runs.py: a command that ends with
 255, a launcher that is killed, a host that reboots; in test_recovery.py: a host that dies; in
-test_other_slices.py: a slice that is PREEMPTED; in test_queued_slices.py: the queue.
+test_takeover.py: a slice that is PREEMPTED; in test_queued_slices.py: the queue.
 """
 
 import time

@@ -24,9 +24,24 @@ def image() -> str:
     return ensure_image(launcher_spec(), print).reference
 
 
+def argv_of(image: str, *command: str, options: tuple[str, ...] = ()) -> list[str]:
+    """Returns the command line that runs a command of the image."""
+    return [engine.client(), "run", "--rm", *CONFINED, *options, image, *command]
+
+
+def emulated_options(work: Workstation, folder: Path) -> tuple[str, ...]:
+    """Returns the engine's options with which a container reaches the emulator: its variables and its token."""
+    variables = control.environment(Path(work.environment["TPU_LAUNCH_HOME"]) / "emulator")
+    names = [name for name in variables if name.startswith(("CLOUDSDK_API", "CLOUDSDK_CORE", "STORAGE", "TPU_LAUNCH"))]
+    token = folder / "token"  # a copy that the image's user may read
+    token.write_text(Path(variables["CLOUDSDK_AUTH_ACCESS_TOKEN_FILE"]).read_text())
+    given = (*(f"--env={name}={variables[name]}" for name in names), "--env=CLOUDSDK_AUTH_ACCESS_TOKEN_FILE=/token")
+    return (*given, f"--volume={token}:/token:ro")
+
+
 def start(image: str, *command: str, options: tuple[str, ...] = ()) -> tuple[int, str]:
     """Runs a command of the image to its end; returns its exit code and its output."""
-    argv = [engine.client(), "run", "--rm", *CONFINED, *options, image, *command]
+    argv = argv_of(image, *command, options=options)
     done = subprocess.run(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240)
     return done.returncode, done.stdout
 
@@ -48,16 +63,7 @@ def test_doctor_finds_gcloud_and_says_what_is_missing(image: str, tmp_path: Path
 
 def test_it_enters_a_host_of_a_slice(image: str, two_hosts: tuple[Workstation, str], tmp_path: Path) -> None:
     work, file = two_hosts
-    variables = control.environment(Path(work.environment["TPU_LAUNCH_HOME"]) / "emulator")
-    names = ("CLOUDSDK_API_ENDPOINT_OVERRIDES_TPU", "CLOUDSDK_API_ENDPOINT_OVERRIDES_COMPUTE", "CLOUDSDK_CORE_ACCOUNT")
-    token = tmp_path / "token"  # a copy that the image's user may read
-    token.write_text(Path(variables["CLOUDSDK_AUTH_ACCESS_TOKEN_FILE"]).read_text())
-    options = (
-        *(f"--env={name}={variables[name]}" for name in names),
-        "--env=CLOUDSDK_AUTH_ACCESS_TOKEN_FILE=/token",
-        f"--volume={token}:/token:ro",
-        f"--volume={work.folder / file}:/run.yaml:ro",
-    )
+    options = (*emulated_options(work, tmp_path), f"--volume={work.folder / file}:/run.yaml:ro")
     code, output = start(image, "ssh", "-f", "/run.yaml", "--host", "1", "--", "hostname", options=options)
     assert code == 0, output
     entered = work.good("--emulated", "ssh", "-f", file, "--host", "1", "--", "hostname")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -108,9 +109,13 @@ class Workstation:
 
     def begin(self, *arguments: str, environment: dict[str, str] | None = None) -> Running:
         """Starts `tpu-launch ARGUMENTS`."""
+        return self.begin_other((*self.program, *arguments), environment)
+
+    def begin_other(self, argv: Sequence[str], environment: dict[str, str] | None = None) -> Running:
+        """Starts another program."""
         process = subprocess.Popen(
             # A shell in the background ignores SIGINT, and its children inherit that.
-            ["env", "--default-signal=INT", *self.program, *arguments],
+            ["env", "--default-signal=INT", *argv],
             cwd=self.folder,
             env={**self.environment, **(environment or {})},
             stdin=subprocess.DEVNULL,
