@@ -138,8 +138,8 @@ class Evaluations:
     since_best: int = 0  # evaluations in a row that were not the best one
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Continues from a checkpoint with this `state`, without evaluations that later ones can't be compared with: of
-        other data, or with a best one by another metric or mode."""
+        """Restores the evaluations that a checkpoint's `state` holds; does nothing if later ones could not be compared
+        with them, because the data, the metric or the mode has changed."""
         best, rule = state.get("best"), self.rule
         if best and rule and (best["metric"], best.get("mode", rule.mode)) != (rule.metric, rule.mode):
             return

@@ -230,7 +230,7 @@ class RunSection(Section):
     stall_minutes: float | None = Field(default=None, gt=0)
     """Minutes of training without progress after which a hang is explained and the attempt ends: 5 when absent, never
     less than 20 median steps or the longest save. Other phases may take 6 or 12 times as long (docs/guide/hangs.md).
-    For a program that tells no progress: minutes without output; absent: never."""
+    For a program that reports no progress: minutes without output; absent: never."""
 
     transport: Literal["auto", "gcloud"] = "auto"
     """How hosts are watched: `auto` keeps ssh connections open, and falls back to gcloud; `gcloud` uses gcloud

@@ -143,7 +143,7 @@ def _environment(config: Config, work: Workload) -> list[Any]:
         source = {"fieldRef": {"fieldPath": "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"}}
         attempt = {"name": "TPU_LAUNCH_ATTEMPT", "valueFrom": source}
         entries.append(Commented(attempt, "The number of restarts of the JobSet."))
-    entries.append(Commented({"name": FILE_VARIABLE, "value": FILE}, "Where the program tells its progress."))
+    entries.append(Commented({"name": FILE_VARIABLE, "value": FILE}, "Where the program reports its progress."))
     if config.accelerator.hosts > 1:
         hosts = {"name": "TPU_LAUNCH_HOSTS", "value": str(config.accelerator.hosts)}
         entries += [

@@ -98,7 +98,7 @@ def report_credentials(path: Path, dockerfile: Path | None, say: Callable[[str],
 
 
 def _select(path: Path, dockerfile: Path | None, patterns: Sequence[str], *, search_keys: bool) -> tuple[Entry, ...]:
-    """Returns the files of a user's folder without those of `patterns` and of its .dockerignore, as `folder`."""
+    """Returns the files of a user's folder that neither `patterns` nor its .dockerignore exclude. Raises BadInput."""
     candidates = [path / ".dockerignore"]
     if dockerfile is not None:
         candidates.insert(0, dockerfile.with_name(f"{dockerfile.name}.dockerignore"))

@@ -104,7 +104,8 @@ def record_code(home: Path, image: Image) -> None:
 
 
 def _read_record(home: Path, image: str | None, root: Path, config: Config) -> Image | None:
-    """Returns the record of an image, if it is known to have the files of `root`; else None."""
+    """Returns the record of an image that was built from the code folder `root`; None if there is none, or it was
+    built from another folder."""
     if image is None or config.image.code is None or (config.folder / config.image.code).resolve() != root.resolve():
         return None
     with contextlib.suppress(OSError, ValueError, TypeError):

@@ -27,7 +27,7 @@ class HostsProgress:
 
     @property
     def lines(self) -> Mapping[int, ProgressLine]:
-        """Returns the newest line of each host that tells its progress."""
+        """Returns the newest line of each host that reports its progress."""
         return {worker: view.line for worker, view in self.views.items()}
 
     @property

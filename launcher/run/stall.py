@@ -103,9 +103,10 @@ def judge_stall(views: Mapping[int, ProgressView], limit: float, quiet: float) -
 def describe_limits(stall_minutes: float | None) -> Sequence[str]:
     """Returns what counts as a stall, for `plan`."""
     minutes = DEFAULT_SECONDS / 60 if stall_minutes is None else stall_minutes
-    without = "never is" if stall_minutes is None else f"{minutes:g} minutes without output are"
+    without = "never hangs" if stall_minutes is None else f"hangs after {minutes:g} minutes without output"
     return [
-        f"a stall: no step for {minutes:g} minutes, {SLOW_STEPS} median steps or the longest save, whichever is "
-        f"longest; start and compilation {minutes * 12:g} minutes, evaluation and save {minutes * 6:g} minutes",
-        f"{without} one for a program that tells no progress (run.stall_minutes)",
+        f"a run hangs after {minutes:g} minutes without a step (or {SLOW_STEPS} median steps, or its longest save, if "
+        f"that is longer), {minutes * 12:g} minutes of start and compilation, "
+        f"{minutes * 6:g} minutes of an evaluation or save",
+        f"a program that reports no progress {without} (run.stall_minutes)",
     ]

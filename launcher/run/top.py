@@ -70,7 +70,7 @@ def render(view: View, columns: int, rows: int | None = None) -> list[str]:
 
 
 def _usualness(host: HostStatus) -> tuple[bool, int, float]:
-    """Returns a key that sorts hosts that tell no progress first, then those that are behind, or long in one place."""
+    """Returns a key that sorts hosts without progress first, then those that are behind, or long in one place."""
     line = host.progress
     return line is not None, line.step if line else 0, -line.doing_seconds if line else 0.0
 

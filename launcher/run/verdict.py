@@ -141,7 +141,7 @@ class Limits:
     blip: float = 2.5  # out of reach for less than this is a hiccup
     lost: float = 120.0  # a host out of reach for this long is lost even if no other host fails
     unreachable: float = 1800.0  # all hosts out of reach for this long, while the API answers, are lost
-    stall: float | None = None  # a program that tells no progress hangs if no host writes a line for this long
+    stall: float | None = None  # a program that reports no progress hangs if no host writes a line for this long
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ def judge(
         slice_state: The slice's state as the API last reported it; None: it does not exist.
         stop_requested: Whether the user stopped the run: failures other than bad input then count as STOPPED.
         quiet: For how many seconds no host has written a line.
-        tells_progress: Whether any host tells its progress: then `stall` counts, and `quiet` does not.
+        tells_progress: Whether any host reports its progress: then `stall` counts, and `quiet` does not.
         stall: The stall that the hosts' progress shows.
         api_only_seconds: For how many seconds the API has answered while no host has.
         stepped: When a host was last seen to do another training step, by the monotonic clock.

@@ -92,6 +92,6 @@ def test_no_run_whose_steps_stay_below_twenty_medians_and_five_minutes_is_called
 
 def test_the_plan_tells_the_default() -> None:
     text = " ".join(describe_limits(None))
-    assert "no step for 5 minutes, 20 median steps or the longest save" in text
-    assert "never is one" in text
-    assert "2 minutes without output are one" in " ".join(describe_limits(2.0))
+    assert "hangs after 5 minutes without a step (or 20 median steps, or its longest save" in text
+    assert "reports no progress never hangs" in text
+    assert "hangs after 2 minutes without output" in " ".join(describe_limits(2.0))

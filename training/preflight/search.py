@@ -170,6 +170,7 @@ def _search_batch(
     flags = libtpu_defaults(config, target)
 
     def fits(rows: int) -> bool:
+        """Compiles the step with so many rows and notes the result in `known`."""
         graph = Graph("training", rows * step, max(facts.lengths))
         programs = trace_programs(_with_batch(config, rows * step), facts, [graph], target)
         known[rows] = compile_all(programs, target, show, flags).graphs[0]

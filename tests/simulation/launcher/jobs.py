@@ -42,9 +42,9 @@ class Plan:
     apart: float = 0.0
     """Seconds from the end of the other hosts to that of host 0, which exports."""
     tells: bool = False
-    """Whether it tells its progress."""
+    """Whether it reports its progress."""
     hang: Hang | None = None
-    """How a program of kind "stall" that tells its progress hangs."""
+    """How a program of kind "stall" that reports its progress hangs."""
     second: int | None = None
     """Another host that fails within a fraction of a second, with exit code 3."""
 

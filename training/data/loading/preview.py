@@ -148,6 +148,7 @@ def pieces(content: bytes) -> Callable[[int], tuple[str, str]]:
     )
 
     def piece(id: int) -> tuple[str, str]:
+        """Returns what stands before a token (a space at the start of a word, else nothing), and its text."""
         name = names[id]
         if id in special:
             return " ", name
