@@ -31,6 +31,7 @@ test: need-containers need-kubectl $(VENV_READY) ## lint, fast tests, tests insi
 test-nightly: need-containers $(VENV_READY) ## trainers killed at random moments, KILLS=100 times; 20,000 simulated runs a side; tests that `make test` leaves out
 	@TPU_LAUNCH_KILLS=$(or $(KILLS),100) tools/with-engine.sh $(BIN)/python tools/container_tests.py torch-xla -m nightly
 	@tools/with-engine.sh $(BIN)/python tools/container_tests.py virtual-tpu -m nightly
+	@tools/with-engine.sh $(BIN)/python tools/container_tests.py torch-tpu -m nightly
 	@tools/with-engine.sh $(BIN)/python tools/container_tests.py tensorflow -m nightly
 	@tools/with-engine.sh $(BIN)/python tools/container_tests.py oracle-tensorflow -s
 	@tools/with-engine.sh $(BIN)/pytest tests/rehearsal -m nightly --timeout=900

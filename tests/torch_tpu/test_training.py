@@ -16,10 +16,17 @@ from typing import Any
 
 import pytest
 
-from tests.container import small_runs
+from tests.container import causal_data, small_runs
 from tests.container.golden_losses import DOCUMENTS, GOLDEN, STEPS
+from tests.nightly import others_at_night
 from training.accelerators import accelerator
 
+SPLIT_STEPS: dict[str, dict[str, Any]] = {
+    "remat": {"train__remat": "layers"},
+    "pieces": {"train__gradient_accumulation": 2},
+    "frozen": {"train__freeze": ["*layers.0*", "*embed_tokens*"]},
+    "adapters": {"lora": {"rank": 4}},
+}
 SECONDS = 1000.0  # a busy machine compiles for minutes
 PRECISION = 1e-5  # relative: four processes add gradients up in another order than one
 
@@ -51,6 +58,31 @@ def test_losses_are_those_of_torch_xla(task: str, slice_: str, fsdp: int, tmp_pa
     assert (summary["devices"], summary["hosts"], len(losses)) == (accelerator(slice_).chips, 1, STEPS)
     assert losses == pytest.approx(golden["losses"], rel=PRECISION)
     assert summary["eval_loss"] == pytest.approx(golden["evaluation"], rel=PRECISION)
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows of documents, and in `start` a tiny Llama to begin with."""
+    folder = causal_data.prepare(tmp_path_factory.mktemp("decoder"))
+    llama = {**causal_data.LLAMA, "vocab_size": small_runs.VOCABULARY}
+    save = f"from transformers import LlamaConfig as C, LlamaForCausalLM as M; M(C(**{llama})).save_pretrained('start')"
+    environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    subprocess.run([sys.executable, "-c", save], cwd=folder, env=environment, check=True, timeout=SECONDS)
+    return folder
+
+
+@pytest.mark.parametrize("step", others_at_night(SPLIT_STEPS, ("pieces",)))
+def test_a_split_state_has_the_losses_of_a_replicated_one(decoder: Path, step: str) -> None:
+    losses = []
+    for fsdp in (1, 2):
+        run_id = f"{step}-{fsdp}"
+        own = {"backend": "torch-tpu", "train__precision": "fp32", "train__mesh": {"fsdp": fsdp}}
+        config = causal_data.document(decoder, **own, **SPLIT_STEPS[step])
+        if step == "adapters":
+            config["model"] = {"path": str(decoder / "start")}
+        train(decoder, run_id, config)
+        losses.append(small_runs.losses(decoder, run_id))
+    assert losses[1] == pytest.approx(losses[0], rel=PRECISION)
 
 
 def test_stopped_killed_and_resumed_it_ends_with_the_same_bits_and_exports_a_model(tmp_path: Path) -> None:
