@@ -150,9 +150,9 @@ class RequestRecord:
             if all(there[name] == text for name, text in mine.items() if name in there):
                 for name in sorted(mine.keys() - there.keys()):  # "asked" first: no end without it after a kill
                     storage.write(storage.join(url, name), mine[name].encode())
+                home.write_private(self._folder / _BUCKET, url)  # first: `pull` goes on with copies after a kill
                 for name in sorted(there.keys() - mine.keys()):
                     create_only(self._folder / name, there[name])
-                home.write_private(self._folder / _BUCKET, url)
                 return
             new = itertools.count(max(int(name[:6]) for name in (*mine, *there)) + 1)
             left = [asdict(replace(item, number=next(new))) for item in self.read() if item.ended is None]

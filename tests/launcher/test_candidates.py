@@ -4,6 +4,7 @@ gcloud is replaced by the emulator's API in this process; the clock passes only 
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -247,6 +248,13 @@ def test_a_supervisor_on_another_machine_uses_and_withdraws_the_requests_of_the_
     laptop.share(url)
     assert laptop.open() == []
     assert laptop.read() == elsewhere.read()
+    monkeypatch.setenv("TPU_LAUNCH_HOME", str(tmp_path / "killed"))
+    killed = RequestRecord(config)
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+        patch.setattr(requests, "create_only", lambda path, text: os.kill(os.getpid(), signal.SIGINT))
+        killed.share(url)
+    killed.pull()
+    assert killed.read() == laptop.read(), "what it copies after a kill"
     written: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("launcher.tpu_vm.requests.storage.write", lambda url, data: written.append(url))
