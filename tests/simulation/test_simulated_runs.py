@@ -39,6 +39,7 @@ def test_promises_hold_after_a_kill_at_every_write_of_the_trainer():
     assert not {fault: promises for fault, promises in broken.items() if promises}
 
 
+@pytest.mark.timeout(60 + RUNS)
 def test_promises_hold_in_weeks_of_capacity():
     first = first_seed()
     broken = {seed: found for seed in range(first, first + RUNS // 200) if (found := weeks.simulate(seed).broken)}
