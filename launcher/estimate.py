@@ -80,7 +80,8 @@ def estimate(config: Config, home: Path, machine: Workstation) -> list[Estimate]
         if (place := (candidate.accelerator_type, candidate.zone)) in found:
             continue
         placed = config.placed(candidate)
-        kept, bound = preflight.known(placed, home), step_bound(placed, home)
+        kept = preflight.known(placed, home)
+        bound = step_bound(placed, home, kept)
         hours, shares = None, choose_shares(candidate.accelerator_type, measured)
         if bound is not None:
             least = bound.seconds * config.trainer.train.steps / 3600
@@ -106,11 +107,12 @@ def _dollars(candidate: Candidate, capacity: str, hours: tuple[float, float] | N
 # -- the bound --------------------------------------------------------------------------------------------------------
 
 
-def step_bound(config: Config, home: Path) -> Bound | None:
-    """Returns the bound on a step of the configuration's trainer on its accelerator; None if nothing tells it."""
+def step_bound(config: Config, home: Path, kept: dict[str, Any] | None = None) -> Bound | None:
+    """Returns the bound on a step of the configuration's trainer on its accelerator; None if nothing tells it. `kept`:
+    the accelerator's kept preflight, which is looked up without it."""
     assert config.trainer is not None
     batch, target = config.trainer.train.global_batch_size, config.accelerator
-    kept = preflight.known(config, home)
+    kept = kept or preflight.known(config, home)
     if kept is not None and (graph := _training_graph(kept)) is not None:
         return Bound(batch / graph["costs"]["examples_per_second"], "compiled")
     for name, other in preflight.known_elsewhere(config, home).items():
