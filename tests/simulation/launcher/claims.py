@@ -153,7 +153,8 @@ def stop_of_a_start_is_told(simulation: SimulatedRun, command: Command) -> None:
 
 def kind_world_starts_a_run(simulation: SimulatedRun, command: Command) -> None:
     """Without faults and without other users of the slice, `run` fails for no reason of a cloud."""
-    hostile = simulation.faults or simulation.full_disk or simulation.kill_at
+    others = [each for each in simulation.commands if each.laptop is not command.laptop and each.name in ("up", "down")]
+    hostile = simulation.faults or simulation.full_disk or simulation.kill_at or others
     if command.name not in ("run", "attach") or hostile or any(each.kind == "asleep" for each in simulation.actions):
         return
     candidates = simulation.scenario.candidates

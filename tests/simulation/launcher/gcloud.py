@@ -54,7 +54,9 @@ class Gcloud:
         if world.api_fault("lost") is not None:
             world.note(f"the answer to {command.group} {command.verb} {command.name} is lost")
             return 1, "", command.error(_ERRORS["lost"])
-        self.actor.saw_slice = self.actor.saw_slice or command.verb == "describe"
+        slice_ = self.google.slice_of(command)
+        if command.verb == "describe" and (slice_ is None or slice_.creator == self.actor.user):
+            self.actor.saw_slice = True
         return output
 
     def _call(self, command: Command) -> Output:

@@ -57,7 +57,7 @@ class Actor:
     command: str
     process: Process
     saw_slice: bool = False
-    """Whether Google has described a slice or a request to it."""
+    """Whether Google has described a slice or a request of its user to it."""
     refusals: set[str] = field(default_factory=set)
     """Kinds of faults for which Google has refused its calls."""
     out_of_stock: bool = False
