@@ -1,7 +1,9 @@
 """The first step of each family equals transformers' own modules on CPU torch, and three batches are one program. The
 models are tiny and random; a decoder's packed documents are compared with the same documents one by one."""
 
+import importlib.util
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from training.data.formats.dataset import IGNORED
 from training.errors import BadInput
 from training.models.families import SCANNED
 from training.models.hugging_face import ModelRequirements
-from training.models.torch.layer_scan import LayerScan, choose_layers, find_layers, group_layers
+from training.models.torch.layer_scan import LayerScan, _RotateHalf, choose_layers, find_layers, group_layers
 from training.models.torch.move import move
 from training.models.torch.network import build, patch_modules
 from training.registry import TASKS, load
@@ -204,6 +206,75 @@ def test_the_first_step_is_that_of_transformers(
     norm = torch.cat([gradient.flatten() for gradient in theirs]).norm()
     for name, ours, their in zip(names, seen[0][1], theirs, strict=True):
         assert (ours - their).norm() <= 1e-6 * norm, name
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_logits_in_pieces_have_the_same_loss_and_gradients(
+    opened: Callable[[str, str], Any], monkeypatch: pytest.MonkeyPatch, frozen: bool
+) -> None:
+    """Pieces of 5 tokens, so that the last is smaller; the loss is scaled as accumulated batches are."""
+    sums, network = load(TASKS["causal-lm"].torch), opened("causal-lm", "qwen2")
+    patch_modules(network, None, default="none", barrier=lambda _tensors: None, constants=None)
+    network.lm_head.weight.requires_grad_(not frozen)
+    rows = {name: torch.from_numpy(array) for name, array in batch("causal-lm", 0).items()}
+    trained = [value for value in network.parameters() if value.requires_grad]
+    widths: list[int] = []
+    network.lm_head.register_forward_pre_hook(lambda _, given: widths.append(given[0].shape[1]))
+    found = []
+    for whole in (1 << 27, 10 * VOCABULARY):
+        monkeypatch.setattr("training.tasks.causal_lm.torch._WHOLE_LOGITS", whole)
+        total = sums(network, rows)[0]
+        gradients = torch.autograd.grad(total[0] / 3, trained)
+        with torch.no_grad():
+            evaluated = sums(network.eval(), rows)[0]
+        network.train()
+        assert torch.equal(evaluated, total.detach())
+        found.append((total.detach(), torch.cat([gradient.flatten() for gradient in gradients])))
+    assert widths == [LENGTH] * 2 + [5, 5, 5, 1] * 2, "each piece is computed once"
+    assert torch.equal(found[0][0][1:], found[1][0][1:])
+    assert found[1][0][0].item() == pytest.approx(found[0][0][0].item(), rel=1e-6)
+    assert (found[1][1] - found[0][1]).norm() <= 1e-6 * found[0][1].norm()
+
+
+def test_an_evaluation_in_pieces_computes_no_gradient(
+    opened: Callable[[str, str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sums, network = load(TASKS["causal-lm"].torch), opened("causal-lm", "qwen2").eval()
+    patch_modules(network, None, default="none", barrier=lambda _tensors: None, constants=None)
+    move(network, torch_xla.device())
+    rows = {name: torch.from_numpy(array).to(torch_xla.device()) for name, array in batch("causal-lm", 0).items()}
+    products = []
+    for whole in (1 << 27, 10 * VOCABULARY):
+        monkeypatch.setattr("training.tasks.causal_lm.torch._WHOLE_LOGITS", whole)
+        with torch.no_grad():
+            products.append(internals.program_text([sums(network, rows)[0]]).count(" dot("))
+    assert products[1] == products[0] + 3, "four pieces of the head in place of one"
+
+
+@pytest.mark.parametrize("family", SCANNED)
+def test_half_rotations_are_those_of_the_family_without_padding(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    """Loads transformers' module once more: an earlier scan may have put ours into the first one."""
+    spec = importlib.util.find_spec(f"transformers.models.{family}.modeling_{family}")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    assert module.rotate_half is not _RotateHalf.apply
+    values, factors = torch.randn(2, 3, 8).double(), torch.randn(2, 3, 8).double()
+    results, pads = [], []
+    for rotate in (module.rotate_half, _RotateHalf.apply):
+        for device in ("cpu", torch_xla.device()):
+            given = values.to(device).requires_grad_()
+            rotated = rotate(given)
+            with torch.autograd.set_multithreading_enabled(False):
+                (gradient,) = torch.autograd.grad(rotated, given, factors.to(device))
+            if device == "cpu":
+                results.append((rotated.detach(), gradient))
+            else:
+                pads.append(internals.program_text([gradient]).count(" pad("))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))
+    assert pads[0] > 0 == pads[1]
 
 
 @pytest.mark.parametrize("family", others_at_night(SCANNED, ("llama",)))

@@ -136,7 +136,7 @@ class DataParallel:
         for layer in (layer for stack in stacks for layer in stack):
             layer.register_forward_hook(self._split_hidden)
         if hasattr(network, "has_plain_head") and self.mesh_shape["data"] == 1:
-            # Each device computes the rows of all devices, for its part of the vocabulary.
+            # Gather rows rather than the head: each device computes its part of the vocabulary for all rows.
             network.lm_head.register_forward_pre_hook(lambda _, rows: (self._gather(rows[0], _rows_first(3)),))
 
     def _split_hidden(self, _layer: Any, _arguments: Any, output: Any) -> Any:
@@ -146,14 +146,14 @@ class DataParallel:
         return _Placed.apply(output, self, _rows_first(output.ndim))
 
     def place_slice(self, name: str, value: Tensor) -> Tensor:
-        """Returns one layer's value of a stacked parameter, gathered on every device if it is split: the compiler would
-        else split the products too, and send their parts round."""
+        """Returns one layer's value of a stacked parameter, gathered on every device if it is split. Without this the
+        compiler splits the matrix products as the parameter is, and exchanges their results instead."""
         axes = self.place(name, (1, *value.shape))[1:]
         return self._gather(value, axes) if any(axes) else value
 
     def _gather(self, tensor: Tensor, axes: Axes) -> Tensor:
-        """Returns a tensor that is split in this way, in the type of products, on every device. Its gradient is summed
-        over the devices and split."""
+        """Gathers a tensor that is split as `axes` say on every device, cast to autocast's type first, if it is on, to
+        send fewer bytes. The gradient is summed over the devices and split as the tensor is."""
         kind = tensor.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
         whole: Tensor = _Placed.apply(_Placed.apply(tensor.to(dtype), self, axes), self, (None,) * len(axes))

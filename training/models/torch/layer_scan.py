@@ -83,8 +83,10 @@ class LayerScan(torch.nn.Module):  # type: ignore[misc]  # torch is not here whe
             module, _, attribute = name.rpartition(".")
             setattr(pattern.get_submodule(module), attribute, torch.nn.Parameter(torch.empty(0), value.requires_grad))
         pattern.gradient_checkpointing = False
-        if (family := sys.modules[type(pattern).__module__]).__dict__.get("rotate_half"):
-            family.__dict__["rotate_half"] = _RotateHalf.apply
+        # Also changes other networks of this family in the process, whose values and gradients stay the same.
+        family: Any = sys.modules[type(pattern).__module__]
+        if hasattr(family, "rotate_half"):
+            family.rotate_half = _RotateHalf.apply
         self.add_module("*", pattern)
         self._loop, self._place, self.attention_type = loop, place, getattr(pattern, "attention_type", None)
 
@@ -112,7 +114,7 @@ class LayerScan(torch.nn.Module):  # type: ignore[misc]  # torch is not here whe
 
 
 class _RotateHalf(torch.autograd.Function):  # type: ignore[misc]
-    """transformers' function of this name, whose gradient would be taken by slices that XLA fills up with zeros."""
+    """Computes transformers' `rotate_half`. Its own gradient would pad each half with zeros and add both."""
 
     @staticmethod
     def forward(_context: Any, values: Tensor) -> Tensor:

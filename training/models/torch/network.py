@@ -74,8 +74,8 @@ def patch_modules(
     """Replaces dropout and self-attention in a network of BERT's or RoBERTa's family by those of this folder.
 
     Args:
-        network: is changed, unless it is of another family. A decoder whose head is one plain product is marked by
-            `has_plain_head`: its task may compute the logits in pieces.
+        network: is changed, unless it is of another family. A decoder with a plain head gets the attribute
+            `has_plain_head`: its task may apply `lm_head` to parts of a row.
         remat: train.remat, what is computed a second time in the backward pass.
         default: the same if the file does not say.
         barrier: the runtime's, for `attention.recompute`.

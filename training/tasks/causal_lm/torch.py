@@ -9,15 +9,15 @@ from torch import Tensor
 
 from training.tasks.torch_sums import cross_entropy_sums, smoothing
 
-# Logits of a row, from which on a plain head is computed in pieces of half as many: half a GiB in fp32, which is kept
-# otherwise, with its gradient.
+# A row with at least so many logits (half a GiB in fp32) is computed in pieces of at most half as many: otherwise all
+# logits and their gradient would be in memory at the same time.
 _WHOLE_LOGITS = 1 << 27
 
 
 def sums(network: Any, batch: dict[str, Tensor]) -> tuple[Tensor, None]:
     """Returns (3,): weighted loss, weights, weighted hits (training.batch.SUMS), over this host's rows.
 
-    Computes large logits in pieces of a row, each with its gradient, so that they exist one at a time.
+    Computes a large number of logits in pieces of a row, one after the other.
 
     Without an attention mask, transformers takes positions that begin again as borders of documents, and adds them to
     the causal mask; `check_borders` of training.models.torch.network proves it for a network."""
@@ -33,14 +33,15 @@ def sums(network: Any, batch: dict[str, Tensor]) -> tuple[Tensor, None]:
 
     hidden = network.base_model(**rows)[0]  # (rows, sequence, width)
     tokens = max(1, _WHOLE_LOGITS // 2 // network.config.vocab_size)  # of a piece
-    tokens -= tokens % 128 if tokens > 128 else 0  # whole tiles
+    tokens -= tokens % 128 if tokens > 128 else 0  # a multiple of the TPU's tile
     trained = [parameter for parameter in network.lm_head.parameters() if parameter.requires_grad]
     total: Tensor = _Pieces.apply(head_sums, tokens, hidden, labels, weights, *trained)
     return total, None
 
 
 class _Pieces(torch.autograd.Function):  # type: ignore[misc]  # torch is not here when types are checked
-    """The sums of all pieces of rows, with their gradients, which an evaluation's program does not hold."""
+    """Computes the sums piece by piece, each with its gradients at once, so that no logits are kept or computed again.
+    In an evaluation nothing reads the gradients, and torch_xla leaves them out of the program."""
 
     @staticmethod
     def forward(context: Any, head_sums: Any, tokens: int, *tensors: Tensor) -> Tensor:
