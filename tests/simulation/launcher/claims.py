@@ -312,6 +312,12 @@ def _unseen(simulation: SimulatedRun, job: Job) -> set[tuple[str, int | None]]:
         }
         ways = API_FAULTS if simulation.world.cluster is not None else _SSH_FAULTS
         deaf = any(fault.kind in ways for fault in simulation.faults)
+        # A pod that a node's maintenance took while the cluster did not answer is gone at the next look.
+        evicted = simulation.world.cluster is not None and {"maintenance", "preempt"} & {
+            f.kind for f in simulation.faults
+        }
+        taken = job.left if deaf and evicted else set()
+        found |= {(outcome, worker) for worker in taken for outcome in ("host lost", "failed")}
         for worker, container in job.containers.items():
             before = seen.get(worker, math.inf) - EPOCH
             if (deaf and worker not in seen) or any(
@@ -332,6 +338,8 @@ def finished_programs_are_told_finished(simulation: SimulatedRun, job: Job, even
         return
     cluster = simulation.world.cluster is not None and not simulation.actions
     calm = {fault.kind for fault in simulation.faults} <= ({"preempt", "maintenance"} if cluster else {"reboot"})
+    if not cluster:  # a host that boots for longer is lost
+        calm &= sum(fault.seconds for fault in simulation.faults) < simulation.scenario.setting.host_lost_seconds
     if calm and event.outcome in ("host lost", "failed", "connection lost"):
         simulation.break_promise("finished programs are told finished", f"{job} ended {event.outcome}: {event.cause}")
 
