@@ -449,8 +449,9 @@ def budget_is_spent_on_slices(simulation: SimulatedRun) -> None:
     budget = simulation.scenario.setting.budget
     if budget is None or simulation.ann.wall:
         return
-    # A slice that is taken counts until that is seen: in a recovery, or while the API is out, that may take minutes.
-    deaf = any(fault.kind in API_FAULTS for fault in simulation.faults)
+    # A slice that is taken counts until that is recorded: in a recovery, or while the API is out or the workstation
+    # sleeps, that may take minutes.
+    deaf = simulation.ann.asleep > 0 or any(fault.kind in API_FAULTS for fault in simulation.faults)
     taken = [fault for fault in simulation.faults if fault.kind in _TAKERS]
     meddled = any(deaf or fault.anchor not in ("start", "beginning") for fault in taken)
     for command in simulation.commands:
@@ -463,6 +464,7 @@ def budget_is_spent_on_slices(simulation: SimulatedRun) -> None:
         seconds = max((item.ended for item in job.containers.values()), default=0.0) - (job.began or 0.0)
         allowed = budget + _rate(simulation) * _BUDGET_SECONDS
         watched = not simulation.actions and not simulation.kill_at and not simulation.faults
+        watched &= simulation.scenario.candidates is None  # which have prices of their own
         if job.began is not None and watched and seconds * _rate(simulation) > allowed:
             simulation.break_promise("a budget is kept", f"{job} trains for {seconds:.0f} s, {budget} dollars")
 
