@@ -19,7 +19,7 @@ from launcher.errors import BadInput, LaunchError
 from launcher.home import home
 from launcher.providers import capabilities
 from launcher.run import launch
-from launcher.tpu_vm import inventory, ownership, slice_hints
+from launcher.tpu_vm import candidates, inventory, ownership, slice_hints
 
 any_owner_option = click.option(
     "--any-owner", is_flag=True, help="Allow a slice that another user, or another program, made."
@@ -70,8 +70,8 @@ def up(
     if not no_preflight:
         config, _ = preflight.leave_out_unfit(config, home(), terminal.say)
     provider = open_provider(config)
-    if provider.capabilities.cloud_tpu_node and (existing := provider.describe()) is not None:
-        ownership.require_ours(config, existing.labels, machine().owner)
+    if provider.capabilities.cloud_tpu_node:
+        candidates.check_owner(config, provider.describe, machine().owner)
     provider.create()
     size = slice_hints.in_current_place(config).accelerator
     of = f" of a {size.name}" if config.slice.candidates else ""

@@ -6,8 +6,11 @@ slice.candidates, `create` is that of `creation`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from launcher.config import Config
 from launcher.errors import LaunchError
+from launcher.owner import Owner
 from launcher.provider import SliceState
 from launcher.tpu_vm import creation, deletion, ownership, race, requests, slice_hints, slices
 from launcher.tpu_vm.race import Race, Say
@@ -43,6 +46,17 @@ def create(config: Config, say: Say, machine: Workstation, patient: Workstation)
         if existing is not None and existing.gone_for_good:
             deletion.look_and_delete(place, say, machine)
         return starting.run()
+
+
+def check_owner(config: Config, describe: Callable[[], SliceState | None], owner: Owner) -> None:
+    """Raises NotOurs when the slice that exists is another owner's. When Google does not answer, the error says that a
+    slice of an earlier command may be billed."""
+    try:
+        existing = describe()
+    except LaunchError as error:
+        raise (creation.add_bill(config, error) if error.transient else error) from None
+    if existing is not None:
+        ownership.require_ours(config, existing.labels, owner)
 
 
 def withdraw_unused(config: Config, say: Say, machine: Workstation) -> None:

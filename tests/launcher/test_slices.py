@@ -12,7 +12,7 @@ from launcher.errors import CommandTimeout, Exit, LaunchError
 from launcher.gcloud.errors import Conflict, Stockout, Unavailable
 from launcher.owner import Owner
 from launcher.provider import SliceState
-from launcher.tpu_vm import creation, deletion, ownership, slice_hints, slices
+from launcher.tpu_vm import candidates, creation, deletion, ownership, slice_hints, slices
 from launcher.tpu_vm.ownership import NotOurs
 from tests.launcher.emulated_gcloud import ANN, BOB, BUSY, UNAVAILABLE, Cloud
 
@@ -185,6 +185,14 @@ def test_an_api_that_is_away_at_once_is_told_at_once(cloud: Cloud, config: Confi
     with pytest.raises(Unavailable, match="may exist, and is billed then"):
         up(cloud, config)
     assert len(cloud.calls) == 1
+
+
+def test_the_look_for_another_owner_names_the_bill_too(config: Config) -> None:
+    def describe() -> None:
+        raise Unavailable("the API is away")
+
+    with pytest.raises(Unavailable, match="may exist, and is billed then"):
+        candidates.check_owner(config, describe, Owner("me", ""))
 
 
 @pytest.mark.parametrize("seconds", [5, 30, 70])

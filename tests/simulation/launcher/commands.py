@@ -16,7 +16,7 @@ from launcher.run.runs import list_runs
 from launcher.run.session import Context, Outcome, Output
 from launcher.run.supervise import explain
 from launcher.run.verdict import Kind
-from launcher.tpu_vm import inventory, ownership
+from launcher.tpu_vm import candidates, inventory
 from launcher.tpu_vm.provider import TpuVm
 from tests.simulation.launcher import promises
 from tests.simulation.launcher.jobs import SECRET
@@ -142,8 +142,8 @@ class Command:
 
     def _up(self) -> int:
         provider = self._make_provider(self.config)
-        if (existing := provider.describe()) is not None and provider.capabilities.cloud_tpu_node:
-            ownership.require_ours(self.config, existing.labels, self.machine.owner)
+        if provider.capabilities.cloud_tpu_node:
+            candidates.check_owner(self.config, provider.describe, self.machine.owner)
         provider.create()
         return 0
 
