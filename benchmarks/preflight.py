@@ -68,6 +68,7 @@ class Case:
     flops: float | None = None  # goals, as ratios to the peer
     temporaries: float | None = None
     lora: int | None = None  # rank of adapters beside all linear layers
+    layers: int | None = None  # instead of the model's
 
     def __str__(self) -> str:
         lora = " LoRA" if self.lora else ""
@@ -129,7 +130,13 @@ def compile_ours(case: Case, parameters: int, **train: Any) -> StepCosts:
 
 
 def compile_theirs(case: Case, *, first: bool = False) -> tuple[StepCosts, int]:
-    """Compiles Hugging Face's model and torch's optimizer: the first step, or one that reads the moments. Also returns
+    """Compiles Hugging Face's model and torch's optimizer. Also returns the number of parameters."""
+    program, parameters = trace_theirs(case, first=first)
+    return compile_step(program, case, 12 * parameters), parameters
+
+
+def trace_theirs(case: Case, *, first: bool = False) -> tuple[Program, int]:
+    """Traces Hugging Face's model and torch's optimizer: the first step, or one that reads the moments. Also returns
     the number of parameters."""
     import numpy as np
     import torch
@@ -145,7 +152,7 @@ def compile_theirs(case: Case, *, first: bool = False) -> tuple[StepCosts, int]:
     hidden, layers, heads, wide = {"bert-base": (768, 12, 12, 3072), "bert-large": (1024, 24, 16, 4096)}[case.model]
     config = BertConfig(
         hidden_size=hidden,
-        num_hidden_layers=layers,
+        num_hidden_layers=case.layers or layers,
         num_attention_heads=heads,
         intermediate_size=wide,
         vocab_size=VOCABULARY,
@@ -181,7 +188,7 @@ def compile_theirs(case: Case, *, first: bool = False) -> tuple[StepCosts, int]:
     if first:
         moments_made = [kept[moment] for kept in optimizer.state.values() for moment in ("exp_avg", "exp_avg_sq")]
     program = tracing.extract_program([loss.detach(), *state.values(), *moments_made], state_buffers)
-    return compile_step(program, case, 12 * parameters), parameters
+    return program, parameters
 
 
 def compare_steps(case: Case) -> list[Row]:
