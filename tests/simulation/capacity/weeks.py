@@ -224,10 +224,11 @@ class Week:
                 google.preempt(google.slices[node.name], 0.0)
 
     def _supervise(self, person: Person, laptop: Laptop) -> None:
-        """Starts the launcher on a machine when no other one has the run's lease, and again when it was killed."""
+        """Starts the launcher on a machine when no other one has the run's lease, and again when it was killed; now and
+        then, as a user may, although another one has it."""
         while not self._is_over(person):
             found = bucket.RunBucket.of_run(person.url).read_lease() if person.url else None
-            if found is None or not found.is_live:
+            if found is None or not found.is_live or self.rng.random() < 0.01:
                 process, ended = Process("tpu-launch"), Event(self.scheduler, "the launcher's end")
                 process.enter = lambda: os.environ.update(TPU_LAUNCH_HOME=str(laptop.home))
                 self.scheduler.spawn(self._launcher, person, laptop, ended, name="main", process=process)
