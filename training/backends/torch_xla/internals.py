@@ -153,9 +153,27 @@ def loop_over(
     `scan` of torch_xla.experimental would split the step by functorch, and needs torchax under SPMD."""
     from torch_xla.experimental.scan import _scan_impl_flat
 
-    with numbers_as_constants():
+    with numbers_as_constants(), _short_counters():
         last, results = _scan_impl_flat(step, carry, stacked, reverse=reverse)
     return list(last), list(results)
+
+
+@contextmanager
+def _short_counters() -> Iterator[None]:
+    """Makes the counters of scans in this block int32. With torch_xla's int64 the TPU compiler does not see that a loop
+    writes all of its results, and fills them with zeros first."""
+    from torch_xla.experimental import scan
+
+    class Builder(scan.Builder):  # type: ignore[misc]
+        def add_param(self, value: Tensor) -> int:  # the counter is the first
+            return int(super().add_param(value if self.num_params() else value.int()))
+
+    types, before = scan.xb.Type, (scan.Builder, scan.xb.Type.S64)
+    scan.Builder, types.S64 = Builder, types.S32
+    try:
+        yield
+    finally:
+        scan.Builder, types.S64 = before
 
 
 TensorFunction = Callable[[Sequence[Tensor]], list[Tensor]]
