@@ -109,7 +109,7 @@ def test_a_loop_runs_its_step_over_slices_in_both_directions() -> None:
         [last], [seen] = internals.loop_over(
             lambda carry, slices: ([2 * (carry[0] + slices[0])], [carry[0] * 1]), [first], [stacked], reverse
         )
-        assert "s64[" not in internals.program_text([last, seen])
+        assert "(s64[], " not in internals.program_text([last, seen])
         assert seen.cpu().tolist() == results
         assert last.cpu().tolist() == [2 * (results[0 if reverse else -1][0] + (1.0 if reverse else 3.0))]
 
