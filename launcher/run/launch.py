@@ -279,6 +279,8 @@ def _stop_detached(ledger: Ledger, context: Context) -> None:
             if slice_state is not None and not slice_state.gone_for_good:
                 require_all(_stop_on_hosts(session, session.config.run.stop_seconds), "stop")
                 with supervising(ledger, context.machine, context.output.say):
+                    if not ledger.state.phase.is_open:  # another `down` has recorded its end meanwhile
+                        return
                     phase = observe_phase(session)  # waits for seconds at most, as `supervise` need not
                     if phase is Phase.EXITED:
                         supervise(session, ledger.state.attempt)
