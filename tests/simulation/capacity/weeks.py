@@ -148,7 +148,8 @@ class Person:
         self.acting: Process | None = None  # of the supervisor that has the lease
         self.left = (_WORK_WITH_KILLS if week.kills else _WORK) * HOUR * _speed("v4-16")
         self.deleted, self.hours = False, float("inf")
-        self.url = f"gs://bucket/runs/{user}" if machines > 1 else ""
+        self.run_id = f"run-of-{user}"
+        self.url = f"gs://bucket/runs/{self.run_id}" if machines > 1 else ""
         for laptop in self.laptops:
             laptop.at_work = lambda: self.acting is not None and self.acting.alive
 
@@ -210,7 +211,8 @@ class Week:
         if person.url:
             machine = make_machine(self.world, Actor(person.laptops[0], "run", Process("run")), self.rng)
             config, place = person.config, f"{person.url}/{bucket.FOLDER}"
-            record = RunRecord(person.user, "p", config.zone, config.slice.name, "", 0.0, "tpu-vm", place, person.user)
+            name = config.slice.name
+            record = RunRecord(person.run_id, "p", config.zone, name, "", 0.0, "tpu-vm", place, person.user)
             spec = Specification(run="", provider="tpu-vm", file="f.yaml", configuration=config.document.value)
             begin_run(person.laptops[0].home, machine, record, config.document.dump(), spec, None).publish()
         for laptop in person.laptops:
