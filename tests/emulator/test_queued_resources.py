@@ -87,9 +87,15 @@ def test_code_13_fails_it_as_it_does_for_large_slices(queue: Queue) -> None:
     assert queue.shown()["failedData"]["error"] == {"code": 13, "message": "an internal error has occurred"}
 
 
-@pytest.mark.parametrize(("node", "initiator"), [("PREEMPTED", "SERVICE"), ("DELETING", "USER")])
-def test_a_lost_node_suspends_it_and_says_who_did_it(queue: Queue, node: str, initiator: str) -> None:
-    queue.activate()
+@pytest.mark.parametrize(
+    ("before", "node", "initiator"),
+    [("READY", "PREEMPTED", "SERVICE"), ("CREATING", "PREEMPTED", "SERVICE"), ("READY", "DELETING", "USER")],
+)
+def test_a_lost_node_suspends_it_and_says_who_did_it(queue: Queue, before: str, node: str, initiator: str) -> None:
+    queue.create()
+    queue.advance()
+    queue.finish_node(before)
+    assert queue.advance() == ("ACTIVE" if before == "READY" else "PROVISIONING")
     queue.finish_node(node)
     assert queue.advance() == "SUSPENDING"
     queue.advance()

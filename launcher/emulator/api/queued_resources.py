@@ -7,6 +7,7 @@ are refused.
     ACCEPTED -> PROVISIONING -> ACTIVE
     ACCEPTED -> WAITING_FOR_RESOURCES -> PROVISIONING    each try uses up one stock-out that is due
     WAITING_FOR_RESOURCES -> FAILED                      after valid-until
+    PROVISIONING -> SUSPENDING -> SUSPENDED              its node was preempted
     ACTIVE -> SUSPENDING -> SUSPENDED                    its node was preempted or deleted
     any -> DELETING -> gone                              deleted by a call
 
@@ -81,9 +82,10 @@ def advance(state: EmulatorState, now: float) -> None:
                 queued.state = "WAITING_FOR_RESOURCES"  # the creation of its node failed
             case "PROVISIONING" if node is not None and node.state == "READY":
                 queued.state = "ACTIVE"
-            case "ACTIVE" if node is None or node.state in ("PREEMPTED", "TERMINATED", "DELETING"):
-                queued.initiator = "SERVICE" if node is not None and node.state != "DELETING" else "USER"
-                queued.state = "SUSPENDING"
+            case "PROVISIONING" | "ACTIVE" if node is not None and node.state in ("PREEMPTED", "TERMINATED"):
+                queued.initiator, queued.state = "SERVICE", "SUSPENDING"
+            case "ACTIVE" if node is None or node.state == "DELETING":
+                queued.initiator, queued.state = "USER", "SUSPENDING"
             case "SUSPENDING" | "DELETING" if node is not None and node.state != "DELETING":
                 tpu_api.start_delete(state, node, now)
             case "SUSPENDING" if node is None:
