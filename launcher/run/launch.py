@@ -245,7 +245,11 @@ def _stop_runs(config: Config, context: Context) -> None:
     stopped = [
         ledger
         for ledger in known
-        if ledger.state.phase.is_open or ledger.state.recovering or ledger.state.budget_spent or ledger.supervised()
+        if ledger.state.phase.is_open
+        or ledger.state.recovering
+        or ledger.state.budget_spent
+        or ledger.state.orphans
+        or ledger.supervised()
     ]
     for ledger in stopped:
         context.output.say(f"run {ledger.run_id} is stopped with its slice; `tpu-launch run` resumes it on another")
@@ -257,7 +261,7 @@ def _stop_runs(config: Config, context: Context) -> None:
                 f"whether it recreated the slice (`tpu-launch list`): {error}"
             )
     for ledger in stopped:
-        if not ledger.supervised() and ledger.state.phase.is_open:
+        if not ledger.supervised() and (ledger.state.phase.is_open or ledger.state.orphans):
             _stop_detached(ledger, context)
     deadline = context.machine.clock.monotonic() + config.run.stop_seconds + _RELEASE_SECONDS
     for ledger in stopped:
@@ -269,8 +273,8 @@ def _stop_runs(config: Config, context: Context) -> None:
 
 
 def _stop_detached(ledger: Ledger, context: Context) -> None:
-    """Stops an open run that no process supervises, with its time to save, where its slice is there; keeps its lines in
-    its folder, and records its end. Says if that fails."""
+    """Stops a run that no process supervises, and what a lost attempt left, with their time to save, where the slice is
+    there; keeps an open run's lines in its folder, and records its end. Says if that fails."""
     try:
         quiet = replace(context, output=replace(context.output, emit=lambda worker, line: None))  # days of lines
         session = open_session(quiet, ledger, SecretSource(context.environment, {}))
@@ -279,7 +283,7 @@ def _stop_detached(ledger: Ledger, context: Context) -> None:
             if slice_state is not None and not slice_state.gone_for_good:
                 require_all(_stop_on_hosts(session, session.config.run.stop_seconds), "stop")
                 with supervising(ledger, context.machine, context.output.say):
-                    if not ledger.state.phase.is_open:  # another `down` has recorded its end meanwhile
+                    if not ledger.state.phase.is_open:  # also if another `down` has recorded its end meanwhile
                         return
                     phase = observe_phase(session)  # waits for seconds at most, as `supervise` need not
                     if phase is Phase.EXITED:

@@ -27,7 +27,7 @@ from launcher.run.ledger import Ledger
 from launcher.run.session import RunStopped, open_session
 from launcher.run.specification import SecretSource
 from launcher.run.supervise import _Supervision
-from launcher.run.verdict import HostView, Kind, judge
+from launcher.run.verdict import Cause, HostView, Kind, judge
 from launcher.tpu_vm import slice_hints
 from tests.launcher.test_runs import FakeProvider, Workstation, start_and_lose_sight, work
 from training.machine.clock import Clock
@@ -595,7 +595,7 @@ def test_a_slice_that_was_created_again_is_not_the_one_of_the_attempt(
     assert "create" not in work.hosts.calls
 
 
-@pytest.mark.parametrize("trouble", ["", "no host answers", "preempted", "interrupted start"])
+@pytest.mark.parametrize("trouble", ["", "no host answers", "preempted", "interrupted start", "host lost"])
 def test_down_of_a_detached_run_lets_it_save_before_the_slice_is_deleted(work: Workstation, trouble: str) -> None:
     if trouble == "interrupted start":
         interrupt_start(work, {0, 1})
@@ -607,11 +607,16 @@ def test_down_of_a_detached_run_lets_it_save_before_the_slice_is_deleted(work: W
         work.hosts.fail("stop", UNAVAILABLE)
     elif trouble == "preempted":
         work.hosts.slice_state = "PREEMPTED"
+    elif trouble == "host lost":  # where the program may go on
+        work.ledger.append(events.Orphaned(0, "tpu-launch-demo-0", (1,)))
+        work.ledger.append(events.Ended(0, "host lost", Cause(1, "silent")))
     launch.delete_slice(work.config(), work.context())
     assert work.hosts.calls[-1] == "delete"
     assert ("stop" in work.hosts.calls) == (trouble != "preempted")
     assert any("may not have saved" in message for message in work.messages) == (trouble == "no host answers")
-    assert outcomes(work) == {"": ["saved"], "interrupted start": ["not started"]}.get(trouble, [])
+    assert outcomes(work) == {
+        "": ["saved"], "interrupted start": ["not started"], "host lost": ["host lost"],
+    }.get(trouble, [])  # fmt: skip
     assert trouble or work.ledger.log_file(0, 1).exists(), "the host's last lines"
     assert work.ledger.state.stop_requested
 
