@@ -146,8 +146,7 @@ def attach(request: RunRequest, context: Context) -> Outcome:
 
     Raises:
         BadInput: There is no such run, it is not running, its start was interrupted (StartInterrupted), or another
-            attempt
-            would follow and secrets are missing.
+            attempt would follow and secrets are missing.
     """
     config = request.config
     if (request.overlay or request.sync) is not None:
@@ -181,8 +180,7 @@ def stop(config: Config, context: Context, run_id: str | None, *, grace: int | N
 
     No attempt follows until the next `tpu-launch run`, whichever process of this machine supervises the run. Without
     `run_id` stops the newest run of the slice. `grace` is in seconds; None for run.stop_seconds. Raises BadInput if
-    there
-    is no such run, or it was never started.
+    there is no such run, or it was never started.
 
     Returns:
         A report for each host; [] if nothing runs on hosts.
@@ -242,14 +240,11 @@ def _stop_runs(config: Config, context: Context) -> None:
     without such a process. Waits for these processes, a minute beyond run.stop_seconds at most, and says which have not
     ended, and which runs may not have saved."""
     known = [pull_known(ledger, context.machine) for ledger in runs_on_slice(config, context.home, context.machine)]
+    states = [(ledger, ledger.state) for ledger in known]
     stopped = [
         ledger
-        for ledger in known
-        if ledger.state.phase.is_open
-        or ledger.state.recovering
-        or ledger.state.budget_spent
-        or ledger.state.orphans
-        or ledger.supervised()
+        for ledger, state in states
+        if state.phase.is_open or state.recovering or state.budget_spent or state.orphans or ledger.supervised()
     ]
     for ledger in stopped:
         context.output.say(f"run {ledger.run_id} is stopped with its slice; `tpu-launch run` resumes it on another")
