@@ -1,4 +1,4 @@
-"""The first step of each family equals transformers' own modules on CPU torch, and three batches are one program. The
+"""The first twenty steps of each family equal transformers' own modules on CPU torch, and three batches are one program. The
 models are tiny and random; a decoder's packed documents are compared with the same documents one by one."""
 
 import importlib.util
@@ -28,6 +28,8 @@ from training.models.hugging_face import ModelRequirements
 from training.models.torch.layer_scan import LayerScan, _RotateHalf, choose_layers, find_layers, group_layers
 from training.models.torch.move import move
 from training.models.torch.network import build, patch_modules
+from training.optim.adamw import AdamWSettings
+from training.optim.adamw_torch import AdamWTorch
 from training.registry import TASKS, load
 
 os.environ.setdefault("XLA_FLAGS", COMPILE_FAST)  # read at torch_xla's first program
@@ -143,6 +145,23 @@ def their_loss(task: str, network: Any, arrays: dict[str, np.ndarray]) -> Tensor
     return total
 
 
+def train(task: str, network: Any, loss_of: Callable[[dict[str, np.ndarray]], Tensor]) -> list[float]:
+    """Updates all parameters twenty times by AdamW, and returns the loss of each step."""
+    parameters = dict(network.named_parameters())
+    optimizer = AdamWTorch(AdamWSettings(weight_decay=0.0), parameters)
+    losses = []
+    for step in range(20):
+        loss = loss_of(batch(task, step))
+        with torch.autograd.set_multithreading_enabled(False):  # earlier tests made threads for the CPU alone
+            gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True, materialize_grads=True)
+        scalars = torch.tensor((1 / LENGTH, 1e-3, *optimizer.step_scalars(step))).to(loss.device)
+        with torch.no_grad():
+            optimizer.update(parameters, gradients, *scalars)
+        torch_xla.sync()
+        losses.append(loss.item())
+    return losses
+
+
 @pytest.fixture
 def opened(tmp_path: Path) -> Callable[[str, str], Any]:
     def open_network(task: str, family: str) -> Any:
@@ -168,7 +187,7 @@ def opened(tmp_path: Path) -> Callable[[str, str], Any]:
     ),
     ids="-".join,
 )
-def test_the_first_step_is_that_of_transformers(
+def test_the_first_steps_are_those_of_transformers(
     opened: Callable[[str, str], Any], tmp_path: Path, case: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task, family = case
@@ -206,6 +225,13 @@ def test_the_first_step_is_that_of_transformers(
     norm = torch.cat([gradient.flatten() for gradient in theirs]).norm()
     for name, ours, their in zip(names, seen[0][1], theirs, strict=True):
         assert (ours - their).norm() <= 1e-6 * norm, name
+
+    def our_loss(arrays: dict[str, np.ndarray]) -> Tensor:
+        rows = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
+        return sums(network, rows)[0][0]
+
+    expected = train(task, plain, lambda arrays: their_loss(task, plain, arrays))
+    assert train(task, network, our_loss) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("frozen", [False, True])
