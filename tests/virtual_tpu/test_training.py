@@ -36,8 +36,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return small_runs.prepare(tmp_path_factory.mktemp("runs"))
 
 
-def train(folder: Path, run_id: str, config: dict[str, Any], **environment: str) -> dict[str, Any]:
-    (host,) = small_runs.start(folder, run_id, config, **environment)
+def train(folder: Path, run_id: str, config: dict[str, Any], attempt: int = 0, **environment: str) -> dict[str, Any]:
+    (host,) = small_runs.start(folder, run_id, config, attempt=attempt, **environment)
     assert host.finish(SECONDS) == 0, host.text()
     return small_runs.summary(folder, run_id)
 
@@ -106,16 +106,23 @@ def test_the_published_settings_train_in_strict_mode(folder: Path) -> None:
     assert summary["last_loss"] < summary["first_loss"]
 
 
-def test_stopped_and_resumed_it_ends_with_the_same_bits(folder: Path) -> None:
-    straight = train(folder, "straight", small_runs.document(folder))
-    config = small_runs.document(folder)
+@pytest.mark.parametrize("network", ["encoder", "decoder"])
+def test_stopped_killed_and_resumed_it_ends_with_the_same_bits(folder: Path, tmp_path: Path, network: str) -> None:
+    config = small_runs.document(folder, train__steps=60)
+    if network == "decoder":
+        folder = causal_data.prepare(tmp_path)
+        config = causal_data.document(folder, train__steps=60)
+    straight = train(folder, "straight", config)
     (host,) = small_runs.start(folder, "stopped", config)
-    host.wait_for("step  5/12", SECONDS)
+    host.wait_for("step  5/60", SECONDS)
     host.process.send_signal(signal.SIGTERM)
     assert host.finish(SECONDS) == 75, host.text()
     (host,) = small_runs.start(folder, "stopped", config, attempt=1)
-    assert host.finish(SECONDS) == 0, host.text()
-    resumed = small_runs.summary(folder, "stopped")
+    host.wait_for("step 40/60", SECONDS)
+    host.process.kill()  # as with its host
+    assert host.finish(SECONDS) == -signal.SIGKILL, host.text()
+    resumed = train(folder, "stopped", config, attempt=2)
+    assert "going on from" in (folder / "logs" / "stopped.2.0.log").read_text()
     for key in ("first_loss", "last_loss", "eval_loss", "final_weights_crc32c"):
         assert resumed[key] == straight[key], key
 
