@@ -172,10 +172,10 @@ class Cluster:
 
     def _live(self, pod: Object) -> None:
         """The life of a pod: it waits for a node, its image and its end."""
-        if self._free_node() is None:
+        if self._free_node(pod) is None:
             reason = {"reason": "Unschedulable", "message": "0/0 nodes are available"}
             self._update(pod, lambda each: set_condition(each, "PodScheduled", status="False", **reason))
-        while (host := self._free_node()) is None:
+        while (host := self._free_node(pod)) is None:
             self.scheduler.wait(self.waiters, 5.0, "a node")
             if self._ends_early(pod):
                 return
@@ -209,8 +209,17 @@ class Cluster:
         ended = {"exitCode": code, "reason": reason, "startedAt": started, "finishedAt": finished}
         self._show(pod, "Failed" if code else "Succeeded", {"terminated": ended})
 
-    def _free_node(self) -> Host | None:
-        taken = {pod["spec"].get("nodeName") for pod in self.store.all("pods") if pod["status"]["phase"] not in _OVER}
+    def _free_node(self, pod: Object) -> Host | None:
+        """Returns a node for a pod; None while pods of another JobSet use the pool (JobSet's exclusive placement)."""
+        placed = [
+            each
+            for each in self.store.all("pods")
+            if each["spec"].get("nodeName") and each["status"]["phase"] not in _OVER
+        ]
+        jobset = pod["metadata"]["labels"][controllers.JOBSET]
+        if any(each["metadata"]["labels"][controllers.JOBSET] != jobset for each in placed):
+            return None
+        taken = {each["spec"]["nodeName"] for each in placed}
         return next((host for host in self.nodes if host.up and host.slice_name not in taken), None)
 
     def _ends_early(self, pod: Object) -> bool:
