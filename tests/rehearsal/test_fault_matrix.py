@@ -1,8 +1,8 @@
 """What can go wrong around a run, row by row: the verdict, the exit code, the message, and that nothing is left behind.
 
 Starts one slice of two hosts and one more host; about 3 minutes. Elsewhere, in test_runs.py: a command that ends with
-255, a launcher that is killed, a host that reboots; in test_recovery.py: a host that dies; in
-test_takeover.py: a slice that is PREEMPTED; in test_queued_slices.py: the queue.
+255, a launcher that is killed, a host that reboots; in test_recovery.py: a host that
+dies, a slice that is PREEMPTED; in test_queued_slices.py: the queue.
 """
 
 import time

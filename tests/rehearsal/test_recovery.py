@@ -1,23 +1,36 @@
-"""Claims about a run that loses a host: fail-fast with the right first cause, and a resumed run that equals the
-undisturbed one bit for bit.
+"""Claims about runs that lose hosts, slices or their launcher, beside an undisturbed run.
 
-Starts one slice of two hosts and trains twice; about 3 minutes.
+- A run that loses a host fails fast with the right first cause, and ends with the undisturbed run's bits.
+- A run whose launcher is killed for good when the first slice is taken away is finished on slices of other types and
+  sizes, with the undisturbed run's losses, by a supervisor in the launcher's image that knows nothing but the bucket.
+
+Trains on emulated slices: on a v4-16 three times, then on a v3-8 (virtual TPU) and a v4-32; about ten minutes.
 """
 
 import json
 import re
 import shutil
+import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from launcher.emulator import control
+from tests.rehearsal.test_launcher_image import argv_of, emulated_options, image  # noqa: F401  (a fixture)
 from tests.rehearsal.workstation import COMPILE_FAST, ROOT, Ended, Running, Workstation
+from training import storage
 
 pytestmark = pytest.mark.alone
 
 FILE = "rehearsal.yaml"
-STEPS = 96
+RUNS = "gs://rehearsal/runs"
+STEPS = 160
+SETTINGS = (
+    *(f"train.steps={STEPS}", "train.global_batch_size=16", "train.log_every=1", "train.warmup_steps=2"),
+    *("checkpoint.every_steps=5", f"evaluation.every={STEPS // 2}"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +51,8 @@ def trained(work: Workstation, *options: str) -> Ended:
     return work.good("--emulated", "run", "-f", FILE, "--json", *settings(), *options)
 
 
-def settings() -> list[str]:
-    steps = [f"train.steps={STEPS}", "checkpoint.every_steps=5", "train.log_every=1"]
-    return [*COMPILE_FAST, *(word for setting in steps for word in ("--set", setting))]
+def settings(*more: str) -> list[str]:
+    return [*COMPILE_FAST, *(word for setting in (*SETTINGS, *more) for word in ("--set", setting))]
 
 
 def summary(work: Workstation, run_id: str) -> dict[str, Any]:
@@ -48,7 +60,7 @@ def summary(work: Workstation, run_id: str) -> dict[str, Any]:
     final weights."""
     script = (
         "import json; from training import storage; from training.telemetry import metrics; "
-        f"folder = 'gs://rehearsal/runs/{run_id}'; "
+        f"folder = '{RUNS}/{run_id}'; "
         "history = [(line['step'], line['loss']) for line in metrics.read_history(folder) if 'loss' in line]; "
         "print(json.dumps(json.loads(storage.read(folder + '/summary.json')) | {'history': history}))"
     )
@@ -137,3 +149,92 @@ def test_a_run_survives_a_lost_host_a_stop_a_cut_network_and_a_bucket_that_refus
     # On a machine that has other things to do, what the trainer needs to its first step is known from the run before.
     starting = sum(undisturbed["seconds"].get(phase, 0.0) for phase in ("start", "imports", "model", "compile"))
     assert stepped < max(60, 30 + 2 * starting), told
+
+
+CANDIDATES = (
+    "slice.capacity=spot",
+    "slice.candidates=[{accelerator_type: v3-8, zones: [us-central1-a]}, {accelerator_type: v4-32}]",
+    *("slice.stockout_minutes=10", "slice.price_limit=30", "run.preemption_retries=3"),
+)
+STOCK = """\
+stock:
+- {zone: us-central2-b, accelerator_type: v4-16, capacity: spot, slices: [[0, %d]]}
+- {zone: us-central1-a, accelerator_type: v3-8, capacity: spot, slices: [[0, %d]]}
+- {zone: us-central2-b, accelerator_type: v4-32, capacity: spot, slices: [[0, %d]]}
+"""
+
+
+def enter_stock(work: Workstation, *slices: int) -> None:
+    work.good("emulator", "stock", work.file("stock.yaml", STOCK % slices))
+
+
+def wait_for_commit(run: str, after: int, running: Running) -> int:
+    """Waits until a checkpoint of a later step than `after` is committed; returns its step."""
+    while True:
+        urls = [found.url for found in storage.listing(f"{RUNS}/{run}/checkpoints")]
+        steps = [int(found[1]) for url in urls if (found := re.search(r"step-(\d+)/manifest\.json$", url))]
+        if max(steps, default=0) > after:
+            return max(steps)
+        assert running.process.poll() is None, running.lines
+        time.sleep(0.2)
+
+
+def ask(work: Workstation, *arguments: str) -> list[dict[str, Any]]:
+    output = work.good("--emulated", *arguments, "--json").output
+    found: list[dict[str, Any]] = json.loads(output[output.index("[") :])
+    return found
+
+
+@pytest.mark.timeout(1800)
+def test_a_supervisor_in_a_container_finishes_a_run_on_other_slices_when_its_machine_is_gone(
+    trainable: Workstation,
+    undisturbed: dict[str, Any],
+    image: str,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    work, emulator = trainable, trainable.folder / ".tpu-launch" / "emulator"
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", control.environment(emulator)["STORAGE_EMULATOR_HOST"])
+    work.good("--emulated", "down", "-f", FILE)
+    enter_stock(work, 1, 0, 0)
+    up = work.good("--emulated", "up", "-f", FILE, *settings(*CANDIDATES))
+    assert "slice rehearsal is READY: 2 hosts, 8 devices of a v4-16" in up.output
+    running = work.begin("--emulated", "run", "--new", "-f", FILE, *settings(*CANDIDATES))
+    run = running.wait_for(r"run \S+: attempt 0 on 2 hosts", 300).split("run ")[1].split(":")[0]
+    command = argv_of(image, "supervise", RUNS, options=emulated_options(work, tmp_path))
+    supervisor = work.begin_other(command)
+    supervisor.wait_for(f"supervising the runs of {RUNS}", 120)
+    first = wait_for_commit(run, 0, running)
+    running.process.send_signal(signal.SIGKILL)
+    killed = time.monotonic()
+    shutil.rmtree(work.runs.parent)  # the folder of that machine: runs, addresses, hints
+    enter_stock(work, 0, 1, 0)
+    supervisor.wait_for(rf"run {run}: taken over by", 300)
+    seconds = time.monotonic() - killed
+    print(f"taken over {seconds:.1f} s after the launcher's death")
+    assert seconds <= 60
+    supervisor.wait_for(rf"run {run}: attempt 1 on 1 hosts", 900)
+    wait_for_commit(run, first, supervisor)
+    enter_stock(work, 0, 0, 1)
+    supervisor.wait_for(rf"run {run}: attempt 2 on 4 hosts", 900)
+    supervisor.wait_for(rf"run {run}: its process ended with 0", 900)
+    [state] = [row for row in ask(work, "list", RUNS) if row["run"] == run]
+    assert (state["attempt"], state["state"], state["supervised by"]) == (2, "finished", "")
+    supervisor.process.terminate()
+    assert supervisor.end(60).code == 0, supervisor.lines
+    told = [event["event"] for event in ask(work, "events", "-f", f"{RUNS}/{run}")]
+    assert told.count("supervised") == 2, "a supervisor each"
+
+    after, expected = summary(work, run), dict(undisturbed["history"])
+    assert len(after["history"]) > STEPS // 2
+    apart = {step: abs(loss / expected[step] - 1) for step, loss in after["history"]}
+    print(f"largest relative difference of {len(apart)} losses: {max(apart.values()):.1e}")
+    assert max(apart.values()) <= 1e-6, apart
+
+    asked = ask(work, "capacity", "-f", f"{RUNS}/{run}")
+    assert [(each["candidate"]["accelerator_type"], each["outcome"]) for each in asked if each["granted"]] == [
+        *(("v4-16", "taken away"), ("v3-8", "taken away")),
+        ("v4-32", ""),
+    ]
+    work.good("--emulated", "down", "-f", f"{RUNS}/{run}")
+    assert control.status(emulator)["nodes"] == []
