@@ -61,6 +61,9 @@ class Gke:
         self._clock = machine.clock
         self._kubectl = Kubectl(machine, config.gke.context, config.gke.namespace)
         self._watches: dict[str, PodWatch] = {}
+        self._observed = ""  # the JobSet of the attempt that was last observed
+        self._removed: set[str] = set()  # JobSets that this process removed
+        self._deleted = False  # whether another client deleted the observed JobSet
         self._lock = machine.threads.lock()
         self._log_slots = machine.threads.semaphore(_LOGS_AT_ONCE)
 
@@ -83,13 +86,17 @@ class Gke:
     # -- the slice ----------------------------------------------------------------------------------------------------
 
     def describe(self) -> SliceState:
-        """Returns PREEMPTED if all pods of one of the watched attempts were disrupted, else READY.
+        """Returns DELETED if another client deleted the observed attempt's JobSet, PREEMPTED if all pods of one of the
+        watched attempts were disrupted, else READY.
 
         The addresses are the pods' host names in the newest JobSet that has not ended, "" without one. Raises
         LaunchError if JobSets can't be listed.
         """
-        running = {jobset["metadata"]["name"]: jobset for jobset in self._list_jobsets() if not _is_over(jobset)}
+        jobsets = self._list_jobsets()
+        self._note_deletion(jobsets)
+        running = {jobset["metadata"]["name"]: jobset for jobset in jobsets if not _is_over(jobset)}
         state = "PREEMPTED" if any(_all_disrupted(watch) for watch in self._open_watches()) else "READY"
+        state = "DELETED" if self._deleted else state
         newest = max(running, default="", key=lambda name: running[name]["metadata"].get("creationTimestamp", ""))
         addresses = [host_name(newest, str(worker)) if newest else "" for worker in self._workers]
         detail = f"GKE, namespace {self._kubectl.namespace}" + (f", JobSet {newest}" if newest else "")
@@ -154,6 +161,7 @@ class Gke:
                 message = f"run {run} is on this host"
                 return [HostReport(worker, False, message, occupied_by=run) for worker in self._workers]
         name = _name(attempt.container)
+        self._deleted = False
         try:
             if not any(jobset["metadata"]["name"] == name for jobset in jobsets):
                 self._delete(self._mounted_kinds, name)  # left by an interrupted start
@@ -177,6 +185,7 @@ class Gke:
         """
         watch = self._watch_pods(container)
         watch.note_log_start(worker, since)
+        self._observed = _name(container)
         try:
             pod = watch.pods().get(worker)
             if pod is None:
@@ -214,6 +223,8 @@ class Gke:
         """Deletes the running pods and waits for their end; with `remove`, also deletes the attempt's objects."""
         wanted = list(self._workers) if workers is None else list(workers)
         try:
+            if remove:
+                self._note_deletion(self._list_jobsets())
             late = self._stop_pods(container, wanted, grace)
             if remove:
                 self._remove(_name(container))
@@ -423,8 +434,15 @@ class Gke:
                 return late
             self._clock.sleep(0.2)
 
+    def _note_deletion(self, jobsets: Sequence[Mapping[str, Any]]) -> None:
+        """Records whether the observed attempt's JobSet is missing although this process has not removed it."""
+        listed = {jobset["metadata"]["name"] for jobset in jobsets}
+        if self._observed and self._observed not in listed | self._removed:
+            self._deleted = True
+
     def _remove(self, name: str) -> None:
         """Deletes an attempt's objects, and waits until its pods are gone."""
+        self._removed.add(name)
         self._delete(f"{_JOBSETS},{self._mounted_kinds}", name)
         self._wait_gone(f"{_JOBSET_LABEL}={name}")
 

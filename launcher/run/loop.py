@@ -30,7 +30,7 @@ from launcher.run.session import Outcome, RunStopped, Session
 from launcher.run.start import end_interrupted_start, judge_slice, observe_phase, require_inputs, start_attempt
 from launcher.run.state import Phase
 from launcher.run.supervise import StartInterrupted, explain, supervise
-from launcher.run.verdict import SLICE_DELETED, Cause, Kind, Verdict
+from launcher.run.verdict import JOBSET_DELETED, SLICE_DELETED, Cause, Kind, Verdict
 from training import storage
 
 _SETTLE_POLL_SECONDS = 5.0
@@ -203,6 +203,9 @@ class _Recovery:
         session = self.session
         if not session.provider.capabilities.replaces_hosts:
             self.in_use = False
+            slice_state = session.provider.describe()
+            if slice_state is not None and slice_state.state == "DELETED":
+                raise SliceDeleted(JOBSET_DELETED.what)
             return
         if settle:
             session.say(f": saved without a stop: waiting up to {SETTLE_SECONDS:.0f} s for the slice's state")

@@ -167,6 +167,8 @@ SLICE_RECREATED = Cause(
     "the slice was deleted, and created again: `tpu-launch up` waits for it, then `tpu-launch run` resumes the run",
 )
 
+JOBSET_DELETED = Cause(-1, "another client deleted the run's JobSet: `tpu-launch run` resumes the run")
+
 RECREATED = "RECREATED"
 """State of a slice that has the name of the attempt's slice, and is another one."""
 
@@ -209,6 +211,8 @@ def judge(
     """
     if slice_state in (None, "DELETING"):
         return Verdict(Kind.DELETED, SLICE_DELETED)
+    if slice_state == "DELETED":
+        return Verdict(Kind.DELETED, JOBSET_DELETED)
     if slice_state in ("CREATING", RECREATED):  # no attempt ran on it: another slice has taken the name
         return Verdict(Kind.DELETED, SLICE_RECREATED)
     if slice_state in ("PREEMPTED", "TERMINATED", "STOPPED"):

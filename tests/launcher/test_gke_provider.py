@@ -245,6 +245,23 @@ def test_only_pods_that_run_are_stopped_and_asked_for_stacks_and_each_host_is_re
     assert ("pod-1" in delete, "pod-0" in delete) == (True, False)
 
 
+def test_a_jobset_that_another_client_deleted_is_told_from_one_that_this_process_removed(kubectl: Path) -> None:
+    show(kubectl, "a", "b")
+    gke = provider(kubectl, 1, 1)
+    (kubectl / "jobsets").write_text(json.dumps({"items": [{"metadata": {"name": ATTEMPT.run_id + "-0"}}]}))
+    gke.observe(0, ATTEMPT.container, None)
+    assert gke.describe().state == "READY"
+    kept = (kubectl / "jobsets").read_text()
+    (kubectl / "jobsets").write_text('{"items": []}')
+    assert gke.describe().state == "DELETED"
+    removing = provider(kubectl, 1, 1)
+    removing.observe(0, ATTEMPT.container, None)
+    (kubectl / "jobsets").write_text(kept)
+    removing.stop(ATTEMPT.container, grace=-29, remove=True)
+    (kubectl / "jobsets").write_text('{"items": []}')
+    assert removing.describe().state == "READY"
+
+
 def test_a_look_tells_the_state_of_a_pod_and_its_newest_lines(kubectl: Path) -> None:
     show(kubectl, "a", "b", ended={0})
     gke = provider(kubectl, 1, 1)

@@ -93,7 +93,7 @@ def run_makes_a_slice_only_in_a_recovery(simulation: SimulatedRun, by: Actor) ->
 
 def told_deletion_is_true(simulation: SimulatedRun, command: Command) -> None:
     """A command tells that a slice or a request was deleted only after a user has deleted one."""
-    words = ("was deleted by another command", "was deleted as soon as it was READY", "it was deleted")
+    words = ("was deleted by another command", "deleted as soon as it was READY", "it was deleted", "client deleted")
     told = [text for text in command.said if any(word in text for word in words)]
     if told and not any(at < command.ended for at in simulation.world.record.deletions):
         simulation.break_promise("what is told deleted was deleted", f"{command.name}: {told[0][:300]}")

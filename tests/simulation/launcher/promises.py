@@ -141,7 +141,7 @@ def run_with_budget_continues(simulation: SimulatedRun, command: Command) -> Non
         return
     recovering = any(": starting again (" in line for line in command.said)
     text = str(command.error)
-    if recovering and "run.recovery_minutes" not in text and "it was deleted" not in text:
+    if recovering and not any(words in text for words in ("run.recovery_minutes", "it was deleted", "client deleted")):
         world.break_promise(
             "a run with budget left continues", f"ended with {command.code} after {spent}: {str(command.error)[:300]}"
         )

@@ -1,0 +1,62 @@
+"""Claims about hosts that write too much, on an emulated slice: supervision goes on in little memory, and the failure
+of another host is told at once. Each test writes about a gigabyte in a container."""
+
+import time
+
+import pytest
+
+from tests.rehearsal.workstation import Workstation, on_this_machine
+
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
+
+TwoHosts = tuple[Workstation, str]
+MOST_MB = 150
+WRITERS = {
+    "one line of 1 GB": "for _ in range(1024):\n    out.write(b'x' * (1 << 20))\n",
+    "100,000 lines a second": """
+begun = time.monotonic()
+for second in range(60):
+    out.write(b''.join(b'line %d of second %d\\n' % (number, second) for number in range(100_000)))
+    out.flush()
+    time.sleep(max(0, begun + second + 1 - time.monotonic()))
+""",
+}
+PROGRAM = """
+import os, sys, time
+out = sys.stdout.buffer
+if os.environ["TPU_WORKER_ID"] == "1":
+    time.sleep(30)
+    print("about to fail at", time.time(), flush=True)
+    sys.exit(3)
+WRITER
+out.flush()
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_a_host_that_writes_too_much_delays_no_verdict_and_fills_no_memory(two_hosts: TwoHosts, kind: str) -> None:
+    work, file = two_hosts
+    program = ["--", "python3", "-c", PROGRAM.replace("WRITER", WRITERS[kind])]
+    running = work.begin("--emulated", "run", "--new", "--json", "-f", file, *program)
+    most = 0
+    while running.process.poll() is None:
+        most = max(most, peak_memory(running.process.pid))
+        time.sleep(0.1)
+    told = time.time()
+    ended = running.end()
+    assert ended.code == 10, ended.output[-2000:]
+    assert (ended.json()["cause"]["worker"], ended.json()["cause"]["exit_code"]) == (1, 3)
+    failed = float(next(line for line in running.lines if "about to fail at" in line).split()[-1])
+    print(f"{kind}: the run ended {told - failed:.1f} s after the failure; the launcher had {most} MB at most")
+    assert told - failed < on_this_machine(10)
+    assert most < MOST_MB
+
+
+def peak_memory(process: int) -> int:
+    """Returns the most memory that a process has had, in MB; 0 once it has ended."""
+    try:
+        with open(f"/proc/{process}/status", encoding="ascii") as lines:
+            return max(int(line.split()[1]) // 1000 for line in lines if line.startswith("VmHWM:"))
+    except (OSError, ValueError):
+        return 0
