@@ -418,12 +418,15 @@ class _Supervision:
             observation = self._observe(worker, since, patience, progress=progress)
             if self.over.is_set():
                 return
+            cursor = log.cursor
             self.inbox.put(observation)
             since = log.cursor.since if log.behind else log.cursor.since or since
             if (page := next_page(observation)) and not log.behind:
                 if not is_long:
                     self.threads.start(self._watch_state, worker)
                 patience, since, is_long = 0.0, page, True
+                while log.cursor is cursor and not log.behind and not self.over.wait(0.05):
+                    pass  # one page in memory: this task reads faster than the main task writes
                 continue
             ended = observation.container is not None and observation.container.ended
             patience = 0.0 if observation.container is None or ended else self.interval

@@ -46,12 +46,15 @@ class Running:
 
     process: subprocess.Popen[str]
     lines: list[str] = field(default_factory=list)
+    ignored: str = "\0"  # how lines begin that are not kept
     _news: threading.Condition = field(default_factory=threading.Condition)
 
     def read(self) -> None:
         """Collects the command's lines until it ends."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
+            if line.startswith(self.ignored):
+                continue
             with self._news:
                 self.lines.append(line.rstrip("\n"))
                 self._news.notify_all()
