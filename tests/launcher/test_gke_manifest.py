@@ -135,8 +135,16 @@ def test_what_gke_can_not_run_is_refused(changes: list[str], words: list[str]) -
         assert word in str(refused.value)
 
 
-def test_output_may_be_below_a_mounted_bucket() -> None:
-    assert rendered("output=/bucket/runs", "gke.gcsfuse={bucket: my-bucket, folder: /bucket}")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ["output=/bucket/runs", "gke.gcsfuse={bucket: my-bucket, folder: /bucket}"],
+        ["slice.capacity=reserved", "gke.node_selector={cloud.google.com/gke-nodepool: ours}"],
+        ["gke.topology=2x2x2", "gke.hosts=2"],
+    ],
+)
+def test_what_gke_can_run_is_rendered(changes: list[str]) -> None:
+    assert rendered(*changes)
 
 
 def test_an_image_must_be_named_by_its_digest() -> None:
