@@ -92,11 +92,9 @@ class Gke:
         The addresses are the pods' host names in the newest JobSet that has not ended, "" without one. Raises
         LaunchError if JobSets can't be listed.
         """
-        jobsets = self._list_jobsets()
-        self._note_deletion(jobsets)
-        running = {jobset["metadata"]["name"]: jobset for jobset in jobsets if not _is_over(jobset)}
-        state = "PREEMPTED" if any(_all_disrupted(watch) for watch in self._open_watches()) else "READY"
-        state = "DELETED" if self._deleted else state
+        running = {jobset["metadata"]["name"]: jobset for jobset in self._list_jobsets() if not _is_over(jobset)}
+        disrupted = any(_all_disrupted(watch) for watch in self._open_watches())
+        state = "DELETED" if self._deleted else "PREEMPTED" if disrupted else "READY"
         newest = max(running, default="", key=lambda name: running[name]["metadata"].get("creationTimestamp", ""))
         addresses = [host_name(newest, str(worker)) if newest else "" for worker in self._workers]
         detail = f"GKE, namespace {self._kubectl.namespace}" + (f", JobSet {newest}" if newest else "")
@@ -224,7 +222,7 @@ class Gke:
         wanted = list(self._workers) if workers is None else list(workers)
         try:
             if remove:
-                self._note_deletion(self._list_jobsets())
+                self._list_jobsets()  # records a deletion by another client
             late = self._stop_pods(container, wanted, grace)
             if remove:
                 self._remove(_name(container))
@@ -302,10 +300,13 @@ class Gke:
     # -- parts --------------------------------------------------------------------------------------------------------
 
     def _list_jobsets(self) -> list[dict[str, Any]]:
-        """Returns the slice's JobSets as the API gives them, of all runs, also ended ones."""
+        """Returns the slice's JobSets as the API gives them, of all runs, also ended ones. Records a deletion of the
+        observed one by another client: it is missing, and this process has not removed it."""
         selector = f"{LABEL_SLICE}={self.config.slice.name}"
         output = self._kubectl.call("get", _JOBSETS, "--selector", selector, "--output", "json")
         jobsets: list[dict[str, Any]] = json.loads(output)["items"]
+        if self._observed not in {"", *self._removed, *(jobset["metadata"]["name"] for jobset in jobsets)}:
+            self._deleted = True
         return jobsets
 
     def _create(self, attempt: Attempt) -> None:
@@ -433,12 +434,6 @@ class Gke:
             if not late or self._clock.monotonic() > deadline:
                 return late
             self._clock.sleep(0.2)
-
-    def _note_deletion(self, jobsets: Sequence[Mapping[str, Any]]) -> None:
-        """Records whether the observed attempt's JobSet is missing although this process has not removed it."""
-        listed = {jobset["metadata"]["name"] for jobset in jobsets}
-        if self._observed and self._observed not in listed | self._removed:
-            self._deleted = True
 
     def _remove(self, name: str) -> None:
         """Deletes an attempt's objects, and waits until its pods are gone."""

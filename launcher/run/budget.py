@@ -23,24 +23,19 @@ _SLICE_LOST = (Kind.PREEMPTED.value, Kind.DELETED.value)
 
 def spent(entries: Sequence[Entry], now: float) -> float:
     """Returns the dollars that a run with these events has cost until `now` (Unix seconds)."""
-    total, rate, begun = 0.0, 0.0, 0.0
+    total, rate, begun, rates = 0.0, 0.0, 0.0, dict[int, float]()  # rates: dollars a second, by attempt
     for entry in entries:
         time, event = parse_time(entry.time) or begun, entry.event
         if isinstance(event, events.AttemptBegan):
             total += rate * max(0.0, time - begun)
-            rate, begun = (event.dollars_an_hour or 0.0) / 3600, time
+            rate = rates[event.attempt] = (event.dollars_an_hour or 0.0) / 3600
+            begun = time
         elif isinstance(event, events.Ended | events.RecoveryGivenUp | events.SliceReplaced):
             total += rate * max(0.0, time - begun)
             begun, rate = time, 0.0
         elif isinstance(event, events.Recovering) and event.after not in _SLICE_LOST:
-            rate = _rate_of(entries, event.attempt)  # the slice stays, and is billed until the next attempt
+            rate = rates[event.attempt]  # the slice stays, and is billed until the next attempt
     return total + rate * max(0.0, now - begun)
-
-
-def _rate_of(entries: Sequence[Entry], attempt: int) -> float:
-    """Returns the dollars a second of an attempt's slice."""
-    began = [entry.event for entry in entries if isinstance(entry.event, events.AttemptBegan)]
-    return next((event.dollars_an_hour or 0.0) / 3600 for event in reversed(began) if event.attempt == attempt)
 
 
 def is_spent(session: Session) -> bool:

@@ -123,15 +123,10 @@ class Watch:
         begun = ended = None
         if current is not None and len(recent) == WINDOWS and not any(_is_same(current, each) for each in recent):
             current, ended = None, current
-        elif current is None and recent[-1] is not None and _all_same(recent):
-            current = begun = recent[-1]
+        elif current is None and (last := recent[-1]) is not None and len(recent) == WINDOWS:
+            current = begun = last if all(_is_same(last, each) for each in recent) else None
         return Watch(current, dict(lines), now, recent), begun, ended
 
 
 def _is_same(one: Straggler, other: Straggler | None) -> bool:
     return other is not None and (one.worker, one.part) == (other.worker, other.part)
-
-
-def _all_same(windows: Sequence[Straggler | None]) -> bool:
-    first = windows[0]
-    return len(windows) == WINDOWS and first is not None and all(_is_same(first, each) for each in windows)

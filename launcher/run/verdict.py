@@ -295,7 +295,8 @@ def _judge_failure(
         return Verdict(Kind.STOPPED, _describe_exit_of(_first(failed)) if failed else None)
 
     def symptoms(cause: HostView) -> tuple[str, ...]:
-        return _describe_exits([view for view in failed if view is not cause])
+        others = [view for view in failed if view is not cause]
+        return tuple(f"host {view.worker}: {describe_exit(view.container)}" for view in others if view.container)
 
     if rebooted := [view for view in failed if view.rebooted]:
         cause = min(rebooted, key=lambda view: (view.lost_peer_first, view.worker))
@@ -358,11 +359,6 @@ def _describe_exit_of(view: HostView) -> Cause:
     state = view.container
     assert state is not None
     return Cause(view.worker, describe_exit(state), state.exit_code, state.oom_killed, state.finished_at)
-
-
-def _describe_exits(views: Sequence[HostView]) -> tuple[str, ...]:
-    """Returns how each of these hosts' containers exited, as "host N: ..." (symptoms of a verdict)."""
-    return tuple(f"host {view.worker}: {describe_exit(view.container)}" for view in views if view.container is not None)
 
 
 def describe_exit(state: ContainerState) -> str:

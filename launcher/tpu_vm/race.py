@@ -122,7 +122,7 @@ class Race:
                 self._take_turns()
                 self.machine.clock.sleep(self._pause())
         except BaseException:
-            self._leave()
+            self._withdraw_rest()  # after this command no process chooses between the requests
             raise
 
     def _affordable(self) -> list[Candidate]:
@@ -303,10 +303,6 @@ class Race:
                     return
             clock.sleep(_POLL_SECONDS)
         self.record.end(doomed, requests.WITHDRAWN, clock.time())
-
-    def _leave(self) -> None:
-        """Withdraws all requests except a granted one, since after this command no process chooses between them."""
-        self._withdraw_rest()
 
 
 def _price(candidate: Candidate) -> float:

@@ -29,7 +29,8 @@ class Crc32c:
         table = np.append(_byte_table(longest).reshape(-1), np.uint32(0))
         self._table = tf.constant(table)
         self._no_byte = len(table) - 1
-        self._of_zeros = tf.constant(_crcs_of_zeros(longest))  # (longest + 1,)
+        of_zeros = [google_crc32c.value(bytes(length)) for length in range(longest + 1)]
+        self._of_zeros = tf.constant(np.array(of_zeros, np.uint32))  # (longest + 1,)
 
     def of_equal_lengths(self, reversed_bytes: Any) -> Any:
         """Returns the CRCs, (n,) uint32, of messages (n, longest) uint8, given last byte first."""
@@ -77,11 +78,6 @@ def _byte_table(longest: int) -> npt.NDArray[np.uint32]:
         table[distance] = register
         register = one_byte[register & np.uint32(255)] ^ (register >> np.uint32(8))
     return table
-
-
-def _crcs_of_zeros(longest: int) -> npt.NDArray[np.uint32]:
-    """Returns the CRC-32C of 0, 1, ..., `longest` zero bytes. (longest + 1,)"""
-    return np.array([google_crc32c.value(bytes(length)) for length in range(longest + 1)], np.uint32)
 
 
 def _mask(crc: Any) -> Any:
