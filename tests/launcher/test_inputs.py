@@ -18,8 +18,11 @@ from launcher.emulator.storage.bucket import StorageApiError
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.findings import Severity
 from tests.bucket_server import BucketServer
+from tests.launcher.test_runs import Workstation, work
 from tests.training import test_labelled_batches as labelled
 from training.storage import gcs
+
+__all__ = ["work"]
 
 FILE = """\
 project: p
@@ -125,9 +128,10 @@ def test_a_dataset_that_this_account_may_not_read_is_left_to_the_hosts(server: B
     )
 
 
-def test_a_dataset_that_is_not_there_is_bad_input(server: BucketServer, tmp_path: Path) -> None:
+def test_a_run_whose_dataset_is_not_there_starts_nothing(server: BucketServer, work: Workstation) -> None:
     with pytest.raises(BadInput, match=r"run\.yaml:5: data\.train: gs://bucket/data is not a dataset"):
-        inputs.data(config(tmp_path), print)
+        work.run(config(work.folder))
+    assert not work.hosts.attempts
 
 
 def test_a_bucket_that_can_not_be_read_now_is_no_bad_input(
