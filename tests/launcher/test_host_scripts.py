@@ -111,17 +111,6 @@ def test_parameters_are_never_code(value: str, flag: bool, shell: str) -> None:
     assert shown.decode().split("\0")[:-1] == [value, value, "yes" if flag else "no"]
 
 
-def test_the_container_is_told_who_it_is() -> None:
-    environment = host_scripts.container_environment(
-        attempt(environment={"MINE": "1"}), ["10.0.0.1", "10.0.0.2"], "v4-16"
-    )
-    assert environment["TPU_WORKER_HOSTNAMES"] == "10.0.0.1,10.0.0.2"
-    assert environment["TPU_LAUNCH_RUN_ID"] == "demo-1"
-    assert environment["TPU_ACCELERATOR_TYPE"] == "v4-16"
-    assert environment["PJRT_DEVICE"] == "TPU"
-    assert environment["MINE"] == "1"
-
-
 def test_a_host_that_shuts_down_gives_the_container_its_time_to_save(host: ScriptHost) -> None:
     host.run(start(stop_seconds=25))
     words = host.created

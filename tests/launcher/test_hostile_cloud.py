@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -751,53 +750,3 @@ def test_a_host_that_is_waited_on_is_asked_again_when_another_fails_and_does_not
     outcome = work.run(work.config("run.failure_retries=0"))
     over.set()
     assert (outcome.verdict.kind, outcome.verdict.cause and outcome.verdict.cause.worker) == (Kind.FAILED, 0)
-
-
-def test_an_end_is_seen_while_a_page_of_a_huge_log_is_looked_for(
-    work: Workstation, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found, verdict = threading.Event(), threading.Event()
-
-    def observe(self: FakeProvider, worker: int, container: str, since: str | None, **__: object) -> Observation:
-        lines = (LogLine("2026-01-01T00:00:00.000000000Z", "a line"),)
-        if since is None:
-            return Observation(worker, ContainerState("running"), lines, more=True)
-        if not verdict.is_set():
-            found.wait(20)
-        return Observation(worker, ContainerState("exited", 3), lines, more=False)
-
-    say = work.messages.append
-
-    def hear(message: str) -> None:
-        say(message)
-        if "ending the attempt" in message:
-            verdict.set()
-            found.set()
-
-    monkeypatch.setattr(work, "messages", SimpleNamespace(append=hear))
-    monkeypatch.setattr(FakeProvider, "observe", observe)
-    monkeypatch.setattr(
-        FakeProvider, "look", lambda self, worker, *_, **__: Observation(worker, ContainerState("exited", 3))
-    )
-    began = time.monotonic()
-    assert work.run(work.config("run.failure_retries=0")).verdict.kind is Kind.FAILED
-    assert time.monotonic() - began < 15, "the verdict waited for the page"
-
-
-def test_the_end_of_a_log_that_is_too_long_to_read_is_fetched(
-    work: Workstation, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pages, state = itertools.count(), ContainerState("exited", 3)
-
-    def observe(self: FakeProvider, worker: int, *_: object, **__: object) -> Observation:
-        line = LogLine(f"2026-01-01T00:00:00.{next(pages):09d}Z", "one of many")
-        return Observation(worker, state, (line,), more=True)
-
-    def look(self: FakeProvider, worker: int, container: str, *, lines: int = 0) -> Observation:
-        return Observation(worker, state, (LogLine("2026-01-01T01:00:00.000000000Z", "the error"),) if lines else ())
-
-    monkeypatch.setattr("launcher.run.supervise._LAST_SECONDS", 0.0)
-    monkeypatch.setattr(FakeProvider, "observe", observe)
-    monkeypatch.setattr(FakeProvider, "look", look)
-    assert work.run(work.config("run.failure_retries=0")).last_lines[-1] == "the error"
-    assert any("it wrote too many" in message for message in work.messages)

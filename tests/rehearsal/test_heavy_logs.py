@@ -50,6 +50,7 @@ def test_a_host_that_writes_too_much_delays_no_verdict_and_fills_no_memory(two_h
     ended = running.end()
     print(f"{kind}: the verdict came {seconds:.1f} s after the failure; the launcher had {most} MB at most")
     assert ended.code == 10, ended.output
+    assert ("host 0: lines before its last 1000 may be missing: it wrote too many" in ended.output) == ("lines" in kind)
     assert seconds < on_this_machine(10)
     assert most < MOST_MB[kind]
 
