@@ -1,7 +1,10 @@
 """Decoders: from scratch on documents, on the answers of chats, and as an adapter of an earlier run's model."""
 
+import builtins
+import inspect
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from training.data.formats.open_dataset import open_dataset
 from training.data.prepare.corpus import Corpus
 from training.data.prepare.tokenizer_training import train_tokenizer, write_tokenizer
 from training.errors import BadInput
+from training.models.initial import initial_weight
 from training.models.predict import go_on, pipeline_of
 from training.run_setup import open_task
 from training.yaml_file import Document
@@ -77,6 +81,14 @@ def test_an_adapter_has_peft_s_layout_and_merges_to_the_same_model(folder: Path,
     assert evaluated.figures["loss"] == pytest.approx(summary["eval_loss"], rel=1e-5)
 
 
+def write_with_template(source: Path, folder: Path) -> Any:
+    """Writes a tokenizer with a chat template. Returns it as transformers loads it."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
 def plain_sums(network: Any, arrays: dict[str, np.ndarray]) -> tuple[torch.Tensor, float]:
     """The summed loss by transformers' modules, and the predictions."""
     ids, places, labels, weights = (torch.from_numpy(value) for value in arrays.values())
@@ -85,27 +97,17 @@ def plain_sums(network: Any, arrays: dict[str, np.ndarray]) -> tuple[torch.Tenso
     return (losses * weights.flatten()).sum(), float(weights.sum())
 
 
-def test_two_hosts_have_the_losses_and_the_perplexity_of_a_plain_loop_on_real_text(tmp_path: Path) -> None:
-    """Python's help texts; transformers' modules and torch's AdamW in one process, from the same random weights."""
-    write_tokenizer(str(tmp_path / "tokenizer"), train_tokenizer(Corpus("builtin:pydoc").documents, 700, "wordpiece"))
-    shards(tmp_path, "builtin:pydoc", evaluation_percent=10.0)
-    torch.manual_seed(0)
-    plain = transformers.AutoModelForCausalLM.from_config(
-        transformers.AutoConfig.for_model(**LLAMA, vocab_size=700), attn_implementation="eager"
-    )
-    plain.save_pretrained(tmp_path / "start")
-    exact = {
-        "train__schedule": "constant",
-        "train__warmup_steps": 0,
-        "train__clip_norm": None,
-        "train__weight_decay": 0,
-    }
-    config = document(tmp_path, model={"path": str(tmp_path / "start")}, train__steps=60, **exact)
-    hosts = small_runs.start(tmp_path, "ours", config, hosts=2)
+def train_beside_a_plain_loop(folder: Path, run_id: str, plain: Any, **changes: Any) -> tuple[float, float]:
+    """Trains on two hosts, and `plain` by torch's AdamW in one process on the same batches: requires equal losses, and
+    perplexities within 2 %. Returns the perplexities of the first batch and of the evaluation."""
+    exact = {"train__schedule": "constant", "train__warmup_steps": 0, "train__clip_norm": None}
+    config = document(folder, train__steps=60, train__weight_decay=0, **exact, **changes)
+    hosts = small_runs.start(folder, run_id, config, hosts=2)
     assert [host.finish() for host in hosts] == [0, 0], hosts[0].text() + hosts[1].text()
 
     task = open_task(from_document(Document("test", config, {})), small_runs.this_host())
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=config["train"]["learning_rate"], weight_decay=0)
+    trained = [parameter for parameter in plain.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=config["train"]["learning_rate"], weight_decay=0)
     batches, theirs = task.batches(0), []
     for _ in range(60):
         loss, predictions = plain_sums(plain, next(batches).arrays)
@@ -116,11 +118,74 @@ def test_two_hosts_have_the_losses_and_the_perplexity_of_a_plain_loop_on_real_te
     batches.close()
     with torch.no_grad():
         losses, counts = zip(*(plain_sums(plain, batch.arrays) for batch in task.evaluation_batches()), strict=True)
-    ours = small_runs.losses(tmp_path, "ours")
-    assert ours[:20] == pytest.approx(theirs[:20], rel=1e-5)
-    summary = small_runs.summary(tmp_path, "ours")
-    assert summary["eval_perplexity"] == pytest.approx(math.exp(float(sum(losses)) / sum(counts)), rel=0.02)
-    assert summary["eval_perplexity"] < math.exp(theirs[0]) / 2
+    assert small_runs.losses(folder, run_id)[:20] == pytest.approx(theirs[:20], rel=1e-5)
+    perplexity = float(small_runs.summary(folder, run_id)["eval_perplexity"])
+    assert perplexity == pytest.approx(math.exp(float(sum(losses)) / sum(counts)), rel=0.02)
+    return math.exp(theirs[0]), perplexity
+
+
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Python's help texts, and a tokenizer of them with a chat template; in `start` a model with random weights."""
+    folder = tmp_path_factory.mktemp("taught")
+    write_tokenizer(str(folder / "plain"), train_tokenizer(Corpus("builtin:pydoc").documents, 700, "wordpiece"))
+    write_with_template(folder / "plain", folder / "tokenizer")
+    shards(folder, "builtin:pydoc", evaluation_percent=10.0)
+    torch.manual_seed(0)
+    configuration = transformers.AutoConfig.for_model(**LLAMA, vocab_size=700)
+    transformers.AutoModelForCausalLM.from_config(configuration).save_pretrained(folder / "start")
+    return folder
+
+
+def starting_model(folder: Path | str) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+
+
+@pytest.fixture(scope="module")
+def perplexities(taught: Path) -> tuple[float, float]:
+    start = str(taught / "start")
+    return train_beside_a_plain_loop(taught, "scratch", starting_model(start), model={"path": start})
+
+
+def test_two_hosts_have_the_losses_and_the_perplexity_of_a_plain_loop_on_real_text(
+    perplexities: tuple[float, float],
+) -> None:
+    """Python's help texts; transformers' modules in one process, from the same random weights."""
+    assert perplexities[1] < perplexities[0] / 2
+
+
+@pytest.mark.usefixtures("perplexities")
+def test_two_hosts_tune_adapters_on_chats_as_peft_in_a_plain_loop(taught: Path, tmp_path: Path) -> None:
+    """Questions after Python's functions, answered by their help texts; begins with the model of the help topics."""
+    import peft
+
+    things = {name: inspect.getdoc(thing) for module in (builtins, math, os) for name, thing in vars(module).items()}
+    chats = [(f"what is {name}?", text.splitlines()[0]) for name, text in things.items() if text]
+    corpus = tmp_path / "chats.jsonl"
+    roles = ("user", "assistant")
+    messages = [[{"role": role, "content": text} for role, text in zip(roles, chat, strict=True)] for chat in chats]
+    corpus.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in messages))
+    shards(tmp_path, corpus, chat="messages", tokenizer=str(taught / "tokenizer"), evaluation_percent=10.0)
+    start = small_runs.summary(taught, "scratch")["model"]
+    lora = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    plain = peft.get_peft_model(starting_model(start), lora)
+    for name, value in plain.named_parameters():
+        if "lora_A" in name:
+            ours = name.removeprefix("base_model.model.").replace(".default", "")
+            deviation = (3 * value.shape[1]) ** -0.5
+            value.data = torch.from_numpy(initial_weight(ours, tuple(value.shape), seed=1, deviation=deviation))
+    changes = {"model": {"path": start}, "lora": {"rank": 4, "alpha": 8}, "train__learning_rate": 0.01}
+    tokenizer = str(taught / "tokenizer")
+    first, last = train_beside_a_plain_loop(tmp_path, "chats", plain, data__tokenizer=tokenizer, **changes)
+    assert last < first * 0.7
+    adapter = small_runs.summary(tmp_path, "chats")["model"]
+    theirs = peft.get_peft_model_state_dict(plain)
+    loaded = peft.get_peft_model_state_dict(peft.PeftModel.from_pretrained(starting_model(start), adapter))
+    assert loaded.keys() == theirs.keys()
+    for name, value in theirs.items():
+        torch.testing.assert_close(loaded[name], value, rtol=0, atol=1e-3)
+    answer = transformers.pipeline("text-generation", model=adapter)(messages[0][:1], max_new_tokens=8, do_sample=False)
+    assert [message["role"] for message in answer[0]["generated_text"]] == list(roles)
 
 
 def test_frozen_parameters_stay(folder: Path, trained: dict[str, Any]) -> None:
@@ -133,9 +198,7 @@ def test_frozen_parameters_stay(folder: Path, trained: dict[str, Any]) -> None:
 
 
 def test_only_answers_of_chats_are_learnt(folder: Path, tmp_path: Path) -> None:
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "tokenizer")
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    tokenizer = write_with_template(folder / "tokenizer", tmp_path / "tokenizer")
     corpus = tmp_path / "chats.jsonl"
     corpus.write_text(json.dumps({"messages": CHAT}) + "\n")
     shards(tmp_path, corpus, chat="messages", evaluation_corpus=str(corpus), splits=("train",))
