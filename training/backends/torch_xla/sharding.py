@@ -36,7 +36,8 @@ class DataParallel:
 
     def __init__(self, cluster: Cluster, fsdp: int = 1) -> None:
         """Opens the devices, under SPMD if this process has several or preflight simulates some. `fsdp`: over how many
-        devices the state is split under SPMD. Raises UnusableTpu, and BadInput unless `fsdp` divides the devices."""
+        devices the state is split under SPMD. Raises UnusableTpu, TrainError if the hosts are not connected, and
+        BadInput unless `fsdp` divides the devices."""
         is_tpu = os.environ.get("PJRT_DEVICE") == "TPU"
         several = is_tpu or int(os.environ.get("CPU_NUM_DEVICES") or 1) > 1
         self.is_spmd = several or xla_runtime.is_spmd()  # preflight says so, where there is one device
@@ -50,6 +51,11 @@ class DataParallel:
                 raise
             raise UnusableTpu(str(error), cluster.accelerator_type) from None
         self._hosts, self.local_devices = cluster.hosts, self.devices // cluster.hosts
+        if self.is_spmd and cluster.hosts > 1 and len(internals.local_devices()) == self.devices:
+            raise TrainError(
+                f"torch_xla shows {self.devices} devices, all of this host, but the run has {cluster.hosts} hosts, "
+                "whose devices must be connected; CPUs can't be: leave CPU_NUM_DEVICES out; on TPUs: `doctor --devices`"
+            )
         if self.is_spmd and (mistake := mesh_mistake(fsdp, self.devices)):
             raise BadInput(mistake)
         self.mesh_shape = mesh_shape(self.devices, fsdp) if self.is_spmd else mesh_shape(1, 1)
