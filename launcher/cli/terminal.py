@@ -29,11 +29,8 @@ _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u20
 def printable(text: str) -> str:
     """Returns a text without colours, and with symbols for control characters other than tabs and line feeds (ESC
     becomes U+241B): a host's line must not move the cursor, set a title or write to the clipboard."""
-    return _UNPRINTABLE.sub(_symbol, _COLOUR.sub("", text))
-
-
-def _symbol(match: re.Match[str]) -> str:
-    return chr(0x2400 + ord(match[0])) if match[0] < " " else "\ufffd"
+    plain = _COLOUR.sub("", text)
+    return _UNPRINTABLE.sub(lambda match: chr(0x2400 + ord(match[0])) if match[0] < " " else "\ufffd", plain)
 
 
 def say(text: str, **style: bool) -> None:

@@ -87,51 +87,6 @@ finally:
 """
 
 
-class Channel:
-    """A channel of a connection: what was sent on it, and what comes back in pieces."""
-
-    def __init__(self, *pieces: bytes) -> None:
-        self.pieces, self.errors, self.sent = list(pieces), [b"oops", b""], b""
-        self.status_event, self.exit_status = threading.Event(), 3
-        self.status_event.set()
-
-    def __enter__(self) -> "Channel":
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-    def settimeout(self, _: float) -> None: ...
-    def set_combine_stderr(self, _: bool) -> None: ...
-    def exec_command(self, _: str) -> None: ...
-    def shutdown_write(self) -> None: ...
-
-    def sendall(self, data: bytes) -> None:
-        self.sent += data
-
-    def recv(self, _: int) -> bytes:
-        return self.pieces.pop(0) if self.pieces else b""
-
-    def recv_stderr(self, _: int) -> bytes:
-        return self.errors.pop(0)
-
-    def connection(self) -> SimpleNamespace:
-        session = SimpleNamespace(open_session=lambda timeout: self)
-        return SimpleNamespace(client=SimpleNamespace(get_transport=lambda: session))
-
-
-def test_every_line_of_a_command_comes_as_it_ends_and_the_last_one_without_an_end() -> None:
-    lines = list[str]()
-    channel = Channel(b"one\r\ntw", b"o\nthr", b"ee")
-    assert transport._follow(channel.connection(), "true", 5.0, lines.append) == 3
-    assert lines == ["one", "two", "three"]
-
-
-@pytest.mark.parametrize(("stdin", "sent"), [(None, b""), ("secret", b"secret")])
-def test_a_command_gets_its_input_and_gives_its_output(stdin: str | None, sent: bytes) -> None:
-    channel = Channel(b"out", b"put")
-    assert transport._execute(channel.connection(), "true", 5.0, stdin) == (3, "output", "oops")
-    assert channel.sent == sent
-
-
 @pytest.mark.parametrize(("idle", "tries"), [(60.0, 2), (1.0, 1)])
 def test_only_a_connection_that_was_idle_is_tried_again_when_it_breaks(idle: float, tries: int) -> None:
     clock, commands = Clock(), list[str]()

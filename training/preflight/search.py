@@ -172,7 +172,8 @@ def _search_batch(
     def fits(rows: int) -> bool:
         """Compiles the step with so many rows and notes the result in `known`."""
         graph = Graph("training", rows * step, max(facts.lengths))
-        programs = trace_programs(_with_batch(config, rows * step), facts, [graph], target)
+        train = config.train.model_copy(update={"global_batch_size": rows * step})
+        programs = trace_programs(config.model_copy(update={"train": train}), facts, [graph], target)
         known[rows] = compile_all(programs, target, show, flags).graphs[0]
         if known[rows].reason:
             show(f"{graph}: {known[rows].reason}")
@@ -256,8 +257,3 @@ def _next_rows(good: int | None, bad: int | None, expected: float | None, surpri
         just_below = low + max(0, (good or 0) * 2**surprises // 16 - 1)
         just_below = just_below if bad is None or just_below < bad else (low + bad) // 2
     return min(max(just_below, low), high)
-
-
-def _with_batch(config: TrainerConfig, rows: int) -> TrainerConfig:
-    """Returns the configuration with a global batch of `rows`."""
-    return config.model_copy(update={"train": config.train.model_copy(update={"global_batch_size": rows})})
