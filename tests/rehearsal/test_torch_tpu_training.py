@@ -47,15 +47,20 @@ def kill_rank(container: str, rank: int) -> None:
     docker("exec", "--user=0", container, "sh", "-c", f"kill -9 $({find})")
 
 
-@pytest.mark.timeout(1200)  # two images are built where they are missing
-def test_four_processes_train_as_torch_xla_does_through_a_kill_and_export_a_model(emulator: Workstation) -> None:
-    work = emulator
-    work.file(FILE, (ROOT / "examples" / FILE).read_text().replace("v4-16 #", "v4-8 #"))
+def prepare(work: Workstation, slice_: str) -> None:
+    """Makes a slice, and in the bucket a tokenizer and data."""
+    work.file(FILE, (ROOT / "examples" / FILE).read_text().replace("v4-16 #", f"{slice_} #"))
     work.good("--emulated", "up", "-f", FILE)
     corpus = ["--corpus", "builtin:pydoc"]
     work.good(*LOCAL, "tokenizer", *corpus, "--vocabulary", "2000", "--out", "gs://rehearsal/tokenizer", seconds=900)
     shards = ["--tokenizer", "gs://rehearsal/tokenizer", "--sequence-length", "64", "--out", "gs://rehearsal/data"]
-    work.good(*LOCAL, "shards", *corpus, *shards)
+    work.good(*LOCAL, "shards", *corpus, *shards, "--overwrite")
+
+
+@pytest.mark.timeout(1200)  # two images are built where they are missing
+def test_four_processes_train_as_torch_xla_does_through_a_kill_and_export_a_model(emulator: Workstation) -> None:
+    work = emulator
+    prepare(work, "v4-8")
     run = ("--emulated", "run", "-f", FILE, "--json", *SETTINGS)
     expected = results(work, work.good(*run, "--new", seconds=900).json()["run"])
 
@@ -79,6 +84,23 @@ def test_four_processes_train_as_torch_xla_does_through_a_kill_and_export_a_mode
     assert found["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-5)
     answers = work.good(*LOCAL, "predict", found["model"], "The [MASK] statement ends a loop.")
     assert "statement ends a loop" in answers.output
+    work.good("--emulated", "down", "-f", FILE)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+def test_a_state_split_over_two_hosts_has_the_losses_of_a_replicated_one(emulator: Workstation) -> None:
+    """Eight processes, each with an eighth of every matrix, or with all of the state."""
+    work = emulator
+    prepare(work, "v4-16")
+    run = ("--emulated", "run", "-f", FILE, "--json", "--new", *SETTINGS, "--set", "backend=torch-tpu")
+    split, replicated = (
+        results(work, work.good(*run, "--set", f"train.mesh.fsdp={count}", seconds=600).json()["run"])
+        for count in (8, 1)
+    )
+    assert (split["devices"], split["hosts"], len(split["losses"])) == (8, 2, STEPS)
+    assert list(split["losses"].values()) == pytest.approx(list(replicated["losses"].values()), rel=1e-6)
+    assert split["eval_loss"] == pytest.approx(replicated["eval_loss"], rel=1e-6)
     work.good("--emulated", "down", "-f", FILE)
 
 
