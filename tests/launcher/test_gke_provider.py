@@ -248,15 +248,15 @@ def test_only_pods_that_run_are_stopped_and_asked_for_stacks_and_each_host_is_re
 def test_a_jobset_that_another_client_deleted_is_told_from_one_that_this_process_removed(kubectl: Path) -> None:
     show(kubectl, "a", "b")
     gke = provider(kubectl, 1, 1)
-    (kubectl / "jobsets").write_text(json.dumps({"items": [{"metadata": {"name": ATTEMPT.run_id + "-0"}}]}))
+    ours = json.dumps({"items": [{"metadata": {"name": ATTEMPT.run_id + "-0"}}]})
+    (kubectl / "jobsets").write_text(ours)
     gke.observe(0, ATTEMPT.container, None)
     assert gke.describe().state == "READY"
-    kept = (kubectl / "jobsets").read_text()
     (kubectl / "jobsets").write_text('{"items": []}')
     assert gke.describe().state == "DELETED"
     removing = provider(kubectl, 1, 1)
     removing.observe(0, ATTEMPT.container, None)
-    (kubectl / "jobsets").write_text(kept)
+    (kubectl / "jobsets").write_text(ours)
     removing.stop(ATTEMPT.container, grace=-29, remove=True)
     (kubectl / "jobsets").write_text('{"items": []}')
     assert removing.describe().state == "READY"

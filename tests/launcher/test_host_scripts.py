@@ -427,12 +427,6 @@ def test_a_container_that_was_only_created_is_recreated(host: ScriptHost, shell:
     assert host.verbs == ["ps", "rm", "create", "start", "inspect"]
 
 
-def test_the_boot_of_a_host_is_the_kernels_and_that_of_its_first_process(host: ScriptHost, shell: str) -> None:
-    started = Path("/proc/1/stat").read_text().rsplit(") ", 1)[1].split()[19]
-    kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    assert boot_of(host, shell) == f"{kernel}.{started}"
-
-
 def test_an_absent_container_is_told_from_an_engine_that_is_down(host: ScriptHost) -> None:
     assert host.run(host_scripts.observe_script("demo", None)) == "absent\n"
     host.answer("version", "echo no such >&2; echo socket >&2; exit 1")

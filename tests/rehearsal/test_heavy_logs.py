@@ -9,7 +9,6 @@ from tests.rehearsal.workstation import Workstation, on_this_machine
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 
-TwoHosts = tuple[Workstation, str]
 MOST_MB = {"one line of 1 GB": 150, "100,000 lines a second": 280}  # a second's lines, and two pages of 4 MB
 WRITERS = {
     "one line of 1 GB": "for _ in range(1024):\n    out.write(b'x' * (1 << 20))\n",
@@ -17,7 +16,6 @@ WRITERS = {
 begun = time.monotonic()
 for second in range(60):
     out.write(b''.join(b'line %d of second %d\\n' % (number, second) for number in range(100_000)))
-    out.flush()
     time.sleep(max(0, begun + second + 1 - time.monotonic()))
 """,
 }
@@ -35,7 +33,9 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize("kind", WRITERS)
-def test_a_host_that_writes_too_much_delays_no_verdict_and_fills_no_memory(two_hosts: TwoHosts, kind: str) -> None:
+def test_a_host_that_writes_too_much_delays_no_verdict_and_fills_no_memory(
+    two_hosts: tuple[Workstation, str], kind: str
+) -> None:
     work, file = two_hosts
     program = ["--", "python3", "-c", PROGRAM.replace("WRITER", WRITERS[kind])]
     running = work.begin("--emulated", "run", "--new", "--json", "-f", file, *program)
