@@ -154,10 +154,11 @@ def make_attempt(
 
 def hash_configuration(config: Config) -> str:
     """Returns the configuration hash, which is equal for starts of one run: of the trainer's sections without the
-    backend, and of the command; not of where the run is."""
-    trainer = {
-        key: value for key, value in config.document.value.items() if key in TRAINER_SECTIONS and key != "backend"
-    }
+    backend and train.mesh, and of the command; not of where the run is."""
+    sections = config.document.value
+    trainer = {key: sections[key] for key in TRAINER_SECTIONS if key in sections and key != "backend"}
+    if "train" in trainer:
+        trainer["train"] = {key: value for key, value in trainer["train"].items() if key != "mesh"}
     document = json.dumps(trainer, sort_keys=True, default=str)
     return hashlib.sha256(json.dumps([document, config.run.command or []]).encode()).hexdigest()[:16]
 
