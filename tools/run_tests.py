@@ -81,7 +81,7 @@ ROWS: tuple[tuple[Stage, ...], ...] = (
         Stage("tensorflow", (*CONTAINER_TESTS, "tensorflow"), 1800),
         Stage("oracle-torch-xla", (*CONTAINER_TESTS, "oracle-torch-xla", "-s"), 600),
     ),
-    (Stage("rehearsal", (*PYTEST, "tests/rehearsal", "-m", "alone", *PATIENT, *SLOWEST), 3000),),
+    (Stage("rehearsal", (*PYTEST, "tests/rehearsal", "-m", "alone", *PATIENT, *SLOWEST), 3600),),
     (
         Stage(
             "slices",

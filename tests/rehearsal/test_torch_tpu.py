@@ -13,6 +13,7 @@ import pytest
 
 from launcher.images.build import ensure_image
 from launcher.images.specification import default_spec
+from tests.nightly import others_at_night
 from tests.rehearsal.workstation import ROOT, Workstation, docker
 
 pytestmark = pytest.mark.alone
@@ -52,7 +53,7 @@ def losses_of_one_process() -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("sharding", [(), ("--fsdp",)], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize("sharding", others_at_night([(), ("--fsdp",)], [()]), ids=["ddp", "fsdp"])
 def test_eight_processes_on_two_hosts_have_the_losses_of_one(work: Workstation, sharding: tuple[str, ...]) -> None:
     ended = work.good(*command("train.py", f"--steps={STEPS}", f"--rows={ROWS}", *sharding), seconds=600)
     stored = re.findall(r"^\[(\d)\] rank (\d): process (\d) of 8 stores \d+ numbers$", ended.output, re.MULTILINE)
