@@ -50,9 +50,10 @@ def delete(config: Config, say: Say, machine: Workstation) -> bool:
 def delete_places(
     config: Config, places: Sequence[Config], say: Say, machine: Workstation, *, all_requests: bool = False
 ) -> bool:
-    """Deletes the slices of these candidates at once, and returns whether there was one. Looks again while a create
-    request may still arrive; without `all_requests`, only until a place has a slice or fails. Leaves another owner's
-    slice alone, and raises NotOurs for it only without `all_requests` and if nothing was deleted. Raises as `delete`.
+    """Deletes the slices of these candidates at once; returns whether the last look deleted one. Looks again while a
+    create request may still arrive; without `all_requests`, only until a place has a slice or fails. Leaves another
+    owner's slice alone, and raises NotOurs for it only without `all_requests` and if nothing was deleted. Raises as
+    `delete`.
     """
 
     def delete_there(placed: Config) -> bool | LaunchError:
@@ -62,13 +63,12 @@ def delete_places(
             return error
 
     in_flight = _InFlightCreates(config, say, machine)
-    deleted = False
     while True:
         in_flight.begin_look()
         outcomes = machine.threads.map(delete_there, places, at_once=len(places))
-        deleted = deleted or any(outcome is True for outcome in outcomes)
         if (any(outcomes) and not all_requests) or not in_flight.wait():
             break
+    deleted = any(outcome is True for outcome in outcomes)
     failures = [
         (placed.zone, outcome)
         for placed, outcome in zip(places, outcomes, strict=True)

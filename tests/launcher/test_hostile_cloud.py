@@ -11,7 +11,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -127,16 +127,6 @@ def test_the_recorded_end_of_a_host_counts_although_the_host_is_out_of_reach_lat
     assert recorded(work, events.Orphaned) == 1
 
 
-@pytest.fixture
-def last_resort(work: Workstation) -> Iterator[None]:
-    """Ends the attempt after 8 s: else a failure of the test would have no end."""
-    timer = threading.Timer(8.0, work.hosts.end, [9])
-    timer.start()
-    yield
-    timer.cancel()
-
-
-@pytest.mark.usefixtures("last_resort")
 def test_an_attempt_whose_secrets_died_with_its_launcher_is_ended_and_restarted(work: Workstation) -> None:
     """Its containers run on all hosts and wait for secrets that no process has any more."""
     work.hosts.quiet = True

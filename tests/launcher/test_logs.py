@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from launcher.log_lines import CUT
 from launcher.provider import LogLine
 from launcher.run import logs
 from launcher.run.logs import Cursor, HostLog, read_from
@@ -155,6 +156,7 @@ def test_a_page_that_ends_between_two_equal_lines_repeats_none() -> None:
     cursor, at = Cursor(), "2026-01-01T00:00:00.5Z"
     twice = [LogLine(at, "line"), LogLine(at, "line")]
     assert cursor.advance(twice[:1], open=[at]) == twice[:1]
+    assert cursor.advance([LogLine(at, "li" + CUT)]) == [], "a shorter page shows less of it"
     assert cursor.advance([*twice, LogLine("2026-01-01T00:00:03.5Z", "line")]) == [
         twice[1], LogLine("2026-01-01T00:00:03.5Z", "line")
     ]  # fmt: skip

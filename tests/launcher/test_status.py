@@ -13,6 +13,7 @@ from launcher.run.ledger import Ledger
 from launcher.run.status import HostStatus, Status, recent_history
 from launcher.run.verdict import Cause
 from training.machine.clock import SystemClock
+from training.telemetry.progress_line import ProgressLine
 
 WHAT = "the host went away and came back; its container was killed with it"
 EVENTS: tuple[events.RunEvent, ...] = (
@@ -61,5 +62,9 @@ def test_a_terminal_shows_hosts_words_as_they_are_and_obeys_none(capsys: pytest.
 
 def test_rows_tell_how_long_a_host_has_been_quiet_where_that_is_known() -> None:
     hosts = [HostStatus(0, "10.0.0.1", "running", "step 5", 120.0), HostStatus(1, "10.0.0.2", "out of reach", "")]
-    rows = Status("demo", None, "r", 0, None, [], hosts).rows()
-    assert rows == [["0", "10.0.0.1", "running", "2 min ago", "step 5"], ["1", "10.0.0.2", "out of reach", "", ""]]
+    status = Status("demo", None, "r", 0, None, [], hosts, ProgressLine(5))
+    assert "step 5" in status.lines()[2]
+    assert status.rows() == [
+        ["0", "10.0.0.1", "running", "2 min ago", "step 5"],
+        ["1", "10.0.0.2", "out of reach", "", ""],
+    ]
