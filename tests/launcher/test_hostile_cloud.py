@@ -162,16 +162,24 @@ def test_an_attempt_of_which_one_host_lacks_its_secrets_costs_no_failure(
     assert outcomes(work) == [events.NOT_STARTED, "finished"]
 
 
-def test_a_run_that_finishes_while_another_terminal_waits_for_it_is_not_started_again(
-    work: Workstation, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("meanwhile", "words", "code"),
+    [
+        ((events.AttemptBegan(1), events.Ended(1, "finished")), "has just finished elsewhere", Exit.CONFLICT),
+        ((events.RunStopRequested(0),), "`tpu-launch run` resumes it", Exit.STOPPED),
+    ],
+    ids=["finished", "stopped"],
+)
+def test_a_run_that_ends_while_another_terminal_waits_for_its_lock_is_not_started_again(
+    work: Workstation, monkeypatch: pytest.MonkeyPatch, meanwhile: tuple[events.RunEvent, ...], words: str, code: Exit
 ) -> None:
     work.hosts.exits[0] = 3
     config = work.config(command=COMMAND)
     work.run(config)
-    hold_lock(work, monkeypatch, events.AttemptBegan(1), events.Ended(1, "finished"))
-    with pytest.raises(LaunchError, match="has just finished elsewhere") as refused:
+    hold_lock(work, monkeypatch, *meanwhile)
+    with pytest.raises(LaunchError, match=words) as refused:
         work.run(config)
-    assert refused.value.exit_code == Exit.CONFLICT
+    assert refused.value.exit_code is code
     assert len(work.hosts.attempts) == 1
 
 
@@ -398,14 +406,6 @@ def test_a_slice_that_only_this_machine_can_not_reach_is_deleted_only_if_its_tra
     assert any("the slice is kept" in message for message in work.messages)
 
 
-def test_without_replace_after_the_same_slice_is_tried_again(work: Workstation) -> None:
-    work.hosts.exits[:2] = [75, 0]
-    work.hosts.fail("create", HostsUnreachable("no ssh"))
-    assert work.run(work.config()).verdict.kind is Kind.FINISHED
-    assert "delete" not in work.hosts.calls
-    assert any("run.replace_after: 2 would" in message for message in work.messages)
-
-
 def test_after_a_save_without_a_stop_the_recovery_waits_for_the_slices_state(work: Workstation) -> None:
     """The API lags: the slice is being taken away, and still READY."""
     work.hosts.exits[:2] = [75, 0]
@@ -431,17 +431,6 @@ def test_after_a_save_without_a_stop_the_recovery_waits_for_the_slices_state(wor
 def stop_elsewhere(work: Workstation) -> None:
     """`tpu-launch stop` in another terminal."""
     launch.stop(work.config(), work.context(), None, grace=1)
-
-
-@pytest.mark.parametrize("method", ["create", "start"])
-def test_no_attempt_starts_after_a_stop_at_any_point_of_a_recovery(work: Workstation, method: str) -> None:
-    work.hosts.exits[:2] = [75, None]
-    later = [] if method == "create" else [lambda: None]
-    work.hosts.hooks[method] = [*later, lambda: stop_elsewhere(work)]
-    outcome = work.run(work.config())
-    assert outcome.verdict.kind is Kind.SAVED
-    assert len(work.hosts.attempts) == (2 if method == "start" else 1)
-    assert all(state.ended for state in work.hosts.state.values()), "what had started is stopped again"
 
 
 def test_a_stop_before_the_first_start_keeps_it_from_starting(work: Workstation) -> None:
@@ -475,19 +464,6 @@ def test_a_stop_waits_for_the_process_that_starts_the_attempt(
     hold_lock(work, monkeypatch)
     launch.stop(config, work.context(), None, grace=1)
     assert not work.ledger.supervised()
-
-
-def test_a_run_that_waits_for_its_lock_does_not_start_after_a_stop(
-    work: Workstation, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It was asked for before the stop; another terminal held the run then."""
-    work.hosts.exits[0] = 3
-    config = work.config(command=COMMAND)
-    work.run(config)
-    hold_lock(work, monkeypatch, events.RunStopRequested(0))
-    with pytest.raises(RunStopped, match="`tpu-launch run` resumes it"):
-        work.run(config)
-    assert len(work.hosts.attempts) == 1
 
 
 def test_a_stop_while_run_asks_hosts_for_an_earlier_attempt_counts(work: Workstation) -> None:

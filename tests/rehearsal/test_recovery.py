@@ -151,6 +151,30 @@ def test_a_run_survives_a_lost_host_a_stop_a_cut_network_and_a_bucket_that_refus
     assert stepped < max(60, 30 + 2 * starting), told
 
 
+LLAMA = (
+    "{model_type: llama, architectures: [LlamaForCausalLM], hidden_size: 64, num_hidden_layers: 2, "
+    "num_attention_heads: 2, num_key_value_heads: 1, intermediate_size: 96, max_position_embeddings: 64}"
+)
+DECODER = ("task=causal-lm", f"model={{config: {LLAMA}}}", "data={train: gs://rehearsal/documents/train, evaluation: "
+           "gs://rehearsal/documents/evaluation, tokenizer: gs://rehearsal/tokenizer}")  # fmt: skip
+
+
+@pytest.mark.nightly
+def test_a_decoder_survives_a_lost_host_and_ends_with_the_same_bits(trainable: Workstation) -> None:
+    work = trainable
+    shards = ["--tokenizer", "gs://rehearsal/tokenizer", "--sequence-length", "64", "--out", "gs://rehearsal/documents"]
+    local = ["--emulated", "local", "-f", FILE, "--", "tpu-train", "shards", "--task", "causal-lm"]
+    work.good(*local, "--corpus", "builtin:pydoc", *shards)
+    run = ("--emulated", "run", "--new", "-f", FILE, "--json", *settings(*DECODER, "run.preemption_retries=1"))
+    expected = summary(work, work.good(*run).json()["run"])
+    running = work.begin(*run)
+    running.wait_for(r"^\[0\].*\bstep +[6-9]/", 240)
+    work.good("emulator", "inject", "kill-host", "rehearsal", "1", "--for", "5")
+    ended = running.end(600)
+    assert (ended.code, ended.json()["attempt"]) == (0, 1), ended.output
+    require_the_same(work, ended.json()["run"], expected)
+
+
 CANDIDATES = (
     "slice.capacity=spot",
     "slice.candidates=[{accelerator_type: v3-8, zones: [us-central1-a]}, {accelerator_type: v4-32}]",
