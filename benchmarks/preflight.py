@@ -12,7 +12,8 @@ its work is shown twice: that of its first step at the same batch, which makes A
 rematerialized. "Llama-3-8B" is its shape with all weights trained, in bf16 with AdamW in fp32, the state split over all
 devices; its layers run as a scan, and it is traced without weights. "LoRA" trains adapters of rank 16 beside all of its
 linear layers instead. There is no peer: HBM stands beside the capacity. Its time is the compiler's estimate of the
-operations alone.
+operations alone. "ModernBERT-base" has rows of 8,192 tokens, four a device with ours; transformers' own ("sdpa"
+attention) is given one a device.
 
 Temporaries, alone and with weights and moments, are bytes of HBM of one device; for a step that is
 refused, they are the compiler's figure for what it needs. All-reduces of the compiled program are shown beside the
@@ -56,6 +57,21 @@ LLAMA_3_8B = {
     "tie_word_embeddings": False,
 }
 
+MODERNBERT_BASE = {
+    "model_type": "modernbert",
+    "architectures": ["ModernBertForMaskedLM"],
+    "vocab_size": 50368,
+    "hidden_size": 768,
+    "intermediate_size": 1152,
+    "num_hidden_layers": 22,
+    "num_attention_heads": 12,
+    "max_position_embeddings": 8192,
+    "pad_token_id": 50283,
+    "local_attention": 128,
+    "global_attn_every_n_layers": 3,
+    "tie_word_embeddings": True,
+}
+
 
 @dataclass(frozen=True)
 class Case:
@@ -84,6 +100,7 @@ CASES = [
 ]
 DOUBLE = Case("bert-large", 512, 256, "v3-8")
 DECODERS = [Case("Llama-3-8B", 4096, rows, name) for name, rows in (("v5p-16", 8), ("v6e-8", 8), ("v4-64", 32))]
+LONG, ONE_ROW = (Case("ModernBERT-base", 8192, rows, "v5litepod-8") for rows in (32, 8))
 DECODERS += [Case("Llama-3-8B", 4096, rows, name, lora=16) for name, rows in (("v6e-8", 8), ("v5litepod-16", 16))]
 
 
@@ -143,24 +160,19 @@ def trace_theirs(case: Case, *, first: bool = False) -> tuple[Program, int]:
     import torch_xla
     import torch_xla.core.xla_model as xm
     import torch_xla.distributed.spmd as spmd
-    from transformers import BertConfig, BertForMaskedLM
+    from transformers import AutoConfig, AutoModelForMaskedLM
 
     from training.backends.torch_xla import internals, tracing
 
     devices = accelerator(case.accelerator).devices
     internals.simulate_devices(devices)
-    hidden, layers, heads, wide = {"bert-base": (768, 12, 12, 3072), "bert-large": (1024, 24, 16, 4096)}[case.model]
-    config = BertConfig(
-        hidden_size=hidden,
-        num_hidden_layers=case.layers or layers,
-        num_attention_heads=heads,
-        intermediate_size=wide,
-        vocab_size=VOCABULARY,
-    )
-    config._attn_implementation = "eager"
     device, mesh = torch_xla.device(), spmd.Mesh(np.arange(devices), (devices,), ("data",))
     with torch.device("meta"):
-        network = BertForMaskedLM(config)
+        if case == ONE_ROW:
+            shape = AutoConfig.for_model(**MODERNBERT_BASE, reference_compile=False)
+            network = AutoModelForMaskedLM.from_config(shape, attn_implementation="sdpa")
+        else:
+            network = AutoModelForMaskedLM.from_config(bert_config(case), attn_implementation="eager")
     network = network.to_empty(device="cpu").train().to(device)  # the values of the weights do not matter
     network.tie_weights()
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4)
@@ -189,6 +201,20 @@ def trace_theirs(case: Case, *, first: bool = False) -> tuple[Program, int]:
         moments_made = [kept[moment] for kept in optimizer.state.values() for moment in ("exp_avg", "exp_avg_sq")]
     program = tracing.extract_program([loss.detach(), *state.values(), *moments_made], state_buffers)
     return program, parameters
+
+
+def bert_config(case: Case) -> Any:
+    """Returns transformers' configuration of a BERT."""
+    from transformers import BertConfig
+
+    hidden, layers, heads, wide = {"bert-base": (768, 12, 12, 3072), "bert-large": (1024, 24, 16, 4096)}[case.model]
+    return BertConfig(
+        hidden_size=hidden,
+        num_hidden_layers=case.layers or layers,
+        num_attention_heads=heads,
+        intermediate_size=wide,
+        vocab_size=VOCABULARY,
+    )
 
 
 def compare_steps(case: Case) -> list[Row]:
@@ -263,6 +289,32 @@ def compile_decoder(case: Case) -> dict[str, float]:
     }
 
 
+def compile_long_rows(**train: Any) -> tuple[float, float]:
+    """Compiles the trainer's step of ModernBERT. Returns the GiB of HBM a device, and the seconds of a step as the
+    compiler estimates its operations."""
+    config, facts = make_run(MODERNBERT_BASE, LONG.length, 50_368, LONG.batch, **train)
+    target = accelerator(LONG.accelerator)
+    [traced] = trace_programs(config, facts, [Graph("training", LONG.batch, LONG.length)], target)
+    compiled = compile_program(traced.program, target)
+    return compiled.memory.total / GIB, estimate_cycles(compiled.text) / target.generation.clock_hertz
+
+
+def describe_long_rows() -> list[Row]:
+    """Returns the rows of ModernBERT: ours, and what transformers' own step needs for a quarter of the rows."""
+    rows = []
+    for label, train in (("", {}), (", remat: layers", {"remat": "layers"})):
+        print(f"{LONG}{label}: ours", file=sys.stderr, flush=True)
+        memory, seconds = run_in_process(compile_long_rows, **train)
+        name = f"{_name(LONG)}{label}"
+        rows.append(row(f"{name}: HBM", "GiB a device", memory, "capacity", _capacity(LONG), "within it"))
+        rows.append(row(f"{name}: operations of a step, estimated", "s", seconds, "none", None, "none"))
+    print(f"{ONE_ROW}: {PEER}", file=sys.stderr, flush=True)
+    theirs, _ = run_in_process(compile_theirs, ONE_ROW)
+    needed = f"{PEER}, {ONE_ROW.batch} rows"
+    rows.append(row(f"{_name(LONG)}: HBM", "GiB a device", rows[0].ours, needed, theirs.total, "theirs is refused"))
+    return rows
+
+
 def describe_decoder(case: Case) -> list[Row]:
     """Returns the rows of a decoder."""
     print(f"{case}: the state split over all devices", file=sys.stderr, flush=True)
@@ -282,8 +334,8 @@ def main() -> None:
         "--only",
         metavar="CASE",
         action="append",
-        choices=[*map(str, CASES + DECODERS)],
-        help=", ".join(map(str, CASES + DECODERS)),
+        choices=[*map(str, [*CASES, *DECODERS, LONG])],
+        help=", ".join(map(str, [*CASES, *DECODERS, LONG])),
     )
     options = parser.parse_args()
     os.environ["PJRT_DEVICE"] = "CPU"
@@ -294,6 +346,7 @@ def main() -> None:
             rows += compile_with_remat(DOUBLE) if case == CASES[0] else []
     for case in DECODERS:
         rows += describe_decoder(case) if not options.only or str(case) in options.only else []
+    rows += describe_long_rows() if not options.only or str(LONG) in options.only else []
     finish("preflight", rows, options.json)
 
 

@@ -24,7 +24,7 @@ def make_run(
     """Returns a run in bf16, and the properties of its data. Reads no files.
 
     Args:
-        model: a name for MLM, as of model.name; or a decoder, as model.config.
+        model: a name for MLM, as of model.name; or model.config, of a decoder or for MLM as its architecture says.
         length: tokens a row.
         vocabulary: token ids.
         batch: rows of the global batch.
@@ -33,7 +33,10 @@ def make_run(
     """
     settings = {"steps": 1, "global_batch_size": batch, "precision": "bf16", **train}
     folders = {"train": "none", "tokenizer": "none"}
-    own = {"model": {"name": model}} if isinstance(model, str) else {"model": {"config": model}, "task": "causal-lm"}
+    own: dict[str, Any] = {"model": {"name": model}}
+    if not isinstance(model, str):
+        task = "mlm" if model["architectures"][0].endswith("ForMaskedLM") else "causal-lm"
+        own = {"model": {"config": model}, "task": task}
     config = TrainerConfig.model_validate({**own, "data": folders, "lora": lora, "train": settings, "output": "none"})
     return config, DataFacts(vocabulary, 0, (length,), (), None)
 
