@@ -88,3 +88,15 @@ def test_a_permission_is_doubted_anew_after_another_answer(other: LaunchError | 
     if retry.call(ask, math.inf) == "early":
         machine.clock.sleep(120)
         assert retry.call(ask, math.inf) == "late"
+
+
+def test_no_try_begins_after_the_deadline() -> None:
+    machine, asked = Cloud().machine(), list[float]()
+
+    def ask() -> None:
+        asked.append(machine.clock.monotonic())
+        raise Unavailable("503")
+
+    with pytest.raises(Unavailable):
+        Retry(machine, print, "slice demo").call(ask, asked_by := machine.clock.monotonic() + 300)
+    assert asked_by - 60 < asked[-1] <= asked_by

@@ -369,14 +369,6 @@ def test_a_stop_keeps_a_slice_from_being_deleted_that_was_to_be_replaced(work: W
     assert "delete" not in work.hosts.calls
 
 
-def test_a_slice_that_was_replaced_and_then_deleted_by_a_user_is_not_recreated(work: Workstation) -> None:
-    work.hosts.exits[0], work.hosts.health = 1, "UNHEALTHY_TPU"
-    work.hosts.fail("create", HostsUnreachable("no ssh"), HostsUnreachable("no ssh; then it is deleted"))
-    with pytest.raises(LaunchError, match="it was deleted"):
-        work.run(work.config("run.replace_after=3", "run.failure_retries=1"))
-    assert [call for call in work.hosts.calls if call in ("create", "delete")] == ["create", "delete", "create"]
-
-
 FILES = [Stat("gs://b/runs/metrics.jsonl", 9, 1)]
 
 
