@@ -140,7 +140,6 @@ def test_what_gke_can_not_run_is_refused(changes: list[str], words: list[str]) -
     [
         ["output=/bucket/runs", "gke.gcsfuse={bucket: my-bucket, folder: /bucket}"],
         ["slice.capacity=reserved", "gke.node_selector={cloud.google.com/gke-nodepool: ours}"],
-        ["gke.topology=2x2x2", "gke.hosts=2"],
     ],
 )
 def test_what_gke_can_run_is_rendered(changes: list[str]) -> None:

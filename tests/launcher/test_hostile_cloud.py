@@ -525,9 +525,6 @@ def test_a_start_that_fails_on_one_host_is_tried_again_once(work: Workstation, m
     assert not failing
 
 
-# -- money ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("change", "kind"),
     [
@@ -630,10 +627,11 @@ def test_the_time_that_this_machine_slept_is_no_time_for_hosts_to_be_asked_again
     supervision = _Supervision(open_session(work.context(), work.ledger, SecretSource({}, {})), 0)
     now = work.clock.monotonic()
     failed = HostView(0, ContainerState("exited", 76), seen=now, ended_seen=now)
-    supervision.views = {0: failed, 1: HostView(1, ContainerState("running"), seen=now)}
+    supervision.views = {0: failed, 1: HostView(1, ContainerState("running"), seen=now, failing_since=now - 5)}
     supervision.turned = now
     supervision._forgive_standstill(now + 3600)
     assert judge(list(supervision.views.values()), now + 3600, supervision.limits).kind is Kind.SETTLING
+    assert supervision.views[1].failing_since == now + 3595
 
 
 def test_an_answer_of_a_host_ends_the_time_in_which_only_the_api_answers(work: Workstation) -> None:
@@ -657,9 +655,6 @@ def test_hosts_are_not_silent_while_a_poll_of_them_is_open(work: Workstation) ->
 
     work.hosts.hooks["observe"] = [lambda: None, lambda: None, be_late, be_late, lambda: work.hosts.end(0)]
     assert work.run(work.config("run.stall_minutes=0.5")).verdict.kind is Kind.FINISHED
-
-
-# -- ends that can't be carried out -----------------------------------------------------------------------------------
 
 
 def test_orphaned_containers_are_recorded_before_the_end_of_the_attempt(work: Workstation) -> None:
