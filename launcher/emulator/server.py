@@ -260,7 +260,7 @@ class Server:
     # -- control
 
     def control(self, request: HttpRequest) -> HttpResponse:
-        """Answers a request of control.py over the private socket."""
+        """Answers a request of control.py over the private socket: status, inject, stock, bucket or stop."""
         try:
             match (request.method, request.path):
                 case ("GET", "/status"):

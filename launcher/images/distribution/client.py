@@ -307,7 +307,7 @@ def _error_text(response: RegistryResponse) -> str:
 
 
 def _refusal(host: str, response: RegistryResponse) -> LaunchError:
-    """Returns the error for a refused request."""
+    """Returns the error for a refused request, by its status: credentials, a name that is missing, or another."""
     text = _error_text(response)
     if response.status in (401, 403):
         return LaunchError(

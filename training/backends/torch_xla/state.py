@@ -176,8 +176,8 @@ class State(HostState):
         return array
 
     def snapshot(self, buffers: Mapping[str, memoryview], sharding: DataParallel) -> Snapshot:
-        """Copies tensors, or slices that this host holds, to host memory: before it returns, unless on a single CPU
-        device after upload."""
+        """Copies tensors, or this host's slices of them, to host memory. On a single CPU device the snapshot shares the
+        device's memory after upload, until `wait_before_mutation`."""
         split = {name: held for name, spec in self._specs.items() if (held := sharding.slices(name, spec.shape))}
         if sharding.splits_state:
             self.upload(sharding)

@@ -59,7 +59,7 @@ def document_evaluation(dataset: Dataset, host_slice: HostSlice) -> Iterator[Doc
 
 
 def follow(packed: PackedBatch) -> DocumentBatch:
-    """Returns rows of documents with positions and labels."""
+    """Returns rows whose labels are each document's next tokens, with weight 0 where nothing is learnt."""
     ids, segments = packed.input_ids, packed.columns[SEGMENTS].astype(np.int32)  # (rows, length) each
     places = np.arange(ids.shape[1], dtype=np.int32)
     begins = np.diff(segments, axis=1, prepend=0) != 0
