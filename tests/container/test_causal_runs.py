@@ -179,11 +179,12 @@ def test_two_hosts_tune_adapters_on_chats_as_peft_in_a_plain_loop(taught: Path, 
     first, last = train_beside_a_plain_loop(tmp_path, "chats", plain, data__tokenizer=tokenizer, **changes)
     assert last < first * 0.7
     adapter = small_runs.summary(tmp_path, "chats")["model"]
-    theirs = peft.get_peft_model_state_dict(plain)
-    loaded = peft.get_peft_model_state_dict(peft.PeftModel.from_pretrained(starting_model(start), adapter))
-    assert loaded.keys() == theirs.keys()
-    for name, value in theirs.items():
-        torch.testing.assert_close(loaded[name], value, rtol=0, atol=1e-3)
+    loaded = peft.PeftModel.from_pretrained(starting_model(start), adapter).eval()
+    assert peft.get_peft_model_state_dict(loaded).keys() == peft.get_peft_model_state_dict(plain).keys()
+    ids = torch.arange(5, 37).unsqueeze(0)
+    with torch.no_grad():  # not the matrices: AdamW moves an element by its gradient's sign, however small that is
+        probabilities = [network(ids).logits.softmax(-1) for network in (loaded, plain.eval())]
+    torch.testing.assert_close(*probabilities, rtol=0, atol=0.01)
     answer = transformers.pipeline("text-generation", model=adapter)(messages[0][:1], max_new_tokens=8, do_sample=False)
     assert [message["role"] for message in answer[0]["generated_text"]] == list(roles)
 
