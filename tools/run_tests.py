@@ -66,7 +66,7 @@ FAULTS = tuple(
 # Two stages of a row run at the same time, in its order, because most stages wait half of their time, for processes,
 # hosts and time-outs. The rows follow each other.
 LANES = 2
-SIMULATED = Stage("simulated-runs", (*PYTEST, "-s", "tests/simulation"), 1800, idle=True)
+SIMULATED = Stage("simulated-runs", (*PYTEST, "-s", "tests/simulation"), 4800, idle=True)
 ROWS: tuple[tuple[Stage, ...], ...] = (
     (
         Stage("images", (*CONTAINER_TESTS, "--build-only"), 1800, runs_tests=False),
