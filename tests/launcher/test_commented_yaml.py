@@ -23,7 +23,7 @@ AMBIGUOUS = [
 ]  # fmt: skip
 ODD = [
     "", " ", "a: b", "a #b", "? b", "- a", "trailing ", "\ttab", "a\n", "a\n\nb\n", "a\n\n", " a\n", "a\r\nb", "\x07",
-    "\x85", "\u2028", "\ufeff", "é", "\U0001f600", "word " * 60,
+    "\x07\n", "\x85", "\u2028", "\ufeff", "é", "\U0001f600", "word " * 60,
 ]  # fmt: skip
 PLAIN = ["demo", "tpu-launch/run", "/etc/tpu-launch", "$(NAME)", "v3-32", "e1", "cloud.google.com/gke-tpu-topology"]
 

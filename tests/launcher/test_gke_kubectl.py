@@ -211,8 +211,9 @@ def test_a_pod_that_may_still_start_is_no_error() -> None:
     ]
     waiting = pod("Pending", None, unschedulable)
     assert pod_status.find_start_error(waiting, "i") is None
-    assert _describe_waiting({0: waiting, 1: waiting, 2: None}) == (
-        "hosts 0, 1: no node takes its pod (Unschedulable: 0/3 nodes are available); host 2: its pod does not exist yet"
+    assert _describe_waiting({0: waiting, 1: waiting, 2: None, 3: pod("Pending")}) == (
+        "hosts 0, 1: no node takes its pod (Unschedulable: 0/3 nodes are available); host 2: its pod does not exist "
+        "yet; host 3: it is not scheduled yet"
     )
 
 
