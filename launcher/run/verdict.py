@@ -212,7 +212,7 @@ def judge(
     if slice_state in (None, "DELETING"):
         return Verdict(Kind.DELETED, SLICE_DELETED)
     if slice_state == "DELETED":
-        return Verdict(Kind.DELETED, JOBSET_DELETED)
+        return Verdict(Kind.STOPPED) if stop_requested else Verdict(Kind.DELETED, JOBSET_DELETED)
     if slice_state in ("CREATING", RECREATED):  # no attempt ran on it: another slice has taken the name
         return Verdict(Kind.DELETED, SLICE_RECREATED)
     if slice_state in ("PREEMPTED", "TERMINATED", "STOPPED"):
