@@ -311,7 +311,7 @@ def describe_long_rows() -> list[Row]:
     print(f"{ONE_ROW}: {PEER}", file=sys.stderr, flush=True)
     theirs, _ = run_in_process(compile_theirs, ONE_ROW)
     needed = f"{PEER}, {ONE_ROW.batch} rows"
-    rows.append(row(f"{_name(LONG)}: HBM", "GiB a device", rows[0].ours, needed, theirs.total, "theirs is refused"))
+    rows.append(row(f"{_name(LONG)}: HBM", "GiB a device", rows[0]["ours"], needed, theirs.total, "theirs is refused"))
     return rows
 
 
