@@ -184,9 +184,14 @@ def delete_node(
     shows a recreated one, which is left alone. Raises CommandTimeout after `deadline` (seconds of the monotonic
     clock)."""
     retry = Retry(machine, say, f"slice {doomed.name}")
+    asked = wait_only or doomed.state == "DELETING"
 
     def look() -> Look | None:
+        nonlocal asked
         node = retry.call(lambda: slices.describe_node(config, machine), deadline)
+        if node is None and not asked:  # a stale answer: it was there a moment ago
+            node = doomed
+        asked = True
         if node is None:
             return None
         if not doomed.is_same(node):

@@ -95,6 +95,16 @@ def test_what_up_makes_carries_the_labels_that_down_asks_for(cloud: Cloud, confi
     assert down(cloud, config)
 
 
+def test_a_slice_that_a_stale_answer_denies_is_deleted_all_the_same(cloud: Cloud, config: Config) -> None:
+    cloud.made_by(OURS)
+    stale = "ERROR: (gcloud.x) NOT_FOUND: Resource 'projects/p/locations/us-central2-b/nodes/demo' was not found"
+    cloud.trouble = lambda zone, command, now: (
+        stale if cloud.calls.count(f"{ZONE} tpu-vm describe") == 2 and command == "tpu-vm describe" else None
+    )
+    assert down(cloud, config)
+    assert cloud.node() is None
+
+
 @pytest.mark.parametrize("seconds", range(5, 70, 5))
 def test_a_slice_that_takes_the_place_of_ours_while_down_waits_is_left_alone(
     cloud: Cloud, config: Config, seconds: float
