@@ -361,7 +361,9 @@ class Gke:
             for pod in waiting.values():
                 if pod is not None and (trouble := pod_status.find_start_error(pod, attempt.image)):
                     raise trouble
-            reasons = _describe_waiting(waiting) if any(waiting.values()) else self._describe_queued(name)
+            reasons = _describe_waiting(waiting) if any(waiting.values()) else self._describe_queued(name, bool(pods))
+            if not reasons:
+                return
             if any(pod is None or not pod.node for pod in waiting.values()):
                 if now() > node_deadline:
                     raise self._stockout_error(node_minutes, reasons)
@@ -376,7 +378,7 @@ class Gke:
             if reasons != reported:
                 self.say(f"waiting for {len(waiting)} of {len(self._workers)} hosts: {reasons}")
                 reported = reasons
-            clock.sleep(0.5)
+            clock.sleep(0.5 if pods else 2.0)
 
     def _stockout_error(self, minutes: float, reasons: str) -> LaunchError:
         """Returns the error for a cluster without enough nodes: what it needs and why it waits."""
@@ -384,17 +386,21 @@ class Gke:
         return LaunchError(
             f"the cluster had no nodes for all hosts within {minutes:g} minutes (slice.create_minutes, "
             f"slice.stockout_minutes): {reasons}\n"
-            f"  it needs {slice_.hosts} nodes that are free, of one node pool: --machine-type "
-            f"{gke_nodes(slice_).machine_type} --tpu-topology {slice_.topology_name} --num-nodes {slice_.hosts} "
-            "(docs/guide/gke.md)",
+            f"  it needs {slice_.hosts} free nodes of one node pool: --machine-type {gke_nodes(slice_).machine_type} "
+            f"--tpu-topology {slice_.topology_name} --num-nodes {slice_.hosts}: see docs/guide/gke.md, then run again",
             exit_code=Exit.STOCKOUT,
         )
 
-    def _describe_queued(self, name: str) -> str:
-        """Returns why a JobSet has no pods, for the user. Raises LaunchError when it was deleted."""
+    def _describe_queued(self, name: str, had_pods: bool) -> str:
+        """Returns why a JobSet lacks pods, for the user; "" if it has ended and pods tell why. Raises LaunchError if it
+        was deleted, or has ended and lost all pods (Exit.HOST_LOST) while this machine slept or was offline."""
         jobset = next((jobset for jobset in self._list_jobsets() if jobset["metadata"]["name"] == name), None)
         if jobset is None:
             raise LaunchError(f"another client deleted JobSet {name} before it started", exit_code=Exit.CONFLICT)
+        if _is_over(jobset):
+            if had_pods:
+                return ""
+            raise LaunchError(f"JobSet {name} lost its pods before they were seen to start", exit_code=Exit.HOST_LOST)
         if jobset["spec"].get("suspend"):
             return f"JobSet {name} is suspended: Kueue has not admitted it to queue {self.config.gke.queue} yet"
         return f"JobSet {name} has no pods yet"

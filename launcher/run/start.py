@@ -78,6 +78,8 @@ def start_attempt(session: Session) -> tuple[int, Verdict | None]:
         raise
     except LaunchError as error:
         lost = judge_slice(session)
+        if lost is None and error.exit_code is Exit.HOST_LOST:
+            lost = Verdict(Kind.HOST_LOST, Cause(-1, str(error)))
         outcome = lost.kind.value if lost else events.NOT_STARTED
         ledger.append(events.Ended(number, outcome, Cause(-1, str(error))))
         if lost is None:

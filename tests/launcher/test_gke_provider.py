@@ -135,6 +135,22 @@ def test_a_node_may_come_later_than_a_container_may_take_to_start(kubectl: Path)
     gke.close()
 
 
+@pytest.mark.parametrize("pods", [(), ("a",)])
+def test_a_jobset_that_ended_unseen_is_not_waited_for(kubectl: Path, pods: tuple[str, ...]) -> None:
+    """This machine slept, or was offline: supervision tells the end by the pods that are left."""
+    show(kubectl, *pods, ended={0})
+    metadata = {"name": f"{ATTEMPT.run_id}-0", "labels": {LABEL_RUN: ATTEMPT.run_id}}
+    jobset = {"metadata": metadata, "spec": {}, "status": {"terminalState": "Failed"}}
+    (kubectl / "jobsets").write_text(json.dumps({"items": [jobset]}))
+    gke = provider(kubectl, 1, 1)
+    if pods:
+        assert all(report.ok for report in gke.start(ATTEMPT))
+    else:
+        with pytest.raises(LaunchError, match="lost its pods") as bad:
+            gke.start(ATTEMPT)
+        assert bad.value.exit_code is Exit.HOST_LOST
+
+
 def test_containers_that_do_not_start_are_no_stockout(kubectl: Path) -> None:
     show(kubectl, "a", "b", started=False)
     gke = provider(kubectl, create=30, start=0.02)
