@@ -8,7 +8,7 @@ if its process is killed, the run goes on, and another process attaches to it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -110,6 +110,7 @@ def supervise(session: Session, attempt: int) -> Verdict:
     orphaned = set(session.workers) - set(reachable)
     if verdict.kind not in (Kind.FINISHED, Kind.SAVED):
         orphaned |= _end_on_hosts(session, attempt, verdict, reachable)
+    verdict = supervision.confirm_lost(verdict)
     supervision.fetch_rest(reachable)
     ledger.draw_hosts(attempt)
     if orphaned:  # Record Orphaned before Ended: readers of Ended report that nothing runs.
@@ -263,6 +264,15 @@ class _Supervision:
             api_only_seconds=self.api_only.seconds,
             stepped=self.progress.stepped,
         )
+
+    def confirm_lost(self, verdict: Verdict) -> Verdict:
+        """Returns the verdict; for a lost host, that its slice was taken or deleted if the API says so by now."""
+        answer = self._ask_for_slice(self.clock.sleep) if verdict.kind is Kind.HOST_LOST else None
+        if answer is None:
+            return verdict
+        self.slice = answer
+        judged = self._judge(self.clock.monotonic(), self.ledger.state.stop_requested)
+        return judged if judged.kind in (Kind.DELETED, Kind.PREEMPTED) else verdict
 
     def fetch_rest(self, workers: Sequence[int]) -> None:
         """Delivers the last lines of these hosts. Each host's task holds one observation at a time."""
@@ -470,17 +480,23 @@ class _Supervision:
             self.over.wait(_STOP_AGAIN_SECONDS)
 
     def _describe_slice(self) -> None:
-        """Puts the slice's state into the inbox, if the API answers. Asks twice before it reports the slice as gone."""
-        with contextlib.suppress(LaunchError):  # the API does not answer either
+        """Puts the slice's state into the inbox, if the API answers."""
+        if (answer := self._ask_for_slice(self.over.wait)) is not None:
+            self.inbox.put(answer)
+
+    def _ask_for_slice(self, wait: Callable[[float], object]) -> SliceAnswer | None:
+        """Returns the API's answer; None without one. Asks twice, after a `wait`, before it calls the slice gone."""
+        try:
             slice_state = self.provider.describe()
             if slice_state is None or slice_state.state == "CREATING":  # a stale answer must not end a run
-                self.over.wait(DESCRIBE_AGAIN_SECONDS)
+                wait(DESCRIBE_AGAIN_SECONDS)
                 slice_state = self.provider.describe()
-            if slice_state is None:
-                self.inbox.put(SliceAnswer(None))
-            else:
-                state = RECREATED if self._is_another(slice_state) else slice_state.state
-                self.inbox.put(SliceAnswer(state, slice_state.trouble))
+        except LaunchError:
+            return None
+        if slice_state is None:
+            return SliceAnswer(None)
+        state = RECREATED if self._is_another(slice_state) else slice_state.state
+        return SliceAnswer(state, slice_state.trouble)
 
     def _is_another(self, slice_state: SliceState) -> bool:
         """Returns whether the slice was recreated since the attempt started: its creation time and its first address

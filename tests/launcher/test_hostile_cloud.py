@@ -26,7 +26,7 @@ from launcher.run.ledger import Ledger
 from launcher.run.session import RunStopped, open_session
 from launcher.run.specification import SecretSource
 from launcher.run.supervise import _Supervision
-from launcher.run.verdict import Cause, HostView, Kind, judge
+from launcher.run.verdict import SLICE_DELETED, Cause, HostView, Kind, Verdict, judge
 from launcher.tpu_vm import slice_hints
 from tests.launcher.test_runs import FakeProvider, Workstation, start_and_lose_sight, work
 from training.machine.clock import Clock
@@ -667,6 +667,17 @@ def test_orphaned_containers_are_recorded_before_the_end_of_the_attempt(work: Wo
     assert isinstance(end, events.Ended)
     assert isinstance(orphaned, events.Orphaned)
     assert orphaned.hosts == (1,)
+
+
+def test_a_lost_host_whose_slice_another_command_deletes_costs_no_preemption(work: Workstation) -> None:
+    def be_deleted() -> None:
+        work.hosts.silent, work.hosts.slice_state = {1}, None
+        work.hosts.end(1)
+
+    work.hosts.hooks["observe"] = [lambda: None, lambda: None, be_deleted]
+    work.hosts.exits[0] = None
+    assert work.run(work.config()).verdict == Verdict(Kind.DELETED, SLICE_DELETED)
+    assert (outcomes(work), recorded(work, events.Recovering)) == (["slice deleted"], 0)
 
 
 def test_a_look_waits_on_the_host_for_the_end_of_a_container_that_runs_and_for_no_other(
