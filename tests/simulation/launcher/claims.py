@@ -449,11 +449,14 @@ def budget_is_spent_on_slices(simulation: SimulatedRun) -> None:
     budget = simulation.scenario.setting.budget
     if budget is None or simulation.ann.wall:
         return
-    # A slice that is taken counts until that is recorded: in a recovery, or while the API is out or the workstation
-    # sleeps, that may take minutes.
+    # A slice that is taken counts until that is recorded: in a recovery, or while the API is out, the workstation
+    # sleeps or no process supervises the run, that may take minutes.
     deaf = simulation.ann.asleep > 0 or any(fault.kind in API_FAULTS for fault in simulation.faults)
     taken = [fault for fault in simulation.faults if fault.kind in _TAKERS]
     meddled = any(deaf or fault.anchor not in ("start", "beginning") for fault in taken)
+    meddled |= any(command.killed for command in simulation.commands) and any(
+        command.name == "down" and command.laptop is not simulation.ann for command in simulation.commands
+    )
     for command in simulation.commands:
         for at, text in command.told if not meddled else ():
             if "the budget is spent" in text and (cost := _cost_of_slices(simulation, at)) < budget * 0.99:
