@@ -94,7 +94,7 @@ def resume_open_attempt(session: Session) -> Outcome | None:
         except StartInterrupted:  # reported by a host that could not be reached before
             end_interrupted_start(session)
             return None
-    if phase is not Phase.EXITED or outcome.verdict.kind is Kind.FINISHED:
+    if phase is not Phase.EXITED or outcome.attempt != number or outcome.verdict.kind is Kind.FINISHED:
         return outcome
     # The attempt had ended while no process watched it: `run` was asked for in order to resume it.
     session.say(f": attempt {number} had ended: {explain(outcome.verdict)[0]}")

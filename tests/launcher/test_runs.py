@@ -404,6 +404,14 @@ def test_run_resumes_an_unfinished_run_with_what_the_command_line_says_now(work:
     assert work.run(work.config()).run_id != first, "one that has finished is not resumed"
 
 
+def test_an_attempt_that_follows_one_found_ended_is_not_started_again_when_it_fails(work: Workstation) -> None:
+    work.hosts.exits[:2] = [None, 3]
+    detach(work, work.config())
+    work.hosts.end(75)
+    outcome = work.run(work.config())
+    assert (outcome.attempt, outcome.verdict.kind) == (1, Kind.FAILED)
+
+
 def test_another_command_is_another_run(work: Workstation) -> None:
     work.hosts.exits[0] = 3
     first = work.run(work.config()).run_id
