@@ -20,7 +20,7 @@ from launcher.workstation import Workstation
 
 _LOOK_SECONDS = 120.0  # until an API that does not answer ends a deletion that has not begun
 _IN_FLIGHT_SECONDS = 300.0  # for which a create request of this machine is waited for
-_LOOK_AGAIN_SECONDS = 5.0
+LOOK_AGAIN_SECONDS = 5.0
 
 Say = Callable[[str], None]
 
@@ -123,7 +123,7 @@ class _InFlightCreates:
         if not self.said:
             self.say(f"slice {name} not found yet: a create request is still in flight; waiting")
             self.said = True
-        self.machine.clock.sleep(_LOOK_AGAIN_SECONDS)
+        self.machine.clock.sleep(LOOK_AGAIN_SECONDS)
         return True
 
 

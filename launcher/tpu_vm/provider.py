@@ -102,9 +102,12 @@ class TpuVm:
                 self._connections.pool()
 
     def delete(self) -> None:
-        """Drops the kept addresses and deletes the slice; tells the user when there is none."""
+        """Drops the kept addresses and deletes the slice; tells the user when there is none, after looking twice."""
         self.close()
         self._connections.forget()
+        if deletion.delete(self._wanted, self.say, self._machine):
+            return
+        self._machine.clock.sleep(deletion.LOOK_AGAIN_SECONDS)  # one answer may be stale
         if not deletion.delete(self._wanted, self.say, self._machine):
             self.say(f"there is no slice {self.config.slice.name}")
 

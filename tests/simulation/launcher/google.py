@@ -179,7 +179,7 @@ class Google:
         fault = self.world.api_fault("old describe") if self._lists is not None else None
         if fault is None:
             return self.state
-        if fault.number % 2 and getattr(by, "command", "") in ("up", "run", "attach"):
+        if fault.number % 2 and getattr(by, "command", "") in ("up", "run", "attach", "down"):
             if self.scheduler.now < self._hidden_until:
                 return self.state
             self._hidden_until = self.scheduler.now + _BETWEEN_HIDDEN
