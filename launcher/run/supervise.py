@@ -266,9 +266,9 @@ class _Supervision:
         )
 
     def confirm_lost(self, verdict: Verdict) -> Verdict:
-        """Returns the verdict; for a lost host, that its slice was taken or deleted if the API says so by now."""
-        answer = self._ask_for_slice(self.clock.sleep) if verdict.kind is Kind.HOST_LOST else None
-        if answer is None:
+        """Returns the verdict; for a lost host or container, that the slice was taken or deleted if the API says so."""
+        removed = verdict.kind is Kind.FAILED and verdict.cause is not None and verdict.cause.exit_code is None
+        if not (verdict.kind is Kind.HOST_LOST or removed) or (answer := self._ask_for_slice(self.clock.sleep)) is None:
             return verdict
         self.slice = answer
         judged = self._judge(self.clock.monotonic(), self.ledger.state.stop_requested)
