@@ -52,16 +52,16 @@ class Retry:
         """Returns the operation's result. `deadline`: seconds of the monotonic clock.
 
         Raises:
-            LaunchError: The operation's error: at once when it is not transient, else when the next try would come
-                after the deadline.
+            LaunchError: The operation's error: at once when it is not transient, else that of a try at the deadline.
         """
         backoff = Backoff(self._machine)
         while True:
             try:
                 result = operation()
             except LaunchError as error:
-                now, pause = self._machine.clock.monotonic(), backoff.next()
-                if now + pause > deadline or not self._is_retryable(error, now):
+                now = self._machine.clock.monotonic()
+                pause = min(backoff.next(), deadline - now)
+                if pause <= 0.0 or not self._is_retryable(error, now):
                     raise
                 self._report(error)
             else:
