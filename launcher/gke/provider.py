@@ -163,6 +163,7 @@ class Gke:
         try:
             if not any(jobset["metadata"]["name"] == name for jobset in jobsets):
                 self._delete(self._mounted_kinds, name)  # left by an interrupted start
+                (clock or self._clock).sleep(0.0)  # a stop that came while this machine slept
                 self._create(attempt)
             self._own_files(name)
             self._wait_started(attempt, name, clock or self._clock)
