@@ -29,7 +29,7 @@ from launcher.run.recovery import (
 from launcher.run.session import Outcome, RunStopped, Session
 from launcher.run.start import end_interrupted_start, judge_slice, observe_phase, require_inputs, start_attempt
 from launcher.run.state import Phase
-from launcher.run.supervise import StartInterrupted, explain, supervise
+from launcher.run.supervise import StartInterrupted, explain, is_another, supervise
 from launcher.run.verdict import JOBSET_DELETED, SLICE_DELETED, Cause, Kind, Verdict
 from training import storage
 
@@ -310,6 +310,10 @@ class _Recovery:
         if not self.replace:
             return
         slice_state = session.provider.describe()
+        ledger = session.ledger
+        if slice_state is not None and is_another(slice_state, ledger, ledger.state.attempt):
+            self.replace = ""  # another command has replaced it
+            return
         proof = self._find_proof(slice_state, blamed=worker >= 0) if slice_state is not None else ""
         if proof and slice_state is not None:
             reason = f"{self.replace}; {proof}"

@@ -186,6 +186,16 @@ def _end_on_hosts(session: Session, attempt: int, verdict: Verdict, reachable: S
     return {report.worker for report in reports if not report.ok}
 
 
+def is_another(slice_state: SliceState, ledger: Ledger, attempt: int) -> bool:
+    """Returns whether the slice was recreated since the attempt started: its creation time and its first address both
+    differ. One is no proof: a restart may change addresses, and a kept creation time may be old."""
+    started = [event for event in ledger.events() if isinstance(event, events.Started)]
+    last = started[-1] if started and started[-1].attempt == attempt else None
+    if last is None or not (last.slice_created and slice_state.created and slice_state.hosts):
+        return False
+    return last.slice_created != slice_state.created and last.address != slice_state.hosts[0]
+
+
 class _Supervision:
     """The state of watching one attempt. Its tasks share nothing but the inbox."""
 
@@ -495,17 +505,8 @@ class _Supervision:
             return None
         if slice_state is None:
             return SliceAnswer(None)
-        state = RECREATED if self._is_another(slice_state) else slice_state.state
+        state = RECREATED if is_another(slice_state, self.ledger, self.attempt) else slice_state.state
         return SliceAnswer(state, slice_state.trouble)
-
-    def _is_another(self, slice_state: SliceState) -> bool:
-        """Returns whether the slice was recreated since the attempt started: its creation time and its first address
-        both differ. One is no proof: a restart may change addresses, and a kept creation time may be old."""
-        started = [event for event in self.ledger.events() if isinstance(event, events.Started)]
-        last = started[-1] if started and started[-1].attempt == self.attempt else None
-        if last is None or not (last.slice_created and slice_state.created and slice_state.hosts):
-            return False
-        return last.slice_created != slice_state.created and last.address != slice_state.hosts[0]
 
     def _fetch_rest_of(self, worker: int, turn: AbstractContextManager[Any]) -> None:
         """Delivers a host's last lines. Retries a host that does not answer: its container is removed next."""
