@@ -140,17 +140,12 @@ _OF_CREATION: tuple[tuple[str, type[LaunchError], str], ...] = (
 )  # fmt: skip
 
 
-def _is_creation(argv: Sequence[str]) -> bool:
-    """Returns whether the command creates or starts hosts: `gcloud compute tpus <kind> create|start ...`."""
-    return list(argv[1:3]) == ["compute", "tpus"] and list(argv[4:5]) in (["create"], ["start"])
-
-
 def explain_error(stderr: str, argv: Sequence[str]) -> LaunchError:
     """Returns the error that gcloud's message means, with advice: Stockout for an internal error of a creation, a
     transient LaunchError for an unknown wording."""
     text = summarize_error(stderr)
-    of_creation = _OF_CREATION if _is_creation(argv) else ()
-    for pattern, kind, advice in (*of_creation, *_MEANINGS):
+    creates = list(argv[1:3]) == ["compute", "tpus"] and list(argv[4:5]) in (["create"], ["start"])
+    for pattern, kind, advice in (*(_OF_CREATION if creates else ()), *_MEANINGS):
         if re.search(pattern, stderr):
             if advice.startswith("sign in"):  # gcloud says it in eight lines
                 text = text.splitlines()[0]

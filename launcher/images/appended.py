@@ -97,7 +97,7 @@ def ensure(spec: AppendSpec, say: Callable[[str], None]) -> Image:
         begin = time.monotonic()
         digest = _push(registry, target, tag, spec.base, base, layers)
         seconds = time.monotonic() - begin
-        say(f"pushed {target.repository}:{tag}: sent {_format_size(registry.bytes_sent)} in {seconds:.1f} s")
+        say(f"pushed {target.repository}:{tag}: sent {registry.bytes_sent / 2**10:,.1f} KiB in {seconds:.1f} s")
     return Image(f"{target.repository}@{digest}", files, base.folder)
 
 
@@ -165,7 +165,3 @@ def _mounted_blob(descriptor: Descriptor, source: Reference) -> Blob:
         )
 
     return Blob(descriptor.digest, descriptor.size, refuse)
-
-
-def _format_size(count: int) -> str:
-    return f"{count / 2**20:.1f} MiB" if count >= 2**20 else f"{count / 2**10:.1f} KiB"

@@ -39,6 +39,7 @@ class Hang:
         return "\n".join([self.what, *(f"  {line}" for line in self.hosts), self.advice])
 
 
+_HELPERS = ("resource_tracker", "forkserver", "py-spy", "tensorboard")  # processes that only serve others
 _ADVICE = {
     "memory": "reduce what its processes hold (workers, caches, batches); the post-mortem has its kernel messages",
     "stopped": "a signal (SIGSTOP) or a debugger stopped it; `kill -CONT` resumes it",
@@ -195,7 +196,7 @@ def _look_at_processes(first: HostStacks, second: HostStacks) -> _HostLook:
     candidates = [
         (process, thread, place)
         for process, thread, place in places(second)
-        if thread.frames and not _is_helper(process)
+        if thread.frames and not any(word in process.command for word in _HELPERS)
     ]
     if not candidates:
         return _HostLook("no stacks", "gives no Python stack traces: py-spy can't read its processes")
@@ -235,11 +236,6 @@ def _choose(candidates: Sequence[tuple[ProcessStacks, ThreadStack, Place]]) -> P
 def _starves(thread: ThreadStack, before: ThreadStack | None) -> bool:
     """Returns whether a thread waited for Python's lock at the same place in both samples."""
     return before is not None and thread.waits_for_gil and before.waits_for_gil and thread.frames == before.frames
-
-
-def _is_helper(process: ProcessStacks) -> bool:
-    """Returns whether a process only serves others: Python's resource tracker and fork server, and py-spy's own."""
-    return any(word in process.command for word in ("resource_tracker", "forkserver", "py-spy", "tensorboard"))
 
 
 def _state_of(stacks: HostStacks, pid: int) -> str:

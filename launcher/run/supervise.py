@@ -61,22 +61,6 @@ class SliceAnswer:
     """Problems that the API reports."""
 
 
-@dataclass
-class ApiOnlyTime:
-    """For how long Google's API has answered while no host has. A long gap between two answers of the API does not
-    count: this machine may have had no network, or have slept."""
-
-    seconds: float = 0.0
-    answered: float | None = None
-    """When the API last answered, by the monotonic clock."""
-
-    def api_answers(self, now: float) -> None:
-        """Adds the time since the API's previous answer, unless that was over a minute ago. `now`: monotonic clock."""
-        before, self.answered = self.answered, now
-        if before is not None and now - before < _API_GAP:
-            self.seconds += now - before
-
-
 class StartInterrupted(BadInput):
     """The start of an attempt was interrupted: it does not run on all hosts, and would be watched for ever."""
 
@@ -222,7 +206,8 @@ class _Supervision:
         self.open_lines: dict[int, Mapping[str, int]] = {}  # by worker, as last observed
         self.slice = SliceAnswer("READY")
         self.slice_described = begun - _DESCRIBE_SLICE_EVERY
-        self.api_only = ApiOnlyTime()
+        self.api_only_seconds = 0.0  # for which Google's API has answered while no host has
+        self.api_answered = float("-inf")
         self.warned = begun
         self.counted = begun  # when the run's dollars were last counted
         self.progress = HostsProgress(ledger, attempt, self.say)
@@ -271,7 +256,7 @@ class _Supervision:
             quiet=quiet,
             tells_progress=bool(progress),
             stall=judge_stall(progress, self.limits.stall or DEFAULT_SECONDS, quiet),
-            api_only_seconds=self.api_only.seconds,
+            api_only_seconds=self.api_only_seconds,
             stepped=self.progress.stepped,
         )
 
@@ -315,7 +300,9 @@ class _Supervision:
             if answer.trouble and answer.trouble != self.slice.trouble:
                 self.say(f"the slice: {answer.trouble}")
             self.slice = SliceAnswer(answer.state, answer.trouble or self.slice.trouble)
-            self.api_only.api_answers(self.clock.monotonic())
+            before, self.api_answered = self.api_answered, self.clock.monotonic()
+            if self.api_answered - before < _API_GAP:  # longer: this machine may have had no network, or have slept
+                self.api_only_seconds += self.api_answered - before
             return
         grows = answer.open != self.open_lines.get(answer.worker, {})  # a progress bar without line ends
         if self._deliver(answer) or grows or answer.problem:  # an unreachable host may be writing
@@ -363,7 +350,7 @@ class _Supervision:
             view = replace(view, answering_since=now)
         if not self.started_everywhere and answer.container.status in ("created", "absent"):
             raise StartInterrupted(self.ledger.run_id, number)
-        self.api_only = ApiOnlyTime()
+        self.api_only_seconds, self.api_answered = 0.0, float("-inf")
         container, ended_seen, ended_away = answer.container, view.ended_seen, view.ended_away
         if view.finished:  # a reboot, while another host exports, changes nothing
             container = view.container or container
@@ -405,9 +392,13 @@ class _Supervision:
         if self.polled_all:
             return
         self.polled_all = True
+
+        def poll(worker: int) -> None:
+            self.inbox.put(self._observe(worker, self.logs[worker].cursor.since, 0.0))
+
         for view in self.views.values():
             if view.ended_seen is None:
-                self.threads.start(self._poll_once, view.worker)
+                self.threads.start(poll, view.worker)
 
     def _reachable(self, verdict: Verdict) -> list[int]:
         """Returns the hosts that answer, without the host that the verdict calls lost."""
@@ -460,10 +451,6 @@ class _Supervision:
                 observation = self.provider.look(worker, self.container)
                 if observation.container is not None:
                     self.inbox.put(replace(observation, open=self.open_lines.get(worker, {})))
-
-    def _poll_once(self, worker: int) -> None:
-        """Observes one host now, and puts the observation into the inbox."""
-        self.inbox.put(self._observe(worker, self.logs[worker].cursor.since, 0.0))
 
     def _observe(self, worker: int, since: str | None, patience: float, *, progress: bool = False) -> Observation:
         """Returns an observation of a host. Any exception becomes its `problem`, even a bug's: otherwise the task would

@@ -25,7 +25,7 @@ from launcher.run import events, launch
 from launcher.run.ledger import Ledger
 from launcher.run.session import RunStopped, open_session
 from launcher.run.specification import SecretSource
-from launcher.run.supervise import _Supervision
+from launcher.run.supervise import SliceAnswer, _Supervision
 from launcher.run.verdict import SLICE_DELETED, Cause, HostView, Kind, Verdict, judge
 from launcher.tpu_vm import slice_hints
 from tests.launcher.test_runs import FakeProvider, Workstation, start_and_lose_sight, work
@@ -644,14 +644,17 @@ def test_the_time_that_this_machine_slept_is_no_time_for_hosts_to_be_asked_again
     assert supervision.views[1].failing_since == now + 3595
 
 
-def test_an_answer_of_a_host_ends_the_time_in_which_only_the_api_answers(work: Workstation) -> None:
+def test_only_answers_of_the_api_count_while_no_host_answers_and_no_hours_without_a_network(work: Workstation) -> None:
     work.run(work.config())
     supervision = _Supervision(open_session(work.context(), work.ledger, SecretSource({}, {})), 0)
-    supervision.api_only.seconds = 1700.0
+    for seconds in (0, 15, 15, 8970, 20):
+        work.clock.skipped += seconds
+        supervision.inbox.put(SliceAnswer("READY"))
+        supervision._receive()
     supervision._update_view(Observation(0, None, problem="timed out"))
-    assert supervision.api_only.seconds == 1700.0
+    assert supervision.api_only_seconds == pytest.approx(50.0, abs=5.0)
     supervision._update_view(Observation(0, ContainerState("running")))
-    assert supervision.api_only.seconds == 0.0
+    assert supervision.api_only_seconds == 0.0
 
 
 def test_hosts_are_not_silent_while_a_poll_of_them_is_open(work: Workstation) -> None:

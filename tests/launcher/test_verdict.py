@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from launcher.errors import Exit
 from launcher.provider import ContainerState
-from launcher.run.supervise import ApiOnlyTime, explain
+from launcher.run.supervise import explain
 from launcher.run.verdict import Cause, HostView, Kind, Limits, Verdict, judge
 
 LIMITS = Limits(settle=4, blip=2.5, lost=120)
@@ -187,13 +187,6 @@ def test_hosts_that_stay_away_while_the_api_answers_are_lost() -> None:
 def test_a_host_without_which_no_step_ends_is_not_lost_while_others_do_steps(stepped: float, kind: Kind) -> None:
     views = [running(0, seen=1000.0), running(1, seen=500.0, problem="timed out")]
     assert judge(views, 1000.0, LIMITS, stepped=stepped).kind is kind
-
-
-def test_hours_without_a_network_do_not_count_as_answers_of_the_api() -> None:
-    alone = ApiOnlyTime()
-    for now in (0.0, 15.0, 30.0, 9000.0, 9020.0):
-        alone.api_answers(now)
-    assert alone.seconds == 50.0
 
 
 @pytest.mark.parametrize(

@@ -71,4 +71,4 @@ def test_a_changed_line_runs_on_all_hosts_without_docker(
         program.write_text(f"echo {words} line of $TPU_WORKER_ID\n")
         ended = workstation.good("--emulated", "run", "--new", "-f", file)
         assert set(re.findall(rf"{words} line of (\d)$", ended.output, re.MULTILINE)) == {"0", "1"}, ended.output
-        assert re.search(r"sent [\d.]+ KiB", ended.output), ended.output
+        assert re.search(r"sent [\d,.]+ KiB", ended.output), ended.output

@@ -89,17 +89,26 @@ def test_four_processes_train_as_torch_xla_does_through_a_kill_and_export_a_mode
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
-def test_a_state_split_over_two_hosts_has_the_losses_of_a_replicated_one(emulator: Workstation) -> None:
-    """Eight processes, each with an eighth of every matrix, or with all of the state."""
+def test_a_state_split_over_two_hosts_resumes_on_another_mesh_with_the_losses_of_a_replicated_one(
+    emulator: Workstation,
+) -> None:
+    """Eight processes, each with an eighth of every matrix, after a kill with a half, or with all of the state."""
     work = emulator
     prepare(work, "v4-16")
-    run = ("--emulated", "run", "-f", FILE, "--json", "--new", *SETTINGS, "--set", "backend=torch-tpu")
-    split, replicated = (
-        results(work, work.good(*run, "--set", f"train.mesh.fsdp={count}", seconds=600).json()["run"])
-        for count in (8, 1)
-    )
-    assert (split["devices"], split["hosts"], len(split["losses"])) == (8, 2, STEPS)
-    assert list(split["losses"].values()) == pytest.approx(list(replicated["losses"].values()), rel=1e-6)
+    run = ("--emulated", "run", "-f", FILE, "--json", *SETTINGS, "--set", "backend=torch-tpu", "--set")
+    replicated = results(work, work.good(*run, "train.mesh.fsdp=1", "--new", seconds=600).json()["run"])
+    running = work.begin(*run, "train.mesh.fsdp=8", "--new")
+    running.wait_for(r"^\[0\] rank 0: step +13/", 300)
+    kill_rank(work.containers_of_runs()[0].split()[0], 2)
+    assert (killed := running.end(10)).code == 10, killed.output
+    resumed = work.good(*run, "train.mesh.fsdp=2", seconds=600)
+    assert "rank 0: going on from gs://" in resumed.output
+    split = results(work, resumed.json()["run"])
+    assert resumed.json()["run"] == killed.json()["run"]
+    assert (split["devices"], split["hosts"]) == (8, 2)
+    assert len(split["losses"]) >= STEPS - 1
+    expected = [replicated["losses"][step] for step in split["losses"]]
+    assert list(split["losses"].values()) == pytest.approx(expected, rel=1e-6)
     assert split["eval_loss"] == pytest.approx(replicated["eval_loss"], rel=1e-6)
     work.good("--emulated", "down", "-f", FILE)
 

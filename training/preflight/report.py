@@ -313,7 +313,8 @@ def _graph_lines(graph: GraphResult, devices: int) -> list[str]:
             f"({costs.cycles:,} cycles at {costs.clock_hertz / 1e6:.0f} MHz), without collectives and waiting",
         ]
         lines += [
-            f"  traffic  {item.count} x {item.kind}: {format_size(item.bytes)} ({_format_dtypes(item)})"
+            f"  traffic  {item.count} x {item.kind}: {format_size(item.bytes)} "
+            f"({', '.join(f'{count:,} {dtype}' for dtype, count in item.dtypes.items())})"
             for item in graph.collectives
         ]
     lines += [
@@ -321,10 +322,6 @@ def _graph_lines(graph: GraphResult, devices: int) -> list[str]:
         for item in graph.largest
     ]
     return lines
-
-
-def _format_dtypes(collective: Collective) -> str:
-    return ", ".join(f"{count:,} {dtype}" for dtype, count in collective.dtypes.items())
 
 
 def _largest_batch_line(batch: LargestBatch) -> str:

@@ -179,7 +179,8 @@ class Registry:
             upload = uploads.pop() if uploads else self._begin_upload(path)
             headers = {"Content-Type": "application/octet-stream", "Content-Length": str(blob.size)}
             with blob.open() as file:
-                url = _with_digest(urljoin(upload.url, upload.header("location")), blob.digest)
+                url = urljoin(upload.url, upload.header("location"))
+                url += f"{'&' if '?' in url else '?'}{urlencode({'digest': blob.digest}, safe=':')}"
                 return self._request("PUT", url, headers, self._count_sent(file, blob.size))
 
         self._repeat(send, (201,))
@@ -274,10 +275,6 @@ class Registry:
             return f"Bearer {found.get('token') or found['access_token']}"
         except (ValueError, KeyError, AttributeError):
             raise _refusal(self.host, token) from None
-
-
-def _with_digest(url: str, digest: str) -> str:
-    return f"{url}{'&' if '?' in url else '?'}{urlencode({'digest': digest}, safe=':')}"
 
 
 def _network_reason(host: str, error: Exception) -> str:

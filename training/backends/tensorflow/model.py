@@ -193,13 +193,9 @@ def _replace_dropout(network: Any, noise: Noise) -> None:
     """Makes dropout a function of `noise.seed` and the layer's place. Keras' own generators count calls, so that a
     resumed run would differ."""
     layers = [layer for layer in network.submodules if isinstance(layer, tf.keras.layers.Dropout)]
-    for place, layer in enumerate(sorted(layers, key=lambda layer: _layer_number(layer.name))):
+    # Keras calls them dropout, dropout_1, ... in the order in which this process made them.
+    for place, layer in enumerate(sorted(layers, key=lambda layer: int(layer.name.partition("_")[2] or 0))):
         layer.call = _make_dropout(layer.rate, place, noise)
-
-
-def _layer_number(name: str) -> int:
-    """Returns N of a layer dropout_N, 0 without: Keras counts them in the order of their creation in the process."""
-    return int(name.rpartition("_")[2]) if "_" in name else 0
 
 
 def _make_dropout(rate: float, place: int, noise: Noise) -> Callable[..., Any]:

@@ -169,16 +169,15 @@ def _hlo_lines(module: bytes) -> Iterator[str]:
     """Yields lines of HLO's text form, with the shapes of collectives alone and without operands."""
     fields = _fields(module)
     entry = dict(fields)[6]
-    computations = [dict(_fields(value)) | {2: _repeated(value, 2)} for number, value in fields if number == 3]
+    computations = [
+        dict(parts := _fields(value)) | {2: [each for key, each in parts if key == 2]}
+        for number, value in fields if number == 3
+    ]  # fmt: skip
     names = {computation[5]: computation[1].decode() for computation in computations}
     for computation in computations:
         yield f"{'ENTRY ' if computation[5] == entry else ''}%{names[computation[5]]} () {{"
         yield from (_instruction(data, names) for data in computation[2])
         yield "}"
-
-
-def _repeated(message: bytes, number: int) -> list[bytes]:
-    return [value for each, value in _fields(message) if each == number]
 
 
 def _instruction(data: bytes, names: dict[int, str]) -> str:

@@ -78,7 +78,8 @@ class StepCache:
         """
         step = _Step(tuple((name, tuple(shape)) for name, shape in batch.items()), inputs, seed, trace)
         number = self._batches[step.shapes] = self._batches.get(step.shapes, 0) + 1
-        if self._repeats and not self._syncs and not _is_traced(number):
+        is_power_of_8 = number.bit_count() == 1 and number.bit_length() % 3 == 1
+        if self._repeats and not self._syncs and number > FIRST_TRACED and not is_power_of_8:
             self._unchecked, program = step, self._programs[step.shapes]
             arguments = program.arguments(self._state.values(), inputs.leaves(), seed)
             return self._start(program, arguments)
@@ -164,11 +165,6 @@ class _Step:
     inputs: StepInputs[Tensor]
     seed: int | None
     trace: Callable[[StepInputs[Tensor]], Tensor]
-
-
-def _is_traced(number: int) -> bool:
-    """Returns whether a shape's batch with this number, from 1, is traced: the first ones, and powers of 8."""
-    return number <= FIRST_TRACED or (number.bit_count() == 1 and number.bit_length() % 3 == 1)
 
 
 class _Arguments:
