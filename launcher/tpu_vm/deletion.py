@@ -188,9 +188,8 @@ def delete_node(
 
     def look() -> Look | None:
         nonlocal asked
-        node = retry.call(lambda: slices.describe_node(config, machine), deadline)
-        if node is None and not asked:  # a stale answer: it was there a moment ago
-            node = doomed
+        # It was there a moment ago: one answer may be stale.
+        node = retry.call(lambda: slices.describe_node(config, machine), deadline) or (None if asked else doomed)
         asked = True
         if node is None:
             return None

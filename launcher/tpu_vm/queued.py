@@ -344,9 +344,12 @@ def remove(config: Config, doomed: Request, say: Callable[[str], None], machine:
     request alone that was recreated under its name. Raises CommandTimeout after 15 minutes."""
     deadline = machine.clock.monotonic() + DELETE_SECONDS
     retry = Retry(machine, say, f"request {doomed.name}")
+    asked = doomed.state in ("DELETING", "SUSPENDING")
 
     def look() -> Look | None:
-        request = retry.call(lambda: describe(config, machine), deadline)
+        nonlocal asked
+        request = retry.call(lambda: describe(config, machine), deadline) or (None if asked else doomed)
+        asked = True
         if request is None or request.created != doomed.created:
             return None
         # A request must end SUSPENDING before it can be deleted. The API sometimes forgets a deletion: repeat it.
