@@ -223,6 +223,13 @@ def test_no_request_is_made_beyond_the_price_limit(cloud: Cloud, tmp_path: Path)
     assert max(asked) == 1
 
 
+def test_a_request_that_fits_the_limit_no_more_is_withdrawn(cloud: Cloud, tmp_path: Path) -> None:
+    config = make(tmp_path, "  price_limit: 4.0\n")
+    RequestRecord(config).ask(V4, "demo", cloud.clock.time())
+    create(cloud, config)
+    assert history(config)[0] == ("v4-16", "withdrawn")
+
+
 def test_a_supervisor_on_another_machine_uses_and_withdraws_the_requests_of_the_one_before(
     cloud: Cloud, config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -377,6 +384,6 @@ def test_two_processes_that_record_the_same_request_do_not_share_a_scratch_file(
         link(source, target)
 
     monkeypatch.setattr(os, "link", the_other_first)
-    assert not requests.create_only(path, "ours")
+    assert not any(requests.create_only(path, "ours") for _ in range(2))
     assert path.read_text() == "theirs"
     assert list(tmp_path.iterdir()) == [path]

@@ -161,6 +161,7 @@ def test_another_program_and_another_step_are_told_where_all_wait() -> None:
     assert explain(*hosts, lines={**lines, 1: ProgressLine(8, program="xyz")}).what == (
         "host 1 runs another program than the other hosts"
     )
+    assert explain(*hosts, lines={**lines, 1: ProgressLine(8)}).kind != "program", "not known yet"
     hang = explain(*hosts, lines={**lines, 2: ProgressLine(9, program="abc")})
     assert (hang.kind, hang.worker, hang.what) == ("step", 2, "host 2 is at step 9, the other hosts are at step 8")
     two = explain(*hosts[:2], lines={0: ProgressLine(9), 1: ProgressLine(8)})
@@ -254,6 +255,8 @@ def test_what_a_host_shows_in_one_of_two_samples_is_no_cause() -> None:
 def test_native_calls_are_added_where_py_spy_has_kept_those_of_python() -> None:
     plain = re.sub(r"    (xla|fast_call).*\n", "", COMPILES)
     assert parse_stacks(dump(plain + COMPILES)) == parse_stacks(dump(COMPILES))
+    holder = parse_stacks(dump(plain + COMPILES.replace("active", "active+gil"))).processes[0].threads[0]
+    assert holder.holds_gil
     lost = 'Thread 7 (active+gil): "MainThread"\n    0x7f60814df24a (/usr/lib/libc.so.6)\n'
     assert parse_stacks(dump(USER + lost)) == parse_stacks(dump(USER))
 

@@ -649,8 +649,9 @@ def test_only_answers_of_the_api_count_while_no_host_answers_and_no_hours_withou
     supervision = _Supervision(open_session(work.context(), work.ledger, SecretSource({}, {})), 0)
     for seconds in (0, 15, 15, 8970, 20):
         work.clock.skipped += seconds
-        supervision.inbox.put(SliceAnswer("READY"))
+        supervision.inbox.put(SliceAnswer("READY", "UNHEALTHY_TPU"))
         supervision._receive()
+    assert work.messages.count("the slice: UNHEALTHY_TPU") == 1
     supervision._update_view(Observation(0, None, problem="timed out"))
     assert supervision.api_only_seconds == pytest.approx(50.0, abs=5.0)
     supervision._update_view(Observation(0, ContainerState("running")))

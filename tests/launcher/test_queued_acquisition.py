@@ -167,10 +167,13 @@ def test_one_answer_that_it_is_not_there_does_not_delete_a_granted_slice(
     config: Config, cloud: Cloud, stale: str
 ) -> None:
     cloud.state.faults.clear()
-    missing = iter(["ERROR: (gcloud.x) NOT_FOUND: Resource 'n' was not found"])
+    answers: list[float] = []
 
     def once(zone: str, command: str, now: float) -> str | None:
-        return next(missing, None) if command == stale and request_state(cloud) == "ACTIVE" else None
+        if command != stale or request_state(cloud) != "ACTIVE":
+            return None
+        answers.append(now)
+        return "ERROR: (gcloud.x) NOT_FOUND: Resource 'n' was not found" if now < answers[0] + 2.0 else None
 
     cloud.trouble = once
     assert create(config, cloud)[0].ready

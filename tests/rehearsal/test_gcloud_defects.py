@@ -1,32 +1,13 @@
 """Defects of gcloud 528 that show in what it asks of the API, provoked with the real gcloud and the emulator's API in
 this process. About 10 s.
 
-Where the others are provoked and survived:
-
-| defect                                              | test
-                                    |
-|-----------------------------------------------------|------------------------------------------------------------------------------------------------------|
-| --output-directory, exit codes of worker subsets    | test_emulator_slice.py: test_defects_of_gcloud_...; never used:
-test_gcloud.py: test_ssh_goes_to_... |
-| 255 runs the command again                          | test_fault_matrix.py:
-test_a_start_that_gcloud_runs_again_starts_once                                |
-| it waits for all workers, rc by worker index        | test_runs.py:
-test_the_first_host_that_fails_ends_the_run_and_is_named                               |
-| output without prefix, stdin to one worker only     | test_secrets.py: ...[gcloud]
-                                    |
-| ssh crashes while guest attributes are empty        | here
-                                    |
-| scp wants the key in the agent                      | here; never used
-                                    |
-| each ssh may change the node's metadata: 409        | test_fault_matrix.py: test_conflicts_with_other_changes_pass_...
-                                    |
-| --reserved without --zone; --spot in alpha; v2-8    | here; test_gcloud.py and test_queued.py: the zone and the type
-always, the GA track                  |
+Others are provoked and survived elsewhere: --output-directory and exit codes of worker subsets (test_emulator_slice.py,
+test_gcloud.py), 255 that runs a command again and 409 for two changes of metadata (test_fault_matrix.py), waiting for
+all workers (test_runs.py), output without prefix and standard input for one worker only (test_secrets.py).
 """
 
 import os
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -205,30 +186,6 @@ def test_gcloud_requests_each_kind_of_capacity_in_the_fields_of_googles_api(
     assert requested.ok, requested.stderr
     found = body(asked, "queuedResources")
     assert {key: found.get(key) for key in fields} == fields
-
-
-def test_scp_to_several_hosts_wants_its_key_in_the_agent_so_files_travel_on_standard_input(
-    state: EmulatorState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for host in hosts_of(state):
-        host.guest_attributes["hostkeys/ssh-ed25519"] = "AAAAC3NzaC1lZDI1NTE5AAAAIGAbCdEf"
-    agent = str(tmp_path / "agent")
-    process = subprocess.Popen(["ssh-agent", "-D", "-a", agent], stdout=subprocess.DEVNULL)
-    try:
-        while not Path(agent).exists():
-            assert process.poll() is None, "ssh-agent ended"
-            time.sleep(0.05)
-        monkeypatch.setenv("SSH_AUTH_SOCK", agent)
-        another = tmp_path / "another"
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", another], check=True)
-        subprocess.run(["ssh-add", "-q", another], check=True)
-        words = [*GCLOUD, "tpu-vm", "scp", __file__, "demo:", "--worker=all", *PLACE, "--quiet"]
-        refused = shell.run(words, timeout=60)
-    finally:
-        process.terminate()
-        process.wait(10)
-    assert not refused.ok
-    assert "ssh-add" in refused.stderr
 
 
 @pytest.mark.nightly
