@@ -353,7 +353,8 @@ class Gke:
             except LaunchError as error:  # the cluster may answer again before the deadline
                 if error.exit_code is not Exit.CLOUD_ERROR or now() > deadline:
                     raise
-                self.say(str(error))
+                if str(error) != reported:
+                    self.say(reported := str(error))
                 clock.sleep(2.0)
                 continue
             waiting = {worker: pods.get(worker) for worker in self._workers if not _has_started(pods.get(worker))}
@@ -464,7 +465,7 @@ class Gke:
                 raise LaunchError(
                     f"{len(left)} pods are still there {seconds:.0f} s after they were deleted: {', '.join(left)}"
                 )
-            self._clock.sleep(0.5)
+            self._clock.sleep(1.0)
 
 
 def _name(container: str) -> str:

@@ -310,8 +310,7 @@ class _Recovery:
         if not self.replace:
             return
         slice_state = session.provider.describe()
-        ledger = session.ledger
-        if slice_state is not None and is_another(slice_state, ledger, ledger.state.attempt):
+        if slice_state is not None and is_another(slice_state, session.ledger, session.ledger.state.attempt):
             self.replace = ""  # another command has replaced it
             return
         proof = self._find_proof(slice_state, blamed=worker >= 0) if slice_state is not None else ""

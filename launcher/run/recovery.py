@@ -184,8 +184,6 @@ def find_proof(last: Ended | None, slice_state: SliceState, *, blamed: bool, sil
         silent: Seconds for which the trainer has written nothing to its bucket; 0 if that is not known.
         limit: Seconds of such silence that are a proof (run.unreachable_minutes).
     """
-    if slice_state.state == "CREATING":  # another command has replaced it
-        return ""
     if not slice_state.ready or slice_state.health.startswith("UNHEALTHY"):
         return f"Google's API says {slice_state.trouble}"
     if last is not None and last.outcome in _OF_A_HOST and last.cause is not None:

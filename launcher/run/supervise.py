@@ -171,12 +171,12 @@ def _end_on_hosts(session: Session, attempt: int, verdict: Verdict, reachable: S
 
 
 def is_another(slice_state: SliceState, ledger: Ledger, attempt: int) -> bool:
-    """Returns whether the slice was recreated since the attempt started: its creation time and its first address both
-    differ. One is no proof: a restart may change addresses, and a kept creation time may be old."""
+    """Returns whether the slice was recreated since the attempt started: it is CREATING, or its creation time and first
+    address differ. One is no proof: a restart may change addresses, and a kept creation time may be old."""
     started = [event for event in ledger.events() if isinstance(event, events.Started)]
     last = started[-1] if started and started[-1].attempt == attempt else None
     if last is None or not (last.slice_created and slice_state.created and slice_state.hosts):
-        return False
+        return slice_state.state == "CREATING"
     return last.slice_created != slice_state.created and last.address != slice_state.hosts[0]
 
 
@@ -238,7 +238,7 @@ class _Supervision:
                 if verdict.kind is Kind.SETTLING:
                     self._poll_all_now()
                 if verdict.kind.ended:
-                    return self._add_slice_problems(verdict), self._reachable(verdict)
+                    return verdict, self._reachable(verdict)
         finally:
             self.over.set()  # do not wait for tasks: one may wait for a host that is gone
             while self.inbox.get(timeout=0.0) is not None:  # let go of tasks that wait for a place in the inbox
@@ -261,13 +261,20 @@ class _Supervision:
         )
 
     def confirm_lost(self, verdict: Verdict) -> Verdict:
-        """Returns the verdict; for a lost host or container, that the slice was taken or deleted if the API says so."""
-        removed = verdict.kind is Kind.FAILED and verdict.cause is not None and verdict.cause.exit_code is None
-        if not (verdict.kind is Kind.HOST_LOST or removed) or (answer := self._ask_for_slice(self.clock.sleep)) is None:
+        """Returns the verdict; for a lost host or container, with what the API says of the slice by now."""
+        cause = verdict.cause
+        if cause is None or not (
+            verdict.kind is Kind.HOST_LOST or (verdict.kind, cause.exit_code) == (Kind.FAILED, None)
+        ):
             return verdict
-        self.slice = answer
-        judged = self._judge(self.clock.monotonic(), self.ledger.state.stop_requested)
-        return judged if judged.kind in (Kind.DELETED, Kind.PREEMPTED) else verdict
+        if (answer := self._ask_for_slice(self.clock.sleep)) is not None:
+            self.slice = replace(answer, trouble=answer.trouble or self.slice.trouble)
+            judged = self._judge(self.clock.monotonic(), self.ledger.state.stop_requested)
+            if judged.kind in (Kind.DELETED, Kind.PREEMPTED):
+                return judged
+        if self.slice.trouble:
+            cause = replace(cause, what=f"{cause.what} (the slice: {self.slice.trouble})")
+        return replace(verdict, cause=cause)
 
     def fetch_rest(self, workers: Sequence[int]) -> None:
         """Delivers the last lines of these hosts. Each host's task holds one observation at a time."""
@@ -375,10 +382,11 @@ class _Supervision:
     def _warn_if_unreachable(self) -> None:
         """Says every 30 seconds, while no host answers, that none does, with host 0's problem."""
         now = self.clock.monotonic()
-        if not any(view.reachable for view in self.views.values()) and now - self.warned > _WARN_EVERY:
+        if any(view.reachable for view in self.views.values()):
             self.warned = now
-            problem = self.views[0].problem
-            self.say(f"no host answers ({problem}); still trying; the run continues. Ctrl-C detaches")
+        elif now - self.warned > _WARN_EVERY:
+            self.warned = now
+            self.say(f"no host answers ({self.views[0].problem}); still trying; the run continues. Ctrl-C detaches")
 
     def _stop_if_budget_is_spent(self, now: float) -> None:
         """Requests a stop if run.budget is spent (counted every few seconds) and none is requested yet."""
@@ -404,13 +412,6 @@ class _Supervision:
         """Returns the hosts that answer, without the host that the verdict calls lost."""
         lost = {verdict.cause.worker} if verdict.kind is Kind.HOST_LOST and verdict.cause else set()
         return [view.worker for view in self.views.values() if view.reachable and view.worker not in lost]
-
-    def _add_slice_problems(self, verdict: Verdict) -> Verdict:
-        """Returns the verdict; to a lost host it adds the problems that the API reports about the slice."""
-        if verdict.kind is not Kind.HOST_LOST or verdict.cause is None or not self.slice.trouble:
-            return verdict
-        what = f"{verdict.cause.what} (the slice: {self.slice.trouble})"
-        return replace(verdict, cause=replace(verdict.cause, what=what))
 
     # -- threads ----------------------------------------------------------------------------------------------------
 

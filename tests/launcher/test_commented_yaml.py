@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -82,11 +81,6 @@ def test_kubectl_gets_the_written_values(tmp_path: Path) -> None:
     )
     # Read all scalars as text: a value that Go took for a number or a boolean is written differently.
     assert yaml.load(built.stdout, yaml.BaseLoader)["data"] == strings
-
-
-@pytest.mark.parametrize("value", PLAIN)
-def test_words_and_paths_need_no_quotes(value: str) -> None:
-    assert dump({"key": value}) == f"key: {value}\n"
 
 
 def test_comments_are_above_their_values() -> None:

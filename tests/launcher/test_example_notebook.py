@@ -104,16 +104,6 @@ def test_the_file_reads_what_the_notebook_makes() -> None:
     assert config.data.evaluation == f"{values['data']}/evaluation"
 
 
-def test_texts_are_fetched_once(website: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    [fetch] = [source(cell) for cell in cells() if "urlopen" in source(cell)]
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "minilm").mkdir()
-    exec(fetch, {**parameters(), "source": website})
-    for name in ("train.csv", "test.csv", "categories.json"):
-        assert (tmp_path / "banking77" / name).read_bytes() == (tmp_path / "website" / name).read_bytes()
-    exec(fetch, {**parameters(), "source": "http://127.0.0.1:9"})  # nobody answers there
-
-
 @pytest.fixture
 def environment(tmp_path: Path) -> Iterator[Path]:
     """Where a virtual environment may be made; 8 GB, which are not kept."""

@@ -165,14 +165,6 @@ def test_earlier_attempts_go_and_an_ended_container_of_another_run_stays(host: S
     assert not any(call.startswith("pull") for call in host.calls), "an image that is named by its id is there"
 
 
-def test_files_arrive_as_they_are(host: ScriptHost, shell: str) -> None:
-    content = bytes(range(256)) * 40
-    host.run(start(files={"config.yaml": content, "empty": b""}), shell)
-    assert (host.folder / "copied" / "config.yaml").read_bytes() == content
-    assert (host.folder / "copied" / "empty").read_bytes() == b""
-    assert any(call.endswith("/tpu-launch tpu-launch-demo-1-0:/etc/") for call in host.calls)
-
-
 @pytest.mark.parametrize(("image", "shown"), [("us-docker.pkg.dev/p/r/i", True), ("registry.example.com/i", False)])
 def test_hosts_show_their_own_token_to_googles_registries_only(
     host: ScriptHost,

@@ -372,12 +372,19 @@ def test_a_stop_keeps_a_slice_from_being_deleted_that_was_to_be_replaced(work: W
 FILES = [Stat("gs://b/runs/metrics.jsonl", 9, 1)]
 
 
-@pytest.mark.parametrize("created", ["2026-01-01T00:00:00Z", "2026-01-01T01:00:00Z"])
-def test_a_slice_that_another_workstation_has_replaced_is_not_replaced_again(work: Workstation, created: str) -> None:
-    hosts = work.hosts
-    hosts.exits[0] = 1
-    anew = created != hosts.created
-    hosts.hooks["observe"] = [hosts.change(created=created, address="10.0.0.9" if anew else hosts.address)]
+@pytest.mark.parametrize(
+    ("anew", "change"),
+    [
+        (False, {}),
+        (True, {"created": "2026-01-01T01:00:00Z", "address": "10.0.0.9"}),
+        (True, {"slice_state": "CREATING"}),
+    ],
+)
+def test_a_slice_that_another_workstation_has_replaced_is_not_replaced_again(
+    work: Workstation, anew: bool, change: dict[str, str]
+) -> None:
+    work.hosts.exits[0] = 1
+    work.hosts.hooks["observe"] = [work.hosts.change(**change)]
     assert work.run(work.config("run.replace_after=1", "run.failure_retries=1")).verdict.kind is Kind.FINISHED
     assert recorded(work, events.SliceReplaced) == (0 if anew else 1)
 

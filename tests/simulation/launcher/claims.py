@@ -3,6 +3,7 @@ lost or left behind, and when it was told."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -107,6 +108,17 @@ def told_stop_is_true(simulation: SimulatedRun, command: Command) -> None:
     stopped = any(command.run_id in ("", stop.run) and stop.at >= command.began for stop in stops)
     if not stopped and not any("the budget is spent" in text for text in command.said):
         simulation.break_promise("what is told stopped was stopped", f"{command.name}: {command.error}")
+
+
+def nothing_is_repeated_without_a_pause(simulation: SimulatedRun, command: Command) -> None:
+    """No line is told twice within 5 s, and no call of the cloud is made more than 40 times in 30 s."""
+    for (before, line), (at, again) in itertools.pairwise(command.told):
+        excused = simulation.scenario.candidates is not None or simulation.full_disk is not None
+        if line == again and at - before < 5.0 and not excused:
+            simulation.break_promise("a line is told once", f"{command.name}: {line}")
+    for call, times in command.actor.calls.items():
+        if any(later - earlier < 30.0 for earlier, later in zip(times, times[40:], strict=False)):
+            simulation.break_promise("the cloud is asked in moderation", f"{command.name}: {' '.join(call)[:200]}")
 
 
 def told_use_is_true(simulation: SimulatedRun, command: Command) -> None:

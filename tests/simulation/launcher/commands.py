@@ -75,6 +75,8 @@ class Command:
             promises.stalled_program_is_silent(self.world, self.run_id)
         if text.startswith("ending the attempt on all hosts: host lost"):
             promises.told_silence_is_true(self.world, self.actor, self.run_id, text)
+        if text.startswith("no host answers ("):
+            promises.told_absence_is_true(self.world, self.actor, text)
         if ": starting again (" in text:
             self.world.reached("recovery")
         if ": not recovered yet: " in text:

@@ -159,6 +159,7 @@ class Terminal:
         if world.scheduler.trace is not None:
             shown = [word for word in argv if not word.startswith(("--command", "--ssh-flag", "--metadata", "--quiet"))]
             world.note("$ " + " ".join(shown)[:200])
+        self.actor.calls[tuple(argv)].append(scheduler.now)
         execution, inherited = Execution(), [os.dup(descriptor) for descriptor in pass_fds]
         child = Process(f"{argv[0]} of {self.actor.command}")
 

@@ -309,6 +309,12 @@ def stalled_program_is_silent(world: World, run: str) -> None:
             return
 
 
+def told_absence_is_true(world: World, actor: Actor, text: str) -> None:
+    """A command tells that no host answers only if none has answered for half a minute."""
+    if any(world.scheduler.now - at < 25.0 for at in actor.heard.values()):
+        world.break_promise("what is told absent is absent", text)
+
+
 def told_silence_is_true(world: World, by: Actor, run: str, text: str) -> None:
     """A host, or all hosts, that a command calls silent for so long have told it nothing for so long. Called then."""
     told = re.search(r"host (\d+): (the host|no host) has (?:not )?answered for (\d+) (s|minutes)", text)

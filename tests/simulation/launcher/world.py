@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import random
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,6 +71,8 @@ class Actor:
     """Ids of nodes that it asked Google to delete, whether or not another user was faster."""
     heard: dict[Host, float] = field(default_factory=dict)
     """When each host last told it the state of a container."""
+    calls: dict[tuple[str, ...], list[float]] = field(default_factory=lambda: defaultdict(list))
+    """When it made each call of gcloud or kubectl."""
 
     @property
     def user(self) -> str:
