@@ -175,8 +175,9 @@ def is_another(slice_state: SliceState, ledger: Ledger, attempt: int) -> bool:
     address differ. One is no proof: a restart may change addresses, and a kept creation time may be old."""
     started = [event for event in ledger.events() if isinstance(event, events.Started)]
     last = started[-1] if started and started[-1].attempt == attempt else None
-    if last is None or not (last.slice_created and slice_state.created and slice_state.hosts):
-        return slice_state.state == "CREATING"
+    new = slice_state.state == "CREATING"
+    if new or last is None or not (last.slice_created and slice_state.created and slice_state.hosts):
+        return new
     return last.slice_created != slice_state.created and last.address != slice_state.hosts[0]
 
 

@@ -184,11 +184,10 @@ def delete_node(
     shows a recreated one, which is left alone. Raises CommandTimeout after `deadline` (seconds of the monotonic
     clock)."""
     retry = Retry(machine, say, f"slice {doomed.name}")
-    asked = wait_only or doomed.state == "DELETING"
+    asked = wait_only or doomed.state == "DELETING"  # else one answer without it is taken for a stale one
 
     def look() -> Look | None:
         nonlocal asked
-        # It was there a moment ago: one answer may be stale.
         node = retry.call(lambda: slices.describe_node(config, machine), deadline) or (None if asked else doomed)
         asked = True
         if node is None:
