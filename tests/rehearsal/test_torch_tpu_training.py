@@ -99,7 +99,7 @@ def test_a_state_split_over_two_hosts_resumes_on_another_mesh_with_the_losses_of
     replicated = results(work, work.good(*run, "train.mesh.fsdp=1", "--new", seconds=600).json()["run"])
     running = work.begin(*run, "train.mesh.fsdp=8", "--new")
     running.wait_for(r"^\[0\] rank 0: step +13/", 300)
-    kill_rank(work.containers_of_runs()[0].split()[0], 2)
+    kill_rank(next(entry.split()[0] for entry in work.containers_of_runs() if "-w-0." in entry), 2)
     assert (killed := running.end(10)).code == 10, killed.output
     resumed = work.good(*run, "train.mesh.fsdp=2", seconds=600)
     assert "rank 0: going on from gs://" in resumed.output
