@@ -248,6 +248,8 @@ def test_a_host_that_gives_no_stacks_and_has_no_memory_left_is_short_of_memory()
 def test_what_a_host_shows_in_one_of_two_samples_is_no_cause() -> None:
     ended = explain("", dump(COLLECTIVE), dump(COLLECTIVE), before=dump(USER))
     assert (ended.kind, ended.worker) == ("code", 0), "it has ended because another host was silent"
+    held = dump(GIL.replace("active+gil", "active"))
+    assert explain(held, dump(COLLECTIVE), before=dump(GIL)).kind == "code", "it was held in one sample only"
     reads = dump(COLLECTIVE, "D (disk sleep)")
     assert explain(reads, dump(COLLECTIVE), before=dump(COLLECTIVE)).kind == "collective"
 

@@ -307,7 +307,8 @@ def _verdicts_of(simulation: SimulatedRun, job: Job, causes: Sequence[Cause]) ->
         # A launcher that first looks when two hosts are dead can't tell which died first.
         others = {worker for worker, container in job.containers.items() if container.host.troubled}
         lost: set[tuple[str, int | None]] = {("host lost", worker) for worker in dead | others}
-        return lost | {(outcome, None) for outcome in ("preempted", "vanished", "stopped")}
+        gone = {("slice deleted", None)} if simulation.world.record.deletions else set()  # by a `gc`
+        return lost | gone | {(outcome, None) for outcome in ("preempted", "vanished", "stopped")}
     return set()
 
 
