@@ -3,7 +3,6 @@ lost or left behind, and when it was told."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -111,11 +110,12 @@ def told_stop_is_true(simulation: SimulatedRun, command: Command) -> None:
 
 
 def nothing_is_repeated_without_a_pause(simulation: SimulatedRun, command: Command) -> None:
-    """No line is told twice within 5 s, and no call of the cloud is made more than 40 times in 30 s."""
-    for (before, line), (at, again) in itertools.pairwise(command.told):
-        excused = simulation.scenario.candidates is not None or simulation.full_disk is not None
-        if line == again and at - before < 5.0 and not excused:
-            simulation.break_promise("a line is told once", f"{command.name}: {line}")
+    """No line is told three times in a row within 10 s, and no call of the cloud is made more than 40 times in 30 s."""
+    excused = simulation.scenario.candidates is not None or simulation.full_disk is not None
+    for (began, line), (_, again), (at, third) in zip(command.told, command.told[1:], command.told[2:], strict=False):
+        flaps = "does not answer: " in line  # and answers between
+        if line == again == third and at - began < 10.0 and not excused and not flaps:
+            simulation.break_promise("a line is not told again and again", f"{command.name}: {line}")
     for call, times in command.actor.calls.items():
         if any(later - earlier < 30.0 for earlier, later in zip(times, times[40:], strict=False)):
             simulation.break_promise("the cloud is asked in moderation", f"{command.name}: {' '.join(call)[:200]}")
