@@ -93,7 +93,8 @@ class Gke:
         LaunchError if JobSets can't be listed.
         """
         running = {jobset["metadata"]["name"]: jobset for jobset in self._list_jobsets() if not _is_over(jobset)}
-        disrupted = any(_all_disrupted(watch) for watch in self._open_watches())
+        watched = [watch.pods().values() for watch in self._open_watches()]
+        disrupted = any(pods and all(pod.disruption and pod.ended for pod in pods) for pods in watched)
         state = "DELETED" if self._deleted else "PREEMPTED" if disrupted else "READY"
         newest = max(running, default="", key=lambda name: running[name]["metadata"].get("creationTimestamp", ""))
         addresses = [host_name(newest, str(worker)) if newest else "" for worker in self._workers]
@@ -148,7 +149,11 @@ class Gke:
         """Removes this run's earlier attempts, creates the JobSet, unless it exists, and waits until every host's
         container has started. Reports failure on all hosts when another run uses the slice. On any other failure,
         removes the JobSet and raises the reason."""
-        _require_digest(attempt.image)
+        if "@sha256:" not in attempt.image:  # it is only on this machine
+            raise BadInput(
+                f"the cluster's nodes can't pull image {attempt.image}: set image.repository, to which tpu-launch "
+                "pushes it, or image.reference"
+            )
         jobsets = self._list_jobsets()
         for jobset in jobsets:
             name, run = jobset["metadata"]["name"], jobset["metadata"]["labels"].get(LABEL_RUN, "")
@@ -177,18 +182,19 @@ class Gke:
     def observe(
         self, worker: int, container: str, since: str | None, *, patience: float = 0.0, progress: bool = False
     ) -> Observation:
-        """Returns the state of a host's pod, and its log from `since` on; a missing pod is "absent".
+        """Returns the state of a host's pod, and its log from `since` on; "absent" if the attempt has no pods.
 
-        Ignores `patience`: the watch knows the state. When the cluster does not answer, the state is None, and
-        `problem` says why.
+        Ignores `patience`: the watch knows the state. When the cluster does not answer, or only this pod is missing,
+        the state is None, and `problem` says why.
         """
         watch = self._watch_pods(container)
         watch.note_log_start(worker, since)
         self._observed = _name(container)
         try:
-            pod = watch.pods().get(worker)
-            if pod is None:
-                return Observation(worker, ContainerState("absent"))
+            pods = watch.pods()
+            if (pod := pods.get(worker)) is None:  # with its node, perhaps
+                absent = None if pods else ContainerState("absent")
+                return Observation(worker, absent, problem="its pod is gone" if pods else "")
             state, problem = pod.state()
             if not pod.started:
                 return Observation(worker, state, problem=problem)
@@ -477,23 +483,9 @@ def _is_over(jobset: dict[str, Any]) -> bool:
     return bool(jobset.get("status", {}).get("terminalState"))
 
 
-def _all_disrupted(watch: PodWatch) -> bool:
-    pods = watch.pods()
-    return bool(pods) and all(pod.disruption and pod.ended for pod in pods.values())
-
-
 def _has_started(pod: Pod | None) -> bool:
     """Returns whether a pod's container runs, has run, or never will."""
     return pod is not None and (pod.started or pod.ended)
-
-
-def _require_digest(image: str) -> None:
-    """Raises BadInput for an image that is only on this machine."""
-    if "@sha256:" not in image:
-        raise BadInput(
-            f"the cluster's nodes can't pull image {image}: set image.repository, to which tpu-launch pushes it, or "
-            "image.reference"
-        )
 
 
 def _describe_waiting(waiting: Mapping[int, Pod | None]) -> str:

@@ -46,7 +46,8 @@ class PodWatch:
         self._lock = self._threads.lock()
         self._listing = self._threads.lock()
         self._pods: dict[str, Pod] = {}  # by uid
-        self._listed = float("-inf")
+        self._asked = float("-inf")  # when they were last listed
+        self._unlisted: LaunchError | None = None  # why that failed
         self._closed = self._threads.event()
         self._kills: set[Callable[[], None]] = set()
         self._watching = False
@@ -61,8 +62,11 @@ class PodWatch:
         runs. Raises LaunchError when the cluster does not answer or refused the watch.
         """
         with self._listing:
-            if fresh or self._clock.monotonic() - self._listed > _LIST_EVERY:
-                self._list()
+            now = self._clock.monotonic()
+            if fresh or now - self._asked > _LIST_EVERY / (1 if self._unlisted is None else 5):
+                self._asked, self._unlisted = now, self._list()
+            if self._unlisted is not None:  # also for other hosts: not each of them asks again
+                raise self._unlisted
             if not self._watching and not self._closed.is_set():
                 self._watching = True
                 self._threads.start(self._watch, name="watch-pods")
@@ -94,9 +98,12 @@ class PodWatch:
         for kill in kills:
             kill()
 
-    def _list(self) -> None:
-        """Lists the pods: records new states, and marks missing pods as gone."""
-        answer = json.loads(self._kubectl.call("get", "pods", "--selector", self._selector, "--output", "json"))
+    def _list(self) -> LaunchError | None:
+        """Lists the pods: records new states, and marks missing pods as gone. Returns why that failed."""
+        try:
+            answer = json.loads(self._kubectl.call("get", "pods", "--selector", self._selector, "--output", "json"))
+        except LaunchError as error:
+            return error
         listed = {pod.uid: pod for pod in map(pod_status.parse, answer["items"])}
         with self._lock:
             missing = [pod for uid, pod in self._pods.items() if uid not in listed]
@@ -104,7 +111,7 @@ class PodWatch:
             self._record_pod(replace(pod, gone=True))
         for pod in listed.values():
             self._record_pod(pod)
-        self._listed = self._clock.monotonic()
+        return None
 
     def _watch(self) -> None:
         """Records all changes until closed, in one `kubectl get --watch` after another. Keeps a denied permission in

@@ -27,13 +27,6 @@ def test_keys_of_all_sources_are_gathered_by_user(agent: ModuleType) -> None:
     }
 
 
-@pytest.mark.parametrize(
-    "line", ["", "no separator", "Bad Name:ssh-rsa A", "../x:ssh-rsa A", "-x:ssh-rsa A", "a" * 33 + ":ssh-rsa A"]
-)
-def test_lines_that_name_no_user_are_left_out(agent: ModuleType, line: str) -> None:
-    assert agent.parse_keys([line]) == {}
-
-
 def test_expired_keys_are_left_out(agent: ModuleType) -> None:
     def key(year: int) -> str:
         return f'me:ssh-rsa AAAA google-ssh {{"userName":"me","expireOn":"{year}-01-01T00:00:00+0000"}}'

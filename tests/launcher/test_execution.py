@@ -145,12 +145,6 @@ def test_a_command_that_ends_with_124_by_itself_is_not_taken_for_late(host: Scri
     assert report.exit_code == 124
 
 
-def test_a_container_that_does_not_run_is_named(host: ScriptHost) -> None:
-    host.environment["STATUS"] = "exited"
-    lines, report = run(host, "true")
-    assert (lines, report.problem) == ([], "its container is exited")
-
-
 def test_a_command_is_not_run_again_when_the_connection_breaks(host: ScriptHost) -> None:
     run(host, "sh", "-c", f"echo ran >>{host.folder}/ran; echo cut; sleep 0.2")
     assert (host.folder / "ran").read_text() == "ran\n"

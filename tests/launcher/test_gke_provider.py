@@ -189,6 +189,18 @@ def test_a_cluster_that_does_not_answer_fails_no_ended_run(kubectl: Path) -> Non
     assert gke.stacks(ATTEMPT.container) == {}
 
 
+def test_a_missing_pod_is_no_removed_container_and_hosts_do_not_each_list_pods_in_vain(kubectl: Path) -> None:
+    show(kubectl, "a")
+    gke = provider(kubectl, 1, 1)
+    gone = gke.observe(1, ATTEMPT.container, None)
+    assert (gone.container, gone.problem) == (None, "its pod is gone")
+    (kubectl / "refused-get").write_text(NO_ANSWER)
+    time.sleep(0.3)
+    before = len(calls(kubectl, "get"))
+    assert all("does not answer" in gke.observe(worker, ATTEMPT.container, None).problem for worker in range(50))
+    assert len(calls(kubectl, "get")) - before < 10
+
+
 def test_a_watch_that_was_refused_is_tried_again_and_counts_with_its_first_pod(kubectl: Path) -> None:
     show(kubectl, "a", "b")
     (kubectl / "refused---watch").write_text("error: You must be logged in to the server (Unauthorized)\n")

@@ -464,7 +464,8 @@ def budget_is_spent_on_slices(simulation: SimulatedRun) -> None:
         return
     # A slice that is taken counts until that is recorded: in a recovery, or while the API is out, the workstation
     # sleeps or no process supervises the run, that may take minutes.
-    deaf = simulation.ann.asleep > 0 or any(fault.kind in API_FAULTS for fault in simulation.faults)
+    deaf = any(action.kind == "asleep" for action in simulation.actions)
+    deaf |= any(fault.kind in API_FAULTS for fault in simulation.faults)
     taken = [fault for fault in simulation.faults if fault.kind in _TAKERS]
     meddled = any(deaf or fault.anchor not in ("start", "beginning") for fault in taken)
     meddled |= any(command.killed for command in simulation.commands) and any(
