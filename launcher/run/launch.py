@@ -255,9 +255,6 @@ def _stop_runs(config: Config, context: Context) -> None:
                 f"run {ledger.run_id}: its stop can't be recorded; if another machine supervises it, check afterwards "
                 f"whether it recreated the slice (`tpu-launch list`): {error}"
             )
-    for ledger in stopped:
-        if not ledger.supervised() and (ledger.state.phase.is_open or ledger.state.orphans):
-            _stop_detached(ledger, context)
     deadline = context.machine.clock.monotonic() + config.run.stop_seconds + _RELEASE_SECONDS
     for ledger in stopped:
         if not _is_released(ledger, context, deadline):
@@ -265,6 +262,8 @@ def _stop_runs(config: Config, context: Context) -> None:
                 f"run {ledger.run_id}: the tpu-launch that supervises it has not ended; going on. Check afterwards "
                 "whether it recreated the slice: `tpu-launch list`"
             )
+        elif ledger.state.phase.is_open or ledger.state.orphans:  # also where that process was killed meanwhile
+            _stop_detached(ledger, context)
 
 
 def _stop_detached(ledger: Ledger, context: Context) -> None:

@@ -149,16 +149,14 @@ class Race:
         if the candidate is due, slice.price_limit has room for it, and no slice is granted yet."""
         now, earlier = self.machine.clock.monotonic(), {item.candidate: item for item in self.record.open()}
         for candidate in self.left:
-            if candidate in self.entries:
-                continue
             request = earlier.get(candidate)
+            if candidate in self.entries or (request is not None and request.number in self.leaving):
+                continue
             if request is None:
-                if self.granted_at is not None or now < self.next_ask[candidate]:
+                early = self.granted_at is not None or now < self.next_ask[candidate]
+                if early or _price(candidate) > self._room() + 1e-9:
                     continue
-                if _price(candidate) > self._room() + 1e-9:
-                    continue
-                placed = self.config.placed(candidate)
-                request = self.record.ask(candidate, placed.node, self.machine.clock.time())
+                request = self.record.ask(candidate, self.config.placed(candidate).node, self.machine.clock.time())
                 self.say(f"request {request.number}: {candidate}")
             self._start(request)
 
@@ -204,10 +202,14 @@ class Race:
             return self._take(best, best.answer.result())
         behind = [self.entries[candidate].request for candidate in self.left[place + 1 :] if candidate in self.entries]
         self.left = self.left[: place + 1]
-        if behind:  # beside this thread: a better slice must not wait for it
-            thread = self.machine.threads.submit(self._delete, behind, self._end_threads(behind))
-            self.leaving.update({request.number: thread for request in behind})
+        if behind:
+            self._leave(behind)
         return None
+
+    def _leave(self, doomed: Sequence[Recorded]) -> None:
+        """Withdraws requests beside this thread: a granted slice must not wait for it."""
+        thread = self.machine.threads.submit(self._delete, doomed, self._end_threads(doomed))
+        self.leaving.update({request.number: thread for request in doomed})
 
     def _take(self, entry: _Entry, state: SliceState) -> SliceState:
         """Records the slice as the run's, and withdraws all other requests. Returns `state`."""
@@ -237,7 +239,7 @@ class Race:
         elif isinstance(error, QuotaExceeded | Refused | NotOurs):  # Google has accepted nothing: nothing to withdraw
             self.record.end([entry.request], requests.REFUSED, self.machine.clock.time())
         else:
-            self.withdraw([entry.request])
+            self._leave([entry.request])
         if error.transient:
             self.next_ask[candidate] = self.machine.clock.monotonic() + self.pauses[candidate].next()
         else:

@@ -18,7 +18,6 @@ import pytest
 from tests.launcher.test_wheel import copy_sources, uv
 from tests.launcher.test_wheel import run as run_outside
 from tests.pythons import find_python
-from training import one_host
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOK = ROOT / "examples" / "banking77.ipynb"
@@ -94,14 +93,6 @@ def test_the_first_cell_of_code_installs_an_extra_that_the_package_has() -> None
     opening = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"][0]
     for version in re.findall(r"3\.\d+", source(opening)):
         assert f"Programming Language :: Python :: {version}" in project["classifiers"]
-
-
-def test_the_file_reads_what_the_notebook_makes() -> None:
-    values = parameters()
-    config = one_host.configuration(NOTEBOOK.parent / values["config_file"], *values["settings"])
-    assert config.model.path == config.data.tokenizer == values["model"]
-    assert config.data.train == f"{values['data']}/train"
-    assert config.data.evaluation == f"{values['data']}/evaluation"
 
 
 @pytest.fixture

@@ -566,8 +566,12 @@ def test_a_slice_that_was_created_again_is_not_the_one_of_the_attempt(
     assert "create" not in work.hosts.calls
 
 
-@pytest.mark.parametrize("trouble", ["", "no host answers", "preempted", "interrupted start", "host lost"])
-def test_down_of_a_detached_run_lets_it_save_before_the_slice_is_deleted(work: Workstation, trouble: str) -> None:
+@pytest.mark.parametrize(
+    "trouble", ["", "no host answers", "preempted", "interrupted start", "host lost", "launcher killed meanwhile"]
+)
+def test_down_of_a_detached_run_lets_it_save_before_the_slice_is_deleted(
+    work: Workstation, monkeypatch: pytest.MonkeyPatch, trouble: str
+) -> None:
     if trouble == "interrupted start":
         interrupt_start(work, {0, 1})
         work.hosts.hooks["stop"] = [work.hosts.state.clear]
@@ -578,6 +582,8 @@ def test_down_of_a_detached_run_lets_it_save_before_the_slice_is_deleted(work: W
         work.hosts.fail("stop", UNAVAILABLE)
     elif trouble == "preempted":
         work.hosts.slice_state = "PREEMPTED"
+    elif trouble == "launcher killed meanwhile":
+        hold_lock(work, monkeypatch)
     elif trouble == "host lost":  # where the program may go on
         work.ledger.append(events.Orphaned(0, "tpu-launch-demo-0", (1,)))
         work.ledger.append(events.Ended(0, "host lost", Cause(1, "silent")))
@@ -585,9 +591,8 @@ def test_down_of_a_detached_run_lets_it_save_before_the_slice_is_deleted(work: W
     assert work.hosts.calls[-1] == "delete"
     assert ("stop" in work.hosts.calls) == (trouble != "preempted")
     assert any("may not have saved" in message for message in work.messages) == (trouble == "no host answers")
-    assert outcomes(work) == {
-        "": ["saved"], "interrupted start": ["not started"], "host lost": ["host lost"],
-    }.get(trouble, [])  # fmt: skip
+    ends = {"interrupted start": ["not started"], "host lost": ["host lost"], "no host answers": [], "preempted": []}
+    assert outcomes(work) == ends.get(trouble, ["saved"])
     assert trouble or work.ledger.log_file(0, 1).exists(), "the host's last lines"
     assert work.ledger.state.stop_requested
 

@@ -351,8 +351,8 @@ def finished_programs_are_told_finished(simulation: SimulatedRun, job: Job, even
         return
     cluster = simulation.world.cluster is not None and not simulation.actions
     calm = {fault.kind for fault in simulation.faults} <= ({"preempt", "maintenance"} if cluster else {"reboot"})
-    if not cluster:  # a host that boots for longer is lost
-        calm &= sum(fault.seconds for fault in simulation.faults) < simulation.scenario.setting.host_lost_seconds
+    if not cluster:  # a host that boots for longer is lost, and a look takes seconds
+        calm &= sum(fault.seconds for fault in simulation.faults) < simulation.scenario.setting.host_lost_seconds - 8.0
     if calm and event.outcome in ("host lost", "failed", "connection lost"):
         simulation.break_promise("finished programs are told finished", f"{job} ended {event.outcome}: {event.cause}")
 
