@@ -203,7 +203,7 @@ class _Supervision:
         begun = self.clock.monotonic()
         self.views = {worker: HostView(worker, None, seen=begun) for worker in session.workers}
         for worker, state in recorded_ends(ledger.events(), attempt).items():  # the host may be out of reach by now
-            self.views[worker] = HostView(worker, state, seen=begun, ended_seen=begun)
+            self.views[worker] = HostView(worker, state, seen=begun, ended_seen=begun - 0.1)  # before any answer
         self.open_lines: dict[int, Mapping[str, int]] = {}  # by worker, as last observed
         self.slice = SliceAnswer("READY")
         self.slice_described = begun - _DESCRIBE_SLICE_EVERY

@@ -278,7 +278,7 @@ def _judge_failure(
     """
     first_seen = min(view.ended_seen if view.ended_seen is not None else now for view in (*failed, *removed))
     others = [view for view in views if view not in failed and view not in removed]
-    silent = [view for view in others if not (view.reachable and view.container and view.seen >= first_seen)]
+    silent = [view for view in others if not (view.reachable and view.container and view.seen > first_seen)]
     settled = all(not view.reachable and now - view.seen > limits.blip for view in silent)
     explained = bool(silent) or any(view.rebooted or view.exit_code != TrainerExit.LOST_PEER for view in failed)
     # All hosts were unreachable: allow one reconnect window.
