@@ -245,7 +245,7 @@ class _Acquisition:
     def _age(self) -> float:
         """Returns the seconds since the request was made; 0 for one that can't be granted any more."""
         request = self.request
-        if request is None or request.created is None or request.state in _DEAD:
+        if request is None or request.created is None or request.state in (*_DEAD, "DELETING"):
             return 0.0
         return self.machine.clock.time() - request.created
 

@@ -25,12 +25,3 @@ def test_keys_of_all_sources_are_gathered_by_user(agent: ModuleType) -> None:
         "me": ["ssh-rsa AAAA me", "ssh-rsa CCCC me"],
         "you": ["ssh-ed25519 BBBB you"],
     }
-
-
-def test_expired_keys_are_left_out(agent: ModuleType) -> None:
-    def key(year: int) -> str:
-        return f'me:ssh-rsa AAAA google-ssh {{"userName":"me","expireOn":"{year}-01-01T00:00:00+0000"}}'
-
-    assert agent.parse_keys([key(2020)]) == {}
-    assert list(agent.parse_keys([key(2999)])) == ["me"]
-    assert list(agent.parse_keys(["me:ssh-rsa AAAA google-ssh {not json"])) == ["me"]

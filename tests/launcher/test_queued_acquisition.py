@@ -74,6 +74,19 @@ def test_the_age_of_one_that_lost_its_node_does_not_count(config: Config, cloud:
     assert create(config, cloud)[0].ready
 
 
+def test_the_age_of_one_that_is_being_deleted_does_not_count(
+    config: Config, cloud: Cloud, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_request(config, cloud)
+    describe, old = queued.describe, queued.describe(config, cloud.machine())
+    answers = [replace(old, state="DELETING")] * 2
+    cloud.state.queued.clear()
+    cloud.clock.sleep(6.9 * HOUR)
+    monkeypatch.setattr(queued, "describe", lambda *words: answers.pop() if answers else describe(*words))
+    cloud.at(HOUR, cloud.state.faults.clear)
+    assert create(config, cloud)[0].ready
+
+
 def test_one_that_is_being_provided_at_the_end_gets_the_time_of_a_creation(config: Config, cloud: Cloud) -> None:
     cloud.state.create_seconds = 600.0
     cloud.at(6 * HOUR - 300, cloud.state.faults.clear)

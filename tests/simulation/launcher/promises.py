@@ -394,6 +394,7 @@ def one_event_costs_one_attempt(simulation: SimulatedRun) -> None:
         )
         stops = sum(stop.run == ledger.run_id and stop.by is not None for stop in simulation.world.record.stops)
         left = sum(command.killed or command.interrupted for command in simulation.commands)
+        left += sum(command.name == "down" and command.laptop is not simulation.ann for command in simulation.commands)
         if spent > len(simulation.faults) + saves + stops + left:
             simulation.break_promise("budgets are spent on what they are for", f"{ledger.run_id}: {spent} attempts")
 
