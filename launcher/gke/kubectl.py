@@ -100,11 +100,7 @@ _MEANINGS: tuple[tuple[str, Exit, str], ...] = (
         Exit.PERMISSION,
         "{0} may not {1} {2} in namespace {3}: grant the role in k8s/role.yaml",
     ),
-    (
-        r"\(Forbidden\): (.*)",
-        Exit.PERMISSION,
-        "the cluster refuses: {0}",
-    ),
+    (r"\(Forbidden\): (.*)", Exit.PERMISSION, "the cluster refuses: {0}"),
     (
         r"doesn't have a resource type \"jobsets?\"|no matches for kind \"JobSet\"|"
         r"could not find the requested resource.*jobset",
@@ -124,6 +120,7 @@ _MEANINGS: tuple[tuple[str, Exit, str], ...] = (
     ),
     (r"admission webhook \"([^\"]+)\" denied the request: (.*)", Exit.BAD_INPUT, "the cluster's {0} refuses it: {1}"),
     (r"\(AlreadyExists\): (.*)", Exit.CONFLICT, "another client created it first: {0}"),
+    (r"\(NotFound\): (.*)", Exit.CONFLICT, "{0}: it was deleted meanwhile: run again"),
     (r" is invalid: ([\s\S]*)", Exit.BAD_INPUT, "the cluster refuses the manifest: {0}"),
     (
         r"x509: (.*)|certificate (?:signed by unknown|has expired|is not trusted).*",

@@ -74,6 +74,7 @@ ERRORS = [
         Exit.BAD_INPUT,
         "vjobset.kb.io refuses it: name too long",
     ),
+    ('Error from server (NotFound): jobsets "demo" not found', Exit.CONFLICT, "run again"),
     (
         'Error from server (AlreadyExists): jobsets.jobset.x-k8s.io "demo" already exists',
         Exit.CONFLICT,

@@ -137,7 +137,6 @@ def test_a_node_may_come_later_than_a_container_may_take_to_start(kubectl: Path)
 
 @pytest.mark.parametrize("pods", [(), ("a",)])
 def test_a_jobset_that_ended_unseen_is_not_waited_for(kubectl: Path, pods: tuple[str, ...]) -> None:
-    """This machine slept, or was offline: supervision tells the end by the pods that are left."""
     show(kubectl, *pods, ended={0})
     metadata = {"name": f"{ATTEMPT.run_id}-0", "labels": {LABEL_RUN: ATTEMPT.run_id}}
     jobset = {"metadata": metadata, "spec": {}, "status": {"terminalState": "Failed"}}
