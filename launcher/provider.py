@@ -91,7 +91,7 @@ class SliceState:
         parts = [
             self.state if not self.ready else "",
             self.health if self.health.startswith("UNHEALTHY") else "",
-            self.detail,
+            self.detail if self.health or not self.ready else "",  # without health (GKE) it says where the slice is
         ]
         return ", ".join(part for part in parts if part)
 

@@ -120,7 +120,7 @@ _MEANINGS: tuple[tuple[str, Exit, str], ...] = (
     ),
     (r"admission webhook \"([^\"]+)\" denied the request: (.*)", Exit.BAD_INPUT, "the cluster's {0} refuses it: {1}"),
     (r"\(AlreadyExists\): (.*)", Exit.CONFLICT, "another client created it first: {0}"),
-    (r"\(NotFound\): (.*)", Exit.CONFLICT, "{0}: it was deleted meanwhile: run again"),
+    (r"\(NotFound\): (jobsets.*)", Exit.CONFLICT, "{0}: another client deleted it: run again"),
     (r" is invalid: ([\s\S]*)", Exit.BAD_INPUT, "the cluster refuses the manifest: {0}"),
     (
         r"x509: (.*)|certificate (?:signed by unknown|has expired|is not trusted).*",

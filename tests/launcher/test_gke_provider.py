@@ -278,7 +278,7 @@ def test_a_jobset_that_another_client_deleted_is_told_from_one_that_this_process
     ours = json.dumps({"items": [{"metadata": {"name": ATTEMPT.run_id + "-0"}}]})
     (kubectl / "jobsets").write_text(ours)
     gke.observe(0, ATTEMPT.container, None)
-    assert gke.describe().state == "READY"
+    assert (gke.describe().state, gke.describe().trouble) == ("READY", "")
     (kubectl / "jobsets").write_text('{"items": []}')
     assert gke.describe().state == "DELETED"
     removing = provider(kubectl, 1, 1)
