@@ -19,7 +19,8 @@ import pytest
 
 from launcher.emulator import control
 from tests.rehearsal.test_launcher_image import argv_of, emulated_options, image  # noqa: F401  (a fixture)
-from tests.rehearsal.workstation import COMPILE_FAST, ROOT, Ended, Running, Workstation
+from tests.rehearsal.workstation import ROOT, Ended, Running, Workstation
+from tests.xla_flags import UNOPTIMIZED
 from training import storage
 
 pytestmark = pytest.mark.alone
@@ -52,7 +53,8 @@ def trained(work: Workstation, *options: str) -> Ended:
 
 
 def settings(*more: str) -> list[str]:
-    return [*COMPILE_FAST, *(word for setting in (*SETTINGS, *more) for word in ("--set", setting))]
+    flags = f"run.environment.XLA_FLAGS={UNOPTIMIZED}"  # the virtual TPU knows no others
+    return [word for setting in (flags, *SETTINGS, *more) for word in ("--set", setting)]
 
 
 def summary(work: Workstation, run_id: str) -> dict[str, Any]:
