@@ -298,6 +298,7 @@ def _verdicts_of(simulation: SimulatedRun, job: Job, causes: Sequence[Cause]) ->
             ends = job.containers[second].ended - job.containers[max(0, first.worker)].ended
             deleted |= {("failed", second)} if first.kind == "fail" and ends < 1.0 else set()
             deleted |= {("stopped", worker) for worker in (-1, first.worker, second) if asked}
+            deleted |= {("vanished", None)} if simulation.faults else set()
         return allowed[first.kind] | deleted | _unseen(simulation, job) if first.kind in allowed else set()
     if kinds == ["connection"]:
         # A host that ceases to answer before it has told that it lost a peer looks like a lost host.
