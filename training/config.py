@@ -580,7 +580,7 @@ def _plain(place: str) -> str:
 
 
 def _training_mistakes(config: TrainerConfig) -> Iterator[Mistake]:
-    """Yields a mistake for a scan that the backend lacks, and for a warm-up longer than training."""
+    """Yields a mistake for a scan that the backend lacks or `remat: none` excludes, and for too long a warm-up."""
     train = config.train
     if train.scan and (config.backend != "torch-xla" or train.remat == "none"):
         yield ("train", "scan"), "layers that run as a scan are computed again: take torch-xla, without remat: none"

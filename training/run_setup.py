@@ -178,7 +178,8 @@ def open_task(config: TrainerConfig, cluster: Cluster) -> Task:
 
 
 def model_identity(config: TrainerConfig) -> dict[str, Any]:
-    """Returns what a checkpoint must agree with of the network."""
+    """Returns the settings of the network that must equal a checkpoint's for a resume: the model's folder with LoRA's,
+    or the values of `model.config`, or family, sizes and vocabulary."""
     model = config.model
     if model.path is not None:
         lora = {} if config.lora is None else {"lora": config.lora.model_dump(exclude={"merge"})}
@@ -274,7 +275,7 @@ def load_profiler(backend: str) -> Any:
 
 
 def prepare_framework(name: str) -> None:
-    """Sets variables that a framework reads when it is imported. Raises BadInput if it is not installed."""
+    """Gives variables that a backend's framework reads at its import a default. Raises BadInput without it."""
     entry = BACKENDS[name]
     if importlib.util.find_spec(entry.requires) is None:
         raise BadInput(

@@ -94,7 +94,8 @@ def _import(url: str, overrides: tuple[str, ...]) -> tuple[Config, str]:
 
 @contextlib.contextmanager
 def emulation(emulated: bool) -> Iterator[None]:
-    """Sets the emulator's endpoints meanwhile, if `emulated`."""
+    """Makes commands in the block reach the emulator instead of Google, if `emulated`. Starts one if none runs, and
+    stops it afterwards if it has no slices."""
     if not emulated:
         yield
         return

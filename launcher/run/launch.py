@@ -206,7 +206,7 @@ def stop(config: Config, context: Context, run_id: str | None, *, grace: int | N
 
 
 def _stop_on_hosts(session: Session, grace: int) -> list[HostReport]:
-    """Stops the containers of the last attempt, and those that earlier ones left behind. Returns the hosts' reports."""
+    """Stops the containers of the last attempt, and those that earlier ones left. Removes none. Returns reports."""
     state, stop = session.ledger.state, session.provider.stop
     reports = stop(session.container(state.attempt), grace=grace, remove=False)
     for orphan in state.orphans:

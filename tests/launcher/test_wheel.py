@@ -109,12 +109,6 @@ def constraints(folder: Path) -> Path:
     return path
 
 
-def test_version_names_the_commit(checkout: Path, installed: Path, tmp_path: Path) -> None:
-    commit = run("git", "rev-parse", "--short=12", "HEAD", folder=checkout).strip()
-    version = run(installed / "tpu-launch", "--version", folder=tmp_path)
-    assert re.fullmatch(rf"tpu-launch, version \d+\.\d+\.\d+\S* \(commit {commit}\)\n", version)
-
-
 def test_first_file_is_written_and_planned(installed: Path, tmp_path: Path) -> None:
     """`plan` needs the Dockerfiles and the trainer's source, which the wheel brings."""
     run(installed / "tpu-launch", *INIT, folder=tmp_path)

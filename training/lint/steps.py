@@ -38,13 +38,13 @@ def check_user_module(module: str, inputs: str, steps: int, shapes: int) -> list
 
 @contextmanager
 def _report_user_line(*functions: str) -> Iterator[None]:
-    """Turns an exception into BadInput with the innermost line of the code in these FILE:FUNCTIONs."""
+    """Turns an exception but a TrainError into BadInput with its innermost line in or below these FILEs' folders."""
     try:
         yield
     except TrainError:
         raise
     except Exception as error:
-        folders = tuple(str(Path(function.rpartition(":")[0]).resolve().parent) for function in functions)
+        folders = tuple(f"{Path(function.rpartition(':')[0]).resolve().parent}/" for function in functions)
         frames = traceback.extract_tb(error.__traceback__)
         user_frames = [frame for frame in frames if frame.filename.startswith(folders)] or frames
         place = f"{user_frames[-1].filename}:{user_frames[-1].lineno}"

@@ -132,8 +132,8 @@ def container_environment(environment: list[str], storage: str, *, has_tpu: bool
 
 
 def _set_network(new: dict[str, Any], host: dict[str, Any], view: EngineView) -> None:
-    """Replaces --network host by the network of the host's container, and drops what the engine refuses beside it.
-    Raises EngineRefusal for other networks, published ports, and name settings with --network host."""
+    """Replaces --network host by the network of the host's container, and drops what the engine refuses beside it;
+    leaves bridge and none. Raises EngineRefusal for name settings with host, ports without it, and other networks."""
     mode = host.get("NetworkMode") or "default"
     if mode in ("default", "bridge", "none"):
         if any(host.get("PortBindings") or {}) or host.get("PublishAllPorts"):

@@ -105,7 +105,7 @@ class StepProgram:
         return report
 
     def _compile(self, arguments: Sequence[Tensor], inputs: StepInputs[Tensor]) -> Callable[..., Sequence[Tensor]]:
-        """Returns the program: arguments -> the changed tensors of the state, and the report."""
+        """Returns the compiled program: arguments -> the changed tensors of the state (in its memory) and report."""
         first = len(arguments) - len(inputs.leaves())
 
         def step(*leaves: Tensor) -> list[Tensor]:

@@ -210,7 +210,7 @@ def block_permutation(seed: int, epoch: int, count: int) -> Ints:
 
 @lru_cache(maxsize=8)
 def _shuffled_window(order: TrainingOrder, epoch: int, number: int) -> Ints:
-    """Computes `TrainingOrder.window`; cached for the batches of the same window."""
+    """Computes `TrainingOrder.window`: each lane's rows draw from its own shuffled blocks. Cached, read-only."""
     start, size = order.bounds(epoch, number)
     steps, longer = divmod(size, order.batch)
     begin = (epoch * order.records + start) % order.batch  # the row of cell 0
