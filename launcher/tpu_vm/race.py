@@ -292,12 +292,13 @@ class Race:
         deadline = clock.monotonic() + _WITHDRAW_SECONDS
         while True:
             ended = all(entry.answer.done() for entry in entries)  # look once more after the last thread has ended
+            late = clock.monotonic() > deadline  # before the try: this machine may sleep during it
             try:
                 self.api.delete([place_of(self.config, request) for request in doomed])
                 if ended:
                     break
             except LaunchError as error:
-                if not error.transient or clock.monotonic() > deadline:
+                if not error.transient or late:
                     self.say(
                         f"{names}: not withdrawn yet, and billed once granted; the next `tpu-launch up`, `run` or "
                         f"`down` withdraws them: {error}"
