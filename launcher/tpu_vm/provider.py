@@ -251,7 +251,7 @@ class TpuVm:
         clock, name = machine.clock, self.config.slice.name
         deadline = clock.monotonic() + _FIRST_CONTACT_SECONDS
         retry = Retry(machine, self.say, f"slice {name}")
-        seconds, reported = _ONE_CONTACT_SECONDS, ""
+        seconds, reported = _ONE_CONTACT_SECONDS, list[str]()
         while missing := self._hosts_not_up(seconds):
             if clock.monotonic() > deadline:
                 raise HostsUnreachable(
@@ -275,9 +275,9 @@ class TpuVm:
                     f"slice {name} is {state.state}: it was taken away as soon as it was READY; run `tpu-launch up` "
                     "again"
                 )
-            if missing != [reported]:
+            if missing != reported:
                 self.say("waiting for the hosts: " + "; ".join(missing))
-                reported = missing[0]
+                reported = missing
             clock.sleep(3.0)
             seconds = min(seconds * 1.5, _LONGEST_CONTACT_SECONDS)
 
