@@ -64,7 +64,8 @@ class PodWatch:
         with self._listing:
             now = self._clock.monotonic()
             if fresh or now - self._asked > _LIST_EVERY / (1 if self._unlisted is None else 5):
-                self._asked, self._unlisted = now, self._list()
+                self._unlisted = self._list()
+                self._asked = now if self._unlisted is None else self._clock.monotonic()  # a failure may come late
             if self._unlisted is not None:  # also for other hosts: not each of them asks again
                 raise self._unlisted
             if not self._watching and not self._closed.is_set():

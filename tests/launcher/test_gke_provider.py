@@ -8,6 +8,7 @@ import time
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -37,7 +38,7 @@ KUBECTL = """
 cd "$(dirname "$0")" || exit 9
 echo "$*" >>calls
 for refused in refused-*; do
-  case "$*" in *" ${refused#refused-} "*) cat "$refused" >&2; exit 1 ;; esac
+  case "$*" in *" ${refused#refused-} "*) sleep 0.3; cat "$refused" >&2; exit 1 ;; esac
 done
 case "$*" in
   *--watch*) [ ! -f event ] || cat event; exec sleep 60 ;;
@@ -67,31 +68,18 @@ def kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def show(folder: Path, *nodes: str, started: bool = True, ended: Collection[int] = ()) -> None:
     """Lets the cluster show a pod for each node; an empty name is an unschedulable pod."""
     over = {"terminated": {"exitCode": 3, "finishedAt": "2026-01-01T00:00:01Z"}}
-    pods = [
-        {
-            "metadata": {"name": f"pod-{worker}", "uid": str(worker), "labels": {INDEX: str(worker)}},
-            "spec": {"nodeName": node} if node else {},
-            "status": {
-                "phase": "Running" if node and started else "Pending",
-                "conditions": []
-                if node
-                else [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/0 nodes"}],
-                "containerStatuses": [
-                    {
-                        "name": "trainer",
-                        "state": over
-                        if worker in ended
-                        else {"running": {"startedAt": "2026-01-01T00:00:00Z"}}
-                        if started
-                        else {},
-                    }
-                ]
-                if node
-                else [],
-            },
-        }
-        for worker, node in enumerate(nodes)
-    ]
+    running = {"running": {"startedAt": "2026-01-01T00:00:00Z"}} if started else {}
+    waits = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/0 nodes"}
+    pods = []
+    for worker, node in enumerate(nodes):
+        status: dict[str, Any] = {"phase": "Running" if node and started else "Pending", "conditions": []}
+        if node:
+            state = over if worker in ended else running
+            status["containerStatuses"] = [{"name": "trainer", "state": state}]
+        else:
+            status |= {"conditions": [waits], "containerStatuses": []}
+        metadata = {"name": f"pod-{worker}", "uid": str(worker), "labels": {INDEX: str(worker)}}
+        pods.append({"metadata": metadata, "spec": {"nodeName": node} if node else {}, "status": status})
     temporary = folder / "pods.new"
     temporary.write_text(json.dumps({"items": pods}))
     temporary.replace(folder / "pods")
@@ -188,13 +176,17 @@ def test_a_cluster_that_does_not_answer_fails_no_ended_run(kubectl: Path) -> Non
     assert gke.stacks(ATTEMPT.container) == {}
 
 
-def test_a_missing_pod_is_no_removed_container_and_hosts_do_not_each_list_pods_in_vain(kubectl: Path) -> None:
+def test_a_missing_pod_is_no_removed_container_and_hosts_do_not_each_list_pods_in_vain(
+    kubectl: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     show(kubectl, "a")
     gke = provider(kubectl, 1, 1)
     gone = gke.observe(1, ATTEMPT.container, None)
     assert (gone.container, gone.problem) == (None, "its pod is gone")
     (kubectl / "refused-get").write_text(NO_ANSWER)
     time.sleep(0.3)
+    assert "does not answer" in gke.observe(0, ATTEMPT.container, None).problem
+    monkeypatch.setattr("launcher.gke.watch._LIST_EVERY", 1.0)  # a failed list counts for 0.2 s, and takes 0.3 s
     before = len(calls(kubectl, "get"))
     assert all("does not answer" in gke.observe(worker, ATTEMPT.container, None).problem for worker in range(50))
     assert len(calls(kubectl, "get")) - before < 10
