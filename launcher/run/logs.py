@@ -35,7 +35,7 @@ _PIECE_BYTES = 4_000_000  # of a log file in memory at once; larger than _TAIL_B
 _BLOCK_BYTES = 64_000  # read at once to find the end of the last whole line
 
 
-Key = tuple[str, str]  # time and text of a line
+Key = str  # a line as the file has it: time, blank, text; one object, because a second may hold 100,000
 
 
 @dataclass
@@ -65,7 +65,7 @@ class Cursor:
         begin = shift(min([self.newest, *self.open]), -LOG_OVERLAP)
         return max(begin, after(max(self.cut))) if self.cut else begin
 
-    def advance(self, lines: Iterable[LogLine], open: Iterable[str] = ()) -> list[LogLine]:
+    def advance(self, lines: Sequence[LogLine], open: Iterable[str] = ()) -> list[LogLine]:
         """Returns the lines that were not delivered yet, in order, and counts them as delivered.
 
         A line in the overlap is new if it comes more often than it was delivered. A line from before the overlap is
@@ -76,11 +76,13 @@ class Cursor:
             open: Times of the lines that have not ended in it.
         """
         # Where an observation is cut short, a line that was delivered seems open, or is cut.
-        delivered = self.cut | {time for time, _ in self.recent if time}
+        open = frozenset(open)
+        doubtful = open | {line.timestamp for line in lines if line.text.endswith(CUT)}
+        delivered = self.cut | {time for key in self.recent if (time := key.partition(" ")[0]) in doubtful and time}
         lines = [line for line in lines if line.timestamp not in (delivered if line.text.endswith(CUT) else self.cut)]
         known = Counter[Key]()
         edge = shift(self.newest, -LOG_OVERLAP) if self.newest else ""
-        was_open, open = self.open, frozenset(open)
+        was_open = self.open
         seen = max([*open, *(line.timestamp for line in lines)], default="")
         begun = {time for time in open if time >= edge and time not in delivered}
         # An older observation does not show lines that began after it.
@@ -88,7 +90,7 @@ class Cursor:
         end_of_known = self._end_of_known(lines)
         fresh = []
         for index, line in enumerate(lines):
-            key = (line.timestamp, line.text)
+            key = f"{line.timestamp} {line.text}"
             if end_of_known is not None or line.timestamp < edge:
                 # New after the last delivered line. Its time may be old: the host's clock stepped back, or it was open.
                 if end_of_known is not None and index >= end_of_known:
@@ -101,21 +103,22 @@ class Cursor:
             else:
                 fresh.append(line)
         for line in fresh:
-            self.last = (line.timestamp, line.text)
+            self.last = f"{line.timestamp} {line.text}"
             self.recent[self.last] += 1
             self.newest = max(self.newest, line.timestamp)
         self.cut |= {line.timestamp for line in fresh if line.timestamp and line.text.endswith(CUT)}
         if self.newest:
             edge = shift(self.newest, -LOG_OVERLAP)
-            for key in [key for key in self.recent if key[0] < edge and key != self.last]:
-                del self.recent[key]  # in place: a second may hold 100,000 lines
+            for key in [key for key in self.recent if key < edge and key != self.last]:
+                del self.recent[key]
         return fresh
 
     def _end_of_known(self, lines: Sequence[LogLine]) -> int | None:
         """Returns the index after the line that was delivered last; None if it is not among the lines."""
         if self.last is None:
             return None
-        places = [index for index, line in enumerate(lines) if (line.timestamp, line.text) == self.last]
+        last = LogLine(*self.last.split(" ", 1))
+        places = [index for index, line in enumerate(lines) if line == last]
         count = self.recent[self.last]
         return places[count - 1] + 1 if len(places) >= count else None
 
@@ -134,13 +137,13 @@ class HostLog:
             self.cursor.advance(tail(path, _TAIL_BYTES))
         if self._open_file.exists():
             self.kept_open = frozenset(self._open_file.read_text().split())
-            self.cursor.open = self.kept_open - {time for time, _ in self.cursor.recent}
+            self.cursor.open = self.kept_open - {key.partition(" ")[0] for key in self.cursor.recent}
 
     @property
     def _open_file(self) -> Path:
         return self.path.with_suffix(".open")
 
-    def append_new(self, lines: Iterable[LogLine], since: str | None = None, open: Iterable[str] = ()) -> list[LogLine]:
+    def append_new(self, lines: Sequence[LogLine], since: str | None = None, open: Iterable[str] = ()) -> list[LogLine]:
         """Writes the new lines of an observation, and returns them.
 
         Args:

@@ -30,7 +30,7 @@ from training.telemetry.progress_line import slowest
 
 OBSERVE_EVERY = 1.0  # seconds between two observations of a host
 _OBSERVATIONS_A_SECOND = 16  # of all hosts together, so that the load does not grow with the slice
-_INBOX_SIZE = 64  # an observation may hold 4 MB: pollers that are faster than this machine must wait
+_INBOX_SIZE = 64  # an observation may hold LOG_BYTES: pollers that are faster than this machine must wait
 _STANDSTILL_SECONDS = 10.0  # a turn of the main task takes a fraction of a second
 _INBOX_SECONDS = 0.25  # how long the main task waits for an answer before it judges again
 _DESCRIBE_SLICE_EVERY = 15.0  # seconds between two API calls while a host is out of reach

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from launcher.container_scripts import DUMP_STACKS, READ_PROGRESS
 from launcher.images.distribution.reference import is_google
+from launcher.log_lines import LINE_BYTES
 from launcher.provider import COMPILE_CACHE_FOLDER, DELIVERY_SECONDS, Attempt, compile_cache_environment
 from launcher.tpu_vm.scripts import load, render
 from training.accelerators import accelerator
@@ -22,7 +23,7 @@ LABEL_RUN = "tpu-launch.run"
 LABEL_ATTEMPT = "tpu-launch.attempt"
 LABEL_BOOT = "tpu-launch.boot"  # the host's boot id at the container's creation; added by the host
 
-LOG_BYTES = 4_000_000  # of one observation: bounds its memory and time; the rest comes with the next one
+LOG_BYTES = LINE_BYTES + 100_000  # of one observation: a page holds the longest line, and costs 60 times its size
 
 # What a host keeps of a container's output: 4 GB, of a boot disk of 100 GB. Beyond it, the engine drops the oldest.
 _KEPT_LOG = ("--log-driver", "json-file", "--log-opt", "max-size=1g", "--log-opt", "max-file=4")
