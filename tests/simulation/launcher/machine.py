@@ -179,8 +179,12 @@ class Terminal:
         scheduler.spawn(work, name="gcloud", process=child)
 
         deadline = scheduler.now + timeout
-        while execution.result is None and scheduler.now < deadline:
-            scheduler.wait(execution.waiters, deadline - scheduler.now, "gcloud")
+        try:
+            while execution.result is None and scheduler.now < deadline:
+                scheduler.wait(execution.waiters, deadline - scheduler.now, "gcloud")
+        except KeyboardInterrupt:
+            scheduler.kill(child)
+            raise
         if execution.result is None:
             scheduler.kill(child)
             raise CommandTimeout(f"no answer within {timeout:.0f} s from: {' '.join(argv)[:100]}\n  try again")

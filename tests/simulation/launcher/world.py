@@ -532,7 +532,8 @@ class World:
         """Runs a script on a host through ssh, in a task of its own. The result is 255 when ssh fails."""
         execution = Execution()
         host.executions[execution] = None
-        world = self.scheduler.world
+        assert self.scheduler.current is not None
+        gcloud = self.scheduler.current.process  # its ssh ends with it, and tries no more
 
         def try_again() -> None:
             code, output = 255, ""
@@ -546,7 +547,7 @@ class World:
             host.executions.pop(execution, None)
             self.scheduler.wake_all(execution.waiters)
 
-        self.scheduler.spawn(try_again, name=f"ssh to {host!r}", process=world)
+        self.scheduler.spawn(try_again, name=f"ssh to {host!r}", process=gcloud)
         return execution
 
     def _execute_once(self, host: Host, script: str, stdin: str | None, actor: Actor) -> tuple[int, str]:
