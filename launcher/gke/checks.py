@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import chain
 
 from launcher.config import Config
 from launcher.errors import BadInput
@@ -15,7 +16,7 @@ _LONGEST_NAME = 63 - len("-w-0-000") - len("-abcde")  # a pod's name ends with J
 
 def check(config: Config) -> None:
     """Raises BadInput, naming file:line, for the first mistake."""
-    for path, message in _mistakes(config):
+    for path, message in chain(_slice_mistakes(config), _secret_mistakes(config), _pod_mistakes(config)):
         raise BadInput(f"{config.document.place(path)}: {'.'.join(path)}: {message}")
 
 
@@ -34,12 +35,6 @@ def check_name(name: str) -> str:
 
 
 Mistake = tuple[tuple[str, ...], str]  # (path of the key, message)
-
-
-def _mistakes(config: Config) -> Iterator[Mistake]:
-    yield from _slice_mistakes(config)
-    yield from _secret_mistakes(config)
-    yield from _pod_mistakes(config)
 
 
 def _slice_mistakes(config: Config) -> Iterator[Mistake]:

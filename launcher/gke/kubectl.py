@@ -147,7 +147,6 @@ def explain(stderr: str, argv: list[str]) -> LaunchError:
     for pattern, code, meaning in _MEANINGS:
         if match := re.search(pattern, stderr):
             groups = [group.strip() for group in match.groups() if group is not None] or [match.group(0)]
-            groups += ["?"] * (4 - len(groups))
-            return LaunchError(meaning.format(*groups), exit_code=code)
+            return LaunchError(meaning.format(*groups, "?", "?", "?"), exit_code=code)
     lines = [line for line in stderr.strip().splitlines() if line.strip()]
     return LaunchError(f"{shell.quote(argv)} failed: {' '.join(lines[-3:]) if lines else 'it gave no reason'}")

@@ -68,8 +68,9 @@ def tree(folder: Path, *, below: str = "", ignore: Sequence[str] = (), search_ke
         links = [name for name in folders if (here / name).is_symlink()]
         for name in (*files, *links):
             path = (here / name).relative_to(folder).as_posix()
-            if is_ignored(path) or not _is_sent(here / name):
-                continue
+            mode = (here / name).lstat().st_mode
+            if is_ignored(path) or not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
+                continue  # pipes and sockets have no content, and reading one may never end
             if not (search_keys and _holds_private_key(here / name) and is_ignored(path, True)):
                 entries.append((f"{below}/{path}" if below else path, here / name))
         if not may_keep:
@@ -119,12 +120,6 @@ def left_out_of(folder: Path) -> tuple[str, ...]:
         return LEFT_OUT
     below = state.relative_to(folder.resolve()).as_posix()
     return (*LEFT_OUT, "/" + re.sub(r"[*?\[\\]", r"\\\g<0>", below))
-
-
-def _is_sent(path: Path) -> bool:
-    """Returns whether a path is a file or a link: pipes and sockets have no content, and reading one may never end."""
-    mode = path.lstat().st_mode
-    return stat.S_ISREG(mode) or stat.S_ISLNK(mode)
 
 
 def _holds_private_key(path: Path) -> bool:

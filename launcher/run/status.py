@@ -11,7 +11,7 @@ from typing import Any
 from launcher import costs
 from launcher.config import Config
 from launcher.errors import BadInput, Exit, LaunchError
-from launcher.provider import LogLine, Observation, Provider, SliceState, container_name
+from launcher.provider import Observation, Provider, SliceState, container_name
 from launcher.run import events
 from launcher.run.events import Entry
 from launcher.run.ledger import Ledger
@@ -246,8 +246,9 @@ def _observe_hosts(
 
 
 def _host_status(observation: Observation, address: str, ledger: Ledger, number: int, clock: Clock) -> HostStatus:
-    """Returns a host's status; its newest line is of the last minute, or from the run's folder."""
-    lines = list(observation.lines) or _kept_lines(ledger, number, observation.worker)
+    """Returns a host's status: its container, progress, and newest line with its age, observed or from its kept log."""
+    kept = ledger.log_file(number, observation.worker)
+    lines = observation.lines or (tail(kept, _LAST_LINE_BYTES) if kept.exists() else ())
     progress = slowest(observation.progress)
     if not lines:
         return HostStatus(observation.worker, address, _describe_container(observation), "", progress=progress)
@@ -339,9 +340,3 @@ def _describe_container(observation: Observation) -> str:
     if observation.container is None:
         return f"not reachable: {observation.problem}"
     return describe_exit(observation.container) if observation.container.ended else observation.container.status
-
-
-def _kept_lines(ledger: Ledger, number: int, worker: int) -> list[LogLine]:
-    """Returns the last lines of a host in the run's folder; [] if it has no file."""
-    path = ledger.log_file(number, worker)
-    return tail(path, _LAST_LINE_BYTES) if path.exists() else []

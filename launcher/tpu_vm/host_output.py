@@ -78,6 +78,7 @@ def parse_state(line: str) -> ContainerState | None:
     state: Mapping[str, object] = summary["state"]
     ended = state.get("Status") in ("exited", "dead")
     finished_at = str(state.get("FinishedAt", "")) if ended else ""
+    finished = parse_time(finished_at)
     rebooted = summary["created_on"] != summary["boot"]
     return ContainerState(
         status=str(state.get("Status", "")),
@@ -87,15 +88,9 @@ def parse_state(line: str) -> ContainerState | None:
         finished_at=finished_at,
         error=str(state.get("Error", "")),
         rebooted=rebooted,
-        ended_before_reboot=rebooted and _is_between(finished_at, summary["booted"]),
+        # Of a container that the host took down, the engine writes the end at the next boot; some omit it (the year 1).
+        ended_before_reboot=rebooted and finished is not None and 0 < finished < summary["booted"],
     )
-
-
-def _is_between(finished_at: str, booted: float) -> bool:
-    """Returns whether a container had ended before the host booted (`booted`: Unix seconds). The engine writes the end
-    of a container that the host took down at the next boot; some versions omit it (the year 1): False."""
-    finished = parse_time(finished_at)
-    return finished is not None and 0 < finished < booted
 
 
 def parse_observation(worker: int, output: str) -> tuple[Observation, LogWindow]:

@@ -61,7 +61,7 @@ class ConnectionPool:
         """
         # A connection that was idle for a while may be dead: retry it once.
         idle = self._machine.clock.monotonic() - self._used.get(worker, 0.0)
-        stale = worker in self._connections and idle > _STALE_SECONDS
+        stale = self._is_open(worker) and idle > _STALE_SECONDS
         result = self._run(worker, script, timeout, stdin)
         if stale and not result.reached and not result.timed_out:
             result = self._run(worker, script, timeout, stdin)
@@ -76,10 +76,10 @@ class ConnectionPool:
             command = f"connected_worker={worker}\n{script}"
             code, out, err = connection.run(f"sh -c {shlex.quote(command)}", timeout=timeout, stdin=stdin)
         except TimeoutError:
-            self._drop(worker, connection)
+            _close(connection)
             return HostResult(worker, None, problem=f"no answer within {timeout:.0f} s", timed_out=True)
         except ConnectionFailed as error:
-            self._drop(worker, connection)
+            _close(connection)
             return HostResult(worker, None, problem=str(error), refused=error.refused)
         return HostResult(worker, code, out, err)
 
@@ -91,10 +91,10 @@ class ConnectionPool:
             connection = self._connect(worker)
             code = connection.follow(f"sh -c {shlex.quote(script)}", timeout=timeout, on_line=on_line)
         except TimeoutError:
-            self._drop(worker, connection)
+            _close(connection)
             return HostResult(worker, None, problem=f"no end within {timeout:.0f} s", timed_out=True)
         except ConnectionFailed as error:
-            self._drop(worker, connection)
+            _close(connection)
             return HostResult(worker, None, problem=str(error), refused=error.refused and connection is None)
         return HostResult(worker, code)
 
@@ -112,8 +112,7 @@ class ConnectionPool:
     @property
     def connected(self) -> bool:
         """Returns whether there is an open connection to every host."""
-        connections = [self._connections.get(worker) for worker in self.workers]
-        return all(connection is not None and connection.is_open for connection in connections)
+        return all(map(self._is_open, self.workers))
 
     def connect_all(self) -> None:
         """Opens the connections that can be opened; the next command reports the others."""
@@ -127,8 +126,8 @@ class ConnectionPool:
 
     def close(self) -> None:
         """Closes all connections; the next command opens its own again."""
-        for worker, connection in list(self._connections.items()):
-            self._drop(worker, connection)
+        for connection in list(self._connections.values()):
+            _close(connection)
 
     def _connect(self, worker: int) -> HostConnection:
         """Returns the host's connection, opening it if needed. Raises ConnectionFailed, also for a host that the slice
@@ -136,15 +135,15 @@ class ConnectionPool:
         if worker not in self.addresses:
             raise ConnectionFailed(f"the slice has no host {worker} now")
         with self._locks[worker]:
-            connection = self._connections.get(worker)
-            if connection is None or not connection.is_open:
-                connection = self._connections[worker] = self._machine.connect(self.addresses[worker])
-            return connection
+            if not self._is_open(worker):
+                self._connections[worker] = self._machine.connect(self.addresses[worker])
+            return self._connections[worker]
 
-    def _drop(self, worker: int, connection: HostConnection | None) -> None:
-        """Closes a connection and removes it from the pool, unless another one has replaced it there."""
-        if connection is None:
-            return
-        if self._connections.get(worker) is connection:
-            self._connections.pop(worker, None)
+    def _is_open(self, worker: int) -> bool:
+        connection = self._connections.get(worker)
+        return connection is not None and connection.is_open
+
+
+def _close(connection: HostConnection | None) -> None:
+    if connection is not None:
         connection.close()
