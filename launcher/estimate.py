@@ -140,8 +140,9 @@ def _roofline(flops: float, byte_count: float, target: Accelerator) -> float:
 
 
 def _bound_by_sizes(config: Config) -> Bound | None:
-    """Returns the bound by the model's own FLOPs, six for each parameter and token (arxiv.org/abs/2001.08361), and by
-    the bytes of the optimizer's state; None without a named model or a dataset."""
+    """Returns the bound by the model's own FLOPs, six for each token and parameter of the layers and for each masked
+    token and parameter of the embedding (arxiv.org/abs/2001.08361), and by the bytes of the optimizer's state, whole on
+    each device; None without a named model or a readable dataset."""
     assert config.trainer is not None
     trainer = config.trainer
     if trainer.model.name is None:

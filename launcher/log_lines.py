@@ -48,10 +48,11 @@ class LogWindow:
 
 def docker_records(piece: bytes, begun: _Open) -> Iterator[tuple[str, bytes, bool]]:
     """Yields (time, content, whether it is the last) of each record in a piece of `docker logs --timestamps`: the bytes
-    from one line end to the next, which hold a time before each part of a long line.
+    between two line ends. The time is "" if the piece begins with none.
 
-    A time inside the piece is docker's, and begins a record, if it follows a full part, is the time of this line or of
-    an open one, or is later. An earlier time is the program's text: it stays in the content, but ends a record."""
+    A time inside the piece is docker's, and begins a record, if it follows a full part, is that of a line in `begun`,
+    or is not earlier than the last one. Any other is the program's: it ends a record, and the next has the same time.
+    """
     match = _TIME.match(piece)
     if match is None:
         yield "", piece, True

@@ -225,7 +225,8 @@ class Gke:
     def stop(
         self, container: str, *, grace: int, remove: bool, workers: Sequence[int] | None = None
     ) -> list[HostReport]:
-        """Deletes the running pods and waits for their end; with `remove`, also deletes the attempt's objects."""
+        """Deletes the running pods of `workers` and waits `grace` + 30 s for their end; reports those that go on, and
+        a transient error. With `remove`, or before any pod started, deletes the attempt's objects."""
         wanted = list(self._workers) if workers is None else list(workers)
         try:
             if remove:

@@ -45,8 +45,8 @@ class HostsProgress:
         self.stepped += seconds
 
     def update(self, worker: int, line: ProgressLine, now: float) -> bool:
-        """Takes in a host's newest line, keeps that of the first host, records stragglers, and returns whether the host
-        made progress."""
+        """Takes in a host's newest line and records stragglers; writes the lowest host's to the ledger when its step
+        changes. Returns whether it is the host's first line, or its step, phase or count changed."""
         before = self.views.get(worker)
         view = self.views[worker] = update(before, line, now)
         if before is not None and line.step > before.line.step:

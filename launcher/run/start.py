@@ -165,7 +165,8 @@ def end_everywhere(session: Session, attempt: int, workers: Sequence[int], *, gr
 
 def _reap_orphans(session: Session) -> None:
     """Removes containers that earlier attempts, of any run on the slice, left on hosts that were out of reach: such a
-    container goes on working, and holds the TPU. Keeps the record of those that can't be removed."""
+    container goes on working, and holds the TPU. Says nothing of those that can't be removed now: the next start tries
+    again."""
     for ledger in runs_on_slice(session.config, session.context.home, session.machine):
         for orphan in ledger.state.orphans:
             with contextlib.suppress(LaunchError):

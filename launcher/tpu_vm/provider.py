@@ -282,8 +282,8 @@ class TpuVm:
             seconds = min(seconds * 1.5, _LONGEST_CONTACT_SECONDS)
 
     def _hosts_not_up(self, seconds: float) -> list[str]:
-        """Returns why hosts can't be used yet, one line each; [] if all engines are up. Raises PermissionDenied if the
-        user may not use one. `seconds`: the time-out, to which half a second a host is added."""
+        """Returns why hosts can't be used yet, a line each, or one if gcloud fails; [] if all engines are up. Raises
+        PermissionDenied if the user may not use an engine. `seconds`: the time-out; half a second a host is added."""
         timeout = seconds + self.config.accelerator.hosts / 2
         try:
             reports = self._run_through_gcloud(host_scripts.check_engine_script(), "up", timeout=timeout)

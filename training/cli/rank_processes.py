@@ -154,7 +154,7 @@ def _forwarding(ranks: Sequence[RankProcess], requested: list[int]) -> Iterator[
 
 
 def _print_lines(rank: RankProcess, source: IO[bytes], target: IO[str], output: threading.Lock) -> None:
-    """Prints the lines of one stream of a process, each with its rank, until the stream ends."""
+    """Prints and keeps the lines of one stream of a process, as "rank N: LINE", until it ends; splits long ones."""
     for line in iter(lambda: source.readline(_LONGEST_LINE), b""):
         text = line.decode(errors="replace").rstrip("\r\n")
         rank.last_lines.append(text)

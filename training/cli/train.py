@@ -166,8 +166,8 @@ def exec_script(script: str, arguments: tuple[str, ...], runtime: str) -> None:
     tpu-train exec --runtime torch-tpu train.py --steps 100
 
     As a run's command it starts on every host of a slice; Hugging Face's Trainer and Accelerate then train over all
-    hosts. On CPU hosts: one process a host, gradients summed with gloo. With torch-tpu, the first process that fails
-    ends the others, and its exit code is the command's.
+    hosts. With torch-xla on CPU hosts: one process a host, gradients summed with gloo. torch-tpu needs TPUs, also
+    virtual ones; the first process that fails ends the others, and its exit code is the command's.
     """
     from training.cli.user_program import run_on_host, run_torch_tpu_on_host
 

@@ -233,6 +233,7 @@ def _render_attempts(attempts: Sequence[AttemptRecords]) -> str:
 
 
 def _render_checkpoints(checkpoints: Sequence[tuple[int, Manifest | str]]) -> str:
+    """Renders a table of the committed checkpoints, (step, manifest or why it can't be read); a sentence for none."""
     if not checkpoints:
         return "<p class='faint'>None was committed.</p>"
     rows = []

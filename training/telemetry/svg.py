@@ -254,8 +254,8 @@ def format_number(value: float) -> str:
 
 
 def format_duration(amount: float) -> str:
-    """Returns seconds as for example "2 h 05 min", "3 min 20 s", "4.2 s"."""
-    if amount < 60:
+    """Returns seconds as for example "2 h 05 min" (whole minutes, rounded down), "3 min 20 s", "4.2 s"."""
+    if round(amount, 1) < 60:
         return f"{amount:.1f} s"
     whole = round(amount)
     return (

@@ -72,7 +72,8 @@ def to_json(queued: QueuedResource) -> dict[str, Any]:
 
 
 def advance(state: EmulatorState, now: float) -> None:
-    """Moves every request to the state that it can reach at `now`."""
+    """Moves every request one state on, if it can at `now`: creates or deletes its node, suspends it when its node was
+    preempted or deleted, and removes it, once deleted, after its node."""
     for queued in list(state.queued.values()):
         node = state.nodes.get(queued.node)
         match queued.state:

@@ -94,14 +94,13 @@ class RegistryApi:
         return HttpResponse(200, FileRegion(open(path, "rb"), 0, path.stat().st_size), headers)
 
     def _answer_upload(self, request: HttpRequest, path: str, repository: str, identifier: str) -> HttpResponse:
-        """Begins, continues or ends an upload of a blob, or mounts a blob of another repository."""
+        """Begins (POST), continues (PATCH, in one piece) or ends (PUT) an upload of a blob. A POST that names a blob of
+        another repository mounts it, or begins an upload if it isn't there."""
         if request.method == "POST" and not identifier:
             digest, source = request.query.get("mount", ""), request.query.get("from", "")
             origin = repository.removesuffix(path) + source
             if digest and source and self.store.link(repository, digest, origin):
-                return HttpResponse(
-                    201, b"", {"Location": f"/v2/{path}/blobs/{digest}", "Docker-Content-Digest": digest}
-                )
+                return _created(f"/v2/{path}/blobs/{digest}", digest)
             return self._upload_response(path, self.store.begin_upload())
         size = self.store.upload_size(identifier)
         if size is None:
@@ -118,9 +117,7 @@ class RegistryApi:
                 digest = request.query.get("digest", "")
                 if not self.store.end_upload(repository, identifier, digest):
                     return _error(400, "DIGEST_INVALID", f"the bytes received are not {digest}")
-                return HttpResponse(
-                    201, b"", {"Location": f"/v2/{path}/blobs/{digest}", "Docker-Content-Digest": digest}
-                )
+                return _created(f"/v2/{path}/blobs/{digest}", digest)
         return _error(405, "UNSUPPORTED", request.method)
 
     def _receive_bytes(self, request: HttpRequest, identifier: str) -> None:
@@ -171,7 +168,11 @@ class RegistryApi:
         digest = self.store.put_manifest(repository, version, media_type, data)
         if ":" in version and version != digest:
             return _error(400, "DIGEST_INVALID", f"the manifest is {digest}")
-        return HttpResponse(201, b"", {"Location": f"/v2/{path}/manifests/{digest}", "Docker-Content-Digest": digest})
+        return _created(f"/v2/{path}/manifests/{digest}", digest)
+
+
+def _created(location: str, digest: str) -> HttpResponse:
+    return HttpResponse(201, b"", {"Location": location, "Docker-Content-Digest": digest})
 
 
 def _error(status: int, code: str, text: str) -> HttpResponse:

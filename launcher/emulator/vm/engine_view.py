@@ -132,8 +132,9 @@ def container_environment(environment: list[str], storage: str, *, has_tpu: bool
 
 
 def _set_network(new: dict[str, Any], host: dict[str, Any], view: EngineView) -> None:
-    """Replaces --network host by the network of the host's container, and drops what the engine refuses beside it;
-    leaves bridge and none. Raises EngineRefusal for name settings with host, ports without it, and other networks."""
+    """Replaces --network host by the network of the host's container, and drops host name, MAC address and ports, which
+    the engine refuses beside it; leaves bridge and none. Raises EngineRefusal for DNS settings and added hosts with
+    `host`, published ports without it, and other networks."""
     mode = host.get("NetworkMode") or "default"
     if mode in ("default", "bridge", "none"):
         if any(host.get("PortBindings") or {}) or host.get("PublishAllPorts"):

@@ -74,7 +74,8 @@ class Hosts:
             self.acceptor.add(listener, lambda connection: self._serve_agent(host.hostname, connection))
 
     def _serve_agent(self, hostname: str, connection: socket.socket) -> None:
-        """Receives a host's listeners and serves on them until the agent disconnects."""
+        """Receives the four listeners of a host and serves on them until its agent disconnects; then closes them. The
+        engine is always served, metadata and storage while the host isn't cut off."""
         connection.setblocking(True)
         _, descriptors, _, _ = socket.recv_fds(connection, 64, 4)
         if len(descriptors) != 4:

@@ -130,10 +130,10 @@ def _tls_context(ca_bundle: Path | None) -> ssl.SSLContext:
 
 
 def _parse_address(text: str) -> tuple[str, int] | None:
-    """Parses HOST:PORT; None for an empty text. Raises BadInput for any other."""
+    """Parses HOST:PORT; returns None for an empty text. Raises BadInput without a host or a port of 1 to 65535."""
     host, _, port = text.rpartition(":")
     if not text:
         return None
-    if not host or not port.isdecimal():
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise BadInput(f"{ADDRESS}={text}: must be HOST:PORT")
     return host, int(port)

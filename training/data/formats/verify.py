@@ -77,7 +77,8 @@ def _compact_problems(dataset: Dataset, shard: Shard, stat: Stat, vocabulary: in
 def _value_problems(
     layout: RecordLayout, data: bytes, manifest: DatasetManifest, vocabulary: int
 ) -> Iterator[tuple[int, str]]:
-    """Yields (row, problem) for each row with an impossible token id or label."""
+    """Yields (row, problem) for each row with a token id that the tokenizer lacks, then for each with a label that is
+    no class, or no finite number."""
     ids = fixed_records.read_column(layout, data, "input_ids").astype(np.int64)  # (n, length)
     for row in map(int, np.flatnonzero(((ids >= vocabulary) | (ids < 0)).any(axis=1))):
         yield row, f"token id {int(ids[row].max())}, and the tokenizer has {vocabulary} ids"

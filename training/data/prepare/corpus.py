@@ -241,8 +241,9 @@ def lines(url: str) -> Iterator[str]:
 
 
 def _file_rows(url: str, field: str, label: str = "label") -> Iterator[dict[str, Any]]:
-    """Yields the rows of one file, by its extension: objects of .jsonl, rows of .csv, sentences of .conll, and of any
-    other file each paragraph of its text as {field: paragraph}. Raises BadInput for a row that can't be parsed."""
+    """Yields the rows of one file, by its extension: objects of LINES, rows of TABLE, sentences of COLUMNS as {field:
+    words, label: labels}, and of any other file each paragraph as {field: paragraph}. Raises BadInput for a
+    missing file, text that is not UTF-8, and a row that can't be parsed."""
     if url.endswith(LINES):
         for number, line in enumerate(lines(url), 1):
             if line.strip():

@@ -305,8 +305,8 @@ def _write_rows(
     rows: Sequence[tuple[Ids, Any]],
     pad: int,
 ) -> Shard:
-    """Writes some rows, (ids, label) each, or (ids and texts' numbers, label), filled up with `pad`, as shard `number`
-    of one length."""
+    """Writes rows, (ids, label) each, or (ids and texts' numbers, label), as shard `number` of one length. Fills up ids
+    with `pad`, a label a token with IGNORED, and texts' numbers with 0."""
     tokens = np.zeros((2, len(rows), length), np.int32)  # ids, texts' numbers
     tokens[0] = pad
     for row, (row_tokens, _) in enumerate(rows):
