@@ -190,6 +190,10 @@ class Shell:
             if host.disk_full:
                 return self.report("failed the container can not be created: no space left on device", 1)
             attempt = int(re.search(r"tpu-launch\.attempt=(\d+)", arguments)[1])  # type: ignore[index]
+            hosts = ",".join(each.address for each in world.hosts if each.slice_name == host.slice_name)
+            words = ("--privileged --network host", "=TPU ", f"NAMES={hosts} ", f"ATTEMPT={attempt} ", "A=b ", " train")
+            if missing := [word for word in words if word not in arguments]:
+                world.break_promise("a container gets what its file says", f"{name}: no {missing} in {arguments}")
             container = Container(name, parameters["run_id"], attempt, host, host.boot, parameters["image"])
             container.awaits_secrets = "/run/tpu-launch:" in arguments
             if container.awaits_secrets:

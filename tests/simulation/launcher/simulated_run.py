@@ -26,6 +26,7 @@ from launcher.run.ledger import Ledger
 from launcher.run.runs import list_runs
 from launcher.tpu_vm import queued, requests
 from launcher.tpu_vm.commands import create_command, delete_command
+from launcher.tpu_vm.host_scripts import LOG_BYTES
 from launcher.tpu_vm.ownership import make_labels
 from launcher.tpu_vm.requests import create_only
 from tests import gcloud_commands
@@ -79,7 +80,8 @@ def make_config(setting: Setting, candidates: Candidates | None = None) -> Confi
         "candidates": _CANDIDATES if candidates is not None else None,
         "price_limit": candidates.price_limit if candidates is not None else None,
     }
-    run = {"command": ["train"], "secrets": ["HF_TOKEN"]} | {key: getattr(setting, key) for key in _KEYS_OF_RUN}
+    run = {"command": ["train"], "secrets": ["HF_TOKEN"], "environment": {"A": "b"}}
+    run |= {key: getattr(setting, key) for key in _KEYS_OF_RUN}
     document = {
         "project": "p",
         "zone": setting.zones[0],
@@ -124,7 +126,7 @@ class SimulatedRun:
         self.rng = random.Random(f"people {seed}")
         observe_every(self.rng.choice((1.0, 2.0, 3.0, 4.0)))
         pages = random.Random(f"pages {seed}")
-        read_pages(pages.choice((4_000_000, 4_000_000, 20_000)), pages.choice((5000, 5000, 20)))
+        read_pages(pages.choice((LOG_BYTES, LOG_BYTES, 20_000)), pages.choice((5000, 5000, 20)))
         self.full_disk = full_disk.draw(seed, stalls=self.scenario.theme == "standstills")
         self.commands: list[Command] = []
         homes = _folder()
