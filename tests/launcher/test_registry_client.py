@@ -122,9 +122,10 @@ def test_a_certificate_of_another_authority_is_refused(
     with session() as registry, pytest.raises(BadInput, match="does not trust"):
         registry.find_manifest("p/images/code", "tag")
     assert server.asked == []
-    monkeypatch.setenv(ADDRESS, "somewhere")
-    with pytest.raises(BadInput, match="must be HOST:PORT"):
-        session()
+    for wrong in ("somewhere", "here:65536", "here:0"):
+        monkeypatch.setenv(ADDRESS, wrong)
+        with pytest.raises(BadInput, match="must be HOST:PORT"):
+            session()
 
 
 @pytest.mark.parametrize(

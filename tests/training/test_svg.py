@@ -5,15 +5,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from training.telemetry.svg import (
-    Curve,
-    axis_ticks,
-    confusion_matrix,
-    downsample,
-    format_number,
-    line_chart,
-    share_bar,
-)
+from training.telemetry import svg
+from training.telemetry.svg import Curve, axis_ticks, confusion_matrix, downsample, format_number, line_chart, share_bar
 
 
 def elements(svg: str, kind: str) -> list[dict[str, str]]:
@@ -87,3 +80,9 @@ def test_ticks_surround_the_values(low: float, high: float) -> None:
     result = axis_ticks(low, high, 5)
     assert result[0] <= low <= high <= result[-1]
     assert 2 <= len(result) <= 9
+
+
+def test_durations_are_rounded_once() -> None:
+    assert [svg.format_duration(each) for each in (59.94, 59.96, 3599.4, 3600)] == [
+        "59.9 s", "1 min 00 s", "59 min 59 s", "1 h 00 min"
+    ]  # fmt: skip
