@@ -18,6 +18,7 @@ from launcher.run.ledger import RunRecord
 from launcher.run.runs import begin_run
 from launcher.run.specification import describe
 from tests.launcher.test_bad_input import launch
+from tests.launcher.test_preflight import write_inputs
 from training.accelerators import accelerator
 
 TYPES = ("v4-16", "v3-8", "v4-8", "v5litepod-8", "v6e-8")
@@ -43,12 +44,7 @@ FLOPS, BYTES = 7.0e12, 2.0e10  # of the whole batch
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "run.yaml").write_text(FILE)
-    for name in ("train/dataset.json", "tokenizer/tokenizer.json"):
-        path = tmp_path / "data" / name
-        path.parent.mkdir(parents=True)
-        path.write_text("{}")
-    return tmp_path
+    return write_inputs(tmp_path, FILE)
 
 
 def keep(folder: Path, config: Config, name: str, *, fits: bool = True) -> float:

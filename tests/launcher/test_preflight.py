@@ -28,7 +28,11 @@ output: runs
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "run.yaml").write_text(FILE)
+    return write_inputs(tmp_path, FILE)
+
+
+def write_inputs(tmp_path: Path, text: str) -> Path:
+    (tmp_path / "run.yaml").write_text(text)
     for name in ("train/dataset.json", "tokenizer/tokenizer.json"):
         path = tmp_path / "data" / name
         path.parent.mkdir(parents=True)

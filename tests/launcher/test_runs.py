@@ -426,16 +426,6 @@ def test_a_secret_that_the_file_names_must_be_there_before_anything_starts(work:
     assert not list(work.home.glob("runs/*"))
 
 
-def test_stop_ends_what_runs_and_nothing_starts_again(work: Workstation) -> None:
-    start_and_lose_sight(work)
-    config = work.config(setting="changed")
-    assert all(report.ok for report in launch.stop(config, work.context(), None, grace=1))
-    outcome = work.attach(config)
-    assert (outcome.attempt, outcome.verdict.kind) == (0, Kind.SAVED)
-    with pytest.raises(BadInput, match="is not running"):
-        work.attach(config)
-
-
 def test_the_image_of_a_run_is_known_before_its_attempt_begins(
     work: Workstation, monkeypatch: pytest.MonkeyPatch
 ) -> None:

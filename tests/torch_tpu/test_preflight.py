@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -64,3 +65,19 @@ def test_the_step_of_a_split_state_is_refused_with_its_reason(tmp_path: Path) ->
     code, result, text = preflight(small_runs.prepare(tmp_path), "v4-8", train__mesh={"fsdp": 2})
     assert (code, result) == (2, {})
     assert "preflight can't compile TorchTPU's step with train.mesh.fsdp" in text
+
+
+def test_a_tracer_ends_with_its_killed_parent() -> None:
+    program = """if __name__ == "__main__":
+    import multiprocessing, os, time
+    from concurrent.futures import ProcessPoolExecutor
+    from training.backends.torch_tpu.tracing import _end_with_parent
+    pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=_end_with_parent)
+    print(pool.submit(os.getpid).result(), flush=True)
+    time.sleep(600)"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        tracer = Path("/proc", parent.stdout.readline().strip())
+        parent.kill()
+    while (tracer / "stat").exists() and (tracer / "stat").read_text().split()[2] != "Z":
+        time.sleep(0.1)
