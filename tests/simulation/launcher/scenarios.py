@@ -275,7 +275,7 @@ def _draw_hangs(rng: random.Random) -> tuple[Scenario, list[Fault]]:
     def tell(plan: Plan) -> Plan:
         host = rng.randrange(scenario.setting.hosts)
         hang = Hang(rng.choice(hangs.PHASES), rng.choice(hangs.KINDS), host) if plan.kind == "stall" else None
-        return replace(plan, tells=True, hang=hang, seconds=rng.uniform(5.0, 400.0), period=3.0)
+        return replace(plan, tells=True, hang=hang, seconds=rng.uniform(5.0, 400.0), period=rng.choice((3.0, 3e3)))
 
     return replace(scenario, plans=tuple(map(tell, scenario.plans))), _draw_faults(HANGS, rng)
 
