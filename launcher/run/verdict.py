@@ -366,7 +366,7 @@ def describe_exit(state: ContainerState) -> str:
     code = state.exit_code
     if state.oom_killed:
         return f"killed: out of host memory (exit code {code})"
-    meanings = {
+    meanings: dict[int | None, str] = {
         2: "refused its configuration or data (exit code 2)",
         75: "stopped and saved (exit code 75)",
         76: "lost the connection to another host (exit code 76)",
@@ -377,5 +377,5 @@ def describe_exit(state: ContainerState) -> str:
         139: "crashed by a segmentation fault (exit code 139)",
         143: "ended by SIGTERM (exit code 143)",
     }
-    text = meanings.get(code if code is not None else -1, f"exit code {code}")
+    text = meanings.get(code, f"exit code {code}")
     return f"{text}: {state.error}" if state.error else text

@@ -65,6 +65,8 @@ class Command:
     def _say(self, text: str) -> None:
         self.said.append(text)
         self.told.append((self.world.scheduler.now, text))
+        if any(hole in f"{text}\n" for hole in ("()", "''", "None", ": \n")):
+            self.world.break_promise("a message has no holes", text)
         if "the budget is spent" in text:
             self.world.record.stops.append(Stop(text.split()[1].rstrip(":,"), self.world.scheduler.now))
         if text.startswith("run "):
@@ -183,7 +185,9 @@ class Command:
         stop = Stop(ledger.run_id, self.world.scheduler.now, by=self)
         self.world.record.stops.append(stop)
         reports = launch.stop(self.config, self.context, None, grace=None)
-        if not all(report.ok for report in reports):
+        for report in (failed := [report for report in reports if not report.ok]):
+            self._say(f"host {report.worker}: {report.detail}")
+        if failed:
             return int(Exit.CLOUD_ERROR)
         stop.done = self.world.scheduler.now
         return 0
