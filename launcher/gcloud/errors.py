@@ -144,7 +144,7 @@ def explain_error(stderr: str, argv: Sequence[str]) -> LaunchError:
     """Returns the error that gcloud's message means, with advice: Stockout for an internal error of a creation, a
     transient LaunchError for an unknown wording."""
     text = summarize_error(stderr)
-    creates = list(argv[1:3]) == ["compute", "tpus"] and list(argv[4:5]) in (["create"], ["start"])
+    creates = list(argv[4:5]) in (["create"], ["start"])
     for pattern, kind, advice in (*(_OF_CREATION if creates else ()), *_MEANINGS):
         if re.search(pattern, stderr):
             if advice.startswith("sign in"):  # gcloud says it in eight lines

@@ -310,11 +310,10 @@ class _Recovery:
         if not self.replace:
             return
         slice_state = session.provider.describe()
-        if slice_state is not None and is_another(slice_state, session.ledger, session.ledger.state.attempt):
-            self.replace = ""  # another command has replaced it
+        if slice_state is None or is_another(slice_state, session.ledger, session.ledger.state.attempt):
+            self.replace = ""  # another command has deleted or replaced it
             return
-        proof = self._find_proof(slice_state, blamed=worker >= 0) if slice_state is not None else ""
-        if proof and slice_state is not None:
+        if proof := self._find_proof(slice_state, blamed=worker >= 0):
             reason = f"{self.replace}; {proof}"
             session.say(f": {reason}: recreating the slice (run.replace_after)")
             session.check_stop()
@@ -322,7 +321,7 @@ class _Recovery:
             session.ledger.append(replaced)
             session.delete_slice(slice_state.created)
             self.in_use = False
-        elif slice_state is not None:
+        else:
             session.say(
                 f": {self.replace}; the slice is kept, because neither Google's API nor other hosts nor the trainer's "
                 "files show that it is broken: if it is, `tpu-launch down`, then `up`, recreates it"
