@@ -194,7 +194,7 @@ class HostLog:
             while end:
                 start = max(0, end - _BLOCK_BYTES)
                 file.seek(start)
-                newline = file.read(end - start).rfind(b"\n")
+                newline = file.read(_BLOCK_BYTES).rfind(b"\n")
                 if newline >= 0:
                     end = start + newline + 1
                     break
