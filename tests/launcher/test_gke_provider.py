@@ -19,7 +19,7 @@ from launcher.errors import Exit, LaunchError
 from launcher.gke.pod_status import INDEX
 from launcher.gke.provider import Gke
 from launcher.gke.workload import LABEL_RUN, literal
-from launcher.provider import Attempt
+from launcher.provider import Attempt, Observation
 from launcher.providers import this_machine
 from tests.kubernetes.cluster.expansion import expand
 from tests.kubernetes.golden import IMAGE
@@ -72,12 +72,11 @@ def show(folder: Path, *nodes: str, started: bool = True, ended: Collection[int]
     waits = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/0 nodes"}
     pods = []
     for worker, node in enumerate(nodes):
-        status: dict[str, Any] = {"phase": "Running" if node and started else "Pending", "conditions": []}
+        phase = "Running" if node and started else "Pending"
+        status: dict[str, Any] = {"phase": phase, "conditions": [] if node else [waits]}
         if node:
             state = over if worker in ended else running
             status["containerStatuses"] = [{"name": "trainer", "state": state}]
-        else:
-            status |= {"conditions": [waits], "containerStatuses": []}
         metadata = {"name": f"pod-{worker}", "uid": str(worker), "labels": {INDEX: str(worker)}}
         pods.append({"metadata": metadata, "spec": {"nodeName": node} if node else {}, "status": status})
     temporary = folder / "pods.new"
@@ -181,8 +180,7 @@ def test_a_missing_pod_is_no_removed_container_and_hosts_do_not_each_list_pods_i
 ) -> None:
     show(kubectl, "a")
     gke = provider(kubectl, 1, 1)
-    gone = gke.observe(1, ATTEMPT.container, None)
-    assert (gone.container, gone.problem) == (None, "its pod is gone")
+    assert gke.observe(1, ATTEMPT.container, None) == Observation(1, None, problem="its pod is gone")
     (kubectl / "refused-get").write_text(NO_ANSWER)
     time.sleep(0.3)
     assert "does not answer" in gke.observe(0, ATTEMPT.container, None).problem

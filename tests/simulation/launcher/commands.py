@@ -184,8 +184,8 @@ class Command:
         ledger = launch._find(self.config, self.context, None)
         stop = Stop(ledger.run_id, self.world.scheduler.now, by=self)
         self.world.record.stops.append(stop)
-        reports = launch.stop(self.config, self.context, None, grace=None)
-        for report in (failed := [report for report in reports if not report.ok]):
+        failed = [report for report in launch.stop(self.config, self.context, None, grace=None) if not report.ok]
+        for report in failed:
             self._say(f"host {report.worker}: {report.detail}")
         if failed:
             return int(Exit.CLOUD_ERROR)
