@@ -104,14 +104,14 @@ def test_numbers_become_constants_of_the_program(pair: list[torch.Tensor]) -> No
 def test_a_loop_runs_its_step_over_slices_in_both_directions() -> None:
     """Else the layers of a decoder do not run as a scan. A counter of 64 bits would take the TPU time."""
     [stacked] = internals.upload([torch.tensor([[1.0], [2.0], [3.0]])], torch_xla.device(), None)
-    for reverse, results in ((False, [[0.0], [2.0], [8.0]]), (True, [[16.0], [6.0], [0.0]])):
+    for turned, results in ((0, [[0.0], [2.0], [8.0]]), (1, [[0.0], [6.0], [16.0]])):
         [first] = internals.upload([torch.zeros(1)], torch_xla.device(), None)
         [last], [seen] = internals.loop_over(
-            lambda carry, slices: ([2 * (carry[0] + slices[0])], [carry[0] * 1]), [first], [stacked], reverse
+            lambda carry, slices: ([2 * (carry[0] + slices[0])], [carry[0] * 1]), [first], [stacked], turned
         )
         assert "(s64[], " not in internals.program_text([last, seen])
         assert seen.cpu().tolist() == results
-        assert last.cpu().tolist() == [2 * (results[0 if reverse else -1][0] + (1.0 if reverse else 3.0))]
+        assert last.cpu().tolist() == [2 * (results[-1][0] + (1.0 if turned else 3.0))]
 
 
 def test_the_text_of_a_program_names_scopes(pair: list[torch.Tensor]) -> None:

@@ -8,7 +8,7 @@ program is compiled without being run, is known by its hash, and takes its argum
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ import torch_xla.runtime
 from torch import Tensor
 from torch_xla import _XLAC
 from torch_xla.distributed.spmd import ShardingType
+
+from training.models.torch.layer_scan import Step, Tensors
 
 # --- arrays between host and devices
 
@@ -132,48 +134,48 @@ def seed_tensor(seed: int | None, device: Any) -> Tensor:
 def numbers_as_constants() -> Iterator[None]:
     """Makes numbers of Python that operations in this block take constants of the program, instead of arguments:
     starting a program takes as long as it has arguments."""
-    before = _XLAC._get_xla_all_numbers_special_scalars()
-    _XLAC._set_xla_all_numbers_special_scalars(True)
-    try:
+    with ExitStack() as stack:
+        stack.callback(_XLAC._set_xla_all_numbers_special_scalars, _XLAC._get_xla_all_numbers_special_scalars())
+        _XLAC._set_xla_all_numbers_special_scalars(True)
         yield
-    finally:
-        _XLAC._set_xla_all_numbers_special_scalars(before)
 
 
-def loop_over(
-    step: Callable[[list[Tensor], list[Tensor]], tuple[list[Tensor], list[Tensor]]],
-    carry: list[Tensor],
-    stacked: list[Tensor],
-    reverse: bool,
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Traces (carry, slices) -> (carry, results) once, as the body of a loop over the first axis of `stacked`, which
-    runs from its end if `reverse`. Returns the last carry and the stacked results, without gradients. What `step` reads
-    besides is computed again in each round.
+def loop_over(step: Step, carry: Tensors, stacked: Tensors, turned: int) -> tuple[Tensors, Tensors]:
+    """Traces (carry, slices) -> (carry, results) once, as the body of a loop over the first axis of `stacked`, of which
+    the first `turned` are read from their ends. Returns the last carry and the results, stacked in the order of rounds,
+    without gradients. What `step` reads besides is computed again in each round.
 
     `scan` of torch_xla.experimental would split the step by functorch, and needs torchax under SPMD."""
     from torch_xla.experimental.scan import _scan_impl_flat
 
-    with numbers_as_constants(), _short_counters():
-        last, results = _scan_impl_flat(step, carry, stacked, reverse=reverse)
+    with numbers_as_constants(), _simple_counters(turned):
+        last, results = _scan_impl_flat(step, carry, stacked)
     return list(last), list(results)
 
 
 @contextmanager
-def _short_counters() -> Iterator[None]:
-    """Makes the counters of scans in this block int32. With torch_xla's int64 the TPU compiler does not see that a loop
+def _simple_counters(turned: int) -> Iterator[None]:
+    """Makes the counter of the scan in this block int32, and reads the first `turned` arguments from their ends. With
+    torch_xla's int64, or results written from their ends as by its `reverse`, the TPU compiler does not see that a loop
     writes all of its results, and fills them with zeros first."""
     from torch_xla.experimental import scan
+
+    ends = iter([True] * turned)
+
+    def read(values: Any, place: Any) -> Any:
+        last = xla_builder.Op.scalar(place.builder(), values.shape().sizes[0] - 1, dtype=types.S32)
+        return before[1](values, last - place if next(ends, False) else place)
 
     class Builder(scan.Builder):  # type: ignore[misc]
         def add_param(self, value: Tensor) -> int:  # the counter is the first
             return int(super().add_param(value if self.num_params() else value.int()))
 
-    types, before = scan.xb.Type, (scan.Builder, scan.xb.Type.S64)
-    scan.Builder, types.S64 = Builder, types.S32
+    types, before = scan.xb.Type, (scan.Builder, scan.dynamic_slice, scan.xb.Type.S64)
+    scan.Builder, scan.dynamic_slice, types.S64 = Builder, read, types.S32
     try:
         yield
     finally:
-        scan.Builder, types.S64 = before
+        scan.Builder, scan.dynamic_slice, types.S64 = before
 
 
 TensorFunction = Callable[[Sequence[Tensor]], list[Tensor]]
@@ -238,12 +240,10 @@ def push_scope(name: str) -> Any:
 @contextmanager
 def operation_metadata() -> Iterator[None]:
     """Makes programs that are traced in this block keep the scope names of their operations."""
-    before = _XLAC._get_ir_debug()
-    _XLAC._set_ir_debug(True)
-    try:
+    with ExitStack() as stack:
+        stack.callback(_XLAC._set_ir_debug, _XLAC._get_ir_debug())
+        _XLAC._set_ir_debug(True)
         yield
-    finally:
-        _XLAC._set_ir_debug(before)
 
 
 def trace_event(name: str, **facts: int) -> AbstractContextManager[Any]:

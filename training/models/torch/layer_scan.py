@@ -20,9 +20,11 @@ from training.errors import BadInput
 from training.models.families import SCANNED
 from training.optim import STACKED
 
-Step = Callable[[list[Tensor], list[Tensor]], tuple[list[Tensor], list[Tensor]]]  # (carry, slices) -> (carry, results)
-# (step, carry, stacked, reverse) -> (carry, stacked results): the runtime's loop over the first axis of `stacked`.
-Loop = Callable[[Step, list[Tensor], list[Tensor], bool], tuple[list[Tensor], list[Tensor]]]
+Tensors = list[Tensor]
+Step = Callable[[Tensors, Tensors], tuple[Tensors, Tensors]]  # (carry, slices) -> (carry, results)
+# (step, carry, stacked, turned) -> (carry, results, stacked in the order of rounds): the runtime's loop over the first
+# axis of `stacked`, of which the first `turned` are read from their ends.
+Loop = Callable[[Step, Tensors, Tensors, int], tuple[Tensors, Tensors]]
 Place = Callable[[str, Tensor], Tensor]  # (stacked parameter's name, one layer's value) -> the value, with a layout
 
 
@@ -63,13 +65,14 @@ def _describe(layer: Any) -> tuple[Any, ...]:
 
 
 def group_layers(names: Iterable[str], layers: str) -> dict[str, list[str]]:
-    """Returns the names of the layers' parameters, in their order, by the name of the stacked parameter. `names` may
-    have a prefix, as in a checkpoint; `layers`: what `find_layers` returned."""
+    """Returns the names of the layers' parameters, from the last layer to the first, by the name of the stacked
+    parameter: so the backward pass writes gradients in the order of its rounds, as the forward pass its layers' inputs.
+    `names` may have a prefix, as in a checkpoint; `layers`: what `find_layers` returned."""
     members: dict[str, dict[int, str]] = {}
     for name in names:
         if match := re.fullmatch(rf"(.*\b{re.escape(layers)}\.)(\d+)\.(.+)", name):
             members.setdefault(f"{match[1]}{STACKED[1:]}{match[3]}", {})[int(match[2])] = name
-    return {stacked: [of[number] for number in sorted(of)] for stacked, of in members.items()}
+    return {stacked: [of[number] for number in sorted(of, reverse=True)] for stacked, of in members.items()}
 
 
 class LayerScan(torch.nn.Module):  # type: ignore[misc]  # torch is not here when types are checked
@@ -103,8 +106,7 @@ class LayerScan(torch.nn.Module):  # type: ignore[misc]  # torch is not here whe
         is_tuple: list[bool] = []
 
         def run(hidden: Tensor, parameters: Sequence[Tensor]) -> Tensor:
-            pairs = zip(named, parameters, strict=True)
-            values = {name: self._place(f"{STACKED}{name}", value) for name, value in pairs}
+            values = {name: self._place(f"{STACKED}{name}", own) for name, own in zip(named, parameters, strict=True)}
             result = torch.func.functional_call(pattern, values, (hidden, *others), keywords)
             is_tuple[:] = [isinstance(result, tuple)]
             return (result[0] if is_tuple[0] else result).to(hidden.dtype)
@@ -136,10 +138,10 @@ class _Scan(torch.autograd.Function):  # type: ignore[misc]
         context.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
         context.run, context.loop = run, loop
 
-        def step(carry: list[Tensor], parameters: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        def step(carry: Tensors, parameters: Tensors) -> tuple[Tensors, Tensors]:
             return [run(carry[0], parameters)], carry if keeps else []
 
-        [last], inputs = loop(step, [hidden], list(stacked), False)
+        [last], inputs = loop(step, [hidden], list(stacked), len(stacked))
         context.save_for_backward(*inputs, *stacked)
         return last
 
@@ -149,7 +151,7 @@ class _Scan(torch.autograd.Function):  # type: ignore[misc]
         inputs, *stacked = context.saved_tensors
         needed = context.needs_input_grad[4:]
 
-        def step(carry: list[Tensor], values: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        def step(carry: Tensors, values: Tensors) -> tuple[Tensors, Tensors]:
             hidden, *parameters = (value.detach() for value in values)
             wanted = [value.requires_grad_() for value, need in zip(parameters, needed, strict=True) if need]
             with torch.enable_grad(), torch.autocast(*context.autocast):
@@ -157,6 +159,6 @@ class _Scan(torch.autograd.Function):  # type: ignore[misc]
             first, *others = torch.autograd.grad(result, [hidden, *wanted], carry[0])
             return [first], others
 
-        [first], found = context.loop(step, [gradient], [inputs, *stacked], True)
+        [first], found = context.loop(step, [gradient], [inputs, *stacked], 1)
         gradients = iter(found)
         return (None, None, None, first, *(next(gradients) if need else None for need in needed))

@@ -21,7 +21,7 @@ from torch.nn import functional
 from training.config import Attention
 from training.errors import BadInput
 from training.models.families import LONG_ATTENTION
-from training.models.torch.layer_scan import Loop, Step
+from training.models.torch.layer_scan import Loop, Step, Tensors
 
 NAME = "tpu_launch_blocks"  # of transformers' attn_implementation
 LONG = 2048  # tokens of a row, from which on plain attention is replaced
@@ -137,9 +137,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, segments: Tensor, scores: 
     return attended
 
 
-def loop_in_python(
-    step: Step, carry: list[Tensor], stacked: list[Tensor], _reverse: bool
-) -> tuple[list[Tensor], list[Tensor]]:
+def loop_in_python(step: Step, carry: Tensors, stacked: Tensors, _turned: int) -> tuple[Tensors, Tensors]:
     """Is the loop of runtimes without one of their own, forwards."""
     results: list[list[Tensor]] = []
     for slices in zip(*stacked, strict=True):
@@ -161,7 +159,7 @@ class _Blocks(torch.autograd.Function):  # type: ignore[misc]  # torch is not he
         def step(row: list[Tensor], each: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
             return row, [_attend_block(scores, *each, *row)]
 
-        _, [result] = loop(step, [segments, key, value], _split_queries(query, segments), False)
+        _, [result] = loop(step, [segments, key, value], _split_queries(query, segments), 0)
         return _join_blocks(result, query.shape[2])
 
     @staticmethod
@@ -181,7 +179,7 @@ class _Blocks(torch.autograd.Function):  # type: ignore[misc]  # torch is not he
 
         zeros = [torch.zeros_like(tensor, dtype=torch.float32) for tensor in (key, value)]
         blocks = [_split_queries(gradient, segments)[0], *_split_queries(query, segments)]
-        (of_key, of_value, *_), [of_query] = context.loop(step, [*zeros, segments, key, value], blocks, False)
+        (of_key, of_value, *_), [of_query] = context.loop(step, [*zeros, segments, key, value], blocks, 0)
         return None, None, _join_blocks(of_query, query.shape[2]), of_key.to(key.dtype), of_value.to(value.dtype), None
 
 
