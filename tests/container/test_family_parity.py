@@ -201,9 +201,8 @@ def test_the_first_steps_are_those_of_transformers(
     expected = their_loss(task, plain, batch(task, 0))
     names = [name for name, _ in plain.named_parameters()]
     theirs = torch.autograd.grad(expected, list(plain.parameters()), allow_unused=True, materialize_grads=True)
-    barrier, constants = xm.optimization_barrier_, internals.numbers_as_constants
     remat: Any = "layers" if family in ("llama", "gpt2") else None
-    patch_modules(network, remat, default="none", barrier=barrier, constants=constants)
+    patch_modules(network, remat, default="none", barrier=xm.optimization_barrier_)
     move(network, device)
     if family == "llama":
         monkeypatch.setattr("training.tasks.causal_lm.torch._WHOLE_LOGITS", 10 * VOCABULARY)  # the head in 4 pieces
@@ -241,7 +240,7 @@ def test_logits_in_pieces_have_the_same_loss_and_gradients(
 ) -> None:
     """Pieces of 5 tokens, so that the last is smaller; the loss is scaled as accumulated batches are."""
     sums, network = load(TASKS["causal-lm"].torch), opened("causal-lm", "qwen2")
-    patch_modules(network, None, default="none", barrier=lambda _tensors: None, constants=None)
+    patch_modules(network, None, default="none", barrier=lambda _tensors: None)
     network.lm_head.weight.requires_grad_(not frozen)
     rows = {name: torch.from_numpy(array) for name, array in batch("causal-lm", 0).items()}
     trained = [value for value in network.parameters() if value.requires_grad]
@@ -267,7 +266,7 @@ def test_an_evaluation_in_pieces_computes_no_gradient(
     opened: Callable[[str, str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sums, network = load(TASKS["causal-lm"].torch), opened("causal-lm", "qwen2").eval()
-    patch_modules(network, None, default="none", barrier=lambda _tensors: None, constants=None)
+    patch_modules(network, None, default="none", barrier=lambda _tensors: None)
     move(network, torch_xla.device())
     rows = {name: torch.from_numpy(array).to(torch_xla.device()) for name, array in batch("causal-lm", 0).items()}
     products = []

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from training.config import Remat, TrainerConfig
@@ -23,13 +21,12 @@ def build_network(
     *,
     remat: Remat,
     barrier: Barrier,
-    constants: Callable[[], AbstractContextManager[Any]] = nullcontext,
     only_traces: bool = False,
     loop: Loop = loop_in_python,
     kernel: Kernel | str = "the backend has no kernel",
 ) -> tuple[Any, DropoutNoise | None]:
     """Returns the network on the host, with our attention and dropout, adapters and frozen weights, and what its
-    dropouts draw from. `remat`: the default; `barrier`, `constants`: the runtime's, as `patch_modules` takes them, and
+    dropouts draw from. `remat`: the default; `barrier`: the runtime's, as `patch_modules` takes it, and
     `loop` and `kernel`, as `choose_attention`; one that `only_traces` has no weights, if it can."""
     dropout = config.train.dropout
     network: Any = build_empty(config.model, requirements, dropout=dropout) if only_traces else None
@@ -37,7 +34,7 @@ def build_network(
     network.attention_note = choose_attention(
         network, config.train.attention, requirements.sequence_length, loop=loop, kernel=kernel
     )
-    noise = patch_modules(network, config.train.remat, default=remat, barrier=barrier, constants=constants)
+    noise = patch_modules(network, config.train.remat, default=remat, barrier=barrier)
     if config.lora:
         add_lora(network, config.lora, config.seed, has_fresh_head=requirements.head.is_fresh)
     freeze(network, config.train.freeze)

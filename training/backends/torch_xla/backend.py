@@ -85,7 +85,7 @@ class TorchXla:
         rendezvous.set_phase("building the model")
         network, noise = build_network(
             config, requirements, remat="attention" if self._sharding.is_spmd else "none", only_traces=only_traces,
-            barrier=xm.optimization_barrier_, constants=internals.numbers_as_constants, loop=internals.loop_over,
+            barrier=xm.optimization_barrier_, loop=internals.loop_over,
             kernel=self._find_kernel(config, cluster, only_traces),
         )  # fmt: skip
         self._checked = CheckedPrograms(os.environ, comparable=self._sharding.is_spmd, warns=cluster.is_first)
@@ -142,7 +142,8 @@ class TorchXla:
 
     def _step_of_hosts(self, number: int, inputs: StepInputs[Tensor], exchange: TcpAllReduce) -> _PendingStep:
         """Runs two programs, traced every step, and between them the sum over all hosts."""
-        flat = self._step.flatten(*self._step.gradients(number, inputs))
+        with self._state.recording(changes=False):
+            flat = self._step.flatten(*self._step.gradients(number, inputs))
         torch_xla.sync()
         total = torch.from_numpy(exchange.sum(self._state.to_host(flat).numpy()))
         flat = total.to(self._sharding.device)

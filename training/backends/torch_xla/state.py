@@ -95,15 +95,13 @@ class State(HostState):
     @contextmanager
     def recording(self, *, changes: bool) -> Iterator[None]:
         """Unpacks the tensors for a step that is traced in this block and, if the step `changes` them, packs them
-        again. Call `buffers` before it."""
-        if not self._packed:
-            yield
-            return
+        again. The step's numbers are constants of its program. Call `buffers` before it."""
         tensors = self.tensors()
         for name, packed in self._packed.items():
             for row, member in enumerate(self._members[name]):
                 tensors[member].data = torch.select_copy(packed, 0, row)
-        yield
+        with internals.numbers_as_constants():
+            yield
         for name, packed in self._packed.items():
             members = [tensors[member] for member in self._members[name]]
             if changes:

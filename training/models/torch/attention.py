@@ -1,9 +1,9 @@
 """Self-attention of BERT and RoBERTa in less memory, over the weights of Hugging Face's modules; and computing again in
 the backward pass what was not kept.
 
-Attention computes what theirs does (scores and softmax in fp32, products in the step's precision), but keeps only
-query, key and value for the backward pass: scores and probabilities, (rows, heads, sequence, sequence) each, are
-computed a second time there. That is 3 % of the work of bert-large at 512 tokens, and a third of its memory (`make
+Attention computes what theirs does (scores and softmax in fp32, products in the step's precision), but may keep only
+query, key, value and result for the backward pass: scores and probabilities, (rows, heads, sequence, sequence) each,
+are computed a second time there. That is 3 % of the work of bert-large at 512 tokens, and a third of its memory (`make
 benchmark NAME=preflight`).
 """
 
@@ -37,19 +37,57 @@ class SelfAttention(torch.nn.Module):  # type: ignore[misc]  # torch is not here
         """Returns (rows, sequence, width) from the same; `attention_mask`, (rows, 1, 1, sequence), is added to
         scores."""
         parts = (self.query(hidden_states), self.key(hidden_states), self.value(hidden_states), attention_mask)
-        return (recompute(self.attend, parts, self.barrier) if self.barrier else self.attend(*parts)), None
+        return (_Attend.apply(self, *parts) if self.barrier else self.attend(*parts)), None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor) -> Tensor:
         """Returns (rows, sequence, width) from three of that shape and the mask."""
-        rows, length, width = query.shape
-        query, key, value = (
-            projection.view(rows, length, self.heads, -1).transpose(1, 2) for projection in (query, key, value)
-        )
-        scores = torch.matmul(query, key.transpose(-1, -2)).float() / math.sqrt(
-            width // self.heads
-        )  # (rows, heads, sequence, sequence)
-        probabilities = self.dropout(torch.softmax(scores + attention_mask, -1).to(value.dtype))
-        return torch.matmul(probabilities, value).transpose(1, 2).reshape(rows, length, width)
+        return self.mix(torch.softmax(self.score(query, key, attention_mask), -1), value)
+
+    def score(self, query: Tensor, key: Tensor, attention_mask: Tensor) -> Tensor:
+        """Returns scores, (rows, heads, sequence, sequence)."""
+        query, key = self.split(query), self.split(key)
+        return torch.matmul(query, key.transpose(-1, -2)).float() / math.sqrt(query.shape[-1]) + attention_mask
+
+    def mix(self, probabilities: Tensor, value: Tensor) -> Tensor:
+        """Returns (rows, sequence, width) from probabilities of the scores' shape."""
+        probabilities = self.dropout(probabilities.to(value.dtype))
+        return torch.matmul(probabilities, self.split(value)).transpose(1, 2).reshape(value.shape)
+
+    def split(self, projection: Tensor) -> Tensor:
+        """Returns (rows, heads, sequence, width of a head) from (rows, sequence, width)."""
+        return projection.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+
+class _Attend(torch.autograd.Function):  # type: ignore[misc]
+    """`SelfAttention.attend`, which keeps its arguments, its result and one number for each line of scores."""
+
+    @staticmethod
+    def forward(context: Any, module: SelfAttention, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+        scores = module.score(query, key, mask)
+        largest = scores.amax(-1, keepdim=True)
+        total = largest + (scores - largest).exp().sum(-1, keepdim=True).log()  # (rows, heads, sequence, 1)
+        result = module.mix((scores - total).exp(), value)
+        context.save_for_backward(query, key, value, mask, total, result)
+        context.module, device = module, query.device.type
+        context.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+        return result
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Any:
+        """Computes the probabilities a second time. The sum over a line of theirs times their gradient, which softmax's
+        gradient needs, is that of the result times its gradient (FlashAttention, https://arxiv.org/abs/2205.14135)."""
+        module, (query, *others) = context.module, context.saved_tensors
+        copies = [tensor.detach().clone() for tensor in (gradient, query)]
+        module.barrier(copies)
+        gradient, query = copies
+        key, value, mask, total, result = (tensor.detach() for tensor in others)
+        with torch.enable_grad(), torch.autocast(*context.autocast):
+            scores = module.score(query.requires_grad_(), key.requires_grad_(), mask)
+            probabilities = (scores.detach() - total).exp().requires_grad_()
+            result_again = module.mix(probabilities, value.requires_grad_())
+        found, of_value = torch.autograd.grad(result_again, [probabilities, value], gradient)
+        line = (module.split(gradient).float() * module.split(result).float()).sum(-1, keepdim=True)
+        return None, *torch.autograd.grad(scores, [query, key], probabilities.detach() * (found - line)), of_value, None
 
 
 def recompute(

@@ -20,9 +20,6 @@ the price. tests/container/test_dropout.py looks at all that.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import numpy as np
 import torch
@@ -46,36 +43,26 @@ class DropoutNoise:
 
     rows: Tensor  # (rows,) int32, of `row_keys`: of the rows that the network is about to see
 
-    def __init__(self, size: int, constants: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
-        """Makes the table of `size` random numbers: the most lines, or columns, of all matrices of a row together.
-
-        `constants` is a block in which numbers of Python become constants of the program, for runtimes that would
-        otherwise make an argument of each of them: seven a dropout.
-        """
-        self._constants = constants
+    def __init__(self, size: int) -> None:
+        """Makes the table of `size` random numbers: the most lines, or columns, of all matrices of a row together."""
         self.table = torch.from_numpy(_upper(random_bits.stream(0, "dropout", 0, size)))
 
     def kept(self, shape: torch.Size, rate: float, place: int) -> Tensor:
         """Returns which elements stay, bool of this shape: (rows, ..., lines, columns), or (rows, columns)."""
         rows, *matrices, columns = shape
         lines = matrices.pop() if matrices else 1
-        odd = [_odd(place, number) for number in range(6)]
-        with self._constants():
-            return self._compare(rows, matrices, lines, columns, odd, int(rate * 2**32) - 2**31).view(shape)
-
-    def _compare(self, rows: int, matrices: list[int], lines: int, columns: int, odd: list[int], least: int) -> Tensor:
-        """Returns which elements stay: those whose number is at least `least`. `odd`: six factors of the place."""
 
         def mixed(number: int, count: int) -> Tensor:
             """Returns (rows, matrices * count): a number for each line or each column."""
             at = self.table[: math.prod(matrices) * count]
-            return ((self.rows.unsqueeze(1) * odd[number]) ^ at) * odd[number - 1]
+            return ((self.rows.unsqueeze(1) * _odd(place, number)) ^ at) * _odd(place, (number - 1) % 6)
 
         a, b, e = (mixed(number, lines).view(rows, *matrices, lines, 1) for number in (0, 1, 2))
         c, d, f = (mixed(number, columns).view(rows, *matrices, 1, columns) for number in (3, 4, 5))
         numbers = ((((a ^ c) + b) ^ d) + e) ^ f
         # A number of Python would be int64, and so the comparison.
-        return numbers >= torch.tensor(least, dtype=torch.int32, device=numbers.device)
+        least = torch.tensor(int(rate * 2**32) - 2**31, dtype=torch.int32, device=numbers.device)
+        return (numbers >= least).view(shape)
 
 
 def _odd(place: int, number: int) -> int:

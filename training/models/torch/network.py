@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -63,14 +62,7 @@ def build(model: Model, needs: ModelRequirements, *, dropout: float | None, seed
     return network
 
 
-def patch_modules(
-    network: Any,
-    remat: Remat | None,
-    *,
-    default: Remat,
-    barrier: Barrier,
-    constants: Callable[[], AbstractContextManager[Any]],
-) -> DropoutNoise | None:
+def patch_modules(network: Any, remat: Remat | None, *, default: Remat, barrier: Barrier) -> DropoutNoise | None:
     """Replaces dropout and self-attention in a network of BERT's or RoBERTa's family by those of this folder.
 
     Args:
@@ -78,8 +70,7 @@ def patch_modules(
             `has_plain_head`: its task may apply `lm_head` to parts of a row.
         remat: train.remat, what is computed a second time in the backward pass.
         default: the same if the file does not say.
-        barrier: the runtime's, for `attention.recompute`.
-        constants: the runtime's, for `dropout.DropoutNoise`.
+        barrier: the runtime's, of `attention.Barrier`.
 
     Returns:
         The random numbers that the dropouts draw from; None for another family.
@@ -104,22 +95,15 @@ def patch_modules(
         )
     remat = remat or default
     # A row's matrices are (positions, width), and for each head (positions, positions).
-    noise = DropoutNoise(
-        max(config.num_attention_heads * config.max_position_embeddings, config.hidden_size), constants
-    )
+    noise = DropoutNoise(max(config.num_attention_heads * config.max_position_embeddings, config.hidden_size))
     dropouts = [name for name, module in network.named_modules() if isinstance(module, torch.nn.Dropout)]
     for place, name in enumerate(dropouts):
         network.set_submodule(name, Dropout(network.get_submodule(name).p, place, noise))
     for layer in network.base_model.encoder.layer:
-        layer.attention.self = SelfAttention(
-            layer.attention.self,
-            layer.attention.self.dropout,
-            recompute_behind=barrier if remat == "attention" else None,
-        )
-        if remat == "layers":
-            # Hugging Face's own hook for this; it gives the layer's call with its keywords, and its positional
-            # arguments.
-            layer.gradient_checkpointing, layer._gradient_checkpointing_func = True, _recompute_layer(layer, barrier)
+        theirs, behind = layer.attention.self, barrier if remat == "attention" else None
+        layer.attention.self = SelfAttention(theirs, theirs.dropout, recompute_behind=behind)
+    if remat == "layers":
+        _recompute_layers(network, barrier)
     return noise
 
 
@@ -141,11 +125,11 @@ def _recompute_layers(network: Any, barrier: Barrier) -> bool:
 
     layers = [module for module in network.modules() if isinstance(module, GradientCheckpointingLayer)]
     for layer in layers:
-        layer.gradient_checkpointing, layer._gradient_checkpointing_func = True, _recompute_any_layer(layer, barrier)
+        layer.gradient_checkpointing, layer._gradient_checkpointing_func = True, _recompute_layer(layer, barrier)
     return bool(layers)
 
 
-def _recompute_any_layer(layer: Any, barrier: Barrier) -> Callable[..., Any]:
+def _recompute_layer(layer: Any, barrier: Barrier) -> Callable[..., Any]:
     """Returns the hook of a layer whose first argument is its input, and whose result is a tensor or a tuple."""
 
     def call(function: Callable[..., Any], hidden: Tensor, *others: Any) -> Any:
@@ -159,16 +143,6 @@ def _recompute_any_layer(layer: Any, barrier: Barrier) -> Callable[..., Any]:
         trained = tuple(parameter for parameter in layer.parameters() if parameter.requires_grad)
         result = recompute(forward, (hidden,), barrier, trained)
         return (result,) if is_tuple[0] else result
-
-    return call
-
-
-def _recompute_layer(layer: Any, barrier: Barrier) -> Callable[..., Any]:
-    """Returns the hook by which a layer keeps only its inputs and is computed again in the backward pass."""
-
-    def call(function: Callable[..., Any], hidden: Tensor, mask: Tensor, *others: Any) -> Any:
-        parameters = tuple(layer.parameters())
-        return (recompute(lambda *parts: function(*parts, *others)[0], (hidden, mask), barrier, parameters),)
 
     return call
 
