@@ -320,7 +320,8 @@ class Trainer:
             self.log.log(step, {f"eval_{name}": value for name, value in self.evaluations.figures.items()})
 
     def stop(self) -> None:
-        """Waits for the commit on all hosts and for the metrics on host 0, then raises StopRequested: exit code 75."""
+        """Waits for the commit on all hosts and, for HURRIED_SECONDS at most, for the metrics on host 0; then raises
+        StopRequested: exit code 75."""
         step = self.progress.step
         self.run.rendezvous.set_phase(f"stopping after step {step}")
         self.checkpoints.wait()

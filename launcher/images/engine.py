@@ -105,7 +105,7 @@ def _has_buildx(candidate: str) -> bool:
 
 
 def _address(docker: str) -> str:
-    """Returns where the client looks for its engine."""
+    """Returns where the client looks for its engine, as a text for a message."""
     host = os.environ.get("DOCKER_HOST")
     if host:
         return f"{host} (DOCKER_HOST)"

@@ -330,7 +330,8 @@ class _Recovery:
 
     def _find_proof(self, slice_state: SliceState, *, blamed: bool) -> str:
         """Returns what shows that the slice is broken, besides this machine's own connections; "" for nothing. Counts
-        how long the trainer's files have not changed from the first call on."""
+        how long the trainer's files have not changed from the first call on. `blamed`: one host was the first cause of
+        the last attempts, and its own report of its end counts."""
         session, now = self.session, self.clock.monotonic()
         files = _list_files(session)
         if not files or files != self.files:

@@ -163,7 +163,8 @@ class _Creation:
         return False
 
     def _handle_missing(self) -> None:
-        """Creates the node, unless it was requested and may not be visible yet. Raises Conflict when it was deleted."""
+        """Creates the node, or waits a moment if it was requested and may not be visible yet. Raises Conflict when it
+        was deleted, and the last error after _MOST_CREATES requests whose answers were lost."""
         now = self.machine.clock.monotonic()
         if self.missing_since is None:
             self.missing_since = now

@@ -295,7 +295,7 @@ def preview(
     seed: int,
     percent: int,
 ) -> None:
-    """Show rows of a training batch as text, with their masks or labels, as a run with this seed gets them."""
+    """Show the first rows of a step's batch as text, with masks or labels, as a run with these values gets them."""
     from training.data.loading.preview import preview_batch
     from training.data.loading.record_source import HostSlice
 

@@ -69,7 +69,8 @@ def perform_handshake(
 def _receive_lines(
     connection: Connection, lines: LineBuffer, deadline: float, clock: Callable[[], float]
 ) -> Iterator[bytearray]:
-    """Yields the lines of a connection until the deadline. Bytes after the last line taken stay in `lines`."""
+    """Yields the lines of a connection; bytes after the last line taken stay in `lines`. Raises TimeoutError at the
+    deadline, and ConnectionResetError when the other side closes."""
     while True:
         connection.settimeout(max(0.001, deadline - clock()))
         data = connection.recv(HANDSHAKE_BYTES)

@@ -74,7 +74,8 @@ def claim(
 
 
 def fence(folder: str, cluster: Cluster, own: Claim, storage: Storage = default_storage) -> Callable[[], None]:
-    """Returns a check for host 0 to call before each commit: it raises BadInput if another start takes precedence."""
+    """Returns a check for host 0 to call before each commit: it reads the starts that are new in the folder, and raises
+    BadInput if one takes precedence over `own` or can't be read."""
     older = set(own.after | {own.name})
 
     def check() -> None:

@@ -92,7 +92,8 @@ def _json_lines(lines: list[dict[str, Any]]) -> bytes:
 
 
 def with_digests(image: dict[str, Any], pushed: dict[str, dict[str, str]]) -> dict[str, Any]:
-    """Returns an image's inspect response with the digests under which it was pushed."""
+    """Returns an image's inspect response with the digests added under which it was pushed. `pushed`: image ids by
+    repository and version (tag or digest)."""
     ours = [
         f"{repository}@{version}"
         for repository, versions in sorted(pushed.items())

@@ -55,7 +55,7 @@ _loading = threading.Lock()
 
 @lru_cache(maxsize=1)
 def load_plugin() -> tuple[Any, int]:
-    """Loads and initializes libtpu. Returns the library, which must be kept, and the address of its table."""
+    """Loads and initializes libtpu, once a process. Returns the library and the address of its table."""
     plugin = ctypes.CDLL(libtpu.get_library_path())
     plugin.GetPjrtApi.restype = c_void_p
     address: int = plugin.GetPjrtApi()

@@ -104,7 +104,8 @@ class ShardIndex:
         return join_strings(self.shard_of(first), self.shard_of(last - 1) + 1, read_piece)
 
     def read_bytes(self, shard: Any, start: Any, end: Any) -> Any:
-        """Returns bytes [start, end) of a shard, a string. Fails if the file does not have the manifest's size."""
+        """Returns bytes [start, end) of shard number `shard`, a string tensor. Fails if its file has another size than
+        in the manifest."""
         size = self.sizes[shard]
         dataset = tf.data.FixedLengthRecordDataset(
             self.urls[shard], end - start, header_bytes=start, footer_bytes=size - end, buffer_size=end - start
