@@ -1,17 +1,17 @@
 """A backend of a few numbers, so that the real loop, `training.trainer.train`, trains in milliseconds and without a
 framework: one weight vector, moved by each batch's records. Steps can be told to be not finite."""
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tests.container import small_runs
+from tests.plain_backend import PlainBackend
 from training import storage as default_storage
 from training.batch import Arrays, HostBatch, Signals, StepResult
 from training.checkpoint.safetensors_file import TensorSpec
-from training.checkpoint.slices import NOT_SPLIT, StateSlices, load_whole
 from training.checkpoint.snapshot import Snapshot
 from training.config import TrainerConfig, from_document
 from training.distributed.rendezvous import SingleHost
@@ -37,11 +37,10 @@ class Result:
         return self.value
 
 
-class NumpyBackend:
+class NumpyBackend(PlainBackend):
     """`training.backends.protocol.Backend` of one device."""
 
-    devices, in_flight = 1, 2
-    opening_seconds: Mapping[str, float] = {}
+    in_flight = 2
 
     def __init__(self, config: TrainerConfig, fault: Fault, evaluation_loss: float) -> None:
         self.config, self.fault, self.evaluation_loss = config, fault, evaluation_loss
@@ -49,9 +48,6 @@ class NumpyBackend:
 
     def batches(self, task: Task, start: int) -> Generator[HostBatch, None, None]:
         return task.batches(start)
-
-    def evaluation_batches(self, task: Task) -> Iterator[HostBatch]:
-        return task.evaluation_batches()
 
     def step(self, number: int, batch: Arrays, signals: Signals) -> Result:
         fault, loss, norm = self.fault(number), float(np.abs(self.state["model/w"]).mean()), 0.5
@@ -71,34 +67,10 @@ class NumpyBackend:
     def tensor_specs(self) -> dict[str, TensorSpec]:
         return {name: TensorSpec("F32", value.shape, value.nbytes) for name, value in self.state.items()}
 
-    def state_slices(self) -> StateSlices:
-        return NOT_SPLIT
-
     def snapshot_state(self, buffers: Mapping[str, memoryview]) -> Snapshot:
         for name, buffer in buffers.items():
             buffer[:] = self.state[name].tobytes()
         return Snapshot()
-
-    slice_to_load = staticmethod(load_whole)
-
-    def load_state(self, tensors: Mapping[str, tuple[TensorSpec, memoryview]]) -> None:
-        for name, (_, data) in tensors.items():
-            self.state[name] = np.frombuffer(bytes(data), np.float32).copy()
-
-    def compilations(self) -> tuple[int, float]:
-        return 0, 0.0
-
-    def counters(self) -> dict[str, int]:
-        return {}
-
-    def device_memory(self) -> tuple[int, int]:
-        return 0, 0
-
-    def fallbacks(self) -> list[str]:
-        return []
-
-    def preflight(self) -> str | None:
-        return None
 
 
 class Runs:

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tests.packed_datasets import batch_records
+from tests.plain_backend import PlainBackend
 from tests.simulation.trainer import record_order
 from training.batch import Arrays, HostBatch, Signals, StepResult
 from training.checkpoint.safetensors_file import TensorSpec
-from training.checkpoint.slices import NOT_SPLIT, StateSlices, load_whole
 from training.data.sampling.order import host_rows, training_order
 
 if TYPE_CHECKING:
@@ -189,11 +189,8 @@ class SimulatedSnapshot:
         self.blocked_seconds += self._host.scheduler.now - began
 
 
-class SimulatedBackend:
+class SimulatedBackend(PlainBackend):
     """A training.backends.protocol.Backend over the state above, with slow steps."""
-
-    devices = 1
-    opening_seconds: Mapping[str, float] = {}
 
     def __init__(self, host: Host) -> None:
         self._host, self._world = host, host.group.world
@@ -216,9 +213,6 @@ class SimulatedBackend:
         self._world.promises.state_is_right(self._host, start, self.state)
         self._world.promises.evaluations.restored(self, start)
         return task.batches(start)
-
-    def evaluation_batches(self, task: SimulatedTask) -> Iterator[HostBatch]:
-        return task.evaluation_batches()
 
     def step(self, number: int, batch: Arrays, signals: Signals) -> Pending:
         shutdown = self._host.shutdown
@@ -279,9 +273,6 @@ class SimulatedBackend:
     def tensor_specs(self) -> dict[str, TensorSpec]:
         return specs_of(self.state)
 
-    def state_slices(self) -> StateSlices:
-        return NOT_SPLIT
-
     def snapshot_state(self, buffers: Mapping[str, memoryview]) -> SimulatedSnapshot:
         is_saved = self._world.generation_of(self._world.plan.steps) > 0
         if self._host.drifts and self._host.worker and is_saved and set(buffers) == {"model/weight", "model/bias"}:
@@ -290,29 +281,8 @@ class SimulatedBackend:
         self._snapshot = SimulatedSnapshot(self._host, [(buffer, self.state[name]) for name, buffer in buffers.items()])
         return self._snapshot
 
-    slice_to_load = staticmethod(load_whole)
-
-    def load_state(self, tensors: Mapping[str, tuple[TensorSpec, memoryview]]) -> None:
-        for name, (_, data) in tensors.items():
-            self.state[name] = np.frombuffer(bytes(data), self.state[name].dtype).copy()
-
     def compilations(self) -> tuple[int, float]:
         return self._compiled, 0.0
-
-    def counters(self) -> dict[str, int]:
-        return {}
-
-    def device_memory(self) -> tuple[int, int]:
-        return 0, 0
-
-    def fallbacks(self) -> list[str]:
-        return []
-
-    def preflight(self) -> str | None:
-        return None
-
-    def close(self) -> None:
-        """Nothing is open."""
 
 
 class Pending:
