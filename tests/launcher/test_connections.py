@@ -192,6 +192,17 @@ def test_gcloud_is_asked_once_where_hosts_are_that_do_not_answer(
     assert (addresses.load(config(tmp_path)) == known) == (not moved)
 
 
+def test_a_command_begins_where_hosts_are_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def connect(address: Address) -> SimpleNamespace:
+        if address.host.startswith("127.9.9."):
+            raise ConnectionFailed("no answer")
+        return SimpleNamespace(is_open=True)
+
+    remembered(tmp_path)
+    gcloud_says(tmp_path, monkeypatch, ["127.9.8.1", "127.9.8.2"])
+    assert SliceConnections(config(tmp_path), replace(this_machine(), connect=connect)).open_pool().connected
+
+
 class _Gcloud:
     """A gcloud whose hosts answer each script's word, and for a start what `started` says, one call after another."""
 
