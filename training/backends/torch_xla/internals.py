@@ -7,6 +7,8 @@ program is compiled without being run, is known by its hash, and takes its argum
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -160,11 +162,12 @@ def _simple_counters(turned: int) -> Iterator[None]:
     writes all of its results, and fills them with zeros first."""
     from torch_xla.experimental import scan
 
-    ends = iter([True] * turned)
+    cut, ends = inspect.unwrap(scan.dynamic_slice), iter([True] * turned)  # an outer scan's `read` counts its own
 
+    @functools.wraps(cut)
     def read(values: Any, place: Any) -> Any:
         last = xla_builder.Op.scalar(place.builder(), values.shape().sizes[0] - 1, dtype=types.S32)
-        return before[1](values, last - place if next(ends, False) else place)
+        return cut(values, last - place if next(ends, False) else place)
 
     class Builder(scan.Builder):  # type: ignore[misc]
         def add_param(self, value: Tensor) -> int:  # the counter is the first
