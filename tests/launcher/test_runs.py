@@ -31,7 +31,7 @@ from launcher.provider import (
 from launcher.providers import this_machine
 from launcher.run import events, launch, specification
 from launcher.run.ledger import Ledger
-from launcher.run.runs import find_run
+from launcher.run.runs import find_run, runs_on_slice
 from launcher.run.session import Context, Outcome, Output
 from launcher.run.verdict import Kind
 from training.machine.clock import Clock, SystemClock
@@ -410,6 +410,12 @@ def test_an_attempt_that_follows_one_found_ended_is_not_started_again_when_it_fa
     work.hosts.end(75)
     outcome = work.run(work.config())
     assert (outcome.attempt, outcome.verdict.kind) == (1, Kind.FAILED)
+
+
+@pytest.mark.parametrize("other", ["slice.name=other", "project=q", "zone=europe-west4-b"])
+def test_a_run_of_another_slice_is_not_one_of_this(work: Workstation, other: str) -> None:
+    detach(work, work.config())
+    assert not runs_on_slice(work.config(other), work.home, work.context().machine)
 
 
 def test_another_command_is_another_run(work: Workstation) -> None:

@@ -83,6 +83,4 @@ def test_ticks_surround_the_values(low: float, high: float) -> None:
 
 
 def test_durations_are_rounded_once() -> None:
-    assert [svg.format_duration(each) for each in (59.94, 59.96, 3599.4, 3600)] == [
-        "59.9 s", "1 min 00 s", "59 min 59 s", "1 h 00 min"
-    ]  # fmt: skip
+    assert list(map(svg.format_duration, (59.94, 59.96, 3599.4))) == ["59.9 s", "1 min 00 s", "59 min 59 s"]
