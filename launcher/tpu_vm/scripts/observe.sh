@@ -11,10 +11,12 @@
 # Unix seconds of the host's boot.
 booted=$(($(sed -n 's/^btime //p' /proc/stat) + init_ticks / 100))
 : "${container:?}" "${patience?}" "${log_bytes:?}" "${progress?}" "${read_progress?}"
+cut='head'
 [ -z "$patience" ] || timeout "$patience" $docker wait "$container" >/dev/null 2>&1
 if [ "${1-} ${3-}" = '--tail --since' ] &&
   LC_ALL=C expr "at $(date -u +%Y-%m-%dT%H:%M:%S)" '<' "at $4" >/dev/null; then
   set -- --tail "$2"
+  cut='tail' # the newest lines; else the next observation begins where this one ends
 fi
 created_on='{{json (index .Config.Labels "'$label_boot'")}}'
 summary='{"state": {{json .State}}, "created_on": '$created_on', "boot": "'$boot'", "booted": '$booted'}'
@@ -22,7 +24,7 @@ summary='{"state": {{json .State}}, "created_on": '$created_on', "boot": "'$boot
 if answer=$($docker inspect --format "$summary" "$container" 2>/dev/null); then
   printf '%s\n' "$answer"
   [ -z "$progress" ] || timeout 10 $docker exec "$container" sh -c "$read_progress" "$progress" 2>/dev/null </dev/null
-  $docker logs --timestamps "$@" "$container" 2>&1 | head -c "$log_bytes"
+  $docker logs --timestamps "$@" "$container" 2>&1 | $cut -c "$log_bytes"
 elif errors=$($docker version 2>&1 >/dev/null); then
   echo absent
 else

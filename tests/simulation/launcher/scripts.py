@@ -74,9 +74,10 @@ def observe(world: World, host: Host, parameters: Mapping[str, str], arguments: 
         return 0, "absent\n"
     words = arguments.split()
     since = words[words.index("--since") + 1] if "--since" in words else ""
+    cut = slice(int(parameters["log_bytes"]))
     tail = int(words[words.index("--tail") + 1]) if "--tail" in words else None
     if tail and since and host.clock_jumped and timestamp(scheduler.now + host.wall)[:19] < since[:19]:
-        since = ""  # its clock stepped back
+        since, cut = "", slice(-cut.stop, None)  # its clock stepped back
     lines = container.lines(since, tail)
     state = {
         "Status": container.status,
@@ -94,8 +95,7 @@ def observe(world: World, host: Host, parameters: Mapping[str, str], arguments: 
         "time": int(scheduler.now + host.wall),
     }
     told = container.progress() if parameters["progress"] else ""
-    log = "".join(f"{at} {text}" for at, text in lines)[: int(parameters["log_bytes"])]
-    return 0, f"{json.dumps(summary)}\n{told}{log}"
+    return 0, f"{json.dumps(summary)}\n{told}" + "".join(f"{at} {text}" for at, text in lines)[cut]
 
 
 class Shell:
