@@ -127,7 +127,7 @@ class ConnectionPool:
     def close(self) -> None:
         """Closes all connections; the next command opens its own again."""
         for connection in list(self._connections.values()):
-            _close(connection)
+            connection.close()
 
     def _connect(self, worker: int) -> HostConnection:
         """Returns the host's connection, opening it if needed. Raises ConnectionFailed, also for a host that the slice
