@@ -2,8 +2,8 @@
 [stage...]
 
 After a failed stage the next one still runs. Each stage's output goes to the screen and to
-.tpu-launch/tests/<stage>.log; at the end it prints a table of the stages with their times, and as the last line "N
-passed, N failed", also in .tpu-launch/tests/closing-line.
+.tpu-launch/tests/<stage>.log; at the end it prints a table of the stages with their times, the tests that failed, and
+as the last line "N passed, N failed", also in .tpu-launch/tests/closing-line.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class Outcome:
     seconds: float
     passed: int
     failed: int
+    failures: tuple[str, ...]  # a line of pytest's summary each
 
     @property
     def verdict(self) -> str:
@@ -66,6 +67,7 @@ FAULTS = tuple(
 # Two stages of a row run at the same time, in its order, because most stages wait half of their time, for processes,
 # hosts and time-outs. The rows follow each other.
 LANES = 2
+SHOWN_FAILURES = 10  # of a stage, at the end of the output
 SIMULATED = Stage("simulated-runs", (*PYTEST, "-s", "tests/simulation"), 4800, idle=True)
 ROWS: tuple[tuple[Stage, ...], ...] = (
     (
@@ -101,6 +103,7 @@ class Running:
         self.stage = stage
         self._prefix = prefix
         self._closing = ""
+        self._failures: list[str] = []
         self._began = self._ended = time.monotonic()
         self.process = subprocess.Popen(
             ("nice", "-n", "19", *stage.command) if stage.idle else stage.command,
@@ -130,6 +133,8 @@ class Running:
                 log.write(line)
                 if re.search(r"\d+ (passed|failed|errors?)\b.* in [\d.]+s", line):
                     self._closing = line
+                elif re.match(r"(FAILED|ERROR) tests/", line):
+                    self._failures.append(line.rstrip())
         self._ended = time.monotonic()
 
     def has_ended(self) -> bool:
@@ -144,7 +149,7 @@ class Running:
         passed, failed = count(self._closing, "passed"), count(self._closing, "failed", "error", "errors")
         if returncode and not failed:
             failed = 1  # the stage itself
-        return Outcome(self.stage, returncode, self._ended - self._began, passed, failed)
+        return Outcome(self.stage, returncode, self._ended - self._began, passed, failed, tuple(self._failures))
 
 
 def yield_to_other_sessions(process: int) -> None:
@@ -210,6 +215,9 @@ def main(names: list[str]) -> int:
     for outcome in outcomes:
         print(f"{outcome.stage.name:<18} {outcome.seconds:7.1f} s   {outcome.verdict}")
     print(f"{'together':<18} {time.monotonic() - began:7.1f} s")
+    for outcome in outcomes:
+        for line in outcome.failures[:SHOWN_FAILURES]:
+            print(f"{outcome.stage.name}: {line[:500]}")
     closing = (
         f"{sum(outcome.passed for outcome in outcomes)} passed, {sum(outcome.failed for outcome in outcomes)} failed"
     )
