@@ -469,8 +469,9 @@ def budget_is_spent_on_slices(simulation: SimulatedRun) -> None:
     deaf |= any(fault.kind in API_FAULTS for fault in simulation.faults)
     taken = [fault for fault in simulation.faults if fault.kind in _TAKERS]
     meddled = any(deaf or fault.anchor not in ("start", "beginning") for fault in taken)
-    meddled |= any(command.killed for command in simulation.commands) and any(
-        command.name == "down" and command.laptop is not simulation.ann for command in simulation.commands
+    left = any(command.killed or command.code == Exit.DETACHED for command in simulation.commands)
+    meddled |= left and (
+        bool(taken) or any(each.name == "down" and each.laptop is not simulation.ann for each in simulation.commands)
     )
     for command in simulation.commands:
         for at, text in command.told if not meddled else ():
