@@ -192,7 +192,7 @@ def logs_end_with_their_program(simulation: SimulatedRun, command: Command) -> N
         (other.began < command.began or other.code is None) and (other.code is None or other.ended > since)
         for other in watchers
     )
-    if job is None or busy or not job.containers:  # none: they may wait for the rest of an interrupted start
+    if job is None or busy or len(job.containers) < job.hosts:  # an interrupted start: one may wait for its secrets
         return
     if all(item.ended < since and item.host.quiet_since(since) for item in job.containers.values()):
         simulation.break_promise("logs end with their program", f"{job}: {command.said[-2:]}")
