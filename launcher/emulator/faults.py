@@ -120,22 +120,10 @@ def no_capacity(zone: str, wording: str = "capacity") -> dict[str, Any]:
     return {"code": code, "message": text if code == catalogue.INTERNAL else f"{text} {event_id(text)}"}
 
 
-def begin_preemption(node: Node, shown_at: float, now: float) -> None:
-    """Marks the node as preempted; the API shows it from `shown_at` on. The caller stops its hosts."""
-    node.preempted_at = shown_at
-    show_preemption(node, now)
-
-
-def show_preemption(node: Node, now: float) -> bool:
-    """Makes the API show a preemption whose time has come, unless the node is being deleted. Returns whether it did."""
-    if node.preempted_at is None or now < node.preempted_at:
-        return False
-    node.preempted_at = None
-    if node.state not in ("READY", "STOPPED"):  # deleted meanwhile
-        return False
+def preempt(node: Node) -> None:
+    """Marks a READY or STOPPED node as preempted. The caller stops its hosts."""
     node.resource["state"] = "PREEMPTED"
     node.resource.pop("health", None)
-    return True
 
 
 def delay(state: EmulatorState, service: str) -> float:

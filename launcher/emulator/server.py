@@ -29,7 +29,7 @@ from launcher.emulator.operations import OperationRunner
 from launcher.emulator.registry.api import NAMES as REGISTRY_NAMES
 from launcher.emulator.registry.api import RegistryApi
 from launcher.emulator.registry.blobs import BlobStore
-from launcher.emulator.state import Fault, Host, Node, Store, from_json, write_atomically
+from launcher.emulator.state import Fault, Node, Store, from_json, write_atomically
 from launcher.emulator.storage.api import StorageApi, refuse_buckets
 from launcher.emulator.storage.bucket import Buckets
 from launcher.emulator.storage.tls import CA_FILE, NAMES, serve_secure, tls_context
@@ -136,18 +136,15 @@ class Server:
                 with self.store.change() as state:
                     now = time.time()
                     queued_resources.advance(state, now)
-                    doomed = [host for node in stock.taken(state, now) for host in self._take(node, now)]
+                    taken = stock.taken(state, now)
+                    for node in taken:
+                        log.info("the stock falls: %s is preempted", node.name)
+                        faults.preempt(node)
+                    doomed = [host for node in taken for host in node.hosts]
                 for host in doomed:
                     self.containers.kill(host)
             except Exception:
                 log.exception("queued resources and stock")
-
-    @staticmethod
-    def _take(node: Node, now: float) -> list[Host]:
-        """Preempts a node, and returns its hosts, which the caller kills."""
-        log.info("the stock falls: %s is preempted", node.name)
-        faults.begin_preemption(node, now, now)
-        return list(node.hosts)
 
     # -- Google's services
 
@@ -356,8 +353,7 @@ class Server:
                 hosts = list(node.hosts)
                 if node.state not in ("READY", "STOPPED"):
                     raise ValueError(f"node {node.short_name} is {node.state}; only a READY one can be preempted")
-                now = time.time()
-                faults.begin_preemption(node, now, now)
+                faults.preempt(node)
             elif kind in faults.OUTAGES:
                 hosts = list(node.hosts)
                 if node.state != "READY":

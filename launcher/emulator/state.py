@@ -56,7 +56,6 @@ class Node:
     resource: dict[str, Any]
     hosts: list[Host]
     outage_until: float | None = None  # when a repair or a maintenance ends
-    preempted_at: float | None = None  # when the API shows the preemption; the hosts are gone already
 
     @property
     def project(self) -> str:

@@ -103,18 +103,3 @@ def test_a_registry_that_is_down_for_one_host_serves_the_others(api: Any) -> Non
     assert faults.engine_trouble(api.state, "b", registry=True) is None
     api.state.faults.append(Fault("disk-full", "tpu", host="b"))
     assert "no space left" in (faults.engine_trouble(api.state, "b", registry=False) or "")
-
-
-def test_a_preemption_may_be_shown_late_and_undoes_no_deletion(api: Any) -> None:
-    node = api.ready()
-    faults.begin_preemption(node, shown_at=30.0, now=10.0)
-    assert not faults.show_preemption(node, 29.0)
-    assert node.state == "READY"
-    assert faults.show_preemption(node, 30.0)
-    assert node.state == "PREEMPTED"
-    assert not faults.show_preemption(node, 31.0), "shown once"
-    other = api.ready("other")
-    faults.begin_preemption(other, shown_at=30.0, now=10.0)
-    api.call("DELETE", "nodes", "other")
-    assert not faults.show_preemption(other, 30.0)
-    assert other.state == "DELETING"

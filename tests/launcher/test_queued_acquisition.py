@@ -222,7 +222,7 @@ def test_a_node_that_google_deletes_after_a_preemption_counts_as_preempted(confi
     cloud.state.faults.clear()
     create(config, cloud)
     (node,) = cloud.state.nodes.values()
-    faults.begin_preemption(node, cloud.clock.now, cloud.clock.now)
+    faults.preempt(node)
     while node.state != "DELETING":
         cloud.node()
     assert slices.describe(config, cloud.machine()).state == "PREEMPTED"

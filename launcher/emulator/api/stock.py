@@ -90,7 +90,7 @@ def taken(state: EmulatorState, now: float) -> list[Node]:
     for kind in {_kind(node) for node in state.nodes.values()}:
         total, used = available(state, *kind, now), _used(state, *kind)
         if total is not None and kind[2] == "spot":
-            ready = [node for node in used if node.state == "READY" and node.preempted_at is None]
+            ready = [node for node in used if node.state == "READY"]
             newest = sorted(ready, key=lambda node: node.resource["createTime"], reverse=True)
             found += newest[: max(0, len(used) - total)]
     return found

@@ -306,13 +306,14 @@ class Google:
         self.world.note(f"node {slice_.name} is preempted, and shown so after {lag:.0f} s")
         for host in slice_.hosts:
             host.die(for_good=True)
-        shown_at = self._now + lag
-        faults.begin_preemption(slice_.node, shown_at, self._now)
 
         def show() -> None:
-            faults.show_preemption(slice_.node, shown_at)  # the timer's own time may differ in its last digit
+            if slice_.state in ("READY", "STOPPED"):  # else shown already, or deleted meanwhile
+                faults.preempt(slice_.node)
             self._follow()
 
+        if not lag:
+            faults.preempt(slice_.node)
         self._later(lag, show)
 
     # -- queued resources ---------------------------------------------------------------------------------------------
