@@ -213,9 +213,9 @@ class _Connection(BaseHTTPRequestHandler):
         self._send(response)
 
     def _send(self, response: HttpResponse) -> None:
-        """Sends head and body (no body for HEAD, 204 and 304), and closes the file of a FileRegion."""
+        """Sends head and body (no body for HEAD and 204), and closes the file of a FileRegion."""
         head = self._head(response).encode("latin-1", "replace")
-        without_body = self.command == "HEAD" or response.status in (204, 304)
+        without_body = self.command == "HEAD" or response.status == 204
         if isinstance(response.body, FileRegion):
             region = response.body
             with region.file as file:
@@ -229,7 +229,7 @@ class _Connection(BaseHTTPRequestHandler):
         length = response.body.length if isinstance(response.body, FileRegion) else len(response.body)
         head = [f"HTTP/1.1 {response.status} {REASONS.get(response.status, '')}", f"Date: {self.date_time_string()}"]
         head += [f"{name}: {value}" for name, value in response.headers.items()]
-        if response.status not in (204, 304):
+        if response.status != 204:
             head.append(f"Content-Length: {response.headers.get('Content-Length', length)}")
         if self.close_connection:
             head.append("Connection: close")

@@ -53,12 +53,8 @@ def test_generations_rise_and_a_replaced_one_is_gone(bucket: Any) -> None:
     refused(NotFound, bucket.blob("x").delete)
 
 
-def test_a_reader_that_has_the_generation_is_told_so(storage: Any, bucket: Any) -> None:
-    blob = bucket.blob("x")
-    blob.upload_from_string(b"data")
+def test_a_generation_that_is_no_number_is_refused(storage: Any, bucket: Any) -> None:
     url = f"{storage.url}/storage/v1/b/{bucket.name}/o/x"
-    assert requests.get(url, params={"ifGenerationNotMatch": blob.generation}, timeout=10).status_code == 304
-    assert requests.get(url, params={"ifGenerationNotMatch": 1}, timeout=10).status_code == 200
     assert requests.get(url, params={"ifGenerationMatch": "x"}, timeout=10).status_code == 400
 
 
@@ -194,13 +190,6 @@ def test_pages_of_a_listing_are_the_names_and_folders_in_order(
     rest = {name: name[len(prefix) :] for name in matching}
     assert [blob.name for blob in rolled] == [name for name in matching if "/" not in rest[name]]
     assert rolled.prefixes == {prefix + rest[name].split("/")[0] + "/" for name in matching if "/" in rest[name]}
-
-
-def test_listings_can_begin_and_end_at_names(client: Any, bucket: Any) -> None:
-    for name in ("a.txt", "b.txt", "c/d.txt", "c/e.bin"):
-        bucket.blob(name).upload_from_string(b"")
-    assert [blob.name for blob in client.list_blobs(bucket, start_offset="b", end_offset="c/e")] == ["b.txt", "c/d.txt"]
-    assert [blob.name for blob in client.list_blobs(bucket, max_results=2)] == ["a.txt", "b.txt"]
 
 
 def test_a_rewritten_object_has_the_bytes_of_its_source(storage: Any, client: Any, bucket: Any) -> None:

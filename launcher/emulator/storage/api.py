@@ -14,8 +14,8 @@ from typing import Any
 from urllib.parse import quote
 
 from launcher.emulator.http_server import FileRegion, HttpRequest, HttpResponse, json_response
-from launcher.emulator.storage.bucket import Bucket, Buckets, ListRequest, Preconditions, StorageApiError, StoredObject
-from launcher.emulator.storage.uploads import Uploads, integer, preconditions
+from launcher.emulator.storage.bucket import Bucket, Buckets, StorageApiError, StoredObject, require_generation
+from launcher.emulator.storage.uploads import EXPECTED, Uploads, integer
 
 _PREFIXES = {"storage": 2, "upload": 3, "download": 3, "resumable": 4}  # how many parts of the path come before "b"
 
@@ -65,26 +65,26 @@ class StorageApi:
     def _object(self, request: HttpRequest, bucket: Bucket, name: str, rest: list[str], base: str) -> HttpResponse:
         """Reads, deletes or copies an object. Raises StorageApiError."""
         generation = integer(request.query, "generation")
-        conditions = preconditions(request.query)
+        expected = integer(request.query, EXPECTED)
         match (request.method, rest):
             case ("GET" | "HEAD", []) if request.query.get("alt") == "media":
-                return self._download(request, bucket, name, generation, conditions)
+                return self._download(request, bucket, name, generation, expected)
             case ("GET" | "HEAD", []):
                 stored = bucket.get(name, generation)
-                conditions.check(stored, reading=True)
+                require_generation(expected, stored)
                 return json_response(object_json(bucket, stored, base), headers={"ETag": etag(stored)})
             case ("DELETE", []):
-                bucket.delete(name, generation, conditions)
+                bucket.delete(name, generation, expected)
                 return HttpResponse(204)
             case ("POST", ["rewriteTo", "b", target, "o", new_name]):
                 return self._rewrite(request, bucket, name, self._buckets.get(target), new_name, base)
         raise _not_found(request)
 
     def _download(
-        self, request: HttpRequest, bucket: Bucket, name: str, generation: int | None, conditions: Preconditions
+        self, request: HttpRequest, bucket: Bucket, name: str, generation: int | None, expected: int | None
     ) -> HttpResponse:
         """Answers with an object's bytes, or with a range of them; 416 if it begins after the end."""
-        stored, file = bucket.open(name, generation, conditions)
+        stored, file = bucket.open(name, generation, expected)
         headers = {
             "Content-Type": str(stored.settings.get("contentType", "application/octet-stream")),
             "Accept-Ranges": "bytes",
@@ -112,15 +112,9 @@ class StorageApi:
     def _list(self, request: HttpRequest, bucket: Bucket, base: str) -> HttpResponse:
         """Answers with a page of at most 1000 objects and common prefixes, and the token of the next page."""
         query = request.query
-        listing = ListRequest(
-            prefix=query.get("prefix", ""),
-            delimiter=query.get("delimiter", ""),
-            after=base64.urlsafe_b64decode(query.get("pageToken", "").encode()).decode(),
-            start=query.get("startOffset", ""),
-            end=query.get("endOffset", ""),
-            limit=min(integer(query, "maxResults") or 1000, 1000),
-        )
-        items, prefixes, token = bucket.listing(listing)
+        after = base64.urlsafe_b64decode(query.get("pageToken", "").encode()).decode()
+        limit = min(integer(query, "maxResults") or 1000, 1000)
+        items, prefixes, token = bucket.listing(query.get("prefix", ""), query.get("delimiter", ""), after, limit)
         value: dict[str, Any] = {"kind": "storage#objects"}
         if items:
             value["items"] = [object_json(bucket, item, base) for item in items]
@@ -134,15 +128,14 @@ class StorageApi:
         self, request: HttpRequest, bucket: Bucket, name: str, target: Bucket, new_name: str, base: str
     ) -> HttpResponse:
         """Copies an object to `new_name` in `target` in one call, with its settings changed by the request's. Checks
-        the preconditions of both."""
-        source, file = bucket.open(
-            name, integer(request.query, "sourceGeneration"), preconditions(request.query, "ifSource")
-        )
+        the generations of both."""
+        query = request.query
+        source, file = bucket.open(name, integer(query, "sourceGeneration"), integer(query, "ifSourceGenerationMatch"))
         with target.incoming() as new, file:
             while data := file.read(1 << 20):
                 new.write(data)
             settings = {**source.settings, **request.json()}
-            copied = object_json(target, target.commit(new_name, new, settings, preconditions(request.query)), base)
+            copied = object_json(target, target.commit(new_name, new, settings, integer(query, EXPECTED)), base)
         size = str(source.size)
         return json_response(
             {
@@ -235,8 +228,6 @@ def refuse_buckets(request: HttpRequest) -> HttpResponse | None:
 
 def error_response(error: StorageApiError, *, plain: bool = False) -> HttpResponse:
     """Returns the error in Google's shape: JSON, or text where the client requested bytes."""
-    if error.status == 304:
-        return HttpResponse(304)
     if plain:
         return HttpResponse(error.status, str(error).encode(), {"Content-Type": "text/html; charset=UTF-8"})
     detail = {"message": str(error), "domain": "global", "reason": error.reason}

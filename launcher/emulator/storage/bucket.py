@@ -1,4 +1,4 @@
-"""Cloud Storage without HTTP: buckets and objects on disk, with generations and preconditions.
+"""Cloud Storage without HTTP: buckets and objects on disk, with generations.
 
 Each bucket is a folder `<folder>/<bucket>/`: `bucket.json`; `objects/<generation>.json`, an object's metadata;
 `data/<generation>`, its bytes.
@@ -8,7 +8,7 @@ the metadata is the commit. A server that is killed before the commit leaves dat
 removes. The metadata of a replaced object is removed after the new one is written; at the next start the newest
 generation of a name wins. Renames are not synced: objects survive a crash of the server, not of the machine.
 
-Preconditions are checked and the change is made under one lock for each bucket, so exactly one of several writers with
+The generation is compared and the change is made under one lock for each bucket, so exactly one of several writers with
 ifGenerationMatch=0 succeeds.
 """
 
@@ -68,34 +68,10 @@ class StoredObject:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Preconditions:
-    """ifGenerationMatch and ifGenerationNotMatch; None: not given."""
-
-    generation: int | None = None
-    not_generation: int | None = None
-
-    def check(self, current: StoredObject | None, *, reading: bool = False) -> None:
-        """Raises StorageApiError 412 when a condition does not hold, or 304 when a reader has this generation."""
-        generation = current.generation if current else 0
-        if self.not_generation == generation and reading:
-            raise StorageApiError(304, "notModified", "Not Modified")
-        if self.generation not in (None, generation) or self.not_generation == generation:
-            message = "At least one of the pre-conditions you specified did not hold."
-            raise StorageApiError(412, "conditionNotMet", message)
-
-
-@dataclass(frozen=True)
-class ListRequest:
-    """A request for a listing: names with `prefix` in [start, end). Names with `delimiter` after the prefix are rolled
-    up into one common prefix."""
-
-    prefix: str = ""
-    delimiter: str = ""
-    after: str = ""  # the token of the page before
-    start: str = ""
-    end: str = ""
-    limit: int = 1000
+def require_generation(expected: int | None, current: StoredObject | None) -> None:
+    """Raises StorageApiError 412 unless the object has the expected generation (0: it does not exist; None: any)."""
+    if expected not in (None, current.generation if current else 0):
+        raise StorageApiError(412, "conditionNotMet", "At least one of the pre-conditions you specified did not hold.")
 
 
 class Incoming:
@@ -188,11 +164,12 @@ class Bucket:
         with self._lock:
             return self._objects.get(name)
 
-    def open(self, name: str, generation: int | None, preconditions: Preconditions) -> tuple[StoredObject, BinaryIO]:
-        """Returns the object and an open file of its bytes, which stays readable when the object is replaced."""
+    def open(self, name: str, generation: int | None, expected: int | None) -> tuple[StoredObject, BinaryIO]:
+        """Returns the object and an open file of its bytes, which stays readable when the object is replaced. Raises
+        StorageApiError 404, or 412 unless it has the `expected` generation."""
         with self._lock:
             stored = self.get(name, generation)
-            preconditions.check(stored, reading=True)
+            require_generation(expected, stored)
             return stored, open(self._data(stored.generation), "rb")
 
     @contextlib.contextmanager
@@ -204,21 +181,15 @@ class Bucket:
         finally:
             new.discard()
 
-    def commit(
-        self,
-        name: str,
-        bytes_: Incoming,
-        settings: Mapping[str, Any],
-        preconditions: Preconditions,
-    ) -> StoredObject:
+    def commit(self, name: str, bytes_: Incoming, settings: Mapping[str, Any], expected: int | None) -> StoredObject:
         """Makes the bytes the object's newest generation, all or nothing, and deletes the one before. Drops unknown
-        settings. Raises StorageApiError 400 for a bad name, 412 for a failed precondition."""
+        settings. Raises StorageApiError 400 for a bad name, 412 unless it has the `expected` generation."""
         if not 1 <= len(name.encode()) <= 1024 or "\n" in name or "\r" in name:
             raise StorageApiError(400, "invalid", f"Invalid object name: {name[:80]!r}")
         bytes_.close()
         with self._lock:
             current = self._objects.get(name)
-            preconditions.check(current)
+            require_generation(expected, current)
             now = time.time()
             self._last = generation = max(self._last + 1, int(now * 1e6))
             kept = {key: value for key, value in settings.items() if key in SETTABLE and value is not None}
@@ -229,31 +200,32 @@ class Bucket:
                 self._forget(current)
             return new
 
-    def delete(self, name: str, generation: int | None, preconditions: Preconditions) -> None:
-        """Removes the object. Raises StorageApiError 404 or 412."""
+    def delete(self, name: str, generation: int | None, expected: int | None) -> None:
+        """Removes the object. Raises StorageApiError 404, or 412 unless it has the `expected` generation."""
         with self._lock:
             current = self.get(name, generation)
-            preconditions.check(current)
+            require_generation(expected, current)
             self._forget(current)
             del self._objects[name]
             del self._names[bisect.bisect_left(self._names, name)]
 
-    def listing(self, request: ListRequest) -> tuple[list[StoredObject], list[str], str]:
-        """Returns objects, common prefixes and the token of the next page ("" after the last)."""
-        prefix, delimiter, after = request.prefix, request.delimiter, request.after
+    def listing(self, prefix: str, delimiter: str, after: str, limit: int) -> tuple[list[StoredObject], list[str], str]:
+        """Returns a page of at most `limit` entries after the token of the page before: the objects with a prefix, and
+        the common prefixes into which names with `delimiter` after the prefix are rolled up. Last is the token of the
+        next page, "" if there is none."""
         items: list[StoredObject] = []
         prefixes: list[str] = []
         with self._lock:
             last = ""
-            for name in self._names[bisect.bisect_left(self._names, max(prefix, request.start, after)) :]:
-                if not name.startswith(prefix) or (request.end and name >= request.end):
+            for name in self._names[bisect.bisect_left(self._names, max(prefix, after)) :]:
+                if not name.startswith(prefix):
                     break
                 cut = name.find(delimiter, len(prefix)) if delimiter else -1
                 common = name[: cut + len(delimiter)] if cut >= 0 else ""
                 entry = common or name
                 if (after and entry <= after) or (common and common in prefixes[-1:]):
                     continue
-                if len(items) + len(prefixes) >= request.limit:
+                if len(items) + len(prefixes) >= limit:
                     return items, prefixes, last
                 if common:
                     prefixes.append(common)

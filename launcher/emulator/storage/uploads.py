@@ -1,8 +1,8 @@
 """Uploads to a bucket: media, multipart and resumable.
 
-A resumable upload is `<bucket>/uploads/<id>.json` (the object's name, settings and preconditions) and `<id>.data` (the
-bytes so far), so it continues after the server was killed. When it is complete, the JSON file holds the object that it
-became, which answers a repeated last chunk or status query.
+A resumable upload is `<bucket>/uploads/<id>.json` (the object's name, settings and expected generation) and `<id>.data`
+(the bytes so far), so it continues after the server was killed. When it is complete, the JSON file holds the object
+that it became, which answers a repeated last chunk or status query.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from launcher.emulator.storage.bucket import (
     Bucket,
     Buckets,
     Incoming,
-    Preconditions,
     StorageApiError,
     StoredObject,
+    require_generation,
     write_json,
 )
 
 _CHUNK = 256 * 1024  # all chunks but the last are multiples of it
 _MAX_HEAD = 1 << 20
+EXPECTED = "ifGenerationMatch"  # the parameter with the generation that the request expects
 Made = tuple[Bucket, StoredObject]
 
 
@@ -104,20 +105,20 @@ class Uploads:
                 incoming.write(block)
             crc32c, md5 = _sent_hashes(request)
             incoming.verify(settings.get("crc32c") or crc32c, settings.get("md5Hash") or md5)
-            return bucket, bucket.commit(name, incoming, settings, preconditions(request.query))
+            return bucket, bucket.commit(name, incoming, settings, integer(request.query, EXPECTED))
 
     # -- resumable
 
     def _begin(self, request: HttpRequest, bucket: Bucket, base: str) -> HttpResponse:
-        """Enters a resumable upload on disk and returns its URL. Raises StorageApiError if a precondition fails."""
+        """Enters a resumable upload on disk and returns its URL. Raises StorageApiError for another generation."""
         settings = request.json()
         if kind := request.headers.get("X-Upload-Content-Type"):
             settings.setdefault("contentType", kind)
         name = request.query.get("name") or str(settings["name"])
-        conditions = preconditions(request.query)
-        conditions.check(bucket.find(name))  # refuse early; checked again at the end
+        expected = integer(request.query, EXPECTED)
+        require_generation(expected, bucket.find(name))  # refuse early; checked again at the end
         identifier = os.urandom(16).hex()
-        session = {"name": name, "settings": settings, "preconditions": asdict(conditions), "made": None}
+        session = {"name": name, "settings": settings, "expected": expected, "made": None}
         write_json(bucket.folder / "uploads" / f"{identifier}.json", session)
         query = f"uploadType=resumable&name={quote(name, safe='')}&upload_id={identifier}"
         location = f"{base}/upload/storage/v1/b/{bucket.name}/o?{query}"
@@ -180,7 +181,7 @@ class Uploads:
         crc32c, md5 = _sent_hashes(request)
         try:
             incoming.verify(settings.get("crc32c") or crc32c, settings.get("md5Hash") or md5)
-            made = bucket.commit(session["name"], incoming, settings, Preconditions(**session["preconditions"]))
+            made = bucket.commit(session["name"], incoming, settings, session["expected"])
         except StorageApiError:
             self._forget(bucket, identifier)
             raise
@@ -221,11 +222,6 @@ def _sent_hashes(request: HttpRequest) -> tuple[str | None, str | None]:
     text = request.headers.get("X-Goog-Hash", "")
     values = dict(part.strip().split("=", 1) for part in text.split(",") if "=" in part)
     return values.get("crc32c"), values.get("md5")
-
-
-def preconditions(query: Mapping[str, str], prefix: str = "if") -> Preconditions:
-    """Returns the preconditions of a query. Raises StorageApiError when one is not a number."""
-    return Preconditions(integer(query, f"{prefix}GenerationMatch"), integer(query, f"{prefix}GenerationNotMatch"))
 
 
 def integer(query: Mapping[str, str], name: str) -> int | None:
