@@ -10,6 +10,7 @@ import pytest
 from launcher.emulator.http_server import Acceptor, HttpRequest, HttpResponse
 from launcher.emulator.registry.api import NAMES, RegistryApi
 from launcher.emulator.registry.blobs import BlobStore
+from launcher.emulator.state import EmulatorState, Store
 from launcher.emulator.storage.tls import CA_FILE, serve_secure, tls_context
 from launcher.images.distribution.transport import ADDRESS
 
@@ -23,8 +24,10 @@ class RegistryServer:
 
     def __init__(self, folder: Path, *, token: str = TOKEN) -> None:
         folder.mkdir()
-        self.api = RegistryApi(BlobStore(folder / "registry"), lambda given: given == token)
+        self.state = EmulatorState("0badcafe", 1, "/nowhere", "/nowhere", 1.0, 1.0, token=token)
+        self.api = RegistryApi(BlobStore(folder / "registry"), Store(self.state, None))
         self.asked: list[str] = []
+        self.bytes_received = 0
         self.before: Callable[[HttpRequest], HttpResponse | None] = lambda request: None
         self.context = tls_context(folder, (*NAMES, OTHER_HOST, "localhost"))
         self.ca = folder / CA_FILE
@@ -36,6 +39,7 @@ class RegistryServer:
 
     def _answer(self, request: HttpRequest) -> HttpResponse:
         self.asked.append(f"{request.method} {request.path}")
+        self.bytes_received += int(request.headers.get("Content-Length") or 0)
         return self.before(request) or self.api.answer(request)
 
     def close(self) -> None:

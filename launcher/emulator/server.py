@@ -37,7 +37,7 @@ from launcher.emulator.vm import metadata
 from launcher.emulator.vm.engine_client import LABEL, Engine, EngineError
 from launcher.emulator.vm.engine_proxy import EngineProxy
 from launcher.emulator.vm.host_containers import HostContainers
-from launcher.emulator.vm.hosts import Hosts, all_hosts, find_host, unix_listener
+from launcher.emulator.vm.hosts import Hosts, unix_listener
 from launcher.emulator.vm.image_registry import ImageTransfer
 from launcher.file_lock import lock
 
@@ -66,13 +66,7 @@ class Server:
         self.acceptor = Acceptor()
         self.tls = tls_context(self.sockets, (*NAMES, *REGISTRY_NAMES))
         self.token = state.token
-        self.registry = RegistryApi(
-            BlobStore(home / "registry"),
-            self._is_token,
-            trouble=self._registry_trouble,
-            missing=self._is_missing,
-            named=self._is_named,
-        )
+        self.registry = RegistryApi(BlobStore(home / "registry"), self.store)
         self.hosts = Hosts(
             self.store,
             self.containers,
@@ -203,33 +197,12 @@ class Server:
         with self.store.read() as state:
             return state.registry_port
 
-    def _is_token(self, token: str) -> bool:
-        """Returns whether it is the access token of the workstation's account or of a host's."""
-        with self.store.read() as state:
-            return token == self.token or any(token == host.token for host in all_hosts(state))
-
-    def _registry_trouble(self, repository: str) -> str | None:
-        """Returns the error of the registry while a fault has it down for all hosts, else None."""
-        with self.store.read() as state:
-            return faults.engine_trouble(state, "", registry=True)
-
-    def _is_missing(self, repository: str) -> bool:
-        """Returns whether repositories must be created first and this one was not."""
-        with self.store.read() as state:
-            required = any(fault.kind == "repository" for fault in state.faults)
-            return required and not repositories.is_there(state, repository)
-
-    def _is_named(self, repository: str, version: str) -> bool:
-        """Returns whether docker pushed a version, with or without its bytes."""
-        with self.store.read() as state:
-            return version in state.pushed.get(repository, {})
-
     def _metadata(self, hostname: str, request: HttpRequest) -> HttpResponse:
         """Answers a host's metadata request; a path below /v2/ is a call of the Cloud TPU API."""
         if request.path.startswith("/v2/"):
             return self._faulty("tpu", lambda: self._api_for_host(hostname, request))
         return self._faulty(
-            "metadata", lambda: metadata.answer(self.store, lambda state: find_host(state, hostname), request)
+            "metadata", lambda: metadata.answer(self.store, lambda state: state.find_host(hostname), request)
         )
 
     def _faulty(self, service: str, answer: Callable[[], HttpResponse]) -> HttpResponse:
@@ -248,7 +221,7 @@ class Server:
     def _api_for_host(self, hostname: str, request: HttpRequest) -> HttpResponse:
         """Answers a host's call of the Cloud TPU API; the host must send the token of its own service account."""
         with self.store.read() as state:
-            entry = find_host(state, hostname)
+            entry = state.find_host(hostname)
             token = None if entry is None else entry[1].token
         if token is None or request.headers.get("Authorization") != f"Bearer {token}":
             return _error(401, "UNAUTHENTICATED", "invalid authentication credentials")
@@ -334,7 +307,7 @@ class Server:
         with self.store.change() as state:
             if kind == "clear":
                 state.faults.clear()
-                broken = [host for host in all_hosts(state) if host.killed or host.cut or host.hung]
+                broken = [host for host in state.hosts if host.killed or host.cut or host.hung]
             else:
                 node, worker = arguments.pop("node", None), arguments.pop("worker", 0)
                 if node:

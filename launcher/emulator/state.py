@@ -151,6 +151,16 @@ class EmulatorState:
         """The URL of Cloud Storage for processes of the workstation, with the login that clients then send."""
         return f"http://workstation:{self.token}@127.0.0.1:{self.port}"
 
+    @property
+    def hosts(self) -> list[Host]:
+        """The hosts of all nodes."""
+        return [host for node in self.nodes.values() for host in node.hosts]
+
+    def find_host(self, hostname: str) -> tuple[Node, Host] | None:
+        """Returns a host with its node; None when there is no host of this name."""
+        found = ((node, host) for node in self.nodes.values() for host in node.hosts if host.hostname == hostname)
+        return next(found, None)
+
 
 def emulator_id(home: Path) -> str:
     """Returns the emulator's id, 8 hexadecimal digits of its home's path: a label of all that the emulator makes."""

@@ -115,11 +115,11 @@ def test_an_unchanged_image_sends_no_byte(server: RegistryServer, config: Config
     assert local.published(config) is None
     first = make(config)
     assert local.published(config) == first
-    sent = server.api.bytes_received
+    sent = server.bytes_received
     for path in (config.folder / "own").iterdir():
         os.utime(path, (1, 1))
     assert make(config) == first
-    assert server.api.bytes_received == sent
+    assert server.bytes_received == sent
 
 
 def test_a_changed_line_sends_its_layer_the_configuration_and_the_manifest(
@@ -127,12 +127,12 @@ def test_a_changed_line_sends_its_layer_the_configuration_and_the_manifest(
 ) -> None:
     push_our_base(config)
     (config.folder / "own" / "weights.bin").write_bytes(os.urandom(LARGE_BYTES))
-    first, before = make(config), server.api.bytes_received
+    first, before = make(config), server.bytes_received
     assert before > LARGE_BYTES
     (config.folder / "own" / "main.py").write_text("print(2)\n")
     second = make(config)
     assert second != first
-    assert server.api.bytes_received - before < 4000
+    assert server.bytes_received - before < 4000
     for name, text in ((first, "print(1)\n"), (second, "print(2)\n")):
         assert read(name)[0]["home/trainer/main.py"].pax_headers["text"] == text
 

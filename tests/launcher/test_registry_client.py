@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from launcher.emulator.http_server import Disconnected, HttpRequest, HttpResponse, json_response
-from launcher.emulator.registry.api import RegistryApi
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.images.distribution import client, reference
 from launcher.images.distribution.client import ManifestDocument, Registry, blob_of
@@ -248,7 +247,7 @@ def test_an_image_takes_no_more_layers_than_engines_do() -> None:
 
 
 def test_an_image_that_docker_only_named_says_how_to_get_its_bytes(server: RegistryServer) -> None:
-    server.api = RegistryApi(server.api.store, lambda token: token == TOKEN, named=lambda *name: name[1] == "named")
+    server.state.pushed[f"{HOST}/p/images/code"] = {"named": "sha256:1"}
     with session() as registry:
         with pytest.raises(BadInput, match="--full-pushes"):
             registry.require_manifest("p/images/code", "named")

@@ -37,9 +37,9 @@ def answer(
     raise ApiError(catalogue.NOT_FOUND, f"{method} is not emulated for repositories")
 
 
-def is_there(state: EmulatorState, repository: str) -> bool:
-    """Returns whether the repository of LOCATION-docker.pkg.dev/PROJECT/NAME/IMAGE was created."""
+def is_missing(state: EmulatorState, repository: str) -> bool:
+    """Returns whether repositories must be created first, and that of LOCATION-docker.pkg.dev/PROJECT/NAME/IMAGE was
+    not."""
     host, project, name = [*repository.split("/"), "", ""][:3]
-    return (
-        f"projects/{project}/locations/{host.removesuffix('-docker.pkg.dev')}/repositories/{name}" in state.repositories
-    )
+    full_name = f"projects/{project}/locations/{host.removesuffix('-docker.pkg.dev')}/repositories/{name}"
+    return full_name not in state.repositories and any(fault.kind == "repository" for fault in state.faults)

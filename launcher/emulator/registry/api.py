@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import json
 import re
-import threading
-from collections.abc import Callable
 
+from launcher.emulator import faults
+from launcher.emulator.api import repositories
 from launcher.emulator.http_server import FileRegion, HttpRequest, HttpResponse, json_response
 from launcher.emulator.registry.blobs import BlobStore
+from launcher.emulator.state import Store
 
 NAMES = ("*.pkg.dev", "gcr.io", "*.gcr.io")
 """The names of its certificate. The engine, which does not trust it, connects to 127.0.0.1."""
@@ -28,22 +29,10 @@ _PATH = re.compile(r"/v2/(.+)/(blobs|manifests)/(.+)")
 class RegistryApi:
     """Answers requests to the registry. All but those for a token require a token."""
 
-    def __init__(
-        self,
-        store: BlobStore,
-        accepts: Callable[[str], bool],
-        *,
-        trouble: Callable[[str], str | None] = lambda repository: None,
-        missing: Callable[[str], bool] = lambda repository: False,
-        named: Callable[[str, str], bool] = lambda repository, version: False,
-    ) -> None:
-        """Connects the registry with its content. `accepts` says whether an access token is valid; `trouble` returns
-        the error while the registry is down, else None; `missing` says whether a repository does not exist, `named`
-        whether docker pushed a tag or digest of it without its bytes."""
+    def __init__(self, store: BlobStore, emulator: Store) -> None:
+        """Connects the registry with its content and the emulator's state: tokens, faults, repositories, pushes."""
         self.store = store
-        self._accepts, self._trouble, self._missing, self._named = accepts, trouble, missing, named
-        self._lock = threading.Lock()
-        self.bytes_received = 0  # of blobs and manifests
+        self._emulator = emulator
 
     def answer(self, request: HttpRequest) -> HttpResponse:
         """Answers a request; 401 without a valid token, 503 while the registry is down, 404 for what is missing."""
@@ -58,9 +47,12 @@ class RegistryApi:
             return _error(404, "NOT_FOUND", request.path)
         host = request.headers.get("Host", "")
         repository = match[1] if host.startswith("127.0.0.1:") else f"{host.partition(':')[0]}/{match[1]}"
-        if text := self._trouble(repository):
-            return _error(503, "UNAVAILABLE", text)
-        if self._missing(repository):
+        with self._emulator.read() as state:
+            trouble = faults.engine_trouble(state, "", registry=True)
+            missing = repositories.is_missing(state, repository)
+        if trouble:
+            return _error(503, "UNAVAILABLE", trouble)
+        if missing:
             return _error(404, "NAME_UNKNOWN", f'Repository "{repository.split("/")[2]}" not found')
         if match[2] == "blobs" and match[3].startswith("uploads/"):
             return self._answer_upload(request, match[1], repository, match[3].removeprefix("uploads/"))
@@ -74,6 +66,11 @@ class RegistryApi:
         if user != _USER or not self._accepts(password):
             return _error(401, "UNAUTHORIZED", "Unauthenticated request: the login is not valid")
         return json_response({"token": password, "expires_in": 3599})
+
+    def _accepts(self, token: str) -> bool:
+        """Returns whether it is the access token of the workstation's account or of a host's."""
+        with self._emulator.read() as state:
+            return token == state.token or any(token == host.token for host in state.hosts)
 
     @staticmethod
     def _challenge(request: HttpRequest) -> HttpResponse:
@@ -110,24 +107,15 @@ class RegistryApi:
                 text = "chunked uploads are not supported: send the blob in one piece"
                 return _error(400, "UNSUPPORTED", text)
             case "PATCH":
-                self._receive_bytes(request, identifier)
+                self.store.extend_upload(identifier, request.body.blocks())
                 return self._upload_response(path, identifier)
             case "PUT":
-                self._receive_bytes(request, identifier)
+                self.store.extend_upload(identifier, request.body.blocks())
                 digest = request.query.get("digest", "")
                 if not self.store.end_upload(repository, identifier, digest):
                     return _error(400, "DIGEST_INVALID", f"the bytes received are not {digest}")
                 return _created(f"/v2/{path}/blobs/{digest}", digest)
         return _error(405, "UNSUPPORTED", request.method)
-
-    def _receive_bytes(self, request: HttpRequest, identifier: str) -> None:
-        """Appends the body to an upload, and counts its bytes even if the client disconnects."""
-        before = self.store.upload_size(identifier) or 0
-        try:
-            self.store.extend_upload(identifier, request.body.blocks())
-        finally:
-            with self._lock:
-                self.bytes_received += (self.store.upload_size(identifier) or 0) - before
 
     def _upload_response(self, path: str, identifier: str) -> HttpResponse:
         """Returns a response that says how many bytes of an upload have arrived, and where to send the rest."""
@@ -143,7 +131,8 @@ class RegistryApi:
             return self._put_manifest(request, path, repository, version)
         found = self.store.manifest(repository, version)
         if found is None or request.method not in ("GET", "HEAD"):
-            hint = f" ({_NAME_ONLY})" if self._named(repository, version) else ""
+            with self._emulator.read() as state:
+                hint = f" ({_NAME_ONLY})" if version in state.pushed.get(repository, {}) else ""
             return _error(404, "MANIFEST_UNKNOWN", f'Failed to fetch "{version}"{hint}')
         digest, media_type, data = found
         return HttpResponse(200, data, {"Docker-Content-Digest": digest, "Content-Type": media_type})
@@ -151,8 +140,6 @@ class RegistryApi:
     def _put_manifest(self, request: HttpRequest, path: str, repository: str, version: str) -> HttpResponse:
         """Stores a manifest or index. Refuses one that refers to content the repository lacks."""
         data = request.body.read_all()
-        with self._lock:
-            self.bytes_received += len(data)
         try:
             fields = json.loads(data)
             index = "manifests" in fields

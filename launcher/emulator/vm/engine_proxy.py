@@ -22,7 +22,6 @@ from launcher.emulator.vm import engine_view, image_registry, virtual_tpu
 from launcher.emulator.vm.engine_client import Engine, EngineError
 from launcher.emulator.vm.engine_request import EngineRequest, forward, receive, reply, reply_error
 from launcher.emulator.vm.engine_view import EngineRefusal, EngineView
-from launcher.emulator.vm.hosts import find_host
 from launcher.emulator.vm.image_registry import ImageTransfer
 from launcher.errors import BadInput
 from launcher.images.distribution.reference import Reference, parse
@@ -85,8 +84,7 @@ class EngineProxy:
         self._refuse_when_broken("", image=f"{reference}")
         with self._store.read() as state:
             full = state.full_pushes
-            repository_required = any(fault.kind == "repository" for fault in state.faults)
-            if repository_required and not repositories.is_there(state, repository):
+            if repositories.is_missing(state, repository):
                 raise EngineRefusal(404, f'name unknown: Repository "{repository.split("/")[2]}" not found')
         tag = request.query.get("tag") or reference.tag
         tags = [tag] if tag else self._list_tags(repository)
@@ -192,7 +190,7 @@ class EngineProxy:
         """Returns whether a container of the image gets TPU devices on this host: its framework can load them on a
         slice of so many hosts."""
         with self._store.read() as state:
-            entry = find_host(state, hostname)
+            entry = state.find_host(hostname)
         if entry is None:
             return False
         labels = self._engine.call("GET", f"/images/{image}/json")["Config"].get("Labels")
@@ -216,7 +214,7 @@ class EngineProxy:
             return self._forward(request)
         reference = parse(name if not tag else f"{name}@{tag}" if tag.startswith("sha256:") else f"{name}:{tag}")
         with self._store.read() as state:
-            entry = find_host(state, hostname)
+            entry = state.find_host(hostname)
             token = entry[1].token if entry else ""
         if image_registry.password(request.headers.get("X-Registry-Auth", "")) != token:
             raise EngineRefusal(500, image_registry.unauthenticated(reference))
@@ -227,7 +225,7 @@ class EngineProxy:
             reason = "it was pushed, and then removed from the workstation's store; push it again"
             raise EngineRefusal(404, f"{image_registry.unknown(reference)} ({reason})")
         with self._store.change() as state:
-            if (entry := find_host(state, hostname)) and image not in entry[1].pulled:
+            if (entry := state.find_host(hostname)) and image not in entry[1].pulled:
                 entry[1].pulled.append(image)
         return reply(request.connection, 200, image_registry.pull_progress(reference, image))
 
@@ -266,7 +264,7 @@ class EngineProxy:
             if self._fault_message(hostname, name):
                 raise EngineRefusal(404, f"No such image: {name}")
             with self._store.read() as state:
-                entry = find_host(state, hostname)
+                entry = state.find_host(hostname)
                 if entry is None or image_registry.resolve(state.pushed, name) not in entry[1].pulled:
                     raise EngineRefusal(404, f"No such image: {name}")
 

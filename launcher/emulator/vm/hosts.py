@@ -148,7 +148,7 @@ class Hosts:
     def bind(self, hostname: str, path: str) -> str:
         """Returns the workstation's path of a folder of a host. Raises EngineRefusal for one that is not shared."""
         with self.store.read() as state:
-            entry = find_host(state, hostname)
+            entry = state.find_host(hostname)
         if entry is None:
             raise EngineRefusal(409, f"host {hostname} is gone")
         real = self._real_path(hostname, path)
@@ -174,7 +174,7 @@ class Hosts:
             try:
                 now = time.time()
                 with self.store.read() as state:
-                    hosts, nodes = all_hosts(state), list(state.nodes.values())
+                    hosts, nodes = state.hosts, list(state.nodes.values())
                     to_restore = [host for host in hosts if host.restore_at is not None and host.restore_at <= now]
                     outages_over = [
                         node for node in nodes if node.outage_until is not None and node.outage_until <= now
@@ -215,22 +215,8 @@ class Hosts:
 
 def _is_connected(state: EmulatorState, hostname: str) -> bool:
     """Returns whether the host has its network; True for a host that is gone."""
-    entry = find_host(state, hostname)
+    entry = state.find_host(hostname)
     return entry is None or not entry[1].cut
-
-
-def all_hosts(state: EmulatorState) -> list[Host]:
-    """Returns the hosts of all nodes."""
-    return [host for node in state.nodes.values() for host in node.hosts]
-
-
-def find_host(state: EmulatorState, hostname: str) -> tuple[Node, Host] | None:
-    """Returns a host with its node; None when there is no host of this name."""
-    for node in state.nodes.values():
-        for host in node.hosts:
-            if host.hostname == hostname:
-                return node, host
-    return None
 
 
 def unix_listener(path: Path, mode: int) -> socket.socket:
