@@ -7,7 +7,6 @@ that is removed. What only exists later (addresses, the image's digest, the run'
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -103,21 +102,14 @@ def _record_commands(config: Config) -> Iterator[PlannedCommand]:
         ),
         ("down", "delete the slice", provider.delete),
     )
-    before = os.environ.get("TPU_LAUNCH_HOME")
-    with tempfile.TemporaryDirectory() as home:
-        os.environ["TPU_LAUNCH_HOME"] = home
-        try:
-            for verb, what, act in actions:
-                known = len(recorder.commands)
-                act()
-                for command in recorder.commands[known:]:
-                    yield PlannedCommand(verb, _purpose(command) or what, command)
-                    if verb == "stop":
-                        yield PlannedCommand("down", f"if a detached run goes on: {what}", command)
-        finally:
-            del os.environ["TPU_LAUNCH_HOME"]
-            if before is not None:
-                os.environ["TPU_LAUNCH_HOME"] = before
+    with tempfile.TemporaryDirectory() as home, shell.environment({"TPU_LAUNCH_HOME": home}):
+        for verb, what, act in actions:
+            known = len(recorder.commands)
+            act()
+            for command in recorder.commands[known:]:
+                yield PlannedCommand(verb, _purpose(command) or what, command)
+                if verb == "stop":
+                    yield PlannedCommand("down", f"if a detached run goes on: {what}", command)
 
 
 def _purpose(command: Sequence[str]) -> str:

@@ -8,7 +8,6 @@ summary.json there holds the summary that is printed last.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from launcher import shell
 from launcher.config import Config, load
 from launcher.emulator import control
 from launcher.errors import BadInput, Exit, LaunchError
-from launcher.home import home
+from launcher.home import home, write_private
 from launcher.providers import this_machine
 from launcher.run.runs import find_run
 from training import storage
@@ -139,10 +138,7 @@ def rehearse(path: Path, overrides: Sequence[str], screen: Screen) -> dict[str, 
         "seconds": {phase: round(value, 1) for phase, value in seconds.items()},
         "training_seconds": result.get("seconds", {}),
     }
-    target = folder / "summary.json"
-    temporary = target.with_suffix(".new")
-    temporary.write_text(json.dumps(summary, indent=2) + "\n")
-    os.replace(temporary, target)
+    write_private(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
     return summary
 
 
@@ -200,12 +196,7 @@ def _trainer_summary(config: Config, folder: Path) -> dict[str, Any]:
     """Reads the newest run's summary from the bucket; sets the emulator's variables in os.environ meanwhile."""
     assert config.trainer is not None
     run_id = find_run(folder / control.SUBFOLDER, this_machine(), None).run_id
-    before = dict(os.environ)
-    os.environ.update(control.environment(folder / "emulator"))
-    try:
+    with shell.environment(control.environment(folder / "emulator")):
         url = storage.join(config.trainer.output, run_id, "summary.json")
         summary: dict[str, Any] = json.loads(storage.read(url))
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
     return summary

@@ -7,6 +7,7 @@ secrets.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shlex
@@ -15,7 +16,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -188,6 +189,18 @@ def spawn(argv: Sequence[str], *, log: Path, env: Mapping[str, str] | None = Non
             close_fds=True,
         )
     return process.pid
+
+
+@contextlib.contextmanager
+def environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Adds variables to the environment of this process and of the commands that it starts, inside the block."""
+    before = dict(os.environ)
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _log_start(argv: Sequence[str]) -> float:

@@ -68,7 +68,7 @@ def start(home: Path, *, bucket: str | None = None, port: int | None = None, ful
     state = _read(home)
     if state is None or not _answers(state):
         engine = _find_engine(state)
-        image, tpu_volume = _host_image(engine), _virtual_tpu(engine)
+        image, tpu_volume = _make_images(engine)
         with _starting(home):
             state = _read(home)
             if state is None or not _answers(state):  # another process may have started it meanwhile
@@ -204,13 +204,11 @@ def emulated(say: Callable[[str], None]) -> Iterator[None]:
         say(f"starting the emulator (a first start builds the image of its hosts); emulated runs are kept in {runs}")
         start(home)
         mark.touch()
-    before = dict(os.environ)
-    os.environ.update(environment(home))
+    variables = environment(home)
     try:
-        yield
+        with shell.environment(variables):
+            yield
     finally:
-        os.environ.clear()
-        os.environ.update(before)
         report = status(home) if mark.exists() else {}
         if report and not report.get("nodes") and not report.get("queued_resources"):
             stop(home, keep_data=True)
@@ -340,36 +338,18 @@ def _make_socket_folder(home: Path) -> Path:
     return folder
 
 
-def _host_image(engine: Engine) -> str:
-    """Returns the name of the hosts' image, and builds it when it is missing or its sources changed. Raises LaunchError
-    when the build fails."""
-    with _docker_host(f"unix://{engine.path}"):  # never an emulator's socket: its server may be gone
-        spec = folder_spec(IMAGE, shared_folder("images") / "host")
-        plan = make_plan(spec)
-        if plan.image_id is None:
-            ensure_image(spec, lambda line: print(line, file=sys.stderr))
-            plan = make_plan(spec)
-    return plan.local
+def _make_images(engine: Engine) -> tuple[str, str]:
+    """Returns the name of the hosts' image and the volume of the virtual TPU; makes what is missing, or whose sources
+    changed. Raises LaunchError when that fails."""
 
+    def say(line: str) -> None:
+        print(line, file=sys.stderr)
 
-def _virtual_tpu(engine: Engine) -> str:
-    """Returns the volume of the virtual TPU, and creates it when it is missing. Raises LaunchError on failure."""
-    with _docker_host(f"unix://{engine.path}"):
-        source = shared_folder("images") / "virtual-tpu"
-        return virtual_tpu.ensure_volume(source, lambda line: print(line, file=sys.stderr))
-
-
-@contextlib.contextmanager
-def _docker_host(value: str) -> Iterator[None]:
-    """Sets DOCKER_HOST inside the block, and restores it afterwards."""
-    before = os.environ.get("DOCKER_HOST")
-    os.environ["DOCKER_HOST"] = value
-    try:
-        yield
-    finally:
-        del os.environ["DOCKER_HOST"]
-        if before is not None:
-            os.environ["DOCKER_HOST"] = before
+    images = shared_folder("images")
+    with shell.environment({"DOCKER_HOST": f"unix://{engine.path}"}):  # never an emulator's socket
+        spec = folder_spec(IMAGE, images / "host")
+        ensure_image(spec, say)
+        return make_plan(spec).local, virtual_tpu.ensure_volume(images / "virtual-tpu", say)
 
 
 # -- requests to the server
