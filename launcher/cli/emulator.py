@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,26 +12,10 @@ from launcher import installation
 from launcher import rehearsal as rehearsals
 from launcher.cli import terminal
 from launcher.emulator import control, faults
-from launcher.errors import BadInput, LaunchError
+from launcher.errors import BadInput
 
 
-class _Reporting(click.Group):
-    """Prints an error as one message and exits with its code, also when the group is run on its own."""
-
-    def main(self, *args: Any, **extra: Any) -> Any:
-        try:
-            return super().main(*args, **extra)
-        except LaunchError as error:
-            click.echo(f"error: {error}", err=True)
-            sys.exit(int(error.exit_code))
-
-
-def _home() -> Path:
-    """Returns the folder of the emulator's state."""
-    return control.default_home()
-
-
-@click.group(cls=_Reporting)
+@click.group()
 def emulator() -> None:
     """Stands in for Google: Cloud TPU, TPU VMs, Cloud Storage and the image registry, on this machine.
 
@@ -57,7 +40,7 @@ def emulator() -> None:
 )
 def start(port: int | None, bucket: str | None, full_pushes: bool | None, environment: bool) -> None:
     """Start the emulator, or continue one that crashed; does nothing when it runs."""
-    home = _home()
+    home = control.default_home()
     control.start(home, port=port, bucket=bucket, full_pushes=full_pushes)
     values = control.environment(home)
     if environment:
@@ -71,7 +54,7 @@ def start(port: int | None, bucket: str | None, full_pushes: bool | None, enviro
 @click.option("--keep-data", is_flag=True, help="Keep the objects of its buckets for the next start.")
 def stop(keep_data: bool) -> None:
     """Remove everything: emulated slices, what runs on them, networks, volumes, the server, its state."""
-    control.stop(_home(), keep_data=keep_data)
+    control.stop(control.default_home(), keep_data=keep_data)
 
 
 @emulator.command()
@@ -83,7 +66,7 @@ def stop(keep_data: bool) -> None:
 )
 def status(as_json: bool) -> None:
     """Show the emulated nodes, hosts, containers, queued resources and buckets, and the planned faults."""
-    report = control.status(_home())
+    report = control.status(control.default_home())
     if as_json:
         click.echo(json.dumps(report, indent=2))
         return
@@ -123,7 +106,7 @@ def stock(path: Path | None, clear: bool) -> None:
     """
     if (path is None) == (not clear):
         raise BadInput("emulator stock: give a file, or --clear")
-    control.enter_stock(_home(), path)
+    control.enter_stock(control.default_home(), path)
     click.echo("stock: any number of every slice" if path is None else f"stock: as {path} says, from now on")
 
 
@@ -140,7 +123,7 @@ def _add_fault(name: str, text: str, *parameters: click.Parameter, **fixed: Any)
 
     def run(as_json: bool, **given: Any) -> None:
         arguments = {key: value for key, value in {**given, **fixed}.items() if value is not None}
-        done = control.inject(_home(), {"fault": arguments.pop("kind", name), **arguments})
+        done = control.inject(control.default_home(), {"fault": arguments.pop("kind", name), **arguments})
         if as_json:
             click.echo(json.dumps(done))
         else:
@@ -280,7 +263,3 @@ def rehearsal(path: Path | None, overrides: tuple[str, ...]) -> None:
     click.echo("")
     for line in rehearsals.lines(summary):
         click.echo(line)
-
-
-if __name__ == "__main__":
-    emulator()
