@@ -20,6 +20,7 @@ from typing import Any
 
 from launcher.config import Config
 from launcher.errors import BadInput, Exit, LaunchError
+from launcher.home import write_private
 from launcher.images import local
 from launcher.images.specification import compute_tag
 from training import storage
@@ -78,7 +79,7 @@ def check(
         for result in _compile(config, missing, max_batch=max_batch, more=more, say=say):
             results[result["accelerator"]] = result
             if not more and (path := _path(config, home, result["accelerator"])):
-                _write(path, result)
+                write_private(path, json.dumps({"format": FORMAT, "result": result}, indent=1) + "\n")
     return [results[name] for name in accelerators]
 
 
@@ -228,11 +229,3 @@ def _read(path: Path) -> dict[str, Any] | None:
         return None
     result = document.get("result")
     return document if isinstance(result, dict) and result.keys() >= _RESULT_KEYS else None
-
-
-def _write(path: Path, result: dict[str, Any]) -> None:
-    """Writes a result with its format, in one step, and creates its folder."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    scratch = path.with_suffix(f".{os.getpid()}.part")
-    scratch.write_text(json.dumps({"format": FORMAT, "result": result}, indent=1) + "\n")
-    scratch.replace(path)

@@ -1,5 +1,6 @@
 """Claims about estimates: hours and dollars of a run on each candidate, from what is known without renting anything."""
 
+import json
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from launcher.checks import preflight
 from launcher.config import Config, load
 from launcher.errors import BadInput
 from launcher.estimate import PUBLISHED, PUBLISHED_SOURCE, Shares, estimate, line, notes, step_bound
+from launcher.home import write_private
 from launcher.providers import this_machine
 from launcher.run import events
 from launcher.run.ledger import RunRecord
@@ -66,7 +68,7 @@ def keep(folder: Path, config: Config, name: str, *, fits: bool = True) -> float
     candidate = next(item for item in config.all_candidates if item.accelerator_type == name)
     path = preflight._path(config.placed(candidate), folder / "home", name)
     assert path is not None
-    preflight._write(path, answer)
+    write_private(path, json.dumps({"format": preflight.FORMAT, "result": answer}))
     return rate
 
 

@@ -10,6 +10,7 @@ import pytest
 from launcher.checks import preflight
 from launcher.config import load
 from launcher.errors import BadInput, Exit, LaunchError
+from launcher.home import write_private
 from launcher.run import specification
 from launcher.run.specification import make_attempt
 from tests.launcher.test_bad_input import launch
@@ -50,7 +51,7 @@ def keep(folder: Path, answer: dict[str, Any]) -> Path:
     """Writes an answer where preflight keeps that for the current file. Returns its path."""
     path = preflight._path(load("run.yaml"), folder / "home", "v4-16")
     assert path is not None
-    preflight._write(path, answer)
+    write_private(path, json.dumps({"format": preflight.FORMAT, "result": answer}))
     return path
 
 
