@@ -147,9 +147,8 @@ def _push(
     if source.path != target.path:
         for descriptor in base.manifest.layers:
             registry.upload(target.path, _mounted_blob(descriptor, source), source=source.path)
-    packed = [layer.pack() for layer in layers]
-    document, config = append_layers(base.manifest, base.config, packed, str(source))
-    for blob in (*(layer.blob for layer in packed), blob_of(config)):
+    document, config = append_layers(base.manifest, base.config, layers, str(source))
+    for blob in (*(layer.blob for layer in layers), blob_of(config)):
         registry.upload(target.path, blob)
     registry.write_manifest(target.path, tag, document)
     return document.digest

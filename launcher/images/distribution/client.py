@@ -24,13 +24,10 @@ from launcher.errors import BadInput, Exit, LaunchError
 from launcher.images.distribution.credentials import RegistryCredentials
 from launcher.images.distribution.transport import Content, RegistryResponse, Transport
 
-MANIFEST_TYPES = (
-    "application/vnd.docker.distribution.manifest.v2+json",
-    "application/vnd.docker.distribution.manifest.list.v2+json",
-    "application/vnd.oci.image.manifest.v1+json",
-    "application/vnd.oci.image.index.v1+json",
-)
-_ACCEPT = {"Accept": ", ".join(MANIFEST_TYPES)}
+DOCKER_MANIFEST = "application/vnd.docker.distribution.manifest.v2+json"
+OCI_MANIFEST = "application/vnd.oci.image.manifest.v1+json"
+INDEXES = ("application/vnd.docker.distribution.manifest.list.v2+json", "application/vnd.oci.image.index.v1+json")
+_ACCEPT = {"Accept": ", ".join((DOCKER_MANIFEST, OCI_MANIFEST, *INDEXES))}
 _BLOCK = 2**20
 _TRIES = 5
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 20.0  # seconds, between tries

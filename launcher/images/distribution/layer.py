@@ -7,6 +7,7 @@ so that a changed line does not send it again.
 
 from __future__ import annotations
 
+import functools
 import gzip
 import hashlib
 import io
@@ -27,30 +28,21 @@ _LARGEST_LAYER = 2**30  # a layer is held in memory
 
 
 @dataclass(frozen=True)
-class PackedLayer:
-    """A compressed layer, as a registry stores it."""
-
-    blob: Blob
-    diff_id: str  # the digest of the archive before compression
-    title: str
-
-
-@dataclass(frozen=True)
 class Layer:
-    """Files as an archive that is not compressed yet."""
+    """Files as an archive."""
 
     archive: bytes
     title: str  # shown in the image's history
 
-    @property
+    @functools.cached_property
     def diff_id(self) -> str:
-        """The digest of the archive."""
+        """The digest of the archive before compression."""
         return sha256(self.archive)
 
-    def pack(self) -> PackedLayer:
-        """Compresses the archive."""
-        blob = blob_of(gzip.compress(self.archive, compresslevel=_LEVEL, mtime=0))
-        return PackedLayer(blob, self.diff_id, self.title)
+    @functools.cached_property
+    def blob(self) -> Blob:
+        """The compressed archive, as a registry stores it."""
+        return blob_of(gzip.compress(self.archive, compresslevel=_LEVEL, mtime=0))
 
 
 def make_layers(entries: Sequence[Entry], folder: str, title: str) -> list[Layer]:

@@ -11,14 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from launcher.errors import BadInput
-from launcher.images.distribution.client import ManifestDocument, sha256
-from launcher.images.distribution.layer import PackedLayer
+from launcher.images.distribution.client import DOCKER_MANIFEST, INDEXES, OCI_MANIFEST, ManifestDocument, sha256
+from launcher.images.distribution.layer import Layer
 
 _OCI_LAYER = "application/vnd.oci.image.layer.v1.tar+gzip"
 _DOCKER_LAYER = "application/vnd.docker.image.rootfs.diff.tar.gzip"
-_INDEXES = ("application/vnd.oci.image.index.v1+json", "application/vnd.docker.distribution.manifest.list.v2+json")
-_DOCKER_MANIFEST = "application/vnd.docker.distribution.manifest.v2+json"
-_OCI_MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 _MOST_LAYERS = 125  # overlay file systems take 128, of which engines need some
 _EPOCH = "1970-01-01T00:00:00Z"  # a fixed time, so that the same layers give the same bytes
 
@@ -53,7 +50,7 @@ def choose_platform(document: ManifestDocument, name: str) -> str | None:
 
     Raises BadInput when the index has no such image.
     """
-    if document.media_type not in _INDEXES:
+    if document.media_type not in INDEXES:
         return None
     for entry in _parse(document, name).get("manifests", []):
         platform = entry.get("platform") or {}
@@ -66,7 +63,7 @@ def read_image(document: ManifestDocument, name: str) -> ImageManifest:
     """Returns an image's manifest. Raises BadInput when the document is something else."""
     fields = _parse(document, name)
     media_type = document.media_type or str(fields.get("mediaType", ""))
-    if media_type not in (_DOCKER_MANIFEST, _OCI_MANIFEST):
+    if media_type not in (DOCKER_MANIFEST, OCI_MANIFEST):
         raise BadInput(f"{name}: its manifest is of an unsupported type, {media_type or 'none'}: push the image again")
     try:
         image = ImageManifest(media_type, fields)
@@ -91,7 +88,7 @@ def read_config(data: bytes, name: str) -> dict[str, Any]:
 
 
 def append_layers(
-    image: ImageManifest, config: Mapping[str, Any], layers: Sequence[PackedLayer], name: str
+    image: ImageManifest, config: Mapping[str, Any], layers: Sequence[Layer], name: str
 ) -> tuple[ManifestDocument, bytes]:
     """Returns the manifest and the configuration of an image extended by `layers` (the lowest first).
 
@@ -112,7 +109,7 @@ def append_layers(
             "history": [*(config.get("history") or []), *history],
         }
     )
-    layer_type = _OCI_LAYER if image.media_type == _OCI_MANIFEST else _DOCKER_LAYER
+    layer_type = _OCI_LAYER if image.media_type == OCI_MANIFEST else _DOCKER_LAYER
     entries = [{"mediaType": layer_type, "size": layer.blob.size, "digest": layer.blob.digest} for layer in layers]
     fields = {
         **image.fields,
