@@ -41,12 +41,13 @@ class Disconnected(Exception):
 class Body:
     """A request's body, read as it arrives."""
 
-    def __init__(self, source: BinaryIO, length: int | None, chunked: bool) -> None:
-        """Reads from a connection, at the begin of a body, `length` bytes (None: 0), or chunks if `chunked`."""
+    def __init__(self, source: BinaryIO, headers: Message) -> None:
+        """Reads from a connection, at the begin of a body, as many bytes or chunks as the request's headers say."""
         self._source = source
-        self._left = 0 if chunked else (length or 0)  # bytes of the body, or of the current chunk
-        self._chunked = chunked
-        self._ended = not chunked and not self._left
+        self._chunked = headers.get("Transfer-Encoding", "").lower() == "chunked"
+        # Bytes of the body, or of the current chunk.
+        self._left = 0 if self._chunked else int(headers.get("Content-Length") or 0)
+        self._ended = not self._chunked and not self._left
 
     def read(self, size: int = BLOCK) -> bytes:
         """Waits for and returns up to `size` bytes; b"" at the end. Raises Disconnected when the body ends early."""
@@ -193,9 +194,7 @@ class _Connection(BaseHTTPRequestHandler):
     def _answer(self) -> None:
         """Sends the handler's response, or a 500 if it fails; nothing if the client disconnects during the handler."""
         path, _, query = self.path.partition("?")
-        length = self.headers.get("Content-Length")
-        chunked = self.headers.get("Transfer-Encoding", "").lower() == "chunked"
-        body = Body(self.rfile, int(length) if length else None, chunked)  # type: ignore[arg-type]
+        body = Body(self.rfile, self.headers)  # type: ignore[arg-type]
         parameters = {name: values[-1] for name, values in parse_qs(query, keep_blank_values=True).items()}
         try:
             response = self._handler(HttpRequest(self.command, path, parameters, self.headers, body))

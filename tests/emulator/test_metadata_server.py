@@ -30,9 +30,8 @@ class Host:
         message = Message()
         for key, value in (headers if headers is not None else {"Metadata-Flavor": "Google"}).items():
             message[key] = value
-        request = HttpRequest(
-            method, f"/computeMetadata/v1/{path}", query, message, Body(BytesIO(body), len(body), False)
-        )
+        message["Content-Length"] = str(len(body))
+        request = HttpRequest(method, f"/computeMetadata/v1/{path}", query, message, Body(BytesIO(body), message))
         return metadata.answer(self.store, lambda state: (self.node, self.node.hosts[1]), request)
 
     def text(self, path: str, **query: str) -> str:

@@ -39,9 +39,7 @@ class EngineRequest:
         """Reads the body from the connection. Raises EngineRefusal when it is not a JSON object."""
         if self.headers.get("Expect", "").lower() == "100-continue":
             self.connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
-        length = self.headers.get("Content-Length")
-        chunked = self.headers.get("Transfer-Encoding", "").lower() == "chunked"
-        data = Body(self.connection.makefile("rb"), int(length) if length else None, chunked).read_all()
+        data = Body(self.connection.makefile("rb"), self.headers).read_all()
         try:
             value = json.loads(data or b"{}")
         except ValueError as error:
@@ -60,15 +58,10 @@ def receive(connection: socket.socket) -> EngineRequest | None:
     method, target, _ = line.decode("latin-1").split(" ", 2)
     headers = parse_headers(stream)
     target, _, query = target.partition("?")
-    version, path = split_version(target)
+    match = re.match(r"/v\d+\.\d+(?=/)", target)
+    version = match[0] if match else ""
     parameters = {name: values[-1] for name, values in parse_qs(query, keep_blank_values=True).items()}
-    return EngineRequest(connection, method, version, path, parameters, headers)
-
-
-def split_version(path: str) -> tuple[str, str]:
-    """Splits "/v1.41/containers/json" into ("/v1.41", "/containers/json")."""
-    match = re.match(r"^(/v\d+\.\d+)?(/.*)$", path)
-    return (match[1] or "", match[2]) if match else ("", path)
+    return EngineRequest(connection, method, version, target.removeprefix(version), parameters, headers)
 
 
 def reply(connection: socket.socket, status: int, body: bytes) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from launcher.emulator.vm import virtual_tpu
-from launcher.emulator.vm.engine_client import HOST_LABEL, LABEL, MACHINE_LABEL
+from launcher.emulator.vm.engine_client import HOST_LABEL, LABEL, MACHINE_LABEL, EngineError
 from training.machine.clock import parse_time
 
 REQUESTED_LABEL = "tpu-launch.emulator.asked"  # the settings that a container was created with, shown by inspect
@@ -31,12 +31,8 @@ CONTAINER_ACTIONS = frozenset((
 ))  # fmt: skip
 
 
-class EngineRefusal(Exception):
-    """The emulated engine refuses a request; `status` is the HTTP status of its response."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
+class EngineRefusal(EngineError):
+    """The emulated engine refuses a request."""
 
 
 @dataclass(frozen=True)
