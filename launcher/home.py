@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from io import FileIO
 from pathlib import Path
 
@@ -29,12 +30,15 @@ def write_private(path: Path, text: str) -> None:
     write_private_bytes(path, text.encode())
 
 
-def write_private_bytes(path: Path, data: bytes) -> None:
-    """Writes a file of bytes as `write_private` writes text."""
+def write_private_bytes(path: Path, data: bytes, *, sync: bool = False) -> None:
+    """Writes a file of bytes as `write_private` writes text; with `sync`, waits until the disk has it."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.write(data)
+        if sync:
+            file.flush()
+            os.fsync(file.fileno())
     os.replace(temporary, path)
 
 

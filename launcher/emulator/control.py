@@ -25,7 +25,7 @@ from typing import Any
 from launcher import shell
 from launcher.emulator.api.stock import StockSection
 from launcher.emulator.server import ACCESS_TOKEN, CONTROL, ENGINE
-from launcher.emulator.state import EmulatorState, emulator_id, from_json, to_json, write_atomically
+from launcher.emulator.state import EmulatorState, emulator_id, from_json, to_json
 from launcher.emulator.storage.tls import CA_FILE
 from launcher.emulator.vm import virtual_tpu
 from launcher.emulator.vm.engine_client import Engine, EngineError, UnixConnection
@@ -33,7 +33,7 @@ from launcher.emulator.vm.host_containers import remove_everything
 from launcher.emulator.vm.image_registry import remove_pulled
 from launcher.errors import BadInput, LaunchError
 from launcher.file_lock import is_held, lock
-from launcher.home import root
+from launcher.home import root, write_private
 from launcher.images.build import ensure_image
 from launcher.images.plan import make_plan
 from launcher.images.specification import folder_spec
@@ -44,8 +44,6 @@ START_TIMEOUT = 30.0  # seconds until the server answers
 PING_TIMEOUT = 5.0  # seconds after which a silent server counts as not running
 STOP_TIMEOUT = 15.0  # seconds after which a server that does not end is killed
 IMAGE = "tpu-launch/host"
-CREATE_SECONDS = 0.2  # that operations take at least; gcloud first polls after 1 s, then every 2 s
-UPDATE_SECONDS = 0.5
 SUBFOLDER = "emulated"  # of the launcher's home: state of emulated slices and runs, apart from that of Google's
 _STARTED_BY_COMMAND = "started-by-a-command"  # a file in the home
 
@@ -72,7 +70,7 @@ def start(home: Path, *, bucket: str | None = None, port: int | None = None, ful
         with _starting(home):
             state = _read(home)
             if state is None or not _answers(state):  # another process may have started it meanwhile
-                state = state or EmulatorState(emulator_id(home), 0, "", engine.path, CREATE_SECONDS, UPDATE_SECONDS)
+                state = state or EmulatorState(emulator_id(home), 0, "", engine.path)
                 state.port = _free_port(port, state.port)
                 if full_pushes is not None:
                     state.full_pushes = full_pushes
@@ -222,13 +220,14 @@ def _launch(home: Path, state: EmulatorState, engine: Engine, image: str, tpu_vo
     """Writes the state, starts the server, and waits until it answers; else kills it and raises LaunchError."""
     state.engine, state.pid = engine.path, 0
     state.sockets = str(_make_socket_folder(home))
-    write_atomically(home / "state.json", to_json(state).encode())
+    write_private(home / "state.json", to_json(state))
     (home / "user" / "gcloud").mkdir(mode=0o700, parents=True, exist_ok=True)
     log = home / "server.log"
+    source = str(Path(__file__).resolve().parents[2])  # imported from any working directory
     pid = shell.spawn(
         [sys.executable, "-m", "launcher.emulator.server", str(home), image, tpu_volume],
         log=log,
-        env={"PYTHONPATH": _python_path()},
+        env={"PYTHONPATH": os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])},
     )
     try:
         _wait_for_server(state, pid, log)
@@ -259,12 +258,6 @@ def _has_ended(pid: int) -> bool:
         return os.waitpid(pid, os.WNOHANG)[0] == pid
     except ChildProcessError:
         return True
-
-
-def _python_path() -> str:
-    """Returns the server's PYTHONPATH: it imports this source tree from any working directory."""
-    root = str(Path(__file__).resolve().parents[2])
-    return os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ from launcher.emulator.operations import OperationRunner
 from launcher.emulator.registry.api import NAMES as REGISTRY_NAMES
 from launcher.emulator.registry.api import RegistryApi
 from launcher.emulator.registry.blobs import BlobStore
-from launcher.emulator.state import Fault, Node, Store, from_json, write_atomically
+from launcher.emulator.state import Fault, Node, Store, from_json
 from launcher.emulator.storage.api import StorageApi, refuse_buckets
 from launcher.emulator.storage.bucket import Buckets
 from launcher.emulator.storage.tls import CA_FILE, NAMES, serve_secure, tls_context
@@ -40,6 +40,7 @@ from launcher.emulator.vm.host_containers import HostContainers
 from launcher.emulator.vm.hosts import Hosts, unix_listener
 from launcher.emulator.vm.image_registry import ImageTransfer
 from launcher.file_lock import lock
+from launcher.home import write_private
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ class Server:
         """Opens the other sockets, continues pending operations, restarts hosts if the workstation rebooted, and serves
         until `stopping` is set. Then lets hosts that are being made finish."""
         registry = _registry_listener(self._registry_port())
-        write_atomically(self.home / ACCESS_TOKEN, self.token.encode())
+        write_private(self.home / ACCESS_TOKEN, self.token)
         with self.store.change() as state:
             state.registry_port = registry.getsockname()[1]
             state.subnet = self.containers.ensure_network(state.subnet)

@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import os
 import secrets
 import threading
 import time
@@ -24,6 +23,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
+
+from launcher.home import write_private_bytes
 
 
 def _new_token() -> str:
@@ -128,8 +129,8 @@ class EmulatorState:
     port: int
     sockets: str  # the folder of the unix sockets
     engine: str  # the workstation's engine, a unix socket
-    create_seconds: float
-    update_seconds: float
+    create_seconds: float = 0.2  # that operations take at least; gcloud first polls after 1 s, then every 2 s
+    update_seconds: float = 0.5
     registry_port: int = 0  # on 127.0.0.1, with TLS
     token: str = field(default_factory=_new_token)  # the access token of the workstation's account
     full_pushes: bool = False  # whether docker's pushes send an image's bytes, and not only its name
@@ -179,16 +180,6 @@ def from_json(text: str) -> EmulatorState:
         raise ValueError(f"not an emulator state of this format: {error.errors()[0]['msg']}") from None
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Writes a file with mode 0600, all or nothing, and syncs it."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
 class Store:
     """Shares the state between all threads of the server, and writes it."""
 
@@ -230,5 +221,5 @@ class Store:
         """Writes the state's file, if it has one and the state has changed."""
         text = to_json(self._state)
         if self._path is not None and text != self._written:
-            write_atomically(self._path, text.encode())
+            write_private_bytes(self._path, text.encode(), sync=True)
             self._written = text

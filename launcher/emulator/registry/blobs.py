@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from urllib.parse import quote
 
-from launcher.emulator.state import write_atomically
+from launcher.home import write_private, write_private_bytes
 
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
 _TAG = re.compile(r"\w[\w.-]{0,127}", re.ASCII)
@@ -100,15 +100,10 @@ class BlobStore:
     def put_manifest(self, repository: str, version: str, media_type: str, data: bytes) -> str:
         """Stores a manifest under its digest, and under `version` if that is a tag; returns the digest."""
         found = hashlib.sha256(data).hexdigest()
-        for folder in (
-            self._folder / "blobs",
-            *(self._repository_folder(repository) / name for name in ("manifests", "tags")),
-        ):
-            folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(self._folder / "blobs" / found, data)
-        write_atomically(self._repository_folder(repository) / "manifests" / found, media_type.encode())
+        write_private_bytes(self._folder / "blobs" / found, data)
+        write_private(self._repository_folder(repository) / "manifests" / found, media_type)
         if _TAG.fullmatch(version):
-            write_atomically(self._repository_folder(repository) / "tags" / version, f"sha256:{found}".encode())
+            write_private(self._repository_folder(repository) / "tags" / version, f"sha256:{found}")
         return f"sha256:{found}"
 
     def _mark_blob(self, repository: str, name: str) -> None:

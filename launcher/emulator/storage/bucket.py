@@ -31,6 +31,8 @@ from typing import Any, BinaryIO
 
 import google_crc32c
 
+from launcher.home import write_private
+
 _NAME = re.compile(r"^[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]$")
 # Fields of an object that a client may set.
 SETTABLE = (
@@ -245,7 +247,7 @@ class Bucket:
 
     def _enter(self, new: StoredObject) -> None:
         """Writes an object's metadata, which commits it, and makes it visible."""
-        write_json(self.folder / "objects" / f"{new.generation}.json", asdict(new))
+        write_private(self.folder / "objects" / f"{new.generation}.json", json.dumps(asdict(new)))
         if new.name not in self._objects:
             bisect.insort(self._names, new.name)
         self._objects[new.name] = new
@@ -281,8 +283,8 @@ class Buckets:
                 message = "Your previous request to create the named bucket succeeded and you already own it."
                 raise StorageApiError(409, "conflict", message)
             folder = self._folder / name
-            folder.mkdir(mode=0o700, exist_ok=True)
-            write_json(folder / "bucket.json", {**settings, "name": name, "timeCreated": time.time()})
+            description = {**settings, "name": name, "timeCreated": time.time()}
+            write_private(folder / "bucket.json", json.dumps(description))
             self._buckets[name] = Bucket(folder)
             return self._buckets[name]
 
@@ -302,10 +304,3 @@ class Buckets:
     def summary(self) -> dict[str, dict[str, int]]:
         """Returns the totals of all buckets, by name."""
         return {bucket.name: bucket.totals() for bucket in self.all()}
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Writes a file so that readers see the old or the new content, never a part."""
-    temporary = path.with_name(f".{path.name}.{threading.get_ident()}")
-    temporary.write_text(json.dumps(value))
-    os.rename(temporary, path)

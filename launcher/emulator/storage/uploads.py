@@ -25,8 +25,8 @@ from launcher.emulator.storage.bucket import (
     StorageApiError,
     StoredObject,
     require_generation,
-    write_json,
 )
+from launcher.home import write_private
 
 _CHUNK = 256 * 1024  # all chunks but the last are multiples of it
 _MAX_HEAD = 1 << 20
@@ -119,7 +119,7 @@ class Uploads:
         require_generation(expected, bucket.find(name))  # refuse early; checked again at the end
         identifier = os.urandom(16).hex()
         session = {"name": name, "settings": settings, "expected": expected, "made": None}
-        write_json(bucket.folder / "uploads" / f"{identifier}.json", session)
+        write_private(bucket.folder / "uploads" / f"{identifier}.json", json.dumps(session))
         query = f"uploadType=resumable&name={quote(name, safe='')}&upload_id={identifier}"
         location = f"{base}/upload/storage/v1/b/{bucket.name}/o?{query}"
         return HttpResponse(200, b"", {"Location": location, "X-GUploader-UploadID": identifier})
@@ -185,7 +185,8 @@ class Uploads:
         except StorageApiError:
             self._forget(bucket, identifier)
             raise
-        write_json(bucket.folder / "uploads" / f"{identifier}.json", {**session, "made": asdict(made)})
+        session["made"] = asdict(made)
+        write_private(bucket.folder / "uploads" / f"{identifier}.json", json.dumps(session))
         self._open.pop(identifier, None)
         return bucket, made
 
