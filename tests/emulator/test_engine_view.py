@@ -134,7 +134,7 @@ def test_users_can_not_pretend_to_be_another_host() -> None:
 
 @given(names)
 def test_names_come_back_as_they_were_given(name: str) -> None:
-    shown = engine.present_listing([listed(name, Image="repo:tag", NetworkMode="host")], VIEW, [], None)[0]
+    shown = engine.present_listing([listed(name, Image="repo:tag", NetworkMode="host")], VIEW, [])[0]
     assert (shown["Names"], shown["Labels"], shown["Image"]) == ([f"/{name}"], {"user": "x"}, "repo:tag")
     assert shown["HostConfig"]["NetworkMode"] == "host"
     assert engine.resolve_container(name, [listed(name)], VIEW) == IDS[0]
@@ -149,20 +149,12 @@ def test_containers_are_found_by_name_id_and_start_of_an_id_among_the_hosts_own(
             engine.resolve_container(name, own, VIEW)
 
 
-def test_the_last_containers_of_a_host_are_listed_whether_they_run_or_not() -> None:
-    query, _, limit = engine.listing_query({"limit": "1"}, VIEW)  # docker ps --latest
-    assert (query["all"], limit) == ("1", 1)
-    assert "all" not in engine.listing_query({}, VIEW)[0]
-
-
 def test_listings_are_filtered_to_the_host_whatever_else_was_asked() -> None:
-    query, filtered, limit = engine.listing_query(
-        {"all": "1", "limit": "2", "filters": '{"label": {"a=b": true}, "name": ["^/run"]}'}, VIEW
-    )
+    query, filtered = engine.listing_query({"filters": '{"label": {"a=b": true}, "name": ["^/run"]}'}, VIEW)
     assert json.loads(query["filters"]) == {"label": ["a=b", *VIEW.labels]}
-    assert (filtered, limit, "limit" in query) == (["^/run"], 2, False)
-    values = [listed(name) for name in ("run-1", "other", "run-2", "run-3")]
-    assert [row["Names"] for row in engine.present_listing(values, VIEW, filtered, limit)] == [["/run-1"], ["/run-2"]]
+    assert filtered == ["^/run"]
+    values = [listed(name) for name in ("run-1", "other", "run-2")]
+    assert [row["Names"] for row in engine.present_listing(values, VIEW, filtered)] == [["/run-1"], ["/run-2"]]
     with pytest.raises(EngineRefusal, match="invalid filters"):
         engine.listing_query({"filters": "[1"}, VIEW)
 

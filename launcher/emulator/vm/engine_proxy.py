@@ -139,8 +139,8 @@ class EngineProxy:
                     409, "the images of an emulated TPU VM are the workstation's: remove, tag or push them there"
                 )
             case ("GET", ["containers", "json"]):
-                request.query, names, limit = engine_view.listing_query(request.query, view)
-                present = partial(engine_view.present_listing, view=view, names=names, limit=limit)
+                request.query, names = engine_view.listing_query(request.query, view)
+                present = partial(engine_view.present_listing, view=view, names=names)
                 self._call(request, "/containers/json", None, present)
             case ("POST", ["containers", "create"]):
                 self._create_container(request, view)

@@ -224,13 +224,11 @@ def _died_with_host(state: dict[str, Any], host: dict[str, Any]) -> bool:
     return 0 < died <= ended <= booted
 
 
-def present_listing(
-    values: list[dict[str, Any]], view: EngineView, names: list[str], limit: int | None
-) -> list[dict[str, Any]]:
+def present_listing(values: list[dict[str, Any]], view: EngineView, names: list[str]) -> list[dict[str, Any]]:
     """Returns the response to GET containers/json as the host sees it.
 
-    Applies the name filters `names` to the host's containers in the engine's listing, `values`, and then `limit`: the
-    engine's own names are longer, so it can't filter by the host's.
+    Applies the name filters `names` to the host's containers in the engine's listing, `values`: the engine's own names
+    are longer, so it can't filter by the host's.
     """
     shown = []
     for value in values:
@@ -243,12 +241,12 @@ def present_listing(
         if "NetworkMode" in requested:
             new["HostConfig"] = {**value.get("HostConfig", {}), "NetworkMode": requested["NetworkMode"]}
         shown.append(new)
-    return shown[:limit] if limit else shown
+    return shown
 
 
-def listing_query(query: dict[str, str], view: EngineView) -> tuple[dict[str, str], list[str], int | None]:
-    """Splits a host's query into the engine's query, restricted to the host's labels, and the name filters and limit
-    for `present_listing`. Raises EngineRefusal for filters that are not JSON."""
+def listing_query(query: dict[str, str], view: EngineView) -> tuple[dict[str, str], list[str]]:
+    """Splits a host's query into the engine's query, restricted to the host's labels, and the name filters for
+    `present_listing`. Raises EngineRefusal for filters that are not JSON."""
     try:
         # Clients send a filter's values as a list, or as the keys of an object.
         given = json.loads(query.get("filters") or "{}")
@@ -257,12 +255,7 @@ def listing_query(query: dict[str, str], view: EngineView) -> tuple[dict[str, st
         raise EngineRefusal(400, f"invalid filters: {query['filters'][:100]}") from None
     names = filters.pop("name", [])
     filters["label"] = [*filters.get("label", []), *view.labels]
-    new = {**query, "filters": json.dumps(filters)}
-    given_limit = new.pop("limit", "")
-    limit = int(given_limit) if given_limit.isdigit() else 0
-    if limit:
-        new["all"] = "1"  # as the engine does: the last containers, whether they run or not
-    return new, names, limit or None
+    return {**query, "filters": json.dumps(filters)}, names
 
 
 def resolve_container(name: str, own: list[dict[str, Any]], view: EngineView) -> str:
