@@ -20,6 +20,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from email.message import Message
 from http.client import responses as REASONS
 from http.server import BaseHTTPRequestHandler
@@ -157,6 +158,11 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
         json.dumps(value, indent=1).encode(),
         {"Content-Type": "application/json; charset=UTF-8", **(headers or {})},
     )
+
+
+def timestamp(seconds: float) -> str:
+    """Formats seconds since 1970 in RFC 3339, as Google's APIs write times."""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
 Handler = Callable[[HttpRequest], HttpResponse]

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import re
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from training.accelerators import ACCELERATORS, GENERATIONS, Accelerator, Api
+
+T = TypeVar("T")
 
 # google.rpc.Code -> (HTTP status, name)
 CODES = {
@@ -31,23 +34,7 @@ CODES = {
 CANCELLED, INVALID_ARGUMENT, NOT_FOUND, ALREADY_EXISTS, PERMISSION_DENIED, RESOURCE_EXHAUSTED = 1, 3, 5, 6, 7, 8
 FAILED_PRECONDITION, ABORTED, UNIMPLEMENTED, INTERNAL, UNAVAILABLE = 9, 10, 12, 13, 14
 
-# Zones without an accelerator of the table: there Cloud TPU refuses the accelerator type, not the zone.
-_OTHER_ZONES = (
-    "us-east1-b",
-    "us-east1-c",
-    "us-west1-a",
-    "us-west1-b",
-    "us-central1-f",
-    "us-west4-b",
-    "us-west4-c",
-    "europe-west1-b",
-    "europe-west1-c",
-    "asia-east1-a",
-    "asia-east1-b",
-)
-ZONES: tuple[str, ...] = tuple(
-    sorted({zone for slice_ in ACCELERATORS.values() for zone in slice_.zones(Api.CLOUD_TPU)} | set(_OTHER_ZONES))
-)
+ZONES = tuple(sorted({zone for slice_ in ACCELERATORS.values() for zone in slice_.zones(Api.CLOUD_TPU)}))
 
 _NODE_NAME = re.compile(r"^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$")
 _LABEL_KEY = re.compile(r"^[\w-]{1,63}$")
@@ -81,6 +68,13 @@ class ApiError(Exception):
                 **({"details": self.details} if self.details else {}),
             }
         }
+
+
+def find(resources: Mapping[str, T], name: str) -> T:
+    """Returns the resource of a full name. Raises ApiError when there is none."""
+    if name not in resources:
+        raise ApiError(NOT_FOUND, f"Resource '{name}' was not found")
+    return resources[name]
 
 
 def event_id(text: str) -> str:

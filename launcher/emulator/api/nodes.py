@@ -14,12 +14,12 @@ import ipaddress
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from typing import Any
 
 from launcher.emulator import faults
 from launcher.emulator.api import catalogue, stock
 from launcher.emulator.api.catalogue import ApiError, bad_request
+from launcher.emulator.http_server import timestamp
 from launcher.emulator.state import EmulatorState, Host, Node, Operation
 from training.accelerators import ACCELERATORS, Accelerator
 
@@ -44,11 +44,6 @@ def parse(method: str, segments: list[str], query: dict[str, str], body: dict[st
     """Makes a call of a URL's parts without the version."""
     head, separator, verb = segments[-1].partition(":")
     return Call(method, (*segments[:-1], head), verb if separator else "", query, body)
-
-
-def timestamp(seconds: float) -> str:
-    """Formats seconds since 1970 in RFC 3339, as the API writes times."""
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
 def answer(state: EmulatorState, call: Call, now: float) -> dict[str, Any]:
@@ -77,7 +72,7 @@ def _in_zone(
             return _answer_nodes(state, call, parent, tuple(name), now)
         case ("operations", *name):
             if len(name) == 1 and call.method == "GET" and not call.verb:
-                return operation_json(_operation(state, f"{parent}/operations/{name[0]}"))
+                return operation_json(catalogue.find(state.operations, f"{parent}/operations/{name[0]}"))
         case ("acceleratorTypes" | "runtimeVersions",) if call.method == "GET" and not call.verb:
             return _list_offers(call, parent, rest[0])
     raise no_method(call)
@@ -87,7 +82,7 @@ def _answer_nodes(state: EmulatorState, call: Call, parent: str, name: tuple[str
     """Carries out a call on the nodes of `parent` (`name` is ()), or on one node (`name` is (its id,))."""
 
     def node() -> Node:
-        return _node(state, f"{parent}/nodes/{name[0]}")
+        return catalogue.find(state.nodes, f"{parent}/nodes/{name[0]}")
 
     match (call.method, len(name), call.verb):
         case ("GET", 0, ""):
@@ -376,18 +371,6 @@ def _apply(operation: Operation, node: Node) -> None:
                 host.guest_attributes.clear()
         case _:
             node.resource |= {"state": "READY", "health": "HEALTHY"}
-
-
-def _node(state: EmulatorState, name: str) -> Node:
-    if name not in state.nodes:
-        raise ApiError(catalogue.NOT_FOUND, f"Resource '{name}' was not found")
-    return state.nodes[name]
-
-
-def _operation(state: EmulatorState, name: str) -> Operation:
-    if name not in state.operations:
-        raise ApiError(catalogue.NOT_FOUND, f"Resource '{name}' was not found")
-    return state.operations[name]
 
 
 def no_method(call: Call) -> ApiError:

@@ -24,6 +24,7 @@ from launcher.emulator.api import catalogue, stock
 from launcher.emulator.api import nodes as tpu_api
 from launcher.emulator.api.catalogue import ApiError, bad_request
 from launcher.emulator.api.nodes import Call
+from launcher.emulator.http_server import timestamp
 from launcher.emulator.state import EmulatorState, Operation, QueuedResource
 from training.accelerators import Accelerator
 
@@ -53,10 +54,11 @@ def answer(state: EmulatorState, call: Call, now: float) -> dict[str, Any]:
         case ("POST", [], ""):
             return tpu_api.operation_json(_create(state, call, parent, now))
         case ("GET", [name], ""):
-            return to_json(_find(state, f"{parent}/queuedResources/{name}"))
+            return to_json(catalogue.find(state.queued, f"{parent}/queuedResources/{name}"))
         case ("DELETE", [name], ""):
             force = call.query.get("force", "").lower() == "true"
-            return tpu_api.operation_json(_delete(state, _find(state, f"{parent}/queuedResources/{name}"), force, now))
+            queued = catalogue.find(state.queued, f"{parent}/queuedResources/{name}")
+            return tpu_api.operation_json(_delete(state, queued, force, now))
     raise tpu_api.no_method(call)
 
 
@@ -165,7 +167,7 @@ def _create(state: EmulatorState, call: Call, parent: str, now: float) -> Operat
     if node in state.nodes:
         raise ApiError(catalogue.ALREADY_EXISTS, f"Resource '{node}' already exists")
     faults.refuse_create(state, requested, zone)
-    resource = {**call.body, "name": name, "createTime": tpu_api.timestamp(now)}
+    resource = {**call.body, "name": name, "createTime": timestamp(now)}
     state.queued[name] = QueuedResource(
         name, resource, node, "ACCEPTED", now, _until(call.body.get("queueingPolicy", {}), now)
     )
@@ -222,9 +224,3 @@ def _delete(state: EmulatorState, queued: QueuedResource, force: bool, now: floa
 
 def _end(operation: Operation, response: dict[str, Any], now: float) -> None:
     operation.done, operation.ended, operation.response = True, now, response
-
-
-def _find(state: EmulatorState, name: str) -> QueuedResource:
-    if name not in state.queued:
-        raise ApiError(catalogue.NOT_FOUND, f"Resource '{name}' was not found")
-    return state.queued[name]

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import base64
 import re
-from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import quote
 
-from launcher.emulator.http_server import FileRegion, HttpRequest, HttpResponse, json_response
+from launcher.emulator.http_server import FileRegion, HttpRequest, HttpResponse, json_response, timestamp
 from launcher.emulator.storage.bucket import Bucket, Buckets, StorageApiError, StoredObject, require_generation
 from launcher.emulator.storage.uploads import EXPECTED, Uploads, integer
 
@@ -178,9 +177,9 @@ def object_json(bucket: Bucket, stored: StoredObject, base: str) -> dict[str, An
         "size": str(stored.size),
         "crc32c": stored.crc32c,
         "etag": etag(stored),
-        "timeCreated": _time(stored.created),
-        "updated": _time(stored.created),
-        "timeStorageClassUpdated": _time(stored.created),
+        "timeCreated": timestamp(stored.created),
+        "updated": timestamp(stored.created),
+        "timeStorageClassUpdated": timestamp(stored.created),
         "md5Hash": stored.md5,
         **stored.settings,
     }
@@ -188,7 +187,7 @@ def object_json(bucket: Bucket, stored: StoredObject, base: str) -> dict[str, An
 
 def bucket_json(bucket: Bucket, base: str) -> dict[str, Any]:
     """Returns a bucket's resource. `base` is the server's URL."""
-    created = _time(float(bucket.settings["timeCreated"]))
+    created = timestamp(float(bucket.settings["timeCreated"]))
     fixed = {
         "kind": "storage#bucket",
         "id": bucket.name,
@@ -239,10 +238,6 @@ def _base(request: HttpRequest) -> str:
     without any other authorization."""
     user, password = request.login
     return f"http://{f'{user}:{password}@' if password else ''}{request.headers.get('Host', '127.0.0.1')}"
-
-
-def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
 def _not_found(request: HttpRequest) -> StorageApiError:
