@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 from pydantic import AfterValidator
 
@@ -13,7 +13,7 @@ from training.accelerators import accelerator
 IMAGE_BY_DIGEST = r"^[^@\s]+@sha256:[0-9a-f]{64}$"
 
 _LABEL = re.compile(r"[a-z0-9_-]{0,63}")
-_SECRET_KEY = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[-._a-zA-Z0-9]+")
+T = TypeVar("T", bound=Iterable[str])
 
 
 def _matches(pattern: str, problem: str) -> AfterValidator:
@@ -44,36 +44,18 @@ def _labels(value: dict[str, str]) -> dict[str, str]:
     return value
 
 
-def _require_variables(names: Iterable[str]) -> None:
-    """Raises ValueError for a name that no environment variable can have."""
+def _variables(names: T) -> T:
+    """Returns the names unchanged. Raises ValueError for one that no environment variable can have."""
     for name in names:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise ValueError(f"{name!r} is not the name of an environment variable")
+    return names
 
 
-def _variable_names(value: list[str]) -> list[str]:
-    """Returns the names unchanged. Raises ValueError for one that no environment variable can have."""
-    _require_variables(value)
-    return value
-
-
-def _environment(value: dict[str, str]) -> dict[str, str]:
-    """Returns the variables unchanged. Raises ValueError for an invalid name, or a value with a line break or NUL."""
-    _require_variables(value)
-    for key, text in value.items():
-        if "\n" in text or "\0" in text:
-            raise ValueError(f"the value of {key} may not contain a line break")
-    return value
-
-
-def _secrets(value: dict[str, str]) -> dict[str, str]:
-    """Returns variable name -> SECRET/KEY unchanged. Raises ValueError for an invalid name or another form of value."""
-    _require_variables(value)
-    for key, source in value.items():
-        if not _SECRET_KEY.fullmatch(source):
-            raise ValueError(
-                f"{key}: {source!r} must be SECRET/KEY, the names of a Kubernetes Secret and of a key in it"
-            )
+def _one_line(value: str) -> str:
+    """Returns the value unchanged. Raises ValueError, which does not show the value, for a line break or NUL."""
+    if "\n" in value or "\0" in value:
+        raise ValueError("the value may not contain a line break")
     return value
 
 
@@ -86,7 +68,14 @@ Name = Annotated[
 ]
 AcceleratorType = Annotated[str, AfterValidator(_known_accelerator)]
 Labels = Annotated[dict[str, str], AfterValidator(_labels)]
-VariableNames = Annotated[list[str], AfterValidator(_variable_names)]
-Environment = Annotated[dict[str, str], AfterValidator(_environment)]
-ClusterSecrets = Annotated[dict[str, str], AfterValidator(_secrets)]
+VariableNames = Annotated[list[str], AfterValidator(_variables)]
+Environment = Annotated[dict[str, Annotated[str, AfterValidator(_one_line)]], AfterValidator(_variables)]
+SecretKey = Annotated[
+    str,
+    _matches(
+        r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[-._a-zA-Z0-9]+",
+        "must be SECRET/KEY, the names of a Kubernetes Secret and of a key in it",
+    ),
+]
+ClusterSecrets = Annotated[dict[str, SecretKey], AfterValidator(_variables)]
 Zone = Annotated[str, _matches(r"[a-z]+-[a-z]+[0-9]+-[a-z0-9]+", "is not the name of a zone, like us-central2-b")]
