@@ -49,6 +49,8 @@ CONTROL, ENGINE = "control.sock", "engine.sock"
 ACCESS_TOKEN = Path("user") / "access-token"  # below the home: the token of the workstation's account, for gcloud
 QUEUE_SECONDS = 0.3  # between passes over the queued resources
 BOOT = Path("/proc/sys/kernel/random/boot_id")
+_ON_READY = ("preempt", "restore-host", *faults.OUTAGES)  # faults of READY nodes only
+_FLAGS = {"kill-host": "killed", "cut-host": "cut", "hang-host": "hung"}  # what a fault sets of its host
 
 
 class Server:
@@ -273,24 +275,19 @@ class Server:
                 "pushed": {repository: dict(versions) for repository, versions in state.pushed.items()},
                 "faults": [vars(fault) for fault in state.faults],
             }
-        containers = {
-            container["Names"][0].removeprefix("/"): container
-            for container in self.engine.containers(f"{LABEL}={emulator}")
-        }
+        found = self.engine.containers(f"{LABEL}={emulator}")
+        states = {container["Names"][0].removeprefix("/"): container["State"] for container in found}
         for node in listed["nodes"]:
             for host in node["hosts"]:
-                host["state"] = containers[host["hostname"]]["State"] if host["hostname"] in containers else "none"
                 prefix = host["hostname"] + "."
-                host["containers"] = {
-                    name.removeprefix(prefix): container["State"]
-                    for name, container in containers.items()
-                    if name.startswith(prefix)
-                }
+                inside = (name for name in states if name.startswith(prefix))
+                host["state"] = states.get(host["hostname"], "none")
+                host["containers"] = {name.removeprefix(prefix): states[name] for name in inside}
         return {**listed, "buckets": self.buckets.summary()}
 
     @staticmethod
     def _status_of(node: Node) -> dict[str, Any]:
-        shown = ("hostname", "address", "killed", "cut", "hung")
+        shown = ("hostname", "address", *_FLAGS.values())
         hosts = [{"worker": host.index, **{name: getattr(host, name) for name in shown}} for host in node.hosts]
         return {
             "name": node.name,
@@ -303,7 +300,7 @@ class Server:
         """Enters or executes the fault {"fault": KIND, ...}; "clear" removes all faults and restores their hosts.
         launcher/cli/emulator.py describes the arguments. Raises ValueError for a wrong target."""
         kind = arguments.pop("fault")
-        if kind in ("preempt", "kill-host", "cut-host", "hang-host", "restore-host", *faults.OUTAGES):
+        if kind in (*_ON_READY, *_FLAGS):
             return self._inject_host(kind, arguments)
         with self.store.change() as state:
             if kind == "clear":
@@ -323,29 +320,21 @@ class Server:
         """Preempts a node or begins its outage, or kills, cuts, hangs or restores one host, containers included."""
         with self.store.change() as state:
             node = faults.find_node(state, arguments["node"])
+            if kind in _ON_READY and node.state != "READY":
+                raise ValueError(f"node {node.short_name} is {node.state}; {kind} needs a READY one")
+            hosts = list(node.hosts)
             if kind == "preempt":
-                hosts = list(node.hosts)
-                if node.state not in ("READY", "STOPPED"):
-                    raise ValueError(f"node {node.short_name} is {node.state}; only a READY one can be preempted")
                 faults.preempt(node)
             elif kind in faults.OUTAGES:
-                hosts = list(node.hosts)
-                if node.state != "READY":
-                    raise ValueError(f"node {node.short_name} is {node.state}; only a READY one is worked on")
                 until = time.time() + arguments["seconds"]
                 faults.begin_outage(node, kind, until)
                 for host in hosts:
                     host.killed, host.restore_at = True, until
             else:
                 host = faults.find_host(state, arguments["node"], arguments["worker"])
-                if kind == "restore-host" and node.state != "READY":
-                    raise ValueError(
-                        f"node {node.short_name} is {node.state}; only hosts of a READY one can be restored"
-                    )
                 hosts = [host]
                 if kind != "restore-host":
-                    host.killed, host.cut = host.killed or kind == "kill-host", host.cut or kind == "cut-host"
-                    host.hung = host.hung or kind == "hang-host"
+                    setattr(host, _FLAGS[kind], True)
                     host.restore_at = time.time() + arguments["seconds"] if arguments.get("seconds") else None
         acts = {"cut-host": self.hosts.cut, "hang-host": self.containers.hang, "restore-host": self.hosts.restore}
         act = acts.get(kind, self.containers.kill)
