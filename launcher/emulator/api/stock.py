@@ -1,12 +1,7 @@
 """The stock of the emulated zones: how many slices of each type and capacity there are, and when they come and go.
 
-`tpu-launch emulator stock FILE` enters a file like this one:
-
-    seed: 7                                  # decides every random number
-    speed: 60                                # seconds of the file that pass in a second
-    stock:
-    - {zone: us-central2-b, accelerator_type: v4-16, capacity: spot, slices: [[0, 1], [3600, 0], [9000, 2]]}
-    - {zone: us-central1-a, accelerator_type: v3-8, capacity: spot, random: {every: 1800, most: 2}}
+`tpu-launch emulator stock FILE` enters a file like that of docs/guide/capacity.md: `seed` decides every random number,
+and `speed` is how many seconds of the file pass in a second.
 
 `slices` lists from which second on how many there are; `random` draws a number from 0 to `most` again and again. A type
 that the file does not name has none. A creation beyond the stock fails with Google's error, a queued resource waits,

@@ -188,21 +188,19 @@ def object_json(bucket: Bucket, stored: StoredObject, base: str) -> dict[str, An
 def bucket_json(bucket: Bucket, base: str) -> dict[str, Any]:
     """Returns a bucket's resource. `base` is the server's URL."""
     created = timestamp(float(bucket.settings["timeCreated"]))
-    fixed = {
-        "kind": "storage#bucket",
-        "id": bucket.name,
-        "name": bucket.name,
-        "timeCreated": created,
-        "updated": created,
-    }
-    shown = {
+    return {
         "location": "US",
         "locationType": "multi-region",
         "storageClass": "STANDARD",
         "metageneration": "1",
         "etag": "CAE=",
+        **bucket.settings,
+        "kind": "storage#bucket",
+        "id": bucket.name,
+        "timeCreated": created,
+        "updated": created,
+        "selfLink": f"{base}/storage/v1/b/{bucket.name}",
     }
-    return {**shown, **bucket.settings, **fixed, "selfLink": f"{base}/storage/v1/b/{bucket.name}"}
 
 
 def etag(stored: StoredObject) -> str:

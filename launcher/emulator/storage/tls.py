@@ -28,15 +28,13 @@ NAMES = ("storage.googleapis.com", "www.googleapis.com")
 CA_FILE = "ca.pem"  # in the emulator's private folder, and from there in containers
 _JSON = ("storage", "upload", "download", "resumable")
 _DAYS = 365
+_SYSTEM_CAS = ("/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/certs/ca-bundle.crt")
 
 
 def tls_context(folder: Path, names: Sequence[str] = NAMES) -> ssl.SSLContext:
     """Returns a server's TLS context for these names under a new CA. Writes `folder`/ca.pem: it and the system CAs."""
-    now, ca_key, key = (
-        datetime.now(UTC),
-        ec.generate_private_key(ec.SECP256R1()),
-        ec.generate_private_key(ec.SECP256R1()),
-    )
+    now = datetime.now(UTC)
+    ca_key, key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
     ca_name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "tpu-launch emulator")])
 
     def certificate(name: x509.Name, public_key: ec.EllipticCurvePublicKey, *, ca: bool) -> x509.CertificateBuilder:
@@ -72,7 +70,8 @@ def tls_context(folder: Path, names: Sequence[str] = NAMES) -> ssl.SSLContext:
         file.write(secret + signed)
     context.load_cert_chain(pair)
     pair.unlink()
-    others = next((path.read_bytes() for path in _system_cas() if path.is_file()), b"")
+    candidates = (ssl.get_default_verify_paths().cafile or "", *_SYSTEM_CAS)
+    others = next((Path(path).read_bytes() for path in candidates if os.path.isfile(path)), b"")
     # Write in place: running containers have this file mounted.
     (folder / CA_FILE).write_bytes(ca + others)
     (folder / CA_FILE).chmod(0o644)
@@ -91,16 +90,6 @@ def _signs_certificates() -> x509.KeyUsage:
         encipher_only=False,
         decipher_only=False,
     )
-
-
-def _system_cas() -> list[Path]:
-    """Returns the files that may hold this machine's own CAs."""
-    default = ssl.get_default_verify_paths().cafile
-    return [
-        *([Path(default)] if default else []),
-        Path("/etc/ssl/certs/ca-certificates.crt"),
-        Path("/etc/pki/tls/certs/ca-bundle.crt"),
-    ]
 
 
 def serve_tls(connection: socket.socket, context: ssl.SSLContext, handler: Handler) -> None:
