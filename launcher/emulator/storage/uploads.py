@@ -11,7 +11,7 @@ import json
 import os
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 from urllib.parse import quote
@@ -29,7 +29,6 @@ from launcher.emulator.storage.bucket import (
 from launcher.home import write_private
 
 _CHUNK = 256 * 1024  # all chunks but the last are multiples of it
-_MAX_HEAD = 1 << 20
 EXPECTED = "ifGenerationMatch"  # the parameter with the generation that the request expects
 Made = tuple[Bucket, StoredObject]
 
@@ -64,41 +63,25 @@ class Uploads:
         return self._whole(request, bucket, request.query["name"], settings, request.body.blocks())
 
     def _multipart(self, request: HttpRequest, bucket: Bucket) -> Made:
-        """Stores a multipart/related body: JSON, then the object's bytes, which are streamed up to the boundary."""
+        """Stores the second part of a multipart/related body as an object; the first is JSON about it. Clients send
+        small objects so."""
         match = re.search(r'boundary="?([^";]+)', request.headers.get("Content-Type", ""))
         if not match:
             raise StorageApiError(400, "badContent", "Multipart body without a boundary.")
         boundary = b"--" + match[1].strip().strip("'").encode()
-        blocks = request.body.blocks()
-        data = b""
-        while (start := _second_part(data, boundary)) is None:
-            block = next(blocks, None)
-            if block is None or len(data) > _MAX_HEAD:
-                raise StorageApiError(400, "badContent", "Multipart body must have exactly two parts.")
-            data += block
-        head, kind, newline, data = start
-        settings = json.loads(head)
-        settings.setdefault("contentType", kind)
+        before, first, second, *after = [*request.body.read_all().split(boundary), b"", b"", b""]
+        if before.strip() or not after[0].startswith(b"--"):
+            raise StorageApiError(400, "badContent", "Multipart body must have exactly two parts.")
+        newline = b"\r\n" if first.startswith(b"\r\n") else b"\n"  # which gcloud ends lines with
+        description, (head, _, content) = first.partition(newline * 2)[2], second.partition(newline * 2)
+        kind = re.search(r"(?im)^content-type:\s*([^\r\n]+)", head.decode("latin-1"))
+        settings = {"contentType": kind[1].strip() if kind else "application/octet-stream", **json.loads(description)}
         name = request.query.get("name") or str(settings["name"])
+        return self._whole(request, bucket, name, settings, [content.removesuffix(newline)])
 
-        def content() -> Any:
-            nonlocal data
-            end = newline + boundary + b"--"
-            for block in blocks:
-                data += block
-                # Keep back as many bytes as the boundary and its end have: it may be split between blocks.
-                keep = len(end) + 4
-                if len(data) > keep:
-                    yield data[:-keep]
-                    data = data[-keep:]
-            place = data.rfind(end)
-            if place < 0:
-                raise StorageApiError(400, "badContent", "Multipart body without its final boundary.")
-            yield data[:place]
-
-        return self._whole(request, bucket, name, settings, content())
-
-    def _whole(self, request: HttpRequest, bucket: Bucket, name: str, settings: dict[str, Any], blocks: Any) -> Made:
+    def _whole(
+        self, request: HttpRequest, bucket: Bucket, name: str, settings: dict[str, Any], blocks: Iterable[bytes]
+    ) -> Made:
         """Stores the blocks as an object. Discards them on any error, such as a wrong hash or a lost client."""
         with bucket.incoming() as incoming:
             for block in blocks:
@@ -195,27 +178,6 @@ class Uploads:
         if incoming := self._open.pop(identifier, None):
             incoming.discard()
         (bucket.folder / "uploads" / f"{identifier}.json").unlink(missing_ok=True)
-
-
-def _second_part(data: bytes, boundary: bytes) -> tuple[bytes, str, bytes, bytes] | None:
-    """Returns (first part's body, second part's content type, the line ending in use, the second part's bytes so far);
-    None when more bytes are needed.
-
-    gcloud ends lines with a bare newline, the client libraries with CRLF.
-    """
-    for newline in (b"\r\n", b"\n"):
-        head = data.find(newline * 2)
-        second = data.find(newline + boundary, head + 2 * len(newline))
-        place = data.find(newline * 2, second + len(boundary))
-        if data.lstrip().startswith(boundary) and 0 <= head < second < place:
-            kind = re.search(r"(?im)^content-type:\s*([^\r\n]+)", data[second:place].decode("latin-1"))
-            return (
-                data[head:second].strip(),
-                kind[1].strip() if kind else "application/octet-stream",
-                newline,
-                data[place + 2 * len(newline) :],
-            )
-    return None
 
 
 def _sent_hashes(request: HttpRequest) -> tuple[str | None, str | None]:
