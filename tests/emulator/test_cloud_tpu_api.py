@@ -71,7 +71,7 @@ def test_a_network_without_room_refuses_the_node_and_keeps_nothing_of_it(api: An
 @pytest.mark.parametrize("state", ["CREATING", "PREEMPTED", "DELETING"])
 def test_a_node_that_is_not_usable_can_not_be_updated(api: Any, state: str) -> None:
     api.ready().resource["state"] = state
-    status, message = refusal(api.call, "PATCH", "nodes", "pod", body={"labels": {}}, updateMask="labels")
+    status, message = refusal(api.call, "PATCH", "nodes", "pod", body={"metadata": {}}, updateMask="metadata")
     assert status == 400
     assert f"update is not supported while in state {state}" in message
 

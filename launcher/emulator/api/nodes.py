@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import ipaddress
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -215,31 +214,21 @@ def start_delete(state: EmulatorState, node: Node, now: float) -> Operation:
     return start_operation(state, "delete", node.name, now, state.update_seconds)
 
 
-_UPDATABLE: dict[str, Callable[[Any], None]] = {
-    "metadata": catalogue.check_metadata,
-    "labels": catalogue.check_labels,
-}
-
-
 def _update(state: EmulatorState, node: Node, call: Call, now: float) -> Operation:
-    """Enters a change of labels and metadata, by updateMask. Raises ApiError unless the node is idle, READY or
+    """Enters a change of metadata, to which gcloud adds its ssh key. Raises ApiError unless the node is idle, READY or
     STOPPED."""
-    mask = [part for part in call.query.get("updateMask", "").split(",") if part]
-    if not mask:
-        raise bad_request("updateMask is required")
-    for part in mask:
-        if part not in _UPDATABLE:
-            raise bad_request(f'update mask "{part}" is not supported; it may hold {", ".join(_UPDATABLE)}')
+    mask = call.query.get("updateMask", "")
+    if mask != "metadata":
+        raise bad_request(f'update mask "{mask}" is not emulated: only metadata is')
     if node.state not in ("READY", "STOPPED"):
         raise bad_request(f"update is not supported while in state {node.state}")
     if any(operation.target == node.name and not operation.done for operation in state.operations.values()):
         raise ApiError(catalogue.ABORTED, "unable to queue the operation")
     faults.refuse_change(state)
-    change: dict[str, Any] = {part: call.body.get(part, {}) for part in mask}
-    for part, value in change.items():
-        _UPDATABLE[part](value)
+    metadata = call.body.get("metadata", {})
+    catalogue.check_metadata(metadata)
     operation = start_operation(state, "update", node.name, now, state.update_seconds)
-    operation.change = change
+    operation.change = {"metadata": metadata}
     return operation
 
 
