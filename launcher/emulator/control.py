@@ -9,7 +9,6 @@ and the id is a function of the home directory.
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import os
 import shutil
@@ -28,7 +27,7 @@ from launcher.emulator.server import ACCESS_TOKEN, CONTROL, ENGINE
 from launcher.emulator.state import EmulatorState, emulator_id, from_json, to_json
 from launcher.emulator.storage.tls import CA_FILE
 from launcher.emulator.vm import virtual_tpu
-from launcher.emulator.vm.engine_client import Engine, EngineError, UnixConnection
+from launcher.emulator.vm.engine_client import Engine, EngineError
 from launcher.emulator.vm.host_containers import remove_everything
 from launcher.emulator.vm.image_registry import remove_pulled
 from launcher.errors import BadInput, LaunchError
@@ -372,12 +371,9 @@ def _running(home: Path) -> EmulatorState:
 
 def _answers(state: EmulatorState) -> bool:
     """Returns whether the emulator's server answers a ping within PING_TIMEOUT."""
-    path = Path(state.sockets) / CONTROL
-    if not state.sockets or not path.exists():
-        return False
     try:
-        _raw(path, "GET", "/ping", None, timeout=PING_TIMEOUT)
-    except (OSError, http.client.HTTPException):
+        _server(state.sockets).raw("GET", "/ping", timeout=PING_TIMEOUT)
+    except OSError:
         return False
     return True
 
@@ -385,8 +381,8 @@ def _answers(state: EmulatorState) -> bool:
 def _ask(state: EmulatorState, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
     """Sends a request to the server and returns its JSON. Raises BadInput for status 400, else LaunchError."""
     try:
-        status, data = _raw(Path(state.sockets) / CONTROL, method, path, body)
-    except (OSError, http.client.HTTPException) as error:
+        status, data = _server(state.sockets).raw(method, path, body=body)
+    except OSError as error:
         raise LaunchError(f"the emulator's server does not answer: {error}") from None
     value = json.loads(data)
     assert isinstance(value, dict)
@@ -397,15 +393,9 @@ def _ask(state: EmulatorState, method: str, path: str, body: dict[str, Any] | No
     return value
 
 
-def _raw(path: Path, method: str, target: str, body: dict[str, Any] | None, timeout: float = 60) -> tuple[int, bytes]:
-    """Returns status and body of an HTTP request over a unix socket. Raises OSError or HTTPException."""
-    connection = UnixConnection(str(path), timeout)
-    try:
-        connection.request(method, target, None if body is None else json.dumps(body).encode())
-        response = connection.getresponse()
-        return response.status, response.read()
-    finally:
-        connection.close()
+def _server(sockets: str | Path) -> Engine:
+    """Returns a client of the server in this folder of sockets: it takes requests as a container engine does."""
+    return Engine(str(Path(sockets) / CONTROL))
 
 
 def _end_server(home: Path, sockets: Path) -> None:
@@ -413,8 +403,8 @@ def _end_server(home: Path, sockets: Path) -> None:
     process id, so no other process is killed."""
     if is_held(home / "lock") is False:
         return
-    with contextlib.suppress(OSError, http.client.HTTPException):
-        _raw(sockets / CONTROL, "POST", "/stop", None, timeout=PING_TIMEOUT)
+    with contextlib.suppress(OSError):
+        _server(sockets).raw("POST", "/stop", timeout=PING_TIMEOUT)
     deadline = time.monotonic() + STOP_TIMEOUT
     while is_held(home / "lock"):
         if time.monotonic() > deadline:

@@ -28,7 +28,7 @@ BOOT_TIMEOUT = 180.0  # seconds until a host has published its ssh host keys
 class OperationRunner:
     """Runs the pending operations of a store on the containers of its hosts."""
 
-    def __init__(self, store: Store, containers: HostContainers, *, prepare: Callable[[Node, Host], None]) -> None:
+    def __init__(self, store: Store, containers: HostContainers, *, prepare: Callable[[Host], None]) -> None:
         """Takes the operations, the hosts, and a function that opens a host's control socket before the host starts."""
         self._store = store
         self._containers = containers
@@ -95,7 +95,7 @@ class OperationRunner:
                 return
             self._boots += 1
         try:
-            self._prepare(node, host)
+            self._prepare(host)
             self._containers.ensure(node, host)
         finally:
             with self._booting:
@@ -120,7 +120,7 @@ class OperationRunner:
     def _start(self, operation: Operation, node: Node) -> str:
         """Starts the hosts and waits for their ssh keys. Returns an error's message, or ""."""
         for host in node.hosts:
-            self._prepare(node, host)
+            self._prepare(host)
             self._containers.start(host)
         self._store.wait(lambda _: operation.cancelled or all(map(_booted, node.hosts)), BOOT_TIMEOUT)
         return _describe_missing(node)

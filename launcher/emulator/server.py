@@ -100,12 +100,11 @@ class Server:
             state.registry_port = registry.getsockname()[1]
             state.subnet = self.containers.ensure_network(state.subnet)
             state.pid = os.getpid()
-            nodes = list(state.nodes.values())
+            nodes, hosts = list(state.nodes.values()), state.hosts
             rebooted, state.boot = state.boot not in ("", BOOT.read_text()), BOOT.read_text()
         self.acceptor.start()
-        for node in nodes:
-            for host in node.hosts:
-                self.hosts.prepare(node, host)
+        for host in hosts:
+            self.hosts.prepare(host)
         if rebooted:
             self.hosts.return_from_reboot(nodes)
         self.acceptor.add(unix_listener(self.sockets / ENGINE, 0o600), self.engine_proxy.serve_workstation)

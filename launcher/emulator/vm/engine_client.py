@@ -71,7 +71,7 @@ class Engine:
             response = connection.getresponse()
             return response.status, response.read()
         except http.client.HTTPException as error:
-            raise OSError(f"{method} {path}: the engine's response was cut off: {error!r}") from None
+            raise OSError(f"{method} {path}: the response was cut off: {error!r}") from None
         finally:
             connection.close()
 

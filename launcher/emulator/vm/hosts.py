@@ -62,7 +62,7 @@ class Hosts:
         threading.Thread(target=self._watch_deaths, name="deaths", daemon=True).start()
         threading.Thread(target=self._run_timers, name="timers", daemon=True).start()
 
-    def prepare(self, node: Node, host: Host) -> None:
+    def prepare(self, host: Host) -> None:
         """Opens the socket on which the host's agent hands over its listeners."""
         with self.lock:
             if host.hostname in self.control_sockets:
