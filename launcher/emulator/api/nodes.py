@@ -57,59 +57,47 @@ def answer(state: EmulatorState, call: Call, now: float) -> dict[str, Any]:
         case ("projects", project, "locations", zone, *rest):
             if zone != "-":
                 catalogue.check_zone(zone)
-            return _in_zone(state, call, project, zone, tuple(rest), now)
+            return _in_zone(state, call, f"projects/{project}/locations/{zone}", rest, now)
     raise no_method(call)
 
 
-def _in_zone(
-    state: EmulatorState, call: Call, project: str, zone: str, rest: tuple[str, ...], now: float
-) -> dict[str, Any]:
-    """Carries out a call on the nodes, operations or offers of a zone ("-": all zones). Raises ApiError."""
-    parent = f"projects/{project}/locations/{zone}"
-    match rest:
-        case ("nodes", *name):
-            return _answer_nodes(state, call, parent, tuple(name), now)
-        case ("operations", *name):
-            if len(name) == 1 and call.method == "GET" and not call.verb:
-                return operation_json(catalogue.find(state.operations, f"{parent}/operations/{name[0]}"))
-        case ("acceleratorTypes" | "runtimeVersions",) if call.method == "GET" and not call.verb:
-            return _list_offers(call, parent, rest[0])
-    raise no_method(call)
-
-
-def _answer_nodes(state: EmulatorState, call: Call, parent: str, name: tuple[str, ...], now: float) -> dict[str, Any]:
-    """Carries out a call on the nodes of `parent` (`name` is ()), or on one node (`name` is (its id,))."""
-
-    def node() -> Node:
-        return catalogue.find(state.nodes, f"{parent}/nodes/{name[0]}")
-
-    match (call.method, len(name), call.verb):
-        case ("GET", 0, ""):
+def _in_zone(state: EmulatorState, call: Call, parent: str, rest: list[str], now: float) -> dict[str, Any]:
+    """Carries out a call on the nodes, operations or offers of a zone, projects/P/locations/Z ("-": all zones). Raises
+    ApiError."""
+    name = "/".join([parent, *rest])
+    match (call.method, rest, call.verb):
+        case ("GET", ["nodes"], ""):
             prefix = parent.removesuffix("-") if parent.endswith("/-") else f"{parent}/"
             nodes = [node_json(node) for full_name, node in sorted(state.nodes.items()) if full_name.startswith(prefix)]
             return {"nodes": nodes}
-        case ("POST", 0, ""):
+        case ("POST", ["nodes"], ""):
             return operation_json(_create(state, call, parent, now))
-        case ("GET", 1, ""):
-            return node_json(node())
-        case ("DELETE", 1, ""):
-            return operation_json(_delete(state, node(), now))
-        case ("PATCH", 1, ""):
-            return operation_json(_update(state, node(), call, now))
-        case ("POST", 1, "getGuestAttributes"):
-            return _guest_attributes(node(), call.body)
-        case ("POST", 1, "stop" | "start"):
-            return operation_json(_stop_or_start(state, node(), call.verb, now))
+        case (_, ["nodes", _], _):
+            return _on_node(state, call, catalogue.find(state.nodes, name), now)
+        case ("GET", ["operations", _], ""):
+            return operation_json(catalogue.find(state.operations, name))
+        case ("GET", ["acceleratorTypes" as kind], ""):
+            offered = catalogue.accelerators_in(parent.rsplit("/", 1)[1])
+            return {kind: [_accelerator_json(name, accelerator_type) for accelerator_type in offered]}
+        case ("GET", ["runtimeVersions" as kind], ""):
+            return {kind: [{"name": f"{name}/{each}", "version": each} for each in catalogue.runtime_versions()]}
     raise no_method(call)
 
 
-def _list_offers(call: Call, parent: str, kind: str) -> dict[str, Any]:
-    """Returns all acceleratorTypes or runtimeVersions (`kind`) of the zone `parent`, projects/P/locations/Z, in one
-    page."""
-    if kind == "acceleratorTypes":
-        return {kind: [_accelerator_json(parent, name) for name in catalogue.accelerators_in(parent.rsplit("/", 1)[1])]}
-    versions = catalogue.runtime_versions()
-    return {kind: [{"name": f"{parent}/runtimeVersions/{version}", "version": version} for version in versions]}
+def _on_node(state: EmulatorState, call: Call, node: Node, now: float) -> dict[str, Any]:
+    """Carries out a call on one node. Raises ApiError."""
+    match (call.method, call.verb):
+        case ("GET", ""):
+            return node_json(node)
+        case ("DELETE", ""):
+            return operation_json(_delete(state, node, now))
+        case ("PATCH", ""):
+            return operation_json(_update(state, node, call, now))
+        case ("POST", "getGuestAttributes"):
+            return _guest_attributes(node, call.body)
+        case ("POST", "stop" | "start"):
+            return operation_json(_stop_or_start(state, node, call.verb, now))
+    raise no_method(call)
 
 
 def compute_project(project: str) -> dict[str, Any]:
@@ -306,7 +294,7 @@ def operation_json(operation: Operation) -> dict[str, Any]:
 def _accelerator_json(parent: str, name: str) -> dict[str, Any]:
     accelerator = ACCELERATORS[name]
     config = {"type": catalogue.api_type(accelerator), "topology": accelerator.topology_name}
-    return {"name": f"{parent}/acceleratorTypes/{name}", "type": name, "acceleratorConfigs": [config]}
+    return {"name": f"{parent}/{name}", "type": name, "acceleratorConfigs": [config]}
 
 
 def start_operation(state: EmulatorState, verb: str, target: str, now: float, seconds: float) -> Operation:
