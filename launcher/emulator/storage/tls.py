@@ -14,6 +14,7 @@ import os
 import socket
 import ssl
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -125,10 +126,5 @@ def as_json_api(request: HttpRequest) -> HttpRequest:
     if parts[0] in _JSON or len(parts) < 2:
         return request
     bucket, name = parts[0], "%2F".join(parts[1:])
-    return HttpRequest(
-        request.method,
-        f"/download/storage/v1/b/{bucket}/o/{name}",
-        {**request.query, "alt": "media"},
-        request.headers,
-        request.body,
-    )
+    path = f"/download/storage/v1/b/{bucket}/o/{name}"
+    return replace(request, path=path, query={**request.query, "alt": "media"})

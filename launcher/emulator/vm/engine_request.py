@@ -13,11 +13,11 @@ import re
 import socket
 import threading
 from dataclasses import dataclass
-from http.client import HTTPMessage, parse_headers, responses
+from http.client import parse_headers, responses
 from typing import Any
 from urllib.parse import parse_qs, urlencode
 
-from launcher.emulator.http_server import Body
+from launcher.emulator.http_server import Body, HttpRequest
 from launcher.emulator.vm.engine_view import EngineRefusal
 
 _LONGEST_LINE = 1 << 16
@@ -25,28 +25,20 @@ _BLOCK = 1 << 18
 
 
 @dataclass
-class EngineRequest:
-    """A request whose head was read; the body is still on the connection."""
+class EngineRequest(HttpRequest):
+    """A request whose head was read; the body is still on the connection. The path is without the version."""
 
     connection: socket.socket
-    method: str
     version: str  # "/v1.41" or ""
-    path: str  # without the version, percent-encoded
-    query: dict[str, str]
-    headers: HTTPMessage
 
     def json(self) -> dict[str, Any]:
         """Reads the body from the connection. Raises EngineRefusal when it is not a JSON object."""
         if self.headers.get("Expect", "").lower() == "100-continue":
             self.connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
-        data = Body(self.connection.makefile("rb"), self.headers).read_all()
         try:
-            value = json.loads(data or b"{}")
+            return super().json()
         except ValueError as error:
             raise EngineRefusal(400, f"the body is not JSON: {error}") from None
-        if not isinstance(value, dict):
-            raise EngineRefusal(400, "the body must be a JSON object")
-        return value
 
 
 def receive(connection: socket.socket) -> EngineRequest | None:
@@ -61,7 +53,8 @@ def receive(connection: socket.socket) -> EngineRequest | None:
     match = re.match(r"/v\d+\.\d+(?=/)", target)
     version = match[0] if match else ""
     parameters = {name: values[-1] for name, values in parse_qs(query, keep_blank_values=True).items()}
-    return EngineRequest(connection, method, version, target.removeprefix(version), parameters, headers)
+    body = Body(connection.makefile("rb"), headers)
+    return EngineRequest(method, target.removeprefix(version), parameters, headers, body, connection, version)
 
 
 def reply(connection: socket.socket, status: int, body: bytes) -> None:
