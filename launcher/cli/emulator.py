@@ -11,6 +11,7 @@ import click
 from launcher import installation
 from launcher import rehearsal as rehearsals
 from launcher.cli import terminal
+from launcher.cli.options import file_option
 from launcher.emulator import control, faults
 from launcher.errors import BadInput
 
@@ -238,13 +239,7 @@ _add_fault("clear", "End all faults: hosts that were killed or cut off come back
 
 
 @click.command()
-@click.option(
-    "-f",
-    "--file",
-    "path",
-    type=click.Path(path_type=Path),
-    help="The run's YAML file.  [default: examples/rehearsal.yaml, which is installed with tpu-launch]",
-)
+@file_option("The run's YAML file.  [default: examples/rehearsal.yaml, which is installed with tpu-launch]")
 @click.option(
     "--set",
     "overrides",

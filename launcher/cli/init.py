@@ -10,22 +10,14 @@ from click.shell_completion import get_completion_class
 
 from launcher import scaffold, shell
 from launcher.cli import terminal
-from launcher.cli.options import DEFAULT_FILE
+from launcher.cli.options import DEFAULT_FILE, file_option
 from launcher.errors import BadInput
 
 _COMPLETION_VARIABLE = "_TPU_LAUNCH_COMPLETE"  # click's name for the program tpu-launch
 
 
 @click.command()
-@click.option(
-    "-f",
-    "--file",
-    "path",
-    type=click.Path(path_type=Path),
-    default=DEFAULT_FILE,
-    show_default=True,
-    help="The file to write.",
-)
+@file_option("The file to write.", DEFAULT_FILE)
 @click.option("--project", help="Google Cloud project.")
 @click.option("--accelerator-type", help="v2-8 ... v6e-256.")
 @click.option("--zone", help="Where the slice is created.  [default: the first with that accelerator]")

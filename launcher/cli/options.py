@@ -137,6 +137,14 @@ def _options(file_flags: tuple[str, ...]) -> list[Callable[[Any], Any]]:
     ]
 
 
+def file_option(help: str, default: Path | None = None) -> Callable[[Function], Function]:
+    """Returns the option -f of a command that has not the shared ones."""
+    shown = default is not None
+    return click.option(
+        "-f", "--file", "path", type=click.Path(path_type=Path), default=default, show_default=shown, help=help
+    )
+
+
 def _require_support(command: str, provider: str, emulated: bool) -> None:
     """Raises BadInput if the provider does not support the command, or `--emulated` if that is given."""
     if not capabilities(provider).cloud_tpu_node and command not in _ANY_PROVIDER:

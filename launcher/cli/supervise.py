@@ -15,13 +15,11 @@ from launcher import supervisor_manifest
 from launcher.cli import terminal
 from launcher.cli.options import emulation, machine
 from launcher.cli.run import show_outcome
-from launcher.config import Config
 from launcher.errors import BadInput, LaunchError
 from launcher.home import home
 from launcher.images import build
 from launcher.images.specification import launcher_spec
 from launcher.owner import Owner
-from launcher.provider import Provider
 from launcher.providers import make_provider, require_programs
 from launcher.run import supervisor
 from launcher.run.bucket import RunBucket
@@ -102,10 +100,8 @@ def _context(ledger: Ledger | None) -> Context:
         owner = Owner(ledger.record.user, ledger.record.account)
         own = replace(own, find_owner=lambda: owner)
 
-    def provide(config: Config) -> Provider:
-        return make_provider(config, terminal.say, own)
-
-    return Context(home(), os.environ, provide, Output(terminal.say, lambda worker, line: None), own)
+    output = Output(terminal.say, lambda worker, line: None)
+    return Context(home(), os.environ, lambda config: make_provider(config, terminal.say, own), output, own)
 
 
 def list_runs_of(folder: str, *, as_json: bool) -> None:
