@@ -21,7 +21,6 @@ from launcher.run.runs import new_run_id, runs_on_slice
 from launcher.run.session import Context
 from launcher.run.start import require_all, require_ready
 from launcher.tpu_vm import slice_hints
-from launcher.workstation import Workstation
 from training.device_check import find_problems, parse_facts
 from training.errors import Exit as TrainerExit
 
@@ -122,7 +121,9 @@ def _run(config: Config, provider: Provider, attempt: Attempt, context: Context,
         return [_refused(report) for report in reports]
     deadline = context.machine.clock.monotonic() + seconds
     while True:
-        observations = _observe(provider, attempt, provider.host_count, context.machine)
+        observations = context.machine.threads.map(
+            lambda worker: provider.observe(worker, attempt.container, None), range(provider.host_count), at_once=64
+        )
         over = all(observation.container and observation.container.ended for observation in observations)
         if over or context.machine.clock.monotonic() >= deadline:
             placed = slice_hints.in_current_place(config)
@@ -137,13 +138,6 @@ def _refused(report: HostReport) -> DeviceReport:
         return DeviceReport(report.worker, {}, (warning(where, "not tried, because of another host"),))
     message = f"could not start the container: {report.detail}"
     return DeviceReport(report.worker, {}, (failure(where, message, RECREATE),))
-
-
-def _observe(provider: Provider, attempt: Attempt, hosts: int, machine: Workstation) -> list[Observation]:
-    """Observes the attempt's container once on every host, 64 hosts at a time, with all of its lines."""
-    return machine.threads.map(
-        lambda worker: provider.observe(worker, attempt.container, None), range(hosts), at_once=64
-    )
 
 
 def judge_hosts(observations: Sequence[Observation], accelerator_type: str, seconds: float) -> list[DeviceReport]:

@@ -17,6 +17,10 @@ from training.accelerators import Accelerator, UnknownAccelerator, accelerator
 
 _PLAIN = re.compile(r"[A-Za-z]([A-Za-z0-9._/:-]*[A-Za-z0-9])?")
 _PROJECT = re.compile(r"[a-z0-9][a-z0-9.:-]{0,60}[a-z0-9]")
+_NO_TRAINER = (
+    "# No trainer sections: give the command, `tpu-launch run -- python train.py`. "
+    "With `init --bucket` the trainer's are written too."
+)
 _WORDS = ("true", "false", "null", "yes", "no", "on", "off")
 
 
@@ -65,7 +69,7 @@ def text(answers: Answers) -> str:
         "  # command: [python, train.py] # your own program instead of the trainer below",
         "",
     ]
-    return "\n".join([*lines, *(_trainer(answers.bucket, slice_type) if answers.bucket else _no_trainer())]) + "\n"
+    return "\n".join([*lines, *(_trainer(answers.bucket, slice_type) if answers.bucket else [_NO_TRAINER])]) + "\n"
 
 
 def _repository(answers: Answers) -> str:
@@ -101,14 +105,6 @@ def _trainer(bucket: str, slice_type: Accelerator) -> list[str]:
         "evaluation: {every: 1000} # steps",
         "checkpoint: {every_steps: 500, keep_last: 2}",
         f"output: {_scalar(f'gs://{bucket}/runs')} # checkpoints, metrics, summary: below <output>/<run id>",
-    ]
-
-
-def _no_trainer() -> list[str]:
-    """Returns the comment that stands in the file instead of the trainer's sections."""
-    return [
-        "# No trainer sections: give the command, `tpu-launch run -- python train.py`. "
-        "With `init --bucket` the trainer's are written too."
     ]
 
 
