@@ -82,9 +82,9 @@ def event_id(text: str) -> str:
     return f"[EID: 0x{zlib.crc32(text.encode()):08x}{zlib.adler32(text.encode()):08x}]"
 
 
-def bad_request(text: str) -> ApiError:
-    """Returns INVALID_ARGUMENT with Cloud TPU's phrase before `text`."""
-    return ApiError(INVALID_ARGUMENT, f"Cloud TPU received a bad request. {text} {event_id(text)}")
+def bad_request(text: str, code: int = INVALID_ARGUMENT) -> ApiError:
+    """Returns an error with Cloud TPU's phrase before `text`."""
+    return ApiError(code, f"Cloud TPU received a bad request. {text} {event_id(text)}")
 
 
 def accelerators_in(zone: str) -> list[str]:

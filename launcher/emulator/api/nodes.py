@@ -229,10 +229,7 @@ def _stop_or_start(state: EmulatorState, node: Node, verb: str, now: float) -> O
             "delete it and create it again"
         )
     if node.state != before:
-        raise ApiError(
-            catalogue.FAILED_PRECONDITION,
-            f"Cloud TPU received a bad request. {verb} is not supported while in state {node.state}",
-        )
+        raise bad_request(f"{verb} is not supported while in state {node.state}", catalogue.FAILED_PRECONDITION)
     faults.refuse_change(state)
     node.resource["state"] = during
     return start_operation(state, verb, node.name, now, state.update_seconds)

@@ -214,9 +214,7 @@ def _delete(state: EmulatorState, queued: QueuedResource, force: bool, now: floa
         raise ApiError(catalogue.ABORTED, "unable to queue the operation")
     if not force and queued.state not in _NO_NODE:
         text = f"queued resource {queued.name} is {queued.state}: delete its node first, or delete it with force"
-        raise ApiError(
-            catalogue.FAILED_PRECONDITION, f"Cloud TPU received a bad request. {text} {catalogue.event_id(text)}"
-        )
+        raise bad_request(text, catalogue.FAILED_PRECONDITION)
     faults.refuse_change(state)
     queued.state, queued.initiator = "DELETING", "USER"
     return tpu_api.start_operation(state, "delete-queued", queued.name, now, 0)
