@@ -64,7 +64,6 @@ COMMANDS = [
 
 
 def _print_version(context: click.Context, _option: click.Parameter, wanted: bool) -> None:
-    """Handles --version: prints the program's name, version and commit, and exits."""
     if wanted and not context.resilient_parsing:
         click.echo(f"{context.find_root().info_name}, version {installation.version()}")
         context.exit()

@@ -28,7 +28,6 @@ from launcher.home import write_private_bytes
 
 
 def _new_token() -> str:
-    """Returns a new random access token, valid in a URL."""
     return secrets.token_hex(16)
 
 

@@ -53,8 +53,6 @@ class ImagePlan:
 
 @dataclass(frozen=True)
 class _Push:
-    """The record of a push."""
-
     remote: str  # repository:tag
     image_id: str  # sha256:... in the engine's store
     digest: str  # sha256:... in the registry

@@ -242,7 +242,6 @@ class Bucket:
             return {"objects": len(self._objects), "bytes": sum(stored.size for stored in self._objects.values())}
 
     def _data(self, generation: int) -> Path:
-        """Returns the file of a generation's bytes."""
         return self.folder / "data" / str(generation)
 
     def _enter(self, new: StoredObject) -> None:

@@ -58,7 +58,6 @@ class Uploads:
         raise StorageApiError(400, "invalid", f"Invalid upload type: {request.query.get('uploadType')!r}")
 
     def _media(self, request: HttpRequest, bucket: Bucket) -> Made:
-        """Stores the request's body as an object."""
         settings = {"contentType": request.headers.get("Content-Type", "application/octet-stream")}
         return self._whole(request, bucket, request.query["name"], settings, request.body.blocks())
 
@@ -174,7 +173,6 @@ class Uploads:
         return bucket, made
 
     def _forget(self, bucket: Bucket, identifier: str) -> None:
-        """Deletes a resumable upload and its bytes."""
         if incoming := self._open.pop(identifier, None):
             incoming.discard()
         (bucket.folder / "uploads" / f"{identifier}.json").unlink(missing_ok=True)

@@ -103,7 +103,6 @@ class EngineProxy:
         reply(request.connection, 200, image_registry.push_progress(repository, tags, digest))
 
     def _list_tags(self, repository: str) -> list[str]:
-        """Returns all tags that the workstation's engine has for a repository."""
         images = self._engine.call("GET", "/images/json", {"filters": json.dumps({"reference": [repository]})})
         return [name.rpartition(":")[2] for image in images for name in image.get("RepoTags") or []]
 

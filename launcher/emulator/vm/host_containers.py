@@ -211,7 +211,6 @@ class HostContainers:
                 log.warning("%s", error)
 
     def _call_all(self, method: str, paths: list[str], query: dict[str, Any] | None = None) -> None:
-        """Makes a call on several paths in parallel."""
         if paths:
             with ThreadPoolExecutor(min(16, len(paths))) as pool:
                 list(pool.map(lambda path: self._call(method, path, query), paths))
