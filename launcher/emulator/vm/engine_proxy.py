@@ -78,8 +78,8 @@ class EngineProxy:
         return self._forward(request)
 
     def _push(self, request: EngineRequest, reference: Reference) -> None:
-        """Enters an image as pushed, under the request's tag or all its tags; sends bytes to the registry if
-        `full_pushes`. Raises EngineRefusal for an unknown image, a missing repository or a registry that is down."""
+        """Enters an image as pushed, under the request's tag; sends bytes to the registry if `full_pushes`. Raises
+        EngineRefusal for an unknown image, a missing repository or a registry that is down."""
         repository = reference.repository
         self._refuse_when_broken("", image=f"{reference}")
         with self._store.read() as state:
@@ -87,24 +87,16 @@ class EngineProxy:
             if repositories.is_missing(state, repository):
                 raise EngineRefusal(404, f'name unknown: Repository "{repository.split("/")[2]}" not found')
         tag = request.query.get("tag") or reference.tag
-        tags = [tag] if tag else self._list_tags(repository)
-        digest = ""
-        for tag in tags:
-            status, data = self._engine.raw("GET", f"/images/{quote(f'{repository}:{tag}', safe='/:')}/json")
-            if status != 200:
-                tags = []
-                break
-            image_id = json.loads(data)["Id"]
-            digest = self._transfer.push(image_id, repository, tag) if full else image_id
-            with self._store.change() as state:
-                image_registry.enter(state.pushed, repository, tag, image_id, digest)
-        if not tags:
+        if not tag:
+            raise EngineRefusal(400, "docker push --all-tags is not emulated: push one tag")
+        status, data = self._engine.raw("GET", f"/images/{quote(f'{repository}:{tag}', safe='/:')}/json")
+        if status != 200:
             raise EngineRefusal(404, f"An image does not exist locally with the tag: {repository}")
-        reply(request.connection, 200, image_registry.push_progress(repository, tags, digest))
-
-    def _list_tags(self, repository: str) -> list[str]:
-        images = self._engine.call("GET", "/images/json", {"filters": json.dumps({"reference": [repository]})})
-        return [name.rpartition(":")[2] for image in images for name in image.get("RepoTags") or []]
+        image_id = json.loads(data)["Id"]
+        digest = self._transfer.push(image_id, repository, tag) if full else image_id
+        with self._store.change() as state:
+            image_registry.enter(state.pushed, repository, tag, image_id, digest)
+        reply(request.connection, 200, image_registry.push_progress(repository, tag, digest))
 
     # -- a host
 

@@ -67,13 +67,15 @@ def unknown(reference: Reference) -> str:
     return f'manifest for {reference} not found: manifest unknown: Failed to fetch "{reference.version}"'
 
 
-def push_progress(repository: str, tags: list[str], digest: str) -> bytes:
-    """Returns what the engine streams during a push: JSON lines with an `aux` record of the digest after each tag."""
-    lines: list[dict[str, Any]] = [{"status": f"The push refers to repository [{repository}]"}]
-    for tag in tags:
-        lines.append({"status": f"{tag}: digest: {digest} size: {_MANIFEST_BYTES}"})
-        lines.append({"progressDetail": {}, "aux": {"Tag": tag, "Digest": digest, "Size": _MANIFEST_BYTES}})
-    return _json_lines(lines)
+def push_progress(repository: str, tag: str, digest: str) -> bytes:
+    """Returns what the engine streams during a push: JSON lines, the last an `aux` record of the digest."""
+    return _json_lines(
+        [
+            {"status": f"The push refers to repository [{repository}]"},
+            {"status": f"{tag}: digest: {digest} size: {_MANIFEST_BYTES}"},
+            {"progressDetail": {}, "aux": {"Tag": tag, "Digest": digest, "Size": _MANIFEST_BYTES}},
+        ]
+    )
 
 
 def pull_progress(reference: Reference, image: str) -> bytes:
