@@ -156,18 +156,8 @@ class HostContainers:
         self._call("POST", f"/containers/{host.hostname}/stop", {"t": "5"})
 
     def start(self, host: Host) -> None:
-        """Starts a host that exists, and those of its containers that an engine restarts after a reboot."""
-        before = self.engine.call("GET", f"/containers/{host.hostname}/json")["State"]
-        if before["Running"]:
-            return
-        self._call("POST", f"/containers/{host.hostname}/start")
-        for listed in self.list_on(host.hostname):
-            container = self.engine.call("GET", f"/containers/{listed['Id']}/json")
-            policy, ended = container["HostConfig"]["RestartPolicy"]["Name"], container["State"]["FinishedAt"]
-            # Times are RFC 3339 in UTC, so they compare as text. "unless-stopped" does not restart a
-            # container that had ended before the host went down.
-            if policy == "always" or (policy == "unless-stopped" and ended >= before["FinishedAt"]):
-                self._call("POST", f"/containers/{listed['Id']}/start")
+        """Starts a host that exists. Its containers stay ended, whatever their restart policy."""
+        self.engine.call("POST", f"/containers/{host.hostname}/start")
 
     def hang(self, host: Host) -> None:
         """Pauses all processes of the host: its connections stay open, and nothing answers on them."""
