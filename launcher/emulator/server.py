@@ -48,7 +48,6 @@ log = logging.getLogger(__name__)
 CONTROL, ENGINE = "control.sock", "engine.sock"
 ACCESS_TOKEN = Path("user") / "access-token"  # below the home: the token of the workstation's account, for gcloud
 QUEUE_SECONDS = 0.3  # between passes over the queued resources
-BOOT = Path("/proc/sys/kernel/random/boot_id")
 _ON_READY = ("preempt", "restore-host", *faults.OUTAGES)  # faults of READY nodes only
 _FLAGS = {"kill-host": "killed", "cut-host": "cut", "hang-host": "hung"}  # what a fault sets of its host
 
@@ -92,7 +91,7 @@ class Server:
         self.stopping = threading.Event()
 
     def run(self, listener: socket.socket) -> None:
-        """Opens the other sockets, continues pending operations, restarts hosts if the workstation rebooted, and serves
+        """Opens the other sockets, continues pending operations, starts hosts that went down meanwhile, and serves
         until `stopping` is set. Then lets hosts that are being made finish."""
         registry = _registry_listener(self._registry_port())
         write_private(self.home / ACCESS_TOKEN, self.token)
@@ -101,12 +100,10 @@ class Server:
             state.subnet = self.containers.ensure_network(state.subnet)
             state.pid = os.getpid()
             nodes, hosts = list(state.nodes.values()), state.hosts
-            rebooted, state.boot = state.boot not in ("", BOOT.read_text()), BOOT.read_text()
         self.acceptor.start()
         for host in hosts:
             self.hosts.prepare(host)
-        if rebooted:
-            self.hosts.return_from_reboot(nodes)
+        self.hosts.start_stopped(nodes)
         self.acceptor.add(unix_listener(self.sockets / ENGINE, 0o600), self.engine_proxy.serve_workstation)
         self.acceptor.add(listener, lambda connection: serve_http(connection, self.google))
         self.acceptor.add(registry, lambda connection: serve_secure(connection, self.tls, self.registry.answer))

@@ -135,7 +135,6 @@ class EmulatorState:
     full_pushes: bool = False  # whether docker's pushes send an image's bytes, and not only its name
     subnet: str = ""
     pid: int = 0
-    boot: str = ""  # the workstation's boot id when the server last started
     nodes: dict[str, Node] = field(default_factory=dict)
     operations: dict[str, Operation] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)

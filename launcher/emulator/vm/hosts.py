@@ -135,15 +135,14 @@ class Hosts:
                 self._serve_google(host.hostname)
         self.containers.start(host)
 
-    def return_from_reboot(self, nodes: list[Node]) -> None:
-        """Starts the hosts that went down with the workstation, unless a fault had killed them."""
-        for node in nodes:
-            for host in node.hosts if node.state == "READY" else []:
-                if not host.killed:
-                    try:
-                        self.containers.start(host)
-                    except EngineError:
-                        log.exception("starting %s after a reboot", host.hostname)
+    def start_stopped(self, nodes: list[Node]) -> None:
+        """Starts the hosts that went down while no server ran, as with the workstation, unless a fault took them."""
+        for host in (host for node in nodes if node.state == "READY" for host in node.hosts):
+            if not host.killed and not host.hung:
+                try:
+                    self.containers.start(host)
+                except EngineError:
+                    log.exception("starting %s", host.hostname)
 
     def bind(self, hostname: str, path: str) -> str:
         """Returns the workstation's path of a folder of a host. Raises EngineRefusal for one that is not shared."""
