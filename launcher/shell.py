@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from launcher.errors import CommandMissing, CommandTimeout
 
@@ -82,17 +83,8 @@ def run(
         CommandTimeout: it did not end in time.
     """
     data = input.encode() if isinstance(input, str) else input
-    find(argv[0])
-    begun = _log_start(argv)
-    process = subprocess.Popen(
-        list(argv),
-        stdin=subprocess.PIPE if data is not None else subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env={**os.environ, **env} if env else None,
-        start_new_session=True,  # this process handles Ctrl-C; a time-out ends the children too
-        pass_fds=pass_fds,
-    )
+    begun, stdin = time.monotonic(), subprocess.DEVNULL if data is None else subprocess.PIPE
+    process = _start(argv, env, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=pass_fds)
     try:
         out, err = process.communicate(data, timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -118,18 +110,8 @@ def stream(
     The result's stdout has all lines. `on_line` receives them without line ends; `on_start` receives a function that
     ends the command early.
     """
-    find(argv[0])
-    begun = _log_start(argv)
-    process = subprocess.Popen(
-        list(argv),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env={**os.environ, **env} if env else None,
-        start_new_session=True,
-        text=True,
-        errors="replace",
-    )
+    begun = time.monotonic()
+    process = _start(argv, env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace")
     lines: list[str] = []
     expired = threading.Event()
 
@@ -161,9 +143,7 @@ def stream(
 
 def attached(argv: Sequence[str]) -> int:
     """Runs a command on this terminal until it ends; returns its exit code. Ctrl-C goes to the command."""
-    find(argv[0])
-    _log_start(argv)
-    process = subprocess.Popen(list(argv))
+    process = _start(argv, stdin=None, start_new_session=False)
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         return process.wait()
@@ -176,19 +156,8 @@ def attached(argv: Sequence[str]) -> int:
 
 def spawn(argv: Sequence[str], *, log: Path, env: Mapping[str, str] | None = None) -> int:
     """Starts a process that outlives this one; returns its process id. Appends its output to `log` (mode 0600)."""
-    find(argv[0])
-    _log_start(argv)
     with os.fdopen(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as sink:
-        process = subprocess.Popen(
-            list(argv),
-            stdin=subprocess.DEVNULL,
-            stdout=sink,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **env} if env else None,
-            start_new_session=True,
-            close_fds=True,
-        )
-    return process.pid
+        return _start(argv, env, stdout=sink, stderr=subprocess.STDOUT).pid
 
 
 @contextlib.contextmanager
@@ -203,19 +172,25 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-def _log_start(argv: Sequence[str]) -> float:
-    """Logs a command that is about to start, cut to 500 characters; returns the monotonic clock's seconds."""
+def _start(argv: Sequence[str], env: Mapping[str, str] | None = None, **options: Any) -> subprocess.Popen[Any]:
+    """Logs a command, cut to 500 characters, and starts it with more variables. Unless the `options` of Popen say
+    otherwise, its input is empty, and it has a session of its own: this process handles Ctrl-C, and a time-out ends the
+    children too. Raises CommandMissing."""
+    find(argv[0])
     text = quote(argv)
     _log.debug("$ %s", text if len(text) <= _LOGGED_CHARACTERS else f"{text[:_LOGGED_CHARACTERS]} ...")
-    return time.monotonic()
+    variables = {**os.environ, **env} if env else None
+    return subprocess.Popen(
+        list(argv), env=variables, **{"stdin": subprocess.DEVNULL, "start_new_session": True, **options}
+    )
 
 
 def _log_end(argv: Sequence[str], returncode: int, begun: float) -> None:
-    """Logs a command's exit code, and the seconds since `begun`, which `_log_start` returned."""
+    """Logs a command's exit code, and the seconds of the monotonic clock since `begun`."""
     _log.debug("%s ended with %d after %.1f s", Path(argv[0]).name, returncode, time.monotonic() - begun)
 
 
-def _kill_group(process: subprocess.Popen[bytes] | subprocess.Popen[str]) -> None:
+def _kill_group(process: subprocess.Popen[Any]) -> None:
     """Ends a command and its children, and waits for it: SIGTERM, so that they can clean up, then SIGKILL."""
     for number, seconds in ((signal.SIGTERM, _TERMINATE_SECONDS), (signal.SIGKILL, None)):
         try:
