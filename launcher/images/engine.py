@@ -63,13 +63,13 @@ def answers() -> bool:
 def _find_client(search_path: str) -> str:
     rejected = []
     for candidate in _candidates(search_path):
-        version = _major_version(candidate)
+        version = re.search(r"version v?(\d+)\.", _ask(candidate, "--version") or "")
         if version is None:
             rejected.append(f"{candidate} does not say its version")
-        elif version < _FIRST_WITHOUT_BUILDKIT or _has_buildx(candidate):
+        elif int(version[1]) < _FIRST_WITHOUT_BUILDKIT or _ask(candidate, "buildx", "version") is not None:
             return candidate
         else:
-            rejected.append(f"{candidate} (version {version}) has no buildx plug-in")
+            rejected.append(f"{candidate} (version {version[1]}) has no buildx plug-in")
     if rejected:
         raise CommandMissing(
             f"no docker client that can build images with BuildKit: {'; '.join(rejected)}. "
@@ -88,29 +88,21 @@ def _candidates(search_path: str) -> list[str]:
     return list(clients.values())
 
 
-def _major_version(candidate: str) -> int | None:
+def _ask(*command: str) -> str | None:
+    """Returns what a client prints; None if it fails, can't be run or takes too long."""
     try:
-        result = shell.run([candidate, "--version"], timeout=SECONDS)
+        result = shell.run(command, timeout=SECONDS)
     except (CommandTimeout, OSError):
         return None
-    match = re.search(r"version v?(\d+)\.", result.stdout)
-    return int(match.group(1)) if result.ok and match else None
-
-
-def _has_buildx(candidate: str) -> bool:
-    try:
-        return shell.run([candidate, "buildx", "version"], timeout=SECONDS).ok
-    except CommandTimeout:
-        return False
+    return result.stdout.strip() if result.ok else None
 
 
 def _address(docker: str) -> str:
     """Returns where the client looks for its engine, as a text for a message."""
-    host = os.environ.get("DOCKER_HOST")
-    if host:
+    if host := os.environ.get("DOCKER_HOST"):
         return f"{host} (DOCKER_HOST)"
-    result = shell.run([docker, "context", "inspect", "--format", "{{.Endpoints.docker.Host}}"], timeout=SECONDS)
-    return result.stdout.strip() if result.ok and result.stdout.strip() else "unix:///var/run/docker.sock"
+    found = _ask(docker, "context", "inspect", "--format", "{{.Endpoints.docker.Host}}")
+    return found or "unix:///var/run/docker.sock"
 
 
 # -- the engine's store; these functions also work, and find nothing, when no engine runs
