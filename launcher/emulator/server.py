@@ -104,16 +104,15 @@ class Server:
         for host in hosts:
             self.hosts.prepare(host)
         self.hosts.start_stopped(nodes)
-        self.acceptor.add(unix_listener(self.sockets / ENGINE, 0o600), self.engine_proxy.serve_workstation)
+        self.acceptor.add(unix_listener(self.sockets / ENGINE), self.engine_proxy.serve_workstation)
         self.acceptor.add(listener, lambda connection: serve_http(connection, self.google))
         self.acceptor.add(registry, lambda connection: serve_secure(connection, self.tls, self.registry.answer))
         self.store.after_change = self.operations.wake
         self.operations.wake()
         self.hosts.watch()
         threading.Thread(target=self._advance_queue, name="queue", daemon=True).start()
-        self.acceptor.add(
-            unix_listener(self.sockets / CONTROL, 0o600), lambda connection: serve_http(connection, self.control)
-        )
+        control = unix_listener(self.sockets / CONTROL)
+        self.acceptor.add(control, lambda connection: serve_http(connection, self.control))
         log.info("serving %s", self.home)
         self.stopping.wait()
         self.operations.close()

@@ -69,7 +69,7 @@ class Hosts:
                 return
             folder = self.containers.folder(host)
             folder.mkdir(mode=0o755, exist_ok=True)
-            listener = unix_listener(folder / "agent.sock", 0o600)
+            listener = unix_listener(folder / "agent.sock")
             self.control_sockets[host.hostname] = listener
             self.acceptor.add(listener, lambda connection: self._serve_agent(host.hostname, connection))
 
@@ -218,12 +218,12 @@ def _is_connected(state: EmulatorState, hostname: str) -> bool:
     return entry is None or not entry[1].cut
 
 
-def unix_listener(path: Path, mode: int) -> socket.socket:
-    """Listens on a unix socket, replacing the socket file that a killed server left."""
+def unix_listener(path: Path) -> socket.socket:
+    """Listens on a unix socket of this user, replacing the socket file that a killed server left."""
     with contextlib.suppress(FileNotFoundError):
         path.unlink()
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(str(path))
-    path.chmod(mode)
+    path.chmod(0o600)
     listener.listen(512)
     return listener
