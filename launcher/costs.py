@@ -19,7 +19,6 @@ from training.accelerators import Accelerator, accelerator
 from training.machine.clock import parse_time
 
 AS_OF = "2026-11"  # when the table was read
-SOURCE = "SkyPilot's catalogue of Google's prices"
 
 
 @dataclass(frozen=True)

@@ -22,20 +22,18 @@ _ROOT = "computeMetadata/v1/"
 _SCOPES = ["https://www.googleapis.com/auth/cloud-platform"]
 
 
-def attributes(state: EmulatorState, node: Node, host: Host) -> dict[str, str]:
+def attributes(node: Node, host: Host) -> dict[str, str]:
     """Returns instance/attributes/: the user's metadata and the values that Cloud TPU adds."""
     return {
         **node.resource.get("metadata", {}),
         "accelerator-type": node.resource["acceleratorType"],
         "agent-worker-number": str(host.index),
         "tpu-env": tpu_env(node, host),
-        "worker-network-endpoints": worker_network_endpoints(node),
+        # The hosts in worker order, each as "name:id:address".
+        "worker-network-endpoints": ",".join(
+            f"{each.hostname}:{each.instance_id}:{each.address}" for each in node.hosts
+        ),
     }
-
-
-def worker_network_endpoints(node: Node) -> str:
-    """Lists the hosts in worker order, each as "name:id:address"."""
-    return ",".join(f"{host.hostname}:{host.instance_id}:{host.address}" for host in node.hosts)
 
 
 def tpu_env(node: Node, host: Host) -> str:
@@ -68,7 +66,7 @@ def tpu_env(node: Node, host: Host) -> str:
     return "".join(f"{key}: '{value}'\n" for key, value in sorted(values.items()))
 
 
-def tree(state: EmulatorState, node: Node, host: Host) -> dict[str, Any]:
+def tree(node: Node, host: Host) -> dict[str, Any]:
     """Returns everything below computeMetadata/v1/. Unlike Google's, recursive JSON has the names of the paths."""
     account = {
         "aliases": ["default"],
@@ -83,7 +81,7 @@ def tree(state: EmulatorState, node: Node, host: Host) -> dict[str, Any]:
     }
     return {
         "instance": {
-            "attributes": attributes(state, node, host),
+            "attributes": attributes(node, host),
             "guest-attributes": _nest_by_namespace(host.guest_attributes),
             "hostname": f"{host.hostname}.{node.zone}.c.{node.project}.internal",
             "id": host.instance_id,
@@ -121,7 +119,7 @@ def answer(store: Store, find: FindHost, request: HttpRequest) -> HttpResponse:
 
     def value(state: EmulatorState) -> Any:
         entry = find(state)
-        return None if entry is None else _value_at(tree(state, *entry), path)
+        return None if entry is None else _value_at(tree(*entry), path)
 
     with store.read() as state:
         now = value(state)
