@@ -64,11 +64,10 @@ class OperationRunner:
         with self._store.read() as state:
             operation = state.operations[name]
             node = state.nodes.get(operation.target)
-        work = {"create": self._create, "delete": self._delete, "stop": self._stop, "start": self._start}
         message = ""
         try:
-            if node is not None and operation.verb in work:
-                message = work[operation.verb](operation, node)
+            if node is not None:
+                message = self._work(operation, node)
         except Exception as error:
             log.exception("operation %s", name)
             message = f"the emulator could not do it: {error}"
@@ -80,16 +79,23 @@ class OperationRunner:
         with self._lock:
             self._running.discard(name)
 
-    def _create(self, operation: Operation, node: Node) -> str:
-        """Boots the hosts, unless it is to fail, and waits for their ssh keys. Returns an error's message, or ""."""
-        if operation.failure is None:
-            self._for_each_host(node, lambda host: self._boot(operation, node, host))
-            self._store.wait(lambda _: operation.cancelled or all(map(_booted, node.hosts)), BOOT_TIMEOUT)
-        self._wait_until_due(operation)
-        return _describe_missing(node)
+    def _work(self, operation: Operation, node: Node) -> str:
+        """Does an operation's work on the hosts. Returns an error's message, or ""."""
+        match operation.verb:
+            case "create" | "start":
+                if operation.failure is None:
+                    self._for_each_host(node, lambda host: self._boot(operation, node, host))
+                    self._store.wait(lambda _: operation.cancelled or all(map(_booted, node.hosts)), BOOT_TIMEOUT)
+                self._wait_until_due(operation)
+                return _describe_missing(node)
+            case "stop":
+                self._for_each_host(node, self._containers.power_off)
+            case "delete":
+                self._delete(node)
+        return ""
 
     def _boot(self, operation: Operation, node: Node, host: Host) -> None:
-        """Makes and starts a host, unless the operation is cancelled or the runner closes."""
+        """Makes a host unless it exists, and starts it, unless the operation is cancelled or the runner closes."""
         with self._booting:
             if operation.cancelled or self._closing:
                 return
@@ -102,8 +108,8 @@ class OperationRunner:
                 self._boots -= 1
                 self._booting.notify_all()
 
-    def _delete(self, operation: Operation, node: Node) -> str:
-        """Removes the hosts, when the node's creation has ended (at most BOOT_TIMEOUT later). Returns "": no error."""
+    def _delete(self, node: Node) -> None:
+        """Removes the hosts, when the node's creation has ended (at most BOOT_TIMEOUT later)."""
 
         def is_creation(other: Operation) -> bool:
             return other.verb == "create" and other.target == node.name and not other.done
@@ -111,19 +117,6 @@ class OperationRunner:
         # A creation that was cancelled may still be making hosts.
         self._store.wait(lambda state: not any(map(is_creation, state.operations.values())), BOOT_TIMEOUT)
         self._for_each_host(node, self._containers.remove)
-        return ""
-
-    def _stop(self, operation: Operation, node: Node) -> str:
-        self._for_each_host(node, self._containers.power_off)
-        return ""
-
-    def _start(self, operation: Operation, node: Node) -> str:
-        """Starts the hosts and waits for their ssh keys. Returns an error's message, or ""."""
-        for host in node.hosts:
-            self._prepare(host)
-            self._containers.start(host)
-        self._store.wait(lambda _: operation.cancelled or all(map(_booted, node.hosts)), BOOT_TIMEOUT)
-        return _describe_missing(node)
 
     def _for_each_host(self, node: Node, act: Callable[[Host], Any]) -> None:
         with ThreadPoolExecutor(max(1, min(16, len(node.hosts)))) as pool:

@@ -37,9 +37,6 @@ class HostContainers:
     def power_off(self, host: Host) -> None:
         self.hosts.discard(host.hostname)
 
-    def start(self, host: Host) -> None:
-        self.ensure(None, host)  # type: ignore[arg-type]
-
 
 class Running:
     """An API, its store, and a lifecycle that works on it, quickly."""
@@ -142,7 +139,7 @@ def test_a_start_whose_host_does_not_boot_ends_with_an_error(running: Running, m
     running.ended(running.call(running.api.create, acceleratorType="v4-8"))
     running.ended(running.call(running.api.call, "POST", "nodes", "pod", verb="stop"))
     monkeypatch.setattr(operations, "BOOT_TIMEOUT", 0.01)
-    monkeypatch.setattr(running.containers, "start", lambda host: None)
+    monkeypatch.setattr(running.containers, "ensure", lambda node, host: None)
     error = running.ended(running.call(running.api.call, "POST", "nodes", "pod", verb="start"))
     assert (error["code"], "did not boot within" in error["message"]) == (13, True)
     assert running.node()["state"] == "UNKNOWN"
