@@ -199,9 +199,7 @@ class Server:
         """Answers a host's metadata request; a path below /v2/ is a call of the Cloud TPU API."""
         if request.path.startswith("/v2/"):
             return self._faulty("tpu", lambda: self._api_for_host(hostname, request))
-        return self._faulty(
-            "metadata", lambda: metadata.answer(self.store, lambda state: state.find_host(hostname), request)
-        )
+        return self._faulty("metadata", lambda: metadata.answer(self.store, hostname, request))
 
     def _faulty(self, service: str, answer: Callable[[], HttpResponse]) -> HttpResponse:
         """Answers after the service's injected delay, or with an injected error instead."""

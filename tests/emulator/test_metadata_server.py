@@ -32,7 +32,7 @@ class Host:
             message[key] = value
         message["Content-Length"] = str(len(body))
         request = HttpRequest(method, f"/computeMetadata/v1/{path}", query, message, Body(BytesIO(body), message))
-        return metadata.answer(self.store, lambda state: (self.node, self.node.hosts[1]), request)
+        return metadata.answer(self.store, self.node.hosts[1].hostname, request)
 
     def text(self, path: str, **query: str) -> str:
         response = self.ask(path, **query)

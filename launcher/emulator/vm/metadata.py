@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
 from typing import Any
 
 from launcher.emulator.api.nodes import PROJECT_NUMBER, service_account
@@ -16,7 +15,6 @@ from launcher.emulator.http_server import HttpRequest, HttpResponse
 from launcher.emulator.state import EmulatorState, Host, Node, Store
 from training.accelerators import ACCELERATORS
 
-FindHost = Callable[[EmulatorState], tuple[Node, Host] | None]
 _HEADERS = {"Metadata-Flavor": "Google", "Server": "Metadata Server for VM"}
 _ROOT = "computeMetadata/v1/"
 _SCOPES = ["https://www.googleapis.com/auth/cloud-platform"]
@@ -98,8 +96,8 @@ def tree(node: Node, host: Host) -> dict[str, Any]:
     }
 
 
-def answer(store: Store, find: FindHost, request: HttpRequest) -> HttpResponse:
-    """Answers a request of the host that `find` returns; None means that the host is gone.
+def answer(store: Store, hostname: str, request: HttpRequest) -> HttpResponse:
+    """Answers a host's request; 404 for a host that is gone.
 
     A GET with wait_for_change blocks until the value's ETag differs from last_etag (by default from the current one),
     at most timeout_sec.
@@ -113,12 +111,12 @@ def answer(store: Store, find: FindHost, request: HttpRequest) -> HttpResponse:
         return _text_response(200, "computeMetadata/\n") if path == "/" else _text_response(404, "not found\n")
     path = path.removeprefix(_ROOT).rstrip("/")
     if request.method == "PUT":
-        return _put(store, find, path, request)
+        return _put(store, hostname, path, request)
     if request.method not in ("GET", "HEAD"):
         return _text_response(405, "method not allowed\n")
 
     def value(state: EmulatorState) -> Any:
-        entry = find(state)
+        entry = state.find_host(hostname)
         return None if entry is None else _value_at(tree(*entry), path)
 
     with store.read() as state:
@@ -153,14 +151,14 @@ def _render(value: Any, request: HttpRequest) -> HttpResponse:
     return _text_response(200, "\n".join(value) + "\n" if isinstance(value, list) else str(value), headers)
 
 
-def _put(store: Store, find: FindHost, path: str, request: HttpRequest) -> HttpResponse:
+def _put(store: Store, hostname: str, path: str, request: HttpRequest) -> HttpResponse:
     """Writes a guest attribute: instance/guest-attributes/NAMESPACE/KEY."""
     parts = path.split("/")
     if parts[:2] != ["instance", "guest-attributes"] or len(parts) != 4:
         return _text_response(405, "only instance/guest-attributes/NAMESPACE/KEY can be written\n")
     value = request.body.read_all(limit=1 << 20).decode(errors="replace")
     with store.change() as state:
-        entry = find(state)
+        entry = state.find_host(hostname)
         if entry is not None:
             entry[1].guest_attributes[f"{parts[2]}/{parts[3]}"] = value
     return _text_response(200 if entry else 404, "")
