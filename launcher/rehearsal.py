@@ -50,18 +50,10 @@ class Screen:
     line: Callable[[str], None]  # a line that a command printed
 
 
-@dataclass(frozen=True)
-class Step:
-    """One command of the rehearsal, and the phase that its seconds count for."""
-
-    phase: str
-    arguments: Sequence[str]
-
-
-def list_steps(config: Config, path: Path, overrides: Sequence[str]) -> list[Step]:
-    """Returns the commands between `emulator start` and `emulator stop`: create the slice, build the image, make
-    tokenizer and dataset of Python's help, run. Raises BadInput unless the file trains mlm, with data and output in one
-    bucket, in the folders FOLDER/train and FOLDER/evaluation."""
+def list_steps(config: Config, path: Path, overrides: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Returns the commands between `emulator start` and `emulator stop`, each after the phase that its seconds count
+    for: create the slice, build the image, make tokenizer and dataset of Python's help, run. Raises BadInput unless the
+    file trains mlm, with data and output in one bucket, in the folders FOLDER/train and FOLDER/evaluation."""
     if config.trainer is None:
         raise BadInput(
             f"{path}: a rehearsal trains: the file needs the trainer's sections (task, model, data, train, output)"
@@ -89,11 +81,11 @@ def list_steps(config: Config, path: Path, overrides: Sequence[str]) -> list[Ste
     text = ["--corpus", "builtin:pydoc"]
     shards = ["shards", *text, "--tokenizer", data.tokenizer, "--sequence-length", str(_SEQUENCE_LENGTH)]
     return [
-        Step("slice", ["--emulated", "up", *file]),
-        Step("image", [*local, "--help"]),
-        Step("data", [*local, "tokenizer", *text, "--vocabulary", str(_VOCABULARY), "--out", data.tokenizer]),
-        Step("data", [*local, *shards, "--out", corpus]),
-        Step("run", ["--emulated", "run", "--new", *file]),
+        ("slice", ["--emulated", "up", *file]),
+        ("image", [*local, "--help"]),
+        ("data", [*local, "tokenizer", *text, "--vocabulary", str(_VOCABULARY), "--out", data.tokenizer]),
+        ("data", [*local, *shards, "--out", corpus]),
+        ("run", ["--emulated", "run", "--new", *file]),
     ]
 
 
@@ -121,8 +113,8 @@ def rehearse(path: Path, overrides: Sequence[str], screen: Screen) -> dict[str, 
     begun = time.monotonic()
     try:
         _timed("emulator", ["emulator", "start", "--bucket", bucket], environment, seconds, screen)
-        for step in planned:
-            _timed(step.phase, step.arguments, environment, seconds, screen)
+        for phase, arguments in planned:
+            _timed(phase, arguments, environment, seconds, screen)
         result = _trainer_summary(config, folder)
     except BaseException:
         _take_down(environment, screen)
