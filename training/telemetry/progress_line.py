@@ -30,64 +30,28 @@ START, COMPILE, TRAINING, EVALUATION, SAVE, END = "start", "compile", "training"
 class ProgressLine:
     """The progress of one process. Everything but the step may be missing."""
 
-    step: int
-    """Steps done."""
-
-    steps: int = 0
-    """Of the whole run."""
-
-    phase: str = ""
-    """One of the phases above; "" from a program that does not tell."""
-
-    doing: str = ""
-    """The part of the phase: "data_wait", "dispatch", "result" (waits for devices and other hosts), ..."""
-
-    doing_seconds: float = 0.0
-    """For how long, when the line was written."""
-
-    count: int = 0
-    """Grows with progress inside a phase: batches of an evaluation, for example."""
-
-    limit: float = 0.0
-    """Seconds without progress that are normal in this phase."""
-
-    time: float = 0.0
-    """Unix seconds of the host when the line was written."""
-
-    step_seconds: float = 0.0
-    """Median of the last steps."""
-
-    save_seconds: float = 0.0
-    """Of the longest save so far."""
-
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    """Seconds in each part of all steps of this attempt."""
-
-    memory_used: int = 0
-    """Bytes of the host."""
-
+    step: int  # steps done
+    steps: int = 0  # of the whole run
+    phase: str = ""  # one of the phases above; "" from a program that does not tell
+    doing: str = ""  # the part of the phase: "data_wait", "dispatch", "result" (waits for devices and other hosts), ...
+    doing_seconds: float = 0.0  # for how long, when the line was written
+    count: int = 0  # grows with progress inside a phase: batches of an evaluation, for example
+    limit: float = 0.0  # seconds without progress that are normal in this phase
+    time: float = 0.0  # Unix seconds of the host when the line was written
+    step_seconds: float = 0.0  # median of the last steps
+    save_seconds: float = 0.0  # of the longest save so far
+    seconds: Mapping[str, float] = field(default_factory=dict)  # in each part of all steps of this attempt
+    memory_used: int = 0  # bytes of the host
     memory_total: int = 0
-
-    program: str = ""
-    """A fingerprint of the program and its settings: equal on all hosts."""
-
+    program: str = ""  # a fingerprint of the program and its settings: equal on all hosts
     loss: float | None = None
     examples_per_second: float = 0.0
-    data_wait: float = 0.0
-    """Share of the steps' time that was spent waiting for batches."""
-
-    left: str = ""
-    """Time left, as `format_remaining` formats it."""
-
-    rank: int = 0
-    """Of several processes on a host."""
-
-    device_memory_used: int = 0
-    """Bytes of one device; the others of a host hold as much."""
-
+    data_wait: float = 0.0  # share of the steps' time that was spent waiting for batches
+    left: str = ""  # time left, as `format_remaining` formats it
+    rank: int = 0  # of several processes on a host
+    device_memory_used: int = 0  # bytes of one device; the others of a host hold as much
     device_memory_total: int = 0
-    bytes_read: int = 0
-    """From files and buckets, by this attempt's process."""
+    bytes_read: int = 0  # from files and buckets, by this attempt's process
 
 
 _KINDS: Mapping[str, type | tuple[type, ...]] = {

@@ -36,16 +36,6 @@ class Curve:
     points: Sequence[tuple[float, float]]  # (step, value)
 
 
-@dataclass(frozen=True)
-class ConfusedPair:
-    """A count of examples of one class that were classified as another."""
-
-    true: str
-    predicted: str
-    count: int
-    of: int  # examples of the class
-
-
 def standalone(svg: str) -> str:
     """Returns a chart with its colours and a background, as the content of an SVG file."""
     head, rest = svg.split(">", 1)
@@ -140,26 +130,14 @@ def share_bar(title: str, amounts: Sequence[tuple[str, float]], *, width: int) -
     return _svg_document(title, width, 72 + 20 * ((len(amounts) - 1) // 3) + 12, parts)
 
 
-def most_confused_pairs(labels: Sequence[str], counts: Sequence[Sequence[float]], top: int = 10) -> list[ConfusedPair]:
-    """Returns the `top` largest counts off the diagonal, largest first. `counts`: by (true class, predicted class)."""
-    pairs = [
-        ConfusedPair(labels[true], labels[predicted], round(count), round(sum(row)))
-        for true, row in enumerate(counts)
-        for predicted, count in enumerate(row)
-        if true != predicted and count > 0
-    ]
-    return sorted(pairs, key=lambda pair: (-pair.count, pair.true, pair.predicted))[:top]
-
-
 def confusion_matrix(labels: Sequence[str], counts: Sequence[Sequence[float]], top: int = 10) -> str:
     """Draws true classes downwards, predicted ones across, and below them the `top` most confused pairs. The larger a
     cell's share of its row, the darker its colour. `counts`: by (true class, predicted class)."""
     cell = max(8, min(36, 640 // len(labels)))
     font = max(7, min(12, cell - 1))
     margin, side = 14 + round(max(map(len, labels)) * font * 0.56), cell * len(labels)
-    pairs = most_confused_pairs(labels, counts, top)
     width, below = margin + max(side, 420) + 12, margin + side + 28
-    parts = []
+    parts, pairs = [], []  # of pairs: (- count, true class, predicted class, text)
     for true, (name, row) in enumerate(zip(labels, counts, strict=True)):
         y = margin + true * cell
         parts.append(_text_element(margin - 6, y + cell / 2 + font / 3, name, anchor="end", size=font))
@@ -170,12 +148,14 @@ def confusion_matrix(labels: Sequence[str], counts: Sequence[Sequence[float]], t
                 title = f"{name} taken for {labels[predicted]}: {round(count)} of {round(sum(row))}"
                 place = (margin + predicted * cell, y)
                 parts += _matrix_cell(place, cell, count, count / sum(row), title, on_diagonal=true == predicted)
+                if true != predicted:
+                    pairs.append((-round(count), name, labels[predicted], title))
     parts.append(f'<rect x="{margin}" y="{margin}" width="{side}" height="{side}" fill="none" stroke="var(--rule)"/>')
     parts.append(_text_element(margin, below - 10, "down: the true class; across: what it was taken for", "faint"))
-    for index, pair in enumerate(pairs):
-        line = f"{pair.true} taken for {pair.predicted}: {pair.count} of {pair.of}"
-        parts.append(_text_element(margin, below + 10 + 17 * index, line))
-    return _svg_document("Confusion matrix", width, below + 10 + 17 * len(pairs), parts)
+    shown = [text for _, _, _, text in sorted(pairs)[:top]]
+    for index, text in enumerate(shown):
+        parts.append(_text_element(margin, below + 10 + 17 * index, text))
+    return _svg_document("Confusion matrix", width, below + 10 + 17 * len(shown), parts)
 
 
 def _matrix_cell(

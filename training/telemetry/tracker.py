@@ -6,13 +6,13 @@ package is imported only when a run uses it.
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from training import storage as default_storage
+from training.registry import load
 from training.storage import Storage
 
 Values = Mapping[str, float | None]
@@ -62,6 +62,5 @@ TRACKERS = {
 
 def open_tracker(name: str, info: AttemptInfo) -> Tracker:
     """Imports the module of the tracker `name` in `TRACKERS`, and opens the tracker for the attempt."""
-    module, _, attribute = TRACKERS[name].partition(":")
-    tracker: Tracker = getattr(importlib.import_module(module), attribute)(info)
+    tracker: Tracker = load(TRACKERS[name])(info)
     return tracker
