@@ -14,28 +14,20 @@ import numpy.typing as npt
 from training.data.formats.dataset import Dataset
 from training.data.loading.packed_batches import PackedBatch, PackedBatches, fill_rows, packed_evaluation
 from training.data.loading.record_source import HostSlice
-from training.data.sampling.masking import Masker, Masking
+from training.data.sampling.masking import Masked, Masker, Masking
 
 EVALUATION_EPOCH = -1  # no training epoch has this number: masks of evaluation are always the same
 
 
 @dataclass(frozen=True)
-class MlmBatch:
+class MlmBatch(Masked):
     """One host's rows of a global batch. Shapes are the same for every step and host.
 
     Attributes:
-        input_ids: (rows, length) int32, masked.
-        positions: (rows, places) int32, ascending; 0 where nothing is predicted.
-        labels: (rows, places) int32, the ids at these positions; 0 where nothing is predicted.
-        weights: (rows, places) float32, 1 for a prediction and 0 where there is none.
         records: (rows,) int64, -1 in a row that only fills the last evaluation batch.
         replaced: (rows,) bool: another record has the place of a damaged one.
     """
 
-    input_ids: npt.NDArray[np.int32]
-    positions: npt.NDArray[np.int32]
-    labels: npt.NDArray[np.int32]
-    weights: npt.NDArray[np.float32]
     records: npt.NDArray[np.int64]
     replaced: npt.NDArray[np.bool_]
 

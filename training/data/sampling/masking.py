@@ -115,9 +115,9 @@ class Masked:
 
     Attributes:
         input_ids: (n, length) int32, with masks.
-        positions: (n, places) int32, ascending.
-        labels: (n, places) int32, the original ids at these positions.
-        weights: (n, places) float32, 0 for an unused prediction.
+        positions: (n, places) int32, ascending; 0 where nothing is predicted.
+        labels: (n, places) int32, the original ids at these positions; 0 where nothing is predicted.
+        weights: (n, places) float32, 1 for a prediction and 0 where there is none.
     """
 
     input_ids: Ids
