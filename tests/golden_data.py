@@ -16,7 +16,7 @@ from tests.packed_datasets import pack_documents
 from training.data.formats.dataset import Dataset
 from training.data.loading.record_source import HostSlice
 from training.data.prepare.dataset_writer import DatasetPlan
-from training.data.prepare.labelled_rows import ClassLabels, LengthBuckets, write_labelled_rows
+from training.data.prepare.labelled_rows import ClassLabels, write_labelled_rows
 from training.data.sampling.masking import Masking, SpecialTokens
 
 GOLDEN: dict[str, dict[str, str]] = json.loads((Path(__file__).parent / "golden" / "data.json").read_text())
@@ -46,7 +46,7 @@ def make_labelled(folder: Path) -> Dataset:
     return write_labelled_rows(
         str(folder),
         plan,
-        LengthBuckets((4, 8, 16)),
+        (4, 8, 16),
         ClassLabels(tuple(names)),
         lambda: ((str(number), names[len(text) % 3]) for number, text in enumerate(texts)),
         lambda numbers: [texts[int(number)] for number in numbers],

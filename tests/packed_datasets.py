@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from training.data.prepare.dataset_writer import DatasetPlan
-from training.data.prepare.pack import Encode, PackedDataset, PackedRows, write_rows
+from training.data.prepare.dataset_writer import DatasetPlan, WrittenDataset
+from training.data.prepare.pack import Encode, PackedRows, write_rows
 from training.data.sampling.order import Ints, TrainingOrder, split_places
 
 
 def pack_documents(
     url: str, plan: DatasetPlan, documents: Callable[[], Iterable[str]], encode: Encode, **options: Any
-) -> PackedDataset:
+) -> WrittenDataset:
     """Packed rows; `encode` returns the ids of each text."""
     return write_rows(url, plan, documents, PackedRows(plan, encode), **options)
 

@@ -16,7 +16,7 @@ from tests.container import small_runs
 from training.cli.main import tpu_train
 from training.data import tokenizer as tokenizers
 from training.data.prepare.dataset_writer import DatasetPlan
-from training.data.prepare.labelled_rows import ClassLabels, LabelledText, LengthBuckets, write_labelled_rows
+from training.data.prepare.labelled_rows import ClassLabels, LabelledText, write_labelled_rows
 from training.distributed.shutdown import ShutdownRequest
 from training.errors import BadInput, StopRequested
 from training.models.export import export_checkpoint
@@ -46,7 +46,7 @@ def write(folder: Path, tokenizer: Path, count: int, seed: int, labels: list[str
     write_labelled_rows(
         str(folder),
         plan,
-        LengthBuckets((8, small_runs.LONGEST)),
+        (8, small_runs.LONGEST),
         ClassLabels(tuple(labels)),
         lambda: rows(count, seed),
         framed,

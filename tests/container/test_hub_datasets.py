@@ -152,10 +152,10 @@ def test_both_splits_are_of_one_revision_and_a_new_one_is_another_corpus(
 import sys
 from training.data.prepare.corpus import Corpus
 corpus = Corpus("datasets:org/texts")
-print(corpus.fingerprint(), flush=True)
+print(corpus.fingerprint, flush=True)
 sys.stdin.readline()  # now the Hub's main is another commit
 assert [text.split()[0] for text in corpus.documents()] == [f"w{number % 90}" for number in range(4000)]
-print(corpus.fingerprint(), Corpus("datasets:org/texts").fingerprint())
+print(corpus.fingerprint, Corpus("datasets:org/texts").fingerprint)
 """
     process = start(hub, tmp_path, ["-c", program])
     first, before = process.stdout.readline().strip(), hub.commit

@@ -24,7 +24,6 @@ from training.data.prepare.labelled_rows import (
     FloatLabels,
     LabelKind,
     LabelSets,
-    LengthBuckets,
     TokenLabels,
     write_labelled_rows,
 )
@@ -87,7 +86,7 @@ def labelled(counts: tuple[int, ...], labels: LabelKind = CLASSES, has_pairs: bo
     return write_labelled_rows(
         tempfile.mkdtemp(),
         plan,
-        LengthBuckets((4, 8, 16)),
+        (4, 8, 16),
         labels,
         lambda: ((str(number), label if labels.is_list else label[0]) for number, (_, label) in enumerate(texts)),
         encode,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from training import storage
 from training.data.prepare import corpus, tokenizer_training
-from training.data.prepare.corpus import Corpus, SplitFilter
+from training.data.prepare.corpus import Corpus, is_in_split
 from training.data.prepare.tokenizer_training import count_words
 from training.errors import BadInput
 
@@ -112,7 +112,7 @@ def test_half_a_surrogate_pair_becomes_the_replacement_character(tmp_path: Path)
     texts = documents(tmp_path / "a.jsonl")
     assert texts == ["cut \ufffd", "\ufffd end", "whole \U0001f600", "swapped \ufffd\ufffd", "as text \U0001f600"]
     assert all(text.encode() for text in texts)
-    assert [SplitFilter("train", 50).holds(text) for text in texts].count(True) in range(6)
+    assert [is_in_split(text, "train", 50) for text in texts].count(True) in range(6)
 
 
 @pytest.mark.parametrize("name", ["builtin:other", "nothing.txt", "datasets:x"])
@@ -125,28 +125,28 @@ def test_a_corpus_that_is_not_there_is_said(name: str, monkeypatch: pytest.Monke
 @given(st.lists(st.text(max_size=8), max_size=30), st.floats(0, 100))
 def test_every_document_is_in_exactly_one_split(texts: list[str], percent: float) -> None:
     for text in texts:
-        assert SplitFilter("train", percent).holds(text) != SplitFilter("evaluation", percent).holds(text)
-        assert SplitFilter("train", None).holds(text)
-        assert SplitFilter("evaluation", None).holds(text)
+        assert is_in_split(text, "train", percent) != is_in_split(text, "evaluation", percent)
+        assert is_in_split(text, "train", None)
+        assert is_in_split(text, "evaluation", None)
 
 
 def test_the_evaluation_split_has_its_percentage() -> None:
-    chosen = sum(corpus.in_evaluation(str(number), 5) for number in range(20_000))
+    chosen = sum(is_in_split(str(number), "evaluation", 5) for number in range(20_000))
     assert 900 < chosen < 1100
-    assert not any(corpus.in_evaluation(str(number), 0) for number in range(1000))
-    assert all(corpus.in_evaluation(str(number), 100) for number in range(1000))
+    assert not any(is_in_split(str(number), "evaluation", 0) for number in range(1000))
+    assert all(is_in_split(str(number), "evaluation", 100) for number in range(1000))
 
 
 def test_a_fingerprint_changes_with_the_text(tmp_path: Path, gcs: object) -> None:
     for folder in (str(tmp_path), "gs://bucket/x"):
         url = storage.join(folder, "a.jsonl")
         storage.write(url, json.dumps({"text": "one"}).encode())
-        first = Corpus(folder).fingerprint()
-        assert Corpus(folder).fingerprint() == first
+        first = Corpus(folder).fingerprint
+        assert Corpus(folder).fingerprint == first
         storage.write(url, json.dumps({"text": "two"}).encode())
-        assert Corpus(folder).fingerprint() != first
-        assert Corpus(folder, "body").fingerprint() != Corpus(folder).fingerprint()
-    assert Corpus("builtin:pydoc").fingerprint() == Corpus("builtin:pydoc").fingerprint()
+        assert Corpus(folder).fingerprint != first
+        assert Corpus(folder, "body").fingerprint != Corpus(folder).fingerprint
+    assert Corpus("builtin:pydoc").fingerprint == Corpus("builtin:pydoc").fingerprint
 
 
 def test_words_begin_with_their_space_and_special_tokens_are_not_words() -> None:

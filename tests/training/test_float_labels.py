@@ -15,7 +15,7 @@ from training.data.loading.mlm_batches import MlmBatches
 from training.data.loading.record_source import HostSlice
 from training.data.prepare import make_datasets as procedure
 from training.data.prepare.dataset_writer import DatasetPlan
-from training.data.prepare.labelled_rows import FloatLabels, LengthBuckets, write_labelled_rows
+from training.data.prepare.labelled_rows import FloatLabels, write_labelled_rows
 from training.data.prepare.make_datasets import DatasetOptions, make_datasets
 from training.data.sampling.masking import Masking, SpecialTokens
 from training.data.tokenizer import Tokenizer
@@ -33,9 +33,7 @@ def encode(texts: list[str]) -> list[Any]:
 def make(folder: Path, labels: list[Any] = VALUES) -> Dataset:
     plan = DatasetPlan("train", 16, "t", TOKENS.vocabulary, 30)
     rows = [(str(number), str(label)) for number, label in enumerate(labels)]
-    return write_labelled_rows(
-        str(folder), plan, LengthBuckets((8, 16)), FloatLabels(), lambda: rows, encode, TOKENS.pad
-    ).dataset
+    return write_labelled_rows(str(folder), plan, (8, 16), FloatLabels(), lambda: rows, encode, TOKENS.pad).dataset
 
 
 def test_the_manifest_says_that_labels_are_numbers(tmp_path: Path) -> None:
@@ -96,6 +94,7 @@ def test_the_procedure_reads_numbers_from_a_corpus(tmp_path: Path, monkeypatch: 
         str(tmp_path / "rows.jsonl"), "t", str(tmp_path / "out"), "regression", sequence_length=16, label="score"
     )
     results = list(make_datasets(options))
-    assert [result.url for result in results] == [str(tmp_path / "out" / split) for split in ("train", "evaluation")]
+    urls = [str(tmp_path / "out" / split) for split in ("train", "evaluation")]
+    assert [result.dataset.url for result in results] == urls
     assert sum(result.dataset.records for result in results) == len(VALUES)
     assert next(make_datasets(options)).reused

@@ -16,8 +16,7 @@ from tests.packed_datasets import pack_documents
 from training import storage
 from training.data.loading.fixed_shards import FixedShards
 from training.data.prepare import dataset_writer, pack
-from training.data.prepare.dataset_writer import DatasetPlan
-from training.data.prepare.pack import PackedDataset
+from training.data.prepare.dataset_writer import DatasetPlan, WrittenDataset
 from training.errors import BadInput
 
 LENGTH = 8
@@ -41,7 +40,7 @@ def content(url: str) -> dict[str, bytes]:
     return {stat.url.removeprefix(url): storage.read(stat.url) for stat in storage.listing(url)}
 
 
-def rows(made: PackedDataset) -> Any:
+def rows(made: WrittenDataset) -> Any:
     return FixedShards(made.dataset).read(0, made.dataset.records, made.dataset.records)["input_ids"]
 
 
@@ -60,8 +59,7 @@ def test_only_the_last_tail_of_a_split_is_dropped(
             str(tmp_path_factory.mktemp("d")), plan(records_per_shard=per_shard), lambda: documents, encode
         )
     assert rows(made).reshape(-1).tolist() == stream[: len(stream) // LENGTH * LENGTH].tolist()
-    assert made.dropped == len(stream) % LENGTH
-    assert made.documents == count
+    assert made.note == f"from {count} documents; {len(stream) % LENGTH} tokens at the end fill no row"
     assert all(shard.records == per_shard for shard in made.dataset.shards[:-1])
 
 

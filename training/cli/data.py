@@ -13,7 +13,8 @@ from training.data import tokenizer as tokenizers
 from training.data.formats.open_dataset import open_dataset
 from training.data.formats.verify import problems
 from training.data.prepare.corpus import KINDS, Corpus
-from training.data.prepare.make_datasets import SPLITS, DatasetOptions, SplitResult, make_datasets
+from training.data.prepare.dataset_writer import WrittenDataset
+from training.data.prepare.make_datasets import SPLITS, DatasetOptions, make_datasets
 from training.data.prepare.pack import PackingProgress
 from training.data.prepare.tokenizer_training import Algorithm, train_tokenizer, write_tokenizer
 from training.errors import BadInput
@@ -169,15 +170,15 @@ def shards(splits: tuple[str, ...], **options: Any) -> None:
         click.echo(_format_result(result))
 
 
-def _format_result(result: SplitResult) -> str:
+def _format_result(result: WrittenDataset) -> str:
     dataset = result.dataset
     if result.reused:
-        return f"{result.url}: this very dataset is already there ({dataset.records} records); nothing to do"
+        return f"{dataset.url}: this very dataset is already there ({dataset.records} records); nothing to do"
     size = sum(shard.bytes for shard in dataset.shards)
     lengths = sorted({shard.length for shard in dataset.shards})
     tokens = " or ".join(map(str, lengths))
     return (
-        f"{result.url}: {dataset.records} records of {tokens} tokens in {len(dataset.shards)} shards, "
+        f"{dataset.url}: {dataset.records} records of {tokens} tokens in {len(dataset.shards)} shards, "
         f"{size / 1e6:.1f} MB; {result.note}"
     )
 

@@ -94,14 +94,11 @@ class Corpus:
         """Returns the text of a row. Raises BadInput when it has none."""
         return text_of(row, self.field, getattr(row, "place", None) or f"--corpus {self.name}: a row")
 
+    @cached_property
     def fingerprint(self) -> str:
         """Returns a hash of the corpus's last name, its field and its text (files: name, size and CRC-32C; datasets:
         the Hub's revision, or the times of local files). The first call reads local files once, and nothing of a bucket
         or the Hub but descriptions. Raises BadInput, StorageError."""
-        return self._fingerprint
-
-    @cached_property
-    def _fingerprint(self) -> str:
         digest = hashlib.sha256(f"{self.name.rsplit('/', 1)[-1]}\0{self.field}".encode())
         if self.name.startswith("builtin:"):
             for document in self.documents():
@@ -198,22 +195,13 @@ def replace_surrogates(text: str) -> str:
     return text
 
 
-@dataclass(frozen=True)
-class SplitFilter:
-    """Selects the documents of a split. `percent` of them are for evaluation; None: every document is in the split."""
-
-    split: str
-    percent: float | None
-
-    def holds(self, text: str) -> bool:
-        """Returns whether a document is in this split."""
-        return self.percent is None or in_evaluation(text, self.percent) == (self.split == "evaluation")
-
-
-def in_evaluation(text: str, percent: float) -> bool:
-    """Returns whether a document is in the evaluation split, which takes about `percent` of all documents."""
+def is_in_split(text: str, split: str, percent: float | None) -> bool:
+    """Returns whether a document is in a split. About `percent` of all documents are in the evaluation split, the
+    others in the training split; None: every document is in every split."""
+    if percent is None:
+        return True
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
-    return digest < percent / 100 * 2**64
+    return (digest < percent / 100 * 2**64) == (split == "evaluation")
 
 
 def lines(url: str) -> Iterator[str]:

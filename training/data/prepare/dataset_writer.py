@@ -70,6 +70,15 @@ class Mark:
     tokens: int
 
 
+@dataclass(frozen=True)
+class WrittenDataset:
+    """A split's dataset. `note` reports what was left out; `reused`: the dataset was already there."""
+
+    dataset: Dataset
+    note: str = ""
+    reused: bool = False
+
+
 def id_features(vocabulary: int) -> dict[str, Feature]:
     """Returns the feature of rows of token ids."""
     return {"input_ids": Feature(dtype=fixed_records.id_dtype(vocabulary), shape=["length"])}

@@ -26,10 +26,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from training.data.formats import fixed_records
-from training.data.formats.dataset import IGNORED, LABEL, TYPES, Dataset, Dtype, Feature, Rows, Shard
+from training.data.formats.dataset import IGNORED, LABEL, TYPES, Dtype, Feature, Rows, Shard
 from training.data.prepare import dataset_writer
 from training.data.prepare.corpus import replace_surrogates, text_of
-from training.data.prepare.dataset_writer import DatasetPlan, Ids
+from training.data.prepare.dataset_writer import DatasetPlan, Ids, WrittenDataset
 from training.errors import BadInput
 
 BATCH_ROWS = 4096
@@ -118,26 +118,6 @@ class FloatLabels:
 
 
 LabelKind = ClassLabels | FloatLabels
-
-
-@dataclass(frozen=True)
-class LengthBuckets:
-    """Row lengths, ascending. The longest is the dataset's sequence length."""
-
-    lengths: tuple[int, ...]
-
-    def of(self, tokens: int) -> int:
-        """Returns the shortest length that holds a text of so many tokens; the longest if none does."""
-        return next((length for length in self.lengths if tokens <= length), self.lengths[-1])
-
-
-@dataclass(frozen=True)
-class LabelledDataset:
-    """A written dataset. `cut`: texts longer than the longest bucket; `reused`: the dataset was already there."""
-
-    dataset: Dataset
-    cut: int
-    reused: bool = False
 
 
 def default_lengths(longest: int) -> tuple[int, ...]:
@@ -241,7 +221,7 @@ def label_mistake(name: str) -> str | None:
 def write_labelled_rows(
     url: str,
     plan: DatasetPlan,
-    buckets: LengthBuckets,
+    lengths: Sequence[int],
     labels: LabelKind,
     rows: Callable[[], Iterable[LabelledText]],
     encode: EncodeTexts,
@@ -249,24 +229,24 @@ def write_labelled_rows(
     *,
     has_pairs: bool = False,
     overwrite: bool = False,
-) -> LabelledDataset:
+) -> WrittenDataset:
     """Writes a dataset of labelled rows to the folder `url`. Returns a complete dataset of the same plan as it is.
 
-    `plan.length` is the longest bucket; a longer text is cut, but keeps its final token. `rows` is called to read the
-    corpus, and must give the same rows each time; `encode` returns the ids of each text, (tokens,), with special tokens
-    around them; of words, (2, tokens): the ids, and the word's number at its first token, -1 at others; of two texts,
-    (2, tokens), not too many: the ids, and the number of the text. `has_pairs`: rows are two texts. Raises BadInput
-    when the folder holds something else (unless `overwrite`), a label is impossible, or there is no row; and
-    StorageError.
+    `lengths` are those of rows, ascending; the last is `plan.length`. A longer text is cut, but keeps its final token.
+    `rows` is called to read the corpus, and must give the same rows each time; `encode` returns the ids of each text,
+    (tokens,), with special tokens around them; of words, (2, tokens): the ids, and the word's number at its first
+    token, -1 at others; of two texts, (2, tokens), not too many: the ids, and the number of the text. `has_pairs`: rows
+    are two texts. Raises BadInput when the folder holds something else (unless `overwrite`), a label is impossible, or
+    there is no row; and StorageError.
     """
-    assert plan.length == buckets.lengths[-1]
+    assert plan.length == lengths[-1]
     existing = dataset_writer.find_existing(url, plan, overwrite)
     if existing is not None:
-        return LabelledDataset(existing, 0, reused=True)
+        return WrittenDataset(existing, reused=True)
     dataset_writer.begin_dataset(url, plan)
     features = labelled_features(plan.vocabulary, labels, has_pairs=has_pairs)
-    waiting: dict[int, list[tuple[Ids, Any]]] = {length: [] for length in buckets.lengths}
-    shards: dict[int, list[Shard]] = {length: [] for length in buckets.lengths}
+    waiting: dict[int, list[tuple[Ids, Any]]] = {length: [] for length in lengths}
+    shards: dict[int, list[Shard]] = {length: [] for length in lengths}
     cut = 0
 
     def flush(length: int) -> None:
@@ -282,18 +262,19 @@ def write_labelled_rows(
             if labels.shape == ["length"]:
                 ids, words = ids  # (tokens,) each
                 value = np.where(words >= 0, value[words], IGNORED)  # (tokens,)
-            length = buckets.of(ids.shape[-1])
+            length = next(length for length in lengths if ids.shape[-1] <= length)
             waiting[length].append((ids, value))
             if len(waiting[length]) == plan.records_per_shard:
                 flush(length)
-    for length in buckets.lengths:
+    for length in lengths:
         if waiting[length]:
             flush(length)
-    ordered = [shard for length in buckets.lengths for shard in shards[length]]
+    ordered = [shard for length in lengths for shard in shards[length]]
     if not ordered:
         raise BadInput(f"{url}: the {plan.split} split has no rows: give another --corpus or --evaluation-percent")
     more = {"rows": labels.rows, "labels": list(labels.names)}
-    return LabelledDataset(dataset_writer.finish_dataset(url, plan, features, ordered, more), cut)
+    dataset = dataset_writer.finish_dataset(url, plan, features, ordered, more)
+    return WrittenDataset(dataset, f"{cut} texts were longer than {plan.length} tokens and were cut")
 
 
 def _write_rows(

@@ -14,11 +14,10 @@ from typing import Any, Literal
 
 from training import storage
 from training.data import tokenizer as tokenizers
-from training.data.formats.dataset import Dataset
 from training.data.prepare import dataset_writer, pack
 from training.data.prepare.chats import WholeChats, chats, open_template
-from training.data.prepare.corpus import Corpus, SplitFilter
-from training.data.prepare.dataset_writer import DatasetPlan
+from training.data.prepare.corpus import Corpus, is_in_split
+from training.data.prepare.dataset_writer import DatasetPlan, WrittenDataset
 from training.data.prepare.documents import WholeDocuments
 from training.data.prepare.labelled_rows import (
     ClassLabels,
@@ -26,7 +25,6 @@ from training.data.prepare.labelled_rows import (
     LabelKind,
     LabelledText,
     LabelSets,
-    LengthBuckets,
     TokenLabels,
     default_lengths,
     label_mistake,
@@ -87,20 +85,15 @@ class DatasetOptions:
         train = Corpus(self.corpus, field, label, self.text_pair)
         return {"train": train, "evaluation": train if other is None else replace(train, name=other)}
 
-
-@dataclass(frozen=True)
-class SplitResult:
-    """One split's dataset. `note` reports what was left out; `reused`: the dataset was already there."""
-
-    url: str
-    dataset: Dataset
-    reused: bool
-    note: str
+    @property
+    def percent(self) -> float | None:
+        """The share of documents for evaluation, as `is_in_split` takes it."""
+        return self.evaluation_percent if self.evaluation_corpus is None else None
 
 
 def make_datasets(
     options: DatasetOptions, progress: Callable[[str, PackingProgress], None] = lambda url, progress: None
-) -> Iterator[SplitResult]:
+) -> Iterator[WrittenDataset]:
     """Makes the dataset of each split, one after the other, and yields its result. Calls `progress` with the split's
     URL after each shard of packed rows. Raises BadInput for options that contradict each other, a corpus that can't be
     read, or a folder that holds something else; and StorageError."""
@@ -111,10 +104,10 @@ def make_datasets(
         for split in options.splits:
             yield _make_unlabelled(options, split, tokenizer, encode, progress)
         return
-    buckets = parse_lengths(options.lengths, options.sequence_length)
+    lengths = parse_lengths(options.lengths, options.sequence_length)
     labels = _labels(options)
     for split in options.splits:
-        yield _make_labelled(options, split, tokenizer, encode, buckets, labels)
+        yield _make_labelled(options, split, tokenizer, encode, lengths, labels)
 
 
 def _check(options: DatasetOptions) -> None:
@@ -128,17 +121,9 @@ def _check(options: DatasetOptions) -> None:
         raise BadInput(f"--chat is for --task causal-lm, and --task {options.task} reads texts: leave it out")
 
 
-def _source(options: DatasetOptions, split: str) -> tuple[Corpus, SplitFilter]:
-    """Returns the corpus of a split, and the filter for its documents."""
-    percent = options.evaluation_percent if options.evaluation_corpus is None else None
-    return options.corpora[split], SplitFilter(split, percent)
-
-
-def _plan(
-    options: DatasetOptions, split: str, corpus: Corpus, percent: float | None, tokenizer: Tokenizer, **more: Any
-) -> DatasetPlan:
+def _plan(options: DatasetOptions, split: str, tokenizer: Tokenizer, **more: Any) -> DatasetPlan:
     """Returns the plan of a split; reads a local corpus for its fingerprint. `more`: keys of its origin."""
-    vocabulary = tokenizer.special.vocabulary
+    corpus, vocabulary = options.corpora[split], tokenizer.special.vocabulary
     return DatasetPlan(
         split=split,
         length=options.sequence_length,
@@ -150,8 +135,8 @@ def _plan(
         origin={
             "corpus": corpus.name,
             "field": corpus.field,
-            "fingerprint": corpus.fingerprint(),
-            "evaluation_percent": percent,
+            "fingerprint": corpus.fingerprint,
+            "evaluation_percent": options.percent,
             **more,
         },
     )
@@ -163,25 +148,24 @@ def _make_unlabelled(
     tokenizer: Tokenizer,
     encode: Encode,
     progress: Callable[[str, PackingProgress], None],
-) -> SplitResult:
+) -> WrittenDataset:
     """Makes one split of packed rows, or of rows of whole documents or chats."""
-    corpus, documents_of_split = _source(options, split)
+    corpus = options.corpora[split]
     template = open_template(tokenizer.url) if options.chat else None
     origin: dict[str, Any] = {}
     if TASKS[options.task].rows == "documents":
         origin = {"rows": "documents", "chat_template": template and str(template.chat_template)}
-    plan = _plan(options, split, corpus, documents_of_split.percent, tokenizer, **origin)
+    plan = _plan(options, split, tokenizer, **origin)
     kind: pack.RowKind = pack.PackedRows(plan, encode)
     if origin:
         kind = WholeChats(plan, tokenizer, template) if options.chat else WholeDocuments(plan, tokenizer, encode)
     url = storage.join(options.out, split)
 
     def documents() -> Iterable[str]:
-        return filter(documents_of_split.holds, chats(corpus) if options.chat else corpus.documents())
+        texts = chats(corpus) if options.chat else corpus.documents()
+        return (text for text in texts if is_in_split(text, split, options.percent))
 
-    result = pack.write_rows(url, plan, documents, kind, overwrite=options.overwrite, progress=partial(progress, url))
-    note = f"from {result.documents} documents; {kind.note(result.dropped)}"
-    return SplitResult(url, result.dataset, result.reused, note)
+    return pack.write_rows(url, plan, documents, kind, overwrite=options.overwrite, progress=partial(progress, url))
 
 
 def _make_labelled(
@@ -189,40 +173,40 @@ def _make_labelled(
     split: str,
     tokenizer: Tokenizer,
     encode: Encode,
-    buckets: LengthBuckets,
+    lengths: tuple[int, ...],
     labels: LabelKind,
-) -> SplitResult:
+) -> WrittenDataset:
     """Makes one split of labelled rows. `encode`: of whole texts."""
-    corpus, documents_of_split = _source(options, split)
-    origin = {"label": options.label, "labels": list(labels.names), "lengths": list(buckets.lengths)}
+    corpus = options.corpora[split]
+    origin = {"label": options.label, "labels": list(labels.names), "lengths": list(lengths)}
     if labels.is_list:
         origin["rows"] = labels.rows
     if options.text_pair:
         origin["text_pair"] = options.text_pair
-    plan = _plan(options, split, corpus, documents_of_split.percent, tokenizer, **origin)
+    plan = _plan(options, split, tokenizer, **origin)
     url = storage.join(options.out, split)
 
     def rows() -> Iterable[LabelledText]:
         columns = select_columns(corpus.rows(), options.field, options.label, corpus.name, labels, options.text_pair)
-        return (
-            row for row in columns if documents_of_split.holds(row[0] if isinstance(row[0], str) else " ".join(row[0]))
-        )
+        joined = ((row, row[0] if isinstance(row[0], str) else " ".join(row[0])) for row in columns)
+        return (row for row, text in joined if is_in_split(text, split, options.percent))
 
     pairs = tokenizers.PairEncoder(tokenizer, options.sequence_length) if options.text_pair else None
     encode_texts = tokenizers.word_encoder(tokenizer) if isinstance(labels, TokenLabels) else pairs or encode
     result = write_labelled_rows(
-        url, plan, buckets, labels, rows, encode_texts, tokenizer.special.pad, has_pairs=pairs is not None,
+        url, plan, lengths, labels, rows, encode_texts, tokenizer.special.pad, has_pairs=pairs is not None,
         overwrite=options.overwrite,
     )  # fmt: skip
-    cut, texts = (pairs.cut, "pairs of texts") if pairs else (result.cut, "texts")
-    note = f"{cut} {texts} were longer than {options.sequence_length} tokens and were cut"
-    return SplitResult(url, result.dataset, result.reused, note)
+    if pairs is None:
+        return result
+    note = f"{pairs.cut} pairs of texts were longer than {options.sequence_length} tokens and were cut"
+    return replace(result, note=note)
 
 
-def parse_lengths(lengths: str | None, longest: int) -> LengthBuckets:
+def parse_lengths(lengths: str | None, longest: int) -> tuple[int, ...]:
     """Parses --lengths; None gives `default_lengths`. Raises BadInput unless it is ascending and ends in `longest`."""
     if lengths is None:
-        return LengthBuckets(default_lengths(longest))
+        return default_lengths(longest)
     try:
         numbers = tuple(int(number) for number in lengths.split(","))
     except ValueError:
@@ -231,7 +215,7 @@ def parse_lengths(lengths: str | None, longest: int) -> LengthBuckets:
         raise BadInput(
             f"--lengths {lengths}: expected ascending numbers that end in --sequence-length, which is {longest}"
         )
-    return LengthBuckets(numbers)
+    return numbers
 
 
 def _labels(options: DatasetOptions) -> LabelKind:

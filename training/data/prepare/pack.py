@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from training.data.formats.dataset import Dataset, Feature, Shard
+from training.data.formats.dataset import Feature, Shard
 from training.data.prepare import dataset_writer
-from training.data.prepare.dataset_writer import DatasetPlan, Ids, Mark
+from training.data.prepare.dataset_writer import DatasetPlan, Ids, Mark, WrittenDataset
 from training.errors import BadInput
 
 BATCH_CHARACTERS = 1 << 20
@@ -75,22 +75,6 @@ class PackingProgress:
     documents: int
     records: int
     shards: int
-
-
-@dataclass(frozen=True)
-class PackedDataset:
-    """A finished dataset.
-
-    Attributes:
-        documents: how many were read.
-        dropped: ids at the end that fill no row.
-        reused: the dataset was already there; nothing was read.
-    """
-
-    dataset: Dataset
-    documents: int
-    dropped: int
-    reused: bool = False
 
 
 @dataclass
@@ -147,7 +131,7 @@ def write_rows(
     *,
     overwrite: bool = False,
     progress: Callable[[PackingProgress], None] = lambda _: None,
-) -> PackedDataset:
+) -> WrittenDataset:
     """Writes the dataset of one split to the folder `url`, or continues where an interrupted run stopped.
 
     Returns a complete dataset of the same plan as it is, without reading the corpus. Drops the ids after the last full
@@ -159,7 +143,7 @@ def write_rows(
     """
     existing = dataset_writer.find_existing(url, plan, overwrite)
     if existing is not None:
-        return PackedDataset(existing, 0, 0, reused=True)
+        return WrittenDataset(existing, reused=True)
     marks = dataset_writer.begin_dataset(url, plan)
     shards = [mark.shard for mark in marks]
     start, used = (marks[-1].document, marks[-1].tokens) if marks else (0, 0)
@@ -184,7 +168,7 @@ def write_rows(
         )
     progress(_progress(documents_read, shards))
     dataset = dataset_writer.finish_dataset(url, plan, kind.features, shards, kind.more)
-    return PackedDataset(dataset, documents_read, dropped)
+    return WrittenDataset(dataset, f"from {documents_read} documents; {kind.note(dropped)}")
 
 
 def _progress(documents: int, shards: list[Shard]) -> PackingProgress:

@@ -18,8 +18,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 from training import storage
@@ -174,7 +173,8 @@ def _most_frequent(words: Mapping[str, int]) -> list[tuple[str, int]]:
 
 
 def _train_wordpiece(tokenizers: Any, vocabulary: int, documents: Callable[[], Iterable[str]]) -> Any:
-    """Returns a `tokenizers.Tokenizer` with a WordPiece model. Raises BadInput as `_train_unigram`.
+    """Returns a `tokenizers.Tokenizer` with a WordPiece model. Raises BadInput as `_train_unigram`. Sets
+    TOKENIZERS_PARALLELISM to false.
 
     Trains twice, so that the result does not depend on a hash table's order: the library numbers the marked characters
     ("##a") in that order, and breaks ties between pairs by those numbers. A first training finds these characters, and
@@ -191,28 +191,14 @@ def _train_wordpiece(tokenizers: Any, vocabulary: int, documents: Callable[[], I
         trained.train_from_iterator(documents(), trainer=trainer)
         return trained
 
-    with _one_thread():
-        first = train(SPECIAL).get_vocab()
-        marked = sorted(token for token in first if token.startswith("##") and len(token) == 3)
-        if not marked:
-            raise BadInput("the corpus has no text to train a tokenizer on")
-        trained = train(SPECIAL + marked)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    first = train(SPECIAL).get_vocab()
+    marked = sorted(token for token in first if token.startswith("##") and len(token) == 3)
+    if not marked:
+        raise BadInput("the corpus has no text to train a tokenizer on")
+    trained = train(SPECIAL + marked)
     if trained.get_vocab_size() > vocabulary:
         raise BadInput(
             f"--vocabulary {vocabulary} is too small: the text's characters alone take {trained.get_vocab_size()} ids"
         )
     return trained
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Sets TOKENIZERS_PARALLELISM=false, and restores it."""
-    before = os.environ.get("TOKENIZERS_PARALLELISM")
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["TOKENIZERS_PARALLELISM"]
-        else:
-            os.environ["TOKENIZERS_PARALLELISM"] = before
