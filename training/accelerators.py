@@ -37,8 +37,7 @@ class Offer:
 
     zones: tuple[str, ...]
     apis: tuple[Api, ...] = _EVERY_PROVIDER
-    smallest: int = 0
-    """Number in the name of the smallest size offered."""
+    smallest: int = 0  # number in the name of the smallest size offered
     largest: int | None = None
 
 
@@ -46,10 +45,8 @@ class Offer:
 class GkeNodes:
     """Names that GKE gives the nodes of a slice."""
 
-    accelerator: str
-    """Value of the label cloud.google.com/gke-tpu-accelerator."""
-    machine_type: str
-    """Machine type of the node pool. In the table, `{chips}` stands for the chips of a host."""
+    accelerator: str  # value of the label cloud.google.com/gke-tpu-accelerator
+    machine_type: str  # of the node pool. In the table, `{chips}` stands for the chips of a host
 
 
 @dataclass(frozen=True, kw_only=True)

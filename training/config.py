@@ -15,12 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    Field,
-    ValidationError,
-    field_validator,
-)
+from pydantic import AfterValidator, Field, ValidationError, field_validator
 
 from training.accelerators import UnknownAccelerator, accelerator
 from training.checkpoint.config import CheckpointSection
@@ -386,7 +381,7 @@ def from_document(document: Document) -> TrainerConfig:
     config = validate(TrainerConfig, Document(document.name, own, document.places))
     mistakes = [
         f"{document.place(path)}: {'.'.join(path)}: {message}"
-        for path, message in _contradictions(config, _accelerator_name(document))
+        for path, message in _contradictions(config, accelerator_name(document))
     ]
     mistakes += _hub_without_token(config, document)
     if mistakes:
@@ -443,7 +438,7 @@ def _hub_without_token(config: TrainerConfig, document: Document) -> list[str]:
     ]
 
 
-def _accelerator_name(document: Document) -> str | None:
+def accelerator_name(document: Document) -> str | None:
     """Returns slice.accelerator_type as the file has it, unchecked; None without one."""
     section = document.value.get("slice")
     name = section.get("accelerator_type") if isinstance(section, dict) else None
@@ -529,11 +524,10 @@ def _best_mistakes(config: TrainerConfig) -> Iterator[Mistake]:
     worst."""
     best, figures = config.checkpoint.best, TASKS[config.task].figures
     stopping = config.train.early_stopping
-    if stopping is not None and stopping.metric not in figures:
-        yield (
-            ("train", "early_stopping", "metric"),
-            f"an evaluation of task {config.task} has no {stopping.metric}; it has {', '.join(figures)}",
-        )
+    for path, section in ((("train", "early_stopping"), stopping), (("checkpoint", "best"), best)):
+        if section is not None and section.metric not in figures:
+            problem = f"an evaluation of task {config.task} has no {section.metric}; it has {', '.join(figures)}"
+            yield (*path, "metric"), problem
     if best is None:
         return
     if stopping is not None and stopping.metric != best.metric:
@@ -541,13 +535,8 @@ def _best_mistakes(config: TrainerConfig) -> Iterator[Mistake]:
             ("checkpoint", "best", "metric"),
             f"train.early_stopping keeps the checkpoint with the best {stopping.metric}: remove checkpoint.best",
         )
-    if best.metric not in figures:
-        yield (
-            ("checkpoint", "best", "metric"),
-            f"an evaluation of task {config.task} has no {best.metric}; it has {', '.join(figures)}",
-        )
-    elif best.mode != figures[best.metric]:
-        right = figures[best.metric]
+    right = figures.get(best.metric, best.mode)
+    if best.mode != right:
         yield (
             ("checkpoint", "best", "mode"),
             f"the best {best.metric} is its {right}imum, and this would keep the worst: write {right}",

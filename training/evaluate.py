@@ -13,7 +13,7 @@ from typing import Any
 from training import storage
 from training.backends.protocol import Backend
 from training.batch import Pending, Signals, StepResult
-from training.checkpoint.admin import find_checkpoints
+from training.checkpoint.admin import choose_step, find_checkpoints
 from training.checkpoint.format import Manifest, read_manifest
 from training.checkpoint.reader import load_tensors
 from training.checkpoint.safetensors_file import Damaged, TensorSpec
@@ -175,9 +175,7 @@ def _open_checkpoint(place: str, step: int | None) -> CommittedCheckpoint:
         folder, steps = find_checkpoints(place)
     except BadInput as error:
         raise BadInput(f"{place} is neither a model folder (it has no {WEIGHTS}) nor a run's: {error}") from None
-    chosen = steps[0] if step is None else step
-    if chosen not in steps:
-        raise BadInput(f"{folder} has no committed step {chosen}; it has {', '.join(map(str, steps))}")
+    chosen = choose_step(folder, steps, step)
     try:
         manifest = read_manifest(folder, chosen)
     except Damaged as error:

@@ -61,7 +61,7 @@ def best_saved_step(folder: str) -> int:
             f"{checkpoints}: no best checkpoint is known; the run needs checkpoint.best, and an evaluation before its "
             "last save"
         )
-    return _require_step(checkpoints, steps, step)
+    return choose_step(checkpoints, steps, step)
 
 
 def copy_to_run(source: str, target: str, step: int | None) -> int:
@@ -78,7 +78,7 @@ def copy_to_run(source: str, target: str, step: int | None) -> int:
         BadInput: there is no such checkpoint, it is damaged, or the target has checkpoints.
     """
     checkpoints, steps = find_checkpoints(source)
-    chosen = steps[0] if step is None else _require_step(checkpoints, steps, step)
+    chosen = choose_step(checkpoints, steps, step)
     into = storage.join(target, "checkpoints")
     present = committed_steps(into)
     if present:
@@ -125,7 +125,7 @@ def render_table(folder: str) -> str:
 def render_manifest(folder: str, step: int | None) -> str:
     """Returns the manifest of a checkpoint (None: the newest) as JSON. Raises BadInput for none or a damaged one."""
     checkpoints, steps = find_checkpoints(folder)
-    chosen = steps[0] if step is None else _require_step(checkpoints, steps, step)
+    chosen = choose_step(checkpoints, steps, step)
     return render(to_json(_read_manifest(checkpoints, chosen))).rstrip()
 
 
@@ -134,7 +134,7 @@ def verify_checkpoints(folder: str, step: int | None) -> tuple[str, bool]:
     BadInput when there is none; a damaged one is only a line."""
     checkpoints, steps = find_checkpoints(folder)
     lines, good = [], True
-    for chosen in steps if step is None else [_require_step(checkpoints, steps, step)]:
+    for chosen in steps if step is None else [choose_step(checkpoints, steps, step)]:
         try:
             manifest = verify(checkpoints, chosen)
             lines.append(f"step {chosen}: good, finite, {manifest.size:,} bytes in {len(manifest.parts)} part(s)")
@@ -152,8 +152,9 @@ def _read_manifest(checkpoints: str, step: int) -> Manifest:
         raise BadInput(f"checkpoint of step {step} in {checkpoints} is damaged ({error})") from None
 
 
-def _require_step(checkpoints: str, steps: list[int], step: int) -> int:
-    """Returns the step. Raises BadInput unless it is one of `steps`."""
-    if step not in steps:
-        raise BadInput(f"{checkpoints} has no committed step {step}; it has {', '.join(map(str, steps))}")
-    return step
+def choose_step(checkpoints: str, steps: list[int], step: int | None) -> int:
+    """Returns the step, None: the first of `steps`. Raises BadInput unless it is one of them."""
+    chosen = steps[0] if step is None else step
+    if chosen not in steps:
+        raise BadInput(f"{checkpoints} has no committed step {chosen}; it has {', '.join(map(str, steps))}")
+    return chosen

@@ -95,13 +95,10 @@ def _take_libtpu_flags(document: Document) -> None:
 def _parse_targets(document: Document, names: str | None) -> list[Accelerator]:
     """Returns each accelerator in --accelerator, else the file's, once. Raises BadInput for none or an unknown one."""
     from training.accelerators import UnknownAccelerator, accelerator
+    from training.config import accelerator_name
 
-    section = document.value.get("slice")
-    default = section.get("accelerator_type") if isinstance(section, dict) else None
-    if names:
-        wanted = [name.strip() for name in names.split(",") if name.strip()]
-    else:
-        wanted = [default] if isinstance(default, str) else []
+    given = names.split(",") if names else [accelerator_name(document) or ""]
+    wanted = [name.strip() for name in given if name.strip()]
     if not wanted:
         raise BadInput(
             "no accelerator: give --accelerator, for example --accelerator v4-8, or slice.accelerator_type in the file"

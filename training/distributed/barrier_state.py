@@ -53,8 +53,7 @@ class Refusal:
     """The reason why host 0 does not admit a host."""
 
     reason: str
-    final: bool
-    """A retry is pointless."""
+    final: bool  # a retry is pointless
 
 
 def compare(expected: Identity, given: Identity) -> Refusal | None:

@@ -120,11 +120,7 @@ class RendezvousServer:
             elif events & selectors.EVENT_READ:
                 self._read(connection)
         except Exception as error:  # a bug in handling one host must not end the server of all
-            print(
-                f"tpu-train: the rendezvous server closes a connection: {describe_error(error)}",
-                file=sys.stderr,
-                flush=True,
-            )
+            _warn(f"closes a connection: {describe_error(error)}")
             self._perform(self._protocol.drop(connection.number))
 
     def _read(self, connection: _Peer) -> None:

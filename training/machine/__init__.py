@@ -26,9 +26,7 @@ class Machine:
     threads: Threads = field(default_factory=SystemThreads)
     network: Network = field(default_factory=SystemNetwork)
     random: random.Random = field(default_factory=random.SystemRandom)
-
-    exit: Callable[[int], NoReturn] = os._exit
-    """Ends the process at once, with this exit code."""
+    exit: Callable[[int], NoReturn] = os._exit  # ends the process at once, with this exit code
 
 
 SYSTEM = Machine()

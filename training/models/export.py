@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from training import storage as default_storage
-from training.checkpoint.admin import find_checkpoints
+from training.checkpoint.admin import choose_step, find_checkpoints
 from training.checkpoint.format import read_manifest
 from training.checkpoint.reader import load_tensors, require_finite
 from training.checkpoint.safetensors_file import Damaged, TensorSpec, encode
@@ -77,9 +77,7 @@ def export_checkpoint(run: str, out: str, step: int | None = None, *, merge: boo
     whole model also of a run with LoRA. Returns its step.
     Raises BadInput if there is no such checkpoint, or it is damaged."""
     place, steps = find_checkpoints(run)
-    chosen = steps[0] if step is None else step
-    if chosen not in steps:
-        raise BadInput(f"{place} has no committed step {chosen}; it has {', '.join(map(str, steps))}")
+    chosen = choose_step(place, steps, step)
 
     def copy_weights(buffers: Mapping[str, memoryview]) -> Snapshot:
         def copy(loaded: Mapping[str, tuple[TensorSpec, memoryview]]) -> None:
