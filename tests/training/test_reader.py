@@ -3,7 +3,7 @@
 import random
 import threading
 import time
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from training.data.formats.dataset import Dataset
 from training.data.formats.tfrecord import Corrupt
 from training.data.loading.fixed_shards import FixedShards
 from training.data.loading.mlm_batches import mlm_evaluation
-from training.data.loading.reader import _Workers
+from training.data.loading.prefetch import DaemonPool
 from training.data.loading.record_source import HostSlice, read_replacing
 from training.data.sampling.masking import Masking, SpecialTokens
 from training.data.sampling.order import evaluation_order
@@ -307,13 +307,12 @@ def test_bad_records_of_blocks_of_four_are_replaced(bad: set[int], expected: lis
 
 
 def test_closing_a_reader_cancels_the_requests_that_have_not_begun() -> None:
-    workers, begun, release = _Workers(1), threading.Event(), threading.Event()
-    first, second = Future[None](), Future[None]()
-    workers.submit(first, lambda: (begun.set(), release.wait(10)))
-    workers.submit(second, lambda: None)
+    workers, begun, release = DaemonPool(1, "reader"), threading.Event(), threading.Event()
+    first = workers.submit(lambda: (begun.set(), release.wait(10)))
+    second = workers.submit(lambda: None)
     assert begun.wait(10)
     workers.close()
     release.set()
-    assert first.result(10) is None
+    assert first.result(10) == (None, True)
     with pytest.raises(CancelledError):
         second.result(10)

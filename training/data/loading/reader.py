@@ -18,15 +18,14 @@ The same in TensorFlow: `training.data.tf.reader`.
 
 from __future__ import annotations
 
-import queue
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
 from concurrent.futures import Future
 
 import numpy as np
 
+from training.data.loading.prefetch import DaemonPool
 from training.data.loading.record_source import Arrays, RecordSource
 from training.data.sampling.order import EvaluationOrder, Order, cells_of_rows, split_places
 from training.data.sampling.random_bits import Ints
@@ -45,7 +44,7 @@ class Reader:
         self.source, self.order, self.batch, self.first, self.last = source, order, batch, first, last
         self._windows: OrderedDict[tuple[int, int], _Window] = OrderedDict()
         self._lock = threading.Lock()
-        self._workers = _Workers(threads)
+        self._workers = DaemonPool(threads, "reader")
         weakref.finalize(self, self._workers.close)  # the threads of a reader that is never closed end with it
 
     def rows(self, start: int, stop: int) -> tuple[Ints, Ints, Arrays]:
@@ -109,14 +108,14 @@ class _Window:
     """This host's records of one window. `cells`: their cells, ascending (n,); `records`: their numbers (n,)."""
 
     def __init__(
-        self, source: RecordSource, cells: Ints, records: Ints, block: int, workers: _Workers, previous: _Window | None
+        self, source: RecordSource, cells: Ints, records: Ints, block: int, pool: DaemonPool, previous: _Window | None
     ) -> None:
-        """Requests the records' blocks, of `block` records, from `workers` in the order of first use; or takes the
+        """Requests the records' blocks, of `block` records, from `pool` in the order of first use; or takes the
         arrays of a complete `previous` window with the same blocks."""
         self.cells, self.records = cells, records
         self.complete: bool
         self._arrays: Arrays
-        self._futures: list[Future[None]] = []
+        self._futures: dict[int, Future[None]] = {}  # by run
         self._source, self._block = source, block
         # The blocks (blocks,), where each is first used (blocks,), and which of them each record is in (n,).
         needed, first_use, slot = np.unique(records // block, return_index=True, return_inverse=True)
@@ -128,14 +127,14 @@ class _Window:
         self._arrays = source.empty(len(needed) * block)
         self._location = slot * block + records % block  # (n,) rows of the arrays
         self._run_of_slot = _runs(needed, max(1, RUN_BYTES // (block * source.record_bytes)))
-        self._futures = [Future() for _ in range(int(self._run_of_slot[-1]) + 1 if len(needed) else 0)]
-        self.complete = not self._futures
+        self.complete = not len(needed)
+        if self.complete:
+            return
         runs = np.split(np.arange(len(needed)), np.flatnonzero(np.diff(self._run_of_slot)) + 1)
-        for number in sorted(range(len(self._futures)), key=lambda number: int(first_use[runs[number]].min())):
+        for number in sorted(range(len(runs)), key=lambda number: int(first_use[runs[number]].min())):
             slots = runs[number]
-            workers.submit(
-                self._futures[number], self._load, int(needed[slots[0]]), int(needed[slots[-1]]) + 1, int(slots[0])
-            )
+            first, last = int(needed[slots[0]]), int(needed[slots[-1]]) + 1
+            self._futures[number] = pool.submit(self._load, first, last, int(slots[0]))
 
     def gather(self, low: int, high: int) -> Arrays:
         """Waits for the blocks of records number [low, high) of this window. Returns feature -> (high - low, ...).
@@ -145,13 +144,13 @@ class _Window:
             for run in np.unique(self._run_of_slot[location // self._block]):
                 self._futures[run].result()
             self.complete = all(
-                future.done() and not future.cancelled() and not future.exception() for future in self._futures
+                future.done() and not future.cancelled() and not future.exception() for future in self._futures.values()
             )
         return {name: values.take(location, axis=0) for name, values in self._arrays.items()}
 
     def cancel(self) -> None:
         """Cancels the requests that have not started."""
-        for future in self._futures:
+        for future in self._futures.values():
             future.cancel()
 
     def _load(self, first_block: int, last_block: int, slot: int) -> None:
@@ -171,47 +170,3 @@ def _runs(needed: Ints, longest: int) -> Ints:
         number += size == 0
         run[index] = number
     return run
-
-
-class _Workers:
-    """A pool of daemon threads. concurrent.futures' pool joins its threads at exit, so a bucket that does not answer
-    would keep the process from ending."""
-
-    def __init__(self, threads: int) -> None:
-        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._is_closed = False
-        self._threads = [
-            threading.Thread(target=self._work, name=f"reader-{number}", daemon=True) for number in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def submit(self, future: Future[None], function: Callable[..., None], *arguments: int) -> None:
-        """Queues the function for a thread, which skips it if the future is cancelled. Its error or end is the
-        future's."""
-
-        def task() -> None:
-            if self._is_closed:
-                future.cancel()
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                function(*arguments)
-            except BaseException as error:
-                future.set_exception(error)
-            else:
-                future.set_result(None)
-
-        self._tasks.put(task)
-
-    def close(self) -> None:
-        """Ends the threads after the tasks that they have begun, without waiting; cancels the others."""
-        self._is_closed = True
-        for _ in self._threads:
-            self._tasks.put(None)
-
-    def _work(self) -> None:
-        """Runs tasks until it takes one of the None that `close` queues."""
-        while task := self._tasks.get():
-            task()
-            del task  # its error's traceback holds the reader
