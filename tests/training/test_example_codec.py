@@ -36,8 +36,7 @@ def test_decode_inverts_encode(features: dict[str, bytes | list[int]]) -> None:
         assert decoded[name] == [value] if isinstance(value, bytes) else decoded[name].tolist() == value
 
 
-def test_floats_unpacked_numbers_and_unknown_fields_are_read() -> None:
-    assert example_codec.decode(example_codec.encode({"f": np.array([0.5, -2], np.float32)}))["f"].tolist() == [0.5, -2]
+def test_unpacked_numbers_and_unknown_fields_are_read() -> None:
     one_by_one = bytes.fromhex("1a04 0801 0802".replace(" ", ""))  # Int64List with two unpacked varints
     entry = b"\x0a\x01n\x12" + bytes([len(one_by_one)]) + one_by_one + b"\x3d\0\0\0\0"  # and an unknown fixed32 field 7
     features = b"\x0a" + bytes([len(entry)]) + entry

@@ -9,7 +9,7 @@
 
 (tensorflow/core/example/{example,feature}.proto.) The encoder writes features in the order of their names, so equal
 records are equal bytes. The decoder accepts what any protobuf writer may produce: any order, packed or not, unknown
-fields, a repeated key (the last one counts). Pure functions.
+fields, a repeated key (the last one counts). No layout here has floats: a FloatList is an empty list. Pure functions.
 
 Not protobuf's own library: generated classes would need TensorFlow or a build step, and the encoder's byte order would
 not be guaranteed.
@@ -22,11 +22,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-Feature = bytes | Sequence[int] | npt.NDArray[np.integer] | npt.NDArray[np.floating]
-Decoded = list[bytes] | npt.NDArray[np.int64] | npt.NDArray[np.float32]
+Feature = bytes | Sequence[int] | npt.NDArray[np.integer]
+Decoded = list[bytes] | npt.NDArray[np.int64]
 
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
-_BYTES, _FLOAT, _INT64 = 1, 2, 3
+_BYTES, _INT64 = 1, 3
 
 
 class NotAnExample(ValueError):
@@ -34,14 +34,12 @@ class NotAnExample(ValueError):
 
 
 def encode(features: Mapping[str, Feature]) -> bytes:
-    """Encodes an Example: bytes as a BytesList of one value, integers as an Int64List, a float array as a FloatList."""
+    """Encodes an Example: bytes as a BytesList of one value, integers as an Int64List."""
     entries = []
     for name in sorted(features):
         value = features[name]
         if isinstance(value, bytes):
             kind, values = _BYTES, _field(1, value)
-        elif isinstance(value, np.ndarray) and np.issubdtype(value.dtype, np.floating):
-            kind, values = _FLOAT, _field(1, value.astype("<f4").tobytes())
         else:
             kind, values = _INT64, _field(1, pack_varints(np.asarray(value, np.int64)))
         entries.append(_field(1, _field(1, name.encode()) + _field(2, _field(kind, values))))
@@ -116,11 +114,6 @@ def _feature(data: bytes) -> Decoded | None:
         values = [(wire, payload, varint) for number, wire, payload, varint in read_fields(content) if number == 1]
         if kind == _BYTES:
             value = [payload for wire, payload, _ in values if wire == _LENGTH]
-        elif kind == _FLOAT:
-            joined = b"".join(payload for wire, payload, _ in values if wire in (_LENGTH, _FIXED32))
-            if len(joined) % 4:
-                raise NotAnExample(f"a list of floats has {len(joined)} bytes, not a multiple of 4")
-            value = np.frombuffer(joined, "<f4").astype(np.float32)
         elif kind == _INT64:
             lists = [unpack_varints(payload) for wire, payload, _ in values if wire == _LENGTH]
             lists += [np.array([varint], np.uint64).view(np.int64) for wire, _, varint in values if wire == _VARINT]
