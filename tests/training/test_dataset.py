@@ -29,7 +29,7 @@ def test_a_dataset_says_what_it_holds(samples: Any, tmp_path: Path) -> None:
     made = samples.make(tmp_path, 25)
     dataset = open_dataset(str(tmp_path))
     assert dataset == made
-    assert (dataset.records, dataset.sequence_length, dataset.tokenizer_hash) == (25, 8, "t" * 64)
+    assert (dataset.records, dataset.sequence_length, dataset.manifest.tokenizer_hash) == (25, 8, "t" * 64)
     assert [(shard.name, shard.records) for shard in dataset.shards] == [
         ("train-00000.tfrecord", 10),
         ("train-00001.tfrecord", 10),

@@ -159,10 +159,8 @@ def test_the_beginning_of_another_dataset_is_not_mixed_in(tmp_path: Path, monkey
             pack_documents(url, plan(), lambda: documents, encode)
     with pytest.raises(BadInput, match="holds the beginning of another dataset"):
         pack_documents(url, plan(tokenizer_hash="u"), lambda: documents, encode)
-    assert (
-        pack_documents(url, plan(tokenizer_hash="u"), lambda: documents, encode, overwrite=True).dataset.tokenizer_hash
-        == "u"
-    )
+    replaced = pack_documents(url, plan(tokenizer_hash="u"), lambda: documents, encode, overwrite=True)
+    assert replaced.dataset.manifest.tokenizer_hash == "u"
 
 
 def test_a_folder_with_other_files_is_not_written_to(tmp_path: Path) -> None:

@@ -223,7 +223,7 @@ def show(url: str) -> None:
     if manifest.labels:
         names = ", ".join(manifest.labels[:8]) + (", ..." if len(manifest.labels) > 8 else "")
         click.echo(f"  labels     {len(manifest.labels)}: {names}")
-    click.echo(f"  tokenizer  hash {opened.tokenizer_hash[:12]}, {manifest.vocabulary} ids")
+    click.echo(f"  tokenizer  hash {manifest.tokenizer_hash[:12]}, {manifest.vocabulary} ids")
     for part in manifest.origin.get("mixture", ()):
         click.echo(f"  part       {part['times']} x {part['url']}, {part['records']} records, hash {part['hash'][:12]}")
     for shard in shards:

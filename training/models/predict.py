@@ -25,19 +25,11 @@ class MaskPrediction:
 
 @dataclass(frozen=True)
 class ClassPrediction:
-    """A class of a text."""
+    """A class of a text, or of neighbouring words of it."""
 
     score: float  # probability
     name: str
-
-
-@dataclass(frozen=True)
-class WordPrediction:
-    """The class of neighbouring words of a text."""
-
-    score: float  # probability
-    name: str
-    words: str
+    words: str = ""  # "": the whole text
 
 
 def pipeline_of(folder: str) -> str:
@@ -83,11 +75,11 @@ def classify(folder: str, text: str, top: int, pair: str | None = None) -> list[
         return [ClassPrediction(answer["score"], answer["label"]) for answer in answers]
 
 
-def label_words(folder: str, text: str) -> list[WordPrediction]:
+def label_words(folder: str, text: str) -> list[ClassPrediction]:
     """Returns the parts of `text` that have a label other than O, with the label of each one's first token."""
     with local_copy(folder) as local_folder:
         answers = open_pipeline("token-classification", local_folder)(text, aggregation_strategy="first")
-        return [WordPrediction(answer["score"], answer["entity_group"], answer["word"]) for answer in answers]
+        return [ClassPrediction(answer["score"], answer["entity_group"], answer["word"]) for answer in answers]
 
 
 def open_pipeline(name: str, folder: str) -> Any:

@@ -58,7 +58,7 @@ class Task(ABC):
         return {
             "task": self._config.task,
             "data.train": self.data.train.hash,
-            "tokenizer": self.data.train.tokenizer_hash,
+            "tokenizer": self.data.train.manifest.tokenizer_hash,
         }
 
     @abstractmethod
@@ -108,7 +108,7 @@ class RunData:
         return {
             "training data": self.train.hash,
             "evaluation data": self.evaluation.hash if self.evaluation else "none",
-            "tokenizer": self.train.tokenizer_hash,
+            "tokenizer": self.train.manifest.tokenizer_hash,
         }
 
 

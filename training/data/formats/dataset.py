@@ -150,11 +150,6 @@ class Dataset:
         return TYPES in self.manifest.features
 
     @property
-    def tokenizer_hash(self) -> str:
-        """Hash of the tokenizer that wrote the ids; "" if unknown."""
-        return self.manifest.tokenizer_hash
-
-    @property
     def shards(self) -> Sequence[Shard]:
         """The shards in the order in which records are numbered."""
         return self.manifest.shards
