@@ -262,16 +262,7 @@ GENERATIONS: tuple[Generation, ...] = (
         runtime_version="v2-alpha-tpuv5-lite",
         sizes=_V5E_SIZES,
         offers=(
-            Offer(
-                (
-                    "us-central1-a",
-                    "us-south1-a",
-                    "us-west1-c",
-                    "us-west4-a",
-                    "europe-west4-b",
-                    "asia-southeast1-b",
-                )
-            ),
+            Offer(("us-central1-a", "us-south1-a", "us-west1-c", "us-west4-a", "europe-west4-b", "asia-southeast1-b")),
         ),
         gke=GkeNodes("tpu-v5-lite-podslice", "ct5lp-hightpu-{chips}t"),
     ),

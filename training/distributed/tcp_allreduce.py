@@ -25,7 +25,7 @@ from training.distributed.handshake import GRADIENT_EXCHANGE, HostCredentials, h
 from training.distributed.messages import Malformed
 from training.distributed.rendezvous import Rendezvous
 from training.errors import LostPeer
-from training.machine.network import connect, listen
+from training.machine.network import SystemNetwork
 
 NAMING_SECONDS = 5.0  # in which the rendezvous learns which host is lost
 HANGING_SECONDS = 10.0  # in which the healthy hosts arrive at the barrier that names a hanging one
@@ -45,7 +45,7 @@ class TcpAllReduce:
         self._peers: list[socket.socket] = []  # on host 0: workers 1, 2, ...; on other hosts: host 0
         own = host_credentials(cluster, GRADIENT_EXCHANGE)
         rendezvous.set_phase("connecting the gradient exchange")
-        listener = listen(cluster.addresses[0], cluster.gloo_port) if self._first else None
+        listener = SystemNetwork().listen(cluster.addresses[0], cluster.gloo_port) if self._first else None
         try:
             rendezvous.meet("gradient exchange")  # from here on, host 0 listens
             if listener:
@@ -101,7 +101,7 @@ def _join(cluster: Cluster, rendezvous: Rendezvous, own: HostCredentials, second
     deadline = time.monotonic() + seconds
     while True:
         try:
-            peer = connect(cluster.addresses[0], cluster.gloo_port, min(seconds, TRY_SECONDS))
+            peer = SystemNetwork().connect(cluster.addresses[0], cluster.gloo_port, min(seconds, TRY_SECONDS))
             try:
                 answer = perform_handshake(peer, own, cluster.worker, min(seconds, TRY_SECONDS))
                 if isinstance(answer, Refusal):

@@ -79,10 +79,39 @@ class SystemNetwork:
     """The network of this machine."""
 
     def listen(self, address: str, port: int) -> socket.socket:
-        return listen(address, port)
+        """Listens once the host's name is known, at most NAME_SECONDS from now."""
+        deadline = time.monotonic() + NAME_SECONDS
+        while True:
+            try:
+                socket.getaddrinfo(address, port)
+                break
+            except socket.gaierror as error:
+                if time.monotonic() > deadline:
+                    raise TrainError(
+                        f"this host is worker 0, but its own name {address} was not known within {NAME_SECONDS:g} s: "
+                        f"{error}"
+                    ) from None
+                time.sleep(0.5)
+        try:
+            listener = socket.create_server((address, port), backlog=1024, reuse_port=False)
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # accepted connections inherit it
+            return listener
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise TrainError(
+                    f"port {port} on {address} is in use, so the hosts can't meet there: does another trainer run on "
+                    "this host?"
+                ) from None
+            raise TrainError(
+                f"this host is worker 0, but can't listen on {address}:{port}: {error.strerror or error}; is "
+                "TPU_WORKER_HOSTNAMES in worker order?"
+            ) from None
 
     def connect(self, address: str, port: int, timeout: float) -> socket.socket:
-        return connect(address, port, timeout)
+        """Connects without Nagle's delay of small messages."""
+        connection = socket.create_connection((address, port), timeout=timeout)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return connection
 
     def selector(self) -> Selector:
         return selectors.DefaultSelector()
@@ -97,40 +126,3 @@ class SystemNetwork:
         ):
             if hasattr(socket, option):  # Linux has all four
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-
-
-def connect(address: str, port: int, timeout: float) -> socket.socket:
-    """Connects to a host, without Nagle's delay of small messages. Raises OSError."""
-    connection = socket.create_connection((address, port), timeout=timeout)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return connection
-
-
-def listen(address: str, port: int) -> socket.socket:
-    """Listens on this host's own address, once its name is known (at most NAME_SECONDS), or raises TrainError."""
-    deadline = time.monotonic() + NAME_SECONDS
-    while True:
-        try:
-            socket.getaddrinfo(address, port)
-            break
-        except socket.gaierror as error:
-            if time.monotonic() > deadline:
-                raise TrainError(
-                    f"this host is worker 0, but its own name {address} was not known within {NAME_SECONDS:g} s: "
-                    f"{error}"
-                ) from None
-            time.sleep(0.5)
-    try:
-        listener = socket.create_server((address, port), backlog=1024, reuse_port=False)
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # accepted connections inherit it
-        return listener
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise TrainError(
-                f"port {port} on {address} is in use, so the hosts can't meet there: does another trainer run on this "
-                "host?"
-            ) from None
-        raise TrainError(
-            f"this host is worker 0, but can't listen on {address}:{port}: {error.strerror or error}; is "
-            "TPU_WORKER_HOSTNAMES in worker order?"
-        ) from None
