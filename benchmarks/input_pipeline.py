@@ -283,7 +283,7 @@ def compare(folder: str, records: int, repeat: int) -> list[Row]:
     with bucket(f"{folder}/server") as environment:
         os.environ.update(environment)
         for stat in storage.listing(compact):
-            storage.upload(Path(stat.url), f"gs://bucket/compact/{storage.name_of(stat.url)}")
+            storage.write(f"gs://bucket/compact/{storage.name_of(stat.url)}", storage.read(stat.url))
         seconds = measure("first_batch", "gs://bucket/compact", repeat, smallest=True, environment=environment)
         add("first batch after resuming, gs:// 20 ms away", "s", seconds, "goal", 3.0, "at most 3 s")
         add("peak memory, local", "MB", measure("memory", compact, 1), "goal", 512, "below 512 MB")

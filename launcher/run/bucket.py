@@ -119,11 +119,11 @@ class RunBucket:
     def upload(self, folder: Path) -> None:
         """Copies the files of a run's folder here, its record last: a folder without one is no run."""
         for name in _REPLACED:
-            storage.upload(folder / name, storage.join(self.url, name))
+            storage.write(storage.join(self.url, name), (folder / name).read_bytes())
         overlays = [(path, storage.join(self.url, _OVERLAYS, path.name)) for path in folder.glob("overlay-*.tar.gz")]
         for path, url in (*overlays, (folder / _RECORD, storage.join(self.url, _RECORD))):
             if storage.stat(url) is None:
-                storage.upload(path, url)
+                storage.write(url, path.read_bytes())
 
     def download(self, folder: Path, *, overlays: bool) -> None:
         """Copies the files of the run into a folder of this machine, its record last. Raises NotFound if there is no

@@ -137,7 +137,7 @@ def write_data(folder: Path) -> None:
     small_runs.prepare(folder)
     for path in folder.rglob("*"):
         if path.is_file():
-            storage.upload(path, f"gs://data/{path.relative_to(folder)}")
+            storage.write(f"gs://data/{path.relative_to(folder)}", path.read_bytes())
 
 
 def document(folder: Path) -> dict[str, Any]:

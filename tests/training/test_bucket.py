@@ -111,14 +111,13 @@ def test_a_missing_object_and_a_missing_bucket_are_told_apart(gcs: Any) -> None:
         storage.read("gs:///x")
 
 
-def test_upload_and_download_copy_a_file_larger_than_one_request(folder: str, tmp_path: Path) -> None:
-    (tmp_path / "source").write_bytes(DATA * 40)  # 12 MB: a resumable upload
-    stat = storage.upload(tmp_path / "source", f"{folder}/x", create_only=True)
+def test_write_and_download_copy_more_than_one_request(folder: str, tmp_path: Path) -> None:
+    stat = storage.write(f"{folder}/x", DATA * 40, create_only=True)  # 12 MB: a resumable upload
     assert stat.crc32c == google_crc32c.value(DATA * 40)
     storage.download(f"{folder}/x", tmp_path / "new folder" / "copy")
     assert (tmp_path / "new folder" / "copy").read_bytes() == DATA * 40
     with pytest.raises(storage.AlreadyExists, match="x already exists"):
-        storage.upload(tmp_path / "source", f"{folder}/x", create_only=True)
+        storage.write(f"{folder}/x", DATA * 40, create_only=True)
 
 
 @pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504])

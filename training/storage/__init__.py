@@ -28,8 +28,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import google_crc32c
-
 from training.storage import gcs
 from training.storage.types import (
     REMOTE,
@@ -50,7 +48,7 @@ from training.storage.types import (
 
 __all__ = ["REMOTE", "AlreadyExists", "Changed", "NotAllowed", "NotFound", "Stat", "Storage", "StorageError"]
 __all__ += ["append", "delete", "download", "folders", "listing", "read", "read_into", "remove_partial_files", "stat"]
-__all__ += ["Traffic", "traffic", "transfer_seconds", "upload", "write"]
+__all__ += ["Traffic", "traffic", "transfer_seconds", "write"]
 __all__ += ["crc32c", "is_remote", "join", "name_of", "split_remote"]
 
 _PARTIAL = ".partial"
@@ -171,22 +169,6 @@ def append(path: str, data: bytes) -> None:
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         with open(path, "ab") as file:
             file.write(data)
-
-
-def upload(path: Path, url: str, *, create_only: bool = False) -> Stat:
-    """Copies a local file, which may be larger than memory, to `url`; otherwise like `write`."""
-    if is_remote(url):
-        return gcs.upload(path, url, 0 if create_only else None)
-    crc = size = 0
-    with local_errors(url):
-        with open(path, "rb") as source, _replacing(url, create_only) as descriptor:
-            while piece := source.read(_PIECE):
-                crc = google_crc32c.extend(crc, piece)
-                size += len(piece)
-                view = memoryview(piece)
-                while view:
-                    view = view[os.write(descriptor, view) :]
-        return Stat(url, size, os.stat(url).st_mtime_ns, crc)
 
 
 def download(url: str, path: Path) -> None:

@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
-from pathlib import Path
 from typing import Any, TypeVar
 
 from training.storage.types import (
@@ -160,14 +159,56 @@ def read(url: str, start: int, end: int | None, generation: int | None) -> bytes
 
 
 def write(url: str, data: bytes | memoryview, generation: int | None) -> Stat:
-    """Writes a whole object from memory. Raises AlreadyExists unless the object has that generation (0: there is none;
-    None: any)."""
+    """Writes a whole object. Raises AlreadyExists when the object's generation is another one (0: there is none; None:
+    any), unless a request of this call, whose answer was lost, wrote it.
 
-    def send(blob: Any, **options: Any) -> None:
-        source = _Bytes(memoryview(data))
-        blob.upload_from_file(source, size=len(data), content_type="application/octet-stream", **options)
+    The client sends a large object in chunks and repeats a chunk that fails; the whole upload starts again only when
+    its session is lost.
+    """
+    bucket, name = _object(url)
+    sent = 0  # requests that may have written the object
 
-    return _send(url, len(data), lambda: crc32c(data), send, generation)
+    def should_retry(error: Exception) -> bool:
+        nonlocal sent
+        retry = _is_transient(error)
+        sent += retry  # the client sends the chunk again
+        return retry
+
+    def attempt(timeout: tuple[float, float], until: float) -> Stat:
+        from google.api_core import exceptions as api
+        from google.api_core.retry import Retry
+
+        nonlocal sent
+        sent += 1
+        blob = _client().bucket(bucket).blob(name)
+        limits, left = timeouts, max(until - time.monotonic(), 0.1)
+        chunks = Retry(should_retry, 2 * limits.first_delay, limits.longest_delay, 2, left)
+        try:
+            blob.upload_from_file(
+                _Bytes(memoryview(data)),
+                size=len(data),
+                content_type="application/octet-stream",
+                checksum="crc32c",
+                if_generation_match=generation,
+                timeout=timeout,
+                retry=chunks if len(data) > _ONE_REQUEST else None,
+            )
+        except api.PreconditionFailed:
+            # An earlier request of this call, whose answer was lost, may have written the object.
+            present = stat(url) if sent > 1 else None
+            if present and present.size == len(data) and present.crc32c == crc32c(data):
+                return present
+            problem = "was replaced by another writer" if generation else "already exists"
+            raise AlreadyExists(f"{url} {problem}") from None
+        except api.RetryError as error:
+            raise error.cause or error from None
+        except api.GoogleAPICallError as error:
+            if error.code in (404, 410) and len(data) > _ONE_REQUEST and _bucket_exists(bucket):
+                raise ConnectionError(f"the session of the upload is lost: {error.code}") from None
+            raise
+        return _stat(url, blob)
+
+    return _retry(url, "writing", attempt, size=len(data))
 
 
 class _Bytes(io.RawIOBase):
@@ -196,16 +237,6 @@ class _Bytes(io.RawIOBase):
         return len(data)
 
 
-def upload(path: Path, url: str, generation: int | None) -> Stat:
-    """Writes a whole object from a local file; otherwise like `write`."""
-
-    def send(blob: Any, **options: Any) -> None:
-        blob.upload_from_filename(str(path), content_type="application/octet-stream", **options)
-
-    size = path.stat().st_size
-    return _send(url, size, lambda: Stat(str(path), size, 0).crc32c, send, generation)
-
-
 def delete(url: str) -> None:
     """Deletes an object, if it exists. Raises NoBucket when its bucket does not."""
     bucket, name = _object(url)
@@ -218,54 +249,6 @@ def delete(url: str) -> None:
     except NotFound:
         if not _bucket_exists(bucket):
             raise
-
-
-def _send(url: str, size: int, checksum: Callable[[], int], send: Callable[..., None], generation: int | None) -> Stat:
-    """Writes an object of `size` bytes by `send(blob, **options)`. `checksum` computes the crc32c of the sent bytes.
-    Raises AlreadyExists when the object's generation is another one, unless a request of this call, whose answer was
-    lost, wrote it.
-
-    The client sends a large object in chunks and repeats a chunk that fails; the whole upload starts again only when
-    its session is lost.
-    """
-    bucket, name = _object(url)
-    sent = 0  # requests that may have written the object
-
-    def should_retry(error: Exception) -> bool:
-        nonlocal sent
-        retry = _is_transient(error)
-        sent += retry  # the client sends the chunk again
-        return retry
-
-    def attempt(timeout: tuple[float, float], until: float) -> Stat:
-        from google.api_core import exceptions as api
-        from google.api_core.retry import Retry
-
-        nonlocal sent
-        sent += 1
-        blob = _client().bucket(bucket).blob(name)
-        limits, left = timeouts, max(until - time.monotonic(), 0.1)
-        chunks = (
-            Retry(should_retry, 2 * limits.first_delay, limits.longest_delay, 2, left) if size > _ONE_REQUEST else None
-        )
-        try:
-            send(blob, checksum="crc32c", if_generation_match=generation, timeout=timeout, retry=chunks)
-        except api.PreconditionFailed:
-            # An earlier request of this call, whose answer was lost, may have written the object.
-            present = stat(url) if sent > 1 else None
-            if present and present.size == size and present.crc32c == checksum():
-                return present
-            problem = "was replaced by another writer" if generation else "already exists"
-            raise AlreadyExists(f"{url} {problem}") from None
-        except api.RetryError as error:
-            raise error.cause or error from None
-        except api.GoogleAPICallError as error:
-            if error.code in (404, 410) and size > _ONE_REQUEST and _bucket_exists(bucket):
-                raise ConnectionError(f"the session of the upload is lost: {error.code}") from None
-            raise
-        return _stat(url, blob)
-
-    return _retry(url, "writing", attempt, size=size)
 
 
 class _CutOff:
