@@ -1,7 +1,7 @@
 """A backend of a few numbers, so that the real loop, `training.trainer.train`, trains in milliseconds and without a
 framework: one weight vector, moved by each batch's records. Steps can be told to be not finite."""
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 from tests.container import small_runs
 from tests.plain_backend import PlainBackend
 from training import storage as default_storage
-from training.batch import Arrays, HostBatch, Signals, StepResult
+from training.batch import Arrays, Signals, StepResult
 from training.checkpoint.safetensors_file import TensorSpec
 from training.checkpoint.snapshot import Snapshot
 from training.config import TrainerConfig, from_document
@@ -18,7 +18,6 @@ from training.distributed.rendezvous import SingleHost
 from training.distributed.shutdown import ShutdownRequest
 from training.run_setup import Dependencies
 from training.storage import Storage
-from training.tasks.task import Task
 from training.telemetry.phase_timer import PhaseTimer
 from training.trainer import train
 from training.yaml_file import Document
@@ -45,9 +44,6 @@ class NumpyBackend(PlainBackend):
     def __init__(self, config: TrainerConfig, fault: Fault, evaluation_loss: float) -> None:
         self.config, self.fault, self.evaluation_loss = config, fault, evaluation_loss
         self.state = {"model/w": np.full(4, 9.0, np.float32), "adam_m/w": np.zeros(4, np.float32)}
-
-    def batches(self, task: Task, start: int) -> Generator[HostBatch, None, None]:
-        return task.batches(start)
 
     def step(self, number: int, batch: Arrays, signals: Signals) -> Result:
         fault, loss, norm = self.fault(number), float(np.abs(self.state["model/w"]).mean()), 0.5

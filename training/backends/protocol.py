@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from training.batch import Arrays, HostBatch, Pending, Signals
 from training.checkpoint.safetensors_file import TensorSpec
-from training.checkpoint.slices import Slice, StateSlices
+from training.checkpoint.slices import NOT_SPLIT, Slice, StateSlices, whole
 from training.checkpoint.snapshot import Snapshot
 from training.config import TrainerConfig
 from training.distributed.cluster import Cluster
@@ -18,19 +18,24 @@ from training.tasks.task import Task
 
 
 class Backend(Protocol):
-    """A model with its optimizer on this slice's devices."""
+    """A model with its optimizer on this slice's devices. A backend inherits what it does as most do."""
 
     devices: int  # of all hosts
-    # Steps to start before reading the result of the oldest: more than 0 where reading would stall the device.
-    in_flight: int
     # Seconds of opening after the framework's import, by phase: devices, model.
     opening_seconds: Mapping[str, float]
 
+    @property
+    def in_flight(self) -> int:
+        """Returns how many steps to start before reading the result of the oldest: more than 0 where reading would
+        stall the device."""
+
     def batches(self, task: Task, start: int) -> Generator[HostBatch, None, None]:
         """Yields the task's batches from step `start` on, as `step` takes them. Close it in the end."""
+        return task.batches(start)
 
     def evaluation_batches(self, task: Task) -> Iterator[HostBatch]:
         """Yields the batches of the task's evaluation set, as `evaluate` takes them."""
+        return task.evaluation_batches()
 
     def step(self, number: int, batch: Arrays, signals: Signals) -> Pending:
         """Starts training step `number` on this host's rows of its batch. The step is a function of the state, `number`
@@ -45,6 +50,7 @@ class Backend(Protocol):
 
     def state_slices(self) -> StateSlices:
         """Returns the slices of the tensors that are split over the devices."""
+        return NOT_SPLIT
 
     def snapshot_state(self, buffers: Mapping[str, memoryview]) -> Snapshot:
         """Begins to copy tensors, or slices that this host holds, to host memory: see `StartSnapshot`. No step changes
@@ -53,6 +59,7 @@ class Backend(Protocol):
     def slice_to_load(self, name: str, spec: TensorSpec) -> Slice:
         """Returns what `load_state` takes on this host of a tensor that is `spec` as a whole. Raises Damaged for one
         that has no place in the state."""
+        return whole(spec.shape)
 
     def load_state(self, tensors: Mapping[str, tuple[TensorSpec, memoryview]]) -> None:
         """Replaces these tensors of the state, or slices, by copies: their memory is used again. Raises Damaged for one
@@ -65,15 +72,19 @@ class Backend(Protocol):
         """Returns the framework's counts for this run so far: "graphs" (different programs that it traced),
         "device_to_host_transfers", and "device_to_host_syncs" (transfers that neither a result nor a snapshot asked
         for: the model's own, each of which stalls the device). Counts that the framework does not keep are absent."""
+        return {}
 
     def device_memory(self) -> tuple[int, int]:
         """Returns bytes in use and in total of one of this host's devices; 0, 0 where the framework does not tell."""
+        return 0, 0
 
     def fallbacks(self) -> list[str]:
         """Returns operations that ran on the host because the device lacks them: each costs a round trip every step."""
+        return []
 
     def preflight(self) -> str | None:
         """Returns in a few words whether the run's programs are those of preflight; None without a preflight."""
+        return None
 
 
 # A backend's class: (configuration, cluster, rendezvous, what the data needs of the model) -> backend.

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
+from training.backends.protocol import Backend
 from training.backends.tensorflow.calls import StepCalls
 from training.backends.tensorflow.failures import translate_failures
 from training.backends.tensorflow.input import dataset_of, distributed, distributed_evaluation, is_upcoming
@@ -30,7 +31,6 @@ from training.backends.tensorflow.state import TensorFlowState
 from training.backends.tensorflow.step import TensorFlowStep
 from training.batch import SUMS, Arrays, HostBatch, Signals, StepResult
 from training.checkpoint.safetensors_file import TensorSpec
-from training.checkpoint.slices import NOT_SPLIT, StateSlices, load_whole
 from training.checkpoint.snapshot import Snapshot
 from training.config import TrainerConfig
 from training.data.formats.dataset import Dataset
@@ -44,7 +44,7 @@ from training.registry import OPTIMIZERS, TASKS, load
 from training.tasks.task import Task
 
 
-class TensorFlow:
+class TensorFlow(Backend):
     """A model and its optimizer on the devices of this slice. Every method raises LostPeer when a worker of the slice
     is gone, and OutOfMemory."""
 
@@ -184,15 +184,10 @@ class TensorFlow:
         return self._state.tensor_specs()
 
     @translate_failures()
-    def state_slices(self) -> StateSlices:
-        return NOT_SPLIT
-
     def snapshot_state(self, buffers: Mapping[str, memoryview]) -> Snapshot:
         """Starts queued steps first, and returns when all is copied."""
         self._calls.flush()
         return self._state.snapshot(buffers)
-
-    slice_to_load = staticmethod(load_whole)
 
     @translate_failures()
     def load_state(self, tensors: Mapping[str, tuple[TensorSpec, memoryview]]) -> None:
@@ -207,12 +202,6 @@ class TensorFlow:
 
     def counters(self) -> dict[str, int]:
         return {"graphs": self.compilations()[0]}
-
-    def device_memory(self) -> tuple[int, int]:
-        return 0, 0  # TensorFlow does not tell
-
-    def fallbacks(self) -> list[str]:
-        return []  # a program is refused as a whole when the device lacks an operation
 
     def preflight(self) -> str | None:
         return self._checked.summary()

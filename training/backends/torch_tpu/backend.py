@@ -6,20 +6,21 @@ with the sums over all processes in it.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from training.backends.protocol import Backend
 from training.backends.torch.network import build_network
 from training.backends.torch.state import HostState, no_place
 from training.backends.torch.step import HostArray, StepInputs, TrainingStep, read_report
 from training.backends.torch_tpu import internals
 from training.backends.torch_tpu.processes import Chip
 from training.backends.torch_tpu.program import DeviceState, StepProgram
-from training.batch import Arrays, HostBatch, Signals, StepResult
+from training.batch import Arrays, Signals, StepResult
 from training.checkpoint.safetensors_file import TensorSpec
 from training.checkpoint.slices import Slice, StateSlices, key_in_part
 from training.checkpoint.snapshot import Snapshot
@@ -28,10 +29,9 @@ from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import Rendezvous
 from training.models.hugging_face import ModelRequirements
 from training.registry import OPTIMIZERS, TASKS, load
-from training.tasks.task import Task
 
 
-class TorchTpu:
+class TorchTpu(Backend):
     """A model and its optimizer on this process's chip."""
 
     in_flight = 1
@@ -62,12 +62,6 @@ class TorchTpu:
         self.opening_seconds = {"devices": opened - began, "model": time.monotonic() - opened}
 
     # --- steps
-
-    def batches(self, task: Task, start: int) -> Generator[HostBatch, None, None]:
-        return task.batches(start)
-
-    def evaluation_batches(self, task: Task) -> Iterator[HostBatch]:
-        return task.evaluation_batches()
 
     def step(self, number: int, batch: Arrays, signals: Signals) -> _PendingReport:
         inputs = self._send(self._step.inputs(number, batch, signals))
@@ -131,18 +125,6 @@ class TorchTpu:
 
     def compilations(self) -> tuple[int, float]:
         return self._training.count + self._evaluation.count, self._training.seconds + self._evaluation.seconds
-
-    def counters(self) -> dict[str, int]:
-        return {}
-
-    def device_memory(self) -> tuple[int, int]:
-        return 0, 0  # not read: no documented call of torch_tpu tells it
-
-    def fallbacks(self) -> list[str]:
-        return []
-
-    def preflight(self) -> str | None:
-        return None
 
 
 def _widen(_norm: Any, inputs: tuple[Tensor]) -> tuple[Tensor]:
