@@ -39,24 +39,17 @@ METADATA = "http://metadata.google.internal/computeMetadata/v1/instance/attribut
 
 @dataclass(frozen=True)
 class Cluster:
-    """This process's place among the hosts.
+    """This process's place among the hosts."""
 
-    Attributes:
-        worker: The index of this host.
-        addresses: Of the hosts that run the loop, in worker order.
-        slice_addresses: Of all hosts of the slice, if host 0 alone runs the loop and drives the devices of all.
-        secret: Shared by the hosts of this attempt; empty if there is none.
-    """
-
-    worker: int
-    addresses: tuple[str, ...]
+    worker: int  # the index of this host
+    addresses: tuple[str, ...]  # of the hosts that run the loop, in worker order
     accelerator_type: str | None = None
     run_id: str = "local"
     attempt: int = 0
     rendezvous_port: int = RENDEZVOUS_PORT
     gloo_port: int = GLOO_PORT
-    slice_addresses: tuple[str, ...] = ()
-    secret: bytes = field(default=b"", repr=False)
+    slice_addresses: tuple[str, ...] = ()  # of all hosts of the slice, if host 0 alone drives the devices of all
+    secret: bytes = field(default=b"", repr=False)  # shared by the hosts of this attempt; empty if there is none
 
     @property
     def hosts(self) -> int:

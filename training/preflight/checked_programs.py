@@ -15,15 +15,11 @@ CHECKED_PROGRAMS_VARIABLE = "TPU_LAUNCH_PREFLIGHT"
 
 
 class CheckedPrograms:
-    """Compares programs with those that preflight compiled, and collects the results.
-
-    Args:
-        environment: of this process; has the hashes of the checked programs.
-        comparable: this process runs programs for all devices of a slice, as preflight compiles them.
-        warns: this host prints the warnings.
-    """
+    """Compares programs with those that preflight compiled, and collects the results."""
 
     def __init__(self, environment: Mapping[str, str], *, comparable: bool, warns: bool) -> None:
+        """`environment`: has the hashes of the checked programs; `comparable`: this process runs programs for all
+        devices of a slice, as preflight compiles them; `warns`: this host prints the warnings."""
         hashes = environment.get(CHECKED_PROGRAMS_VARIABLE, "").split(",")
         self._checked = frozenset(program_hash for program_hash in hashes if program_hash)
         self._comparable, self._warns = comparable, warns

@@ -35,17 +35,11 @@ class Column:
 
 @dataclass(frozen=True)
 class RecordLayout:
-    """The bytes of a record.
+    """The bytes of a record."""
 
-    Attributes:
-        size: bytes of a record with its framing.
-        template: a record whose numbers are all 0, without its final CRC.
-        columns: the features in the order of their bytes.
-    """
-
-    size: int
-    template: bytes
-    columns: tuple[Column, ...]
+    size: int  # bytes of a record with its framing
+    template: bytes  # a record whose numbers are all 0, without its final CRC
+    columns: tuple[Column, ...]  # the features in the order of their bytes
 
 
 def record_layout(features: Mapping[str, Feature], length: int) -> RecordLayout:

@@ -18,23 +18,14 @@ Ids = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class DocumentBatch:
-    """One host's rows of a global batch. Shapes are the same for every step and host.
+    """One host's rows of a global batch. Shapes are the same for every step and host."""
 
-    Attributes:
-        input_ids: (rows, length) int32.
-        position_ids: (rows, length) int32: a token's place in its document; 0 at each token of padding.
-        labels: (rows, length) int32, the id that follows in the same document; 0 where none does.
-        weights: (rows, length) float32, 1 where a label is learnt, else 0.
-        records: (rows,) int64, -1 in a row that only fills the last evaluation batch.
-        replaced: (rows,) bool: another record has the place of a damaged one.
-    """
-
-    input_ids: Ids
-    position_ids: Ids
-    labels: Ids
-    weights: npt.NDArray[np.float32]
-    records: npt.NDArray[np.int64]
-    replaced: npt.NDArray[np.bool_]
+    input_ids: Ids  # (rows, length)
+    position_ids: Ids  # (rows, length): a token's place in its document; 0 at each token of padding
+    labels: Ids  # (rows, length), the id that follows in the same document; 0 where none does
+    weights: npt.NDArray[np.float32]  # (rows, length), 1 where a label is learnt, else 0
+    records: npt.NDArray[np.int64]  # (rows,), -1 in a row that only fills the last evaluation batch
+    replaced: npt.NDArray[np.bool_]  # (rows,): another record has the place of a damaged one
 
 
 class DocumentBatches:

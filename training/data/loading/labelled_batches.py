@@ -32,25 +32,16 @@ Labels = npt.NDArray[np.int32 | np.float32]
 
 @dataclass(frozen=True)
 class LabelledBatch:
-    """One host's rows of a global batch; their length is one of a few.
+    """One host's rows of a global batch; their length is one of a few."""
 
-    Attributes:
-        input_ids: (rows, length) int32.
-        attention_mask: (rows, length) int32, 0 at padding.
-        labels: (rows,) int32 class numbers or float32; (rows, labels) int32 0 or 1; or (rows, length) int32 class
-            numbers of tokens, by the dataset's rows.
-        weights: (rows,) float32, 0 in a row that only fills an evaluation batch; (rows, length) if tokens have labels,
-            0 at those that have none.
-        records: (rows,) int64, -1 in such a row.
-        replaced: (rows,) bool: another record has the place of a damaged one.
-    """
-
-    input_ids: npt.NDArray[np.int32]
-    attention_mask: npt.NDArray[np.int32]
+    input_ids: npt.NDArray[np.int32]  # (rows, length)
+    attention_mask: npt.NDArray[np.int32]  # (rows, length), 0 at padding
+    # (rows,) class numbers or floats; (rows, labels) 0 or 1; or (rows, length) class numbers of tokens.
     labels: Labels
+    # (rows,), 0 in a row that only fills an evaluation batch; (rows, length) if tokens have labels, 0 at those without.
     weights: npt.NDArray[np.float32]
-    records: npt.NDArray[np.int64]
-    replaced: npt.NDArray[np.bool_]
+    records: npt.NDArray[np.int64]  # (rows,), -1 in such a row
+    replaced: npt.NDArray[np.bool_]  # (rows,): another record has the place of a damaged one
 
 
 @dataclass(frozen=True)

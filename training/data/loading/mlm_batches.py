@@ -21,15 +21,10 @@ EVALUATION_EPOCH = -1  # no training epoch has this number: masks of evaluation 
 
 @dataclass(frozen=True)
 class MlmBatch(Masked):
-    """One host's rows of a global batch. Shapes are the same for every step and host.
+    """One host's rows of a global batch. Shapes are the same for every step and host."""
 
-    Attributes:
-        records: (rows,) int64, -1 in a row that only fills the last evaluation batch.
-        replaced: (rows,) bool: another record has the place of a damaged one.
-    """
-
-    records: npt.NDArray[np.int64]
-    replaced: npt.NDArray[np.bool_]
+    records: npt.NDArray[np.int64]  # (rows,), -1 in a row that only fills the last evaluation batch
+    replaced: npt.NDArray[np.bool_]  # (rows,): another record has the place of a damaged one
 
 
 class MlmBatches:

@@ -29,21 +29,13 @@ B = TypeVar("B")
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """One host's rows of a global batch. No row has padding, so there is no attention mask.
+    """One host's rows of a global batch. No row has padding, so there is no attention mask."""
 
-    Attributes:
-        input_ids: (rows, length) int32.
-        epochs: (rows,) int64.
-        records: (rows,) int64.
-        replaced: (rows,) bool: another record has the place of a damaged one.
-        columns: further features, (rows, length) each.
-    """
-
-    input_ids: npt.NDArray[np.int32]
-    epochs: Ints
-    records: Ints
-    replaced: npt.NDArray[np.bool_]
-    columns: Arrays
+    input_ids: npt.NDArray[np.int32]  # (rows, length)
+    epochs: Ints  # (rows,)
+    records: Ints  # (rows,)
+    replaced: npt.NDArray[np.bool_]  # (rows,): another record has the place of a damaged one
+    columns: Arrays  # further features, (rows, length) each
 
 
 class PackedBatches:

@@ -43,21 +43,13 @@ Load = Callable[[int, int], tuple[Arrays, Mapping[int, BadInput]]]
 
 @dataclass(frozen=True)
 class HostSlice:
-    """The rows of each global batch that one host reads, and how. Used by the numpy and the TensorFlow pipeline.
+    """The rows of each global batch that one host reads, and how. Used by the numpy and the TensorFlow pipeline."""
 
-    Attributes:
-        tokenizer: the special tokens and the vocabulary of the tokenizer that wrote the ids.
-        global_batch_size: rows of a batch, over all hosts.
-        host: this host's number, 0 .. hosts-1.
-        hosts: how many hosts read the batch.
-        on_corrupt: what to do about a damaged record.
-    """
-
-    tokenizer: SpecialTokens
-    global_batch_size: int
-    host: int = 0
-    hosts: int = 1
-    on_corrupt: OnCorrupt = "stop"
+    tokenizer: SpecialTokens  # of the tokenizer that wrote the ids
+    global_batch_size: int  # rows of a batch, over all hosts
+    host: int = 0  # this host's number, 0 .. hosts-1
+    hosts: int = 1  # that read the batch
+    on_corrupt: OnCorrupt = "stop"  # what to do about a damaged record
 
     def rows(self) -> tuple[int, int]:
         """Returns the rows [first, last) of each global batch. Raises BadInput unless hosts can share it evenly."""
@@ -71,15 +63,10 @@ class HostSlice:
 
 
 class RecordSource(Protocol):
-    """Records 0 .. records-1 by number. Thread-safe.
+    """Records 0 .. records-1 by number. Thread-safe."""
 
-    Attributes:
-        records: number of records.
-        record_bytes: the size of one in a shard; the mean size in the recipe layout.
-    """
-
-    records: int
-    record_bytes: int
+    records: int  # number of records
+    record_bytes: int  # the size of one in a shard; the mean size in the recipe layout
 
     @abstractmethod
     def empty(self, count: int) -> Arrays:

@@ -43,21 +43,15 @@ Ids = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class DatasetPlan:
-    """The inputs and options of a dataset. Equal plans make equal bytes; field names are part of the format.
-
-    Attributes:
-        length: tokens of the longest row.
-        vocabulary: number of ids of the tokenizer with `tokenizer_hash`.
-        origin: corpus and options, as JSON values.
-    """
+    """The inputs and options of a dataset. Equal plans make equal bytes; field names are part of the format."""
 
     split: str  # "train" or "evaluation"
-    length: int
+    length: int  # tokens of the longest row
     tokenizer_hash: str
-    vocabulary: int
+    vocabulary: int  # number of ids of that tokenizer
     records_per_shard: int
     layout: str = "compact"  # or "recipe"
-    origin: dict[str, Any] = field(default_factory=dict)
+    origin: dict[str, Any] = field(default_factory=dict)  # corpus and options, as JSON values
 
 
 @dataclass(frozen=True)

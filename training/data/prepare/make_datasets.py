@@ -43,36 +43,23 @@ _KINDS: dict[str, type[ClassLabels]] = {kind.rows: kind for kind in (ClassLabels
 
 @dataclass(frozen=True)
 class DatasetOptions:
-    """The options of `tpu-train shards`.
-
-    Attributes:
-        out: splits are written to <out>/train and <out>/evaluation.
-        task: decides which rows are written.
-        evaluation_corpus: text of the evaluation split; `corpus` is then all training.
-        evaluation_percent: without an evaluation corpus, the share of documents for evaluation.
-        chat: the column or key that holds the messages of a chat; None: the rows are documents.
-        field, label: the columns or keys that hold the text and the label.
-        text_pair: that of the second text of labelled rows; None: a row has one.
-        labels: URL of a JSON list of all class names; None: those of `corpus`, sorted.
-        lengths: row lengths of labelled rows, "N,N,...", ascending; None: halves of the sequence length.
-        records_per_shard: None: shards of about 64 MB.
-    """
+    """The options of `tpu-train shards`."""
 
     corpus: str
     tokenizer: str
-    out: str
-    task: TaskName = "mlm"
-    chat: str | None = None
-    evaluation_corpus: str | None = None
-    evaluation_percent: float = 5.0
-    field: str = "text"
+    out: str  # splits are written to <out>/train and <out>/evaluation
+    task: TaskName = "mlm"  # decides which rows are written
+    chat: str | None = None  # the column or key that holds the messages of a chat; None: the rows are documents
+    evaluation_corpus: str | None = None  # text of the evaluation split; `corpus` is then all training
+    evaluation_percent: float = 5.0  # without an evaluation corpus, the share of documents for evaluation
+    field: str = "text"  # the column or key that holds the text
     sequence_length: int = 128
-    label: str = "label"
-    text_pair: str | None = None
-    labels: str | None = None
-    lengths: str | None = None
+    label: str = "label"  # the column or key that holds the label
+    text_pair: str | None = None  # that of the second text of labelled rows; None: a row has one
+    labels: str | None = None  # URL of a JSON list of all class names; None: those of `corpus`, sorted
+    lengths: str | None = None  # of labelled rows, "N,N,...", ascending; None: halves of the sequence length
     splits: tuple[str, ...] = SPLITS
-    records_per_shard: int | None = None
+    records_per_shard: int | None = None  # None: shards of about 64 MB
     layout: Literal["compact", "recipe"] = "compact"
     overwrite: bool = False
 

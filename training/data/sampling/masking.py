@@ -39,21 +39,13 @@ END_OF_TEXT = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "[SEP]", "<s
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """A tokenizer's special ids and size.
+    """A tokenizer's special ids and size."""
 
-    Attributes:
-        mask: the id that hides a token; -1 if the tokenizer has none and the rows need none.
-        pad: the id of padding; `end` for rows of documents if the tokenizer has none.
-        special: all ids that are never predicted, `mask` and `pad` among them.
-        vocabulary: the number of ids.
-        end: the id that ends a document; None unless rows of documents asked for it.
-    """
-
-    mask: int
-    pad: int
-    special: frozenset[int]
-    vocabulary: int
-    end: int | None = None
+    mask: int  # the id that hides a token; -1 if the tokenizer has none and the rows need none
+    pad: int  # the id of padding; `end` for rows of documents if the tokenizer has none
+    special: frozenset[int]  # all ids that are never predicted, `mask` and `pad` among them
+    vocabulary: int  # the number of ids
+    end: int | None = None  # the id that ends a document; None unless rows of documents asked for it
 
     def ordinary(self) -> npt.NDArray[np.int64]:
         """Returns all ids that are not special, ascending. (ids,)"""
@@ -94,15 +86,10 @@ def special_tokens(
 
 @dataclass(frozen=True)
 class Masking:
-    """How many tokens of a row are predicted.
+    """How many tokens of a row are predicted."""
 
-    Attributes:
-        percent: of a row's ordinary tokens.
-        predictions: the static number of predictions per row; None: as many as a full row needs.
-    """
-
-    percent: int = 15
-    predictions: int | None = None
+    percent: int = 15  # of a row's ordinary tokens
+    predictions: int | None = None  # the static number of predictions per row; None: as many as a full row needs
 
     def places(self, length: int) -> int:
         """Returns the static number of predictions for rows of `length` tokens."""
@@ -111,19 +98,12 @@ class Masking:
 
 @dataclass(frozen=True)
 class Masked:
-    """Masked rows.
+    """Masked rows."""
 
-    Attributes:
-        input_ids: (n, length) int32, with masks.
-        positions: (n, places) int32, ascending; 0 where nothing is predicted.
-        labels: (n, places) int32, the original ids at these positions; 0 where nothing is predicted.
-        weights: (n, places) float32, 1 for a prediction and 0 where there is none.
-    """
-
-    input_ids: Ids
-    positions: Ids
-    labels: Ids
-    weights: npt.NDArray[np.float32]
+    input_ids: Ids  # (n, length), with masks
+    positions: Ids  # (n, places), ascending; 0 where nothing is predicted
+    labels: Ids  # (n, places), the original ids at these positions; 0 where nothing is predicted
+    weights: npt.NDArray[np.float32]  # (n, places), 1 for a prediction and 0 where there is none
 
 
 class Masker:

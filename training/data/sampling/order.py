@@ -53,17 +53,11 @@ MAX_LANES = 512
 
 @dataclass(frozen=True)
 class EvaluationOrder:
-    """Every epoch is record 0, 1, 2, ...
+    """Every epoch is record 0, 1, 2, ..."""
 
-    Attributes:
-        records: in the dataset.
-        block: records per block; the last block may be shorter.
-        window_size: cells per window, a multiple of `block`; the last window of an epoch may be shorter.
-    """
-
-    records: int
-    block: int
-    window_size: int
+    records: int  # in the dataset
+    block: int  # records per block; the last block may be shorter
+    window_size: int  # cells per window, a multiple of `block`; the last window of an epoch may be shorter
 
     @property
     def windows(self) -> int:
@@ -83,23 +77,14 @@ class EvaluationOrder:
 
 @dataclass(frozen=True)
 class TrainingOrder:
-    """Shuffled epochs, for batches of `batch` rows.
+    """Shuffled epochs, for batches of `batch` rows."""
 
-    Attributes:
-        records: in the dataset.
-        block: records per block.
-        lanes: number of lanes, a divisor of `batch`.
-        depth: blocks of a lane in a window, at most.
-        seed: of the permutations.
-        batch: rows of a global batch.
-    """
-
-    records: int
-    block: int
-    lanes: int
-    depth: int
-    seed: int
-    batch: int
+    records: int  # in the dataset
+    block: int  # records per block
+    lanes: int  # number of lanes, a divisor of `batch`
+    depth: int  # blocks of a lane in a window, at most
+    seed: int  # of the permutations
+    batch: int  # rows of a global batch
 
     @property
     def blocks(self) -> int:

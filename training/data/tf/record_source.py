@@ -33,20 +33,14 @@ Load = Callable[[Any, Any], tuple[dict[str, Any], Any]]
 
 @dataclass(frozen=True)
 class TensorRecordSource:
-    """Records 0 .. records-1 of one row length.
-
-    Attributes:
-        records, record_bytes: as in the numpy `RecordSource`.
-        length: tokens of a row.
-        columns: feature -> (numbers per record, their dtype).
-        read: (first, last), int64 scalars at most a block apart -> columns of the records [first, last). The
-            replacement of a bad record comes from those that are read together, as far as one of them is good.
-    """
+    """Records 0 .. records-1 of one row length."""
 
     records: int
-    record_bytes: int
-    length: int
-    columns: Mapping[str, tuple[int, Any]]
+    record_bytes: int  # as in the numpy `RecordSource`
+    length: int  # tokens of a row
+    columns: Mapping[str, tuple[int, Any]]  # feature -> (numbers per record, their dtype)
+    # (first, last), int64 scalars at most a block apart -> columns of the records [first, last). The replacement of a
+    # bad record comes from those that are read together, as far as one of them is good.
     read: Callable[[Any, Any], Columns]
 
     def empty(self) -> Columns:
