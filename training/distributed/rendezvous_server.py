@@ -105,7 +105,7 @@ class RendezvousServer:
 
     def _close_oldest(self) -> bool:
         """Drops the connection whose handshake is pending longest. Returns False if none is."""
-        oldest = self._protocol.oldest_pending()
+        oldest = self._protocol.handshake.oldest()
         if oldest is not None:
             self._perform(self._protocol.drop(oldest))
         return oldest is not None

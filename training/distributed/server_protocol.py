@@ -35,7 +35,7 @@ class ServerProtocol:
 
     def __init__(self, own: HostCredentials, make_nonce: Callable[[], str] = make_nonce) -> None:
         self.state = BarrierState(own.identity)
-        self._handshake = ServerHandshake(own, make_nonce)
+        self.handshake = ServerHandshake(own, make_nonce)
         self._workers: dict[int, tuple[int, LineBuffer]] = {}  # by connection, of accepted peers
         self._connections: dict[int, int] = {}  # by worker
         self._news: Message = {}
@@ -49,23 +49,19 @@ class ServerProtocol:
     @property
     def connections(self) -> int:
         """Returns the number of open connections, accepted and pending."""
-        return len(self._workers) + len(self._handshake)
-
-    def oldest_pending(self) -> int | None:
-        """Returns the connection whose handshake has been pending longest."""
-        return self._handshake.oldest()
+        return len(self._workers) + len(self.handshake)
 
     def opened(self, connection: int, now: float) -> Actions:
         """Begins the handshake on a new connection, and closes pending ones that are too old or too many."""
-        challenge = self._handshake.opened(connection, now)
+        challenge = self.handshake.opened(connection, now)
         return [*self._close_overdue(now), (connection, challenge)]
 
     def received(self, connection: int, data: bytes, now: float) -> Actions:
         """Handles bytes of a connection, its handshake or its messages. Drops the connection if they are malformed."""
         actions: Actions = []
         try:
-            if connection in self._handshake:
-                hello = self._handshake.received(connection, data)
+            if connection in self.handshake:
+                hello = self.handshake.received(connection, data)
                 return self._admit(connection, hello, now) if hello else []
             if connection in self._workers:  # it may be closed by now
                 worker, lines = self._workers[connection]
@@ -81,7 +77,7 @@ class ServerProtocol:
 
     def closed(self, connection: int) -> Actions:
         """Forgets a broken connection. If its host had not said goodbye, the attempt ends for all."""
-        self._handshake.forget(connection)
+        self.handshake.forget(connection)
         worker, _ = self._workers.pop(connection, (None, None))
         if worker is None or self._connections.get(worker) != connection:
             return []
@@ -106,7 +102,7 @@ class ServerProtocol:
         """Closes pending connections that are too old or too many."""
         limit = self.state.identity.hosts - len(self._workers) + SPARE_CONNECTIONS
         actions: Actions = []
-        for connection in self._handshake.overdue(now, limit):
+        for connection in self.handshake.overdue(now, limit):
             actions += self.drop(connection)
         return actions
 
@@ -114,14 +110,14 @@ class ServerProtocol:
         """Ends a handshake: accepts the host, and tells it if the attempt is lost; or refuses it and closes the
         connection."""
         refusal = self.state.connect(hello.worker, hello.identity, now)
-        self._handshake.forget(connection)
+        self.handshake.forget(connection)
         if refusal:
             reason = messages.clip(refusal.reason)
-            return [(connection, self._handshake.refuse(hello, reason, refusal.final)), (connection, None)]
+            return [(connection, self.handshake.refuse(hello, reason, refusal.final)), (connection, None)]
         self._workers[connection] = (hello.worker, LineBuffer(messages.HOST_BYTES))
         self._connections[hello.worker] = connection
         late = [(hello.worker, self.state.lost_message())] if self.state.lost else []
-        return [(connection, self._handshake.welcome(hello)), *self._address(late)]
+        return [(connection, self.handshake.welcome(hello)), *self._address(late)]
 
     def _handle(self, worker: int, kind: str, message: Message, now: float) -> Actions:
         """Handles a message of a host: a phase, an arrival at a barrier, or a goodbye."""

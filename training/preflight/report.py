@@ -274,9 +274,12 @@ def _footer_line(report: Report) -> str:
 def _accelerator_lines(result: AcceleratorResult) -> list[str]:
     hosts = "1 host" if result.hosts == 1 else f"{result.hosts} hosts"
     verdict = "fits" if result.fits else "DOES NOT FIT"
+    programs = f"{result.distinct_programs} program{'s' if result.distinct_programs > 1 else ''}"
+    seconds = sum(graph.compile_seconds for graph in result.graphs)
     lines = [
         f"{result.accelerator}: {verdict}: {result.devices} devices on {hosts}, "
-        f"{format_gib(result.capacity)} of HBM each; {_program_count(result)}"
+        f"{format_gib(result.capacity)} of HBM each; {programs} (checkpoints add none), "
+        f"compiled here in {seconds:.0f} s"
     ]
     for graph in result.graphs:
         lines += [f"  {line}" for line in _graph_lines(graph, result.devices)]
@@ -285,14 +288,6 @@ def _accelerator_lines(result: AcceleratorResult) -> list[str]:
     if result.flags:
         lines.append(f"  compiled with the run's LIBTPU_INIT_ARGS: {result.flags}")
     return lines
-
-
-def _program_count(result: AcceleratorResult) -> str:
-    """Returns text: the number of distinct programs, and the seconds that all compilations took."""
-    seconds = sum(graph.compile_seconds for graph in result.graphs)
-    count = result.distinct_programs
-    programs = f"{count} program{'s' if count > 1 else ''}"
-    return f"{programs} (checkpoints add none), compiled here in {seconds:.0f} s"
 
 
 def _graph_lines(graph: GraphResult, devices: int) -> list[str]:

@@ -23,9 +23,9 @@ import errno
 import os
 import secrets
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 from training.storage import gcs
@@ -48,7 +48,7 @@ from training.storage.types import (
 
 __all__ = ["REMOTE", "AlreadyExists", "Changed", "NotAllowed", "NotFound", "Stat", "Storage", "StorageError"]
 __all__ += ["append", "delete", "download", "folders", "listing", "read", "read_into", "remove_partial_files", "stat"]
-__all__ += ["Traffic", "traffic", "transfer_seconds", "write"]
+__all__ += ["traffic", "transfer_seconds", "write"]
 __all__ += ["crc32c", "is_remote", "join", "name_of", "split_remote"]
 
 _PARTIAL = ".partial"
@@ -57,15 +57,7 @@ _NO_HARD_LINKS = (errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EXDEV, errno.E
 _WRITTEN = 64 << 20  # bytes after which the write-back begins, and other Python threads can run
 
 
-@dataclass
-class Traffic:
-    """Bytes that `read` has returned. Threads may lose a few: it is shown, not computed with."""
-
-    bytes_read: int = 0
-
-
-traffic = Traffic()
-"""Of this process."""
+traffic = Counter[str]()  # of this process: "read", bytes that `read` returned; threads may lose a few: it is shown
 
 
 def stat(url: str) -> Stat | None:
@@ -108,7 +100,7 @@ def read(url: str, start: int = 0, end: int | None = None, *, generation: int | 
     if start < 0 or (end is not None and end < start):
         raise ValueError(f"{url}: bytes [{start}, {end}) is not a range")
     data = gcs.read(url, start, end, generation) if is_remote(url) else _read_local(url, start, end, generation)
-    traffic.bytes_read += len(data)
+    traffic["read"] += len(data)
     return data
 
 

@@ -112,7 +112,7 @@ class HostProgress:
             memory_used=used,
             memory_total=total,
             program=self.program,
-            bytes_read=storage.traffic.bytes_read,
+            bytes_read=storage.traffic["read"],
         )
 
     def _write_repeatedly(self) -> None:

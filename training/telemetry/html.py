@@ -97,6 +97,7 @@ def render_report(run: RunContents) -> str:
     message = str(end.get("message", ""))
     state_class = "faint" if run.state == "finished" else "bad"
     made = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    matrix = (run.confusion["labels"], run.confusion["counts"]) if run.confusion else None
     body = [
         f"<h1>{escape(name)} <span class='{state_class}'>{escape(run.state)}</span></h1>",
         f"<p class='faint'>{escape(run.folder)} · made {made}</p>",
@@ -106,7 +107,7 @@ def render_report(run: RunContents) -> str:
         "<h2>Time</h2>", _render_phases(run.attempts),
         "<h2>Attempts</h2>", _render_attempts(run.attempts),
         "<h2>Checkpoints</h2>", _render_checkpoints(run.checkpoints),
-        _render_confusion(run.confusion),
+        f"<h2>Confusion matrix</h2>{svg.confusion_matrix(*matrix, top=20)}" if matrix else "",
         _render_configuration(run.attempts),
     ]  # fmt: skip
     return "\n".join(
@@ -246,13 +247,6 @@ def _render_checkpoints(checkpoints: Sequence[tuple[int, Manifest | str]]) -> st
         shown_loss = "" if loss is None else f"{loss:.5f}"
         rows.append([str(step), size, str(len(manifest.parts)), str(manifest.attempt), shown_loss])
     return _render_table(("step", "bytes", "parts", "attempt", "loss"), rows)
-
-
-def _render_confusion(matrix: Mapping[str, Any] | None) -> str:
-    """Returns the section with the matrix and its 20 most confused pairs; "" without a matrix."""
-    if not matrix:
-        return ""
-    return f"<h2>Confusion matrix</h2>{svg.confusion_matrix(matrix['labels'], matrix['counts'], top=20)}"
 
 
 def _render_configuration(attempts: Sequence[AttemptRecords]) -> str:

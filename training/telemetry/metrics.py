@@ -52,7 +52,7 @@ class MetricsLog:
             fence: raises when a newer start has claimed the run, whose lines this attempt's would supersede. It is
                 called after the listing that decides the file number: a newer start then has a greater one.
         """
-        number = unused_file_number(folder, attempt, storage)
+        number = max([attempt, *(used + 1 for used, _ in _list_objects(folder, storage))])  # local attempts are all 0
         fence()
         info = AttemptInfo(folder, attempt, resumed_at, number, token, storage, settings or {})
         self._trackers = [open_tracker(name, info) for name in trackers]
@@ -149,11 +149,6 @@ def _parse_line(line: bytes) -> dict[str, Any] | None:
         return None
     is_line = isinstance(values, dict) and isinstance(values.get("step", values.get("resumed_at")), int)
     return values if is_line else None
-
-
-def unused_file_number(folder: str, attempt: int, storage: Storage = default_storage) -> int:
-    """Returns `attempt`, or one more than the greatest file number in use if that is more: all local attempts are 0."""
-    return max([attempt, *(used + 1 for used, _ in _list_objects(folder, storage))])
 
 
 def _list_objects(folder: str, storage: Storage) -> dict[tuple[int, int], str]:

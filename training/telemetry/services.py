@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -204,9 +205,5 @@ def flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
             yield f"{prefix}{name}", value
 
 
-def open_wandb(info: AttemptInfo) -> GuardedTracker:
-    return GuardedTracker("wandb", WandbRun, info)
-
-
-def open_mlflow(info: AttemptInfo) -> GuardedTracker:
-    return GuardedTracker("mlflow", MlflowRun, info)
+open_wandb = partial(GuardedTracker, "wandb", WandbRun)
+open_mlflow = partial(GuardedTracker, "mlflow", MlflowRun)

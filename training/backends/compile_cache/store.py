@@ -81,7 +81,7 @@ class ProgramStore:
                 raise
         except OSError as error:
             self._warn(f"the compiled program is not kept for the next start: {self._folder}: {error.strerror}")
-            self._warn = _ignore
+            self._warn = lambda _message: None  # it was shown
 
     def prove(self, key: str) -> None:
         """Notes that an entry which was read has had a result."""
@@ -115,7 +115,3 @@ class ProgramStore:
             with contextlib.suppress(OSError):
                 path.unlink()
             total -= entry_size
-
-
-def _ignore(_message: str) -> None:
-    """Takes the place of a warning that was shown already."""

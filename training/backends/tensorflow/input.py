@@ -114,15 +114,11 @@ def _upcoming_arrays(strategy: Any, batches: Any, dataset: Dataset) -> Any:
 def _next_batch(strategy: Any, batches: Any) -> Any:
     """Reads the next batch to the devices, where batches have several shapes."""
     values: Mapping[str, Any] = next(batches)
-    return {name: Distributed(value, _global_shape(strategy, value)) for name, value in values.items()}
+    replicas, own = strategy.num_replicas_in_sync, strategy.experimental_local_results
+    shapes = {name: own(value)[0].shape for name, value in values.items()}  # of the part on the first replica
+    return {name: Distributed(values[name], (shape[0] * replicas, *shape[1:])) for name, shape in shapes.items()}
 
 
 def host_rows(config: TrainerConfig, data: RunData, host: int, hosts: int, start: int) -> Any:
     """Returns the tf.data dataset of one host's rows of global batches from `start` on. Raises BadInput."""
     return training_rows(config, training_slice(config, data, host, hosts), data, start)
-
-
-def _global_shape(strategy: Any, value: Any) -> tuple[int, ...]:
-    """Returns the shape of an array of the global batch, from its part on the first replica."""
-    part = strategy.experimental_local_results(value)[0]
-    return (part.shape[0] * strategy.num_replicas_in_sync, *part.shape[1:])

@@ -81,18 +81,13 @@ def count_words(documents: Iterable[str]) -> dict[str, int]:
     special, word = re.compile("|".join(map(re.escape, SPECIAL))), re.compile("▁[^▁]*|[^▁]+")
     counts: Counter[str] = Counter()
     for document in documents:
-        for text in special.split(_replace_quotes(document)):
+        for quotes, replacement in QUOTES:
+            document = document.replace(quotes, replacement)
+        for text in special.split(document):
             marked = text.replace(" ", "▁")
             if marked:
                 counts.update(word.findall(marked if marked.startswith("▁") else "▁" + marked))
     return dict(counts)
-
-
-def _replace_quotes(text: str) -> str:
-    """Replaces `` and '' by the quotation mark of QUOTES."""
-    for quotes, replacement in QUOTES:
-        text = text.replace(quotes, replacement)
-    return text
 
 
 def _train_unigram(tokenizers: Any, vocabulary: int, documents: Callable[[], Iterable[str]]) -> Any:

@@ -133,11 +133,6 @@ class TrainingOrder:
         """Returns the records of a window in the order in which steps use them. (cells,)"""
         return _shuffled_window(self, epoch, number)
 
-    def _blocks_before(self, epoch: int, number: int) -> int:
-        """Returns how many full blocks are in the windows before `number`."""
-        dealt = number * self.blocks_per_lane // self.windows * self.lanes
-        return dealt + (self.leftover_blocks if number > self.uneven_window(epoch) else 0)
-
 
 Order = EvaluationOrder | TrainingOrder
 
@@ -218,7 +213,8 @@ def _shuffled_window(order: TrainingOrder, epoch: int, number: int) -> Ints:
     position = np.lexsort((random, lane))[rank]  # (cells,) in the window's sequence of permuted blocks
 
     # From that sequence to records. The dataset's last, shorter block is behind the full ones of the uneven window.
-    first = order._blocks_before(epoch, number)
+    first = number * order.blocks_per_lane // order.windows * order.lanes  # full blocks in the windows before
+    first += order.leftover_blocks if number > order.uneven_window(epoch) else 0
     full = block_permutation(order.seed, epoch, order.blocks)[first : first + size // order.block]
     slot, inner = np.divmod(position, order.block)
     records: Ints = np.append(full, order.blocks)[slot] * order.block + inner

@@ -104,7 +104,10 @@ class ShardIndex:
         dataset = tf.data.FixedLengthRecordDataset(
             self.urls[shard], end - start, header_bytes=start, footer_bytes=size - end, buffer_size=end - start
         )
-        return single_element(dataset)
+        options = tf.data.Options()  # without optimization, which would take a hundred times as long
+        options.autotune.enabled = False
+        options.experimental_optimization.apply_default_optimizations = False
+        return dataset.with_options(options).get_single_element()
 
 
 def join_strings(first: Any, last: Any, piece: Callable[[Any], Any]) -> Any:
@@ -116,14 +119,6 @@ def join_strings(first: Any, last: Any, piece: Callable[[Any], Any]) -> Any:
         parallel_iterations=1,
     )
     return joined
-
-
-def single_element(dataset: Any) -> Any:
-    """Returns the element of a dataset of one. Disables optimization, which would take a hundred times as long."""
-    options = tf.data.Options()
-    options.autotune.enabled = False
-    options.experimental_optimization.apply_default_optimizations = False
-    return dataset.with_options(options).get_single_element()
 
 
 def replace_bad_records(
