@@ -10,8 +10,6 @@ peaks, memory, zones and runtime versions from Google's Cloud TPU documentation
 cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus. Read in November 2026.
 """
 
-from __future__ import annotations
-
 import enum
 import math
 from collections.abc import Mapping

@@ -6,8 +6,6 @@ Every host of a slice runs it at the same time, and prints each fact as soon as 
 framework's half is `devices.py` of its backend.
 """
 
-from __future__ import annotations
-
 import glob
 import json
 import os

@@ -4,8 +4,6 @@ Framework-free. `cli.main` turns every `TrainError` into one message on standard
 means a bug.
 """
 
-from __future__ import annotations
-
 import enum
 
 

@@ -3,8 +3,6 @@
 Each record counts once, on any number of hosts: totals are added over batches and hosts, and only then divided.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

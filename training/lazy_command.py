@@ -2,8 +2,6 @@
 and `tpu-launch` use it; it imports nothing but click.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

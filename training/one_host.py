@@ -11,8 +11,6 @@ interrupted goes on from its newest checkpoint when it is trained again with the
 as before, but for what imports of libraries change, and that torch_xla multiplies fp32 matrices in fp32.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

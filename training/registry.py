@@ -4,8 +4,6 @@ Entries name modules as "module:attribute" and `load` imports them on first use,
 no numpy: the launcher reads it with the configuration.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """After the last step: compares the weights of all hosts, exports the model and writes the summary."""
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any

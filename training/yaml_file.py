@@ -11,8 +11,6 @@ Every document is refused that has keys other than text, numbers that are not fi
 can carry (half a surrogate pair, a NUL), a part that contains itself, or an absurd depth or size.
 """
 
-from __future__ import annotations
-
 import bisect
 import difflib
 import io

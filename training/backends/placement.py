@@ -4,8 +4,6 @@ A mesh has the axes "data" and "fsdp", in the order of the devices: neighbours a
 split over all devices. A matrix of the state is split over "fsdp", and each device of "data" holds a copy.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from training.checkpoint.slices import HeldSlice, Slice

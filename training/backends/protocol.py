@@ -1,8 +1,6 @@
 """The interface between the training loop and a framework: no module above it imports a framework. Batches, signals and
 results are in `training.batch`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any, Protocol
 

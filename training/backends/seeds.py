@@ -1,7 +1,5 @@
 """The seed of a framework's own random numbers in a step, as a pure function."""
 
-from __future__ import annotations
-
 import hashlib
 
 

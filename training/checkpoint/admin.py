@@ -3,8 +3,6 @@
 A copy writes the manifest last, as every commit does: an interrupted copy is not a checkpoint and can be repeated.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

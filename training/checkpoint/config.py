@@ -1,7 +1,5 @@
 """The `checkpoint` section of the YAML file."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

@@ -26,8 +26,6 @@ or nothing) but may lose or flip what it holds. Therefore:
 * Only safetensors and JSON: reading executes nothing.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence

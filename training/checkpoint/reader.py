@@ -12,8 +12,6 @@ Failure model: parts may be missing, short or flipped at any byte (raised as Dam
 and another start of the run may commit or delete checkpoints meanwhile (`_candidates` lists again).
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections import deque

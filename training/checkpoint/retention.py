@@ -1,7 +1,5 @@
 """Policies that decide when to save and which checkpoints to keep: frozen dataclasses with one pure method each."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ safetensors package takes whole arrays and returns whole bytes; here a snapshot 
 file, and a file is read by ranges. Only the header is checked here; callers verify the checksum of the tensors.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ writer allocates its pages once, in the background while the first step compiles
 same ones.
 """
 
-from __future__ import annotations
-
 import contextlib
 import mmap
 import threading

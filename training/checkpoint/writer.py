@@ -12,8 +12,6 @@ share and no more, and the part is written from that copy. The next `check`, `sa
 background thread; errors are never only logged. `format.py` has the failure model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The commands of `tpu-train` that make data and look at it: tokenizer, shards, dataset."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The command `tpu-train check`."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys

@@ -10,8 +10,6 @@ Commands parse, call and print; they hold no logic. A command is imported when i
 when it is called, so that `--help` is quick.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 

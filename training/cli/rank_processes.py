@@ -5,8 +5,6 @@ then SIGKILL, within STOP_SECONDS, and the exit code is that of the cause. Signa
 which then end in their own time.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """The commands of `tpu-train` for what a run has written: report, checkpoint, export, push, predict."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

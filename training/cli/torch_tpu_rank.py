@@ -3,8 +3,6 @@
 python -m training.cli.torch_tpu_rank PROGRAM ARGUMENTS
 """
 
-from __future__ import annotations
-
 import sys
 
 from training.backends.torch_tpu.internals import open_device

@@ -18,8 +18,6 @@ With `--runtime torch-tpu`: one process for each chip, on chips and on virtual T
 variables of training/distributed/torch_tpu.py; CPU hosts are refused.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """The `data` section of the YAML file."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

@@ -5,8 +5,6 @@ A folder holds tokenizer.json, tokenizer_config.json and special_tokens_map.json
 folder first. `training.data.prepare.tokenizer_training` makes such folders. Only `load` needs the `tokenizers` library.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

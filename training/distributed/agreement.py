@@ -1,7 +1,5 @@
 """Compares what all hosts are about to run, when they first meet."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from functools import cache

@@ -7,8 +7,6 @@ are harmless: an arrival counts once, a completed barrier always answers with th
 stays lost.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """The `rendezvous` section of the YAML file."""
 
-from __future__ import annotations
-
 from pydantic import Field
 
 from training.yaml_file import Section

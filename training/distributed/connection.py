@@ -1,7 +1,5 @@
 """Sockets between the hosts of an attempt: performs the handshake on them, from both sides."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -9,8 +9,6 @@ which lists more. Among claims that list equally many, attempt number and token 
 and no two take each other for older, whatever happens between listing and writing.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping

@@ -16,8 +16,6 @@ handshake keeps strangers out, but not an attacker who can read or change the ho
 Processes that use loopback addresses alone may have an empty secret: no other machine can connect to them.
 """
 
-from __future__ import annotations
-
 import hmac
 import ipaddress
 import json

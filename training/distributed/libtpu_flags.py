@@ -4,8 +4,6 @@ the same flags, so it compiles the executable that the run will use.
 Pure. A flag that the user sets (run.environment) stays as it is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 VARIABLE = "LIBTPU_INIT_ARGS"

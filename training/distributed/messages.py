@@ -5,8 +5,6 @@ allowed now, with exactly the fields of that kind, each of its type and within i
 Malformed, for which only the sender's connection is closed.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping

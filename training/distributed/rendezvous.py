@@ -19,8 +19,6 @@ moments later. So callers must tolerate that only some hosts know that a barrier
 its manifest, not by a barrier).
 """
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import sys

@@ -5,8 +5,6 @@ peer takes no bytes for `lost_seconds` (TCP_USER_TIMEOUT), and an error in handl
 the thread ends, for whatever reason, it closes all connections, so that no host waits for an answer that will not come.
 """
 
-from __future__ import annotations
-
 import contextlib
 import selectors
 import sys

@@ -9,8 +9,6 @@ All hosts receive one summary of all phases, at most once a second, so what a ho
 the number of hosts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 from training.distributed import messages

@@ -16,8 +16,6 @@ minutes. So a thread reads the signals from the interpreter's wake-up pipe: a se
 hangs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import socket

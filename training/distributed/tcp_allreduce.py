@@ -8,8 +8,6 @@ at once. If a peer vanishes, the rendezvous notices and ends the process even wh
 through host 0, which suffices for the few hosts and small models of a rehearsal.
 """
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import time

@@ -2,8 +2,6 @@
 host that does not answer, and neither an exception nor a signal handler of Python gets through.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import sys

@@ -7,8 +7,6 @@ the helper themselves keep these values: it changes no variable that is set.
 Pure. training/backends/torch_tpu/internals.py has every internal name of the package that we use.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Mapping
 from dataclasses import replace

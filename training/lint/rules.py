@@ -11,8 +11,6 @@ line:
                             and is compiled into the program
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest

@@ -1,7 +1,5 @@
 """Loads a user's module and its batches, and checks a few steps of it, for `tpu-train check`."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import sys

@@ -3,8 +3,6 @@
 State machines take a `Clock` as an argument, so that tests and simulations decide what time it is.
 """
 
-from __future__ import annotations
-
 import functools
 import time
 from datetime import UTC, datetime, timedelta

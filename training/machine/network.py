@@ -1,7 +1,5 @@
 """TCP connections between hosts, as Protocols with the methods of `socket` and `selectors`."""
 
-from __future__ import annotations
-
 import errno
 import selectors
 import socket

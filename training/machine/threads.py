@@ -4,8 +4,6 @@ Code that runs things at once takes `Threads` as an argument and uses neither `t
 simulation decides which thread runs when.
 """
 
-from __future__ import annotations
-
 import concurrent.futures
 import queue
 import threading

@@ -5,8 +5,6 @@ The layout is peft's (https://github.com/huggingface/peft, `PeftModel.save_pretr
 `adapter_model.safetensors` with the trained parameters, named `base_model.model.<parameter>`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

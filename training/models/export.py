@@ -4,8 +4,6 @@ backend trained them. Needs no framework.
 The tokenizer is written first, then config.json, and last model.safetensors: a folder without that is not finished.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import replace

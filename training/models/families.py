@@ -5,8 +5,6 @@ Any other family trains through its own modules: its masked-LM head at all posit
 `MASKED_LM_HEADS` and gives the network's own result; a fresh head is what lies outside the network's base model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ Matrix products are counted, forward once and backward twice, as in appendix B o
 (https://arxiv.org/abs/2204.02311). Recomputed activations are not counted: the model does not need them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -6,8 +6,6 @@ token is HF_TOKEN of the environment: it is in no argument, no file and no messa
 protocol; its newer Xet store is not used.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Model folders in Hugging Face's layout, and the values of their `config.json`. Framework-free."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

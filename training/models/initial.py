@@ -6,8 +6,6 @@ BERT (https://github.com/google-research/bert): normal with a standard deviation
 norms 1, and 0 for the padding token.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections import deque

@@ -1,8 +1,6 @@
 """Predictions of a trained model on the CPU, by transformers' pipelines over torch or, if torch is not installed, over
 TensorFlow."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ The halves, `adamw_torch` and `adamw_tf`, keep two moments for each parameter, i
 under the names in `STATE`; checkpoints store them as `adam_m/<parameter>` and `adam_v/<parameter>`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """AdamW for TensorFlow variables, under any tf.distribute strategy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """AdamW for torch tensors on any device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 
 import torch

@@ -1,8 +1,6 @@
 """The learning rate as a pure function of the step, in double precision on the host, so that every backend and every
 resumed run sees the same numbers."""
 
-from __future__ import annotations
-
 import math
 from typing import Literal
 

@@ -5,8 +5,6 @@ program is a warning, not an error, because it may fit too. Imports nothing but 
 launcher imports the variable's name from here.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping, Sequence
 

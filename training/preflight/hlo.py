@@ -1,8 +1,6 @@
 """Reads the text of a compiled program: what the devices exchange, how long the operations take, and where in the model
 an operation comes from. Pure."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

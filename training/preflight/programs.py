@@ -4,8 +4,6 @@ the backend's own step without executing them. A checkpoint adds no program: its
 One process traces for any slice: it has one CPU device, and the backend's tracer simulates all devices of the slice.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import time

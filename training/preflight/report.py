@@ -3,8 +3,6 @@
 Bytes and FLOPs are those of one device; a batch is the global one.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace

@@ -1,7 +1,5 @@
 """Runs a preflight: traces the run's programs, compiles them for each accelerator, searches for the largest batch."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence

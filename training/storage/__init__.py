@@ -16,8 +16,6 @@ succeeds, and a read pinned to a generation never mixes two versions of an objec
 * A ranged read that breaks off is repeated whole, so no half range is ever returned.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

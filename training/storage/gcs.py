@@ -9,8 +9,6 @@ sends a few bytes now and then never reaches a socket's time-out; the download i
 The client is not fork-safe, so each process makes its own. It honours STORAGE_EMULATOR_HOST itself.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import io

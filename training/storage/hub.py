@@ -6,8 +6,6 @@ once, to the Hub's own cache (HF_HOME); HF_TOKEN gives access to private ones, H
 downloaded only as safetensors. Framework-free.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The types of `training.storage`: URLs, objects' states, errors, and the `Storage` protocol."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import re

@@ -3,8 +3,6 @@
 A subclass says what a label is, checks it, and turns totals into figures.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Generator, Iterator
 

@@ -4,8 +4,6 @@ whole documents.
 A subclass turns totals into figures.
 """
 
-from __future__ import annotations
-
 import math
 from abc import abstractmethod
 from collections.abc import Generator, Iterator

@@ -1,7 +1,5 @@
 """One host's rows as tf.data datasets, of the same kind as the task's own."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from training.config import TrainerConfig

@@ -1,7 +1,5 @@
 """The base of all tasks: opens their data, and reads ahead."""
 
-from __future__ import annotations
-
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator

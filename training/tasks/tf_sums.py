@@ -1,7 +1,5 @@
 """Sums that the TensorFlow halves of several tasks share."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Sums that the torch halves of several tasks share."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Records the end of an attempt on host 0: its last metrics, its end record, and report.html."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Iterator

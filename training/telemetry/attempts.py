@@ -8,8 +8,6 @@ An attempt without the second file is running, or was killed: preempted, out of 
 one group of processes, so no record is ever overwritten.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

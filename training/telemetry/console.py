@@ -3,8 +3,6 @@
 A failed write (a closed pipe, a log on a full disk) is ignored, so that it does not stop training.
 """
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import sys

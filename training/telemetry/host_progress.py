@@ -5,8 +5,6 @@ A change of phase is written within a second, everything else every five. Withou
 written.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

@@ -4,8 +4,6 @@ The page is rendered from the run's folder alone, so it can be written at any ti
 failed or still running.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence

@@ -9,8 +9,6 @@ steps after its newest commit, and may leave a truncated line, which `read_histo
 at step s supersedes the lines of earlier attempts beyond s; `read_history` leaves those out too.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence

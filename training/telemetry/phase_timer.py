@@ -1,7 +1,5 @@
 """Seconds of a process by phase. Goodput is the share of the total that was spent in training steps."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable, Iterator

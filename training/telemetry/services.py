@@ -7,8 +7,6 @@ trackers again and again. Values of a failed call are sent again, so a service m
 Both record each attempt separately, because they take steps in rising order only and a resumed attempt repeats some.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 import time

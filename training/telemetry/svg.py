@@ -4,8 +4,6 @@ The SVG fetches nothing and contains no script. Colours are CSS variables for li
 defines them, once in a page, or inside a chart that is a file of its own (`standalone`).
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Mapping, Sequence

@@ -9,8 +9,6 @@ attempt that resumed at step s begins with a START message at s + 1, which makes
 attempts for the steps that are trained again.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Formats what host 0 prints: the progress of the steps, and the final summary. Pure functions."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -4,8 +4,6 @@ To add a tracker, write a class that satisfies `Tracker` and takes an `AttemptIn
 package is imported only when a run uses it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field

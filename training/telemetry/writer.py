@@ -8,8 +8,6 @@
 The thread also opens the log, which lists the run's folder. `finish` waits for the thread, for a limited time.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 

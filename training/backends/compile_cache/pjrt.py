@@ -9,8 +9,6 @@ serialises and loads programs by the same three functions of libtpu.
 If a program can't be serialised or loaded, the plugin's own function compiles it.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import os

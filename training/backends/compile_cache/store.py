@@ -12,8 +12,6 @@ A program may load and then fail or hang when it runs, in every start that loads
 load to its first result, and a later start neither loads nor replaces an unproven one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

@@ -3,8 +3,6 @@
 On a TPU slice of several hosts, host 0 drives all devices through a worker on every host, as in training (pod.py).
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

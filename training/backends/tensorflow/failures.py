@@ -4,8 +4,6 @@ Operations run asynchronously, so an error surfaces in the next call that waits:
 state.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Opens `transformers.pipeline` over a model folder without torch, in the tensorflow image."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -5,8 +5,6 @@ backend or number of devices. Only the arrays of the batch go to the devices, no
 replaced ones: `on_corrupt: skip` works, but the summary of a run on several TPU hosts does not count replaced records.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice

@@ -4,8 +4,6 @@ These are the programs that TPUStrategy runs on each device of a slice, with the
 the sums over all devices.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from typing import Any

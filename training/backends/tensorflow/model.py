@@ -5,8 +5,6 @@ Checkpoints and model folders have parameters under PyTorch's names and in PyTor
 them. In TensorFlow a dense layer's kernel is the transpose of PyTorch's weight; other shapes are the same.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass

@@ -15,8 +15,6 @@ operations on them and the barriers are tested on CPUs.
 Ports: 8470 (TPU_TASK_PORT) of the workers; 8471 of libtpu, which finds its peers by TPU_WORKER_HOSTNAMES.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select

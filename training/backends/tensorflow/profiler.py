@@ -1,7 +1,5 @@
 """TensorFlow's profiler, behind the protocol of `training.profiler.Tracer`."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

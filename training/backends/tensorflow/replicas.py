@@ -2,8 +2,6 @@
 batch. Data parallelism is the only layout; another one belongs here.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """The state of a run in TensorFlow: names, loads and copies parameters and the optimizer's variables."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ The functions named `..._program` are traced once for each shape of rows. Everyt
 are fp32; bf16 is Keras' mixed_bfloat16 policy.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The network of a run, for every runtime of PyTorch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from training.config import Remat, TrainerConfig

@@ -1,8 +1,6 @@
 """The state of a run on the host: the network's parameters and the optimizer's tensors, by their names in a
 checkpoint."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from types import MappingProxyType

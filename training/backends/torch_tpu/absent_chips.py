@@ -7,8 +7,6 @@ compiled is kept, and refused. Arguments of a function are words of 8 bytes: siz
 function fills.
 """
 
-from __future__ import annotations
-
 import ctypes
 import math
 from collections.abc import Callable

@@ -2,8 +2,6 @@
 `compile_cache.pjrt`): the bytes and the options that TorchTPU gives libtpu in a run need nothing else to read them.
 """
 
-from __future__ import annotations
-
 import ctypes
 import threading
 import time

@@ -1,7 +1,5 @@
 """Opens and tries the chips of a slice with TorchTPU, behind the protocol of `training.device_check.Devices`."""
 
-from __future__ import annotations
-
 import os
 
 import numpy as np

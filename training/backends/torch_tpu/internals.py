@@ -3,8 +3,6 @@
 torch_tpu is beta: another version than `training.distributed.torch_tpu.VERSION` may have others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any

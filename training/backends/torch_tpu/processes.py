@@ -5,8 +5,6 @@ With `train.mesh.fsdp`, a process holds a slice of each layer's matrix and of it
 its process receives the summed gradient of its slice.
 """
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Callable, Mapping

@@ -6,8 +6,6 @@ state, whose memory it reuses for the updated ones. All other Python values that
 the program, as they were when it was traced.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

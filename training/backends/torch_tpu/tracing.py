@@ -4,8 +4,6 @@ options that TorchTPU gives libtpu in a run, in which the sums over all processe
 A process opens TorchTPU's device once, for one slice, so each tracer has a process of its own. It holds the weights.
 """
 
-from __future__ import annotations
-
 import atexit
 import hashlib
 import multiprocessing

@@ -36,8 +36,6 @@ detect a replaced or truncated shard.
 Imports neither a framework nor numpy: the launcher checks a dataset before a TPU is created.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping, Sequence

@@ -15,8 +15,6 @@ Not protobuf's own library: generated classes would need TensorFlow or a build s
 not be guaranteed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import numpy as np

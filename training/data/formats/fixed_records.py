@@ -5,8 +5,6 @@ A `RecordLayout` locates each feature's numbers in every record of a shard (the 
 lengths are the same in every row; only the numbers and the CRC differ. Pure functions over bytes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 Imports no framework; only a folder in the public recipe's layout, which has no manifest, needs numpy to read a record.
 """
 
-from __future__ import annotations
-
 from training import storage
 from training.data.formats.dataset import MANIFEST, Dataset, find_shards, load_manifest, tokenizer_hash
 from training.errors import BadInput

@@ -9,8 +9,6 @@ Rows are full: every token is attended to, as the recipe's script packs them. Pa
 would predict their padding. So are shards of two names, such as `train-*` and `eval-*`, in one folder.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from typing import Any

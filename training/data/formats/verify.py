@@ -4,8 +4,6 @@ Checks each shard's size and checksum, each record's CRC and layout, each token 
 pieces, so memory does not grow with it.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 

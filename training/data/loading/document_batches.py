@@ -1,8 +1,6 @@
 """Batches of whole documents for next-token prediction: rows of documents with the position of each token in its
 document, and the token that follows it there."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ An id that the tokenizer does not have stops the run.
 The same in TensorFlow: `training.data.tf.fixed_shards`.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from training.data.formats import fixed_records

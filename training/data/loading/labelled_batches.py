@@ -9,8 +9,6 @@ next longer one and its rows are padded further.
 The same in TensorFlow: `training.data.tf.labelled_batches`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 The same in TensorFlow: `training.data.tf.mlm_batches`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -6,8 +6,6 @@ reads; a run that resumes at step k starts as fast as one at step 0. `training.d
 derive their inputs and labels from these rows: `training.data.loading.mlm_batches` masks them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """Computes values ahead on background threads."""
 
-from __future__ import annotations
-
 import itertools
 import queue
 import threading

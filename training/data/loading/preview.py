@@ -1,7 +1,5 @@
 """Renders rows of a training batch as text, with their masks, labels or documents, for `tpu-train dataset preview`."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence

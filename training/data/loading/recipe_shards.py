@@ -6,8 +6,6 @@ first needed. `tpu-train shards` writes a layout without that cost.
 The same in TensorFlow: `training.data.tf.recipe_shards`.
 """
 
-from __future__ import annotations
-
 import itertools
 import threading
 from concurrent.futures import Future

@@ -13,8 +13,6 @@ Failure model: shards may be missing, short or flipped at any byte, and may be r
 is pinned to the generation that was listed at the start, and every record's CRC is checked.
 """
 
-from __future__ import annotations
-
 import bisect
 import itertools
 from abc import ABC, abstractmethod

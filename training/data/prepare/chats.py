@@ -4,8 +4,6 @@ An answer's tokens are those of the content of a message with role `assistant`, 
 which ends the turn.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence

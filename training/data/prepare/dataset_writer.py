@@ -7,8 +7,6 @@ the plan, so that another corpus, tokenizer or length is refused instead of mixe
 same bytes to the same names.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -7,8 +7,6 @@ longer than a row is cut into pieces, each a document of its own. Ends with the 
 texts get unless the tokenizer adds one.
 """
 
-from __future__ import annotations
-
 import bisect
 from collections.abc import Sequence
 from typing import ClassVar

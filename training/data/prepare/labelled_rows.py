@@ -14,8 +14,6 @@ and, in rows of two texts, `token_type_ids` (uint8): 1 at the second one.
 Failure model: an interrupted run starts again from the beginning, and writes the same bytes; such datasets are small.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

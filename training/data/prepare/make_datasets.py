@@ -4,8 +4,6 @@ Chooses the corpus, the plan and the writer of each split: packed rows (`pack`),
 labelled rows (`labelled_rows`), which describe their failure models.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace

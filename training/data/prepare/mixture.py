@@ -6,8 +6,6 @@ function of the step, for every kind of rows and with each backend, and masks di
 Failure model: dataset.json is written once, create-only. A part that changes later is refused as a changed dataset is.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 

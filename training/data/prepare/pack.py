@@ -10,8 +10,6 @@ dropped, and its size is reported. Memory does not grow with the corpus: it hold
 Failure model: as of `training.data.prepare.dataset_writer`. An interrupted run continues after its last shard.
 """
 
-from __future__ import annotations
-
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping

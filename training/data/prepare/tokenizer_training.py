@@ -9,8 +9,6 @@ Failure model: `write_tokenizer` writes tokenizer.json last. Without it a folder
 command writes the rest again.
 """
 
-from __future__ import annotations
-
 import hashlib
 import heapq
 import io

@@ -9,8 +9,6 @@ Numbers of batches: a *step* k counts the batches of all buckets; a bucket's *ba
 `training.data.tf.order` gives the same steps in TensorFlow operations.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import lru_cache
 

@@ -19,8 +19,6 @@ are never predicted and never inserted.
 `training.data.tf.masking` is the same in TensorFlow operations: uint64 arithmetic and one sort along the row.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -33,8 +33,6 @@ The constants are part of what a seed means: changing one changes every order, a
 part of a checkpoint's identity.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from dataclasses import dataclass
 from functools import lru_cache

@@ -26,8 +26,6 @@ Only additions, multiplications, shifts and exclusive-ors of unsigned 64-bit int
 same numbers; `training.data.tf.random_bits` is the same in TensorFlow operations.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 

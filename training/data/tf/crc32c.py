@@ -5,8 +5,6 @@ and its distance from the end, and of a number that depends on the length only.
 (https://www.rfc-editor.org/rfc/rfc3720#appendix-B.4 has the polynomial.)
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import google_crc32c

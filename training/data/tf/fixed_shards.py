@@ -1,7 +1,5 @@
 """`training.data.loading.fixed_shards` in TensorFlow operations: records of the compact layout."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

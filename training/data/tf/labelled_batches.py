@@ -4,8 +4,6 @@ Elements are dictionaries with this host's rows: the fields of `LabelledBatch` o
 bool, which marks replaced records. See `training.data.tf.mlm_batches` for `tf.distribute` and errors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any

@@ -3,8 +3,6 @@
 TPUs have no 64-bit unsigned integers: this is for the input pipeline, not for the model.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

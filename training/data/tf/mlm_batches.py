@@ -8,8 +8,6 @@ Elements are dictionaries with this host's rows: the fields of `MlmBatch`, and `
 replaced records. `record_source.translate_errors` translates errors of the operations.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import tensorflow as tf

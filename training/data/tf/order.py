@@ -3,8 +3,6 @@
 Numbers of the dataset, the seed and the batch are Python values; epoch and window are tensors.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import tensorflow as tf

@@ -3,8 +3,6 @@
 For the host's CPU: TPUs have no such integers.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -4,8 +4,6 @@ Reads a window of this host's rows at a time, and the next one ahead: about 3 * 
 order.BLOCK_BYTES = 200 MB over the number of hosts, at most twice as much. Blocks are permuted once an epoch.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -4,8 +4,6 @@ Records vary in size, so the process that builds the pipelines of all hosts read
 records start.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -9,8 +9,6 @@ Not possible here: to pin an object's generation (a shard that is replaced after
 good CRCs is not noticed).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Causal language modelling: the figures of predictions of the next token."""
 
-from __future__ import annotations
-
 from training.batch import StepResult
 from training.tasks.mlm.task import token_figures
 from training.tasks.packed_rows import DocumentRows

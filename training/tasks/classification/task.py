@@ -4,8 +4,6 @@ An evaluation adds up a confusion matrix over all hosts, entry [t, p] for the ex
 class p; every figure but the loss follows from it, so it is exact over exactly the evaluation set.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Generator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Classification in TensorFlow, of texts or of their words: the loss and the confusion matrix over a replica's rows."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

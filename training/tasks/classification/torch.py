@@ -1,7 +1,5 @@
 """Classification in torch, of texts or of their words: the loss and the confusion matrix over this host's rows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Masked language modelling: the figures of predictions at hidden positions."""
 
-from __future__ import annotations
-
 import math
 
 from training.batch import StepResult

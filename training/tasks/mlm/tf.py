@@ -1,7 +1,5 @@
 """Masked language modelling in TensorFlow: the loss over a replica's rows."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Masked language modelling in torch: the loss over this host's rows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 The loss is the mean binary cross-entropy over texts and labels. An evaluation adds up `COUNTS` over all hosts.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy.typing as npt

@@ -1,7 +1,5 @@
 """Any number of labels for each text, in TensorFlow: the loss and an evaluation's totals over a replica's rows."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Any number of labels for each text, in torch: the loss and an evaluation's totals over this host's rows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

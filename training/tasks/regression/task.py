@@ -6,8 +6,6 @@ most ten of their standard deviations from 0, and loses two digits for each furt
 learnt slowly too: shift and scale them first.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Regression in TensorFlow: the squared error and an evaluation's totals over a replica's rows."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Regression in torch: the squared error and an evaluation's totals over this host's rows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 Only the first token of a word has a label; others, and special tokens, have weight 0. Figures are of words.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from training.batch import StepResult
