@@ -73,7 +73,9 @@ def find_problems(facts: Facts, hosts: int, accelerator_type: str | None = None)
         phase = facts.get("phase", "beginning")
         files = f" ({describe_access(facts)})" if phase == OPENING and "user" in facts else ""
         as_root = "leave run.user out, so that the container runs as root; else "
-        fix = as_root + recreate if files and not may_open_devices(facts) else recreate
+        # The drivers of some generations demand root with CAP_SYS_ADMIN.
+        may_open = facts.get("user") == 0 and int(facts.get("capabilities", "0"), 16) >> _CAP_SYS_ADMIN & 1
+        fix = as_root + recreate if files and not may_open else recreate
         problems.append(Problem(f"{phase}: {error}{files}", fix))
     expected, count = facts.get("devices_expected", 0), facts.get("devices")
     if count is not None and count != expected:
@@ -93,11 +95,6 @@ def find_problems(facts: Facts, hosts: int, accelerator_type: str | None = None)
         fix = "docker system prune --all, on that host"
         problems.append(Problem(f"{free / 2**30:.1f} GiB of disk are free", fix, fatal=False))
     return problems
-
-
-def may_open_devices(facts: Facts) -> bool:
-    """Returns whether the host's process is root with CAP_SYS_ADMIN, as the drivers of some generations demand."""
-    return facts.get("user") == 0 and bool(int(facts.get("capabilities", "0"), 16) >> _CAP_SYS_ADMIN & 1)
 
 
 def describe_access(facts: Facts) -> str:

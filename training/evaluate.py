@@ -55,31 +55,6 @@ class Evaluated:
         return {**values, "labels": self.labels, "confusion": self.confusion} if self.confusion else values
 
 
-@dataclass(frozen=True)
-class CommittedCheckpoint:
-    """A committed checkpoint of a run."""
-
-    folder: str  # of all checkpoints of the run
-    config: TrainerConfig  # of the run
-    manifest: Manifest
-
-    @property
-    def name(self) -> str:
-        """Returns folder and step, for messages."""
-        return f"{self.folder}, step {self.manifest.step}"
-
-    def load_model(self, backend: Backend) -> None:
-        """Gives the backend the weights, not the optimizer's state. Raises BadInput if they are damaged."""
-
-        def choose(name: str, spec: TensorSpec) -> Slice | None:
-            return backend.slice_to_load(name, spec) if name.startswith("model/") else None
-
-        try:
-            load_tensors(self.folder, self.manifest, backend.load_state, choose=choose)
-        except Damaged as error:
-            raise BadInput(f"{self.folder}: step {self.manifest.step} can't be used: {error}") from None
-
-
 def evaluate_all(
     task: Task,
     backend: Backend,
@@ -139,26 +114,28 @@ def evaluate(
     is_model_folder = storage.stat(storage.join(place, WEIGHTS)) is not None
     if is_model_folder and step is not None:
         raise BadInput(f"{place} is a model folder, and has no steps: leave out --step")
-    checkpoint = None if is_model_folder else _open_checkpoint(place, step)
-    name = checkpoint.name if checkpoint else place
-    trained = checkpoint.config if checkpoint else None
-    network = {"model": trained.model, "lora": trained.lora} if trained else {"model": Model(path=place), "lora": None}
+    folder, manifest = (place, None) if is_model_folder else _open_checkpoint(place, step)
+    name, network = place, dict[str, Any](model=Model(path=place), lora=None)
+    if manifest:
+        name = f"{folder}, step {manifest.step}"
+        trained = restore(manifest.config, name)
+        network = {"model": trained.model, "lora": trained.lora}
     config = config.model_copy(update=network)
     task = open_task(config, cluster)
     assert task.data.evaluation is not None
     facts = {"configuration": config.hash, "model": name, **task.data.hashes()}
     agree(rendezvous, facts, config.rendezvous.start_seconds)
-    _require_same_task(place, task, checkpoint)
+    _require_same_task(place, task, manifest)
     backend = open_backend(config, cluster, rendezvous, task)
-    if checkpoint:
-        checkpoint.load_model(backend)
+    if manifest:
+        _load_weights(folder, manifest, backend)
     shutdown.nothing_to_save = False
     total = evaluate_all(task, backend, rendezvous, shutdown, "evaluation")
     if total.signals.stop:
         raise TrainError("asked to stop: the evaluation was broken off")
     return Evaluated(
         model=name,
-        step=checkpoint.manifest.step if checkpoint else None,
+        step=manifest.step if manifest else None,
         data=task.data.evaluation.url,
         examples=task.data.evaluation.records,
         figures=task.figures(total),
@@ -167,24 +144,36 @@ def evaluate(
     )
 
 
-def _open_checkpoint(place: str, step: int | None) -> CommittedCheckpoint:
-    """Opens a run's checkpoint of `step` (None: the newest). Raises BadInput if there is none, or it is damaged."""
+def _load_weights(folder: str, manifest: Manifest, backend: Backend) -> None:
+    """Gives the backend a checkpoint's weights, not the optimizer's state. Raises BadInput if they are damaged."""
+
+    def choose(name: str, spec: TensorSpec) -> Slice | None:
+        return backend.slice_to_load(name, spec) if name.startswith("model/") else None
+
+    try:
+        load_tensors(folder, manifest, backend.load_state, choose=choose)
+    except Damaged as error:
+        raise BadInput(f"{folder}: step {manifest.step} can't be used: {error}") from None
+
+
+def _open_checkpoint(place: str, step: int | None) -> tuple[str, Manifest]:
+    """Returns the folder of a run's checkpoints, and the manifest of `step` (None: the newest). Raises BadInput if
+    there is none, or it is damaged."""
     try:
         folder, steps = find_checkpoints(place)
     except BadInput as error:
         raise BadInput(f"{place} is neither a model folder (it has no {WEIGHTS}) nor a run's: {error}") from None
     chosen = choose_step(folder, steps, step)
     try:
-        manifest = read_manifest(folder, chosen)
+        return folder, read_manifest(folder, chosen)
     except Damaged as error:
         raise BadInput(f"{folder}: step {chosen} is damaged: {error}; choose another with --step") from None
-    return CommittedCheckpoint(folder, restore(manifest.config, f"{folder}, step {chosen}"), manifest)
 
 
-def _require_same_task(place: str, task: Task, checkpoint: CommittedCheckpoint | None) -> None:
+def _require_same_task(place: str, task: Task, manifest: Manifest | None) -> None:
     """Raises BadInput unless the model was made for this task, tokenizer and labels: figures would mean nothing."""
-    if checkpoint:
-        identity = checkpoint.manifest.identity
+    if manifest:
+        identity = manifest.identity
         kind, labels, tokenizer = identity.get("task"), identity.get("labels"), identity.get("tokenizer")
     else:
         values = read_config(place)

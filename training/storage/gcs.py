@@ -15,7 +15,7 @@ import io
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
@@ -53,14 +53,6 @@ class Timeouts:
     def seconds(self, size: int) -> float:
         """Returns the limit for a call that transfers `size` bytes, retries included."""
         return self.deadline + size / self.rate
-
-    def delays(self) -> Iterator[float]:
-        """Yields the delays before the next attempts, with full jitter, see
-        https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/"""
-        from google.api_core.retry import exponential_sleep_generator
-
-        delays: Iterator[float] = exponential_sleep_generator(2 * self.first_delay, self.longest_delay, multiplier=2)
-        return delays
 
 
 timeouts = Timeouts()
@@ -297,9 +289,11 @@ def _retry(url: str, activity: str, attempt: Attempt[T], *, size: int = 0, pinne
     """Repeats `attempt` while its failures are transient. Raises StorageError for a final failure or at the deadline.
     `activity` ("reading") and `url` are for messages; `size` bytes extend the deadline. With `pinned`, the attempt asks
     for one generation, so a missing object may have been replaced."""
-    from google.api_core.retry import retry_target
+    from google.api_core.retry import exponential_sleep_generator, retry_target
 
     limits = timeouts
+    # With full jitter: https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/
+    delays = exponential_sleep_generator(2 * limits.first_delay, limits.longest_delay, multiplier=2)
     seconds = limits.seconds(size)
     began = time.monotonic()
     failures = 0
@@ -323,7 +317,7 @@ def _retry(url: str, activity: str, attempt: Attempt[T], *, size: int = 0, pinne
             f"{_cause(errors[-1])}. Check the bucket's status and this host's network, then start again"
         ), errors[-1]
 
-    result: T = retry_target(call, should_retry, limits.delays(), timeout=seconds, exception_factory=give_up)
+    result: T = retry_target(call, should_retry, delays, timeout=seconds, exception_factory=give_up)
     return result
 
 

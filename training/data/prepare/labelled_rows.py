@@ -126,12 +126,6 @@ def default_lengths(longest: int) -> tuple[int, ...]:
     return tuple(lengths)
 
 
-def labelled_features(vocabulary: int, labels: LabelKind, *, has_pairs: bool = False) -> dict[str, Feature]:
-    """Returns the features of labelled rows, of two texts if it `has_pairs`."""
-    types = {TYPES: Feature(dtype="uint8", shape=["length"])} if has_pairs else {}
-    return {**dataset_writer.id_features(vocabulary), LABEL: Feature(dtype=labels.dtype, shape=labels.shape), **types}
-
-
 def select_columns(
     rows: Iterable[Mapping[str, Any]],
     text: str,
@@ -242,7 +236,10 @@ def write_labelled_rows(
     if existing is not None:
         return WrittenDataset(existing, reused=True)
     dataset_writer.begin_dataset(url, plan)
-    features = labelled_features(plan.vocabulary, labels, has_pairs=has_pairs)
+    features = dataset_writer.id_features(plan.vocabulary)
+    features[LABEL] = Feature(dtype=labels.dtype, shape=labels.shape)
+    if has_pairs:
+        features[TYPES] = Feature(dtype="uint8", shape=["length"])
     waiting: dict[int, list[tuple[Ids, Any]]] = {length: [] for length in lengths}
     shards: dict[int, list[Shard]] = {length: [] for length in lengths}
     cut = 0

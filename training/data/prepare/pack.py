@@ -146,9 +146,10 @@ def write_rows(
     shards = [mark.shard for mark in marks]
     start, used = (marks[-1].document, marks[-1].tokens) if marks else (0, 0)
     per_shard = plan.records_per_shard * kind.units
-    stream, documents_read = _Stream({start: used}), 0
-    for first, documents_read, ids in _encode_batches(documents, kind, start):
-        stream.append(first, ids)
+    stream, documents_read = _Stream({start: used}), start
+    for batch in batches_of(itertools.islice(documents(), start, None)):
+        stream.append(documents_read, kind.encode(batch))
+        documents_read += len(batch)
         while len(stream) >= per_shard:
             units, document, tokens = stream.take(per_shard)
             shards.append(kind.write(url, len(shards), units))
@@ -172,13 +173,3 @@ def write_rows(
 def _progress(documents: int, shards: list[Shard]) -> PackingProgress:
     """Returns the progress after so many documents and these shards."""
     return PackingProgress(documents, sum(shard.records for shard in shards), len(shards))
-
-
-def _encode_batches(
-    documents: Callable[[], Iterable[str]], kind: RowKind, start: int
-) -> Iterator[tuple[int, int, Ids]]:
-    """Yields (first document, document after the last, ids) of each batch of documents, from document `start` on."""
-    first = start
-    for batch in batches_of(itertools.islice(documents(), start, None)):
-        yield first, first + len(batch), kind.encode(batch)
-        first += len(batch)
