@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -90,10 +90,6 @@ class Run:
     def step_seconds(self) -> float:
         """Returns the seconds that this attempt spent in steps and waiting for their batches."""
         return self.timer.seconds.get("step", 0.0) + self.timer.seconds.get("data_wait", 0.0)
-
-    def with_starting_model(self) -> Run:
-        """Returns the run with `model.path` a model folder, by the function of this name. All hosts call it."""
-        return replace(self, config=with_starting_model(self.config, self.folder, self.cluster, self.rendezvous))
 
 
 def open_run(

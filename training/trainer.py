@@ -33,7 +33,15 @@ from training.optim.schedule import learning_rate
 from training.profiler import Profiler, Tracer
 from training.progress import Compilations, Evaluations, NonFiniteHistory, Progress
 from training.run_end import build_summary, compare_weights, export_model, export_seconds, write_summary
-from training.run_setup import Dependencies, Run, checkpoint_identity, load_profiler, open_checkpoints, open_run
+from training.run_setup import (
+    Dependencies,
+    Run,
+    checkpoint_identity,
+    load_profiler,
+    open_checkpoints,
+    open_run,
+    with_starting_model,
+)
 from training.telemetry.attempt_end import AttemptContext, record_attempt_end
 from training.telemetry.attempts import NonFiniteStep, write_nonfinite
 from training.telemetry.console import Console, warn
@@ -95,7 +103,7 @@ def open_trainer(run: Run, context: AttemptContext, record_url: str, host_progre
     Gives `context` what the record of the attempt's end needs. `record_url`: of this attempt's record."""
     cluster, config = run.cluster, run.config
     with run.timer.phase("start"):
-        run = run.with_starting_model()
+        run = replace(run, config=with_starting_model(run.config, run.folder, cluster, run.rendezvous))
         run.rendezvous.set_phase("loading the framework")
     with run.timer.phase("imports"):
         backend = run.dependencies.open_backend(run.config, cluster, run.rendezvous, run.task)

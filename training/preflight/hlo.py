@@ -35,20 +35,6 @@ class Collective:
     dtypes: Mapping[str, int]  # elements by type
 
 
-@dataclass(frozen=True)
-class _Array:
-    dtype: str
-    dims: tuple[int, ...]
-
-    @property
-    def elements(self) -> int:
-        return math.prod(self.dims)
-
-    @property
-    def bytes(self) -> int:
-        return self.elements * _bits(self.dtype) // 8
-
-
 def _bits(dtype: str) -> int:
     """Returns the bits of one element of a type: 32 for "s32"."""
     if dtype in _BITS:
@@ -58,10 +44,11 @@ def _bits(dtype: str) -> int:
     return int(match.group(1))
 
 
-def _parse_arrays(text: str) -> list[_Array]:
-    """Returns all arrays that a text names, in their order; a dynamic size counts as its bound."""
+def _parse_arrays(text: str) -> list[tuple[str, tuple[int, ...]]]:
+    """Returns (type, dimensions) of all arrays that a text names, in their order; a dynamic size counts as its
+    bound."""
     return [
-        _Array(dtype, tuple(int(size.lstrip("<=")) for size in dims.split(",") if size))
+        (dtype, tuple(int(size.lstrip("<=")) for size in dims.split(",") if size))
         for dtype, dims in _ARRAY.findall(text)
     ]
 
@@ -172,12 +159,12 @@ def find_collectives(text: str) -> list[Collective]:
         kind = "reduce-scatter" if run.computation.startswith("all-reduce-scatter") else kind
         arrays = _parse_arrays(line[line.index(" = ") : match.start()])
         if starts and kind in ("all-gather", "collective-permute") and len(arrays) > 1:
-            arrays = [array for array in arrays if array.dims]  # without the contexts of a permutation
+            arrays = [(dtype, dims) for dtype, dims in arrays if dims]  # without the contexts of a permutation
             arrays = arrays[len(arrays) // 2 :]  # (operands, results)
         counts[kind] += runs
-        sizes[kind] += runs * sum(array.bytes for array in arrays)
-        for array in arrays:
-            elements.setdefault(kind, Counter())[array.dtype] += runs * array.elements
+        for dtype, dims in arrays:
+            elements.setdefault(kind, Counter())[dtype] += runs * math.prod(dims)
+            sizes[kind] += runs * (math.prod(dims) * _bits(dtype) // 8)
     return [
         Collective(kind, counts[kind], sum(elements[kind].values()), sizes[kind], dict(elements[kind].most_common()))
         for kind in COLLECTIVES
