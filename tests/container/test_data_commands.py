@@ -122,9 +122,9 @@ def test_shards_of_the_built_in_corpus(tokenizer: Path, tmp_path: Path) -> None:
 
 
 def _in_evaluation(text: str) -> bool:
-    from training.data.prepare.corpus import in_evaluation
+    from training.data.prepare.corpus import is_in_split
 
-    return in_evaluation(text, 5)
+    return is_in_split(text, "evaluation", 5)
 
 
 def write_parquet(path: Path, columns: dict[str, Any]) -> None:
