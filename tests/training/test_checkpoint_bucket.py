@@ -121,21 +121,22 @@ def test_a_checkpoint_becomes_a_model_folder(gcs: Any) -> None:
         export.export_checkpoint(RUN, "gs://bucket/model", step=15)
 
 
-def test_without_the_right_to_delete_saves_go_on_and_old_checkpoints_stay(gcs: Any) -> None:
+@pytest.mark.parametrize(("method", "path"), [("DELETE", ""), ("GET", "/o")], ids=["deletion", "listing"])
+def test_without_a_right_to_delete_or_list_saves_go_on_and_old_checkpoints_stay(
+    gcs: Any, method: str, path: str
+) -> None:
     warnings: list[str] = []
     refused = HttpResponse(
-        403,
-        b'{"error": {"code": 403, "message": "no storage.objects.delete access"}}',
-        {"Content-Type": "application/json"},
+        403, b'{"error": {"code": 403, "message": "no such access"}}', {"Content-Type": "application/json"}
     )
-    gcs.fault = lambda request: refused if request.method == "DELETE" else None
+    gcs.fault = lambda request: refused if request.method == method and request.path.endswith(path) else None
     saver = single_host_writer(FOLDER, 1, warn=warnings.append)
     for step in (10, 20, 30):
         save_step(saver, step)
+    gcs.fault = lambda request: None
     assert committed_steps(FOLDER) == [30, 20, 10]
     assert len(warnings) == 1, "warned once"
     assert "old checkpoints stay where they are" in warnings[0]
-    assert "storage.objects.delete" in warnings[0]
-    gcs.fault = lambda request: None
+    assert "no such access" in warnings[0]
     save_step(saver, 40)
     assert committed_steps(FOLDER) == [40]

@@ -202,48 +202,6 @@ def test_what_killed_writers_left_hidden_goes_with_the_next_commit(tmp_path: Pat
     assert committed_steps(str(tmp_path)) == [20, 10]
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("point", range(4))
-def test_a_host_that_dies_at_any_point_of_a_save_costs_only_that_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: int, point: int
-) -> None:
-    """The points are the storage calls of a save: write a part, write the manifest, list, delete."""
-    save(tmp_path, [10, 20])
-    calls = threading.local()
-    dead: set[int] = set()
-
-    class Killed(Exception):
-        pass
-
-    def dying(name: str) -> Callable[..., Any]:
-        real = getattr(storage, name)
-
-        def call(*arguments: Any, **options: Any) -> Any:
-            if threading.current_thread().name.startswith("checkpoint-30"):
-                calls.count = getattr(calls, "count", -1) + 1
-                written = str(arguments[0])
-                me = victim if f"part-{victim}-" in written or (victim == 0 and "part-" not in written) else 1 - victim
-                if me == victim and (calls.count == point or victim in dead):
-                    dead.add(victim)
-                    raise Killed
-            return real(*arguments, **options)
-
-        return call
-
-    for name in ("write", "listing", "delete"):
-        monkeypatch.setattr(storage, name, dying(name))
-    results = save(tmp_path, [30], token="u")
-    monkeypatch.undo()
-    restored, state, _ = load(tmp_path)
-    assert restored.manifest.step in (20, 30)
-    assert state.is_of(restored.manifest.step)
-    if dead and point == 0:
-        assert restored.manifest.step == 20
-        assert all(isinstance(result, (Killed, LostPeer)) for result in results)
-    assert save(tmp_path, [40], token="v") == [40, 40]
-    assert load(tmp_path)[1].is_of(40)
-
-
 def test_a_failed_save_is_raised_by_the_next_look_and_only_once(tmp_path: Path) -> None:
     blocker = tmp_path / "step-00000010"
     blocker.write_text("a file where a folder has to be")
@@ -252,21 +210,6 @@ def test_a_failed_save_is_raised_by_the_next_look_and_only_once(tmp_path: Path) 
         save_step(saver, 10)
     saver.check()
     assert saver.committed is None
-
-
-def test_a_listing_that_fails_after_the_commit_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise storage.StorageError("503")
-
-    warnings: list[str] = []
-    saver = single_host_writer(tmp_path, keep_last=1, warn=warnings.append)
-    with monkeypatch.context() as patch:
-        patch.setattr(saving, "list_folders", fail)
-        for step in (10, 20):
-            save_step(saver, step)
-    assert (saver.committed, warnings) == (20, ["old checkpoints stay where they are: 503"])
-    save_step(saver, 30)
-    assert committed_steps(str(tmp_path)) == [30]
 
 
 def test_a_save_that_is_slower_than_its_interval_is_waited_for_counted_and_told_of_once(
