@@ -135,25 +135,6 @@ def test_what_keeps_a_run_from_starting_is_told_with_its_host(pair: Workstation,
     nothing_left(pair)
 
 
-def shadow(work: Workstation, worker: int, program: str, script: str) -> None:
-    """Puts a program of that name before the host's own; without a script it is taken away."""
-    path = f"/usr/local/sbin/{program}"
-    on_host(
-        work, worker, f"cat > {path} <<'EOF'\n#!/bin/sh\n{script}\nEOF\nchmod 755 {path}" if script else f"rm {path}"
-    )
-
-
-def test_a_host_with_another_image_is_named_and_nothing_starts(pair: Workstation) -> None:
-    other = """/usr/bin/docker "$@" | sed 's/sha256:[0-9a-f]*/sha256:0ther/'"""
-    asks_image = '"inspect --format {{.Image}}"*'
-    shadow(pair, 1, "docker", f'case "$*" in {asks_image}) {other} ;; *) exec /usr/bin/docker "$@" ;; esac')
-    ended = begin(pair, WAITS).end(60)
-    shadow(pair, 1, "docker", "")
-    told(ended, 24, "the hosts do not have the same image", "host 1 has sha256:0ther")
-    assert "[0] here" not in ended.output
-    nothing_left(pair)
-
-
 def test_a_repository_that_is_not_there_is_named_and_made_on_request(pair: Workstation) -> None:
     pair.file("small/Dockerfile", "FROM debian:bookworm-slim\nLABEL tpu-launch.test=repository\n")
     pair.good("emulator", "inject", "repository")
