@@ -1,23 +1,79 @@
-"""Claims about bits: datasets, batches and masks are those of tests/golden/data.json, whatever was moved or renamed."""
+"""Claims about bits: datasets, batches and masks are those of tests/golden/data.json, whatever was moved or renamed.
 
+Another checksum of batches means that a seed no longer means what it meant: resumed runs would see other batches.
+TensorFlow's are the same: tests/tensorflow/test_input.py.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
+import google_crc32c
+import numpy as np
 import pytest
 
-from tests.golden_data import (
-    GOLDEN,
-    LAYOUTS,
-    MASKING,
-    SEED,
-    SLICES,
-    STEPS,
-    checksum,
-    checksum_files,
-    make_labelled,
-    make_masked,
-)
+from tests.packed_datasets import pack_documents
+from training.data.formats.dataset import Dataset
 from training.data.loading.labelled_batches import LabelledBatches, labelled_evaluation
 from training.data.loading.mlm_batches import MlmBatches, mlm_evaluation
+from training.data.loading.record_source import HostSlice
+from training.data.prepare.dataset_writer import DatasetPlan
+from training.data.prepare.labelled_rows import ClassLabels, write_labelled_rows
+from training.data.sampling.masking import Masking, SpecialTokens
+
+GOLDEN: dict[str, dict[str, str]] = json.loads((Path(__file__).parents[1] / "golden" / "data.json").read_text())
+TOKENS = SpecialTokens(mask=4, pad=3, special=frozenset(range(5)), vocabulary=300)
+LENGTH, RECORDS, SEED = 16, 600, 7
+STEPS = 4
+LAYOUTS = ("compact", "recipe")
+MASKING = Masking(20)
+SLICES = {"alone": HostSlice(TOKENS, 24), "second of two": HostSlice(TOKENS, 24, 1, 2)}
+
+
+def make_masked(folder: Path, layout: str) -> Dataset:
+    """A dataset for masked language modelling, with some special tokens in its rows."""
+    rows = np.random.default_rng(0).integers(2, TOKENS.vocabulary, (RECORDS, LENGTH)).astype(np.int32)
+    plan = DatasetPlan("train", LENGTH, "t", TOKENS.vocabulary, 250, layout)
+    return pack_documents(
+        str(folder), plan, lambda: map(str, range(RECORDS)), lambda texts: [rows[int(text)] for text in texts]
+    ).dataset
+
+
+def make_labelled(folder: Path) -> Dataset:
+    """Texts of 3 to 20 tokens in buckets of 4, 8 and 16."""
+    random = np.random.default_rng(1)
+    texts = [random.integers(5, TOKENS.vocabulary, random.integers(3, 21)).astype(np.int32) for _ in range(RECORDS)]
+    names = ["card", "cash", "transfer"]
+    plan = DatasetPlan("train", LENGTH, "t", TOKENS.vocabulary, 100)
+    return write_labelled_rows(
+        str(folder),
+        plan,
+        (4, 8, 16),
+        ClassLabels(tuple(names)),
+        lambda: ((str(number), names[len(text) % 3]) for number, text in enumerate(texts)),
+        lambda numbers: [texts[int(number)] for number in numbers],
+        TOKENS.pad,
+    ).dataset
+
+
+def checksum(arrays: Iterable[Mapping[str, Any]]) -> str:
+    """CRC-32C over the names, types, shapes and bytes of all arrays of all batches, without `replaced`."""
+    crc = 0
+    for batch in arrays:
+        for name in sorted(set(batch) - {"replaced"}):
+            values = np.ascontiguousarray(batch[name])
+            crc = google_crc32c.extend(crc, f"{name} {values.dtype} {values.shape}".encode() + values.tobytes())
+    return f"{crc:08x}"
+
+
+def checksum_files(folder: Path) -> dict[str, str]:
+    """Returns {"files": CRC-32C over the names and bytes of all files}."""
+    files = sorted(path for path in folder.iterdir() if path.is_file())
+    crc = 0
+    for path in files:
+        crc = google_crc32c.extend(crc, path.name.encode() + path.read_bytes())
+    return {"files": f"{crc:08x}"}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -36,6 +36,6 @@ What is where; each imports only from those before it (a contract in pyproject.t
   tf/             sampling and loading once more, in TensorFlow operations
 
 Two pipelines, one meaning: a file of `tf/` has the name of its twin in `sampling/` or `loading/` and gives the same
-numbers (tests/tensorflow/test_input.py and test_golden_data.py compare them). numpy's serves the torch backend and
+numbers (tests/tensorflow/test_input.py compares them). numpy's serves the torch backend and
 evaluation; TensorFlow's runs inside `tf.data` on the hosts of a slice, where no Python runs.
 """
