@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from tests.bucket_server import BucketServer
+from tests.launcher.emulated_gcloud import Cloud
 from tests.launcher.script_host import SHELLS, ScriptHost
+from tests.launcher.test_runs import Hosts, Workstation
 
 
 @pytest.fixture(autouse=True)
@@ -35,3 +37,13 @@ def host(tmp_path: Path) -> ScriptHost:
 def shell(request: pytest.FixtureRequest) -> str:
     """A shell that hosts may have as `sh`."""
     return str(request.param)
+
+
+@pytest.fixture
+def cloud() -> Cloud:
+    return Cloud()
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Workstation:
+    return Workstation(tmp_path, Hosts([0] * 9))

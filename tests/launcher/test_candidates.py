@@ -53,11 +53,6 @@ def make(tmp_path: Path, more: str = "") -> Config:
 
 
 @pytest.fixture
-def cloud() -> Cloud:
-    return Cloud()
-
-
-@pytest.fixture
 def config(tmp_path: Path) -> Config:
     return make(tmp_path)
 

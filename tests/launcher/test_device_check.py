@@ -15,13 +15,11 @@ from launcher.device_check import COLUMNS, DeviceReport, check_devices, judge_ho
 from launcher.errors import Exit, LaunchError
 from launcher.provider import ContainerState, HostReport, LogLine, Observation
 from tests.kubernetes.golden import EXAMPLE
-from tests.launcher.test_runs import FakeProvider, Workstation, start_and_lose_sight, work
+from tests.launcher.test_runs import FakeProvider, Workstation, start_and_lose_sight
 from training import device_check
 from training.device_check import PREFIX
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import SingleHost
-
-__all__ = ["work"]
 
 GOOD = {
     "clock": 1000.0,

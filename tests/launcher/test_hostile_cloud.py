@@ -28,11 +28,9 @@ from launcher.run.specification import SecretSource
 from launcher.run.supervise import SliceAnswer, _Supervision
 from launcher.run.verdict import SLICE_DELETED, Cause, HostView, Kind, Verdict, judge
 from launcher.tpu_vm import slice_hints
-from tests.launcher.test_runs import FakeProvider, Workstation, start_and_lose_sight, work
+from tests.launcher.test_runs import FakeProvider, Workstation, start_and_lose_sight
 from training.machine.clock import Clock
 from training.storage import Stat
-
-__all__ = ["work"]
 
 COMMAND = ["python", "train.py", "--lr=1e-4"]
 SECRETS = {"HF_TOKEN": "s3cret", "FROM_FILE": "plain"}

@@ -18,11 +18,9 @@ from launcher.emulator.storage.bucket import StorageApiError
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.findings import Severity
 from tests.bucket_server import BucketServer
-from tests.launcher.test_runs import Workstation, work
+from tests.launcher.test_runs import Workstation
 from tests.training import test_labelled_batches as labelled
 from training.storage import gcs
-
-__all__ = ["work"]
 
 FILE = """\
 project: p

@@ -100,11 +100,6 @@ def test_a_request_for_several_slices_is_not_ours_to_count() -> None:
 EXPIRED = {**node()["labels"], "tpu-launch-expires": "1"}
 
 
-@pytest.fixture
-def cloud() -> Cloud:
-    return Cloud()
-
-
 def leftover(cloud: Cloud) -> inventory.OwnedSlice:
     """The one leftover of a list that was made now."""
     listed = inventory.list_owned("p", ["us-central2-b"], cloud.machine()).slices

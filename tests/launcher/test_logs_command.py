@@ -17,9 +17,7 @@ from launcher.run.runs import find_run
 from launcher.run.session import Context, Output, open_session
 from launcher.run.specification import SecretSource
 from launcher.run.supervise import _Supervision
-from tests.launcher.test_runs import FILE, FakeProvider, Hosts, Workstation, detach, work
-
-__all__ = ["work"]
+from tests.launcher.test_runs import FILE, FakeProvider, Hosts, Workstation, detach
 
 PAGE = 1000  # lines of one observation
 

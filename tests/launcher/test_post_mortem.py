@@ -9,10 +9,8 @@ import pytest
 from launcher.run import post_mortem
 from launcher.run.ledger import Ledger
 from launcher.run.verdict import Kind
-from tests.launcher.test_runs import Workstation, start_and_lose_sight, work
+from tests.launcher.test_runs import Workstation, start_and_lose_sight
 from training.machine.clock import SystemClock
-
-__all__ = ["work"]
 
 SECRET = 'a "quoted" s3cret'
 

@@ -272,11 +272,6 @@ class Workstation:
         return find_run(self.home, this_machine(), None)
 
 
-@pytest.fixture
-def work(tmp_path: Path) -> Workstation:
-    return Workstation(tmp_path, Hosts([0] * 9))
-
-
 def detach(work: Workstation, config: Config, environment: dict[str, str] | None = None, **options: object) -> None:
     """Starts a run, and interrupts its launcher when it begins to watch the attempt."""
 

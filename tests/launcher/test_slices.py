@@ -28,11 +28,6 @@ FOREIGN = [
 
 
 @pytest.fixture
-def cloud() -> Cloud:
-    return Cloud()
-
-
-@pytest.fixture
 def config(tmp_path: Path) -> Config:
     (tmp_path / "run.yaml").write_text(f"project: p\nzone: {ZONE}\nslice: {{name: demo, accelerator_type: v4-16}}\n")
     return load(tmp_path / "run.yaml")

@@ -39,6 +39,7 @@ from launcher.run.verdict import Cause, Kind
 from launcher.shell import Result
 from launcher.workstation import Workstation
 from tests.bucket_server import BucketServer
+from tests.launcher.emulated_gcloud import Clock
 from tests.launcher.test_runs import FakeProvider, FastClock, Hosts
 from training import storage
 from training.yaml_file import Document
@@ -71,6 +72,13 @@ def begin(home: Path, run_id: str, *recorded: RunEvent, url: str = "", provider:
         for event in recorded:
             ledger.append(event)
     return ledger
+
+
+def context(home: Path, hosts: Hosts, said: list[str], **secrets: str) -> Context:
+    """Returns the context of a command on another machine, whose clock jumps over waits."""
+    output = Output(said.append, lambda worker, line: None)
+    machine = replace(this_machine(), clock=FastClock())
+    return Context(home, secrets, lambda config: FakeProvider(config, hosts), output, machine)
 
 
 BEGAN, RUNS_NOW, PREEMPTED = AttemptBegan(0), Started(0), Ended(0, "preempted", Cause(-1, "the slice is PREEMPTED"))
@@ -129,10 +137,7 @@ def test_a_run_is_finished_elsewhere_wherever_its_launcher_was_killed(
     ledger, said = import_run(tmp_path / "pod", this_machine(), f"{RUNS}/r"), list[str]()
 
     def take_over(**secrets: str) -> Any:
-        machine = replace(this_machine(), clock=FastClock())
-        output = Output(said.append, lambda worker, line: None)
-        context = Context(tmp_path / "pod", secrets, lambda config: FakeProvider(config, hosts), output, machine)
-        return supervisor.take_over(ledger, context)
+        return supervisor.take_over(ledger, context(tmp_path / "pod", hosts, said, **secrets))
 
     if attempts:
         with pytest.raises(BadInput, match=r"attempt 1 is not started: values of secrets are missing .*: TOKEN"):
@@ -149,13 +154,11 @@ def test_a_run_is_finished_elsewhere_wherever_its_launcher_was_killed(
 
 def test_a_supervisor_deletes_the_slice_of_a_run_whose_launcher_died_after_its_budget_was_spent(tmp_path: Path) -> None:
     begin(tmp_path / "laptop", "r", BEGAN, RUNS_NOW, SPENT, Ended(0, "saved"), url=f"{RUNS}/r/launcher")
-    hosts = Hosts([])
-    ledger, said = import_run(tmp_path / "pod", this_machine(), f"{RUNS}/r"), list[str]()
-    machine, output = replace(this_machine(), clock=FastClock()), Output(said.append, lambda worker, line: None)
-    context = Context(tmp_path / "pod", {}, lambda config: FakeProvider(config, hosts), output, machine)
-    assert supervisor.take_over(ledger, context) is None
+    hosts, said = Hosts([]), list[str]()
+    ledger, pod = import_run(tmp_path / "pod", this_machine(), f"{RUNS}/r"), context(tmp_path / "pod", hosts, said)
+    assert supervisor.take_over(ledger, pod) is None
     assert hosts.slice_state is None, said
-    assert supervisor.take_over(ledger, context) is None
+    assert supervisor.take_over(ledger, pod) is None
     assert hosts.calls == ["delete"]
 
 
@@ -169,9 +172,8 @@ def test_a_deletion_that_a_kill_interrupted_is_finished_for_the_recorded_slice_o
     recorded = broken if replaces else spent
     begin(tmp_path / "laptop", "r", BEGAN, RUNS_NOW, *recorded, url=f"{RUNS}/r/launcher")
     hosts, said = Hosts([0], created=created), list[str]()
-    machine, output = replace(this_machine(), clock=FastClock()), Output(said.append, lambda worker, line: None)
-    context = Context(tmp_path / "pod", {"TOKEN": "x"}, lambda config: FakeProvider(config, hosts), output, machine)
-    supervisor.take_over(import_run(tmp_path / "pod", this_machine(), f"{RUNS}/r"), context)
+    ledger = import_run(tmp_path / "pod", this_machine(), f"{RUNS}/r")
+    supervisor.take_over(ledger, context(tmp_path / "pod", hosts, said, TOKEN="x"))
     is_recorded = created == "2026-01-01T00:00:00Z"
     assert ("delete" in hosts.calls) == is_recorded, said
     assert any("is not the one to delete: it was created at 2026-02-02" in text for text in said) == (not is_recorded)
@@ -181,10 +183,8 @@ def test_a_deletion_that_a_kill_interrupted_is_finished_for_the_recorded_slice_o
 def test_down_deletes_the_slice_although_the_run_s_bucket_refuses(tmp_path: Path, server: BucketServer) -> None:
     ledger = begin(tmp_path, "r", BEGAN, RUNS_NOW, url=f"{RUNS}/r/launcher")
     hosts, said = Hosts([], state={container_name("r", 0): ContainerState("exited", 75)}), list[str]()
-    machine, output = replace(this_machine(), clock=FastClock()), Output(said.append, lambda worker, line: None)
-    context = Context(tmp_path, {}, lambda config: FakeProvider(config, hosts), output, machine)
     server.fault = lambda request: HttpResponse(403)
-    launch.delete_slice(specification.read(ledger.folder).config(), context)
+    launch.delete_slice(specification.read(ledger.folder).config(), context(tmp_path, hosts, said))
     assert hosts.calls == ["stop", "delete"]
     assert any("run r: its stop can't be recorded" in text for text in said)
 
@@ -199,11 +199,9 @@ def test_a_run_that_another_machine_supervises_keeps_its_requests(
     ledger.bucket.write_lease("pod:1", lease.generation)
     monkeypatch.setattr(FakeProvider, "withdraw_unused", lambda provider: pytest.fail("they are another machine's"))
     monkeypatch.setattr(specification, "hash_configuration", lambda config: "hash")
-    output = Output(lambda text: None, lambda worker, line: None)
-    context = Context(tmp_path, {"TOKEN": "x"}, lambda config: FakeProvider(config, Hosts([])), output, this_machine())
     config = specification.read(ledger.folder).config()
     with pytest.raises(LaunchError, match="run r is supervised by pod:1"):
-        launch.run(launch.RunRequest(config, preflight=False), context)
+        launch.run(launch.RunRequest(config, preflight=False), context(tmp_path, Hosts([]), [], TOKEN="x"))
 
 
 def test_lines_with_a_secret_that_the_supervisor_can_not_mask_do_not_go_to_the_bucket(tmp_path: Path) -> None:
@@ -211,9 +209,7 @@ def test_lines_with_a_secret_that_the_supervisor_can_not_mask_do_not_go_to_the_b
     begin(tmp_path / "laptop", "r", BEGAN, RUNS_NOW, url=url)
     hosts = Hosts([], state={container_name("r", 0): ContainerState("exited", 1)}, line="the token is s3cret")
     ledger = import_run(tmp_path / "pod", this_machine(), f"{RUNS}/r")
-    machine, output = replace(this_machine(), clock=FastClock()), Output(lambda text: None, lambda worker, line: None)
-    context = Context(tmp_path / "pod", {}, lambda config: FakeProvider(config, hosts), output, machine)
-    outcome = supervisor.take_over(ledger, context)
+    outcome = supervisor.take_over(ledger, context(tmp_path / "pod", hosts, []))
     assert outcome is not None
     assert outcome.verdict.kind is Kind.FAILED
     assert "s3cret" in ledger.log_file(0, 0).read_text(), "its own folder has the lines"
@@ -307,20 +303,15 @@ def test_a_look_at_a_stopped_run_costs_one_request_beside_those_of_others_and_no
     assert not any("overlay-0" in path for _, path, _ in server.requests[looks[0] :])
 
 
-class _Clock:
-    """Time that passes only by waiting; ends the test after some waits."""
+class _Clock(Clock):
+    """Ends the test after some waits."""
 
     def __init__(self, looks: int) -> None:
-        self.now, self.looks = 0.0, looks
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def time(self) -> float:
-        return self.now
+        super().__init__()
+        self.looks = looks
 
     def sleep(self, seconds: float) -> None:
-        self.now += seconds
+        super().sleep(seconds)
         if seconds == supervisor.POLL_SECONDS:
             self.looks -= 1
             if not self.looks:
