@@ -3,7 +3,6 @@ restarts."""
 
 import base64
 import os
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import google_crc32c
@@ -24,20 +23,6 @@ def test_a_bucket_is_made_once(client: Any, bucket: Any) -> None:
     refused(Conflict, client.create_bucket, bucket.name)
     refused(BadRequest, client.create_bucket, "Not-A-Name")
     assert [each.name for each in client.list_buckets()] == ["bucket", bucket.name]
-
-
-def test_exactly_one_of_many_creators_at_once_wins(bucket: Any) -> None:
-    def create(i: int) -> int | None:
-        try:
-            bucket.blob("race").upload_from_string(str(i).encode() * 1000, if_generation_match=0)
-        except PreconditionFailed:
-            return None
-        return i
-
-    with ThreadPoolExecutor(8) as pool:
-        winners = [i for i in pool.map(create, range(40)) if i is not None]
-    assert len(winners) == 1
-    assert bucket.blob("race").download_as_bytes() == str(winners[0]).encode() * 1000
 
 
 def test_generations_rise_and_a_replaced_one_is_gone(bucket: Any) -> None:
