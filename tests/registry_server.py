@@ -7,19 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from launcher.emulator.http_server import Acceptor, HttpRequest, HttpResponse
+from launcher.emulator.http_server import HttpRequest, HttpResponse
 from launcher.emulator.registry.api import NAMES, RegistryApi
 from launcher.emulator.registry.blobs import BlobStore
 from launcher.emulator.state import EmulatorState, Store
 from launcher.emulator.storage.tls import CA_FILE, serve_secure, tls_context
 from launcher.images.distribution.transport import ADDRESS
+from tests.loopback import LoopbackServer
 
 HOST = "us-central2-docker.pkg.dev"
 OTHER_HOST = "registry.example.com"  # one that is not Google's
 TOKEN = "a-good-token"
 
 
-class RegistryServer:
+class RegistryServer(LoopbackServer):
     """An emulated registry, and what clients asked it. `token`: what it demands; "" for nothing."""
 
     def __init__(self, folder: Path, *, token: str = TOKEN) -> None:
@@ -31,21 +32,15 @@ class RegistryServer:
         self.before: Callable[[HttpRequest], HttpResponse | None] = lambda request: None
         self.context = tls_context(folder, (*NAMES, OTHER_HOST, "localhost"))
         self.ca = folder / CA_FILE
-        self.listener = socket.create_server(("127.0.0.1", 0), backlog=16)
-        self.address = f"127.0.0.1:{self.listener.getsockname()[1]}"
-        self.acceptor = Acceptor()
-        self.acceptor.start()
-        self.acceptor.add(self.listener, lambda connection: serve_secure(connection, self.context, self._answer))
+        super().__init__()
 
-    def _answer(self, request: HttpRequest) -> HttpResponse:
+    def serve(self, connection: socket.socket) -> None:
+        serve_secure(connection, self.context, self.answer)
+
+    def answer(self, request: HttpRequest) -> HttpResponse:
         self.asked.append(f"{request.method} {request.path}")
         self.bytes_received += int(request.headers.get("Content-Length") or 0)
         return self.before(request) or self.api.answer(request)
-
-    def close(self) -> None:
-        """Accepts nothing any more."""
-        self.acceptor.remove(self.listener, close=True)
-        self.acceptor.close()
 
 
 @contextmanager

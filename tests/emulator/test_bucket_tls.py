@@ -10,24 +10,24 @@ from pathlib import Path
 
 import pytest
 
-from launcher.emulator.http_server import Acceptor
 from launcher.emulator.storage import tls as bucket_tls
 from launcher.emulator.storage.api import StorageApi
 from launcher.emulator.storage.bucket import Buckets
+from tests.loopback import LoopbackServer
 
 
-class Google:
+class Google(LoopbackServer):
     """The server on a loopback port, as a name of Google's would lead to it."""
 
     def __init__(self, folder: Path) -> None:
         buckets = Buckets(folder / "buckets")
         buckets.ensure("bucket")
-        api, context = StorageApi(buckets), bucket_tls.tls_context(folder)
+        self.api, self.context = StorageApi(buckets), bucket_tls.tls_context(folder)
         self.ca = folder / bucket_tls.CA_FILE
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.acceptor = Acceptor()
-        self.acceptor.start()
-        self.acceptor.add(self.listener, lambda connection: bucket_tls.serve_tls(connection, context, api.answer))
+        super().__init__()
+
+    def serve(self, connection: socket.socket) -> None:
+        bucket_tls.serve_tls(connection, self.context, self.api.answer)
 
     def ask(
         self, name: str, method: str, path: str, body: bytes = b"", ca: Path | None = None, **headers: str
@@ -48,8 +48,7 @@ class Google:
 def google(tmp_path: Path) -> Iterator[Google]:
     service = Google(tmp_path)
     yield service
-    service.acceptor.remove(service.listener, close=True)
-    service.acceptor.close()
+    service.close()
 
 
 def test_objects_are_written_and_read_as_tensorflow_does(google: Google) -> None:

@@ -1,11 +1,8 @@
 """The scripts of `supervise --manifest`, run by the real gcloud and kubectl against servers that keep the requests."""
 
-import json
 import os
 import subprocess
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +11,12 @@ import yaml
 from click.testing import CliRunner
 
 from launcher.cli.main import cli
+from launcher.emulator.http_server import HttpRequest, HttpResponse, json_response
 from launcher.errors import BadInput
 from launcher.supervisor_manifest import KINDS, PERMISSIONS, SupervisorSpec, render
 from tests.kubernetes.cluster.api import Api, serve
 from tests.kubernetes.cluster.store import Store
+from tests.loopback import LoopbackServer
 
 IMAGE = f"us-docker.pkg.dev/my-project/images/launcher@sha256:{'a' * 64}"
 ACCOUNT = "tpu-launch-supervisor@my-project.iam.gserviceaccount.com"
@@ -26,32 +25,18 @@ SUPERVISOR = SupervisorSpec(COMMAND[1], IMAGE, "my-project", "us-central1-a")
 RULES = [{"apiGroups": ["", "apps"], "resources": ["serviceaccounts", "deployments"], "verbs": ["get", "create"]}]
 
 
-class Google:
+class Google(LoopbackServer):
     """Google's APIs in a project without a supervisor, as far as gcloud needs them. `made`: bodies sent, by path."""
 
     def __init__(self) -> None:
         self.made: dict[str, Any] = {}
-        google = self
+        super().__init__()
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                body = self.rfile.read(int(self.headers.get("content-length") or 0))
-                path = self.path.removeprefix("http://us-central1-run.test").partition("?")[0]
-                code, answer = google.answer(self.command, path, json.loads(body or b"{}"))
-                self.send_response(code)
-                self.end_headers()
-                self.wfile.write(json.dumps(answer).encode())
+    def answer(self, request: HttpRequest) -> HttpResponse:
+        code, answer = self.do(request.method, request.path.removeprefix("http://us-central1-run.test"), request.json())
+        return json_response(answer, code)
 
-            do_POST = do_PUT = do_GET
-
-            def log_message(self, format: str, *args: Any) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-
-    def answer(self, verb: str, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    def do(self, verb: str, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         if path.endswith(("getIamPolicy", "/iam")) and verb != "PUT":
             return 200, {"bindings": [], "etag": "YQ=="}
         if "/services/" in path:
@@ -84,8 +69,7 @@ class Google:
 def google() -> Iterator[Google]:
     google = Google()
     yield google
-    google.server.shutdown()
-    google.server.server_close()
+    google.close()
 
 
 def run(script: str, google: Google, folder: Path, kubeconfig: str = "") -> None:

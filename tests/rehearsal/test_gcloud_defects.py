@@ -7,7 +7,6 @@ all workers (test_runs.py), output without prefix and standard input for one wor
 """
 
 import os
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ from launcher.config import Config, load
 from launcher.emulator.api import nodes as tpu_api
 from launcher.emulator.api import queued_resources
 from launcher.emulator.api.catalogue import CODES, ApiError
-from launcher.emulator.http_server import Acceptor, HttpRequest, HttpResponse, json_response, serve_http
+from launcher.emulator.http_server import HttpRequest, HttpResponse, json_response
 from launcher.emulator.state import EmulatorState, Host, Store
 from launcher.emulator.vm import metadata
 from launcher.gcloud.calls import call_gcloud
@@ -32,6 +31,7 @@ from launcher.tpu_vm import commands, creation, deletion, inventory, queued, sli
 from launcher.tpu_vm.ownership import NotOurs
 from launcher.tpu_vm.ssh.addresses import parse_dry_run
 from launcher.tpu_vm.ssh.connections import SliceConnections
+from tests.loopback import LoopbackServer
 
 GCLOUD = ("gcloud", "compute", "tpus")
 PLACE = ("--project=p", "--zone=us-central2-b")
@@ -85,17 +85,14 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[tuple[str
             finally:
                 finish_operations(found)
 
-    listener = socket.create_server(("127.0.0.1", 0), backlog=64)
-    acceptor = Acceptor()
-    acceptor.start()
-    acceptor.add(listener, lambda connection: serve_http(connection, answer))
-    endpoint = f"http://127.0.0.1:{listener.getsockname()[1]}/"
+    server = LoopbackServer(answer)
+    endpoint = f"{server.url}/"
     for key, value in {
         "CLOUDSDK_API_ENDPOINT_OVERRIDES_TPU": endpoint,
         "CLOUDSDK_API_ENDPOINT_OVERRIDES_COMPUTE": f"{endpoint}compute/v1/",
         "CLOUDSDK_AUTH_DISABLE_CREDENTIALS": "true",
         "CLOUDSDK_CORE_CHECK_GCE_METADATA": "false",
-        "GCE_METADATA_ROOT": endpoint.removeprefix("http://").rstrip("/"),
+        "GCE_METADATA_ROOT": server.address,
         "CLOUDSDK_CORE_DISABLE_USAGE_REPORTING": "true",
         "CLOUDSDK_COMPONENT_MANAGER_DISABLE_UPDATE_CHECK": "true",
         "CLOUDSDK_CONFIG": str(tmp_path / "gcloud"),
@@ -105,8 +102,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[tuple[str
     for name in [key for key in os.environ if key.lower().endswith("_proxy")]:
         monkeypatch.delenv(name)
     yield found
-    acceptor.remove(listener, close=True)
-    acceptor.close()
+    server.close()
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ bucket. About 3 minutes.
 import json
 import os
 import re
-import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ import pytest
 import yaml
 
 from launcher import shell
-from launcher.emulator.http_server import Acceptor, serve_http
 from launcher.emulator.storage.api import StorageApi
 from launcher.emulator.storage.bucket import Buckets
 from launcher.images.build import ensure_image
@@ -28,6 +26,7 @@ from tests.container import small_runs
 from tests.kubernetes.cluster.cluster import CONTEXT, Cluster
 from tests.kubernetes.cluster.store import Object
 from tests.kubernetes.golden import IMAGE
+from tests.loopback import LoopbackServer
 from tests.rehearsal.workstation import ROOT, Workstation
 from tests.xla_flags import COMPILE_FAST
 from training import storage
@@ -102,19 +101,14 @@ class Room:
 def room(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Room]:
     folder = tmp_path_factory.mktemp("gke-training")
     image = ensure_image(default_spec("torch-xla"), print).reference
-    acceptor = Acceptor()
-    acceptor.start()
     with Cluster(images={IMAGE: image}) as cluster, pytest.MonkeyPatch.context() as patch:
-        listener = socket.create_server((cluster.nodes.gateway, 0), backlog=128)
         buckets = Buckets(folder / "buckets")
         buckets.ensure("data")
-        api = StorageApi(buckets)
-        acceptor.add(listener, lambda connection: serve_http(connection, api.answer))
-        url = f"http://{cluster.nodes.gateway}:{listener.getsockname()[1]}"
-        cluster.nodes.environment["STORAGE_EMULATOR_HOST"] = url
+        server = LoopbackServer(StorageApi(buckets).answer, cluster.nodes.gateway)
+        cluster.nodes.environment["STORAGE_EMULATOR_HOST"] = server.url
         for name in [key for key in os.environ if key.lower().endswith("_proxy")]:
             patch.delenv(name)
-        patch.setenv("STORAGE_EMULATOR_HOST", url)
+        patch.setenv("STORAGE_EMULATOR_HOST", server.url)
         write_data(folder / "data")
         environment = dict(os.environ) | {
             "TPU_LAUNCH_HOME": str(folder / ".tpu-launch"),
@@ -128,8 +122,7 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Room]:
         work = Workstation(folder, environment)
         work.file("run.yaml", yaml.safe_dump(document(folder / "data")))
         yield Room(work, cluster, ["kubectl", "--context", CONTEXT])
-        acceptor.remove(listener, close=True)
-        acceptor.close()
+        server.close()
         assert cluster.mistakes == []
 
 

@@ -3,13 +3,13 @@ Compute Engine VM, and a metadata server that also misbehaves."""
 
 import json
 import os
-import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from launcher.emulator.http_server import Acceptor, HttpResponse, serve_http
+from launcher.emulator.http_server import HttpResponse
+from tests.loopback import LoopbackServer
 from training import storage
 from training.storage import gcs as bucket
 from training.storage import types
@@ -17,17 +17,13 @@ from training.storage import types
 Answer = Callable[[], HttpResponse | None]
 
 
-class MetadataServer:
+class MetadataServer(LoopbackServer):
     """A metadata server with one service account. `fault()` may return a response to send instead of the token."""
 
     def __init__(self) -> None:
         self.fault: Answer = lambda: None
         self.tokens = 0
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
-        self._acceptor = Acceptor()
-        self._acceptor.start()
-        self._acceptor.add(self._listener, lambda connection: serve_http(connection, self.answer))
+        super().__init__()
 
     def answer(self, request: Any) -> HttpResponse:
         if fault := self.fault():
@@ -37,10 +33,6 @@ class MetadataServer:
             self.tokens += 1
             content = {"access_token": f"token-{self.tokens}", "expires_in": 3600, "token_type": "Bearer"}
         return HttpResponse(200, json.dumps(content).encode(), {"Content-Type": "application/json"})
-
-    def close(self) -> None:
-        self._acceptor.remove(self._listener, close=True)
-        self._acceptor.close()
 
 
 @pytest.fixture
