@@ -1,5 +1,4 @@
-"""A classifier is trained: it learns, two hosts train as one, going on changes no bit, and the result is a model that
-people load."""
+"""A classifier is trained: it learns, and the result is a model that people load."""
 
 import json
 import random
@@ -17,8 +16,7 @@ from training.cli.main import tpu_train
 from training.data import tokenizer as tokenizers
 from training.data.prepare.dataset_writer import DatasetPlan
 from training.data.prepare.labelled_rows import ClassLabels, LabelledText, write_labelled_rows
-from training.distributed.shutdown import ShutdownRequest
-from training.errors import BadInput, StopRequested
+from training.errors import BadInput
 from training.models.export import export_checkpoint
 from training.models.predict import classify
 from training.telemetry import metrics
@@ -78,10 +76,8 @@ def document(folder: Path, **changes: Any) -> dict[str, Any]:
     return small_runs.labelled_document(folder, "classification", **{**own, **changes})
 
 
-def run(
-    folder: Path, run_id: str, stopping: ShutdownRequest | None = None, attempt: int = 0, **changes: Any
-) -> dict[str, Any]:
-    return small_runs.train_here(document(folder, **changes), run_id, stopping, attempt)
+def run(folder: Path, run_id: str, **changes: Any) -> dict[str, Any]:
+    return small_runs.train_here(document(folder, **changes), run_id)
 
 
 @pytest.fixture(scope="module")
@@ -132,14 +128,6 @@ def test_a_classifier_is_evaluated_where_it_lies(undisturbed: dict[str, Any], fo
 def test_each_length_is_compiled_once(undisturbed: dict[str, Any]) -> None:
     assert undisturbed["compilations"] == 4  # two lengths: a step and an evaluation for each
     assert undisturbed["host_fallbacks"] == []
-
-
-def test_a_resumed_run_gives_the_same_bits(undisturbed: dict[str, Any], folder: Path) -> None:
-    with pytest.raises(StopRequested):
-        run(folder, "stopped", small_runs.StopAfter(13))
-    resumed = run(folder, "stopped", attempt=1)
-    for key in ("first_loss", "last_loss", "eval_loss", "eval_weighted_f1", "final_weights_crc32c"):
-        assert resumed[key] == undisturbed[key]
 
 
 def test_the_result_is_a_model_that_text_classification_loads(undisturbed: dict[str, Any], folder: Path) -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from tests.container import small_runs
 from training.errors import Exit
-from training.telemetry import metrics
 
 LONG = {"train__steps": 60, "checkpoint__every_steps": 10, "evaluation__every": 25, "train__warmup_steps": 5}
 
@@ -30,23 +29,6 @@ def test_two_hosts_report_one_run(undisturbed: dict[str, Any]) -> None:
     assert (undisturbed["hosts"], undisturbed["devices"], undisturbed["committed_step"]) == (2, 2, 60)
     assert undisturbed["last_loss"] < undisturbed["first_loss"] - 0.5
     assert undisturbed["compilations"] == 3  # gradients, update, evaluation
-
-
-@pytest.mark.timeout(600)  # five trainers
-@pytest.mark.nightly
-def test_four_hosts_train_as_one(folder: Path) -> None:
-    config = small_runs.document(folder, train__steps=50, checkpoint__every_steps=None)
-    for hosts in (1, 4):
-        running = small_runs.start(folder, f"on-{hosts}", config, hosts=hosts)
-        assert finish(running, 240) == [0] * hosts, "".join(host.text() for host in running)
-    one, four = (
-        [line["loss"] for line in metrics.read_history(str(folder / "runs" / f"on-{hosts}")) if "loss" in line]
-        for hosts in (1, 4)
-    )
-    assert len(one) == 50
-    assert four == pytest.approx(one, rel=1e-5)
-    evaluated = [small_runs.summary(folder, f"on-{hosts}")["eval_loss"] for hosts in (1, 4)]
-    assert evaluated[1] == pytest.approx(evaluated[0], rel=1e-5)
 
 
 @pytest.mark.timeout(600)  # five runs of two trainers

@@ -125,17 +125,6 @@ def test_the_recorded_end_of_a_host_counts_although_the_host_is_out_of_reach_lat
     assert recorded(work, events.Orphaned) == 1
 
 
-def test_an_attempt_whose_secrets_died_with_its_launcher_is_ended_and_restarted(work: Workstation) -> None:
-    """Its containers run on all hosts and wait for secrets that no process has any more."""
-    work.hosts.quiet = True
-    config = interrupt_start(work, only_created=set())
-    with pytest.raises(LaunchError, match="interrupted while it was started"):
-        work.attach(config)
-    outcome = work.run(config)
-    assert (outcome.attempt, outcome.verdict.kind) == (1, Kind.FINISHED)
-    assert outcomes(work) == [events.NOT_STARTED, "finished"]
-
-
 @pytest.mark.parametrize(
     "late", [(), (LogLine("2026-01-01T00:00:00.000000000Z", f"{SECRETS_LATE} within 1020 s"),)], ids=["waits", "ended"]
 )
@@ -181,10 +170,9 @@ def test_a_run_that_ends_while_another_terminal_waits_for_its_lock_is_not_starte
     assert len(work.hosts.attempts) == 1
 
 
-@pytest.mark.parametrize("only_created", [{1}, {0, 1}])
-def test_a_start_that_was_interrupted_on_some_hosts_is_ended_and_restarted(
-    work: Workstation, only_created: set[int]
-) -> None:
+@pytest.mark.parametrize("only_created", [{1}, {0, 1}, set()], ids=["one host", "both", "its secrets died with it"])
+def test_a_start_that_was_interrupted_is_ended_and_restarted(work: Workstation, only_created: set[int]) -> None:
+    work.hosts.quiet = not only_created
     config = interrupt_start(work, only_created)
     with pytest.raises(LaunchError, match="interrupted while it was started"):
         work.attach(config)
