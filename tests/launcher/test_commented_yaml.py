@@ -12,6 +12,7 @@ from ruamel.yaml import YAML
 
 from launcher.gke.commented_yaml import Commented, dump, dump_documents, strip_comments
 from launcher.shell import find
+from tests.training.test_yaml_file import same
 
 # Strings that some reader does not read as strings if they are not quoted.
 AMBIGUOUS = [
@@ -44,17 +45,6 @@ def ruamel(version: tuple[int, int]) -> Callable[[str], Any]:
 
 
 READERS = {"PyYAML, YAML 1.1": yaml.safe_load, "ruamel, 1.1": ruamel((1, 1)), "ruamel, 1.2": ruamel((1, 2))}
-
-
-def same(read: Any, value: Any) -> bool:
-    """Returns whether two values are equal, in the same order, and of the same types (True is not 1)."""
-    if type(read) is not type(value):
-        return False
-    if isinstance(value, dict):
-        return same(list(read), list(value)) and all(same(read[key], value[key]) for key in value)
-    if isinstance(value, list):
-        return len(read) == len(value) and all(map(same, read, value))
-    return bool(read == value)
 
 
 @settings(max_examples=300)

@@ -42,8 +42,6 @@ def test_a_file_with_a_command_is_enough(tmp_path: Path) -> None:
         ),
         (("name: demo", "name: Demo_1"), "run.yaml:4: slice.name: 'Demo_1' must be a lower-case letter"),
         (("project: my-project\n", ""), "missing key 'project'"),
-        (("v4-16", "v4-16\n  expires_hours: .inf"), "run.yaml:6: slice.expires_hours: should be a finite number"),
-        (("v4-16", "v4-16\n  max_cost_per_hour: .nan"), "run.yaml:6: slice.max_cost_per_hour: should be a finite"),
         (
             ("v4-16", "v4-16\n  labels: {tpu-launch-owner: bob}"),
             "run.yaml:6: slice.labels: label tpu-launch-owner: tpu",
@@ -52,11 +50,6 @@ def test_a_file_with_a_command_is_enough(tmp_path: Path) -> None:
         (("v4-16", "v4-16\n  create_minutes: 1e12"), "run.yaml:6: slice.create_minutes: should be less than"),
         (("v4-16", "v4-16\n  capacity: flex-start"), "run.yaml:6: slice.capacity: flex-start needs slice.queued and"),
         (("slice:", "slcie:"), "run.yaml:3: unknown key 'slcie'; did you mean 'slice'?"),
-        (("zone: us-central2-b", "zone: [a"), "not valid YAML"),
-        (
-            ("zone: us-central2-b", "zone: us-central2-b\nzone: us-central2-b"),
-            "run.yaml:3: key 'zone' is given twice, first on line 2",
-        ),
     ],
 )
 def test_a_mistake_is_named_with_its_line(tmp_path: Path, change: tuple[str, str], expected: str) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from launcher.run.explanation import find_silent_host
 from launcher.run.hang import Hang, explain_hang
-from launcher.run.stack_traces import Frame, Place, Waits, parse_stacks
+from launcher.run.stack_traces import parse_stacks
 from training.telemetry.progress_line import ProgressLine
 
 COLLECTIVE = """\
@@ -108,7 +108,7 @@ def explain(
         (
             dump(READER),
             "storage",
-            'waits for storage in open_shard at my_data.py:88: with open("gs://bucket/part-7") as',
+            'for storage in open_shard at my_data.py:88: with open("gs://bucket/part-7") as file: (thread reader)',
         ),
         (dump(LOCKED), "lock", "waits for a lock in write at log.py:8: with log_lock:"),
         (dump(DEADLOCK), "deadlock", "flush at log.py:20"),
@@ -272,13 +272,6 @@ def test_a_process_that_waits_for_its_children_is_passed_over() -> None:
     hang = explain(dump(parent, pid=1) + dump(loader) + dump(worker, pid=8), dump(COLLECTIVE))
     assert (hang.worker, hang.kind) == (0, "code")
     assert "__getitem__ at my_data.py:5" in hang.what
-
-
-def test_the_innermost_own_call_is_the_place() -> None:
-    stacks = parse_stacks(dump(READER))
-    assert [thread.name for thread in stacks.processes[0].threads] == ["MainThread", "reader", "progress"]
-    place = Place(Waits.STORAGE, Frame("open_shard", "/app/my_data.py", 88), "x", "reader")
-    assert str(place) == "waits for storage in open_shard at my_data.py:88: x (thread reader)"
 
 
 def test_a_library_that_is_imported_is_no_collective() -> None:

@@ -102,7 +102,6 @@ def test_an_unknown_section_is_refused() -> None:
         ("output: gs://b/runs", "output: ''", "run.yaml:16: output: is empty: give a folder"),
         ("output: gs://b/runs", "output: ' runs'", "run.yaml:16: output: ' runs' begins or ends with white space"),
         ("output: gs://b/runs", "output: s3://b/runs", "run.yaml:16: output: 's3://b/runs': s3: is not supported"),
-        ("output: gs://b/runs", "output: file:///b/runs", "run.yaml:16: output: 'file:///b/runs': file: is not"),
         ("output: gs://b/runs", "output: GS://b/runs", "run.yaml:16: output: 'GS://b/runs' is not gs:// and the name"),
         ("output: gs://b/runs", "output: gs:///runs", "run.yaml:16: output: 'gs:///runs' is not gs:// and the name"),
         ("tokenizer: gs://b/tokenizer", "tokenizer: ''", "run.yaml:10: data.tokenizer: is empty"),
@@ -112,11 +111,6 @@ def test_an_unknown_section_is_refused() -> None:
             "train: gs://b/train\n  evaluation: gs://b/evaluation",
             "train: d/train\n  evaluation: ./d//train/",
             "run.yaml:9: data.evaluation: this is data.train",
-        ),
-        (
-            "steps: 100",
-            "steps: 100\n  learning_rate: .inf",
-            "run.yaml:13: train.learning_rate: should be a finite number",
         ),
         (
             "output: gs://b/runs",
