@@ -54,22 +54,6 @@ def of_rows(records: int, *, seed: int, batch: int) -> TrainingOrder:
     st.integers(1, 40),
     st.integers(1, 70),
     st.integers(0, 2**64),
-    st.integers(0, 5),
-)
-def test_every_epoch_is_a_permutation_of_all_records(
-    records: int, block: int, depth: int, batch: int, seed: int, epoch: int
-) -> None:
-    shuffled = small(records, block, depth, seed, batch)
-    seen = np.concatenate([shuffled.window(epoch, number) for number in range(shuffled.windows)])
-    assert sorted(seen.tolist()) == list(range(records))
-
-
-@given(
-    st.integers(1, 200),
-    st.integers(1, 9),
-    st.integers(1, 20),
-    st.integers(1, 70),
-    st.integers(0, 2**32),
 )
 def test_batches_run_through_the_epochs_without_dropping_or_repeating(
     records: int, block: int, depth: int, batch: int, seed: int
@@ -146,17 +130,6 @@ def test_a_batch_holds_the_records_it_names(samples: Any, tmp_path: Path) -> Non
     for k in range(20):
         batch = training_batches.batch(k)
         assert np.array_equal(unmask(batch), rows[batch.records])
-
-
-@pytest.mark.parametrize("hosts", [1, 3])
-def test_going_on_at_any_step_gives_what_never_stopping_gives(samples: Any, tmp_path: Path, hosts: int) -> None:
-    dataset, steps = samples.make(tmp_path, 70), 9
-    for host in range(hosts):
-        never_stopped = batches(dataset, host=host, hosts=hosts)
-        expected = [never_stopped.batch(k) for k in range(steps)]
-        for start in range(steps):
-            resumed = batches(dataset, host=host, hosts=hosts)
-            assert all(equal(resumed.batch(k), expected[k]) for k in range(start, steps))
 
 
 @pytest.mark.parametrize(("records", "batch", "hosts"), [(50, 24, 1), (50, 24, 3), (48, 24, 2), (1, 8, 8), (23, 24, 4)])
