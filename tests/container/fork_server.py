@@ -50,7 +50,6 @@ class ForkedTrainer:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Ends it at once."""
         self.send_signal(signal.SIGKILL)
 
 

@@ -81,7 +81,6 @@ class _Handler(HubHandler):
 
 @contextlib.contextmanager
 def serve_downloads(repository: str, files: Mapping[str, bytes] | None = None) -> Iterator[DownloadHub]:
-    """A Hub for as long as the block runs."""
     hub = DownloadHub(repository, files or {})
     with serve_hub(hub, _Handler):
         yield hub

@@ -166,7 +166,6 @@ class Host:
             time.sleep(0.02)
 
     def wait_for(self, text: str, seconds: float = 600) -> None:
-        """Until the trainer has printed `text`."""
         deadline = time.monotonic() + seconds
         while text not in self.text():
             assert self.process.poll() is None, f"ended with {self.process.poll()} before {text!r}:\n{self.text()}"
@@ -288,5 +287,4 @@ def evaluate_here(config: dict[str, Any], place: str, step: int | None = None) -
 
 
 def losses(folder: Path, run_id: str) -> list[float]:
-    """Of every step of a run."""
     return [line["loss"] for line in read_history(str(folder / "runs" / run_id)) if "loss" in line]

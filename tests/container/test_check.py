@@ -63,7 +63,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check(model: Path, name: str, inputs: str = "batches", *more: str) -> tuple[int, list[dict[str, Any]]]:
-    """The exit code and the findings."""
     ended = CliRunner().invoke(
         tpu_train, ["check", "--module", f"{model}:{name}", "--inputs", f"{model}:{inputs}", "--json", *more]
     )

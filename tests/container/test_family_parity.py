@@ -129,7 +129,6 @@ def documents() -> list[tuple[int, int, int]]:
 
 
 def their_loss(task: str, network: Any, arrays: dict[str, np.ndarray]) -> Tensor:
-    """The summed loss as transformers computes it."""
     rows = {name: torch.from_numpy(array) for name, array in arrays.items()}
     ids = rows["input_ids"].long()
     if "attention_mask" in rows:

@@ -55,7 +55,6 @@ def train(
 
 
 def save(backend: Any) -> list[bytes]:
-    """A copy of the state."""
     buffers = {name: bytearray(spec.size) for name, spec in backend.tensor_specs().items()}
     backend.snapshot_state({name: memoryview(buffer) for name, buffer in buffers.items()}).wait()
     return [bytes(buffer) for buffer in buffers.values()]

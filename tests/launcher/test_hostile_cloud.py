@@ -196,7 +196,6 @@ def test_a_start_that_was_interrupted_is_ended_and_restarted(work: Workstation, 
 def test_a_transient_error_costs_a_round_of_the_recovery_and_no_budget(
     work: Workstation, method: str, error: LaunchError
 ) -> None:
-    """A transient error of a round does not end the run."""
     work.hosts.exits[:2] = [75, 0]
     work.hosts.hooks[method] = [] if method == "create" else [lambda: None]  # the first start succeeds
     work.hosts.fail(method, *[error] * 5)

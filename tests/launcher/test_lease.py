@@ -111,7 +111,6 @@ class Machines:
         return Ledger(home / "runs" / "r", machine.clock)
 
     def supervise(self, name: str, machine: Workstation) -> None:
-        """Supervises the run until all decisions are made."""
         while True:
             ledger = self.ledger(name, machine)
             with contextlib.suppress(LaunchError), supervising(ledger, machine, self.said.append):

@@ -42,7 +42,6 @@ def create(config: Config, cloud: Cloud, seed: int = 1) -> tuple[SliceState, lis
 
 
 def make_request(config: Config, cloud: Cloud, owner: Owner = ANN) -> None:
-    """Makes a request before the command under test."""
     labels = ownership.make_labels(config, owner, 0.0)
     made = cloud.machine(owner).run(queued.create_command(config, labels, 6 * HOUR), timeout=60)
     assert made.ok, made.stderr

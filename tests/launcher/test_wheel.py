@@ -58,7 +58,6 @@ def uv() -> str:
 
 
 def copy_sources(folder: Path) -> None:
-    """Copies what a wheel is built from."""
     for name in SOURCES:
         source = ROOT / name
         if source.is_dir():
@@ -82,7 +81,6 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As `make wheel` builds it."""
     folder = tmp_path_factory.mktemp("wheel")
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, folder=checkout)
     (path,) = folder.glob("*.whl")

@@ -49,7 +49,6 @@ def trainable(emulator: Workstation) -> Iterator[Workstation]:
 
 @pytest.fixture(scope="module")
 def undisturbed(trainable: Workstation) -> dict[str, Any]:
-    """The summary of a run that nothing disturbed."""
     running = begin_to_train(trainable, "--new")
     assert running.end(400).code == 0, running.lines
     return summary(running.lines)

@@ -50,7 +50,6 @@ class Running:
     _news: threading.Condition = field(default_factory=threading.Condition)
 
     def read(self) -> None:
-        """Collects the command's lines until it ends."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith(self.ignored):
@@ -78,7 +77,6 @@ class Running:
                 self._news.wait(min(left, 0.5))
 
     def interrupt(self) -> None:
-        """Sends the signal of Ctrl-C."""
         self.process.send_signal(signal.SIGINT)
 
     def end(self, seconds: float = 120) -> Ended:
@@ -103,7 +101,6 @@ class Workstation:
 
     @property
     def runs(self) -> Path:
-        """The folders of emulated runs."""
         return Path(self.environment["TPU_LAUNCH_HOME"]) / control.SUBFOLDER / "runs"
 
     def launch(self, *arguments: str, seconds: float = 300, environment: dict[str, str] | None = None) -> Ended:
@@ -111,11 +108,9 @@ class Workstation:
         return self.begin(*arguments, environment=environment).end(seconds)
 
     def begin(self, *arguments: str, environment: dict[str, str] | None = None) -> Running:
-        """Starts `tpu-launch ARGUMENTS`."""
         return self.begin_other((*self.program, *arguments), environment)
 
     def begin_other(self, argv: Sequence[str], environment: dict[str, str] | None = None) -> Running:
-        """Starts another program."""
         process = subprocess.Popen(
             # A shell in the background ignores SIGINT, and its children inherit that.
             ["env", "--default-signal=INT", *argv],
@@ -157,7 +152,6 @@ class Workstation:
         return name
 
     def events(self, run_id: str) -> list[dict[str, Any]]:
-        """The events in a run's ledger."""
         path = self.runs / run_id / "events.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()]
 

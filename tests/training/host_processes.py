@@ -105,7 +105,6 @@ def end(process: subprocess.Popen[str], seconds: float = 20) -> tuple[int, str]:
 
 
 def wait_for_line(process: subprocess.Popen[str], text: str) -> None:
-    """Reads lines until one contains `text`."""
     assert process.stdout
     for line in process.stdout:
         if text in line:

@@ -27,8 +27,6 @@ Fault = Callable[[int], str | None]
 
 
 class Result:
-    """A result that is there."""
-
     def __init__(self, value: StepResult) -> None:
         self.value = value
 
@@ -86,7 +84,6 @@ class Runs:
         timer: PhaseTimer | None = None,
         **changes: Any,
     ) -> dict[str, Any]:
-        """The summary of an attempt."""
         document = small_runs.document(
             self.folder, **{"train__steps": 40, "checkpoint__every_steps": 10, "export__at_end": False, **changes}
         )

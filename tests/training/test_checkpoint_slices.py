@@ -51,7 +51,6 @@ def partitions(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Slice]:
 
 
 def write_checkpoint(folder: str, arrays: dict[str, np.ndarray], boxes: dict[str, list[StoredSlice]]) -> Manifest:
-    """Writes the slices into their parts, and the manifest."""
     count = 1 + max((stored.part for slices in boxes.values() for stored in slices), default=0)
     parts, checksums = [], list[dict[str, int]]()
     for number in range(count):

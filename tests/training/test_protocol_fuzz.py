@@ -67,7 +67,6 @@ SHAPES: list[dict[str, Any]] = [
 
 
 def streams(seed: int, count: int) -> Iterator[bytes]:
-    """Yields `count` byte streams."""
     chance = random.Random(seed)
     for _ in range(count):
         yield b"".join(_piece(chance) for _ in range(chance.choice((1, 1, 1, 2, 3, 8))))

@@ -36,7 +36,6 @@ class Host:
         self.socket.sendall(encode({"arrive": name, "payload": payload, "seconds": 60}))
 
     def read(self, kind: str) -> dict[str, Any]:
-        """The next message of a kind."""
         while True:
             while b"\n" in self._unread:
                 line, self._unread = self._unread.split(b"\n", 1)
