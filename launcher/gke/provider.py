@@ -86,19 +86,19 @@ class Gke:
     # -- the slice ----------------------------------------------------------------------------------------------------
 
     def describe(self) -> SliceState:
-        """Returns DELETED if another client deleted the observed attempt's JobSet, PREEMPTED if all pods of one of the
-        watched attempts were disrupted, else READY.
+        """Returns DELETED if another client deleted the observed attempt's JobSet, PREEMPTED if all pods of a JobSet
+        that is there and watched were disrupted, else READY.
 
-        The addresses are the pods' host names in the newest JobSet that has not ended, "" without one. Raises
-        LaunchError if JobSets can't be listed.
+        The addresses are the pods' host names in the JobSet that has not ended, "" without one. Raises LaunchError if
+        JobSets can't be listed.
         """
-        running = {jobset["metadata"]["name"]: jobset for jobset in self._list_jobsets() if not _is_over(jobset)}
-        watched = [watch.pods().values() for watch in self._open_watches()]
+        jobsets = {each["metadata"]["name"]: each for each in self._list_jobsets()}
+        running = next((name for name, each in jobsets.items() if not _is_over(each)), "")
+        watched = [watch.pods().values() for key, watch in self._open_watches().items() if _name(key) in jobsets]
         disrupted = any(pods and all(pod.disruption and pod.ended for pod in pods) for pods in watched)
         state = "DELETED" if self._deleted else "PREEMPTED" if disrupted else "READY"
-        newest = max(running, default="", key=lambda name: running[name]["metadata"].get("creationTimestamp", ""))
-        addresses = [host_name(newest, str(worker)) if newest else "" for worker in self._workers]
-        detail = f"GKE, namespace {self._kubectl.namespace}" + (f", JobSet {newest}" if newest else "")
+        addresses = [host_name(running, str(worker)) if running else "" for worker in self._workers]
+        detail = f"GKE, namespace {self._kubectl.namespace}" + (f", JobSet {running}" if running else "")
         return SliceState(self.config.slice.name, state, "", self.config.accelerator.name, tuple(addresses), detail)
 
     def known_ready(self) -> bool:
@@ -139,7 +139,7 @@ class Gke:
 
     def close(self) -> None:
         """Ends the watches of pods. Pods go on."""
-        for watch in self._open_watches():
+        for watch in self._open_watches().values():
             watch.close()
         self._watches.clear()
 
@@ -309,12 +309,13 @@ class Gke:
 
     def _list_jobsets(self) -> list[dict[str, Any]]:
         """Returns the slice's JobSets as the API gives them, of all runs, also ended ones. Records a deletion of the
-        observed one by another client: it is missing, and this process has not removed it."""
-        selector = f"{LABEL_SLICE}={self.config.slice.name}"
-        output = self._kubectl.call("get", _JOBSETS, "--selector", selector, "--output", "json")
-        jobsets: list[dict[str, Any]] = json.loads(output)["items"]
-        if self._observed not in {"", *self._removed, *(jobset["metadata"]["name"] for jobset in jobsets)}:
-            self._deleted = True
+        observed one by another client: it is missing, this process has not removed it, and no later attempt follows."""
+        words = ("get", _JOBSETS, "--selector", f"{LABEL_SLICE}={self.config.slice.name}", "--output", "json")
+        jobsets: list[dict[str, Any]] = json.loads(self._kubectl.call(*words))["items"]
+        names = {jobset["metadata"]["name"] for jobset in jobsets}
+        if self._observed not in {"", *self._removed, *names}:
+            run, _, number = self._observed.rpartition("-")
+            self._deleted = not names & {f"{run}-{int(number) + later}" for later in range(1, 100)}
         return jobsets
 
     def _create(self, attempt: Attempt) -> None:
@@ -436,9 +437,9 @@ class Gke:
                 self._watches[container] = PodWatch(self._kubectl, f"{_JOBSET_LABEL}={_name(container)}")
             return self._watches[container]
 
-    def _open_watches(self) -> list[PodWatch]:
+    def _open_watches(self) -> dict[str, PodWatch]:
         with self._lock:
-            return list(self._watches.values())
+            return dict(self._watches)
 
     def _wait_ended(self, watch: PodWatch, workers: set[int], seconds: float) -> set[int]:
         """Waits until pods have ended, at most `seconds`. Returns the workers whose pods have not."""

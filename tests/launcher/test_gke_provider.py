@@ -272,6 +272,8 @@ def test_a_jobset_that_another_client_deleted_is_told_from_one_that_this_process
     assert (gke.describe().state, gke.describe().trouble) == ("READY", "")
     (kubectl / "jobsets").write_text('{"items": []}')
     assert gke.describe().state == "DELETED"
+    (kubectl / "jobsets").write_text(ours.replace('-0"', '-1"'))  # the run's launcher has started its next attempt
+    assert gke.describe().state == "READY"
     removing = provider(kubectl, 1, 1)
     removing.observe(0, ATTEMPT.container, None)
     (kubectl / "jobsets").write_text(ours)
