@@ -267,8 +267,8 @@ class Race:
         if min(map(_price, due)) > room:
             minutes = _TURN_SECONDS / 60
             self.say(f"request {oldest.request.number}: no capacity in {minutes:.0f} minutes, trying another candidate")
-            self.next_ask[oldest.request.candidate] = now + _TURN_SECONDS
-            self.withdraw([oldest.request])
+            self.withdraw([oldest.request])  # may take as long as the creation that it cancels
+            self.next_ask[oldest.request.candidate] = self.machine.clock.monotonic() + _TURN_SECONDS
 
     def withdraw(self, doomed: Sequence[Recorded]) -> None:
         """Withdraws requests: ends their threads, deletes their nodes and queued resources until Google has none, and
