@@ -19,7 +19,7 @@ import pytest
 
 from launcher.config import Config
 from launcher.errors import BadInput, Exit, HostsUnreachable, LaunchError
-from launcher.gcloud.errors import PermissionDenied, Preempted, QuotaExceeded, Stockout
+from launcher.gcloud.errors import PermissionDenied, QuotaExceeded, Stockout
 from launcher.provider import SECRETS_LATE, Attempt, ContainerState, HostReport, LogLine, Observation
 from launcher.run import events, launch
 from launcher.run.ledger import Ledger
@@ -187,27 +187,6 @@ def test_a_start_that_was_interrupted_is_ended_and_restarted(work: Workstation, 
 # -- recovery ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["create", "start"])
-@pytest.mark.parametrize(
-    "error",
-    [UNAVAILABLE, Preempted("slice demo is PREEMPTED"), Stockout("no capacity"), HostsUnreachable("no ssh")],
-    ids=lambda error: type(error).__name__,
-)
-def test_a_transient_error_costs_a_round_of_the_recovery_and_no_budget(
-    work: Workstation, method: str, error: LaunchError
-) -> None:
-    work.hosts.exits[:2] = [75, 0]
-    work.hosts.hooks[method] = [] if method == "create" else [lambda: None]  # the first start succeeds
-    work.hosts.fail(method, *[error] * 5)
-    outcome = work.run(work.config("run.preemption_retries=1"))
-    assert outcome.verdict.kind is Kind.FINISHED
-    assert recorded(work, events.Recovering) == 1, "the budget is spent on the end of an attempt, once"
-    assert recorded(work, events.RoundFailed) == 5
-    assert recorded(work, events.Recovered) == 1
-    (told,) = (found for message in work.messages if (found := re.search(r"recovered in ([\d.]+) s", message)))
-    assert 155 < float(told[1]) < 300, "five pauses, of 5 s and doubled"
-
-
 def test_an_attempt_whose_start_could_not_be_recorded_is_watched_and_not_started_again(
     work: Workstation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -319,17 +298,6 @@ def test_a_preempted_slice_is_recreated_although_the_api_did_not_answer_before(w
     outcome = work.run(work.config("run.failure_retries=1"))
     assert (outcome.attempt, outcome.verdict.kind) == (1, Kind.FINISHED)
     assert work.hosts.calls.count("create") == 2
-
-
-def test_a_recovery_is_given_up_when_its_time_is_over(work: Workstation) -> None:
-    work.hosts.exits[0] = 75
-    work.hosts.fail("create", *[UNAVAILABLE] * 99)
-    begun = work.clock.monotonic()
-    with pytest.raises(LaunchError, match=r"recovery_minutes.*503") as ended:
-        work.run(work.config("run.recovery_minutes=30"))
-    assert ended.value.exit_code is Exit.CLOUD_ERROR
-    assert 20 * 60 < work.clock.monotonic() - begun < 32 * 60
-    assert work.ledger.state.outcome == "saved", "the run can be resumed"
 
 
 @pytest.mark.parametrize("failed_deletions", [0, 1])
@@ -610,24 +578,6 @@ def test_where_files_can_not_be_locked_down_deletes_the_slice_and_run_is_refused
 # -- time ------------------------------------------------------------------------------------------------------------
 
 
-def test_no_attempt_starts_on_a_slice_that_down_is_deleting(work: Workstation) -> None:
-    """`run` in another terminal must not take the deletion for a preemption and recreate the slice."""
-    config = work.config(command=COMMAND)
-    work.run(config)
-
-    def run_elsewhere() -> None:
-        with pytest.raises(LaunchError, match="is being deleted by `tpu-launch down`") as refusal:
-            work.run(config)
-        assert refusal.value.exit_code is Exit.CONFLICT
-
-    work.hosts.hooks["delete"] = [run_elsewhere]
-    launch.delete_slice(config, work.context())
-    assert not work.hosts.hooks["delete"], "it was asked"
-    assert len(work.hosts.attempts) == 1
-    with pytest.raises(LaunchError, match="does not exist"):
-        work.run(config)
-
-
 def test_the_time_that_this_machine_slept_is_no_time_for_hosts_to_be_asked_again(work: Workstation) -> None:
     """A host that was not seen since another failed counts as lost, whatever it had to say."""
     work.run(work.config())
@@ -666,18 +616,6 @@ def test_hosts_are_not_silent_while_a_poll_of_them_is_open(work: Workstation) ->
 
     work.hosts.hooks["observe"] = [lambda: None, lambda: None, be_late, be_late, lambda: work.hosts.end(0)]
     assert work.run(work.config("run.stall_minutes=0.5")).verdict.kind is Kind.FINISHED
-
-
-def test_orphaned_containers_are_recorded_before_the_end_of_the_attempt(work: Workstation) -> None:
-    """A `stop` that came then said that nothing runs, and asked no host."""
-    work.hosts.hooks["observe"] = [lambda: None, lambda: None, work.hosts.change(silent={1})]
-    work.hosts.exits[0] = None
-    ended = work.run(work.config("run.preemption_retries=0", "run.host_lost_seconds=2"))
-    assert ended.verdict.kind is Kind.HOST_LOST
-    orphaned, end = [event for event in work.ledger.events() if isinstance(event, events.Orphaned | events.Ended)]
-    assert isinstance(end, events.Ended)
-    assert isinstance(orphaned, events.Orphaned)
-    assert orphaned.hosts == (1,)
 
 
 def test_a_lost_host_whose_slice_another_command_deletes_costs_no_preemption(work: Workstation) -> None:

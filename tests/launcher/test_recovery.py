@@ -31,40 +31,11 @@ ENDED = [kind for kind in Kind if kind.ended]
 PREEMPTIONS = [Kind.PREEMPTED, Kind.HOST_LOST, Kind.CONNECTION_LOST, Kind.SAVED]
 
 
-@pytest.mark.parametrize("kind", PREEMPTIONS)
-def test_what_the_machine_did_uses_the_preemption_budget(kind: Kind) -> None:
-    assert decide(Verdict(kind), Retries(3, 9), Retries(4, 0), stop_requested=False).retry
-    assert not decide(Verdict(kind), Retries(4, 0), Retries(4, 9), stop_requested=False).retry
-
-
 def test_a_lost_connection_between_hosts_does_not_end_a_run_whose_file_names_no_budget() -> None:
     decisions = [
         decide(Verdict(Kind.CONNECTION_LOST), Retries(n, 0), Retries(), stop_requested=False) for n in range(4)
     ]
     assert [decision.retry for decision in decisions] == [True, True, True, False]
-
-
-def test_what_the_program_did_uses_the_failure_budget() -> None:
-    assert decide(Verdict(Kind.FAILED), Retries(9, 0), Retries(0, 1), stop_requested=False).retry
-    assert not decide(Verdict(Kind.FAILED), Retries(0, 1), Retries(9, 1), stop_requested=False).retry
-
-
-@pytest.mark.parametrize("kind", [Kind.FINISHED, Kind.BAD_INPUT, Kind.STOPPED])
-def test_some_ends_are_final_whatever_the_budgets(kind: Kind) -> None:
-    assert not decide(Verdict(kind), Retries(), Retries(9, 9), stop_requested=False).retry
-
-
-@pytest.mark.parametrize("kind", ENDED)
-def test_a_run_that_its_user_stopped_is_not_started_again(kind: Kind) -> None:
-    assert not decide(Verdict(kind), Retries(), Retries(9, 9), stop_requested=True).retry
-
-
-def test_failures_wait_longer_each_time_and_preemptions_do_not_wait() -> None:
-    delays = [decide(Verdict(Kind.FAILED), Retries(0, n), Retries(0, 99), stop_requested=False).delay for n in range(9)]
-    assert delays == sorted(delays)
-    assert delays[0] > 0
-    assert max(delays) <= 300
-    assert decide(Verdict(Kind.PREEMPTED), Retries(5, 0), Retries(9, 0), stop_requested=False).delay == 0
 
 
 @given(st.lists(st.sampled_from(ENDED)), st.integers(0, 5), st.integers(0, 5))
