@@ -154,10 +154,10 @@ def attached(argv: Sequence[str]) -> int:
         signal.signal(signal.SIGINT, before)
 
 
-def spawn(argv: Sequence[str], *, log: Path, env: Mapping[str, str] | None = None) -> int:
-    """Starts a process that outlives this one; returns its process id. Appends its output to `log` (mode 0600)."""
+def spawn(argv: Sequence[str], *, log: Path, env: Mapping[str, str] | None = None) -> subprocess.Popen[Any]:
+    """Starts and returns a process that outlives this one. Appends its output to `log` (mode 0600)."""
     with os.fdopen(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as sink:
-        return _start(argv, env, stdout=sink, stderr=subprocess.STDOUT).pid
+        return _start(argv, env, stdout=sink, stderr=subprocess.STDOUT)
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ import shutil
 import signal
 import socket
 import stat
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -223,24 +224,23 @@ def _launch(home: Path, state: EmulatorState, engine: Engine, image: str, tpu_vo
     (home / "user" / "gcloud").mkdir(mode=0o700, parents=True, exist_ok=True)
     log = home / "server.log"
     source = str(Path(__file__).resolve().parents[2])  # imported from any working directory
-    pid = shell.spawn(
+    process = shell.spawn(
         [sys.executable, "-m", "launcher.emulator.server", str(home), image, tpu_volume],
         log=log,
         env={"PYTHONPATH": os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])},
     )
     try:
-        _wait_for_server(state, pid, log)
+        _wait_for_server(state, process, log)
     except BaseException:  # Ctrl-C too: else the server would come up during a later command
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+        process.kill()
         raise
 
 
-def _wait_for_server(state: EmulatorState, pid: int, log: Path) -> None:
+def _wait_for_server(state: EmulatorState, process: subprocess.Popen[Any], log: Path) -> None:
     """Waits until the server answers. Raises LaunchError when it ended or does not answer in START_TIMEOUT."""
     deadline = time.monotonic() + START_TIMEOUT
     while not _answers(state):
-        ended = _has_ended(pid)
+        ended = process.poll() is not None
         if ended or time.monotonic() > deadline:
             last = log.read_text(errors="replace").strip().splitlines()[-1:] if log.exists() else []
             failure = "ended at once" if ended else f"did not answer within {START_TIMEOUT:.0f} s"
@@ -249,14 +249,6 @@ def _wait_for_server(state: EmulatorState, pid: int, log: Path) -> None:
                 "`tpu-launch emulator stop` clears everything"
             )
         time.sleep(0.03)
-
-
-def _has_ended(pid: int) -> bool:
-    """Returns whether a child process has ended, and reaps it; True also if it is no child of this process."""
-    try:
-        return os.waitpid(pid, os.WNOHANG)[0] == pid
-    except ChildProcessError:
-        return True
 
 
 @contextlib.contextmanager
