@@ -5,7 +5,7 @@ Each check raises BadInput that says what is missing and what to do, before a sl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from launcher import costs
@@ -70,10 +70,13 @@ def data(config: Config, say: Callable[[str], None]) -> None:
     from training.storage.hub import is_on_hub
 
     network = _starting_model(config, config.trainer)
-    tokenizer = config.trainer.data.tokenizer
+    section = config.trainer.data
+    tokenizer = section.tokenizer
     length: int | None = None
-    for key, url in _datasets(config):
-        place = f"{config.document.place(key)}: {'.'.join(key)}"
+    for name, url in (("train", section.train), ("evaluation", section.evaluation)):
+        if not url:
+            continue
+        place = f"{config.document.place(('data', name))}: data.{name}"
         try:
             length = check_dataset(
                 url,
@@ -117,14 +120,6 @@ def _starting_model(config: Config, trainer: TrainerConfig) -> dict[str, Any]:
     except BadDataset as error:
         reason = str(error).removeprefix("model.path ")
         raise BadInput(f"{config.document.place(('model', 'path'))}: model.path: {reason}") from None
-
-
-def _datasets(config: Config) -> Iterable[tuple[tuple[str, str], str]]:
-    """Yields the key and the URL of each dataset that the trainer's sections name."""
-    assert config.trainer is not None
-    yield ("data", "train"), config.trainer.data.train
-    if config.trainer.data.evaluation:
-        yield ("data", "evaluation"), config.trainer.data.evaluation
 
 
 def _require_bucket(project: str, name: str, place: str, say: Callable[[str], None]) -> str:
