@@ -10,14 +10,7 @@ from typing import Any
 
 from training.accelerators import Accelerator
 from training.preflight.compiler import CompiledProgram, Memory
-from training.preflight.hlo import (
-    Allocation,
-    Collective,
-    estimate_cycles,
-    find_collectives,
-    find_origin,
-    star_numbers,
-)
+from training.preflight.hlo import Allocation, Collective, estimate_cycles, find_collectives, find_origin, star_numbers
 from training.preflight.programs import TracedProgram
 
 FORMAT = 1

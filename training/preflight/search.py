@@ -30,12 +30,7 @@ ShowProgress = Callable[[str], None]
 
 
 def run_preflight(
-    config: TrainerConfig,
-    facts: DataFacts,
-    targets: Sequence[Accelerator],
-    *,
-    search_batch: bool,
-    show: ShowProgress,
+    config: TrainerConfig, facts: DataFacts, targets: Sequence[Accelerator], *, search_batch: bool, show: ShowProgress
 ) -> Report:
     """Compiles the programs of a run for each accelerator in `targets`; with `search_batch`, also searches for the
     largest training batch that fits. `show` prints a line of progress.

@@ -50,11 +50,7 @@ class TensorFlow(Backend):
 
     @translate_failures()
     def __init__(
-        self,
-        config: TrainerConfig,
-        cluster: Cluster,
-        rendezvous: Rendezvous,
-        requirements: ModelRequirements,
+        self, config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous, requirements: ModelRequirements
     ) -> None:
         """Opens the devices, connects the hosts and builds the model."""
         # Without this a TPU rounds the factors of fp32 products to bf16.
@@ -217,12 +213,7 @@ def _build_model(
     try:
         with replicas.strategy.scope():
             network, parameters = build(
-                config.model,
-                requirements,
-                dropout=train.dropout,
-                seed=config.seed,
-                noise=noise,
-                assign=replicas.assign,
+                config.model, requirements, dropout=train.dropout, seed=config.seed, noise=noise, assign=replicas.assign
             )
             names, variables = zip(*((parameter.name, parameter.variable) for parameter in parameters), strict=True)
             optimizer = load(OPTIMIZERS[train.optimizer].tensorflow)(train, names, variables)

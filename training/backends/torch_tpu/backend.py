@@ -37,11 +37,7 @@ class TorchTpu(Backend):
     in_flight = 1
 
     def __init__(
-        self,
-        config: TrainerConfig,
-        cluster: Cluster,
-        rendezvous: Rendezvous,
-        requirements: ModelRequirements,
+        self, config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous, requirements: ModelRequirements
     ) -> None:
         """Opens the device, connects the processes and builds the model."""
         began = time.monotonic()

@@ -46,12 +46,7 @@ from training.models.torch.move import move
 
 class State(HostState):
     def __init__(
-        self,
-        network: Any,
-        optimizer_class: Any,
-        settings: Any,
-        noise: DropoutNoise | None,
-        layers: str | None = None,
+        self, network: Any, optimizer_class: Any, settings: Any, noise: DropoutNoise | None, layers: str | None = None
     ) -> None:
         """Keeps all on the host. `network`: in training mode, maybe without weights (`models.torch.empty`), for tracing
         only; `optimizer_class`: of training.registry.OPTIMIZERS, with its `settings`; `noise`: of the network's

@@ -26,13 +26,7 @@ from training.backends.protocol import BuildBackend
 from training.backends.torch_xla import internals
 from training.backends.torch_xla.backend import TorchXla
 from training.batch import Arrays, Signals
-from training.preflight.compiler import (
-    DataDependentProgram,
-    Program,
-    hash_hlo,
-    require_versions,
-    required_versions,
-)
+from training.preflight.compiler import DataDependentProgram, Program, hash_hlo, require_versions, required_versions
 from training.preflight.hlo import BACKWARD
 
 _DATA_DEPENDENT_TAGS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
