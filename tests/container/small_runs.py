@@ -271,13 +271,7 @@ def train_here(
 ) -> dict[str, Any]:
     """Trains on one host, in this process, and returns the summary."""
     settings = from_document(Document("test", config, {}))
-    return train(
-        settings,
-        this_host(run_id, attempt),
-        SingleHost(),
-        stopping or ShutdownRequest(),
-        PhaseTimer(),
-    )
+    return train(settings, this_host(run_id, attempt), SingleHost(), stopping or ShutdownRequest(), PhaseTimer())
 
 
 def evaluate_here(config: dict[str, Any], place: str, step: int | None = None) -> Evaluated:

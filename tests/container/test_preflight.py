@@ -132,6 +132,7 @@ def test_all_of_the_state_is_donated(folder: Path, evaluation: str) -> None:
     step = traced_step(folder, "donors", "v3-8", train__precision="bf16", **changes)
     assert step["donated_bytes"] == 3 * 4 * sum(small_runs_sizes(width=128))
     assert step["resident_bytes"] == 0, "nothing of the state waits beside a step"
+    assert step["sums_over_two_axes"] == 2 * 4, "of gradients of query, key, value and output in two layers"
 
 
 def test_every_device_of_several_hosts_gets_the_whole_state(folder: Path) -> None:
@@ -149,7 +150,7 @@ def test_every_device_of_several_hosts_gets_the_whole_state(folder: Path) -> Non
 def test_products_of_fp32_are_not_rounded_to_bf16(folder: Path) -> None:
     """Otherwise a TPU rounds their factors. Without a precision in the file, a TPU has bf16."""
     step = traced_step(folder, "exact", "v3-8", train__precision="fp32")
-    assert step["exact_products"] > 0
+    assert step["exact_products"] == step["products"] > 0
     assert step["types_of_products"] == ["f32"]
     assert traced_step(folder, "default", "v3-8")["types_of_products"] == ["bf16"]
 

@@ -35,7 +35,9 @@ def describe(path: str, name: str) -> dict[str, Any]:
             dims.replace(",", "x") for dims in re.findall(r"[a-z]\w*\[([\d,]*)\]", local.group(1).replace(" ", ""))
         ],
         "free_outputs": _free_outputs(text),
-        "exact_products": text.count("HIGHEST"),
+        "exact_products": len(re.findall(r"dot_general.*HIGHEST, HIGHEST", text)),
+        "products": text.count("stablehlo.dot_general"),
+        "sums_over_two_axes": len(re.findall(r"dot_general.*contracting_dims = \[0, 1\] x \[0, 1\]", text)),
         "types_of_products": sorted(set(re.findall(r"dot_general.*-> tensor<[^>]*x(\w+)>", text))),
     }
 

@@ -23,6 +23,17 @@ from training.models.torch.dropout import Dropout
 Barrier = Callable[[list[Tensor]], None]
 
 
+class Linear(torch.nn.Linear):  # type: ignore[misc]  # torch is not here when types are checked
+    """Computes what torch's own does of (rows, sequence, width). Its weight's gradient sums over two axes: joined to
+    one, as torch does, the TPU compiler would copy gradients of attention, where the sequence is the innermost axis."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        if not torch.is_autocast_enabled(values.device.type):  # torch_xla's einsum never has the precision "highest"
+            return super().forward(values)
+        product = torch.einsum("rsi,oi->rso", values, self.weight)
+        return product + self.bias.to(product.dtype)
+
+
 class SelfAttention(torch.nn.Module):  # type: ignore[misc]  # torch is not here when types are checked
     """Replaces BertSelfAttention or RobertaSelfAttention, with the same weights under the same names."""
 

@@ -33,7 +33,7 @@ from training.models.hugging_face import (
     read_labels,
 )
 from training.models.initial import initial_weights
-from training.models.torch.attention import Barrier, SelfAttention, recompute
+from training.models.torch.attention import Barrier, Linear, SelfAttention, recompute
 from training.models.torch.dropout import Dropout, DropoutNoise
 from training.registry import CAUSAL_LM, Head
 
@@ -102,6 +102,8 @@ def patch_modules(network: Any, remat: Remat | None, *, default: Remat, barrier:
     for layer in network.base_model.encoder.layer:
         theirs, behind = layer.attention.self, barrier if remat == "attention" else None
         layer.attention.self = SelfAttention(theirs, theirs.dropout, recompute_behind=behind)
+        for linear in (theirs.query, theirs.key, theirs.value, layer.attention.output.dense):
+            linear.__class__ = Linear
     if remat == "layers":
         _recompute_layers(network, barrier)
     return noise
