@@ -28,6 +28,7 @@ def describe(path: str, name: str) -> dict[str, Any]:
     compiled = compile_program(traced.program, target).text
     local = re.search(r"entry_computation_layout=\{.*->\((.*)\)\}", compiled)
     return {
+        "overwritten": [int(number) for number in re.findall(r"\{\d+\}: \((\d+), \{\}, may-alias\)", compiled)],
         "donated_bytes": sum(sizes[number] for number in traced.program.donated),
         "resident_bytes": traced.resident_bytes,
         "output_shapes": [shape.rpartition("x")[0] for shape in re.findall(r"tensor<([^>]*)>", outputs)],

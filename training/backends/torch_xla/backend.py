@@ -104,8 +104,8 @@ class TorchXla:
         is_own = environment["PJRT_DEVICE"] == "CPU" and not self._sharding.is_spmd  # preflight traces for others
         if is_own and (slow := describe_slow_products(read_flags())):
             say(slow)
-        self._training = StepCache("training", self._state, self._compare_training, say, warn_here)
-        self._evaluation = StepCache("evaluation", self._state, self._compare_evaluation, say, warn_here)
+        self._training = StepCache("training", self._state, partial(self._compare, "training"), say, warn_here)
+        self._evaluation = StepCache("evaluation", self._state, partial(self._compare, "evaluation"), say, warn_here)
         if self._exchange:
             self.trace_always()
         self.opening_seconds = {"devices": opened - began, "model": time.monotonic() - opened}
@@ -185,12 +185,6 @@ class TorchXla:
         """Uploads a step's inputs, before the first step the state too."""
         self._state.upload(self._sharding)
         return inputs.with_leaves(self._sharding.send(inputs.leaves()))
-
-    def _compare_training(self, shapes: Shapes, report: Tensor) -> None:
-        self._compare("training", shapes, lambda: [*self.state_buffers().values(), report])
-
-    def _compare_evaluation(self, shapes: Shapes, report: Tensor) -> None:
-        self._compare("evaluation", shapes, lambda: [report])
 
     def _compare(self, kind: str, shapes: Shapes, outputs: Any) -> None:
         """Compares a traced program with those that preflight compiled."""

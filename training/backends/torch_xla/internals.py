@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -87,6 +87,17 @@ def arguments_of(outputs: Sequence[Tensor]) -> list[Tensor]:
     """Returns the tensors that the program of these outputs reads, in the order of its arguments."""
     _, arguments = _XLAC._get_tensors_xla_device_data_node(list(outputs))
     return list(arguments)
+
+
+def order_outputs(outputs: Mapping[int, Tensor], report: Tensor) -> Mapping[int, Tensor]:
+    """Returns the new values of buffers, by the `handles` of these, in the order in which their program reads the
+    buffers. The compiler writes the first output of a size into the first donated buffer of that size, and so on: in
+    another order it would have to copy many of them. Without SPMD, programs keep their order, and sums their bits."""
+    # The parameters' order is that of the network, and once they are in order, the moments' is theirs.
+    for _ in range(2 if torch_xla.runtime.is_spmd() else 0):
+        read = handles(arguments_of([*outputs.values(), report]))
+        outputs = {handle: outputs[handle] for handle in read if handle in outputs} | dict(outputs)
+    return outputs
 
 
 def uncomputed(tensors: Sequence[Tensor]) -> list[bool]:

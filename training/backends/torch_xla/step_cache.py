@@ -41,14 +41,14 @@ class StepCache:
     """The compiled programs of one kind of step, one for each shape of the batch."""
 
     def __init__(
-        self, kind: str, state: State, compare: Callable[[Shapes, Tensor], None], say: Callable[[str], None],
-        warn: Callable[[str], None],
+        self, kind: str, state: State, compare: Callable[[Shapes, Callable[[], Sequence[Tensor]]], None],
+        say: Callable[[str], None], warn: Callable[[str], None],
     ) -> None:  # fmt: skip
         """
         Args:
             kind: "training", which changes the state, or "evaluation".
             state: the state that the steps read and change.
-            compare: called with a traced step's shapes and report, before its program runs.
+            compare: called with a traced step's shapes, and a function that returns its outputs, before it runs.
             say: called with a line when a shape is traced for the first time.
             warn: called with a line when steps can't be cached.
         """
@@ -88,7 +88,8 @@ class StepCache:
         given = self._given(step)
         with self._state.recording(changes=self._kind == "training"):
             report = trace(inputs)
-        self._compare(step.shapes, report)
+        buffers = given.buffers if self._kind == "training" else {}
+        self._compare(step.shapes, lambda: [*internals.order_outputs(buffers, report).values(), report])
         if self._syncs:
             self._state.wait_before_mutation()
             torch_xla.sync()
@@ -174,7 +175,9 @@ class _Arguments:
         self.state, self.seed = list(state.buffers().values()), seed
         self.count = len(self.state) + len(inputs)
         internals.wait_for_starts(self.state)
-        self.places = {handle: place for place, handle in enumerate(internals.handles([*self.state, *inputs]))}
+        handles = internals.handles([*self.state, *inputs])
+        self.places = {handle: place for place, handle in enumerate(handles)}
+        self.buffers = dict(zip(handles, self.state, strict=False))
         self._roots = state.network, state.optimizer
         self._values = read_plain_values(*self._roots)
 
@@ -222,8 +225,10 @@ class _CompiledStep:
 
 def _compile(given: _Arguments, report: Tensor, copy: Copy) -> tuple[_CompiledStep, list[Tensor]]:
     """Compiles a traced step without running it. Returns it with the arguments to start it with this time."""
-    changed = tuple(place for place, is_changed in enumerate(internals.uncomputed(given.state)) if is_changed)
-    outputs = [*(given.state[place] for place in changed), report]
+    buffers = zip(given.buffers.items(), internals.uncomputed(given.state), strict=True)
+    made = internals.order_outputs({handle: value for (handle, value), is_new in buffers if is_new}, report)
+    changed = tuple(given.places[handle] for handle in made)
+    outputs = [*made.values(), report]
     arguments = internals.arguments_of(outputs)
     handles = internals.handles(arguments)
     places, constants, seed_handle = dict(given.places), dict[int, Tensor](), None

@@ -64,7 +64,9 @@ class TorchTracer:
             if kind == "training":
                 self._state_is_lost = True
                 report = backend.trace_step(0, batch, Signals())
-                outputs = [*backend.state_buffers().values(), report]
+                buffers = backend.state_buffers()
+                made = internals.order_outputs({handle: buffers[name] for handle, name in state.items()}, report)
+                outputs = [*made.values(), report]
             else:
                 outputs = [backend.trace_evaluation(batch, Signals())]
             return extract_program(outputs, state, shardings)
