@@ -56,9 +56,15 @@ class Cluster:
         self.creators: dict[str, Actor] = {}  # of JobSets, by name
         self.created: dict[str, float] = {}  # when that was
         self.deleters: dict[str, Actor] = {}  # of pods, by name
+        self.deleted: dict[str, Actor | None] = {}  # JobSets, and by whom; None: a colleague
+        self.hides_nodes = self.rng.random() < 0.15  # from users, who may not list them
+        self.changed_at = 0.0  # when a node was taken or added
         self._lived: set[str] = set()  # uids of pods with a kubelet
-        for _ in range(nodes):
+        late = self.rng.random() < 0.2  # a node that the pool adds when it is needed
+        for _ in range(nodes - late):
             self._add_node()
+        if late:
+            self.scheduler.call_at(self.rng.uniform(5.0, 200.0), self._add_node)
 
     def install(self) -> Callable[[], None]:
         """Gives the test cluster this clock and these random numbers. Returns a function that undoes it."""
@@ -74,7 +80,7 @@ class Cluster:
         return str(self._numbers)
 
     def _add_node(self) -> None:
-        self._made += 1
+        self._made, self.changed_at = self._made + 1, self.scheduler.now
         host = Host(self.scheduler, f"node-{self._made}", 0, f"10.4.0.{self._made}")
         self.nodes.append(host)
         self.world.add_host(host)
@@ -111,6 +117,7 @@ class Cluster:
             return
         host.die(for_good=True)
         self.nodes.remove(host)
+        self.changed_at = self.scheduler.now
         self.store.remove("nodes", host.slice_name)
         self.scheduler.sleep(self.rng.uniform(1.0, 20.0))
         for pod in pods:
@@ -261,6 +268,7 @@ class Cluster:
         if kind != "jobsets":
             self.store.remove(kind, name)
             return
+        self.deleted.setdefault(name, actor)
         for pod in self.store.all("pods", {controllers.JOBSET: name}):
             if actor is not None:
                 self.deleters[pod["metadata"]["name"]] = actor
@@ -332,6 +340,8 @@ class Kubectl:
 
     def _get(self, _input: str | None) -> str:
         kind = self.words[1].partition(".")[0]
+        if kind == "nodes" and self.cluster.hides_nodes:
+            raise Refused(_ERRORS["permission"].replace("pods", "nodes"))
         found = self.cluster.store.all(kind, {} if kind == "nodes" else self.labels)
         if self.flags["output"] == "name":
             return "".join(f"{kind}/{each['metadata']['name']}\n" for each in found)

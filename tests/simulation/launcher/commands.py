@@ -19,6 +19,7 @@ from launcher.run.verdict import Kind
 from launcher.tpu_vm import candidates, inventory
 from launcher.tpu_vm.provider import TpuVm
 from tests.simulation.launcher import promises
+from tests.simulation.launcher.answers import check_answers
 from tests.simulation.launcher.jobs import SECRET
 from tests.simulation.launcher.machine import make_machine
 from tests.simulation.launcher.world import Actor, Laptop, Stop, World
@@ -60,7 +61,7 @@ class Command:
 
     def _make_provider(self, config: Config) -> Provider:
         kind: type[Gke] | type[TpuVm] = Gke if config.provider == "gke" else TpuVm
-        return kind(config, self._say, self.machine)
+        return check_answers(kind(config, self._say, self.machine), self)
 
     def _say(self, text: str) -> None:
         self.said.append(text)

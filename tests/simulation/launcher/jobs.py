@@ -74,6 +74,7 @@ class Job:
         self.disturbed = False  # by something other than its plan
         self.over = False
         self.stall_seconds: float | None = None  # of silence after which the file calls it stalled
+        self.starts: set[int] = set()  # workers whose containers were started
         self.left: set[int] = set()  # workers whose containers were removed
         self.first_death: float | None = None  # when the first of its hosts died
         self.last_step = math.inf  # when it lost a host, without which none makes progress

@@ -361,6 +361,7 @@ class World:
         container.status, container.started = "running", now
         container.started_at = container.finished_at = ""
         container.job = job
+        job.starts.add(container.host.worker)
         self.note(f"{container.name} starts on {container.host!r} ({job.plan.kind})")
         if container.awaits_secrets:
             self.scheduler.call_at(now + container.secrets_seconds, lambda: self._give_up_secrets(container))

@@ -1,0 +1,183 @@
+"""Promises about each answer of a provider, compared with the world just after it was given."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from launcher.provider import Attempt, HostReport, Observation, Provider, SliceState, container_name
+
+if TYPE_CHECKING:
+    from tests.simulation.launcher.cluster import Cluster
+    from tests.simulation.launcher.commands import Command
+
+_WATCH_SECONDS = 30.0  # for which a cluster that fails shows a pod as it was
+_OLD = ("stale", "old describe")  # faults after which Google tells what was
+
+
+@dataclass
+class _Call:
+    provider: Any
+    """A Provider, whose attributes are read."""
+    command: Command
+    began: float
+    there: frozenset[str]
+    """Slices and JobSets of the command's user when it began; those that had not ended, with a "+"."""
+
+
+def check_answers(provider: Provider, command: Command) -> Provider:
+    """Makes the answers of a provider be checked, and returns it."""
+    for name, check in _CHECKS.items():
+        setattr(provider, name, functools.partial(_answer, getattr(provider, name), check, provider, command))
+    return provider
+
+
+def _answer(
+    method: Callable[..., Any], check: Callable[..., str], provider: Provider, command: Command,
+    *given: Any, **options: Any,
+) -> Any:  # fmt: skip
+    there = _there(command) if check in (_describe, _create, _stop) else frozenset[str]()
+    call = _Call(provider, command, command.world.scheduler.now, there)
+    answer = method(*given, **options)
+    if wrong := check(call, answer, *given, **options):
+        command.world.break_promise("a provider tells what is", f"{command.name}: {wrong}")
+    return answer
+
+
+def _there(command: Command) -> frozenset[str]:
+    if (cluster := command.world.cluster) is not None:
+        jobsets = {each["metadata"]["name"]: each for each in cluster.store.all("jobsets")}
+        over = {name for name, each in jobsets.items() if each.get("status", {}).get("terminalState")}
+        return frozenset([*jobsets, *(f"+{name}" for name in jobsets.keys() - over)])
+    slices = command.world.google.slices.values()
+    return frozenset(each.node.resource["id"] for each in slices if each.creator == command.laptop.user)
+
+
+def _describe(call: _Call, state: SliceState | None) -> str:
+    """A slice that stays is described, with its hosts."""
+    world, both = call.command.world, (call.there, _there(call.command))
+    if world.cluster is not None:
+        return _describe_cluster(call, world.cluster, state, *both) if state is not None else "no cluster"
+    if any(fault.kind in _OLD for fault in world.faults):
+        return ""
+    if state is None:
+        return f"no slice, and there is {both[0] & both[1]}" if both[0] & both[1] else ""
+    node = next((each for each in world.google.slices.values() if each.node.resource["id"] == state.uid), None)
+    hosts = [host.address for host in node.hosts] if node is not None else [*state.hosts]
+    return f"{state}, whose hosts are {hosts}" if state.ready and [*state.hosts] != hosts else ""
+
+
+def _describe_cluster(
+    call: _Call, cluster: Cluster, state: SliceState, before: frozenset[str], after: frozenset[str]
+) -> str:
+    """A JobSet that has not ended is told, and whether another client has deleted the observed one."""
+    _, _, told = state.detail.partition(", JobSet ")
+    stays = {name[1:] for name in before & after if name.startswith("+")}
+    others = (before | after) - (before & after)
+    right = told in stays if stays else not told
+    if not others and not (right and all(host.startswith(told) for host in state.hosts)):
+        return f"{state}, and there are {sorted(before)}"
+    observed = call.provider._observed
+    later = any(name.rpartition("-")[0] == f"+{observed.rpartition('-')[0]}" for name in before & after)  # of its run
+    by_another = observed and cluster.deleted.get(observed) is not call.command.actor
+    gone = observed in cluster.deleted and observed not in before
+    if by_another and gone and not later and observed not in call.provider._removed and state.state != "DELETED":
+        return f"{state}, and {observed} was deleted"
+    if state.state == "DELETED" and (observed in after or observed not in cluster.deleted):
+        return f"{state}, and {observed} is there"
+    if later and observed not in before and state.state != "READY":
+        return f"{state}, and a later attempt than {observed} is there"
+    return ""
+
+
+def _create(call: _Call, _answer: None, *_given: Any, **_options: Any) -> str:
+    """A slice that was created is READY, and its hosts are up; a cluster's nodes are counted."""
+    world, since = call.command.world, call.began
+    said = "\n".join(text for at, text in call.command.told if at >= since)
+    if (cluster := world.cluster) is None:
+        nodes = [node for node in world.google.slices.values() if node.name.startswith(world.slice_name)]
+        up = any(
+            node.state == "READY" and all(host.key_known and host.engine_up for host in node.hosts) for node in nodes
+        )
+        return "" if up or world.struck else f"there is {nodes}"
+    if cluster.changed_at >= since or "permission" in world.record.permanent:
+        return ""
+    short, hidden = "the cluster has" in said, "you may not list nodes" in said
+    wanted = (not cluster.hides_nodes and len(cluster.nodes) < cluster.size, cluster.hides_nodes)
+    return "" if (short, hidden) == wanted else f"{len(cluster.nodes)} of {cluster.size} nodes, and told was {said!r}"
+
+
+def _start(call: _Call, reports: Sequence[HostReport], attempt: Attempt, *_given: Any, **_options: Any) -> str:
+    """A host that is reported as started has started its container, or its pod never will: it was taken."""
+    world, job = call.command.world, call.command.world.record.jobs.get((attempt.run_id, attempt.number))
+    if wrong := _check_reports(reports, range(call.provider.host_count)):
+        return wrong
+    for report in reports:
+        taken = world.cluster is not None and world.struck
+        if report.ok and not taken and (job is None or report.worker not in job.starts):
+            return f"{report}, and {job} did not start there"
+    return ""
+
+
+def _stop(
+    call: _Call, reports: Sequence[HostReport], container: str, *,
+    remove: bool, workers: Sequence[int] | None = None, **_options: Any,
+) -> str:  # fmt: skip
+    """A host that is reported as stopped runs the container no more. The pods of a JobSet that has begun are kept until
+    they are removed, and their logs with them."""
+    job, cluster, name = _job_of(call, container), call.command.world.cluster, container.removeprefix("tpu-launch-")
+    keeps = cluster is not None and name in call.there and not (remove or call.command.world.faults)
+    if keeps and job is not None and job.began is not None and cluster.deleted.get(name) is call.command.actor:
+        return f"{name} is deleted, and {job} has begun"
+    if wrong := _check_reports(reports, range(call.provider.host_count) if workers is None else workers):
+        return wrong
+    for report in reports:
+        item = job.containers.get(report.worker) if job is not None else None
+        if report.ok and report.detail:
+            return f"{report}, which is ok"
+        if item is not None and report.ok and item.running and item.host.up:
+            return f"{report}, and {item.name} runs on {item.host!r}"
+        if item is not None and "its pod did not end" in report.detail and item.ended < call.began:
+            return f"{report}, and {item.name} had ended"
+    return ""
+
+
+def _check_reports(reports: Sequence[HostReport], workers: Sequence[int]) -> str:
+    """Each host has one report, and each failure a reason."""
+    if [report.worker for report in reports] != [*workers]:
+        return f"{reports} of hosts {[*workers]}"
+    return next((f"{report} without a reason" for report in reports if not (report.ok or report.detail)), "")
+
+
+def _observe(call: _Call, seen: Observation, worker: int, container: str, *_given: Any, **_options: Any) -> str:
+    """A container is in the state that is told, or was a moment ago."""
+    world, state, job = call.command.world, seen.container, _job_of(call, container)
+    item = job.containers.get(worker) if job is not None else None
+    if state is None:
+        return "" if seen.problem else f"{seen} without a reason"
+    if item is None or item.host.gone or not item.host.up:
+        return ""
+    there = item.host.containers.get(container) is item and (world.cluster is None or item.running)
+    slack = 0.0 if world.cluster is None else math.inf if "awake" in world._reached else _WATCH_SECONDS
+    ended = (item.exit_code, item.oom_killed)
+    wrong = state.running and item.ended < call.began - slack
+    wrong |= state.ended and item.running
+    wrong |= (
+        state.ended and item.status == "exited" and not item.invented and (state.exit_code, state.oom_killed) != ended
+    )
+    wrong |= state.status == "absent" and there
+    return f"{state} of {item.name} on {item.host!r}, which is {item.status} with {ended}" if wrong else ""
+
+
+def _job_of(call: _Call, container: str) -> Any:
+    """Returns the attempt of a container; None of one that was not started."""
+    jobs = call.command.world.record.jobs.items()
+    return next((job for key, job in jobs if container_name(*key) == container), None)
+
+
+_CHECKS: dict[str, Callable[..., str]] = {
+    "describe": _describe, "create": _create, "start": _start, "stop": _stop, "observe": _observe, "look": _observe,
+}  # fmt: skip
