@@ -1,6 +1,7 @@
 """Claims about where the hosts of a slice are: what is remembered of it, and when gcloud is asked again. Sockets are
 real, gcloud is its printed words."""
 
+import contextlib
 import json
 import os
 import re
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -396,6 +397,49 @@ def test_every_kind_of_key_that_gcloud_uses_is_read(tmp_path: Path, options: tup
     public = key.with_suffix(".pub").read_text().split()
     read = transport.SshClient().key(str(key))
     assert [read.get_name(), read.get_base64()] == public[:2]
+
+
+class Channel:
+    """A channel on which a host sends pieces of output, each so many seconds after the last one."""
+
+    exit_status = 0
+
+    def __init__(self, *pieces: tuple[float, bytes]) -> None:
+        self.pieces, self.now, self.timeout, self.commands = [*pieces], 1000.0, 0.0, list[str]()
+        self.status_event = threading.Event()
+        self.status_event.set()
+        self.exec_command = self.commands.append
+
+    def __getattr__(self, name: str) -> Callable[..., bytes]:
+        return lambda *_: b""
+
+    def settimeout(self, seconds: float) -> None:
+        self.timeout = seconds
+
+    def recv(self, _size: int) -> bytes:
+        seconds, piece = self.pieces.pop(0)
+        self.now += min(seconds, self.timeout)
+        if seconds > self.timeout:
+            raise TimeoutError
+        return piece
+
+
+@pytest.mark.parametrize("follows", [True, False])
+@pytest.mark.parametrize(("timeout", "ends"), [(10.0, True), (5.0, False)])
+def test_a_command_may_be_silent_until_its_deadline(
+    monkeypatch: pytest.MonkeyPatch, timeout: float, ends: bool, follows: bool
+) -> None:
+    channel, lines = Channel((3.0, b"a\nb"), (3.0, b"c\r\nd"), (0.0, b"")), list[str]()
+    opened = SimpleNamespace(open_session=lambda **_: contextlib.nullcontext(channel))
+    connection = transport.SshConnection(SimpleNamespace(client=SimpleNamespace(get_transport=lambda: opened)))
+    monkeypatch.setattr(transport.time, "monotonic", lambda: channel.now)
+    with contextlib.nullcontext() if ends else pytest.raises(TimeoutError):
+        if follows:
+            assert connection.follow("train", timeout=timeout, on_line=lines.append) == 0
+        else:
+            assert connection.run("train", timeout=timeout, stdin=None) == (0, "a\nbc\r\nd", "")
+    assert channel.commands == ["train"]
+    assert lines == (["a", "bc", "d"] if ends else ["a"]) * follows
 
 
 def refuse(listener: socket.socket, connections: int) -> None:
