@@ -4,7 +4,9 @@ lost or left behind, and when it was told."""
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from launcher.costs import per_hour
@@ -22,6 +24,7 @@ from launcher.run.events import (
 )
 from launcher.run.runs import list_runs
 from launcher.run.status import Status
+from launcher.tpu_vm.requests import RequestRecord
 from tests.simulation.launcher.faults import API_FAULTS, MEDDLING
 from tests.simulation.launcher.hosts import EPOCH
 from training.machine.clock import parse_time
@@ -33,6 +36,8 @@ if TYPE_CHECKING:
     from tests.simulation.launcher.simulated_run import SimulatedRun
     from tests.simulation.launcher.world import Actor
 
+_RECENT_SECONDS = 45.0  # within which hosts are asked for lines, which a sleeping supervisor has not fetched
+_STATUS_SECONDS = 12.0  # from a host's answer to `status`, and its newest line then, to those at the end
 _EXPLAIN_SECONDS = 60.0  # from the limit of a stall until its explanation is recorded
 _SSH_FAULTS = ("dead ssh", "no ssh", "ssh loses answers", "offline")
 _TAKERS = ("preempt", "maintenance", *MEDDLING)  # faults
@@ -198,8 +203,78 @@ def status_shows_what_is(simulation: SimulatedRun, status: Status) -> None:
             continue
         if host.container == "running" and container.ended < simulation.world.scheduler.now - 5.0:
             simulation.break_promise("status shows what is", f"{container.name}: {host}")
+        job.write_lines(container)
+        silent = simulation.world.scheduler.now - (container.wrote or 0.0)
+        if silent < _RECENT_SECONDS and abs((host.quiet_seconds or 0.0) - silent) > _STATUS_SECONDS:
+            simulation.break_promise("status shows what is", f"{container.name} is silent for {silent:.0f} s: {host}")
         if not any(host.last_line in text for text in ("", *(text for _, text in container.log))):
             simulation.break_promise("status shows what is", f"{container.name} never wrote {host.last_line!r}")
+
+
+def frames_show_the_run(simulation: SimulatedRun, command: Command) -> None:
+    """`top` draws frames as wide as the terminal, with a bar that shows the steps, and the whole curve of a loss that
+    falls with each step."""
+    for view, columns, lines in command.frames:
+        frame, progress = "\n".join(lines), view.progress
+        wrong = [line for line in lines if len(line) > columns]
+        if progress is not None and progress.steps:
+            bar = next((line for line in lines if line.startswith(f"step {progress.step:,}/{progress.steps:,} ")), "")
+            full, empty = bar.count("\u2588"), bar.count("\u2591")
+            wrong += [bar] if abs(full - progress.step / progress.steps * (full + empty)) > 0.5 or "…" in bar else []
+            wrong += [] if full + empty else [frame]
+            wrong += [] if f"loss {progress.loss:.5f}" in frame and "8.0 examples/s" in frame else [frame]
+        if len(view.losses) > 1:
+            curve = [line[9:] for line in lines if "\u2502" in line[:9]]
+            wrong += [] if curve and curve[0][:1] > "\u2800" and len(curve[-1]) == columns - 9 else [frame]
+        wrong += [frame] if len(view.hosts) != sum(line.split(" ")[0].isdigit() for line in lines) else []
+        if wrong:
+            simulation.break_promise("a frame shows the run", f"{columns} columns, {view}:\n{wrong[0]}")
+
+
+def what_was_asked_for_is_used_or_withdrawn(simulation: SimulatedRun, command: Command) -> None:
+    """A command leaves no request for a candidate that it made, but a granted one, unless it says so; a request gives
+    way only to one for another candidate."""
+    names, said = {str(each) for each in simulation.config.candidates}, [text for text in command.said if ": " in text]
+    if simulation.scenario.candidates is None or command.name not in ("up", "run", "attach"):
+        return
+    asked = [(number, *text.split(": ", 1)) for number, text in enumerate(said) if text.split(": ", 1)[1] in names]
+    for number, text in enumerate(said):
+        gave_way = text.partition(": ")[0] if "trying another candidate" in text else ""
+        later = next((name for at, _, name in asked if at > number), "")
+        if gave_way and later in (name for _, request, name in asked if request == gave_way):
+            simulation.break_promise("a request gives way to another", f"{text}, then {later}")
+    made = {request for _, request, _ in asked}
+    if simulation.loses_by_its_disk or any("not withdrawn yet" in text for text in said):
+        return
+    command.process.enter()
+    for request in RequestRecord(simulation.config).read():
+        if f"request {request.number}" in made and request.granted is None and request.ended is None:
+            simulation.break_promise("what was asked for is used or withdrawn", f"{command.name}: {request}")
+
+
+def places_are_tried_in_their_order(simulation: SimulatedRun, command: Command) -> None:
+    """`up` tries zones in the file's order, each after the one before had no capacity; with a slice, its zone first."""
+    zones = simulation.scenario.setting.zones
+    tried = [match[1] for text in command.said if (match := re.match(r"(?:creating|requesting) .* in ([\w-]+)", text))]
+    if command.name != "up" or simulation.scenario.candidates is not None or not tried:
+        return
+    order = [tried[0], *(zone for zone in zones if zone != tried[0])]
+    wrong = [pair for pair in pairwise(tried) if pair[1] not in (pair[0], order[order.index(pair[0]) - len(order) + 1])]
+    first = command is simulation.commands[0] and simulation.scenario.leftover in ("", "preempted")
+    hidden = any(fault.kind in ("old describe", *MEDDLING) for fault in simulation.faults)
+    if wrong or (first and tried[0] != simulation.leftover_zone and not hidden):
+        simulation.break_promise("places are tried in their order", f"{tried} of {zones}")
+
+
+def waits_are_told(simulation: SimulatedRun, command: Command) -> None:
+    """`up` tells once what it waits for: each state in which Google has described the slice repeatedly."""
+    for (_, state), times in command.actor.states.items() if command.name == "up" else ():
+        told = [text for text in command.said if text.endswith(f" is {state}")]
+        if state in ("CREATING", "STARTING") and times > 3 and not told and not simulation.scenario.setting.queued:
+            simulation.break_promise("a wait is told", f"{state} was seen {times} times")
+    for before, after in pairwise(command.said):
+        if before == after and re.search(r"slice \S+ is [A-Z]+$", after):
+            simulation.break_promise("a wait is told", f"again: {after}")
 
 
 def what_is_left_is_recorded(simulation: SimulatedRun, command: Command) -> None:

@@ -10,7 +10,7 @@ from launcher.config import Config
 from launcher.errors import Exit, LaunchError, from_disk
 from launcher.gke.provider import Gke
 from launcher.provider import Provider
-from launcher.run import launch, status
+from launcher.run import launch, status, top
 from launcher.run.ledger import Ledger
 from launcher.run.runs import list_runs
 from launcher.run.session import Context, Outcome, Output
@@ -40,6 +40,7 @@ class Command:
         self.said: list[str] = []
         self.told: list[tuple[float, str]] = []  # when it said what
         self.status: status.Status | None = None
+        self.frames: list[tuple[top.View, int, list[str]]] = []  # of `top`, with its columns
         self.error: LaunchError | None = None
         self.verdict: Kind | None = None
         self.outcome: Outcome | None = None
@@ -205,7 +206,13 @@ class Command:
         return int(next(iter(listing.failures.values())).exit_code) if listing.failures else failed
 
     def _status(self) -> int:
-        self.status = status.read_status(self.config, self.context, self._make_provider(self.config))
+        provider = self._make_provider(self.config)
+        looks = top.Top(self.config, self.context, provider)
+        for columns, seconds in ((40, 5.0), (80, 60.0), (160, 120.0)):
+            view = looks.look()
+            self.frames.append((view, columns, top.render(view, columns, 60)))
+            self.machine.clock.sleep(seconds)
+        self.status = status.read_status(self.config, self.context, provider)
         return 0
 
     def _logs(self) -> int:

@@ -42,7 +42,7 @@ class Fault:
     """The moment that `at` is counted from: "beginning"; "up" and "up again", the first and second `up`; "start", when
     the first attempt runs on all hosts; "awake", when the workstation has slept; "restart", the second command on a
     run; "recovery", the end of the first attempt that is followed by another; "made again", when a run has made its
-    slice again; "round", when a round of a recovery has failed; "down"."""
+    slice again; "round", when a round of a recovery has failed; "contact", the first ssh to a new slice; "down"."""
     at: float
     seconds: float
     """How long it lasts."""

@@ -64,6 +64,8 @@ class Gcloud:
         if slice_ is not None:
             self._check_gc(command, slice_)
         answer = self.google.call(command, self.actor.user, self.actor)
+        if (command.group, command.verb) == ("tpu-vm", "describe"):
+            self.actor.states[answer["id"], answer["state"]] += 1
         if (command.group, command.verb) == ("tpu-vm", "describe") and answer["state"] != "DELETING":
             self.actor.shown[answer["id"]] = answer["state"]
             self.actor.looked[answer["id"]] = self.scheduler.now
@@ -106,6 +108,7 @@ class Gcloud:
             return refusal
         command, flags = self.command, self.command.flags
         slice_ = self.google.slice_of(command)
+        self.world.reached("contact")
         if slice_ is None:
             return 1, "", command.error(f"NOT_FOUND: Resource '{command.full_name}' was not found")
         if slice_.state != "READY":

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from training.telemetry.progress_line import ProgressLine, encode
 
 PHASES = ("start", "compile", "training", "evaluation", "save", "end")
+STEPS = 700  # more than any program does
 HEARTBEAT_SECONDS = 10.0  # after which TensorFlow ends the hosts whose peer is silent
 _LIMITS = {"start": 12.0, "compile": 12.0, "evaluation": 6.0, "save": 6.0, "end": 12.0}  # times the limit of training
 _AHEAD = "step"  # the host that is ahead skipped a collective
@@ -131,7 +132,10 @@ def line(moments: list[tuple[float, str, int]], since: float, hang: Hang | None,
     is_odd = hang is not None and number == len(moments) - 1 and worker == hang.host
     program = "another" if is_odd and hang is not None and hang.kind == "program" else "abc"
     step += bool(is_odd and hang is not None and hang.kind == _AHEAD)
-    return ProgressLine(step, phase=phase, count=number, program=program, step_seconds=1.0)
+    loss = 10.0 / (1 + step)  # each step's is less than the last one's
+    return ProgressLine(
+        step, STEPS, phase, count=number, program=program, step_seconds=1.0, loss=loss, examples_per_second=8.0
+    )
 
 
 def format_line(told: ProgressLine) -> str:

@@ -18,6 +18,8 @@ from tests.simulation.launcher.world import BROKEN_SECONDS, Actor, Laptop, World
 from tests.simulation.scheduler import Process, Scheduler, SimulatedThreads
 
 _CONNECT_SECONDS = 5.0  # as the launcher's transport has it
+_UPTIME = 777_000.0  # seconds of a laptop when a simulated run begins
+_LONGEST_COMMAND = 3700.0  # seconds: a creation's, of slice.create_minutes
 
 
 class LaptopClock:
@@ -27,7 +29,7 @@ class LaptopClock:
         self._scheduler, self._laptop = scheduler, laptop
 
     def monotonic(self) -> float:
-        return self._scheduler.now - self._laptop.asleep
+        return _UPTIME + self._scheduler.now - self._laptop.asleep
 
     def time(self) -> float:
         return self._scheduler.now + EPOCH + self._laptop.wall
@@ -156,6 +158,7 @@ class Terminal:
         """Runs gcloud or kubectl in a process of its own. Google carries out its request even when that process
         ends."""
         world, scheduler = self.world, self.world.scheduler
+        self._check_timeout(argv, timeout)
         if world.scheduler.trace is not None:
             shown = [word for word in argv if not word.startswith(("--command", "--ssh-flag", "--metadata", "--quiet"))]
             world.note("$ " + " ".join(shown)[:200])
@@ -191,6 +194,12 @@ class Terminal:
         code, output = execution.result
         return Result(tuple(argv), code, output, execution.errors)
 
+    def _check_timeout(self, argv: Sequence[str], seconds: float) -> None:
+        """A command ends in time, and later than kubectl ends itself."""
+        own = [float(word.partition("=")[2].rstrip("s")) for word in argv if word.startswith("--request-timeout=")]
+        if not max([0.0, *own]) < seconds <= _LONGEST_COMMAND:
+            self.world.break_promise("a command has its time", f"{seconds:.0f} s of {' '.join(argv)[:200]}")
+
     def stream(
         self,
         argv: Sequence[str],
@@ -201,6 +210,7 @@ class Terminal:
     ) -> Result:
         """Runs kubectl, which ends with its command or when it is killed."""
         assert self.world.cluster is not None
+        self._check_timeout(argv, timeout)
         killed: list[bool] = []
         if on_start is not None:
             on_start(lambda: killed.append(True))

@@ -223,7 +223,7 @@ def creation_outlasts_passing_failures(simulation: SimulatedRun, command: Comman
     failure. Answers that are lost repeatedly end it."""
     if command.name != "up" or command.code != Exit.CLOUD_ERROR or simulation.loses_by_its_disk:
         return
-    question = "asking for " if simulation.scenario.setting.queued else "creating "
+    question = "requesting a " if simulation.scenario.setting.queued else "creating "
     asked = sum(text.startswith(question) for text in command.said)
     waited = "was READY, and is billed" in str(command.error)
     seconds = simulation.world.scheduler.now - command.began

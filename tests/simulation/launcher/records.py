@@ -32,8 +32,11 @@ def check_event(simulation: SimulatedRun, ledger: Ledger, event: RunEvent) -> No
                 _break(simulation, event, f"{job} was not started on all hosts")
         case events.HostEnded():
             for container in _on_hosts(simulation, ledger, event.attempt):
-                if container.host.worker == event.host and container.running:
-                    _break(simulation, event, f"{container.name} runs on {container.host!r}")
+                if container.host.worker != event.host:
+                    continue
+                code = None if container.invented or event.exit_code is None else container.exit_code
+                if container.running or code not in (None, event.exit_code):
+                    _break(simulation, event, f"{container.name} is {container.status} with {container.exit_code}")
         case events.RecoveryGivenUp(reason="no slice is left"):
             command = simulation.running_command()
             left = slices_of(simulation.world, command.laptop.user) if command is not None else []

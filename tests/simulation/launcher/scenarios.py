@@ -198,7 +198,8 @@ ADDED_THEMES = (
     Theme("zones", faults=("stockout", "stockout", "preempt", "lost", "stale"), count=(1, 4),
           anchors=("beginning", "up", "start", "recovery", "down"), spread=30.0, plans=("finish", "fail"),
           actions=("kill|ctrl-c|stop|gc|second run|bob up|bob down",), moments=("up", "up", "start", "recovery"),
-          leftovers=("", "", "preempted", "deleting", "bob's", "stopped"), needs=(RETRIES, "many_zones")),
+          leftovers=("", "", "preempted", "preempted", "deleting", "bob's", "stopped"),
+          needs=(RETRIES, "many_zones")),
     Theme("expiry", actions=("gc", "gc|bob gc|other gc|logs"), moments=("run", "start", "end"), together=400.0,
           faults=("date", "stale", "reboot", "preempt"), count=(0, 2), plans=("finish", "fail"),
           leftovers=("", "", "preempted", "bob's"), needs=(RETRIES, "expires_hours")),
@@ -211,13 +212,19 @@ ADDED_THEMES = (
     Theme("a bad host", faults=("die@start", "die@start", "reboot@start", "stockout", "lost", "slow", "old describe"),
           count=(2, 5), anchors=("recovery", "recovery", "round"), spread=10.0, plans=("finish",),
           needs=(RETRIES, "replace_after", HOSTS)),
+    Theme("hosts that boot", faults=("outage", "outage", "signed out", "permission", "no ssh", "offline"),
+          anchors=("contact",), spread=3.0, count=(1, 3), actions=("kill|ctrl-c|status|bob gc",), moments=("contact",),
+          together=400.0),
+    Theme("a drought", faults=("drought", "drought", "lost", "slow", "preempt"), count=(1, 2), spread=30.0,
+          anchors=("beginning", "beginning", "recovery"), actions=("kill|ctrl-c|stop|status",),
+          moments=("request", "up"), together=900.0, needs=(RETRIES, "queued")),
     Theme("awake", faults=("cut", "dead ssh"), anchors=("awake",), spread=2.0, count=(0, 2), actions=("asleep",),
           needs=(RETRIES, HOSTS)),
 )  # fmt: skip
 
 
 HANGS = Theme("hangs", faults=("hang", "cut", "offline", "dead ssh", "die", "die", "die"), count=(0, 1),
-              plans=("stall", "finish"), spread=60.0, actions=("logs|logs|asleep",),
+              plans=("stall", "finish"), spread=60.0, actions=("logs|logs|asleep|status", "status"),
               together=200.0, needs=("stall_minutes", HOSTS))  # fmt: skip
 
 
@@ -243,9 +250,18 @@ def draw(seed: int) -> tuple[Scenario, list[Fault]]:
     rng = random.Random(f"candidates {seed}")
     elsewhere = any(action.kind.startswith("other") for action in scenario.actions)
     setting = scenario.setting
-    if rng.random() < _WITH_CANDIDATES and not elsewhere and len(setting.zones) == 1 and not setting.gke:
+    drought = scenario.theme == "a drought"
+    if (
+        rng.random() < (0.8 if drought else _WITH_CANDIDATES)
+        and not elsewhere
+        and len(setting.zones) == 1
+        and not setting.gke
+    ):
         kill_at = rng.choice((0, rng.randrange(1, 12)))
-        scenario = replace(scenario, candidates=Candidates(rng.choice((None, None, 10.0, 40.0)), kill_at))
+        scenario = replace(
+            scenario,
+            candidates=Candidates(rng.choice((4.0, 10.0, 40.0) if drought else (None, None, 10.0, 40.0)), kill_at),
+        )
     return scenario, drawn
 
 

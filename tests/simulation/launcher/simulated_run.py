@@ -143,6 +143,7 @@ class SimulatedRun:
         self.half_written = kill.choice((0.0, 0.5, 1.0))  # the part of that event's line that is written
         self.writes = 0
         self.requests = 0  # writes to the record of requests
+        self.leftover_zone = self.scenario.setting.zones[0]  # of the slice that exists before ann begins
         self.main: Command | None = None  # the newest command of ann's first terminal
         self.main_over = False
 
@@ -242,7 +243,7 @@ class SimulatedRun:
         creator = "bob" if kind == "bob's" else "stranger" if kind == "a stranger's" else "ann"
         maker = Owner(creator, hash_account(creator))
         labels = make_labels(self.config, maker, self.scheduler.now + EPOCH) if creator != "stranger" else {}
-        zone = self.rng.choice(self.scenario.setting.zones)
+        zone = self.leftover_zone = self.rng.choice(self.scenario.setting.zones)
         placed = self.config.placed(replace(self.config.candidates[0], zone=zone))
         queues = kind == "preempted" and self.scenario.setting.queued
         command = queued.create_command(placed, labels, 7200.0) if queues else create_command(placed, labels)
@@ -292,9 +293,8 @@ class SimulatedRun:
                 return
             if not run.killed and run.code != Exit.DETACHED:
                 self.scheduler.sleep(self.rng.uniform(1.0, 60.0))
-            if run.code in (Exit.HOST_LOST, Exit.PREEMPTED, Exit.CLOUD_ERROR, Exit.CONFLICT, Exit.STOCKOUT) or (
-                run.error is not None
-            ):
+            lost = run.code in (Exit.HOST_LOST, Exit.PREEMPTED, Exit.CLOUD_ERROR, Exit.CONFLICT, Exit.STOCKOUT)
+            if (lost or run.error is not None) and self.rng.random() > 0.2:
                 self.do("up")
             detached = run.killed or run.code == Exit.DETACHED
             if detached and (self.ann.home / "runs").exists() and self.rng.random() < 0.25:

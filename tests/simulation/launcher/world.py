@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import math
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +32,7 @@ _FORGOTTEN_SECONDS = 300.0  # of silence, after which a firewall may forget a co
 COLLEAGUE = "a colleague"
 _RACE_SECONDS = 5.0  # between a look and the step that follows from it: no call of the API checks and creates at once
 _TWO_SECONDS, _TWO_POLL_SECONDS = 60.0, 2.0
+_LASTING, _LASTS = {"drought": "stockout", "outage": "unavailable"}, 20.0  # faults that last so many times longer
 _IN_USE = ("CREATING", "READY", "STARTING", "REPAIRING")
 _BETWEEN_LOOKS = 5.0  # seconds between two observations, at most
 
@@ -71,6 +72,8 @@ class Actor:
     """Ids of nodes that it asked Google to delete, whether or not another user was faster."""
     heard: dict[Host, float] = field(default_factory=dict)
     """When each host last told it the state of a container."""
+    states: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """How often Google has described each node in each state to it, by id and state."""
     calls: dict[tuple[str, ...], list[float]] = field(default_factory=lambda: defaultdict(list))
     """When it made each call of gcloud or kubectl."""
 
@@ -156,6 +159,8 @@ class World:
     # -- faults --------------------------------------------------------------------------------------------------------
 
     def _arrange(self, fault: Fault, at: float) -> None:
+        if (kind := _LASTING.get(fault.kind)) is not None:
+            fault = replace(fault, kind=kind, seconds=fault.seconds * _LASTS)
         if fault.kind in API_FAULTS and fault.kind != "offline":
             self._api_faults.setdefault(fault.kind, []).append((at, at + fault.seconds, fault))
         self.scheduler.call_at(at, lambda: self._strike(fault))
