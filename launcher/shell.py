@@ -84,7 +84,8 @@ def run(
     """
     data = input.encode() if isinstance(input, str) else input
     begun, stdin = time.monotonic(), subprocess.DEVNULL if data is None else subprocess.PIPE
-    process = _start(argv, env, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=pass_fds)
+    options = _prepare(argv, env, stdin=stdin, stderr=subprocess.PIPE, pass_fds=pass_fds)
+    process = subprocess.Popen(list(argv), stdout=subprocess.PIPE, **options)
     try:
         out, err = process.communicate(data, timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -111,7 +112,8 @@ def stream(
     ends the command early.
     """
     begun = time.monotonic()
-    process = _start(argv, env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace")
+    options = _prepare(argv, env, stderr=subprocess.STDOUT, errors="replace")
+    process = subprocess.Popen(list(argv), stdout=subprocess.PIPE, **options)
     lines: list[str] = []
     expired = threading.Event()
 
@@ -143,7 +145,7 @@ def stream(
 
 def attached(argv: Sequence[str]) -> int:
     """Runs a command on this terminal until it ends; returns its exit code. Ctrl-C goes to the command."""
-    process = _start(argv, stdin=None, start_new_session=False)
+    process = subprocess.Popen(list(argv), **_prepare(argv, None, stdin=None, start_new_session=False))
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         return process.wait()
@@ -157,7 +159,7 @@ def attached(argv: Sequence[str]) -> int:
 def spawn(argv: Sequence[str], *, log: Path, env: Mapping[str, str] | None = None) -> subprocess.Popen[Any]:
     """Starts and returns a process that outlives this one. Appends its output to `log` (mode 0600)."""
     with os.fdopen(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as sink:
-        return _start(argv, env, stdout=sink, stderr=subprocess.STDOUT)
+        return subprocess.Popen(list(argv), stdout=sink, **_prepare(argv, env, stderr=subprocess.STDOUT))
 
 
 @contextlib.contextmanager
@@ -172,17 +174,15 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-def _start(argv: Sequence[str], env: Mapping[str, str] | None = None, **options: Any) -> subprocess.Popen[Any]:
-    """Logs a command, cut to 500 characters, and starts it with more variables. Unless the `options` of Popen say
-    otherwise, its input is empty, and it has a session of its own: this process handles Ctrl-C, and a time-out ends the
-    children too. Raises CommandMissing."""
+def _prepare(argv: Sequence[str], env: Mapping[str, str] | None, **options: Any) -> dict[str, Any]:
+    """Logs a command, cut to 500 characters, and returns the options of Popen that start it with more variables. Unless
+    `options` say otherwise, its input is empty, and it has a session of its own: this process handles Ctrl-C, and a
+    time-out ends the children too. Raises CommandMissing."""
     find(argv[0])
     text = quote(argv)
     _log.debug("$ %s", text if len(text) <= _LOGGED_CHARACTERS else f"{text[:_LOGGED_CHARACTERS]} ...")
     variables = {**os.environ, **env} if env else None
-    return subprocess.Popen(
-        list(argv), env=variables, **{"stdin": subprocess.DEVNULL, "start_new_session": True, **options}
-    )
+    return {"env": variables, "stdin": subprocess.DEVNULL, "start_new_session": True, **options}
 
 
 def _log_end(argv: Sequence[str], returncode: int, begun: float) -> None:

@@ -59,7 +59,7 @@ def test_a_child_that_ignores_the_polite_signal_is_killed(tmp_path: Path, monkey
 def test_a_spawned_process_outlives_its_parent(tmp_path: Path) -> None:
     log = tmp_path / "log"
     spawn = f"shell.spawn(['sh', '-c', 'sleep 1; echo done'], log=Path({str(log)!r}))"
-    code = f"from pathlib import Path; from launcher import shell; print({spawn})"
+    code = f"from pathlib import Path; from launcher import shell; print({spawn}.pid)"
     parent = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     pid = int(parent.stdout)
     assert alive(pid)
