@@ -192,6 +192,8 @@ class SimulatedSnapshot:
 class SimulatedBackend(PlainBackend):
     """A training.backends.protocol.Backend over the state above, with slow steps."""
 
+    in_flight = 0  # the plan's, when it is open
+
     def __init__(self, host: Host) -> None:
         self._host, self._world = host, host.group.world
         self.devices, self.in_flight = host.group.size, self._world.plan.in_flight
