@@ -1,7 +1,5 @@
 """The POSIX scripts that run inside the containers of a run, the same with every provider: text for `sh -c`."""
 
-from __future__ import annotations
-
 from training.telemetry.progress_line import ProgressLine, parse
 
 READ_PROGRESS = """\

@@ -9,8 +9,6 @@ Source: Google's price list (cloud.google.com/tpu/pricing) as SkyPilot's catalog
 dollars, without taxes.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from launcher.config import Config

@@ -5,8 +5,6 @@ case. Its id is that of a run, so no run starts beside it; and it does not start
 follows it are pure.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ Every such error is a `LaunchError`, whose message says what happened, where, an
 and exits with its code; a traceback that reaches a user is a bug.
 """
 
-from __future__ import annotations
-
 import enum
 import errno
 

@@ -6,8 +6,6 @@ by shares of it that runs reached: measured ones, of attempts in this folder on 
 published ones. Emulated runs have a folder of their own, so their shares concern emulated runs only.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

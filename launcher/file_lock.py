@@ -4,8 +4,6 @@ NFS turns flock into locks of byte ranges (flock(2)): an exclusive one needs a d
 shared one a descriptor that is open for reading. So every file is opened for both. A file system may have no locks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import functools

@@ -1,7 +1,5 @@
 """The result of a check, the same for `doctor` and `doctor --devices`."""
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Iterable
 from dataclasses import dataclass

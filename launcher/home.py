@@ -4,8 +4,6 @@ $TPU_LAUNCH_SUBFOLDER names a folder in it with separate state: emulated slices 
 that no command takes them for Google's. Only its owner can enter it (0700): run folders hold logs and configurations.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import threading

@@ -4,8 +4,6 @@ A wheel has `launcher/commit.txt` (written by setup.py), and examples and images
 checkout has them itself.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import shutil
 from pathlib import Path

@@ -8,8 +8,6 @@ A line is delivered when it has ended, or its container has: what is delivered n
 LINE_BYTES of the log have followed its beginning, a line is cut, CUT says so at its end, and the rest is left out.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field

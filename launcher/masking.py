@@ -5,8 +5,6 @@ text), in hexadecimal, and line by line. A short value (`1`, `info`) also occurs
 it is masked only as a separate word, below `_WORD` only after its variable's name.
 """
 
-from __future__ import annotations
-
 import base64
 import html
 import json

@@ -3,8 +3,6 @@
 Labels hold only a hash of the account, because all members of a project can see them.
 """
 
-from __future__ import annotations
-
 import getpass
 import hashlib
 import os

@@ -4,8 +4,6 @@ The provider's own code makes the list: it works on a machine that records gclou
 that is removed. What only exists later (addresses, the image's digest, the run's id) stands as <name>.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 import tempfile

@@ -5,8 +5,6 @@ failure. A rehearsal has a home of its own (`.tpu-launch/rehearsal`), so that sl
 summary.json there holds the summary that is printed last.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -3,8 +3,6 @@
 `text` makes the file's content from answers; `write` loads it with the real checks before the file gets its name.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -5,8 +5,6 @@ Every command is logged at level DEBUG (`tpu-launch --verbose`), without its inp
 secrets.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

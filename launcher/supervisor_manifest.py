@@ -9,8 +9,6 @@ Cloud Run's 168 hours a task (https://docs.cloud.google.com/run/docs/configuring
 (https://cloud.google.com/container-optimized-os/docs/how-to/create-configure-instance).
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from dataclasses import dataclass

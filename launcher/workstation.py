@@ -6,8 +6,6 @@ own `Workstation` decides what time it is, which thread runs next, and what gclo
 part of it: they are real.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol

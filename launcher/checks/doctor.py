@@ -4,8 +4,6 @@ Changes nothing. A check returns findings and never raises: an error is a findin
 of them wait for gcloud.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -3,8 +3,6 @@
 Each check raises BadInput that says what is missing and what to do, before a slice costs anything.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

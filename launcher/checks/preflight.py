@@ -6,8 +6,6 @@ trainer's sections that shape the step, the manifests of the datasets and the to
 includes the trainer's code and the compiler. A damaged file counts as missing.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

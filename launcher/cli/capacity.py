@@ -1,7 +1,5 @@
 """Commands about what may be rented: `capacity`, `estimate`."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 
 import click

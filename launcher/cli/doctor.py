@@ -1,7 +1,5 @@
 """`tpu-launch doctor`: shows what a run needs and lacks."""
 
-from __future__ import annotations
-
 import sys
 
 import click

@@ -1,7 +1,5 @@
 """Commands that need no Google Cloud: `emulator start|stop|status|inject`, and `rehearsal`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

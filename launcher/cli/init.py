@@ -1,7 +1,5 @@
 """Commands that set up a workstation: `init` writes a first file, `completion` prints a shell's completion script."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Commands on a live run: `exec`, `explain`, `notebook`, `profile` and `top`."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import shlex

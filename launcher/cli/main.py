@@ -5,8 +5,6 @@ Every command takes `-f FILE`, `--set key=value` and `--emulated`. An error is o
 (launcher.errors.Exit).
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import stat

@@ -1,7 +1,5 @@
 """Commands that prepare a run and start nothing on hosts: `plan`, `preflight`, `manifest`, `local`, `image base`."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import asdict
 

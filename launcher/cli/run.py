@@ -1,7 +1,5 @@
 """Commands on a run: `run`, `stop`, `status`, `logs`, `events`."""
 
-from __future__ import annotations
-
 import functools
 import sys
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """Commands on slices: `up`, `down`, and over all slices of a project `list` and `gc`."""
 
-from __future__ import annotations
-
 import math
 import sys
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`tpu-launch ssh` and `tpu-launch tunnel`: one gcloud session that belongs to the terminal."""
 
-from __future__ import annotations
-
 import contextlib
 import secrets
 import shlex

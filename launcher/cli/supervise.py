@@ -1,7 +1,5 @@
 """Commands on the runs of a bucket's folder: `supervise`, and `list gs://bucket/runs`."""
 
-from __future__ import annotations
-
 import os
 import sys
 import tempfile

@@ -4,8 +4,6 @@ Standard output carries what a script may want (log lines, JSON); everything the
 to standard error. Texts may hold words of hosts: none is read as markup, and no control character reaches a terminal.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import re

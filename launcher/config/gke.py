@@ -1,7 +1,5 @@
 """`gke`: the cluster, for runs on Google Kubernetes Engine."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from pydantic import Field

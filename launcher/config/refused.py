@@ -1,8 +1,6 @@
 """Refuses values of a run's file whose types are right: secrets that would stay visible, empty texts, and texts that
 would fail only later."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any

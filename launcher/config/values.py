@@ -1,7 +1,5 @@
 """Types of single values: names, zones, labels and variables, each with the message for an invalid value."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from typing import Annotated, TypeVar

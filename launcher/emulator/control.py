@@ -6,8 +6,6 @@ What can fail half-way: a start or a server may be killed. `start` is idempotent
 and the id is a function of the home directory.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -4,8 +4,6 @@ occurrence in the same change of the state.
 Pure functions over the state. Faults that kill or disconnect hosts only mark them; vm/hosts.py acts on the containers.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from launcher.emulator.api import catalogue

@@ -8,8 +8,6 @@ What can fail half-way: when a client disconnects in the middle of a body, `Body
 and no response is sent.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import json

@@ -6,8 +6,6 @@ What can fail half-way: every step is idempotent, so a server that was killed ru
 operation's end and the node's new state are one change of the state (api.nodes.finish_operation).
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

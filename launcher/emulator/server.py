@@ -6,8 +6,6 @@ agent), and on the listeners that hosts hand over. It holds a lock on HOME/lock 
 moment.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

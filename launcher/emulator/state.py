@@ -8,8 +8,6 @@ What can fail half-way: the file is written under a temporary name, synced, then
 finds either the old or the new state. Pending operations are idempotent (operations.py).
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib

@@ -4,8 +4,6 @@ gcloud retries what passes within seconds, and a creation costs money: a call is
 the same node is under way (`Busy`). What waits for minutes or hours is repeated through `retry.Retry`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from launcher import shell

@@ -3,8 +3,6 @@
 No other module interprets gcloud's English.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

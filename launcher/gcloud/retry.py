@@ -4,8 +4,6 @@ gcloud retries what passes within seconds; this policy serves what waits for min
 a network ends nothing. tenacity and google.api_core.retry know neither our errors nor the clock of a simulation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TypeVar
 

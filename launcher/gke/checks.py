@@ -1,7 +1,5 @@
 """Refuses configurations that GKE can't run, before anything is created. Pure; every error names file:line."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from itertools import chain

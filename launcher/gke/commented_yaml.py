@@ -5,8 +5,6 @@ and booleans. Every YAML reader gets the same values: YAML 1.1 and 1.2 differ in
 date or null, so a string that is not plainly a word or a path is quoted.
 """
 
-from __future__ import annotations
-
 import io
 import re
 import textwrap

@@ -4,8 +4,6 @@ With `Restarts.BY_CLUSTER`, their rules decide which ends lead to a restart. The
 (training.errors), and restart all hosts of a slice together.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from launcher.config import Config

@@ -3,8 +3,6 @@
 The patterns in `_MEANINGS` match messages of kubectl 1.32 and of API servers; the more specific ones come first.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ look up the image.
 `render` makes the manifest for users who use kubectl alone: the cluster restarts its run.
 """
 
-from __future__ import annotations
-
 import base64
 import re
 from typing import Any

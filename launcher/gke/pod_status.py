@@ -1,7 +1,5 @@
 """Parses pods and their logs, as the Kubernetes API gives them, into the provider's terms. Pure."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Sizes, hosts and chips come from the accelerator table alone.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from launcher.config import Config

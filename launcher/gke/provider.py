@@ -5,8 +5,6 @@ one `slice.name` run, one run at a time. tpu-launch decides about restarts itsel
 (workload.Restarts.BY_LAUNCHER), and ended pods stay until their logs are fetched.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence

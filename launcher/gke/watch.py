@@ -6,8 +6,6 @@ another follows the log of each pod that is being deleted. Listing the pods ever
 missed, and a cluster that does not answer.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace

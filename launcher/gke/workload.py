@@ -1,7 +1,5 @@
 """Names, labels, nodes and ports of a run on Kubernetes, shared by the templates and the provider. Pure."""
 
-from __future__ import annotations
-
 import enum
 import re
 from collections.abc import Mapping

@@ -7,8 +7,6 @@ If a push breaks off, layers without a manifest have no effect, and the next cal
 its tag is written last.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass

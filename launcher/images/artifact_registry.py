@@ -3,8 +3,6 @@
 Only its creation is requested: who may read it follows from the project. Calls may be repeated.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

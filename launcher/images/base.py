@@ -4,8 +4,6 @@ Its tag is a hash of the Dockerfile, the lock files and the build arguments, so 
 It is made once, with an engine or by Cloud Build.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Callable

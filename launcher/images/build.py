@@ -4,8 +4,6 @@ A build that breaks off leaves no tag, a push no record, and the next call repea
 image take turns (a lock on its log).
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -7,8 +7,6 @@ Secrets and files of this machine alone (`LEFT_OUT`) never leave a user's folder
 overlay.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import os

@@ -4,8 +4,6 @@ A machine may have several docker clients. Ours must build with BuildKit, whose 
 credentials and caches out of image layers: clients before 23 have it built in, later ones need the buildx plug-in.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

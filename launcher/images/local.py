@@ -2,8 +2,6 @@
 a command in it on the CPU (`tpu-launch local`).
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence

@@ -11,8 +11,6 @@ folder there. It is written when `run` made the image or found it made, from the
 Without it (an image of another machine, another folder), or when it is damaged, every file counts as changed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import hashlib

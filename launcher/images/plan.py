@@ -9,8 +9,6 @@ no record, a damaged one, or one of another engine (an emulated slice's engine p
 same name), and when the registry does not confirm that it has the image (users and cleanup policies delete images).
 """
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import dataclass, replace

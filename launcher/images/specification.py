@@ -5,8 +5,6 @@ when nothing changed, nothing is built and nothing is pushed. A CA bundle does n
 secret and enters no layer. Pure, apart from reading files.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

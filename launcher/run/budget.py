@@ -5,8 +5,6 @@ unless the slice was preempted or deleted before. A slice that is taken counts u
 end. The price is recorded when the attempt begins: the sum does not change with the file or the table of prices.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from launcher import costs

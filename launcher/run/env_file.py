@@ -4,8 +4,6 @@ python-dotenv parses the lines: comments, `export `, quotes. Variables are not e
 is not changed: PATH in such a file is for the command alone.
 """
 
-from __future__ import annotations
-
 import io
 import re
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ An event is one JSON object: `time`, `event` (the kind's name), then the fields 
 ledgers are kept.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar

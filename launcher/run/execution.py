@@ -1,8 +1,6 @@
 """Commands in the live containers of a run: `exec`, `explain`, and Jupyter for `notebook`. They change nothing of the
 run."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Callable, Iterator, Sequence

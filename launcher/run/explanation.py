@@ -3,8 +3,6 @@
 Finds a host that went silent for TensorFlow, whose own limit (10 s) is shorter than that of a stall.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace

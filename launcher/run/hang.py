@@ -5,8 +5,6 @@ elsewhere is the cause. Checks, in this order: a host short of memory or without
 or stuck; Python's lock; another program; another place; another step; the same place on all hosts.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ A run is found by its folder and by the labels of its containers, so each comman
 point: a start that finds its containers running attaches to them.
 """
 
-from __future__ import annotations
-
 import contextlib
 from dataclasses import dataclass, replace
 from pathlib import Path

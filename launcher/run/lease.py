@@ -8,8 +8,6 @@ A holder that finds that it has lost the lease exits at once, as if it were kill
 holder continues from the ledger. While the lease can't be renewed, it decides nothing (`Ledger.confirm`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Callable, Iterator

@@ -21,8 +21,6 @@ event ends it first. A run.json that is empty or damaged (power loss) is no run.
 files are 0600, all folders 0700.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

@@ -16,8 +16,6 @@ lines after the last delivered one are new. Lines are lost only if no observatio
 Partial failures: a crash can leave a last line without its end; it is cut off, and delivered again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections import Counter

@@ -4,8 +4,6 @@
 which makes the slice READY and starts the attempt, until one succeeds or `recovery.decide_round` gives up.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Sequence
 

@@ -6,8 +6,6 @@ memory, kernel messages and TPU logs. Values of the run's secrets are masked, as
 (`launcher.masking`). The archive is written under a temporary name and renamed.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import tarfile

@@ -1,7 +1,5 @@
 """Collects the progress that the hosts of one attempt tell, keeps it for `status` and `top`, and records stragglers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 from launcher.run import events

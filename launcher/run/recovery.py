@@ -11,8 +11,6 @@ one runs on all hosts is one recovery, in rounds: make the slice READY, start th
 and no budget (`decide_round`).
 """
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass

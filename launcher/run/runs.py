@@ -1,7 +1,5 @@
 """Runs of the launcher's folder: finding one, and choosing the run that a `tpu-launch run` starts or resumes."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Callable

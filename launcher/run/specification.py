@@ -11,8 +11,6 @@ Partial failures: each file is written under a temporary name and renamed, the a
 names it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Parses what `container_scripts.DUMP_STACKS` prints, and tells what a thread of a training program waits for. Pure."""
 
-from __future__ import annotations
-
 import enum
 import re
 from collections.abc import Iterator, Mapping, Sequence

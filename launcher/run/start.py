@@ -5,8 +5,6 @@ stop of the run counts until the containers run: it is checked before the attemp
 started on the hosts; after the start, supervision carries it out.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Sequence
 

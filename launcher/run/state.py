@@ -8,8 +8,6 @@
 Everything that has to know where a run stands asks for its `RunState`.
 """
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Reads a run without changing it: `status`, `logs` and `events`."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace

@@ -5,8 +5,6 @@ containers that still run, fetches the last lines and removes the containers. Su
 if its process is killed, the run goes on, and another process attaches to it.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager

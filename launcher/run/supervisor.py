@@ -5,8 +5,6 @@ Looks at the runs every few seconds, and starts a process for each whose lease h
 has its own.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Callable

@@ -4,8 +4,6 @@ Each look asks the API and every host once, as `status` does, and reads the line
 last look. `render` and `plot` are pure.
 """
 
-from __future__ import annotations
-
 import math
 import textwrap
 from collections.abc import Mapping, Sequence

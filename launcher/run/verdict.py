@@ -15,8 +15,6 @@ Before a failure is judged, every other host must have been looked at once more 
 seconds at most: SETTLING.
 """
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ The record of requests (requests.py) says what may exist; a race (race.py) asks 
 slice.candidates, `create` is that of `creation`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from launcher.config import Config

@@ -5,8 +5,6 @@ codes, and ssh's 255 makes gcloud run the whole command again. So commands addre
 command returns 255.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from launcher.config import Config

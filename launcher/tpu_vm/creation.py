@@ -8,8 +8,6 @@ for a creation, because its message says why it failed; after that, or when the 
 until it is READY.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from launcher import costs, shell

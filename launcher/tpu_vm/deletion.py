@@ -3,8 +3,6 @@
 Nothing is deleted without our labels (ownership.py), nor a slice that was recreated since it was described.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from launcher import costs

@@ -4,8 +4,6 @@ A script reports on one line a host, `tpu-launch <worker> <word> <detail>`, mixe
 gcloud. `observe.sh` prints a container's state and log instead, and runs on one host at a time.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping

@@ -3,8 +3,6 @@
 Pure: an attempt in, the text of a remote command out.
 """
 
-from __future__ import annotations
-
 import base64
 import math
 import re

@@ -6,8 +6,6 @@ slice by now, or to the same one with a later expiry. Between that description a
 (about a second); the API has no condition on a deletion.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace

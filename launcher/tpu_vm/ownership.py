@@ -9,8 +9,6 @@
 Without these labels nothing is used or deleted, unless the command says `--any-owner`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from launcher.config import Config

@@ -5,8 +5,6 @@ One `gcloud ... ssh --worker=all` creates and starts the containers of all hosts
 connections that stay open, and gcloud where those can't be opened.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 from collections.abc import Callable, Sequence

@@ -6,8 +6,6 @@ request that is SUSPENDED or FAILED never recovers and keeps its quota: it is de
 there is time.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -7,8 +7,6 @@ interrupted withdraws its requests; one that is killed leaves them in the record
 takes one that was granted meanwhile and withdraws the others.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace

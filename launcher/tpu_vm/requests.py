@@ -12,8 +12,6 @@ Every file is created whole and once (in the bucket first, then as a link to a f
 command that was killed at any point leaves requests without an end, which the next command withdraws or uses (race.py).
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

@@ -9,8 +9,6 @@ Kept in the launcher's folder for later commands.
 A hint that is lost or cut short costs some calls and nothing else: `slices` looks for the other candidates as well.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -4,8 +4,6 @@
 come from a queued resource (queued.py) and may be in one of several zones (slice_hints.py).
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

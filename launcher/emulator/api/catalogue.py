@@ -5,8 +5,6 @@ users quote them (terraform-provider-google issues 21243 and 10222, marin 87 and
 was found, the words are ours and the code is Google's.
 """
 
-from __future__ import annotations
-
 import re
 import zlib
 from collections.abc import Mapping

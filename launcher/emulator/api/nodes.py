@@ -7,8 +7,6 @@ queued_resources.py has the API's other half.
 Reference: gcloud 528, generated_clients/apis/tpu/v2/tpu_v2_{client,messages}.py.
 """
 
-from __future__ import annotations
-
 import hashlib
 import ipaddress
 import itertools

@@ -14,8 +14,6 @@ are refused.
 What can fail half-way: nothing, because each step is one change of the state, which a killed server repeats.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

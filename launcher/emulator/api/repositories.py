@@ -1,7 +1,5 @@
 """The calls of Artifact Registry that `gcloud artifacts repositories describe|create` makes: functions of the state."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from launcher.emulator.api import catalogue

@@ -6,8 +6,6 @@ https://cloud.google.com/artifact-registry/docs/reference/docker-api: no uploads
 which docker sends, is taken.
 """
 
-from __future__ import annotations
-
 import json
 import re
 

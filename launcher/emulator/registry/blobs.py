@@ -10,8 +10,6 @@ Bytes get their name only when they are complete, and references are written aft
 stays as it is and can be continued.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

@@ -5,8 +5,6 @@ makes one of a file of 150 MiB and more), changes of an object's metadata, batch
 notifications, customer-supplied keys, the XML API.
 """
 
-from __future__ import annotations
-
 import base64
 import re
 from typing import Any

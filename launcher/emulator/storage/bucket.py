@@ -12,8 +12,6 @@ The generation is compared and the change is made under one lock for each bucket
 ifGenerationMatch=0 succeeds.
 """
 
-from __future__ import annotations
-
 import base64
 import bisect
 import contextlib

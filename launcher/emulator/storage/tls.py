@@ -8,8 +8,6 @@ machine's own ones, so TLS to other servers is not affected. The token comes fro
 TensorFlow reads whole objects by the XML API's paths (`GET /bucket/object`), and calls the JSON API otherwise.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import ssl

@@ -5,8 +5,6 @@ A resumable upload is `<bucket>/uploads/<id>.json` (the object's name, settings 
 that it became, which answers a repeated last chunk or status query.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """A client of the workstation's container engine: the part of the Docker Engine API that the emulator uses."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import socket

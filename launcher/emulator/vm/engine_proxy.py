@@ -4,8 +4,6 @@ Each request is rewritten (engine_view.py), checked against the emulated registr
 to the workstation's engine. A host sees its own containers, images that it pulled, and nothing else.
 """
 
-from __future__ import annotations
-
 import json
 import socket
 from collections.abc import Callable

@@ -5,8 +5,6 @@ sessions turn the connection into a stream; `forward` passes the bytes through u
 `forward` closes both connections and the engine keeps what it has done.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

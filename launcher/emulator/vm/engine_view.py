@@ -5,8 +5,6 @@ A host's containers run on the workstation's engine: their names begin with the 
 that says so. engine_proxy.py receives the requests; image_registry.py resolves the names of images.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import re

@@ -8,8 +8,6 @@ server's address on its loopback interface.
 Every function may be repeated.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ipaddress
 import logging

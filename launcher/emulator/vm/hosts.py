@@ -3,8 +3,6 @@
 The state lists the hosts and whether they are killed or disconnected; host_containers.py acts on their containers.
 """
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json

@@ -9,8 +9,6 @@ The engine reaches the registry at 127.0.0.1, where engines accept any certifica
 so that it stays in the engine's store until the emulator stops.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import json

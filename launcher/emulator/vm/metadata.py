@@ -4,8 +4,6 @@ Their format follows Google's documentation of the Compute Engine metadata serve
 JAX read on a TPU VM.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from typing import Any

@@ -5,8 +5,6 @@ for each version of that image into a volume of the engine, which containers mou
 run on a slice.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 

@@ -4,8 +4,6 @@ Credentials are neither stored nor logged. Credential helpers speak docker's pro
 (https://github.com/docker/docker-credential-helpers): the registry on standard input, JSON on standard output.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import os

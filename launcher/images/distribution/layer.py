@@ -5,8 +5,6 @@ Names are sorted, owners are root, times are 0, and modes are those of a build's
 so that a changed line does not send it again.
 """
 
-from __future__ import annotations
-
 import functools
 import gzip
 import hashlib

@@ -3,8 +3,6 @@
 OCI's types and docker's (version 2, schema 2) are both supported; an extended image keeps the types of its base.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Names of images in a registry: HOST/PATH[:TAG][@DIGEST]."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

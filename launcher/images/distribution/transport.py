@@ -5,8 +5,6 @@ environment (https_proxy, no_proxy). TPU_LAUNCH_REGISTRY_ADDRESS=HOST:PORT repla
 must still present its own certificate: for a tunnel, or an emulated slice's registry.
 """
 
-from __future__ import annotations
-
 import os
 import ssl
 import traceback

@@ -11,8 +11,6 @@ Rules for the scripts:
 - secrets and data come by standard input, never as parameters: arguments are visible to every process of a host.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 import shlex

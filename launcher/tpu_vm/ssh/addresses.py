@@ -5,8 +5,6 @@ gcloud calls. It is a hint: host keys are checked in any case, and gcloud is ask
 there (connections.py). A file that is cut short, or of another zone, type or network path, counts as missing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import itertools

@@ -5,8 +5,6 @@ Addresses kept by an earlier command are a hint. When hosts do not answer there,
 addresses; when the slice was recreated, the hint is dropped. Locks are never held while waiting for gcloud or a host.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """A pool of ssh connections that stay open, one a host. An unreachable host is a result, not an exception."""
 
-from __future__ import annotations
-
 import contextlib
 import shlex
 from collections.abc import Callable, Sequence
