@@ -101,8 +101,6 @@ class Body:
 
 @dataclass
 class HttpRequest:
-    """One HTTP request."""
-
     method: str
     path: str  # still percent-encoded: an object's name may hold an encoded slash
     query: dict[str, str]  # decoded; of a repeated name the last value
@@ -167,7 +165,8 @@ Handler = Callable[[HttpRequest], HttpResponse]
 
 
 def serve_http(connection: socket.socket, handler: Handler) -> None:
-    """Answers the requests of one connection until it ends. Blocks."""
+    """Answers the requests of one connection, with 500 where `handler` raises; returns when the client closes it or is
+    silent for _IDLE_SECONDS. Leaves the connection open."""
     connection.setblocking(True)
     with contextlib.suppress(OSError):  # a unix socket has no such option
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -131,7 +131,7 @@ def _booted(host: Host) -> bool:
 
 
 def _describe_missing(node: Node) -> str:
-    """Returns which hosts did not boot within BOOT_TIMEOUT; "" if all did."""
+    """Returns an error message that names the hosts which have not booted by now; "" if all have."""
     missing = [host for host in node.hosts if not _booted(host)]
     if not missing:
         return ""

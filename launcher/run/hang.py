@@ -167,7 +167,7 @@ def _others(hosts: Mapping[int, _HostLook], odd: Sequence[int], lines: Mapping[i
 
 
 def _look(first: HostStacks, second: HostStacks, line: ProgressLine | None) -> _HostLook:
-    """Returns where one host is, from two samples and its newest line; short of memory, that is its kind."""
+    """Returns the state of one host, from two samples and its newest line; its kind is "memory" if memory is short."""
     second = merge_samples(first, second)
     look = _look_at_processes(first, second)
     memory = second.memory

@@ -50,8 +50,9 @@ class RunRequest:
 
 
 def read_extras(request: RunRequest, context: Context) -> tuple[env_file.EnvFile | None, Overlay | None]:
-    """Reads the env file and packs the overlay, or for --sync the changed files, which it names to the user; None for
-    what is not asked for. Raises BadInput if the env file, the overlay or the folder can't be used."""
+    """Reads the env file and packs the overlay, or the changed files of --sync; None for each that is not asked for.
+    Tells the user which files are left out because they hold credentials, and which --sync found changed or removed.
+    Raises BadInput if the env file, the overlay or the folder can't be used."""
     config, say = request.config, context.output.say
     variables = env_file.read(request.env_file) if request.env_file is not None else None
     if option := request.sync or request.overlay:

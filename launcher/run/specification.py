@@ -151,8 +151,8 @@ def make_attempt(
 
 
 def hash_configuration(config: Config) -> str:
-    """Returns the configuration hash, which is equal for starts of one run: of the trainer's sections without the
-    backend and train.mesh, and of the command; not of where the run is."""
+    """Returns the configuration hash: of the command and the trainer's sections, without the backend and train.mesh. It
+    is equal for all starts of one run, on any slice."""
     sections = config.document.value
     trainer = {key: sections[key] for key in TRAINER_SECTIONS if key in sections and key != "backend"}
     if "train" in trainer:

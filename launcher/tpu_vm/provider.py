@@ -238,13 +238,13 @@ class TpuVm:
         return addresses or self._connections.internal_addresses()
 
     def _wait_for_hosts(self, machine: Workstation) -> None:
-        """Waits until every host answers over ssh and its engine is up. gcloud uploads the ssh key and learns the host
-        keys on the way.
+        """Waits until every host answers over ssh and its engine is up; tells the user which do not yet. gcloud uploads
+        the ssh key and learns the host keys on the way.
 
         Raises:
             HostsUnreachable: A host does not answer after five minutes.
             PermissionDenied: The user may not use a host's engine.
-            Preempted, Conflict: The slice was taken away, or deleted, meanwhile.
+            Preempted, Conflict, LaunchError: The slice was taken away or deleted meanwhile, or can't be described.
         """
         clock, name = machine.clock, self.config.slice.name
         deadline = clock.monotonic() + _FIRST_CONTACT_SECONDS

@@ -32,7 +32,7 @@ def allocate(size: int) -> memoryview:
 
 
 def fault_in(view: memoryview) -> None:
-    """Creates the pages of an allocation; on kernels without support, the first copy creates them."""
+    """Creates the pages of a view from `allocate`; on kernels without support, the first copy creates them."""
     pages = view.obj
     assert isinstance(pages, mmap.mmap)
     for start in range(0, len(pages), _CHUNK):

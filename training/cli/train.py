@@ -72,8 +72,8 @@ def train(began: float | None, config: str, overrides: tuple[str, ...], run_id: 
 @step_option
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, with the confusion matrix of a classifier.")
 def evaluate(model: str, config: str, overrides: tuple[str, ...], step: int | None, as_json: bool) -> None:
-    """Evaluate MODEL, a run's folder or a model folder that `export` wrote, on the whole evaluation set. On a slice,
-    run it on every host.
+    """Evaluate MODEL, a run's folder, a model folder or a name on the Hub, on the whole evaluation set. On a slice, run
+    it on every host.
 
     \b
     tpu-train evaluate runs/local -c run.yaml --step 500

@@ -186,7 +186,7 @@ class ClientHandshake:
         self._nonces: tuple[str, str] | None = None
 
     def answer_challenge(self, line: bytes | bytearray) -> bytes:
-        """Returns the hello that answers host 0's first line. Raises Malformed if that is no challenge."""
+        """Returns the hello for host 0's challenge, kept for `check_answer`. Raises Malformed for any other line."""
         _, message = decode(line, CHALLENGE)
         self._nonces = (message["challenge"], self._nonce)
         identity = self._own.identity

@@ -92,7 +92,7 @@ class GuardedTracker:
         self._service.close(failed)
 
     def _try(self, function: Callable[[], None]) -> None:
-        """Calls `function`. An error begins a pause of `PAUSE_SECONDS`; the first of successive errors is a warning."""
+        """Calls `function` and catches its error, which begins a pause of `flush`; warns of the first in succession."""
         try:
             function()
         except Exception as error:  # the service's package may raise anything

@@ -258,8 +258,8 @@ class EngineProxy:
                     raise EngineRefusal(404, f"No such image: {name}")
 
     def _image_id(self, name: str, *, only_pushed: bool) -> str:
-        """Returns the image id for a registry's name, and any other name unchanged. With `only_pushed`, raises
-        EngineRefusal for a name that was not pushed."""
+        """Returns the image id for a registry's name (without `only_pushed`, for one with a digest), and any other name
+        unchanged. With `only_pushed`, raises EngineRefusal for a registry's name that was not pushed."""
         if not image_registry.is_registry(name):
             return name
         with self._store.read() as state:
@@ -270,7 +270,7 @@ class EngineProxy:
         return image if image is not None and (only_pushed or "@" in name) else name
 
     def _inspect_image(self, request: EngineRequest, name: str, *, only_pushed: bool) -> None:
-        """Replies with the inspection of an image, with the digests under which it was pushed."""
+        """Replies with an image's inspection and its pushes' digests. Resolves and refuses `name` as `_image_id`."""
         image = self._image_id(name, only_pushed=only_pushed)
         with self._store.read() as state:
             pushed = {repository: dict(versions) for repository, versions in state.pushed.items()}

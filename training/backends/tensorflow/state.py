@@ -41,7 +41,7 @@ class TensorFlowState:
         return Snapshot()
 
     def load(self, tensors: Mapping[str, tuple[TensorSpec, memoryview]]) -> None:
-        """Sets variables to copies of tensors. Raises Damaged for a tensor of another name, type or shape."""
+        """Sets the named variables, no others, to copies. Raises Damaged for an unknown name, another type or shape."""
         variables, specs = self.variables(), self.tensor_specs()
         for name, (spec, _) in tensors.items():
             if specs.get(name) != spec:

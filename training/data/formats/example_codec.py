@@ -45,7 +45,7 @@ def encode(features: Mapping[str, Feature]) -> bytes:
 
 
 def decode(data: bytes) -> dict[str, Decoded]:
-    """Decodes the features of an Example. Raises NotAnExample."""
+    """Decodes the features of an Example: name -> values, [] for floats or no list. Raises NotAnExample."""
     entries = [
         entry
         for number, wire, features, _ in read_fields(data)
@@ -104,7 +104,7 @@ def _entry(data: bytes) -> tuple[str, Decoded]:
 
 
 def _feature(data: bytes) -> Decoded | None:
-    """Decodes the values of a Feature message; None if it has no list."""
+    """Decodes the values of a Feature message; None if it has no list of bytes or integers."""
     value: Decoded | None = None
     for kind, wire, content, _ in read_fields(data):
         if wire != _LENGTH:
@@ -146,7 +146,7 @@ def read_fields(data: bytes) -> list[tuple[int, int, bytes, int]]:
 
 
 def _varint(data: bytes, start: int) -> tuple[int, int]:
-    """Decodes the varint at `start`. Returns it and the position after it."""
+    """Decodes the varint at `start`. Returns it and the position after it. Raises NotAnExample if it does not end."""
     value = 0
     for place, byte in enumerate(data[start : start + 10]):
         value |= (byte & 127) << (7 * place)

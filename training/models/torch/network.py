@@ -267,9 +267,9 @@ def _one_line_errors(place: str) -> Iterator[None]:
 
 
 def _try_out(network: Any, place: str, needs: ModelRequirements) -> None:
-    """Runs a network of an unknown family on one short row, and decides whether `apply_head` gives its masked-LM head's
-    result: if not, the head is computed at all positions. Raises BadInput if it fails, or a decoder does not keep
-    documents of a packed row apart."""
+    """Runs a network of an unknown family on one short row, and leaves it in evaluation mode. Sets `applies_whole_head`
+    of a masked-LM network: whether `apply_head` gives another result than its own head. Raises BadInput if the network
+    fails, or if a decoder does not keep documents of a packed row apart."""
     ids = torch.arange(min(16, needs.sequence_length)).unsqueeze(0)  # (1, tokens)
     mask = torch.ones_like(ids)
     network.eval()
