@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from training.batch import Signals, StepResult
 from training.config import Model
 from training.errors import BadInput
-from training.models.hugging_face import build_model_config, read_labels
+from training.models.hugging_face import build_model_config, read_labels, usable_positions
 from training.registry import TASKS
 from training.tasks.classification.task import accuracy, check_labels, weighted_f1
 
@@ -68,6 +68,11 @@ def test_a_label_outside_the_range_is_named_with_its_record(label: int) -> None:
         BadInput, match=rf"gs://b/train: record 12 has label {label}, and the dataset has 3 labels, 0 to 2"
     ):
         check_labels("gs://b/train", np.array([0, label, 2], np.int32), np.array([11, 12, 13]), 3)
+
+
+@pytest.mark.parametrize(("family", "tokens"), [("bert", 514), ("roberta", 512), ("xlm-roberta", 512)])
+def test_a_text_is_cut_where_the_familys_positions_end(family: str, tokens: int) -> None:
+    assert usable_positions(family, 514, 1) == tokens
 
 
 def test_a_classifiers_config_names_its_labels_in_order() -> None:

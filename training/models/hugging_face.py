@@ -145,10 +145,14 @@ def _named_config(model: Model, vocabulary: int, pad: int, dropout: float | None
     return {"model_type": "bert", "architectures": ["BertForMaskedLM"], **common, **own}
 
 
+def usable_positions(family: str, positions: int | None, pad: int) -> int | None:
+    """Returns how many tokens a row of a network can have; None for any number."""
+    return positions and positions - (pad + 1 if family in POSITIONS_AFTER_PAD else 0)
+
+
 def require_positions(family: str, positions: int | None, pad: int, length: int) -> None:
     """Raises BadInput unless a network has a position for each token of a row. `positions`: None for any number."""
-    left = positions and positions - (pad + 1 if family in POSITIONS_AFTER_PAD else 0)
-    if left and length > left:
+    if (left := usable_positions(family, positions, pad)) and length > left:
         raise BadInput(
             f"the dataset's rows have {length} tokens, but the model has only {left} positions; set "
             "model.max_positions, or make shorter rows"

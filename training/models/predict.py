@@ -8,7 +8,7 @@ from typing import Any
 
 from training import storage
 from training.errors import BadInput
-from training.models.hugging_face import WEIGHTS, local_copy, read_config
+from training.models.hugging_face import WEIGHTS, local_copy, read_config, usable_positions
 from training.registry import BACKENDS, TASKS, load, task_of_model
 
 
@@ -64,10 +64,8 @@ def classify(folder: str, text: str, top: int, pair: str | None = None) -> list[
     _require_model(folder)
     with local_copy(folder) as local_folder:
         classifier = open_pipeline("text-classification", local_folder)
-        configuration = classifier.model.config
-        # RoBERTa counts positions from pad + 1.
-        unused = configuration.pad_token_id + 1 if configuration.model_type == "roberta" else 0
-        length = configuration.max_position_embeddings - unused
+        network = classifier.model.config
+        length = usable_positions(network.model_type, network.max_position_embeddings, network.pad_token_id)
         given = text if pair is None else {"text": text, "text_pair": pair}
         answers = classifier(given, top_k=top, truncation=True, max_length=length)
         return [ClassPrediction(answer["score"], answer["label"]) for answer in answers]
