@@ -121,6 +121,12 @@ def test_there_is_a_cache_only_on_tpus_and_where_a_folder_is_named(tmp_path: Pat
     assert not said
 
 
+def test_a_module_has_one_key_in_whatever_order_its_hints_are_written() -> None:
+    x, y, other = (b"\n\x0f\n\x06grad_%s\x12\x05false" % name for name in (b"x", b"y", b"z"))
+    assert pjrt.sort_hints(b"a" + y + x + b"b" + other + x + y) == b"a" + x + y + b"b" + other + x + y
+    assert pjrt.sort_hints(y + other + x) == y + other + x
+
+
 @pytest.mark.parametrize(
     ("library", "reason"),
     [(None, "does not say where"), ("/nowhere/libtpu.so", "/nowhere/libtpu.so"), ("libc.so.6", "GetPjrtApi")],
