@@ -38,9 +38,10 @@ def test_generations_rise_and_a_replaced_one_is_gone(bucket: Any) -> None:
     refused(NotFound, bucket.blob("x").delete)
 
 
-def test_a_generation_that_is_no_number_is_refused(storage: Any, bucket: Any) -> None:
-    url = f"{storage.url}/storage/v1/b/{bucket.name}/o/x"
-    assert requests.get(url, params={"ifGenerationMatch": "x"}, timeout=10).status_code == 400
+@pytest.mark.parametrize("given", ["ifGenerationMatch=x", "ifGenerationNotMatch=0", "startOffset=b"])
+def test_a_condition_that_can_not_be_kept_is_refused(storage: Any, bucket: Any, given: str) -> None:
+    url = f"{storage.url}/storage/v1/b/{bucket.name}/o/x?{given}"
+    assert requests.get(url, timeout=10).status_code == 400
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,8 @@ from launcher.emulator.http_server import FileRegion, HttpRequest, HttpResponse,
 from launcher.emulator.storage.bucket import Bucket, Buckets, StorageApiError, StoredObject, require_generation
 from launcher.emulator.storage.uploads import EXPECTED, Uploads, integer
 
+# Conditions and bounds of Cloud Storage that are refused: ignored, they would delete or list too much.
+_NOT_EMULATED = {"endOffset", "ifGenerationNotMatch", "ifSourceGenerationNotMatch", "startOffset"}
 _PREFIXES = {"storage": 2, "upload": 3, "download": 3, "resumable": 4}  # how many parts of the path come before "b"
 
 
@@ -34,6 +36,8 @@ class StorageApi:
             return error_response(StorageApiError(400, "invalid", f"Invalid request: {error!r}"))
 
     def _answer(self, request: HttpRequest) -> HttpResponse:
+        if refused := request.query.keys() & _NOT_EMULATED:
+            raise StorageApiError(400, "invalid", f"not emulated: {', '.join(sorted(refused))}")
         base = _base(request)
         parts = request.segments
         kind = parts[0]

@@ -66,7 +66,8 @@ class Uploads:
         if not match:
             raise StorageApiError(400, "badContent", "Multipart body without a boundary.")
         boundary = b"--" + match[1].strip().strip("'").encode()
-        before, first, second, *after = [*request.body.read_all().split(boundary), b"", b"", b""]
+        whole = request.body.read_all(limit=1 << 30)
+        before, first, second, *after = [*whole.split(boundary), b"", b"", b""]
         if before.strip() or not after[0].startswith(b"--"):
             raise StorageApiError(400, "badContent", "Multipart body must have exactly two parts.")
         newline = b"\r\n" if first.startswith(b"\r\n") else b"\n"  # which gcloud ends lines with
