@@ -107,13 +107,13 @@ class OperationRunner:
                 self._booting.notify_all()
 
     def _delete(self, node: Node) -> None:
-        """Removes the hosts, when the node's creation has ended (at most BOOT_TIMEOUT later)."""
+        """Removes the hosts, when the node's creation or start has ended (at most BOOT_TIMEOUT later)."""
 
-        def is_creation(other: Operation) -> bool:
-            return other.verb == "create" and other.target == node.name and not other.done
+        def makes_hosts(other: Operation) -> bool:
+            return other.verb in ("create", "start") and other.target == node.name and not other.done
 
-        # A creation that was cancelled may still be making hosts.
-        self._store.wait(lambda state: not any(map(is_creation, state.operations.values())), BOOT_TIMEOUT)
+        # A creation or start that was cancelled may still be making hosts.
+        self._store.wait(lambda state: not any(map(makes_hosts, state.operations.values())), BOOT_TIMEOUT)
         self._for_each_host(node, self._containers.remove)
 
     def _for_each_host(self, node: Node, act: Callable[[Host], Any]) -> None:

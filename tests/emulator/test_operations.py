@@ -124,6 +124,17 @@ def test_a_single_host_stops_and_starts(running: Running) -> None:
     assert len(running.containers.hosts) == 1
 
 
+def test_a_node_deleted_while_it_starts_leaves_nothing(running: Running) -> None:
+    running.ended(running.call(running.api.create, acceleratorType="v4-8"))
+    running.ended(running.call(running.api.call, "POST", "nodes", "pod", verb="stop"))
+    running.containers.gate.clear()
+    running.call(running.api.call, "POST", "nodes", "pod", verb="start")
+    deletion = running.call(running.api.call, "DELETE", "nodes", "pod")
+    running.containers.gate.set()
+    running.ended(deletion)
+    assert not running.containers.hosts
+
+
 def test_a_stop_that_ends_during_a_deletion_does_not_undo_it(running: Running) -> None:
     running.ended(running.call(running.api.create, acceleratorType="v4-8"))
     stop = running.call(running.api.call, "POST", "nodes", "pod", verb="stop")
