@@ -119,7 +119,7 @@ def no_capacity(zone: str, wording: str = "capacity") -> dict[str, Any]:
 
 
 def preempt(node: Node) -> None:
-    """Marks a READY or STOPPED node as preempted. The caller stops its hosts."""
+    """Marks a node as preempted. The caller has checked its state, and stops its hosts."""
     node.resource["state"] = "PREEMPTED"
     node.resource.pop("health", None)
 

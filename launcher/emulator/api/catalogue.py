@@ -32,7 +32,12 @@ CODES = {
 CANCELLED, INVALID_ARGUMENT, NOT_FOUND, ALREADY_EXISTS, PERMISSION_DENIED, RESOURCE_EXHAUSTED = 1, 3, 5, 6, 7, 8
 FAILED_PRECONDITION, ABORTED, UNIMPLEMENTED, INTERNAL, UNAVAILABLE = 9, 10, 12, 13, 14
 
-ZONES = tuple(sorted({zone for slice_ in ACCELERATORS.values() for zone in slice_.zones(Api.CLOUD_TPU)}))
+# Zones without an accelerator of the table: there Cloud TPU refuses the accelerator type, not the zone.
+_OTHER_ZONES = {
+    "us-east1-b", "us-east1-c", "us-west1-a", "us-west1-b", "us-central1-f", "us-west4-b", "us-west4-c",
+    "europe-west1-b", "europe-west1-c", "asia-east1-a", "asia-east1-b",
+}  # fmt: skip
+ZONES = tuple(sorted({zone for slice_ in ACCELERATORS.values() for zone in slice_.zones(Api.CLOUD_TPU)} | _OTHER_ZONES))
 
 _NODE_NAME = re.compile(r"^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$")
 _LABEL_KEY = re.compile(r"^[\w-]{1,63}$")

@@ -88,6 +88,8 @@ def create_on_host(
     for key in ("VolumesFrom", "Links", "CgroupParent"):
         if host.get(key):
             raise EngineRefusal(400, f"HostConfig.{key} is not supported on an emulated TPU VM")
+    if (host.get("RestartPolicy") or {}).get("Name") in ("always", "unless-stopped"):
+        raise EngineRefusal(400, "a container that restarts with its host is not supported on an emulated TPU VM")
     host["Binds"] = [*shared_memory, *(_map_bind(text, bind, volume) for text in host.get("Binds") or [])]
     if tpu_volume is not None:
         host["Binds"].append(f"{tpu_volume}:{virtual_tpu.MOUNTED_AT}:ro")
@@ -252,6 +254,8 @@ def listing_query(query: dict[str, str], view: EngineView) -> tuple[dict[str, st
     except (ValueError, TypeError, AttributeError):
         raise EngineRefusal(400, f"invalid filters: {query['filters'][:100]}") from None
     names = filters.pop("name", [])
+    if names and int(query.get("limit") or 0) > 0:
+        raise EngineRefusal(400, "a limit together with a filter by name is not supported on an emulated TPU VM")
     filters["label"] = [*filters.get("label", []), *view.labels]
     return {**query, "filters": json.dumps(filters)}, names
 
