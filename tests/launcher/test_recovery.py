@@ -38,6 +38,12 @@ def test_a_lost_connection_between_hosts_does_not_end_a_run_whose_file_names_no_
     assert [decision.retry for decision in decisions] == [True, True, True, False]
 
 
+def test_failures_wait_at_most_five_minutes() -> None:
+    spent = [Retries(0, failures) for failures in (0, 6, 20)]
+    decisions = [decide(Verdict(Kind.FAILED), each, Retries(0, 99), stop_requested=False) for each in spent]
+    assert [decision.delay for decision in decisions] == [5.0, 300.0, 300.0]
+
+
 @given(st.lists(st.sampled_from(ENDED)), st.integers(0, 5), st.integers(0, 5))
 def test_no_history_starts_more_attempts_than_the_budgets_allow(
     kinds: list[Kind], preemptions: int, failures: int
