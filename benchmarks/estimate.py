@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.peers.rows import Row, finish, row
 from launcher.checks import preflight
 from launcher.config import load
+from launcher.home import write_private
 
 ROOT = Path(__file__).resolve().parent.parent
 FILE = str(ROOT / "examples" / "rehearsal.yaml")
@@ -136,7 +137,8 @@ def keep_answers(folder: Path) -> None:
         graph = {"graph": "training", "kind": "training", "rows": 256, "fits": True, "hash": name, "costs": costs}
         path = preflight._path(config.placed(candidate), folder / "home", name)
         assert path is not None
-        preflight._write(path, {"accelerator": name, "fits": True, "graphs": [graph], "max_batch": None, "lines": []})
+        result = {"accelerator": name, "fits": True, "graphs": [graph], "max_batch": None, "lines": []}
+        write_private(path, json.dumps({"format": preflight.FORMAT, "result": result}))
 
 
 def used() -> float:

@@ -9,6 +9,7 @@ import torch_xla.core.xla_model as xm
 
 from training.config import Model, Remat
 from training.models.hugging_face import ModelRequirements
+from training.models.torch.attention import Linear
 from training.models.torch.network import build, patch_modules
 
 NEEDS = ModelRequirements(vocabulary=100, pad=0, sequence_length=16)
@@ -34,3 +35,16 @@ def test_the_network_and_its_gradients_are_those_of_hugging_face(name: str, rema
         found.append([logits, *gradients])
     for theirs_value, ours_value in zip(*found, strict=True):
         torch.testing.assert_close(ours_value, theirs_value, rtol=1e-4, atol=1e-5)
+
+
+def test_linear_layers_under_autocast_are_those_of_torch() -> None:
+    theirs, ours = torch.nn.Linear(24, 12), Linear(24, 12)
+    ours.load_state_dict(theirs.state_dict())
+    found = []
+    for layer in (theirs, ours):
+        values = torch.linspace(-1, 1, 3 * 16 * 24).reshape(3, 16, 24).requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            result = layer(values)
+        found.append([result, *torch.autograd.grad(result.float().square().sum(), [values, *layer.parameters()])])
+    for expected, value in zip(*found, strict=True):
+        torch.testing.assert_close(value, expected, rtol=2e-2, atol=2e-2 * float(expected.abs().max()))

@@ -69,7 +69,7 @@ def make(out: Path, tokenizer: str, source: str, **changes: Any) -> tuple[Datase
     values = {"corpus": source, "task": "classification", "tokenizer": tokenizer, "out": str(out), **COLUMNS}
     options = {"sequence_length": LENGTH, "lengths": f"8,{LENGTH}", "evaluation_percent": 0.0, "splits": ("train",)}
     [result] = make_datasets(DatasetOptions(**{**values, **options, **changes}))
-    return open_dataset(result.url), result.note
+    return open_dataset(result.dataset.url), result.note
 
 
 def test_rows_are_those_of_transformers_tokenizer_and_the_loss_is_that_of_its_model(

@@ -132,7 +132,9 @@ def test_all_of_the_state_is_donated(folder: Path, evaluation: str) -> None:
     step = traced_step(folder, "donors", "v3-8", train__precision="bf16", **changes)
     assert step["donated_bytes"] == 3 * 4 * sum(small_runs_sizes(width=128))
     assert step["resident_bytes"] == 0, "nothing of the state waits beside a step"
-    assert step["overwritten"] == sorted(step["overwritten"]), "outputs have the order of the buffers they replace"
+    assert step["overwritten"] == sorted(step["overwritten"]) != [], (
+        "outputs have the order of the buffers they replace"
+    )
     assert step["sums_over_two_axes"] == 2 * 4, "of gradients of query, key, value and output in two layers"
 
 

@@ -124,9 +124,6 @@ class Storage:
     def listing(self, folder: str) -> list[Stat]:
         return [found[1] for url, found in sorted(self._objects.items()) if url.startswith(f"{folder}/")]
 
-    def upload(self, path: Path, url: str) -> Stat:
-        return self.write(url, path.read_bytes())
-
     def write(self, url: str, data: bytes, *, create_only: bool = False, replaces: int | None = None) -> Stat:
         def write() -> Stat:
             before = self._objects[url][1].generation if url in self._objects else 0

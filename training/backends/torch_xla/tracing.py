@@ -59,6 +59,7 @@ class TorchTracer:
         assert backend is not None
         network = backend.upload()
         state = buffer_names(backend.state_buffers(), are_placeholders=backend.is_empty)
+        assert len(state) == len(backend.state_buffers()), "each buffer has a handle of its own"
         shardings = backend.state_shardings() if backend.is_empty else {}
         with record_module_names(network), forbid_data_dependence(), WatchMutations(backend.declare_mutated):
             if kind == "training":
