@@ -1,7 +1,5 @@
 """Datasets of packed rows for tests, and their order."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Claims about explanations: which host a hang is put down to, from stacks as py-spy prints them."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """A run's folder belongs to one launcher at a time, and a run id to one run."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 """Claims about hangs: real ones, on hosts of emulated slices, and what the launcher says of each. Each test starts the
 containers of a slice and waits until the run is called a stall. The program sums with gloo over all hosts."""
 
-from __future__ import annotations
-
 import base64
 import re
 import time

@@ -1,8 +1,6 @@
 """TorchTPU on an emulated v4-16: eight processes on two hosts, each with one device of a virtual TPU. Starts one slice;
 about two minutes after the image is built."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

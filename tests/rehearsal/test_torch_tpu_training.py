@@ -2,8 +2,6 @@
 and resumed run, or one that changes the runtime, has them too. Starts one slice; about 4 minutes after the images are
 built."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

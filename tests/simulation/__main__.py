@@ -9,8 +9,6 @@ A simulated run is a function of its seed. The first seed changes each day (UTC)
 simulates other runs. The exit code is 1 when a promise was broken.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import importlib

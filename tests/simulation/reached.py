@@ -4,8 +4,6 @@ A call is put before the function's first statement (`mark`), the marked source 
 (`import_instead`), and runs are simulated (`record`).
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import importlib.abc

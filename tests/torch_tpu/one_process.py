@@ -1,7 +1,5 @@
 """Trains the network of examples/torch-tpu in one process on the CPU: one_process.py EXAMPLE STEPS ROWS"""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

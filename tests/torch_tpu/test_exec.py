@@ -1,7 +1,5 @@
 """`tpu-train exec --runtime torch-tpu` with the real torch_tpu: four processes on a virtual v4-8."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Our variables beside what torch_tpu computes from those of GKE, for every accelerator type that it knows."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import os

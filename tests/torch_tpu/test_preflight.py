@@ -1,7 +1,5 @@
 """`tpu-train preflight` with TorchTPU: the trainer's own programs, compiled by libtpu for slices that are not there."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

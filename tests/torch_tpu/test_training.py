@@ -4,8 +4,6 @@ The losses are those of torch-xla's golden file, and what holds on other backend
 after a kill.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

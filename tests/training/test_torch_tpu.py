@@ -1,7 +1,5 @@
 """The variables of TorchTPU's processes; tests/torch_tpu compares them with what the package itself computes."""
 
-from __future__ import annotations
-
 import pytest
 
 from training.accelerators import ACCELERATORS, Accelerator, accelerator

@@ -1,7 +1,5 @@
 """The commands of `tpu-launch` that users type, each as a process of its own on a simulated workstation."""
 
-from __future__ import annotations
-
 import os
 import random
 import traceback

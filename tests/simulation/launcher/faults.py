@@ -1,7 +1,5 @@
 """The faults of a simulated run: a list that is drawn before the run begins, so that each can be left out."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 

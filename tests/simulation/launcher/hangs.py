@@ -1,7 +1,5 @@
 """Programs that tell their progress: healthy ones that are slow in every phase, and ones that hang in one of them."""
 
-from __future__ import annotations
-
 import bisect
 import functools
 import random

@@ -4,8 +4,6 @@ A job is a state machine of timers, not tasks, because thousands of runs are sim
 the promises compare that with the launcher's verdict.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable

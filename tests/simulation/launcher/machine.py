@@ -1,7 +1,5 @@
 """The launcher's `Workstation`, simulated: threads of the scheduler; a laptop's clock, processes and connections."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Callable, Sequence

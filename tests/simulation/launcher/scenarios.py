@@ -4,8 +4,6 @@ Some scenarios are drawn from everything. The others have a *theme*: they concen
 moment, so that interleavings that are rare among all simulated runs become common in some.
 """
 
-from __future__ import annotations
-
 import functools
 import random
 from dataclasses import dataclass, replace

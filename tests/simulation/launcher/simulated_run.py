@@ -1,7 +1,5 @@
 """One simulated run of the launcher: what users do, in which world, and what holds at its end. A seed decides all."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

@@ -4,8 +4,6 @@ YAML of runs' folders is cached: reading and writing it would take half of the t
 id, so the cache leaves the id out and puts it back. Hosts are observed as often as those of a larger slice.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import re

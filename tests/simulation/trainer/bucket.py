@@ -6,8 +6,6 @@ operation fails: before it took effect, after it did (the answer is lost for goo
 (a request that was sent is carried out all the same).
 """
 
-from __future__ import annotations
-
 import contextlib
 import random
 from collections.abc import Callable

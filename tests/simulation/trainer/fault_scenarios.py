@@ -5,8 +5,6 @@ of them without other faults. A scenario also sets what it needs of the plan: se
 saves.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import replace

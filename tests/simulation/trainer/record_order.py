@@ -4,8 +4,6 @@ An epoch has one permutation of all records, drawn by (seed, epoch). Places are 
 row p % batch of step p // batch. The permutation fills the epoch's places row by row, and in a row step by step.
 """
 
-from __future__ import annotations
-
 _ALL, _GOLDEN = 2**64 - 1, 0x9E3779B97F4A7C15
 
 

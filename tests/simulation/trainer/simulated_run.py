@@ -1,7 +1,5 @@
 """One simulated run of the trainer."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

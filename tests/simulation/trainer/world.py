@@ -1,8 +1,6 @@
 """The world of a simulated run: a bucket, a network, hosts, launchers that start one attempt after another, and the
 faults of the plan. At the end there are no more faults, and the run must finish."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable
