@@ -23,7 +23,7 @@ from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import Rendezvous
 from training.distributed.shutdown import ShutdownRequest
 from training.errors import BadInput, TrainError
-from training.models.hugging_face import WEIGHTS, read_config, read_labels
+from training.models.hugging_face import WEIGHTS, has_weights, read_config, read_labels
 from training.registry import TASKS, task_of_model
 from training.run_setup import open_backend, open_task
 from training.storage.hub import model_folder
@@ -111,7 +111,7 @@ def evaluate(
     if config.data.evaluation is None:
         raise BadInput("there is nothing to evaluate on: set data.evaluation")
     place = model_folder(place)
-    is_model_folder = storage.stat(storage.join(place, WEIGHTS)) is not None
+    is_model_folder = has_weights(place)
     if is_model_folder and step is not None:
         raise BadInput(f"{place} is a model folder, and has no steps: leave out --step")
     folder, manifest = (place, None) if is_model_folder else _open_checkpoint(place, step)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from transformers import AutoModelForSequenceClassification
 
 from tests.container import small_runs
 from training.cli.main import tpu_train
@@ -114,7 +115,11 @@ def test_the_confusion_matrix_is_a_picture_and_in_the_report(undisturbed: dict[s
 
 
 def test_a_classifier_is_evaluated_where_it_lies(undisturbed: dict[str, Any], folder: Path) -> None:
-    for place in (str(folder / "runs" / "undisturbed"), undisturbed["model"]):
+    in_parts = folder / "in-parts"
+    model = AutoModelForSequenceClassification.from_pretrained(undisturbed["model"])
+    model.save_pretrained(in_parts, max_shard_size="40KB")
+    assert not (in_parts / "model.safetensors").exists()
+    for place in (str(folder / "runs" / "undisturbed"), undisturbed["model"], str(in_parts)):
         found = small_runs.evaluate_here(document(folder), place)
         assert found.figures == {name: undisturbed[f"eval_{name}"] for name in ("loss", "accuracy", "weighted_f1")}
         assert (found.labels, np.sum(found.confusion)) == (tuple(LABELS), 37)

@@ -145,6 +145,11 @@ def _named_config(model: Model, vocabulary: int, pad: int, dropout: float | None
     return {"model_type": "bert", "architectures": ["BertForMaskedLM"], **common, **own}
 
 
+def has_weights(folder: str) -> bool:
+    """Returns whether a folder has a model's weights, in one file or in several with an index."""
+    return any(storage.stat(storage.join(folder, name)) for name in (WEIGHTS, f"{WEIGHTS}.index.json"))
+
+
 def usable_positions(family: str, positions: int | None, pad: int) -> int | None:
     """Returns how many tokens a row of a network can have; None for any number."""
     return positions and positions - (pad + 1 if family in POSITIONS_AFTER_PAD else 0)

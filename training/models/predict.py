@@ -6,9 +6,8 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from training import storage
 from training.errors import BadInput
-from training.models.hugging_face import WEIGHTS, local_copy, read_config, usable_positions
+from training.models.hugging_face import WEIGHTS, has_weights, local_copy, read_config, usable_positions
 from training.registry import BACKENDS, TASKS, load, task_of_model
 
 
@@ -65,7 +64,9 @@ def classify(folder: str, text: str, top: int, pair: str | None = None) -> list[
     with local_copy(folder) as local_folder:
         classifier = open_pipeline("text-classification", local_folder)
         network = classifier.model.config
-        length = usable_positions(network.model_type, network.max_position_embeddings, network.pad_token_id)
+        length = usable_positions(
+            network.model_type, getattr(network, "max_position_embeddings", None), network.pad_token_id
+        )
         given = text if pair is None else {"text": text, "text_pair": pair}
         answers = classifier(given, top_k=top, truncation=True, max_length=length)
         return [ClassPrediction(answer["score"], answer["label"]) for answer in answers]
@@ -90,7 +91,7 @@ def open_pipeline(name: str, folder: str) -> Any:
 
 def _require_model(folder: str) -> None:
     """Raises BadInput unless the folder has weights. Makes transformers print errors only."""
-    if storage.stat(storage.join(folder, WEIGHTS)) is None:
+    if not has_weights(folder):
         raise BadInput(
             f"{folder} is not a model folder: it has no {WEIGHTS}. `tpu-train export RUN {folder}` writes one"
         )
