@@ -70,7 +70,7 @@ class Link:
         self._require_packets(deadline)
         if world.api_fault("ssh loses answers") is not None:
             raise self._break("the connection closed before the command ended")
-        world.answered(self.actor.laptop, host)
+        world.answered(self.actor, host)
         if name == "observe" and not output.startswith("no engine"):
             self.actor.heard[host] = scheduler.now
         return code, output, ""
@@ -116,7 +116,7 @@ class Link:
     def _break(self, why: str) -> ConnectionFailed:
         self.closed = True
         if self.host.reachable:
-            self.world.refused(self.actor.laptop, self.host)
+            self.world.refused(self.actor, self.host)
         return ConnectionFailed(why)
 
 
@@ -133,11 +133,11 @@ class Terminal:
         host = world.addresses.get(address.host)
         if host is None or not host.reachable or self.actor.laptop.offline:
             if host is not None and host.reachable:
-                world.refused(self.actor.laptop, host)
+                world.refused(self.actor, host)
             scheduler.sleep(_CONNECT_SECONDS)
             raise ConnectionFailed(f"can't be reached: no answer within {_CONNECT_SECONDS:.0f} s")
         if world.ssh_fault() is not None:
-            world.refused(self.actor.laptop, host)
+            world.refused(self.actor, host)
             raise ConnectionFailed("can't be reached: [Errno 111] Connection refused")
         if host.alias != address.alias:
             raise ConnectionFailed("the host key has changed: another host answers there")

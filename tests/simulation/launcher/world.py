@@ -131,8 +131,8 @@ class World:
         self.host_lost_seconds = math.inf  # as the file says
         self.unreachable_seconds = math.inf  # as the file says
         self.zones: list[str] = []  # as the file says
-        self._answers: dict[tuple[str, Host], float] = {}  # when a laptop last heard of a host
-        self._refusals: dict[tuple[str, Host], list[float]] = {}  # since a laptop last heard of a host
+        self._answers: dict[tuple[Actor, Host], float] = {}  # when a command last heard of a host, or first did not
+        self._refusals: dict[tuple[Actor, Host], list[float]] = {}  # since a command last heard of a host
         self._api_faults: dict[str, list[tuple[float, float, Fault]]] = {}
         self.downs: list[str] = []  # users, one entry for each `down` that works now
         self.on_creation: Callable[[Actor], None] = lambda by: None  # called when a command makes a node
@@ -193,23 +193,24 @@ class World:
         """Returns the fault of the way to port 22 of all hosts that hits a connection now; None without one."""
         return self.api_fault("dead ssh") or self.api_fault("no ssh")
 
-    def refused(self, laptop: Laptop, host: Host) -> None:
-        """Records that the network failed a command of a laptop on a healthy host."""
-        self._refusals.setdefault((laptop.name, host), []).append(self.scheduler.now)
+    def refused(self, actor: Actor, host: Host) -> None:
+        """Records that the network failed a command on a healthy host."""
+        self._refusals.setdefault((actor, host), []).append(self.scheduler.now)
+        self._answers.setdefault((actor, host), self.scheduler.now)
 
-    def answered(self, laptop: Laptop, host: Host) -> None:
-        """Records that a host answered a laptop."""
-        self._refusals.pop((laptop.name, host), None)
-        self._answers[laptop.name, host] = self.scheduler.now
+    def answered(self, actor: Actor, host: Host) -> None:
+        """Records that a host answered a command."""
+        self._refusals.pop((actor, host), None)
+        self._answers[actor, host] = self.scheduler.now
 
-    def _is_lost(self, laptop: Laptop, host: Host, job: Job) -> bool:
+    def _is_lost(self, actor: Actor, host: Host, job: Job) -> bool:
         """Returns whether a host of an attempt has not answered for as long as the file lets it be silent, and its
         answers have failed for half of that: for longer if no other host has answered since."""
-        refusals = self._refusals.get((laptop.name, host), [])
+        refusals = self._refusals.get((actor, host), [])
         others = [item.host for item in job.containers.values() if item.host is not host]
-        answered = any(self._answers.get((laptop.name, other), 0.0) > refusals[0] for other in others if refusals)
+        answered = any(self._answers.get((actor, other), 0.0) > refusals[0] for other in others if refusals)
         longest = self.host_lost_seconds if answered else self.unreachable_seconds
-        last = self._answers.get((laptop.name, host), job.began or 0.0)
+        last = self._answers.get((actor, host), job.began or 0.0)
         silent = self.scheduler.now - last > longest - _BETWEEN_LOOKS
         return silent and len(refusals) >= _REFUSALS and self.scheduler.now - refusals[0] > longest / 2 - _BETWEEN_LOOKS
 
@@ -454,7 +455,7 @@ class World:
         job = container.job
         if job is None or not job.healthy or job.began is None or not job.confirmed:
             return
-        if any(self._is_lost(actor.laptop, item.host, job) for item in job.containers.values()):
+        if any(self._is_lost(actor, item.host, job) for item in job.containers.values()):
             return
         stopped = any(stop.run == container.run for stop in self.record.stops)
         if not stopped and job.plan.kind != "stall":
