@@ -268,8 +268,10 @@ def places_are_tried_in_their_order(simulation: SimulatedRun, command: Command) 
 
 
 def waits_are_told(simulation: SimulatedRun, command: Command) -> None:
-    """`up` tells once what it waits for: each state in which Google has described the slice repeatedly."""
-    for (_, state), times in command.actor.states.items() if command.name == "up" else ():
+    """`up` tells once what it waits for: each state in which Google has described the slice repeatedly. A race tells of
+    its requests instead."""
+    looks = command.name == "up" and simulation.scenario.candidates is None
+    for (_, state), times in command.actor.states.items() if looks else ():
         told = [text for text in command.said if text.endswith(f" is {state}")]
         if state in ("CREATING", "STARTING") and times > 3 and not told and not simulation.scenario.setting.queued:
             simulation.break_promise("a wait is told", f"{state} was seen {times} times")
