@@ -272,7 +272,7 @@ def waits_are_told(simulation: SimulatedRun, command: Command) -> None:
     its requests instead."""
     looks = command.name == "up" and simulation.scenario.candidates is None
     for (_, state), times in command.actor.states.items() if looks else ():
-        told = [text for text in command.said if text.endswith(f" is {state}")]
+        told = [text for text in command.said if state in text]
         if state in ("CREATING", "STARTING") and times > 3 and not told and not simulation.scenario.setting.queued:
             simulation.break_promise("a wait is told", f"{state} was seen {times} times")
     for before, after in pairwise(command.said):
