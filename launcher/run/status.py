@@ -238,7 +238,12 @@ def _observe_hosts(
     since = format_time(machine.clock.time() - _RECENT_SECONDS)
 
     def observe(worker: int) -> Observation:
-        return provider.observe(worker, container, since, progress=True)
+        observation = provider.observe(worker, container, since, progress=True)
+        if observation.more:  # it ends before the newest line
+            with contextlib.suppress(LaunchError):
+                newest = provider.look(worker, container, lines=1).lines
+                return replace(observation, lines=newest or observation.lines)
+        return observation
 
     return machine.threads.map(observe, range(hosts), at_once=64)
 
