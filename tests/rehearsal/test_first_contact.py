@@ -36,7 +36,7 @@ def newcomer(workstation: Workstation, tmp_path: Path) -> Workstation:
         (str(Path(sys.executable).with_name("uv")), "venv", "--quiet", "--seed", "--python", sys.executable, "../venv"),
         (str(programs / "pip"), "install", "--quiet", *pins, "."),
     ):
-        subprocess.run(command, cwd=checkout, env=environment, check=True, timeout=240)
+        subprocess.run(command, cwd=checkout, env=environment, check=True, timeout=600)
     environment["PATH"] = f"{programs}{os.pathsep}{environment['PATH']}"
     return replace(workstation, environment=environment, program=("tpu-launch",))
 

@@ -120,7 +120,7 @@ def hosts_of(state: EmulatorState) -> list[Host]:
 def test_a_host_whose_guest_agent_is_not_up_yet_is_a_problem_that_passes(state: EmulatorState, config: Config) -> None:
     """gcloud itself crashes on one worker of a slice without guest attributes; for the launcher that host does not
     answer yet."""
-    crashed = shell.run(commands.ssh_command(config, "true", worker="0"), timeout=60)
+    crashed = shell.run(commands.ssh_command(config, "true", worker="0"), timeout=600)
     assert not crashed.ok
     assert "IndexError" in crashed.stderr
     result = SliceConnections(config, this_machine()).run_through_gcloud(0, "true")
@@ -128,7 +128,7 @@ def test_a_host_whose_guest_agent_is_not_up_yet_is_a_problem_that_passes(state: 
     for host in hosts_of(state):
         host.guest_attributes["hostkeys/ssh-ed25519"] = "AAAAC3NzaC1lZDI1NTE5AAAAIGAbCdEf"
     addresses = parse_dry_run(
-        call_gcloud(this_machine(), commands.ssh_command(config, "true", dry_run=True), timeout=60)
+        call_gcloud(this_machine(), commands.ssh_command(config, "true", dry_run=True), timeout=600)
     )
     assert [address.alias.rsplit("-", 2)[1:] for address in addresses] == [["0", "AbCdEf"], ["1", "AbCdEf"]]
 
@@ -142,9 +142,9 @@ def test_without_a_type_gcloud_asks_for_a_v2_8_and_we_always_say_which(
     state: EmulatorState, asked: list[tuple[str, Any]], config: Config
 ) -> None:
     words = [*GCLOUD, "tpu-vm", "create", "bare", *PLACE, "--version=tpu-ubuntu2204-base", "--quiet"]
-    shell.run(words, timeout=60)
+    shell.run(words, timeout=600)
     assert body(asked, "nodes")["acceleratorType"] == "v2-8"
-    shell.run(commands.create_command(config, {}), timeout=60)
+    shell.run(commands.create_command(config, {}), timeout=600)
     assert body(asked, "nodes")["acceleratorType"] == "v4-16"
 
 
@@ -153,10 +153,10 @@ def test_reserved_without_a_zone_asks_for_a_reservation_in_none_and_we_always_sa
 ) -> None:
     monkeypatch.setenv("CLOUDSDK_COMPUTE_ZONE", "us-central2-b")
     words = [*GCLOUD, "queued-resources", "create", "bare", "--project=p", "--node-id=bare", "--accelerator-type=v4-16"]
-    shell.run([*words, "--runtime-version=tpu-ubuntu2204-base", "--reserved", "--quiet"], timeout=60)
+    shell.run([*words, "--runtime-version=tpu-ubuntu2204-base", "--reserved", "--quiet"], timeout=600)
     assert "/locations/None/" in body(asked, "queuedResources")["reservationName"]
     reserved = replace(config, slice=config.slice.model_copy(update={"capacity": "reserved"}))
-    shell.run(queued.create_command(reserved, {}, 3600), timeout=60)
+    shell.run(queued.create_command(reserved, {}, 3600), timeout=600)
     assert body(asked, "queuedResources")["reservationName"] == "projects/p/locations/us-central2-b/reservations/-"
 
 
@@ -178,7 +178,7 @@ def test_gcloud_requests_each_kind_of_capacity_in_the_fields_of_googles_api(
 ) -> None:
     text = f"project: p\nzone: {zone}\nslice: {{name: kind, {slice_}, queued: {{valid_until_hours: 1}}}}\n"
     (tmp_path / "kind.yaml").write_text(text)
-    requested = shell.run(queued.create_command(load(tmp_path / "kind.yaml"), {}, 3600), timeout=60)
+    requested = shell.run(queued.create_command(load(tmp_path / "kind.yaml"), {}, 3600), timeout=600)
     assert requested.ok, requested.stderr
     found = body(asked, "queuedResources")
     assert {key: found.get(key) for key in fields} == fields

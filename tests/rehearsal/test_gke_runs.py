@@ -290,18 +290,18 @@ def test_without_jobset_it_says_how_to_install_it(work: Workstation, cluster: Cl
 
 def test_the_role_has_what_is_asked_for_and_manifests_are_judged_strictly(work: Workstation, cluster: Cluster) -> None:
     manifest = [sys.executable, "-m", "launcher.cli", "manifest", *GKE[2:], "--", "true"]
-    ran = subprocess.run(manifest, cwd=work.folder, env=work.environment, capture_output=True, text=True, timeout=60)
+    ran = subprocess.run(manifest, cwd=work.folder, env=work.environment, capture_output=True, text=True, timeout=600)
     text = ran.stdout
     kubectl = ["kubectl", "--context", CONTEXT]
     wrong = text.replace("parallelism:", "paralelism:")
     refused = shell.run(
-        [*kubectl, "create", "--validate=strict", "--filename", "-"], timeout=60, input=wrong, env=work.environment
+        [*kubectl, "create", "--validate=strict", "--filename", "-"], timeout=600, input=wrong, env=work.environment
     )
     assert "paralelism" in refused.stderr
     assert not refused.ok
     for kind in ("configmaps", "secrets"):  # were made before the JobSet was refused
         cluster.store.remove(kind, "two")
-    assert shell.run([*kubectl, "apply", "--filename", "-"], timeout=60, input=text, env=work.environment).ok
+    assert shell.run([*kubectl, "apply", "--filename", "-"], timeout=600, input=text, env=work.environment).ok
     deadline = time.monotonic() + 30
     while not cluster.store.all("jobsets")[0].get("status", {}).get("terminalState") and time.monotonic() < deadline:
         time.sleep(0.2)

@@ -53,7 +53,7 @@ class Room:
             "manifest", "-f", "run.yaml", *settings, *flags, *(["--", *command] if command else [])
         ).output
         applied = shell.run(
-            [*self.kubectl, "apply", "--filename", "-"], timeout=60, input=text, env=self.work.environment
+            [*self.kubectl, "apply", "--filename", "-"], timeout=600, input=text, env=self.work.environment
         )
         assert applied.ok, applied.stderr
 

@@ -63,7 +63,7 @@ def spec(tmp_path: Path) -> Iterator[ImageSpec]:
             [docker, "images", "--format", "{{.Repository}}:{{.Tag}}", repository], timeout=30
         ).stdout.split()
         for each in listed:
-            shell.run([docker, "image", "rm", "--force", each], timeout=60)
+            shell.run([docker, "image", "rm", "--force", each], timeout=600)
 
 
 def again(spec: ImageSpec) -> ImageSpec:
@@ -72,7 +72,7 @@ def again(spec: ImageSpec) -> ImageSpec:
 
 
 def output(reference: str) -> str:
-    return shell.run([engine.client(), "run", "--rm", "--network", "none", reference], timeout=60).stdout
+    return shell.run([engine.client(), "run", "--rm", "--network", "none", reference], timeout=600).stdout
 
 
 def layers(reference: str) -> list[str]:
@@ -159,7 +159,7 @@ def test_changed_code_moves_only_the_code_layer(spec: ImageSpec) -> None:
 
 def test_ca_bundle_reaches_the_build_and_no_layer(spec: ImageSpec) -> None:
     image = ensure_image(spec, print)
-    history = shell.run([engine.client(), "history", "--no-trunc", image.reference], timeout=30).stdout
+    history = shell.run([engine.client(), "history", "--no-trunc", image.reference], timeout=300).stdout
     assert "/run/secrets/ca" in history
     assert SECRET not in history
     for name, read in files(image.reference):
@@ -241,24 +241,24 @@ def test_trainer_gets_the_signal_of_docker_stop(torch_xla: str) -> None:
     # As `tpu-train` does it: a shell that replaces itself by Python.
     options = ("--detach", "--network=none", "--label=tpu-launch.tests=stop")
     command = ["run", *options, torch_xla, "sh", "-c", 'exec python -c "$0"', program]
-    container = shell.run([docker, *command], timeout=60).stdout.strip()
+    container = shell.run([docker, *command], timeout=600).stdout.strip()
     try:
         end = time.monotonic() + 30
-        while "ready" not in shell.run([docker, "logs", container], timeout=30).stdout:
+        while "ready" not in shell.run([docker, "logs", container], timeout=300).stdout:
             assert time.monotonic() < end, "the container did not get ready within 30 s"
             time.sleep(0.1)
         begin = time.monotonic()
-        shell.run([docker, "stop", "--time", "30", container], timeout=60)
+        shell.run([docker, "stop", "--time", "30", container], timeout=600)
         assert time.monotonic() - begin < 10
-        state = shell.run([docker, "inspect", "--format", "{{.State.ExitCode}}", container], timeout=30)
+        state = shell.run([docker, "inspect", "--format", "{{.State.ExitCode}}", container], timeout=300)
         assert state.stdout.strip() == "75"
     finally:
-        shell.run([docker, "rm", "--force", container], timeout=60)
+        shell.run([docker, "rm", "--force", container], timeout=600)
 
 
 def test_entry_point_replaces_its_shell_and_runs_as_an_ordinary_user(torch_xla: str) -> None:
     def run(*command: str) -> str:
-        return shell.run([engine.client(), "run", "--rm", "--network=none", torch_xla, *command], timeout=60).stdout
+        return shell.run([engine.client(), "run", "--rm", "--network=none", torch_xla, *command], timeout=600).stdout
 
     assert run("id", "-u").strip() == "1000"
     assert run("cat", "/usr/local/bin/tpu-train").splitlines()[1].startswith("exec python -m training.cli ")
@@ -280,11 +280,11 @@ def test_no_layer_holds_a_secret_or_a_cache(torch_xla: str) -> None:
     docker = engine.client()
     public = shell.run(
         [docker, "run", "--rm", "--network=none", torch_xla, "sh", "-c", "cat /usr/share/ca-certificates/*/*"],
-        timeout=60,
+        timeout=600,
     )
     bundle = default_spec("torch-xla").ca_bundle
     private = _certificates(bundle.read_text()) - _certificates(public.stdout) if bundle else set()
-    history = shell.run([docker, "history", "--no-trunc", torch_xla], timeout=30).stdout
+    history = shell.run([docker, "history", "--no-trunc", torch_xla], timeout=300).stdout
     assert not [body for body in private if body in history]
     wrong = []
     for name, read in files(torch_xla):

@@ -42,7 +42,7 @@ def emulated_options(work: Workstation, folder: Path) -> tuple[str, ...]:
 def start(image: str, *command: str, options: tuple[str, ...] = ()) -> tuple[int, str]:
     """Runs a command of the image to its end; returns its exit code and its output."""
     argv = argv_of(image, *command, options=options)
-    done = subprocess.run(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240)
+    done = subprocess.run(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600)
     return done.returncode, done.stdout
 
 

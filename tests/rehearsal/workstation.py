@@ -79,7 +79,7 @@ class Running:
     def interrupt(self) -> None:
         self.process.send_signal(signal.SIGINT)
 
-    def end(self, seconds: float = 120) -> Ended:
+    def end(self, seconds: float = 300) -> Ended:
         """Waits until the command has ended; fails the test when it runs longer than `seconds`."""
         start = time.monotonic()
         try:
@@ -103,7 +103,7 @@ class Workstation:
     def runs(self) -> Path:
         return Path(self.environment["TPU_LAUNCH_HOME"]) / control.SUBFOLDER / "runs"
 
-    def launch(self, *arguments: str, seconds: float = 300, environment: dict[str, str] | None = None) -> Ended:
+    def launch(self, *arguments: str, seconds: float = 600, environment: dict[str, str] | None = None) -> Ended:
         """Runs `tpu-launch ARGUMENTS` to its end."""
         return self.begin(*arguments, environment=environment).end(seconds)
 
@@ -126,7 +126,7 @@ class Workstation:
         threading.Thread(target=running.read, daemon=True).start()
         return running
 
-    def good(self, *arguments: str, seconds: float = 300) -> Ended:
+    def good(self, *arguments: str, seconds: float = 600) -> Ended:
         """As `launch`, for a command that must succeed."""
         ended = self.launch(*arguments, seconds=seconds)
         assert ended.code == 0, f"tpu-launch {' '.join(arguments)} ended with {ended.code}:\n{ended.output}"
@@ -158,7 +158,7 @@ class Workstation:
 
 def docker(*arguments: str) -> str:
     """Runs the docker client on the workstation's own engine, without the emulator's proxy."""
-    return subprocess.run([client(), *arguments], capture_output=True, text=True, check=True, timeout=60).stdout
+    return subprocess.run([client(), *arguments], capture_output=True, text=True, check=True, timeout=600).stdout
 
 
 def on_this_machine(seconds: float) -> float:
