@@ -28,7 +28,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.peers.rows import Row, finish, row
 from launcher.checks import preflight
 from launcher.config import load
-from launcher.home import write_private
 
 ROOT = Path(__file__).resolve().parent.parent
 FILE = str(ROOT / "examples" / "rehearsal.yaml")
@@ -138,7 +137,7 @@ def keep_answers(folder: Path) -> None:
         path = preflight._path(config.placed(candidate), folder / "home", name)
         assert path is not None
         result = {"accelerator": name, "fits": True, "graphs": [graph], "max_batch": None, "lines": []}
-        write_private(path, json.dumps({"format": preflight.FORMAT, "result": result}))
+        preflight.keep(path, result)
 
 
 def used() -> float:

@@ -77,7 +77,7 @@ def check(
         for result in _compile(config, missing, max_batch=max_batch, more=more, say=say):
             results[result["accelerator"]] = result
             if not more and (path := _path(config, home, result["accelerator"])):
-                write_private(path, json.dumps({"format": FORMAT, "result": result}, indent=1) + "\n")
+                keep(path, result)
     return [results[name] for name in accelerators]
 
 
@@ -227,3 +227,8 @@ def _read(path: Path) -> dict[str, Any] | None:
         return None
     result = document.get("result")
     return document if isinstance(result, dict) and result.keys() >= _RESULT_KEYS else None
+
+
+def keep(path: Path, result: dict[str, Any]) -> None:
+    """Writes a result, with its format, where later checks read it."""
+    write_private(path, json.dumps({"format": FORMAT, "result": result}, indent=1) + "\n")
