@@ -246,7 +246,7 @@ def present_listing(values: list[dict[str, Any]], view: EngineView, names: list[
 
 def listing_query(query: dict[str, str], view: EngineView) -> tuple[dict[str, str], list[str]]:
     """Splits a host's query into the engine's query, restricted to the host's labels, and the name filters for
-    `present_listing`. Raises EngineRefusal for filters that are not JSON."""
+    `present_listing`. Raises EngineRefusal for filters that are not JSON, and for a limit beside a name."""
     try:
         # Clients send a filter's values as a list, or as the keys of an object.
         given = json.loads(query.get("filters") or "{}")
