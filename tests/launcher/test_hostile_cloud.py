@@ -605,16 +605,23 @@ def test_only_answers_of_the_api_count_while_no_host_answers_and_no_hours_withou
     assert supervision.api_only_seconds == 0.0
 
 
-def test_hosts_are_not_silent_while_a_poll_of_them_is_open(work: Workstation) -> None:
-    """Answers are late: what hosts have written meanwhile is not known yet."""
+def test_hosts_are_not_silent_while_a_poll_of_one_is_open(work: Workstation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a host has written meanwhile is not known yet."""
     work.hosts.exits[0] = None
+    polls = itertools.count()
+    answer = FakeProvider.observe
 
-    def be_late() -> None:
-        for _ in range(15):  # of both hosts, in small steps: this process does not stand still
-            time.sleep(0.1)
-            work.clock.skipped += 1.4
+    def observe(self: FakeProvider, worker: int, container: str, *args: Any, **options: Any) -> Observation:
+        if worker == 1 and next(polls) == 2:
+            for _ in range(30):  # 45 s in small steps: this process does not stand still
+                time.sleep(0.1)
+                work.clock.skipped += 1.4
+            work.hosts.end(0)
+            while not recorded(work, events.HostEnded):  # host 0's
+                time.sleep(0.05)
+        return answer(self, worker, container, *args, **options)
 
-    work.hosts.hooks["observe"] = [lambda: None, lambda: None, be_late, be_late, lambda: work.hosts.end(0)]
+    monkeypatch.setattr(FakeProvider, "observe", observe)
     assert work.run(work.config("run.stall_minutes=0.5")).verdict.kind is Kind.FINISHED
 
 
