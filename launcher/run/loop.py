@@ -21,13 +21,14 @@ from launcher.run.recovery import (
     decide,
     decide_round,
     find_proof,
+    last_slice,
     spent_so_far,
     unfinished_replacement,
 )
 from launcher.run.session import Outcome, RunStopped, Session
 from launcher.run.start import end_interrupted_start, judge_slice, observe_phase, require_inputs, start_attempt
 from launcher.run.state import Phase
-from launcher.run.supervise import StartInterrupted, explain, is_another, supervise
+from launcher.run.supervise import StartInterrupted, explain, supervise
 from launcher.run.verdict import JOBSET_DELETED, SLICE_DELETED, Cause, Kind, Verdict
 from training import storage
 
@@ -162,6 +163,7 @@ class _Recovery:
         self.failed = 0  # rounds
         self.first_failure = 0.0  # when the first of them failed
         self.replace = ""  # why the slice is to be deleted in the next round; empty: it is not
+        self.bad = ""  # when that slice was created; empty: that is not known
         self.files: Sequence[storage.Stat] = ()  # of the trainer, when they were last listed
         self.changed = self.begun  # when they were first seen so
 
@@ -281,7 +283,7 @@ class _Recovery:
                 exit_code=error.exit_code,
             ) from error
         if decision.next is NextRound.REPLACE:
-            self.replace = problem
+            self.replace, self.bad = problem, self._creation_time()
         session.say(f": not recovered yet: {problem}; {decision.reason} in {decision.delay:.0f} s")
         failed = events.RoundFailed(session.ledger.state.attempt, problem, decision.reason, decision.delay)
         note(failed, session.context.output.say)
@@ -297,9 +299,9 @@ class _Recovery:
         limit = session.config.run.replace_after
         if count >= (limit or 2) and session.provider.capabilities.replaces_hosts:
             reason = f"host {worker} was the first cause of the last {count} attempts"
-            if limit is not None:
-                self.replace = self.replace or reason
-            elif self.failed == 0:
+            if limit is not None and not self.replace:
+                self.replace, self.bad = reason, last_slice(session.ledger.events())
+            elif limit is None and self.failed == 0:
                 session.say(f": {reason}; run.replace_after: 2 recreates the slice then")
         else:
             worker = -1
@@ -308,7 +310,7 @@ class _Recovery:
         if not self.replace:
             return
         slice_state = session.provider.describe()
-        if slice_state is None or is_another(slice_state, session.ledger, session.ledger.state.attempt):
+        if slice_state is None or slice_state.state == "CREATING" or self.bad not in ("", slice_state.created):
             self.replace = ""  # another command has deleted or replaced it
             return
         if proof := self._find_proof(slice_state, blamed=worker >= 0):
@@ -325,6 +327,13 @@ class _Recovery:
                 "files show that it is broken: if it is, `tpu-launch down`, then `up`, recreates it"
             )
         self.replace = ""
+
+    def _creation_time(self) -> str:
+        """Returns when the slice was created, as the API says now; "" if it does not answer."""
+        with contextlib.suppress(LaunchError):
+            slice_state = self.session.provider.describe()
+            return slice_state.created if slice_state is not None else ""
+        return ""
 
     def _find_proof(self, slice_state: SliceState, *, blamed: bool) -> str:
         """Returns what shows that the slice is broken, besides this machine's own connections; "" for nothing. Counts

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from launcher.errors import Exit, HostsUnreachable, LaunchError
 from launcher.provider import SliceState
-from launcher.run.events import NOT_STARTED, VANISHED, AttemptBegan, Ended, Recovering, RunEvent, SliceReplaced
+from launcher.run.events import NOT_STARTED, VANISHED, AttemptBegan, Ended, Recovering, RunEvent, SliceReplaced, Started
 from launcher.run.verdict import Kind, Verdict
 
 _PREEMPTIONS = frozenset({Kind.PREEMPTED, Kind.HOST_LOST, Kind.CONNECTION_LOST, Kind.SAVED})
@@ -161,6 +161,11 @@ def bad_host(events: Sequence[RunEvent]) -> tuple[int, int]:
                 break
             worker, count = blamed, count + 1
     return worker, count
+
+
+def last_slice(events: Sequence[RunEvent]) -> str:
+    """Returns when the slice was created on which an attempt last started; "" if that is not known."""
+    return next((event.slice_created for event in reversed(events) if isinstance(event, Started)), "")
 
 
 def unfinished_replacement(events: Sequence[RunEvent]) -> str:

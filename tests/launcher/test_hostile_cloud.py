@@ -330,6 +330,7 @@ FILES = [Stat("gs://b/runs/metrics.jsonl", 9, 1)]
     [
         (False, {}),
         (True, {"created": "2026-01-01T01:00:00Z", "address": "10.0.0.9"}),
+        (True, {"created": "2026-01-01T01:00:00Z"}),
         (True, {"slice_state": "CREATING"}),
     ],
 )
@@ -350,14 +351,14 @@ def test_a_slice_that_another_workstation_has_replaced_is_not_replaced_again(
 def test_a_slice_that_only_this_machine_can_not_reach_is_deleted_only_if_its_trainer_is_silent(
     work: Workstation, monkeypatch: pytest.MonkeyPatch, listings: list[list[Stat]], deleted: bool
 ) -> None:
-    """HTTPS passes, and a firewall keeps ssh out."""
+    """HTTPS passes, and a firewall keeps ssh out. The slice is the one that the recovery made."""
     turns = itertools.chain(listings, itertools.repeat(listings[-1]))
     monkeypatch.setattr("launcher.run.loop._list_files", lambda session: next(turns))
     work.hosts.exits[:2] = [75, 0]
 
     def fail_slowly() -> None:
         work.clock.sleep(300)
-        work.hosts.slice_state = "READY"
+        work.hosts.change(slice_state="READY", created="2026-01-01T01:00:00Z", address="10.0.0.9")()
         raise HostsUnreachable("slice demo is READY, but after 300 s not all hosts are")
 
     work.hosts.hooks["create"] = [fail_slowly] * 12

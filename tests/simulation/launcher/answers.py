@@ -24,6 +24,7 @@ class _Call:
     """A Provider, whose attributes are read."""
     command: Command
     began: float
+    hosts: int
     there: frozenset[str]
     """Slices and JobSets of the command's user when it began; those that had not ended, with a "+"."""
 
@@ -40,7 +41,7 @@ def _answer(
     *given: Any, **options: Any,
 ) -> Any:  # fmt: skip
     there = _there(command) if check in (_describe, _create, _stop) else frozenset[str]()
-    call = _Call(provider, command, command.world.scheduler.now, there)
+    call = _Call(provider, command, command.world.scheduler.now, provider.host_count, there)
     answer = method(*given, **options)
     if wrong := check(call, answer, *given, **options):
         command.world.break_promise("a provider tells what is", f"{command.name}: {wrong}")
@@ -81,10 +82,13 @@ def _describe_cluster(
     if not others and not (right and all(host.startswith(told) for host in state.hosts)):
         return f"{state}, and there are {sorted(before)}"
     observed = call.provider._observed
-    later = any(name.rpartition("-")[0] == f"+{observed.rpartition('-')[0]}" for name in before & after)  # of its run
+    run = observed.rpartition("-")[0]
+    later = any(name.rpartition("-")[0] == f"+{run}" for name in before & after)
+    may_see_later = any(name.removeprefix("+").rpartition("-")[0] == run for name in (before | after) - {observed})
     by_another = observed and cluster.deleted.get(observed) is not call.command.actor
     gone = observed in cluster.deleted and observed not in before
-    if by_another and gone and not later and observed not in call.provider._removed and state.state != "DELETED":
+    is_known = observed in call.provider._removed or may_see_later
+    if by_another and gone and not is_known and state.state != "DELETED":
         return f"{state}, and {observed} was deleted"
     if state.state == "DELETED" and (observed in after or observed not in cluster.deleted):
         return f"{state}, and {observed} is there"
@@ -113,7 +117,7 @@ def _create(call: _Call, _answer: None, *_given: Any, **_options: Any) -> str:
 def _start(call: _Call, reports: Sequence[HostReport], attempt: Attempt, *_given: Any, **_options: Any) -> str:
     """A host that is reported as started has started its container, or its pod never will: it was taken."""
     world, job = call.command.world, call.command.world.record.jobs.get((attempt.run_id, attempt.number))
-    if wrong := _check_reports(reports, range(call.provider.host_count)):
+    if wrong := _check_reports(reports, range(call.hosts)):
         return wrong
     for report in reports:
         taken = world.cluster is not None and world.struck
@@ -135,7 +139,7 @@ def _stop(
     )
     if keeps and job is not None and job.began is not None and cluster.deleted.get(name) is call.command.actor:
         return f"{name} is deleted, and {job} has begun"
-    if wrong := _check_reports(reports, range(call.provider.host_count) if workers is None else workers):
+    if wrong := _check_reports(reports, range(call.hosts) if workers is None else workers):
         return wrong
     for report in reports:
         item = job.containers.get(report.worker) if job is not None else None
