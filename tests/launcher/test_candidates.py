@@ -8,8 +8,9 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -134,35 +135,29 @@ class Answer:
 
 @dataclass
 class Answers(InOrder):
-    """Threads whose creations end as `plan` says: seconds and whether it is granted, by type."""
+    """Threads whose creations end as `plan` says, by type: seconds and whether it is granted, one request each."""
 
     clock: Clock
-    plan: dict[str, tuple[float, bool]]
+    plan: dict[str, list[tuple[float, bool]]]
+    asked: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    """When each type was asked for."""
 
     def submit(self, function: Any, *args: Any) -> Any:
         if not isinstance(args[0], Config):
             return super().submit(function, *args)
         name = args[0].slice.accelerator_type
-        seconds, granted = self.plan.get(name, (1e9, False))
+        self.asked[name].append(self.clock.now)
+        seconds, granted = self.plan[name].pop(0) if self.plan.get(name) else (1e9, False)
         state = SliceState("demo", "READY", "", name, ()) if granted else None
         return Answer(self.clock, self.clock.now + seconds, state, args[1].clock.check)
 
 
-@pytest.mark.parametrize(
-    ("plan", "kept", "seconds"),
-    [
-        ({"v3-8": (10, True), "v4-16": (90, True)}, "v4-16", 90),
-        ({"v3-8": (10, True), "v4-16": (200, True)}, "v3-8", 130),
-        ({"v3-8": (10, True), "v4-8": (20, False), "v4-16": (40, False)}, "v3-8", 40),
-        ({"v4-8": (10, True), "v3-8": (20, True), "v4-16": (40, False)}, "v4-8", 40),
-    ],
-)
-def test_the_best_that_is_granted_within_two_minutes_of_the_first_is_kept(
-    cloud: Cloud, config: Config, plan: dict[str, tuple[float, bool]], kept: str, seconds: float
-) -> None:
-    machine = replace(cloud.machine(), threads=Answers(cloud.clock, plan))
-    begun = cloud.clock.now
-    withdrawn: dict[str, float] = {}
+def run_race(
+    cloud: Cloud, config: Config, plan: dict[str, list[tuple[float, bool]]], withdrawn: dict[str, float]
+) -> tuple[SliceState, float, dict[str, list[float]]]:
+    """Returns the slice, the seconds that it took, and when each type was asked for."""
+    threads = Answers(cloud.clock, plan)
+    machine, begun = replace(cloud.machine(), threads=threads), cloud.clock.now
 
     def delete(places: Sequence[Config]) -> None:
         withdrawn.update({place.slice.accelerator_type: cloud.clock.now - begun for place in places})
@@ -170,11 +165,58 @@ def test_the_best_that_is_granted_within_two_minutes_of_the_first_is_kept(
     calls = race.SliceCalls(create=lambda placed, own: pytest.fail("not called"), delete=delete)
     with race.turn(config, print, machine) as record:
         state = race.Race(config, record, calls, print, machine, machine).run()
+    assert [item.candidate.accelerator_type for item in record.open()] == [state.accelerator_type]
+    asked = {name: [moment - begun for moment in moments] for name, moments in threads.asked.items()}
+    return state, cloud.clock.now - begun, asked
+
+
+@pytest.mark.parametrize(
+    ("plan", "kept", "seconds"),
+    [
+        ({"v3-8": [(10, True)], "v4-16": [(90, True)]}, "v4-16", 90),
+        ({"v3-8": [(10, True)], "v4-16": [(200, True)]}, "v3-8", 130),
+        ({"v3-8": [(10, True)], "v4-8": [(20, False)], "v4-16": [(40, False)]}, "v3-8", 40),
+        ({"v4-8": [(10, True)], "v3-8": [(20, True)], "v4-16": [(40, False)]}, "v4-8", 40),
+    ],
+)
+def test_the_best_that_is_granted_within_two_minutes_of_the_first_is_kept(
+    cloud: Cloud, config: Config, plan: dict[str, list[tuple[float, bool]]], kept: str, seconds: float
+) -> None:
+    withdrawn: dict[str, float] = {}
+    state, took, _ = run_race(cloud, config, plan, withdrawn)
     assert state.accelerator_type == kept
-    assert seconds <= cloud.clock.now - begun <= seconds + 2
-    assert [item.candidate.accelerator_type for item in record.open()] == [kept]
+    assert seconds <= took <= seconds + 2
     if kept == "v4-8":
         assert withdrawn["v3-8"] <= 12, "what can't become the slice is withdrawn at once"
+
+
+def test_a_request_without_capacity_gives_way_after_ten_minutes_where_the_limit_leaves_no_room(
+    cloud: Cloud, tmp_path: Path
+) -> None:
+    """And is made again ten minutes later."""
+    plan = {"v4-16": [(1e9, False), (5, True)]}
+    state, _, asked = run_race(cloud, make(tmp_path, "  price_limit: 8.0\n"), plan, {})
+    assert state.accelerator_type == "v4-16"
+    assert asked["v4-8"] == asked["v3-8"] == [pytest.approx(600, abs=3)]
+    assert asked["v4-16"] == [0, pytest.approx(1200, abs=5)]
+
+
+def test_no_request_gives_way_while_all_are_made(cloud: Cloud, tmp_path: Path) -> None:
+    _, took, asked = run_race(cloud, make(tmp_path, "  price_limit: 14.0\n"), {"v4-16": [(700, True)]}, {})
+    assert took == pytest.approx(700, abs=2)
+    assert asked == {"v4-16": [0], "v4-8": [0], "v3-8": [0]}
+
+
+def test_after_a_stockout_everywhere_the_first_that_is_due_is_asked_for_again(cloud: Cloud, tmp_path: Path) -> None:
+    """The pauses are half to one and a half times 15 seconds, then 30."""
+    config, none = make(tmp_path, "  stockout_minutes: 2\n"), [(0.0, False)]
+    _, _, asked = run_race(cloud, config, {"v4-16": [*none * 2, (0.0, True)], "v4-8": none * 9, "v3-8": none * 9}, {})
+    first, second, third = asked["v4-16"]
+    assert 7 <= second - first <= 26 and 15 <= third - second <= 48
+    begun = cloud.clock.now
+    with pytest.raises(Stockout):
+        run_race(cloud, config, dict.fromkeys(("v4-16", "v4-8", "v3-8"), none * 99), {})
+    assert 30 <= cloud.clock.now - begun <= 120
 
 
 def test_down_ends_every_request_and_deletes_every_candidate(cloud: Cloud, config: Config) -> None:

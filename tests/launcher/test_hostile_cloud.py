@@ -592,6 +592,35 @@ def test_the_time_that_this_machine_slept_is_no_time_for_hosts_to_be_asked_again
     assert supervision.views[1].failing_since == now + 3595
 
 
+LOST = Verdict(Kind.HOST_LOST, Cause(1, "no answer"))
+GONE = Verdict(Kind.FAILED, Cause(1, "its container is gone"))
+FAILED = Verdict(Kind.FAILED, Cause(1, "exit code 3", exit_code=3))
+
+
+@pytest.mark.parametrize(
+    ("verdict", "change", "kind", "what"),
+    [
+        (LOST, {}, Kind.HOST_LOST, "no answer"),
+        (LOST, {"slice_state": "PREEMPTED"}, Kind.PREEMPTED, "the slice is PREEMPTED"),
+        (GONE, {"slice_state": "PREEMPTED"}, Kind.PREEMPTED, "the slice is PREEMPTED"),
+        (FAILED, {"slice_state": "PREEMPTED"}, Kind.FAILED, "exit code 3"),
+        (LOST, {"slice_state": None}, Kind.DELETED, "deleted"),
+        (LOST, {"health": "UNHEALTHY_TPU"}, Kind.HOST_LOST, "no answer (the slice: UNHEALTHY_TPU)"),
+    ],
+)
+def test_a_lost_host_is_what_the_api_says_of_its_slice(
+    work: Workstation, verdict: Verdict, change: dict[str, Any], kind: Kind, what: str
+) -> None:
+    work.run(work.config())
+    supervision = _Supervision(open_session(work.context(), work.ledger, SecretSource({}, {})), 0)
+    work.hosts.change(**change)()
+    confirmed = supervision.confirm_lost(verdict)
+    assert confirmed.kind is kind and confirmed.cause is not None and what in confirmed.cause.what
+    if kind is Kind.HOST_LOST:
+        work.hosts.health = "HEALTHY"
+        assert supervision.confirm_lost(LOST) == replace(LOST, cause=Cause(1, what)), "what was told stays told"
+
+
 def test_only_answers_of_the_api_count_while_no_host_answers_and_no_hours_without_a_network(work: Workstation) -> None:
     work.run(work.config())
     supervision = _Supervision(open_session(work.context(), work.ledger, SecretSource({}, {})), 0)

@@ -413,6 +413,12 @@ def test_a_run_of_another_slice_is_not_one_of_this(work: Workstation, other: str
     assert not runs_on_slice(work.config(other), work.home, work.context().machine)
 
 
+def test_an_unknown_run_is_refused_with_those_that_are_known(work: Workstation) -> None:
+    work.run(work.config())
+    with pytest.raises(BadInput, match=rf"there is no run 'demo-0' here; known: {work.ledger.run_id}$"):
+        find_run(work.home, this_machine(), "demo-0")
+
+
 def test_another_command_is_another_run(work: Workstation) -> None:
     work.hosts.exits[0] = 3
     first = work.run(work.config()).run_id
