@@ -69,7 +69,7 @@ class RunBucket:
         return storage.stat(storage.join(self.url, _RECORD)) is not None
 
     def put_event(self, number: int, text: str) -> str:
-        """Creates the event with a number. Returns `text`, or the event with that number that was there before."""
+        """Creates an event. Returns `text`, or the event that already had the number. Raises StorageError."""
         url = self._event(number)
         try:
             storage.write(url, text.encode(), create_only=True)
@@ -92,8 +92,8 @@ class RunBucket:
         return storage.join(self.url, "events", f"{number:08d}.json")
 
     def judge_lease(self, clock: Clock, seen: int = 0) -> LeaseState | None:
-        """Returns the run's lease; None before the first, and if its generation is `seen`. Without the bucket's time,
-        waits LEASE_SECONDS: a lease that is not renewed meanwhile has expired."""
+        """Returns the run's lease; None before the first, or if its generation is `seen`. If the bucket tells no time,
+        blocks for LEASE_SECONDS, and gives a lease that was not renewed meanwhile an age at which it has expired."""
         lease = self.read_lease(seen)
         if lease is None or lease.age is not None or not lease.is_live:
             return lease
@@ -117,7 +117,8 @@ class RunBucket:
         return storage.write(storage.join(self.url, "lease.json"), content, replaces=replaces).generation
 
     def upload(self, folder: Path) -> None:
-        """Copies the files of a run's folder here, its record last: a folder without one is no run."""
+        """Copies the files of a run's folder to the bucket, those that never change only if they are missing there. Its
+        record is last: a folder without one is no run. Raises StorageError."""
         for name in _REPLACED:
             storage.write(storage.join(self.url, name), (folder / name).read_bytes())
         overlays = [(path, storage.join(self.url, _OVERLAYS, path.name)) for path in folder.glob("overlay-*.tar.gz")]
@@ -126,8 +127,8 @@ class RunBucket:
                 storage.write(url, path.read_bytes())
 
     def download(self, folder: Path, *, overlays: bool) -> None:
-        """Copies the files of the run into a folder of this machine, its record last. Raises NotFound if there is no
-        run."""
+        """Copies the run's files from the bucket into a folder, its record last; with `overlays`, also the archives of
+        overlays. Raises NotFound if there is no run, another StorageError if the bucket does not answer."""
         record = storage.read(storage.join(self.url, _RECORD))
         for found in storage.listing(storage.join(self.url, _OVERLAYS)) if overlays else ():
             path = folder / storage.name_of(found.url)

@@ -81,8 +81,8 @@ def _record_stop(session: Session, attempt: int) -> None:
 
 
 def take_down(session: Session) -> None:
-    """Deletes the slice of a run whose budget is spent, after recording which one, and records that it is gone. Leaves
-    another slice of that name alone: the process before may have been killed after it deleted the run's."""
+    """Deletes the slice of a run whose budget is spent, after recording when it was created; then records that it is
+    gone. Leaves a slice of that name alone that was created later, as a killed process may have deleted the run's."""
     ledger, attempt = session.ledger, max(0, session.ledger.state.attempt)
     session.say(f": the budget is spent ({describe(session)}): deleting its slice; raise run.budget to go on")
     ledger.confirm()

@@ -81,8 +81,8 @@ def live_session(config: Config, context: Context, run_id: str | None) -> Iterat
 
 
 def explain_run(session: Session) -> tuple[str | None, str]:
-    """Takes the stacks of all hosts of a live run twice and keeps them, masked. Returns the explanation, None without
-    stacks, and the folder."""
+    """Takes the stacks of all hosts of a live run twice and writes them, masked, into the run's folder. Returns the
+    explanation of what the run waits for (None without stacks), and the path of the folder with the stacks."""
     number, machine = session.ledger.state.attempt, session.machine
     container = session.container(number)
 

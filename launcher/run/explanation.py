@@ -48,13 +48,13 @@ def explain_live(
     native: bool,
     only: Collection[int] | None = None,
 ) -> Explanation:
-    """Takes the stacks of all hosts twice and compares them. Takes 10 to 60 s.
+    """Takes the stacks of all hosts twice and compares them. Takes 10 to 60 s. Ignores errors of the provider.
 
     Args:
         progress: Newest line of each host that tells it.
         seconds: Since the last progress; 0: unknown.
         native: Take the stacks of native code too, which pauses the processes.
-        only: Compare these hosts; None: all.
+        only: Compare only these hosts; the result has the stacks of all. None: compare all.
     """
     first: dict[int, str] = {}
     second: dict[int, str] = {}
@@ -91,8 +91,8 @@ def explain_stall(
     since: float,
     masker: SecretMasker,
 ) -> Verdict:
-    """Takes the stacks of all hosts, writes them into the run's folder, and returns the verdict with the explanation as
-    its cause; without one, the given verdict.
+    """Takes the stacks of all hosts and writes them into the run's folder, or says that it can't. Returns the verdict
+    with the explanation as its cause and what the other hosts do as symptoms; without stacks, the given verdict.
 
     Args:
         progress: Newest line of each host that tells it.

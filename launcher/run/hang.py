@@ -139,7 +139,7 @@ def _explain_alike(
     lasting: str,
     found: Callable[[str, Sequence[int], str], Hang],
 ) -> Hang:
-    """Returns the explanation where no host waits for another, or all do."""
+    """Returns the explanation where no host waits for another, or all do: `found(kind, workers, sentence)`."""
     if all(host.kind in ("compile", "collective") and _compiles(lines.get(worker)) for worker, host in hosts.items()):
         hosts = {worker: replace(host, kind="compile", what=f"compiles: {host.what}") for worker, host in hosts.items()}
     kinds = Counter(host.kind for host in hosts.values())
@@ -220,8 +220,8 @@ def _look_at_processes(first: HostStacks, second: HostStacks) -> _HostLook:
 
 
 def _choose(candidates: Sequence[tuple[ProcessStacks, ThreadStack, Place]]) -> Place:
-    """Returns the most telling place of a host: that of the main threads, or if these wait for other threads or
-    processes, that of one which does not wait."""
+    """Returns the most telling place of a host: that of a main thread; if all of these wait for data, other threads or
+    processes, that of another thread which is in code or waits for storage or a lock, if there is one."""
     mains = [place for _, _, place in candidates if place.thread == "MainThread"] or [candidates[0][2]]
     for wanted in (Waits.CODE, Waits.COMPILER, Waits.BUSY, Waits.STORAGE, Waits.LOCK, Waits.COLLECTIVE):
         for place in mains:

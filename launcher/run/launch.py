@@ -78,7 +78,7 @@ def run(request: RunRequest, context: Context) -> Outcome:
 
     Raises:
         BadInput: The request can't be carried out; nothing was started.
-        LaunchError: An attempt could not be started.
+        LaunchError: An attempt could not be started, or another process supervises the run (Exit.CONFLICT).
         RunStopped: The user stopped the run after this command began.
     """
     config, say = request.config, context.output.say
@@ -146,6 +146,7 @@ def attach(request: RunRequest, context: Context) -> Outcome:
     Raises:
         BadInput: There is no such run, it is not running, its start was interrupted (StartInterrupted), or another
             attempt would follow and secrets are missing.
+        LaunchError: Another process supervises the run (Exit.CONFLICT), or it could not be recovered.
     """
     config = request.config
     if (request.overlay or request.sync) is not None:
@@ -179,7 +180,7 @@ def stop(config: Config, context: Context, run_id: str | None, *, grace: int | N
 
     No attempt follows until the next `tpu-launch run`, whichever process of this machine supervises the run. Without
     `run_id` stops the newest run of the slice. `grace` is in seconds; None for run.stop_seconds. Raises BadInput if
-    there is no such run, or it was never started.
+    there is no such run, or it was never started; LaunchError if the stop can't be recorded.
 
     Returns:
         A report for each host; [] if nothing runs on hosts.
@@ -266,8 +267,8 @@ def _stop_runs(config: Config, context: Context) -> None:
 
 
 def _stop_detached(ledger: Ledger, context: Context) -> None:
-    """Stops a run that no process supervises, and what a lost attempt left, with their time to save, where the slice is
-    there; keeps an open run's lines in its folder, and records its end. Says if that fails."""
+    """Stops the containers of a run that no process supervises, orphaned ones too, which have run.stop_seconds to save;
+    keeps the lines of an open attempt and records its end. Does nothing without a slice. Says if any of it fails."""
     try:
         quiet = replace(context, output=replace(context.output, emit=lambda worker, line: None))  # days of lines
         session = open_session(quiet, ledger, SecretSource(context.environment, {}))

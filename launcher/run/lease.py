@@ -32,8 +32,8 @@ Say = Callable[[str], None]
 
 @contextlib.contextmanager
 def supervising(ledger: Ledger, machine: Workstation, say: Say) -> Iterator[None]:
-    """Holds the run's lock and, if it has a bucket, its lease. Raises LaunchError (Exit.CONFLICT) if another process
-    supervises the run, on this machine or another one."""
+    """Holds the run's lock and, if it has a bucket, its lease, which a thread renews; copies the run's files there.
+    Raises LaunchError: Exit.CONFLICT if a process of any machine supervises it, or the bucket does not answer."""
     with ledger.supervising():
         if ledger.bucket is None:
             yield
@@ -130,6 +130,7 @@ class Lease:
             self._bucket.write_lease("", self._generation)
 
     def _renew(self) -> None:
+        """Renews the lease. Raises StorageError; ends the process if another one has the lease."""
         with self._lock:
             while True:
                 before = (self._machine.clock.monotonic(), self._machine.clock.time())
@@ -162,6 +163,7 @@ class Lease:
         )
 
     def _say_once(self, error: Exception) -> None:
+        """Says that the lease can't be renewed, unless that was said since it was last renewed by `keep`."""
         if not self._said:
             self._said = True
             self._say(

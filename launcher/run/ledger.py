@@ -175,8 +175,8 @@ class Ledger:
             self.lease.confirm()
 
     def pull(self, threads: Threads | None = None) -> None:
-        """Appends the events that only the bucket has to the file; with `threads`, reads many at once. Raises
-        LaunchError if the bucket does not answer."""
+        """Appends to the file the events that only the bucket has, if there is one; `threads` read many at once. Raises
+        LaunchError if the bucket does not answer. Ends this process if it has lost the run's lease."""
         if self.bucket is None:
             return
         try:
@@ -190,7 +190,7 @@ class Ledger:
             raise LaunchError(f"run {self.run_id}: its events can't be read: {error}") from None
 
     def publish(self) -> None:
-        """Copies specification and overlay to the bucket, for other machines. Raises LaunchError."""
+        """Copies specification and overlay to the bucket, if there is one, for other machines. Raises LaunchError."""
         if self.bucket is not None:
             self.confirm()
             try:
@@ -227,7 +227,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def _recording(self) -> Iterator[None]:
-        """Holds the lock of the one thread of this machine that compares the file with the bucket."""
+        """Holds the lock under which one thread of this machine compares the file with the bucket; waits for it."""
         path = self.folder / "events.lock"
         with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0) as file:
             while not lock(file, path):
@@ -328,8 +328,8 @@ class Ledger:
         return path
 
     def supervised(self) -> bool | None:
-        """Returns whether a process of this machine holds the run's lock, or one of another machine its lease; None,
-        with a warning, if that can't be told."""
+        """Returns whether a process of this machine holds the run's lock or, of an unfinished run, one of another
+        machine its lease; None if that can't be told: the file system has no locks, or the bucket does not answer."""
         held = is_held(self.folder / "lock", exclusively=True)
         if held or self.bucket is None or self.state.phase is Phase.FINISHED:
             return held

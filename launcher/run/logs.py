@@ -202,9 +202,8 @@ class HostLog:
 
 
 def next_page(observation: Observation) -> str:
-    """Returns the time from which to observe again at once, if this observation was cut short: without LOG_OVERLAP,
-    whose lines may fill more than one observation. Returns "" if it was complete, or a repetition would show the same
-    lines."""
+    """Returns the time from which to observe again at once if this observation was cut short; LOG_OVERLAP is not
+    subtracted, as its lines may fill an observation. Returns "" if it was complete, or the next would be the same."""
     if not observation.more or not (observation.open or observation.lines):
         return ""
     last = observation.lines[-1] if observation.lines else LogLine("", "")

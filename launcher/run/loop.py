@@ -292,8 +292,8 @@ class _Recovery:
         self.wait(decision.delay, settle=False)
 
     def _delete_slice_if_bad(self) -> None:
-        """Deletes a slice whose hosts can't be used or one of whose hosts fails repeatedly, where run.replace_after
-        allows it and something besides this machine's connections shows it: a single host can't be replaced."""
+        """Deletes a slice whose hosts can't be used or one of whose hosts fails repeatedly, if run.replace_after allows
+        it and `_find_proof` has a proof. Also finishes a deletion that a killed process had recorded."""
         session = self.session
         worker, count = bad_host(session.ledger.events())
         limit = session.config.run.replace_after

@@ -147,10 +147,8 @@ def spent_so_far(events: Sequence[RunEvent]) -> Retries:
 
 
 def bad_host(events: Sequence[RunEvent]) -> tuple[int, int]:
-    """Returns the host that was the first cause of the last attempts, and of how many in a row; (-1, 0) if none was.
-
-    Counts only attempts since the slice was last replaced.
-    """
+    """Returns the host that was the first cause of the last attempts, and of how many in a row since the slice was last
+    replaced; (-1, 0) if a single host was not the cause of the last attempt."""
     worker, count = -1, 0
     for event in reversed(events):
         if isinstance(event, SliceReplaced):

@@ -92,7 +92,8 @@ def resolve_run(
     """Returns the run to resume, or a new one, whose folder is made with `requested` and `overlay`.
 
     Resumed is the run of `run_id`, or else the newest run on the slice, unless it has finished, its configuration hash
-    differs, or `new` is set. Raises BadInput if there is no run of that id, or it has another configuration hash.
+    differs, or `new` is set. Raises BadInput if there is no run of that id, or it has another configuration hash;
+    LaunchError if a new run's bucket does not answer.
     """
     config_hash = specification.hash_configuration(config)
     if run_id is not None:
@@ -146,7 +147,7 @@ def _folder_in_bucket(config: Config, run_id: str, say: Callable[[str], None]) -
 
 def import_run(home: Path, machine: Workstation, url: str, *, overlays: bool = True) -> Ledger:
     """Copies a run's folder from gs://bucket/runs/ID, for the commands of this machine; without `overlays`, only what
-    its state depends on. Raises BadInput if there is no run, LaunchError if the bucket does not answer."""
+    its state depends on. Raises BadInput if no run, or a copied one, is there; LaunchError for a silent bucket."""
     url = url.rstrip("/")
     ledger = Ledger(home / "runs" / storage.name_of(url), machine.clock)
     place = bucket.RunBucket.of_run(url)

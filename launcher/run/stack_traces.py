@@ -113,7 +113,7 @@ def parse_stacks(output: str) -> HostStacks:
     native: list[str] = []
     sources, memory, refaults, identifier = {}, "", [-1, -1], ""
 
-    def close() -> None:
+    def end_thread() -> None:
         if opened is not None:
             found = replace(opened, frames=tuple(frames), native=tuple(native))
             threads[identifier] = _merge(threads[identifier], found) if identifier in threads else found
@@ -124,12 +124,12 @@ def parse_stacks(output: str) -> HostStacks:
 
     for line in output.splitlines():
         if match := _PROCESS.match(line):
-            close()
+            end_thread()
             opened = None
             threads.clear()
             processes.append(ProcessStacks(int(match[1]), match[2] or "", match[3], match[4].strip()))
         elif (match := _THREAD.match(line)) and processes:
-            close()
+            end_thread()
             identifier = match[1]
             opened = ThreadStack(match[3] or "", (), "gil" in match[2], match[2].startswith("active"))
         elif (match := _FRAME.match(line)) and opened is not None:
@@ -143,7 +143,7 @@ def parse_stacks(output: str) -> HostStacks:
             refaults[bool(processes)] = sum(map(int, _REFAULTS.findall(line)))
         elif (match := _POLLING.match(line)) and processes:
             processes[-1] = replace(processes[-1], polling=int(match[1]))
-    close()
+    end_thread()
     problem = "" if processes else (output.strip().splitlines() or ["no answer"])[-1][:200]
     return HostStacks(tuple(processes), sources, problem, memory, (refaults[0], refaults[1]))
 

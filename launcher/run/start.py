@@ -29,9 +29,10 @@ def start_attempt(session: Session) -> tuple[int, Verdict | None]:
     """Removes orphans of earlier attempts from the slice, then starts the next attempt on all hosts and records it.
 
     Returns:
-        The attempt's number, and a verdict if the slice was taken away meanwhile: a preemption like any other.
+        The attempt's number, and None; or the verdict that ended it if the slice or a host was lost meanwhile.
 
     Raises:
+        BadInput: A secret or the overlay is missing; no attempt has begun.
         LaunchError: The attempt runs on no host that could be reached; `events.Orphaned` names the others.
         RunStopped: The user stopped the run.
     """
@@ -138,7 +139,7 @@ def require_inputs(session: Session) -> None:
 
 
 def require_all(reports: Sequence[HostReport], verb: str) -> None:
-    """Raises LaunchError, Exit.CONFLICT if another run uses a host, unless every host carried out `verb`."""
+    """Raises LaunchError unless every host could `verb` ("start", "stop"); Exit.CONFLICT if another run uses one."""
     failed = [report for report in reports if not report.ok]
     if not failed:
         return

@@ -106,7 +106,7 @@ class Status:
 def read_status(config: Config, context: Context, provider: Provider, run_id: str | None = None) -> Status:
     """Asks the API, and each host once if the run (the newest without `run_id`) has an open attempt and the slice is
     READY. Returns the slice, that run's state and history, and a status for each host asked. Raises LaunchError if the
-    API fails."""
+    API fails, BadInput for an unknown `run_id`."""
     slice_state = provider.describe()
     try:
         ledger = find_run(context.home, context.machine, run_id, slice_name=config.slice.name, provider=config.provider)

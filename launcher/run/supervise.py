@@ -155,11 +155,8 @@ def stop_hosts(session: Session, attempt: int, workers: Sequence[int], *, grace:
 
 
 def _end_on_hosts(session: Session, attempt: int, verdict: Verdict, reachable: Sequence[int]) -> set[int]:
-    """Stops a failed attempt on all hosts that answer.
-
-    Returns the hosts on which that failed. A host that does not answer is not waited for: its container is removed
-    before the next start.
-    """
+    """Stops a failed attempt on the `reachable` hosts, and records each host's report. Returns the hosts on which that
+    failed. Containers on other hosts are removed before the next start."""
     say, ledger = session.context.output.say, session.ledger
     say(f"ending the attempt on all hosts: {explain(verdict)[0]}")
     reports = stop_hosts(session, attempt, reachable, grace=_FAILURE_GRACE, remove=False)
@@ -218,7 +215,7 @@ class _Supervision:
 
     def watch(self) -> tuple[Verdict, list[int]]:
         """Starts a task that polls each host, and one that stops hosts if the user stops the run. Returns the verdict
-        that ends the attempt, and the hosts that answer."""
+        that ends the attempt, and the hosts that answer. Raises StartInterrupted."""
         for worker in self.session.workers:
             self.threads.start(self._poll_repeatedly, worker)
         try:
@@ -296,9 +293,8 @@ class _Supervision:
             self.views[worker] = replace(view, seen=seen, failing_since=failing_since, ended_seen=ended_seen)
 
     def _receive(self) -> None:
-        """Handles one observation or state of the slice, if one arrives within 0.25 s.
-
-        New lines, lines that grow, new progress and a host that is out of reach all count as output (`last_line`)."""
+        """Handles one observation or state of the slice, if one arrives within 0.25 s. New lines, lines that grow, new
+        progress and a host that is out of reach all count as output (`last_line`)."""
         answer = self.inbox.get(timeout=_INBOX_SECONDS)
         if answer is None:
             return
@@ -415,10 +411,8 @@ class _Supervision:
     # -- threads ----------------------------------------------------------------------------------------------------
 
     def _poll_repeatedly(self, worker: int) -> None:
-        """Observes one host until the supervision is over, and puts every observation into the inbox.
-
-        An observation waits on the host (long poll), where the end of the container is seen at once.
-        """
+        """Observes one host until the supervision is over, and puts every observation into the inbox. An observation
+        waits on the host (long poll), where the end of the container is seen at once."""
         log = self.logs[worker]
         patience, since, is_long = 0.0, log.cursor.since, False
         asked = float("-inf")  # when its progress was last read
@@ -496,7 +490,8 @@ class _Supervision:
         return SliceAnswer(state, slice_state.trouble)
 
     def _fetch_rest_of(self, worker: int, turn: AbstractContextManager[Any]) -> None:
-        """Delivers a host's last lines. Retries a host that does not answer: its container is removed next."""
+        """Delivers a host's last lines, each page while it holds `turn`. Retries a host that does not answer, as its
+        container is removed next; then says that lines may be missing."""
         log = self.logs[worker]
         since, failures, begun = log.cursor.since, 0, self.clock.monotonic()
         while True:

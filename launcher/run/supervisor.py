@@ -165,8 +165,8 @@ class Supervisor:
             self.context.machine.threads.map(lambda child: child.end(), running, at_once=len(running) or 1)
 
     def _look(self, named: tuple[str, _Child]) -> bool:
-        """Reports a process that has ended; returns whether the run needs one now. Says an error once until it
-        changes."""
+        """Says how a run's process has ended; returns whether the run (its name, its child) needs one now. An error is
+        said once until it changes, and the run then needs none."""
         name, child = named
         if child.result is not None and child.result.done():
             self._report_end(name, child)
@@ -199,6 +199,7 @@ class Supervisor:
         return False
 
     def _start(self, name: str, child: _Child) -> None:
+        """Starts `tpu-launch supervise` for the run, and keeps its result and its `end` in `child`."""
         say, machine = self.context.output.say, self.context.machine
         argv = [sys.executable, "-m", "launcher.cli", "supervise", storage.join(self.folder, name)]
 
