@@ -17,11 +17,8 @@ from launcher.workstation import Workstation
 
 
 def create(config: Config, say: Say, machine: Workstation, patient: Workstation) -> SliceState:
-    """Returns the slice when it is READY: the one that exists, or the first candidate that Google grants.
-
-    `patient` is the machine for withdrawals, which go on when the clock of `machine` raises. Raises as
-    `creation.create`.
-    """
+    """Returns the slice when it is READY: the one that exists, or the first candidate that Google grants. Withdraws the
+    others on `patient`, whose clock, unlike that of `machine`, does not raise. Raises as `creation.create`."""
     if not config.slice.candidates:
         return creation.create(config, say, machine)
     with race.turn(config, say, machine) as record:

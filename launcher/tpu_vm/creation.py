@@ -37,6 +37,7 @@ def create(config: Config, say: Say, machine: Workstation) -> SliceState:
     Raises:
         Conflict: The name is taken by a slice of another type or owner, or another command deleted the slice meanwhile.
         Stockout, QuotaExceeded, PermissionDenied, Refused: As Google says; only a stock-out is retried.
+        BadInput, CommandTimeout: A cost limit forbids it; it is not READY after slice.create_minutes.
     """
     begin, backoff = machine.clock.monotonic(), Backoff(machine, _FIRST_PAUSE, _LONGEST_PAUSE)
     try:
@@ -179,7 +180,7 @@ class _Creation:
             self._create_node()
 
     def _create_node(self) -> None:
-        """Checks the cost limit, requests the node and waits for the answer. Keeps a lost answer in `lost`."""
+        """Checks the cost limit, requests the node, waits for gcloud. Keeps a lost answer in `lost`; raises others."""
         config, slice_ = self.config, self.config.slice
         costs.check(config)
         self.say(
@@ -221,7 +222,7 @@ class _Creation:
             self.say(f"{str(error).splitlines()[0]}: checking whether {slice_.name} is being created nevertheless")
 
     def _start(self, node: SliceState) -> None:
-        """Starts a STOPPED node and waits. Raises Stockout; leaves a transient error to the next description."""
+        """Starts a STOPPED node. Raises BadInput at a cost limit, and gcloud's error unless it is transient."""
         try:
             costs.check(self.config)
         except BadInput as error:
@@ -279,7 +280,7 @@ class _Creation:
 
 
 def add_bill(config: Config, error: LaunchError) -> LaunchError:
-    """Returns the same error with one more line: the slice may exist and is billed then."""
+    """Returns an error of the same class with one more line: the slice may exist, and is billed then."""
     return type(error)(
         f"{error}\n  slice {config.slice.name} may exist, and is billed then: `tpu-launch up` goes on with it, "
         "`tpu-launch down` deletes it",
@@ -288,6 +289,7 @@ def add_bill(config: Config, error: LaunchError) -> LaunchError:
 
 
 def _check_type(config: Config, node: SliceState) -> None:
+    """Raises Conflict for a node whose accelerator type is another than the configuration's."""
     wanted = config.slice.accelerator_type
     if node.accelerator_type and node.accelerator_type != wanted:
         raise Conflict(

@@ -51,8 +51,7 @@ def delete_places(
     """Deletes the slices of these candidates at once; returns whether the last look deleted one. Looks again while a
     create request may still arrive; without `all_requests`, only until a place has a slice or fails. Leaves another
     owner's slice alone, and raises NotOurs for it only without `all_requests` and if nothing was deleted. Raises as
-    `delete`.
-    """
+    `delete`."""
 
     def delete_there(placed: Config) -> bool | LaunchError:
         try:
@@ -127,8 +126,7 @@ class _InFlightCreates:
 
 def look_and_delete(config: Config, say: Say, machine: Workstation) -> bool:
     """Looks for the node and the queued resource in one zone, deletes those it finds and waits until they are gone.
-    Returns whether there was one. Raises as `delete_in_zone`; LaunchError if the API gives no answer in two minutes.
-    """
+    Returns whether there was one. Raises as `delete_in_zone`; LaunchError if the API gives no answer in two minutes."""
     retry = Retry(machine, say, f"slice {config.slice.name} in {config.zone}")
     deadline = machine.clock.monotonic() + _LOOK_SECONDS
     # Look at the queue even when the configuration does not use it (any more): a queued resource keeps its quota.

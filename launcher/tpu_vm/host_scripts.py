@@ -38,7 +38,7 @@ _SECRETS_FOLDER = "/run/tpu-launch"  # in the container; await_secrets.sh and re
 
 def create_arguments(attempt: Attempt, hosts: Sequence[str], accelerator_type: str) -> list[str]:
     """Returns the arguments of `docker create` on every host, with image and command; each host adds TPU_WORKER_ID.
-    If the attempt waits, so does the command, for the delivery of secrets."""
+    Where `attempt.waits`, the command begins only after secrets and overlay were delivered into the container."""
     arguments = ["--name", attempt.container]
     arguments += ["--label", f"{LABEL_RUN}={attempt.run_id}", "--label", f"{LABEL_ATTEMPT}={attempt.number}"]
     arguments += ["--privileged", "--network", "host", "--init", *_KEPT_LOG]
@@ -79,13 +79,13 @@ def huge_pages_file(accelerator_type: str) -> str:
 
 
 def start_script(attempt: Attempt, hosts: Sequence[str], accelerator_type: str) -> str:
-    """Removes containers of older attempts, pulls the image, creates the container and starts it, unless it ran
-    already. Reports `started <image id> <Unix seconds> <huge pages>`, `moved`, `busy <run id>` or `failed <reason>`.
+    """Returns the script that removes containers of older attempts, pulls the image, creates the container and starts
+    it unless it ran already. It reports `started <image id> <Unix seconds> <huge pages>`, `moved` (the host has another
+    address than in `hosts`), `busy <run id>` or `failed <reason>`.
 
-    Pulls an image named by digest unless the host has it, with the token of the host's service account from Google's
-    registries and without credentials from others. An image named by its id must be on the host. Switches on
-    transparent huge pages where they help; without permission, reports their setting.
-    """
+    It pulls an image named by digest unless the host has it, with the token of the host's service account from Google's
+    registries and without credentials from others. An image named by its id must be on the host. It switches on
+    transparent huge pages where they help; without permission, it reports their setting."""
     registry = attempt.image.split("/")[0]
     return render(
         "start",
@@ -112,19 +112,19 @@ def _file_line(name: str, content: bytes) -> str:
 
 
 def overlay_script(attempt: Attempt) -> str:
-    """Unpacks its standard input (base64) in the started container. Reports `copied` or `failed <reason>`."""
+    """Returns the script that unpacks its input (base64) in the container; it reports `copied` or `failed <reason>`."""
     overlay = attempt.overlay
     assert overlay is not None
     return render("copy_overlay", container=attempt.container, target=overlay.target, digest=overlay.digest)
 
 
 def check_engine_script() -> str:
-    """Reports `up` when the host's container engine answers."""
+    """Returns the script that reports `up` when the host's container engine answers."""
     return render("check_engine")
 
 
 def secrets_script(attempt: Attempt) -> str:
-    """Passes its standard input (`secrets_input`) to the started container, once. Reports `delivered`."""
+    """Returns the script that passes its input (`secrets_input`) to the container, once; it reports `delivered`."""
     return render("deliver_secrets", container=attempt.container, receive=load("receive_secrets"))
 
 
@@ -137,8 +137,8 @@ def secrets_input(secrets: Mapping[str, str]) -> str:
 def observe_script(
     container: str, since: str | None, *, patience: float = 0.0, tail: int | None = None, progress: bool = False
 ) -> str:
-    """Prints the container's state and the host's boot on one line, then its lines of progress, then the log, each line
-    with the engine's time.
+    """Returns the script that prints the container's state and the host's boot on one line, then the container's lines
+    of progress, then its log, each line with the engine's time.
 
     Args:
         since: Only lines from this time on (RFC 3339, inclusive).
@@ -169,21 +169,21 @@ def execute_script(container: str, command: Sequence[str], mark: str, *, seconds
 
 
 def end_execution_script(container: str, mark: str) -> str:
-    """Ends a command started by `execute_script` with the same `mark`."""
+    """Returns the script that ends a command started by `execute_script` with the same `mark`."""
     return render("end_execution", container=container, mark=mark, end=load("end_command"))
 
 
 def stacks_script(container: str, native: bool = False) -> str:
-    """Prints the container's process list and the stack trace of each Python process (py-spy is in our images)."""
+    """Returns the script that prints the container's processes and each Python stack (py-spy is in our images)."""
     return render("stacks", container=container, dump=DUMP_STACKS, native="native" if native else "")
 
 
 def evidence_script(container: str) -> str:
-    """Prints diagnostics of a failed container: inspection, disks, memory, kernel messages, TPU logs."""
+    """Returns the script that prints a container's inspection and the host's disks, memory, kernel and TPU logs."""
     return render("evidence", container=container)
 
 
 def stop_script(container: str, grace: int, *, remove: bool) -> str:
-    """Stops a container: SIGTERM once, SIGKILL after `grace` seconds; deletes it if `remove`, or if it never started.
-    Reports `stopped`, for a missing one too."""
+    """Returns the script that stops a container: SIGTERM once, SIGKILL after `grace` seconds; it deletes the container
+    if `remove`, or if that never started. It reports `stopped`, for a missing one too."""
     return render("stop", container=container, grace=grace, remove=remove)

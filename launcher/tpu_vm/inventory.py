@@ -111,10 +111,8 @@ class Listing:
 
 
 def list_owned(project: str, zones: Sequence[str], machine: Workstation) -> Listing:
-    """Lists the slices of all owners in the zones; a zone that fails does not keep others from being listed.
-
-    A queued resource with a node is listed as the node, unless the request is dead and keeps the quota.
-    """
+    """Returns tpu-launch's slices of all owners in the zones, by zone and name, and the errors of zones that can't be
+    listed. A queued resource with a node is listed as the node, unless the request is dead and keeps the quota."""
     owned: dict[tuple[str, str], OwnedSlice] = {}
     failures: dict[str, LaunchError] = {}
     for zone in zones:

@@ -159,6 +159,7 @@ class Race:
             self._start(request)
 
     def _start(self, request: Recorded) -> None:
+        """Starts the thread that creates a request's slice, and keeps its entry, whose `over` ends the thread."""
         over = self.machine.threads.event()
 
         def check() -> None:
@@ -283,7 +284,8 @@ class Race:
         return entries
 
     def _delete(self, doomed: Sequence[Recorded], entries: Sequence[_Entry]) -> None:
-        """Deletes nodes and queued resources until the threads have ended, and records the end (see `withdraw`)."""
+        """Deletes the requests' nodes and queued resources, again until the threads of `entries` have ended, and
+        records the end. If that fails, tells the user and leaves the requests open (see `withdraw`)."""
         names = ", ".join(str(request.candidate) for request in doomed)
         self.say(f"withdrawing {names}")
         clock = self.patient.clock

@@ -119,9 +119,9 @@ class RequestRecord:
             self._create(request.number, "ended", {"time": now, "outcome": outcome})
 
     def _create(self, number: int, part: str, content: dict[str, Any]) -> bool:
-        """Creates a file of the record, in the bucket and here; copies that of another machine here. Returns whether
-        the record has this content now. Raises LaunchError if the bucket can't take the record of a new request;
-        ignores its other errors."""
+        """Creates a file of the record in the bucket, if it has one, and here; if another machine was quicker, copies
+        that machine's file. Returns whether the record has this content now. Raises LaunchError if the bucket can't
+        take the record of a new request; ignores its other errors."""
         name, text = f"{number:06d}.{part}.json", json.dumps(content) + "\n"
         found = text
         if (self._folder / _BUCKET).exists():

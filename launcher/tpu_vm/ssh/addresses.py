@@ -36,8 +36,8 @@ class KnownSlice:
 
 
 def parse_dry_run(text: str) -> list[Address]:
-    """Parses the output of `gcloud compute tpus tpu-vm ssh --worker=all --dry-run`, a line a host. Returns addresses in
-    worker order. Raises LaunchError for an unknown format."""
+    """Returns the addresses in the output of `gcloud compute tpus tpu-vm ssh --worker=all --dry-run`, in its order: a
+    line a host. Ignores lines without a key file. Raises LaunchError for an unknown format."""
     addresses: list[Address] = []
     for line in text.splitlines():
         if " -i " not in line:

@@ -104,7 +104,7 @@ class SliceConnections:
 
     def open_pool(self) -> ConnectionPool:
         """Returns `pool` connected to every host that answers, for commands that must not run twice. Asks gcloud for
-        the addresses when no host answers at the kept ones."""
+        the addresses when a host does not answer at its kept one. Raises as `pool`."""
         pool = self.pool()
         pool.connect_all()
         if not pool.connected and (other := self.replacement_of(pool)):
@@ -114,7 +114,7 @@ class SliceConnections:
 
     def run(self, worker: int, script: str, *, timeout: float) -> HostResult:
         """Runs a script on one host, again if it is not reached and gcloud knows another address. The result holds
-        failures of the network or the host. `timeout`: seconds of each try."""
+        failures of the network or the host. `timeout`: seconds of each try. Raises as `pool`."""
         pool = self.pool()
         result = pool.run(worker, script, timeout=timeout)
         if not result.reached and (other := self.replacement_of(pool)):
@@ -124,7 +124,8 @@ class SliceConnections:
     def run_all(
         self, script: str, *, timeout: float, workers: Sequence[int] | None = None, stdin: str | None = None
     ) -> list[HostResult]:
-        """Runs a script on all hosts (or `workers`) at once; again if gcloud has other addresses. In worker order."""
+        """Runs a script on all hosts (or `workers`) at once, and on all again if one is not reached and gcloud knows
+        other addresses. Returns the results in worker order. Raises as `pool`."""
         pool = self.pool()
         results = pool.run_all(script, timeout=timeout, workers=workers, stdin=stdin)
         if not all(result.reached for result in results) and (other := self.replacement_of(pool)):
@@ -148,8 +149,8 @@ class SliceConnections:
     def run_through_gcloud(
         self, worker: int, script: str, stdin: str | None = None, *, timeout: float = 0.0
     ) -> HostResult:
-        """Runs a script on one host through gcloud, for workstations whose own ssh connections are refused. Takes some
-        seconds beside the `timeout` of the script."""
+        """Runs a script on one host through gcloud, for workstations whose own ssh connections are refused. A script
+        that fails counts as not reached. `timeout`: seconds for the script; gcloud has 40 s more."""
         command = commands.ssh_command(self.config, script, worker=str(worker))
         try:
             result = self._machine.run(command, timeout=_GCLOUD_SECONDS + timeout, input=stdin)
@@ -171,7 +172,7 @@ class SliceConnections:
 
     def replacement_of(self, pool: ConnectionPool) -> ConnectionPool | None:
         """Returns connections to the current addresses, when hosts of `pool` did not answer at kept ones and gcloud
-        gives others; else None. Asks gcloud once."""
+        (asked once) gives others, or another thread has replaced the pool; else None."""
         with self._lock:
             if self._pool is not pool:
                 return self._pool  # another thread has replaced it

@@ -52,7 +52,7 @@ class Execution:
         self._last = re.compile(rf"(.*){self._mark} (exit|failed) (.*)", re.DOTALL)
 
     def run(self, workers: Sequence[int]) -> list[CommandReport]:
-        """Runs the command on these hosts at once, through gcloud where ssh is refused. Returns its ends by worker."""
+        """Runs the command on these hosts at once, through gcloud where ssh is refused. Returns how each one ended."""
         if self._connections.gcloud_only:
             return self._run_through_gcloud(workers)
         pool = self._connections.open_pool()
@@ -109,7 +109,8 @@ class _Lines:
         self.ending: tuple[str, str] | None = None
 
     def take(self, line: str) -> None:
-        """Passes a line on; keeps what the last one reports in `ending` ("exit" or "failed", detail) instead."""
+        """Passes a line of the command on; keeps what the script's last line reports in `ending`: "exit" or "failed",
+        and a detail."""
         if self.ending is None and (match := self._last.fullmatch(line)):
             before, word, detail = match.groups()  # a last line without its end stands before the mark
             self.ending = word, detail

@@ -67,6 +67,7 @@ class ConnectionPool:
         return result
 
     def _run(self, worker: int, script: str, timeout: float, stdin: str | None) -> HostResult:
+        """Runs a script as `run` does, once. Closes the connection after a failure."""
         connection: HostConnection | None = None
         try:
             connection = self._connect(worker)
@@ -113,7 +114,7 @@ class ConnectionPool:
         return all(map(self._is_open, self.workers))
 
     def connect_all(self) -> None:
-        """Opens the connections that can be opened; the next command reports the others."""
+        """Opens the connections that can be opened, and raises nothing: the next command reports the others."""
 
         def connect(worker: int) -> None:
             with contextlib.suppress(ConnectionFailed):
