@@ -54,7 +54,7 @@ def pod_template(config: Config, work: Workload) -> dict[str, Any]:
 
 
 def _identity(config: Config) -> dict[str, Any]:
-    """Returns the pod's service account (else, without gcsfuse, no token), and grace period."""
+    """Returns the pod's fields for its service account and grace period; with neither account nor gcsfuse, no token."""
     fields: dict[str, Any] = {}
     if config.gke.service_account:
         account = Commented(config.gke.service_account, "Gives access to the buckets through Workload Identity.")

@@ -85,11 +85,8 @@ class Gke:
 
     def describe(self) -> SliceState:
         """Returns DELETED if another client deleted the observed attempt's JobSet, PREEMPTED if all pods of a JobSet
-        that is there and watched were disrupted, else READY.
-
-        The addresses are the pods' host names in the JobSet that has not ended, "" without one. Raises LaunchError if
-        JobSets can't be listed.
-        """
+        that is there and watched were disrupted, else READY. The addresses are the pods' host names in the JobSet that
+        has not ended, "" without one. Raises LaunchError if JobSets or pods can't be listed."""
         jobsets = {each["metadata"]["name"]: each for each in self._list_jobsets()}
         running = next((name for name, each in jobsets.items() if not _is_over(each)), "")
         watched = [watch.pods().values() for key, watch in self._open_watches().items() if _name(key) in jobsets]
@@ -106,7 +103,8 @@ class Gke:
         return "", ""  # its nodes belong to the cluster
 
     def create(self, clock: Clock | None = None) -> None:
-        """Creates nothing; warns if the cluster shows too few nodes. Raises LaunchError if JobSets can't be listed."""
+        """Creates nothing: warns if the cluster has too few nodes, or this account may not list nodes. Raises
+        LaunchError if JobSets can't be listed, or the cluster does not answer."""
         self._list_jobsets()
         selector = ",".join(f"{key}={value}" for key, value in node_selector(self.config).items())
         try:
@@ -145,8 +143,8 @@ class Gke:
 
     def start(self, attempt: Attempt, clock: Clock | None = None) -> list[HostReport]:
         """Removes this run's earlier attempts, creates the JobSet, unless it exists, and waits until every host's
-        container has started. Reports failure on all hosts when another run uses the slice. On any other failure,
-        removes the JobSet and raises the reason."""
+        container has started. Reports failure on all hosts when another run uses the slice. If the start fails, removes
+        the JobSet and raises the reason. Raises BadInput for an image without a digest."""
         if "@sha256:" not in attempt.image:  # it is only on this machine
             raise BadInput(
                 f"the cluster's nodes can't pull image {attempt.image}: set image.repository, to which tpu-launch "
@@ -180,11 +178,9 @@ class Gke:
     def observe(
         self, worker: int, container: str, since: str | None, *, patience: float = 0.0, progress: bool = False
     ) -> Observation:
-        """Returns the state of a host's pod, and its log from `since` on; "absent" if the attempt has no pods.
-
-        Ignores `patience`: the watch knows the state. When the cluster does not answer, or only this pod is missing,
-        the state is None, and `problem` says why.
-        """
+        """Returns the state of a host's pod, and its log from `since` on; "absent" if the attempt has no pods. When the
+        cluster does not answer, or only this pod is missing, the state is None, and `problem` says why. Ignores
+        `patience`: the watch knows the state."""
         watch = self._watch_pods(container)
         watch.note_log_start(worker, since)
         self._observed = _name(container)
@@ -224,7 +220,7 @@ class Gke:
         self, container: str, *, grace: int, remove: bool, workers: Sequence[int] | None = None
     ) -> list[HostReport]:
         """Deletes the running pods of `workers` and waits `grace` + 30 s for their end; reports those that go on, and
-        a transient error. With `remove`, or before any pod started, deletes the attempt's objects."""
+        a transient error; raises others. With `remove`, or before any pod started, deletes the attempt's objects."""
         wanted = list(self._workers) if workers is None else list(workers)
         try:
             if remove:
@@ -282,7 +278,7 @@ class Gke:
         return files
 
     def stacks(self, container: str, *, native: bool = False) -> dict[int, str]:
-        """Returns the stack traces of each running container's processes, by `kubectl exec` (see k8s/role.yaml)."""
+        """Returns by worker what DUMP_STACKS prints in each running container, by `kubectl exec`, or the error."""
 
         def dump(pod: Pod) -> str:
             command = ("exec", pod.name, "--container", CONTAINER, "--", "sh", "-c", DUMP_STACKS)

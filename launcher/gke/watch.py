@@ -54,11 +54,9 @@ class PodWatch:
         self._final_logs: dict[int, _FinalLog] = {}
 
     def pods(self, *, fresh: bool = False) -> dict[int, Pod]:
-        """Returns the newest pod of each host by worker number, including ended and deleted ones.
-
-        Lists the pods again if `fresh`, or if the last list is old, and starts the thread that watches them unless it
-        runs. Raises LaunchError when the cluster does not answer or refused the watch.
-        """
+        """Returns the newest pod of each host by worker number, including ended and deleted ones. Lists the pods again
+        if `fresh`, or if the last list is old, and starts the thread that watches them unless it runs. Raises
+        LaunchError when the cluster does not answer or refused the watch."""
         with self._listing:
             now = self._clock.monotonic()
             if fresh or now - self._asked > _LIST_EVERY / (1 if self._unlisted is None else 5):
@@ -98,7 +96,7 @@ class PodWatch:
             kill()
 
     def _list(self) -> LaunchError | None:
-        """Lists the pods: records new states, and marks missing pods as gone. Returns why that failed."""
+        """Lists the pods: records new states, and marks missing pods as gone. Returns the error if kubectl failed."""
         try:
             answer = json.loads(self._kubectl.call("get", "pods", "--selector", self._selector, "--output", "json"))
         except LaunchError as error:
@@ -190,7 +188,7 @@ class JsonStream:
         self._open: list[str] = []
 
     def line(self, line: str) -> None:
-        """Reads the next line of the stream."""
+        """Takes the next line, and passes an object that it completes to `take`. Skips lines between objects."""
         if line.startswith("{"):
             self._open = []
         elif not self._open:
