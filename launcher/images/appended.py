@@ -75,7 +75,7 @@ def find(spec: AppendSpec) -> str | None:
 
 
 def ensure(spec: AppendSpec, say: Callable[[str], None]) -> Image:
-    """Makes the image in the registry unless it exists; its name is REPOSITORY@sha256:...
+    """Returns the image, named REPOSITORY@sha256:..., after making it in the registry unless it exists.
 
     Raises:
         BadInput: the base does not exist or can't be used, or a file can't be read.
@@ -129,7 +129,8 @@ def _read_base(registry: Registry, spec: AppendSpec) -> _BaseImage:
 
 
 def _make_layers(spec: AppendSpec, base: _BaseImage) -> tuple[list[Layer], list[Layer]]:
-    """Packs the trainer, if the base's label says that it can run it, and the user's code. Raises BadInput for none."""
+    """Returns the layers of the trainer (none, if the base's label does not say that it can run the trainer) and of the
+    user's code. Raises BadInput if there are neither, or a file can't be read."""
     can_train = _LABEL in (base.settings.get("Labels") or {})
     trainer = make_layers(spec.training, _TRAINING, "tpu-launch: the trainer") if can_train else []
     code = make_layers(spec.code, base.folder, "tpu-launch: image.code")
@@ -153,7 +154,7 @@ def _push(
 
 
 def _mounted_blob(descriptor: Descriptor, source: Reference) -> Blob:
-    """Returns a blob that the registry must mount from `source`: this machine does not have its bytes."""
+    """Returns a blob that the registry must mount from `source`. Opening it raises BadInput: its bytes are not here."""
 
     def refuse() -> Any:
         raise BadInput(

@@ -44,7 +44,8 @@ def parse(image: str) -> Repository | None:
 
 
 def require(image: str) -> bool:
-    """Creates the image's repository if it is missing; returns whether it did. Passes over other registries."""
+    """Creates the image's repository if it is missing, and returns whether it did; False also for registries other than
+    Artifact Registry. Raises gcloud's error."""
     repository = parse(image)
     if repository is None:
         return False

@@ -36,10 +36,8 @@ def reference_of(spec: ImageSpec) -> Reference:
 
 def make(spec: ImageSpec, say: Callable[[str], None]) -> str:
     """Builds the base of an image unless this machine's engine has it, pushes and tags it unless the registry has it,
-    and returns its name. Needs an engine even if the registry has the base.
-
-    Raises BadInput without an engine or a repository, LaunchError when the build or the push failed.
-    """
+    and returns its name. Raises BadInput without an engine (even if the registry has the base) or a repository,
+    LaunchError when the build or the push failed."""
     wanted = reference_of(spec)
     engine.require_engine()
     image = ensure_image(base_spec(spec), say)

@@ -125,7 +125,7 @@ def _build(spec: ImageSpec, plan: ImagePlan, log: IO[str], say: Callable[[str], 
 
 
 def _push(plan: ImagePlan, remote: str, image_id: str, log: IO[str], say: Callable[[str], None]) -> None:
-    """Pushes the image, and records the push after docker has reported success."""
+    """Tags and pushes the image, and records the push after docker has reported success. Raises LaunchError."""
     say(f"pushing {remote}")
     tag, push = [plan.docker, "tag", plan.local, remote], [plan.docker, "push", remote]
     _stream(tag, log, lambda line: None, engine.SECONDS, f"{remote} could not be tagged")
@@ -154,11 +154,9 @@ def _stream(
     missing_repository: str = "",
     refused: str = _REFUSED,
 ) -> None:
-    """Runs a docker command with its output in the log. If it fails, raises LaunchError: `failure` and the last lines.
-
-    `missing_repository` says what to do when the registry has no such repository; the pattern `refused` matches last
-    lines of which a registry's refusal of the credentials is the reason.
-    """
+    """Runs a docker command; its lines go to the log and to `say`. If it fails, raises LaunchError with `failure`, the
+    last lines and `code`: PERMISSION if these lines match `refused` (the registry refuses the credentials), BAD_INPUT
+    with the advice `missing_repository` if that is given and the registry has no such repository."""
     lines: list[str] = []
 
     def keep(line: str) -> None:

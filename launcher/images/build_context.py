@@ -175,11 +175,9 @@ def is_executable(source: Path) -> bool:
 
 
 def _compile_ignore(lines: Sequence[str]) -> Callable[..., bool]:
-    """Returns a predicate for .dockerignore patterns: the last pattern that matches a path or one of its folders
-    decides, and without one its second argument, False by default.
-
-    https://docs.docker.com/build/concepts/context/#dockerignore-files
-    """
+    """Returns a predicate of a path: whether .dockerignore lines leave it out. The last pattern that matches the path
+    or one of its folders decides; without one, the predicate's second argument does, which is False by default.
+    https://docs.docker.com/build/concepts/context/#dockerignore-files"""
     rules = []
     for line in lines:
         pattern = line.strip()

@@ -97,9 +97,7 @@ def build_commands(config: Config) -> list[list[str]]:
 
 def check(config: Config) -> None:
     """Raises BadInput when the image can't be made here: it needs an engine and none answers, or its files are missing.
-
-    An image that the file only names is not checked.
-    """
+    Does not check an image that the file only names."""
     if config.image.reference:
         return
     if not needs_engine(config):
@@ -110,7 +108,8 @@ def check(config: Config) -> None:
 
 
 def image(config: Config, say: Callable[[str], None]) -> Image:
-    """Makes and pushes the image unless it exists or image.reference is set. Says which credentials it leaves out."""
+    """Returns the image of image.reference, else the file's own, after making and pushing it unless it exists. Says
+    which files it leaves out as credentials. Raises as `appended.ensure` or `build.ensure_image`."""
     if config.image.reference:
         return Image(config.image.reference)
     folder, dockerfile = _own_folder(config)
@@ -131,10 +130,8 @@ def published(config: Config) -> str | None:
 
 
 def unpublished(config: Config, say: Callable[[str], None]) -> str:
-    """Returns the image for use on this machine: builds it if needed, and does not push it.
-
-    An image with a base of the user's own exists in the registry only.
-    """
+    """Returns the image for use on this machine: builds it if needed, and does not push it. An image with a base of the
+    user's own (image.base) is made in the registry all the same."""
     if config.image.base:
         return image(config, say).reference
     return config.image.reference or ensure_image(replace(image_spec(config), repository=None), say).reference

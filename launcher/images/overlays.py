@@ -67,11 +67,9 @@ def report_credentials(option: str, say: Callable[[str], None]) -> None:
 
 
 def find_changes(option: str, config: Config, home: Path, image: str | None) -> Changes:
-    """Packs the files of `--sync FOLDER[=TARGET]` that differ from those in `image`, which ran last; all if none does.
-
-    Without TARGET, they go where an image has the folder of `image.code`. Raises BadInput when the folder is missing,
-    empty or too large, or TARGET is missing or not absolute.
-    """
+    """Packs the files of `--sync FOLDER[=TARGET]` that differ from those in `image`, which ran last (None: none did);
+    all files if none differs. Without TARGET, they go where an image has the folder of `image.code`. Raises BadInput
+    when the folder is missing, empty or too large, or TARGET is missing or not absolute."""
     name, separator, target = option.rpartition("=")
     root = Path(name if separator else option)
     known = _read_record(home, image, root, config)
@@ -102,8 +100,8 @@ def record_code(home: Path, image: Image) -> None:
 
 
 def _read_record(home: Path, image: str | None, root: Path, config: Config) -> Image | None:
-    """Returns the record of an image that was built from the code folder `root`; None if there is none, or it was
-    built from another folder."""
+    """Returns the record of an image that was built from the code folder `root`; None if there is none, or a damaged
+    one, or the image was built from another folder."""
     if image is None or config.image.code is None or (config.folder / config.image.code).resolve() != root.resolve():
         return None
     with contextlib.suppress(OSError, ValueError, TypeError):

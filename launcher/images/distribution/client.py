@@ -148,7 +148,7 @@ class Registry:
         return self._ask("HEAD", f"{path}/blobs/{digest}", (200, 404)).status == 200
 
     def read_blob(self, path: str, digest: str, size: int) -> bytes:
-        """Returns a blob of at most 8 MiB (`size`: as the manifest says). Raises LaunchError for another digest."""
+        """Returns a blob. Raises LaunchError if `size`, as the manifest says, is over 8 MiB, or for another digest."""
         if size > _LARGEST_DOCUMENT:
             raise LaunchError(f"{self.host}/{path}@{digest}: {size} bytes are too many for an image's configuration")
         body = self._ask("GET", f"{path}/blobs/{digest}", (200,)).body
@@ -232,11 +232,9 @@ class Registry:
         raise LaunchError(f"the registry {self.host} failed {_TRIES} times, at last because {reason}; try again")
 
     def _request(self, method: str, url: str, headers: Mapping[str, str], body: Content = b"") -> RegistryResponse:
-        """Sends one request; on 401 again, with a new authorization. Raises _PassingError for a streamed body then.
-
+        """Sends one request; on 401 again with a new authorization, or raises _PassingError if the body is a stream.
         Only the registry's own host, and the realm that it names, get an authorization: an upload or a redirect may
-        lead elsewhere.
-        """
+        lead elsewhere."""
         own = urlsplit(url).netloc == self.host
         if own and self._authorization:
             headers = {**headers, "Authorization": self._authorization}

@@ -57,7 +57,7 @@ def find(host: str) -> RegistryCredentials | None:
 
 def from_docker_settings(settings: Mapping[str, Any], host: str, path: Path) -> RegistryCredentials | None:
     """Returns a registry's credentials from docker's config.json (`path`): from the registry's helper, else from the
-    common store, else from the file itself; None without an entry."""
+    common store, else from the file itself; None without an entry. Raises BadInput for a damaged entry."""
     names = [host, f"https://{host}"]
     if host == DOCKER_HUB:
         names.append("https://index.docker.io/v1/")
