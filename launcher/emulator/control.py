@@ -187,12 +187,9 @@ def environment(home: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def emulated(say: Callable[[str], None]) -> Iterator[None]:
-    """Makes commands inside the block reach the emulator instead of Google.
-
-    Starts an emulator when none runs. One that was started so is stopped by the command after which no slice is left;
-    its buckets are kept, so that a run can be resumed. One that `tpu-launch emulator start` started is left running.
-    Reports starts and stops to `say`.
-    """
+    """Makes commands inside the block reach the emulator instead of Google. Starts an emulator when none runs; the
+    command after which no slice is left stops it, and keeps its buckets, so that a run can be resumed. Leaves one
+    running that `tpu-launch emulator start` started. Reports starts and stops to `say`."""
     home = default_home()
     mark = home / _STARTED_BY_COMMAND
     if not status(home)["running"]:

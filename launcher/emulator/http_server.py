@@ -315,6 +315,7 @@ class Acceptor:
                 threading.Thread(target=self._run, args=(key.data, connection), daemon=True).start()
 
     def _run(self, serve: Callable[[socket.socket], None], connection: socket.socket) -> None:
+        """Runs `serve`, logs its exception, and closes the connection."""
         with self._lock:
             self._connections.add(connection)
         try:

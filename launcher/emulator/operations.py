@@ -78,7 +78,7 @@ class OperationRunner:
             self._running.discard(name)
 
     def _work(self, operation: Operation, node: Node) -> str:
-        """Does an operation's work on the hosts. Returns an error's message, or ""."""
+        """Does an operation's work on the hosts, and waits until new ones have booted. Returns an error, or ""."""
         match operation.verb:
             case "create" | "start":
                 if operation.failure is None:

@@ -152,7 +152,8 @@ def check_metadata(metadata: Any) -> None:
 
 
 def requested_accelerator(body: dict[str, Any], zone: str) -> Accelerator:
-    """Returns the accelerator of a node's creation, v2-8 by default. Raises ApiError if the zone lacks it."""
+    """Returns the accelerator of a node's creation, v2-8 by default. Raises ApiError if the zone lacks it, or for an
+    acceleratorConfig, which is not emulated."""
     if "acceleratorConfig" in body:
         raise bad_request(
             "acceleratorConfig (gcloud's --type and --topology) is not emulated: give an accelerator type"

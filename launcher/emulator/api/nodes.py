@@ -117,7 +117,8 @@ def service_account() -> str:
 
 
 def _create(state: EmulatorState, call: Call, parent: str, now: float) -> Operation:
-    """Enters a node and its pending creation; a stock-out or stuck fault is used up, and makes it fail or never end."""
+    """Enters a node and its pending creation, which a stock-out lets fail, and a stuck fault never end. Uses up these
+    faults. Raises ApiError for a body, a name, a fault or a full network that refuses the creation."""
     node_id = call.query.get("nodeId", "")
     catalogue.check_node_name(node_id)
     name = f"{parent}/nodes/{node_id}"
@@ -234,7 +235,7 @@ def _stop_or_start(state: EmulatorState, node: Node, verb: str, now: float) -> O
 
 
 def _guest_attributes(node: Node, body: dict[str, Any]) -> dict[str, Any]:
-    """Returns each worker's attributes below queryPath, in order. gcloud sends workerIds [""] for all of them."""
+    """Returns the attributes below queryPath of each worker in workerIds ([""]: all). Raises ApiError for other ids."""
     workers = [worker for worker in body.get("workerIds", []) if worker != ""]
     if any(not str(worker).isdigit() or int(worker) >= len(node.hosts) for worker in workers):
         raise bad_request(f"worker ids {workers} are not of this node, which has {len(node.hosts)} workers")

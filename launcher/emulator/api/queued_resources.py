@@ -191,7 +191,8 @@ def _check_model(body: dict[str, Any], requested: Accelerator) -> None:
 
 
 def _until(policy: dict[str, Any], now: float) -> float | None:
-    """Returns when a request expires, in Unix seconds; None: never. Raises ApiError for any other policy."""
+    """Returns when a request with this queueingPolicy expires, in Unix seconds; None: never. Raises ApiError for a
+    policy other than validUntilDuration."""
     unknown = sorted(set(policy) - {"validUntilDuration"})
     if unknown:
         raise ApiError(

@@ -64,7 +64,7 @@ class StorageApi:
         raise _not_found(request)
 
     def _object(self, request: HttpRequest, bucket: Bucket, name: str, rest: list[str], base: str) -> HttpResponse:
-        """Reads, deletes or copies an object. Raises StorageApiError."""
+        """Reads, deletes or (`rest` of the path) copies an object. `base`: the server's URL. Raises StorageApiError."""
         generation = integer(request.query, "generation")
         expected = integer(request.query, EXPECTED)
         match (request.method, rest):
@@ -84,7 +84,7 @@ class StorageApi:
     def _download(
         self, request: HttpRequest, bucket: Bucket, name: str, generation: int | None, expected: int | None
     ) -> HttpResponse:
-        """Answers with an object's bytes, or with a range of them; 416 if it begins after the end."""
+        """Answers with an object's bytes, or a range of them; 416 if it begins after the end. Raises as `open`."""
         stored, file = bucket.open(name, generation, expected)
         headers = {
             "Content-Type": str(stored.settings.get("contentType", "application/octet-stream")),
@@ -211,10 +211,8 @@ def etag(stored: StoredObject) -> str:
 
 def refuse_buckets(request: HttpRequest) -> HttpResponse | None:
     """Returns the refusal that a user with the role Storage Object User gets for a request about a bucket itself; None
-    for a request about objects.
-
-    Source: https://cloud.google.com/storage/docs/access-control/iam-roles (no storage.buckets.get).
-    """
+    for a request about objects. Source: https://cloud.google.com/storage/docs/access-control/iam-roles (no
+    storage.buckets.get)."""
     match request.segments:
         case ["storage", _, "b", bucket] | ["storage", _, "b", bucket, "iam", *_]:
             lacking = f"storage.buckets.get access to the Google Cloud Storage bucket {bucket}"

@@ -78,7 +78,7 @@ class Incoming:
     """The bytes of an upload so far: a temporary file and its checksums (base64, as the API writes them)."""
 
     def __init__(self, path: Path) -> None:
-        """Opens the file to append to the bytes that it holds."""
+        """Opens the file to append to the bytes that it holds, which count in the size and the checksums."""
         self.path = path
         self.size = 0
         self._crc, self._md5 = google_crc32c.Checksum(), hashlib.md5()

@@ -97,7 +97,7 @@ def serve_tls(connection: socket.socket, context: ssl.SSLContext, handler: Handl
 
 
 def serve_secure(connection: socket.socket, context: ssl.SSLContext, handler: Handler) -> None:
-    """Answers the requests of one TLS connection. Drops it when the handshake fails."""
+    """Answers the requests of one TLS connection and closes it; returns at once when the handshake fails."""
     connection.setblocking(True)
     connection.settimeout(30)
     try:

@@ -42,7 +42,8 @@ class Uploads:
         self._lock = threading.Lock()
 
     def answer(self, request: HttpRequest, bucket_name: str, base: str) -> Made | HttpResponse:
-        """Answers one request. `base` is the server's URL. Raises StorageApiError."""
+        """Returns the object that a request completed, else a response. `base`: the server's URL. Raises
+        StorageApiError."""
         bucket = self._buckets.get(bucket_name)
         if "upload_id" in request.query:
             return self._continue(request, bucket, request.query["upload_id"])
@@ -129,7 +130,8 @@ class Uploads:
             return self._finish(request, bucket, identifier, session, incoming)
 
     def _receive(self, request: HttpRequest, incoming: Incoming) -> int | None:
-        """Appends the request's bytes that had not arrived yet. Returns the object's size, None if it is unknown."""
+        """Appends the request's bytes that had not arrived yet. Returns the object's size, None if it is unknown.
+        Raises StorageApiError if bytes before them are missing, or there are too many."""
         text = request.headers.get("Content-Range", "")
         match = re.fullmatch(r"bytes (?:(\d+)-(\d+)|\*)/(\d+|\*)", text.strip())
         if text and not match:
@@ -157,7 +159,8 @@ class Uploads:
     def _finish(
         self, request: HttpRequest, bucket: Bucket, identifier: str, session: dict[str, Any], incoming: Incoming
     ) -> Made:
-        """Commits a complete upload and keeps its result for repeated requests. Forgets a refused upload."""
+        """Commits a complete upload and keeps its result for repeated requests. Forgets a refused one, and raises
+        StorageApiError."""
         settings = session["settings"]
         crc32c, md5 = _sent_hashes(request)
         try:

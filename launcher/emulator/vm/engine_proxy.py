@@ -196,8 +196,8 @@ class EngineProxy:
         return engine_view.resolve_container(name, self._engine.containers(*view.labels), view)
 
     def _pull(self, request: EngineRequest, hostname: str) -> None:
-        """Enters a pushed image as pulled by the host. All hosts share the workstation's store: bytes move only for an
-        image that it lacks."""
+        """Enters an image of Google's registries as pulled by the host; moves bytes only if the workstation's store
+        lacks it. Forwards other pulls. Raises EngineRefusal for a wrong token, or an image that was not pushed."""
         name, tag = request.query.get("fromImage", ""), request.query.get("tag", "")
         if not image_registry.is_registry(name):
             return self._forward(request)

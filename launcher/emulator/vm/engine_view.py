@@ -225,11 +225,9 @@ def _died_with_host(state: dict[str, Any], host: dict[str, Any]) -> bool:
 
 
 def present_listing(values: list[dict[str, Any]], view: EngineView, names: list[str]) -> list[dict[str, Any]]:
-    """Returns the response to GET containers/json as the host sees it.
-
-    Applies the name filters `names` to the host's containers in the engine's listing, `values`: the engine's own names
-    are longer, so it can't filter by the host's.
-    """
+    """Returns the response to GET containers/json as the host sees it: the host's containers in the engine's listing,
+    `values`, that match one of the filters `names` (none: all). The engine, whose own names are longer, can't filter
+    by the host's."""
     shown = []
     for value in values:
         new = {**value, "Names": [_strip_prefix(name, view) for name in value["Names"]]}

@@ -85,7 +85,7 @@ class HostContainers:
         return self.sockets / host.hostname
 
     def ensure(self, node: Node, host: Host) -> None:
-        """Creates the host and its volumes unless it exists, and starts it unless it runs."""
+        """Creates the host and its volumes unless it exists, and starts it unless it runs. Raises EngineError."""
         with contextlib.suppress(EngineError):
             container = self.engine.call("GET", f"/containers/{host.hostname}/json")
             if not container["State"]["Running"]:
@@ -205,10 +205,8 @@ class HostContainers:
 
 
 def free_subnets(emulator: str, taken: list[str]) -> list[str]:
-    """Returns networks of 10.128.0.0/9 (Google's default network) that overlap with no network in `taken` (CIDR).
-
-    The emulator's id decides where the search begins, so that two emulators seldom try the same network.
-    """
+    """Returns networks of 10.128.0.0/9 (Google's default network) that overlap with no network in `taken` (CIDR). The
+    emulator's id decides where the search begins, so that two emulators seldom try the same network."""
     used = [ipaddress.ip_network(network, strict=False) for network in taken]
     start = int(emulator, 16) % (128 * 64)
     candidates = []

@@ -33,7 +33,7 @@ def attributes(node: Node, host: Host) -> dict[str, str]:
 
 
 def tpu_env(node: Node, host: Host) -> str:
-    """Returns YAML lines as on a real v4 slice; v2 and v3 have no bounds there."""
+    """Returns the attribute tpu-env: YAML lines as on a real v4 slice; v2 and v3 have no bounds, topology and ports."""
     accelerator = ACCELERATORS[node.resource["acceleratorType"]]
     values: dict[str, object] = {
         "ACCELERATOR_TYPE": accelerator.name,
@@ -95,11 +95,8 @@ def tree(node: Node, host: Host) -> dict[str, Any]:
 
 
 def answer(store: Store, hostname: str, request: HttpRequest) -> HttpResponse:
-    """Answers a host's request; 404 for a host that is gone.
-
-    A GET with wait_for_change blocks until the value's ETag differs from last_etag (by default from the current one),
-    at most timeout_sec.
-    """
+    """Answers a host's request; 404 for a host that is gone. A GET with wait_for_change blocks until the value's ETag
+    differs from last_etag (by default from the current one), at most timeout_sec."""
     if request.headers.get("Metadata-Flavor") != "Google":
         return _text_response(403, "Missing Metadata-Flavor:Google header.\n")
     if request.headers.get("X-Forwarded-For"):
