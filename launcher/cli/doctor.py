@@ -28,7 +28,7 @@ def doctor(config: Config, devices: bool, as_json: bool) -> None:
 
     With --devices every host of a READY slice runs `tpu-train check-devices` once, in a container that is removed: the
     number of devices, their memory, a bfloat16 matrix product, a sum over all devices of the slice, the hosts' clocks
-    and disks, the speed of the output bucket. 0, 16, or 23 beside a run.
+    and disks, the speed of the output bucket. Exits with 0, 16, or 23 if a run is on the slice.
     """
     if devices:
         show_devices(config, as_json)

@@ -118,7 +118,7 @@ def inject() -> None:
 
 
 def _add_fault(name: str, text: str, *parameters: click.Parameter, **fixed: Any) -> None:
-    """Adds a command that injects a fault. Its parameters, and `fixed`, are the fault's arguments."""
+    """Adds `emulator inject NAME`, whose help is `text`. Its parameters, and `fixed`, are the fault's arguments."""
 
     def run(as_json: bool, **given: Any) -> None:
         arguments = {key: value for key, value in {**given, **fixed}.items() if value is not None}
