@@ -49,7 +49,7 @@ _PROGRESS, _MOST_PROCESSES = "progress ", 64
 
 
 def split_progress(output: str) -> tuple[tuple[ProgressLine, ...], str]:
-    """Returns the lines of progress at the beginning of an output, and the rest of it."""
+    """Returns the lines of progress that begin an output (those that can be parsed, 64 at most), and the rest of it."""
     progress: list[ProgressLine] = []
     while output.startswith(_PROGRESS):
         line, _, output = output.partition("\n")

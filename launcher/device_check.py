@@ -130,7 +130,7 @@ def _run(config: Config, provider: Provider, attempt: Attempt, context: Context,
 
 
 def _refused(report: HostReport) -> DeviceReport:
-    """Returns the report of a host when the start failed: a failure; a warning if on other hosts only."""
+    """Returns a host's report after a start that failed: a failure, or a warning if it failed on other hosts only."""
     where = f"host {report.worker}"
     if report.ok:
         return DeviceReport(report.worker, {}, (warning(where, "not tried, because of another host"),))

@@ -77,7 +77,7 @@ def kubelet_records(piece: bytes, _begun: _Open) -> Iterator[tuple[str, bytes, b
 
 
 def read_log(data: bytes, records: _Records, *, complete: bool) -> LogWindow:
-    """Returns the whole lines of a piece of a log, and what it shows of others.
+    """Returns the whole lines of a piece of a log, too long ones cut (`CUT`), and what it shows of open lines.
 
     Args:
         records: `docker_records` or `kubelet_records`.

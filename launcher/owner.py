@@ -33,7 +33,7 @@ NOBODY = Owner("nobody")
 
 def this_owner() -> Owner:
     """Returns this process's user name, as a valid label, with the hash of the account that gcloud uses: of its
-    settings, or the service account of a Compute Engine VM. Takes about half a second."""
+    settings, or the service account of a VM; "" without an account or gcloud. Takes about half a second."""
     account = os.environ.get("CLOUDSDK_CORE_ACCOUNT", "")
     if not account:
         try:

@@ -112,8 +112,8 @@ class Config:
         return list(dict.fromkeys(found))
 
     def placed(self, candidate: Candidate, node: str = "") -> Config:
-        """Returns the configuration of this candidate only, which the file names unless `node` is given. Candidates of
-        one zone have nodes of different names: the first one's is slice.name."""
+        """Returns the configuration of this candidate only. Its node is `node`, else, for a candidate that the file
+        names, slice.name or, if it is not the zone's first candidate, slice.name-NUMBER."""
         beside = [other for other in self.all_candidates if other.zone == candidate.zone]
         update: dict[str, Any] = {
             "accelerator_type": candidate.accelerator_type,

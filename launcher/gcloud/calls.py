@@ -55,7 +55,7 @@ def delete_until_gone(
 
     Args:
         say: Is given a line for each new error after which the deletion is repeated.
-        look: Asks the API; returns None when nothing is left to delete.
+        look: Asks the API; returns what is still there and the command that deletes it, None when nothing is left.
         deadline: Seconds of the monotonic clock; DELETE_SECONDS after the begin.
 
     Raises:
