@@ -149,6 +149,7 @@ class Lease:
         return max(clock.monotonic() - monotonic, abs(clock.time() - time)) < LEASE_SECONDS / 2
 
     def end(self, supervisor: str) -> NoReturn:
+        """Says that `supervisor` supervises the run now, and ends the process (Exit.CONFLICT)."""
         self._say(
             f"run {self._ledger.run_id} is supervised by {supervisor} now, so this tpu-launch exits; "
             f"`tpu-launch logs -f --run {self._ledger.run_id}` follows the run"

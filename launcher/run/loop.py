@@ -156,8 +156,9 @@ class _Recovery:
     """From the end of an attempt until the next one runs on all hosts, in rounds. A stop of the run ends every wait."""
 
     def __init__(self, session: Session, *, in_use: bool | None) -> None:
+        """`in_use`: whether the API last described the slice as READY; None: it has to be asked."""
         self.session = session
-        self.in_use = in_use  # whether the API last described the slice as READY; None: it has to be asked
+        self.in_use = in_use
         self.clock = session.clock
         self.begun = self.clock.monotonic()
         self.failed = 0  # rounds

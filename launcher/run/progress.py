@@ -38,7 +38,7 @@ class HostsProgress:
         return max((view.moved for view in self.views.values()), default=default)
 
     def forgive(self, seconds: float) -> None:
-        """Does not count time in which this process stood still."""
+        """Moves all times later by the `seconds` in which this process stood still, so that they do not count."""
         self.views = {worker: view.later(seconds) for worker, view in self.views.items()}
         self.stepped += seconds
 

@@ -167,7 +167,7 @@ def last_slice(events: Sequence[RunEvent]) -> str:
 
 
 def unfinished_replacement(events: Sequence[RunEvent]) -> str:
-    """Returns when the slice was created whose replacement was recorded last; "" if an attempt has begun since."""
+    """Returns when the slice was created that is to be replaced; "" if no SliceReplaced follows the last attempt."""
     last = next((event for event in reversed(events) if isinstance(event, SliceReplaced | AttemptBegan)), None)
     return last.slice_created if isinstance(last, SliceReplaced) else ""
 

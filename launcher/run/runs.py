@@ -57,6 +57,7 @@ def pull_known(ledger: Ledger, machine: Workstation) -> Ledger:
 
 
 def _find(home: Path, machine: Workstation, run_id: str | None, slice_name: str | None, provider: str | None) -> Ledger:
+    """Returns the run as `find_run` does, without asking its bucket."""
     known = [
         ledger
         for ledger in list_runs(home, machine)

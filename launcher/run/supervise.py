@@ -241,6 +241,7 @@ class _Supervision:
                 pass
 
     def _judge(self, now: float, stop_requested: bool) -> Verdict:
+        """Returns the verdict by what is known of hosts, slice and progress at `now` (monotonic clock)."""
         quiet = min(view.seen for view in self.views.values()) - self.last_line
         progress = {worker: view for worker, view in self.progress.views.items() if not self.views[worker].ended}
         return judge(

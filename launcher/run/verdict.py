@@ -99,11 +99,9 @@ class HostView:
 
     @property
     def rebooted(self) -> bool:
-        """Whether the host rebooted under its container, so that the exit code says nothing.
-
-        A code that only the trainer gives counts if it was there before the reboot; 0 may be made up, by a reboot
-        before the last. An OOM kill counts: only an engine that saw it reports it.
-        """
+        """Whether the host rebooted under its container, so that the exit code says nothing. False if the code proves
+        an end before: an OOM kill, which only an engine that saw it reports, or 75 or 2 from before the reboot, which
+        only the trainer gives (0 may be made up, by a reboot before the last)."""
         state = self.container
         if state is None or not (state.ended and state.rebooted) or state.oom_killed:
             return False
@@ -193,7 +191,7 @@ def judge(
     api_only_seconds: float = 0.0,
     stepped: float = float("-inf"),
 ) -> Verdict:
-    """Returns the state of an attempt.
+    """Returns the state of an attempt and, if it is over, the first cause and its symptoms.
 
     Args:
         views: All hosts.
@@ -245,10 +243,8 @@ def _trust_end(view: HostView) -> HostView:
 
 
 def _judge_lost(views: Sequence[HostView], now: float, limits: Limits, stepped: float) -> Verdict | None:
-    """Returns the verdict that a host is lost, while none has failed; None without one.
-
-    While the others do steps (`stepped`), which need every host, a host that can't be reached from here is alive.
-    """
+    """Returns HOST_LOST for a host that has not answered for `limits.lost` seconds while another one did; None without
+    one. While hosts do steps (`stepped`), which need every host, a host that can't be reached from here is alive."""
     unreachable = [view for view in views if not view.reachable]
     # A look may take as long as a short limit: one that failed late shows little.
     failing = [view for view in unreachable if now - view.failing_since > limits.lost / 2 and not view.ended]
@@ -269,11 +265,9 @@ def _judge_failure(
     *,
     stop_requested: bool,
 ) -> Verdict:
-    """Returns SETTLING while other hosts may still report an earlier cause, then the verdict with the first cause.
-
-    After a requested stop that is STOPPED, except for bad input. Else the first cause is, in this order: a rebooted
-    host, a lost host, a host that went away and came back, a removed container, the first failed container.
-    """
+    """Returns SETTLING while other hosts may still report an earlier cause, then the verdict with the first cause. That
+    is STOPPED or BAD_INPUT after a requested stop; otherwise the first cause is, in this order, a rebooted host, a lost
+    host, a host that went away and came back, a removed container, the first failed container."""
     first_seen = min(view.ended_seen if view.ended_seen is not None else now for view in (*failed, *removed))
     others = [view for view in views if view not in failed and view not in removed]
     silent = [view for view in others if not (view.reachable and view.container and view.seen > first_seen)]
