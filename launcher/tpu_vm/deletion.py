@@ -183,6 +183,7 @@ def delete_node(
     asked = wait_only or doomed.state == "DELETING"  # else one answer without it is taken for a stale one
 
     def look() -> Look | None:
+        """Returns the node's state and, unless it is being deleted, its deletion; None when it is gone or another."""
         nonlocal asked
         node = retry.call(lambda: slices.describe_node(config, machine), deadline) or (None if asked else doomed)
         asked = True

@@ -235,6 +235,7 @@ def remove(project: str, leftover: OwnedSlice, say: Callable[[str], None], machi
         return retry.call(lambda: _describe(project, of, machine), deadline)
 
     def look() -> Look | None:
+        """Returns the leftover's state and its deletion; None, and sets `outcome`, when nothing is to be deleted."""
         nonlocal requested, outcome
         began = machine.clock.monotonic()
         request = _request_of(leftover, describe)

@@ -345,6 +345,7 @@ def remove(config: Config, doomed: Request, say: Callable[[str], None], machine:
     asked = doomed.state in ("DELETING", "SUSPENDING")
 
     def look() -> Look | None:
+        """Returns the request's state and, unless it is being deleted, its deletion; None when it is gone."""
         nonlocal asked
         request = retry.call(lambda: describe(config, machine), deadline) or (None if asked else doomed)
         asked = True
@@ -369,6 +370,7 @@ class _Progress:
         self.state, self.reported = "", float("-inf")
 
     def report(self, request: Request | None, now: float) -> None:
+        """Tells the request's state unless it was told within a minute; does nothing without a request."""
         if request is None or (request.state == self.state and now - self.reported < _REPORT_SECONDS):
             return
         left = ""

@@ -91,6 +91,7 @@ class Execution:
         return host_scripts.execute_script(self._container, self._command, self._mark, seconds=self._seconds, held=held)
 
     def _report(self, worker: int, lines: _Lines, result: HostResult) -> CommandReport:
+        """Returns how the command ended on a host, as the script's last line says, or why that line is missing."""
         ended = self._machine.clock.monotonic()
         if lines.ending is None:
             problem = result.problem or "the connection ended before the command did"

@@ -90,6 +90,7 @@ class SshClient:
             raise ConnectionFailed(f"can't be reached: no answer within {_CONNECT_SECONDS:.0f} s") from None
 
     def _open(self, address: Address) -> FabricConnection:
+        """Connects, checks the host's key and signs in. Raises OSError (TimeoutError too) and paramiko's errors."""
         # A short time-out for the first packets and a long one for the handshake tell dead hosts from slow ones.
         link = socket.create_connection((address.host, _SSH_PORT), timeout=_CONNECT_SECONDS)
         # Ignore the user's ssh configuration: it must not redirect these connections.
