@@ -94,6 +94,7 @@ def stop(home: Path, *, keep_data: bool = False) -> None:
 
 
 def _stop(home: Path, keep_data: bool) -> None:
+    """Does the work of `stop`, in a home that exists; the caller holds the lock of starts and stops."""
     try:
         state = _read(home)
     except BadInput:

@@ -180,8 +180,9 @@ class Store:
     """Shares the state between all threads of the server, and writes it."""
 
     def __init__(self, state: EmulatorState, path: Path | None) -> None:
+        """`path`: the file to which changes are written; None: the state is kept in memory only."""
         self._state = state
-        self._path = path  # None: the state is kept in memory only
+        self._path = path
         self._condition = threading.Condition(threading.RLock())
         self._written = ""
         self.after_change: Callable[[], None] = lambda: None

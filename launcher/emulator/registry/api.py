@@ -82,6 +82,7 @@ class RegistryApi:
     # -- blobs
 
     def _answer_blob(self, request: HttpRequest, repository: str, digest: str) -> HttpResponse:
+        """Answers GET and HEAD of a blob; 404 if the repository lacks it, and for other methods."""
         path = self.store.blob(repository, digest)
         if path is None or request.method not in ("GET", "HEAD"):
             return _error(404, "BLOB_UNKNOWN", digest)
@@ -125,6 +126,7 @@ class RegistryApi:
     # -- manifests
 
     def _answer_manifest(self, request: HttpRequest, path: str, repository: str, version: str) -> HttpResponse:
+        """Answers PUT, GET and HEAD of a manifest by tag or digest; 404 if there is none, and for other methods."""
         if request.method == "PUT":
             return self._put_manifest(request, path, repository, version)
         found = self.store.manifest(repository, version)

@@ -36,6 +36,7 @@ class StorageApi:
             return error_response(StorageApiError(400, "invalid", f"Invalid request: {error!r}"))
 
     def _answer(self, request: HttpRequest) -> HttpResponse:
+        """Answers one request. Raises StorageApiError; ValueError, KeyError or TypeError for a malformed one."""
         if refused := request.query.keys() & _NOT_EMULATED:
             raise StorageApiError(400, "invalid", f"not emulated: {', '.join(sorted(refused))}")
         base = _base(request)

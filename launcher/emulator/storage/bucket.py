@@ -123,6 +123,7 @@ class Bucket:
     """One bucket; every method is atomic."""
 
     def __init__(self, folder: Path) -> None:
+        """Reads the bucket that `Buckets.create` made in a folder, and deletes what a killed server left (`_load`)."""
         self.folder = folder
         self.name = folder.name
         self._lock = threading.RLock()
