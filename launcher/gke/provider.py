@@ -281,6 +281,7 @@ class Gke:
         """Returns by worker what DUMP_STACKS prints in each running container, by `kubectl exec`, or the error."""
 
         def dump(pod: Pod) -> str:
+            """Returns what DUMP_STACKS prints in the pod's container, or kubectl's error."""
             command = ("exec", pod.name, "--container", CONTAINER, "--", "sh", "-c", DUMP_STACKS)
             try:
                 return self._kubectl.call(*command, *["native"] * native)

@@ -96,6 +96,7 @@ def _make_archive(entries: Sequence[Entry], folder: str) -> bytes:
 
 
 def _add_file(archive: tarfile.TarFile, path: PurePosixPath, source: Path) -> None:
+    """Adds a file, or a link as a link, without times and owners. Raises BadInput for one that can't be read."""
     try:
         if source.is_symlink():
             link = _tar_entry(path, tarfile.SYMTYPE, 0o777)
