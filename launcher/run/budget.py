@@ -43,7 +43,7 @@ def is_spent(session: Session) -> bool:
 
 
 def exceeds(config: Config, entries: Sequence[Entry], now: float) -> bool:
-    """Returns whether a run with these events has spent run.budget but for the cost of a save; False without one."""
+    """Returns whether a run with these events has spent run.budget, less the cost of a save; False without a budget."""
     budget = config.run.budget
     return budget is not None and spent(entries, now + config.run.stop_seconds) >= budget
 

@@ -87,7 +87,7 @@ def explain_hang(
     lines: Mapping[int, ProgressLine],
     seconds: float,
 ) -> Hang | None:
-    """Returns the explanation; None without any stacks.
+    """Returns which host differs, and what it or all hosts wait for; None without any stacks.
 
     Args:
         first, second: The stacks of every host, 5 seconds apart.

@@ -112,8 +112,8 @@ class Watch:
     def observe(
         self, lines: Mapping[int, ProgressLine], now: float
     ) -> tuple[Watch, Straggler | None, Straggler | None]:
-        """Returns the watch with these lines as its new window, or itself until WINDOW_SECONDS after the last; also the
-        straggler that has begun, and the one that has ended, in the last WINDOWS windows. `now`: monotonic seconds."""
+        """Returns the watch with these lines as its new window, or itself until WINDOW_SECONDS after the last; then the
+        straggler that has begun and the one that has ended in the last WINDOWS windows, or None. `now`: monotonic."""
         if self.window is None:
             return Watch(self.current, dict(lines), now, self.recent), None, None
         if now - self.begun < WINDOW_SECONDS:
