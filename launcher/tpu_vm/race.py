@@ -176,9 +176,9 @@ class Race:
         self.entries[request.candidate] = _Entry(request, over, self.machine.clock.monotonic(), answer)
 
     def _collect(self) -> SliceState | None:
-        """Handles requests that have ended: `_refuse` for each failed one. Returns the granted slice that is first in
-        the file's order (`_take`); None without one, and while it waits for a candidate before it, after withdrawing
-        those behind it. Raises what is not a LaunchError."""
+        """Handles requests that have ended: `_refuse` for each failed one. Takes (`_take`) and returns the granted
+        slice that is first in the file's order; None if none is granted and, after withdrawing the candidates behind
+        it, while those before it may still be granted (two minutes). Raises what is not a LaunchError."""
         best: _Entry | None = None
         for candidate, entry in [(each, self.entries[each]) for each in self.left if each in self.entries]:
             if not entry.answer.done():
