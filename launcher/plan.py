@@ -146,7 +146,7 @@ class _Recorder:
     def run(
         self, argv: Sequence[str], *, timeout: float, input: str | bytes | None = None, pass_fds: Sequence[int] = ()
     ) -> Result:
-        """Records a command, once if it comes again, and returns its result without running it."""
+        """Records a command, unless it has been, and returns its result without running it: 1 if nothing is there."""
         command = list(argv)
         if command not in self.commands:
             self.commands.append(command)

@@ -133,7 +133,7 @@ def rehearse(path: Path, overrides: Sequence[str], screen: Screen) -> dict[str, 
 
 
 def lines(summary: dict[str, Any]) -> list[str]:
-    """Formats the summary for the user."""
+    """Returns the summary as lines for the user."""
     phases = ", ".join(f"{phase} {value:.0f} s" for phase, value in summary["seconds"].items())
     inside = ", ".join(f"{phase} {value:.1f} s" for phase, value in summary["training_seconds"].items())
     devices = [f"devices              {summary['devices']} (virtual TPU)"]

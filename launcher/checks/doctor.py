@@ -169,9 +169,9 @@ _QUOTA_PREFIX = {"v5e": "TPUV5s"}
 
 
 def check_quota(config: Config) -> Finding:
-    """Names the quotas that the slice needs and the command that shows them. Does not call the Cloud Quotas API, for
-    which most accounts have no rights. There is one quota a zone and one a region; pods of some generations have their
-    own."""
+    """Returns a warning that names the quotas that the slice needs and the command that shows them. Does not call the
+    Cloud Quotas API, for which most accounts have no rights. There is one quota a zone and one a region; pods of some
+    generations have their own."""
     generation = config.accelerator.generation.name
     begin = _QUOTA_PREFIX.get(generation, f"TPU{generation.upper()}")
     preemptible = ".*Preemptible" if config.slice.capacity == "spot" else ""

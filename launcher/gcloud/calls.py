@@ -31,7 +31,7 @@ def run_gcloud(
 
 
 def call_gcloud(machine: Workstation, argv: Sequence[str], *, timeout: float, pass_fds: Sequence[int] = ()) -> str:
-    """Runs a gcloud command as `run_gcloud`; retries for a minute while another operation on the node is under way."""
+    """Runs gcloud as `run_gcloud`; retries for a minute while another operation on the node is under way (Busy)."""
     deadline = machine.clock.monotonic() + _BUSY_SECONDS
     backoff = Backoff(machine, longest=2.0)
     while True:
