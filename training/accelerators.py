@@ -117,8 +117,8 @@ class Accelerator:
     def wrap(self) -> tuple[bool, bool, bool] | None:
         """Returns along which axes (x, y, z) the slice's ends are linked to each other: TPU_TOPOLOGY_WRAP.
 
-        With three axes (v4, v5p) all are from 4x4x4 on; with two (v5e, v6e) each that has 16 chips. So Google's GKE
-        device plugin computes it. None for v2 and v3, whose metadata says nothing: libtpu knows those slices itself.
+        Of three axes (v4, v5p) all are linked from 4x4x4 on; of two (v5e, v6e) an axis is if it has 16 chips, as
+        Google's GKE device plugin computes. None for v2 and v3: libtpu knows those slices itself.
         """
         if self.generation.name in ("v2", "v3"):
             return None

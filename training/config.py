@@ -90,8 +90,8 @@ class Model(Section):
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
-        """Returns hidden size, layers, heads, intermediate size, positions. With another `hidden_size`, heads and
-        intermediate size follow from it unless given."""
+        """Returns hidden size, layers, heads, intermediate size, positions: each as given, else that of `name`, or for
+        heads and intermediate size that which suits a given `hidden_size`. Call it only for a model with a name."""
         assert self.name is not None
         hidden, layers, heads, intermediate, positions = SHAPES[self.name]
         if self.hidden_size is not None:
@@ -346,7 +346,7 @@ class TrainerConfig(Section):
 
     @property
     def best(self) -> Best | None:
-        """Returns which evaluation is the best one; None if nothing depends on it."""
+        """Returns the rule that compares evaluations: train.early_stopping's, else checkpoint.best's, or None."""
         if self.train.early_stopping is not None:
             metric = self.train.early_stopping.metric
             return Best(metric, TASKS[self.task].figures[metric])
@@ -446,7 +446,7 @@ def accelerator_name(document: Document) -> str | None:
 
 
 def _is_used(config: TrainerConfig, path: tuple[str, ...]) -> bool:
-    """Returns whether the file gives this key a value that changes something."""
+    """Returns whether the key at `path` has another value than its default, None or "none"."""
     section: Any = config
     for key in path[:-1]:
         section = getattr(section, key)
@@ -470,8 +470,8 @@ def _contradictions(config: TrainerConfig, accelerator_name: str | None) -> list
 
 
 def _model_mistakes(model: Model) -> Iterator[Mistake]:
-    """Yields a mistake for name and path both or neither given, heads that do not divide the width, sizes beside a
-    path."""
+    """Yields a mistake unless exactly one of name, path and config is given, for heads that do not divide the hidden
+    size, and for sizes beside a path or config."""
     if sum(value is not None for value in (model.name, model.path, model.config)) != 1:
         yield ("model",), "give either model.name (for example bert-base) or model.path, a folder to start from"
     elif model.name is not None:
@@ -487,7 +487,7 @@ def _model_mistakes(model: Model) -> Iterator[Mistake]:
 
 
 def _task_mistakes(config: TrainerConfig) -> Iterator[Mistake]:
-    """Yields a mistake for a network without the task's head, and for what TensorFlow does not train."""
+    """Yields mistakes: a network without the task's head, a task that TensorFlow lacks, LoRA without model.path."""
     entry, model = TASKS[config.task], config.model
     if model.config is not None:
         named = model.config.get("architectures")
@@ -510,7 +510,7 @@ def _task_mistakes(config: TrainerConfig) -> Iterator[Mistake]:
 
 
 def _evaluation_mistakes(config: TrainerConfig) -> Iterator[Mistake]:
-    """Yields a mistake for evaluation.every without data.evaluation, and checkpoint.best without evaluation.every."""
+    """Yields mistakes: evaluation.every without data; checkpoint.best or train.early_stopping without that."""
     if config.evaluation.every is not None and config.data.evaluation is None:
         yield ("evaluation", "every"), "evaluation needs data: set data.evaluation, or remove evaluation.every"
     if config.checkpoint.best is not None and config.evaluation.every is None:
@@ -520,8 +520,8 @@ def _evaluation_mistakes(config: TrainerConfig) -> Iterator[Mistake]:
 
 
 def _best_mistakes(config: TrainerConfig) -> Iterator[Mistake]:
-    """Yields a mistake for a checkpoint.best whose metric the task does not have, or whose mode would keep the
-    worst."""
+    """Yields a mistake for a metric of checkpoint.best or train.early_stopping that the task does not have, for two
+    different ones, and for a mode of checkpoint.best that would keep the worst."""
     best, figures = config.checkpoint.best, TASKS[config.task].figures
     stopping = config.train.early_stopping
     for path, section in ((("train", "early_stopping"), stopping), (("checkpoint", "best"), best)):
@@ -544,7 +544,7 @@ def _best_mistakes(config: TrainerConfig) -> Iterator[Mistake]:
 
 
 def _place_mistakes(config: TrainerConfig) -> Iterator[Mistake]:
-    """Yields folders that can't exist, and those that would be made in the container and lost with it."""
+    """Yields a mistake for each folder that can't exist or would be lost with the container, and for equal datasets."""
     places: dict[tuple[str, ...], str | None] = {
         ("output",): config.output,
         ("data", "train"): config.data.train,

@@ -92,7 +92,7 @@ def metrics(config: TrainerConfig, run_id: str = "notebook") -> list[dict[str, A
 @_settings_as_before()
 def predict(model: str, text: str, top: int = 5) -> list[tuple[float, str]]:
     """Returns the `top` most probable (probability, class), or for a masked-language model (probability, text with its
-    mask filled), best first; of a decoder, the text with what it goes on with."""
+    mask filled), best first; for a decoder [(1.0, text and its continuation)]. Raises BadInput."""
     from training.models.predict import classify, fill_mask, go_on, pipeline_of
 
     pipeline = pipeline_of(model)

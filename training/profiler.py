@@ -134,7 +134,8 @@ class Profiler:
                 (self._folder / "trainer").unlink()
 
     def _begin(self, number: int) -> None:
-        """Takes the request and starts recording at step `number` (from 0 on); on failure warns or answers."""
+        """Removes the request and starts recording at step `number` (from 0 on). Warns of a request that can't be
+        read, and answers one whose profiler does not start."""
         assert self._folder
         path = self._folder / "request.json"
         try:

@@ -191,11 +191,11 @@ def model_identity(config: TrainerConfig) -> dict[str, Any]:
 
 
 def with_starting_model(config: TrainerConfig, folder: str, cluster: Cluster, rendezvous: Rendezvous) -> TrainerConfig:
-    """Returns the configuration with a model folder as `model.path`. All hosts call it and wait for each other.
+    """Returns the configuration, whose `model.path` is then no run. All hosts call it, and may wait for each other.
 
     If `model.path` is another run's folder, or one checkpoint in it, host 0 writes that model to `start` in this run's
-    folder. Later attempts find it there, even if the other run is gone. Raises BadInput if that checkpoint is damaged.
-    """
+    `folder`, the new path. Later attempts find it there, even if the other run is gone. Raises BadInput for a damaged
+    checkpoint."""
     path = config.model.path
     if path is None or default_storage.stat(join(path, CONFIG)) is not None or not has_checkpoint(path):
         return config
@@ -271,7 +271,8 @@ def load_profiler(backend: str) -> Any:
 
 
 def prepare_framework(name: str) -> None:
-    """Gives variables that a backend's framework reads at its import a default. Raises BadInput without it."""
+    """Sets environment variables that the framework of backend `name` reads at its import, where they are not set.
+    Raises BadInput if the framework is not installed."""
     entry = BACKENDS[name]
     if importlib.util.find_spec(entry.requires) is None:
         raise BadInput(

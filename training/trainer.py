@@ -215,8 +215,8 @@ class Trainer:
     # --- the loop
 
     def loop(self) -> None:
-        """Waits for all hosts, runs all steps that are left with the saves and evaluations that are due, and saves the
-        last state. Ends by `stop` if a host was asked to stop."""
+        """Waits for all hosts, runs the steps that are left (fewer with early stopping) with the saves and evaluations
+        that are due, and saves the last state. Raises StopRequested, by `stop`, if a host was asked to stop."""
         run, progress, steps = self.run, self.progress, self.run.config.train.steps
         best = run.config.best
         save = EverySteps(run.config.checkpoint.every_steps)
@@ -340,7 +340,7 @@ class Trainer:
 
     def finish(self) -> dict[str, Any]:
         """Evaluates, compares the hosts' weights, exports and waits for the upload to the Hub, after the last step and
-        its save. Returns the summary, and writes it on host 0. Ends by `stop` if a host was asked to stop meanwhile."""
+        its save. Returns the summary, which host 0 writes. Raises StopRequested, by `stop`, if a host was to stop."""
         run, config = self.run, self.run.config
         is_evaluated = config.best is not None and self.evaluations.step == self.progress.step
         if config.data.evaluation and config.evaluation.at_end and not is_evaluated:

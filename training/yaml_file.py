@@ -175,7 +175,7 @@ def _read(text: str, name: str) -> tuple[Any, dict[Path_, str]]:
 
 
 def _failing_line(text: str, kind: type[Exception]) -> int:
-    """Finds the first line with which parsing fails in this way, which the library does not report."""
+    """Returns the number of the first line up to which parsing raises `kind`: the library does not report it."""
     lines = text.splitlines(keepends=True)
 
     def fails(count: int) -> bool:
