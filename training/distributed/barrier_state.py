@@ -116,7 +116,8 @@ class BarrierState:
         member.phase, member.last_heard = phase, now
 
     def arrive(self, worker: int, name: str, payload: Any, seconds: float, now: float) -> Outgoing:
-        """Records that `worker` waits at barrier `name`, at most `seconds`. Answers all hosts once all have arrived."""
+        """Records that `worker` waits at barrier `name`, at most `seconds`. Returns the payloads to all hosts once all
+        have arrived, and to a host that arrives again; the end of the attempt if it is lost or a host has left."""
         self.members[worker].last_heard = now
         if self.lost:
             return [(worker, self.lost_message())]
@@ -137,9 +138,8 @@ class BarrierState:
     def leave(self, worker: int, code: int, reason: str, overdue: bool = False) -> Outgoing:
         """Records that `worker` exits with `code`.
 
-        A failure ends the attempt for all hosts. So does an orderly exit if other hosts wait at a barrier, from then on
-        or later, or could not save before it (`overdue`).
-        """
+        A failure ends the attempt for all hosts. So does an orderly exit if other hosts wait at a barrier, then or
+        later, or if it is `overdue`: the host could not save in the time for a stop."""
         member = self.members[worker]
         member.connected = False
         why = f"host {worker} stopped in phase {member.phase!r} with exit code {code}" + (

@@ -99,7 +99,8 @@ def from_environment(environment: Mapping[str, str]) -> Cluster | None:
 
 
 def _names_from_pattern(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Returns the hosts' names in a Kubernetes Job with a headless Service; () if TPU_LAUNCH_HOST_NAME is not set."""
+    """Returns the hosts' names in a Kubernetes Job with a headless Service; () if TPU_LAUNCH_HOST_NAME is not set.
+    Raises BadInput for a bad TPU_LAUNCH_HOSTS."""
     pattern = environment.get("TPU_LAUNCH_HOST_NAME", "")
     if not pattern:
         return ()
@@ -118,7 +119,8 @@ def from_metadata(read: Callable[[str], str | None], environment: Mapping[str, s
 
 
 def discover(environment: Mapping[str, str] | None = None) -> Cluster:
-    """Finds this process's place. May ask the metadata server. Raises BadInput if a source contradicts itself."""
+    """Returns the cluster that the variables describe; else, on a TPU, the metadata server; else this host alone.
+    Raises BadInput if a source contradicts itself."""
     environment = os.environ if environment is None else environment
     cluster = from_environment(environment)
     if cluster is None and device_kind(environment) == "TPU" and not environment.get("TPU_SKIP_MDS_QUERY"):

@@ -69,7 +69,8 @@ class HostCredentials:
 
 
 def host_credentials(cluster: Cluster, purpose: str) -> HostCredentials:
-    """Returns this host's credentials. Raises BadInput if several hosts have no secret."""
+    """Returns this host's credentials for connections with one `purpose`. Raises BadInput if there is no secret and an
+    address is not a loopback one."""
     if not cluster.secret and not all(map(_is_loopback, cluster.addresses)):
         raise BadInput(
             f"{SECRET_VARIABLE} is not set: the {cluster.hosts} hosts of a run accept only hosts that know its secret. "

@@ -73,7 +73,7 @@ class ShutdownRequest:
             self._count_down()
 
     def request(self, number: int = signal.SIGTERM) -> None:
-        """Records a signal. Ends the process on a second Ctrl-C, or on a SIGTERM after the time to save."""
+        """Records the first signal. Ends the process at a second Ctrl-C, or a SIGTERM when the time to save is over."""
         now = self._machine.clock.monotonic()
         self._interrupts += number == signal.SIGINT
         if self._began is None:
