@@ -36,7 +36,8 @@ class Keep:
     every: int | None = None
 
     def deletable(self, committed: Iterable[int], best: Collection[int] = ()) -> list[int]:
-        """Returns the committed steps that may be deleted, oldest first: never the newest, nor one of `best`."""
+        """Returns the committed steps that may be deleted, oldest first: not the `last` newest, nor multiples of
+        `every`, nor those of `best`."""
         assert self.last >= 1
         ordered = sorted(committed)
         return [

@@ -117,8 +117,8 @@ def _find_overlap(boxes: Sequence[Slice]) -> tuple[Slice, Slice] | None:
 
 
 def copy_into(target: memoryview, held: Slice, data: memoryview, box: Slice) -> int:
-    """Copies the elements of `box`, whose bytes are `data`, that are in `held` to their places in its bytes (all in C
-    order). Returns their number."""
+    """Copies the elements of `box` (its bytes are `data`) that are in `held` too to their places in `target`, the bytes
+    of `held`; both in C order. Returns their number."""
     starts, ends = map(max, held.offsets, box.offsets), map(min, held.ends, box.ends)
     spans = [slice(start, max(start, end)) for start, end in zip(starts, ends, strict=True)]
     count = math.prod(span.stop - span.start for span in spans)
