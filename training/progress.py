@@ -221,8 +221,7 @@ class Compilations:
     def check_step(self, number: int, batch: HostBatch) -> None:
         """Warns, or with train.strict raises TrainError, if step `number`, which was just started, compiled a program.
 
-        The first step of each expected shape may compile one; a shape beyond the expected number may not.
-        """
+        The first step of each expected shape may compile one; a shape beyond the expected number may not."""
         shape = tuple(array.shape for array in batch.arrays.values())
         is_first = shape not in self._known and len(self._known) < self._shapes
         self._known.add(shape)

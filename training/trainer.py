@@ -384,8 +384,7 @@ class Trainer:
         host 0 ends soon after the first host that leaves. Only the first such step of an attempt is recorded.
 
         Threads that save call this too: hosts learn from their saves that a state is not finite, each at another step,
-        while host 0 may wait in a step for a host that has left the loop.
-        """
+        while host 0 may wait in a step for a host that has left the loop."""
         manifest = self.restored.manifest if self.restored else None
         with self._recording:
             if self._is_recorded:

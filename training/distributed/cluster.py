@@ -185,8 +185,7 @@ def tensorflow_environment(cluster: Cluster, environment: Mapping[str, str]) -> 
     """Returns the variables to set on a TPU before TensorFlow is imported. Raises BadInput.
 
     On one host they load the PJRT plugin. If TPU_NAME lists the gRPC workers of a slice, they leave the chips to those
-    workers (https://github.com/GoogleCloudPlatform/ml-auto-solutions, common.py).
-    """
+    workers (https://github.com/GoogleCloudPlatform/ml-auto-solutions, common.py)."""
     if environment.get("TPU_NAME", "local") != "local":
         return {"TPU_LOAD_LIBRARY": "0"}
     return {**tpu_environment(cluster), **tensorflow_plugin()}

@@ -22,8 +22,7 @@ def time_limit(
     """Ends the process with exit code FAILED if the block takes longer than `seconds`, with a message that names
     `what`, for example "opening the devices", and the phases of all hosts, after the stack traces of all threads.
 
-    `phases` returns the phases; `close` reports the exit code and the message to the other hosts.
-    """
+    `phases` returns the phases; `close` reports the exit code and the message to the other hosts."""
     left = machine.threads.event()
 
     def watch() -> None:

@@ -58,8 +58,7 @@ def build_model_config(
     `vocabulary` is the tokenizer's size and `pad` the number of its padding token; both, and `dropout` (None: 0.1),
     are for a named model only. `labels` are the names of a classifier's classes. `vocabulary` and `end`, the
     end-of-text token, are for a model.config without its own. Raises BadInput if model.path has no config.json, or
-    names no network.
-    """
+    names no network."""
     try:
         if model.config is not None:
             size = model.vocabulary_size or vocabulary

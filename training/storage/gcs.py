@@ -40,8 +40,7 @@ class Timeouts:
     """Time-outs of a call, in seconds.
 
     `connect` and `silence` end one attempt: no connection, or no byte, for that long. `deadline` limits the whole call,
-    plus 1 s for each `rate` bytes. Delays between attempts start at up to twice `first_delay`.
-    """
+    plus 1 s for each `rate` bytes. Delays between attempts start at up to twice `first_delay`."""
 
     connect: float = 10.0
     silence: float = 20.0
@@ -153,8 +152,7 @@ def write(url: str, data: bytes | memoryview, generation: int | None) -> Stat:
     any), unless a request of this call, whose answer was lost, wrote it.
 
     The client sends a large object in chunks and repeats a chunk that fails; the whole upload starts again only when
-    its session is lost.
-    """
+    its session is lost."""
     bucket, name = _object(url)
     sent = 0  # requests that may have written the object
 

@@ -68,8 +68,7 @@ class Stat:
 
 class Storage(Protocol):
     """The storage operations of checkpoints and runs. The module `training.storage` implements them; a simulation
-    passes its own. Every method raises StorageError when storage fails.
-    """
+    passes its own. Every method raises StorageError when storage fails."""
 
     def stat(self, url: str) -> Stat | None:
         """Returns size and generation of an object; None if there is none."""

@@ -47,8 +47,7 @@ def record_attempt_end(
     nor its error.
 
     Recording takes at most `END_SECONDS`; after an error also at most half of `patience`, the seconds that the other
-    hosts wait for this one at a barrier, or they would report this host as lost instead of the error.
-    """
+    hosts wait for this one at a barrier, or they would report this host as lost instead of the error."""
     limit = END_SECONDS
     error: BaseException | None = None
 

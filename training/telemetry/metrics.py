@@ -121,8 +121,7 @@ def read_history(folder: str, storage: Storage = default_storage) -> list[dict[s
     unreadable lines, and leaves them out.
 
     Each has its "step", and "loss", "gradient_norm", "learning_rate", "examples_per_second" and "data_wait" or the
-    "eval_..." of an evaluation; None for a figure that is not finite, whose name is then in "not_finite".
-    """
+    "eval_..." of an evaluation; None for a figure that is not finite, whose name is then in "not_finite"."""
     history: list[dict[str, Any]] = []
     for _, url in sorted(_list_objects(folder, storage).items()):
         lines = storage.read(url).splitlines()

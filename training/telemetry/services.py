@@ -146,8 +146,7 @@ class MlflowRun:
     """One of MLflow's runs for each attempt, with the run's id as a tag.
 
     MLFLOW_TRACKING_URI and its other variables apply. Without that one, records are files in `mlflow` of the run's
-    folder, which must be local (MLflow writes no bucket): `mlflow ui --backend-store-uri` shows them.
-    """
+    folder, which must be local (MLflow writes no bucket): `mlflow ui --backend-store-uri` shows them."""
 
     def __init__(self, info: AttemptInfo) -> None:
         """Creates the attempt's run with its settings, or continues the one that an earlier call has created; sets

@@ -26,8 +26,7 @@ class StepCalls:
 
     If `steps` is None, a call takes as many as fit into CALL_SECONDS at the last call's speed, and at most twice as
     many as the last call. The first call takes one step: it compiles, and reports errors at once. `run` starts steps;
-    its result may not be ready when it returns.
-    """
+    its result may not be ready when it returns."""
 
     def __init__(self, run: RunSteps, steps: int | None, now: Callable[[], float] = time.monotonic) -> None:
         self._run, self._steps, self._now = run, steps, now

@@ -21,8 +21,7 @@ def open_pipeline(name: str, folder: str) -> Any:
     """Returns `transformers.pipeline(name)` over a local model folder, on the CPU. Raises BadInput for absent weights.
 
     Loads the weights itself because transformers 4.57's TFAutoModel.from_pretrained fails on a safetensors file with
-    PyTorch's names ("'builtins.safe_open' object is not iterable").
-    """
+    PyTorch's names ("'builtins.safe_open' object is not iterable")."""
     model = getattr(transformers, _NETWORKS[name]).from_config(AutoConfig.from_pretrained(folder))
     count_positions(model)
     ids = tf.constant([[0, 1]])

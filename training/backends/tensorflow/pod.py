@@ -218,8 +218,7 @@ def _run_worker(port: int) -> None:
 
     Does what `start_grpc_tpu_worker` of the tensorflow-tpu wheel does, but takes its settings from the environment
     instead of the metadata server. (The wheel's script knows host bounds of v2 and v3 only, fails on a v6e, and reads
-    only the old format of worker-network-endpoints: tensorflow/python/tools/grpc_tpu_worker.py.)
-    """
+    only the old format of worker-network-endpoints: tensorflow/python/tools/grpc_tpu_worker.py.)"""
     try:
         import tensorflow as tf  # initialises some TPUs
     except ImportError:

@@ -37,8 +37,7 @@ class Replicas:
         """Sets variables to arrays, on every replica.
 
         Sends an array once to each host, whose other devices copy it from the first. `variable.assign` would send it
-        once to each replica: 1.3 GB of BERT-base with its moments, 32 times on a v3-32.
-        """
+        once to each replica: 1.3 GB of BERT-base with its moments, 32 times on a v3-32."""
         for variable, array in values:
             first_of_host: dict[str, Any] = {}
             for own in self.strategy.experimental_local_results(variable):

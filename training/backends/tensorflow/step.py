@@ -68,8 +68,7 @@ class TensorFlowStep:
         """Runs `due` steps, one after the other, on the next rows of the strategy's iterator.
 
         `seeds` (n,) and `scalars` (n, m) are of each step. `due` is at most n, and a tensor, so that a shorter call is
-        the same program. Returns (due, 3 + 2): the result of `train_program` for each step.
-        """
+        the same program. Returns (due, 3 + 2): the result of `train_program` for each step."""
 
         def one_step(index: Any, results: Any) -> tuple[Any, Any]:
             result = self.train_program(next(batches), seeds[index], scalars[index])

@@ -17,8 +17,7 @@ def open_device() -> None:
     """Opens this process's chip as torch's device `tpu`.
 
     `import torch` opens it by itself only where torch_tpu finds the chips in /dev/vfio: neither on v4, whose driver has
-    /dev/accel*, nor on a virtual TPU. This does what that import would do, and nothing when it has done it.
-    """
+    /dev/accel*, nor on a virtual TPU. This does what that import would do, and nothing when it has done it."""
     import torch_tpu._loader
 
     torch_tpu._loader._init_device(DEVICE)

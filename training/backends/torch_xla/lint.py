@@ -106,8 +106,7 @@ def _check_operation(
     """Returns a finding if the operation, which has not run yet, breaks a rule; otherwise None.
 
     It breaks VALUE if it reads a tensor's value or copies a tensor to the host, SHAPE if the shape of its result
-    depends on values.
-    """
+    depends on values."""
     short = name.removeprefix("aten::")
     if torch.Tag.data_dependent_output in function.tags:
         reads_scalar = short == "_local_scalar_dense"

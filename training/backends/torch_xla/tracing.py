@@ -95,8 +95,7 @@ def buffer_names(state: Mapping[str, Any], *, are_placeholders: bool = False) ->
     them is traced.
 
     A buffer stays the same whichever program reads it. A tensor's number, by which torch_xla itself finds donors, does
-    not: an evaluation that was traced before leaves other numbers in the arguments.
-    """
+    not: an evaluation that was traced before leaves other numbers in the arguments."""
     names = {}
     for name, tensor in state.items():
         # A tensor that was moved, and not computed yet, has no buffer of its own: the one that it comes from counts.

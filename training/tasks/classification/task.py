@@ -97,8 +97,7 @@ def weighted_f1(confusion: npt.NDArray[np.float64]) -> float:
     class; nan without examples.
 
     A class that is neither present nor predicted counts 0, with weight 0. As scikit-learn's
-    f1_score(average="weighted"): https://scikit-learn.org/stable/modules/generated/sklearn.metrics.f1_score.html
-    """
+    f1_score(average="weighted"): https://scikit-learn.org/stable/modules/generated/sklearn.metrics.f1_score.html"""
     true, predicted = confusion.sum(1), confusion.sum(0)  # (classes,) each
     f1 = 2 * np.diag(confusion) / np.maximum(true + predicted, 1)
     return float((f1 * true).sum() / true.sum()) if true.sum() else float("nan")
