@@ -131,7 +131,7 @@ class Dataset:
 
     @property
     def records_of_length(self) -> dict[int, int]:
-        """Row length -> records of that length, ascending by length, without lengths that have no records."""
+        """Returns row length -> number of records, ascending by length, without lengths that have no records."""
         counts: dict[int, int] = {}
         for shard in sorted(self.manifest.shards, key=lambda shard: shard.length):
             if shard.records:
@@ -177,7 +177,7 @@ class Dataset:
             raise BadInput(f"{self.url} holds no records")
 
     def require_labels(self) -> None:
-        """Raises BadInput unless the dataset has rows, and they have labels."""
+        """Raises BadInput unless the dataset has records, and its kind of rows has labels."""
         self.require()
         if not LABEL_DTYPES[self.manifest.rows]:
             raise BadInput(

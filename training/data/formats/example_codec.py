@@ -90,7 +90,7 @@ def unpack_varints(data: bytes) -> npt.NDArray[np.int64]:
 
 
 def _entry(data: bytes) -> tuple[str, Decoded]:
-    """Decodes name and values of one map entry."""
+    """Returns the name and values of one map entry, [] for floats or no list. Raises NotAnExample."""
     name, value = "", None
     for number, wire, payload, _ in read_fields(data):
         if (number, wire) == (1, _LENGTH):
@@ -104,7 +104,7 @@ def _entry(data: bytes) -> tuple[str, Decoded]:
 
 
 def _feature(data: bytes) -> Decoded | None:
-    """Decodes the values of a Feature message; None if it has no list of bytes or integers."""
+    """Decodes a Feature message's values; None if it has no list of bytes or integers. Raises NotAnExample."""
     value: Decoded | None = None
     for kind, wire, content, _ in read_fields(data):
         if wire != _LENGTH:

@@ -53,8 +53,8 @@ def check_dataset(url: str, *, rows: str, tokenizer: str | None, sequence_length
 
 
 def _read_tokenizer_hash(tokenizer: str) -> str:
-    """Returns the `tokenizer_hash` of a folder (not a name on the Hub). Raises BadInput without a valid
-    tokenizer.json."""
+    """Returns the hash of the tokenizer.json in a folder (not a name on the Hub). Raises BadInput if that file is
+    missing or invalid."""
     url = storage.join(tokenizer, "tokenizer.json")
     try:
         return tokenizer_hash(storage.read(url))

@@ -48,9 +48,9 @@ def encode_shard(rows: npt.NDArray[np.integer]) -> bytes:
 
 
 def open_folder(url: str) -> Dataset | None:
-    """Opens the dataset in a folder without a manifest; None if no file has such a name. Reads the first record, and
-    the ends of local shards. Raises BadInput for shards of several names, without records, or whose first record has no
-    ids."""
+    """Opens the dataset in a folder without a manifest; None if no file has the name of a recipe's shard. Reads the
+    first record, and the ends of local shards. Raises BadInput for several datasets, no records, or a first record
+    without ids."""
     stats = [(NAME.match(storage.name_of(stat.url)), stat) for stat in storage.listing(url)]
     named = sorted(
         ((match, stat) for match, stat in stats if match), key=lambda pair: (pair[0]["name"], int(pair[0]["number"]))

@@ -144,7 +144,8 @@ def labelled_evaluation(dataset: Dataset, host_slice: HostSlice) -> Iterator[Lab
 
 
 def _open_buckets(dataset: Dataset, host_slice: HostSlice) -> list[JoinedLengths]:
-    """Opens the length buckets, ascending; each has the records of a batch, if the dataset has as many."""
+    """Opens the length buckets, ascending; each has enough records for a global batch, if the dataset has. Raises
+    BadInput for a missing shard or one that is not the manifest's."""
 
     def open_length(length: int) -> FixedShards:
         return FixedShards(

@@ -40,7 +40,8 @@ class Reader:
     def __init__(
         self, source: RecordSource, order: Order, batch: int, first: int, last: int, *, threads: int = 8
     ) -> None:
-        """Starts `threads` threads; requests nothing before the first `rows`."""
+        """Starts `threads` threads, which read for this host the rows [first, last) of each global batch of `batch`
+        rows, but nothing before the first call of `rows`."""
         self.source, self.order, self.batch, self.first, self.last = source, order, batch, first, last
         self._windows: OrderedDict[tuple[int, int], _Window] = OrderedDict()
         self._lock = threading.Lock()
@@ -110,8 +111,8 @@ class _Window:
     def __init__(
         self, source: RecordSource, cells: Ints, records: Ints, block: int, pool: DaemonPool, previous: _Window | None
     ) -> None:
-        """Requests the records' blocks, of `block` records, from `pool` in the order of first use; or takes the
-        arrays of a complete `previous` window with the same blocks."""
+        """Has the threads of `pool` read the blocks, of `block` records, that hold `records`, in the order of first
+        use; or takes the arrays of a complete `previous` window with the same blocks."""
         self.cells, self.records = cells, records
         self.complete: bool
         self._arrays: Arrays

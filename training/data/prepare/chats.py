@@ -71,7 +71,8 @@ class WholeChats(WholeDocuments):
         return f"{super().note(dropped)}; {self._dropped} had no answer left and were left out"
 
     def _render(self, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
-        """Returns a chat's text, and where its answers begin and end in it."""
+        """Returns a chat's text, and [begin, end) of each answer in it, in characters. Raises BadInput if the template
+        refuses the chat or changes an answer."""
         whole, spans = self._apply(messages), list[tuple[int, int]]()
         for number, message in enumerate(messages):
             answer = (message.get("content") or "").strip()
@@ -95,7 +96,7 @@ class WholeChats(WholeDocuments):
         return text
 
     def _mark(self, encoding: Any, spans: Sequence[tuple[int, int]]) -> Ids:
-        """Returns (2, n): ids, and 1 at the tokens of answers."""
+        """Returns (2, n): ids, and 1 at tokens in `spans` of the text and at a special token behind each, else 0."""
         ids, offsets = np.array(encoding.ids, np.int32), np.array(encoding.offsets).reshape(-1, 2)  # (n,), (n, 2)
         targets = np.zeros_like(ids)
         for start, end in spans:
@@ -108,7 +109,7 @@ class WholeChats(WholeDocuments):
 
 
 def open_template(url: str) -> Any:
-    """Returns transformers' tokenizer of a folder. Raises BadInput if it has no chat template."""
+    """Returns transformers' tokenizer of a folder. Raises BadInput without transformers or a chat template."""
     try:
         from transformers import AutoTokenizer
     except ImportError:

@@ -96,7 +96,7 @@ class Corpus:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Returns a hash of the corpus's last name, its field and its text (files: name, size and CRC-32C; datasets:
+        """Returns a hash of the last part of its name, its field and text (files: name, size and CRC-32C; datasets:
         the Hub's revision, or the times of local files). The first call reads local files once, and nothing of a bucket
         or the Hub but descriptions. Raises BadInput, StorageError."""
         digest = hashlib.sha256(f"{self.name.rsplit('/', 1)[-1]}\0{self.field}".encode())
@@ -139,8 +139,8 @@ class Corpus:
 
     @cached_property
     def _builder(self) -> tuple[Any, str]:
-        """The builder of datasets:NAME[:CONFIG[:SPLIT]], pinned to the Hub's newest revision, and the split, "train"
-        unless named. Downloads a description, no data. Turns any failure into BadInput."""
+        """Returns the builder of datasets:NAME[:CONFIG[:SPLIT]], pinned to the Hub's newest revision, and the split,
+        "train" unless named. Downloads a description, no data. Turns any failure into BadInput."""
         try:
             import datasets
         except ImportError:
@@ -324,8 +324,8 @@ class _RangedFile(io.RawIOBase):
 
 
 def _parquet(url: str, columns: list[str]) -> Iterator[dict[str, Any]]:
-    """Yields the rows of a .parquet file, with these columns only if it has them all. Raises BadInput for a damaged
-    file, StorageError."""
+    """Yields the rows of a .parquet file: these columns, or all if one is missing. Raises BadInput for a damaged
+    file or without pyarrow, and StorageError."""
     try:
         import pyarrow.parquet
     except ImportError:

@@ -216,8 +216,8 @@ def finish_dataset(
     shards: list[Shard],
     more: Mapping[str, Any] = PACKED,
 ) -> Dataset:
-    """Writes dataset.json, which commits the dataset, and removes `.preparing/`. `more`: other keys of the manifest.
-    Raises AlreadyExists when there is a dataset.json."""
+    """Writes dataset.json, which commits the dataset, removes `.preparing/`, and returns the dataset. `more`: other
+    keys of the manifest. Raises AlreadyExists when there is a dataset.json."""
     manifest = DatasetManifest.model_validate(
         {
             **more,

@@ -229,8 +229,7 @@ def write_labelled_rows(
     (tokens,), with special tokens around them; of words, (2, tokens): the ids, and the word's number at its first
     token, -1 at others; of two texts, (2, tokens), not too many: the ids, and the number of the text. `has_pairs`: rows
     are two texts. Raises BadInput when the folder holds something else (unless `overwrite`), a label is impossible, or
-    there is no row; and StorageError.
-    """
+    there is no row; and StorageError."""
     assert plan.length == lengths[-1]
     existing = dataset_writer.find_existing(url, plan, overwrite)
     if existing is not None:

@@ -204,8 +204,8 @@ def parse_lengths(lengths: str | None, longest: int) -> tuple[int, ...]:
 
 
 def _labels(options: DatasetOptions) -> LabelKind:
-    """Returns how labels are stored. Reads the names of classes from --labels, or else from every row of the corpus.
-    Raises BadInput for impossible names, or --labels with a regression; StorageError."""
+    """Returns how labels are stored. Takes the names of classes from --labels, else from the corpus's description, else
+    from all rows. Raises BadInput for impossible names, or --labels with a regression; StorageError."""
     if options.task == "regression":
         if options.labels is not None:
             raise BadInput(

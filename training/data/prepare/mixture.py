@@ -29,7 +29,7 @@ def parse_part(text: str) -> tuple[str, int]:
 def write_mixture(url: str, parts: Mapping[str, int]) -> Dataset:
     """Writes and returns a mixture in the folder `url`; keeps one that is the same. `parts`: a dataset's folder -> how
     often an epoch has each of its records. Raises BadInput if there are fewer than two, they differ in rows, features,
-    labels or tokenizers, or the folder holds something else; and StorageError."""
+    labels or tokenizers, have the public recipe's layout, or the folder holds another dataset; and StorageError."""
     if len(parts) < 2:
         raise BadInput("a mixture has at least two different parts: give --part again")
     folders = [folder if storage.is_remote(folder) else os.path.abspath(folder) for folder in parts]

@@ -79,8 +79,7 @@ class PackingProgress:
 class _Stream:
     """The ids that are not yet in a shard, batch after batch of documents.
 
-    `used` maps the document at which a batch starts to the number of its ids that are in shards.
-    """
+    `used` maps the document at which a batch starts to the number of its ids that are in shards."""
 
     used: dict[int, int]
     batches: list[tuple[int, Ids]] = field(default_factory=list)  # (first document, ids)
@@ -93,8 +92,8 @@ class _Stream:
         return sum(len(ids) for _, ids in self.batches)
 
     def take(self, count: int) -> tuple[Ids, int, int]:
-        """Removes and returns the next `count` ids, with the first document and the used ids of the batch where they
-        end."""
+        """Removes and returns the next `count` ids; also returns, of the batch in which they end, the number of its
+        first document and how many of its ids are used now."""
         taken, missing = [], count
         for number, (document, ids) in enumerate(self.batches):
             part = ids[:missing]
@@ -133,12 +132,9 @@ def write_rows(
     """Writes the dataset of one split to the folder `url`, or continues where an interrupted run stopped.
 
     Returns a complete dataset of the same plan as it is, without reading the corpus. Drops the ids after the last full
-    row.
-
-    `documents` is called to read the corpus, and must give the same documents each time; `progress` is called after
-    each shard. Raises BadInput when the folder holds something else (unless
-    `overwrite`), or there is too little text for a row; and StorageError.
-    """
+    row. `documents` is called to read the corpus, and must give the same documents each time; `kind` turns them into
+    rows; `progress` is called after each shard. Raises BadInput when the folder holds something else (unless
+    `overwrite`), or there is too little text for a row; and StorageError."""
     existing = dataset_writer.find_existing(url, plan, overwrite)
     if existing is not None:
         return WrittenDataset(existing, reused=True)

@@ -31,8 +31,8 @@ def open_source(
 
 
 def fixed_shards(dataset: Dataset, *, length: int, vocabulary: int, on_corrupt: OnCorrupt) -> TensorRecordSource:
-    """Returns the source for the rows of `length` tokens. Options and errors are those of
-    `FixedShards`; a row with an id outside the vocabulary fails when it is read."""
+    """Returns the source of a dataset's rows of `length` tokens. Options and errors are those of `FixedShards`; reading
+    a row with an id outside the vocabulary fails."""
     source = FixedShards(dataset, length=length, vocabulary=vocabulary, on_corrupt=on_corrupt)  # checks every shard
     shards = [shard for shard in dataset.shards if shard.length == length and shard.records]
     index, layout = ShardIndex(dataset, shards), fixed_records.record_layout(dataset.manifest.features, length)

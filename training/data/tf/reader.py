@@ -46,7 +46,7 @@ def _read_rows(
     source: TensorRecordSource, order: Order, batch: int, first: int, last: int, start: int, epochs: int = ENDLESS
 ) -> Any:
     """Returns a tf.data dataset of rows [first, last) of each batch, from row `start` of the order to the end of epoch
-    `epochs` - 1. An element has the rows of one window: their columns, `records` (numbers) and `epoch`. Windows without
+    `epochs` - 1. An element has the rows of one window: columns, `records` (numbers) and `epoch`. Windows without
     such rows are left out. Reads one element ahead."""
     first_epoch, first_window, _ = locate(order, start)
 

@@ -18,7 +18,8 @@ from training.data.tf.record_source import Columns, ShardIndex, TensorRecordSour
 
 
 def recipe_shards(dataset: Dataset, *, vocabulary: int, on_corrupt: OnCorrupt) -> TensorRecordSource:
-    """Returns the source for a folder in this layout. Options as for `RecipeShards`. Raises BadInput."""
+    """Returns the source for a dataset in the public recipe's layout; reads all of its shards, to find the records.
+    Options as for `RecipeShards`. Raises BadInput, StorageError."""
     source = RecipeShards(dataset, vocabulary=vocabulary, on_corrupt=on_corrupt)
     shards, length = [shard for shard in dataset.shards if shard.records], dataset.sequence_length
     index, offsets_of = ShardIndex(dataset, shards), [source.offsets(shard) for shard in shards]
