@@ -46,6 +46,7 @@ class FixedShards(ShardSource):
                 )
 
     def empty(self, count: int) -> Arrays:
+        """Returns uninitialised arrays for `count` records, as `RecordSource.empty`."""
         columns = {
             column.name: np.empty((count, column.count), column.dtype.newbyteorder("="))
             for column in self._layout.columns
@@ -59,6 +60,7 @@ class FixedShards(ShardSource):
         return arrays
 
     def _load(self, first: int, last: int) -> tuple[Arrays, dict[int, BadInput]]:
+        """Reads the features of records [first, last), and the error of each bad row, numbered from 0."""
         size = self.record_bytes
         data = b"".join(
             self.read_bytes(shard, begin * size, end * size, begin)

@@ -63,6 +63,7 @@ class JoinedLengths:
         return self.sources[-1].empty(count)
 
     def read(self, first: int, last: int, block: int) -> Arrays:
+        """Reads records [first, last) as `RecordSource.read`; those of another row length replace no bad ones."""
         if len(self.sources) == 1:
             return self.sources[0].read(first, last, block)
         arrays, start = self.empty(last - first), 0  # (n, length) and (n, 1); first record of the source

@@ -87,6 +87,7 @@ class WholeChats(WholeDocuments):
         return whole, spans
 
     def _apply(self, messages: Messages, **options: Any) -> str:
+        """Returns the chat as text by the tokenizer's chat template. Raises BadInput if the template refuses it."""
         try:
             text: str = self._template.apply_chat_template(list(messages), tokenize=False, **options)
         except Exception as error:  # of the template's own code

@@ -196,6 +196,7 @@ def write_columns(
 
 
 def _check_vocabulary(plan: DatasetPlan, rows: Ids) -> None:
+    """Raises BadInput for an id beyond the plan's vocabulary."""
     if int(rows.max()) >= plan.vocabulary:
         raise BadInput(
             f"the tokenizer gave id {int(rows.max())}, beyond its own vocabulary of {plan.vocabulary}: "

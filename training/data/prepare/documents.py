@@ -36,6 +36,7 @@ class WholeDocuments(RowKind):
         self.features = {**dataset_writer.id_features(plan.vocabulary), **dict.fromkeys(self.columns, number)}
 
     def encode(self, documents: list[str]) -> Ids:
+        """Returns rows, (rows, 3, length): ids, numbers of their documents from 1 (0: padding), and 1 if learnt."""
         length = self._plan.length
         pieces = [piece for document in self.tokenize(documents) for piece in self.cut(document, length)]
         rows = best_fit([piece.shape[1] for piece in pieces], length)

@@ -56,6 +56,7 @@ class ClassLabels:
         return self._number(label, place)
 
     def _number(self, label: str, place: str) -> int:
+        """Returns the number of a class. Raises BadInput, with `place` before the message, for an unknown one."""
         number = self._numbers.get(label)
         if number is None:
             raise BadInput(

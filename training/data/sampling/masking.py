@@ -67,6 +67,7 @@ def special_tokens(
     count = max(all_ids) + 1
 
     def find(role: str, names: tuple[str, ...], absent: int | None = None) -> int:
+        """Returns the id of the first of `names` that is special, else `absent`. Raises BadInput if that is None."""
         for name in names:
             if name in special:
                 return int(special[name])

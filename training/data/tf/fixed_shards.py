@@ -47,6 +47,7 @@ def fixed_shards(dataset: Dataset, *, length: int, vocabulary: int, on_corrupt: 
         return index.read_bytes(shard, first * size, last * size)
 
     def load(first: Any, last: Any) -> tuple[Columns, Any]:
+        """Returns the columns of records [first, last), and which of them are intact: (n,) bool."""
         data = index.join_pieces(first, last, stored)
         raw = tf.reshape(tf.io.decode_raw(data, tf.uint8), (-1, size))  # (n, size)
         payloads, stored_crcs = raw[:, tfrecord.HEADER : -tfrecord.FOOTER], raw[:, -tfrecord.FOOTER :]

@@ -36,6 +36,7 @@ def recipe_shards(dataset: Dataset, *, vocabulary: int, on_corrupt: OnCorrupt) -
         return tf.gather(begins, shard) + record - tf.gather(index.starts, shard)
 
     def load(first: Any, last: Any) -> tuple[Columns, Any]:
+        """Returns the ids of records [first, last), and which are intact, (n,) bool. Fails if one does not fit."""
         data = index.join_pieces(first, last, stored)
         places = offset_index(tf.range(first, last))  # (n,)
         sizes = tf.gather(offsets, places + 1) - tf.gather(offsets, places)  # (n,) with framing
