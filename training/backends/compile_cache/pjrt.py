@@ -97,8 +97,8 @@ class CacheCounts:
     proofs: list[Callable[[], None]] = field(default_factory=list)  # to be called when a loaded program had a result
 
     def take_proofs(self) -> list[Callable[[], None]]:
-        """Returns what to call when programs that were loaded until now have had a result. Raises an interrupt that
-        came while a program was compiled."""
+        """Returns what to call as soon as the programs that were loaded since the last call have given a result. Raises
+        an interrupt that came while a program was compiled."""
         if self.interrupt:
             interrupt, self.interrupt = self.interrupt, None
             raise interrupt

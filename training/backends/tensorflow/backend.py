@@ -52,7 +52,8 @@ class TensorFlow(Backend):
     def __init__(
         self, config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous, requirements: ModelRequirements
     ) -> None:
-        """Opens the devices, connects the hosts and builds the model."""
+        """Opens the devices, connects the hosts and builds the model. Raises UnusableTpu, OutOfMemory, BadInput and
+        LostPeer."""
         # Without this a TPU rounds the factors of fp32 products to bf16.
         tf.config.experimental.enable_tensor_float_32_execution(False)
         self._config = config
@@ -144,7 +145,7 @@ class TensorFlow(Backend):
 
     @translate_failures()
     def evaluate(self, batch: Arrays, signals: Signals) -> _PendingResult:
-        """Starts queued training steps first. With other CPU hosts, waits for the sums of all."""
+        """Starts queued training steps, then an evaluation; with other CPU hosts, waits for the sums of all."""
         self._calls.flush()
         rows = self._replicas.send_rows(batch)
         if is_upcoming(batch):
@@ -166,7 +167,7 @@ class TensorFlow(Backend):
         return _PendingResult(sums, signals, dataset, trains=trains)
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        """Runs a program, and adds up the seconds of calls that trace."""
+        """Runs program `name` and returns its result. Adds the seconds of a call that traces to `_tracing_seconds`."""
         program = self._programs[name]
         traces_before, began = program.experimental_get_tracing_count(), time.monotonic()
         result = program(*arguments)

@@ -62,7 +62,7 @@ class StepCalls:
             self.length = self._steps
 
     def note_end(self, began: float, due: int) -> None:
-        """Sets the length of later calls from one of `due` steps that started at `began` and just ended."""
+        """Notes that a call of `due` steps, begun at `began`, has ended: sets the length of calls if none is given."""
         now = self._now()
         seconds, self._ended = (now - max(began, self._ended)) / due, now
         if self._steps is None:

@@ -20,12 +20,8 @@ _LOST = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.Cancelled
 
 @contextmanager
 def translate_failures() -> Iterator[None]:
-    """Translates errors of a block that waits for operations. Other errors pass unchanged.
-
-    Raises:
-        OutOfMemory: a device or a host is out of memory.
-        LostPeer: the worker of a host of this slice is gone.
-    """
+    """Translates errors of a block that waits for operations: to OutOfMemory if a device or a host is out of memory, to
+    LostPeer if the worker of a host of this slice is gone. Other errors pass unchanged."""
     try:
         yield
     except tf.errors.ResourceExhaustedError as error:

@@ -47,11 +47,8 @@ class LoweringBackend(TensorFlow):
         return SliceReplicas(self._slice_devices)
 
     def lower(self, training: bool, batch: Arrays) -> tuple[str, str, Mapping[int, str]]:
-        """Lowers the step or the evaluation for a global batch.
-
-        Returns:
-            StableHLO, HLO without source lines, and the names of the state's tensors among the arguments, by number.
-        """
+        """Lowers the step (`training`) or the evaluation for a global batch. Returns StableHLO, HLO without source
+        lines, and the names of the state's tensors among the arguments, by number."""
         rows = {
             name: tf.TensorSpec((array.shape[0] // self._slice_devices, *array.shape[1:]), array.dtype)
             for name, array in batch.items()

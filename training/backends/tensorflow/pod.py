@@ -74,11 +74,8 @@ def open_host(
 
 
 def worker_environment(cluster: Cluster) -> dict[str, str]:
-    """Returns the environment variables of a worker, its plugin and its libtpu.
-
-    Raises:
-        BadInput: the accelerator is unknown or has another number of hosts, or TensorFlow is not the wheel for TPUs.
-    """
+    """Returns the environment variables of a worker, its plugin and its libtpu. Raises BadInput if the accelerator is
+    unknown or has another number of hosts, or TensorFlow is not the wheel for TPUs."""
     return {
         **tpu_environment(cluster),
         **tensorflow_plugin(),

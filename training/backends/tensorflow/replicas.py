@@ -69,7 +69,8 @@ class Replicas:
 
 @translate_tpu_failures()
 def _tpu_strategy() -> Any:
-    """Opens the chips of this host, or of the gRPC workers in TPU_NAME: grpc://10.0.0.2:8470,grpc://10.0.0.3:8470."""
+    """Initialises the chips of this host, or of the gRPC workers in TPU_NAME (grpc://10.0.0.2:8470,grpc://...), and
+    returns a TPUStrategy over them."""
     name = os.environ.get("TPU_NAME") or "local"
     resolver = tf.distribute.cluster_resolver.TPUClusterResolver(tpu=name)
     if name != "local":

@@ -29,9 +29,9 @@ class HostState:
         noise: DropoutNoise | None,
         shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
     ) -> None:
-        """Keeps all on the host. `network`: in training mode; `optimizer_class`: of training.registry.OPTIMIZERS, with
-        its `settings`; `noise`: of the network's dropouts, as `patch_modules` returns it; `shapes`: of the whole
-        parameters, by name, where the network has slices."""
+        """Makes the optimizer; its state and the network stay on the host. `network`: in training mode;
+        `optimizer_class`: of training.registry.OPTIMIZERS, with its `settings`; `noise`: of the network's dropouts, as
+        `patch_modules` returns it; `shapes`: of the whole parameters, by name, where the network has slices."""
         self.network, self.noise = network, noise
         self.name_parameters()
         self.optimizer = optimizer_class(settings, self.trained)

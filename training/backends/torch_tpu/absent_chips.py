@@ -40,7 +40,8 @@ class AbsentChips:
     compiled: the bytes of (program, options)."""
 
     def __init__(self, slice_: Accelerator) -> None:
-        """Loads libtpu, and replaces functions. Raises CompilerUnavailable if libtpu does not know the slice."""
+        """Loads libtpu, and replaces those functions of its table that need chips. Raises CompilerUnavailable if libtpu
+        does not know the slice."""
         plugin, self._address = load_plugin()
         self._table = PluginTable(self._address)
         self.programs: list[tuple[bytes, bytes]] = []
@@ -55,7 +56,7 @@ class AbsentChips:
         self._replace(listed.first)
 
     def _replace(self, devices: int) -> None:
-        """Puts the functions into the table. `devices`: the address of a list of all."""
+        """Replaces the functions in libtpu's table. `devices`: the address of the list of the slice's devices."""
         nothing = _address_of(self._nothing)
         functions = (c_void_p * 16)(*[nothing] * 16)  # of a memory: all return 0
         handle, memory, own = (self._pointer(value) for value in (0, ctypes.addressof(functions), self._own))
@@ -118,7 +119,7 @@ class AbsentChips:
         return found.second, found.first or 0
 
     def _upload(self, words: Any, event: int) -> None:
-        """Makes a buffer of a host's array."""
+        """Makes a buffer of the host's array in `words`, the arguments of the call. `event`: the handle to return."""
         dimensions = (c_int64 * words[6])(*_words(words[5], words[6]) if words[6] else ())
         kind = c_uint32(words[4]).value
         size = math.prod(dimensions) * _ITEM_SIZES.get(kind, 8)
@@ -128,7 +129,8 @@ class AbsentChips:
         _fill(words, 13, event, buffer)
 
     def _download(self, words: Any, event: int, compile_: Callable[[int], int | None]) -> int | None:
-        """Copies a buffer's values to the host, or tells their size. Refuses if they were not kept."""
+        """Copies a buffer's values to the host's memory in `words`, the arguments of the call; without memory, tells
+        their size. Returns an error, which `compile_` (libtpu's own) makes, if the values were not kept; else None."""
         values = self._buffers[words[2]][0]
         if not values:
             return _refuse(compile_)
@@ -138,7 +140,8 @@ class AbsentChips:
         return None
 
     def _layout(self, words: Any, default: Callable[[int], int | None]) -> int | None:
-        """Finds the layout that arrays of a buffer's shape have on the chips."""
+        """Sets the last of `words` to the layout that arrays of a buffer's shape have on the chips. Returns the error
+        of `default`, libtpu's own function, or None."""
         _, kind, dimensions = self._buffers[words[2]]
         wanted = (c_uint64 * 7)(56, 0, self._topology, kind, *_list(dimensions))
         error = default(ctypes.addressof(wanted))
@@ -146,7 +149,7 @@ class AbsentChips:
         return error
 
     def _keep_program(self, words: Any, compile_: Callable[[int], int | None]) -> int | None:
-        """Keeps a program, and refuses to compile it."""
+        """Adds a program to `programs` instead of compiling it. Returns an error, which `compile_` makes."""
         arguments = CompileArguments.from_address(ctypes.addressof(words))
         program = arguments.program.contents
         code = ctypes.string_at(program.code, program.code_size)

@@ -39,7 +39,7 @@ class TorchTpu(Backend):
     def __init__(
         self, config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous, requirements: ModelRequirements
     ) -> None:
-        """Opens the device, connects the processes and builds the model."""
+        """Opens the device, connects the processes and builds the model. Raises UnusableTpu and BadInput."""
         began = time.monotonic()
         self._chip = Chip(cluster, rendezvous, config.rendezvous.seconds, config.train.mesh.fsdp)
         self.devices = self._chip.devices
@@ -99,7 +99,7 @@ class TorchTpu(Backend):
         return {name: held for name, held in slices.items() if held}
 
     def snapshot_state(self, buffers: Mapping[str, memoryview]) -> Snapshot:
-        """Copies the tensors before it returns."""
+        """Copies tensors, or this process's slices, to host memory. The returned snapshot is complete."""
         self._state.upload(self._chip.device)
         held = {}  # key in a checkpoint's part -> tensor
         for name, value in self._state.tensors.items():

@@ -105,6 +105,7 @@ def compile_for_slice(code: bytes, options: bytes, slice_: Accelerator) -> Compi
 
 
 def _describe(table: PluginTable, executable: int, seconds: float) -> CompiledProgram:
+    """Returns the memory, costs and optimized text of an executable, by its address, with the seconds of compiling."""
     memory, costs = _Memory(executable=executable), _Costs(executable=executable)
     table.call(_MEMORY, memory)
     table.call(_COSTS, costs)
@@ -152,6 +153,7 @@ def _numbers(data: bytes) -> list[int]:
 
 
 def _shape(data: bytes) -> str:
+    """Returns a serialized ShapeProto as HLO's text writes it, a tuple in parentheses."""
     parts: dict[int, Any] = {}
     tuples = []
     for number, value in _fields(data):
@@ -179,6 +181,7 @@ def _hlo_lines(module: bytes) -> Iterator[str]:
 
 
 def _instruction(data: bytes, names: dict[int, str]) -> str:
+    """Returns the line of `_hlo_lines` for a serialized instruction. `names`: of the computations, by their ids."""
     parts = dict(_fields(data))
     opcode = parts[2].decode()
     shape = _shape(parts[3]) if opcode.startswith(COLLECTIVES) else ""

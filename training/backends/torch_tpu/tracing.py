@@ -39,6 +39,7 @@ class TorchTpuTracer:
         self._worker: ProcessPoolExecutor | None = None
 
     def open(self) -> dict[str, int]:
+        """Builds the model in a process of its own, once. Returns the bytes of each tensor of its state."""
         if self._worker is None:
             spawn = multiprocessing.get_context("spawn")
             self._worker = ProcessPoolExecutor(1, spawn, initializer=_end_with_parent)
@@ -89,6 +90,7 @@ def _open(open_backend: BuildBackend, slice_: Accelerator) -> dict[str, int]:
 
 
 def _build(devices: int, config: Any, cluster: Cluster, rendezvous: Any, requirements: Any) -> TorchTpu:
+    """Opens the backend as process 0 of `devices` processes. Raises BadInput if the state is to be split."""
     if config.train.mesh.fsdp > 1:  # torch_tpu makes a group of processes only with all of them
         raise BadInput(
             "preflight can't compile TorchTPU's step with train.mesh.fsdp: --set backend=torch-xla "
@@ -99,6 +101,7 @@ def _build(devices: int, config: Any, cluster: Cluster, rendezvous: Any, require
 
 
 def _trace(kind: str, batch: Arrays) -> Program:
+    """Traces the "training" step, or else the evaluation, of the opened model. `batch`: of all devices."""
     [(chips, backend)] = _opened
     own = {name: array[: len(array) // chips.devices] for name, array in batch.items()}
     chips.programs.clear()

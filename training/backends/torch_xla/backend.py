@@ -67,7 +67,7 @@ class TorchXla:
         only_traces: bool = False,
     ) -> None:
         """Opens the devices, connects the hosts and builds the model; one that `only_traces` without weights, if it
-        can."""
+        can. Raises UnusableTpu, BadInput and TrainError."""
         # fp32 products are products of fp32; TPUs would round their factors to bf16. Products of bf16 stay as they are.
         logging.getLogger("torch_xla.backends").disabled = True  # it warns of every call
         set_mat_mul_precision("highest")
@@ -129,7 +129,7 @@ class TorchXla:
 
     def step(self, number: int, batch: Arrays, signals: Signals) -> _PendingStep:
         """Starts the step; with other CPU hosts, waits for the sum of all gradients. After the first step, raises
-        TrainError if the compiler may split the state over devices."""
+        TrainError if the compiler may place the state in another way than was declared."""
         inputs = self._send(self._step.inputs(number, batch, signals))
         if self._exchange:
             return self._step_of_hosts(number, inputs, self._exchange)
@@ -300,7 +300,7 @@ def count_compiled() -> tuple[int, float]:
 
 
 def count_transfers() -> dict[str, int]:
-    """Returns the numbers of new graphs and of copies from a device to the host."""
+    """Returns torch_xla's counts in this process: "graphs" and "device_to_host_transfers"."""
     metric = xla_metrics.metric_data("TransferFromDeviceTime")
     return {
         "graphs": xla_metrics.counter_value("UncachedCompile") or 0,

@@ -171,7 +171,8 @@ class DataParallel:
             internals.declare_sharding(tensor, self._mesh_of(axes).get_op_sharding(axes))
 
     def enter_rows(self, tensor: Tensor) -> Tensor:
-        """Returns each device's own rows, for operations that the compiler can't split."""
+        """Returns a copy of `tensor` that operations see as each device's own rows, for those that the compiler can't
+        split; without SPMD `tensor` itself."""
         if not self.is_spmd:
             return tensor
         placed = tensor.clone()

@@ -27,6 +27,7 @@ def splash_attention(sharding: DataParallel, platform: str = "tpu") -> Kernel:
     """Returns the kernel for devices of `sharding`; `platform` "cpu" interprets it, for tests."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor, segments: Tensor, scores: Scores) -> Tensor | None:
+        """Returns the attended values; None unless the rows' length is a multiple of 128."""
         if query.shape[2] % _BLOCKS[-1]:
             return None
         scaled = (query.float() * scores.scale).to(query.dtype)

@@ -48,10 +48,10 @@ class State(HostState):
     def __init__(
         self, network: Any, optimizer_class: Any, settings: Any, noise: DropoutNoise | None, layers: str | None = None
     ) -> None:
-        """Keeps all on the host. `network`: in training mode, maybe without weights (`models.torch.empty`), for tracing
-        only; `optimizer_class`: of training.registry.OPTIMIZERS, with its `settings`; `noise`: of the network's
-        dropouts, as `patch_modules` returns it; `layers`: of `find_layers`, those that run as a scan over SPMD's
-        devices."""
+        """Makes the optimizer; its state and the network stay on the host. `network`: in training mode, maybe without
+        weights (`models.torch.empty`), for tracing only; `optimizer_class`: of training.registry.OPTIMIZERS, with its
+        `settings`; `noise`: of the network's dropouts, as `patch_modules` returns it; `layers`: of `find_layers`, those
+        that run as a scan over SPMD's devices."""
         super().__init__(network, optimizer_class, settings, noise)
         self._layers, self._renew_optimizer = layers, partial(optimizer_class, settings)
         self.is_empty = any(parameter.is_meta for parameter in self.parameters.values())

@@ -44,7 +44,8 @@ class TorchTracer:
         internals.simulate_devices(slice_.devices)
 
     def open(self) -> dict[str, int]:
-        """Builds the model unless it is built, and again if a traced training step left its state uncomputed."""
+        """Builds the model unless it is built, and again if a traced training step left its state uncomputed. Returns
+        the bytes of each tensor of its state."""
         if self._state_is_lost:
             self.close()
         if self._backend is None:
@@ -158,6 +159,7 @@ class WatchMutations(TorchFunctionMode):  # type: ignore[misc]  # torch is not h
         self._see = see
 
     def __torch_function__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        """Runs a function and returns its result; if its name ends in one "_", passes its first argument to `see`."""
         result = function(*arguments, **(options or {}))
         name = getattr(function, "__name__", "")
         if name.endswith("_") and not name.endswith("__"):
