@@ -146,11 +146,8 @@ class Accelerator:
 
 
 def gke_nodes(slice_: Accelerator) -> GkeNodes:
-    """Returns the nodes of a slice on GKE: one a host, each with all its chips (`google.com/tpu`) for one pod.
-
-    Raises:
-        ValueError: GKE does not offer the generation.
-    """
+    """Returns the nodes of a slice on GKE: one a host, each with all its chips (`google.com/tpu`) for one pod. Raises
+    ValueError if GKE does not offer the generation."""
     generation = slice_.generation
     nodes = generation.gke_one_host if slice_.hosts == 1 and generation.gke_one_host else generation.gke
     if nodes is None:

@@ -39,14 +39,10 @@ from training.telemetry.progress_line import FILE_VARIABLE
 
 
 def chip_process_environment(cluster: Cluster) -> dict[str, str]:
-    """Returns the variables from which `torch_xla.launch` derives those of one process for each chip.
-
-    torch_xla divides bounds by chips only if they have the names of hosts' bounds: it takes the bounds of processes,
-    which `tpu_environment` returns, as final.
-
-    Raises:
-        BadInput: The accelerator is unknown, has another number of hosts, or has two devices a chip (v2 and v3).
-    """
+    """Returns the variables from which `torch_xla.launch` derives those of one process for each chip. torch_xla divides
+    bounds by chips only if they have the names of hosts' bounds: it takes the bounds of processes, which
+    `tpu_environment` returns, as final. Raises BadInput if the accelerator is unknown, has another number of hosts, or
+    has two devices a chip (v2 and v3)."""
     environment = tpu_environment(cluster)
     accelerator = ACCELERATORS[environment["TPU_ACCELERATOR_TYPE"]]
     if accelerator.generation.devices_per_chip > 1:
@@ -135,21 +131,14 @@ def run_on_host(script: str, arguments: Sequence[str]) -> None:
 
 def run_torch_tpu_on_host(script: str, arguments: Sequence[str]) -> int:
     """Runs a program on this host of the slice, in one process of TorchTPU for each chip. Returns the exit code of the
-    first process that failed, or 0.
-
-    Raises:
-        BadInput: As `run_chip_processes`.
-    """
+    first process that failed, or 0. Raises BadInput as `run_chip_processes`."""
     return run_chip_processes(["training.cli.torch_tpu_rank", script, *arguments])
 
 
 def run_chip_processes(module: Sequence[str]) -> int:
     """Runs a module with its arguments, as `python -m` would, in one process of TorchTPU for each chip of this host.
     Returns the exit code of the first process that failed, or 0. Warns of another version of torch_tpu than ours.
-
-    Raises:
-        BadInput: The image has no torch_tpu, this is no TPU, or TorchTPU does not know it.
-    """
+    Raises BadInput if the image has no torch_tpu, this is no TPU, or TorchTPU does not know it."""
     installed = next((found.version for found in importlib.metadata.distributions(name="torch_tpu")), None)
     if other := torch_tpu.find_other_version(installed):
         warn(other)

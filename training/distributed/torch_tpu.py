@@ -64,13 +64,9 @@ def cluster_of_rank(cluster: Cluster, environment: Mapping[str, str]) -> Cluster
 
 
 def rank_environments(cluster: Cluster) -> list[dict[str, str]]:
-    """Returns the variables of each process of this host, in the order of its chips.
-
-    Ranks are in the order of workers and of their chips. The bounds of processes are left to TorchTPU.
-
-    Raises:
-        BadInput: The accelerator is unknown to our table or to TorchTPU, or has another number of hosts.
-    """
+    """Returns the variables of each process of this host, in the order of its chips. Ranks are in the order of workers
+    and of their chips. The bounds of processes are left to TorchTPU. Raises BadInput if the accelerator is unknown to
+    our table or to TorchTPU, or has another number of hosts."""
     environment = tpu_environment(cluster)
     slice_ = accelerator(environment["TPU_ACCELERATOR_TYPE"])
     if reason := find_unsupported(slice_):
