@@ -33,7 +33,8 @@ class Adapter:
     network: str  # of training.registry.Head
 
     def write(self, folder: str, weights: Mapping[str, TensorSpec], copy: Copy, storage: Storage) -> None:
-        """Writes both files. `weights`: of the whole network; `copy`: fills buffers with the named weights."""
+        """Writes peft's configuration and weights of the adapter, and a fresh head's weights, into `folder`. `weights`:
+        of the whole network; `copy`: fills buffers with the named weights."""
         layers = {name.removesuffix(_A) for name in weights if name.endswith(_A)}
         # A fresh head is trained whole, under its own name.
         base = next(iter(layers)).partition(".")[0]

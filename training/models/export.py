@@ -72,12 +72,14 @@ def write_model_folder(
 
 def export_checkpoint(run: str, out: str, step: int | None = None, *, merge: bool = False) -> int:
     """Writes the model of a run's checkpoint, the newest unless `step` is given, to the folder `out`; with `merge`, a
-    whole model also of a run with LoRA. Returns its step.
-    Raises BadInput if there is no such checkpoint, or it is damaged."""
+    whole model also of a run with LoRA. Returns its step. Raises BadInput if the checkpoint or the tokenizer is absent
+    or damaged."""
     place, steps = find_checkpoints(run)
     chosen = choose_step(place, steps, step)
 
     def copy_weights(buffers: Mapping[str, memoryview]) -> Snapshot:
+        """Reads the checkpoint's tensors of these names into their buffers. Raises Damaged."""
+
         def copy(loaded: Mapping[str, tuple[TensorSpec, memoryview]]) -> None:
             for name, (_, data) in loaded.items():
                 buffers[name][:] = data

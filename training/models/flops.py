@@ -63,7 +63,7 @@ class WorkCounter:
         self.flops = 0.0
 
     def add(self, batch: Arrays) -> None:
-        """Adds one step. `batch`: this host's rows."""
+        """Adds the tokens and FLOPs of one step on all hosts. `batch`: this host's rows, as many as other hosts'."""
         rows, length = batch["input_ids"].shape
         predictions = batch["positions"].shape[1] if "positions" in batch else None
         is_decoder = "position_ids" in batch

@@ -44,7 +44,8 @@ def go_on(folder: str, text: str, tokens: int = 40) -> str:
 
 
 def fill_mask(folder: str, text: str, top: int) -> list[MaskPrediction]:
-    """Returns the `top` most probable tokens for the mask, best first. Raises BadInput unless `text` has one mask."""
+    """Returns the `top` most probable tokens for the mask, best first. Raises BadInput without weights, or unless
+    `text` has exactly one mask."""
     _require_model(folder)
     with local_copy(folder) as local_folder:
         filler = open_pipeline("fill-mask", local_folder)
@@ -59,7 +60,7 @@ def fill_mask(folder: str, text: str, top: int) -> list[MaskPrediction]:
 
 def classify(folder: str, text: str, top: int, pair: str | None = None) -> list[ClassPrediction]:
     """Returns the `top` most probable classes of `text`, or of it and a second one, best first, and cuts what is longer
-    than the model's positions. Raises BadInput."""
+    than the model's positions. Raises BadInput without weights."""
     _require_model(folder)
     with local_copy(folder) as local_folder:
         classifier = open_pipeline("text-classification", local_folder)

@@ -74,6 +74,7 @@ class _Attend(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def forward(context: Any, module: SelfAttention, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+        """Returns `module`'s attention, and keeps for the backward pass no probabilities, but each line's logsumexp."""
         scores = module.score(query, key, mask)
         largest = scores.amax(-1, keepdim=True)
         total = largest + (scores - largest).exp().sum(-1, keepdim=True).log()  # (rows, heads, sequence, 1)

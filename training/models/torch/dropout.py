@@ -48,7 +48,8 @@ class DropoutNoise:
         self.table = torch.from_numpy(_upper(random_bits.stream(0, "dropout", 0, size)))
 
     def kept(self, shape: torch.Size, rate: float, place: int) -> Tensor:
-        """Returns which elements stay, bool of this shape: (rows, ..., lines, columns), or (rows, columns)."""
+        """Returns which elements stay at dropout number `place` of the network, bool of this shape: (rows, ..., lines,
+        columns), or (rows, columns)."""
         rows, *matrices, columns = shape
         lines = matrices.pop() if matrices else 1
 

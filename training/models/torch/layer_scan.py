@@ -79,7 +79,8 @@ class LayerScan(torch.nn.Module):  # type: ignore[misc]  # torch is not here whe
     """Replaces a network's list of layers: a list with one element, which runs all of them."""
 
     def __init__(self, layers: Any, loop: Loop, place: Place) -> None:
-        """Keeps the first layer to compute all; empties its parameters, which `State.upload` replaces by stacks."""
+        """Keeps the first layer to compute all; empties its parameters, which `State.upload` replaces by stacks.
+        `place`: (stacked parameter's name, one layer's value) -> the value with its layout on the devices."""
         super().__init__()
         pattern = layers[0]
         for name, value in list(pattern.named_parameters()):

@@ -110,7 +110,8 @@ def _forward_modernbert(
     module: Any, qkv: Tensor, attention_mask: Tensor, position_ids: Tensor, local_attention: tuple[int, int], bs: int,
     dim: int, **_: Any,
 ) -> tuple[Tensor]:  # fmt: skip
-    """Has the signature of ModernBERT's attention functions; qkv: (rows, length, 3, heads, width)."""
+    """Computes a layer's attention by `module.long_attention`, with the signature of ModernBERT's functions. qkv:
+    (rows, length, 3, heads, width). Returns (rows, length, heads * width) in a tuple."""
     from transformers.models.modernbert.modeling_modernbert import apply_rotary_pos_emb
 
     query, key, value = qkv.transpose(3, 1).unbind(dim=2)
@@ -138,7 +139,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, segments: Tensor, scores: 
 
 
 def loop_in_python(step: Step, carry: Tensors, stacked: Tensors, _turned: int) -> tuple[Tensors, Tensors]:
-    """Is the loop of runtimes without one of their own, forwards."""
+    """Runs `step` on each slice of `stacked` in turn, as a `Loop` for runtimes without one of their own."""
     results: list[list[Tensor]] = []
     for slices in zip(*stacked, strict=True):
         carry, result = step(carry, list(slices))
@@ -153,6 +154,7 @@ class _Blocks(torch.autograd.Function):  # type: ignore[misc]  # torch is not he
     def forward(
         context: Any, scores: Scores, loop: Loop, query: Tensor, key: Tensor, value: Tensor, segments: Tensor
     ) -> Tensor:
+        """Returns `attend`'s result; keeps its arguments for the backward pass."""
         context.scores, context.loop = scores, loop
         context.save_for_backward(query, key, value, segments)
 

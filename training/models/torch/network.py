@@ -186,7 +186,8 @@ def _classes(model_type: str) -> tuple[Any, Any]:
 
 
 def _from_config(place: str, values: dict[str, Any], dropout: float | None, seed: int) -> Any:
-    """Returns the network named in `architectures`, with transformers' own random weights of this seed."""
+    """Returns the network named in `architectures`, with transformers' own random weights of this seed. Raises
+    BadInput, which begins with `place`, if transformers can't make it."""
     import transformers
 
     with _one_line_errors(place):
@@ -221,7 +222,7 @@ def _from_folder(path: str, head: Head, dropout: float | None) -> Any:
 
 def _with_fresh_head(path: str, values: dict[str, Any], dropout: float | None, seed: int) -> Any:
     """Returns a classifier with the weights of a folder's base model. Its head is fresh, unless the folder is a
-    classifier of the same labels."""
+    classifier of the same labels. Raises BadInput if another weight is missing, or transformers can't load it."""
     family, place = FAMILIES.get(values["model_type"]), f"model.path {path}"
     if family is None:
         network = _from_config(place, values, dropout, seed)
@@ -309,9 +310,8 @@ def _close(ours: Tensor, theirs: Tensor) -> bool:
 
 
 def apply_head(network: Any, hidden: Tensor) -> Tensor:
-    """Returns logits (..., vocabulary): the masked-LM head of a network applied to hidden states (..., width).
-
-    Raises BadInput for a head that is built like none of `MASKED_LM_HEADS`."""
+    """Returns logits (..., vocabulary): the masked-LM head of a network applied to hidden states (..., width). Raises
+    BadInput for a head that is built like none of `MASKED_LM_HEADS`."""
     for names in MASKED_LM_HEADS:
         if all(hasattr(network, name) for name in names):
             for name in names:
@@ -321,8 +321,8 @@ def apply_head(network: Any, hidden: Tensor) -> Tensor:
 
 
 def _load(path: str, network: Any, **options: Any) -> tuple[Any, set[str]]:
-    """Returns a network with a folder's weights, and the names of the weights that the folder lacks or has in another
-    shape."""
+    """Returns a network of class `network` with a folder's weights, and the names of those that the folder lacks or has
+    in another shape. Raises BadInput if transformers can't load it."""
     with _one_line_errors(f"model.path {path}"), local_copy(path) as folder:
         loaded, report = network.from_pretrained(
             folder,
