@@ -13,9 +13,8 @@ _WHOLE_LOGITS = 1 << 27
 
 
 def sums(network: Any, batch: dict[str, Tensor]) -> tuple[Tensor, None]:
-    """Returns (3,): weighted loss, weights, weighted hits (training.batch.SUMS), over this host's rows.
-
-    Computes a large number of logits in pieces of a row, one after the other.
+    """Returns (3,): weighted loss, weights, weighted hits (training.batch.SUMS), over this host's rows; and None, as
+    the task has no counts. Computes a large number of logits in pieces of a row, one after the other.
 
     Without an attention mask, transformers takes positions that begin again as borders of documents, and adds them to
     the causal mask; `check_borders` of training.models.torch.network proves it for a network."""
@@ -43,6 +42,7 @@ class _Pieces(torch.autograd.Function):  # type: ignore[misc]  # torch is not he
 
     @staticmethod
     def forward(context: Any, head_sums: Any, tokens: int, *tensors: Tensor) -> Tensor:
+        """Returns the sums (3,). `tokens`: of a piece; `tensors`: hidden, labels, weights, the head's parameters."""
         total, of_hidden, trained = torch.zeros(3, device=tensors[0].device), [], tensors[3:]
         of_trained = [torch.zeros_like(parameter) for parameter in trained]
         for part, *others in zip(*(tensor.split(tokens, 1) for tensor in tensors[:3]), strict=True):

@@ -27,7 +27,8 @@ class Classification(LabelledRows):
     least_labels = 2
 
     def __init__(self, config: TrainerConfig, cluster: Cluster) -> None:
-        """Raises BadInput also for too few labels, or an evaluation set with other labels."""
+        """Opens the data. Raises BadInput also for too few labels, a class weight of an unknown one, or an evaluation
+        set with other labels."""
         super().__init__(config, cluster)
         self.labels = self.classes = tuple(self.data.train.manifest.labels)
         if len(self.classes) < self.least_labels:
@@ -54,7 +55,7 @@ class Classification(LabelledRows):
         check_labels(dataset.url, batch.labels, batch.records, len(self.classes), self._config.task)
 
     def batches(self, start: int) -> Generator[HostBatch, None, None]:
-        """Yields with `train.class_weights` in the rows' weights."""
+        """Yields the batches from step `start` on, weights multiplied by `train.class_weights`."""
         with contextlib.closing(super().batches(start)) as batches:
             for batch in batches:
                 if self._class_weights is None:
