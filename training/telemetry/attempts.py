@@ -51,7 +51,7 @@ def write_nonfinite(start_url: str, record: NonFiniteStep, storage: Storage = de
 
 
 def read_nonfinite(folder: str, storage: Storage = default_storage) -> list[NonFiniteStep]:
-    """Returns the records of all attempts of a run, in the order of their names, without unreadable ones."""
+    """Returns the records of a run's steps that were not finite, by attempt, without unreadable ones."""
     records = []
     for info in storage.listing(join(folder, "attempts")):
         if info.url.endswith(_NON_FINITE):

@@ -52,7 +52,7 @@ class HostProgress:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Writes the file every few seconds from a thread, for which the end of the block does not wait."""
+        """Writes the file, if it has a path, every few seconds from a thread; does not wait for the thread to end."""
         if self._path:
             self._machine.threads.start(self._write_repeatedly, name="progress")
         try:
@@ -114,7 +114,7 @@ class HostProgress:
         )
 
     def _write_repeatedly(self) -> None:
-        """Writes the file until `telling` ends. A file that can't be written is tried again."""
+        """Writes the file until the block of `writing` ends. A file that can't be written is tried again."""
         written, phase = float("-inf"), ""
         while not self._is_over.is_set():
             line = self.line()

@@ -17,7 +17,7 @@ class PhaseTimer:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Counts the time of the block for the phase `name`."""
+        """Counts the time of the block for the phase `name`, without that of phases inside the block."""
         self._count_innermost(now := self._now())
         self._stack.append((name, now))
         try:

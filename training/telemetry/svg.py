@@ -199,7 +199,7 @@ def heat_map(title: str, steps: Sequence[int], rows: Mapping[str, Sequence[float
 
 
 def downsample(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float]]:
-    """Returns about `most` points at most: the lowest and the highest of each stretch, so that no spike is lost."""
+    """Returns at most `most` points: the lowest and the highest of each stretch, so that no spike is lost."""
     if len(points) <= most:
         return list(points)
     size = math.ceil(len(points) / (most // 2))
