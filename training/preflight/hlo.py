@@ -116,7 +116,7 @@ def _find_run_lines(text: str) -> Iterator[_RunLine]:
 
 
 def _count_trips(line: str, computations: Mapping[str, list[str]]) -> int:
-    """Returns how often a loop runs: what the compiler says, or the largest number that its condition compares with."""
+    """Returns how often a loop runs: what the compiler says, else the largest number in its condition, else 1."""
     if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', line):
         return int(known[1])
     condition = re.search(r"condition=%?([\w.-]+)", line)

@@ -163,7 +163,7 @@ def _search_batch(
     flags = libtpu_defaults(config, target)
 
     def fits(rows: int) -> bool:
-        """Compiles the step with so many rows and notes the result in `known`."""
+        """Compiles the step with so many rows a device, notes the result in `known`, and returns whether it fits."""
         graph = Graph("training", rows * step, max(facts.lengths))
         train = config.train.model_copy(update={"global_batch_size": rows * step})
         programs = trace_programs(config.model_copy(update={"train": train}), facts, [graph], target)
