@@ -220,7 +220,8 @@ def _is_partial(name: str) -> bool:
 @contextlib.contextmanager
 def _replacing(url: str, create_only: bool) -> Iterator[int]:
     """Yields the descriptor of a hidden file, which is synced and moved to `url` when the block ends, deleted when it
-    raises. Creates the folder. Raises AlreadyExists if `create_only` and there is a file."""
+    raises. Creates the folder. With `create_only`, raises AlreadyExists if there is a file, StorageError if the file
+    system has no hard links."""
     folder, name = os.path.split(os.path.abspath(url))
     os.makedirs(folder, exist_ok=True)
     if create_only and os.path.lexists(url):

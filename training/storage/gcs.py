@@ -116,7 +116,7 @@ def folders(folder: str) -> list[str]:
 
 def read(url: str, start: int, end: int | None, generation: int | None) -> bytes:
     """Reads bytes [start, end) of an object, to its end without `end`; b"" beyond it. Raises Changed if it is not of
-    `generation`, when that is given."""
+    `generation`, when that is given, NotFound and StorageError."""
     bucket, name = _object(url)
     if end is not None and end <= start:
         return b""

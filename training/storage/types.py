@@ -56,7 +56,7 @@ class Stat:
 
     @property
     def crc32c(self) -> int:
-        """CRC-32C of the content. Cloud Storage keeps it; a local file is read to compute it."""
+        """Returns the CRC-32C of the content. Cloud Storage keeps it; a local file is read to compute it."""
         if self.stored_crc32c is not None:
             return self.stored_crc32c
         crc = 0
@@ -142,7 +142,7 @@ def place_mistake(place: str) -> str | None:
 
 @contextlib.contextmanager
 def local_errors(url: str) -> Iterator[None]:
-    """Turns OSErrors into StorageErrors that name `url`."""
+    """Turns OSErrors of the block into StorageErrors that name `url`: NotFound if it is about a missing file."""
     try:
         yield
     except FileNotFoundError:
