@@ -49,8 +49,9 @@ class RankProcess:
 
 
 def run_ranks(command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> int:
-    """Runs a command once for each environment, which is added to this process's own and has RANK. Returns the exit
-    code of the first process that failed, or 0."""
+    """Runs a command at once for each environment, which is added to this process's own and has RANK, and forwards
+    signals to the processes. The first that fails ends the others, unless a signal came; then this prints its last
+    lines and returns its exit code. Returns 0 if none fails."""
     output = threading.Lock()
     ranks: list[RankProcess] = []
     requested: list[int] = []
@@ -95,7 +96,8 @@ def start_rank(command: Sequence[str], environment: Mapping[str, str], output: t
 
 
 def describe_failure(failed: RankProcess, number: int, requested: bool) -> str:
-    """Returns the message about the process that failed first, with its exit code and its last lines."""
+    """Returns the message about the process that failed first, with its exit code and its last lines. `number`: of all
+    processes here; `requested`: whether a signal asked them to stop."""
     assert failed.code is not None
     how = f"ended with exit code {failed.code}"
     if failed.process.returncode < 0:
@@ -122,7 +124,7 @@ def _await_failure(ranks: Sequence[RankProcess]) -> RankProcess | None:
 
 
 def _stop(ranks: Sequence[RankProcess]) -> None:
-    """Ends the processes that still run."""
+    """Ends the processes that still run: by SIGTERM, and after at most STOP_SECONDS by SIGKILL."""
     deadline = time.monotonic() + STOP_SECONDS
     for rank in ranks:
         rank.send(signal.SIGTERM)
@@ -134,7 +136,8 @@ def _stop(ranks: Sequence[RankProcess]) -> None:
 
 @contextlib.contextmanager
 def _forwarding(ranks: Sequence[RankProcess], requested: list[int]) -> Iterator[None]:
-    """Forwards signals to the processes during the block, and appends their numbers to `requested`."""
+    """Forwards signals to the processes during the block. Appends to `requested` those that ask to stop: SIGTERM and
+    SIGINT."""
 
     def forward(number: int, _frame: FrameType | None) -> None:
         if number in (signal.SIGTERM, signal.SIGINT):

@@ -210,7 +210,7 @@ def _start_chip_processes(backend: str) -> None:
 
 
 def _discover(backend: str) -> Cluster:
-    """Returns this host's place, with TorchTPU this process's. Raises BadInput if it contradicts itself."""
+    """Returns this host's cluster, with TorchTPU this process's. Raises BadInput if a source contradicts itself."""
     from training.distributed import torch_tpu
     from training.distributed.cluster import discover
 
@@ -219,8 +219,8 @@ def _discover(backend: str) -> Cluster:
 
 
 def _join_cluster(config: TrainerConfig, shutdown: ShutdownRequest) -> tuple[Cluster, Rendezvous]:
-    """Reads this host's place from its environment or the metadata server, and connects to host 0. Raises BadInput if
-    the place contradicts itself or the hosts have no shared secret, LostPeer if host 0 does not answer in time."""
+    """Reads this host's cluster from its environment or the metadata server, and connects to host 0. Returns both.
+    Raises BadInput if the cluster contradicts itself, and as `join` of training.distributed.rendezvous."""
     from training.distributed.rendezvous import join
 
     cluster, timeouts = _discover(config.backend), config.rendezvous
@@ -237,10 +237,9 @@ def _join_cluster(config: TrainerConfig, shutdown: ShutdownRequest) -> tuple[Clu
 def _program_host(
     config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous, shutdown: ShutdownRequest
 ) -> AbstractContextManager[tuple[Cluster, Rendezvous] | None]:
-    """Yields the cluster and the rendezvous with which the program runs on this host.
-
-    With TensorFlow on a TPU slice of several hosts, host 0 runs the program for all of them: the others serve their
-    devices to host 0 until it is done, and then get None."""
+    """Returns a context with the cluster and the rendezvous with which the program runs on this host. With TensorFlow
+    on a TPU slice of several hosts, host 0 runs the program for all of them: the others serve their devices to host 0
+    until it is done, and then get None."""
     from training.distributed.cluster import device_kind
 
     if config.backend == "tensorflow" and cluster.hosts > 1 and device_kind() == "TPU":

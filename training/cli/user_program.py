@@ -87,8 +87,7 @@ def _run_chip_process(ordinal: int, script: str, arguments: Sequence[str]) -> No
 
     Ends the process at once on an exception: the processes of other chips would wait for it in a collective forever,
     and the pool ends them as soon as one of its processes is gone. SystemExit reaches the parent with its code. Each
-    process has a file of progress of its own.
-    """
+    process has a file of progress of its own."""
     if FILE_VARIABLE in os.environ:
         os.environ[FILE_VARIABLE] += f".{ordinal}"
     try:

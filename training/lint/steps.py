@@ -16,14 +16,14 @@ from training.run_setup import prepare_framework
 
 
 def check_user_module(module: str, inputs: str, steps: int, shapes: int) -> list[LintFinding]:
-    """Runs the first `steps` training steps of a user's own PyTorch module on the CPU; sets PJRT_DEVICE.
+    """Runs `steps` training steps of a user's own PyTorch module on the CPU; returns the findings. Sets PJRT_DEVICE.
 
     Args:
         module: FILE:FUNCTION; the function returns the module.
         inputs: FILE:FUNCTION; the function returns its batches, which may have `shapes` different shapes.
 
     Raises:
-        BadInput: a function does not exist, or its code fails.
+        BadInput: a function does not exist, its code fails, or torch_xla is not installed.
     """
     os.environ["PJRT_DEVICE"] = "CPU"
     prepare_framework("torch-xla")
@@ -65,7 +65,8 @@ def _load_function(option: str, reference: str) -> Callable[[], Any]:
 
 
 def _load_module(option: str, file: str, path: Path) -> ModuleType:
-    """Imports a file, with its folder on sys.path as for a script; once, even if both options name it."""
+    """Imports a file and returns its module, with its folder on sys.path as for a script; once, even if both options
+    name it. Raises BadInput, naming `option`, for a file that is not Python's."""
     sys.path.insert(0, str(path.parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:

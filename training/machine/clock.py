@@ -42,7 +42,7 @@ def format_time(seconds: float) -> str:
 
 def parse_time(timestamp: str) -> float | None:
     """Returns the Unix seconds of an RFC 3339 timestamp in UTC, as Google and container engines print it; None for an
-    empty one."""
+    empty one. Raises ValueError for another text."""
     if not timestamp:
         return None
     head, _, fraction = timestamp.removesuffix("Z").partition(".")

@@ -77,7 +77,7 @@ class SystemNetwork:
     """The network of this machine."""
 
     def listen(self, address: str, port: int) -> socket.socket:
-        """Listens once the host's name is known, at most NAME_SECONDS from now."""
+        """Returns a listener, once the host's name is known, at most NAME_SECONDS from now. Raises TrainError."""
         deadline = time.monotonic() + NAME_SECONDS
         while True:
             try:
