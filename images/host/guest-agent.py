@@ -42,8 +42,8 @@ def log(message):
 
 
 def open_listeners():
-    """Opens the listeners for the emulator, in the order that it expects: metadata, storage, storage over TLS,
-    engine."""
+    """Opens and returns the listeners for the emulator, in the order that it expects: metadata, storage, storage over
+    TLS, engine."""
     subprocess.run(["ip", "address", "replace", "169.254.169.254/32", "dev", "lo"], check=True)
     metadata = socket.create_server(("169.254.169.254", 80), backlog=512)
     storage = socket.create_server(("127.0.0.1", 4443), backlog=512)
@@ -73,7 +73,8 @@ def hand_over(listeners):
 
 
 def request_metadata(path, data=None, timeout=30):
-    """Reads a value from the metadata server, or writes `data` to it; returns the response's text and ETag."""
+    """Reads a value from the metadata server, or writes `data` to it; returns the response's text and ETag ("0" without
+    one). Raises OSError, for a status other than 2xx HTTPError."""
     request = urllib.request.Request(
         METADATA + path, data=data, method="GET" if data is None else "PUT", headers={"Metadata-Flavor": "Google"}
     )
@@ -82,7 +83,7 @@ def request_metadata(path, data=None, timeout=30):
 
 
 def put_metadata(path, data):
-    """Writes a value; retries until the metadata server accepts it."""
+    """Writes a value; logs each failure and retries until the metadata server accepts it."""
     while True:
         try:
             request_metadata(path, data)
@@ -100,7 +101,7 @@ def make_host_keys():
 
 
 def start_sshd():
-    """Starts sshd and returns its process once it accepts connections."""
+    """Starts sshd and returns its process once it accepts connections. Ends this process if sshd ends before."""
     os.makedirs("/run/sshd", mode=0o755, exist_ok=True)
     process = subprocess.Popen(["/usr/sbin/sshd", "-D", "-e"])
     while process.poll() is None:
@@ -113,7 +114,7 @@ def start_sshd():
 
 
 def publish_host_keys():
-    """Writes the ssh host keys and the host's name into the guest attributes."""
+    """Writes the public ssh host keys and the host's name into the guest attributes; blocks until they are accepted."""
     # gcloud reads the name when it connects through IAP.
     put_metadata("instance/guest-attributes/tpu/hostname", socket.gethostname().encode())
     for kind in ("ecdsa", "ed25519"):
@@ -193,7 +194,8 @@ def follow_metadata():
 
 
 def run_startup_script():
-    """Runs the metadata's startup-script, if there is one, with its output in /var/log/startup-script.log."""
+    """Runs the metadata's startup-script, if there is one, with its output in /var/log/startup-script.log, and waits
+    for its end."""
     try:
         script, _ = request_metadata("instance/attributes/startup-script")
     except urllib.error.HTTPError:

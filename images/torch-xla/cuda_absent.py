@@ -25,7 +25,8 @@ NO_DEVICE = 100
 
 
 def main(libraries: Path, out: Path) -> None:
-    """Makes the folder `out`."""
+    """Makes the folder `out` with a library for each of CUDA's that the libraries in the folder `libraries` need, and
+    prints how many; leaves it empty if they need none."""
     out.mkdir(parents=True)
     files = sorted(libraries.glob("*.so"))
     own = {name for file in files for name in list_symbols(file, "--defined-only")}
