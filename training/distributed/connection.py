@@ -68,7 +68,7 @@ def _receive_lines(
     connection: Connection, lines: LineBuffer, deadline: float, clock: Callable[[], float]
 ) -> Iterator[bytearray]:
     """Yields the lines of a connection; bytes after the last line taken stay in `lines`. Raises TimeoutError at the
-    deadline, and ConnectionResetError when the other side closes."""
+    deadline, ConnectionResetError when the other side closes, and Malformed for a line that is too long."""
     while True:
         connection.settimeout(max(0.001, deadline - clock()))
         data = connection.recv(HANDSHAKE_BYTES)
@@ -130,7 +130,7 @@ def accept_peers(listener: socket.socket, own: HostCredentials, seconds: float) 
 
 def _receive_hello(connection: socket.socket, own: HostCredentials) -> tuple[ServerHandshake, VerifiedHello]:
     """Sends a challenge on a new connection to host 0 and returns the valid hello of another host of this attempt.
-    Raises OSError after HANDSHAKE_SECONDS, Malformed for other bytes."""
+    Raises OSError after HANDSHAKE_SECONDS or if the other side closes, Malformed for other bytes or another attempt."""
     handshake = ServerHandshake(own)
     until = time.monotonic() + HANDSHAKE_SECONDS
     connection.settimeout(HANDSHAKE_SECONDS)

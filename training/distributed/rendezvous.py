@@ -370,7 +370,7 @@ def _connect(
 def _connect_once(
     cluster: Cluster, own: HostCredentials, timeout: float, lost_seconds: float, machine: Machine
 ) -> tuple[Connection, LineBuffer | Refusal]:
-    """Connects to host 0 and performs the handshake, without a retry. See `perform_handshake`."""
+    """Connects to host 0 once. Returns the connection with the result of `perform_handshake`; raises as that does."""
     connection = machine.network.connect(cluster.addresses[0], cluster.rendezvous_port, timeout)
     try:
         machine.network.detect_silence(connection, lost_seconds)
