@@ -34,7 +34,7 @@ class FixedShards(ShardSource):
         vocabulary: int | None = None,
         on_corrupt: OnCorrupt = "stop",
     ) -> None:
-        """Arguments as for `ShardSource`. Defaults: the dataset's sequence length, the manifest's vocabulary."""
+        """As `ShardSource`. Defaults: the dataset's sequence length, the manifest's vocabulary. Raises BadInput."""
         length, manifest = length or dataset.sequence_length, dataset.manifest
         super().__init__(dataset, length, vocabulary or manifest.vocabulary, on_corrupt)
         self._layout = fixed_records.record_layout(manifest.features, length)

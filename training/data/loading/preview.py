@@ -33,7 +33,7 @@ def preview_batch(
     percent: int,
 ) -> Iterator[str]:
     """Reads the batch of one step; yields a heading and the lines for its first rows, at most `rows`. `percent` of the
-    tokens of packed rows are masked."""
+    tokens of packed rows are masked. Raises BadInput, StorageError."""
     heading = f"batch {step} of seed {seed}"
     if dataset.manifest.rows == "documents":
         with contextlib.closing(DocumentBatches(dataset, host_slice, seed)) as document_batches:

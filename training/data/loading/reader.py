@@ -49,9 +49,9 @@ class Reader:
         weakref.finalize(self, self._workers.close)  # the threads of a reader that is never closed end with it
 
     def rows(self, start: int, stop: int) -> tuple[Ints, Ints, Arrays]:
-        """Returns epochs (n,), records (n,) and feature -> (n, ...) of this host's rows among the places [start, stop).
-        Waits for their blocks, and requests the next window once a window is read. Raises BadInput when a record is
-        damaged or a shard has changed, and StorageError."""
+        """Returns epochs (n,), records (n,) and feature -> (n, ...) of this host's rows among the places [start, stop)
+        of the order. Waits for their blocks, and requests the next window once a window is read. Raises BadInput when a
+        record is damaged or a shard has changed, and StorageError."""
         epochs, records, arrays = [], [], []  # of each window
         for cells in split_places(self.order, start, stop):
             with self._lock:

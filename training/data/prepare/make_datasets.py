@@ -134,7 +134,7 @@ def _make_unlabelled(
     encode: Encode,
     progress: Callable[[str, PackingProgress], None],
 ) -> WrittenDataset:
-    """Makes one split of packed rows, or of rows of whole documents or chats."""
+    """Makes one split of packed rows, or of rows of whole documents or chats. Raises BadInput, StorageError."""
     corpus = options.corpora[split]
     template = open_template(tokenizer.url) if options.chat else None
     origin: dict[str, Any] = {}
@@ -161,7 +161,7 @@ def _make_labelled(
     lengths: tuple[int, ...],
     labels: LabelKind,
 ) -> WrittenDataset:
-    """Makes one split of labelled rows. `encode`: of whole texts."""
+    """Makes one split of labelled rows. `encode`: for whole texts. Raises BadInput, StorageError."""
     corpus = options.corpora[split]
     origin = {"label": options.label, "labels": list(labels.names), "lengths": list(lengths)}
     if labels.is_list:

@@ -221,7 +221,7 @@ def _shuffled_window(order: TrainingOrder, epoch: int, number: int) -> Ints:
 
 
 def split_places(order: Order, first: int, last: int) -> list[CellRange]:
-    """Cuts the places [first, last) at the borders of windows and epochs."""
+    """Cuts the places [first, last), which count rows through all epochs, at the borders of windows and epochs."""
     ranges = []
     while first < last:
         epoch, number, cell = locate(order, first)

@@ -54,7 +54,7 @@ _STORAGE_ACCESS = re.compile(r"Error executing an HTTP request|libcurl|bearer to
 @contextmanager
 def translate_errors(dataset: Dataset) -> Iterator[None]:
     """Translates TensorFlow's errors that name a shard or an access to storage: BadInput for a missing or damaged
-    shard, else StorageError. Others, such as those of a step that runs meanwhile, pass unchanged."""
+    shard (Corrupt for a record), else StorageError. Others, as of a step that runs meanwhile, pass unchanged."""
     try:
         yield
     except tf.errors.OpError as error:
