@@ -36,8 +36,8 @@ class ProgramStore:
         self._folder, self._warn, self._largest_bytes = folder, warn, largest_bytes
 
     def read(self, key: str) -> bytes | None:
-        """Returns the program with this key, which is unproven from now on, and notes its use; None if there is none or
-        an unproven one, which it warns of. Removes a damaged entry."""
+        """Returns the program with this key, marked as unproven until `prove`, and notes its use; None if there is none
+        or an unproven one, which it warns of. Removes a damaged entry."""
         path, mark = self._folder / key, self._mark(key)
         if mark.exists():
             self._warn(
@@ -61,8 +61,8 @@ class ProgramStore:
         return program
 
     def write(self, key: str, program: bytes) -> None:
-        """Keeps a program, unless it alone exceeds the bound. Removes the least recently used entries as long as all
-        entries exceed the bound."""
+        """Keeps a program, unless it alone exceeds the bound or is marked as unproven. Removes the least recently used
+        entries as long as all exceed the bound. Warns, once, if the folder can't be written."""
         content = MAGIC + hashlib.sha256(program).digest() + program
         if len(content) > self._largest_bytes or self._mark(key).exists():
             return

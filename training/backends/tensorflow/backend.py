@@ -52,8 +52,8 @@ class TensorFlow(Backend):
     def __init__(
         self, config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous, requirements: ModelRequirements
     ) -> None:
-        """Opens the devices, connects the hosts and builds the model. Raises UnusableTpu, OutOfMemory, BadInput and
-        LostPeer."""
+        """Opens the devices, connects the hosts and builds the model. Raises TrainError: UnusableTpu, OutOfMemory,
+        BadInput, LostPeer."""
         # Without this a TPU rounds the factors of fp32 products to bf16.
         tf.config.experimental.enable_tensor_float_32_execution(False)
         self._config = config

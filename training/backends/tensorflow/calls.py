@@ -85,7 +85,7 @@ class QueuedStep:
         self._calls, self._call, self._index = calls, call, index
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[np.float32]:
-        """Starts the call if it has not started, and waits for its end."""
+        """Returns the step's numbers: starts the call if it has not started, and waits for its end."""
         call = self._call
         if call.results is None:
             self._calls.flush()

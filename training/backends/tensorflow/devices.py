@@ -22,7 +22,7 @@ _SECONDS = 60.0
 class TensorFlowDevices:
     def __init__(self, cluster: Cluster, rendezvous: Rendezvous) -> None:
         """Opens the devices; on a TPU slice of several hosts, also tries them all here and keeps the results for the
-        methods, so that all hosts must call it."""
+        methods, so that all hosts must call it. Raises TrainError."""
         self._wrong: int | None = None
         self._sum: float | None = None
         self._exchange: TcpAllReduce | None = None
@@ -37,7 +37,8 @@ class TensorFlowDevices:
             self._exchange = TcpAllReduce(cluster, rendezvous, _SECONDS)
 
     def _use_workers(self, cluster: Cluster, rendezvous: Rendezvous) -> None:
-        """Tries all devices from host 0 while the workers of all hosts serve, and shares the results."""
+        """Tries all devices from host 0 while the workers of all hosts serve, and shares the results with all hosts.
+        Raises TrainError."""
         port = int(os.environ.get("TPU_TASK_PORT") or pod.WORKER_PORT)
         results: dict[str, Any] = {}
         environment = {**pod.worker_environment(cluster), "TPU_LOAD_LIBRARY": "1"}

@@ -73,7 +73,8 @@ _opened: list[tuple[AbsentChips, TorchTpu]] = []  # in a tracer's process
 
 
 def _open(open_backend: BuildBackend, slice_: Accelerator) -> dict[str, int]:
-    """Builds the model as rank 0 of a run on the slice. Returns the bytes of each tensor of its state."""
+    """Builds the model as rank 0 of a run on the slice. Returns the bytes of each tensor of its state. Raises BadInput,
+    UnusableTpu, CompilerUnavailable."""
     [environment, *_] = rank_environments(Cluster(0, ("localhost",) * slice_.hosts, slice_.name))
     del environment["TORCH_TPU_DEVICES_PER_HOST"]  # with it, the ranks of a host would be waited for
     set_environment()

@@ -24,7 +24,7 @@ class TorchDevices:
     """Under SPMD, `wrong_products` and `sum_ones` are programs of all hosts."""
 
     def __init__(self, cluster: Cluster, rendezvous: Rendezvous) -> None:
-        """Opens the devices and, between CPU hosts, connects them. All hosts call it."""
+        """Opens the devices and, between CPU hosts, connects them. All hosts call it. Raises TrainError."""
         self._sharding, self._exchange = DataParallel(cluster), None
         self.total = self._sharding.devices
         self.local: int = xla_runtime.addressable_runtime_device_count() if self._sharding.is_spmd else 1
