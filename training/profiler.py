@@ -102,7 +102,7 @@ class Profiler:
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Runs step `number` (from 0 on) and the wait for its batch as a block of the profile, if one is due."""
+        """Begins a requested profile; runs the block, step `number` (from 0 on) with its data wait, as a part of it."""
         if self._folder and self._recording is None and (self._folder / "request.json").exists():
             self._begin(number)
         if self._recording is None:

@@ -100,7 +100,8 @@ def train(
 
 def open_trainer(run: Run, context: AttemptContext, record_url: str, host_progress: HostProgress) -> Trainer:
     """Builds the model and restores the newest checkpoint; on host 0 also opens the metrics and the uploads to the Hub.
-    Gives `context` what the record of the attempt's end needs. `record_url`: of this attempt's record."""
+    Gives `context` what the record of the attempt's end needs. `record_url`: of this attempt's record. Raises
+    TrainError."""
     cluster, config = run.cluster, run.config
     with run.timer.phase("start"):
         run = replace(run, config=with_starting_model(run.config, run.folder, cluster, run.rendezvous))
@@ -216,7 +217,8 @@ class Trainer:
 
     def loop(self) -> None:
         """Waits for all hosts, runs the steps that are left (fewer with early stopping) with the saves and evaluations
-        that are due, and saves the last state. Raises StopRequested, by `stop`, if a host was asked to stop."""
+        that are due, and saves the last state. Raises StopRequested, by `stop`, if a host was asked to stop, NonFinite
+        for a step that is not finite, and other TrainErrors."""
         run, progress, steps = self.run, self.progress, self.run.config.train.steps
         best = run.config.best
         save = EverySteps(run.config.checkpoint.every_steps)
@@ -340,7 +342,8 @@ class Trainer:
 
     def finish(self) -> dict[str, Any]:
         """Evaluates, compares the hosts' weights, exports and waits for the upload to the Hub, after the last step and
-        its save. Returns the summary, which host 0 writes. Raises StopRequested, by `stop`, if a host was to stop."""
+        its save. Returns the summary, which host 0 writes. Raises StopRequested, by `stop`, if a host was to stop, and
+        TrainError if weights differ."""
         run, config = self.run, self.run.config
         is_evaluated = config.best is not None and self.evaluations.step == self.progress.step
         if config.data.evaluation and config.evaluation.at_end and not is_evaluated:

@@ -215,7 +215,7 @@ class CheckpointWriter:
 
     def _commit(self, manifest: Manifest, buffer: _PartBuffer) -> None:
         """Writes this host's part, and meets; host 0 then writes the manifest and deletes old checkpoints. Raises
-        NonFinite on all hosts when the part of any host is not finite."""
+        NonFinite on all hosts when the part of any host is not finite, and other TrainErrors."""
         step, cluster = manifest.step, self._cluster
         folder = join(self.folder, form.step_folder(step))
         report: dict[str, Any] = {"nonfinite": buffer.find_nonfinite()}

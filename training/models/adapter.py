@@ -26,7 +26,7 @@ Copy = Callable[[Mapping[str, memoryview]], None]
 
 @dataclass(frozen=True)
 class Adapter:
-    """What a run with LoRA writes."""
+    """Writes the weights that a run with LoRA trained, or merges them into the starting model's."""
 
     lora: Lora
     base: str  # the starting model

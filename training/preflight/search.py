@@ -157,7 +157,7 @@ def _search_batch(
     config: TrainerConfig, facts: DataFacts, target: Accelerator, first: GraphResult, show: ShowProgress
 ) -> LargestBatch:
     """Returns the largest training batch that fits, by bisection over rows per device. Starts at the file's batch,
-    whose result is `first`, and traces and compiles each further one."""
+    whose result is `first`, and traces and compiles each further one. Raises as `run_preflight`."""
     step = target.devices * config.train.gradient_accumulation
     known = {config.train.global_batch_size // step: first}
     flags = libtpu_defaults(config, target)
