@@ -175,6 +175,7 @@ class RendezvousClient:
         machine.threads.start(self._report_phases, name="rendezvous-phase")
 
     def meet(self, name: str, payload: Any = None, seconds: float | None = None) -> list[Any]:
+        """Waits for all hosts at barrier `name`; returns their payloads by worker. Raises LostPeer, StopRequested."""
         wait = self._seconds if seconds is None else seconds
         self._post({"phase": self._phase}, {"arrive": name, "payload": payload, "seconds": wait})
         deadline = self._clock() + wait + ANSWER_MARGIN

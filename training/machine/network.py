@@ -115,6 +115,7 @@ class SystemNetwork:
         return selectors.DefaultSelector()
 
     def detect_silence(self, connection: Any, lost_seconds: float) -> None:
+        """Sets TCP's keep-alive and time-out so that a vanished peer breaks the connection after `lost_seconds`."""
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in (
             ("TCP_KEEPIDLE", 1),

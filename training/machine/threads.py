@@ -125,6 +125,7 @@ class SystemThreads:
         return thread
 
     def submit(self, function: Callable[..., R], *args: Any) -> Future[R]:
+        """Calls a function in a new thread; returns the future with its result or exception."""
         future = concurrent.futures.Future[R]()
 
         def run() -> None:
@@ -137,6 +138,7 @@ class SystemThreads:
         return future
 
     def map(self, function: Callable[[T], R], items: Iterable[T], at_once: int) -> list[R]:
+        """Returns the items' results in order, or raises the first failed item's error when all calls have ended."""
         waiting = list(items)
         results: list[Any] = [None] * len(waiting)
         failures: dict[int, BaseException] = {}
