@@ -109,7 +109,7 @@ class CacheCounts:
 def open_cache(
     environment: Mapping[str, str], library: str | None, identity: str, warn: Callable[[str], None]
 ) -> CacheCounts | None:
-    """Puts the cache that the environment asks for before the compiler. Call it before the framework opens its devices.
+    """Puts the cache that the environment asks for in front of the compiler. Call it before the devices are opened.
 
     Only on TPUs: the CPU clients of PyTorch/XLA and TensorFlow are no plugins, and can't load a program that they
     compiled.
@@ -140,7 +140,7 @@ def open_cache(
 
 
 def install(library: Path, store: ProgramStore, identity: str) -> CacheCounts | None:
-    """Puts the store before the compiling function of a plugin, whose file the framework will load. Returns counts that
+    """Puts the store in front of a plugin's compiling function; the framework will load its file. Returns counts that
     grow as programs come; None, and changes nothing, if the version of the plugin's table is unknown. `identity`:
     versions that decide how a program is compiled and run."""
     plugin = ctypes.CDLL(str(library))

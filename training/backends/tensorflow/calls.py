@@ -29,6 +29,7 @@ class StepCalls:
     its result may not be ready when it returns."""
 
     def __init__(self, run: RunSteps, steps: int | None, now: Callable[[], float] = time.monotonic) -> None:
+        """`run` starts the steps of a call; `steps`: in each call, chosen by time if None; `now` returns seconds."""
         self._run, self._steps, self._now = run, steps, now
         self._most = steps or MOST_STEPS
         self._queue: list[tuple[Any, int, tuple[float, ...]]] = []  # of each step: iterator, seed, scalars

@@ -75,7 +75,7 @@ class TensorFlowDevices:
         return int(replicas.run(tf.function(multiply)))
 
     def sum_ones(self) -> float:
-        """Sums by the strategy's all-reduce; between CPU hosts over TCP."""
+        """Returns the sum of a 1 from each device of all hosts: by the strategy's all-reduce, CPU hosts by TCP."""
         if self._sum is not None or self._replicas is None:
             return self._sum or 0.0
         replicas = self._replicas
