@@ -215,7 +215,8 @@ class BackgroundUploader:
             self._changed.notify_all()
 
     def _wait_until_idle(self) -> None:
-        """Waits at most `hub.wait_seconds`: then the thread kills the upload itself. Keeps a failure if it does not."""
+        """Waits until no upload runs or is due; after `hub.wait_seconds` the thread kills the upload. If it does not,
+        notes that as the upload's failure."""
         with self._changed:
             self._deadline = self._now() + self.settings.wait_seconds
             is_idle = self._changed.wait_for(

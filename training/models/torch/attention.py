@@ -124,7 +124,8 @@ class _Recompute(torch.autograd.Function):  # type: ignore[misc]
     def forward(
         context: Any, function: Callable[..., Tensor], barrier: Barrier, count: int, *tensors: Tensor
     ) -> Tensor:
-        """Computes function(*tensors[:count]) and keeps these tensors only; the other tensors are `parameters`."""
+        """Returns function(*tensors[:count]) and keeps these tensors only. The others are the parameters that the
+        function uses, which get gradients too."""
         context.function, context.barrier, context.parameters = function, barrier, tensors[count:]
         context.save_for_backward(*tensors[:count])
         device = tensors[0].device.type

@@ -110,7 +110,7 @@ def patch_modules(network: Any, remat: Remat | None, *, default: Remat, barrier:
 
 
 def slow_parts(network: Any, *, is_fast: bool) -> str | None:
-    """Returns in one line what a network costs that is computed by transformers' own modules; None for one of ours.
+    """Returns a line that says which of transformers' own modules in a network cost much; None if none does.
     `is_fast`: its attention keeps no scores."""
     parts = [] if is_fast else ["attention keeps rows x heads x length x length scores for the backward pass"]
     if getattr(network, "applies_whole_head", False):
