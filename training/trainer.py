@@ -68,14 +68,9 @@ def train(
     timer: PhaseTimer,
     dependencies: Dependencies | None = None,
 ) -> dict[str, Any]:
-    """Trains to the last step and returns the summary, on every host.
-
-    `timer` times the phases of this process, and is the clock of checkpoint.every_minutes.
-
-    Raises:
-        StopRequested: the process was asked to stop, and the state is committed.
-        TrainError: any other end of the run.
-    """
+    """Trains to the last step and returns the summary, on every host. `timer` times the phases of this process, and is
+    the clock of checkpoint.every_minutes. Raises StopRequested when the process was asked to stop and the state is
+    committed, TrainError for any other end of the run."""
     dependencies = dependencies or Dependencies()
     host_progress = HostProgress(timer, dependencies.machine)
     with host_progress.writing():

@@ -315,7 +315,7 @@ def _read_header(url: str, part: Part, storage: Storage) -> Header:
 
 @contextlib.contextmanager
 def _naming_part(part: Part) -> Iterator[None]:
-    """Turns NotFound into Damaged, and adds the part's name to messages without it."""
+    """Turns NotFound in the block into Damaged, and adds the part's name to a Damaged whose message lacks it."""
     try:
         yield
     except NotFound:

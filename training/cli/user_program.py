@@ -101,12 +101,8 @@ def _run_chip_process(ordinal: int, script: str, arguments: Sequence[str]) -> No
 
 def run_on_host(script: str, arguments: Sequence[str]) -> None:
     """Runs a program on this host of the slice, in as many processes as its devices need; where one is enough, in this
-    one, and its exceptions pass. Changes os.environ.
-
-    Raises:
-        BadInput: The image lacks torch_xla, or the accelerator is unknown or can't be used so.
-        TrainError: A process ended early.
-    """
+    one, and its exceptions pass. Changes os.environ. Raises BadInput if the image lacks torch_xla, or the accelerator
+    is unknown or can't be used so; TrainError if a process ended early."""
     cluster, device = discover(), device_kind()
     os.environ["PJRT_DEVICE"] = device
     if device != "TPU" and cluster.hosts > 1:

@@ -166,14 +166,9 @@ def hash_hlo(hlo: str) -> str:
 def compile_program(
     program: Program, target: Accelerator, flags: Mapping[str, str] = MappingProxyType({})
 ) -> CompiledProgram:
-    """Compiles a program for all devices of a slice.
-
-    `flags` are libtpu's, by name without dashes; LIBTPU_INIT_ARGS apply too, to the whole process.
-
-    Raises:
-        CompilerUnavailable: there is no compiler here, or it does not know the slice.
-        CompilationRefused: the compiler rejects the program.
-    """
+    """Compiles a program for all devices of a slice. `flags` are libtpu's, by name without dashes; LIBTPU_INIT_ARGS
+    apply too, to the whole process. Raises CompilerUnavailable if there is no compiler here, or it does not know the
+    slice, and CompilationRefused if the compiler rejects the program."""
     require_versions()
     if program.compile:
         return program.compile(target)
