@@ -362,12 +362,14 @@ def _verdicts_of(simulation: SimulatedRun, job: Job, causes: Sequence[Cause]) ->
     # A stop may be requested before a failure is seen: then the exit code is the stop's (14, as documented: the effect
     # of SIGTERM is no failure), and the cause is the host that failed.
     asked = any(stop.run == job.run for stop in simulation.world.record.stops)
+    # Which host failed first is told by the hosts' clocks.
+    told = None if any(item.host.clock_jumped for item in job.containers.values()) else first.worker
     if job.began is not None and not job.disturbed and "stop" not in kinds:
         allowed: dict[str, set[tuple[str, int | None]]] = {
             "finish": {("finished", None)},
             "save": {("saved", None)},
             "bad input": {("bad input", None)},
-            "fail": {("failed", first.worker)} | ({("stopped", first.worker)} if asked else set()),
+            "fail": {("failed", told)} | ({("stopped", told)} if asked else set()),
         }
         # The slice may be deleted, or a cluster's pod stopped, before a launcher sees how the program ended.
         deleted = {("slice deleted", None)} if "deleted" in kinds else set()

@@ -156,7 +156,8 @@ def leaving_a_recovery_reports_the_bill(simulation: SimulatedRun, command: Comma
         return
     since = "\n".join(command.said[recoveries[-1] :])
     left = [node for node in slices_of(simulation.world, command.laptop.user) if node.state in _BILLED]
-    if ": started on all hosts" not in since and left and not ("tpu-launch down" in since and "billed" in since):
+    started = ": started on all hosts" in since or "its start could not be recorded" in since
+    if not started and left and not ("tpu-launch down" in since and "billed" in since):
         simulation.break_promise(
             "leaving a recovery reports the bill", f"{command.name} ended with {command.code}: {since[-300:]}"
         )
