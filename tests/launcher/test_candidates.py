@@ -4,7 +4,6 @@ gcloud is replaced by the emulator's API in this process; the clock passes only 
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -212,11 +211,13 @@ def test_after_a_stockout_everywhere_the_first_that_is_due_is_asked_for_again(cl
     config, none = make(tmp_path, "  stockout_minutes: 2\n"), [(0.0, False)]
     _, _, asked = run_race(cloud, config, {"v4-16": [*none * 2, (0.0, True)], "v4-8": none * 9, "v3-8": none * 9}, {})
     first, second, third = asked["v4-16"]
-    assert 7 <= second - first <= 26 and 15 <= third - second <= 48
+    assert 7 <= second - first <= 26
+    assert 15 <= third - second <= 48
     begun = cloud.clock.now
     with pytest.raises(Stockout):
         run_race(cloud, config, dict.fromkeys(("v4-16", "v4-8", "v3-8"), none * 99), {})
     assert 30 <= cloud.clock.now - begun <= 120
+    assert not RequestRecord(config).open()
 
 
 def test_down_ends_every_request_and_deletes_every_candidate(cloud: Cloud, config: Config) -> None:
@@ -232,13 +233,6 @@ def test_a_candidate_whose_name_another_user_has_is_not_waited_for(cloud: Cloud,
     cloud.trouble = lambda zone, command, now: NO_CAPACITY if zone == V4.zone and "create" in command else None
     assert create(cloud, config) == "v3-8"
     assert history(config)[1] == ("v4-8", requests.REFUSED)
-
-
-def test_a_stockout_everywhere_is_one(cloud: Cloud, config: Config) -> None:
-    cloud.trouble = lambda zone, command, now: NO_CAPACITY if "create" in command else None
-    with pytest.raises(Stockout):
-        create(cloud, config)
-    assert not RequestRecord(config).open()
 
 
 def test_a_stopped_slice_above_the_price_limit_is_not_started(cloud: Cloud, tmp_path: Path) -> None:
@@ -292,19 +286,6 @@ def test_a_supervisor_on_another_machine_uses_and_withdraws_the_requests_of_the_
     laptop.share(url)
     assert laptop.open() == []
     assert laptop.read() == elsewhere.read()
-    monkeypatch.setenv("TPU_LAUNCH_HOME", str(tmp_path / "killed"))
-    killed = RequestRecord(config)
-    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
-        patch.setattr(requests, "create_only", lambda path, text: os.kill(os.getpid(), signal.SIGINT))
-        killed.share(url)
-    killed.pull()
-    assert killed.read() == laptop.read(), "what it copies after a kill"
-    written: list[str] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("launcher.tpu_vm.requests.storage.write", lambda url, data: written.append(url))
-        elsewhere.share("gs://bucket/runs/next/launcher/requests")
-    assert len(written) > 6
-    assert written == sorted(written), "a command that is killed leaves no end of a request that is not there"
     server.fault = lambda request: HttpResponse(403)
     with pytest.raises(LaunchError, match="request 4 was not made, because it can't be recorded"):
         elsewhere.ask(first, "late", 8.0)

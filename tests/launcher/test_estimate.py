@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.estimate import FIVE, TYPES
 from launcher import costs
 from launcher.checks import preflight
 from launcher.config import Config, load
@@ -23,30 +24,13 @@ from tests.launcher.test_bad_input import launch
 from tests.launcher.test_preflight import write_inputs
 from training.accelerators import accelerator
 
-TYPES = ("v4-16", "v3-8", "v4-8", "v5litepod-8", "v6e-8")
-FILE = """\
-project: my-project
-zone: us-central2-b
-slice:
-  name: demo
-  accelerator_type: v4-16
-  candidates:
-  - {accelerator_type: v3-8, zones: [us-central1-a]}
-  - {accelerator_type: v4-8}
-  - {accelerator_type: v5litepod-8, zones: [us-west4-a]}
-  - {accelerator_type: v6e-8, zones: [us-east5-a]}
-model: {name: bert-base}
-data: {train: data/train, tokenizer: data/tokenizer}
-train: {steps: 100000, global_batch_size: 256}
-output: runs
-"""
 FLOPS, BYTES = 7.0e12, 2.0e10  # of the whole batch
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    return write_inputs(tmp_path, FILE)
+    return write_inputs(tmp_path, FIVE)
 
 
 def keep(folder: Path, config: Config, name: str, *, fits: bool = True) -> float:
@@ -114,7 +98,7 @@ def test_without_a_dataset_nothing_is_guessed(folder: Path) -> None:
 
 
 def test_a_program_of_ones_own_is_not_estimated(folder: Path) -> None:
-    (folder / "run.yaml").write_text(FILE.partition("model:")[0])
+    (folder / "run.yaml").write_text(FIVE.partition("model:")[0])
     with pytest.raises(BadInput, match="only the trainer's step"):
         estimate(load("run.yaml"), folder / "home", this_machine())
 

@@ -26,7 +26,7 @@ from launcher.run.ledger import Ledger
 from launcher.run.session import RunStopped, open_session
 from launcher.run.specification import SecretSource
 from launcher.run.supervise import SliceAnswer, _Supervision
-from launcher.run.verdict import SLICE_DELETED, Cause, HostView, Kind, Verdict, judge
+from launcher.run.verdict import Cause, HostView, Kind, Verdict, judge
 from launcher.tpu_vm import slice_hints
 from tests.launcher.test_runs import FakeProvider, Workstation, start_and_lose_sight
 from training.machine.clock import Clock
@@ -615,7 +615,8 @@ def test_a_lost_host_is_what_the_api_says_of_its_slice(
     supervision = _Supervision(open_session(work.context(), work.ledger, SecretSource({}, {})), 0)
     work.hosts.change(**change)()
     confirmed = supervision.confirm_lost(verdict)
-    assert confirmed.kind is kind and confirmed.cause is not None and what in confirmed.cause.what
+    assert confirmed.kind is kind
+    assert what in getattr(confirmed.cause, "what", "")
     if kind is Kind.HOST_LOST:
         work.hosts.health = "HEALTHY"
         assert supervision.confirm_lost(LOST) == replace(LOST, cause=Cause(1, what)), "what was told stays told"
@@ -653,17 +654,6 @@ def test_hosts_are_not_silent_while_a_poll_of_one_is_open(work: Workstation, mon
 
     monkeypatch.setattr(FakeProvider, "observe", observe)
     assert work.run(work.config("run.stall_minutes=0.5")).verdict.kind is Kind.FINISHED
-
-
-def test_a_lost_host_whose_slice_another_command_deletes_costs_no_preemption(work: Workstation) -> None:
-    def be_deleted() -> None:
-        work.hosts.silent, work.hosts.slice_state = {1}, None
-        work.hosts.end(1)
-
-    work.hosts.hooks["observe"] = [lambda: None, lambda: None, be_deleted]
-    work.hosts.exits[0] = None
-    assert work.run(work.config()).verdict == Verdict(Kind.DELETED, SLICE_DELETED)
-    assert (outcomes(work), recorded(work, events.Recovering)) == (["slice deleted"], 0)
 
 
 def test_a_look_waits_on_the_host_for_the_end_of_a_container_that_runs_and_for_no_other(

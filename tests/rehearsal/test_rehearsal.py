@@ -12,17 +12,8 @@ from tests.rehearsal.workstation import COMPILE_FAST, ROOT, Workstation, docker
 
 pytestmark = pytest.mark.alone
 
-KEYS = {
-    "hosts",
-    "steps",
-    "first_loss",
-    "last_loss",
-    "eval_perplexity",
-    "examples_per_second",
-    "checkpoint",
-    "committed_step",
-    "seconds",
-}
+RESULT = {"hosts", "steps", "seconds", "first_loss", "last_loss", "eval_perplexity", "examples_per_second"}
+KEYS = RESULT | {"checkpoint", "committed_step"}
 
 
 def left(work: Workstation) -> list[str]:
