@@ -1,12 +1,13 @@
 """Finds the largest training batches that fit, by the TPU compiler, without a TPU: the table in
 docs/guide/preflight.md.
 
-    make benchmark NAME=batches [ARGS="--json --model bert-base --accelerator v3-8"]
+    make benchmark NAME=batches [ARGS="--json --model bert-base --accelerator v3-8 --model 'Llama-3-8B LoRA'"]
 
-MLM at 512 tokens in bf16 with AdamW, predictions at the masked positions, `train.remat` as it is by default: what
-`tpu-train preflight --max-batch` finds for each model and each slice of one host, in sequences of the global batch.
-Beside it the next larger batch that was tried, which the compiler refuses, at most 1/16 above. Two to four compilations
-of one to four minutes each for a row: an hour and a half for all on two cores, and 10 GB of memory.
+What `tpu-train preflight --max-batch` finds for each model and slice, in sequences of the global batch, in bf16 with
+AdamW. Encoders do MLM at 512 tokens on the slices of one host, with predictions at the masked positions and
+`train.remat` as it is by default; the larger models and long rows are those of benchmarks/preflight.py. Beside it the
+next larger batch that was tried, which the compiler refuses, at most 1/16 above. Two to four compilations of one to
+four minutes each for a row: two hours and a half for all on two cores, and 10 GB of memory.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.peers.compiling import make_run, run_in_process
 from benchmarks.peers.rows import Row, finish, row
+from benchmarks.preflight import DECODERS, LLAMA_3_8B, LONG, MODERNBERT_BASE, Case
 from training.accelerators import Accelerator, accelerator
+from training.config import TrainerConfig
+from training.preflight.programs import DataFacts
 from training.preflight.report import LargestBatch
 from training.preflight.search import run_preflight
 
@@ -34,16 +38,32 @@ SLICES = ("v3-8", "v4-8", "v5litepod-8", "v5p-8", "v6e-8")
 MODELS = {"bert-base": (30_522, 1.3, 0.0905), "bert-large": (30_522, 3.8, 0.236), "roberta-base": (50_265, 1.5, 0.0912)}
 
 
+LARGE: dict[str, dict[str, Case]] = {}  # by model and accelerator
+for _case in [*DECODERS, LONG]:
+    LARGE.setdefault(f"{_case.model}{' LoRA' * bool(_case.lora)}", {})[_case.accelerator] = _case
+
+
+def make_search(model: str, name: str) -> tuple[TrainerConfig, DataFacts]:
+    """Returns the run whose batch is searched, with the batch at which the search begins."""
+    target = accelerator(name)
+    if model in MODELS:
+        vocabulary, _, _ = MODELS[model]
+        return make_run(model, LENGTH, vocabulary, first_rows(model, target) * target.devices)
+    case = LARGE[model][name]
+    if case == LONG:
+        return make_run(MODERNBERT_BASE, case.length, 50_368, case.batch)
+    lora = {"rank": case.lora} if case.lora else None
+    return make_run(LLAMA_3_8B, case.length, 128_256, case.batch, lora, mesh={"fsdp": target.devices})
+
+
 def search_largest(model: str, name: str) -> LargestBatch:
     """Runs the search of `tpu-train preflight --max-batch`."""
-    target = accelerator(name)
-    vocabulary, _, _ = MODELS[model]
-    config, facts = make_run(model, LENGTH, vocabulary, first_rows(model, target) * target.devices)
 
     def show(line: str) -> None:
         print(f"  {line}", file=sys.stderr, flush=True)
 
-    [result] = run_preflight(config, facts, [target], search_batch=True, show=show).accelerators
+    config, facts = make_search(model, name)
+    [result] = run_preflight(config, facts, [accelerator(name)], search_batch=True, show=show).accelerators
     assert result.max_batch is not None
     return result.max_batch
 
@@ -57,7 +77,8 @@ def first_rows(model: str, target: Accelerator) -> int:
 def measure(model: str, name: str) -> Row:
     """Runs one search in its own process; repeats it if the compiler crashed, as it sometimes does when memory is
     nearly used up."""
-    title, goal = f"{model}, {LENGTH} tokens, {name}: largest batch", "at least 0.93"
+    length = LENGTH if model in MODELS else LARGE[model][name].length
+    title, goal = f"{model}, {length} tokens, {name}: largest batch", "at least 0.93"
     for _ in range(TRIES):
         try:
             batch = run_in_process(search_largest, model, name)
@@ -74,13 +95,13 @@ def main() -> None:
     """Runs the searches and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    parser.add_argument("--model", action="append", choices=list(MODELS))
-    parser.add_argument("--accelerator", action="append", choices=SLICES)
+    parser.add_argument("--model", action="append", choices=[*MODELS, *LARGE])
+    parser.add_argument("--accelerator", action="append", choices=SLICES, help="of encoders")
     options = parser.parse_args()
     os.environ["PJRT_DEVICE"] = "CPU"
     rows: list[Row] = []
-    for model in options.model or MODELS:
-        for name in options.accelerator or SLICES:
+    for model in options.model or [*MODELS, *LARGE]:
+        for name in LARGE.get(model) or options.accelerator or SLICES:
             print(f"{model} on {name}", file=sys.stderr, flush=True)
             rows.append(measure(model, name))
     finish("batches", rows, options.json)
