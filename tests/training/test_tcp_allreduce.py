@@ -42,7 +42,7 @@ def test_a_host_that_dies_in_a_sum_is_named_by_the_others_at_once(hosts: Hosts, 
     processes[victim].send_signal(signal.SIGKILL)
     killed = time.monotonic()
     code, text = end(processes[1 - victim])
-    assert time.monotonic() - killed < 4
+    assert time.monotonic() - killed < 20
     assert (code, f"host {victim} is gone: its connection broke in phase 'step 7'" in text) == (Exit.LOST_PEER, True), (
         text
     )
