@@ -218,7 +218,7 @@ def _path(config: Config, home: Path, name: str) -> Path | None:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """Returns a kept result with its format; None when it is missing, damaged, or of another format."""
+    """Returns {"format": ..., "result": ...} as `keep` wrote it; None if missing, damaged, or of another format."""
     try:
         document = json.loads(path.read_text())
     except (OSError, ValueError):

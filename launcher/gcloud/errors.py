@@ -152,7 +152,7 @@ def explain_error(stderr: str, argv: Sequence[str]) -> LaunchError:
 
 
 def summarize_error(stderr: str) -> str:
-    """Returns the part of gcloud's output that says what went wrong, at most 12 lines, without decoration."""
+    """Returns what went wrong from gcloud's output, at most 12 lines, undecorated; a general text if it is empty."""
     lines = [
         line
         for line in stderr.splitlines()

@@ -278,7 +278,7 @@ class Gke:
         return files
 
     def stacks(self, container: str, *, native: bool = False) -> dict[int, str]:
-        """Returns by worker what DUMP_STACKS prints in each running container, by `kubectl exec`, or the error."""
+        """Returns by worker what DUMP_STACKS prints in running containers, or the error; {} if pods can't be listed."""
 
         def dump(pod: Pod) -> str:
             """Returns what DUMP_STACKS prints in the pod's container, or kubectl's error."""

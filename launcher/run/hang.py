@@ -139,7 +139,8 @@ def _explain_alike(
     lasting: str,
     found: Callable[[str, Sequence[int], str], Hang],
 ) -> Hang:
-    """Returns the explanation where no host waits for another, or all do: `found(kind, workers, sentence)`."""
+    """Returns the explanation where no host waits for another, or all do, as `found` makes it of a kind, the hosts
+    that differ ([] if none does) and a sentence."""
     if all(host.kind in ("compile", "collective") and _compiles(lines.get(worker)) for worker, host in hosts.items()):
         hosts = {worker: replace(host, kind="compile", what=f"compiles: {host.what}") for worker, host in hosts.items()}
     kinds = Counter(host.kind for host in hosts.values())

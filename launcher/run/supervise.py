@@ -368,7 +368,7 @@ class _Supervision:
         )
 
     def _describe_slice_if_unreachable(self) -> None:
-        """Starts a task that asks the API for the slice's state, every 15 seconds while a host is unreachable."""
+        """Asks the API for the slice's state, in a task, if a host is unreachable and it was last asked 15 s ago."""
         now = self.clock.monotonic()
         unreachable = any(not view.reachable for view in self.views.values())
         if unreachable and now - self.slice_described > _DESCRIBE_SLICE_EVERY:

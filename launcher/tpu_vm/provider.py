@@ -209,7 +209,7 @@ class TpuVm:
         return execution.run(workers)
 
     def evidence(self, container: str, workers: Sequence[int]) -> dict[str, str]:
-        """Returns the node's description and, unless `gcloud_only`, the diagnostics of each host."""
+        """Returns by file name the node's description and, unless `gcloud_only`, hosts' diagnostics, or the errors."""
         command = commands.describe_command(self.config)
         try:
             files = {"slice.json": call_gcloud(self._machine, command, timeout=_COMMAND_SECONDS * 2)}

@@ -226,7 +226,7 @@ class BackgroundUploader:
             self._fail(self._late)
 
     def _serve(self) -> None:
-        """Uploads requested steps one at a time, on the thread, until `close`."""
+        """Uploads the newest requested step, again and again until `close`; keeps failures. Runs in a thread."""
         while True:
             with self._changed:
                 self._is_busy = False

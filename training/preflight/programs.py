@@ -193,7 +193,7 @@ def _explain_errors(graph: Graph) -> Iterator[None]:
 
 
 def _model_place(error: BaseException) -> str:
-    """Returns the innermost line of an error's traceback outside the frameworks and this package, or ""."""
+    """Returns " (file:line: code)" of an error's innermost frame outside frameworks and training/preflight, or ""."""
     own_folder = str(Path(__file__).parent)
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         in_framework = re.search("site-packages/(torch|tensorflow|tf_keras)", frame.filename)

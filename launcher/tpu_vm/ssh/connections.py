@@ -163,7 +163,7 @@ class SliceConnections:
     def run_all_through_gcloud(
         self, script: str, workers: Sequence[int], stdin: str | None = None, *, timeout: float
     ) -> list[HostResult]:
-        """Runs a script as `run_through_gcloud`, with one call a host."""
+        """Runs a script as `run_through_gcloud` on `workers`, several at once; returns the results in that order."""
         return self._machine.threads.map(
             lambda worker: self.run_through_gcloud(worker, script, stdin, timeout=timeout),
             workers,
@@ -203,7 +203,7 @@ class SliceConnections:
                 connecting.result()
 
     def _open_pool(self) -> ConnectionPool:
-        """Returns the pool; makes it, unconnected, from kept addresses or else gcloud's."""
+        """Returns the pool; makes it, unconnected, from kept addresses or else gcloud's. Raises LaunchError."""
         with self._listing:
             with self._lock:
                 if self._pool is not None:

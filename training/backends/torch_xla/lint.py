@@ -167,7 +167,7 @@ def check_module(
 
 
 def _train(network: Any, batch: Mapping[str, Any]) -> None:
-    """Runs one step of SGD at a rate of 0.001. `_user_place` knows this function by its name. Raises BadInput."""
+    """Runs a step of SGD on inputs by name or place ("0"). Raises BadInput. `_user_place` knows its name."""
     positions = [value for name, value in batch.items() if name.isdigit()]
     loss = _loss(network(*positions, **{name: value for name, value in batch.items() if not name.isdigit()}))
     parameters = [value for value in network.parameters() if value.requires_grad]

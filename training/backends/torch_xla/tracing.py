@@ -190,7 +190,7 @@ def _depends_on_data(function: Any, arguments: Any) -> bool:
 
 
 def _model_place() -> str:
-    """Returns the innermost place of the current call that is outside torch."""
+    """Returns " (file:line: code)" of the innermost frame of this call outside torch and this file, or ""."""
     for frame in reversed(traceback.extract_stack()):
         if "site-packages/torch" not in frame.filename and frame.filename != __file__:
             return f" ({frame.filename}:{frame.lineno}: {frame.line})"

@@ -58,7 +58,7 @@ def rows_of_window(
 
 
 def buckets_of_epoch(records: tuple[int, ...], batch: int, seed: int, epoch: Any) -> Any:
-    """Returns the bucket of each step of an epoch, (steps,) int64. `records`: of each bucket; `epoch`: int64 scalar."""
+    """Returns each step's bucket as `epoch_order`, (steps,) int64. `records`: of each bucket; `epoch`: int64 scalar."""
     numbers = tf.constant(records, tf.int64)
     counts = (epoch + 1) * numbers // batch - epoch * numbers // batch  # (buckets,)
     order = tf.repeat(tf.range(len(records), dtype=tf.int64), counts)  # (steps,)
