@@ -554,11 +554,12 @@ def budget_is_spent_on_slices(simulation: SimulatedRun) -> None:
         bool(taken) or any(each.name == "down" and each.laptop is not simulation.ann for each in simulation.commands)
     )
     for command in simulation.commands:
+        if sum("stopping it, so that it saves" in text for text in command.said) > 1:
+            simulation.break_promise("a spent budget stops a run once", f"{command.name}: {command.said[-9:]}")
         for at, text in command.told if not meddled else ():
-            if "the budget is spent" in text and (cost := _cost_of_slices(simulation, at)) < budget * 0.99:
-                rate = _rate(simulation)
-                if cost + rate * _BUDGET_SECONDS < budget:
-                    simulation.break_promise("a budget is spent on slices", f"${cost:.2f} at {at:.0f}: {text}")
+            enough = min(budget * 0.99, budget - _rate(simulation) * _BUDGET_SECONDS)
+            if "the budget is spent" in text and (cost := _cost_of_slices(simulation, at)) < enough:
+                simulation.break_promise("a budget is spent on slices", f"${cost:.2f} at {at:.0f}: {text}")
     for job in simulation.world.record.jobs.values():
         seconds = max((item.ended for item in job.containers.values()), default=0.0) - (job.began or 0.0)
         allowed = budget + _rate(simulation) * _BUDGET_SECONDS
