@@ -487,7 +487,8 @@ def _model_mistakes(model: Model) -> Iterator[Mistake]:
 
 
 def _task_mistakes(config: TrainerConfig) -> Iterator[Mistake]:
-    """Yields mistakes: a network without the task's head, a task that TensorFlow lacks, LoRA without model.path."""
+    """Yields mistakes: a network without the task's head, or a model.config that names none; a task that TensorFlow
+    lacks; LoRA without model.path or beside train.freeze."""
     entry, model = TASKS[config.task], config.model
     if model.config is not None:
         named = model.config.get("architectures")
@@ -510,7 +511,8 @@ def _task_mistakes(config: TrainerConfig) -> Iterator[Mistake]:
 
 
 def _evaluation_mistakes(config: TrainerConfig) -> Iterator[Mistake]:
-    """Yields mistakes: evaluation.every without data; checkpoint.best or train.early_stopping without that."""
+    """Yields mistakes: evaluation.every without data.evaluation; checkpoint.best or train.early_stopping without
+    evaluation.every."""
     if config.evaluation.every is not None and config.data.evaluation is None:
         yield ("evaluation", "every"), "evaluation needs data: set data.evaluation, or remove evaluation.every"
     if config.checkpoint.best is not None and config.evaluation.every is None:

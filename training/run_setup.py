@@ -191,7 +191,8 @@ def model_identity(config: TrainerConfig) -> dict[str, Any]:
 
 
 def with_starting_model(config: TrainerConfig, folder: str, cluster: Cluster, rendezvous: Rendezvous) -> TrainerConfig:
-    """Returns the configuration, whose `model.path` is then no run. All hosts call it, and may wait for each other.
+    """Returns the configuration; its `model.path` is a model folder, not a run's. All hosts call it, and may wait for
+    each other.
 
     If `model.path` is another run's folder, or one checkpoint in it, host 0 writes that model to `start` in this run's
     `folder`, the new path. Later attempts find it there, even if the other run is gone. Raises BadInput for a damaged

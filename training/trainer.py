@@ -337,8 +337,8 @@ class Trainer:
 
     def finish(self) -> dict[str, Any]:
         """Evaluates, compares the hosts' weights, exports and waits for the upload to the Hub, after the last step and
-        its save. Returns the summary, which host 0 writes. Raises StopRequested, by `stop`, if a host was to stop, and
-        TrainError if weights differ."""
+        its save. Returns the summary, which host 0 writes. Raises StopRequested, by `stop`, if a host was asked to stop
+        meanwhile, and TrainError if weights differ."""
         run, config = self.run, self.run.config
         is_evaluated = config.best is not None and self.evaluations.step == self.progress.step
         if config.data.evaluation and config.evaluation.at_end and not is_evaluated:

@@ -155,8 +155,9 @@ def _stream(
     refused: str = _REFUSED,
 ) -> None:
     """Runs a docker command; its lines go to the log and to `say`. If it fails, raises LaunchError with `failure`, the
-    last lines and `code`: PERMISSION if these lines match `refused` (the registry refuses the credentials), BAD_INPUT
-    with the advice `missing_repository` if that is given and the registry has no such repository."""
+    last lines and `code`; with PERMISSION instead if these lines match `refused` (the registry refuses the
+    credentials), with BAD_INPUT and the advice `missing_repository` if that is given and the registry has no such
+    repository."""
     lines: list[str] = []
 
     def keep(line: str) -> None:

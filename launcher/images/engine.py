@@ -59,7 +59,8 @@ def answers() -> bool:
 
 @functools.cache
 def _find_client(search_path: str) -> str:
-    """Returns the first such client (`client`) in the folders of a search path, or raises CommandMissing."""
+    """Returns the first docker client in the folders of a search path that builds with BuildKit, or raises
+    CommandMissing, with what each lacks."""
     rejected = []
     for candidate in _candidates(search_path):
         version = re.search(r"version v?(\d+)\.", _ask(candidate, "--version") or "")

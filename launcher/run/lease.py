@@ -33,7 +33,7 @@ Say = Callable[[str], None]
 @contextlib.contextmanager
 def supervising(ledger: Ledger, machine: Workstation, say: Say) -> Iterator[None]:
     """Holds the run's lock and, if it has a bucket, its lease, which a thread renews; copies the run's files there.
-    Raises LaunchError: Exit.CONFLICT if a process of any machine supervises it, or the bucket does not answer."""
+    Raises LaunchError if the bucket does not answer, or (Exit.CONFLICT) if a process of any machine supervises it."""
     with ledger.supervising():
         if ledger.bucket is None:
             yield

@@ -175,8 +175,8 @@ class Ledger:
             self.lease.confirm()
 
     def pull(self, threads: Threads | None = None) -> None:
-        """Appends to the file the events that only the bucket has, if there is one; `threads` read many at once. Raises
-        LaunchError if the bucket does not answer. Ends this process if it has lost the run's lease."""
+        """Appends to the file the events that only the bucket has; does nothing without a bucket. `threads` read many
+        at once. Raises LaunchError if the bucket does not answer. Ends this process if it has lost the run's lease."""
         if self.bucket is None:
             return
         try:
@@ -329,7 +329,8 @@ class Ledger:
 
     def supervised(self) -> bool | None:
         """Returns whether a process of this machine holds the run's lock or, of an unfinished run, one of another
-        machine its lease; None if that can't be told: the file system has no locks, or the bucket does not answer."""
+        machine its lease; None if that can't be told: the bucket does not answer, or there is no bucket and the file
+        system has no locks. Warns of a file system without locks."""
         held = is_held(self.folder / "lock", exclusively=True)
         if held or self.bucket is None or self.state.phase is Phase.FINISHED:
             return held

@@ -283,8 +283,8 @@ class _Recovery:
                 f"  {_describe_bill(session)}`tpu-launch run` resumes the run",
                 exit_code=error.exit_code,
             ) from error
-        if decision.next is NextRound.REPLACE:
-            self.replace, self.bad = problem, self._creation_time()
+        if decision.next is NextRound.REPLACE:  # as `create` saw it: by now another command may have replaced it
+            self.replace, self.bad = problem, session.provider.identity()[0]
         session.say(f": not recovered yet: {problem}; {decision.reason} in {decision.delay:.0f} s")
         failed = events.RoundFailed(session.ledger.state.attempt, problem, decision.reason, decision.delay)
         note(failed, session.context.output.say)
@@ -294,7 +294,8 @@ class _Recovery:
 
     def _delete_slice_if_bad(self) -> None:
         """Deletes a slice whose hosts can't be used or one of whose hosts fails repeatedly, if run.replace_after allows
-        it and `_find_proof` has a proof. Also finishes a deletion that a killed process had recorded."""
+        it, `_find_proof` has a proof, and no other slice has its name by now. Also finishes a deletion that a killed
+        process had recorded."""
         session = self.session
         worker, count = bad_host(session.ledger.events())
         limit = session.config.run.replace_after
@@ -312,7 +313,8 @@ class _Recovery:
             return
         slice_state = session.provider.describe()
         if slice_state is None or slice_state.state == "CREATING" or self.bad not in ("", slice_state.created):
-            self.replace = ""  # another command has deleted or replaced it
+            session.say(f": {self.replace}, and that slice is gone")  # another command has deleted or replaced it
+            self.replace = ""
             return
         if proof := self._find_proof(slice_state, blamed=worker >= 0):
             reason = f"{self.replace}; {proof}"
@@ -321,20 +323,13 @@ class _Recovery:
             replaced = events.SliceReplaced(session.ledger.state.attempt, worker, reason, slice_state.created)
             session.ledger.append(replaced)
             session.delete_slice(slice_state.created)
-            self.in_use = False
+            self.in_use, self.files = False, ()  # the trainer's silence counts anew for the next slice
         else:
             session.say(
                 f": {self.replace}; the slice is kept, because neither Google's API nor other hosts nor the trainer's "
                 "files show that it is broken: if it is, `tpu-launch down`, then `up`, recreates it"
             )
         self.replace = ""
-
-    def _creation_time(self) -> str:
-        """Returns when the slice was created, as the API says now; "" if it does not answer."""
-        with contextlib.suppress(LaunchError):
-            slice_state = self.session.provider.describe()
-            return slice_state.created if slice_state is not None else ""
-        return ""
 
     def _find_proof(self, slice_state: SliceState, *, blamed: bool) -> str:
         """Returns what shows that the slice is broken, besides this machine's own connections; "" for nothing. Counts
@@ -346,6 +341,8 @@ class _Recovery:
             self.files, self.changed = files, now
         ends = [event for event in session.ledger.events() if isinstance(event, events.Ended)]
         last = next((end for end in reversed(ends) if end.outcome not in (events.NOT_STARTED, events.VANISHED)), None)
+        if last_slice(session.ledger.events()) not in ("", slice_state.created):
+            last = None  # that attempt ran on another slice
         limit = session.config.run.unreachable_minutes * 60
         return find_proof(last, slice_state, blamed=blamed, silent=now - self.changed, limit=limit)
 

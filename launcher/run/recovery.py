@@ -147,8 +147,8 @@ def spent_so_far(events: Sequence[RunEvent]) -> Retries:
 
 
 def bad_host(events: Sequence[RunEvent]) -> tuple[int, int]:
-    """Returns the host that was the first cause of the last attempts, and of how many in a row since the slice was last
-    replaced; (-1, 0) if a single host was not the cause of the last attempt."""
+    """Returns the host that was the first cause of the last attempts, and of how many in a row; (-1, 0) if the last one
+    had no single host as its cause, or the slice was replaced after it. Counts only attempts since a replacement."""
     worker, count = -1, 0
     for event in reversed(events):
         if isinstance(event, SliceReplaced):

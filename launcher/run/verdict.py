@@ -243,8 +243,9 @@ def _trust_end(view: HostView) -> HostView:
 
 
 def _judge_lost(views: Sequence[HostView], now: float, limits: Limits, stepped: float) -> Verdict | None:
-    """Returns HOST_LOST for a host that has not answered for `limits.lost` seconds while another one did; None without
-    one. While hosts do steps (`stepped`), which need every host, a host that can't be reached from here is alive."""
+    """Returns HOST_LOST for a host that has not answered for `limits.lost` seconds, while another one answered for half
+    of them; None without one. While hosts do steps (`stepped`), which need every host, one that can't be reached from
+    here is alive."""
     unreachable = [view for view in views if not view.reachable]
     # A look may take as long as a short limit: one that failed late shows little.
     failing = [view for view in unreachable if now - view.failing_since > limits.lost / 2 and not view.ended]
@@ -265,9 +266,9 @@ def _judge_failure(
     *,
     stop_requested: bool,
 ) -> Verdict:
-    """Returns SETTLING while other hosts may still report an earlier cause, then the verdict with the first cause. That
-    is STOPPED or BAD_INPUT after a requested stop; otherwise the first cause is, in this order, a rebooted host, a lost
-    host, a host that went away and came back, a removed container, the first failed container."""
+    """Returns SETTLING while other hosts may still report an earlier cause, then the verdict. After a requested stop it
+    is STOPPED or BAD_INPUT; otherwise it has the first cause: in this order, a rebooted host, a lost host, a host that
+    went away and came back, a removed container, the first failed container."""
     first_seen = min(view.ended_seen if view.ended_seen is not None else now for view in (*failed, *removed))
     others = [view for view in views if view not in failed and view not in removed]
     silent = [view for view in others if not (view.reachable and view.container and view.seen > first_seen)]

@@ -222,7 +222,8 @@ class _Creation:
             self.say(f"{str(error).splitlines()[0]}: checking whether {slice_.name} is being created nevertheless")
 
     def _start(self, node: SliceState) -> None:
-        """Starts a STOPPED node. Raises BadInput at a cost limit, and gcloud's error unless it is transient."""
+        """Starts a STOPPED node. Raises BadInput at a cost limit, Stockout, and gcloud's other errors unless they are
+        transient: then the next description tells whether it starts."""
         try:
             costs.check(self.config)
         except BadInput as error:

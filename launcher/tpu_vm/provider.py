@@ -80,8 +80,8 @@ class TpuVm:
         return self._connections.has_known_slice
 
     def create(self, clock: Clock | None = None) -> None:
-        """Drops the kept addresses, creates the slice, waits for its hosts (with `clock`, which may raise) and keeps
-        their new addresses. Tells the user when an interrupt leaves a slice that is billed."""
+        """Drops the kept addresses, creates the slice and waits for its hosts (both with `clock`, whose `sleep` may
+        raise), and keeps their new addresses. Tells the user when an interrupt leaves a slice that is billed."""
         self.close()  # a new slice has other addresses and keys
         self._connections.forget()
         machine = replace(self._machine, clock=clock or self._machine.clock)

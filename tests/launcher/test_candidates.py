@@ -4,6 +4,7 @@ gcloud is replaced by the emulator's API in this process; the clock passes only 
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -286,6 +287,19 @@ def test_a_supervisor_on_another_machine_uses_and_withdraws_the_requests_of_the_
     laptop.share(url)
     assert laptop.open() == []
     assert laptop.read() == elsewhere.read()
+    monkeypatch.setenv("TPU_LAUNCH_HOME", str(tmp_path / "killed"))
+    killed = RequestRecord(config)
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+        patch.setattr(requests, "create_only", lambda path, text: os.kill(os.getpid(), signal.SIGINT))
+        killed.share(url)
+    killed.pull()
+    assert killed.read() == laptop.read(), "what it copies after a kill"
+    written: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("launcher.tpu_vm.requests.storage.write", lambda url, data: written.append(url))
+        elsewhere.share("gs://bucket/runs/next/launcher/requests")
+    assert len(written) > 6
+    assert written == sorted(written), "a command that is killed leaves no end of a request that is not there"
     server.fault = lambda request: HttpResponse(403)
     with pytest.raises(LaunchError, match="request 4 was not made, because it can't be recorded"):
         elsewhere.ask(first, "late", 8.0)

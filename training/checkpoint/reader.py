@@ -181,9 +181,9 @@ def load_tensors(
     threads: Threads = SYSTEM.threads,
     choose: Choose = load_whole,
 ) -> None:
-    """Passes of every tensor of a checkpoint the slice that `choose` returns (None: nothing) to `load_state`, some at a
-    time; their bytes are valid until it returns. Raises Damaged when what it read is not what was committed. The caller
-    must then discard the tensors loaded so far: the checksum of a part is known only at its end."""
+    """Passes the slice of each tensor of a checkpoint that `choose` returns (None: skips the tensor) to `load_state`,
+    some at a time; their bytes are valid until `load_state` returns. Raises Damaged when what it read is not what was
+    committed. The caller must then discard the tensors loaded so far: a part's checksum is known only at its end."""
     urls = [_part_url(folder, manifest.step, part, storage) for part in manifest.parts]
     headers = [_read_header(url, part, storage) for url, part in zip(urls, manifest.parts, strict=True)]
     plans = plan_parts(manifest.tensors, manifest.parts, headers)

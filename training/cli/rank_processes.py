@@ -50,8 +50,8 @@ class RankProcess:
 
 def run_ranks(command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> int:
     """Runs a command in one process for each environment, which is added to this process's own and has RANK, all at the
-    same time, and forwards signals to them. The first that fails ends the others, unless a signal came; then this
-    prints its last lines and returns its exit code. Returns 0 if none fails."""
+    same time, and forwards signals to them. If one fails, ends the others (after a signal, waits for them instead),
+    prints the last lines of the first that failed and returns its exit code. Returns 0 if none fails."""
     output = threading.Lock()
     ranks: list[RankProcess] = []
     requested: list[int] = []

@@ -116,8 +116,9 @@ class BarrierState:
         member.phase, member.last_heard = phase, now
 
     def arrive(self, worker: int, name: str, payload: Any, seconds: float, now: float) -> Outgoing:
-        """Records that `worker` waits at barrier `name`, at most `seconds`. Returns the payloads to all hosts once all
-        have arrived, and to a host that arrives again; the end of the attempt if it is lost or a host has left."""
+        """Records that `worker` waits at barrier `name`, at most `seconds`. Returns the messages to send: all payloads,
+        to every host once all have arrived, or to a host that arrives again; the end of the attempt, if it is lost or a
+        host has left; else none."""
         self.members[worker].last_heard = now
         if self.lost:
             return [(worker, self.lost_message())]

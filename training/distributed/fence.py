@@ -44,9 +44,9 @@ def claim(
     record: Mapping[str, Any],
     storage: Storage = default_storage,
 ) -> Claim:
-    """Writes this attempt's claim, `record` included, to the run's folder on host 0, and returns it. Waits for all
-    hosts. Raises BadInput if host 0 can't write to the folder (a mounted bucket has no hard links), or if a host does
-    not see the claim: the folder is not shared; StorageError if the bucket fails, and LostPeer."""
+    """Writes this attempt's claim, `record` included, from host 0 to the run's folder, and returns it on all hosts.
+    Waits for all hosts. Raises BadInput if host 0 can't write to the folder (a mounted bucket has no hard links), or if
+    a host does not see the claim: the folder is not shared; StorageError if the bucket fails, and LostPeer."""
     url = join(folder, "attempts", f"attempt-{cluster.attempt:04d}.{token}.json")
     after: frozenset[str] = frozenset()
     if cluster.is_first:

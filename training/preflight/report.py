@@ -186,7 +186,7 @@ def _make_result(traced: TracedProgram, **facts: Any) -> GraphResult:
 
 
 def roofline(flops: float, bytes_accessed: float, target: Accelerator, rows: int) -> Costs:
-    """Returns the costs of a step, of which one device needs `flops` and `bytes_accessed`, with the examples/s that the
+    """Returns the costs of a step for which one device needs `flops` and `bytes_accessed`, with the examples/s that the
     slower of the two allows at the published peak rates (https://doi.org/10.1145/1498765.1498785). `rows`: of the
     global batch."""
     generation = target.generation

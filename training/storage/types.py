@@ -142,7 +142,7 @@ def place_mistake(place: str) -> str | None:
 
 @contextlib.contextmanager
 def local_errors(url: str) -> Iterator[None]:
-    """Turns OSErrors of the block into StorageErrors that name `url`: NotFound if it is about a missing file."""
+    """Turns an OSError of the block into a StorageError that names `url`; into NotFound if a file is missing."""
     try:
         yield
     except FileNotFoundError:

@@ -117,8 +117,8 @@ def service_account() -> str:
 
 
 def _create(state: EmulatorState, call: Call, parent: str, now: float) -> Operation:
-    """Enters a node and its pending creation, which a stock-out lets fail, and a stuck fault never end. Uses up these
-    faults. Raises ApiError for a body, a name, a fault or a full network that refuses the creation."""
+    """Enters a node and its pending creation; a stock-out makes it fail, a stuck fault keeps it from ending, and both
+    are used up. Raises ApiError for a bad body or name, a taken name, a fault that refuses it, or a full network."""
     node_id = call.query.get("nodeId", "")
     catalogue.check_node_name(node_id)
     name = f"{parent}/nodes/{node_id}"

@@ -85,7 +85,7 @@ class StorageApi:
     def _download(
         self, request: HttpRequest, bucket: Bucket, name: str, generation: int | None, expected: int | None
     ) -> HttpResponse:
-        """Answers with an object's bytes, or a range of them; 416 if it begins after the end. Raises as `open`."""
+        """Answers with an object's bytes, or a range of them (416 beyond the end). Raises as `Bucket.open`."""
         stored, file = bucket.open(name, generation, expected)
         headers = {
             "Content-Type": str(stored.settings.get("contentType", "application/octet-stream")),

@@ -33,7 +33,7 @@ def attributes(node: Node, host: Host) -> dict[str, str]:
 
 
 def tpu_env(node: Node, host: Host) -> str:
-    """Returns the attribute tpu-env: YAML lines as on a real v4 slice; v2 and v3 have no bounds, topology and ports."""
+    """Returns the attribute tpu-env: YAML lines as on a real v4 slice; v2 and v3 have no bounds, topology or ports."""
     accelerator = ACCELERATORS[node.resource["acceleratorType"]]
     values: dict[str, object] = {
         "ACCELERATOR_TYPE": accelerator.name,

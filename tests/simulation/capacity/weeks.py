@@ -349,7 +349,8 @@ def simulate(seed: int, *, trace: bool = False, without: Collection[int] = ()) -
 
 def main() -> None:
     """Prints what kills broke, week by week."""
-    for seed in range(int(sys.argv[2]), int(sys.argv[2]) + int(sys.argv[1])):
+    first = int(sys.argv[2]) if len(sys.argv) > 2 else 0
+    for seed in range(first, first + int(sys.argv[1])):
         result = simulate(seed)
         print(seed, f"{result.hours:.1f} h", *result.broken, flush=True)
 

@@ -140,9 +140,9 @@ def open_cache(
 
 
 def install(library: Path, store: ProgramStore, identity: str) -> CacheCounts | None:
-    """Puts the store in front of a plugin's compiling function; the framework will load its file. Returns counts that
-    grow as programs come; None, and changes nothing, if the version of the plugin's table is unknown. `identity`:
-    versions that decide how a program is compiled and run."""
+    """Puts the store in front of the compiling function of the plugin whose file, `library`, the framework will load.
+    Returns counts that grow as programs come; None, and changes nothing, if the version of the plugin's table is
+    unknown. `identity`: versions that decide how a program is compiled and run."""
     plugin = ctypes.CDLL(str(library))
     plugin.GetPjrtApi.restype = c_void_p
     address = plugin.GetPjrtApi()

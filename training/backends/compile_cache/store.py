@@ -62,7 +62,7 @@ class ProgramStore:
 
     def write(self, key: str, program: bytes) -> None:
         """Keeps a program, unless it alone exceeds the bound or is marked as unproven. Removes the least recently used
-        entries as long as all exceed the bound. Warns, once, if the folder can't be written."""
+        entries as long as all together exceed the bound. Warns, once, if the folder can't be written."""
         content = MAGIC + hashlib.sha256(program).digest() + program
         if len(content) > self._largest_bytes or self._mark(key).exists():
             return

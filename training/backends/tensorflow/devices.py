@@ -58,8 +58,8 @@ class TensorFlowDevices:
         return None  # TensorFlow does not report it
 
     def wrong_products(self) -> int:
-        """Returns how many elements of matrix products are wrong on all replicas; if the devices were tried at their
-        opening, how many were then."""
+        """Returns the number of wrong elements in matrix products, added up over all replicas. Repeats the number that
+        was found when the devices were opened, if they were tried then."""
         if self._wrong is not None or self._replicas is None:
             return self._wrong or 0
         # Factors of -1, 0 and 1: the products are integers up to 256, which bfloat16 represents exactly.

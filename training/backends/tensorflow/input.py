@@ -75,7 +75,7 @@ def distributed_evaluation(strategy: Any, config: TrainerConfig, task: Task) -> 
 def _distribute_batches(
     strategy: Any, config: TrainerConfig, dataset: Dataset, read_rows: Callable[[int, int], Any], batch_size: int
 ) -> Generator[HostBatch, None, None]:
-    """Yields global batches, never ends by itself: the caller must stop before the rows run out. `read_rows`: (host,
+    """Yields global batches and never ends by itself: the caller must stop before the rows run out. `read_rows`: (host,
     hosts) -> the tf.data dataset of that host's rows. Raises BadInput, StorageError, OutOfMemory, LostPeer."""
     per_replica = batch_size // strategy.num_replicas_in_sync
     arrays = task_class(config.task).empty_batch(config, 1, dataset.sequence_length)

@@ -26,7 +26,7 @@ class TorchTpuDevices:
         return None  # no documented call of torch_tpu tells it
 
     def wrong_products(self) -> int:
-        """Returns how many elements of matrix products are wrong on all chips; all processes call it."""
+        """Returns the number of wrong elements in matrix products, added up over all chips; all processes call it."""
         # Factors of -1, 0 and 1: the products are integers up to 256, which bfloat16 represents exactly.
         random = np.random.default_rng(0)
         left, right = (

@@ -35,7 +35,7 @@ class TorchDevices:
         return memory_of(self._sharding)[1] or None
 
     def wrong_products(self) -> int:
-        """Returns how many elements of matrix products are wrong on all devices; all hosts call it."""
+        """Returns the number of wrong elements in matrix products, added up over all devices; all hosts call it."""
         # Factors of -1, 0 and 1: the products are integers up to 256, which bfloat16 represents exactly.
         random = np.random.default_rng(0)
         rows = random.integers(-1, 2, (self.local * _ROWS, _INNER)).astype(np.float32)

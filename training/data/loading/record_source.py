@@ -50,7 +50,7 @@ class HostSlice:
     on_corrupt: OnCorrupt = "stop"  # what to do about a damaged record
 
     def rows(self) -> tuple[int, int]:
-        """Returns this host's rows, [first, last), of each global batch. Raises BadInput if hosts can't share it."""
+        """Returns this host's rows, [first, last), of each global batch. Raises BadInput if it is not divisible."""
         assert 0 <= self.host < self.hosts
         if self.global_batch_size < 1 or self.global_batch_size % self.hosts:
             raise BadInput(
