@@ -151,21 +151,14 @@ def lines(summary: dict[str, Any]) -> list[str]:
 
 
 def _timed(
-    phase: str,
-    arguments: Sequence[str],
-    environment: dict[str, str],
-    seconds: dict[str, float],
-    screen: Screen,
+    phase: str, arguments: Sequence[str], environment: dict[str, str], seconds: dict[str, float], screen: Screen
 ) -> None:
     """Runs one `tpu-launch` command as a user would, shows its output, and adds its time to `seconds`. Raises
     LaunchError when it fails."""
     screen.command(shell.quote(["tpu-launch", *arguments]))
     begun = time.monotonic()
     result = shell.stream(
-        [sys.executable, "-m", "launcher.cli", *arguments],
-        screen.line,
-        timeout=_STEP_SECONDS,
-        env=environment,
+        [sys.executable, "-m", "launcher.cli", *arguments], screen.line, timeout=_STEP_SECONDS, env=environment
     )
     seconds[phase] = seconds.get(phase, 0.0) + time.monotonic() - begun
     if not result.ok:

@@ -81,12 +81,7 @@ class RunCommand(Protocol):
     """Runs a local command: `launcher.shell.run`."""
 
     def __call__(
-        self,
-        argv: Sequence[str],
-        *,
-        timeout: float,
-        input: str | bytes | None = None,
-        pass_fds: Sequence[int] = (),
+        self, argv: Sequence[str], *, timeout: float, input: str | bytes | None = None, pass_fds: Sequence[int] = ()
     ) -> Result: ...
 
 

@@ -57,10 +57,7 @@ PLACES = {
         nightly=True,
     ),
     "oracle-tensorflow": Place(
-        "tensorflow",
-        ("tests/oracle/tensorflow",),
-        build_args={"REQUIREMENTS": "requirements-tpu.txt"},
-        nightly=True,
+        "tensorflow", ("tests/oracle/tensorflow",), build_args={"REQUIREMENTS": "requirements-tpu.txt"}, nightly=True
     ),
 }
 

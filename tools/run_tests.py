@@ -55,14 +55,7 @@ SLOWEST = ("--durations=0", "--durations-min=1")
 PATIENT = ("--timeout=900",)  # of a test with its fixtures, which train too
 FAULTS = tuple(
     f"tests/rehearsal/test_{name}.py"
-    for name in (
-        "fault_matrix",
-        "queued_slices",
-        "emulator_slice",
-        "housekeeping",
-        "gcloud_defects",
-        "readme_commands",
-    )
+    for name in ("fault_matrix", "queued_slices", "emulator_slice", "housekeeping", "gcloud_defects", "readme_commands")
 )
 # Two stages of a row run at the same time, in its order, because most stages wait half of their time, for processes,
 # hosts and time-outs. The rows follow each other.

@@ -174,10 +174,7 @@ def check_host(
 
 
 def _use_devices(
-    open_devices: OpenDevices,
-    cluster: Cluster,
-    rendezvous: Rendezvous,
-    report: Callable[[str, Any], None],
+    open_devices: OpenDevices, cluster: Cluster, rendezvous: Rendezvous, report: Callable[[str, Any], None]
 ) -> None:
     """Opens the devices, multiplies matrices on each and sums over all hosts', reporting facts. All hosts call it."""
     devices = open_devices(cluster, rendezvous)

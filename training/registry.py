@@ -161,9 +161,8 @@ TASKS: dict[str, TaskEntry] = {
 
 OPTIMIZERS: dict[str, OptimizerEntry] = {
     "adamw": OptimizerEntry(
-        torch="training.optim.adamw_torch:AdamWTorch",
-        tensorflow="training.optim.adamw_tf:AdamWTensorFlow",
-    ),
+        torch="training.optim.adamw_torch:AdamWTorch", tensorflow="training.optim.adamw_tf:AdamWTensorFlow"
+    )
 }
 
 BACKENDS: dict[str, BackendEntry] = {

@@ -93,15 +93,10 @@ def check_version(info: dict[str, Any]) -> Finding:
     version = str(info.get("basic", {}).get("version", ""))
     if version == _TESTED:
         defects = "--output-directory, subsets of --worker, commands run again after exit code 255"
-        return ok(
-            "gcloud",
-            f"{version}, which this was tested with: its known defects are avoided ({defects})",
-        )
+        return ok("gcloud", f"{version}, which this was tested with: its known defects are avoided ({defects})")
     if _numbers(version) < _numbers(_TESTED):
         return warning(
-            "gcloud",
-            f"{version} is older than {_TESTED}, the version this was tested with",
-            "gcloud components update",
+            "gcloud", f"{version} is older than {_TESTED}, the version this was tested with", "gcloud components update"
         )
     return ok("gcloud", f"{version} (tested with {_TESTED}; the defects known there are avoided)")
 
@@ -132,11 +127,7 @@ def _zone(config: Config) -> list[Finding]:
     zones = ", ".join(config.accelerator.zones(Api.CLOUD_TPU))
     return [
         *rows,
-        failure(
-            "accelerator",
-            f"no {place}; the zone has {', '.join(offered) or 'none'}",
-            f"zone: one of {zones}",
-        ),
+        failure("accelerator", f"no {place}; the zone has {', '.join(offered) or 'none'}", f"zone: one of {zones}"),
     ]
 
 
@@ -207,9 +198,7 @@ def _ssh_key(path: Path) -> Finding:
     except LaunchError as error:
         return failure("ssh key", str(error))
     return failure(
-        "ssh key",
-        f"{path} asks for a passphrase (or is damaged), which `tpu-launch` can't type",
-        f"ssh-add {path}",
+        "ssh key", f"{path} asks for a passphrase (or is damaged), which `tpu-launch` can't type", f"ssh-add {path}"
     )
 
 
@@ -270,14 +259,11 @@ def check_registry(host: str, settings: dict[str, Any]) -> Finding:
             return ok("registry", f"docker has credentials for {host} ({kind})")
     if settings.get("credsStore"):
         return warning(
-            "registry",
-            f"docker asks {settings['credsStore']} for {host}; whether it has an answer is not checked",
+            "registry", f"docker asks {settings['credsStore']} for {host}; whether it has an answer is not checked"
         )
     if is_google(host):
         return failure(
-            "registry",
-            f"docker has no credentials for {host}",
-            f"gcloud auth configure-docker {host} --quiet",
+            "registry", f"docker has no credentials for {host}", f"gcloud auth configure-docker {host} --quiet"
         )
     return warning("registry", f"docker has no credentials for {host}", f"docker login {host}")
 

@@ -147,11 +147,7 @@ _SERVICE = click.Option(
 )
 _FOR = click.Option(["--for", "seconds"], type=_SECONDS, help="Undone after so many seconds; else by restore-host.")
 
-_add_fault(
-    "preempt",
-    "Take NODE away: its state becomes PREEMPTED, its hosts die. Only deleting it is left.",
-    _NODE,
-)
+_add_fault("preempt", "Take NODE away: its state becomes PREEMPTED, its hosts die. Only deleting it is left.", _NODE)
 _add_fault(
     "kill-host",
     "Kill host WORKER of NODE, with everything that runs on it. The API still shows the node as READY.",
@@ -173,11 +169,7 @@ _add_fault(
     click.Argument(["kind"], type=click.Choice(list(faults.OUTAGES))),
     _NODE,
     click.Option(
-        ["--for", "seconds"],
-        type=_SECONDS,
-        default=10.0,
-        show_default=True,
-        help="Seconds until the hosts boot again.",
+        ["--for", "seconds"], type=_SECONDS, default=10.0, show_default=True, help="Seconds until the hosts boot again."
     ),
 )
 _add_fault(
@@ -185,11 +177,7 @@ _add_fault(
     "Undo kill-host, cut-host and hang-host: the host boots again, gets its network back, or goes on.",
     *(_NODE, _WORKER),
 )
-_add_fault(
-    "stockout",
-    'The next COUNT creations end with "There is no more capacity in the zone".',
-    _NEXT,
-)
+_add_fault("stockout", 'The next COUNT creations end with "There is no more capacity in the zone".', _NEXT)
 _add_fault("quota", 'Creations are answered with 429 "Quota limit ... has been exceeded".', _COUNT)
 _add_fault("permission", "Creations are answered with 403 \"Permission denied on 'locations/...'\".", _COUNT)
 _add_fault(

@@ -67,10 +67,7 @@ def _print_version(context: click.Context, _option: click.Parameter, wanted: boo
         context.exit()
 
 
-@click.group(
-    commands=COMMANDS,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
-)
+@click.group(commands=COMMANDS, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.option("--emulated", is_flag=True, help="Use the emulated slice of this machine instead of Google Cloud.")
 @click.option(
     "-v", "--verbose", is_flag=True, help="Print every local command (gcloud, docker, ssh, kubectl) and how it ended."

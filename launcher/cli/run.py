@@ -41,9 +41,7 @@ from launcher.tpu_vm import slice_hints
     "--overlay", metavar="FOLDER=TARGET", help="Lay files over those of the image that ran last, without a build."
 )
 @click.option(
-    "--sync",
-    metavar="FOLDER[=TARGET]",
-    help="Restart the command with the folder's changed files, without a build.",
+    "--sync", metavar="FOLDER[=TARGET]", help="Restart the command with the folder's changed files, without a build."
 )
 @dry_run_option
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)

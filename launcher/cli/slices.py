@@ -36,10 +36,7 @@ class _Dollars(click.FloatRange):
 
 @click.command()
 @click.option(
-    "--max-cost",
-    type=_Dollars(0, min_open=True),
-    metavar="DOLLARS",
-    help="Refuse a slice that costs more an hour.",
+    "--max-cost", type=_Dollars(0, min_open=True), metavar="DOLLARS", help="Refuse a slice that costs more an hour."
 )
 @click.option(
     "--no-preflight", is_flag=True, help="Create the slice although preflight found that the step does not fit."
@@ -49,12 +46,7 @@ class _Dollars(click.FloatRange):
 @dry_run_option
 @configured
 def up(
-    config: Config,
-    max_cost: float | None,
-    dry_run: bool,
-    no_preflight: bool,
-    any_owner: bool,
-    check_devices: bool,
+    config: Config, max_cost: float | None, dry_run: bool, no_preflight: bool, any_owner: bool, check_devices: bool
 ) -> None:
     """Create the slice and wait until every host answers. Idempotent: waits for a slice that is being created, also by
     another `up`; starts a stopped one; waits for one that is being deleted, and recreates it."""

@@ -39,9 +39,7 @@ _FORMS = {
     ("gke", "gcsfuse", "bucket"): (r"[a-z0-9][a-z0-9._-]+[a-z0-9]", "must be a bucket's name, without gs://"),
     ("run", "shm_size"): (r"0*[1-9].*", "must be more than 0"),
 }
-_MAPS = frozenset(
-    [*_VISIBLE, ("slice", "labels"), ("gke", "secrets"), ("gke", "node_selector")],
-)
+_MAPS = frozenset([*_VISIBLE, ("slice", "labels"), ("gke", "secrets"), ("gke", "node_selector")])
 _MAY_BE_EMPTY = frozenset([("gke", "gcsfuse", "options")])
 
 Key = tuple[str, ...]

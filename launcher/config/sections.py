@@ -7,15 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from launcher.config.gke import GkeSection
-from launcher.config.values import (
-    IMAGE_BY_DIGEST,
-    AcceleratorType,
-    Environment,
-    Labels,
-    Name,
-    VariableNames,
-    Zone,
-)
+from launcher.config.values import IMAGE_BY_DIGEST, AcceleratorType, Environment, Labels, Name, VariableNames, Zone
 from training.registry import BackendName
 from training.yaml_file import Section
 

@@ -9,15 +9,7 @@ from typing import Any
 from launcher.config import Config
 from launcher.gke.commented_yaml import Commented
 from launcher.gke.pod_template import pod_template
-from launcher.gke.workload import (
-    CONTAINER,
-    REPLICATED_JOB,
-    Restarts,
-    Workload,
-    host_name,
-    labels,
-    metadata,
-)
+from launcher.gke.workload import CONTAINER, REPLICATED_JOB, Restarts, Workload, host_name, labels, metadata
 from training.errors import Exit
 
 _DISRUPTED = Commented(

@@ -94,8 +94,7 @@ def _container_security(config: Config) -> dict[str, Any]:
     if config.gke.privileged:
         return {"privileged": True}
     added = Commented(
-        ["DAC_OVERRIDE", "SYS_RESOURCE"],
-        "To write in folders of the image, which another user owns; for `ulimit`.",
+        ["DAC_OVERRIDE", "SYS_RESOURCE"], "To write in folders of the image, which another user owns; for `ulimit`."
     )
     return {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"], "add": added}}
 

@@ -34,10 +34,7 @@ def image_spec(config: Config) -> ImageSpec:
         name, build_args = f"tpu-launch/{config.run_name}", dict(section.build_args)
         spec = folder_spec(name, folder, dockerfile=dockerfile, build_args=build_args, ca_bundle=bundle)
     return replace(
-        spec,
-        repository=section.repository,
-        target=section.target,
-        create_repository=section.create_repository,
+        spec, repository=section.repository, target=section.target, create_repository=section.create_repository
     )
 
 

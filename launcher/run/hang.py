@@ -82,10 +82,7 @@ class _HostLook:
 
 
 def explain_hang(
-    first: Mapping[int, HostStacks],
-    second: Mapping[int, HostStacks],
-    lines: Mapping[int, ProgressLine],
-    seconds: float,
+    first: Mapping[int, HostStacks], second: Mapping[int, HostStacks], lines: Mapping[int, ProgressLine], seconds: float
 ) -> Hang | None:
     """Returns which host differs, and what it or all hosts wait for; None without any stacks.
 

@@ -101,14 +101,7 @@ def run(request: RunRequest, context: Context) -> Outcome:
         for run_id in _stop_before_restart(config, context) if request.sync is not None else ():
             known_stops[run_id] = known_stops.get(run_id, 0) + 1  # this command's own
         ledger = resolve_run(
-            config,
-            context.home,
-            context.machine,
-            requested,
-            overlay,
-            run_id=request.run_id,
-            new=request.new,
-            say=say,
+            config, context.home, context.machine, requested, overlay, run_id=request.run_id, new=request.new, say=say
         )
         with supervising(ledger, context.machine, say):
             known = known_stops.get(ledger.run_id, 0)

@@ -79,9 +79,7 @@ class Status:
         else:
             detail = f" ({self.slice.detail})" if self.slice.detail else ""
             hosts = f"{len(self.slice.hosts)} hosts"
-            lines = [
-                f"slice {self.slice_name}: {self.slice.state}, {self.slice.accelerator_type}, {hosts}{detail}",
-            ]
+            lines = [f"slice {self.slice_name}: {self.slice.state}, {self.slice.accelerator_type}, {hosts}{detail}"]
         if self.run is None:
             return [*lines, "no run was started from this folder yet"]
         lines.append(f"run {self.run}: attempt {self.attempt}, {self.outcome or 'running'}")

@@ -184,11 +184,7 @@ class Top:
         if status.progress is not None and status.progress.loss is not None:
             self._losses[status.progress.step] = status.progress.loss
         return replace(
-            view,
-            progress=status.progress,
-            losses=dict(self._losses),
-            hosts=status.hosts,
-            history=status.history,
+            view, progress=status.progress, losses=dict(self._losses), hosts=status.hosts, history=status.history
         )
 
     def _find_run(self) -> Ledger | None:

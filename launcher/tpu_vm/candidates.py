@@ -100,6 +100,5 @@ def _api(config: Config, say: Say, machine: Workstation) -> race.SliceCalls:
         return state
 
     return race.SliceCalls(
-        create=create_one,
-        delete=lambda places: deletion.delete_places(config, places, say, machine, all_requests=True),
+        create=create_one, delete=lambda places: deletion.delete_places(config, places, say, machine, all_requests=True)
     )

@@ -40,11 +40,7 @@ def _node(config: Config) -> str:
 
 def create_command(config: Config, labels: dict[str, str]) -> list[str]:
     """Returns the command that creates the node and waits for the operation."""
-    return [
-        *_base(config, "create", _node(config)),
-        f"--version={config.runtime_version}",
-        *node_flags(config, labels),
-    ]
+    return [*_base(config, "create", _node(config)), f"--version={config.runtime_version}", *node_flags(config, labels)]
 
 
 def node_flags(config: Config, labels: dict[str, str]) -> list[str]:

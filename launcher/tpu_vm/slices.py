@@ -77,13 +77,7 @@ def _describe_in_zone(config: Config, machine: Workstation) -> SliceState | None
     state = "PREEMPTED" if request.lost else request.state
     detail = request.error or "queued resource"
     return SliceState(
-        request.name,
-        state,
-        "HEALTH_UNSPECIFIED",
-        config.slice.accelerator_type,
-        (),
-        detail,
-        labels=request.labels,
+        request.name, state, "HEALTH_UNSPECIFIED", config.slice.accelerator_type, (), detail, labels=request.labels
     )
 
 

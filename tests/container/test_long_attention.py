@@ -108,10 +108,7 @@ def opened(folder: Path, task: str, family: str) -> Any:
     return build(Model(path=write_model(folder, task, family)), needs, dropout=0.0, seed=1)
 
 
-@pytest.mark.parametrize(
-    "family",
-    others_at_night(LONG_ATTENTION, ("llama", "gemma2", "modernbert")),
-)
+@pytest.mark.parametrize("family", others_at_night(LONG_ATTENTION, ("llama", "gemma2", "modernbert")))
 def test_a_family_trains_as_with_its_own_attention_and_documents_stay_apart(tmp_path: Path, family: str) -> None:
     for task in ("mlm", "classification") if family == "modernbert" else ("causal-lm",):
         network, sums = opened(tmp_path, task, family), load(TASKS[task].torch)

@@ -304,11 +304,7 @@ def test_a_program_that_does_not_fit_is_reported_with_its_size() -> None:
             {"data__train": "nowhere"},
             "Before there is data, say what it will be: --vocabulary and --sequence-length",
         ),
-        (
-            ["--accelerator", "v4-8", "--vocabulary", "100"],
-            {},
-            "stand in for missing data: give both or neither",
-        ),
+        (["--accelerator", "v4-8", "--vocabulary", "100"], {}, "stand in for missing data: give both or neither"),
     ],
 )
 def test_bad_input_ends_with_2(folder: Path, options: list[str], changes: dict[str, Any], expected: str) -> None:
@@ -320,8 +316,7 @@ def test_bad_input_ends_with_2(folder: Path, options: list[str], changes: dict[s
 def test_other_versions_are_refused() -> None:
     compiler.require_versions()
     with pytest.raises(
-        CompilerUnavailable,
-        match=r"libtpu is 0\.0\.\d+; only 9\.9\.9 was tested; nothing-such is not installed",
+        CompilerUnavailable, match=r"libtpu is 0\.0\.\d+; only 9\.9\.9 was tested; nothing-such is not installed"
     ):
         compiler.require_versions({"libtpu": "9.9.9", "nothing-such": "1"})
 

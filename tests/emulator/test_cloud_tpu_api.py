@@ -94,10 +94,7 @@ def test_guest_attributes_have_one_entry_a_worker_in_the_shape_that_gcloud_reads
     every = api.call("POST", "nodes", "pod", verb="getGuestAttributes", body={"workerIds": [""]})["guestAttributes"]
     assert [
         [item["value"] for item in entry["queryValue"]["items"] if item["key"] == "ssh-ed25519"] for entry in every
-    ] == [
-        ["key0"],
-        ["key1"],
-    ]
+    ] == [["key0"], ["key1"]]
     one = api.call(
         "POST", "nodes", "pod", verb="getGuestAttributes", body={"workerIds": ["1"], "queryPath": "hostkeys/"}
     )["guestAttributes"]

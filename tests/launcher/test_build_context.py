@@ -114,8 +114,7 @@ def test_secrets_and_state_of_this_machine_are_not_sent(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content",
-    [PEM, "CERTIFICATE\r\n" + PEM.replace("\n", "\r\n"), '{"type": "x", "private_key": "0123456789abcdef"}'],
+    "content", [PEM, "CERTIFICATE\r\n" + PEM.replace("\n", "\r\n"), '{"type": "x", "private_key": "0123456789abcdef"}']
 )
 def test_files_that_hold_a_private_key_are_left_out_and_named_once(tmp_path: Path, content: str) -> None:
     make_folder(tmp_path, "train.py", "sub/.env", ".git/config")

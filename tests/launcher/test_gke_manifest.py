@@ -50,11 +50,7 @@ def test_every_size_of_every_accelerator_is_valid_and_has_its_hosts_and_chips(na
     for document in documents:
         assert schemas.mistakes(document) == []
     job, pod = job_of(documents), pod_of(documents)
-    assert (job["parallelism"], job["completions"], job["completionMode"]) == (
-        slice_.hosts,
-        slice_.hosts,
-        "Indexed",
-    )
+    assert (job["parallelism"], job["completions"], job["completionMode"]) == (slice_.hosts, slice_.hosts, "Indexed")
     resources = pod["containers"][0]["resources"]
     assert (
         resources["limits"]["google.com/tpu"] == resources["requests"]["google.com/tpu"] == str(slice_.chips_per_host)

@@ -167,11 +167,7 @@ def test_earlier_attempts_go_and_an_ended_container_of_another_run_stays(host: S
 
 @pytest.mark.parametrize(("image", "shown"), [("us-docker.pkg.dev/p/r/i", True), ("registry.example.com/i", False)])
 def test_hosts_show_their_own_token_to_googles_registries_only(
-    host: ScriptHost,
-    image: str,
-    shell: str,
-    *,
-    shown: bool,
+    host: ScriptHost, image: str, shell: str, *, shown: bool
 ) -> None:
     host.answer("--config", 'case "$*" in *" login "*) cat >"$HOST/token" ;; esac')
     host.run(start(image=image + DIGEST), shell)

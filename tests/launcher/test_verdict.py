@@ -107,10 +107,7 @@ CASES = {
         [exited(0, 76), exited(1, 137, away=True, oom_killed=True, rebooted=True)],
         (Kind.FAILED, 1),
     ),
-    "a host that came back without its container": (
-        [running(0), removed(1, away=True)],
-        (Kind.HOST_LOST, 1),
-    ),
+    "a host that came back without its container": ([running(0), removed(1, away=True)], (Kind.HOST_LOST, 1)),
     "a host that finished and went away while another exports": ([EXPORTED, running(1)], (Kind.RUNNING, -1)),
     "a failure beside a host that finished and went away": ([EXPORTED, exited(1, 1)], (Kind.FAILED, 1)),
     "a container that another program removed": ([running(0), removed(1)], (Kind.FAILED, 1)),

@@ -166,10 +166,7 @@ def test_the_trackers_of_an_attempt_learn_whether_it_failed(tmp_path: Path, erro
     log: Any = SimpleNamespace(finish=lambda seconds, *, failed, is_hurried: ends.append(failed))
     context = attempt_end.AttemptContext(Console(True), log)
     url = str(tmp_path / "attempts" / "attempt-0000.t.json")
-    with (
-        pytest.raises(type(error)),
-        attempt_end.record_attempt_end(str(tmp_path), url, PhaseTimer(), context, warn),
-    ):
+    with pytest.raises(type(error)), attempt_end.record_attempt_end(str(tmp_path), url, PhaseTimer(), context, warn):
         raise error
     assert ends == [failed]
 

@@ -96,10 +96,7 @@ def test_parts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     packed(tmp_path / "plain", 10, 20)
     labelled.make(tmp_path / "labelled", 10)
     plain = str(tmp_path / "plain")
-    for other, message in (
-        ({"labelled": 1}, "differ in rows"),
-        ({}, "at least two different parts"),
-    ):
+    for other, message in (({"labelled": 1}, "differ in rows"), ({}, "at least two different parts")):
         with pytest.raises(BadInput, match=message):
             write_mixture(str(tmp_path / "mixed"), {plain: 1, **{str(tmp_path / name): n for name, n in other.items()}})
     shutil.copytree(plain, tmp_path / "copy")

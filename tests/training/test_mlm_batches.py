@@ -48,13 +48,7 @@ def of_rows(records: int, *, seed: int, batch: int) -> TrainingOrder:
     return order.training_order(records, 298, seed=seed, batch=batch)
 
 
-@given(
-    st.integers(1, 400),
-    st.integers(1, 9),
-    st.integers(1, 40),
-    st.integers(1, 70),
-    st.integers(0, 2**64),
-)
+@given(st.integers(1, 400), st.integers(1, 9), st.integers(1, 40), st.integers(1, 70), st.integers(0, 2**64))
 def test_batches_run_through_the_epochs_without_dropping_or_repeating(
     records: int, block: int, depth: int, batch: int, seed: int
 ) -> None:

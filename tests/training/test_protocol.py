@@ -16,13 +16,7 @@ from training.distributed.handshake import (
     Refusal,
     make_nonce,
 )
-from training.distributed.messages import (
-    HANDSHAKE_BYTES,
-    HOST_BYTES,
-    LineBuffer,
-    Malformed,
-    encode,
-)
+from training.distributed.messages import HANDSHAKE_BYTES, HOST_BYTES, LineBuffer, Malformed, encode
 from training.distributed.server_protocol import Actions, ServerProtocol, summarize
 
 OWN = HostCredentials(Identity("run", 1, 3), RENDEZVOUS, b"the secret of the attempt")
@@ -75,11 +69,7 @@ class Meeting:
 
 @pytest.mark.parametrize(
     "own",
-    [
-        replace(OWN, secret=b"another attempt's"),
-        replace(OWN, secret=b""),
-        replace(OWN, purpose="gradient exchange"),
-    ],
+    [replace(OWN, secret=b"another attempt's"), replace(OWN, secret=b""), replace(OWN, purpose="gradient exchange")],
 )
 def test_a_peer_with_another_secret_or_purpose_gets_no_answer(own: HostCredentials) -> None:
     meeting = Meeting()

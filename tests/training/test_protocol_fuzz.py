@@ -22,13 +22,7 @@ from training.distributed import connection as connections
 from training.distributed import messages
 from training.distributed.barrier_state import Identity
 from training.distributed.cluster import Cluster
-from training.distributed.handshake import (
-    GRADIENT_EXCHANGE,
-    RENDEZVOUS,
-    ClientHandshake,
-    HostCredentials,
-    make_nonce,
-)
+from training.distributed.handshake import GRADIENT_EXCHANGE, RENDEZVOUS, ClientHandshake, HostCredentials, make_nonce
 from training.distributed.messages import ANSWER, FROM_SERVER, LineBuffer, Malformed, encode
 from training.distributed.rendezvous import RendezvousClient
 from training.distributed.rendezvous_server import RendezvousServer

@@ -15,10 +15,7 @@ from training.models.export import write_model_folder
 from training.models.hugging_face import local_copy
 
 GOOD: dict[str, Any] = {
-    "added_tokens": [
-        {"id": 0, "content": "<pad>", "special": True},
-        {"id": 1, "content": "[MASK]", "special": True},
-    ],
+    "added_tokens": [{"id": 0, "content": "<pad>", "special": True}, {"id": 1, "content": "[MASK]", "special": True}],
     "model": {"type": "WordLevel", "vocab": {"<pad>": 0, "[MASK]": 1, "word": 2}, "unk_token": "<pad>"},
 }
 

@@ -45,11 +45,7 @@ def is_one_message(text: str) -> bool:
     [
         (["train", "nowhere.yaml"], {}, "nowhere.yaml: no such file"),
         (["train", "run.yaml"], {}, "tokenizer is not a tokenizer folder"),
-        (
-            ["train", "run.yaml"],
-            {"TPU_WORKER_ID": "3", "TPU_WORKER_HOSTNAMES": "a,b"},
-            "worker 3, but only 2 host(s)",
-        ),
+        (["train", "run.yaml"], {"TPU_WORKER_ID": "3", "TPU_WORKER_HOSTNAMES": "a,b"}, "worker 3, but only 2 host(s)"),
         (["checkpoint", "list", "."], {}, "no committed checkpoint below"),
     ],
 )

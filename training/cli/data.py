@@ -286,13 +286,7 @@ def verify(url: str, tokenizer_url: str | None) -> None:
     "--percent", type=click.IntRange(1, 100), default=15, show_default=True, help="How many tokens are to be predicted."
 )
 def preview(
-    url: str,
-    tokenizer_url: str,
-    count: int,
-    step: int,
-    global_batch_size: int,
-    seed: int,
-    percent: int,
+    url: str, tokenizer_url: str, count: int, step: int, global_batch_size: int, seed: int, percent: int
 ) -> None:
     """Show the first rows of a step's batch as text, with masks or labels, as a run with these values gets them."""
     from training.data.loading.preview import preview_batch

@@ -102,13 +102,7 @@ def evaluate(model: str, config: str, overrides: tuple[str, ...], step: int | No
 
 
 @click.command("check-devices")
-@click.option(
-    "--backend",
-    type=click.Choice(list(BACKENDS)),
-    default="torch-xla",
-    show_default=True,
-    help="Framework.",
-)
+@click.option("--backend", type=click.Choice(list(BACKENDS)), default="torch-xla", show_default=True, help="Framework.")
 @click.option("--output", metavar="URL", help="Folder in Cloud Storage whose speed is measured.")
 @click.option(
     "--seconds", type=click.FloatRange(1), default=120, show_default=True, help="How long to wait for the other hosts."

@@ -29,9 +29,7 @@ T = TypeVar("T")
 
 
 def accept_connection(
-    accept: Callable[[], tuple[T, Any]],
-    close_oldest: Callable[[], bool],
-    sleep: Callable[[float], None] = time.sleep,
+    accept: Callable[[], tuple[T, Any]], close_oldest: Callable[[], bool], sleep: Callable[[float], None] = time.sleep
 ) -> T | None:
     """Returns the next connection, or None if none waits, or if this process can have no more. `accept` is that of a
     listener with time-out 0; `close_oldest` closes the oldest pending connection to make room, or returns False if

@@ -393,12 +393,7 @@ def _is_transient(error: Exception) -> bool:
     if isinstance(error, storage.InvalidResponse):
         status = getattr(error.response, "status_code", 500)
         return status in (308, 408, 429) or status >= 500
-    broken = (
-        OSError,
-        requests.exceptions.RequestException,
-        urllib3.exceptions.HTTPError,
-        storage.DataCorruption,
-    )
+    broken = (OSError, requests.exceptions.RequestException, urllib3.exceptions.HTTPError, storage.DataCorruption)
     return isinstance(error, (api.GoogleAPICallError, *broken))
 
 

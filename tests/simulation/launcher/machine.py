@@ -146,12 +146,7 @@ class Terminal:
         return Link(world, host, self.actor)
 
     def run(
-        self,
-        argv: Sequence[str],
-        *,
-        timeout: float,
-        input: str | bytes | None = None,
-        pass_fds: Sequence[int] = (),
+        self, argv: Sequence[str], *, timeout: float, input: str | bytes | None = None, pass_fds: Sequence[int] = ()
     ) -> Result:
         """Runs gcloud or kubectl in a process of its own. Google carries out its request even when that process
         ends."""

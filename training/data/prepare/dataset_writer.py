@@ -211,11 +211,7 @@ def write_shard(url: str, name: str, length: int, records: int, data: bytes) -> 
 
 
 def finish_dataset(
-    url: str,
-    plan: DatasetPlan,
-    features: Mapping[str, Feature],
-    shards: list[Shard],
-    more: Mapping[str, Any] = PACKED,
+    url: str, plan: DatasetPlan, features: Mapping[str, Feature], shards: list[Shard], more: Mapping[str, Any] = PACKED
 ) -> Dataset:
     """Writes dataset.json, which commits the dataset, removes `.preparing/`, and returns the dataset. `more`: other
     keys of the manifest. Raises AlreadyExists when there is a dataset.json."""

@@ -11,13 +11,7 @@ from training.data.loading.fixed_shards import FixedShards
 from training.data.loading.record_source import OnCorrupt
 from training.data.tf.crc32c import Crc32c
 from training.data.tf.recipe_shards import recipe_shards
-from training.data.tf.record_source import (
-    Columns,
-    ShardIndex,
-    TensorRecordSource,
-    describe_record,
-    replace_bad_records,
-)
+from training.data.tf.record_source import Columns, ShardIndex, TensorRecordSource, describe_record, replace_bad_records
 
 
 def open_source(
