@@ -69,6 +69,7 @@ class Job:
         self.causes: list[Cause] = []  # all that happened to it, in order
         self.seen_finished = False  # whether the launcher has reported its end
         self.confirmed = False  # whether the launcher has reported its start
+        self.told_lost = False  # whether the launcher has ended it because of a host that was lost then
         self.disturbed = False  # by something other than its plan
         self.over = False
         self.stall_seconds: float | None = None  # of silence after which the file calls it stalled

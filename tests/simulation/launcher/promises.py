@@ -324,6 +324,7 @@ def told_silence_is_true(world: World, by: Actor, run: str, text: str) -> None:
         return
     seconds = float(told[3]) * (1.0 if told[4] == "s" else 60.0)
     for worker, container in job.containers.items():
+        job.told_lost |= world.is_lost(by, container.host, job)
         silent = world.scheduler.now - by.heard.get(container.host, -math.inf)
         if (told[2] == "no host" or worker == int(told[1])) and 1.0 < silent < seconds - _SILENCE_SECONDS:
             world.break_promise("what is told silent was silent", f"{container.host!r} for {silent:.0f} s: {text}")

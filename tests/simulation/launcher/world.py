@@ -203,7 +203,7 @@ class World:
         self._refusals.pop((actor, host), None)
         self._answers[actor, host] = self.scheduler.now
 
-    def _is_lost(self, actor: Actor, host: Host, job: Job) -> bool:
+    def is_lost(self, actor: Actor, host: Host, job: Job) -> bool:
         """Returns whether a host of an attempt has not answered for as long as the file lets it be silent, and its
         answers have failed for half of that: for longer if no other host has answered since."""
         refusals = self._refusals.get((actor, host), [])
@@ -453,9 +453,9 @@ class World:
 
     def _check_end(self, container: Container, actor: Actor) -> None:
         job = container.job
-        if job is None or not job.healthy or job.began is None or not job.confirmed:
+        if job is None or not job.healthy or job.began is None or not job.confirmed or job.told_lost:
             return
-        if any(self._is_lost(actor, item.host, job) for item in job.containers.values()):
+        if any(self.is_lost(actor, item.host, job) for item in job.containers.values()):
             return
         stopped = any(stop.run == container.run for stop in self.record.stops)
         if not stopped and job.plan.kind != "stall":
