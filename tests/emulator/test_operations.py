@@ -128,11 +128,13 @@ def test_a_node_deleted_while_it_starts_leaves_nothing(running: Running) -> None
     running.ended(running.call(running.api.create, acceleratorType="v4-8"))
     running.ended(running.call(running.api.call, "POST", "nodes", "pod", verb="stop"))
     running.containers.gate.clear()
-    running.call(running.api.call, "POST", "nodes", "pod", verb="start")
+    start = running.call(running.api.call, "POST", "nodes", "pod", verb="start")
     deletion = running.call(running.api.call, "DELETE", "nodes", "pod")
     running.containers.gate.set()
+    assert running.ended(start)["code"] == 1
     running.ended(deletion)
     assert not running.containers.hosts
+    assert not running.api.state.nodes
 
 
 def test_a_stop_that_ends_during_a_deletion_does_not_undo_it(running: Running) -> None:
@@ -154,17 +156,6 @@ def test_a_start_whose_host_does_not_boot_ends_with_an_error(running: Running, m
     error = running.ended(running.call(running.api.call, "POST", "nodes", "pod", verb="start"))
     assert (error["code"], "did not boot within" in error["message"]) == (13, True)
     assert running.node()["state"] == "UNKNOWN"
-
-
-def test_a_start_ends_when_its_node_is_deleted_meanwhile(running: Running) -> None:
-    running.ended(running.call(running.api.create, acceleratorType="v4-8"))
-    running.ended(running.call(running.api.call, "POST", "nodes", "pod", verb="stop"))
-    running.containers.gate.clear()
-    start = running.call(running.api.call, "POST", "nodes", "pod", verb="start")
-    running.ended(running.call(running.api.call, "DELETE", "nodes", "pod"))
-    running.containers.gate.set()
-    assert running.ended(start)["code"] == 1
-    assert not running.api.state.nodes
 
 
 def test_a_creation_that_the_engine_refuses_ends_with_an_error_and_can_be_deleted(running: Running) -> None:
