@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.peers.compiling import make_run, run_in_process
 from benchmarks.peers.rows import Row, finish, row
-from benchmarks.preflight import DECODERS, LLAMA_3_8B, LONG, MODERNBERT_BASE, Case
+from benchmarks.preflight import DECODERS, LONG, Case, make_large_run
 from training.accelerators import Accelerator, accelerator
 from training.config import TrainerConfig
 from training.preflight.programs import DataFacts
@@ -49,11 +49,7 @@ def make_search(model: str, name: str) -> tuple[TrainerConfig, DataFacts]:
     if model in MODELS:
         vocabulary, _, _ = MODELS[model]
         return make_run(model, LENGTH, vocabulary, first_rows(model, target) * target.devices)
-    case = LARGE[model][name]
-    if case == LONG:
-        return make_run(MODERNBERT_BASE, case.length, 50_368, case.batch)
-    lora = {"rank": case.lora} if case.lora else None
-    return make_run(LLAMA_3_8B, case.length, 128_256, case.batch, lora, mesh={"fsdp": target.devices})
+    return make_large_run(LARGE[model][name])
 
 
 def search_largest(model: str, name: str) -> LargestBatch:

@@ -45,10 +45,9 @@ def main() -> None:
         for follows in (False, True)
     )
     bound = statistics.median(map(find_bound, seeds))
-    peer = ("hours", "one type in one zone", one)
     rows = [
-        row("candidates", peer[0], many, *peer[1:], "less than one type"),
-        row("the fastest available slice, no loss", peer[0], bound, *peer[1:], "no policy is faster"),
+        row("candidates", "hours", many, "one type in one zone", one, "less than one type"),
+        row("the fastest available slice, no loss", "hours", bound, "one type in one zone", one, "no policy is faster"),
     ]
     finish("capacity", rows, options.json)
 

@@ -34,9 +34,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.peers.compiling import make_run, run_in_process
 from benchmarks.peers.rows import Row, finish, row
 from training.accelerators import accelerator
+from training.config import TrainerConfig
 from training.preflight.compiler import CompilationRefused, Program, compile_program
 from training.preflight.hlo import estimate_cycles, find_collectives
-from training.preflight.programs import Graph, trace_programs
+from training.preflight.programs import DataFacts, Graph, trace_programs
 from training.preflight.report import explain_refusal
 
 RUNS_IN = "torch-xla"
@@ -265,11 +266,19 @@ def compile_with_remat(case: Case) -> list[Row]:
     return [row(f"{_name(case)}, remat: layers", "GiB a device", total, "capacity", _capacity(case), goal)]
 
 
+def make_large_run(case: Case, **train: Any) -> tuple[TrainerConfig, DataFacts]:
+    """Returns the run of a decoder, whose state is split over all devices, or of long rows, and its data's facts."""
+    if case == LONG:
+        return make_run(MODERNBERT_BASE, case.length, 50_368, case.batch, **train)
+    lora = {"rank": case.lora} if case.lora else None
+    mesh = {"fsdp": accelerator(case.accelerator).devices}
+    return make_run(LLAMA_3_8B, case.length, 128_256, case.batch, lora, mesh=mesh, **train)
+
+
 def compile_decoder(case: Case) -> dict[str, float]:
     """Compiles the step of a decoder of 8 billion parameters. Returns figures of one device, by name."""
     target = accelerator(case.accelerator)
-    lora = {"rank": case.lora} if case.lora else None
-    config, facts = make_run(LLAMA_3_8B, case.length, 128_256, case.batch, lora, mesh={"fsdp": target.devices})
+    config, facts = make_large_run(case)
     [traced] = trace_programs(config, facts, [Graph("training", case.batch, case.length)], target)
     try:
         compiled = compile_program(traced.program, target)
@@ -292,7 +301,7 @@ def compile_decoder(case: Case) -> dict[str, float]:
 def compile_long_rows(**train: Any) -> tuple[float, float]:
     """Compiles the trainer's step of ModernBERT. Returns the GiB of HBM a device, and the seconds of a step as the
     compiler estimates its operations."""
-    config, facts = make_run(MODERNBERT_BASE, LONG.length, 50_368, LONG.batch, **train)
+    config, facts = make_large_run(LONG, **train)
     target = accelerator(LONG.accelerator)
     [traced] = trace_programs(config, facts, [Graph("training", LONG.batch, LONG.length)], target)
     compiled = compile_program(traced.program, target)

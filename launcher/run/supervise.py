@@ -165,7 +165,7 @@ def _end_on_hosts(session: Session, attempt: int, verdict: Verdict, reachable: S
     return {report.worker for report in reports if not report.ok}
 
 
-def is_another(slice_state: SliceState, ledger: Ledger, attempt: int) -> bool:
+def _is_another(slice_state: SliceState, ledger: Ledger, attempt: int) -> bool:
     """Returns whether the slice was recreated since the attempt started: it is CREATING, or its creation time and first
     address differ. One is no proof: a restart may change addresses, and a kept creation time may be old."""
     started = [event for event in ledger.events() if isinstance(event, events.Started)]
@@ -487,7 +487,7 @@ class _Supervision:
             return None
         if slice_state is None:
             return SliceAnswer(None)
-        state = RECREATED if is_another(slice_state, self.ledger, self.attempt) else slice_state.state
+        state = RECREATED if _is_another(slice_state, self.ledger, self.attempt) else slice_state.state
         return SliceAnswer(state, slice_state.trouble)
 
     def _fetch_rest_of(self, worker: int, turn: AbstractContextManager[Any]) -> None:

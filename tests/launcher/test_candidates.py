@@ -193,7 +193,7 @@ def test_the_best_that_is_granted_within_two_minutes_of_the_first_is_kept(
 def test_a_request_without_capacity_gives_way_after_ten_minutes_where_the_limit_leaves_no_room(
     cloud: Cloud, tmp_path: Path
 ) -> None:
-    """And is made again ten minutes later."""
+    """Makes it again ten minutes later."""
     plan = {"v4-16": [(1e9, False), (5, True)]}
     state, _, asked = run_race(cloud, make(tmp_path, "  price_limit: 8.0\n"), plan, {})
     assert state.accelerator_type == "v4-16"
@@ -208,7 +208,7 @@ def test_no_request_gives_way_while_all_are_made(cloud: Cloud, tmp_path: Path) -
 
 
 def test_after_a_stockout_everywhere_the_first_that_is_due_is_asked_for_again(cloud: Cloud, tmp_path: Path) -> None:
-    """The pauses are half to one and a half times 15 seconds, then 30."""
+    """Pauses for half to one and a half times 15 seconds, then 30."""
     config, none = make(tmp_path, "  stockout_minutes: 2\n"), [(0.0, False)]
     _, _, asked = run_race(cloud, config, {"v4-16": [*none * 2, (0.0, True)], "v4-8": none * 9, "v3-8": none * 9}, {})
     first, second, third = asked["v4-16"]

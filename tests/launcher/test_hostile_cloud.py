@@ -643,7 +643,7 @@ def test_only_answers_of_the_api_count_while_no_host_answers_and_no_hours_withou
 
 
 def test_hosts_are_not_silent_while_a_poll_of_one_is_open(work: Workstation, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a host has written meanwhile is not known yet."""
+    """Supervises two hosts of which one answers late: what it writes meanwhile is not known."""
     work.hosts.exits[0] = None
     polls = itertools.count()
     answer = FakeProvider.observe
