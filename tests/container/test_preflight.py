@@ -51,7 +51,7 @@ def preflight_of(document: dict[str, Any], path: Path, *options: str) -> Answer:
         timeout=SECONDS,
         check=False,
     )
-    assert "Traceback" not in ended.stderr
+    assert (ended.returncode < 0, "Traceback" in ended.stderr) == (False, False), ended.stderr
     accelerators = json.loads(ended.stdout)["accelerators"] if ended.stdout else []
     return Answer(ended.returncode, ended.stderr, {result["accelerator"]: result for result in accelerators})
 

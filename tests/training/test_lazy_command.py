@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import click
+import pytest
 from click.shell_completion import ShellComplete
 from click.testing import CliRunner
 
@@ -63,3 +64,13 @@ def test_help_of_tpu_train_imports_neither_data_nor_configuration() -> None:
     )
     ended = subprocess.run([sys.executable, "-c", script, "--help"], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.parametrize("end", ["sys.exit(3)", "raise DoesNotFit"])
+def test_a_crash_in_an_orderly_end_does_not_change_the_exit_code(end: str) -> None:
+    script = f"""import atexit, os, sys, click; from training.cli.main import main, tpu_train
+from training.preflight.compiler import DataDependentProgram as DoesNotFit
+def ends(): print("report", end=""); {end}
+tpu_train.add_command(click.Command("ends", callback=ends)); atexit.register(os.abort); main()"""
+    ended = subprocess.run([sys.executable, "-c", script, "ends"], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (3, "report"), ended.stderr

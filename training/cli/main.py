@@ -10,12 +10,13 @@ Commands parse, call and print; they hold no logic. A command is imported when i
 when it is called, so that `--help` is quick.
 """
 
+import faulthandler
 import sys
 import time
 
 import click
 
-from training.cli.train import print_error
+from training.cli.train import exit_at_once, print_error
 from training.errors import Exit, TrainError
 from training.lazy_command import LazyCommand
 
@@ -47,9 +48,13 @@ def tpu_train() -> None:
 
 
 def main() -> None:
-    """Runs the command line; prints a known error as one message, and exits with its code."""
+    """Runs the command line; prints a known error as one message and exits with its code, at once: threads of a
+    framework may crash in an orderly end. A crash in a framework's own code prints where Python was."""
+    faulthandler.enable()
     try:
         tpu_train(prog_name="tpu-train", standalone_mode=False, obj=_BEGAN)
+    except SystemExit as ended:
+        exit_at_once(ended.code if isinstance(ended.code, int) else Exit.FAILED)
     except click.ClickException as error:
         error.show()
         sys.exit(Exit.BAD_INPUT)
@@ -57,7 +62,7 @@ def main() -> None:
         sys.exit(130)
     except TrainError as error:
         print_error(error)
-        sys.exit(error.exit_code)
+        exit_at_once(error.exit_code)
     except Exception as error:
         from training.yaml_file import ConfigError  # not at the top: it takes as long as all of --help
 

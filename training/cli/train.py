@@ -263,7 +263,7 @@ def ending_process(rendezvous: Rendezvous, machine: Machine = SYSTEM) -> Iterato
             traceback.print_exc()
     finally:
         rendezvous.close(code, message)
-        _exit(code, machine)
+        exit_at_once(code, machine)
 
 
 def exit_overdue(rendezvous: Rendezvous, seconds: float, machine: Machine = SYSTEM) -> NoReturn:
@@ -275,7 +275,7 @@ def exit_overdue(rendezvous: Rendezvous, seconds: float, machine: Machine = SYST
     )
     _print(f"tpu-train: stopped: {message}")
     rendezvous.close(Exit.SAVED, message, overdue=True)
-    _exit(Exit.SAVED, machine)
+    exit_at_once(Exit.SAVED, machine)
 
 
 def print_error(error: TrainError) -> None:
@@ -290,7 +290,7 @@ def _print(message: str) -> None:
         print(message, file=sys.stderr, flush=True)
 
 
-def _exit(code: int, machine: Machine) -> NoReturn:
+def exit_at_once(code: int, machine: Machine = SYSTEM) -> NoReturn:
     """Flushes standard output and error, and ends the process at once, without Python's clean-up."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
