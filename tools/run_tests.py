@@ -2,8 +2,8 @@
 [stage...]
 
 After a failed stage the next one still runs. Each stage's output goes to the screen and to
-.tpu-launch/tests/<stage>.log; at the end it prints a table of the stages with their times, the tests that failed, and
-as the last line "N passed, N failed", also in .tpu-launch/tests/closing-line.
+.tpu-launch/tests/<stage>.log; at the end it prints a table of the stages with their times, the tests that failed with
+the last lines of their messages, and as the last line "N passed, N failed", also in .tpu-launch/tests/closing-line.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +44,7 @@ class Outcome:
     passed: int
     failed: int
     failures: tuple[str, ...]  # a line of pytest's summary each
+    errors: tuple[str, ...]  # the last lines in which pytest says what went wrong
 
     @property
     def verdict(self) -> str:
@@ -61,6 +63,7 @@ FAULTS = tuple(
 # hosts and time-outs. The rows follow each other.
 LANES = 2
 SHOWN_FAILURES = 10  # of a stage, at the end of the output
+SHOWN_ERRORS = 12  # lines: pytest's summary has the first line of a message alone
 SIMULATED = Stage("simulated-runs", (*PYTEST, "-s", "tests/simulation"), 4800, idle=True)
 ROWS: tuple[tuple[Stage, ...], ...] = (
     (
@@ -97,6 +100,7 @@ class Running:
         self._prefix = prefix
         self._closing = ""
         self._failures: list[str] = []
+        self._errors: deque[str] = deque(maxlen=SHOWN_ERRORS)
         self._began = self._ended = time.monotonic()
         self.process = subprocess.Popen(
             ("nice", "-n", "19", *stage.command) if stage.idle else stage.command,
@@ -128,6 +132,8 @@ class Running:
                     self._closing = line
                 elif re.match(r"(FAILED|ERROR) tests/", line):
                     self._failures.append(line.rstrip())
+                elif line.startswith("E  "):
+                    self._errors.append(line.rstrip())
         self._ended = time.monotonic()
 
     def has_ended(self) -> bool:
@@ -142,7 +148,15 @@ class Running:
         passed, failed = count(self._closing, "passed"), count(self._closing, "failed", "error", "errors")
         if returncode and not failed:
             failed = 1  # the stage itself
-        return Outcome(self.stage, returncode, self._ended - self._began, passed, failed, tuple(self._failures))
+        return Outcome(
+            self.stage,
+            returncode,
+            self._ended - self._began,
+            passed,
+            failed,
+            tuple(self._failures),
+            tuple(self._errors),
+        )
 
 
 def yield_to_other_sessions(process: int) -> None:
@@ -211,6 +225,8 @@ def main(names: list[str]) -> int:
     for outcome in outcomes:
         for line in outcome.failures[:SHOWN_FAILURES]:
             print(f"{outcome.stage.name}: {line[:500]}")
+        for line in outcome.errors if outcome.returncode else ():
+            print(f"{outcome.stage.name}: {line[:300]}")
     closing = (
         f"{sum(outcome.passed for outcome in outcomes)} passed, {sum(outcome.failed for outcome in outcomes)} failed"
     )
