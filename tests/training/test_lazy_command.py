@@ -66,9 +66,9 @@ def test_help_of_tpu_train_imports_neither_data_nor_configuration() -> None:
     assert ended.returncode == 0, ended.stderr
 
 
-@pytest.mark.parametrize("end", ["sys.exit(3)", "raise DoesNotFit"])
+@pytest.mark.parametrize("end", ["raise EndAtOnce(3)", "raise DoesNotFit"])
 def test_a_crash_in_an_orderly_end_does_not_change_the_exit_code(end: str) -> None:
-    script = f"""import atexit, os, sys, click; from training.cli.main import main, tpu_train
+    script = f"""import atexit, os, click; from training.cli.main import EndAtOnce, main, tpu_train
 from training.preflight.compiler import DataDependentProgram as DoesNotFit
 def ends(): print("report", end=""); {end}
 tpu_train.add_command(click.Command("ends", callback=ends)); atexit.register(os.abort); main()"""

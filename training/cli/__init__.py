@@ -10,3 +10,9 @@ set_option = click.option(
     help="Change a key of the file, for example train.steps=100.",
 )
 step_option = click.option("--step", type=int, help="Step of the checkpoint.  [default: the newest]")
+
+
+class EndAtOnce(SystemExit):
+    """Ends the process without Python's clean-up, in which threads of a framework may crash."""
+
+    code: int

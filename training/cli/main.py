@@ -16,6 +16,7 @@ import time
 
 import click
 
+from training.cli import EndAtOnce
 from training.cli.train import exit_at_once, print_error
 from training.errors import Exit, TrainError
 from training.lazy_command import LazyCommand
@@ -48,13 +49,12 @@ def tpu_train() -> None:
 
 
 def main() -> None:
-    """Runs the command line; prints a known error as one message and exits with its code, at once: threads of a
-    framework may crash in an orderly end. A crash in a framework's own code prints where Python was."""
+    """Runs the command line; prints a known error, or where a framework crashed, and exits with its code."""
     faulthandler.enable()
     try:
         tpu_train(prog_name="tpu-train", standalone_mode=False, obj=_BEGAN)
-    except SystemExit as ended:
-        exit_at_once(ended.code if isinstance(ended.code, int) else Exit.FAILED)
+    except EndAtOnce as ended:
+        exit_at_once(ended.code)
     except click.ClickException as error:
         error.show()
         sys.exit(Exit.BAD_INPUT)

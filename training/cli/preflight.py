@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from typing import TYPE_CHECKING
 
 import click
 
-from training.cli import set_option
+from training.cli import EndAtOnce, set_option
 from training.errors import BadInput, Exit
 
 if TYPE_CHECKING:
@@ -79,7 +78,7 @@ def preflight(
 
     report = run_preflight(settings, facts, targets, search_batch=max_batch, show=show)
     click.echo(json.dumps(report.as_json()) if as_json else "\n".join(format_report(report)))
-    sys.exit(Exit.FINISHED if report.fits else Exit.DOES_NOT_FIT)
+    raise EndAtOnce(Exit.FINISHED if report.fits else Exit.DOES_NOT_FIT)
 
 
 def _take_libtpu_flags(document: Document) -> None:
