@@ -102,14 +102,10 @@ def test_containers_are_told_what_was_checked(folder: Path) -> None:
     assert messages == ["preflight: the step fits on v4-16, as compiled before"]
 
 
-def test_a_file_that_was_cut_is_no_answer(folder: Path) -> None:
-    path = keep(folder, result(fits=False))
-    path.write_text(path.read_text()[:-20])
-    assert preflight.known(load("run.yaml"), folder / "home") is None
-
-
-@pytest.mark.parametrize("text", ["[]", "1", '{"format": 1}', '{"format": 1, "result": {"fits": true}}', "\xff"])
-def test_a_file_of_something_else_is_no_answer(folder: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    "text", ["[]", "1", '{"format": 1}', '{"format": 1, "result": {"fits": true}}', '{"format": 1, "resu', "\xff"]
+)
+def test_a_file_of_something_else_or_that_was_cut_is_no_answer(folder: Path, text: str) -> None:
     keep(folder, result(fits=False)).write_bytes(text.encode("latin-1"))
     assert preflight.known(load("run.yaml"), folder / "home") is None
     assert preflight.require_fit(load("run.yaml"), folder / "home", print) == ()
