@@ -21,13 +21,6 @@ def test_reports_of_hosts_are_told_apart_although_gcloud_mixes_them() -> None:
     assert not has_reports("Using ssh batch size of 1.\n")
 
 
-def test_a_host_that_another_run_uses_says_which() -> None:
-    (report,) = parse_reports("tpu-launch 0 busy other-1\n", "ready", [0])
-    assert not report.ok
-    assert report.occupied_by == "other-1"
-    assert "other-1" in report.detail
-
-
 def summary(state: dict[str, object]) -> str:
     return json.dumps({"state": state, "created_on": "boot-1", "boot": "boot-1", "booted": 1767225600})
 

@@ -93,11 +93,6 @@ def test_a_curve_begins_high_and_ends_low_where_the_loss_does() -> None:
     assert steps.split() == ["step", "0", "100"]
 
 
-@pytest.mark.parametrize("losses", [{}, {3: math.nan}, {3: 5.0}, {3: 5.0, 4: 5.0}, {3: 5.0, 4: math.inf}])
-def test_a_loss_that_is_flat_missing_or_not_finite_breaks_nothing(losses: dict[int, float]) -> None:
-    assert render(replace(VIEW, losses=losses), 80)
-
-
 def test_a_run_that_has_not_stepped_and_a_slice_without_a_run_say_so() -> None:
     text = "\n".join(render(View("slice demo: does not exist", "no run was started from this folder yet", ""), 80))
     assert "no step was reported yet" in text
