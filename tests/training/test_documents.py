@@ -1,5 +1,5 @@
 """Claims about rows of whole documents: every document is in one row, once, and nothing else is; labels and positions
-stay inside it; an interrupted run is taken up."""
+stay inside it."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.training.test_pack import content, corpus, encode
+from tests.training.test_pack import corpus, encode
 from training.data.formats.open_dataset import check_dataset
 from training.data.loading.document_batches import DocumentBatches, document_evaluation
 from training.data.loading.record_source import HostSlice
-from training.data.prepare import dataset_writer, pack
+from training.data.prepare import pack
 from training.data.prepare.dataset_writer import DatasetPlan
 from training.data.prepare.documents import WholeDocuments, best_fit
 from training.data.sampling.masking import SpecialTokens, special_tokens
@@ -69,26 +69,6 @@ def test_positions_and_labels_are_those_of_each_document(
                 found.append(ids[start:end].tolist())
     long = sorted(piece for piece in expected if len(piece) > 1)
     assert sorted(piece for piece in found if len(piece) > 1) == long
-
-
-def test_an_interrupted_run_gives_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pack, "BATCH_DOCUMENTS", 7)
-    documents = corpus(60)
-    write(str(tmp_path / "undisturbed"), documents)
-    write_mark, marks = dataset_writer.write_mark, []
-
-    def stop_at_the_third(url: str, mark: Any) -> None:
-        write_mark(url, mark)
-        marks.append(mark)
-        if len(marks) == 3:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(dataset_writer, "write_mark", stop_at_the_third)
-    with pytest.raises(KeyboardInterrupt):
-        write(str(tmp_path / "x"), documents)
-    monkeypatch.setattr(dataset_writer, "write_mark", write_mark)
-    write(str(tmp_path / "x"), documents)
-    assert content(str(tmp_path / "x")) == content(str(tmp_path / "undisturbed"))
 
 
 def test_batches_do_not_depend_on_the_number_of_hosts(tmp_path: Path) -> None:
