@@ -111,12 +111,6 @@ def remove(cloud: Cloud, listed: inventory.OwnedSlice) -> str:
     return inventory.remove("p", listed, lambda text: None, cloud.machine())
 
 
-def test_a_leftover_is_described_again_and_deleted(cloud: Cloud) -> None:
-    cloud.made_by(EXPIRED)
-    assert remove(cloud, leftover(cloud)) == "deleted"
-    assert cloud.node() is None
-
-
 def test_a_slice_that_was_recreated_since_the_list_is_left_alone(cloud: Cloud) -> None:
     cloud.made_by(EXPIRED)
     listed = leftover(cloud)

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from launcher.config import load
 from launcher.errors import BadInput
 from launcher.provider import Overlay
-from launcher.run import env_file, events, specification
+from launcher.run import env_file, specification
 from launcher.run.ledger import Ledger
 from launcher.run.specification import SecretSource, Specification
-from launcher.run.verdict import Cause
 from training.machine.clock import SystemClock
 
 FILE = """\
@@ -93,24 +92,6 @@ def test_values_of_secrets_come_from_this_command_line_the_runs_env_file_and_the
 def test_a_resumed_run_keeps_the_secrets_that_its_command_line_does_not_repeat(spec: Specification) -> None:
     requested = spec.model_copy(update={"secrets": ["ADDED", "HF_TOKEN"]})
     assert specification.resume(spec, requested).secrets == ["ADDED", "HF_TOKEN", "FROM_FILE"]
-
-
-EVENTS = [
-    events.AttemptBegan(0, "image", ("a", "b"), "ab", "/opt", "cd,ef"),
-    events.AttemptBegan(1, "image", ("a",)),
-    events.Ended(0, "failed", Cause(1, "exit code 3", 3, False, "2026-01-01T00:00:00Z"), ("host 0: x",), ("line",)),
-    events.Ended(0, events.VANISHED, Cause(-1, "gone")),
-    events.Recovered(1, {"delay": 0.0, "slice": 2.9}),
-    events.Orphaned(0, "container", (0, 1)),
-    events.HostEnded(0, 1, None, False, "its container is gone"),
-    events.HostEnded(0, 1, 3, False, "exit code 3", "2026-01-01T00:00:00Z"),
-]
-
-
-@pytest.mark.parametrize("event", EVENTS)
-def test_an_event_is_read_back_as_it_was_recorded(tmp_path: Path, event: events.RunEvent) -> None:
-    Ledger(tmp_path, SystemClock()).append(event)
-    assert Ledger(tmp_path, SystemClock()).events() == [event]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from launcher.errors import CommandTimeout, Exit, LaunchError
 from launcher.gcloud.errors import Conflict, Stockout, Unavailable
 from launcher.owner import Owner
 from launcher.provider import SliceState
-from launcher.tpu_vm import candidates, creation, deletion, ownership, slice_hints, slices
+from launcher.tpu_vm import candidates, creation, deletion, slice_hints, slices
 from launcher.tpu_vm.ownership import NotOurs
 from tests.launcher.emulated_gcloud import ANN, BOB, BUSY, UNAVAILABLE, Cloud
 
@@ -81,13 +81,6 @@ def test_a_creation_deletes_starts_and_awaits_nothing_that_is_not_ours(
     with pytest.raises(NotOurs, match=reason):
         up(cloud, config)
     assert cloud.calls == [f"{ZONE} tpu-vm describe"]
-
-
-def test_what_up_makes_carries_the_labels_that_down_asks_for(cloud: Cloud, config: Config) -> None:
-    assert ownership.why_not_ours(up(cloud, config).labels, ANN) == ""
-    for other in (BOB, Owner("ann")):
-        assert ownership.why_not_ours(up(cloud, config).labels, other) != ""
-    assert down(cloud, config)
 
 
 def test_a_slice_that_a_stale_answer_denies_is_deleted_all_the_same(cloud: Cloud, config: Config) -> None:
