@@ -23,7 +23,6 @@ from training.data.prepare.labelled_rows import (
     ClassLabels,
     FloatLabels,
     LabelledText,
-    default_lengths,
     select_columns,
     write_labelled_rows,
 )
@@ -234,9 +233,3 @@ def test_a_label_that_is_no_number_is_named_with_its_file_and_line(
     corpus = Corpus(str(tmp_path / name))
     with pytest.raises(BadInput, match=rf"{place}: label 'high' is not a number: name the column with --label"):
         list(select_columns(corpus.rows(), "text", "label", corpus.name, FloatLabels()))
-
-
-def test_default_buckets_halve_down_to_16() -> None:
-    assert default_lengths(128) == (16, 32, 64, 128)
-    assert default_lengths(100) == (25, 50, 100)
-    assert default_lengths(8) == (8,)

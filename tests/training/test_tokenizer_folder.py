@@ -25,11 +25,6 @@ def folder_with(folder: Path, content: bytes) -> str:
     return str(folder)
 
 
-def test_a_tokenizer_says_its_special_tokens_and_its_vocabulary(tmp_path: Path) -> None:
-    read = tokenizers.read(folder_with(tmp_path, json.dumps(GOOD).encode()))
-    assert (read.special.pad, read.special.mask, read.special.vocabulary) == (0, 1, 3)
-
-
 @pytest.mark.parametrize(
     "content",
     [
