@@ -145,11 +145,6 @@ def test_a_command_that_ends_with_124_by_itself_is_not_taken_for_late(host: Scri
     assert report.exit_code == 124
 
 
-def test_a_command_is_not_run_again_when_the_connection_breaks(host: ScriptHost) -> None:
-    run(host, "sh", "-c", f"echo ran >>{host.folder}/ran; echo cut; sleep 0.2")
-    assert (host.folder / "ran").read_text() == "ran\n"
-
-
 @pytest.fixture
 def mark() -> Iterator[str]:
     """Yields a mark of its own for a script that gcloud runs; removes it from the host's folder of marks."""
