@@ -23,14 +23,6 @@ def written(tmp_path: Path, text: str) -> Path:
     return path
 
 
-def test_a_file_with_a_command_is_enough(tmp_path: Path) -> None:
-    config = load(written(tmp_path, GOOD), command=["python", "train.py"])
-    assert config.accelerator.hosts == 2
-    assert config.runtime_version == "tpu-ubuntu2204-base"
-    assert config.run.command == ["python", "train.py"]
-    assert config.trainer is None
-
-
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
