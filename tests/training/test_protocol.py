@@ -248,17 +248,6 @@ def test_a_summary_names_the_rarest_phase_first() -> None:
     assert summarize(phases) == text
 
 
-def test_lines_are_found_in_pieces_of_any_size() -> None:
-    lines = [encode({"phase": f"step {number}"}) for number in range(50)]
-    stream = b"".join(lines)
-    for size in (1, 2, 7, 64, len(stream)):
-        buffer = LineBuffer(100)
-        received = [
-            bytes(line) for place in range(0, len(stream), size) for line in buffer.feed(stream[place : place + size])
-        ]
-        assert received == [line.rstrip(b"\n") for line in lines]
-
-
 def test_lines_not_taken_are_kept() -> None:
     buffer = LineBuffer(100)
     assert next(buffer.feed(b"first\nsecond\nthi")) == b"first"
