@@ -25,24 +25,6 @@ def edit(folder: Path, **changes: Any) -> None:
     (folder / "dataset.json").write_text(json.dumps({**body, "hash": manifest._hash(body)}))
 
 
-def test_a_dataset_says_what_it_holds(samples: Any, tmp_path: Path) -> None:
-    made = samples.make(tmp_path, 25)
-    dataset = open_dataset(str(tmp_path))
-    assert dataset == made
-    assert (dataset.records, dataset.sequence_length, dataset.manifest.tokenizer_hash) == (25, 8, "t" * 64)
-    assert [(shard.name, shard.records) for shard in dataset.shards] == [
-        ("train-00000.tfrecord", 10),
-        ("train-00001.tfrecord", 10),
-        ("train-00002.tfrecord", 5),
-    ]
-    assert len(dataset.hash) == 64
-    dataset.require(rows="packed", tokenizer_hash="t" * 64, sequence_length=8)
-
-
-def test_a_gs_dataset_is_a_local_one(samples: Any, tmp_path: Path, gcs: Any) -> None:
-    assert samples.make("gs://bucket/data", 25).manifest == samples.make(tmp_path, 25).manifest
-
-
 def test_the_hash_names_the_content_and_not_the_place(samples: Any, tmp_path: Path) -> None:
     hashes = [samples.make(tmp_path / str(number), 25, seed=seed).hash for number, seed in enumerate((0, 0, 1))]
     assert hashes[0] == hashes[1] != hashes[2]
