@@ -112,13 +112,14 @@ class Watch:
     def observe(
         self, lines: Mapping[int, ProgressLine], now: float
     ) -> tuple[Watch, Straggler | None, Straggler | None]:
-        """Returns the watch with these lines as its new window, or itself until WINDOW_SECONDS after the last; then the
-        straggler that has begun and the one that has ended in the last WINDOWS windows, or None. `now`: monotonic."""
-        if self.window is None:
+        """Returns the watch with these lines as its new window, or itself until WINDOW_SECONDS and two hosts' steps
+        later; then the straggler that began and the one that ended in WINDOWS windows, or None. `now`: monotonic."""
+        if (window := self.window) is None:
             return Watch(self.current, dict(lines), now, self.recent), None, None
-        if now - self.begun < WINDOW_SECONDS:
+        moved = sum(worker not in window or line.step != window[worker].step for worker, line in lines.items())
+        if now - self.begun < WINDOW_SECONDS or moved < min(2, len(lines)):
             return self, None, None
-        recent = (*self.recent, compare(self.window, lines))[-WINDOWS:]
+        recent = (*self.recent, compare(window, lines))[-WINDOWS:]
         current = self.current
         begun = ended = None
         if current is not None and len(recent) == WINDOWS and not any(_is_same(current, each) for each in recent):

@@ -49,6 +49,17 @@ def test_a_straggler_is_told_once_when_it_begins_and_once_when_it_ends() -> None
     assert hosts.told == ["begun 2 data_wait", "ended 2"]
 
 
+def test_a_run_that_stands_still_ends_no_straggler() -> None:
+    hosts = Hosts(2)
+    for _ in range(WINDOWS + 1):
+        hosts.window({1: ("dispatch", 3.0)})
+    watch, lines = hosts.watch, hosts.watch.window or {}
+    for number in range(1, 2 * WINDOWS):
+        watch, _, ended = watch.observe(lines, hosts.step + 40.0 * number)
+        assert ended is None, "no host made a step, so none is as fast as the others again"
+    assert hosts.told == ["begun 1 dispatch"]
+
+
 def test_hosts_that_differ_by_a_third_or_for_one_window_are_no_stragglers() -> None:
     hosts = Hosts(8)
     for number in range(60):
