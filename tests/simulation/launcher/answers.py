@@ -20,8 +20,7 @@ _OLD = ("stale", "old describe")  # faults after which Google tells what was
 
 @dataclass
 class _Call:
-    provider: Any
-    """A Provider, whose attributes are read."""
+    provider: Any  # a Provider, whose attributes are read
     command: Command
     began: float
     hosts: int

@@ -42,10 +42,8 @@ class Fault:
     run; "recovery", the end of the first attempt that is followed by another; "made again", when a run has made its
     slice again; "round", when a round of a recovery has failed; "contact", the first ssh to a new slice; "down"."""
     at: float
-    seconds: float
-    """How long it lasts."""
-    number: int
-    """Which host, or which variant."""
+    seconds: float  # how long it lasts
+    number: int  # which host, or which variant
 
     def __str__(self) -> str:
         return f"{self.kind} {self.number} at {self.anchor}+{self.at:.1f} s for {self.seconds:.1f} s"

@@ -34,16 +34,13 @@ class Slice:
     """A node of the API, with what only the simulation knows of it."""
 
     node: Node
-    creator: str
-    """The user whose command requested it."""
-    by: object
-    """The command that requested it."""
+    creator: str  # the user whose command requested it
+    by: object  # the command that requested it
     hosts: list[Host] = field(default_factory=list)
     deleting: bool = False
     ready_at: float = 0.0
     gone_at: float | None = None
-    used_as: str = ""
-    """Its last state before DELETING."""
+    used_as: str = ""  # its last state before DELETING
 
     def __repr__(self) -> str:
         return f"node {self.name} ({self.state})"
@@ -70,8 +67,7 @@ class Request:
     queued: QueuedResource
     creator: str
     by: object
-    deleter: str = ""
-    """The user who deleted it."""
+    deleter: str = ""  # the user who deleted it
     deleted_by: object = None
 
     def __repr__(self) -> str:

@@ -122,8 +122,7 @@ class Container:
 class Execution:
     """A command on a host; tasks may wait for its result."""
 
-    result: tuple[int, str] | None = None
-    """Exit code and output, once it has ended."""
+    result: tuple[int, str] | None = None  # exit code and output, once it has ended
     errors: str = ""
     waiters: dict[Task, None] = field(default_factory=dict)
 

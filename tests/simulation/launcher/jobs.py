@@ -27,24 +27,16 @@ class Plan:
 
     kind: str  # finish, fail, bad input, save, stall
     seconds: float
-    host: int = 0
-    """The host that fails."""
+    host: int = 0  # the host that fails
     code: int = 0
-    others_hang: bool = False
-    """Whether hosts that lose a peer wait for it for minutes."""
-    saves: bool = True
-    """Whether SIGTERM makes it save and end with 75; else it ends with 143."""
+    others_hang: bool = False  # whether hosts that lose a peer wait for it for minutes
+    saves: bool = True  # whether SIGTERM makes it save and end with 75; else it ends with 143
     save_seconds: float = 2.0
-    period: float = 1.0
-    """Seconds between two lines of a host."""
-    apart: float = 0.0
-    """Seconds from the end of the other hosts to that of host 0, which exports."""
-    tells: bool = False
-    """Whether it reports its progress."""
-    hang: Hang | None = None
-    """How a program of kind "stall" that reports its progress hangs."""
-    second: int | None = None
-    """Another host that fails within a fraction of a second, with exit code 3."""
+    period: float = 1.0  # seconds between two lines of a host
+    apart: float = 0.0  # seconds from the end of the other hosts to that of host 0, which exports
+    tells: bool = False  # whether it reports its progress
+    hang: Hang | None = None  # how a program of kind "stall" that reports its progress hangs
+    second: int | None = None  # another host that fails within a fraction of a second, with exit code 3
 
 
 @dataclass(frozen=True)

@@ -42,16 +42,13 @@ class Setting:
     stall_minutes: float | None
     host_lost_seconds: float
     hosts: int
-    zones: tuple[str, ...]
-    """In which the slice may be, in the order of preference."""
+    zones: tuple[str, ...]  # in which the slice may be, in the order of preference
     unreachable_minutes: float
     expires_hours: float | None
     recovery_minutes: float
     stockout_minutes: float
-    budget: float | None
-    """Dollars."""
-    gke: bool = False
-    """Whether it runs on a cluster instead of TPU VMs."""
+    budget: float | None  # dollars
+    gke: bool = False  # whether it runs on a cluster instead of TPU VMs
 
     @property
     def many_hosts(self) -> bool:
@@ -66,17 +63,14 @@ class Setting:
 class Candidates:
     """The file's slice.candidates, beside its own slice."""
 
-    price_limit: float | None
-    """Dollars an hour: room for all candidates, for two, or for one at a time."""
-    kill_at: int
-    """The number of the write to the record of requests at which its command is killed; 0: none."""
+    price_limit: float | None  # dollars an hour: room for all candidates, for two, or for one at a time
+    kill_at: int  # the number of the write to the record of requests at which its command is killed; 0: none
 
 
 @dataclass(frozen=True)
 class Action:
     kind: str
-    after: float
-    """Seconds after `anchor`."""
+    after: float  # seconds after `anchor`
     anchor: str = "run"
     """A moment of the run: "up" and "run", the first such commands; those of `Fault.anchor`; and "prepare", when the
     first host is prepared, "request", when a request is in the queue, "end", when a program ends by itself."""
@@ -97,27 +91,18 @@ class Theme:
     """One kind of trouble. Empty fields are drawn as in other scenarios."""
 
     name: str
-    faults: tuple[str, ...] = ()
-    """Kinds, each with "@" and an anchor of its own or without."""
-    count: tuple[int, int] = (1, 3)
-    """The least and the greatest number of faults."""
-    anchors: tuple[str, ...] = ("start",)
-    """The moments that faults are anchored at."""
-    spread: float = 20.0
-    """Seconds after the anchor within which they happen."""
-    actions: tuple[str, ...] = ()
-    """One action of each group, separated by "|", is done."""
-    moments: tuple[str, ...] = ("start",)
-    """The moment of all actions is one of these."""
-    together: float = 30.0
-    """Seconds after the moment within which they happen."""
-    plans: tuple[str, ...] = ()
-    """Kinds of programs of the first attempts."""
+    faults: tuple[str, ...] = ()  # kinds, each with "@" and an anchor of its own or without
+    count: tuple[int, int] = (1, 3)  # the least and the greatest number of faults
+    anchors: tuple[str, ...] = ("start",)  # the moments that faults are anchored at
+    spread: float = 20.0  # seconds after the anchor within which they happen
+    actions: tuple[str, ...] = ()  # one action of each group, separated by "|", is done
+    moments: tuple[str, ...] = ("start",)  # the moment of all actions is one of these
+    together: float = 30.0  # seconds after the moment within which they happen
+    plans: tuple[str, ...] = ()  # kinds of programs of the first attempts
     leftovers: tuple[str, ...] = ("",)
     needs: tuple[str, ...] = ()
     """Fields that its settings have, other than 0, False and None; "many_hosts" and "many_zones": more than one."""
-    seconds: tuple[float, float] | None = None
-    """The least and the greatest time of a program."""
+    seconds: tuple[float, float] | None = None  # the least and the greatest time of a program
 
 
 THEMES = (

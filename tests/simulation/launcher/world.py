@@ -47,8 +47,7 @@ class Laptop:
     offline: bool = False
     wall: float = 0.0
     asleep: float = 0.0  # seconds in which its monotonic clock stood still
-    at_work: Callable[[], bool] = lambda: False
-    """Returns whether a command that may withdraw requests runs on it."""
+    at_work: Callable[[], bool] = lambda: False  # returns whether a command that may withdraw requests runs on it
 
 
 @dataclass(eq=False)
@@ -58,20 +57,15 @@ class Actor:
     laptop: Laptop
     command: str
     process: Process
-    saw_slice: bool = False
-    """Whether Google has described a slice or a request of its user to it."""
-    refusals: set[str] = field(default_factory=set)
-    """Kinds of faults for which Google has refused its calls."""
-    out_of_stock: bool = False
-    """Whether its last creation failed for lack of capacity."""
+    saw_slice: bool = False  # whether Google has described a slice or a request of its user to it
+    refusals: set[str] = field(default_factory=set)  # kinds of faults for which Google has refused its calls
+    out_of_stock: bool = False  # whether its last creation failed for lack of capacity
     shown: dict[str, str] = field(default_factory=dict)
     """The last state but DELETING in which Google described each node to it, by id."""
-    looked: dict[str, float] = field(default_factory=dict)
-    """When that was."""
+    looked: dict[str, float] = field(default_factory=dict)  # when that was
     deleted: set[str] = field(default_factory=set)
     """Ids of nodes that it asked Google to delete, whether or not another user was faster."""
-    heard: dict[Host, float] = field(default_factory=dict)
-    """When each host last told it the state of a container."""
+    heard: dict[Host, float] = field(default_factory=dict)  # when each host last told it the state of a container
     states: Counter[tuple[str, str]] = field(default_factory=Counter)
     """How often Google has described each node in each state to it, by id and state."""
     calls: dict[tuple[str, ...], list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -89,8 +83,7 @@ class Stop:
     run: str
     at: float
     done: float | None = None
-    by: object = None
-    """The command."""
+    by: object = None  # the command
 
 
 @dataclass
