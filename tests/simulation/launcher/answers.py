@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from launcher.provider import Attempt, HostReport, Observation, Provider, SliceState, container_name
+from launcher.tpu_vm.requests import RequestRecord
 
 if TYPE_CHECKING:
     from tests.simulation.launcher.cluster import Cluster
@@ -113,6 +114,15 @@ def _create(call: _Call, _answer: None, *_given: Any, **_options: Any) -> str:
     return "" if (short, hidden) == wanted else f"{len(cluster.nodes)} of {cluster.size} nodes, and told was {said!r}"
 
 
+def _withdraw_unused(call: _Call, _answer: None) -> str:
+    """Of the recorded requests, only the one whose slice is used stays, unless another command works or it is told."""
+    mine = call.command
+    left = RequestRecord(mine.config).open()
+    told = any("not withdrawn yet" in text for at, text in mine.told if at >= call.began)
+    wrong = any(each.granted is None or len(left) > 1 for each in left)
+    return f"{left} stay" if wrong and not told and mine.laptop.at_work() < 2 else ""
+
+
 def _start(call: _Call, reports: Sequence[HostReport], attempt: Attempt, *_given: Any, **_options: Any) -> str:
     """A host that is reported as started has started its container, or its pod never will: it was taken."""
     world, job = call.command.world, call.command.world.record.jobs.get((attempt.run_id, attempt.number))
@@ -186,4 +196,5 @@ def _job_of(call: _Call, container: str) -> Any:
 
 _CHECKS: dict[str, Callable[..., str]] = {
     "describe": _describe, "create": _create, "start": _start, "stop": _stop, "observe": _observe, "look": _observe,
+    "withdraw_unused": _withdraw_unused,
 }  # fmt: skip

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher.costs import per_hour
 from launcher.errors import Exit
+from launcher.owner import hash_account
 from launcher.run.events import (
     Ended,
     HostEnded,
@@ -74,8 +77,24 @@ def deletion_follows_a_stop(simulation: SimulatedRun, node: Slice, by: Actor) ->
                 simulation.break_promise("a finished run keeps its slice", f"{command.name} deletes {node}")
 
 
-def run_makes_a_slice_only_in_a_recovery(simulation: SimulatedRun, by: Actor) -> None:
-    """Checks that `run` creates a slice only in a recovery that was neither stopped nor given up before that `run`."""
+def creation_is_due(simulation: SimulatedRun, made: Slice, by: Actor) -> None:
+    """A slice has its owner's labels, comes after no `down` that succeeded, and not beside one that `up` could use;
+    `run` creates one only in a recovery that was neither stopped nor given up before that `run`."""
+    labels, hours = made.node.resource.get("labels", {}), simulation.scenario.setting.expires_hours
+    ours = [labels.get(f"tpu-launch{name}") for name in ("", "-owner", "-account")]
+    late = 0.0 if made.expires is None else simulation.world.scheduler.now + EPOCH - made.expires + (hours or 0) * 3600
+    expires = (made.expires is None) == (hours is None) and late < _QUEUE_SECONDS + 60.0
+    if ours != ["1", by.user, hash_account(by.user)] or not (expires or by.laptop.wall):
+        simulation.break_promise("what is created is labelled", f"{made} of {by.user}: {labels}")
+    command = next(each for each in simulation.commands if each.actor is by)
+    calm = not any(fault.kind in ("stale", "old describe", "date", *MEDDLING) for fault in simulation.faults)
+    for down in simulation.commands if calm and not by.laptop.asleep else ():
+        if down.name == "down" and down.code == 0 and down.laptop is by.laptop and command.ended < down.began:
+            simulation.break_promise("after down nothing of ours comes", f"{made} by {by.command}")
+    for other in simulation.world.google.slices.values() if by.command == "up" and calm else ():
+        known = other.creator == by.user and other.state == "READY" and other.ready_at < command.began
+        if known and other is not made and simulation.scenario.candidates is None:
+            simulation.break_promise("up continues from the existing slice", f"{made} beside {other}")
     if by.command not in ("run", "attach"):
         return
     for ledger in list_runs(by.laptop.home, simulation.commands[0].machine):
@@ -153,10 +172,14 @@ def down_deletes_jobsets(simulation: SimulatedRun, command: Command) -> None:
 
 
 def told_patience_is_true(simulation: SimulatedRun, command: Command) -> None:
-    """`down` goes on without a process that supervises only after that had its time to end."""
-    for at, text in command.told if command.name == "down" else ():
-        if "has not ended; going on" in text and at - command.began < _PATIENCE and not command.laptop.asleep:
-            simulation.break_promise("down waits for supervisors", f"after {at - command.began:.0f} s: {text}")
+    """`down` and `stop` go on without a process that supervises only if there is one that had its time to end."""
+    for at, text in command.told if not command.laptop.asleep else ():
+        if "has not ended; going on" not in text and "that starts it has not ended yet" not in text:
+            continue
+        there = [each for each in simulation.commands if each.laptop is command.laptop and each.ended > at - 1.0]
+        others = [each for each in there if each is not command and each.name not in ("up", "status", "gc")]
+        if at - command.began < _PATIENCE or not others:
+            simulation.break_promise("supervisors are waited for", f"after {at - command.began:.0f} s: {text}")
 
 
 def stop_of_a_start_is_told(simulation: SimulatedRun, command: Command) -> None:
@@ -263,8 +286,40 @@ def places_are_tried_in_their_order(simulation: SimulatedRun, command: Command) 
     first = command is simulation.commands[0] and simulation.scenario.leftover in ("", "preempted")
     hidden = any(fault.kind in ("old describe", *MEDDLING) for fault in simulation.faults)
     hidden |= any(each.name in ("down", "gc") and each.began < command.ended for each in simulation.commands)
-    if wrong or (first and tried[0] != simulation.leftover_zone and not hidden):
+    passes_over = "no capacity in " in "".join(command.said) and {*zones} - {*tried}
+    if wrong or (first and (passes_over or tried[0] != simulation.leftover_zone) and not hidden):
         simulation.break_promise("places are tried in their order", f"{tried} of {zones}")
+
+
+def lines_are_shown_once(simulation: SimulatedRun, command: Command) -> None:
+    """A command shows lines that are in the logs of its folder, each once; `logs` that ends by itself all of its
+    attempt, `run` all of an attempt that it started and judged."""
+    logs = {path: _lines_in(path) for path in command.laptop.home.glob("runs/*/logs/attempt-*/host-*.log")}
+    if extra := command.lines - sum(logs.values(), Counter()):
+        simulation.break_promise("every line is shown once", f"{command.name} showed again {[*extra][:3]}")
+    shows, outcome = command.shows if command.code == 0 else None, command.outcome
+    job = simulation.world.record.jobs.get((outcome.run_id, outcome.attempt)) if outcome is not None else None
+    if job is not None and job.began is not None and job.began > command.began and not simulation.full_disk:
+        shows = command.laptop.home / "runs" / job.run / "logs" / f"attempt-{job.attempt}"
+    for path, lines in logs.items():
+        if path.parent == shows and (missing := lines - command.lines):
+            simulation.break_promise("every line is shown once", f"{command.name} did not show {[*missing][:3]}")
+
+
+def _lines_in(path: Path) -> Counter[tuple[int, str, str]]:
+    lines, worker = path.read_text(errors="surrogateescape").split("\n")[:-1], int(path.stem.partition("-")[2])
+    return Counter((worker, *line.split(" ", 1)) for line in lines)
+
+
+def told_missing_is_missing(simulation: SimulatedRun, command: Command) -> None:
+    """A slice is called missing only if it was, at some time since the command began."""
+    told = f"slice {simulation.config.slice.name} does not exist" in str(command.error)
+    lags = any(fault.kind in ("stale", "old describe", *MEDDLING) for fault in simulation.faults)
+    if not told or lags or simulation.scenario.candidates is not None:
+        return
+    for node in simulation.world.google.slices.values():
+        if node.creator == command.laptop.user and node.state == "READY" and node.ready_at < command.began - 5.0:
+            simulation.break_promise("what is told missing is missing", f"{command.name}: {node}: {command.error}")
 
 
 def waits_are_told(simulation: SimulatedRun, command: Command) -> None:
@@ -314,7 +369,7 @@ def hang_is_explained(simulation: SimulatedRun, job: Job, event: Ended, time: fl
             allowed |= {worker for worker, item in job.containers.items() if item.host.troubled}
         if event.cause is None or event.cause.worker not in allowed:
             simulation.break_promise("the host that hangs is named", f"{job} hangs by {hang}; told was {event.cause}")
-    undisturbed = not simulation.faults and not simulation.actions and not simulation.kill_at
+    undisturbed = _is_undisturbed(simulation, time - EPOCH + 1.0)  # events have whole seconds
     if undisturbed and hang is not None and hung is not None and job.stall_seconds is not None:
         late = time - EPOCH - hung - hang.limit(job.stall_seconds, job.hosts)
         if event.outcome != "stalled" or not -1.0 <= late <= _EXPLAIN_SECONDS:
@@ -323,6 +378,13 @@ def hang_is_explained(simulation: SimulatedRun, job: Job, event: Ended, time: fl
             )
         elif job.hosts > 1 and (event.cause is None or hang.says not in event.cause.what):
             simulation.break_promise("a hang is told by its kind", f"{job} hangs by {hang}; told was {event.cause}")
+
+
+def _is_undisturbed(simulation: SimulatedRun, until: float) -> bool:
+    """Returns whether nothing was done to a run until a moment but that users looked at it."""
+    disturbs = any(action.kind not in ("logs", "status") for action in simulation.actions)
+    disturbs |= any(stop.at < until for stop in simulation.world.record.stops)
+    return not (disturbs or simulation.faults or simulation.kill_at or simulation.full_disk)
 
 
 def out_of_memory_is_no_lost_host(simulation: SimulatedRun, job: Job, event: Ended) -> None:
@@ -424,11 +486,12 @@ def _unseen(simulation: SimulatedRun, job: Job) -> set[tuple[str, int | None]]:
 
 
 def finished_programs_are_told_finished(simulation: SimulatedRun, job: Job, event: Ended) -> None:
-    """A run whose programs have all finished or saved is no lost host or failure, although hosts rebooted afterwards
-    or their pods were disrupted."""
+    """A run whose programs have all finished, saved, or refused their input is no lost host or failure, although hosts
+    rebooted afterwards or their pods were disrupted."""
     ends = [item for item in job.containers.values() if item.status == "exited" and not item.invented]
-    seen = any(item.boot == item.host.boot for item in ends)  # else an engine may have made all codes up
-    if len(ends) < job.hosts or any(item.exit_code not in (0, 75) for item in ends) or not seen:
+    # An engine may have made up all codes but 2 and 75.
+    seen = any(item.boot == item.host.boot or item.exit_code in (2, 75) for item in ends)
+    if len(ends) < job.hosts or any(item.exit_code not in (0, 2, 75) for item in ends) or not seen:
         return
     cluster = simulation.world.cluster is not None and not simulation.actions
     calm = {fault.kind for fault in simulation.faults} <= ({"preempt", "maintenance"} if cluster else {"reboot"})
@@ -583,6 +646,19 @@ def _cost_of_slices(simulation: SimulatedRun, until: float) -> float:
         if node.ready_at < until
     )
     return seconds * _rate(simulation)
+
+
+def gc_leaves_no_request(simulation: SimulatedRun, command: Command) -> None:
+    """What a `gc` has told deleted is gone, with the request that it came from."""
+    named = {text.removesuffix(": deleted") for text in command.said if text.endswith(": deleted")}
+    if command.name != "gc" or any(fault.kind in ("stale", "old describe", *MEDDLING) for fault in simulation.faults):
+        return
+    google = simulation.world.google
+    for left in (*google.slices.values(), *google.requests.values()):
+        by = next((each for each in simulation.commands if each.actor is left.by), None)
+        again = by is not None and by.ended > command.began
+        if left.name in named and left.creator == command.laptop.user and left.state != "DELETING" and not again:
+            simulation.break_promise("gc leaves no request", f"{left}: {command.said}")
 
 
 def gc_removes_what_has_expired(simulation: SimulatedRun, command: Command) -> None:

@@ -3,11 +3,13 @@
 import os
 import random
 import traceback
+from collections import Counter
+from pathlib import Path
 
 from launcher.config import Config
 from launcher.errors import Exit, LaunchError, from_disk
 from launcher.gke.provider import Gke
-from launcher.provider import Provider
+from launcher.provider import LogLine, Provider
 from launcher.run import launch, status, top
 from launcher.run.ledger import Ledger
 from launcher.run.runs import list_runs
@@ -37,6 +39,8 @@ class Command:
         self.killed = self.interrupted = False
         self.said: list[str] = []
         self.told: list[tuple[float, str]] = []  # when it said what
+        self.lines: Counter[tuple[int, str, str]] = Counter()  # of hosts, that it showed
+        self.shows: Path | None = None  # the logs of the attempt that `logs` shows
         self.status: status.Status | None = None
         self.frames: list[tuple[top.View, int, list[str]]] = []  # of `top`, with its columns
         self.error: LaunchError | None = None
@@ -88,8 +92,8 @@ class Command:
     def ledgers(self) -> list[Ledger]:
         return list_runs(self.laptop.home, self.machine)
 
-    def _emit(self, worker: int, line: object) -> None:
-        pass
+    def _emit(self, worker: int, line: LogLine) -> None:
+        self.lines[worker, line.timestamp, line.text] += 1
 
     # -- from outside -------------------------------------------------------------------------------------------------
 
@@ -214,5 +218,7 @@ class Command:
         return 0
 
     def _logs(self) -> int:
+        known = launch._find(self.config, self.context, None)
+        self.shows = known.folder / "logs" / f"attempt-{known.state.attempt}"
         status.print_logs(self.config, self.context, None, follow=True, host=None)
         return 0

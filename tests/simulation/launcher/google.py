@@ -240,7 +240,7 @@ class Google:
             user, by = request.creator, request.by
         self.slices[name] = Slice(node, user, by)
         self.world.note(f"Google creates node {node.short_name} in {node.zone} for {user}")
-        self.world.node_created(by)
+        self.world.node_created(self.slices[name], by)
 
     def _begin_deletion(self, slice_: Slice, user: str, by: object) -> None:
         slice_.deleting = True

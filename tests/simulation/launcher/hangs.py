@@ -23,6 +23,7 @@ _WAITING = "    all_reduce (/x/site-packages/torch/distributed/distributed_c10d.
 _SYNC = "    sync (/x/site-packages/torch_xla/torch_xla.py:90)\n    step (/app/train.py:50)\n"
 _STORAGE = "    recv (/usr/lib/python3.11/http/client.py:9)\n    read (/app/my_data.py:88)\n"
 _LOCK = "    acquire (/usr/lib/python3.11/threading.py:9)\n    log (/app/log.py:{})\n"
+_QUEUE = "    get (/usr/lib/python3.11/queue.py:171)\n    step (/app/train.py:40)\n"
 _DATASET = "(/x/site-packages/tensorflow/python/data/ops/iterator_ops.py:7)"
 _LINUX_LOCK = "    pthread_cond_timedwait (/usr/lib/libc.so.6)\n"
 _WAITS = _MAIN + _WAITING
@@ -36,7 +37,8 @@ _PLACES = {
     "memory": _MAIN + _OWN,
     "thrashing": _MAIN + _OWN,
     "ended": f"{_WAITS}process 9 [Z (zombie)] [] python\n",
-    "compiler": f"{_MAIN}    xla::cpu::CpuCompiler::RunHloPasses (/x/_XLAC.so)\n{_SYNC}",
+    "worker": f"{_MAIN}{_QUEUE}{_OTHER}{_OWN}source /app/my_data.py:12 item = make(item)\n",
+    "compiler": f"{_MAIN}{_SYNC}{_MAIN}    xla::cpu::CpuCompiler::RunHloPasses (/x/_XLAC.so)\n{_SYNC}",
     "tracing": _RUNS + _SYNC,
     "all in storage": _MAIN + _STORAGE,
     "read ahead": _WAITS + _OTHER + _STORAGE,
@@ -45,6 +47,7 @@ _PLACES = {
 _STATES = {"stopped": "T (stopped)", "kernel": "D (disk sleep)", _SILENT: "T (stopped)"}
 _SAYS = {
     "code": "is in augment at my_data.py:12",
+    "worker": "is in augment at my_data.py:12: item = make(item) (thread other)",
     "storage": "waits for storage in read at my_data.py:88",
     "lock": "waits for a lock in log at log.py:8",
     "deadlock": "wait for each other's locks",
@@ -140,8 +143,8 @@ def format_line(told: ProgressLine) -> str:
     return f"progress {encode(told)}\n"
 
 
-def stacks(hang: Hang | None, worker: int, now: float) -> str:
-    """Returns the output of stacks.sh on a host of a program that hangs, at a moment."""
+def stacks(hang: Hang | None, worker: int, now: float, sample: int) -> str:
+    """Returns the output of stacks.sh on a host of a program that hangs, at a moment; `sample` counts them."""
     kind = "collective" if hang is None else hang.kind
     if hang is not None and worker != hang.host:
         kind = "storage" if kind == "all in storage" else kind if kind in _ALIKE else "collective"
@@ -153,5 +156,5 @@ def stacks(hang: Hang | None, worker: int, now: float) -> str:
     memory = (
         f"memory MemTotal: 100 kB MemAvailable: 50 kB oom_kill {int(kind == 'memory')} workingset_refault_file {pages}"
     )
-    state = _STATES.get(kind, "S (sleeping)")
+    state = _STATES.get(kind, "D (disk sleep)" if (sample + worker) % 2 else "S (sleeping)")  # for a moment
     return f"{memory}\nprocess 7 [{state}] [futex] python train.py\n{_PLACES.get(kind, _WAITS)}{memory}\n"

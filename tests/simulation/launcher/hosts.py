@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import functools
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
@@ -57,6 +58,7 @@ class Container:
     awaits_secrets: bool = False  # its command begins when they are delivered
     secrets_seconds: float = 0.0  # for which await_secrets.sh waits for them
     lines_written: int = 0
+    sampled: Counter[object] = field(default_factory=Counter)  # how often each command has asked for its stacks
     wrote: float | None = None  # virtual time of its newest line
 
     @property

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from tests.simulation.launcher.simulated_run import SimulatedRun
     from tests.simulation.launcher.world import Actor, World
 
+_PATIENCE = 4.9  # seconds for which a command waits for a run's lock
 _CODES = {int(code) for code in Exit}
 _LOOK_SECONDS = 6.0  # from a line until the launcher has seen it
 _SILENCE_SECONDS = 40.0  # minutes are rounded, and an answer is handled seconds after it came
@@ -177,8 +178,8 @@ def after_a_stop_nothing_runs(simulation: SimulatedRun, command: Command) -> Non
 
 
 def stop_in_a_kind_world_succeeds(simulation: SimulatedRun, command: Command) -> None:
-    kind = command.name == "stop" and not simulation.world.struck and not command.interrupted
-    if kind and command.code not in (0, Exit.BAD_INPUT):
+    kind = command.name in ("stop", "down") and not simulation.world.struck and not command.interrupted
+    if kind and command.code not in (0, Exit.BAD_INPUT, *([Exit.CONFLICT] if command.name == "down" else [])):
         simulation.break_promise("a stop in a kind world succeeds", f"{command.code}: {command.said[-2:]}")
 
 
@@ -263,8 +264,8 @@ def conflict_has_another_party(simulation: SimulatedRun, command: Command) -> No
         and other.name in ("run", "attach", "logs", "down", "stop")
         and other.ended > command.began
     ]
-    if not others:
-        simulation.break_promise("a conflict has another party", str(command.error))
+    if not others or (command.ended - command.began < _PATIENCE and command.name in ("run", "attach")):
+        simulation.break_promise("a conflict has another party", f"{command.name}: {command.error}")
 
 
 def nothing_runs_after_a_verdict(simulation: SimulatedRun, command: Command) -> None:

@@ -25,7 +25,7 @@ _WITHOUT_THEME = 0.35  # of all scenarios
 _ACTIONS = ("kill", "kill", "kill", "ctrl-c", "ctrl-c", "stop", "asleep", "stop", "logs", "second run", "bob down",
           "bob up", "gc", "bob gc", "status", "status")  # fmt: skip
 _OF_ADDED_THEMES = 0.5  # of all scenarios
-_OF_HANGS = 0.05
+_OF_HANGS = 0.07
 _OF_GKE = 0.12
 _WITH_CANDIDATES = 0.2  # of all scenarios of one workstation
 RETRIES, HOSTS = "preemption_retries", "many_hosts"  # needs of themes
@@ -137,7 +137,7 @@ THEMES = (
           moments=("run", "up", "start"), anchors=("beginning",), spread=60.0,
           leftovers=("", "preempted", "bob's", "deleting", "a stranger's")),
     Theme("what was left", faults=("unavailable", "busy", "lost", "slow"), anchors=("beginning",), spread=140.0,
-          leftovers=("preempted", "stopped", "deleting", "bob's", "a stranger's")),
+          leftovers=("preempted", "stopped", "deleting", "bob's", "a stranger's", "ready", "creating")),
     Theme("a hard farewell", faults=("busy", "unavailable", "lost", "slow", "preempt", "offline"), anchors=("down",),
           count=(1, 4), spread=6.0),
     Theme("maintenance", faults=("maintenance", "preempt"), count=(1, 2), plans=("finish", "save"), needs=(RETRIES,)),
@@ -152,6 +152,12 @@ THEMES = (
 ADDED_THEMES = (
     Theme("clearing up", faults=("stale", "slow"), count=(1, 2), anchors=("up",), spread=5.0, actions=("gc",),
           moments=("up",), together=60.0, leftovers=("preempted",)),
+    Theme("clearing up a queue", faults=("slow", "preempt@start"), count=(1, 2), anchors=("up",), actions=("gc", "gc"),
+          moments=("up", "start"), together=90.0, leftovers=("preempted", "preempted", ""), needs=("queued",)),
+    Theme("a farewell to the dead", actions=("kill", "down"), moments=("up", "up", "request", "recovery"), together=7.0,
+          faults=("slow", "slow", "preempt@start"), anchors=("up",), count=(2, 3), spread=0.5, needs=(RETRIES,)),
+    Theme("ends that prove themselves", faults=("reboot", "reboot", "offline"), count=(1, 3), anchors=("end",),
+          spread=6.0, plans=("save", "bad input", "memory", "finish"), needs=(RETRIES,)),
     Theme("two terminals at the end", actions=("second run",), moments=("end",), together=8.0, count=(0, 0)),
     Theme("any deed", actions=("down|down|stop|second run|new run|gc", "down|stop|second run|new run|second attach"),
           moments=("up", "run", "prepare", "start", "recovery", "restart", "end", "up again", "down"), together=40.0,
@@ -181,7 +187,7 @@ ADDED_THEMES = (
     Theme("zones", faults=("stockout", "stockout", "preempt", "lost", "stale"), count=(1, 4),
           anchors=("beginning", "up", "start", "recovery", "down"), spread=30.0, plans=("finish", "fail"),
           actions=("kill|ctrl-c|stop|gc|second run|bob up|bob down",), moments=("up", "up", "start", "recovery"),
-          leftovers=("", "", "preempted", "preempted", "deleting", "bob's", "stopped"),
+          leftovers=("", "ready", "creating", "preempted", "preempted", "deleting", "bob's", "stopped"),
           needs=(RETRIES, "many_zones")),
     Theme("expiry", actions=("gc", "gc|bob gc|other gc|logs"), moments=("run", "start", "end"), together=400.0,
           faults=("date", "stale", "reboot", "preempt"), count=(0, 2), plans=("finish", "fail"),

@@ -245,7 +245,9 @@ class Shell:
         if container is None or not container.running:
             return 1, "Error response from daemon: the container is not running\n"
         hang = container.job.plan.hang if container.job is not None else None
-        return 0, hangs.stacks(hang, self.host.worker, self.world.scheduler.now) if hang else "a stack\n"
+        container.sampled[self.actor] += 1
+        sample = container.sampled[self.actor]
+        return 0, hangs.stacks(hang, self.host.worker, self.world.scheduler.now, sample) if hang else "a stack\n"
 
     def evidence(self, _parameters: Mapping[str, str], _arguments: str) -> tuple[int, str]:
         self.pause()

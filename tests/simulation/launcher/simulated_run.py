@@ -111,7 +111,7 @@ class SimulatedRun:
             self.scheduler.trace = []
         self.world = World(self.scheduler, random.Random(f"world {seed}"), self.faults, self.scenario.plans)
         self.world.slice_name = _NAME
-        self.world.on_creation = functools.partial(claims.run_makes_a_slice_only_in_a_recovery, self)
+        self.world.on_creation = functools.partial(claims.creation_is_due, self)
         self.world.on_deletion = functools.partial(claims.deletion_follows_a_stop, self)
         self.config = make_config(self.scenario.setting, self.scenario.candidates)
         stall = self.scenario.setting.stall_minutes
@@ -176,8 +176,8 @@ class SimulatedRun:
             self.world.break_promise("every ending has a documented code", f"{task} raised {task.error!r}")
         return Result(self.world.record.broken, self.scheduler.trace or [])
 
-    def _is_at_work(self, laptop: Laptop) -> bool:
-        return any(
+    def _is_at_work(self, laptop: Laptop) -> int:
+        return sum(
             command.laptop is laptop and command.code is None and not command.killed and not command.process.frozen
             for command in self.commands
             if command.name in ("up", "run", "attach", "down")
@@ -246,7 +246,7 @@ class SimulatedRun:
         queues = kind == "preempted" and self.scenario.setting.queued
         command = queued.create_command(placed, labels, 7200.0) if queues else create_command(placed, labels)
         google.call(gcloud_commands.parse(command), creator)
-        self.scheduler.sleep(100.0)
+        self.scheduler.sleep(0.0 if kind == "creating" else 100.0)
         slice_ = google.slice_of(gcloud_commands.parse(command))
         if slice_ is None or slice_.state != "READY":
             return

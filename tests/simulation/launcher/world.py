@@ -47,7 +47,7 @@ class Laptop:
     offline: bool = False
     wall: float = 0.0
     asleep: float = 0.0  # seconds in which its monotonic clock stood still
-    at_work: Callable[[], bool] = lambda: False  # returns whether a command that may withdraw requests runs on it
+    at_work: Callable[[], int] = lambda: 0  # returns how many commands that may withdraw requests run on it
 
 
 @dataclass(eq=False)
@@ -128,7 +128,7 @@ class World:
         self._refusals: dict[tuple[Actor, Host], list[float]] = {}  # since a command last heard of a host
         self._api_faults: dict[str, list[tuple[float, float, Fault]]] = {}
         self.downs: list[str] = []  # users, one entry for each `down` that works now
-        self.on_creation: Callable[[Actor], None] = lambda by: None  # called when a command makes a node
+        self.on_creation: Callable[[Slice, Actor], None] = lambda node, by: None  # called when a command makes a node
         self.on_deletion: Callable[[Slice, Actor], None] = lambda node, by: None  # called when a command deletes one
         for fault in faults:
             if fault.anchor == "beginning":
@@ -459,10 +459,10 @@ class World:
 
     # -- slices -------------------------------------------------------------------------------------------------------
 
-    def node_created(self, by: object) -> None:
+    def node_created(self, made: Slice, by: object) -> None:
         """Checks that no run makes a slice again that it knew, and that another user has deleted."""
         if isinstance(by, Actor):
-            self.on_creation(by)
+            self.on_creation(made, by)
         if isinstance(by, Actor) and by.command in ("run", "attach"):
             for node, (creator, deleter, at) in self.record.deleted.items():
                 raced = node in by.deleted or at - by.looked.get(node, at) < _RACE_SECONDS
@@ -478,7 +478,7 @@ class World:
             if sum(node.state == "READY" for node in kept) < 2 or second.state != "READY":
                 return
             self.scheduler.sleep(_TWO_POLL_SECONDS)
-            at_work = any(laptop.user == second.creator and laptop.at_work() for laptop in self.laptops)
+            at_work = any(laptop.user == second.creator and laptop.at_work() > 0 for laptop in self.laptops)
             answers = not self.struck or not any(fault.kind in API_FAULTS for fault in self.faults)
             attended += _TWO_POLL_SECONDS if at_work and answers else 0.0
         self.break_promise("never two slices for longer than a minute", f"{kept}")
