@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from launcher.costs import per_hour
 from launcher.errors import Exit
 from launcher.owner import hash_account
+from launcher.run import specification
 from launcher.run.events import (
     Ended,
     HostEnded,
@@ -24,13 +25,17 @@ from launcher.run.events import (
     RoundFailed,
     RunStopRequested,
     SliceReplaced,
+    StragglerFound,
+    StragglerGone,
 )
 from launcher.run.runs import list_runs
 from launcher.run.status import Status
 from launcher.tpu_vm.requests import RequestRecord
+from tests.simulation.launcher import hangs
 from tests.simulation.launcher.faults import API_FAULTS, MEDDLING
 from tests.simulation.launcher.hosts import EPOCH
 from training.machine.clock import parse_time
+from training.telemetry.progress_line import parse
 
 if TYPE_CHECKING:
     from tests.simulation.launcher.commands import Command
@@ -52,6 +57,7 @@ _BUDGET_SECONDS = 60.0  # for which a run may go on when its budget is spent; an
 _LONGEST_PAUSE = 450.0
 _QUEUE_SECONDS = 7200.0  # slice.queued.valid_until_hours of all files
 _FIRST_DELAY, _LONGEST_DELAY = 5.0, 300.0  # seconds before another attempt after a failure
+_PROGRESS_SECONDS = 12.0  # from a step until it is kept
 _SLICE_LOST = ("preempted", "slice deleted")  # outcomes
 
 
@@ -646,6 +652,48 @@ def _cost_of_slices(simulation: SimulatedRun, until: float) -> float:
         if node.ready_at < until
     )
     return seconds * _rate(simulation)
+
+
+def folders_are_whole(simulation: SimulatedRun) -> None:
+    """A run's folder has its configuration and what its attempts were started with."""
+    for ledger in simulation.ledgers():
+        kept, wanted = specification.read(ledger.folder), simulation.config.slice.name
+        if (ledger.record.slice, kept.run) != (wanted, ledger.run_id) or not (ledger.folder / "config.yaml").exists():
+            simulation.break_promise("a run's folder is whole", f"{ledger.run_id}: {ledger.record}, {kept}")
+
+
+def progress_is_kept(simulation: SimulatedRun) -> None:
+    """The ledger's folder has each new step of a program that tells its progress once, until seconds before its end."""
+    supervisors = sum(command.name in ("run", "attach", "down") for command in simulation.commands)
+    for job in simulation.world.record.jobs.values() if not simulation.full_disk else ():
+        files = [home / "runs" / job.run / f"progress-{job.attempt}.jsonl" for home in simulation.homes]
+        lines = [parse(line) for file in files if file.exists() for line in file.open()]  # one may be cut by a kill
+        steps = [line.step for line in lines if line is not None]
+        again = sum(before >= after for before, after in pairwise(steps))
+        if again >= supervisors and not (job.plan.hang and job.plan.hang.kind == "step"):
+            simulation.break_promise("progress is kept", f"{job}: {steps}")
+        ended = max((item.ended for item in job.containers.values()), default=0.0)
+        calm = job.plan.tells and _is_undisturbed(simulation, ended)
+        since = min(ended, job.last_step) - _PROGRESS_SECONDS - (job.began or math.inf)
+        if calm and job.confirmed and 0.0 < since < math.inf:
+            least = hangs.line(job.timeline, since, None, 0).step
+            if max(steps, default=-1) < least:
+                simulation.break_promise("progress is kept", f"{job}: {steps}, and step {least} was done")
+
+
+def stragglers_are_told(simulation: SimulatedRun) -> None:
+    """A host is called slower than the others, by its factor and while it is, only if it is."""
+    for ledger in simulation.ledgers():
+        slow = None
+        for event in ledger.events():
+            job = simulation.world.record.jobs.get((ledger.run_id, event.attempt))
+            if isinstance(event, StragglerFound) and job is not None:
+                slow = job.plan.slow
+                same = slow is not None and (event.host, event.part) == (slow.host, "dispatch")
+                if not same or not (3.0 if math.isinf(slow.steps) else 1.5) <= event.factor <= 3.0:
+                    simulation.break_promise("a straggler is told", f"{job}: {event}, not {slow}")
+            elif isinstance(event, StragglerGone) and (slow is None or math.isinf(slow.steps)):
+                simulation.break_promise("a straggler is told", f"{job}: {event}: {slow}")
 
 
 def gc_leaves_no_request(simulation: SimulatedRun, command: Command) -> None:

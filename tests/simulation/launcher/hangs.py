@@ -73,6 +73,14 @@ KINDS = (*_PLACES, *_STATES, "no stacks", "program", "step", "collective")
 
 
 @dataclass(frozen=True)
+class Slow:
+    """A host whose own part of a step takes three times the others' time, for so many steps."""
+
+    host: int
+    steps: float
+
+
+@dataclass(frozen=True)
 class Hang:
     """A hang: in which phase, of which kind, on which host."""
 
@@ -126,7 +134,9 @@ def timeline(seed: float, seconds: float, stall_seconds: float, last: str) -> li
     return [*moments, (now, last, step)]
 
 
-def line(moments: list[tuple[float, str, int]], since: float, hang: Hang | None, worker: int) -> ProgressLine:
+def line(
+    moments: list[tuple[float, str, int]], since: float, hang: Hang | None, worker: int, slow: Slow | None = None
+) -> ProgressLine:
     """Returns a host's line so many seconds after the start of the program."""
     number = bisect.bisect_right(moments, since, key=lambda moment: moment[0]) - 1
     _, phase, step = moments[number]
@@ -134,9 +144,13 @@ def line(moments: list[tuple[float, str, int]], since: float, hang: Hang | None,
     program = "another" if is_odd and hang is not None and hang.kind == "program" else "abc"
     step += bool(is_odd and hang is not None and hang.kind == _AHEAD)
     loss = 10.0 / (1 + step)  # each step's is less than the last one's
+    more = min(step, slow.steps) * 2 if slow is not None and worker == slow.host else 0.0
+    waits = step * (0.5 if more else 2.0 if worker == 0 else 1.0)  # for the others, which is no work of its own
+    seconds = {"data_wait": step / 8, "dispatch": (step + more) / 4, "result": waits}
     return ProgressLine(
-        step, STEPS, phase, count=number, program=program, step_seconds=1.0, loss=loss, examples_per_second=8.0
-    )
+        step, STEPS, phase, count=number, program=program, step_seconds=1.0, loss=loss, examples_per_second=8.0,
+        seconds=seconds,
+    )  # fmt: skip
 
 
 def format_line(told: ProgressLine) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from launcher.log_lines import PART_BYTES
 from launcher.run.stall import DEFAULT_SECONDS
 from tests.simulation.launcher import hangs
-from tests.simulation.launcher.hangs import Hang
+from tests.simulation.launcher.hangs import Hang, Slow
 from tests.simulation.launcher.hosts import Container, Host
 from tests.simulation.scheduler import Scheduler
 
@@ -36,6 +36,7 @@ class Plan:
     apart: float = 0.0  # seconds from the end of the other hosts to that of host 0, which exports
     tells: bool = False  # whether it reports its progress
     hang: Hang | None = None  # how a program of kind "stall" that reports its progress hangs
+    slow: Slow | None = None  # which host of one that reports its progress is slower than the others
     second: int | None = None  # another host that fails within a fraction of a second, with exit code 3
 
 
@@ -53,6 +54,8 @@ class Job:
     ) -> None:
         if plan.hang is not None:  # a candidate may have fewer hosts than the file's slice
             plan = replace(plan, hang=replace(plan.hang, host=plan.hang.host % hosts))
+        if plan.slow is not None:
+            plan = replace(plan, slow=replace(plan.slow, host=plan.slow.host % hosts))
         self.scheduler, self.run, self.attempt, self.hosts, self.plan = scheduler, run, attempt, hosts, plan
         self.rng = rng
         self.containers: dict[int, Container] = {}
@@ -124,7 +127,7 @@ class Job:
         if not plan.tells or container.started is None or container.awaits_secrets:
             return ""
         since = max(0.0, min(self.scheduler.now, self.last_step) - begun)
-        return hangs.format_line(hangs.line(self.timeline, since, plan.hang, container.host.worker))
+        return hangs.format_line(hangs.line(self.timeline, since, plan.hang, container.host.worker, plan.slow))
 
     @property
     def timeline(self) -> list[tuple[float, str, int]]:

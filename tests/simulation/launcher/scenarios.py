@@ -5,12 +5,13 @@ moment, so that interleavings that are rare among all simulated runs become comm
 """
 
 import functools
+import math
 import random
 from dataclasses import dataclass, replace
 
 from tests.simulation.launcher import faults, hangs
 from tests.simulation.launcher.faults import Fault
-from tests.simulation.launcher.hangs import Hang
+from tests.simulation.launcher.hangs import Hang, Slow
 from tests.simulation.launcher.jobs import Plan
 
 SLICES = (("v4-8", 1), ("v4-16", 2), ("v4-16", 2), ("v4-32", 4))
@@ -280,7 +281,9 @@ def _draw_hangs(rng: random.Random) -> tuple[Scenario, list[Fault]]:
     def tell(plan: Plan) -> Plan:
         host = rng.randrange(scenario.setting.hosts)
         hang = Hang(rng.choice(hangs.PHASES), rng.choice(hangs.KINDS), host) if plan.kind == "stall" else None
-        return replace(plan, tells=True, hang=hang, seconds=rng.uniform(5.0, 400.0), period=rng.choice((3.0, 3e3)))
+        slow = Slow(host, rng.choice((math.inf, 40.0))) if rng.random() < 0.5 else None
+        seconds, period = rng.uniform(5.0, 400.0), rng.choice((3.0, 3e3))
+        return replace(plan, tells=True, hang=hang, slow=slow, seconds=seconds, period=period)
 
     return replace(scenario, plans=tuple(map(tell, scenario.plans))), _draw_faults(HANGS, rng)
 
