@@ -62,6 +62,7 @@ def start_attempt(session: Session) -> tuple[int, Verdict | None]:
         )
     )
     try:
+        session.check_stop()  # a stop that was recorded just before this attempt has told that none follows
         try:
             reports = provider.start(attempt, session.clock)
             if not all(report.ok or report.occupied_by for report in reports):  # a connection may have failed once
@@ -79,8 +80,7 @@ def start_attempt(session: Session) -> tuple[int, Verdict | None]:
         lost = judge_slice(session)
         if lost is None and error.exit_code is Exit.HOST_LOST:
             lost = Verdict(Kind.HOST_LOST, Cause(-1, str(error)))
-        outcome = lost.kind.value if lost else events.NOT_STARTED
-        ledger.append(events.Ended(number, outcome, Cause(-1, str(error))))
+        ledger.append(events.Ended(number, lost.kind.value if lost else events.NOT_STARTED, Cause(-1, str(error))))
         if lost is None:
             raise
         return number, lost

@@ -415,6 +415,23 @@ def test_a_stop_before_the_first_start_keeps_it_from_starting(work: Workstation)
     assert work.ledger.state.outcome == "stopped"
 
 
+def test_no_host_is_asked_to_start_an_attempt_that_began_just_after_a_stop_which_saw_none(
+    work: Workstation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append = Ledger.append
+
+    def stop_just_before(ledger: Ledger, event: events.RunEvent, **options: float) -> None:
+        if isinstance(event, events.AttemptBegan):
+            stop_elsewhere(work)
+        append(ledger, event, **options)
+
+    monkeypatch.setattr(Ledger, "append", stop_just_before)
+    with pytest.raises(RunStopped):
+        work.run(work.config())
+    assert not work.hosts.attempts
+    assert outcomes(work) == ["stopped"]
+
+
 def test_a_stop_ends_a_start_that_waits_for_nodes(work: Workstation, monkeypatch: pytest.MonkeyPatch) -> None:
     def wait(_provider: FakeProvider, _attempt: Attempt, clock: Clock) -> None:
         stop_elsewhere(work)
