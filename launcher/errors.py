@@ -93,9 +93,9 @@ class CommandTimeout(LaunchError):
 _DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
-def from_disk(error: OSError) -> LaunchError | None:
+def from_disk(error: Exception) -> LaunchError | None:
     """Returns the error to show when this machine's disk is full, read-only or broken; None for any other error."""
-    if error.errno not in _DISK_TROUBLE:
+    if not isinstance(error, OSError) or error.errno not in _DISK_TROUBLE:
         return None
     return LaunchError(
         f"this machine's disk: {error.strerror} ({error.filename or 'while writing'}); what runs on hosts goes on, and "

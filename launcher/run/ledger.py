@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn, Protocol
 
-from launcher.errors import BadInput, Exit, LaunchError
+from launcher.errors import BadInput, Exit, LaunchError, from_disk
 from launcher.file_lock import is_held, lock
 from launcher.home import write_private, write_whole
 from launcher.run.bucket import RunBucket
@@ -187,7 +187,7 @@ class Ledger:
                     self._write(found)
                 self._check_supervisor()
         except (storage.StorageError, OSError) as error:  # OSError: this machine's disk is full
-            raise LaunchError(f"run {self.run_id}: its events can't be read: {error}") from None
+            raise LaunchError(f"run {self.run_id}: its events can't be read: {from_disk(error) or error}") from None
 
     def publish(self) -> None:
         """Copies specification and overlay to the bucket, if there is one, for other machines. Raises LaunchError."""

@@ -426,4 +426,5 @@ def test_events_that_a_full_disk_can_not_hold_end_no_renewals(
 
     play(prompt, (of_a, hold))
     assert ages[0] < LEASE_SECONDS / 2
+    assert any("make room" in text for text in prompt.said)
     scheduler.close()
