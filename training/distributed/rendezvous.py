@@ -24,7 +24,7 @@ import socket
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 from training.distributed import messages
 from training.distributed.barrier_state import Refusal
@@ -48,13 +48,14 @@ PHASES_A_SECOND = 128  # that host 0 reads in total: with 512 hosts, each host r
 CONNECT_INTERVAL = 0.2  # seconds between attempts to connect
 
 
-class Rendezvous(Protocol):
-    """Barriers of all hosts of an attempt."""
+class Rendezvous:
+    """Barriers of all hosts of an attempt. The methods do here what a single host needs, most of them nothing."""
 
     def meet(self, name: str, payload: Any = None, seconds: float | None = None) -> list[Any]:
         """Waits for all hosts at barrier `name`. Returns their payloads (JSON values) in worker order. Raises LostPeer
         if a host is lost or does not arrive within `seconds` (None: the default of `join`), StopRequested if another
         host's stop ended the attempt or this host is to stop before any training."""
+        return [payload]
 
     def set_phase(self, name: str) -> None:
         """Reports what this host is doing, in the background."""
@@ -67,45 +68,29 @@ class Rendezvous(Protocol):
 
     def phases(self) -> str:
         """Returns the last known phase of each host, for messages."""
+        return ""
 
     def limit(self, what: str, seconds: float) -> AbstractContextManager[None]:
         """Returns a context that ends this process, as a failure of `what`, if its block takes longer than `seconds`;
         without effect in a notebook."""
+        return contextlib.nullcontext()
 
     def close(self, code: int, reason: str = "", *, overdue: bool = False) -> None:
         """Reports that this host exits with `code`, and closes the connection. A failure ends the other hosts too; so
         does an orderly exit with `overdue`: this host could not save before its stop's deadline."""
 
 
-class SingleHost:
+class SingleHost(Rendezvous):
     """The rendezvous of a single host."""
 
     def __init__(self, machine: Machine | None = None) -> None:
         """`machine`: whose process `limit` ends; None in a notebook, whose process is the user's."""
         self._machine = machine
 
-    def meet(self, name: str, payload: Any = None, seconds: float | None = None) -> list[Any]:
-        return [payload]
-
-    def set_phase(self, name: str) -> None:
-        pass
-
-    def set_background_phase(self, name: str) -> None:
-        pass
-
-    def check(self) -> None:
-        pass
-
-    def phases(self) -> str:
-        return ""
-
     def limit(self, what: str, seconds: float) -> AbstractContextManager[None]:
         if self._machine is None:
-            return contextlib.nullcontext()
+            return super().limit(what, seconds)
         return time_limit(what, seconds, self.phases, self.close, self._machine)
-
-    def close(self, code: int, reason: str = "", *, overdue: bool = False) -> None:
-        pass
 
 
 def join(
@@ -139,7 +124,7 @@ def join(
     return RendezvousClient(cluster, server, shutdown, connection, lines, seconds=seconds, machine=machine)
 
 
-class RendezvousClient:
+class RendezvousClient(Rendezvous):
     """The rendezvous of a host among several."""
 
     def __init__(

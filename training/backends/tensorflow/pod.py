@@ -158,7 +158,7 @@ def _serve(rendezvous: Rendezvous, shutdown: ShutdownRequest, serving: subproces
         raise StopRequested("host 0 has committed and stopped")
 
 
-class Chief:
+class Chief(Rendezvous):
     """The rendezvous of the loop on host 0, which meets no other hosts: `meet` and `check` only raise if another host
     or this host's worker is lost."""
 
