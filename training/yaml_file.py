@@ -1,8 +1,8 @@
 """Reads strict YAML 1.2 files into frozen pydantic models; every error names its file and line.
 
 Framework-free, shared by `tpu-launch` and `tpu-train`, which read the same file. A document is loaded once, changed by
-`--set key=value`, and validated section by section against models that forbid unknown keys. Values are never converted
-silently: `steps: "100"` is an error.
+`--set key=value`, and validated against models that forbid unknown keys. Values are never converted silently:
+`steps: "100"` is an error.
 
 Scalars have their YAML 1.2 meaning: `1e-4` is a number, `010` is ten, and `yes`, `no`, `on`, `off` and `1:30` are
 strings. The output of `Document.dump` means the same to readers of YAML 1.1, such as PyYAML.
@@ -107,18 +107,12 @@ def parse(text: str, name: str, overrides: Iterable[str] = ()) -> Document:
     return document
 
 
-def validate(model: type[Model], document: Document, path: Path_ = ()) -> Model:
-    """Returns the part of `document` at `path` as `model`; an absent part counts as empty. Raises ConfigError with a
-    line for each mistake."""
-    value: Any = document.value
-    for key in path:
-        value = value.get(str(key), {}) if isinstance(value, dict) else {}
-    if value is None:
-        value = {}
+def validate(model: type[Model], document: Document) -> Model:
+    """Returns `document` as `model`. Raises ConfigError with a line for each mistake."""
     try:
-        return model.model_validate(value)
+        return model.model_validate(document.value)
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(model, document, path, detail) for detail in error.errors())) from None
+        raise ConfigError("\n".join(_explain(model, document, detail) for detail in error.errors())) from None
 
 
 def refuse_unknown(document: Document, known: Iterable[str]) -> None:
@@ -265,9 +259,9 @@ def _with(value: dict[str, Any], parts: tuple[str, ...], new: Any, key: str) -> 
     return {**value, head: _with(below or {}, rest, new, key)}
 
 
-def _explain(model: type[BaseModel], document: Document, path: Path_, detail: ErrorDetails) -> str:
-    """Returns a line with file:line for a mistake that pydantic found in the document's part at `path`."""
-    location = (*path, *detail["loc"])
+def _explain(model: type[BaseModel], document: Document, detail: ErrorDetails) -> str:
+    """Returns a line with file:line for a mistake that pydantic found in the document."""
+    location = detail["loc"]
     dotted = ".".join(map(str, location))
     place = document.place(location)
     kind = detail["type"]

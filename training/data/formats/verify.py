@@ -5,7 +5,7 @@ pieces, so memory does not grow with it.
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import google_crc32c
 import numpy as np
@@ -21,17 +21,14 @@ from training.storage import Stat
 PIECE_BYTES = 8 << 20
 
 
-def problems(
-    dataset: Dataset, vocabulary: int | None = None, progress: Callable[[Shard], None] = lambda _: None
-) -> Iterator[str]:
+def problems(dataset: Dataset, vocabulary: int | None = None) -> Iterator[str]:
     """Reads all shards and yields a line for each problem, also for a shard that is missing or not in the manifest.
-    Calls `progress` before each shard. Ids of `vocabulary` or more are a problem; the default is the manifest's, and no
+    Ids of `vocabulary` or more are a problem; the default is the manifest's, and no
     limit in the recipe's layout. Raises BadInput for a mixture."""
     if any(shard.folder for shard in dataset.shards):
         raise BadInput(f"{dataset.url} is a mixture: verify its parts, which `tpu-train dataset show` names")
     stats = {storage.name_of(stat.url): stat for stat in storage.listing(dataset.url)}
     for shard in dataset.shards:
-        progress(shard)
         stat = stats.pop(shard.name, None)
         if stat is None:
             yield f"{storage.join(dataset.url, shard.name)} is missing"
