@@ -13,7 +13,6 @@ ifGenerationMatch=0 succeeds.
 """
 
 import base64
-import bisect
 import contextlib
 import hashlib
 import json
@@ -128,7 +127,6 @@ class Bucket:
         self.name = folder.name
         self._lock = threading.RLock()
         self._objects: dict[str, StoredObject] = {}
-        self._names: list[str] = []
         self._last = 0
         for part in ("objects", "data", "incoming", "uploads"):
             (folder / part).mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -149,7 +147,6 @@ class Bucket:
             for path in (self.folder / folder).iterdir():
                 if path.name.removesuffix(".json") not in live:
                     path.unlink()
-        self._names = sorted(self._objects)
         self._last = max(map(int, live), default=0)
 
     def get(self, name: str, generation: int | None = None) -> StoredObject:
@@ -208,7 +205,6 @@ class Bucket:
             require_generation(expected, current)
             self._forget(current)
             del self._objects[name]
-            del self._names[bisect.bisect_left(self._names, name)]
 
     def listing(self, prefix: str, delimiter: str, after: str, limit: int) -> tuple[list[StoredObject], list[str], str]:
         """Returns a page of at most `limit` entries after the token of the page before: the objects with a prefix, and
@@ -218,9 +214,7 @@ class Bucket:
         prefixes: list[str] = []
         with self._lock:
             last = ""
-            for name in self._names[bisect.bisect_left(self._names, max(prefix, after)) :]:
-                if not name.startswith(prefix):
-                    break
+            for name in sorted(name for name in self._objects if name.startswith(prefix) and name >= after):
                 cut = name.find(delimiter, len(prefix)) if delimiter else -1
                 common = name[: cut + len(delimiter)] if cut >= 0 else ""
                 entry = common or name
@@ -246,8 +240,6 @@ class Bucket:
     def _enter(self, new: StoredObject) -> None:
         """Writes an object's metadata, which commits it, and makes it visible."""
         write_private(self.folder / "objects" / f"{new.generation}.json", json.dumps(asdict(new)))
-        if new.name not in self._objects:
-            bisect.insort(self._names, new.name)
         self._objects[new.name] = new
 
     def _forget(self, old: StoredObject) -> None:
