@@ -98,7 +98,7 @@ def notebook(config: Config, run_id: str | None, host: int, port: int, local_por
     """Start Jupyter in the live container of a host, and print its address with the token. Ctrl-C ends it; the run goes
     on."""
     with execution.live_session(config, run_context(), run_id) as session:
-        execution.choose_workers(session, host)
+        session.choose_workers(host)
         terminal.say(f"run {session.ledger.run_id}: starting Jupyter on host {host}")
         jupyter = execution.start_jupyter(session, host, port)
         local = find_port(local_port, jupyter.port)

@@ -56,7 +56,7 @@ def execute(
         BadInput: The run is not running, or has no such host.
     """
     with live_session(config, context, run_id) as session:
-        workers = choose_workers(session, host)
+        workers = session.choose_workers(host)
         container = session.container(session.ledger.state.attempt)
         emit = _masked(session, on_line)
         return session.provider.execute(container, command, workers, seconds=seconds, on_line=emit)
@@ -95,16 +95,6 @@ def explain_run(session: Session) -> tuple[str | None, str]:
     found = explanation.explain_live(session.provider, container, lines, 0.0, machine.clock, native=False)
     folder = explanation.write_files(session.ledger, number, found, masker)
     return (masker.mask_text(found.hang.paragraph) if found.hang else None), folder
-
-
-def choose_workers(session: Session, host: int | None) -> Sequence[int]:
-    """Returns the worker indices of one host, or of all. Raises BadInput for a host that the slice does not have."""
-    hosts = session.workers
-    if host is None:
-        return hosts
-    if host not in hosts:
-        raise BadInput(f"--host {host}: the slice has hosts 0 to {len(hosts) - 1}")
-    return [host]
 
 
 def exit_code(reports: Sequence[CommandReport]) -> int:

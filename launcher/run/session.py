@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher.config import Config
-from launcher.errors import Exit, LaunchError
+from launcher.errors import BadInput, Exit, LaunchError
 from launcher.gcloud.retry import Retry
 from launcher.provider import LogLine, Provider, container_name
 from launcher.run import specification
@@ -85,6 +85,15 @@ class Session:
     def workers(self) -> Sequence[int]:
         """Worker indices of all hosts."""
         return range(self.provider.host_count)
+
+    def choose_workers(self, host: int | None) -> Sequence[int]:
+        """Returns the worker indices of one host, or of all. Raises BadInput for a host that the slice does not
+        have."""
+        if host is None:
+            return self.workers
+        if host not in self.workers:
+            raise BadInput(f"--host {host}: the slice has hosts 0 to {len(self.workers) - 1}")
+        return [host]
 
     @property
     def clock(self) -> Clock:

@@ -153,9 +153,7 @@ def print_logs(config: Config, context: Context, run_id: str | None, *, follow: 
     if number < 0:
         raise BadInput(f"run {ledger.run_id} was never started: there are no lines")
     session = open_session(context, ledger, SecretSource({}, {}))
-    if host is not None and host not in session.workers:
-        raise BadInput(f"--host {host}: the slice has hosts 0 to {len(session.workers) - 1}")
-    workers = session.workers if host is None else [host]
+    workers = session.choose_workers(host)
     files = {worker: ledger.log_file(number, worker) for worker in workers}
     offsets = dict.fromkeys(workers, 0)
     fetcher = _Fetcher(ledger, session.provider, number, files, context.output)
