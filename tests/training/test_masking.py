@@ -42,6 +42,13 @@ def test_keys_is_key_for_arrays(seed: int, number: int) -> None:
     )
 
 
+def test_the_masks_are_pinned() -> None:
+    """Both backends and every version must see the same integers."""
+    masked = Masker(Masking(), TOKENS, 7)(np.arange(100, 140, dtype=np.int32).reshape(2, 20), 1, np.array([0, 5]))
+    assert masked.positions.tolist() == [[0, 7, 16], [8, 9, 18]]
+    assert masked.input_ids[masked.input_ids != np.arange(100, 140).reshape(2, 20)].tolist() == [4, 4, 4, 4, 4]
+
+
 @given(
     st.integers(1, 8),
     st.integers(2, 80),
