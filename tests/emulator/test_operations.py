@@ -20,11 +20,13 @@ class HostContainers:
         self.store = store
         self.gate = threading.Event()
         self.gate.set()
+        self.booting = threading.Event()  # a host waits at the gate, or has passed it
         self.hosts: set[str] = set()
         self.broken = False
 
     def ensure(self, node: Node, host: Host) -> None:
-        self.gate.wait(10)
+        self.booting.set()
+        self.gate.wait(60)
         if self.broken:
             raise OSError("the engine is gone")
         self.hosts.add(host.hostname)
@@ -128,8 +130,12 @@ def test_a_node_deleted_while_it_starts_leaves_nothing(running: Running) -> None
     running.ended(running.call(running.api.create, acceleratorType="v4-8"))
     running.ended(running.call(running.api.call, "POST", "nodes", "pod", verb="stop"))
     running.containers.gate.clear()
+    running.containers.booting.clear()
     start = running.call(running.api.call, "POST", "nodes", "pod", verb="start")
+    assert running.containers.booting.wait(10)
     deletion = running.call(running.api.call, "DELETE", "nodes", "pod")
+    too_early = running.store.wait(lambda state: state.operations[deletion].done, 0.2)
+    assert not too_early, "the start may still make a host"
     running.containers.gate.set()
     assert running.ended(start)["code"] == 1
     running.ended(deletion)
