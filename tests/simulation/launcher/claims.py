@@ -305,7 +305,8 @@ def lines_are_shown_once(simulation: SimulatedRun, command: Command) -> None:
         simulation.break_promise("every line is shown once", f"{command.name} showed again {[*extra][:3]}")
     shows, outcome = command.shows if command.code == 0 else None, command.outcome
     job = simulation.world.record.jobs.get((outcome.run_id, outcome.attempt)) if outcome is not None else None
-    if job is not None and job.began is not None and job.began > command.began and not simulation.full_disk:
+    started = job is not None and job.began is not None and job.began > command.began
+    if job is not None and started and not simulation.full_disk and "attaching to it" not in "".join(command.said):
         shows = command.laptop.home / "runs" / job.run / "logs" / f"attempt-{job.attempt}"
     for path, lines in logs.items():
         if path.parent == shows and (missing := lines - command.lines):
@@ -447,6 +448,8 @@ def _verdicts_of(simulation: SimulatedRun, job: Job, causes: Sequence[Cause]) ->
             deleted |= {("failed", second)} if first.kind == "fail" and ends < 1.0 else set()
             deleted |= {("stopped", worker) for worker in (-1, first.worker, second) if asked}
             deleted |= {("vanished", None)} if simulation.faults else set()
+            # A supervisor deletes pods before it records the end: one that is killed between leaves a pod that is gone.
+            deleted |= {("host lost", None)} if any(each.killed for each in simulation.commands) else set()
         return allowed[first.kind] | deleted | _unseen(simulation, job) if first.kind in allowed else set()
     if kinds == ["connection"]:
         # A host that ceases to answer before it has told that it lost a peer looks like a lost host.
@@ -498,6 +501,8 @@ def finished_programs_are_told_finished(simulation: SimulatedRun, job: Job, even
     # An engine may have made up all codes but 2 and 75.
     seen = any(item.boot == item.host.boot or item.exit_code in (2, 75) for item in ends)
     if len(ends) < job.hosts or any(item.exit_code not in (0, 2, 75) for item in ends) or not seen:
+        return
+    if simulation.faults and any(item.exit_code == 2 for item in ends):  # a failure is judged within seconds
         return
     cluster = simulation.world.cluster is not None and not simulation.actions
     calm = {fault.kind for fault in simulation.faults} <= ({"preempt", "maintenance"} if cluster else {"reboot"})
