@@ -115,7 +115,7 @@ def _create(call: _Call, _answer: None, *_given: Any, **_options: Any) -> str:
 
 
 def _withdraw_unused(call: _Call, _answer: None) -> str:
-    """Of the recorded requests, only the one whose slice is used stays, unless another command works or it is told."""
+    """Checks that only the request whose slice is used stays recorded, unless another command works or it is told."""
     mine = call.command
     left = RequestRecord(mine.config).open()
     told = any("not withdrawn yet" in text for at, text in mine.told if at >= call.began)

@@ -84,8 +84,8 @@ def deletion_follows_a_stop(simulation: SimulatedRun, node: Slice, by: Actor) ->
 
 
 def creation_is_due(simulation: SimulatedRun, made: Slice, by: Actor) -> None:
-    """A slice has its owner's labels, comes after no `down` that succeeded, and not beside one that `up` could use;
-    `run` creates one only in a recovery that was neither stopped nor given up before that `run`."""
+    """Checks that a new slice has its owner's labels, follows no `down` that succeeded, and is not beside one that `up`
+    could use, and that `run` creates one only in a recovery that was neither stopped nor given up before that `run`."""
     labels, hours = made.node.resource.get("labels", {}), simulation.scenario.setting.expires_hours
     ours = [labels.get(f"tpu-launch{name}") for name in ("", "-owner", "-account")]
     late = 0.0 if made.expires is None else simulation.world.scheduler.now + EPOCH - made.expires + (hours or 0) * 3600
@@ -178,7 +178,7 @@ def down_deletes_jobsets(simulation: SimulatedRun, command: Command) -> None:
 
 
 def told_patience_is_true(simulation: SimulatedRun, command: Command) -> None:
-    """`down` and `stop` go on without a process that supervises only if there is one that had its time to end."""
+    """Checks that `down` and `stop` go on without a supervisor only if there is one that had its time to end."""
     for at, text in command.told if not command.laptop.asleep else ():
         if "has not ended; going on" not in text and "that starts it has not ended yet" not in text:
             continue
@@ -298,8 +298,8 @@ def places_are_tried_in_their_order(simulation: SimulatedRun, command: Command) 
 
 
 def lines_are_shown_once(simulation: SimulatedRun, command: Command) -> None:
-    """A command shows lines that are in the logs of its folder, each once; `logs` that ends by itself all of its
-    attempt, `run` all of an attempt that it started and judged."""
+    """Checks that a command shows only lines that are in the logs of its folder, each once; that `logs` which ends by
+    itself shows all of its attempt, and `run` all of an attempt that it started and judged."""
     logs = {path: _lines_in(path) for path in command.laptop.home.glob("runs/*/logs/attempt-*/host-*.log")}
     if extra := command.lines - sum(logs.values(), Counter()):
         simulation.break_promise("every line is shown once", f"{command.name} showed again {[*extra][:3]}")
@@ -319,7 +319,7 @@ def _lines_in(path: Path) -> Counter[tuple[int, str, str]]:
 
 
 def told_missing_is_missing(simulation: SimulatedRun, command: Command) -> None:
-    """A slice is called missing only if it was, at some time since the command began."""
+    """Checks that a slice is called missing only if it was, at some time since the command began."""
     told = f"slice {simulation.config.slice.name} does not exist" in str(command.error)
     lags = any(fault.kind in ("stale", "old describe", *MEDDLING) for fault in simulation.faults)
     if not told or lags or simulation.scenario.candidates is not None:
@@ -388,7 +388,7 @@ def hang_is_explained(simulation: SimulatedRun, job: Job, event: Ended, time: fl
 
 
 def _is_undisturbed(simulation: SimulatedRun, until: float) -> bool:
-    """Returns whether nothing was done to a run until a moment but that users looked at it."""
+    """Returns whether, until a moment, nobody did more to a run than look at it, and nothing failed."""
     disturbs = any(action.kind not in ("logs", "status") for action in simulation.actions)
     disturbs |= any(stop.at < until for stop in simulation.world.record.stops)
     return not (disturbs or simulation.faults or simulation.kill_at or simulation.full_disk)
@@ -660,7 +660,7 @@ def _cost_of_slices(simulation: SimulatedRun, until: float) -> float:
 
 
 def folders_are_whole(simulation: SimulatedRun) -> None:
-    """A run's folder has its configuration and what its attempts were started with."""
+    """Checks that a run's folder has its configuration and what its attempts were started with."""
     for ledger in simulation.ledgers():
         kept, wanted = specification.read(ledger.folder), simulation.config.slice.name
         if (ledger.record.slice, kept.run) != (wanted, ledger.run_id) or not (ledger.folder / "config.yaml").exists():
@@ -668,7 +668,7 @@ def folders_are_whole(simulation: SimulatedRun) -> None:
 
 
 def progress_is_kept(simulation: SimulatedRun) -> None:
-    """The ledger's folder has each new step of a program that tells its progress once, until seconds before its end."""
+    """Checks that a run's folder has each reported step once, until seconds before the program's end."""
     supervisors = sum(command.name in ("run", "attach", "down") for command in simulation.commands)
     for job in simulation.world.record.jobs.values() if not simulation.full_disk else ():
         files = [home / "runs" / job.run / f"progress-{job.attempt}.jsonl" for home in simulation.homes]
@@ -687,7 +687,7 @@ def progress_is_kept(simulation: SimulatedRun) -> None:
 
 
 def stragglers_are_told(simulation: SimulatedRun) -> None:
-    """A host is called slower than the others, by its factor and while it is, only if it is."""
+    """Checks that a host is called slower than the others only while it is, and by its factor."""
     for ledger in simulation.ledgers():
         slow = None
         for event in ledger.events():
@@ -702,7 +702,7 @@ def stragglers_are_told(simulation: SimulatedRun) -> None:
 
 
 def gc_leaves_no_request(simulation: SimulatedRun, command: Command) -> None:
-    """What a `gc` has told deleted is gone, with the request that it came from."""
+    """Checks that each slice that `gc` reports as deleted is gone, and its request too."""
     named = {text.removesuffix(": deleted") for text in command.said if text.endswith(": deleted")}
     if command.name != "gc" or any(fault.kind in ("stale", "old describe", *MEDDLING) for fault in simulation.faults):
         return
