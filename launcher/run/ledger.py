@@ -144,9 +144,10 @@ class Ledger:
         deadline = self.clock.monotonic() + patience
         document = Entry(format_time(self.clock.time()), event).document()
         line = json.dumps(document | ({"by": self._writer} if self.bucket else {}))
+        number = len(self.entries()) + 1
         while True:
             try:
-                return self._record(line)
+                return self._record(line, number)
             except (OSError, storage.StorageError) as error:
                 if self.clock.monotonic() < deadline or (patience and self._is_waiting_for_bucket(error)):
                     self.clock.sleep(_FULL_DISK_POLL_SECONDS)
@@ -198,18 +199,21 @@ class Ledger:
             except storage.StorageError as error:
                 raise LaunchError(f"run {self.run_id} can't be written to its bucket: {error}") from None
 
-    def _record(self, line: str) -> None:
-        """Creates an event in the bucket, after those of other processes, and appends it to the file. Raises OSError,
-        StorageError."""
+    def _record(self, line: str, number: int) -> None:
+        """Creates an event in the bucket, after those of other processes, and appends it to the file. `number` was the
+        next when it was first tried: the bucket may have it since, and the file too. Raises OSError, StorageError."""
         if self.bucket is None:
             self._write(line)
             return
         with self._recording():
             self._check_supervisor()
-            while (found := self.bucket.put_event(len(self.entries()) + 1, line)) != line:
-                self._write(found)
-                self._check_supervisor()
-            self._write(line)
+            while (found := self.bucket.put_event(number, line)) != line:
+                if number > len(self.entries()):
+                    self._write(found)
+                    self._check_supervisor()
+                number += 1
+            if number > len(self.entries()):
+                self._write(line)
 
     def _is_waiting_for_bucket(self, error: Exception) -> bool:
         """Returns whether this process holds the lease, after waiting until it can be renewed."""

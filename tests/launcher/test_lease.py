@@ -7,6 +7,7 @@ import json
 import random
 from collections.abc import Callable
 from email.utils import formatdate
+from io import FileIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -14,7 +15,8 @@ from typing import Any, NoReturn
 import pytest
 
 from launcher.emulator.http_server import HttpResponse
-from launcher.errors import BadInput, Exit, LaunchError
+from launcher.errors import Exit, LaunchError
+from launcher.home import write_whole
 from launcher.run import bucket as run_bucket
 from launcher.run.bucket import LEASE_SECONDS
 from launcher.run.events import AttemptBegan, HostBack, Supervised
@@ -33,6 +35,7 @@ CONFIGURATION = {"project": "p", "zone": "us-central2-b", "slice": {"name": "s",
 EPOCH = 1_800_000_000.0
 LATE = [0.0] * 12 + [0.1, 1.0, 3.0, 12.0]  # seconds, before and after a request
 FROZEN = 0.03  # probability that the process stands still then, as on a laptop that sleeps
+FULL = 0.05  # probability that the disk is full when an event is written
 
 
 pytestmark = pytest.mark.usefixtures("server")
@@ -55,6 +58,7 @@ class Machines:
             lambda _: formatdate(clock.time(), usegmt=True),
         )
         monkeypatch.setattr(run_bucket, "storage", self)
+        monkeypatch.setattr("launcher.run.ledger.write_whole", self._write)
         record = RunRecord("r", "p", "z", "s", "hash", 0.0, "tpu-vm", bucket=f"{self.run}/launcher", user="ann")
         specification = Specification(run="", provider="tpu-vm", file="f.yaml", configuration=CONFIGURATION)
         begin_run(folder / "a", self.make("a")[0], record, "a: 1", specification, None)
@@ -83,6 +87,11 @@ class Machines:
                 scheduler.call_at(scheduler.now + self.random.uniform(10, 100), lambda: scheduler.thaw(process))
                 scheduler.freeze(process)
 
+    def _write(self, file: FileIO, data: bytes) -> None:
+        if self.random.random() < FULL:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_whole(file, data)
+
     def make(self, name: str, wrong_clock: float = 0.0) -> tuple[Workstation, Process]:
         process = Process(name)
 
@@ -105,7 +114,7 @@ class Machines:
         """Returns the run in the folder of a machine, imported unless it is there; machine `a` has begun it."""
         home = self.folder / name
         while not (home / "runs" / "r" / "run.json").exists():
-            with contextlib.suppress(BadInput):  # not in the bucket yet
+            with contextlib.suppress(LaunchError):  # not in the bucket yet, or the disk is full
                 return import_run(home, machine, self.run)
             self.scheduler.sleep(5)
         return Ledger(home / "runs" / "r", machine.clock)
@@ -146,8 +155,9 @@ def check(machines: Machines) -> None:
 
 
 def interleave(seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Machines:
-    """Runs two supervisors, whose clocks are wrong by hours, and whose processes are frozen, killed and started again.
-    A command beside the first one pulls events into its folder; a third machine records events without the lease."""
+    """Runs two supervisors, whose clocks are wrong by hours, whose disks are full at times, and whose processes are
+    frozen, killed and started again. A command beside the first one pulls events into its folder; a third machine
+    records events without the lease."""
     machines = Machines(seed, folder, monkeypatch)
     scheduler, rng = machines.scheduler, machines.random
     done: list[str] = []
@@ -208,9 +218,10 @@ def test_of_two_supervisors_one_makes_each_decision(
 
 @pytest.fixture
 def prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machines:
-    """Machines whose requests are not late."""
+    """Machines whose requests are not late, and whose disks have room."""
     monkeypatch.setattr(f"{__name__}.LATE", [0.0])
     monkeypatch.setattr(f"{__name__}.FROZEN", 0.0)
+    monkeypatch.setattr(f"{__name__}.FULL", 0.0)
     return Machines(0, tmp_path, monkeypatch)
 
 
