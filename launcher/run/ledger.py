@@ -105,6 +105,7 @@ class Ledger:
         self._events = folder / "events.jsonl"
         self._read = _Read()  # replaced as a whole, because threads read at once
         self._writer = os.urandom(8).hex()  # makes its events differ from those of all other processes
+        self._unrecorded = ""  # the kind of the last event that `note` could not record
         self.lease: HeldLease | None = None
         """This process's; None when it does not supervise the run, or the run has no bucket."""
 
@@ -160,14 +161,19 @@ class Ledger:
                 ) from None
 
     def note(self, event: RunEvent, say: Callable[[str], None]) -> None:
-        """Records an event that only informs. If it can't be written at once, says so and goes on."""
-        if self.lease is not None and not self.lease.is_fresh():  # a request to the bucket would block for minutes
-            say(f"run {self.run_id}: the event {event.kind!r} is not recorded: its bucket does not answer")
-            return
+        """Records an event that only informs. If it can't be written at once, says so, once for events of a kind that
+        follow each other, and goes on."""
         try:
+            if self.lease is not None and not self.lease.is_fresh():  # a request to the bucket would block for minutes
+                raise LaunchError(
+                    f"run {self.run_id}: the event {event.kind!r} is not recorded: its bucket does not answer"
+                )
             self.append(event, patience=0.0)
+            self._unrecorded = ""
         except LaunchError as error:
-            say(str(error))
+            if self._unrecorded != event.kind:
+                say(str(error))
+            self._unrecorded = event.kind
 
     def confirm(self) -> None:
         """Returns when this process may decide: it holds the run's lease, or there is none. Ends the process when
