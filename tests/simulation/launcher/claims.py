@@ -34,6 +34,7 @@ from launcher.tpu_vm.requests import RequestRecord
 from tests.simulation.launcher import hangs
 from tests.simulation.launcher.faults import API_FAULTS, MEDDLING
 from tests.simulation.launcher.hosts import EPOCH
+from tests.simulation.launcher.jobs import SUPERVISORS
 from training.machine.clock import parse_time
 from training.telemetry.progress_line import parse
 
@@ -79,7 +80,7 @@ def deletion_follows_a_stop(simulation: SimulatedRun, node: Slice, by: Actor) ->
             told = "may not have saved" in said or "has not ended; going on" in said
             if command.name == "down" and container.running and not (job.disturbed or job.over or told):
                 simulation.break_promise("down stops a run before its slice", f"{container.name} on {host!r}")
-            if command.name in ("run", "attach") and job.seen_finished and job is simulation.world.newest_job():
+            if command.name in SUPERVISORS and job.seen_finished and job is simulation.world.newest_job():
                 simulation.break_promise("a finished run keeps its slice", f"{command.name} deletes {node}")
 
 
@@ -101,7 +102,7 @@ def creation_is_due(simulation: SimulatedRun, made: Slice, by: Actor) -> None:
         known = other.creator == by.user and other.state == "READY" and other.ready_at < command.began
         if known and other is not made and simulation.scenario.candidates is None:
             simulation.break_promise("up continues from the existing slice", f"{made} beside {other}")
-    if by.command not in ("run", "attach"):
+    if by.command not in SUPERVISORS:
         return
     for ledger in list_runs(by.laptop.home, simulation.commands[0].machine):
         recovers = stopped = False
@@ -182,7 +183,9 @@ def told_patience_is_true(simulation: SimulatedRun, command: Command) -> None:
     for at, text in command.told if not command.laptop.asleep else ():
         if "has not ended; going on" not in text and "that starts it has not ended yet" not in text:
             continue
-        there = [each for each in simulation.commands if each.laptop is command.laptop and each.ended > at - 1.0]
+        anywhere = simulation.scenario.in_bucket
+        there = [each for each in simulation.commands if anywhere or each.laptop is command.laptop]
+        there = [each for each in there if each.ended > at - 1.0]
         others = [each for each in there if each is not command and each.name not in ("up", "status", "gc")]
         if at - command.began < _PATIENCE or not others:
             simulation.break_promise("supervisors are waited for", f"after {at - command.began:.0f} s: {text}")
@@ -264,7 +267,7 @@ def what_was_asked_for_is_used_or_withdrawn(simulation: SimulatedRun, command: C
     """A command leaves no request for a candidate that it made, but a granted one, unless it says so; a request gives
     way only to one for another candidate."""
     names, said = {str(each) for each in simulation.config.candidates}, [text for text in command.said if ": " in text]
-    if simulation.scenario.candidates is None or command.name not in ("up", "run", "attach"):
+    if simulation.scenario.candidates is None or command.name not in ("up", *SUPERVISORS):
         return
     asked = [(number, *text.split(": ", 1)) for number, text in enumerate(said) if text.split(": ", 1)[1] in names]
     for number, text in enumerate(said):
@@ -580,7 +583,7 @@ def stop_ends_its_supervisor(simulation: SimulatedRun) -> None:
             same = command.laptop is getattr(by, "laptop", None) and command.run_id == stop.run
             seconds = command.ended - stop.at
             late = seconds > _STOP_SECONDS + simulation.world.google.slowest_creation
-            if same and command.name in ("run", "attach") and command.began < stop.at and late:
+            if same and command.name in SUPERVISORS and command.began < stop.at and late:
                 simulation.break_promise("a stop ends its supervisor", f"{command.name} after {seconds:.0f} s")
 
 
@@ -604,7 +607,7 @@ def lost_host_is_told_in_time(simulation: SimulatedRun) -> None:
         ]  # fmt: skip
         told = min(ends, default=float("inf")) - EPOCH
         watched = any(
-            command.run_id == run and command.name in ("run", "attach") and command.began < job.began
+            command.run_id == run and command.name in SUPERVISORS and command.began < job.began
             and not command.killed and command.code != Exit.DETACHED and command.ended > died + limit
             for command in simulation.commands
         )  # fmt: skip
@@ -669,7 +672,7 @@ def folders_are_whole(simulation: SimulatedRun) -> None:
 
 def progress_is_kept(simulation: SimulatedRun) -> None:
     """Checks that a run's folder has each reported step once, until seconds before the program's end."""
-    supervisors = sum(command.name in ("run", "attach", "down") for command in simulation.commands)
+    supervisors = sum(command.name in (*SUPERVISORS, "down") for command in simulation.commands)
     for job in simulation.world.record.jobs.values() if not simulation.full_disk else ():
         files = [home / "runs" / job.run / f"progress-{job.attempt}.jsonl" for home in simulation.homes]
         lines = [parse(line) for file in files if file.exists() for line in file.open()]  # one may be cut by a kill

@@ -5,6 +5,7 @@ import random
 import traceback
 from collections import Counter
 from pathlib import Path
+from typing import NoReturn
 
 from launcher.config import Config
 from launcher.errors import Exit, LaunchError, from_disk
@@ -12,9 +13,10 @@ from launcher.gke.provider import Gke
 from launcher.provider import LogLine, Provider
 from launcher.run import launch, status, top
 from launcher.run.ledger import Ledger
-from launcher.run.runs import list_runs
+from launcher.run.runs import import_run, list_runs
 from launcher.run.session import Context, Outcome, Output
 from launcher.run.supervise import explain
+from launcher.run.supervisor import take_over
 from launcher.run.verdict import Kind
 from launcher.tpu_vm import candidates, inventory
 from launcher.tpu_vm.provider import TpuVm
@@ -52,7 +54,7 @@ class Command:
         self.process = Process(f"{laptop.name}:{name}")
         self.process.enter = self._enter
         self.actor = Actor(laptop, name, self.process)
-        self.machine = make_machine(world, self.actor, rng)
+        self.machine = make_machine(world, self.actor, rng, self._exit)
         self.context = Context(
             laptop.home, {"HF_TOKEN": SECRET}, self._make_provider, Output(self._say, self._emit), self.machine
         )
@@ -114,6 +116,19 @@ class Command:
             self.world.scheduler.interrupt(self.task, KeyboardInterrupt())
 
     # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _exit(self, code: int) -> NoReturn:
+        """Ends the process at once, as the loss of its lease does."""
+        self.code, self.ended = code, self.world.scheduler.now
+        self.world.note(f"{self.name} of {self.laptop.name} exits with {code}")
+        self.over.set()
+        self.world.scheduler.kill(self.process)
+        raise AssertionError
+
+    def _import(self) -> None:
+        """Imports the newest run of the bucket, as a command does that is given its URL."""
+        if self.world.storage.runs() and self.laptop is self.world.laptops[2]:
+            self.run_id = import_run(self.laptop.home, self.machine, self.world.storage.runs()[-1]).run_id
 
     def _main(self) -> None:
         self.world.note(f"$ tpu-launch {self.name}")
@@ -184,7 +199,16 @@ class Command:
             self._say(line)
         return int(self.verdict.exit_code)
 
+    def _supervise(self) -> int:
+        """Takes the run over as `supervise gs://bucket/runs` does, which tries again when its process has failed."""
+        self._import()
+        if not self.run_id:
+            return 0
+        outcome = take_over(Ledger(self.laptop.home / "runs" / self.run_id, self.machine.clock), self.context)
+        return self._show(outcome) if outcome is not None else 0
+
     def _stop(self) -> int:
+        self._import()
         ledger = launch._find(self.config, self.context, None)
         stop = Stop(ledger.run_id, self.world.scheduler.now, by=self)
         self.world.record.stops.append(stop)
@@ -218,6 +242,7 @@ class Command:
         return 0
 
     def _logs(self) -> int:
+        self._import()
         known = launch._find(self.config, self.context, None)
         self.shows = known.folder / "logs" / f"attempt-{known.state.attempt}"
         status.print_logs(self.config, self.context, None, follow=True, host=None)

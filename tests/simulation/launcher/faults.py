@@ -25,8 +25,9 @@ API_FAULTS = {
     "no ssh": 1.0,  # to any host, while Google's API answers
     "ssh loses answers": 0.3,
     "offline": 1.0,
+    "bucket": 0.8,
 }
-_ONLY_IN_THEMES = ("old describe", "quota", "signed out", "no ssh")
+_ONLY_IN_THEMES = ("old describe", "quota", "signed out", "no ssh", "bucket")
 ALL = tuple(kind for kind in (*HOST_FAULTS, *SLICE_FAULTS, *API_FAULTS) if kind not in _ONLY_IN_THEMES)
 _WEIGHTS = {"permission": 0.3, "reboot": 2.0, "preempt": 3.0, "cut": 2.0, "unavailable": 2.0, "disk": 0.5, "stale": 2.0}
 

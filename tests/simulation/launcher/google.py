@@ -18,6 +18,7 @@ from launcher.emulator.state import EmulatorState, Fault, Node, Operation, Queue
 from launcher.tpu_vm.ownership import EXPIRES
 from tests.gcloud_commands import Command
 from tests.simulation.launcher.hosts import EPOCH, Host
+from tests.simulation.launcher.jobs import SUPERVISORS
 from tests.simulation.scheduler import Task
 
 if TYPE_CHECKING:
@@ -175,7 +176,7 @@ class Google:
         fault = self.world.api_fault("old describe") if self._lists is not None else None
         if fault is None:
             return self.state
-        if fault.number % 2 and getattr(by, "command", "") in ("up", "run", "attach", "down"):
+        if fault.number % 2 and getattr(by, "command", "") in ("up", *SUPERVISORS, "down"):
             if self.scheduler.now < self._hidden_until:
                 return self.state
             self._hidden_until = self.scheduler.now + _BETWEEN_HIDDEN
@@ -280,7 +281,7 @@ class Google:
                 self.world.record.billed.append(slice_)
             if sum(other.creator == slice_.creator and other.state == "READY" for other in self.slices.values()) > 1:
                 self.scheduler.spawn(self.world.watch_two, slice_, name="two slices", process=self.scheduler.world)
-            if getattr(slice_.by, "command", "") in ("run", "attach"):
+            if getattr(slice_.by, "command", "") in SUPERVISORS:
                 self.world.reached("made again")
         if operation.verb == "start" and slice_ is not None:
             for host in slice_.hosts:

@@ -16,6 +16,7 @@ from tests.simulation.launcher.hangs import Hang, Slow
 from tests.simulation.launcher.hosts import Container, Host
 from tests.simulation.scheduler import Scheduler
 
+SUPERVISORS = ("run", "attach", "supervise")  # commands that supervise a run
 SECRET = "hf_sImUlAtEd0123456789"  # that every run has, and every program prints
 PEERS_WAIT = 40.0  # seconds that a program waits for the other hosts at its start
 PEERS_WAIT_OF_PODS = 600.0  # which begin by themselves; the trainer's default

@@ -3,6 +3,7 @@
 import os
 import random
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 from launcher.errors import CommandTimeout
 from launcher.owner import Owner, hash_account
@@ -211,13 +212,14 @@ class Terminal:
         return Result(tuple(argv), code, output, "")
 
 
-def make_machine(world: World, actor: Actor, rng: random.Random) -> Workstation:
-    """Returns the workstation of one command."""
+def make_machine(world: World, actor: Actor, rng: random.Random, end: Callable[[int], NoReturn]) -> Workstation:
+    """Returns the workstation of one command; `end` ends its process."""
     terminal = Terminal(world, actor)
     return Workstation(
         clock=LaptopClock(world.scheduler, actor.laptop),
         threads=SimulatedThreads(world.scheduler),
         random=rng,
+        exit=end,
         run=terminal.run,
         stream=terminal.stream,
         connect=terminal.connect,

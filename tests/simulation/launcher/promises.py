@@ -5,22 +5,33 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import json
 import math
 import re
 import tarfile
 from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher.errors import Exit
-from launcher.run.events import NOT_STARTED, VANISHED, AttemptBegan, Ended, Orphaned, Recovering, RunEvent
+from launcher.run.events import (
+    NOT_STARTED,
+    VANISHED,
+    AttemptBegan,
+    Ended,
+    Orphaned,
+    Recovering,
+    RunEvent,
+    from_document,
+)
 from launcher.run.logs import read_from
 from launcher.run.recovery import spent_so_far
+from launcher.run.runs import list_runs
 from launcher.tpu_vm.requests import RequestRecord
 from tests.simulation.launcher import claims
-from tests.simulation.launcher.jobs import SECRET
+from tests.simulation.launcher.jobs import SECRET, SUPERVISORS
 from training.machine.clock import parse_time
 
 if TYPE_CHECKING:
@@ -89,7 +100,7 @@ def nothing_is_left_after_down(simulation: SimulatedRun, command: Command) -> No
 
 def no_silent_bill(simulation: SimulatedRun, command: Command) -> None:
     """A command that ends with an error names what it leaves running, or an `up` has seen, and how to delete it."""
-    if command.code == 0 or command.name not in ("up", "run", "attach") or command.verdict is not None:
+    if command.code == 0 or command.name not in ("up", *SUPERVISORS) or command.verdict is not None:
         return
     seen = command.name == "up" and command.error is not None and command.actor.saw_slice
     left: list[Slice | Request] = [
@@ -120,7 +131,7 @@ def up_in_a_kind_world_succeeds(simulation: SimulatedRun, command: Command) -> N
 def run_with_budget_continues(simulation: SimulatedRun, command: Command) -> None:
     """A run with budget left ends only because of its program or its user, in a world whose faults pass."""
     world = simulation.world
-    if command.name not in ("run", "attach") or command.code in (0, Exit.DETACHED, Exit.BAD_INPUT, Exit.CONFLICT):
+    if command.name not in SUPERVISORS or command.code in (0, Exit.DETACHED, Exit.BAD_INPUT, Exit.CONFLICT):
         return
     known = command.ledgers()
     if not known or world.record.stops or world.record.permanent or simulation.loses_by_its_disk:
@@ -150,7 +161,7 @@ def run_with_budget_continues(simulation: SimulatedRun, command: Command) -> Non
 
 def leaving_a_recovery_reports_the_bill(simulation: SimulatedRun, command: Command) -> None:
     """A recovery that the user stops or leaves says that the slice stays, is billed, and how to delete it."""
-    if command.name not in ("run", "attach") or command.laptop.user in simulation.world.downs:
+    if command.name not in SUPERVISORS or command.laptop.user in simulation.world.downs:
         return
     recoveries = [number for number, line in enumerate(command.said) if ": starting again (" in line]
     if not recoveries:
@@ -158,7 +169,8 @@ def leaving_a_recovery_reports_the_bill(simulation: SimulatedRun, command: Comma
     since = "\n".join(command.said[recoveries[-1] :])
     left = [node for node in slices_of(simulation.world, command.laptop.user) if node.state in _BILLED]
     started = ": started on all hosts" in since or "its start could not be recorded" in since
-    if not started and left and not ("tpu-launch down" in since and "billed" in since):
+    taken = "is supervised by" in since
+    if not (started or taken) and left and not ("tpu-launch down" in since and "billed" in since):
         simulation.break_promise(
             "leaving a recovery reports the bill", f"{command.name} ended with {command.code}: {since[-300:]}"
         )
@@ -189,7 +201,7 @@ def logs_end_with_their_program(simulation: SimulatedRun, command: Command) -> N
         return
     since = simulation.world.scheduler.now - 120.0
     job = simulation.world.newest_job()
-    watchers = [other for other in simulation.commands if other is not command and other.name in ("run", "attach")]
+    watchers = [other for other in simulation.commands if other is not command and other.name in SUPERVISORS]
     busy = any(
         (other.began < command.began or other.code is None) and (other.code is None or other.ended > since)
         for other in watchers
@@ -261,10 +273,10 @@ def conflict_has_another_party(simulation: SimulatedRun, command: Command) -> No
         for other in simulation.commands
         if other is not command
         and other.laptop is command.laptop
-        and other.name in ("run", "attach", "logs", "down", "stop")
+        and other.name in (*SUPERVISORS, "logs", "down", "stop")
         and other.ended > command.began
     ]
-    if not others or (command.ended - command.began < _PATIENCE and command.name in ("run", "attach")):
+    if not others or (command.ended - command.began < _PATIENCE and command.name in SUPERVISORS):
         simulation.break_promise("a conflict has another party", f"{command.name}: {command.error}")
 
 
@@ -415,6 +427,26 @@ def ledgers_are_in_order(simulation: SimulatedRun) -> None:
                 simulation.break_promise("a ledger is in order", f"{ledger.run_id}: attempt {event.attempt} has no end")
 
 
+def one_supervisor_decides(simulation: SimulatedRun) -> None:
+    """Checks that what begins or follows an attempt is recorded in the bucket by the process that holds its lease, and
+    that each folder of the run has the bucket's first events."""
+    events = {url: data for url, (data, _, _) in simulation.world.storage.objects.items() if "/events/" in url}
+    for ledger in [item for home in simulation.homes for item in list_runs(home, simulation.commands[0].machine)]:
+        if ledger.bucket is None:
+            continue
+        there = [json.loads(events[url]) for url in sorted(events) if url.startswith(f"{ledger.bucket.url}/")]
+        copied = [*map(from_document, there[: len(ledger.entries())])]
+        holders = list(
+            accumulate(there, lambda by, item: item["by"] if item["event"] == "supervised" else by, initial="")
+        )
+        wrong = [
+            item for item, by in zip(there, holders, strict=False)
+            if item["event"] in ("attempt", "recover") and item["by"] != by
+        ]  # fmt: skip
+        if wrong or copied != [*ledger.entries()]:
+            simulation.break_promise("one supervisor decides", f"{ledger.folder}: {wrong}, {there}")
+
+
 def locks_are_free(simulation: SimulatedRun) -> None:
     """A command that has ended holds no run's lock."""
     if any(command.code is None and not command.killed for command in simulation.commands):
@@ -431,8 +463,9 @@ def lines_come_once(simulation: SimulatedRun) -> None:
     for job in simulation.world.record.jobs.values():
         for worker, container in job.containers.items():
             log = Path("runs", job.run, "logs", f"attempt-{job.attempt}", f"host-{worker}.log")
-            path = next((path for home in simulation.homes if (path := home / log).exists()), None)
-            kept = Counter((line.timestamp, line.text) for line in read_from(path, 0)[0]) if path else Counter()
+            kept = Counter[tuple[str, str]]()  # another workstation may have gone on with the run
+            for path in [home / log for home in simulation.homes if (home / log).exists()]:
+                kept |= Counter((line.timestamp, line.text) for line in read_from(path, 0)[0])
             where = f"{job} host {worker}"
             if extra := kept - Counter(container.log):
                 seen = [(at, text[-60:]) for at, text in extra]

@@ -29,6 +29,9 @@ _OF_ADDED_THEMES = 0.5  # of all scenarios
 _OF_HANGS = 0.07
 _OF_GKE = 0.12
 _WITH_CANDIDATES = 0.2  # of all scenarios of one workstation
+_IN_BUCKET = 0.15  # of those
+_RIVAL_ACTIONS = ("supervise", "supervise", "supervise", "stop", "logs")
+_RIVAL_MOMENTS = ("run", "start", "start", "recovery", "restart", "end")
 RETRIES, HOSTS = "preemption_retries", "many_hosts"  # needs of themes
 _LEFTOVERS = ("", "", "", "", "bob's", "a stranger's", "preempted", "stopped", "deleting")
 
@@ -85,6 +88,7 @@ class Scenario:
     actions: tuple[Action, ...]
     theme: str = ""
     candidates: Candidates | None = None
+    in_bucket: bool = False  # whether the ledger is in a bucket, from which another workstation can go on
 
 
 @dataclass(frozen=True)
@@ -252,7 +256,27 @@ def draw(seed: int) -> tuple[Scenario, list[Fault]]:
             scenario,
             candidates=Candidates(rng.choice((4.0, 10.0, 40.0) if drought else (None, None, 10.0, 40.0)), kill_at),
         )
+    rng = random.Random(f"ledger in a bucket {seed}")
+    if rng.random() < _IN_BUCKET and not elsewhere and not setting.gke:
+        return _draw_rival(scenario, rng), [*drawn, *_draw_outages(rng)]
     return scenario, drawn
+
+
+def _draw_rival(scenario: Scenario, rng: random.Random) -> Scenario:
+    """Puts the ledger into a bucket. Another workstation, to which the first one seems dead, takes the run over, stops
+    it or shows its lines."""
+    moment, at = rng.choice(_RIVAL_MOMENTS), rng.uniform(0.0, 30.0)
+    actions = [Action(rng.choice(("kill", "kill", "asleep", "status")), at, moment)]
+    for _ in range(rng.choice((0, 1, 1, 2))):
+        actions.append(Action(f"rival {rng.choice(_RIVAL_ACTIONS)}", at + rng.uniform(0.0, 90.0), moment))
+    return replace(scenario, in_bucket=True, actions=(*scenario.actions, *actions))
+
+
+def _draw_outages(rng: random.Random) -> list[Fault]:
+    count = rng.choice((0, 0, 1, 2))
+    return [
+        Fault("bucket", rng.choice(_RIVAL_MOMENTS), rng.uniform(0, 20), rng.uniform(1, 90), 0) for _ in range(count)
+    ]
 
 
 def _draw_one(seed: int) -> tuple[Scenario, list[Fault]]:

@@ -29,10 +29,12 @@ from launcher.tpu_vm.ownership import make_labels
 from launcher.tpu_vm.requests import create_only
 from tests import gcloud_commands
 from tests.simulation.launcher import claims, full_disk, promises, records, scenarios
+from tests.simulation.launcher.bucket import TRAINER, CloudStorage
 from tests.simulation.launcher.cluster import Cluster
 from tests.simulation.launcher.commands import Command
 from tests.simulation.launcher.full_disk import FullDisk
 from tests.simulation.launcher.hosts import EPOCH
+from tests.simulation.launcher.jobs import SUPERVISORS
 from tests.simulation.launcher.scenarios import Action, Candidates, Setting
 from tests.simulation.launcher.speed import observe_every, read_pages, remember_yaml
 from tests.simulation.launcher.world import Laptop, World
@@ -65,7 +67,7 @@ def _folder() -> Path:
 
 
 @functools.cache
-def make_config(setting: Setting, candidates: Candidates | None = None) -> Config:
+def make_config(setting: Setting, candidates: Candidates | None = None, *, in_bucket: bool = False) -> Config:
     """Returns the configuration of a setting. Cached: reading YAML takes as long as much of a simulated run."""
     slice_ = {
         "name": _NAME,
@@ -78,7 +80,7 @@ def make_config(setting: Setting, candidates: Candidates | None = None) -> Confi
         "candidates": _CANDIDATES if candidates is not None else None,
         "price_limit": candidates.price_limit if candidates is not None else None,
     }
-    run = {"command": ["train"], "secrets": ["HF_TOKEN"], "environment": {"A": "b"}}
+    run = {"secrets": ["HF_TOKEN"], "environment": {"A": "b"}, "command": None if in_bucket else ["train"]}
     run |= {key: getattr(setting, key) for key in _KEYS_OF_RUN}
     document = {
         "project": "p",
@@ -86,7 +88,7 @@ def make_config(setting: Setting, candidates: Candidates | None = None) -> Confi
         "slice": {key: value for key, value in slice_.items() if value is not None},
         "image": {"reference": f"r/i@sha256:{'0' * 64}"},
         "run": {key: value for key, value in run.items() if value is not None},
-    }
+    } | (TRAINER if in_bucket else {})
     path = _folder() / "run.yaml"
     path.write_text(json.dumps(document | ({"gke": {"secrets": {"HF_TOKEN": "hf/token"}}} if setting.gke else {})))
     return replace(load(path), provider="gke") if setting.gke else load(path)
@@ -113,7 +115,8 @@ class SimulatedRun:
         self.world.slice_name = _NAME
         self.world.on_creation = functools.partial(claims.creation_is_due, self)
         self.world.on_deletion = functools.partial(claims.deletion_follows_a_stop, self)
-        self.config = make_config(self.scenario.setting, self.scenario.candidates)
+        self.config = make_config(self.scenario.setting, self.scenario.candidates, in_bucket=self.scenario.in_bucket)
+        self.world.storage = CloudStorage(self.world, seed, lambda: getattr(self.running_command(), "laptop", None))
         stall = self.scenario.setting.stall_minutes
         self.world.stall_seconds = stall * 60.0 if stall is not None else None
         self.world.host_lost_seconds = self.scenario.setting.host_lost_seconds
@@ -162,7 +165,7 @@ class SimulatedRun:
             append(found, event, **options)
 
         try:
-            with writes, asks, mock.patch.object(Ledger, "append", check_and_append):
+            with writes, asks, mock.patch.object(Ledger, "append", check_and_append), self.world.storage.install():
                 self.scheduler.spawn(self._live, name="ann's plan", process=self.scheduler.world)
                 self.scheduler.run(lambda: self.main_over, seconds=LONGEST_RUN, steps=_STEPS)
                 promises.check_end(self)
@@ -180,7 +183,7 @@ class SimulatedRun:
         return sum(
             command.laptop is laptop and command.code is None and not command.killed and not command.process.frozen
             for command in self.commands
-            if command.name in ("up", "run", "attach", "down")
+            if command.name in ("up", *SUPERVISORS, "down")
         )
 
     def break_promise(self, promise: str, what: str) -> None:
@@ -189,7 +192,9 @@ class SimulatedRun:
     def ledgers(self) -> list[Ledger]:
         if not self.commands:
             return []
-        return [ledger for home in self.homes for ledger in list_runs(home, self.commands[0].machine)]
+        found = [ledger for home in self.homes for ledger in list_runs(home, self.commands[0].machine)]
+        found.sort(key=lambda ledger: len(ledger.entries()))  # the copy that was pulled last counts
+        return [*{ledger.run_id: ledger for ledger in found}.values()]
 
     @property
     def loses_by_its_disk(self) -> bool:
@@ -289,6 +294,8 @@ class SimulatedRun:
                 return
             if self.world.record.stops and self.rng.random() < 0.6:
                 return
+            if self.scenario.in_bucket:
+                self.scheduler.sleep(self.rng.choice((0.0, 100.0, 500.0)))  # while another workstation goes on
             if not run.killed and run.code != Exit.DETACHED:
                 self.scheduler.sleep(self.rng.uniform(1.0, 60.0))
             lost = run.code in (Exit.HOST_LOST, Exit.PREEMPTED, Exit.CLOUD_ERROR, Exit.CONFLICT, Exit.STOCKOUT)
@@ -317,9 +324,9 @@ class SimulatedRun:
                 self._sleep(run, self.rng.uniform(20.0, 4000.0))
             case kind:
                 who, _, name = kind.rpartition(" ")
-                laptop = {"bob": self.bob, "other": self.second}.get(who, self.ann)
+                laptop = {"bob": self.bob, "other": self.second, "rival": self.second}.get(who, self.ann)
                 self.world.struck = self.world.struck or laptop is self.second or name == "down"
-                if name not in ("stop", "logs", "attach") or (laptop.home / "runs").exists():
+                if who == "rival" or name not in ("stop", "logs", "attach") or (laptop.home / "runs").exists():
                     self.do(name, laptop, new=who == "new")
 
     def _sleep(self, run: Command, seconds: float) -> None:

@@ -16,11 +16,12 @@ from launcher.emulator.api.catalogue import ApiError
 from launcher.owner import hash_account
 from tests.gcloud_commands import Command
 from tests.simulation.launcher import scripts
+from tests.simulation.launcher.bucket import CloudStorage
 from tests.simulation.launcher.cluster import Cluster
 from tests.simulation.launcher.faults import API_FAULTS, MEDDLING, Fault
 from tests.simulation.launcher.google import Google, Request, Slice
 from tests.simulation.launcher.hosts import EPOCH, Container, Execution, Host
-from tests.simulation.launcher.jobs import Cause, Job, Plan
+from tests.simulation.launcher.jobs import SUPERVISORS, Cause, Job, Plan
 from tests.simulation.scheduler import Process, Scheduler, Task
 
 if TYPE_CHECKING:
@@ -109,6 +110,7 @@ class World:
         self.scheduler, self.rng, self.faults, self.plans = scheduler, rng, faults, plans
         self.google = Google(self)
         self.cluster: Cluster | None = None
+        self.storage: CloudStorage
         self.hosts: list[Host] = []  # all that ever were
         self.addresses: dict[str, Host] = {}  # of the hosts that have them now
         self.links: list[Link] = []  # of all workstations
@@ -463,7 +465,7 @@ class World:
         """Checks that no run makes a slice again that it knew, and that another user has deleted."""
         if isinstance(by, Actor):
             self.on_creation(made, by)
-        if isinstance(by, Actor) and by.command in ("run", "attach"):
+        if isinstance(by, Actor) and by.command in SUPERVISORS:
             for node, (creator, deleter, at) in self.record.deleted.items():
                 raced = node in by.deleted or at - by.looked.get(node, at) < _RACE_SECONDS
                 if creator == by.user and deleter is not by and not raced and by.shown[node] in _IN_USE:
