@@ -26,9 +26,10 @@ from launcher.run.ledger import RunRecord
 from launcher.run.runs import begin_run
 from launcher.run.specification import Specification
 from launcher.tpu_vm import candidates, deletion, race, requests, slice_hints
+from launcher.tpu_vm.ownership import NotOurs
 from launcher.tpu_vm.requests import RequestRecord
 from tests.bucket_server import BucketServer
-from tests.launcher.emulated_gcloud import ANN, Clock, Cloud, InOrder
+from tests.launcher.emulated_gcloud import ANN, DENIED, UNAVAILABLE, Clock, Cloud, InOrder
 from tests.launcher.test_bad_input import launch
 
 V4, V3 = Candidate("v4-16", "us-central2-b", "spot"), Candidate("v3-8", "us-central1-a", "spot")
@@ -227,6 +228,50 @@ def test_down_ends_every_request_and_deletes_every_candidate(cloud: Cloud, confi
     assert deletion.delete(config, lambda text: None, cloud.machine())
     assert nodes(cloud) == []
     assert not RequestRecord(config).open()
+
+
+def test_requests_that_a_killed_command_left_are_withdrawn_but_not_the_one_whose_slice_is_used(
+    cloud: Cloud, config: Config
+) -> None:
+    create(cloud, config)
+    record = RequestRecord(config)
+    record.ask(V3, "demo-3", cloud.clock.time())
+    candidates.withdraw_unused(config, lambda text: None, cloud.machine())
+    assert [outcome for _, outcome in history(config)] == ["", *[requests.WITHDRAWN] * 3]
+    assert nodes(cloud) == ["us-central2-b/demo"]
+    cloud.delete()
+    cloud.clock.sleep(60)
+    create(cloud, config)
+    assert history(config)[0] == ("v4-16", requests.DELETED)
+
+
+def test_a_slice_that_was_granted_to_a_command_that_died_at_once_is_used(cloud: Cloud, config: Config) -> None:
+    cloud.made_by({"tpu-launch": "1", "tpu-launch-owner": "ann", "tpu-launch-account": ANN.account})
+    RequestRecord(config).ask(V4, "demo", cloud.clock.time())
+    candidates.withdraw_unused(config, lambda text: None, cloud.machine())
+    assert [item.granted for item in RequestRecord(config).open()] == [cloud.clock.now]
+    assert nodes(cloud) == ["us-central2-b/demo"]
+
+
+@pytest.mark.parametrize(("answer", "may_be_billed"), [(UNAVAILABLE, True), (DENIED, False)])
+def test_a_slice_that_may_exist_is_told_when_google_does_not_describe_it(
+    cloud: Cloud, config: Config, answer: str, may_be_billed: bool
+) -> None:
+    cloud.trouble = lambda zone, command, now: answer
+    with pytest.raises(LaunchError) as caught:
+        create(cloud, config)
+    assert ("slice demo may exist, and is billed then" in str(caught.value)) == may_be_billed
+
+
+def test_another_user_s_slice_is_left_alone_where_requests_are_withdrawn(cloud: Cloud, config: Config) -> None:
+    cloud.made_by({"tpu-launch": "1", "tpu-launch-owner": "bob"})
+    said: list[str] = []
+    places = [config.placed(V4)]
+    assert not deletion.delete_places(config, places, said.append, cloud.machine(), all_requests=True)
+    assert any(line.startswith("left alone: ") for line in said)
+    with pytest.raises(NotOurs):
+        deletion.delete_places(config, places, said.append, cloud.machine(), all_requests=False)
+    assert nodes(cloud) == ["us-central2-b/demo"]
 
 
 def test_a_candidate_whose_name_another_user_has_is_not_waited_for(cloud: Cloud, config: Config) -> None:

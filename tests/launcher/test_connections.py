@@ -21,8 +21,8 @@ import paramiko
 import pytest
 
 from launcher.config import Config, load
-from launcher.errors import CommandTimeout, LaunchError
-from launcher.gcloud.errors import PermissionDenied
+from launcher.errors import CommandTimeout, HostsUnreachable, LaunchError
+from launcher.gcloud.errors import Conflict, PermissionDenied, Preempted
 from launcher.provider import Attempt, HostReport, Overlay, SliceState
 from launcher.providers import this_machine
 from launcher.shell import Result
@@ -32,7 +32,7 @@ from launcher.tpu_vm.ssh.addresses import Address, KnownSlice
 from launcher.tpu_vm.ssh.connections import SliceConnections
 from launcher.tpu_vm.ssh.pool import ConnectionPool, HostResult
 from launcher.workstation import ConnectionFailed
-from tests.launcher.emulated_gcloud import Clock, Cloud
+from tests.launcher.emulated_gcloud import UNAVAILABLE, Clock, Cloud
 from tests.launcher.script_host import write_program
 
 DRY_RUN = (  # as gcloud 528 prints it
@@ -110,6 +110,32 @@ def test_only_a_connection_that_was_idle_is_tried_again_when_it_breaks(idle: flo
     clock.sleep(idle)
     assert pool.run(0, "true", timeout=5).reached == (tries == 2)
     assert len(commands) == 1 + tries
+
+
+@pytest.mark.parametrize(
+    ("state", "error"), [("DELETING", Conflict), ("PREEMPTED", Preempted), ("READY", HostsUnreachable)]
+)
+def test_hosts_are_waited_for_while_their_slice_is_there(tmp_path: Path, state: str, error: type[LaunchError]) -> None:
+    cloud, begun = Cloud(), Clock().now
+    cloud.trouble = lambda zone, command, now: UNAVAILABLE if command == "tpu-vm ssh" else None
+    cloud.at(150.0, lambda: cloud.node().resource.update(state=state))
+    with pytest.raises(error):
+        TpuVm(config(tmp_path), print, cloud.machine()).create()
+    assert 150 <= cloud.clock.now - begun < (600 if state == "READY" else 250)
+
+
+def test_a_host_key_is_the_one_that_gcloud_keeps_under_the_alias() -> None:
+    key, other = paramiko.ECDSAKey.generate(), paramiko.ECDSAKey.generate()
+    kept = paramiko.HostKeys()
+    address = Address(0, "10.0.0.1", "me", "key", "known", "TPU.1-0")
+    policy = transport._AliasKeys(address, lambda file: kept)
+    kept.add("10.0.0.1", key.get_name(), key)
+    with pytest.raises(transport.HostKeyUnknown):
+        policy.missing_host_key(paramiko.SSHClient(), "10.0.0.1", key)
+    kept.add("tpu.1-0", key.get_name(), key)
+    policy.missing_host_key(paramiko.SSHClient(), "10.0.0.1", key)
+    with pytest.raises(transport.HostKeyChanged, match=r"-f known -R tpu\.1-0"):
+        policy.missing_host_key(paramiko.SSHClient(), "10.0.0.1", other)
 
 
 def test_a_host_that_the_slice_does_not_have_any_more_is_not_reached() -> None:

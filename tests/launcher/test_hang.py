@@ -153,6 +153,14 @@ def test_the_host_that_differs_is_named_with_its_line(odd: str, kind: str, words
         assert hang.advice in hang.paragraph
 
 
+def test_where_no_host_waits_for_another_the_few_that_differ_are_named() -> None:
+    hang = explain(dump(USER), dump(USER), dump(LOCKED), dump(USER))
+    assert (hang.kind, hang.worker) == ("lock", 2)
+    assert hang.what.startswith("host 2 waits for a lock")
+    hang = explain(dump(USER), dump(USER), dump(LOCKED), dump(LOCKED))
+    assert (hang.kind, hang.worker) == ("code", 0), "no half is the odd one"
+
+
 def test_another_program_and_another_step_are_told_where_all_wait() -> None:
     lines = {worker: ProgressLine(8, program="abc") for worker in range(3)}
     hosts = [dump(COLLECTIVE)] * 3

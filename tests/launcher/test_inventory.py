@@ -88,11 +88,9 @@ def test_a_node_from_the_queue_goes_with_its_request() -> None:
     assert inventory.delete_command("p", inventory.parse_node(node()))[3:6] == ["tpu-vm", "delete", "n"]
 
 
-def test_a_request_for_several_slices_is_not_ours_to_count() -> None:
-    assert (
-        inventory.parse_queued({"name": "a/b/c/d/e/f", "tpu": {"nodeSpec": [{"multisliceParams": {"nodeCount": 2}}]}})
-        is None
-    )
+@pytest.mark.parametrize("specs", [[{"multisliceParams": {"nodeCount": 2}}], [{"nodeId": "a"}, {"nodeId": "b"}], []])
+def test_a_request_for_several_slices_is_not_ours_to_count(specs: list[dict[str, Any]]) -> None:
+    assert inventory.parse_queued({"name": "a/b/c/d/e/f", "tpu": {"nodeSpec": specs}}) is None
 
 
 # -- removing ---------------------------------------------------------------------------------------------------------

@@ -62,6 +62,7 @@ def test_a_request_is_made_once_and_told_of_once_a_minute(config: Config, cloud:
     assert node.ready
     assert requests(cloud) == 1
     assert 55 <= sum("is WAITING_FOR_RESOURCES" in line for line in said) <= 65
+    assert "request s is WAITING_FOR_RESOURCES, requested 10 min ago, valid for 5 h 49 min more" in said
 
 
 def test_the_age_of_one_that_lost_its_node_does_not_count(config: Config, cloud: Cloud) -> None:
