@@ -20,7 +20,7 @@ _SLICE_LOST = (Kind.PREEMPTED.value, Kind.DELETED.value)
 
 
 def spent(entries: Sequence[Entry], now: float) -> float:
-    """Returns the dollars that a run with these events has cost until `now` (Unix seconds)."""
+    """Returns the dollars that a run with these events has cost until `now` (Unix seconds); 0 of unknown prices."""
     total, rate, begun, rates = 0.0, 0.0, 0.0, dict[int, float]()  # rates: dollars a second, by attempt
     for entry in entries:
         time, event = parse_time(entry.time) or begun, entry.event
@@ -69,7 +69,7 @@ def require_left(session: Session) -> None:
 
 
 def stop(session: Session, attempt: int) -> None:
-    """Requests the stop of an attempt whose budget is spent: it saves, and no attempt follows."""
+    """Requests the stop of an attempt whose budget is spent, and tells the user: it saves, and no attempt follows."""
     session.say(f": the budget is spent ({describe(session)}): stopping it, so that it saves")
     _record_stop(session, attempt)
 

@@ -193,13 +193,13 @@ def stop(config: Config, context: Context, run_id: str | None, *, grace: int | N
         context.output.say(f"stopping run {ledger.run_id} on {len(session.workers)} hosts")
         reports = _stop_on_hosts(session, seconds)
         deadline = context.machine.clock.monotonic() + _RELEASE_SECONDS
-        if state.phase is Phase.STARTING and not _is_released(ledger, context, deadline):
+        if state.phase is Phase.STARTING and not _wait_for_release(ledger, context, deadline):
             session.say(": the tpu-launch that starts it has not ended yet; if it goes on, `tpu-launch stop` again")
         return reports
 
 
 def _stop_on_hosts(session: Session, grace: int) -> list[HostReport]:
-    """Stops the containers of the last attempt, and those that earlier ones left. Removes none. Returns reports."""
+    """Stops the last attempt's and orphaned containers (SIGKILL after `grace` s). Removes none. Returns the reports."""
     state, stop = session.ledger.state, session.provider.stop
     reports = stop(session.container(state.attempt), grace=grace, remove=False)
     for orphan in state.orphans:
@@ -219,7 +219,7 @@ def delete_slice(config: Config, context: Context) -> None:
 
 
 def _find(config: Config, context: Context, run_id: str | None) -> Ledger:
-    """Returns the run of that id, or the newest one of the slice. Raises BadInput when there is none."""
+    """Returns the run of that id, or the newest one of the slice, as `find_run` does. Raises BadInput without one."""
     return find_run(context.home, context.machine, run_id, slice_name=config.slice.name, provider=config.provider)
 
 
@@ -250,7 +250,7 @@ def _stop_runs(config: Config, context: Context) -> None:
             )
     deadline = context.machine.clock.monotonic() + config.run.stop_seconds + _RELEASE_SECONDS
     for ledger in stopped:
-        if not _is_released(ledger, context, deadline):
+        if not _wait_for_release(ledger, context, deadline):
             context.output.say(
                 f"run {ledger.run_id}: the tpu-launch that supervises it has not ended; going on. Check afterwards "
                 "whether it recreated the slice: `tpu-launch list`"
@@ -290,7 +290,7 @@ def _stop_before_restart(config: Config, context: Context) -> list[str]:
             continue
         stopped.append(ledger.run_id)
         require_all(stop(config, context, ledger.run_id, grace=None), "stop")
-        if not _is_released(ledger, context, context.machine.clock.monotonic() + _RELEASE_SECONDS):
+        if not _wait_for_release(ledger, context, context.machine.clock.monotonic() + _RELEASE_SECONDS):
             raise LaunchError(
                 f"run {ledger.run_id} is stopped, but the tpu-launch that supervises it has not ended within "
                 f"{_RELEASE_SECONDS:.0f} s: end it, then run again",
@@ -299,8 +299,8 @@ def _stop_before_restart(config: Config, context: Context) -> list[str]:
     return stopped
 
 
-def _is_released(ledger: Ledger, context: Context, deadline: float) -> bool:
-    """Waits until no process supervises the run. Returns False if one still does at `deadline` (monotonic clock)."""
+def _wait_for_release(ledger: Ledger, context: Context, deadline: float) -> bool:
+    """Waits until no process is seen to supervise the run; returns False if one is at `deadline` (monotonic clock)."""
     while ledger.supervised():
         if context.machine.clock.monotonic() > deadline:
             return False

@@ -21,7 +21,7 @@ from launcher.run.recovery import (
     decide,
     decide_round,
     find_proof,
-    last_slice,
+    last_slice_created,
     spent_so_far,
     unfinished_replacement,
 )
@@ -302,7 +302,7 @@ class _Recovery:
         if count >= (limit or 2) and session.provider.capabilities.replaces_hosts:
             reason = f"host {worker} was the first cause of the last {count} attempts"
             if limit is not None and not self.replace:
-                self.replace, self.bad = reason, last_slice(session.ledger.events())
+                self.replace, self.bad = reason, last_slice_created(session.ledger.events())
             elif limit is None and self.failed == 0:
                 session.say(f": {reason}; run.replace_after: 2 recreates the slice then")
         else:
@@ -341,7 +341,7 @@ class _Recovery:
             self.files, self.changed = files, now
         ends = [event for event in session.ledger.events() if isinstance(event, events.Ended)]
         last = next((end for end in reversed(ends) if end.outcome not in (events.NOT_STARTED, events.VANISHED)), None)
-        if last_slice(session.ledger.events()) not in ("", slice_state.created):
+        if last_slice_created(session.ledger.events()) not in ("", slice_state.created):
             last = None  # that attempt ran on another slice
         limit = session.config.run.unreachable_minutes * 60
         return find_proof(last, slice_state, blamed=blamed, silent=now - self.changed, limit=limit)

@@ -124,8 +124,8 @@ def decide_round(
         failed: Number of rounds of this recovery that have failed.
         seconds: Time since the first of them failed.
         limit: Seconds after which a recovery is given up (run.recovery_minutes).
-        may_replace: Whether the slice may be deleted and recreated (run.replace_after); None if it has no hosts of its
-            own.
+        may_replace: Whether the slice may be deleted and recreated (run.replace_after). None, where the platform
+            chooses the hosts of each attempt, forbids it too: the reason then does not advise to set the key.
     """
     if trouble is Trouble.PERMANENT:
         return RoundDecision(NextRound.GIVE_UP, "trying again does not help")
@@ -161,7 +161,7 @@ def bad_host(events: Sequence[RunEvent]) -> tuple[int, int]:
     return worker, count
 
 
-def last_slice(events: Sequence[RunEvent]) -> str:
+def last_slice_created(events: Sequence[RunEvent]) -> str:
     """Returns when the slice was created on which an attempt last started; "" if that is not known."""
     return next((event.slice_created for event in reversed(events) if isinstance(event, Started)), "")
 

@@ -258,7 +258,8 @@ class _Supervision:
         )
 
     def confirm_lost(self, verdict: Verdict) -> Verdict:
-        """Returns the verdict; for a lost host or container, with what the API says of the slice by now."""
+        """Returns the verdict. If it is a lost host or container, asks the API for the slice: returns the verdict on a
+        slice that is gone, else adds the slice's trouble to the cause."""
         cause = verdict.cause
         if cause is None or not (
             verdict.kind is Kind.HOST_LOST or (verdict.kind, cause.exit_code) == (Kind.FAILED, None)
@@ -281,7 +282,7 @@ class _Supervision:
     # -- the main task -----------------------------------------------------------------------------------------------
 
     def _forgive_standstill(self, now: float) -> None:
-        """Excludes from the hosts' silence the time in which this process stood still (stopped, machine asleep)."""
+        """Excludes from the hosts' silence 10 s or more in which this process stood still (stopped, machine asleep)."""
         still = now - self.turned
         self.turned = now
         if still < _STANDSTILL_SECONDS:
