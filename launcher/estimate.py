@@ -18,7 +18,7 @@ from launcher.config import Candidate, Config
 from launcher.errors import BadInput, LaunchError
 from launcher.run import events, specification
 from launcher.run.runs import list_runs
-from launcher.tpu_vm.requests import RequestRecord, granted_after
+from launcher.tpu_vm.requests import RequestRecord, median_seconds_to_grant
 from launcher.workstation import Workstation
 from training import storage
 from training.accelerators import Accelerator, accelerator
@@ -92,7 +92,7 @@ def estimate(config: Config, home: Path, machine: Workstation) -> list[Estimate]
             hours,
             _dollars(candidate, "spot", hours),
             _dollars(candidate, "on-demand", hours),
-            granted_after([request for request in record if request.candidate == candidate]),
+            median_seconds_to_grant([request for request in record if request.candidate == candidate]),
         )
     return list(found.values())
 

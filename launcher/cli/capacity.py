@@ -9,7 +9,7 @@ from launcher.cli import terminal
 from launcher.cli.options import configured, machine
 from launcher.config import Config
 from launcher.home import home
-from launcher.tpu_vm.requests import RequestRecord, granted_after
+from launcher.tpu_vm.requests import RequestRecord, median_seconds_to_grant
 from training import storage
 from training.machine.clock import format_time
 
@@ -34,7 +34,7 @@ def capacity(config: Config, as_json: bool) -> None:
     for candidate in config.candidates:
         price = costs.per_hour(candidate.accelerator_type, candidate.zone, candidate.capacity)
         asked = [request for request in record if request.candidate == candidate]
-        seconds = granted_after(asked)
+        seconds = median_seconds_to_grant(asked)
         waited = f"median {costs.duration(seconds)}" if seconds is not None else "never granted here"
         dollars = "unknown" if price is None else f"${price:.2f}"
         rows.append([candidate.accelerator_type, candidate.capacity, candidate.zone, dollars, str(len(asked)), waited])

@@ -82,7 +82,7 @@ def _follow(config: Config, record: RequestRecord) -> None:
 
 
 def _used(config: Config, record: RequestRecord, existing: SliceState | None) -> Recorded | None:
-    """Returns the open request of the slice that exists; without a slice, the one that was granted before."""
+    """Returns the open request of the slice that exists; without a slice, the one granted before; else None."""
     current, open_ = slice_hints.current(config), record.open()
     if existing is not None:
         return next((request for request in open_ if request.candidate == current), None)

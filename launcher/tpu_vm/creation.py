@@ -180,7 +180,8 @@ class _Creation:
             self._create_node()
 
     def _create_node(self) -> None:
-        """Checks the cost limit, requests the node, waits for gcloud. Keeps a lost answer in `lost`; raises others."""
+        """Checks the cost limit, requests the node (with slice.queued: from the queue) and waits for gcloud. Keeps a
+        Conflict or a lost answer in `lost`; raises others."""
         config, slice_ = self.config, self.config.slice
         costs.check(config)
         self.say(

@@ -194,7 +194,7 @@ def _make(
 
 
 def find_leftovers(slices: Sequence[OwnedSlice], now: float, *, owner: Owner | None) -> list[OwnedSlice]:
-    """Returns the leftovers of `owner`, or of all owners (None)."""
+    """Returns the leftovers of `owner`, or of all owners (None), at `now` (Unix seconds)."""
     return [
         slice_
         for slice_ in slices
@@ -289,7 +289,7 @@ def _why_changed(listed: OwnedSlice, current: OwnedSlice, now: float) -> str:
 
 
 def _request_of(node: OwnedSlice, describe: Callable[[OwnedSlice], OwnedSlice | None]) -> OwnedSlice | None:
-    """Returns the request that a node came from, if it still exists with the same labels."""
+    """Returns the request that a node came from, if it still exists with the same labels; else None."""
     if node.kind != "node" or not node.request:
         return None
     request = describe(replace(node, kind="queued resource", name=node.request))

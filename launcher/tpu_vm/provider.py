@@ -65,7 +65,7 @@ class TpuVm:
     # -- the slice ----------------------------------------------------------------------------------------------------
 
     def describe(self) -> SliceState | None:
-        """Returns the slice; drops the kept addresses and connections if they are of another slice."""
+        """Returns the slice, None without one; drops the kept addresses and connections if they are of another."""
         state = slices.describe(self._wanted, self._machine)
         self._connections.note_state(state)
         return state
@@ -179,7 +179,7 @@ class TpuVm:
         return self._observe(worker, host_scripts.observe_script(container, None, tail=lines))[0]
 
     def _observe(self, worker: int, script: str, patience: float = 0.0) -> tuple[Observation, LogWindow]:
-        """Runs a script of `observe_script` on a host, through gcloud where ssh is refused."""
+        """Runs a script of `observe_script`, which waits up to `patience` s, on a host, by gcloud if ssh is refused."""
         result = None
         if not self._connections.gcloud_only:
             result = self._connections.run(worker, script, timeout=_COMMAND_SECONDS + patience)

@@ -69,7 +69,7 @@ def _base(config: Config, verb: str) -> list[str]:
 
 
 def _alpha_flags(config: Config) -> list[str]:
-    """Returns the flags of kinds of capacity that only the alpha track has (SDK 528)."""
+    """Returns the flags of kinds of capacity that only the alpha track has (SDK 528); [] for others."""
     wanted = config.slice
     if wanted.capacity == "flex-start":
         assert wanted.max_run_hours is not None

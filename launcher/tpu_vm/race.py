@@ -62,7 +62,7 @@ class _Entry:
 
 @contextlib.contextmanager
 def turn(config: Config, say: Say, machine: Workstation) -> Iterator[RequestRecord]:
-    """Waits until no other process asks for the slice's candidates, and yields their record."""
+    """Waits, telling the user, until no other process asks for the slice's candidates; yields their record, locked."""
     record, said = RequestRecord(config), False
     while True:
         with record.try_lock() as held:
@@ -117,8 +117,8 @@ class Race:
                     return won
                 if not self.entries and not self._may_ask_later():
                     raise self.error
-                self._take_turns()
-                self.machine.clock.sleep(self._pause())
+                self._make_room()
+                self.machine.clock.sleep(self._seconds_to_wait())
         except BaseException:
             self._withdraw_rest()  # after this command no process chooses between the requests
             raise
@@ -202,16 +202,17 @@ class Race:
         behind = [self.entries[candidate].request for candidate in self.left[place + 1 :] if candidate in self.entries]
         self.left = self.left[: place + 1]
         if behind:
-            self._leave(behind)
+            self._withdraw_in_thread(behind)
         return None
 
-    def _leave(self, doomed: Sequence[Recorded]) -> None:
-        """Withdraws requests beside this thread: a granted slice must not wait for it."""
+    def _withdraw_in_thread(self, doomed: Sequence[Recorded]) -> None:
+        """Withdraws requests in a thread: a granted slice must not wait for it."""
         thread = self.machine.threads.submit(self._delete, doomed, self._end_threads(doomed))
         self.leaving.update({request.number: thread for request in doomed})
 
     def _take(self, entry: _Entry, state: SliceState) -> SliceState:
-        """Records the slice as the run's, and withdraws all other requests. Returns `state`."""
+        """Records the slice as the run's and keeps its candidate, tells the user, and withdraws all other requests.
+        Returns `state`."""
         self.record.grant(entry.request, self.machine.clock.time())
         slice_hints.save_place(self.config, entry.request.candidate)
         self.say(f"request {entry.request.number}: granted, {entry.request.candidate}")
@@ -238,7 +239,7 @@ class Race:
         elif isinstance(error, QuotaExceeded | Refused | NotOurs):  # Google has accepted nothing: nothing to withdraw
             self.record.end([entry.request], requests.REFUSED, self.machine.clock.time())
         else:
-            self._leave([entry.request])
+            self._withdraw_in_thread([entry.request])
         if error.transient:
             self.next_ask[candidate] = self.machine.clock.monotonic() + self.pauses[candidate].next()
         else:
@@ -249,15 +250,15 @@ class Race:
         deadline = self.begin + self.config.slice.stockout_minutes * 60
         return any(self.next_ask[candidate] <= deadline for candidate in self.left)
 
-    def _pause(self) -> float:
+    def _seconds_to_wait(self) -> float:
         """Returns the seconds until something may have changed: a second while a request is open, else until the next
         one is due."""
         due = min((self.next_ask[candidate] for candidate in self.left), default=0.0)
         return _POLL_SECONDS if self.entries else max(_POLL_SECONDS, due - self.machine.clock.monotonic())
 
-    def _take_turns(self) -> None:
-        """Withdraws the oldest request after ten minutes if slice.price_limit leaves no room for a candidate that is
-        due."""
+    def _make_room(self) -> None:
+        """Withdraws the oldest request after ten minutes, and waits for its deletion, if slice.price_limit leaves no
+        room for a candidate that is due. The request's own candidate is due again ten minutes later."""
         now, room = self.machine.clock.monotonic(), self._room()
         due = [item for item in self.left if item not in self.entries and self.next_ask[item] <= now]
         oldest = min(self.entries.values(), key=lambda entry: entry.begun, default=None)

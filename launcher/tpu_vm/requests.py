@@ -55,7 +55,7 @@ def place_of(config: Config, request: Recorded) -> Config:
     return config.placed(request.candidate, node=request.node)
 
 
-def granted_after(requests: Sequence[Recorded]) -> float | None:
+def median_seconds_to_grant(requests: Sequence[Recorded]) -> float | None:
     """Returns the median seconds from a request to its grant; None if none was granted."""
     waits = [request.granted - request.asked for request in requests if request.granted is not None]
     return statistics.median(waits) if waits else None

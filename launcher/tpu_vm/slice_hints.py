@@ -43,7 +43,7 @@ def in_current_place(config: Config) -> Config:
 
 
 def save_place(config: Config, candidate: Candidate) -> None:
-    """Keeps the slice's candidate for later commands. Ignores a full disk, which must not end a creation."""
+    """Keeps the slice's candidate, if it has several, for later commands. Ignores a full disk: a creation goes on."""
     if len(config.candidates) < 2:
         return
     with contextlib.suppress(OSError):

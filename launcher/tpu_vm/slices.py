@@ -90,7 +90,8 @@ def describe_node(config: Config, machine: Workstation) -> SliceState | None:
 
 
 def describe_request(config: Config, machine: Workstation) -> queued.Request | None:
-    """Returns the queued resource of the slice's name; None if the account may not see any and none is configured."""
+    """Returns the queued resource of the slice's name; None without one, or if the account may not see any and
+    slice.queued is not set."""
     try:
         return queued.describe(config, machine)
     except PermissionDenied:
