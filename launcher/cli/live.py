@@ -159,7 +159,7 @@ def profile(config: Config, run_id: str | None, steps: int, host: int | None, se
     if code == 0 and tensorboard:
         folder = home() / "profiles" / name
         copy_profiles(lines, folder)
-        _show(tensorboard, folder)
+        _show_in_tensorboard(tensorboard, folder)
     elif code == 0:
         terminal.say(f"look at it: `tensorboard --logdir FOLDER`, FOLDER being the path above up to profiles/{name}")
     sys.exit(code)
@@ -192,8 +192,8 @@ def copy_profiles(lines: Sequence[str], folder: Path) -> None:
             raise LaunchError(f"--open: the profile can't be copied here: {error}") from None
 
 
-def _show(tensorboard: str, folder: Path) -> None:
-    """Runs TensorBoard until Ctrl-C. Raises LaunchError if it ends by itself."""
+def _show_in_tensorboard(tensorboard: str, folder: Path) -> None:
+    """Tells TensorBoard's address, and runs it until Ctrl-C. Raises LaunchError if it ends by itself."""
     port = find_port(None, _TENSORBOARD_PORT)
     terminal.say(f"TensorBoard shows it at http://127.0.0.1:{port}/#profile when it has started; Ctrl-C ends it")
     command = [tensorboard, "--logdir", str(folder), "--host", "127.0.0.1", "--port", str(port)]
