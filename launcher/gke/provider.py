@@ -89,7 +89,7 @@ class Gke:
         has not ended, "" without one. Raises LaunchError if JobSets or pods can't be listed."""
         jobsets = {each["metadata"]["name"]: each for each in self._list_jobsets()}
         running = next((name for name, each in jobsets.items() if not _is_over(each)), "")
-        watched = [watch.pods().values() for key, watch in self._open_watches().items() if _name(key) in jobsets]
+        watched = [watch.pods().values() for key, watch in self._open_watches().items() if _jobset_name(key) in jobsets]
         disrupted = any(pods and all(pod.disruption and pod.ended for pod in pods) for pods in watched)
         state = "DELETED" if self._deleted else "PREEMPTED" if disrupted else "READY"
         addresses = [host_name(running, str(worker)) if running else "" for worker in self._workers]
@@ -154,12 +154,12 @@ class Gke:
         for jobset in jobsets:
             name, run = jobset["metadata"]["name"], jobset["metadata"]["labels"].get(LABEL_RUN, "")
             if run == attempt.run_id:
-                if name != _name(attempt.container):
+                if name != _jobset_name(attempt.container):
                     self._remove(name)
             elif not _is_over(jobset):
                 message = f"run {run} is on this host"
                 return [HostReport(worker, False, message, occupied_by=run) for worker in self._workers]
-        name = _name(attempt.container)
+        name = _jobset_name(attempt.container)
         self._deleted = False
         try:
             if not any(jobset["metadata"]["name"] == name for jobset in jobsets):
@@ -183,7 +183,7 @@ class Gke:
         `patience`: the watch knows the state."""
         watch = self._watch_pods(container)
         watch.note_log_start(worker, since)
-        self._observed = _name(container)
+        self._observed = _jobset_name(container)
         try:
             pods = watch.pods()
             if (pod := pods.get(worker)) is None:  # with its node, perhaps
@@ -206,7 +206,7 @@ class Gke:
         return Observation(worker, state, window.lines, more=more, problem=problem, open=window.open, progress=told)
 
     def look(self, worker: int, container: str, *, lines: int = 0) -> Observation:
-        """Returns the state of a host's pod, as the watch knows it, and its newest lines."""
+        """Returns the state of a host's pod, as the watch knows it, and at most its `lines` newest lines."""
         try:
             pod = self._watch_pods(container).pods().get(worker)
             if pod is None:
@@ -227,7 +227,7 @@ class Gke:
                 self._list_jobsets()  # records a deletion by another client
             late = self._stop_pods(container, wanted, grace)
             if remove:
-                self._remove(_name(container))
+                self._remove(_jobset_name(container))
                 self._watch_pods(container).close()
                 with self._lock:
                     self._watches.pop(container, None)
@@ -239,12 +239,12 @@ class Gke:
         return [HostReport(worker, worker not in late, problem if worker in late else "") for worker in wanted]
 
     def _stop_pods(self, container: str, workers: Sequence[int], grace: int) -> set[int]:
-        """Deletes the running pods of these hosts and waits for their end; deletes the attempt's objects if no pod has
-        started, because the cluster may create pods later. Returns the workers whose pods go on."""
+        """Deletes the running pods of these hosts, with SIGKILL after `grace` s, and waits for their end; deletes the
+        attempt's objects if no pod has started: the cluster may create pods later. Returns the workers that go on."""
         watch = self._watch_pods(container)
         pods = watch.pods(fresh=True)
         if not any(_has_started(pod) for pod in pods.values()):
-            self._remove(_name(container))
+            self._remove(_jobset_name(container))
             return set()
         running = [pod for worker, pod in pods.items() if worker in workers and not pod.ended]
         if running:
@@ -314,9 +314,9 @@ class Gke:
         return jobsets
 
     def _create(self, attempt: Attempt) -> None:
-        """Creates the objects of an attempt."""
+        """Creates the objects of an attempt. Raises LaunchError if one exists, as `kubectl create` does."""
         work = Workload(
-            name=_name(attempt.container),
+            name=_jobset_name(attempt.container),
             run_id=attempt.run_id,
             attempt=attempt.number,
             image=attempt.image,
@@ -429,7 +429,7 @@ class Gke:
         """Returns the watch of an attempt's pods; makes it on first use."""
         with self._lock:
             if container not in self._watches:
-                self._watches[container] = PodWatch(self._kubectl, f"{_JOBSET_LABEL}={_name(container)}")
+                self._watches[container] = PodWatch(self._kubectl, f"{_JOBSET_LABEL}={_jobset_name(container)}")
             return self._watches[container]
 
     def _open_watches(self) -> dict[str, PodWatch]:
@@ -471,7 +471,7 @@ class Gke:
             self._clock.sleep(1.0)
 
 
-def _name(container: str) -> str:
+def _jobset_name(container: str) -> str:
     """Returns the name of an attempt's JobSet from that of its container."""
     return container.removeprefix("tpu-launch-")
 

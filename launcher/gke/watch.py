@@ -96,7 +96,7 @@ class PodWatch:
             kill()
 
     def _list(self) -> LaunchError | None:
-        """Lists the pods: records new states, and marks missing pods as gone. Returns the error if kubectl failed."""
+        """Lists the pods: records new states, and marks missing pods as gone. Returns kubectl's error, None without."""
         try:
             answer = json.loads(self._kubectl.call("get", "pods", "--selector", self._selector, "--output", "json"))
         except LaunchError as error:
