@@ -82,7 +82,7 @@ def check(
 
 
 def known(config: Config, home: Path) -> dict[str, Any] | None:
-    """Returns the kept result for the configuration's accelerator and step, if there is one."""
+    """Returns the kept result for the configuration's accelerator and step; None if there is none."""
     if config.trainer is None:
         return None
     path = _path(config, home, config.accelerator.name)
@@ -103,8 +103,8 @@ def known_elsewhere(config: Config, home: Path) -> dict[str, dict[str, Any]]:
 
 
 def require_fit(config: Config, home: Path, say: Say) -> tuple[str, ...]:
-    """Raises LaunchError (Exit.DOES_NOT_FIT) if the step does not fit according to a kept result. Otherwise returns the
-    hashes of the compiled programs, which the containers compare with what they run; () without a kept result."""
+    """Raises LaunchError (Exit.DOES_NOT_FIT) if the step does not fit according to a kept result. If it fits, says so
+    and returns the hashes of its programs, which the containers compare with what they run; () without a result."""
     result = known(config, home)
     if result is None:
         return ()

@@ -176,7 +176,7 @@ def compute_tag(spec: ImageSpec, base_ids: Mapping[str, str]) -> str:
 
 
 def _require_ca_bundle(given: Path | None) -> Path | None:
-    """Returns the path of the given CA bundle, else of TPU_LAUNCH_CA_BUNDLE's. Raises BadInput if it is missing."""
+    """Returns the path of the given CA bundle, else of TPU_LAUNCH_CA_BUNDLE, else None. Raises BadInput if missing."""
     variable = os.environ.get("TPU_LAUNCH_CA_BUNDLE")
     path = given or (Path(variable) if variable else None)
     if path and not path.is_file():
