@@ -205,7 +205,7 @@ class Trainer:
         self.progress.resume(step, state)
         self.host_progress.figures = replace(self.host_progress.figures, step=step)
         self.evaluations.resume(state)
-        self.checkpoints.restored(step, restored.damaged)
+        self.checkpoints.continue_from(step, restored.damaged)
         self.run.console.print(f"going on from {self._checkpoint_url(step)}")
 
     # --- the loop
@@ -286,7 +286,7 @@ class Trainer:
         self.checkpoints.check()
         self.run.rendezvous.check()
         if self.uploader:
-            self.uploader.committed(self.checkpoints.committed)
+            self.uploader.note_commit(self.checkpoints.committed)
         self.compilations.check_step(self.progress.step - 1, batch)
 
     def save(self) -> None:

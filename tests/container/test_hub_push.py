@@ -103,13 +103,13 @@ def test_training_does_not_wait_for_a_slow_hub(folder: Path, server: hub_server.
         Hub(repository=REPOSITORY, every="checkpoint"), str(folder / "runs" / "pushed"), print
     )
     began = time.monotonic()
-    pushes.committed(4)
+    pushes.note_commit(4)
     assert time.monotonic() - began < 60
     deadline = time.monotonic() + 600
     while not any("/commit/" in request for request in server.requests):
         assert time.monotonic() < deadline, "the upload did not come to its commit within 60 s"
         time.sleep(0.05)
-    pushes.committed(8)
+    pushes.note_commit(8)
     server.release.set()
     assert pushes.finish(8)["step"] == 8
     assert server.repositories[REPOSITORY].commits == ["Step 4 of pushed", "Step 8 of pushed"]

@@ -81,7 +81,7 @@ def save(
         saver = CheckpointWriter(
             str(folder), cluster, meeting.of(worker), RunDescription(IDENTITY, {}, "code", token), Keep(keep)
         )
-        saver.restored(0, damaged)
+        saver.continue_from(0, damaged)
         for step in steps:
             state = State(step)
             saver.save(step, state.layout(), state.copy, {"first_loss": 9.5})

@@ -45,7 +45,7 @@ def uploader(
 def test_a_line_after_the_result_changes_nothing(tmp_path: Path, noise: str) -> None:
     warnings: list[str] = []
     with uploader(tmp_path, noise, warnings) as pushes:
-        pushes.committed(8)
+        pushes.note_commit(8)
         assert pushes.finish(8) == {"repository": "a/b", "step": 8, "commit": "https://hub/commit/1", "error": None}
     assert warnings == []
 
@@ -64,7 +64,7 @@ def test_a_line_after_the_result_changes_nothing(tmp_path: Path, noise: str) -> 
 def test_an_upload_that_fails_is_one_warning(tmp_path: Path, script: str, error: str) -> None:
     warnings: list[str] = []
     with uploader(tmp_path, script, warnings, wait_seconds=1) as pushes:
-        pushes.committed(8)
+        pushes.note_commit(8)
         began = time.monotonic()
         summary = pushes.finish(8)
         assert time.monotonic() - began < 30
@@ -94,7 +94,7 @@ def test_a_stop_during_the_last_upload_ends_the_upload_and_not_the_run(tmp_path:
     with uploader(
         tmp_path, f"import pathlib, time; pathlib.Path({str(tmp_path / 'up')!r}).touch(); time.sleep(60)", warnings
     ) as pushes:
-        pushes.committed(8)
+        pushes.note_commit(8)
         assert pushes.finish(8, (tmp_path / "up").exists)["error"] == "not done when this host was asked to stop"
     assert len(warnings) == 1
 
@@ -102,14 +102,14 @@ def test_a_stop_during_the_last_upload_ends_the_upload_and_not_the_run(tmp_path:
 def test_a_program_that_is_not_there_is_a_warning(tmp_path: Path) -> None:
     warnings: list[str] = []
     with uploader(tmp_path, "", warnings, program="/no/such/program") as pushes:
-        pushes.committed(8)
+        pushes.note_commit(8)
         assert "No such file" in pushes.finish(8)["error"]
     assert len(warnings) == 1
 
 
 def test_close_ends_an_upload_at_once(tmp_path: Path) -> None:
     with uploader(tmp_path, "import time; time.sleep(60)", []) as pushes:
-        pushes.committed(8)
+        pushes.note_commit(8)
         time.sleep(0.3)
         began = time.monotonic()
     assert time.monotonic() - began < 30

@@ -120,7 +120,7 @@ class CheckpointWriter:
         self._buffer = _PartBuffer(specs, split, self._cluster)
         self._preparing = self._machine.threads.start(fault_in, self._buffer.data, name="checkpoint-memory")
 
-    def restored(self, step: int, damaged: Iterable[int]) -> None:
+    def continue_from(self, step: int, damaged: Iterable[int]) -> None:
         """Sets the step that this attempt continues from, and the newer steps that did not verify, which may be saved
         again."""
         self.committed = self.newest = step
@@ -193,7 +193,8 @@ class CheckpointWriter:
         return self._meeting_seconds + _COMMIT_REQUESTS * transfer_seconds(self.folder, 0)
 
     def release(self) -> None:
-        """Frees the memory of snapshots (three times the model's) after the last save, for the export."""
+        """Waits for the last save, whose error it raises, and frees the memory of snapshots (three times the model's).
+        Call it before the export."""
         self.wait()
         self._buffer = None
 
@@ -245,7 +246,8 @@ class CheckpointWriter:
             self._delete_old(committed)
 
     def _write_manifest(self, folder: str, manifest: Manifest) -> None:
-        """Commits: checks the fence, and writes the manifest create-only. Replaces one that did not verify."""
+        """Commits: checks the fence, and writes the manifest create-only. Replaces one that did not verify, and treats
+        one that came meanwhile as `_keep_or_replace` says."""
         self._fence()
         url = join(folder, form.MANIFEST)
         if manifest.step in self._damaged:
@@ -294,7 +296,7 @@ class CheckpointWriter:
         return Part(name, written.size, checksum)
 
     def _check_fence_again(self, manifest: Manifest) -> None:
-        """Checks the fence after a commit; if it raises, deletes the manifest if its parts are gone."""
+        """Checks the fence after a commit. Raises its error, after deleting the manifest if the parts are gone."""
         try:
             self._fence()
         except BadInput:

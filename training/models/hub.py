@@ -186,14 +186,16 @@ class BackgroundUploader:
         self._changed = machine.threads.condition()
         self._thread = machine.threads.start(self._serve, name="hub")
 
-    def committed(self, step: int | None) -> None:
-        """Requests an upload of a newly committed step, if the settings want one. Call it after every step."""
+    def note_commit(self, step: int | None) -> None:
+        """Requests an upload of a newly committed step (None: no commit yet) with `hub.every: checkpoint`, once. Call
+        it after every step."""
         if step is not None and step != self._requested and self.settings.every == "checkpoint":
             self._request(step)
 
     def finish(self, step: int, is_hurried: Callable[[], bool] = lambda: False) -> dict[str, Any]:
-        """Uploads the last step, unless it is on the Hub, and waits at most `hub.wait_seconds`, and no longer once
-        `is_hurried` returns True. Returns the summary's values under "hub"."""
+        """Waits for the upload that is due, then, with `hub.at_end` or `hub.every`, uploads the last step unless it is
+        on the Hub. Each takes at most `hub.wait_seconds`, and no longer once `is_hurried` returns True. Returns the
+        summary's "hub": repository, step, commit, error."""
         self._is_hurried = is_hurried
         self._wait_until_idle()
         if self.pushed != step and (self.settings.at_end or self.settings.every):

@@ -100,7 +100,8 @@ def _forward(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, scaling: float | None = None,
     sliding_window: int | None = None, softcap: float | None = None, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Has the signature of transformers' attention functions; `attention_mask`: of `_find_segments`."""
+    """Computes a layer's attention by `module.long_attention`; has the signature of transformers' attention functions.
+    `attention_mask`: of `_find_segments`."""
     left = None if sliding_window is None else sliding_window - 1
     scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, left, 0, softcap)
     return module.long_attention(query, key, value, attention_mask, scores).transpose(1, 2), None
