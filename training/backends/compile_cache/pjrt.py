@@ -216,7 +216,8 @@ class _Cache:
                     return None
 
     def _load_or_compile(self, arguments: Any, address: int) -> int | None:
-        """Loads the program from the store, or compiles and keeps it. Returns the plugin's error, None without one."""
+        """Loads the program from the store, or compiles and keeps it. Returns the plugin's error, None without one. An
+        error of store or loading becomes `CacheCounts.problem`, and removes the entry: the program is compiled."""
         key = None
         try:
             key = self._key(arguments)

@@ -130,8 +130,8 @@ def _list_parameters(network: Any) -> list[Parameter]:
 
 
 def count_positions(network: Any) -> None:
-    """Makes a RoBERTa count positions from its padding token, which transformers 4.57 takes for token 1 in TensorFlow.
-    Must be called before the network is built."""
+    """Makes a RoBERTa count positions from its padding token, which transformers 4.57 takes for token 1 in TensorFlow;
+    leaves other networks as they are. Must be called before the network is built."""
     if network.config.model_type == "roberta":
         network.roberta.embeddings.padding_idx = network.config.pad_token_id
 

@@ -212,7 +212,8 @@ class State(HostState):
                 yield member, whole(self._specs[member].shape), row
 
     def _copies_of_split(self, values: Mapping[str, Tensor]) -> Iterator[tuple[str, Slice, np.ndarray]]:
-        """Copies what this host's devices hold of split tensors, by one call. Yields name, slice, values."""
+        """Copies what this host's devices hold of split buffers, by one call, which it counts as planned. Yields name,
+        slice, values of each of their tensors."""
         if not values:
             return  # even a call for no tensor counts as a transfer
         self.planned_transfers += 1
