@@ -70,9 +70,9 @@ def _end_of_text(url: str) -> str | None:
 
 
 def fetch(url: str, folder: Path) -> Path:
-    """Returns a local folder with the tokenizer's files, for AutoTokenizer: a local `url` itself, the Hub's cache for a
-    name on the Hub, or `folder`, to which the files of a bucket are copied. Raises BadInput when the bucket's folder
-    has no tokenizer.json, and StorageError."""
+    """Returns a local folder with the tokenizer's files, for AutoTokenizer: a local `url` itself, the Hub's cache, to
+    which a name on the Hub is downloaded, or `folder`, to which a bucket's files are copied. Raises BadInput when the
+    Hub does not have the name, or the bucket's folder no tokenizer.json; and StorageError."""
     url = tokenizer_folder(url)
     if not storage.is_remote(url):
         return Path(url)

@@ -36,7 +36,8 @@ class WholeDocuments(RowKind):
         self.features = {**dataset_writer.id_features(plan.vocabulary), **dict.fromkeys(self.columns, number)}
 
     def encode(self, documents: list[str]) -> Ids:
-        """Returns rows, (rows, 3, length): ids, numbers of their documents from 1 (0: padding), and 1 if learnt."""
+        """Returns rows, (rows, 3, length): ids, numbers of their documents from 1 (0: padding), and 1 if learnt. Counts
+        the places that they fill, for `note`."""
         length = self._plan.length
         pieces = [piece for document in self.tokenize(documents) for piece in self.cut(document, length)]
         rows = best_fit([piece.shape[1] for piece in pieces], length)
@@ -60,7 +61,7 @@ class WholeDocuments(RowKind):
         return [np.stack([ids, np.ones_like(ids)]) for ids in whole]
 
     def cut(self, document: Ids, length: int) -> list[Ids]:
-        """Returns the pieces of a document, (2, n) each, that go into rows."""
+        """Returns the pieces of a document, (2, n) each, that go into rows. Counts a cut document, for `note`."""
         self._cut += document.shape[1] > length
         return [document[:, start : start + length] for start in range(0, document.shape[1], length)]
 

@@ -72,7 +72,7 @@ class DatasetOptions:
 
     @property
     def percent(self) -> float | None:
-        """The share of documents for evaluation, as `is_in_split` takes it."""
+        """The percentage of documents for evaluation, as `is_in_split` takes it; None with an evaluation corpus."""
         return self.evaluation_percent if self.evaluation_corpus is None else None
 
 
