@@ -65,7 +65,7 @@ class Body:
         return data
 
     def _begin_chunk(self) -> bool:
-        """Reads the head of a chunk. Returns False when it is the last, empty one."""
+        """Reads the head of a chunk. Returns False for the last, empty one. Raises Disconnected for a broken one."""
         line = self._source.readline(1024)
         try:
             self._left = int(line.split(b";")[0], 16)

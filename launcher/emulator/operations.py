@@ -26,11 +26,11 @@ BOOT_TIMEOUT = 180.0  # seconds until a host has published its ssh host keys
 class OperationRunner:
     """Runs the pending operations of a store on the containers of its hosts."""
 
-    def __init__(self, store: Store, containers: HostContainers, *, prepare: Callable[[Host], None]) -> None:
-        """Takes the operations, the hosts, and a function that opens a host's control socket before the host starts."""
+    def __init__(self, store: Store, containers: HostContainers, *, open_agent_socket: Callable[[Host], None]) -> None:
+        """Takes the operations, the hosts, and a function that opens the socket of a host's agent before it starts."""
         self._store = store
         self._containers = containers
-        self._prepare = prepare
+        self._open_agent_socket = open_agent_socket
         self._running: set[str] = set()
         self._lock = threading.Lock()
         self._closing = False
@@ -99,7 +99,7 @@ class OperationRunner:
                 return
             self._boots += 1
         try:
-            self._prepare(host)
+            self._open_agent_socket(host)
             self._containers.ensure(node, host)
         finally:
             with self._booting:

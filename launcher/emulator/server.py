@@ -85,7 +85,7 @@ class Server:
             blobs=self.registry.store,
             transfer=ImageTransfer(self.engine, self._registry_port, self.token),
         )
-        self.operations = OperationRunner(self.store, self.containers, prepare=self.hosts.prepare)
+        self.operations = OperationRunner(self.store, self.containers, open_agent_socket=self.hosts.open_agent_socket)
         self.stopping = threading.Event()
 
     def run(self, listener: socket.socket) -> None:
@@ -100,7 +100,7 @@ class Server:
             nodes, hosts = list(state.nodes.values()), state.hosts
         self.acceptor.start()
         for host in hosts:
-            self.hosts.prepare(host)
+            self.hosts.open_agent_socket(host)
         self.hosts.start_stopped(nodes)
         self.acceptor.add(unix_listener(self.sockets / ENGINE), self.engine_proxy.serve_workstation)
         self.acceptor.add(listener, lambda connection: serve_http(connection, self.google))
@@ -308,7 +308,8 @@ class Server:
         return {"fault": kind, "restored": [host.hostname for host in broken]}
 
     def _inject_host(self, kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Preempts a node or begins its outage, or kills, cuts, hangs or restores one host, containers included."""
+        """Preempts a node or begins its outage, or kills, cuts, hangs or restores one host, containers included. Raises
+        ValueError for a node that must be READY and is not. Returns what was done."""
         with self.store.change() as state:
             node = faults.find_node(state, arguments["node"])
             if kind in _ON_READY and node.state != "READY":

@@ -53,7 +53,7 @@ class Running:
         self.store = store
         self.containers = HostContainers(store)
         self.gates.append(self.containers.gate)
-        self.operations = OperationRunner(store, self.containers, prepare=lambda host: None)  # type: ignore[arg-type]
+        self.operations = OperationRunner(store, self.containers, open_agent_socket=lambda host: None)  # type: ignore[arg-type]
         store.after_change = self.operations.wake
 
     def call(self, function: Any, *arguments: Any, **named: Any) -> str:

@@ -237,7 +237,7 @@ class EngineProxy:
     # -- both
 
     def _fault_message(self, hostname: str, image: str = "") -> str | None:
-        """Returns the injected error of a host's engine ("": the workstation's) or of the registry of `image`."""
+        """Returns the injected error of a host's engine ("": the workstation's) or `image`'s registry; None if none."""
         with self._store.read() as state:
             return faults.engine_trouble(state, hostname, registry=image_registry.is_registry(image))
 

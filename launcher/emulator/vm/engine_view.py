@@ -154,8 +154,8 @@ def _set_network(new: dict[str, Any], host: dict[str, Any], view: EngineView) ->
 
 
 def _set_namespaces(host: dict[str, Any], view: EngineView, bind: Callable[[str], str]) -> list[str]:
-    """Replaces --pid, --ipc and --uts of "host" by the emulated host's. Returns the binds that this needs. Raises
-    EngineRefusal for another container's namespaces."""
+    """Replaces "host" in --pid by the emulated host, in --ipc by private (the returned bind shares its /dev/shm), in
+    --uts, --userns and --cgroupns by the default. Raises EngineRefusal for another container's namespaces."""
     binds = []
     if host.get("PidMode") == "host":
         host["PidMode"] = f"container:{view.hostname}"
@@ -280,7 +280,7 @@ def _strip_prefix(name: str, view: EngineView) -> str:
 
 
 def _matches(pattern: str, name: str) -> bool:
-    """Searches a name, with and without its "/", for a pattern; a broken pattern must equal the name."""
+    """Returns whether a name, with or without its "/", has a match of a pattern; a broken pattern must equal it."""
     try:
         return re.search(pattern, name) is not None or re.search(pattern, name.removeprefix("/")) is not None
     except re.error:

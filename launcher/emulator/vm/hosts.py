@@ -60,8 +60,8 @@ class Hosts:
         threading.Thread(target=self._watch_deaths, name="deaths", daemon=True).start()
         threading.Thread(target=self._run_timers, name="timers", daemon=True).start()
 
-    def prepare(self, host: Host) -> None:
-        """Opens the socket on which the host's agent hands over its listeners."""
+    def open_agent_socket(self, host: Host) -> None:
+        """Opens the socket on which the host's agent hands over its listeners, and serves it, unless it is open."""
         with self.lock:
             if host.hostname in self.control_sockets:
                 return
@@ -96,7 +96,7 @@ class Hosts:
             self.acceptor.remove(listener, close=True)
 
     def _serve_google(self, hostname: str) -> None:
-        """Accepts requests for metadata and storage from a connected host."""
+        """Accepts requests for metadata and storage from a host, if its agent has handed over its listeners."""
         if listeners := self.handed_over.get(hostname):
             metadata = self._when_connected(hostname, self._metadata)
             storage = self._when_connected(hostname, self._storage)
@@ -165,7 +165,7 @@ class Hosts:
         return data.decode(errors="replace").strip()
 
     def _run_timers(self) -> None:
-        """Restores hosts and ends outages when they are due; forgets hosts that are gone."""
+        """Restores hosts and ends outages when they are due; forgets hosts that are gone. Runs in a thread."""
         while True:
             time.sleep(0.25)
             try:
@@ -190,7 +190,7 @@ class Hosts:
                 log.exception("timers")
 
     def _watch_deaths(self) -> None:
-        """Kills the containers of hosts that died from any cause, also of those that died while no server ran."""
+        """Kills the containers of hosts that die from any cause, or died while no server ran. Runs in a thread."""
         with self.store.read() as state:
             emulator = state.id
         query = {"filters": filters(label=[f"{LABEL}={emulator}", MACHINE_LABEL], event=["die"], type=["container"])}
