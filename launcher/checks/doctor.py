@@ -61,7 +61,7 @@ def _cost(config: Config) -> Finding:
 
 
 def old_generation_findings(config: Config) -> list[Finding]:
-    """Warns of the newest PyTorch/XLA on old generations: jax-ml/jax#30834, pytorch/xla#9604."""
+    """Returns a warning of the newest PyTorch/XLA on v2 and v3 (jax-ml/jax#30834, pytorch/xla#9604); [] elsewhere."""
     generation = config.accelerator.generation.name
     older = config.image.build_args.get("REQUIREMENTS") == "requirements-2.8.txt"
     if config.backend != "torch-xla" or generation not in ("v2", "v3") or (older and generation == "v3"):

@@ -59,7 +59,7 @@ def init(
 
 
 def _ask(flag: str, question: str, default: str | None = None, *, optional: bool = False) -> str:
-    """Asks the user. Without a terminal, returns an optional answer's default, or raises BadInput naming the flag."""
+    """Returns the user's answer; without a terminal, an optional one's default, else raises BadInput with the flag."""
     if sys.stdin.isatty():
         return str(click.prompt(question, default=default, err=True)).strip()
     if default is not None and optional:

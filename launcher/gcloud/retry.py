@@ -24,7 +24,7 @@ class Backoff:
         self._machine, self._base, self._longest = machine, first, longest
 
     def next(self) -> float:
-        """Returns the seconds of the next pause."""
+        """Returns the seconds of the next pause, each about twice the last one, as the class says."""
         pause = self._base * (0.5 + self._machine.random.random())
         self._base = min(self._base * 2, self._longest)
         return pause
@@ -47,7 +47,8 @@ class Retry:
         self._reported = ""
 
     def call(self, operation: Callable[[], T], deadline: float) -> T:
-        """Returns the operation's result. `deadline`: seconds of the monotonic clock.
+        """Returns the operation's result, after retries with growing pauses, of whose errors it tells the user.
+        `deadline`: seconds of the monotonic clock.
 
         Raises:
             LaunchError: The operation's error: at once when it is not transient, else that of a try at the deadline.
