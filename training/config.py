@@ -426,7 +426,7 @@ def mesh_mistake(fsdp: int, devices: int) -> str | None:
 
 
 def _hub_without_token(config: TrainerConfig, document: Document) -> list[str]:
-    """Returns a mistake if the file uploads to the Hub from a slice, and gives the hosts no token."""
+    """Returns a mistake if the file uploads to the Hub from a slice, and gives the hosts no token; else []."""
     sections = {name: document.value.get(name) for name in ("slice", "run", "gke")}
     named = [section.get("secrets") for section in (sections["run"], sections["gke"]) if isinstance(section, dict)]
     secrets = [name for names in named if isinstance(names, list | dict) for name in names]  # the launcher checks them

@@ -222,7 +222,7 @@ def _compile_options(devices: int, *, replicated: bool) -> Any:
 
 
 def set_environment() -> None:
-    """Sets libtpu's variables for compiling without a TPU."""
+    """Sets libtpu's variables in os.environ for compiling without a TPU."""
     os.environ.update(_ENVIRONMENT_WITHOUT_TPU)
     for variable, level in _QUIET.items():
         os.environ.setdefault(variable, level)
