@@ -185,7 +185,8 @@ def _new_hosts(state: EmulatorState, name: str, count: int, now: float) -> list[
 
 
 def _delete(state: EmulatorState, node: Node, now: float) -> Operation:
-    """Cancels the node's pending operations and enters its deletion. Raises ApiError if it is being deleted already."""
+    """Cancels the node's pending operations and enters its deletion. Raises ApiError if it is being deleted already,
+    or for a busy fault."""
     if node.state == "DELETING":
         raise ApiError(catalogue.ABORTED, "unable to queue the operation")
     faults.refuse_change(state)
@@ -202,8 +203,8 @@ def start_delete(state: EmulatorState, node: Node, now: float) -> Operation:
 
 
 def _update(state: EmulatorState, node: Node, call: Call, now: float) -> Operation:
-    """Enters a change of metadata, to which gcloud adds its ssh key. Raises ApiError unless the node is idle, READY or
-    STOPPED."""
+    """Enters a change of metadata, to which gcloud adds its ssh key. Raises ApiError for other fields or a busy fault,
+    and unless the node is READY or STOPPED and no operation on it is pending."""
     mask = call.query.get("updateMask", "")
     if mask != "metadata":
         raise bad_request(f'update mask "{mask}" is not emulated: only metadata is')
@@ -220,7 +221,8 @@ def _update(state: EmulatorState, node: Node, call: Call, now: float) -> Operati
 
 
 def _stop_or_start(state: EmulatorState, node: Node, verb: str, now: float) -> Operation:
-    """Enters a stop of a READY node, or a start of a STOPPED one. Raises ApiError otherwise, and for several hosts."""
+    """Enters a stop of a READY node, or a start of a STOPPED one. Raises ApiError otherwise, for several hosts, and for
+    a busy fault."""
     before, during = ("READY", "STOPPING") if verb == "stop" else ("STOPPED", "STARTING")
     if len(node.hosts) > 1:
         raise bad_request(
