@@ -122,7 +122,7 @@ def list_runs_of(folder: str, *, as_json: bool) -> None:
 
 def _row(url: str, scratch: Path) -> dict[str, Any] | None:
     """Imports a run into `scratch` and returns its cells in `list_runs_of`, by column; None for a folder without a
-    ledger."""
+    ledger. Raises as `import_run`, and StorageError."""
     if not RunBucket.of_run(url).has_run():
         return None
     ledger = import_run(scratch, machine(), url, overlays=False)
