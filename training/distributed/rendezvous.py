@@ -252,8 +252,8 @@ class RendezvousClient(Rendezvous):
                 self._post({"phase": phase})
 
     def _listen(self, lines: LineBuffer) -> None:
-        """Handles messages from host 0 until the connection ends, and then counts the attempt as lost, unless this
-        client has closed it. Runs in a thread."""
+        """Handles messages from host 0 until the connection ends or one is malformed, and then counts the attempt as
+        lost, unless this client has closed it. Runs in a thread."""
         lines.limit = messages.SERVER_BYTES
         data = b""  # the bytes after the handshake are in `lines`
         try:
