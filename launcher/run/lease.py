@@ -163,11 +163,13 @@ class Lease:
             exit_code=Exit.CONFLICT,
         )
 
-    def _say_once(self, error: Exception) -> None:
-        """Says that the lease can't be renewed, unless that was said since it was last renewed by `keep`."""
+    def _say_once(self, error: storage.StorageError | LaunchError) -> None:
+        """Says that the lease can't be renewed, or (LaunchError) that the events can't be pulled, unless one of the two
+        was said since `keep` last did both."""
         if not self._said:
             self._said = True
-            self._say(
+            waiting = (
                 f"run {self._ledger.run_id}: its lease can't be renewed; decisions wait until it is: {error}; "
                 "what runs on hosts goes on, and is billed until `tpu-launch down`"
             )
+            self._say(str(error) if isinstance(error, LaunchError) else waiting)

@@ -43,6 +43,7 @@ from training.machine.threads import Threads
 from training.telemetry.progress_line import LONGEST_LINE, ProgressLine, encode, parse
 
 _LOCK_POLL_SECONDS = 0.05
+_LOCK_SECONDS = 10.0  # for which a thread or process waits for another one that records or pulls
 _FULL_DISK_SECONDS = 60.0  # for which `append` retries
 _FULL_DISK_POLL_SECONDS = 1.0
 
@@ -161,13 +162,10 @@ class Ledger:
                 ) from None
 
     def note(self, event: RunEvent, say: Callable[[str], None]) -> None:
-        """Records an event that only informs. If it can't be written at once, says so, once for events of a kind that
-        follow each other, and goes on."""
+        """Records an event that only informs. If it can't be written at once, says so, once a kind, and goes on."""
         try:
             if self.lease is not None and not self.lease.is_fresh():  # a request to the bucket would block for minutes
-                raise LaunchError(
-                    f"run {self.run_id}: the event {event.kind!r} is not recorded: its bucket does not answer"
-                )
+                raise LaunchError(f"run {self.run_id}: {event.kind!r} is not recorded: its bucket does not answer")
             self.append(event, patience=0.0)
             self._unrecorded = ""
         except LaunchError as error:
@@ -237,10 +235,15 @@ class Ledger:
 
     @contextlib.contextmanager
     def _recording(self) -> Iterator[None]:
-        """Holds the lock under which one thread of this machine compares the file with the bucket; waits for it."""
-        path = self.folder / "events.lock"
+        """Holds the lock under which one thread of this machine compares the file with the bucket. Raises StorageError
+        if another one has it for 10 s: the bucket does not answer, or its process is stopped."""
+        path, deadline = self.folder / "events.lock", self.clock.monotonic() + _LOCK_SECONDS
         with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0) as file:
             while not lock(file, path):
+                if self.clock.monotonic() > deadline:
+                    raise storage.StorageError(
+                        f"{path} is locked: if the process that `fuser` names for it is stopped, end it"
+                    )
                 self.clock.sleep(_LOCK_POLL_SECONDS)
             yield
 

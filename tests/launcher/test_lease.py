@@ -410,6 +410,29 @@ def test_a_lease_is_renewed_while_the_run_s_files_are_copied_and_released_if_tha
     prompt.scheduler.close()
 
 
+def test_a_stopped_process_that_is_recording_an_event_ends_no_renewals(prompt: Machines) -> None:
+    """Ctrl-Z of another command of the machine may come at any moment."""
+    a, of_a = prompt.make("a")
+    ages: list[float | None] = []
+
+    def hold() -> None:
+        with supervising(prompt.ledger("a", a), a, prompt.said.append):
+            ledger = prompt.ledger("a", a)
+            with ledger._recording():
+                prompt.scheduler.sleep(3 * LEASE_SECONDS)
+                assert ledger.bucket is not None
+                ages.append(ledger.bucket.read_lease().age)
+                with pytest.raises(
+                    LaunchError, match=r"can't be recorded for 60 s: .*events\.lock is locked: if the process"
+                ):
+                    prompt.ledger("a", a).append(HostBack(0, 1))
+
+    play(prompt, (of_a, hold))
+    assert ages[0] < LEASE_SECONDS / 2
+    assert sum("events.lock is locked" in text for text in prompt.said) == 1
+    prompt.scheduler.close()
+
+
 def test_events_that_a_full_disk_can_not_hold_end_no_renewals(
     prompt: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
