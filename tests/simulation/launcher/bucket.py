@@ -39,7 +39,7 @@ class CloudStorage:
     def install(self) -> ExitStack:
         """Replaces the client of Cloud Storage until the stack is closed."""
         stack = ExitStack()
-        for function in (self.stat, self.listing, self.read, self.write):
+        for function in (self.stat, self.listing, self.folders, self.read, self.write):
             stack.enter_context(mock.patch(f"training.storage.gcs.{function.__name__}", function))
         for check in ("buckets", "data"):
             stack.enter_context(mock.patch(f"launcher.checks.inputs.{check}"))
@@ -77,6 +77,9 @@ class CloudStorage:
                 found for url in sorted(self.objects) if url.startswith(f"{folder}/") and (found := self._stat(url))
             ]
         )
+
+    def folders(self, folder: str) -> list[str]:
+        return self._request(lambda: sorted({url[len(folder) + 1 :].split("/")[0] for url in self.objects}))
 
     def read(self, url: str, start: int, end: int | None, generation: int | None) -> bytes:
         def effect() -> bytes:

@@ -59,6 +59,7 @@ _LONGEST_PAUSE = 450.0
 _QUEUE_SECONDS = 7200.0  # slice.queued.valid_until_hours of all files
 _FIRST_DELAY, _LONGEST_DELAY = 5.0, 300.0  # seconds before another attempt after a failure
 _PROGRESS_SECONDS = 12.0  # from a step until it is kept
+_TAKE_OVER_SECONDS = 120.0  # from the end of a supervisor until another machine has taken its run over
 _SLICE_LOST = ("preempted", "slice deleted")  # outcomes
 
 
@@ -143,6 +144,7 @@ def told_stop_is_true(simulation: SimulatedRun, command: Command) -> None:
 def nothing_is_repeated_without_a_pause(simulation: SimulatedRun, command: Command) -> None:
     """No line is told three times in a row within 10 s, and no call of the cloud is made more than 40 times in 30 s."""
     excused = simulation.scenario.candidates is not None or simulation.full_disk is not None
+    excused |= command.name == "watch"  # which passes the lines of its processes on at their end
     for (began, line), (_, again), (at, third) in zip(command.told, command.told[1:], command.told[2:], strict=False):
         flaps = "does not answer: " in line  # and answers between
         if line == again == third and at - began < 10.0 and not excused and not flaps:
@@ -660,6 +662,16 @@ def _cost_of_slices(simulation: SimulatedRun, until: float) -> float:
         if node.ready_at < until
     )
     return seconds * _rate(simulation)
+
+
+def unfinished_runs_are_taken_over(simulation: SimulatedRun, command: Command) -> None:
+    """Checks that no run is without a supervisor for long while another machine supervises the bucket's runs."""
+    now, faults = simulation.world.scheduler.now, {fault.kind for fault in simulation.faults}
+    for ledger in simulation.ledgers() if command.name == "watch" and not faults & {"bucket", "offline"} else ():
+        there = [each for each in simulation.commands if each.run_id == ledger.run_id and each.name in SUPERVISORS]
+        since = max([command.began, *(min(each.ended, now) for each in there)])
+        if ledger.state.phase.is_open and ledger.bucket is not None and now - since > _TAKE_OVER_SECONDS:
+            simulation.break_promise("an unfinished run is taken over", f"{ledger.run_id}: not for {now - since:.0f} s")
 
 
 def folders_are_whole(simulation: SimulatedRun) -> None:

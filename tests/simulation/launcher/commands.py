@@ -16,12 +16,13 @@ from launcher.run.ledger import Ledger
 from launcher.run.runs import import_run, list_runs
 from launcher.run.session import Context, Outcome, Output
 from launcher.run.supervise import explain
-from launcher.run.supervisor import take_over
+from launcher.run.supervisor import Supervisor, take_over
 from launcher.run.verdict import Kind
 from launcher.tpu_vm import candidates, inventory
 from launcher.tpu_vm.provider import TpuVm
 from tests.simulation.launcher import promises
 from tests.simulation.launcher.answers import check_answers
+from tests.simulation.launcher.bucket import OUTPUT
 from tests.simulation.launcher.jobs import SECRET
 from tests.simulation.launcher.machine import make_machine
 from tests.simulation.launcher.world import Actor, Laptop, Stop, World
@@ -36,6 +37,7 @@ class Command:
     ) -> None:
         self.world, self.laptop, self.name, self.config, self.new = world, laptop, name, config, new
         self.began = world.scheduler.now
+        self.url = ""  # of the run in the bucket that it was given; empty for the newest
         self.run_id = ""  # that it spoke of last
         self.code: int | None = None  # None while it runs, and when it was killed
         self.killed = self.interrupted = False
@@ -128,7 +130,13 @@ class Command:
     def _import(self) -> None:
         """Imports the newest run of the bucket, as a command does that is given its URL."""
         if self.world.storage.runs() and self.laptop is self.world.laptops[2]:
-            self.run_id = import_run(self.laptop.home, self.machine, self.world.storage.runs()[-1]).run_id
+            url = self.url or self.world.storage.runs()[-1]
+            self.run_id = import_run(self.laptop.home, self.machine, url).run_id
+
+    def _watch(self) -> int:
+        """Supervises all runs of the bucket until it is interrupted."""
+        Supervisor(OUTPUT, self.context, require_programs=lambda provider: None).watch()
+        return 0
 
     def _main(self) -> None:
         self.world.note(f"$ tpu-launch {self.name}")
@@ -200,7 +208,7 @@ class Command:
         return int(self.verdict.exit_code)
 
     def _supervise(self) -> int:
-        """Takes the run over as `supervise gs://bucket/runs` does, which tries again when its process has failed."""
+        """Takes one run over, as the processes of `watch` do."""
         self._import()
         if not self.run_id:
             return 0

@@ -202,8 +202,16 @@ class Terminal:
         timeout: float,
         on_start: Callable[[Callable[[], None]], object] | None = None,
     ) -> Result:
-        """Runs kubectl, which ends with its command or when it is killed."""
-        assert self.world.cluster is not None
+        """Runs kubectl, which ends with its command or when it is killed, or `tpu-launch supervise` of one run."""
+        if self.world.cluster is None:
+            command = self.world.command(argv[-2], self.actor.laptop)
+            command.url = argv[-1]
+            if on_start is not None:
+                on_start(command.interrupt)
+            self.world.finish(command)
+            for text in command.said:
+                on_line(text)
+            return Result(tuple(argv), -9 if command.code is None else command.code, "", "")
         self._check_timeout(argv, timeout)
         killed: list[bool] = []
         if on_start is not None:

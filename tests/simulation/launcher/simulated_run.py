@@ -130,6 +130,7 @@ class SimulatedRun:
         read_pages(pages.choice((LOG_BYTES, LOG_BYTES, 20_000)), pages.choice((5000, 5000, 20)))
         self.full_disk = full_disk.draw(seed, stalls=self.scenario.theme == "standstills")
         self.commands: list[Command] = []
+        self.world.command, self.world.finish = self.command, self.finish
         homes = _folder()
         self.ann = Laptop("ann", "ann", homes / "ann")
         self.bob = Laptop("bob", "bob", homes / "bob")
@@ -387,6 +388,8 @@ class SimulatedRun:
 
     def _clean_up(self) -> None:
         """Deletes ann's slice, and again what other commands, which are waited for, ask for meanwhile."""
+        for command in [each for each in self.commands if each.name == "watch"]:
+            command.interrupt()
         for _ in range(12):
             down = self.do("down")
             for command in self.commands:

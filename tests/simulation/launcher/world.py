@@ -25,6 +25,7 @@ from tests.simulation.launcher.jobs import SUPERVISORS, Cause, Job, Plan
 from tests.simulation.scheduler import Process, Scheduler, Task
 
 if TYPE_CHECKING:
+    from tests.simulation.launcher.commands import Command as TypedCommand
     from tests.simulation.launcher.machine import Link
 
 BROKEN_SECONDS = 10.0  # until a connection whose packets are lost breaks
@@ -111,6 +112,8 @@ class World:
         self.google = Google(self)
         self.cluster: Cluster | None = None
         self.storage: CloudStorage
+        self.command: Callable[[str, Laptop], TypedCommand]  # types a command
+        self.finish: Callable[[TypedCommand], object]  # waits for its end
         self.hosts: list[Host] = []  # all that ever were
         self.addresses: dict[str, Host] = {}  # of the hosts that have them now
         self.links: list[Link] = []  # of all workstations
