@@ -90,7 +90,8 @@ def _describe_cluster(
     is_known = observed in call.provider._removed or may_see_later
     if by_another and gone and not is_known and state.state != "DELETED":
         return f"{state}, and {observed} was deleted"
-    if state.state == "DELETED" and (observed in after or observed not in cluster.deleted):
+    never = observed not in cluster.created  # its start was interrupted: nothing tells it from one that was deleted
+    if state.state == "DELETED" and (observed in after or not (never or observed in cluster.deleted)):
         return f"{state}, and {observed} is there"
     if later and observed not in before and state.state != "READY":
         return f"{state}, and a later attempt than {observed} is there"

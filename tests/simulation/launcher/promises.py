@@ -111,7 +111,7 @@ def no_silent_bill(simulation: SimulatedRun, command: Command) -> None:
         billed = seen and item.state not in _UNBILLED_REQUESTS
         left += [item] if item.creator == command.laptop.user and (billed or item.by is command.actor) else []
     text = "\n".join(command.said)
-    if "detached: what was started goes on" in text:  # a run that is well has a slice
+    if "detached: what was started goes on" in text or "is supervised by" in text:  # a run that is well has a slice
         return
     if left and not any(word in text for word in ("tpu-launch down", "tpu-launch up", "billed")):
         simulation.break_promise("money never runs unattended", f"{command.name} left {left[0]}: {text[-300:]}")
