@@ -16,6 +16,8 @@ from launcher.errors import Exit
 from launcher.owner import hash_account
 from launcher.run import specification
 from launcher.run.events import (
+    NOT_STARTED,
+    VANISHED,
     Ended,
     HostEnded,
     Recovered,
@@ -142,7 +144,7 @@ def told_stop_is_true(simulation: SimulatedRun, command: Command) -> None:
 
 
 def nothing_is_repeated_without_a_pause(simulation: SimulatedRun, command: Command) -> None:
-    """No line is told three times in a row within 10 s, and no call of the cloud is made more than 40 times in 30 s."""
+    """No line is told three times in a row within 10 s, and the cloud and each host are asked in moderation."""
     excused = simulation.scenario.candidates is not None or simulation.full_disk is not None
     excused |= command.name == "watch"  # which passes the lines of its processes on at their end
     for (began, line), (_, again), (at, third) in zip(command.told, command.told[1:], command.told[2:], strict=False):
@@ -150,8 +152,16 @@ def nothing_is_repeated_without_a_pause(simulation: SimulatedRun, command: Comma
         if line == again == third and at - began < 10.0 and not excused and not flaps:
             simulation.break_promise("a line is not told again and again", f"{command.name}: {line}")
     for call, times in command.actor.calls.items():
-        if any(later - earlier < 30.0 for earlier, later in zip(times, times[40:], strict=False)):
+        if _is_frequent(times, 40):
             simulation.break_promise("the cloud is asked in moderation", f"{command.name}: {' '.join(call)[:200]}")
+    for (host, script), times in command.actor.scripts.items():
+        if _is_frequent(times, 45 if script == "observe" else 8):
+            simulation.break_promise("a host is asked in moderation", f"{command.name}: {script} on {host!r}")
+
+
+def _is_frequent(times: Sequence[float], most: int) -> bool:
+    """Returns whether there are more than so many times within 30 s."""
+    return any(later - earlier < 30.0 for earlier, later in zip(times, times[most:], strict=False))
 
 
 def told_use_is_true(simulation: SimulatedRun, command: Command) -> None:
@@ -560,15 +570,17 @@ def rounds_keep_to_their_time(simulation: SimulatedRun) -> None:
 
 
 def slices_are_replaced_for_their_own_hosts(simulation: SimulatedRun) -> None:
-    """A slice is replaced because of a host that was the first cause of as many attempts on this slice."""
+    """A slice is replaced because of a host by which the last attempts, as many as the file says, were lost or failed
+    on this slice."""
     for ledger in simulation.ledgers():
         ends: list[int] = []
         for event in ledger.events():
-            if isinstance(event, Ended) and event.cause is not None:
-                ends.append(event.cause.worker)
+            if isinstance(event, Ended) and event.outcome not in (NOT_STARTED, VANISHED):
+                of_a_host = event.cause is not None and event.outcome in ("host lost", "failed")
+                ends.append(event.cause.worker if event.cause is not None and of_a_host else -1)
             elif isinstance(event, SliceReplaced):
                 wanted = simulation.scenario.setting.replace_after or 0
-                if event.host >= 0 and ends.count(event.host) < wanted:
+                if event.host >= 0 and ends[-wanted:] != [event.host] * wanted:
                     simulation.break_promise("a slice is replaced for its own hosts", f"{event}: {ends}")
                 ends.clear()
 

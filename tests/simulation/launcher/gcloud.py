@@ -22,6 +22,14 @@ _OFFLINE = (
     "exceeded with url: / (Caused by NewConnectionError('Failed to establish a new connection: "
     "[Errno -3] Temporary failure in name resolution'))"
 )
+_EVERY = {"project", "zone", "quiet"}
+_NODE = {"accelerator-type", "labels", "scopes"}
+_FLAGS = {  # of each call, beside those of every one; a node's capacity, and --dry-run, may be added
+    ("tpu-vm", "create"): _NODE | {"version"},
+    ("queued-resources", "create"): _NODE | {"runtime-version", "node-id", "valid-until-duration"},
+    ("queued-resources", "delete"): {"force"},
+    ("tpu-vm", "ssh"): {"worker", "ssh-flag", "command"},
+} | {(group, verb): {"format"} for group in ("tpu-vm", "queued-resources") for verb in ("describe", "list")}
 _ERRORS = {  # errors of a call that the API refuses for a time
     "unavailable": "UNAVAILABLE: The service is currently unavailable.",
     "rate": "RESOURCE_EXHAUSTED: Quota exceeded for quota metric 'Read requests' and limit 'Read requests per minute' "
@@ -37,6 +45,11 @@ class Gcloud:
     def __init__(self, world: World, actor: Actor, argv: Sequence[str]) -> None:
         self.world, self.google, self.scheduler, self.actor = world, world.google, world.scheduler, actor
         self.command = gcloud_commands.parse(argv)
+        given = {word[2:].partition("=")[0] for word in argv if word.startswith("--")} - {"dry-run"}
+        capacity = {"spot"} if self.command.verb == "create" and world.has_candidates else set()
+        wanted = _EVERY | _FLAGS.get((self.command.group, self.command.verb), set())
+        if given - capacity != wanted or argv[1] != "compute":
+            world.break_promise("gcloud is asked as the file says", f"{given} instead of {wanted}")
 
     def run(self) -> Output:
         """Runs the command. Blocks its task as long as gcloud would."""

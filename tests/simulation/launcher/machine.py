@@ -64,6 +64,7 @@ class Link:
             raise self._break("Connection reset by peer")
         script = scripts.unquote(command)
         name, parameters, arguments = scripts.parse(script)
+        self.actor.scripts[host, "progress" if parameters.get("progress") else name].append(scheduler.now)
         if name == "observe":
             code, output = scripts.observe(world, host, parameters, arguments)
         else:

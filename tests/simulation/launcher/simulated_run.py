@@ -138,6 +138,7 @@ class SimulatedRun:
         self.world.laptops = [self.ann, self.bob, self.second]
         for laptop in self.world.laptops:
             laptop.at_work = functools.partial(self._is_at_work, laptop)
+        self.world.has_candidates = self.scenario.candidates is not None
         self.world.price_limit = self.scenario.candidates.price_limit if self.scenario.candidates else None
         self.homes = [self.ann.home, self.second.home]
         kill = random.Random(f"write {seed}")

@@ -72,6 +72,8 @@ class Actor:
     """How often Google has described each node in each state to it, by id and state."""
     calls: dict[tuple[str, ...], list[float]] = field(default_factory=lambda: defaultdict(list))
     """When it made each call of gcloud or kubectl."""
+    scripts: dict[tuple[Host, str], list[float]] = field(default_factory=lambda: defaultdict(list))
+    """When it ran each script on each host over its connections; "progress": an observation with lines of progress."""
 
     @property
     def user(self) -> str:
@@ -124,6 +126,7 @@ class World:
         self.pull_seconds = rng.choice((0.5, 5.0, 40.0))
         self.laptops: list[Laptop] = []
         self.slice_name = ""
+        self.has_candidates = False
         self.price_limit: float | None = None  # as the file says
         self.stall_seconds: float | None = None  # as the file says
         self.host_lost_seconds = math.inf  # as the file says
