@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launcher.costs import per_hour
+from launcher.costs import duration, per_hour
 from launcher.errors import Exit
 from launcher.owner import hash_account
 from launcher.run import specification
@@ -41,11 +41,12 @@ from training.machine.clock import parse_time
 from training.telemetry.progress_line import parse
 
 if TYPE_CHECKING:
+    from launcher.tpu_vm.inventory import Listing
     from tests.simulation.launcher.commands import Command
     from tests.simulation.launcher.google import Slice
     from tests.simulation.launcher.jobs import Cause, Job
     from tests.simulation.launcher.simulated_run import SimulatedRun
-    from tests.simulation.launcher.world import Actor
+    from tests.simulation.launcher.world import Actor, World
 
 _RECENT_SECONDS = 45.0  # within which hosts are asked for lines, which a sleeping supervisor has not fetched
 _STATUS_SECONDS = 12.0  # from a host's answer to `status`, and its newest line then, to those at the end
@@ -739,6 +740,38 @@ def gc_leaves_no_request(simulation: SimulatedRun, command: Command) -> None:
         again = by is not None and by.ended > command.began
         if left.name in named and left.creator == command.laptop.user and left.state != "DELETING" and not again:
             simulation.break_promise("gc leaves no request", f"{left}: {command.said}")
+
+
+def list_shows_what_is(world: World, listing: Listing, began: float, date: float) -> None:
+    """Checks each slice that `list` and `gc` show, and that none is missing that was there all the time since a moment.
+    `date`: of the workstation, in Unix seconds."""
+    if {fault.kind for fault in world.faults} & {"stale", "old describe", *MEDDLING}:
+        return
+    shown = {(item.zone, item.name): item for item in listing.slices}
+    for node in world.google.slices.values():
+        labels, created = node.node.resource.get("labels", {}), parse_time(node.node.resource["createTime"])
+        item = shown.get((node.node.zone, node.name))
+        there = node.state == "READY" and node.ready_at < began and node.node.zone not in listing.failures
+        if item is None and there and labels.get("tpu-launch") == "1" and node.node.zone in world.zones:
+            world.break_promise("a list shows what is", f"{node} is missing: {listing}")
+        if item is None or item.uid != node.node.resource["id"]:
+            continue
+        spot = node.node.resource.get("schedulingConfig", {}).get("spot")
+        _, _, state, kind, owner, _, age, cost, expires = item.row(date)
+        wanted = (f"{node.node.resource['acceleratorType']} {'spot' if spot else 'on-demand'}", node.creator)
+        price = per_hour(item.accelerator_type, item.zone, "spot" if spot else "on-demand")
+        dollars = "unknown" if price is None else f"${max(0.0, date - (created or 0.0)) / 3600 * price:.2f}"
+        ends = node.expires is None or (node.expires < date) == expires.endswith("ago")
+        right = (
+            (kind, owner) == wanted
+            and state == item.state
+            and dollars == cost
+            and age == duration(date - (created or 0.0))
+        )
+        if not right or not ends or (expires == "never") != (node.expires is None):
+            world.break_promise(
+                "a list shows what is", f"{node}, created {created}: {item.row(date)}, {wanted}, {dollars}"
+            )
 
 
 def gc_removes_what_has_expired(simulation: SimulatedRun, command: Command) -> None:
