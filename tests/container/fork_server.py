@@ -30,7 +30,6 @@ class ForkedTrainer:
     def __init__(self, config: Path, log: Path, environment: Mapping[str, str], home: Path | None) -> None:
         self._process = _CONTEXT.Process(target=_train, args=(dict(environment), config, log, home), daemon=True)
         self._process.start()
-        assert self._process.pid is not None
         self.pid = self._process.pid
 
     def poll(self) -> int | None:

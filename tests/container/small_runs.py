@@ -244,8 +244,7 @@ def process(
 
 
 def summary(folder: Path, run_id: str) -> dict[str, Any]:
-    value: dict[str, Any] = json.loads((folder / "runs" / run_id / "summary.json").read_text())
-    return value
+    return json.loads((folder / "runs" / run_id / "summary.json").read_text())
 
 
 class StopAfter(ShutdownRequest):

@@ -13,8 +13,7 @@ SHAPE = torch.Size((ROWS, HEADS, LENGTH, LENGTH))  # a million elements
 def kept(seed: int = 1, step: int = 0, place: int = 0, rate: float = RATE, shape: torch.Size = SHAPE) -> np.ndarray:
     noise = DropoutNoise(HEADS * LENGTH)
     noise.rows = torch.from_numpy(row_keys(seed, step, 0, shape[0]))
-    found: np.ndarray = noise.kept(shape, rate, place).numpy()
-    return found
+    return noise.kept(shape, rate, place).numpy()
 
 
 def correlation(one: np.ndarray, other: np.ndarray) -> float:

@@ -61,8 +61,7 @@ def v4(folder: Path) -> dict[str, Any]:
     """The small run of these tests on a v4-8: four devices of two cores each."""
     answer = preflight(folder, "--accelerator", "v4-8", train__precision="bf16")
     assert answer.code == 0, answer.text
-    result: dict[str, Any] = answer.accelerators["v4-8"]
-    return result
+    return answer.accelerators["v4-8"]
 
 
 def test_every_program_of_the_run_is_compiled(v4: dict[str, Any]) -> None:
@@ -119,8 +118,7 @@ def traced_step(folder: Path, name: str, target: str, **changes: Any) -> dict[st
     command = [sys.executable, "-m", "tests.container.traced_step", str(path), target]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
     assert ended.returncode == 0, ended.stderr
-    figures: dict[str, Any] = json.loads(ended.stdout)
-    return figures
+    return json.loads(ended.stdout)
 
 
 @pytest.mark.parametrize(

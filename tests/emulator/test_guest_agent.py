@@ -11,8 +11,6 @@ import pytest
 def agent() -> ModuleType:
     path = Path(__file__).resolve().parents[2] / "images" / "host" / "guest-agent.py"
     spec = importlib.util.spec_from_file_location("guest_agent", path)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

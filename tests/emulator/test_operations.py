@@ -69,8 +69,7 @@ class Running:
         return operation.error or operation.response or {}
 
     def node(self, name: str = "pod") -> dict[str, Any]:
-        node: dict[str, Any] = self.api.call("GET", "nodes", name)
-        return node
+        return self.api.call("GET", "nodes", name)
 
 
 @pytest.fixture

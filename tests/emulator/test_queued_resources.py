@@ -25,8 +25,7 @@ class Queue:
         self.api, self.state = api, api.state
 
     def call(self, method: str, *path: str, **more: Any) -> dict[str, Any]:
-        answer: dict[str, Any] = self.api.call(method, "queuedResources", *path, **more)
-        return answer
+        return self.api.call(method, "queuedResources", *path, **more)
 
     def create(self, seconds: int = 60, **changes: Any) -> dict[str, Any]:
         spec = {"parent": PARENT, "nodeId": "n", "node": NODE}

@@ -182,7 +182,6 @@ def test_a_host_that_refuses_the_container_is_the_one_that_is_named(work: Workst
 
 def test_the_bucket_of_the_file_is_what_is_measured() -> None:
     config = load(EXAMPLE)
-    assert config.trainer is not None
     attempt = make_attempt(config, "device-check-1", "image")
     assert attempt.command[-2:] == ("--output", config.trainer.output)
 

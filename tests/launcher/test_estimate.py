@@ -51,7 +51,6 @@ def keep(folder: Path, config: Config, name: str, *, fits: bool = True) -> float
     answer: dict[str, Any] = {"accelerator": name, "fits": fits, "graphs": [graph], "max_batch": None, "lines": []}
     candidate = next(item for item in config.all_candidates if item.accelerator_type == name)
     path = preflight._path(config.placed(candidate), folder / "home", name)
-    assert path is not None
     write_private(path, json.dumps({"format": preflight.FORMAT, "result": answer}))
     return rate
 
@@ -71,7 +70,6 @@ def test_five_types_are_estimated_from_kept_preflights_within_a_second(folder: P
         assert item.bound.source == "compiled"
         assert item.hours == pytest.approx((hours / PUBLISHED[1], hours / PUBLISHED[0]))
         price = costs.per_hour(name, zone, "spot")
-        assert price is not None
         assert item.spot == pytest.approx([price * each for each in item.hours])
     assert "first to finish: v6e-8 in us-east5-a" in notes(items)
 
@@ -84,8 +82,6 @@ def test_a_type_that_was_not_compiled_takes_the_compilers_figures_of_another_and
     items = estimate(config, folder / "home", this_machine())
     bound = {item.candidate.accelerator_type: item.bound for item in items}
     v4, v3 = bound["v4-8"], bound["v3-8"]
-    assert v4 is not None
-    assert v3 is not None
     assert v4.seconds == pytest.approx(FLOPS / (275e12 * 4))
     assert v3.seconds == pytest.approx(max(FLOPS / (123e12 * 4), BYTES / (900e9 * 4)))
     assert v4.source == "from the compiler's figures for v4-16"

@@ -51,7 +51,6 @@ class Connected:
     def follow(self, command: str, *, timeout: float, on_line: Callable[[str], None]) -> int:
         script = command.removeprefix("sh -c ")
         process = self.host.popen(f"exec {self.shell} -c {script}", self.shell)
-        assert process.stdout is not None
         try:
             for line in process.stdout:
                 on_line(line.rstrip("\n"))

@@ -135,7 +135,6 @@ def test_the_quota_that_a_slice_needs_is_named(tmp_path: Path) -> None:
     assert row.severity is Severity.WARN
     assert "TPUV4... for the zone us-central2-b and the region us-central2" in row.message
     pattern = re.search(r"quotaId~(\S+)'", row.fix)
-    assert pattern is not None
     # Names that users quote: marin #1612 and skypilot's failover handler have them of zones, regions and pods.
     for name in ("TPUV4sPreemptiblePodPerProjectPerRegionForTPUAPI", "TPUV4PreemptiblePerProjectPerZoneForTPUAPI"):
         assert re.search(pattern[1], name)

@@ -34,13 +34,11 @@ def rendered(*changes: str, secret: str = golden.SECRET) -> list[dict[str, Any]]
 
 
 def pod_of(documents: list[dict[str, Any]]) -> dict[str, Any]:
-    pod: dict[str, Any] = job_of(documents)["template"]["spec"]
-    return pod
+    return job_of(documents)["template"]["spec"]
 
 
 def job_of(documents: list[dict[str, Any]]) -> dict[str, Any]:
-    job: dict[str, Any] = documents[-1]["spec"]["replicatedJobs"][0]["template"]["spec"]
-    return job
+    return documents[-1]["spec"]["replicatedJobs"][0]["template"]["spec"]
 
 
 @pytest.mark.parametrize("name", ON_GKE)
@@ -245,8 +243,7 @@ def test_the_command_prints_a_manifest_and_nothing_else() -> None:
 def secret_entry(documents: list[dict[str, Any]]) -> dict[str, Any]:
     entries = pod_of(documents)["containers"][0]["env"]
     [entry] = [entry for entry in entries if entry["name"] == "TPU_LAUNCH_SECRET"]
-    reference: dict[str, Any] = entry["valueFrom"]["secretKeyRef"]
-    return reference
+    return entry["valueFrom"]["secretKeyRef"]
 
 
 def test_several_hosts_read_a_secret_that_the_command_draws_each_time() -> None:

@@ -94,9 +94,7 @@ def explain(
     stacks = {worker: parse_stacks(text) for worker, text in enumerate(hosts)}
     first = stacks if before is None else stacks | {0: parse_stacks(before)}
     told = {worker: ProgressLine(12_430, phase="training") for worker in stacks} if lines is None else lines
-    hang = explain_hang(first, stacks, told, seconds)
-    assert hang is not None
-    return hang
+    return explain_hang(first, stacks, told, seconds)
 
 
 @pytest.mark.parametrize(

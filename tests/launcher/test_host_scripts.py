@@ -379,9 +379,7 @@ def test_a_host_whose_clock_stepped_back_gives_its_last_lines(
 
 
 def observed(host: ScriptHost, shell: str) -> ContainerState:
-    container = parse_observation(3, host.run(host_scripts.observe_script("demo", None), shell))[0].container
-    assert container is not None
-    return container
+    return parse_observation(3, host.run(host_scripts.observe_script("demo", None), shell))[0].container
 
 
 def boot_of(host: ScriptHost, shell: str) -> str:

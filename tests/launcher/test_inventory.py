@@ -74,8 +74,6 @@ def test_leftovers_are_expired_or_dead_and_ours_unless_all_owners_are_meant() ->
 
 def test_a_dead_request_is_deleted_with_force_and_a_waiting_one_is_left_alone() -> None:
     waiting, suspended = (inventory.parse_queued(queued(state)) for state in ("WAITING_FOR_RESOURCES", "SUSPENDED"))
-    assert waiting is not None
-    assert suspended is not None
     assert inventory.find_leftovers([waiting, suspended], NOW, owner=ANN) == [suspended]
     assert waiting.cost(NOW) == 0
     command = "gcloud compute tpus queued-resources delete n --project=p --zone=us-central2-b --quiet --force"

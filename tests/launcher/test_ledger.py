@@ -53,7 +53,6 @@ def test_a_second_launcher_on_a_run_is_told_who_the_first_is_and_takes_over_when
     environment = {**os.environ, "PYTHONPATH": str(HOUSE)}
     command = [sys.executable, "-c", HOLD, str(run.folder)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as first:
-        assert first.stdout is not None
         assert first.stdout.readline() == "held\n"
         with (
             pytest.raises(LaunchError, match=rf"supervised by another tpu-launch \(process {first.pid}\)") as raised,

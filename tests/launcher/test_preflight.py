@@ -50,7 +50,6 @@ def result(*, fits: bool) -> dict[str, Any]:
 def keep(folder: Path, answer: dict[str, Any]) -> Path:
     """Writes an answer where preflight keeps that for the current file. Returns its path."""
     path = preflight._path(load("run.yaml"), folder / "home", "v4-16")
-    assert path is not None
     write_private(path, json.dumps({"format": preflight.FORMAT, "result": answer}))
     return path
 

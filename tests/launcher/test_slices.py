@@ -118,7 +118,6 @@ def test_a_slice_that_takes_the_place_of_ours_while_down_waits_is_left_alone(
 def test_a_stopped_one_without_capacity_is_not_made_twice_in_another_zone(cloud: Cloud, zones: Config) -> None:
     cloud.made_by(OURS, "STOPPED", "us-central1-a")
     node = cloud.node(zone="us-central1-a")
-    assert node is not None
     full = 'ERROR: (gcloud.start) {"code": 8, "message": "There is no more capacity in the zone"}'
     cloud.trouble = lambda zone, command, now: full if command == "tpu-vm start" else None
     with pytest.raises(Stockout, match="can't be started"):
@@ -221,7 +220,6 @@ def test_our_slice_is_found_behind_one_of_another_owner_in_the_first_zone(cloud:
     assert found is not None, "a run may use a slice of any owner"
     cloud.made_by(OURS, zone="us-west4-a")
     found = slices.describe(zones, cloud.machine())
-    assert found is not None
     assert found.labels["tpu-launch-owner"] == OURS["tpu-launch-owner"]
 
 

@@ -193,9 +193,7 @@ def test_a_run_that_another_machine_supervises_keeps_its_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ledger = begin(tmp_path, "r", BEGAN, RUNS_NOW, PREEMPTED, AGAIN, url=f"{RUNS}/r/launcher")
-    assert ledger.bucket is not None
     lease = ledger.bucket.read_lease()
-    assert lease is not None
     ledger.bucket.write_lease("pod:1", lease.generation)
     monkeypatch.setattr(FakeProvider, "withdraw_unused", lambda provider: pytest.fail("they are another machine's"))
     monkeypatch.setattr(specification, "hash_configuration", lambda config: "hash")
@@ -210,7 +208,6 @@ def test_lines_with_a_secret_that_the_supervisor_can_not_mask_do_not_go_to_the_b
     hosts = Hosts([], state={container_name("r", 0): ContainerState("exited", 1)}, line="the token is s3cret")
     ledger = import_run(tmp_path / "pod", this_machine(), f"{RUNS}/r")
     outcome = supervisor.take_over(ledger, context(tmp_path / "pod", hosts, []))
-    assert outcome is not None
     assert outcome.verdict.kind is Kind.FAILED
     assert "s3cret" in ledger.log_file(0, 0).read_text(), "its own folder has the lines"
     assert not any(b"s3cret" in storage.read(each.url) for each in storage.listing(url))
@@ -342,7 +339,6 @@ def test_commands_take_a_run_of_a_bucket_on_a_machine_that_has_nothing_of_it(
     with pytest.raises(BadInput, match="--set changes keys of a file"):
         call("events", "-f", f"{RUNS}/r", "--set", "train.steps=3")
     lease = RunBucket(f"{RUNS}/r/launcher").read_lease()
-    assert lease is not None
     assert not lease.holder, "looking takes no lease"
 
 

@@ -93,8 +93,7 @@ class Room:
         self.wait(lambda: not self.cluster.pods(), "pods are gone")
 
     def summary(self, run_id: str) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(storage.read(f"gs://data/runs/{run_id}/summary.json"))
-        return found
+        return json.loads(storage.read(f"gs://data/runs/{run_id}/summary.json"))
 
 
 @pytest.fixture(scope="module")

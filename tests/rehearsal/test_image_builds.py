@@ -120,7 +120,6 @@ def _content(layer: tarfile.TarFile, entry: tarfile.TarInfo) -> bytes:
 
 def _saved(reference: str) -> Iterator[File]:
     process = subprocess.Popen([engine.client(), "save", reference], stdout=subprocess.PIPE)
-    assert process.stdout is not None
     with tarfile.open(fileobj=process.stdout, mode="r|") as image:
         for member in image:
             stream = image.extractfile(member)

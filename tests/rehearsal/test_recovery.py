@@ -67,8 +67,7 @@ def summary(work: Workstation, run_id: str) -> dict[str, Any]:
         "print(json.dumps(json.loads(storage.read(folder + '/summary.json')) | {'history': history}))"
     )
     ended = work.good("--emulated", "local", "-f", FILE, "--", "python", "-c", script)
-    found: dict[str, Any] = json.loads(ended.output[ended.output.index("{") : ended.output.rindex("}") + 1])
-    return found
+    return json.loads(ended.output[ended.output.index("{") : ended.output.rindex("}") + 1])
 
 
 @pytest.fixture(scope="module")
@@ -207,8 +206,7 @@ def wait_for_commit(run: str, after: int, running: Running) -> int:
 
 def ask(work: Workstation, *arguments: str) -> list[dict[str, Any]]:
     output = work.good("--emulated", *arguments, "--json").output
-    found: list[dict[str, Any]] = json.loads(output[output.index("[") :])
-    return found
+    return json.loads(output[output.index("[") :])
 
 
 @pytest.mark.timeout(1800)

@@ -28,8 +28,7 @@ def begin_to_train(work: Workstation, *options: str) -> Any:
 def summary(lines: list[str]) -> dict[str, Any]:
     """What host 0 printed last."""
     [line] = [line for line in lines if line.startswith("[0] summary: ")]
-    found: dict[str, Any] = json.loads(line.removeprefix("[0] summary: "))
-    return found
+    return json.loads(line.removeprefix("[0] summary: "))
 
 
 @pytest.fixture(scope="module")

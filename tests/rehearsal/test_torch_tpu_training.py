@@ -36,8 +36,7 @@ def results(work: Workstation, run_id: str) -> dict[str, Any]:
         "print(json.dumps(json.loads(storage.read(folder + '/summary.json')) | {'losses': losses}))"
     )
     ended = work.good(*LOCAL[:-1], "python", "-c", script)
-    found: dict[str, Any] = json.loads(ended.output[ended.output.index("{") : ended.output.rindex("}") + 1])
-    return found
+    return json.loads(ended.output[ended.output.index("{") : ended.output.rindex("}") + 1])
 
 
 def kill_rank(container: str, rank: int) -> None:

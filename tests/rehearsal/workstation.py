@@ -50,7 +50,6 @@ class Running:
     _news: threading.Condition = field(default_factory=threading.Condition)
 
     def read(self) -> None:
-        assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith(self.ignored):
                 continue

@@ -44,8 +44,7 @@ def train(folder: Path, run_id: str, steps_per_call: int) -> list[int]:
         timeout=600,
     )
     assert ended.returncode == 0, ended.stderr[-3000:]
-    calls: list[int] = json.loads(ended.stdout.splitlines()[-1])
-    return calls
+    return json.loads(ended.stdout.splitlines()[-1])
 
 
 def figures(folder: Path, run_id: str) -> tuple[list[float], dict[int, float]]:

@@ -25,8 +25,7 @@ def begin(*arguments: str) -> subprocess.Popen[str]:
 def one_process() -> list[float]:
     """The losses of one CPU process on the whole batches."""
     program = [sys.executable, str(Path(__file__).with_name("one_process.py")), str(EXAMPLE), str(STEPS), str(ROWS)]
-    losses: list[float] = json.loads(subprocess.run(program, capture_output=True, text=True, check=True).stdout)
-    return losses
+    return json.loads(subprocess.run(program, capture_output=True, text=True, check=True).stdout)
 
 
 @pytest.mark.parametrize("sharding", [(), ("--fsdp",)], ids=["ddp", "fsdp"])
@@ -54,7 +53,6 @@ def test_a_killed_rank_is_the_first_cause_within_10_s(tmp_path: Path) -> None:
         "    if step == 5:\n        print('pid', os.getpid(), flush=True)\n"
     )
     process = begin(str(program))
-    assert process.stdout is not None
     found: dict[str, int] = {}
     while len(found) < 4:
         line = process.stdout.readline()

@@ -41,8 +41,7 @@ def ask_helper(environment: dict[str, str]) -> dict[str, str]:
     with os.fdopen(reading) as answer:
         text = answer.read()
     os.waitpid(child, 0)
-    computed: dict[str, str] = json.loads(text)
-    return computed
+    return json.loads(text)
 
 
 @pytest.mark.parametrize("slice_", KNOWN, ids=lambda slice_: slice_.name)

@@ -74,7 +74,6 @@ def test_a_tracer_ends_with_its_killed_parent() -> None:
     print(pool.submit(os.getpid).result(), flush=True)
     time.sleep(600)"""
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
         tracer = Path("/proc", parent.stdout.readline().strip())
         parent.kill()
     while (tracer / "stat").exists() and (tracer / "stat").read_text().split()[2] != "Z":

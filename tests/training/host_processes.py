@@ -64,8 +64,7 @@ os._exit(code)
 
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
+        return probe.getsockname()[1]
 
 
 class Hosts:
@@ -105,7 +104,6 @@ def end(process: subprocess.Popen[str], seconds: float = 20) -> tuple[int, str]:
 
 
 def wait_for_line(process: subprocess.Popen[str], text: str) -> None:
-    assert process.stdout
     for line in process.stdout:
         if text in line:
             return

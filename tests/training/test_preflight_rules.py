@@ -166,8 +166,6 @@ def tries(edge: int, start: int, estimate: Callable[[list[int]], float | None]) 
         return rows <= edge
 
     good, bad = bisect(fits, start, start <= edge, lambda: estimate(tried))
-    assert good is not None
-    assert bad is not None
     assert good <= edge < bad
     assert bad - good <= max(1, bad // 16)
     return len(tried) - 1

@@ -322,7 +322,6 @@ class _Handler(BaseHTTPRequestHandler):
 
         def lines() -> Iterable[bytes]:
             nonlocal left
-            assert process.stdout is not None
             for line in process.stdout:
                 data = (line if stamped else line.partition(b" ")[2])[:left]
                 left -= len(data)

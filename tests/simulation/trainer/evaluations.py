@@ -29,7 +29,6 @@ class EvaluationPromises:
     def none_is_left_out(self, host: Host, step: int) -> None:
         """Before a host trains on, it has evaluated where evaluation.every says so: all batches, in this attempt or in
         one before."""
-        assert host.backend is not None
         if self._is_due(step) and step not in host.backend.evaluated:
             self._broken("evaluations are complete", f"{host.name} begins step {step} without an evaluation before it")
 
@@ -79,7 +78,6 @@ class EvaluationPromises:
 
     def finished(self, host: Host) -> None:
         """A process that exits with 0 has evaluated the last state, and the best one is there."""
-        assert host.backend is not None
         if self._plan.steps not in host.backend.evaluated:
             self._broken("evaluations are complete", f"{host.name} exits with 0 without the last one")
         if best := self._best(self._plan.steps):
