@@ -140,8 +140,7 @@ class Answers(InOrder):
 
     clock: Clock
     plan: dict[str, list[tuple[float, bool]]]
-    asked: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    """When each type was asked for."""
+    asked: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))  # when each type was asked for
 
     def submit(self, function: Any, *args: Any) -> Any:
         if not isinstance(args[0], Config):

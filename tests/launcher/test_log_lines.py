@@ -28,8 +28,7 @@ class Docker:
     now: int = 0
     records: list[tuple[str, bytes]] = field(default_factory=list)
     buffers: list[bytes] = field(default_factory=lambda: [b"", b""])
-    partial: list[str] = field(default_factory=lambda: ["", ""])
-    """Times of the streams' open lines."""
+    partial: list[str] = field(default_factory=lambda: ["", ""])  # times of the streams' open lines
 
     def write(self, stream: int, data: bytes) -> None:
         data = self.buffers[stream] + data

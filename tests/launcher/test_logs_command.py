@@ -31,9 +31,7 @@ class WritingHosts(FakeProvider):
 
     def __init__(self, config: Config, lines: list[LogLine], states: list[ContainerState | LaunchError]) -> None:
         super().__init__(config, Hosts([]))
-        self.lines = lines
-        self.states = states
-        """Of one observation after another; the last one stays."""
+        self.lines, self.states = lines, states  # of one observation after another; the last one stays
 
     def observe(
         self, worker: int, container: str, since: str | None, *, patience: float = 0.0, progress: bool = False
@@ -170,8 +168,7 @@ class LongLogs(FakeProvider):
     def __init__(self, config: Config, log_files: list[Path], failures: list[Exception | Observation]) -> None:
         super().__init__(config, Hosts([]))
         self.log_files, self.failures = log_files, failures
-        self.held = [0, 0]
-        """The most lines of a host that were observed and not yet in its file."""
+        self.held = [0, 0]  # the most lines of a host that were observed and not yet in its file
 
     def observe(
         self, worker: int, container: str, since: str | None, *, patience: float = 0.0, progress: bool = False

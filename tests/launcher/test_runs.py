@@ -52,37 +52,24 @@ HOSTS = range(2)
 class Hosts:
     """Two hosts, which outlive launchers: their containers, and the attempts that they were given."""
 
-    exits: list[int | None]
-    """Exit code of each attempt's containers; None: they run until `release`."""
+    exits: list[int | None]  # exit code of each attempt's containers; None: they run until `end`
     attempts: list[Attempt] = field(default_factory=list)
     state: dict[str, ContainerState] = field(default_factory=dict)
-    busy: str = ""
-    """Another run that is on the hosts."""
-    hooks: dict[str, list[Callable[[], None]]] = field(default_factory=dict)
-    """Called at the next calls of a method of the provider; may raise."""
-    calls: list[str] = field(default_factory=list)
-    """Methods of the provider that were called, but for observe and describe."""
+    busy: str = ""  # another run that is on the hosts
+    hooks: dict[str, list[Callable[[], None]]] = field(default_factory=dict)  # run by a method's next calls; may raise
+    calls: list[str] = field(default_factory=list)  # the provider's methods that were called, but observe and describe
     slice_state: str | None = "READY"
     health: str = "HEALTHY"
     created: str = "2026-01-01T00:00:00Z"
-    address: str = "10.0.0.1"
-    """The address of host 0."""
-    silent: set[int] = field(default_factory=set)
-    """Hosts that do not answer."""
-    only_created: set[int] = field(default_factory=set)
-    """Hosts on which containers have not started."""
-    quiet: bool = False
-    """Whether containers have written nothing."""
-    progress: dict[int, tuple[ProgressLine, ...]] = field(default_factory=dict)
-    """Lines that the hosts' processes tell."""
-    stacks: dict[int, str] = field(default_factory=dict)
-    """Output of the script that dumps stacks."""
-    line: str = "a line"
-    """The log line that containers have written."""
-    log_problem: str = ""
-    """Why hosts tell only how containers do, and none of their lines."""
-    execute: Callable[[Sequence[str]], tuple[int, list[str]]] = lambda command: (0, [])
-    """Returns the exit code and the lines of a command in a container."""
+    address: str = "10.0.0.1"  # the address of host 0
+    silent: set[int] = field(default_factory=set)  # hosts that do not answer
+    only_created: set[int] = field(default_factory=set)  # hosts on which containers have not started
+    quiet: bool = False  # whether containers have written nothing
+    progress: dict[int, tuple[ProgressLine, ...]] = field(default_factory=dict)  # lines that the hosts' processes tell
+    stacks: dict[int, str] = field(default_factory=dict)  # output of the script that dumps stacks
+    line: str = "a line"  # the log line that containers have written
+    log_problem: str = ""  # why hosts tell only how containers do, and none of their lines
+    execute: Callable[[Sequence[str]], tuple[int, list[str]]] = lambda command: (0, [])  # its exit code and lines
 
     def call(self, method: str) -> None:
         """Counts a call, and runs the hook for it."""

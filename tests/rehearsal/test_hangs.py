@@ -109,8 +109,7 @@ class Injection:
     in_loader: str = "pass"
     worker: int = 1
     ranks: tuple[int, ...] = (1,)
-    meanwhile: Callable[[Workstation], object] = lambda work: None
-    """What is done to the hosts once the program runs."""
+    meanwhile: Callable[[Workstation], object] = lambda work: None  # what is done to the hosts once the program runs
 
     def program(self, framework: Framework) -> str:
         lines = {"IN_STEP": self.in_step, "IN_LOADER": self.in_loader, "RANKS": str(self.ranks)}
