@@ -1,13 +1,11 @@
 """Bad input on the command line is one message that names the place and what to do; exit code 2, nothing started."""
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-HOUSE = Path(__file__).resolve().parents[2]
+from tests.processes import run_module
 
 GOOD = """\
 project: my-project
@@ -21,16 +19,7 @@ run:
 
 
 def launch(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    base = {key: value for key, value in os.environ.items() if key not in ("DOCKER_HOST", "STORAGE_EMULATOR_HOST")}
-    return subprocess.run(
-        [sys.executable, "-m", "launcher.cli", *arguments],
-        cwd=folder,
-        env={**base, "PYTHONPATH": str(HOUSE)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    return run_module("launcher.cli", folder, *arguments)
 
 
 def refused(ended: subprocess.CompletedProcess[str], *expected: str) -> None:

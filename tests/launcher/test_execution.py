@@ -7,7 +7,6 @@ import os
 import re
 import secrets
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from launcher.tpu_vm.ssh.pool import ConnectionPool
 from launcher.workstation import Address, ConnectionFailed
 from tests.launcher.script_host import ScriptHost
 from tests.launcher.test_runs import Hosts, Workstation, detach
+from tests.processes import wait_until
 
 # Runs what `docker exec` is given as a process of its own; the environment is that of `--env`.
 DOCKER = """
@@ -105,12 +105,9 @@ def is_running(word: str) -> bool:
     return any(line.startswith(word) for line in listed.splitlines())
 
 
-def gone(word: str, seconds: float = 8.0) -> bool:
-    """Waits until no process whose command begins with `word` is left. Returns whether that is so in time."""
-    deadline = time.monotonic() + seconds
-    while is_running(word) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not is_running(word)
+def wait_until_gone(word: str) -> None:
+    """Waits until no process whose command begins with `word` is left."""
+    wait_until(lambda: not is_running(word), 8)
 
 
 def test_lines_and_the_exit_code_come_as_the_command_wrote_them(host: ScriptHost, shell: str) -> None:
@@ -124,19 +121,19 @@ def test_a_command_ends_with_its_connection_whatever_it_has_started(host: Script
     lines, report = run(host, "sh", "-c", "setsid sleep 5432.1 & sleep 5432.2 & echo cut; wait", shell=shell)
     assert lines == ["cut"]
     assert (report.exit_code, report.problem) == (None, "the cable was pulled")
-    assert gone("sleep 5432.")
+    wait_until_gone("sleep 5432.")
 
 
 def test_a_command_that_ignores_sigterm_is_killed(host: ScriptHost) -> None:
     run(host, "sh", "-c", "trap '' TERM; echo cut; sleep 5433.1; sleep 5433.2")
-    assert gone("sleep 5433."), "SIGKILL after 3 s"
+    wait_until_gone("sleep 5433.")  # by SIGKILL after 3 s
 
 
 def test_a_command_is_ended_after_its_time_and_that_is_told(host: ScriptHost) -> None:
     lines, report = run(host, "sh", "-c", "echo begun; sleep 5434.1", seconds=1)
     assert lines == ["begun"]
     assert (report.exit_code, report.problem) == (None, "not done within 1 s: it was ended")
-    assert gone("sleep 5434.")
+    wait_until_gone("sleep 5434.")
 
 
 def test_a_command_that_ends_with_124_by_itself_is_not_taken_for_late(host: ScriptHost) -> None:
@@ -164,8 +161,7 @@ def test_a_command_through_gcloud_runs_once_and_is_ended_by_a_later_script(
     command = ["sh", "-c", f"echo ran >>{host.folder}/ran; exec sleep 5435.1"]
     script = host_scripts.execute_script("demo-0", command, mark, seconds=60, held=False)
     process = host.popen(script, shell)
-    while not (host.folder / "ran").exists():
-        time.sleep(0.05)
+    wait_until((host.folder / "ran").exists)
     if ended_by == "a script of its own":
         host.run(host_scripts.end_execution_script("demo-0", mark), shell)
     else:

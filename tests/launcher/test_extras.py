@@ -22,6 +22,7 @@ from launcher.images import overlays
 from launcher.run import env_file
 from launcher.tpu_vm import commands
 from tests.launcher.script_host import write_program
+from tests.processes import wait_until
 
 FILE = "project: p\nzone: us-central2-b\nslice: {name: demo, accelerator_type: v4-16, EXTRA}\n"
 
@@ -118,10 +119,7 @@ def test_the_timer_waits_while_a_run_is_there_and_then_asks_for_the_deletion(tmp
         time.sleep(5)
         assert not asked.exists(), "a slice with a run is not abandoned"
         (tmp_path / "runs").unlink()
-        deadline = time.monotonic() + 60
-        while not (asked.exists() and "nodes/demo" in asked.read_text()):
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        wait_until(lambda: asked.exists() and "nodes/demo" in asked.read_text(), 60)
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()

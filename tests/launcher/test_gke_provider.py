@@ -24,6 +24,7 @@ from launcher.providers import this_machine
 from tests.kubernetes.cluster.expansion import expand
 from tests.kubernetes.golden import IMAGE
 from tests.launcher.script_host import write_program
+from tests.processes import wait_until
 from training.machine.clock import SystemClock
 from training.telemetry.progress_line import ProgressLine
 
@@ -197,10 +198,7 @@ def test_a_watch_that_was_refused_is_tried_again_and_counts_with_its_first_pod(k
     gke = provider(kubectl, 1, 1)
 
     def wait_for(problem: str) -> None:
-        deadline = time.monotonic() + 60
-        while (seen := gke.observe(0, ATTEMPT.container, None)).problem[:27] != problem:
-            assert time.monotonic() < deadline, seen
-            time.sleep(0.05)
+        wait_until(lambda: gke.observe(0, ATTEMPT.container, None).problem[:27] == problem, 60)
 
     wait_for("the cluster does not accept")
     pod = json.loads((kubectl / "pods").read_text())["items"][0]

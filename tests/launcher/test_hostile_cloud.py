@@ -29,6 +29,7 @@ from launcher.run.supervise import SliceAnswer, _Supervision
 from launcher.run.verdict import Cause, HostView, Kind, Verdict, judge
 from launcher.tpu_vm import slice_hints
 from tests.launcher.test_runs import FakeProvider, Workstation, start_and_lose_sight
+from tests.processes import wait_until
 from training.machine.clock import Clock
 from training.storage import Stat
 
@@ -671,8 +672,7 @@ def test_hosts_are_not_silent_while_a_poll_of_one_is_open(work: Workstation, mon
                 time.sleep(0.1)
                 work.clock.skipped += 1.4
             work.hosts.end(0)
-            while not recorded(work, events.HostEnded) + recorded(work, events.Ended):  # host 0's
-                time.sleep(0.05)
+            wait_until(lambda: recorded(work, events.HostEnded) + recorded(work, events.Ended))  # host 0's
         return answer(self, worker, container, *args, **options)
 
     monkeypatch.setattr(FakeProvider, "observe", observe)

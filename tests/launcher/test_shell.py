@@ -16,16 +16,7 @@ from launcher import shell
 from launcher.errors import CommandMissing, CommandTimeout, Exit
 from launcher.file_lock import is_held
 from tests.launcher.script_host import write_program
-
-HOUSE = Path(__file__).resolve().parents[2]
-
-
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+from tests.processes import ROOT, is_alive, wait_until
 
 
 def test_a_missing_program_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -42,10 +33,7 @@ def test_a_time_out_names_the_command_and_ends_its_children(tmp_path: Path) -> N
     with pytest.raises(CommandTimeout, match="no answer within 1 s from: sh -c"):
         shell.run(["sh", "-c", f"sleep 60 & echo $! > {note}; wait"], timeout=1)
     pid = int(note.read_text())
-    deadline = time.monotonic() + 5
-    while alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not alive(pid)
+    wait_until(lambda: not is_alive(pid), 5)
 
 
 def test_a_child_that_ignores_the_polite_signal_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,11 +50,8 @@ def test_a_spawned_process_outlives_its_parent(tmp_path: Path) -> None:
     code = f"from pathlib import Path; from launcher import shell; print({spawn}.pid)"
     parent = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     pid = int(parent.stdout)
-    assert alive(pid)
-    deadline = time.monotonic() + 10
-    while "done" not in log.read_text() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert log.read_text() == "done\n"
+    assert is_alive(pid)
+    wait_until(lambda: log.read_text() == "done\n", tell=log.read_text)
     assert log.stat().st_mode & 0o077 == 0
 
 
@@ -81,16 +66,12 @@ with hold_shared(Path({str(mark)!r})) as descriptor:
     run_gcloud(["sh", "-c", "echo $$ >{pid_file}; exec sleep 60"], timeout=60, pass_fds=(descriptor,))
 """
     parent = subprocess.Popen([sys.executable, "-c", code])
-    deadline = time.monotonic() + 20
-    while not (pid_file.exists() and pid_file.read_text()) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until(lambda: pid_file.exists() and pid_file.read_text())
     parent.kill()
     parent.wait()
     assert is_held(mark)
     os.kill(int(pid_file.read_text()), signal.SIGKILL)
-    while is_held(mark) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not is_held(mark)
+    wait_until(lambda: not is_held(mark))
 
 
 def test_commands_are_logged_without_their_input_and_environment(caplog: pytest.LogCaptureFixture) -> None:
@@ -121,7 +102,7 @@ def test_a_closed_terminal_ends_a_tunnel_with_its_gcloud_but_not_under_nohup(tmp
     words = [sys.executable, "-m", "launcher.cli", "tunnel", "-f", str(tmp_path / "run.yaml"), "--port=8888"]
     command = subprocess.Popen(
         ["nohup", *words] if under == "nohup" else words,
-        env={**os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "PYTHONPATH": str(HOUSE)},
+        env={**os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)},
         cwd=tmp_path,
         stdin=theirs,
         stdout=theirs,
@@ -131,20 +112,17 @@ def test_a_closed_terminal_ends_a_tunnel_with_its_gcloud_but_not_under_nohup(tmp
     )
     os.close(theirs)
     try:
-        deadline = time.monotonic() + 30
-        while not (tmp_path / "pid").exists() and time.monotonic() < deadline:
-            time.sleep(0.05)
+        wait_until((tmp_path / "pid").exists, 30)
         gcloud = int((tmp_path / "pid").read_text())
         os.close(ours)  # SIGHUP, which shells repeat
         if under == "nohup":
             with pytest.raises(subprocess.TimeoutExpired):
                 command.wait(2)
             command.terminate()
-        while under != "nohup" and command.poll() is None and time.monotonic() < deadline:
-            command.send_signal(signal.SIGHUP)
-            time.sleep(0.05)
+        else:
+            wait_until(lambda: command.poll() is not None or command.send_signal(signal.SIGHUP), 30)
         assert command.wait(30) == Exit.OK
-        assert not alive(gcloud)
+        assert not is_alive(gcloud)
     finally:
         command.kill()
         command.wait()

@@ -4,7 +4,6 @@ request can't be met."""
 import io
 import tarfile
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from launcher.provider import Overlay
 from launcher.run import events, launch
 from launcher.run.verdict import Kind
 from tests.launcher.test_runs import Hosts, Workstation
+from tests.processes import wait_until
 from training.machine.clock import SystemClock
 
 IMAGE = "r/i@sha256:ab"
@@ -109,10 +109,7 @@ def start_in_background(work: Workstation, config: Config) -> threading.Thread:
     work.clock = SystemClock()  # type: ignore[assignment]
     other = threading.Thread(target=lambda: work.run(config), daemon=True)
     other.start()
-    deadline = time.monotonic() + 20
-    while not any('"started"' in path.read_text() for path in work.home.glob("runs/*/events.jsonl")):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: any('"started"' in path.read_text() for path in work.home.glob("runs/*/events.jsonl")))
     return other
 
 

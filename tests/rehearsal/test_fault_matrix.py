@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import pytest
 
 from tests.nightly import others_at_night
+from tests.processes import wait_until
 from tests.rehearsal.conftest import SLICE
 from tests.rehearsal.workstation import Ended, Running, Workstation, docker
 
@@ -182,9 +183,7 @@ def test_conflicts_with_other_changes_pass_and_one_with_another_slice_is_told(pa
     file = one(pair, "single")
     pair.good("emulator", "inject", "busy", "--count", "1")
     running = pair.begin("--emulated", "up", "-f", file)
-    deadline = time.monotonic() + 60
-    while not hosts(pair, "single"):
-        assert time.monotonic() < deadline, "\n".join(running.lines)
+    wait_until(lambda: hosts(pair, "single"), 60, lambda: "\n".join(running.lines))
     pair.good("emulator", "inject", "busy", "--count", "1")
     ended = running.end(90)
     told(ended, 0, "is READY: 1 hosts", "waiting for the hosts")

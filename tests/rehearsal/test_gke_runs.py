@@ -20,6 +20,7 @@ import pytest
 from launcher import shell
 from tests.kubernetes.cluster.cluster import CONTEXT, Cluster
 from tests.kubernetes.golden import IMAGE
+from tests.processes import wait_until
 from tests.rehearsal.workstation import ROOT, Running, Workstation, on_this_machine
 
 FILE = f"""\
@@ -302,7 +303,5 @@ def test_the_role_has_what_is_asked_for_and_manifests_are_judged_strictly(work: 
     for kind in ("configmaps", "secrets"):  # were made before the JobSet was refused
         cluster.store.remove(kind, "two")
     assert shell.run([*kubectl, "apply", "--filename", "-"], timeout=600, input=text, env=work.environment).ok
-    deadline = time.monotonic() + 30
-    while not cluster.store.all("jobsets")[0].get("status", {}).get("terminalState") and time.monotonic() < deadline:
-        time.sleep(0.2)
+    wait_until(lambda: cluster.store.all("jobsets")[0].get("status", {}).get("terminalState"), 30)
     assert cluster.store.all("jobsets")[0]["status"]["terminalState"] == "Completed"

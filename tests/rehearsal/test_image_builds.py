@@ -25,6 +25,7 @@ from launcher.images import engine
 from launcher.images.build import ensure_image
 from launcher.images.plan import list_commands, make_plan
 from launcher.images.specification import ImageSpec, default_spec, folder_spec
+from tests.processes import wait_until
 from tests.registry_server import RegistryServer
 
 pytestmark = pytest.mark.alone
@@ -242,10 +243,7 @@ def test_trainer_gets_the_signal_of_docker_stop(torch_xla: str) -> None:
     command = ["run", *options, torch_xla, "sh", "-c", 'exec python -c "$0"', program]
     container = shell.run([docker, *command], timeout=600).stdout.strip()
     try:
-        end = time.monotonic() + 30
-        while "ready" not in shell.run([docker, "logs", container], timeout=300).stdout:
-            assert time.monotonic() < end, "the container did not get ready within 30 s"
-            time.sleep(0.1)
+        wait_until(lambda: "ready" in shell.run([docker, "logs", container], timeout=300).stdout, 30)
         begin = time.monotonic()
         shell.run([docker, "stop", "--time", "30", container], timeout=600)
         assert time.monotonic() - begin < 10

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from launcher.emulator import control
+from tests.processes import wait_until
 from tests.rehearsal.test_launcher_image import argv_of, emulated_options, image  # noqa: F401  (a fixture)
 from tests.rehearsal.workstation import ROOT, Ended, Running, Workstation
 from tests.xla_flags import UNOPTIMIZED
@@ -92,10 +93,9 @@ def require_the_same(work: Workstation, run_id: str, undisturbed: dict[str, Any]
 def step_after(running: Running, pattern: str, seconds: float = 240) -> None:
     """Until host 0 has told of a step after the first line that matches."""
     first = running.lines.index(running.wait_for(pattern, seconds))
-    deadline = time.monotonic() + seconds
-    while not any(line.startswith("[0] step") for line in running.lines[first:]):
-        assert time.monotonic() < deadline, "\n".join(running.lines)
-        time.sleep(0.1)
+    wait_until(
+        lambda: any(line.startswith("[0] step") for line in running.lines[first:]), seconds, lambda: running.lines
+    )
 
 
 @pytest.mark.timeout(900)  # five attempts, each of which may be slow on a busy machine

@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from tests.container import small_runs
+from tests.processes import is_alive, wait_until
 
 # One host. What is tested: "idle" (a program in the place of the loop), or "train" and "evaluate" of tpu-train.
 HOST = """
@@ -114,10 +115,8 @@ def ended(folder: Path, hosts: list[subprocess.Popen[str]], seconds: float = 600
 
 
 def wait_for_program(folder: Path, line: str = "program 1") -> None:
-    deadline = time.monotonic() + 600
-    while line not in (folder / "0.log").read_text():
-        assert time.monotonic() < deadline, (folder / "0.log").read_text()
-        time.sleep(0.05)
+    log = folder / "0.log"
+    wait_until(lambda: line in log.read_text(), 600, log.read_text)
 
 
 def children(host: subprocess.Popen[str]) -> list[int]:
@@ -179,14 +178,4 @@ def test_a_killed_host_is_a_lost_peer_and_no_worker_is_left(folder: Path) -> Non
     workers = [children(host)[0] for host in hosts]
     hosts[0].kill()
     assert ended(folder, hosts) == [-9, 76]
-    deadline = time.monotonic() + 600
-    while any(alive(worker) for worker in workers):
-        assert time.monotonic() < deadline, f"still there after 60 s: {workers}"
-        time.sleep(0.1)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split(") ")[1][0] not in "ZX"
-    except OSError:
-        return False
+    wait_until(lambda: not any(map(is_alive, workers)), 600)

@@ -4,9 +4,6 @@ import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
-
-ROOT = Path(__file__).resolve().parents[2]
 
 # A host: does what its arguments say, then exits as `tpu-train` does.
 PROGRAM = """
@@ -80,7 +77,6 @@ class Hosts:
             "TPU_WORKER_HOSTNAMES": ",".join(["127.0.0.1"] * hosts),
             "TPU_LAUNCH_RENDEZVOUS_PORT": str(self.port),
             "TPU_LAUNCH_RUN_ID": "run",
-            "PYTHONPATH": str(ROOT),
         }
         process = subprocess.Popen(
             [sys.executable, "-c", PROGRAM, *lines],

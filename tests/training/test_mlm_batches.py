@@ -1,7 +1,6 @@
 """Claims about the order of records and about batches: functions of the step, whatever the number of hosts and whatever
 was read before."""
 
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.packed_datasets import batch_records
+from tests.processes import wait_until
 from tests.training.mlm_rows import TOKENS, mlm_batches
 from training.data.formats.dataset import Dataset
 from training.data.loading.mlm_batches import MlmBatch, MlmBatches, mlm_evaluation
@@ -142,9 +142,7 @@ def test_prefetch_gives_values_in_order_and_computes_ahead() -> None:
     computed: list[int] = []
     ahead = prefetch(lambda k: computed.append(k) or k, 5, 3)
     assert [next(ahead) for _ in range(4)] == [5, 6, 7, 8]
-    deadline = time.monotonic() + 5
-    while len(computed) < 7 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: len(computed) >= 7)
     assert computed[:7] == list(range(5, 12))
     ahead.close()
 

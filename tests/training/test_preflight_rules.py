@@ -1,8 +1,6 @@
 """Claims about preflight's pure parts: which programs a run has, what a refusal means, the search for the largest
 batch, the bound."""
 
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tests.processes import run_module
 from training.accelerators import ACCELERATORS, GENERATIONS, accelerator
 from training.config import TrainerConfig
 from training.errors import BadInput
@@ -226,13 +225,11 @@ def test_programs_are_compared_only_if_comparable() -> None:
 
 def test_a_machine_without_the_compiler_says_so(tmp_path: Path) -> None:
     """This environment has neither jax nor libtpu."""
-    path = tmp_path / "run.yaml"
-    path.write_text(
+    (tmp_path / "run.yaml").write_text(
         "model: {name: bert-tiny}\ndata: {train: a, tokenizer: b}\ntrain: {steps: 1, global_batch_size: 8}\noutput: c\n"
     )
-    command = [sys.executable, "-m", "training.cli", "preflight", str(path)]
     options = ["--accelerator", "v4-8", "--vocabulary", "100", "--sequence-length", "32"]
-    ended = subprocess.run([*command, *options], capture_output=True, text=True, timeout=60, check=False)
+    ended = run_module("training.cli", tmp_path, "preflight", "run.yaml", *options)
     assert ended.returncode == 2
     assert "preflight needs the TPU compiler: jax is not installed (0.7.1 is needed)" in ended.stderr
     assert "Traceback" not in ended.stderr

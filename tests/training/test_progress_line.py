@@ -8,6 +8,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.processes import wait_until
 from tests.training.manual_clock import ManualClock
 from training.machine import Machine
 from training.telemetry.host_progress import HostProgress
@@ -78,9 +79,7 @@ def test_the_file_is_written_by_a_thread_while_the_loop_hangs(tmp_path: Path) ->
     timer = PhaseTimer()
     progress = HostProgress(timer, path=str(path))
     with timer.phase("evaluation"), progress.writing():
-        deadline = time.monotonic() + 10
-        while not path.exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(path.exists)
         line = parse(path.read_text())
     assert (line.phase, line.memory_total > 0) == ("evaluation", True)
 

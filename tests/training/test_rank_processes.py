@@ -18,13 +18,12 @@ STUBBORN = "import os, signal, sys, time\nrank = os.environ['RANK']\nsignal.sign
 
 
 def begin(program: str) -> subprocess.Popen[str]:
-    root = Path(__file__).resolve().parents[2]
     return subprocess.Popen(
         [sys.executable, "-c", PARENT, program],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(root), "PYTHONUNBUFFERED": "1"},
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
     )
 
 

@@ -1,13 +1,11 @@
 """The first signal is a request; a second Ctrl-C ends the process, whatever the main thread does; more SIGTERMs are the
 same request while there is time to save. Starts small processes."""
 
-import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
@@ -16,8 +14,6 @@ from tests.training.manual_clock import ManualClock
 from training.distributed.shutdown import ShutdownRequest
 from training.machine import Machine
 from training.machine.threads import SystemThreads
-
-ROOT = Path(__file__).resolve().parents[2]
 
 PROGRAM = """
 import os, sys, time
@@ -37,11 +33,7 @@ STUCK = "import socket; a, b = socket.socketpair(); a.recv(1)"
 
 def start(then: str) -> subprocess.Popen[str]:
     process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM.format(then=then)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        [sys.executable, "-c", PROGRAM.format(then=then)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert process.stdout.readline() == "ready\n"
     return process

@@ -1,16 +1,14 @@
 """`tpu-train train` says a user's mistake in one message and exits with 2, before any framework is imported: there is
 none here."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
+from tests.processes import run_module
 from training.errors import Exit
 
-HOUSE = Path(__file__).resolve().parents[2]
 CONFIG = {
     "model": {"name": "bert-tiny"},
     "data": {"train": "data/train", "tokenizer": "tokenizer"},
@@ -21,14 +19,7 @@ CONFIG = {
 
 def tpu_train(folder: Path, *arguments: str, **environment: str) -> tuple[int, str]:
     """Exit code and everything that was printed."""
-    ended = subprocess.run(
-        [sys.executable, "-m", "training.cli", *arguments],
-        cwd=folder,
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(HOUSE), "PJRT_DEVICE": "CPU", **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    ended = run_module("training.cli", folder, *arguments, PJRT_DEVICE="CPU", **environment)
     return ended.returncode, ended.stdout + ended.stderr
 
 

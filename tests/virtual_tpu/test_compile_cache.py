@@ -4,7 +4,6 @@ bits. What was damaged in between, or did not run after it was loaded, is compil
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import yaml
 
 from tests.container import small_runs
 from tests.nightly import others_at_night
+from tests.processes import wait_until
 
 SECONDS = 560.0  # beside other tests
 pytestmark = pytest.mark.timeout(SECONDS + 40)
@@ -60,9 +60,7 @@ def test_a_program_that_does_not_run_after_it_was_loaded_is_met_once(fault: str,
 
     (host,) = small_runs.start(folder, "faulty", config, **environment, VIRTUAL_TPU_FAULT=fault)
     if fault == "hang":
-        deadline = time.monotonic() + SECONDS
-        while len(list(programs.iterdir())) < 2 and time.monotonic() < deadline:
-            time.sleep(0.1)
+        wait_until(lambda: len(list(programs.iterdir())) >= 2, SECONDS)
         host.process.kill()
     assert host.finish(SECONDS) not in (0, 75), host.text()
     for run_id in ("next", "one after"):
