@@ -292,19 +292,13 @@ def test_a_program_that_does_not_fit_is_reported_with_its_size() -> None:
     [
         (["--accelerator", "v3-16"], {}, "accelerator type 'v3-16' does not exist; v3 has v3-8"),
         ([], {}, "no accelerator: give --accelerator"),
-        (
-            ["--accelerator", "v4-32"],
-            {},
-            "v4-32: train.global_batch_size is 8, which does not divide evenly over 16 devices on 4 hosts",
-        ),
-        (
-            ["--accelerator", "v4-8"],
-            {"data__train": "nowhere"},
-            "Before there is data, say what it will be: --vocabulary and --sequence-length",
-        ),
+        (["--accelerator", "v4-32"], {},
+         "v4-32: train.global_batch_size is 8, which does not divide evenly over 16 devices on 4 hosts"),
+        (["--accelerator", "v4-8"], {"data__train": "nowhere"},
+         "Before there is data, say what it will be: --vocabulary and --sequence-length"),
         (["--accelerator", "v4-8", "--vocabulary", "100"], {}, "stand in for missing data: give both or neither"),
     ],
-)
+)  # fmt: skip
 def test_bad_input_ends_with_2(folder: Path, options: list[str], changes: dict[str, Any], expected: str) -> None:
     answer = preflight(folder, *options, name="bad", **changes)
     assert answer.code == 2

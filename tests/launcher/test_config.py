@@ -28,22 +28,18 @@ def written(tmp_path: Path, text: str) -> Path:
     [
         (("  name: demo", "  nmae: demo"), "run.yaml:4: unknown key 'slice.nmae'; did you mean 'name'?"),
         (("zone: us-central2-b", "zone: 7"), "run.yaml:2: zone: should be a valid string, not 7"),
-        (
-            ("v4-16", "v3-16"),
-            "run.yaml:5: slice.accelerator_type: accelerator type 'v3-16' does not exist; v3 has v3-8",
-        ),
+        (("v4-16", "v3-16"),
+         "run.yaml:5: slice.accelerator_type: accelerator type 'v3-16' does not exist; v3 has v3-8"),
         (("name: demo", "name: Demo_1"), "run.yaml:4: slice.name: 'Demo_1' must be a lower-case letter"),
         (("project: my-project\n", ""), "missing key 'project'"),
-        (
-            ("v4-16", "v4-16\n  labels: {tpu-launch-owner: bob}"),
-            "run.yaml:6: slice.labels: label tpu-launch-owner: tpu",
-        ),
+        (("v4-16", "v4-16\n  labels: {tpu-launch-owner: bob}"),
+         "run.yaml:6: slice.labels: label tpu-launch-owner: tpu"),
         (("v4-16", "v4-16\n  expires_hours: 1e300"), "run.yaml:6: slice.expires_hours: should be less than"),
         (("v4-16", "v4-16\n  create_minutes: 1e12"), "run.yaml:6: slice.create_minutes: should be less than"),
         (("v4-16", "v4-16\n  capacity: flex-start"), "run.yaml:6: slice.capacity: flex-start needs slice.queued and"),
         (("slice:", "slcie:"), "run.yaml:3: unknown key 'slcie'; did you mean 'slice'?"),
     ],
-)
+)  # fmt: skip
 def test_a_mistake_is_named_with_its_line(tmp_path: Path, change: tuple[str, str], expected: str) -> None:
     path = written(tmp_path, GOOD.replace(*change))
     with pytest.raises(BadInput) as caught:

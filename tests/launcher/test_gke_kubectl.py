@@ -15,96 +15,47 @@ from launcher.providers import this_machine
 ERRORS = [
     ('error: context "x" does not exist', Exit.BAD_INPUT, "no context x"),
     ("error: current-context is not set", Exit.BAD_INPUT, "knows no cluster"),
-    (
-        "The connection to the server localhost:8080 was refused - did you specify the right host or port?",
-        Exit.BAD_INPUT,
-        "knows no cluster",
-    ),
-    (
-        "Unable to connect to the server: getting credentials: exec: executable gke-gcloud-auth-plugin not found",
-        Exit.BAD_INPUT,
-        "install gke-gcloud-auth-plugin",
-    ),
+    ("The connection to the server localhost:8080 was refused - did you specify the right host or port?",
+     Exit.BAD_INPUT, "knows no cluster"),
+    ("Unable to connect to the server: getting credentials: exec: executable gke-gcloud-auth-plugin not found",
+     Exit.BAD_INPUT, "install gke-gcloud-auth-plugin"),
     ("error: You must be logged in to the server (Unauthorized)", Exit.PERMISSION, "gcloud auth login"),
-    (
-        'Error from server (Forbidden): jobsets.jobset.x-k8s.io is forbidden: User "a@b.c" cannot list resource '
-        '"jobsets" in API group '
-        '"jobset.x-k8s.io" in the namespace "research"',
-        Exit.PERMISSION,
-        "a@b.c may not list jobsets in namespace research",
-    ),
-    (
-        'Error from server (Forbidden): error when creating "STDIN": pods "x" is forbidden: exceeded quota: tpus, '
-        "requested: "
-        "requests.google.com/tpu=8, used: requests.google.com/tpu=8, limited: requests.google.com/tpu=8",
-        Exit.QUOTA,
-        "ResourceQuota tpus is used up, requested: requests.google.com/tpu=8",
-    ),
-    (
-        'error: the server doesn\'t have a resource type "jobsets"',
-        Exit.BAD_INPUT,
-        "no JobSet: its administrator installs it",
-    ),
-    (
-        'error: resource mapping not found for name: "demo" namespace: "default" from "STDIN": no matches for kind '
-        '"JobSet" in version '
-        '"jobset.x-k8s.io/v1alpha2"\nensure CRDs are installed first',
-        Exit.BAD_INPUT,
-        "the cluster has no JobSet",
-    ),
-    (
-        'Error from server (NotFound): namespaces "research" not found',
-        Exit.BAD_INPUT,
-        "kubectl create namespace research",
-    ),
-    (
-        'Error from server (BadRequest): error when creating "STDIN": JobSet in version "v1alpha2" cannot be handled '
-        "as a JobSet: strict decoding "
-        'error: unknown field "spec.failurePolicy.rules[0].onJobFailureMessagePatterns"',
-        Exit.BAD_INPUT,
-        "older than the release that the manifest needs",
-    ),
-    (
-        'Error from server (Forbidden): admission webhook "vjobset.kb.io" denied the request: name too long',
-        Exit.PERMISSION,
-        "name too long",
-    ),
-    (
-        'Error from server: admission webhook "vjobset.kb.io" denied the request: name too long',
-        Exit.BAD_INPUT,
-        "vjobset.kb.io refuses it: name too long",
-    ),
+    ('Error from server (Forbidden): jobsets.jobset.x-k8s.io is forbidden: User "a@b.c" cannot list resource "jobsets" '
+     'in API group "jobset.x-k8s.io" in the namespace "research"', Exit.PERMISSION,
+     "a@b.c may not list jobsets in namespace research"),
+    ('Error from server (Forbidden): error when creating "STDIN": pods "x" is forbidden: exceeded quota: tpus, '
+     "requested: requests.google.com/tpu=8, used: requests.google.com/tpu=8, limited: requests.google.com/tpu=8",
+     Exit.QUOTA, "ResourceQuota tpus is used up, requested: requests.google.com/tpu=8"),
+    ('error: the server doesn\'t have a resource type "jobsets"', Exit.BAD_INPUT,
+     "no JobSet: its administrator installs it"),
+    ('error: resource mapping not found for name: "demo" namespace: "default" from "STDIN": no matches for kind '
+     '"JobSet" in version "jobset.x-k8s.io/v1alpha2"\nensure CRDs are installed first', Exit.BAD_INPUT,
+     "the cluster has no JobSet"),
+    ('Error from server (NotFound): namespaces "research" not found', Exit.BAD_INPUT,
+     "kubectl create namespace research"),
+    ('Error from server (BadRequest): error when creating "STDIN": JobSet in version "v1alpha2" cannot be handled as a '
+     'JobSet: strict decoding error: unknown field "spec.failurePolicy.rules[0].onJobFailureMessagePatterns"',
+     Exit.BAD_INPUT, "older than the release that the manifest needs"),
+    ('Error from server (Forbidden): admission webhook "vjobset.kb.io" denied the request: name too long',
+     Exit.PERMISSION, "name too long"),
+    ('Error from server: admission webhook "vjobset.kb.io" denied the request: name too long', Exit.BAD_INPUT,
+     "vjobset.kb.io refuses it: name too long"),
     ('Error from server (NotFound): jobsets "demo" not found', Exit.CONFLICT, "run again"),
-    (
-        'Error from server (AlreadyExists): jobsets.jobset.x-k8s.io "demo" already exists',
-        Exit.CONFLICT,
-        "already exists",
-    ),
+    ('Error from server (AlreadyExists): jobsets.jobset.x-k8s.io "demo" already exists', Exit.CONFLICT,
+     "already exists"),
     ('The JobSet "demo" is invalid: spec.replicatedJobs[0].name: Required value', Exit.BAD_INPUT, "Required value"),
-    (
-        "Unable to connect to the server: x509: certificate signed by unknown authority",
-        Exit.CLOUD_ERROR,
-        "certificate is not trusted",
-    ),
-    (
-        "The connection to the server 10.0.0.2 was refused - did you specify the right host or port?",
-        Exit.CLOUD_ERROR,
-        "does not answer (10.0.0.2)",
-    ),
+    ("Unable to connect to the server: x509: certificate signed by unknown authority", Exit.CLOUD_ERROR,
+     "certificate is not trusted"),
+    ("The connection to the server 10.0.0.2 was refused - did you specify the right host or port?", Exit.CLOUD_ERROR,
+     "does not answer (10.0.0.2)"),
     ("Unable to connect to the server: dial tcp 34.1.2.3:443: i/o timeout", Exit.CLOUD_ERROR, "does not answer"),
-    (
-        "Unable to connect to the server: dial tcp: lookup nowhere on 10.0.0.1:53: no such host",
-        Exit.CLOUD_ERROR,
-        "does not answer",
-    ),
-    (
-        "Error from server (ServiceUnavailable): the server is currently unable to handle the request",
-        Exit.CLOUD_ERROR,
-        "unable to handle",
-    ),
+    ("Unable to connect to the server: dial tcp: lookup nowhere on 10.0.0.1:53: no such host", Exit.CLOUD_ERROR,
+     "does not answer"),
+    ("Error from server (ServiceUnavailable): the server is currently unable to handle the request", Exit.CLOUD_ERROR,
+     "unable to handle"),
     ("an unknown error", Exit.CLOUD_ERROR, "an unknown error"),
     ("", Exit.CLOUD_ERROR, "it gave no reason"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("said", "code", "words"), ERRORS, ids=[said[:40] for said, _, _ in ERRORS])

@@ -101,32 +101,20 @@ def explain(
     ("odd", "kind", "words"),
     [
         (dump(USER), "code", "is in augment at my_data.py:12"),
-        (
-            dump(READER),
-            "storage",
-            'for storage in open_shard at my_data.py:88: with open("gs://bucket/part-7") as file: (thread reader)',
-        ),
+        (dump(READER), "storage",
+         'for storage in open_shard at my_data.py:88: with open("gs://bucket/part-7") as file: (thread reader)'),
         (dump(LOCKED), "lock", "waits for a lock in write at log.py:8: with log_lock:"),
         (dump(DEADLOCK), "deadlock", "flush at log.py:20"),
-        (
-            dump(COMPILES),
-            "compile",
-            "compiles in prepare at a.py:1 (native: xla::HloPassPipeline::Run<xla::HloModule> (_XL",
-        ),
+        (dump(COMPILES), "compile",
+         "compiles in prepare at a.py:1 (native: xla::HloPassPipeline::Run<xla::HloModule> (_XL"),
         (dump(COMPILING), "compile", "compiles or computes in f at a.py:1"),
         (dump(COMPILES.replace("active", "active+gil")), "compile", "compiles in prepare at a.py:1"),
         (dump(STARVED), "interpreter", "others wait: it is in f at fast.py:3 (native: fast_call (libfast.so))"),
         (dump(PLAIN_LOCK), "lock", "waits for a lock in write at log.py:8"),
-        (
-            MEMORY.format(left=9_000_000, stalled=0, killed=2) + dump(USER),
-            "memory",
-            "had 2 processes killed for lack of memory (OOM), and is in augment at my_data.py:12",
-        ),
-        (
-            MEMORY.format(left=300_000, stalled=0, killed=0) + dump(USER),
-            "memory",
-            "has 0.3 of 23.5 GiB of its memory left",
-        ),
+        (MEMORY.format(left=9_000_000, stalled=0, killed=2) + dump(USER), "memory",
+         "had 2 processes killed for lack of memory (OOM), and is in augment at my_data.py:12"),
+        (MEMORY.format(left=300_000, stalled=0, killed=0) + dump(USER), "memory",
+         "has 0.3 of 23.5 GiB of its memory left"),
         (MEMORY.format(left=9_000_000, stalled=71, killed=0) + dump(USER), "memory", "waited for memory 71 % of the"),
         (MEMORY.format(left=9_000_000, stalled=9, killed=0) + dump(USER), "code", "is in augment at my_data.py:12"),
         (dump(GIL), "interpreter", "holds Python's lock: it is in native at fast.py:3"),
@@ -136,7 +124,7 @@ def explain(
         ("Error response from daemon: container is not running", "no stacks", "gives no stack traces (Error response"),
         (dump("Error: Failed to open process\n"), "no stacks", "py-spy can't read its processes"),
     ],
-)
+)  # fmt: skip
 def test_the_host_that_differs_is_named_with_its_line(odd: str, kind: str, words: str) -> None:
     for worker in range(4):
         hosts = [dump(COLLECTIVE)] * 4

@@ -146,21 +146,15 @@ def test_a_bucket_that_can_not_be_read_now_is_no_bad_input(
 @pytest.mark.parametrize(
     ("model", "more", "message"),
     [
-        (
-            '{"model_type": "gpt2"}',
-            "task: classification",
-            "is a gpt2 model whose config.json names no network in architectures",
-        ),
-        (
-            '{"model_type": "distilbert"}',
-            "backend: tensorflow",
-            "backend: tensorflow trains one of: bert, roberta; take",
-        ),
+        ('{"model_type": "gpt2"}', "task: classification",
+         "is a gpt2 model whose config.json names no network in architectures"),
+        ('{"model_type": "distilbert"}', "backend: tensorflow",
+         "backend: tensorflow trains one of: bert, roberta; take"),
         ('{"model_type": "bert", "hidden_size": "many"}', "", "hidden_size must be a whole number above 0, not 'many'"),
         ("[]", "", "config.json is no model's: it has no model_type"),
         ("{", "", "config.json is not JSON"),
     ],
-)
+)  # fmt: skip
 def test_a_model_that_the_run_can_not_train_is_refused_before_anything_is_rented(
     server: BucketServer, tmp_path: Path, model: str, more: str, message: str
 ) -> None:

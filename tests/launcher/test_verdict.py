@@ -51,67 +51,41 @@ CASES = {
     "all hosts finished": ([exited(0, 0), exited(1, 0)], (Kind.FINISHED, -1)),
     "one host finished early": ([exited(0, 0), running(1)], (Kind.RUNNING, -1)),
     "all hosts saved": ([exited(0, 75), exited(1, 75)], (Kind.SAVED, -1)),
-    "the other hosts were not polled since the failure": (
-        [exited(0, 1, ended_seen=100.0), running(1, seen=99.5)],
-        (Kind.SETTLING, -1),
-    ),
-    "the other hosts answered since the failure": (
-        [exited(0, 1, ended_seen=99.0), running(1, seen=99.5)],
-        (Kind.FAILED, 0),
-    ),
-    "a lost peer is a symptom of the host that does not answer": (
-        [exited(0, 76), running(1, seen=97.0, problem="connection refused")],
-        (Kind.HOST_LOST, 1),
-    ),
-    "a lost peer is a symptom of another exit code, whatever the order of arrival": (
-        [exited(0, 76, ended_seen=98.0), exited(1, 137, at=LATE)],
-        (Kind.FAILED, 1),
-    ),
-    "all hosts lost the connection to each other": (
-        [exited(0, 76, ended_seen=95.0, at=LATE), exited(1, 76, ended_seen=95.0)],
-        (Kind.CONNECTION_LOST, 1),
-    ),
+    "the other hosts were not polled since the failure":
+        ([exited(0, 1, ended_seen=100.0), running(1, seen=99.5)], (Kind.SETTLING, -1)),
+    "the other hosts answered since the failure":
+        ([exited(0, 1, ended_seen=99.0), running(1, seen=99.5)], (Kind.FAILED, 0)),
+    "a lost peer is a symptom of the host that does not answer":
+        ([exited(0, 76), running(1, seen=97.0, problem="connection refused")], (Kind.HOST_LOST, 1)),
+    "a lost peer is a symptom of another exit code, whatever the order of arrival":
+        ([exited(0, 76, ended_seen=98.0), exited(1, 137, at=LATE)], (Kind.FAILED, 1)),
+    "all hosts lost the connection to each other":
+        ([exited(0, 76, ended_seen=95.0, at=LATE), exited(1, 76, ended_seen=95.0)], (Kind.CONNECTION_LOST, 1)),
     "the failure that its engine recorded first": ([exited(0, 1, at=LATE), exited(1, 1)], (Kind.FAILED, 1)),
     "the trainer refused its input": ([exited(0, 2), exited(1, 76)], (Kind.BAD_INPUT, 0)),
-    "a command that a shutdown killed before the reboot": (
-        [exited(0, 143, rebooted=True, ended_before_reboot=True)],
-        (Kind.HOST_LOST, 0),
-    ),
-    "some engines make up 0 after a reboot": (
-        [exited(0, 0, rebooted=True, ended_before_reboot=True)],
-        (Kind.HOST_LOST, 0),
-    ),
+    "a command that a shutdown killed before the reboot":
+        ([exited(0, 143, rebooted=True, ended_before_reboot=True)], (Kind.HOST_LOST, 0)),
+    "some engines make up 0 after a reboot":
+        ([exited(0, 0, rebooted=True, ended_before_reboot=True)], (Kind.HOST_LOST, 0)),
     "a save before the reboot counts": ([exited(0, 75, rebooted=True, ended_before_reboot=True)], (Kind.SAVED, -1)),
-    "a refusal before the reboot counts": (
-        [exited(0, 2, rebooted=True, ended_before_reboot=True)],
-        (Kind.BAD_INPUT, 0),
-    ),
-    "a reboot after all hosts had finished": (
-        [exited(0, 0), exited(1, 0, rebooted=True, ended_before_reboot=True)],
-        (Kind.FINISHED, -1),
-    ),
-    "of two rebooted hosts, one had lost its peer before": (
-        [exited(0, 76, rebooted=True, ended_before_reboot=True), exited(1, 143, rebooted=True)],
-        (Kind.HOST_LOST, 1),
-    ),
+    "a refusal before the reboot counts":
+        ([exited(0, 2, rebooted=True, ended_before_reboot=True)], (Kind.BAD_INPUT, 0)),
+    "a reboot after all hosts had finished":
+        ([exited(0, 0), exited(1, 0, rebooted=True, ended_before_reboot=True)], (Kind.FINISHED, -1)),
+    "of two rebooted hosts, one had lost its peer before":
+        ([exited(0, 76, rebooted=True, ended_before_reboot=True), exited(1, 143, rebooted=True)], (Kind.HOST_LOST, 1)),
     "a host that went away and came back": ([exited(0, 76), exited(1, 137, at=LATE, away=True)], (Kind.HOST_LOST, 1)),
-    "a program that failed while its host was away": (
-        [exited(0, 76), exited(1, 1, at=LATE, away=True)],
-        (Kind.FAILED, 1),
-    ),
-    "out of memory while its host was away": (
-        [exited(0, 76), exited(1, 137, away=True, oom_killed=True)],
-        (Kind.FAILED, 1),
-    ),
-    "out of memory before its host rebooted": (
-        [exited(0, 76), exited(1, 137, away=True, oom_killed=True, rebooted=True)],
-        (Kind.FAILED, 1),
-    ),
+    "a program that failed while its host was away":
+        ([exited(0, 76), exited(1, 1, at=LATE, away=True)], (Kind.FAILED, 1)),
+    "out of memory while its host was away":
+        ([exited(0, 76), exited(1, 137, away=True, oom_killed=True)], (Kind.FAILED, 1)),
+    "out of memory before its host rebooted":
+        ([exited(0, 76), exited(1, 137, away=True, oom_killed=True, rebooted=True)], (Kind.FAILED, 1)),
     "a host that came back without its container": ([running(0), removed(1, away=True)], (Kind.HOST_LOST, 1)),
     "a host that finished and went away while another exports": ([EXPORTED, running(1)], (Kind.RUNNING, -1)),
     "a failure beside a host that finished and went away": ([EXPORTED, exited(1, 1)], (Kind.FAILED, 1)),
     "a container that another program removed": ([running(0), removed(1)], (Kind.FAILED, 1)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
