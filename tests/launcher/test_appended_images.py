@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from launcher.checks.doctor import check_base_image
-from launcher.config import Config, load
+from launcher.config import Config
 from launcher.emulator.http_server import HttpRequest
 from launcher.errors import BadInput
 from launcher.findings import Severity
@@ -24,16 +24,14 @@ from launcher.images.distribution import credentials
 from launcher.images.distribution.client import ManifestDocument, Registry, blob_of, sha256
 from launcher.images.distribution.credentials import RegistryCredentials
 from launcher.images.distribution.layer import LARGE_BYTES
+from tests.launcher.run_files import SLICE, load_text
 from tests.launcher.script_host import write_program
 from tests.registry_server import HOST, OTHER_HOST, TOKEN, RegistryServer, serve
 
 MANIFEST = "application/vnd.docker.distribution.manifest.v2+json"
 REPOSITORY = f"{OTHER_HOST}/p/images/code"
 FILE = f"""\
-project: p
-zone: us-central2-b
-slice: {{name: s, accelerator_type: v4-16}}
-image: {{repository: {REPOSITORY}, build: registry, backend: torch-xla, code: own}}
+{SLICE}image: {{repository: {REPOSITORY}, build: registry, backend: torch-xla, code: own}}
 run: {{command: [python, main.py]}}
 """
 
@@ -56,12 +54,7 @@ def config(tmp_path: Path) -> Config:
     (tmp_path / "own" / "main.py").write_text("print(1)\n")
     (tmp_path / "own" / "tool.sh").write_text("#!/bin/sh\n")
     (tmp_path / "own" / "tool.sh").chmod(0o700)
-    return write(tmp_path, FILE)
-
-
-def write(folder: Path, text: str) -> Config:
-    (folder / "run.yaml").write_text(text)
-    return load(folder / "run.yaml", (), command=())
+    return load_text(tmp_path, FILE)
 
 
 def push_base(name: str, labels: dict[str, str] | None = None, folder: str = "/home/trainer") -> None:
@@ -162,19 +155,19 @@ def test_a_users_own_base_gets_only_the_code_and_its_layers_are_not_sent(
 ) -> None:
     push_base(f"{OTHER_HOST}/p/images/mine:1", folder="/srv/app")
     text = FILE.replace("build: registry", f"base: {OTHER_HOST}/p/images/mine:1")
-    name = make(write(config.folder, text))
+    name = make(load_text(config.folder, text))
     assert name.startswith(f"{REPOSITORY}@sha256:")
     assert set(read(name)[0]) == {"base-file", "srv/app/main.py", "srv/app/tool.sh"}
     assert not [line for line in server.asked if line.startswith("GET") and "/mine/blobs/" in line][1:]
     with pytest.raises(BadInput, match="nothing to append"):
-        make(write(config.folder, text.replace(", code: own", "")))
+        make(load_text(config.folder, text.replace(", code: own", "")))
 
 
 def test_sync_goes_where_the_base_has_the_code_and_knows_an_edit_during_the_build(
     server: RegistryServer, config: Config
 ) -> None:
     push_base(f"{OTHER_HOST}/p/images/mine:1", folder="/srv/app")
-    config = write(config.folder, FILE.replace("build: registry", f"base: {OTHER_HOST}/p/images/mine:1"))
+    config = load_text(config.folder, FILE.replace("build: registry", f"base: {OTHER_HOST}/p/images/mine:1"))
     code, home = config.folder / "own", config.folder / "home"
     (code / "link.py").symlink_to("main.py")
     (code / "token.json").write_text("{}")
@@ -201,7 +194,7 @@ def test_a_missing_base_is_an_error_that_says_how_to_make_it(server: RegistrySer
     how = r"base-[0-9a-f]{16} is not in the registry.*tpu-launch image base -f \S*run\.yaml"
     with pytest.raises(BadInput, match=how):
         make(config)
-    own = write(config.folder, FILE.replace("build: registry", "base: elsewhere.example.com/a/b:1"))
+    own = load_text(config.folder, FILE.replace("build: registry", "base: elsewhere.example.com/a/b:1"))
     with pytest.raises(BadInput, match=r"is in another registry than image\.repository"):
         make(own)
 
@@ -223,14 +216,14 @@ def test_without_an_engine_and_with_a_repository_the_registry_is_taken(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))  # no docker, and nothing else
     auto = FILE.replace("build: registry, ", "")
-    assert not local.needs_engine(write(config.folder, auto))
+    assert not local.needs_engine(load_text(config.folder, auto))
     for change in ("repository: " + REPOSITORY + ", ", "code: own"):
         text = auto.replace(change, "" if "repository" in change else "dockerfile: own/Dockerfile")
-        changed = write(config.folder, text)
+        changed = load_text(config.folder, text)
         assert local.needs_engine(changed)
         with pytest.raises(BadInput):
             local.check(changed)
-    assert local.needs_engine(write(config.folder, FILE.replace("registry,", "engine,")))
+    assert local.needs_engine(load_text(config.folder, FILE.replace("registry,", "engine,")))
     assert not local.needs_engine(config)
     assert local.build_commands(config) == []
     local.check(config)
@@ -247,7 +240,7 @@ def test_without_an_engine_and_with_a_repository_the_registry_is_taken(
 )
 def test_contradicting_keys_are_refused(config: Config, change: str, message: str) -> None:
     with pytest.raises(BadInput, match=message):
-        write(config.folder, FILE.replace("build: registry", change))
+        load_text(config.folder, FILE.replace("build: registry", change))
 
 
 def test_cloud_build_makes_the_same_base(config: Config, tmp_path: Path) -> None:
@@ -292,8 +285,7 @@ train: {global_batch_size: 8, steps: 10, learning_rate: 0.001}
 output: gs://b/runs
 telemetry: {trackers: [wandb]}
 """.replace("BACKEND", backend)
-    head = "\n".join(FILE.splitlines()[:3])
-    spec = local.image_spec(write(tmp_path, f"{head}\n{trainer}"))
+    spec = local.image_spec(load_text(tmp_path, SLICE + trainer))
     assert ("EXTRA", "requirements-trackers.txt") in spec.build_args
     lock = dict(spec.context)
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from launcher.cli.main import cli
-from launcher.config import Candidate, Config, load
+from launcher.config import Candidate, Config
 from launcher.emulator.http_server import HttpResponse
 from launcher.errors import BadInput, LaunchError
 from launcher.gcloud.errors import Stockout
@@ -30,6 +30,7 @@ from launcher.tpu_vm.ownership import NotOurs
 from launcher.tpu_vm.requests import RequestRecord
 from tests.bucket_server import BucketServer
 from tests.launcher.emulated_gcloud import ANN, DENIED, UNAVAILABLE, Clock, Cloud, InOrder
+from tests.launcher.run_files import load_text
 from tests.launcher.test_bad_input import launch
 
 V4, V3 = Candidate("v4-16", "us-central2-b", "spot"), Candidate("v3-8", "us-central1-a", "spot")
@@ -50,8 +51,7 @@ slice:
 
 
 def make(tmp_path: Path, more: str = "") -> Config:
-    (tmp_path / "run.yaml").write_text(TEXT + more)
-    return load(tmp_path / "run.yaml")
+    return load_text(tmp_path, TEXT + more)
 
 
 @pytest.fixture
@@ -93,12 +93,9 @@ def test_a_type_without_zones_is_asked_for_where_google_offers_it(tmp_path: Path
 
 
 def test_a_batch_that_does_not_divide_over_a_candidate_is_refused_with_its_line(tmp_path: Path) -> None:
-    trainer = "task: mlm\nmodel: {name: bert-tiny}\ndata: {train: /d, tokenizer: /t}\noutput: /o\n"
-    (tmp_path / "run.yaml").write_text(
-        TEXT + "  - {accelerator_type: v3-32}\n" + trainer + "train: {steps: 1, global_batch_size: 8}\n"
-    )
+    trainer = "model: {name: bert-tiny}\ndata: {train: /d, tokenizer: /t}\ntrain: {steps: 1, global_batch_size: 8}\n"
     with pytest.raises(BadInput, match=r"run\.yaml:7: .*candidates: v3-32: .*does not divide evenly over 32 devices"):
-        load(tmp_path / "run.yaml")
+        make(tmp_path, f"  - {{accelerator_type: v3-32}}\n{trainer}output: /o\n")
 
 
 def test_the_first_that_is_granted_is_the_slice_of_every_later_command(cloud: Cloud, config: Config) -> None:
@@ -307,11 +304,9 @@ def test_a_request_that_fits_the_limit_no_more_is_withdrawn(cloud: Cloud, tmp_pa
 
 
 def test_a_supervisor_on_another_machine_uses_and_withdraws_the_requests_of_the_one_before(
-    cloud: Cloud, config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: Config, tmp_path: Path, server: BucketServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both have asked for other candidates of a slice of this name before."""
-    server = BucketServer(tmp_path / "storage")
-    monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
     url, first, second = "gs://bucket/runs/r/launcher/requests", *config.candidates[:2]
     laptop = RequestRecord(config)
     laptop.ask(first, "before", 1.0)
@@ -347,7 +342,6 @@ def test_a_supervisor_on_another_machine_uses_and_withdraws_the_requests_of_the_
     server.fault = lambda request: HttpResponse(403)
     with pytest.raises(LaunchError, match="request 4 was not made, because it can't be recorded"):
         elsewhere.ask(first, "late", 8.0)
-    server.close()
 
 
 def test_a_share_that_is_killed_loses_and_doubles_no_open_request(

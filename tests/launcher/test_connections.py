@@ -19,7 +19,7 @@ from types import SimpleNamespace
 import paramiko
 import pytest
 
-from launcher.config import Config, load
+from launcher.config import Config
 from launcher.errors import CommandTimeout, HostsUnreachable, LaunchError
 from launcher.gcloud.errors import Conflict, PermissionDenied, Preempted
 from launcher.provider import Attempt, HostReport, Overlay, SliceState
@@ -32,6 +32,7 @@ from launcher.tpu_vm.ssh.connections import SliceConnections
 from launcher.tpu_vm.ssh.pool import ConnectionPool, HostResult
 from launcher.workstation import ConnectionFailed
 from tests.launcher.emulated_gcloud import UNAVAILABLE, Clock, Cloud
+from tests.launcher.run_files import SLICE, load_text
 from tests.launcher.script_host import write_program
 
 DRY_RUN = (  # as gcloud 528 prints it
@@ -56,9 +57,7 @@ def gcloud_says(folder: Path, monkeypatch: pytest.MonkeyPatch, hosts: list[str])
 
 
 def config(folder: Path, kind: str = "v4-16", more: str = "") -> Config:
-    path = folder / "run.yaml"
-    path.write_text(f"project: p\nzone: us-central2-b\nslice: {{name: demo, accelerator_type: {kind}{more}}}\n")
-    return load(path, command=["true"])
+    return load_text(folder, SLICE.replace("v4-16", kind + more), command=["true"])
 
 
 PULL = """

@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 
 from launcher import costs
-from launcher.config import Config, load
+from launcher.config import Config
 from launcher.errors import BadInput
 from launcher.owner import Owner
 from launcher.tpu_vm import ownership
+from tests.launcher.run_files import load_text
 from training.accelerators import ACCELERATORS
 from training.machine.clock import parse_time
 
@@ -16,8 +17,7 @@ from training.machine.clock import parse_time
 def config(folder: Path, **slice_: object) -> Config:
     keys = {"name": "s", "accelerator_type": "v4-16", **slice_}
     lines = "".join(f"  {key}: {value}\n" for key, value in keys.items())
-    (folder / "run.yaml").write_text(f"project: p\nzone: us-central2-b\nslice:\n{lines}")
-    return load(folder / "run.yaml")
+    return load_text(folder, f"project: p\nzone: us-central2-b\nslice:\n{lines}")
 
 
 def test_a_slice_costs_its_chips_times_the_price_of_its_region_and_capacity() -> None:

@@ -15,22 +15,19 @@ from click.testing import CliRunner
 
 from launcher.checks.doctor import check_quota
 from launcher.cli.main import cli
-from launcher.config import Config, load
+from launcher.config import Config
 from launcher.errors import BadInput
 from launcher.findings import Severity
 from launcher.images import overlays
 from launcher.run import env_file
 from launcher.tpu_vm import commands
+from tests.launcher.run_files import SLICE, load_text
 from tests.launcher.script_host import write_program
 from tests.processes import wait_until
 
-FILE = "project: p\nzone: us-central2-b\nslice: {name: demo, accelerator_type: v4-16, EXTRA}\n"
-
 
 def config(folder: Path, extra: str = "capacity: spot") -> Config:
-    path = folder / "run.yaml"
-    path.write_text(FILE.replace("EXTRA", extra))
-    return load(path, command=["true"])
+    return load_text(folder, SLICE.replace("v4-16", f"v4-16, {extra}"), command=["true"])
 
 
 def test_the_same_files_are_the_same_overlay_and_others_another(tmp_path: Path) -> None:
@@ -146,11 +143,9 @@ def test_a_dry_run_prints_its_own_commands_and_calls_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str, words: str
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))  # no gcloud, no docker
-    path = tmp_path / "run.yaml"
-    path.write_text(
-        FILE.replace("EXTRA", "") + f"run: {{command: [train]}}\nimage: {{reference: 'r/i@sha256:{'0' * 64}'}}\n"
-    )
-    result = CliRunner().invoke(cli, [verb, "--dry-run", "-f", str(path)])
+    image = f"image: {{reference: 'r/i@sha256:{'0' * 64}'}}\n"
+    (tmp_path / "run.yaml").write_text(f"{SLICE}run: {{command: [train]}}\n{image}")
+    result = CliRunner().invoke(cli, [verb, "--dry-run", "-f", str(tmp_path / "run.yaml")])
     assert result.exit_code == 0, result.output
     assert words in result.output
     assert {line.split()[1] for line in result.output.splitlines() if line.startswith("# ")} == {f"{verb}:"}

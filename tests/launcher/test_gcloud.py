@@ -6,22 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from launcher.config import Config, load
+from launcher.config import Config
 from launcher.errors import LaunchError
 from launcher.gcloud.errors import PermissionDenied, Unavailable
 from launcher.gcloud.retry import Retry
 from launcher.tpu_vm import commands
 from launcher.tpu_vm.ssh.addresses import parse_dry_run
 from tests.launcher.emulated_gcloud import Cloud
-
-FILE = "project: p\nzone: us-central2-b\nslice: {name: demo, accelerator_type: v4-16, capacity: spot}\n"
+from tests.launcher.run_files import SLICE, load_text
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    path = tmp_path / "run.yaml"
-    path.write_text(FILE)
-    return load(path, command=["true"])
+    return load_text(tmp_path, SLICE.replace("v4-16", "v4-16, capacity: spot"), command=["true"])
 
 
 def test_the_accelerator_type_zone_and_project_are_always_given(config: Config) -> None:

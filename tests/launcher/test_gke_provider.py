@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.config import load
 from launcher.errors import Exit, LaunchError
 from launcher.gke.pod_status import INDEX
 from launcher.gke.provider import Gke
@@ -23,6 +22,7 @@ from launcher.provider import Attempt, Observation
 from launcher.providers import this_machine
 from tests.kubernetes.cluster.expansion import expand
 from tests.kubernetes.golden import IMAGE
+from tests.launcher.run_files import load_text
 from tests.launcher.script_host import write_program
 from tests.processes import wait_until
 from training.machine.clock import SystemClock
@@ -89,10 +89,8 @@ _opened: list[Gke] = []
 
 
 def provider(folder: Path, create: float, start: float) -> Gke:
-    path = folder / "run.yaml"
     text = FILE.replace("IMAGE", IMAGE).replace("CREATE", str(create)).replace("START", str(start))
-    path.write_text(text)
-    gke = Gke(load(path), print, this_machine())
+    gke = Gke(load_text(folder, text), print, this_machine())
     _opened.append(gke)
     return gke
 

@@ -9,12 +9,12 @@ from typing import get_args
 import pytest
 
 from launcher import shell
-from launcher.config import load
 from launcher.errors import BadInput
 from launcher.images import engine, local
 from launcher.images.build import show_steps
 from launcher.images.plan import list_commands
 from launcher.images.specification import ImageSpec, compute_tag, default_spec, folder_spec, parse_bases
+from tests.launcher.run_files import SLICE, load_text
 from training.registry import BackendName
 
 BASE = {"debian:bookworm-slim": "sha256:0123"}
@@ -157,9 +157,6 @@ def test_a_command_whose_image_can_not_be_made_starts_and_removes_no_container(
     monkeypatch.setattr(engine, "require_engine", lambda: "docker")
     monkeypatch.setattr(local, "image", refuse)
     monkeypatch.setattr(shell, "run", lambda argv, **_: calls.append(argv))
-    (tmp_path / "run.yaml").write_text(
-        "project: p\nzone: us-central2-b\nslice: {name: demo, accelerator_type: v4-8}\nrun: {command: [train]}\n"
-    )
     with pytest.raises(BadInput, match="no Dockerfile"):
-        local.run(load(tmp_path / "run.yaml"), ["true"], print)
+        local.run(load_text(tmp_path, SLICE + "run: {command: [train]}\n"), ["true"], print)
     assert calls == []

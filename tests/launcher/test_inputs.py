@@ -11,32 +11,28 @@ import pytest
 
 from launcher.checks import inputs
 from launcher.checks.doctor import check_buckets
-from launcher.config import Config, load
+from launcher.config import Config
 from launcher.emulator.http_server import HttpRequest, HttpResponse, json_response
 from launcher.emulator.storage.api import error_response, refuse_buckets
 from launcher.emulator.storage.bucket import StorageApiError
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.findings import Severity
 from tests.bucket_server import BucketServer
+from tests.launcher.run_files import SLICE, load_text
 from tests.launcher.test_runs import Workstation
 from tests.training import test_labelled_batches as labelled
 from training.storage import gcs
 
-FILE = """\
-project: p
-zone: us-central2-b
-slice: {name: demo, accelerator_type: v4-16}
-model: {name: bert-base}
-data: {train: "gs://bucket/data", tokenizer: "gs://bucket/tokenizer"}
-train: {steps: 10, global_batch_size: 8}
+FILE = f"""\
+{SLICE}model: {{name: bert-base}}
+data: {{train: "gs://bucket/data", tokenizer: "gs://bucket/tokenizer"}}
+train: {{steps: 10, global_batch_size: 8}}
 output: gs://BUCKET/out
 """
 
 
 def config(folder: Path, bucket: str = "bucket") -> Config:
-    path = folder / "run.yaml"
-    path.write_text(FILE.replace("BUCKET", bucket))
-    return load(path)
+    return load_text(folder, FILE.replace("BUCKET", bucket))
 
 
 def refuse(*paths: str) -> Callable[[HttpRequest], HttpResponse | None]:
@@ -160,10 +156,9 @@ def test_a_model_that_the_run_can_not_train_is_refused_before_anything_is_rented
 ) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(model)
-    path = tmp_path / "run.yaml"
-    path.write_text(FILE.replace("BUCKET", "bucket").replace("name: bert-base", f"path: {tmp_path}/model") + more)
+    text = FILE.replace("BUCKET", "bucket").replace("name: bert-base", f"path: {tmp_path}/model") + more
     with pytest.raises(BadInput, match=r"run\.yaml:4: model\.path: ") as caught:
-        inputs.data(load(path), print)
+        inputs.data(load_text(tmp_path, text), print)
     assert message in str(caught.value)
     assert not server.requests, "before the datasets are looked at"
 
@@ -172,11 +167,7 @@ def test_rows_longer_than_the_starting_model_s_positions_are_refused_too(tmp_pat
     labelled.make(tmp_path / "data", 20)  # up to 32 tokens
     values = {"model_type": "roberta", "max_position_embeddings": 33, "pad_token_id": 1}
     (tmp_path / "config.json").write_text(json.dumps(values))
-    text = (
-        FILE.replace("gs://bucket/tokenizer", "org/name")
-        .replace("gs://bucket", str(tmp_path))
-        .replace("BUCKET", "bucket")
-    )
-    (tmp_path / "run.yaml").write_text(text.replace("name: bert-base", f"path: {tmp_path}") + "task: classification\n")
+    text = FILE.replace("gs://bucket/tokenizer", "org/name").replace("gs://bucket", str(tmp_path))
+    text = text.replace("BUCKET", "bucket").replace("name: bert-base", f"path: {tmp_path}") + "task: classification\n"
     with pytest.raises(BadInput, match=r"run\.yaml:4: model\.path: the dataset's rows have 32 .* only 31 positions"):
-        inputs.data(load(tmp_path / "run.yaml"), print)
+        inputs.data(load_text(tmp_path, text), print)

@@ -12,6 +12,7 @@ from launcher.errors import Exit
 from launcher.owner import Owner
 from launcher.tpu_vm import inventory
 from tests.launcher.emulated_gcloud import ANN, UNAVAILABLE, Cloud
+from tests.launcher.run_files import SLICE
 
 NOW = 1_800_000_000.0
 
@@ -177,9 +178,7 @@ def test_gc_deletes_nothing_for_a_user_name_without_an_account(
     cloud.made_by(dict(EXPIRED))
     cloud.node().resource["labels"].pop("tpu-launch-account", None)
     monkeypatch.setattr(commands, "machine", lambda: cloud.machine(Owner("ann")))
-    (tmp_path / "run.yaml").write_text(
-        "project: p\nzone: us-central2-b\nslice: {name: demo, accelerator_type: v4-16}\n"
-    )
+    (tmp_path / "run.yaml").write_text(SLICE)
     gc = ["-f", str(tmp_path / "run.yaml"), "--yes"]
     refused = CliRunner().invoke(commands.gc, gc)
     assert (refused.exit_code, "--all-owners" in refused.output) == (Exit.CONFLICT, True), refused.output

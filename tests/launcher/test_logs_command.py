@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.config import Config, load
+from launcher.config import Config
 from launcher.errors import LaunchError
 from launcher.provider import ContainerState, LogLine, Observation
 from launcher.providers import this_machine
@@ -17,6 +17,7 @@ from launcher.run.runs import find_run
 from launcher.run.session import Context, Output, open_session
 from launcher.run.specification import SecretSource
 from launcher.run.supervise import _Supervision
+from tests.launcher.run_files import load_text
 from tests.launcher.test_runs import FILE, FakeProvider, Hosts, Workstation, detach
 
 PAGE = 1000  # lines of one observation
@@ -57,10 +58,7 @@ class Terminal:
     messages: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        path = self.folder / "run.yaml"
-        path.write_text(FILE)
-        self.config = load(path)
-        begun = launch.RunRequest(self.config)
+        self.config = load_text(self.folder, FILE)
         provider = WritingHosts(self.config, self.lines, self.states)
         self.context = Context(
             self.folder / "home",
@@ -71,7 +69,7 @@ class Terminal:
         )
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("launcher.run.launch.run_attempts", lambda *_arguments, **_options: None)
-            launch.run(begun, self.context)
+            launch.run(launch.RunRequest(self.config), self.context)
         self.ledger.append(events.AttemptBegan(0, image="r/i@sha256:0", command=("train",)))
 
     @property

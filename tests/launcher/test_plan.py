@@ -4,14 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from launcher.config import load
 from launcher.plan import list_commands
+from tests.launcher.run_files import SLICE, load_text
 
 FILE = f"""\
-project: p
-zone: us-central2-b
-slice: {{name: demo, accelerator_type: v4-16}}
-image: {{reference: 'r/i@sha256:{"0" * 64}'}}
+{SLICE}image: {{reference: 'r/i@sha256:{"0" * 64}'}}
 run: {{command: [train], secrets: [TOKEN]}}
 """
 DESCRIBE, CREATE, SSH = "up: tpu-vm describe", "up: tpu-vm create", "up: tpu-vm ssh"
@@ -32,9 +29,8 @@ QUEUED = [DESCRIBE, "up: queued-resources describe", "up: queued-resources creat
     ],
 )
 def test_a_plan_is_what_the_provider_would_run(tmp_path: Path, overrides: list[str], commands: list[str]) -> None:
-    (tmp_path / "run.yaml").write_text(FILE)
     shown = []
-    for step in list_commands(load(tmp_path / "run.yaml", overrides)):
+    for step in list_commands(load_text(tmp_path, FILE, overrides)):
         group, verb = step.command[step.command.index("tpus") + 1 :][:2]
         shown.append(f"{step.verb}: {group} {verb}")
     assert shown == commands
@@ -42,11 +38,8 @@ def test_a_plan_is_what_the_provider_would_run(tmp_path: Path, overrides: list[s
 
 
 def test_all_zones_are_asked_for_the_slice(tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text(FILE)
-    config = load(
-        tmp_path / "run.yaml", ["slice.accelerator_type=v5litepod-8", "zone=us-central1-a", "slice.zones=[us-west4-a]"]
-    )
-    created = [step for step in list_commands(config) if "create" in step.command]
+    overrides = ["slice.accelerator_type=v5litepod-8", "zone=us-central1-a", "slice.zones=[us-west4-a]"]
+    created = [step for step in list_commands(load_text(tmp_path, FILE, overrides)) if "create" in step.command]
     assert [next(word for word in step.command if "--zone" in word) for step in created] == [
         "--zone=us-central1-a",
         "--zone=us-west4-a",

@@ -3,7 +3,7 @@ shows them, and what is missing is told before any step is profiled. A script is
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +16,18 @@ from launcher.errors import BadInput, LaunchError
 from launcher.provider import CommandReport
 from launcher.run import execution
 from tests.bucket_server import BucketServer
+from tests.launcher.run_files import SLICE
 from tests.launcher.script_host import write_program
 from training import storage
 
-RUN = "project: p\nzone: us-central2-b\nslice: {name: demo, accelerator_type: v4-16}\n"
 URL = "gs://bucket/runs/demo/profiles/now/plugins/profile/now/host-{}.xplane.pb"
 
 
 @pytest.fixture
-def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def bucket(server: BucketServer) -> None:
     """A bucket with the profiles of two hosts."""
-    server = BucketServer(tmp_path / "objects")
-    monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
     for host in range(2):
         storage.write(URL.format(host), b"profile of host %d" % host)
-    yield
-    server.close()
 
 
 @pytest.fixture
@@ -78,7 +74,7 @@ def invoke(folder: Path, monkeypatch: pytest.MonkeyPatch, asked: list[str]) -> A
 
     monkeypatch.chdir(folder)
     monkeypatch.setattr(execution, "execute", execute)
-    (folder / "run.yaml").write_text(RUN)
+    (folder / "run.yaml").write_text(SLICE)
     return CliRunner().invoke(cli, ["profile", "-f", "run.yaml", "--host", "all", "--open"])
 
 

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from launcher.config import Config, load
+from launcher.config import Config
 from launcher.errors import BadInput
 from launcher.tpu_vm import commands, queued, slice_hints
+from tests.launcher.run_files import load_text
 
 SLICE = (
     "{name: s, accelerator_type: v5litepod-8, zones: [us-central1-a, us-west4-a, us-west1-c], capacity: reserved, "
@@ -17,8 +18,7 @@ SLICE = (
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    (tmp_path / "run.yaml").write_text(f"project: p\nzone: us-west1-c\nslice: {SLICE}\n")
-    return load(tmp_path / "run.yaml")
+    return load_text(tmp_path, f"project: p\nzone: us-west1-c\nslice: {SLICE}\n")
 
 
 def test_a_request_always_names_zone_type_and_end(config: Config) -> None:
@@ -70,8 +70,6 @@ def test_a_memory_that_is_broken_or_of_another_file_is_no_memory(config: Config,
 
 
 def test_a_zone_that_can_not_be_one_is_named_with_its_line(tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text(
-        "project: p\nzone: us-west1-c\nslice:\n  name: s\n  accelerator_type: v4-8\n  zones:\n  - europe\n"
-    )
+    text = "project: p\nzone: us-west1-c\nslice:\n  name: s\n  accelerator_type: v4-8\n  zones:\n  - europe\n"
     with pytest.raises(BadInput, match=r"run\.yaml:7: .*'europe' is not the name of a zone"):
-        load(tmp_path / "run.yaml")
+        load_text(tmp_path, text)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.config import Config, load
+from launcher.config import Config
 from launcher.emulator import faults
 from launcher.emulator.state import Fault
 from launcher.gcloud.errors import PermissionDenied, QuotaExceeded, Stockout
@@ -16,6 +16,7 @@ from launcher.provider import SliceState
 from launcher.tpu_vm import creation, deletion, ownership, queued, slices
 from launcher.tpu_vm.ownership import NotOurs
 from tests.launcher.emulated_gcloud import ANN, BOB, DENIED, OFFLINE, UNAVAILABLE, Cloud
+from tests.launcher.run_files import load_text
 
 HOUR = 3600.0
 
@@ -23,8 +24,7 @@ HOUR = 3600.0
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
     section = "{name: s, accelerator_type: v5litepod-8, queued: {valid_until_hours: 6}}"
-    (tmp_path / "run.yaml").write_text(f"project: p\nzone: us-west1-c\nslice: {section}\n")
-    return load(tmp_path / "run.yaml")
+    return load_text(tmp_path, f"project: p\nzone: us-west1-c\nslice: {section}\n")
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import click
 import pytest
 
 from launcher.cli.main import cli
-from launcher.config import load
+from tests.launcher.run_files import load_text
 from training.cli.main import tpu_train
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,9 +64,7 @@ def parse(words: list[str]) -> None:
 
 @pytest.mark.parametrize(("page", "text"), yaml_files(), ids=[page for page, _ in yaml_files()])
 def test_yaml_files_are_valid(tmp_path: Path, page: str, text: str) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text(text)
-    assert load(path).trainer is not None
+    assert load_text(tmp_path, text).trainer is not None
 
 
 def test_the_readme_shows_a_file() -> None:

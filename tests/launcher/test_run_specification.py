@@ -14,25 +14,22 @@ from launcher.provider import Overlay
 from launcher.run import env_file, specification
 from launcher.run.ledger import Ledger
 from launcher.run.specification import SecretSource, Specification
+from tests.launcher.run_files import SLICE, load_text
 from training.machine.clock import SystemClock
 
-FILE = """\
-project: p
-zone: us-central2-b
-slice: {name: demo, accelerator_type: v4-16}
-model: {name: bert-base}
-data: {train: gs://b/train, tokenizer: gs://b/tokenizer}
-train: {steps: 10, global_batch_size: 64, learning_rate: 1e-4}
+FILE = f"""\
+{SLICE}model: {{name: bert-base}}
+data: {{train: gs://b/train, tokenizer: gs://b/tokenizer}}
+train: {{steps: 10, global_batch_size: 64, learning_rate: 1e-4}}
 output: gs://b/runs
-run: {secrets: [HF_TOKEN], environment: {A: "1e-4", B: "no"}}
+run: {{secrets: [HF_TOKEN], environment: {{A: "1e-4", B: "no"}}}}
 """
 
 
 @pytest.fixture
 def spec(tmp_path: Path) -> Specification:
-    (tmp_path / "run.yaml").write_text(FILE)
     (tmp_path / "some.env").write_text("FROM_FILE=x\nHF_TOKEN=y\n")
-    config = load(tmp_path / "run.yaml", ["train.steps=20", "run.preemption_retries=3"])
+    config = load_text(tmp_path, FILE, ["train.steps=20", "run.preemption_retries=3"])
     overlay = Overlay("/opt", b"archive")
     specification.write_overlay(tmp_path, overlay)
     variables = env_file.read(tmp_path / "some.env")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.config import Config, load
+from launcher.config import Config
 from launcher.errors import BadInput, Exit
 from launcher.images import local
 from launcher.images.build import Image
@@ -34,16 +34,18 @@ from launcher.run.ledger import Ledger
 from launcher.run.runs import find_run, runs_on_slice
 from launcher.run.session import Context, Outcome, Output
 from launcher.run.verdict import Kind
+from tests.launcher.run_files import SLICE, load_text
 from training.machine.clock import Clock, SystemClock
 from training.telemetry.progress_line import ProgressLine
 
-FILE = """\
-project: p
-zone: us-central2-b
-slice: {name: demo, accelerator_type: v4-16}
+FILE = (
+    SLICE
+    + """\
 image: {reference: 'r/i@sha256:%s'}
 run: {command: [train], preemption_retries: 2, host_lost_seconds: 30, environment: {SETTING: SET}}
-""" % ("0" * 64)
+"""
+    % ("0" * 64)
+)
 TPU_VM = Capabilities(cloud_tpu_node=True, emulated=True, sends_secrets=True, replaces_hosts=True, overlays=True)
 HOSTS = range(2)
 
@@ -239,9 +241,7 @@ class Workstation:
         return self.folder / "home"
 
     def config(self, *overrides: str, command: Sequence[str] = (), setting: str = "of the file") -> Config:
-        path = self.folder / "run.yaml"
-        path.write_text(FILE.replace("SET}", f"{setting}}}"))
-        return load(path, overrides, command=command)
+        return load_text(self.folder, FILE.replace("SET}", f"{setting}}}"), overrides, command)
 
     def context(self, **environment: str) -> Context:
         output = Output(self.messages.append, lambda worker, line: None)

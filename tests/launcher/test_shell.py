@@ -15,6 +15,7 @@ import pytest
 from launcher import shell
 from launcher.errors import CommandMissing, CommandTimeout, Exit
 from launcher.file_lock import is_held
+from tests.launcher.run_files import SLICE
 from tests.launcher.script_host import write_program
 from tests.processes import ROOT, is_alive, wait_until
 
@@ -95,9 +96,7 @@ def test_a_closed_terminal_ends_a_tunnel_with_its_gcloud_but_not_under_nohup(tmp
     """gcloud runs in a session of its own, which a terminal's SIGHUP does not reach."""
     gcloud_script = f"echo $$ >{tmp_path}/new; mv {tmp_path}/new {tmp_path}/pid; trap 'sleep 1; exit' TERM; sleep 60"
     write_program(tmp_path / "bin", "gcloud", gcloud_script)
-    (tmp_path / "run.yaml").write_text(
-        "project: p\nzone: us-central2-b\nslice: {name: s, accelerator_type: v4-8}\nrun: {command: ['true']}\n"
-    )
+    (tmp_path / "run.yaml").write_text(SLICE.replace("v4-16", "v4-8") + "run: {command: ['true']}\n")
     ours, theirs = pty.openpty()
     words = [sys.executable, "-m", "launcher.cli", "tunnel", "-f", str(tmp_path / "run.yaml"), "--port=8888"]
     command = subprocess.Popen(

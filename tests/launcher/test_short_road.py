@@ -10,15 +10,13 @@ import pytest
 from click.testing import CliRunner
 
 from launcher.cli.main import cli
+from tests.launcher.run_files import SLICE
 from tests.launcher.script_host import write_program
 
 MOST_FRAMES, MOST_FILES = 8, 8
 LAUNCHER = Path(__file__).resolve().parents[2] / "launcher"
 FILE = f"""\
-project: p
-zone: us-central2-b
-slice: {{name: demo, accelerator_type: v4-8}}
-image: {{reference: 'r/i@sha256:{"0" * 64}'}}
+{SLICE.replace("v4-16", "v4-8")}image: {{reference: 'r/i@sha256:{"0" * 64}'}}
 run: {{command: [train], transport: gcloud}}
 """
 # Answers as the scripts of one host do.

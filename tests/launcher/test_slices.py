@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.config import Config, load
+from launcher.config import Config
 from launcher.errors import CommandTimeout, Exit, LaunchError
 from launcher.gcloud.errors import Conflict, Stockout, Unavailable
 from launcher.owner import Owner
@@ -15,6 +15,7 @@ from launcher.provider import SliceState
 from launcher.tpu_vm import candidates, creation, deletion, slice_hints, slices
 from launcher.tpu_vm.ownership import NotOurs
 from tests.launcher.emulated_gcloud import ANN, BOB, BUSY, UNAVAILABLE, Cloud
+from tests.launcher.run_files import SLICE, load_text
 
 ZONE = "us-central2-b"
 OURS = {"tpu-launch": "1", "tpu-launch-owner": "ann", "tpu-launch-account": ANN.account}
@@ -29,15 +30,13 @@ FOREIGN = [
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    (tmp_path / "run.yaml").write_text(f"project: p\nzone: {ZONE}\nslice: {{name: demo, accelerator_type: v4-16}}\n")
-    return load(tmp_path / "run.yaml")
+    return load_text(tmp_path, SLICE)
 
 
 @pytest.fixture
 def zones(tmp_path: Path) -> Config:
     section = "{name: demo, accelerator_type: v5litepod-8, zones: [us-central1-a, us-west4-a]}"
-    (tmp_path / "zones.yaml").write_text(f"project: p\nzone: us-west1-c\nslice: {section}\n")
-    return load(tmp_path / "zones.yaml")
+    return load_text(tmp_path, f"project: p\nzone: us-west1-c\nslice: {section}\n")
 
 
 def up(cloud: Cloud, config: Config, owner: Owner = ANN) -> SliceState:

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from launcher.config import Config, load
+from launcher.config import Config
 from launcher.errors import BadInput
 from launcher.images import build_context, overlays
 from launcher.images.build import Image
 from launcher.provider import Overlay
 from launcher.run import events, launch
 from launcher.run.verdict import Kind
+from tests.launcher.run_files import SLICE, load_text
 from tests.launcher.test_runs import Hosts, Workstation
 from tests.processes import wait_until
 from training.machine.clock import SystemClock
@@ -43,12 +44,7 @@ def record(home: Path, code: Path, folder: str = "/home/trainer") -> None:
 
 @pytest.fixture
 def own_code(tmp_path: Path, code: Path) -> Config:
-    path = tmp_path / "run.yaml"
-    path.write_text(
-        "project: p\nzone: us-central2-b\nslice: {name: demo, accelerator_type: v4-16}\n"
-        "image: {code: code}\nrun: {command: [train]}\n"
-    )
-    return load(path)
+    return load_text(tmp_path, SLICE + "image: {code: code}\nrun: {command: [train]}\n")
 
 
 def test_only_files_that_changed_since_the_image_was_made_travel(tmp_path: Path, code: Path, own_code: Config) -> None:

@@ -31,6 +31,7 @@ from launcher.tpu_vm import commands, creation, deletion, inventory, queued, sli
 from launcher.tpu_vm.ownership import NotOurs
 from launcher.tpu_vm.ssh.addresses import parse_dry_run
 from launcher.tpu_vm.ssh.connections import SliceConnections
+from tests.launcher.run_files import SLICE, load_text
 from tests.loopback import LoopbackServer
 
 GCLOUD = ("gcloud", "compute", "tpus")
@@ -107,9 +108,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[tuple[str
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    path = tmp_path / "run.yaml"
-    path.write_text("project: p\nzone: us-central2-b\nslice: {name: demo, accelerator_type: v4-16}\n")
-    return load(path, command=["true"])
+    return load_text(tmp_path, SLICE, command=["true"])
 
 
 def hosts_of(state: EmulatorState) -> list[Host]:

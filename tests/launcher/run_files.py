@@ -1,0 +1,14 @@
+"""Files of runs: written into a test's folder as run.yaml, and read."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from launcher.config import Config, load
+
+SLICE = "project: p\nzone: us-central2-b\nslice: {name: demo, accelerator_type: v4-16}\n"
+
+
+def load_text(folder: Path, text: str, overrides: Sequence[str] = (), command: Sequence[str] = ()) -> Config:
+    """Returns the configuration of a run's file with this text."""
+    (folder / "run.yaml").write_text(text)
+    return load(folder / "run.yaml", overrides, command=command)
