@@ -115,9 +115,7 @@ def test_an_unchanged_image_sends_no_byte(server: RegistryServer, config: Config
     assert server.bytes_received == sent
 
 
-def test_a_changed_line_sends_its_layer_the_configuration_and_the_manifest(
-    server: RegistryServer, config: Config
-) -> None:
+def test_a_changed_line_sends_its_layer_configuration_and_manifest(server: RegistryServer, config: Config) -> None:
     push_our_base(config)
     (config.folder / "own" / "weights.bin").write_bytes(os.urandom(LARGE_BYTES))
     first, before = make(config), server.bytes_received
@@ -150,9 +148,7 @@ def test_the_image_holds_what_a_build_would_copy(server: RegistryServer, config:
     assert history == ["tpu-launch: the trainer", "tpu-launch: image.code"]
 
 
-def test_a_users_own_base_gets_only_the_code_and_its_layers_are_not_sent(
-    server: RegistryServer, config: Config
-) -> None:
+def test_a_users_own_base_gets_only_the_code_and_is_not_sent(server: RegistryServer, config: Config) -> None:
     push_base(f"{OTHER_HOST}/p/images/mine:1", folder="/srv/app")
     text = FILE.replace("build: registry", f"base: {OTHER_HOST}/p/images/mine:1")
     name = make(load_text(config.folder, text))
@@ -163,7 +159,7 @@ def test_a_users_own_base_gets_only_the_code_and_its_layers_are_not_sent(
         make(load_text(config.folder, text.replace(", code: own", "")))
 
 
-def test_sync_goes_where_the_base_has_the_code_and_knows_an_edit_during_the_build(
+def test_sync_goes_where_the_base_has_the_code_and_sees_edits_during_builds(
     server: RegistryServer, config: Config
 ) -> None:
     push_base(f"{OTHER_HOST}/p/images/mine:1", folder="/srv/app")
@@ -250,11 +246,9 @@ def test_cloud_build_makes_the_same_base(config: Config, tmp_path: Path) -> None
     write_program(tmp_path / "bin", "gcloud", 'echo "$@"')
     script.write_text(commands)
     environment = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
-    ran = subprocess.run(
-        ["sh", "-eu", script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
-    )
-    assert ran.stdout.split()[:2] == ["builds", "submit"]
-    folder = tmp_path / ran.stdout.split()[2]
+    words = subprocess.check_output(["sh", "-eu", script], cwd=tmp_path, env=environment, text=True).split()
+    assert words[:2] == ["builds", "submit"]
+    folder = tmp_path / words[2]
     assert not [path for path in folder.iterdir() if path.is_symlink()], "Cloud Build gets no other folder"
     assert f" AS {base.TARGET}\n" in (folder / "Dockerfile").read_text()
     build = json.loads((tmp_path / "cloudbuild.json").read_text())
@@ -295,6 +289,5 @@ telemetry: {trackers: [wandb]}
 
     extra, own = pins("requirements-trackers.txt"), pins("requirements.txt")
     assert {"wandb", "mlflow-skinny"} <= set(extra)
-    assert {name: extra[name] for name in extra.keys() & own.keys()} == {
-        name: own[name] for name in extra.keys() & own.keys()
-    }
+    both = extra.keys() & own.keys()
+    assert {name: extra[name] for name in both} == {name: own[name] for name in both}

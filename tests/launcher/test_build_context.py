@@ -12,9 +12,8 @@ from launcher.errors import BadInput
 from launcher.images import build_context
 from launcher.images.specification import folder_spec
 
-names = st.text("abcXYZ09._- ü", min_size=1, max_size=6).filter(
-    lambda name: name not in (".", "..") and name == name.strip()
-)
+texts = st.text("abcXYZ09._- ü", min_size=1, max_size=6)
+names = texts.filter(lambda name: name not in (".", "..") and name == name.strip())
 contexts = st.dictionaries(names, st.tuples(st.binary(max_size=40), st.booleans()), min_size=1, max_size=5)
 Context = dict[str, tuple[bytes, bool]]
 

@@ -73,9 +73,8 @@ def nodes(cloud: Cloud) -> list[str]:
 
 
 def test_candidates_are_all_combinations_each_once_in_the_order_of_the_file(tmp_path: Path) -> None:
-    config = make(
-        tmp_path, "  - {accelerator_type: [v4-8, v2-8], capacity: [spot, on-demand], zones: [us-central2-b]}\n"
-    )
+    more = "  - {accelerator_type: [v4-8, v2-8], capacity: [spot, on-demand], zones: [us-central2-b]}\n"
+    config = make(tmp_path, more)
     assert config.candidates[:3] == [V4, SMALL, V3]
     assert [str(candidate) for candidate in config.candidates[3:]] == [
         "v4-8 (on-demand) in us-central2-b",
@@ -375,12 +374,8 @@ def test_a_share_that_is_killed_loses_and_doubles_no_open_request(
         elsewhere.ask(first, "left", 6.0)
         left = steps + 1
         with pytest.MonkeyPatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
-            for place, name in (
-                (requests.storage, "write"),
-                (requests.home, "write_private"),
-                (Path, "unlink"),
-                (os, "link"),
-            ):
+            writes = (requests.storage, "write"), (requests.home, "write_private"), (Path, "unlink"), (os, "link")
+            for place, name in writes:
                 patch.setattr(place, name, count_and_kill(getattr(place, name)))
             elsewhere.share(url)
         found = [(item.node, item.granted) for item in RequestRecord(config).open()]
@@ -393,9 +388,7 @@ def test_a_share_that_is_killed_loses_and_doubles_no_open_request(
     assert steps > 12
 
 
-def test_the_command_shows_candidates_and_what_became_of_each_request(
-    cloud: Cloud, config: Config, tmp_path: Path
-) -> None:
+def test_the_command_shows_candidates_and_the_end_of_each_request(cloud: Cloud, config: Config, tmp_path: Path) -> None:
     cloud.trouble = lambda zone, command, now: NO_CAPACITY if zone == V4.zone and "create" in command else None
     create(cloud, config)
     shown = launch(tmp_path, "capacity", "-f", "run.yaml")

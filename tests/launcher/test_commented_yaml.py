@@ -66,22 +66,16 @@ def test_kubectl_gets_the_written_values(tmp_path: Path) -> None:
     document = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "demo"}, "data": strings}
     (tmp_path / "object.yaml").write_text(dump(document))
     (tmp_path / "kustomization.yaml").write_text("resources: [object.yaml]\n")
-    built = subprocess.run(
-        [find("kubectl"), "kustomize", str(tmp_path)], capture_output=True, text=True, check=True, timeout=60
-    )
+    built = subprocess.check_output([find("kubectl"), "kustomize", str(tmp_path)], text=True, timeout=60)
     # Read all scalars as text: a value that Go took for a number or a boolean is written differently.
-    assert yaml.load(built.stdout, yaml.BaseLoader)["data"] == strings
+    assert yaml.load(built, yaml.BaseLoader)["data"] == strings
 
 
 def test_comments_are_above_their_values() -> None:
-    inner = {
-        "first": Commented("a", "of the first key"),
-        "second": Commented([Commented("x", "of an item")], "of a list"),
-    }
-    node = Commented(
-        {"items": [Commented(inner, "of the whole item")], "text": Commented("a\nb\n", "of a block")}, "top"
-    )
-    assert dump_documents([node, {"next": 1}], "heading") == (
+    items = Commented([Commented("x", "of an item")], "of a list")
+    inner = {"first": Commented("a", "of the first key"), "second": items}
+    node = {"items": [Commented(inner, "of the whole item")], "text": Commented("a\nb\n", "of a block")}
+    assert dump_documents([Commented(node, "top"), {"next": 1}], "heading") == (
         "# heading\n# top\nitems:\n  # of the whole item\n  # of the first key\n  - first: a\n    # of a list\n"
         "    second:\n      # of an item\n      - x\n# of a block\ntext: |\n  a\n  b\n---\nnext: 1\n"
     )

@@ -44,12 +44,10 @@ DRY_RUN = (  # as gcloud 528 prints it
 def gcloud_says(folder: Path, monkeypatch: pytest.MonkeyPatch, hosts: list[str]) -> Path:
     """A gcloud that prints the way to these hosts, or that there is no such slice, and writes down that it was
     asked."""
-    asked, told = (
-        folder / "asked",
-        "".join(DRY_RUN.format(worker=worker, host=host) for worker, host in enumerate(hosts)),
-    )
+    asked = folder / "asked"
     asked.write_text("")
-    (folder / "told").write_text(told)
+    told = (DRY_RUN.format(worker=worker, host=host) for worker, host in enumerate(hosts))
+    (folder / "told").write_text("".join(told))
     end = f"cat {folder}/told" if hosts else "echo 'ERROR: (gcloud) NOT_FOUND: no slice demo' >&2; exit 1"
     write_program(folder / "bin", "gcloud", f"echo asked >>{asked}\n{end}")
     monkeypatch.setenv("PATH", str(folder / "bin"), prepend=":")
@@ -174,10 +172,8 @@ def test_a_slice_is_remembered_for_the_same_file_and_no_other(tmp_path: Path, mo
 
 def remembered(folder: Path) -> KnownSlice:
     """Two hosts where nothing listens, kept by an earlier command."""
-    two = tuple(
-        Address(worker, f"127.9.9.{worker + 1}", "me", "key", "known", f"tpu.1-{worker}") for worker in range(2)
-    )
-    known = KnownSlice("2026-01-01T00:00:00Z", ("10.1.0.0", "10.1.0.1"), two)
+    two = (Address(worker, f"127.9.9.{worker + 1}", "me", "key", "known", f"tpu.1-{worker}") for worker in range(2))
+    known = KnownSlice("2026-01-01T00:00:00Z", ("10.1.0.0", "10.1.0.1"), tuple(two))
     addresses.save(config(folder), known)
     return known
 
@@ -276,9 +272,7 @@ def test_what_goes_through_gcloud_has_the_time_that_it_needs(tmp_path: Path) -> 
         (started("started id 0"), "the host did not answer"),
     ],
 )
-def test_no_command_begins_unless_all_hosts_have_started_the_same_image(
-    tmp_path: Path, answer: str, problem: str
-) -> None:
+def test_no_command_begins_unless_all_hosts_started_the_same_image(tmp_path: Path, answer: str, problem: str) -> None:
     """The commands wait for their secrets, which no host gets."""
     gcloud = _Gcloud(answer)
     provider = TpuVm(config(tmp_path, more=", iap: true"), print, replace(this_machine(), run=gcloud.run))

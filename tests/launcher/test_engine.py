@@ -57,15 +57,14 @@ def test_only_a_client_without_buildx_is_bad_input_and_says_what_to_install(
 
 def test_engine_that_does_not_run_is_named_by_docker_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
-    with pytest.raises(
-        BadInput, match=rf"no container engine answers at unix://{tmp_path}/none\.sock \(DOCKER_HOST\)"
-    ) as caught:
+    words = rf"no container engine answers at unix://{tmp_path}/none\.sock \(DOCKER_HOST\)"
+    with pytest.raises(BadInput, match=words) as caught:
         engine.require_engine()
     assert caught.value.exit_code == Exit.BAD_INPUT
     assert "start it" in str(caught.value)
 
 
-def test_engine_that_may_not_be_used_is_told_from_one_that_does_not_run(
+def test_engine_that_refuses_is_told_from_one_that_does_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(tmp_path / "a", client_script("20.10.24", else_says="Got permission denied while trying to connect"))

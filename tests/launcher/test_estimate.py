@@ -74,9 +74,7 @@ def test_five_types_are_estimated_from_kept_preflights_within_a_second(folder: P
     assert "first to finish: v6e-8 in us-east5-a" in notes(items)
 
 
-def test_a_type_that_was_not_compiled_takes_the_compilers_figures_of_another_and_says_how_to_get_its_own(
-    folder: Path,
-) -> None:
+def test_a_type_that_was_not_compiled_takes_figures_of_another_and_says_how_to_get_its_own(folder: Path) -> None:
     config = load("run.yaml")
     keep(folder, config, "v4-16")
     items = estimate(config, folder / "home", this_machine())

@@ -221,9 +221,7 @@ def test_a_run_that_is_over_is_refused_and_so_is_a_host_that_is_not_there(tmp_pa
     work.run(work.config())
     with pytest.raises(BadInput, match="is not running: its last attempt ended with 'finished'"):
         execution.execute(work.config(), work.context(), None, ["true"], host=None, seconds=5)
-    work.ledger.append(
-        events.AttemptBegan(1, image="i", command=["train"], overlay="", overlay_target="", preflight="")
-    )
+    work.ledger.append(events.AttemptBegan(1, image="i", command=["train"]))
     with pytest.raises(BadInput, match="--host 2: the slice has hosts 0 to 1"):
         execution.execute(work.config(), work.context(), None, ["true"], host=2, seconds=5)
 

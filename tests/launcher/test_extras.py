@@ -107,9 +107,8 @@ def test_the_timer_waits_while_a_run_is_there_and_then_asks_for_the_deletion(tmp
     for name, text in programs.items():
         write_program(tmp_path / "bin", name, text)
     (tmp_path / "runs").write_text("4711\n")
-    script = commands.idle_shutdown_script(config(tmp_path, f"abandoned_hours: {2 / 3600}")).replace(
-        "/var/log/", f"{tmp_path}/"
-    )
+    script = commands.idle_shutdown_script(config(tmp_path, f"abandoned_hours: {2 / 3600}"))
+    script = script.replace("/var/log/", f"{tmp_path}/")
     environment = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
     process = subprocess.Popen(["bash", "-c", script], env=environment, start_new_session=True)
     try:

@@ -132,6 +132,5 @@ def test_offline_is_not_told_to_sign_in() -> None:
 
 
 def test_an_operation_s_error_is_told_by_its_message() -> None:
-    assert str(explain_error(WORDINGS[0][1], CREATE)).startswith(
-        'gcloud: There is no more capacity in the zone "us-central1-c"'
-    )
+    told = str(explain_error(WORDINGS[0][1], CREATE))
+    assert told.startswith('gcloud: There is no more capacity in the zone "us-central1-c"')

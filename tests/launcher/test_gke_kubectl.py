@@ -77,36 +77,23 @@ def pod(
 ) -> pod_status.Pod:
     statuses = [] if state is None else [{"name": "trainer", "imageID": "i", "state": state}]
     metadata = {"name": "p", "uid": "u", "creationTimestamp": "2026-11-20T00:00:00Z", "labels": {pod_status.INDEX: "3"}}
-    return pod_status.parse(
-        {
-            "metadata": metadata,
-            "status": {"phase": phase, "containerStatuses": statuses, "conditions": conditions or [], **status},
-        }
-    )
+    told = {"phase": phase, "containerStatuses": statuses, "conditions": conditions or [], **status}
+    return pod_status.parse({"metadata": metadata, "status": told})
 
 
 def ended(code: int, reason: str = "Error", message: str = "") -> dict[str, Any]:
     return {"terminated": {"exitCode": code, "reason": reason, "message": message, "startedAt": "a", "finishedAt": "b"}}
 
 
-TAKEN = [
-    {
-        "type": "DisruptionTarget",
-        "status": "True",
-        "reason": "EvictionByEvictionAPI",
-        "message": "Eviction API: evicting",
-    }
-]
+EVICTION = {"reason": "EvictionByEvictionAPI", "message": "Eviction API: evicting"}
+TAKEN = [{"type": "DisruptionTarget", "status": "True", **EVICTION}]
 
 
 def test_the_state_of_a_container_is_reported_as_an_engine_does() -> None:
-    assert pod("Running", {"running": {"startedAt": "a"}}).state() == (
-        ContainerState("running", started_at="a", image="i"),
-        "",
-    )
-    assert pod("Failed", ended(3, message="lines of its log")).state()[0] == ContainerState(
-        "exited", 3, False, "a", "b", "", "i"
-    )
+    running = pod("Running", {"running": {"startedAt": "a"}})
+    assert running.state() == (ContainerState("running", started_at="a", image="i"), "")
+    failed = pod("Failed", ended(3, message="lines of its log"))
+    assert failed.state()[0] == ContainerState("exited", 3, False, "a", "b", "", "i")
     oom = pod("Failed", ended(137, "OOMKilled")).state()[0]
     assert oom.oom_killed
     missing = pod("Failed", ended(128, "StartError", 'exec: "x": not found')).state()[0]
@@ -148,9 +135,8 @@ def test_a_disrupted_pod_is_a_lost_host_unless_its_exit_code_says_more() -> None
     ],
 )
 def test_a_pod_that_can_never_start_is_an_error(reason: str, message: str, code: Exit) -> None:
-    error = pod_status.find_start_error(
-        pod("Pending", {"waiting": {"reason": reason, "message": message}}), "repository@sha256:1"
-    )
+    waiting = pod("Pending", {"waiting": {"reason": reason, "message": message}})
+    error = pod_status.find_start_error(waiting, "repository@sha256:1")
     assert error.exit_code is code
     assert message in str(error)
 
@@ -158,10 +144,8 @@ def test_a_pod_that_can_never_start_is_an_error(reason: str, message: str, code:
 def test_a_pod_that_may_still_start_is_no_error() -> None:
     for reason in ("ContainerCreating", "ErrImagePull"):
         assert pod_status.find_start_error(pod("Pending", {"waiting": {"reason": reason}}), "i") is None
-    unschedulable = [
-        {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes are available"}
-    ]
-    waiting = pod("Pending", None, unschedulable)
+    why = {"reason": "Unschedulable", "message": "0/3 nodes are available"}
+    waiting = pod("Pending", None, [{"type": "PodScheduled", "status": "False", **why}])
     assert pod_status.find_start_error(waiting, "i") is None
     assert _describe_waiting({0: waiting, 1: waiting, 2: None, 3: pod("Pending")}) == (
         "hosts 0, 1: no node takes its pod (Unschedulable: 0/3 nodes are available); host 2: its pod does not exist "
@@ -171,9 +155,8 @@ def test_a_pod_that_may_still_start_is_no_error() -> None:
 
 def test_timestamps_of_lines_compare_as_text() -> None:
     assert pod_status.parse_log_line("2026-11-20T08:00:00.5Z x").timestamp == "2026-11-20T08:00:00.500000000Z"
-    assert pod_status.parse_log_line("2026-11-20T09:00:00.123456789+01:00 x y") == LogLine(
-        "2026-11-20T08:00:00.123456789Z", "x y"
-    )
+    line = pod_status.parse_log_line("2026-11-20T09:00:00.123456789+01:00 x y")
+    assert line == LogLine("2026-11-20T08:00:00.123456789Z", "x y")
     assert pod_status.parse_log_line("no time") == LogLine("", "no time")
 
 

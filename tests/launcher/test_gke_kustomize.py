@@ -27,24 +27,15 @@ def written(tmp_path: Path) -> Path:
 
 
 def built(folder: Path) -> list[dict[str, Any]]:
-    text = subprocess.run(
-        [find("kubectl"), "kustomize", str(folder)], capture_output=True, text=True, check=True, timeout=60
-    ).stdout
+    text = subprocess.check_output([find("kubectl"), "kustomize", str(folder)], text=True, timeout=60)
     return list(yaml.safe_load_all(text))
 
 
 def test_every_file_is_what_the_code_renders() -> None:
     for path, text in kustomize.files().items():
-        assert (K8S / path).read_text() == text, (
-            "if this is intended: python -m tools.kustomize, and review the difference"
-        )
-    kept = {
-        str(path.relative_to(K8S))
-        for folder in ("base", "overlays")
-        for path in (K8S / folder).rglob("*")
-        if path.is_file()
-    }
-    assert kept == set(kustomize.files())
+        assert (K8S / path).read_text() == text, "if intended: python -m tools.kustomize, and review the difference"
+    kept = [path for folder in ("base", "overlays") for path in (K8S / folder).rglob("*") if path.is_file()]
+    assert {str(path.relative_to(K8S)) for path in kept} == set(kustomize.files())
 
 
 @pytest.mark.parametrize("name", kustomize.OVERLAYS)

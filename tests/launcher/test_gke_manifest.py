@@ -50,9 +50,8 @@ def test_every_size_of_every_accelerator_is_valid_and_has_its_hosts_and_chips(na
     job, pod = job_of(documents), pod_of(documents)
     assert (job["parallelism"], job["completions"], job["completionMode"]) == (slice_.hosts, slice_.hosts, "Indexed")
     resources = pod["containers"][0]["resources"]
-    assert (
-        resources["limits"]["google.com/tpu"] == resources["requests"]["google.com/tpu"] == str(slice_.chips_per_host)
-    )
+    chips = str(slice_.chips_per_host)
+    assert resources["limits"]["google.com/tpu"] == resources["requests"]["google.com/tpu"] == chips
     assert pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"] == slice_.topology_name
     assert int(gke_nodes(slice_).machine_type.rsplit("-", 1)[1].removesuffix("t")) == slice_.chips_per_host
 
@@ -97,9 +96,7 @@ def test_the_schemas_find_mistakes() -> None:
 @pytest.mark.parametrize("name", golden.CASES)
 def test_manifests_equal_the_golden_files(name: str) -> None:
     kept = (golden.FOLDER / f"{name}.yaml").read_text()
-    assert golden.render(name) == kept, (
-        "if this is intended: python -m tests.kubernetes.golden, and review the difference"
-    )
+    assert golden.render(name) == kept, "if intended: python -m tests.kubernetes.golden, and review the difference"
     for document in yaml.safe_load_all(kept):
         assert schemas.mistakes(document) == []
 

@@ -36,9 +36,8 @@ def test_an_observation_has_state_and_lines() -> None:
 
 
 def test_a_running_container_has_no_exit_code_and_an_absent_one_is_absent() -> None:
-    running, _ = parse_observation(
-        0, summary({"Status": "running", "ExitCode": 0, "FinishedAt": "0001-01-01T00:00:00Z"}) + "\n"
-    )
+    state = {"Status": "running", "ExitCode": 0, "FinishedAt": "0001-01-01T00:00:00Z"}
+    running, _ = parse_observation(0, summary(state) + "\n")
     assert running.container.exit_code is None
     assert parse_observation(0, "absent\n")[0].container == ContainerState("absent")
 

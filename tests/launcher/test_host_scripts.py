@@ -31,15 +31,7 @@ DIGEST = f"@sha256:{'0' * 64}"
 
 
 def attempt(**changes: object) -> Attempt:
-    fields: dict[str, object] = {
-        "run_id": "demo-1",
-        "number": 0,
-        "image": "sha256:ab",
-        "command": ("true",),
-        "environment": {},
-        "files": {},
-    }
-    return Attempt(**{**fields, **changes})  # type: ignore[arg-type]
+    return replace(Attempt("demo-1", 0, "sha256:ab", ("true",), {}), **changes)
 
 
 HOSTS = [f"10.0.0.{worker}" for worker in range(4)]
@@ -166,7 +158,7 @@ def test_earlier_attempts_go_and_an_ended_container_of_another_run_stays(host: S
 
 
 @pytest.mark.parametrize(("image", "shown"), [("us-docker.pkg.dev/p/r/i", True), ("registry.example.com/i", False)])
-def test_hosts_show_their_own_token_to_googles_registries_only(
+def test_hosts_show_their_token_to_googles_registries_only(
     host: ScriptHost, image: str, shell: str, *, shown: bool
 ) -> None:
     host.answer("--config", 'case "$*" in *" login "*) cat >"$HOST/token" ;; esac')
@@ -181,9 +173,8 @@ def test_hosts_show_their_own_token_to_googles_registries_only(
 def test_an_image_that_can_not_be_pulled_is_reported_with_the_engines_words(host: ScriptHost, shell: str) -> None:
     host.answer("pull", "echo no such >&2; echo manifest >&2; exit 1")
     report = reported(host, start(image="registry.example.com/i" + DIGEST), shell)
-    assert re.fullmatch(
-        r"failed the image can not be pulled \([\d.]+[KMGT]? free on its disk\): no such manifest", report
-    )
+    room = r"\([\d.]+[KMGT]? free on its disk\)"
+    assert re.fullmatch(f"failed the image can not be pulled {room}: no such manifest", report)
 
 
 @pytest.mark.parametrize("sent", [b"an archive", b"half an archive"])
@@ -245,9 +236,8 @@ def test_compiled_programs_are_kept_in_a_volume_of_the_host_if_they_are_kept_at_
 
 @pytest.mark.parametrize("minutes", [1, 15, 60])
 def test_secrets_are_waited_for_until_the_slowest_host_may_have_started(tmp_path: Path, minutes: int) -> None:
-    words = host_scripts.create_arguments(
-        attempt(secrets={"KEY": "s3cret"}, start_seconds=minutes * 60.0), ["10.0.0.1"], "v4-8"
-    )
+    late = attempt(secrets={"KEY": "s3cret"}, start_seconds=minutes * 60.0)
+    words = host_scripts.create_arguments(late, ["10.0.0.1"], "v4-8")
     (script,) = [word for word in words if "did not arrive" in word]
     assert f"seconds={minutes * 60 + 120}\n" in script
 
@@ -326,9 +316,8 @@ def test_a_host_that_is_connected_to_need_not_ask_which_worker_it_is(
         def close(self) -> None:
             pass
 
-    pool = ConnectionPool(
-        [Address(3, "h", "me", "key", "known", "h")], replace(this_machine(), connect=lambda _: Connection())
-    )
+    machine = replace(this_machine(), connect=lambda _: Connection())
+    pool = ConnectionPool([Address(3, "h", "me", "key", "known", "h")], machine)
     assert pool.run(3, script, timeout=20).stdout.startswith(f"tpu-launch 3 {report}")
 
 
@@ -390,9 +379,7 @@ def boot_of(host: ScriptHost, shell: str) -> str:
 
 
 @pytest.mark.parametrize("rebooted", [False, True])
-def test_an_end_says_whether_the_host_rebooted_under_the_container(
-    host: ScriptHost, shell: str, *, rebooted: bool
-) -> None:
+def test_an_end_says_whether_the_host_rebooted_under_it(host: ScriptHost, shell: str, *, rebooted: bool) -> None:
     created_on = "another-boot.7" if rebooted else boot_of(host, shell)
     state = {"Status": "exited", "ExitCode": 255}
     for finished in ("2999-01-01T00:00:00Z", "0001-01-01T00:00:00Z"):  # the second: its engine does not know when

@@ -444,9 +444,7 @@ def test_a_stop_ends_a_start_that_waits_for_nodes(work: Workstation, monkeypatch
     assert work.ledger.state.outcome == "stopped"
 
 
-def test_a_stop_waits_for_the_process_that_starts_the_attempt(
-    work: Workstation, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stop_waits_for_the_process_that_starts_attempts(work: Workstation, monkeypatch: pytest.MonkeyPatch) -> None:
     config = interrupt_start(work, {0})
     hold_lock(work, monkeypatch)
     launch.stop(config, work.context(), None, grace=1)

@@ -27,9 +27,7 @@ def spec(tmp_path: Path) -> ImageSpec:
     return folder_spec("test/image", tmp_path)
 
 
-def test_tag_changes_with_a_file_the_dockerfile_an_argument_the_target_and_the_base(
-    spec: ImageSpec, tmp_path: Path
-) -> None:
+def test_tag_changes_with_file_dockerfile_argument_target_and_base(spec: ImageSpec, tmp_path: Path) -> None:
     other_dockerfile = tmp_path / "other"
     other_dockerfile.write_text("FROM debian:bookworm-slim\n\n")
     tags = [
@@ -51,9 +49,8 @@ def test_default_image_holds_the_trainer_but_no_leftovers_of_running_it(backend:
     paths = [path for path, _ in default_spec(backend).context]
     assert "training/errors.py" in paths
     assert "requirements.txt" in paths
-    assert not [
-        path for path in paths if "__pycache__" in path or path.endswith((".pyc", ".in")) or path == "Dockerfile"
-    ]
+    assert "Dockerfile" not in paths
+    assert not [path for path in paths if "__pycache__" in path or path.endswith((".pyc", ".in"))]
 
 
 @pytest.mark.parametrize("backend", get_args(BackendName))
@@ -80,9 +77,7 @@ def test_what_an_image_can_not_be_made_of_is_named(tmp_path: Path) -> None:
         folder_spec("test/image", tmp_path, dockerfile=tmp_path / "nowhere")
 
 
-def test_ca_bundle_comes_from_the_environment_and_must_be_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ca_bundle_comes_from_the_environment_and_must_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bundle = tmp_path / "ca.pem"
     monkeypatch.setenv("TPU_LAUNCH_CA_BUNDLE", str(bundle))
     with pytest.raises(BadInput, match=r"ca\.pem: there is no such CA bundle \(from TPU_LAUNCH_CA_BUNDLE\)"):
@@ -114,10 +109,8 @@ def test_commands_are_shown_without_an_engine_and_touch_nothing(
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
     bundle = tmp_path / "ca.pem"
     bundle.write_text("certificates")
-    given = dataclasses.replace(
-        spec, repository="r.example/p/n", build_args=(("A", "b c"),), target="t", ca_bundle=bundle
-    )
-    pull, build, tag, push = list_commands(given)
+    changes = {"repository": "r.example/p/n", "build_args": (("A", "b c"),), "target": "t", "ca_bundle": bundle}
+    pull, build, tag, push = list_commands(dataclasses.replace(spec, **changes))
     assert pull[1:] == ["pull", "--quiet", "debian:bookworm-slim"]
     assert build[1] == "build"
     words = " ".join(build)

@@ -128,7 +128,7 @@ def test_a_slice_that_was_recreated_since_the_list_is_left_alone(cloud: Cloud) -
         ({"tpu-launch": "0"}, "its label tpu-launch changed since it was listed"),
     ],
 )
-def test_a_slice_whose_labels_changed_since_the_list_is_left_alone(
+def test_a_slice_whose_labels_changed_meanwhile_is_left_alone(
     cloud: Cloud, change: dict[str, str], reason: str
 ) -> None:
     cloud.made_by(EXPIRED)

@@ -81,11 +81,8 @@ def invoke(folder: Path, monkeypatch: pytest.MonkeyPatch, asked: list[str]) -> A
 @pytest.mark.usefixtures("bucket")
 def test_tensorboard_shows_the_copies_until_ctrl_c(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_program(path, "xprof")
-    write_program(
-        path,
-        "tensorboard",
-        '(echo "$*"; ls "$2/plugins/profile/now") >"$0.shown"; sleep 0.2; kill -INT $PPID; sleep 20',
-    )
+    shows = '(echo "$*"; ls "$2/plugins/profile/now") >"$0.shown"; sleep 0.2; kill -INT $PPID; sleep 20'
+    write_program(path, "tensorboard", shows)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background ignores it
     try:
         result = invoke(tmp_path, monkeypatch, [])
@@ -98,9 +95,7 @@ def test_tensorboard_shows_the_copies_until_ctrl_c(path: Path, tmp_path: Path, m
 
 
 @pytest.mark.usefixtures("bucket")
-def test_a_tensorboard_that_ends_by_itself_is_an_error(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tensorboard_that_ends_early_is_an_error(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_program(path, "xprof")
     write_program(path, "tensorboard", "echo no module named tensorboard; exit 3")
     result = invoke(tmp_path, monkeypatch, [])

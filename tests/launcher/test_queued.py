@@ -23,9 +23,7 @@ def config(tmp_path: Path) -> Config:
 
 def test_a_request_always_names_zone_type_and_end(config: Config) -> None:
     command = queued.create_command(config, {"tpu-launch": "1"}, 21600)
-    assert command[:6] == ["gcloud", "compute", "tpus", "queued-resources", "create", "s"], (
-        "the GA track: alpha contradicts itself"
-    )
+    assert command[:6] == ["gcloud", "compute", "tpus", "queued-resources", "create", "s"], "alpha contradicts itself"
     for flag in ("--zone=us-west1-c", "--node-id=s", "--accelerator-type=v5litepod-8",
                  "--runtime-version=v2-alpha-tpuv5-lite",
                  "--valid-until-duration=21600s", "--reserved", "--labels=tpu-launch=1"):  # fmt: skip
@@ -41,21 +39,14 @@ def test_a_request_is_read_with_its_name_and_its_time() -> None:
 
 def test_zones_are_tried_in_order_and_each_once(config: Config) -> None:
     assert config.zones == ["us-west1-c", "us-central1-a", "us-west4-a"]
-    assert [here.zones for here in slice_hints.in_every_place(config)] == [
-        ["us-west1-c"],
-        ["us-central1-a"],
-        ["us-west4-a"],
-    ]
+    assert [here.zones for here in slice_hints.in_every_place(config)] == [[zone] for zone in config.zones]
 
 
 def test_every_command_goes_to_the_zone_where_the_slice_is(config: Config) -> None:
     assert "--zone=us-west1-c" in commands.describe_command(config)
     slice_hints.save_place(config, config.candidates[2])
-    for command in (
-        commands.describe_command(config),
-        commands.ssh_command(config, "true"),
-        queued.delete_command(config),
-    ):
+    describe, ssh = commands.describe_command(config), commands.ssh_command(config, "true")
+    for command in (describe, ssh, queued.delete_command(config)):
         assert "--zone=us-west4-a" in command
     assert slice_hints.in_current_place(config).zone == "us-west4-a"
     slice_hints.forget(config)

@@ -130,9 +130,8 @@ def test_a_lost_request_is_made_again_with_growing_pauses(config: Config, cloud:
     assert requests(cloud) == 6
     assert sum("was SUSPENDED (by SERVICE): deleted it" in line for line in said) == 5
     pauses = [seconds for seconds in cloud.clock.slept if seconds > 2.0 and seconds != 5.0]  # 5 s: gcloud's own polls
-    assert all(
-        low <= pause <= high for pause, low, high in zip(pauses, (5, 10, 20, 40), (15, 30, 60, 120), strict=True)
-    )
+    limits = zip(pauses, (5, 10, 20, 40), (15, 30, 60, 120), strict=True)
+    assert all(low <= pause <= high for pause, low, high in limits)
 
 
 def test_a_failure_that_waiting_does_not_mend_ends_it_at_once(config: Config, cloud: Cloud) -> None:
@@ -176,7 +175,7 @@ def test_a_request_is_looked_for_after_the_last_answer_that_is_lost_too(config: 
 
 
 @pytest.mark.parametrize("stale", ["tpu-vm describe", "queued-resources describe"])
-def test_one_answer_that_it_is_not_there_does_not_delete_a_granted_slice(
+def test_one_answer_that_it_is_missing_does_not_delete_a_granted_slice(
     config: Config, cloud: Cloud, stale: str
 ) -> None:
     cloud.state.faults.clear()

@@ -98,9 +98,8 @@ def test_the_picture_of_the_readme_has_its_losses_and_loads_nothing() -> None:
     svg = (DOCS / "images" / "rehearsal.svg").read_text().replace("&#160;", " ").replace("&gt;", ">")
     assert not re.search(r"@font-face|url\(\"?https?:|href=\"https?:", svg)
     for text in (svg, (ROOT / "README.md").read_text()):
-        assert {"7.6547 -> 4.8259", "perplexity 182.71"} <= set(
-            re.findall(r"[\d.]+ -> [\d.]+|perplexity [\d.]+\d", text)
-        )
+        figures = re.findall(r"[\d.]+ -> [\d.]+|perplexity [\d.]+\d", text)
+        assert {"7.6547 -> 4.8259", "perplexity 182.71"} <= set(figures)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
@@ -126,8 +125,7 @@ def test_documentation_builds_and_needs_no_network(tmp_path: Path) -> None:
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
     assert built.returncode == 0, built.stdout + built.stderr
     for page in tmp_path.rglob("*.html"):
-        loaded = re.findall(r"<(?:script|img|iframe)[^>]* src=\"?(https?:[^\" >]+)", page.read_text())
-        loaded += re.findall(
-            r"<link[^>]*rel=\"?(?:stylesheet|preconnect|icon)[^>]* href=\"?(https?:[^\" >]+)", page.read_text()
-        )
+        text = page.read_text()
+        loaded = re.findall(r"<(?:script|img|iframe)[^>]* src=\"?(https?:[^\" >]+)", text)
+        loaded += re.findall(r"<link[^>]*rel=\"?(?:stylesheet|preconnect|icon)[^>]* href=\"?(https?:[^\" >]+)", text)
         assert not loaded, f"{page.name} loads {loaded}"

@@ -32,9 +32,8 @@ PREEMPTIONS = [Kind.PREEMPTED, Kind.HOST_LOST, Kind.CONNECTION_LOST, Kind.SAVED]
 
 
 def test_a_lost_connection_between_hosts_does_not_end_a_run_whose_file_names_no_budget() -> None:
-    decisions = [
-        decide(Verdict(Kind.CONNECTION_LOST), Retries(n, 0), Retries(), stop_requested=False) for n in range(4)
-    ]
+    lost = Verdict(Kind.CONNECTION_LOST)
+    decisions = [decide(lost, Retries(n, 0), Retries(), stop_requested=False) for n in range(4)]
     assert [decision.retry for decision in decisions] == [True, True, True, False]
 
 
@@ -45,9 +44,7 @@ def test_failures_wait_at_most_five_minutes() -> None:
 
 
 @given(st.lists(st.sampled_from(ENDED)), st.integers(0, 5), st.integers(0, 5))
-def test_no_history_starts_more_attempts_than_the_budgets_allow(
-    kinds: list[Kind], preemptions: int, failures: int
-) -> None:
+def test_no_history_starts_more_attempts_than_budgets_allow(kinds: list[Kind], preemptions: int, failures: int) -> None:
     events: list[RunEvent] = []
     for kind in kinds:
         if decide(Verdict(kind), spent_so_far(events), Retries(preemptions, failures), stop_requested=False).retry:

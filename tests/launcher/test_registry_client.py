@@ -143,9 +143,7 @@ def test_the_advice_fits_what_is_wrong_with_a_certificate(reason: str, advice: s
         client._network_reason(HOST, ssl.SSLCertVerificationError(1, text))
 
 
-def test_a_proxy_of_the_environment_is_used_with_its_login(
-    server: RegistryServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_environments_proxy_is_used_with_its_login(server: RegistryServer, monkeypatch: pytest.MonkeyPatch) -> None:
     heads: list[bytes] = []
 
     def tunnel(connection: socket.socket) -> None:
@@ -239,9 +237,8 @@ def test_damaged_documents_and_other_platforms_are_refused() -> None:
 
 def test_an_image_takes_no_more_layers_than_engines_do() -> None:
     entry = {"digest": "sha256:1", "size": 1}
-    image = read_image(
-        ManifestDocument(MANIFEST, json.dumps({"config": entry, "layers": [entry] * 126}).encode()), "name"
-    )
+    body = json.dumps({"config": entry, "layers": [entry] * 126}).encode()
+    image = read_image(ManifestDocument(MANIFEST, body), "name")
     with pytest.raises(BadInput, match="too many"):
         append_layers(image, {"rootfs": {"diff_ids": []}}, [], "name")
 

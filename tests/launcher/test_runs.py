@@ -96,9 +96,8 @@ class Hosts:
         self.hooks.setdefault(method, []).extend(failing(error) for error in errors)
 
     def end(self, exit_code: int) -> None:
-        self.state[self.attempts[-1].container] = ContainerState(
-            "exited", exit_code, finished_at="2026-01-01T00:00:00Z"
-        )
+        ended = ContainerState("exited", exit_code, finished_at="2026-01-01T00:00:00Z")
+        self.state[self.attempts[-1].container] = ended
 
 
 class FakeProvider:

@@ -44,9 +44,7 @@ def our_frames() -> Iterator[tuple[str, str]]:
         frame = frame.f_back
 
 
-def test_run_starts_containers_within_eight_frames_of_eight_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_starts_containers_in_eight_frames_of_eight_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_program(tmp_path, "gcloud", GCLOUD)
     write_program(tmp_path, "ssh")
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")

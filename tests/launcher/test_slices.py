@@ -185,9 +185,7 @@ def test_the_look_for_another_owner_names_the_bill_too(config: Config) -> None:
 
 
 @pytest.mark.parametrize("seconds", [5, 30, 70])
-def test_a_slice_that_another_command_deletes_meanwhile_stays_deleted(
-    cloud: Cloud, config: Config, seconds: float
-) -> None:
+def test_a_slice_that_another_command_deletes_stays_deleted(cloud: Cloud, config: Config, seconds: float) -> None:
     cloud.state.create_seconds = 120
     cloud.at(seconds, cloud.delete)
     with pytest.raises(Conflict, match="delete"):
@@ -251,9 +249,7 @@ def test_down_waits_for_a_gcloud_that_outlives_its_killed_command(cloud: Cloud, 
 @pytest.mark.parametrize(
     ("age", "longest"), [(60.0, 5), (-3600.0, 40)], ids=["a minute ago", "before the clock was set back"]
 )
-def test_down_waits_a_moment_at_most_for_an_older_create(
-    cloud: Cloud, config: Config, age: float, longest: float
-) -> None:
+def test_down_waits_only_a_moment_for_an_older_create(cloud: Cloud, config: Config, age: float, longest: float) -> None:
     clock = cloud.machine().clock
     slice_hints.save_create_time(config, clock.time() - age)
     begin = clock.monotonic()
@@ -262,10 +258,8 @@ def test_down_waits_a_moment_at_most_for_an_older_create(
 
 
 def test_down_ends_with_a_time_out_when_a_gcloud_that_asks_does_not_end(cloud: Cloud, config: Config) -> None:
-    with (
-        slice_hints.mark_create_in_flight(config),
-        pytest.raises(CommandTimeout, match="still in flight after 5 minutes"),
-    ):
+    late = pytest.raises(CommandTimeout, match="still in flight after 5 minutes")
+    with slice_hints.mark_create_in_flight(config), late:
         down(cloud, config)
 
 

@@ -64,7 +64,5 @@ def test_rows_tell_how_long_a_host_has_been_quiet_where_that_is_known() -> None:
     hosts = [HostStatus(0, "10.0.0.1", "running", "step 5", 120.0), HostStatus(1, "10.0.0.2", "out of reach", "")]
     status = Status("demo", None, "r", 0, None, [], hosts, ProgressLine(5))
     assert "step 5" in status.lines()[2]
-    assert status.rows() == [
-        ["0", "10.0.0.1", "running", "2 min ago", "step 5"],
-        ["1", "10.0.0.2", "out of reach", "", ""],
-    ]
+    running, lost = ["10.0.0.1", "running", "2 min ago", "step 5"], ["10.0.0.2", "out of reach", "", ""]
+    assert status.rows() == [["0", *running], ["1", *lost]]

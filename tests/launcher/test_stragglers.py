@@ -13,9 +13,7 @@ class Hosts:
 
     def __init__(self, count: int) -> None:
         self.count, self.step, self.watch = count, 0, Watch()
-        self.seconds: list[dict[str, float]] = [
-            {"data_wait": 0.0, "dispatch": 0.0, "result": 0.0} for _ in range(count)
-        ]
+        self.seconds = [{"data_wait": 0.0, "dispatch": 0.0, "result": 0.0} for _ in range(count)]
         self.told: list[str] = []
 
     def window(self, slow: dict[int, tuple[str, float]] | None = None, noise: float = 0.0) -> None:
@@ -98,8 +96,6 @@ def test_a_long_step_of_all_hides_no_straggler_in_the_heat_map_and_noise_is_fain
 
 def test_a_host_that_waits_for_others_has_no_seconds_of_its_own() -> None:
     before = {worker: ProgressLine(0) for worker in (0, 1)}
-    now = {
-        0: ProgressLine(10, seconds={"dispatch": 5.0, "result": 20.0}),
-        1: ProgressLine(10, seconds={"dispatch": 25.0}),
-    }
+    waits = ProgressLine(10, seconds={"dispatch": 5.0, "result": 20.0})
+    now = {0: waits, 1: ProgressLine(10, seconds={"dispatch": 25.0})}
     assert own_seconds(before, now) == {0: 0.5, 1: 2.5}

@@ -130,9 +130,8 @@ def test_a_run_is_finished_elsewhere_wherever_its_launcher_was_killed(
     begin(tmp_path / "laptop", "r", *recorded, url=url)
     hosts = Hosts([0], state={container_name("r", 0): ContainerState(running)})
     if running == "running":
-        hosts.hooks["observe"] = [lambda: None] * 4 + [
-            hosts.change(state={container_name("r", 0): ContainerState("exited", 0)})
-        ]
+        end = hosts.change(state={container_name("r", 0): ContainerState("exited", 0)})
+        hosts.hooks["observe"] = [lambda: None] * 4 + [end]
     hosts.slice_state = "READY" if running != "absent" else "PREEMPTED"
     ledger, said = import_run(tmp_path / "pod", this_machine(), f"{RUNS}/r"), list[str]()
 
@@ -189,9 +188,7 @@ def test_down_deletes_the_slice_although_the_run_s_bucket_refuses(tmp_path: Path
     assert any("run r: its stop can't be recorded" in text for text in said)
 
 
-def test_a_run_that_another_machine_supervises_keeps_its_requests(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_another_machine_supervises_keeps_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ledger = begin(tmp_path, "r", BEGAN, RUNS_NOW, PREEMPTED, AGAIN, url=f"{RUNS}/r/launcher")
     lease = ledger.bucket.read_lease()
     ledger.bucket.write_lease("pod:1", lease.generation)
@@ -291,10 +288,9 @@ def test_a_look_at_a_stopped_run_costs_one_request_beside_those_of_others_and_no
 
     server.fault, looks = meet, [len(server.requests)]
     machine = replace(this_machine(), clock=CountingClock(looks=3))
+    context = Context(tmp_path / "pod", {}, _no_provider, Output(print, pytest.fail), machine)
     with pytest.raises(_Enough):
-        Supervisor(
-            RUNS, Context(tmp_path / "pod", {}, _no_provider, Output(print, pytest.fail), machine), print
-        ).watch()
+        Supervisor(RUNS, context, print).watch()
     assert not alone, "looks wait for each other"
     assert [later - before for before, later in itertools.pairwise(looks)][1:] == [17, 17], "a list, and one each"
     assert not any("overlay-0" in path for _, path, _ in server.requests[looks[0] :])

@@ -86,9 +86,8 @@ def run(script: str, google: Google, folder: Path, kubeconfig: str = "") -> None
         "KUBECONFIG": kubeconfig,
         "HOME": str(folder),
     }
-    done = subprocess.run(
-        ["sh"], input=script, env={**os.environ, **environment}, text=True, capture_output=True, timeout=240
-    )
+    environment = os.environ | environment
+    done = subprocess.run(["sh"], input=script, env=environment, text=True, capture_output=True, timeout=240)
     assert done.returncode == 0, done.stderr
 
 
@@ -96,17 +95,12 @@ def test_each_script_grants_the_rights_and_a_vm_starts_the_container(google: Goo
     run(render("vm", SUPERVISOR), google, tmp_path)
     assert google.made["/v1/projects/my-project/roles"]["role"]["includedPermissions"] == list(PERMISSIONS)
     member, accounts = f"serviceAccount:{ACCOUNT}", "/v1/projects/my-project/serviceAccounts"
+    user, reader = ("roles/iam.serviceAccountUser", member), ("roles/artifactregistry.reader", member)
     assert google.granted() == {
         "/v1/projects/my-project:setIamPolicy": ("projects/my-project/roles/tpuLaunchSupervisor", member),
         "/storage/v1/b/my-bucket/iam": ("roles/storage.objectUser", member),
-        f"{accounts}/12345-compute@developer.gserviceaccount.com:setIamPolicy": (
-            "roles/iam.serviceAccountUser",
-            member,
-        ),
-        "/v1/projects/my-project/locations/us/repositories/images:setIamPolicy": (
-            "roles/artifactregistry.reader",
-            member,
-        ),
+        f"{accounts}/12345-compute@developer.gserviceaccount.com:setIamPolicy": user,
+        "/v1/projects/my-project/locations/us/repositories/images:setIamPolicy": reader,
     }
     machine = google.made["/compute/v1/projects/my-project/zones/us-central1-a/instances"]
     assert machine["machineType"].endswith("/e2-micro")
@@ -170,7 +164,6 @@ def test_options_of_the_script_are_refused_without_it() -> None:
 
 
 def test_an_image_needs_a_digest() -> None:
+    image = "us-docker.pkg.dev/p/r/launcher:latest@"
     with pytest.raises(BadInput, match="by digest"):
-        render(
-            "vm", SupervisorSpec(COMMAND[1], "us-docker.pkg.dev/p/r/launcher:latest@", "my-project", "us-central1-a")
-        )
+        render("vm", SupervisorSpec(COMMAND[1], image, "my-project", "us-central1-a"))

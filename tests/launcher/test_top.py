@@ -45,17 +45,9 @@ def test_a_frame_shows_the_run_its_curve_its_hosts_and_its_cost(columns: int) ->
     text = "\n".join(render(VIEW, columns))
     for words in ("attempt 1, running", "READY", "$6.44", "step 1,200/5,000   24%", "loss 5.04762", "812.3 examples/s"):
         assert words in text
-    assert "data wait 7%" in text
-    for words in (
-        "1:17:52 left",
-        "12.3/188 GiB",
-        "result 42 s",
-        "?",
-        "not reachable",
-        "7.591",
-        "5.048",
-        "attempt 1: started",
-    ):
+    for words in ("data wait 7%", "1:17:52 left", "12.3/188 GiB", "result 42 s", "?", "not reachable"):
+        assert words in text
+    for words in ("7.591", "5.048", "attempt 1: started"):
         assert words in text
     for words in ("10.0.0.1", "21.5/32 GiB", "7.0 GiB"):
         assert (words in text) == (columns == 160), "where there is room"
@@ -114,7 +106,7 @@ def test_a_look_reads_the_curve_of_all_attempts_once_and_asks_hosts_for_the_rest
     detach(work, work.config())
     ledger = work.ledger
     ledger.append(events.Ended(0, "saved", None))
-    ledger.append(events.AttemptBegan(1, image="i", command=["train"], overlay="", overlay_target="", preflight=""))
+    ledger.append(events.AttemptBegan(1, image="i", command=["train"]))
     work.hosts.state[container_name(ledger.run_id, 1)] = ContainerState("running")
     for attempt, step, loss in ((0, 1, 9.0), (0, 2, 8.0), (0, 3, 7.5), (1, 3, 7.0)):
         ledger.keep_progress(attempt, ProgressLine(step, 50, loss=loss))
