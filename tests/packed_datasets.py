@@ -1,10 +1,12 @@
 """Datasets of packed rows for tests, and their order."""
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from training.data.formats.dataset import Dataset
 from training.data.prepare.dataset_writer import DatasetPlan, WrittenDataset
 from training.data.prepare.pack import Encode, PackedRows, write_rows
 from training.data.sampling.order import Ints, TrainingOrder, split_places
@@ -15,6 +17,12 @@ def pack_documents(
 ) -> WrittenDataset:
     """Packed rows; `encode` returns the ids of each text."""
     return write_rows(url, plan, documents, PackedRows(plan, encode), **options)
+
+
+def pack_rows(folder: Path | str, plan: DatasetPlan, rows: Any) -> Dataset:
+    """Returns a dataset whose records are rows of ids. (records, plan.length)"""
+    numbers = list(map(str, range(len(rows))))
+    return pack_documents(str(folder), plan, lambda: numbers, lambda texts: [rows[int(text)] for text in texts]).dataset
 
 
 def batch_records(order: TrainingOrder, k: int) -> tuple[Ints, Ints]:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.packed_datasets import pack_documents
+from tests.packed_datasets import pack_rows
 from training.data.formats import example_codec
 from training.data.formats.dataset import Dataset
 from training.data.prepare.dataset_writer import DatasetPlan
@@ -19,10 +19,7 @@ ROWS = np.random.default_rng(0).integers(5, 30_000, (1000, 128)).astype(np.int32
 
 
 def make(folder: Path, **options: str) -> Dataset:
-    plan = DatasetPlan("train", 128, "t", 30_000, 400, **options)
-    return pack_documents(
-        str(folder), plan, lambda: map(str, range(1000)), lambda batch: [ROWS[int(text)] for text in batch]
-    ).dataset
+    return pack_rows(folder, DatasetPlan("train", 128, "t", 30_000, 400, **options), ROWS)
 
 
 def files(dataset: Dataset) -> list[str]:

@@ -12,7 +12,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.nightly import others_at_night
-from tests.packed_datasets import pack_documents
+from tests.packed_datasets import pack_rows
 from training.data.formats import tfrecord
 from training.data.formats.dataset import Dataset
 from training.data.formats.tfrecord import Corrupt
@@ -49,11 +49,7 @@ def ids(count: int, length: int = 12) -> Any:
 
 
 def make(folder: Path | str, count: int, layout: str = "compact", per_shard: int = 70) -> Dataset:
-    rows = ids(count)
-    plan = DatasetPlan("train", 12, "t", TOKENS.vocabulary, per_shard, layout)
-    return pack_documents(
-        str(folder), plan, lambda: map(str, range(count)), lambda texts: [rows[int(text)] for text in texts]
-    ).dataset
+    return pack_rows(folder, DatasetPlan("train", 12, "t", TOKENS.vocabulary, per_shard, layout), ids(count))
 
 
 @functools.cache

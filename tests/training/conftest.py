@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pytest
 
 from tests.bucket_server import BucketServer
-from tests.packed_datasets import pack_documents
+from tests.packed_datasets import pack_rows
 from tests.training.host_processes import Hosts
 from training.data.formats.dataset import Dataset
 from training.data.prepare.dataset_writer import DatasetPlan
@@ -33,13 +33,8 @@ class Samples:
         self, folder: Path | str, count: int, length: int = 8, per_shard: int = 10, seed: int = 0, **options: Any
     ) -> Dataset:
         """A dataset of `ids(count, length, seed)` in a folder, local or gs://. options: of DatasetPlan"""
-        rows = self.ids(count, length, seed)
-        plan = DatasetPlan(
-            "train", length, "t" * 64, vocabulary=self.vocabulary, records_per_shard=per_shard, **options
-        )
-        return pack_documents(
-            str(folder), plan, lambda: map(str, range(count)), lambda texts: [rows[int(text)] for text in texts]
-        ).dataset
+        plan = DatasetPlan("train", length, "t" * 64, self.vocabulary, per_shard, **options)
+        return pack_rows(folder, plan, self.ids(count, length, seed))
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from typing import Any
 import google_crc32c
 import pytest
 
-from launcher.emulator.http_server import Disconnected, HttpResponse
+from launcher.emulator.http_server import Disconnected, HttpResponse, json_response
 from training import storage
 from training.errors import BadInput, Exit
 from training.storage import gcs as bucket
@@ -262,9 +262,7 @@ def test_a_server_that_trickles_is_given_up_at_the_deadline(monkeypatch: pytest.
 
 
 def test_a_refusal_is_not_repeated_and_says_what_to_grant(gcs: Any) -> None:
-    gcs.fault = lambda request: HttpResponse(
-        403, b'{"error": {"code": 403, "message": "no access"}}', {"Content-Type": "application/json"}
-    )
+    gcs.fault = lambda request: json_response({"error": {"code": 403, "message": "no access"}}, 403)
     message = r"^gs://bucket/x: %s it is not allowed: no access\. Grant .* roles/storage.objectUser on gs://bucket$"
     with pytest.raises(storage.StorageError, match=message % "reading"):
         storage.read("gs://bucket/x")
@@ -274,11 +272,8 @@ def test_a_refusal_is_not_repeated_and_says_what_to_grant(gcs: Any) -> None:
 
 
 def test_a_bucket_that_takes_no_more_says_so_and_asks_for_no_role(gcs: Any) -> None:
-    full = (
-        b'{"error": {"code": 403, "message": "The project exceeded its quota.", '
-        b'"errors": [{"reason": "quotaExceeded"}]}}'
-    )
-    gcs.fault = lambda request: HttpResponse(403, full, {"Content-Type": "application/json"})
+    full = {"code": 403, "message": "The project exceeded its quota.", "errors": [{"reason": "quotaExceeded"}]}
+    gcs.fault = lambda request: json_response({"error": full}, 403)
     with pytest.raises(
         storage.StorageError,
         match=r"^gs://bucket/x: writing it was refused: The project exceeded its quota \(quotaExceeded\)\. "

@@ -1,14 +1,13 @@
 """Claims about `training.storage` on gs:// when Google's credentials are refreshed: the library's own credentials of a
 Compute Engine VM, and a metadata server that also misbehaves."""
 
-import json
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from launcher.emulator.http_server import HttpResponse
+from launcher.emulator.http_server import HttpResponse, json_response
 from tests.loopback import LoopbackServer
 from training import storage
 from training.storage import gcs as bucket
@@ -32,7 +31,7 @@ class MetadataServer(LoopbackServer):
         if request.path.partition("?")[0].endswith("/token"):
             self.tokens += 1
             content = {"access_token": f"token-{self.tokens}", "expires_in": 3600, "token_type": "Bearer"}
-        return HttpResponse(200, json.dumps(content).encode(), {"Content-Type": "application/json"})
+        return json_response(content)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from launcher.emulator.http_server import HttpResponse
+from launcher.emulator.http_server import json_response
 from tests.training.checkpoint_writers import IDENTITY, State, save_step, single_host_writer
 from training import storage
 from training.checkpoint.format import committed_steps
@@ -109,9 +109,7 @@ def test_without_a_right_to_delete_or_list_saves_go_on_and_old_checkpoints_stay(
     gcs: Any, method: str, path: str
 ) -> None:
     warnings: list[str] = []
-    refused = HttpResponse(
-        403, b'{"error": {"code": 403, "message": "no such access"}}', {"Content-Type": "application/json"}
-    )
+    refused = json_response({"error": {"code": 403, "message": "no such access"}}, 403)
     gcs.fault = lambda request: refused if request.method == method and request.path.endswith(path) else None
     saver = single_host_writer(FOLDER, 1, warn=warnings.append)
     for step in (10, 20, 30):

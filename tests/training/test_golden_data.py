@@ -13,7 +13,7 @@ import google_crc32c
 import numpy as np
 import pytest
 
-from tests.packed_datasets import pack_documents
+from tests.packed_datasets import pack_rows
 from training.data.formats.dataset import Dataset
 from training.data.loading.labelled_batches import LabelledBatches, labelled_evaluation
 from training.data.loading.mlm_batches import MlmBatches, mlm_evaluation
@@ -35,9 +35,7 @@ def make_masked(folder: Path, layout: str) -> Dataset:
     """A dataset for masked language modelling, with some special tokens in its rows."""
     rows = np.random.default_rng(0).integers(2, TOKENS.vocabulary, (RECORDS, LENGTH)).astype(np.int32)
     plan = DatasetPlan("train", LENGTH, "t", TOKENS.vocabulary, 250, layout)
-    return pack_documents(
-        str(folder), plan, lambda: map(str, range(RECORDS)), lambda texts: [rows[int(text)] for text in texts]
-    ).dataset
+    return pack_rows(folder, plan, rows)
 
 
 def make_labelled(folder: Path) -> Dataset:

@@ -9,15 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.packed_datasets import pack_rows
 from tests.training.damage import flip
 from tests.training.mlm_rows import TOKENS, mlm_batches, unmask
 from training import storage
+from training.data.formats import example_codec, tfrecord
 from training.data.formats.dataset import Dataset
 from training.data.formats.tfrecord import Corrupt
 from training.data.loading.fixed_shards import FixedShards
 from training.data.loading.mlm_batches import mlm_evaluation
 from training.data.loading.prefetch import DaemonPool
 from training.data.loading.record_source import HostSlice, read_replacing
+from training.data.prepare.dataset_writer import DatasetPlan
+from training.data.sampling import order
 from training.data.sampling.masking import Masking, SpecialTokens
 from training.errors import BadInput
 
@@ -39,14 +43,9 @@ def test_any_range_of_records_is_read_across_shards(samples: Any, tmp_path: Path
 
 
 def test_wide_ids_are_kept(tmp_path: Path) -> None:
-    from tests.packed_datasets import pack_documents
-    from training.data.prepare.dataset_writer import DatasetPlan
-
     plan = DatasetPlan("train", 8, "t", vocabulary=100_000, records_per_shard=4)
     ids = np.arange(99_920, 100_000, dtype=np.int32).reshape(10, 8)
-    dataset = pack_documents(
-        str(tmp_path), plan, lambda: map(str, range(10)), lambda texts: [ids[int(text)] for text in texts]
-    ).dataset
+    dataset = pack_rows(tmp_path, plan, ids)
     assert dataset.manifest.features["input_ids"].dtype == "int32"
     assert np.array_equal(rows(dataset), ids)
 
@@ -120,8 +119,6 @@ def test_ids_that_the_tokenizer_does_not_have_are_refused(samples: Any, tmp_path
 
 def test_a_valid_record_of_another_layout_is_refused(samples: Any, tmp_path: Path) -> None:
     """Right framing and right CRC, but the numbers would stand elsewhere."""
-    from training.data.formats import example_codec, tfrecord
-
     dataset = samples.make(tmp_path, 1)
     framed = tfrecord.frame(example_codec.encode({"input_idz": bytes(16)}))
     assert len(framed) == dataset.shards[0].bytes
@@ -157,8 +154,6 @@ def test_neighbouring_blocks_are_read_in_large_requests(samples: Any, gcs: Any) 
 
 
 def test_a_host_reads_only_what_its_rows_need(samples: Any, gcs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from training.data.sampling import order
-
     monkeypatch.setattr(order, "MIN_BLOCK", 4)
     monkeypatch.setattr(order, "WINDOW_BLOCKS", 64)  # several windows: what fits into one is read whole, once
     monkeypatch.setattr(order, "BLOCK_BYTES", 430)

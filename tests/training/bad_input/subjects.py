@@ -19,7 +19,7 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
-from tests.packed_datasets import pack_documents
+from tests.packed_datasets import pack_rows
 from tests.training.bad_input.mutations import TEXTS, dump_json, spoil_bytes, spoil_json, spoil_lines
 from training.checkpoint import format as checkpoint_format
 from training.checkpoint.safetensors_file import Damaged, TensorSpec
@@ -300,12 +300,7 @@ def read_checkpoint(folder: Path, random: Random) -> bool:
 def _good_dataset(folder: Path, layout: str) -> tuple[Dataset, dict[str, bytes]]:
     """A dataset of 20 records in two shards, and the bytes of its files."""
     rows = np.random.default_rng(0).integers(5, VOCABULARY, (20, LENGTH)).astype(np.int32)
-    dataset = pack_documents(
-        str(folder / layout),
-        DatasetPlan("train", LENGTH, "t", VOCABULARY, 10, layout),
-        lambda: map(str, range(20)),
-        lambda texts: [rows[int(text)] for text in texts],
-    ).dataset
+    dataset = pack_rows(folder / layout, DatasetPlan("train", LENGTH, "t", VOCABULARY, 10, layout), rows)
     return dataset, {path.name: path.read_bytes() for path in (folder / layout).iterdir()}
 
 
