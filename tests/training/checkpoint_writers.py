@@ -26,19 +26,16 @@ class State:
         return {name: TensorSpec("F32", value.shape, value.nbytes) for name, value in self.values.items()}
 
     def copy(self, places: Mapping[str, memoryview]) -> Snapshot:
-        return Snapshot(
-            (np.frombuffer(place, np.float32), self.values[name].reshape(-1)) for name, place in places.items()
-        )
+        values = ((place, self.values[name].reshape(-1)) for name, place in places.items())
+        return Snapshot((np.frombuffer(place, np.float32), value) for place, value in values)
 
     def accept(self, tensors: Mapping[str, tuple[TensorSpec, memoryview]]) -> None:
         for name, (info, data) in tensors.items():
             self.values[name] = np.frombuffer(bytes(data), np.float32).reshape(info.shape)
 
     def is_of(self, step: int) -> bool:
-        return all(
-            np.array_equal(value, other)
-            for value, other in zip(self.values.values(), State(step).values.values(), strict=True)
-        )
+        pairs = zip(self.values.values(), State(step).values.values(), strict=True)
+        return all(np.array_equal(value, other) for value, other in pairs)
 
 
 def single_host_writer(

@@ -84,20 +84,16 @@ class Runs:
         timer: PhaseTimer | None = None,
         **changes: Any,
     ) -> dict[str, Any]:
-        document = small_runs.document(
-            self.folder, **{"train__steps": 40, "checkpoint__every_steps": 10, "export__at_end": False, **changes}
-        )
-        settings = from_document(Document("test", document, {}))
+        changes = {"train__steps": 40, "checkpoint__every_steps": 10, "export__at_end": False, **changes}
+        settings = from_document(Document("test", small_runs.document(self.folder, **changes), {}))
         dependencies = Dependencies(
             storage=self.storage,
             trackers=("jsonl",),
             open_backend=lambda config, *others: NumpyBackend(config, fault, evaluation_loss),
             profiles=lambda _: None,
         )
-        stop = shutdown or ShutdownRequest()
-        return train(
-            settings, small_runs.this_host(run_id, attempt), SingleHost(), stop, timer or PhaseTimer(), dependencies
-        )
+        host, stop = small_runs.this_host(run_id, attempt), shutdown or ShutdownRequest()
+        return train(settings, host, SingleHost(), stop, timer or PhaseTimer(), dependencies)
 
     def path(self, run_id: str) -> Path:
         return self.folder / "runs" / run_id

@@ -59,9 +59,8 @@ def test_later_arrivals_do_not_move_the_deadline_of_a_barrier() -> None:
 
 def test_hosts_of_another_run_attempt_or_size_are_refused() -> None:
     state = BarrierState(Identity("run", 1, 2))
-    assert state.connect(0, Identity("other", 1, 2), 0.0) == Refusal(
-        "host 0 is in run 'run', this host in run 'other'", False
-    )
+    refusal = Refusal("host 0 is in run 'run', this host in run 'other'", False)
+    assert state.connect(0, Identity("other", 1, 2), 0.0) == refusal
     stale = state.connect(0, Identity("run", 0, 2), 0.0)
     assert "attempt 1" in stale.reason
     assert stale.final

@@ -63,9 +63,8 @@ def test_a_metadata_server_that_stays_away_is_a_storage_error_that_names_the_obj
 ) -> None:
     monkeypatch.setattr(bucket, "timeouts", bucket.Timeouts(deadline=1, first_delay=0.01, longest_delay=0.1))
     metadata.fault = lambda: HttpResponse(404, b"no such service account")
-    with pytest.raises(
-        types.StorageError, match=r"^gs://bucket/x: reading it failed for \d s, \d+ times; last: RefreshError.*404"
-    ):
+    why = r"^gs://bucket/x: reading it failed for \d s, \d+ times; last: RefreshError.*404"
+    with pytest.raises(types.StorageError, match=why):
         storage.read("gs://bucket/x")
 
 

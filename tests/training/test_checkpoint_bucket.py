@@ -64,9 +64,7 @@ class Patient(SingleHost):
         return [payload]
 
 
-def test_hosts_wait_for_each_other_longer_than_storage_waits_for_a_part(
-    gcs: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hosts_wait_for_each_other_longer_than_storage_for_a_part(gcs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the rate at which storage gives up, this part takes 512 s: a host may have it written in 300 s, or not."""
     monkeypatch.setattr(bucket, "timeouts", replace(bucket.timeouts, rate=0.5))
     part = sum(value.nbytes for value in State(0).values.values())
@@ -105,9 +103,7 @@ def test_a_checkpoint_becomes_a_model_folder(gcs: Any) -> None:
 
 
 @pytest.mark.parametrize(("method", "path"), [("DELETE", ""), ("GET", "/o")], ids=["deletion", "listing"])
-def test_without_a_right_to_delete_or_list_saves_go_on_and_old_checkpoints_stay(
-    gcs: Any, method: str, path: str
-) -> None:
+def test_without_a_right_to_delete_or_list_saves_go_on_and_old_ones_stay(gcs: Any, method: str, path: str) -> None:
     warnings: list[str] = []
     refused = json_response({"error": {"code": 403, "message": "no such access"}}, 403)
     gcs.fault = lambda request: refused if request.method == method and request.path.endswith(path) else None

@@ -77,10 +77,8 @@ def save(
     meeting = Meeting(hosts)
 
     def work(worker: int) -> int | None:
-        cluster = Cluster(worker, ("h",) * hosts, run_id="r")
-        saver = CheckpointWriter(
-            str(folder), cluster, meeting.of(worker), RunDescription(IDENTITY, {}, "code", token), Keep(keep)
-        )
+        cluster, description = Cluster(worker, ("h",) * hosts, run_id="r"), RunDescription(IDENTITY, {}, "code", token)
+        saver = CheckpointWriter(str(folder), cluster, meeting.of(worker), description, Keep(keep))
         saver.continue_from(0, damaged)
         for step in steps:
             state = State(step)
@@ -91,14 +89,14 @@ def save(
     return on_all(hosts, work)
 
 
-def load(
-    folder: Path, hosts: int = 1, identity: Mapping[str, Any] = IDENTITY
-) -> tuple[Restored | None, State, list[str]]:
+def load(folder: Path, hosts: int = 1, identity: Mapping[str, Any] = IDENTITY) -> tuple[Restored, State, list[str]]:
     meeting, warnings = Meeting(hosts), list[str]()
     states = [State(-1) for _ in range(hosts)]
-    results = on_all(
-        hosts, lambda worker: restore(str(folder), meeting.of(worker), identity, states[worker].accept, warnings.append)
-    )
+
+    def work(worker: int) -> Restored | None:
+        return restore(str(folder), meeting.of(worker), identity, states[worker].accept, warnings.append)
+
+    results = on_all(hosts, work)
     for result in results:
         if isinstance(result, Exception):
             raise result
@@ -183,20 +181,15 @@ def test_without_a_manifest_nothing_is_committed_and_the_next_commit_clears_it_a
 
 def test_what_killed_writers_left_hidden_goes_with_the_next_commit(tmp_path: Path) -> None:
     save(tmp_path, [10])
-    older, other, newer = (
-        tmp_path / f"step-000000{step}" / ".part-0-of-2.old.safetensors.0123.partial" for step in (10, 15, 30)
-    )
-    for left in (older, other, newer):
-        left.parent.mkdir(exist_ok=True)
-        left.write_bytes(b"half")
+    name = ".part-0-of-2.old.safetensors.0123.partial"
+    older, other, newer = (tmp_path / f"step-000000{step}" / name for step in (10, 15, 30))
+    for partial in (older, other, newer):
+        partial.parent.mkdir(exist_ok=True)
+        partial.write_bytes(b"half")
     (tmp_path / "notes").mkdir()
     save(tmp_path, [20], token="u")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "notes",
-        "step-00000010",
-        "step-00000020",
-        "step-00000030",
-    ]
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["notes", "step-00000010", "step-00000020", "step-00000030"]
     assert not older.exists()
     assert newer.exists(), "another process may still write it"
     assert committed_steps(str(tmp_path)) == [20, 10]
@@ -231,10 +224,8 @@ def test_a_save_that_is_slower_than_its_interval_is_waited_for_counted_and_told_
     saver.wait()
     assert saver.blocked_seconds > 4 * 0.05
     assert len(warnings) == 1
-    assert (
-        "for the one of step 20 before that of step 30 could begin; save less often (checkpoint.every_steps"
-        in warnings[0]
-    )
+    told = "for the one of step 20 before that of step 30 could begin; save less often (checkpoint.every_steps"
+    assert told in warnings[0]
 
 
 @pytest.mark.parametrize("worker", [0, 1])
@@ -260,9 +251,7 @@ def test_a_state_that_is_not_finite_on_one_host_is_committed_by_none(tmp_path: P
     assert committed_steps(str(tmp_path)) == [10]
 
 
-def test_a_committed_state_that_is_not_finite_is_passed_over_and_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_committed_state_that_is_not_finite_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, [10])
     with monkeypatch.context() as patch:
         patch.setattr(saving, "find_nonfinite", lambda tensors: None)

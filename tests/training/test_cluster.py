@@ -85,13 +85,9 @@ def test_a_notebook_is_refused_a_tpu_of_several_hosts(monkeypatch: pytest.Monkey
 )
 def test_both_formats_of_the_metadata(text: str, addresses: tuple[str, ...]) -> None:
     assert parse_endpoints(text) == addresses
-    known = {
-        "worker-network-endpoints": text,
-        "agent-worker-number": str(len(addresses) - 1),
-        "accelerator-type": "v4-16",
-    }
-    cluster = from_metadata(known.get, {})
-    assert cluster == Cluster(len(addresses) - 1, addresses, "v4-16")
+    last = len(addresses) - 1
+    known = {"worker-network-endpoints": text, "agent-worker-number": str(last), "accelerator-type": "v4-16"}
+    assert from_metadata(known.get, {}) == Cluster(last, addresses, "v4-16")
 
 
 @pytest.mark.parametrize(
@@ -148,20 +144,15 @@ def test_a_slice_with_another_number_of_hosts_is_refused() -> None:
 
 
 def test_tensorflow_leaves_the_chips_to_a_slices_workers_and_refuses_the_wheel_for_cpus() -> None:
-    assert tensorflow_environment(Cluster(0, ("a",), "v4-16"), {"TPU_NAME": "grpc://a:8470,grpc://b:8470"}) == {
-        "TPU_LOAD_LIBRARY": "0"
-    }
-    with pytest.raises(
-        BadInput,
-        match=r"has TensorFlow for CPUs: build it with `image\.build_args: \{REQUIREMENTS: requirements-tpu\.txt\}`",
-    ):
+    workers = {"TPU_NAME": "grpc://a:8470,grpc://b:8470"}
+    assert tensorflow_environment(Cluster(0, ("a",), "v4-16"), workers) == {"TPU_LOAD_LIBRARY": "0"}
+    why = r"has TensorFlow for CPUs: build it with `image\.build_args: \{REQUIREMENTS: requirements-tpu\.txt\}`"
+    with pytest.raises(BadInput, match=why):
         tensorflow_environment(Cluster(0, ("a",), "v4-8"), {})
 
 
 @pytest.mark.parametrize("name", ["v3-32", "v4-32"])
-def test_a_tensorflow_worker_gets_its_topology_its_peers_and_the_plugin(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tensorflow_worker_gets_topology_peers_and_plugin(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plugin = {"NEXT_PLUGGABLE_DEVICE_USE_C_API": "true", "TF_PLUGGABLE_DEVICE_LIBRARY_PATH": "/libtpu.so"}
     monkeypatch.setattr(pod, "tensorflow_plugin", lambda: plugin)
     cluster = Cluster(2, tuple(f"10.0.0.{number}" for number in range(4)), name)

@@ -109,13 +109,11 @@ def test_the_batch_is_checked_against_the_slice_before_it_exists() -> None:
 
 def test_the_mesh_is_checked_against_the_slice_and_the_backend_before_anything_exists() -> None:
     meshed = changed("global_batch_size: 64", "global_batch_size: 64\n  mesh: {fsdp: 3}")
-    assert "train.mesh.fsdp: train.mesh.fsdp is 3, which does not divide 8 devices; use 1, 2, 4, 8 (" in mistakes(
-        meshed
-    )
-    assert config_of(meshed.replace("fsdp: 3", "fsdp: 4")).train.mesh.fsdp == 4
-    assert "holds the whole state on every device" in mistakes(
-        meshed.replace("fsdp: 3", "fsdp: 4") + "backend: tensorflow\n"
-    )
+    told = "train.mesh.fsdp: train.mesh.fsdp is 3, which does not divide 8 devices; use 1, 2, 4, 8 ("
+    assert told in mistakes(meshed)
+    right = meshed.replace("fsdp: 3", "fsdp: 4")
+    assert config_of(right).train.mesh.fsdp == 4
+    assert "holds the whole state on every device" in mistakes(right + "backend: tensorflow\n")
 
 
 def test_the_batch_must_divide_by_the_gradient_accumulation_too() -> None:
@@ -158,9 +156,8 @@ def test_a_model_for_the_hub_needs_the_token_on_the_hosts() -> None:
         assert config_of(GOOD + hub + given).hub is not None
     without_slice = changed("slice:\n  accelerator_type: v4-16\n", "") + hub
     assert config_of(without_slice).hub is not None  # the environment's business
-    assert "run.yaml:17: hub.repository: must be a name on the Hub, ORGANISATION/NAME, not 'model'" in mistakes(
-        GOOD + "hub: {repository: model}\n"
-    )
+    told = "run.yaml:17: hub.repository: must be a name on the Hub, ORGANISATION/NAME, not 'model'"
+    assert told in mistakes(GOOD + "hub: {repository: model}\n")
 
 
 @pytest.mark.parametrize("section", ["run: {secrets: 5}", "run: {secrets: HF_TOKEN}", "gke: {secrets: 5}", "run: 5"])
@@ -178,7 +175,6 @@ def test_folders_and_buckets_are_places(place: str) -> None:
 def test_a_checkpoint_of_another_program_is_named_with_what_is_wrong() -> None:
     config = config_of(GOOD)
     assert restore(config.canonical(), "step 40") == config
-    with pytest.raises(
-        BadInput, match=r"^step 40: the configuration in it can't be read: train: Field required; it was"
-    ):
+    why = "^step 40: the configuration in it can't be read: train: Field required; it was"
+    with pytest.raises(BadInput, match=why):
         restore({key: value for key, value in config.canonical().items() if key != "train"}, "step 40")

@@ -150,14 +150,8 @@ def test_a_fingerprint_changes_with_the_text(tmp_path: Path, gcs: object) -> Non
 
 
 def test_words_begin_with_their_space_and_special_tokens_are_not_words() -> None:
-    assert count_words(["the cat", "the  ``cat''", "a[MASK]b", ""]) == {
-        "▁the": 2,
-        "▁cat": 1,
-        "▁": 1,
-        '▁"cat"': 1,
-        "▁a": 1,
-        "▁b": 1,
-    }
+    counts = count_words(["the cat", "the  ``cat''", "a[MASK]b", ""])
+    assert counts == {"▁the": 2, "▁cat": 1, "▁": 1, '▁"cat"': 1, "▁a": 1, "▁b": 1}
 
 
 def test_equally_frequent_words_are_a_sample_of_all_and_the_same_each_time(monkeypatch: pytest.MonkeyPatch) -> None:

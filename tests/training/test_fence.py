@@ -139,9 +139,7 @@ def test_a_commit_whose_answer_was_lost_counts_as_own(checkpoints: str) -> None:
 
 
 @pytest.mark.parametrize("looks", [4, 5], ids=["after the commit", "after the listing"])
-def test_another_look_at_the_fence_that_fails_is_a_warning_and_deletes_nothing(
-    run: str, checkpoints: str, looks: int
-) -> None:
+def test_another_look_at_the_fence_that_fails_warns_and_deletes_nothing(run: str, checkpoints: str, looks: int) -> None:
     warnings = list[str]()
     writer = single_host_writer(checkpoints, keep_last=1, warn=warnings.append)
     failures = iter([*[None] * looks, StorageError("503")])

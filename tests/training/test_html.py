@@ -23,14 +23,8 @@ def attempt(
     """What an attempt leaves in the run's folder."""
     start = folder / "attempts" / f"attempt-{number:04d}.t{number}.json"
     start.parent.mkdir(parents=True, exist_ok=True)
-    record = {
-        "run_id": "bert-<1>",
-        "began": 1795169047.0 + number,
-        "hosts": ["a", "b"],
-        "code": "c0de",
-        "config": {"seed": 1},
-    }
-    start.write_text(json.dumps(record))
+    record = {"run_id": "bert-<1>", "hosts": ["a", "b"], "code": "c0de", "config": {"seed": 1}}
+    start.write_text(json.dumps({**record, "began": 1795169047.0 + number}))
     log = MetricsLog(str(folder), number, resumed_at)
     for step in steps:
         log.log(step, {"loss": 8.0 / step, "learning_rate": 1e-4, "examples_per_second": 100.0 + step})
@@ -61,14 +55,9 @@ def test_the_report_of_a_failed_run_has_all_attempts(tmp_path: Path) -> None:
     page_text = texts(html.render_report(html.read_run(str(tmp_path))))
     assert "bert-<1> failed" in page_text
     assert "the loss of step 50 is nan & <infinite>" in page_text
-    for words in (
-        "stopped after step 30",
-        "going on, or killed",
-        "8.0000 → 0.1600",
-        "evaluation accuracy",
-        "None was committed",
-    ):
+    for words in ("stopped after step 30", "going on, or killed", "evaluation accuracy", "None was committed"):
         assert words in page_text
+    assert "8.0000 → 0.1600" in page_text
     assert "Goodput, the share of the time that was spent in steps: 60.0% of 20.0 s" in page_text
 
 
@@ -87,18 +76,11 @@ def test_the_report_of_a_finished_run_has_figures_and_confusion(tmp_path: Path) 
     result = CliRunner().invoke(tpu_train, ["report", str(tmp_path)])
     assert result.output.strip() == str(tmp_path / "report.html")
     page_text = texts((tmp_path / "report.html").read_text())
-    for words in (
-        "bank finished",
-        "1,234.5",
-        "9,876",
-        "41.2%",
-        "in steps: 60.0% of 10.0 s",
-        "4 graphs",
-        "3 rows of damaged records",
-        "hub: org/bank has step 30: https://hub/org/bank/commit/1",
-        "card <lost> taken for card stolen: 3 of 10",
-    ):
+    for words in ("bank finished", "1,234.5", "9,876", "41.2%", "in steps: 60.0% of 10.0 s", "4 graphs"):
         assert words in page_text
+    assert "3 rows of damaged records" in page_text
+    assert "hub: org/bank has step 30: https://hub/org/bank/commit/1" in page_text
+    assert "card <lost> taken for card stolen: 3 of 10" in page_text
     assert "90.0%" not in page_text, "one goodput: over all attempts"
     picture = ElementTree.parse(tmp_path / "confusion.svg").getroot()
     assert "card stolen taken for card <lost>: 1 of 10" in " ".join(picture.itertext())

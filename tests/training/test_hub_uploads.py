@@ -91,9 +91,8 @@ def test_an_upload_whose_thread_hangs_is_named_too(tmp_path: Path, monkeypatch: 
 
 def test_a_stop_during_the_last_upload_ends_the_upload_and_not_the_run(tmp_path: Path) -> None:
     warnings: list[str] = []
-    with uploader(
-        tmp_path, f"import pathlib, time; pathlib.Path({str(tmp_path / 'up')!r}).touch(); time.sleep(60)", warnings
-    ) as pushes:
+    script = f"import pathlib, time; pathlib.Path({str(tmp_path / 'up')!r}).touch(); time.sleep(60)"
+    with uploader(tmp_path, script, warnings) as pushes:
         pushes.note_commit(8)
         assert pushes.finish(8, (tmp_path / "up").exists)["error"] == "not done when this host was asked to stop"
     assert len(warnings) == 1
@@ -116,9 +115,7 @@ def test_close_ends_an_upload_at_once(tmp_path: Path) -> None:
 
 
 def test_a_result_is_a_step_and_a_commit_and_nothing_else() -> None:
-    assert find_result(["x", RESULT, "[" * 10, "{}", '{"step": "8", "commit": null}']) == {
-        "step": 8,
-        "commit": "https://hub/commit/1",
-    }
+    found = find_result(["x", RESULT, "[" * 10, "{}", '{"step": "8", "commit": null}'])
+    assert found == {"step": 8, "commit": "https://hub/commit/1"}
     assert find_result(["[" * 100_000]) is None
     assert find_result([]) is None

@@ -42,9 +42,8 @@ def rows(count: int, seed: int = 0) -> list[LabelledText]:
     texts = []
     for number in range(count):
         size = chance.choice((3, 5, 8, 8, 8, 12, 16, 20, 40))
-        texts.append(
-            (" ".join(map(str, [0, 5 + number % 90, *([5 + number // 90] * (size - 3)), 1])), LABELS[number % 3])
-        )
+        ids = [0, 5 + number % 90, *([5 + number // 90] * (size - 3)), 1]
+        texts.append((" ".join(map(str, ids)), LABELS[number % 3]))
     return texts
 
 
@@ -65,9 +64,8 @@ def contents(parts: list[LabelledBatch]) -> Counter[tuple[tuple[int, ...], int]]
     """What rows hold, without padding."""
     counts: Counter[tuple[tuple[int, ...], int]] = Counter()
     for batch in parts:
-        for ids, mask, label, weight in zip(
-            batch.input_ids, batch.attention_mask, batch.labels, batch.weights, strict=True
-        ):
+        rows = zip(batch.input_ids, batch.attention_mask, batch.labels, batch.weights, strict=True)
+        for ids, mask, label, weight in rows:
             if weight:
                 counts[tuple(ids[mask > 0].tolist()), int(label)] += 1
     return counts
@@ -85,9 +83,8 @@ def test_rows_are_padded_to_their_bucket_and_cut_at_the_longest(tmp_path: Path) 
     dataset = make(tmp_path, 100)
     assert (dataset.manifest.rows, dataset.manifest.labels, dataset.records) == ("class-labelled", LABELS, 100)
     assert {shard.length for shard in dataset.shards} == {8, 16, 32}
-    made = write_labelled_rows(
-        str(tmp_path / "b"), DatasetPlan("train", 32, "t", 100, 10), BUCKETS, CLASSES, lambda: rows(100), encode, pad=3
-    )
+    plan = DatasetPlan("train", 32, "t", 100, 10)
+    made = write_labelled_rows(str(tmp_path / "b"), plan, BUCKETS, CLASSES, lambda: rows(100), encode, pad=3)
     assert made.note.split()[0] == str(sum(len(text.split()) > 32 for text, _ in rows(100)))
 
 
@@ -185,10 +182,9 @@ def test_writing_again_does_nothing_and_other_labels_are_refused(tmp_path: Path)
     again = write_labelled_rows(str(tmp_path), plan, BUCKETS, CLASSES, lambda: 1 / 0, encode, pad=3)
     assert again.reused
     assert {stat.url: storage.read(stat.url) for stat in storage.listing(str(tmp_path))} == first
+    two = ClassLabels(tuple(LABELS[:2]))
     with pytest.raises(BadInput, match="label 'transfer' is not among the 2 labels"):
-        write_labelled_rows(
-            str(tmp_path / "x"), plan, BUCKETS, ClassLabels(tuple(LABELS[:2])), lambda: rows(50), encode, pad=3
-        )
+        write_labelled_rows(str(tmp_path / "x"), plan, BUCKETS, two, lambda: rows(50), encode, pad=3)
 
 
 def test_rows_without_text_or_label_are_named() -> None:

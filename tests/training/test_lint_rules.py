@@ -8,10 +8,8 @@ FOUR, FIVE = {"x": (4, 8)}, {"x": (5, 8)}
 def step(
     compilations: int = 0, *findings: LintFinding, numbers: tuple[int, ...] = (1,), transfers: int = 0
 ) -> StepTrace:
-    operations = [
-        TracedOperation("addmm", "([4, 8])", "m.py:1"),
-        *(TracedOperation("roll", f"([4, 8], {number})", "m.py:2") for number in numbers),
-    ]
+    rolls = [TracedOperation("roll", f"([4, 8], {number})", "m.py:2") for number in numbers]
+    operations = [TracedOperation("addmm", "([4, 8])", "m.py:1"), *rolls]
     return StepTrace(list(findings), operations, compilations, transfers)
 
 

@@ -33,9 +33,8 @@ def tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write_rows(path: Path, count: int) -> str:
-    path.write_text(
-        "\n".join(json.dumps({"text": "x" * (number % 40), "kind": NAMES[number % 3]}) for number in range(1, count))
-    )
+    rows = ({"text": "x" * (number % 40), "kind": NAMES[number % 3]} for number in range(1, count))
+    path.write_text("\n".join(map(json.dumps, rows)))
     return str(path)
 
 
@@ -94,11 +93,8 @@ def test_options_that_do_not_fit_together_are_refused(tmp_path: Path, changes: A
 
 
 def test_a_file_of_labels_is_a_list_of_different_names(tmp_path: Path) -> None:
-    for content, message in (
-        ("{", "not JSON"),
-        ('["a", "a"]', "a JSON list of different strings"),
-        ("[]", "a JSON list"),
-    ):
+    cases = {"{": "not JSON", '["a", "a"]': "a JSON list of different strings", "[]": "a JSON list"}
+    for content, message in cases.items():
         (tmp_path / "names.json").write_text(content)
         with pytest.raises(BadInput, match=message):
             list(make_datasets(options(tmp_path, task="classification", labels=str(tmp_path / "names.json"))))

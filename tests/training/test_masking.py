@@ -124,9 +124,8 @@ def test_no_rows_are_no_rows() -> None:
 
 
 def test_special_tokens_come_from_tokenizer_json() -> None:
-    added = [
-        {"id": i, "content": c, "special": True} for i, c in enumerate(["[CLS]", "[SEP]", "<unk>", "<pad>", "[MASK]"])
-    ]
+    names = ["[CLS]", "[SEP]", "<unk>", "<pad>", "[MASK]"]
+    added = [{"id": number, "content": name, "special": True} for number, name in enumerate(names)]
     content: dict[str, Any] = {"added_tokens": added, "model": {"type": "Unigram", "vocab": [["x", 0.0]] * 60}}
     assert special_tokens(content, "t") == SpecialTokens(4, 3, frozenset(range(5)), 60)
     content["model"] = {"type": "WordPiece", "vocab": {"a": 70}}

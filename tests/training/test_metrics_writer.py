@@ -171,7 +171,7 @@ def test_the_trackers_of_an_attempt_learn_whether_it_failed(tmp_path: Path, erro
     assert ends == [failed]
 
 
-def test_recording_an_error_takes_less_time_than_other_hosts_wait(
+def test_recording_an_error_takes_less_than_other_hosts_wait(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     release = threading.Event()

@@ -36,9 +36,8 @@ def rows(dataset: Dataset, steps: range, host: int = 0, hosts: int = 1) -> list[
     found = []
     for step in steps:
         batch = batches.batch(step)
-        found.append(
-            [tuple(map(int, row)) for row in zip(batch.records, *batch.input_ids.T, *batch.labels.T, strict=True)]
-        )
+        columns = (batch.records, *batch.input_ids.T, *batch.labels.T)
+        found.append([tuple(map(int, row)) for row in zip(*columns, strict=True)])
     batches.close()
     return found
 

@@ -55,9 +55,8 @@ def test_only_the_last_tail_of_a_split_is_dropped(
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pack, "BATCH_DOCUMENTS", batch)
-        made = pack_documents(
-            str(tmp_path_factory.mktemp("d")), plan(records_per_shard=per_shard), lambda: documents, encode
-        )
+        url = str(tmp_path_factory.mktemp("d"))
+        made = pack_documents(url, plan(records_per_shard=per_shard), lambda: documents, encode)
     assert rows(made).reshape(-1).tolist() == stream[: len(stream) // LENGTH * LENGTH].tolist()
     assert made.note == f"from {count} documents; {len(stream) % LENGTH} tokens at the end fill no row"
     assert all(shard.records == per_shard for shard in made.dataset.shards[:-1])
@@ -135,20 +134,13 @@ def test_a_finished_dataset_is_left_alone_and_another_one_is_not_overwritten(tmp
     assert again.reused
     assert again.dataset == first.dataset
     for other in (plan(length=4), plan(tokenizer_hash="u"), plan(origin={"corpus": "y"})):
-        with pytest.raises(
-            BadInput,
-            match=rf"{url} holds another dataset \(\d+ records of 8 tokens\): use another --out, or --overwrite",
-        ):
+        why = rf"{url} holds another dataset \(\d+ records of 8 tokens\): use another --out, or --overwrite"
+        with pytest.raises(BadInput, match=why):
             pack_documents(url, other, lambda: documents, encode)
     assert content(url) == before
     made = pack_documents(url, plan(length=4, records_per_shard=50), lambda: documents, encode, overwrite=True)
     assert made.dataset.sequence_length == 4
-    assert set(content(url)) == {
-        "/dataset.json",
-        "/train-00000.tfrecord",
-        "/train-00001.tfrecord",
-        "/train-00002.tfrecord",
-    }
+    assert set(content(url)) == {"/dataset.json", *(f"/train-0000{shard}.tfrecord" for shard in range(3))}
 
 
 def test_the_beginning_of_another_dataset_is_not_mixed_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,12 +186,8 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pack, "BATCH_CHARACTERS", 1 << 16)
         tracemalloc.start()
-        made = pack_documents(
-            str(tmp_path),
-            plan(records_per_shard=5000),
-            documents,
-            lambda texts: [np.arange(20_000, dtype=np.int32) % 1000] * len(texts),
-        )
+        ids = np.arange(20_000, dtype=np.int32) % 1000
+        made = pack_documents(str(tmp_path), plan(records_per_shard=5000), documents, lambda texts: [ids] * len(texts))
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
     assert made.dataset.records == 625_000

@@ -81,10 +81,8 @@ def test_each_host_writes_slices_that_it_holds_and_any_reader_gets_whole_tensors
                 (np.frombuffer(view, np.float32).reshape(held[key].shape), held[key]) for key, view in buffers.items()
             )
 
-        cluster = Cluster(worker, ("h",) * HOSTS, run_id="r")
-        writer = CheckpointWriter(
-            str(tmp_path), cluster, meeting.of(worker), RunDescription(IDENTITY, {}, "code", "t"), Keep(2)
-        )
+        cluster, description = Cluster(worker, ("h",) * HOSTS, run_id="r"), RunDescription(IDENTITY, {}, "code", "t")
+        writer = CheckpointWriter(str(tmp_path), cluster, meeting.of(worker), description, Keep(2))
         writer.prepare(SPECS, split)
         writer.save(10, SPECS, copy, {}, split)
         writer.wait()

@@ -78,12 +78,8 @@ def test_a_run_has_a_program_for_each_shape() -> None:
 def test_buckets_are_programs_of_their_own() -> None:
     config = CONFIG.model_copy(update={"task": "classification"})
     facts = assume_facts(config, 30522, (32, 64), 77)
-    assert [str(graph) for graph in list_graphs(config, facts)] == [
-        "training, 64 x 64",
-        "training, 64 x 32",
-        "evaluation, 16 x 64",
-        "evaluation, 16 x 32",
-    ]
+    graphs = list(map(str, list_graphs(config, facts)))
+    assert graphs == ["training, 64 x 64", "training, 64 x 32", "evaluation, 16 x 64", "evaluation, 16 x 32"]
 
 
 @pytest.mark.parametrize(
@@ -95,10 +91,8 @@ def test_assumed_facts_must_fit_the_task(task: str, lengths: tuple[int, ...], la
 
 
 def test_a_refusal_for_memory_is_explained() -> None:
-    assert explain_refusal(REFUSAL) == (
-        int(22.46 * GIB),
-        "does not fit: it needs 22.46 GiB of HBM a device, and 15.48 GiB are there",
-    )
+    told = "does not fit: it needs 22.46 GiB of HBM a device, and 15.48 GiB are there"
+    assert explain_refusal(REFUSAL) == (int(22.46 * GIB), told)
     (allocation,) = parse_allocations(REFUSAL)
     assert (allocation.bytes, allocation.count, allocation.shape) == (3 * GIB, 2, "f32[24,16,512,512]")
     assert allocation.where == "bert.encoder.layer.*.attention.self: softmax"
@@ -110,23 +104,18 @@ def test_the_two_forms_of_a_refusal_mean_the_same() -> None:
 
 
 def test_any_other_refusal_is_the_compilers_first_line() -> None:
-    assert explain_refusal("UNIMPLEMENTED: no such thing\nat 0x12") == (
-        None,
-        "the compiler refuses it: UNIMPLEMENTED: no such thing",
-    )
+    told = "the compiler refuses it: UNIMPLEMENTED: no such thing"
+    assert explain_refusal("UNIMPLEMENTED: no such thing\nat 0x12") == (None, told)
 
 
 def test_a_program_that_does_not_fit_is_reported_with_advice_on_remat() -> None:
     traced = TracedProgram(Graph("training", 128, 512), Program(""), 0, 0.0)
     large, less = (describe_refusal(traced, f"Used {size}G of 15.48G hbm.", 1.0) for size in ("22.46", "16.00"))
-    assert str(add_remat_advice(large, less).reason).endswith(
-        "and 15.48 GiB are there; with train.remat: layers it would need 16.00 GiB"
-    )
+    remat = "and 15.48 GiB are there; with train.remat: layers it would need 16.00 GiB"
+    assert str(add_remat_advice(large, less).reason).endswith(remat)
     assert str(add_remat_advice(large, replace(less, fits=True)).reason).endswith("it would need 16.00 GiB and fit")
-    split = replace(less, fits=True)
-    assert str(add_mesh_advice(large, 4, split).reason).endswith(
-        "; with train.mesh.fsdp: 4 it would need 16.00 GiB and fit"
-    )
+    mesh = str(add_mesh_advice(large, 4, replace(less, fits=True)).reason)
+    assert mesh.endswith("; with train.mesh.fsdp: 4 it would need 16.00 GiB and fit")
     assert str(add_mesh_advice(large, 8, None).reason).endswith("; no train.mesh.fsdp up to 8 makes it fit")
 
 

@@ -16,14 +16,10 @@ TOKENS = SpecialTokens(mask=4, pad=3, special=frozenset(range(5)), vocabulary=10
 
 def tokenizer(pieces: list[str], kind: str) -> bytes:
     added = [{"id": number, "content": pieces[number], "special": True} for number in range(5)]
-    vocabulary = (
-        [[piece, 0.0] for piece in pieces]
-        if kind == "Unigram"
-        else {piece: number for number, piece in enumerate(pieces)}
-    )
-    return json.dumps(
-        {"added_tokens": added, "model": {"type": kind, "vocab": vocabulary, "continuing_subword_prefix": "##"}}
-    ).encode()
+    scores, numbers = [[piece, 0.0] for piece in pieces], {piece: number for number, piece in enumerate(pieces)}
+    vocabulary = {"vocab": scores if kind == "Unigram" else numbers}
+    model = {"type": kind, "continuing_subword_prefix": "##", **vocabulary}
+    return json.dumps({"added_tokens": added, "model": model}).encode()
 
 
 def test_hidden_replaced_and_kept_words_are_told_apart() -> None:
@@ -47,13 +43,8 @@ def test_wordpieces_are_joined() -> None:
 
 def test_a_labelled_row_is_shown_without_padding() -> None:
     ids = np.array([[0, 5, 6, 1, 3, 3]], np.int32)
-    labels, weights, records, replaced = (
-        np.array([1], np.int32),
-        np.ones(1, np.float32),
-        np.array([7]),
-        np.array([False]),
-    )
-    batch = LabelledBatch(ids, (ids != 3).astype(np.int32), labels, weights, records, replaced)
+    labels, weights, records = np.array([1], np.int32), np.ones(1, np.float32), np.array([7])
+    batch = LabelledBatch(ids, (ids != 3).astype(np.int32), labels, weights, records, np.array([False]))
     shown = preview.render_labelled(batch, 5, TOKENS, preview.pieces(tokenizer(PIECES, "Unigram")), ["dog", "cat"])
     assert list(map(click.unstyle, shown)) == ["record 7: cat, 4 tokens", "[CLS] the cat [SEP]"]
 

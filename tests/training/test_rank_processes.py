@@ -36,11 +36,9 @@ def test_every_line_has_its_rank_and_all_end_well() -> None:
 
 
 def test_first_failure_ends_the_others_within_10_s_and_is_named() -> None:
-    program = (
-        f"{STUBBORN}print('pid', os.getpid())\nif rank == '1':\n    print('why')\n    sys.exit(7)\ntime.sleep(600)"
-    )
+    program = "print('pid', os.getpid())\nif rank == '1':\n    print('why')\n    sys.exit(7)\ntime.sleep(600)"
     began = time.monotonic()
-    process = begin(program)
+    process = begin(STUBBORN + program)
     out, errors = process.communicate(timeout=60)
     assert process.returncode == 7
     assert "tpu-train: error: rank 1 ended with exit code 7; the other 2 processes of this host were stopped" in errors

@@ -68,9 +68,7 @@ def hosts(server: RendezvousServer, port: int) -> Iterator[list[Host]]:
         host.socket.close()
 
 
-def test_a_host_that_reads_nothing_delays_no_other_host_and_is_lost(
-    server: RendezvousServer, hosts: list[Host]
-) -> None:
+def test_a_host_that_reads_nothing_delays_no_other_and_is_lost(server: RendezvousServer, hosts: list[Host]) -> None:
     """Its process is stopped: its kernel answers, and its buffers fill up."""
     large = "x" * 3_900_000
     began = time.monotonic()

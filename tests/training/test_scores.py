@@ -53,20 +53,16 @@ def test_figures_of_the_matrix_are_those_of_the_examples(pairs: Pairs) -> None:
 
 def test_outcomes_add_up_and_one_that_counts_nothing_further_adds_nothing() -> None:
     first = StepResult({"loss": 1.0, "weight": 2.0, "correct": 1.0}, Signals(), np.array([1.0, 0.0]))
-    total = (
-        StepResult.empty()
-        .plus(first)
-        .plus(StepResult({"loss": 2.0, "weight": 1.0, "correct": 0.0}, Signals(stop=True), np.array([0.0, 1.0])))
-    )
+    second = StepResult({"loss": 2.0, "weight": 1.0, "correct": 0.0}, Signals(stop=True), np.array([0.0, 1.0]))
+    total = StepResult.empty().plus(first).plus(second)
     assert (total.sums, total.signals) == ({"loss": 3.0, "weight": 3.0, "correct": 1.0}, Signals(stop=True))
     assert total.counts.tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("label", [-1, 3])
 def test_a_label_outside_the_range_is_named_with_its_record(label: int) -> None:
-    with pytest.raises(
-        BadInput, match=rf"gs://b/train: record 12 has label {label}, and the dataset has 3 labels, 0 to 2"
-    ):
+    why = f"gs://b/train: record 12 has label {label}, and the dataset has 3 labels, 0 to 2"
+    with pytest.raises(BadInput, match=why):
         check_labels("gs://b/train", np.array([0, label, 2], np.int32), np.array([11, 12, 13]), 3)
 
 

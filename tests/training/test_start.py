@@ -19,11 +19,7 @@ from training.errors import BadInput
 
 
 def test_all_hosts_that_differ_from_host_0_are_named() -> None:
-    told = [
-        {"code": "a", "configuration": "x"},
-        {"code": "a", "configuration": "y"},
-        {"code": "b", "configuration": "x"},
-    ]
+    told = [{"code": code, "configuration": configuration} for code, configuration in ("ax", "ay", "bx")]
     assert disagreements(told) == ["code: host 0 has a, host 2 b", "configuration: host 0 has x, host 1 y"]
     assert disagreements(told[:1] * 3) == []
 

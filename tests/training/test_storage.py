@@ -33,9 +33,8 @@ def test_listing_is_recursive_sorted_and_without_partial_files(tmp_path: Path) -
     for name in ("b/2", "a", "b/1"):
         storage.write(str(tmp_path / name), b"")
     (tmp_path / ".a.0123.partial").write_bytes(b"half")
-    assert [stat.url for stat in storage.listing(str(tmp_path))] == [
-        str(tmp_path / name) for name in ("a", "b/1", "b/2")
-    ]
+    listed = [stat.url for stat in storage.listing(str(tmp_path))]
+    assert listed == [str(tmp_path / name) for name in ("a", "b/1", "b/2")]
     assert storage.listing(str(tmp_path / "missing")) == []
 
 
@@ -71,9 +70,8 @@ def test_a_mounted_bucket_without_hard_links_is_named_with_what_to_do(
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, "link", refuse)
-    with pytest.raises(
-        storage.StorageError, match=rf"^{tmp_path}/x: this file system has no hard links \(.*write to gs://"
-    ):
+    why = rf"^{tmp_path}/x: this file system has no hard links \(.*write to gs://"
+    with pytest.raises(storage.StorageError, match=why):
         storage.write(str(tmp_path / "x"), b"1", create_only=True)
     assert not list(tmp_path.iterdir()), "nothing is left"
     storage.write(str(tmp_path / "x"), b"1")

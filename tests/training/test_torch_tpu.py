@@ -58,9 +58,8 @@ def test_ranks_count_every_chip_once_and_all_processes_agree_on_the_rest(slice_:
     workers = range(slice_.hosts) if slice_.hosts <= 16 else (0, 1, slice_.hosts - 1)
     processes = [rank for worker in workers for rank in host(slice_, worker)]
     ranks = [int(process["RANK"]) for process in processes]
-    assert ranks == [
-        worker * slice_.chips_per_host + chip for worker in workers for chip in range(slice_.chips_per_host)
-    ]
+    chips = range(slice_.chips_per_host)
+    assert ranks == [worker * len(chips) + chip for worker in workers for chip in chips]
     own = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "TPU_WORKER_ID")
     (shared,) = {tuple((key, value) for key, value in process.items() if key not in own) for process in processes}
     addresses = dict(shared)["TORCH_TPU_SLICEBUILDER_ADDRESSES"].split(",")

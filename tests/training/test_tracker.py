@@ -43,12 +43,8 @@ def test_every_tracker_receives_the_same_values(monkeypatch: pytest.MonkeyPatch,
     log.finish(failed)
     [recording] = importlib.import_module("recording_tracker").OPENED
     assert recording.info == AttemptInfo(run, attempt=2, resumed_at=40, file_number=2, token="token")
-    assert recording.calls == [
-        (41, {"loss": 2.5}),
-        (41, {"eval_loss": 2.25}),
-        "flush",
-        "failed" if failed else "finished",
-    ]
+    values, end = [(41, {"loss": 2.5}), (41, {"eval_loss": 2.25})], "failed" if failed else "finished"
+    assert recording.calls == [*values, "flush", end]
     assert (tmp_path / "run" / "metrics.jsonl").exists() is not failed
     assert read_history(run) == [{"step": 41, "loss": 2.5}, {"step": 41, "eval_loss": 2.25}]
 

@@ -142,9 +142,8 @@ def read_configuration(folder: Path, random: Random) -> bool:
         key = random.choice(keys)
         text = text.replace(key, f"{key.partition(':')[0]}: {random.choice(VALUES)}", 1)
     if random.random() < 0.3:
-        key = random.choice(
-            ("train.steps", "output", "checkpoint.best.mode", "data", "model.path", "", "a..b", "train")
-        )
+        keys = ("train.steps", "output", "checkpoint.best.mode", "data", "model.path", "", "a..b", "train")
+        key = random.choice(keys)
         overrides = [f"{key}={random.choice(YAML_PIECES)}"]
     try:
         document = parse(text, "run.yaml", overrides)
@@ -224,9 +223,8 @@ def read_text(folder: Path, random: Random) -> bool:
     try:
         texts = list(Corpus(str(path)).documents())
     except BadInput as error:
-        _require(
-            re.match(rf"{re.escape(str(path))}: not UTF-8 text near byte \d+ \(after line \d+\)", str(error)), error
-        )
+        place = rf"{re.escape(str(path))}: not UTF-8 text near byte \d+ \(after line \d+\)"
+        _require(re.match(place, str(error)), error)
         return False
     assert all(text.strip() for text in texts)
     return True
@@ -346,9 +344,8 @@ def read_shard(folder: Path, random: Random) -> bool:
     manifest = Path(dataset.url) / "dataset.json"
     data = spoil_bytes(files[path.name], random)
     if random.random() < 0.4:  # right checksums, and what no record of this dataset is
-        data = tfrecord.join(
-            _spoil_example(payload, random) for _, payload in tfrecord.walk(files[path.name], path.name)
-        )
+        records = tfrecord.walk(files[path.name], path.name)
+        data = tfrecord.join(_spoil_example(payload, random) for _, payload in records)
     path.write_bytes(data)
     if layout == "published":
         manifest.unlink()
