@@ -168,8 +168,6 @@ class Lease:
         was said since `keep` last did both."""
         if not self._said:
             self._said = True
-            waiting = (
-                f"run {self._ledger.run_id}: its lease can't be renewed; decisions wait until it is: {error}; "
-                "what runs on hosts goes on, and is billed until `tpu-launch down`"
-            )
-            self._say(str(error) if isinstance(error, LaunchError) else waiting)
+            waiting = f"run {self._ledger.run_id}: its lease can't be renewed; decisions wait until it is: {error}; "
+            bill = "what runs on hosts goes on, and is billed until `tpu-launch down`"
+            self._say(str(error) if isinstance(error, LaunchError) else waiting + bill)

@@ -241,9 +241,7 @@ class Ledger:
         with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0) as file:
             while not lock(file, path):
                 if self.clock.monotonic() > deadline:
-                    raise storage.StorageError(
-                        f"{path} is locked: if the process that `fuser` names for it is stopped, end it"
-                    )
+                    raise storage.StorageError(f"{path} is locked: end the process that `fuser` names if it is stopped")
                 self.clock.sleep(_LOCK_POLL_SECONDS)
             yield
 

@@ -127,13 +127,16 @@ class RequestRecord:
         if (self._folder / _BUCKET).exists():
             url = storage.join((self._folder / _BUCKET).read_text(), name)
             try:
-                storage.write(url, text.encode(), create_only=True)
-            except storage.AlreadyExists:  # another machine's
-                found = storage.read(url).decode()
+                try:
+                    storage.write(url, text.encode(), create_only=True)
+                except storage.AlreadyExists:  # another machine's, which `pull` copies if it can't be read now
+                    found = ""
+                    found = storage.read(url).decode()
             except storage.StorageError as error:  # `share` copies the others later
                 if part == "asked":
                     raise LaunchError(f"request {number} was not made, because it can't be recorded: {error}") from None
-        return (create_only(self._folder / name, found) or (self._folder / name).read_text() == text) and found == text
+        path = self._folder / name
+        return bool(found) and (create_only(path, found) or path.read_text() == text) and found == text
 
     def share(self, url: str) -> None:
         """Also records requests in a bucket's folder from now on, and copies those that only one side has to the other.

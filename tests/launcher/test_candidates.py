@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -341,6 +342,24 @@ def test_a_supervisor_on_another_machine_uses_and_withdraws_the_requests_of_the_
     server.fault = lambda request: HttpResponse(403)
     with pytest.raises(LaunchError, match="request 4 was not made, because it can't be recorded"):
         elsewhere.ask(first, "late", 8.0)
+
+
+def test_a_grant_of_another_machine_is_copied_when_the_bucket_answers_again(
+    config: Config, tmp_path: Path, server: BucketServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, laptop = "gs://bucket/runs/r/launcher/requests", RequestRecord(config)
+    asked = laptop.ask(V4, "demo", 1.0)
+    laptop.share(url)
+    monkeypatch.setenv("TPU_LAUNCH_HOME", str(tmp_path / "elsewhere"))
+    elsewhere = RequestRecord(config)
+    elsewhere.share(url)
+    elsewhere.grant(asked, 2.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(requests.storage, "read", Mock(side_effect=requests.storage.StorageError("no answer")))
+        laptop.grant(asked, 3.0)
+    assert laptop.read()[0].granted is None
+    laptop.pull()
+    assert laptop.read()[0].granted == 2.0
 
 
 def test_a_share_that_is_killed_loses_and_doubles_no_open_request(
