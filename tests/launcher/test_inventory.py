@@ -11,7 +11,7 @@ from launcher.emulator.state import QueuedResource
 from launcher.errors import Exit
 from launcher.owner import Owner
 from launcher.tpu_vm import inventory
-from tests.launcher.emulated_gcloud import ANN, UNAVAILABLE, Cloud
+from tests.launcher.emulated_gcloud import ANN, BUSY, UNAVAILABLE, Cloud
 from tests.launcher.run_files import SLICE
 
 NOW = 1_800_000_000.0
@@ -137,6 +137,15 @@ def test_a_slice_whose_labels_changed_meanwhile_is_left_alone(
     found.resource["labels"] |= change
     assert remove(cloud, listed) == f"left alone: {reason}"
     assert cloud.node() is found
+
+
+def test_a_deletion_that_another_operation_prevents_is_asked_for_again(cloud: Cloud) -> None:
+    cloud.made_by(EXPIRED)
+    listed, answers = leftover(cloud), [BUSY]
+    cloud.trouble = lambda zone, command, now: answers.pop() if command.endswith("delete") and answers else None
+    assert remove(cloud, listed) == "deleted"
+    assert cloud.node() is None
+    assert cloud.calls.count("us-central2-b tpu-vm delete") == 2
 
 
 def test_one_that_is_gone_or_being_deleted_needs_nothing(cloud: Cloud) -> None:

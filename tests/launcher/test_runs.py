@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -33,9 +34,10 @@ from launcher.run import events, launch, specification
 from launcher.run.ledger import Ledger
 from launcher.run.runs import find_run, runs_on_slice
 from launcher.run.session import Context, Outcome, Output
+from launcher.run.start import _may_lack_secrets
 from launcher.run.verdict import Kind
 from tests.launcher.run_files import SLICE, load_text
-from training.machine.clock import Clock, SystemClock
+from training.machine.clock import Clock, SystemClock, format_time
 from training.telemetry.progress_line import ProgressLine
 
 FILE = (
@@ -383,6 +385,17 @@ def test_run_resumes_an_unfinished_run_with_what_the_command_line_says_now(work:
     assert (outcome.run_id, outcome.attempt, outcome.verdict.kind) == (first, 1, Kind.FINISHED)
     assert work.hosts.attempts[1].environment == {"SETTING": "changed"}
     assert work.run(work.config()).run_id != first, "one that has finished is not resumed"
+
+
+@pytest.mark.parametrize(("age", "lines", "waits"), [(60, 0, True), (60, 1, False), (1e5, 0, False)])
+def test_a_container_waits_for_secrets_for_a_time_and_writes_no_line_before(
+    age: float, lines: int, waits: bool
+) -> None:
+    clock = SystemClock()
+    session = Mock(**{"machine.clock": clock, "config.run.start_minutes": 20.0, "provider.host_count": 2})
+    container = ContainerState("running", started_at=format_time(clock.time() - age))
+    answer = Observation(0, container, (LogLine("2026-01-01T00:00:00Z", "a line"),) * lines)
+    assert _may_lack_secrets(session, answer, container) is waits
 
 
 def test_an_attempt_that_follows_one_found_ended_is_not_started_again_when_it_fails(work: Workstation) -> None:

@@ -239,7 +239,9 @@ def stockout_is_waited_out(simulation: SimulatedRun, command: Command) -> None:
 def status_shows_what_is(simulation: SimulatedRun, status: Status) -> None:
     """`status` shows of each host that answers what its container does, and the newest line that it has written."""
     job = simulation.world.record.jobs.get((status.run or "", status.attempt if status.attempt is not None else -1))
-    status.lines(), status.rows()
+    if any(hole in f"{line}\n" for line in status.lines() for hole in ("()", "None", ": \n")):
+        simulation.break_promise("a message has no holes", f"{status.lines()}")
+    status.rows()
     if job is None or simulation.faults:
         return
     for host in status.hosts:
