@@ -20,7 +20,7 @@ from launcher.run.supervisor import Supervisor, take_over
 from launcher.run.verdict import Kind
 from launcher.tpu_vm import candidates, inventory
 from launcher.tpu_vm.provider import TpuVm
-from tests.simulation.launcher import claims, promises
+from tests.simulation.launcher import promises, slice_promises
 from tests.simulation.launcher.answers import check_answers
 from tests.simulation.launcher.bucket import OUTPUT
 from tests.simulation.launcher.jobs import SECRET
@@ -232,7 +232,7 @@ class Command:
         began = self.world.scheduler.now
         listing = inventory.list_owned(self.config.project, self.config.zones, self.machine)
         now, failed = self.machine.clock.time(), 0
-        claims.list_shows_what_is(self.world, listing, began, now)
+        slice_promises.list_shows_what_is(self.world, listing, began, now)
         for item in inventory.find_leftovers(listing.slices, now, owner=self.machine.owner):
             try:
                 self._say(f"{item.name}: {inventory.remove(self.config.project, item, self._say, self.machine)}")

@@ -1,5 +1,5 @@
-"""The launcher's promises, which hold in every simulated run: one function each; `claims` has others. `world`
-checks those of one moment."""
+"""The launcher's promises, which hold in every simulated run: one function each. `claims`, `slice_promises` and
+`end_promises` have others; `world` checks those of one moment."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from launcher.run.logs import read_from
 from launcher.run.recovery import spent_so_far
 from launcher.run.runs import list_runs
 from launcher.tpu_vm.requests import RequestRecord
-from tests.simulation.launcher import claims
+from tests.simulation.launcher import claims, end_promises, slice_promises
 from tests.simulation.launcher.jobs import SECRET, SUPERVISORS
 from training.machine.clock import parse_time
 
@@ -359,7 +359,7 @@ def check_end(simulation: SimulatedRun) -> None:
             for promise in _OF_ENDS:
                 promise(simulation, job, event)
             if job.plan.tells:
-                claims.hang_is_explained(simulation, job, event, parse_time(entry.time) or 0.0)
+                end_promises.hang_is_explained(simulation, job, event, parse_time(entry.time) or 0.0)
 
 
 def nothing_is_left_at_the_end(simulation: SimulatedRun) -> None:
@@ -515,8 +515,9 @@ def _are_lines_due(recorded: Sequence[RunEvent], job: Job, worker: int) -> bool:
 
 
 def _find_promises(*parameters: str) -> list[Callable[..., None]]:
-    """Returns the functions of this module and of `claims` that take these parameters: each is a promise."""
-    functions = [each for each in (*globals().values(), *vars(claims).values()) if inspect.isfunction(each)]
+    """Returns the functions of this module and the others that take these parameters: each is a promise."""
+    modules = (globals(), vars(claims), vars(slice_promises), vars(end_promises))
+    functions = [each for module in modules for each in module.values() if inspect.isfunction(each)]
     public = [each for each in functions if not each.__name__.startswith(("_", "check_"))]
     return [each for each in public if (*inspect.signature(each).parameters,) == parameters]
 

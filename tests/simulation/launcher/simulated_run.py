@@ -28,7 +28,7 @@ from launcher.tpu_vm.host_scripts import LOG_BYTES
 from launcher.tpu_vm.ownership import make_labels
 from launcher.tpu_vm.requests import create_only
 from tests import gcloud_commands
-from tests.simulation.launcher import claims, full_disk, promises, records, scenarios
+from tests.simulation.launcher import claims, full_disk, promises, records, scenarios, slice_promises
 from tests.simulation.launcher.bucket import TRAINER, CloudStorage
 from tests.simulation.launcher.cluster import Cluster
 from tests.simulation.launcher.commands import Command
@@ -113,8 +113,8 @@ class SimulatedRun:
             self.scheduler.trace = []
         self.world = World(self.scheduler, random.Random(f"world {seed}"), self.faults, self.scenario.plans)
         self.world.slice_name = _NAME
-        self.world.on_creation = functools.partial(claims.creation_is_due, self)
-        self.world.on_deletion = functools.partial(claims.deletion_follows_a_stop, self)
+        self.world.on_creation = functools.partial(slice_promises.creation_is_due, self)
+        self.world.on_deletion = functools.partial(slice_promises.deletion_follows_a_stop, self)
         self.config = make_config(self.scenario.setting, self.scenario.candidates, in_bucket=self.scenario.in_bucket)
         self.world.storage = CloudStorage(self.world, seed, lambda: getattr(self.running_command(), "laptop", None))
         stall = self.scenario.setting.stall_minutes
@@ -202,6 +202,12 @@ class SimulatedRun:
     def loses_by_its_disk(self) -> bool:
         """Returns whether the laptop's disk is full for longer than the launcher waits to write lines and events."""
         return self.full_disk is not None and self.full_disk.long
+
+    def is_undisturbed(self, until: float) -> bool:
+        """Returns whether, until a moment, nobody did more to a run than look at it, and nothing failed."""
+        disturbs = any(action.kind not in ("logs", "status") for action in self.actions)
+        disturbs |= any(stop.at < until for stop in self.world.record.stops)
+        return not (disturbs or self.faults or self.kill_at or self.full_disk)
 
     # -- what users do -----------------------------------------------------------------------------------------------
 

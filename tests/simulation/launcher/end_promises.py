@@ -1,0 +1,217 @@
+"""Promises about the end of each attempt: what a verdict says, compared with what happened, and what follows it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from launcher.errors import Exit
+from launcher.run.events import Ended, HostEnded, Recovering
+from tests.simulation.launcher.faults import API_FAULTS
+from tests.simulation.launcher.hosts import EPOCH
+from tests.simulation.launcher.jobs import SUPERVISORS
+from training.machine.clock import parse_time
+
+if TYPE_CHECKING:
+    from tests.simulation.launcher.jobs import Cause, Job
+    from tests.simulation.launcher.simulated_run import SimulatedRun
+
+_EXPLAIN_SECONDS = 60.0  # from the limit of a stall until its explanation is recorded
+_SSH_FAULTS = ("dead ssh", "no ssh", "ssh loses answers", "offline")
+_LOST_SECONDS = 60.0  # beyond run.host_lost_seconds, from a host's death until it is told
+_FIRST_DELAY, _LONGEST_DELAY = 5.0, 300.0  # seconds before another attempt after a failure
+
+
+def hang_is_explained(simulation: SimulatedRun, job: Job, event: Ended, time: float) -> None:
+    """A program that hangs is called stalled within its limit and a minute, and the host that differs is named; a slow
+    one that makes progress is never called stalled. `time`: of the end, in Unix seconds."""
+    hung, hang = job.hung, job.plan.hang
+    if job.last_step < time - EPOCH:  # it stood still because it had lost a host
+        return
+    if event.outcome == "stalled" and (hung is None or hang is None):
+        simulation.break_promise("a slow program is no stall", f"{job} ended {event.outcome}: {event.cause}")
+    if event.outcome == "stalled" and hang is not None:
+        allowed = {hang.named if job.hosts > 1 else 0}
+        if hang.kind == "no stacks":  # a host that is out of reach gives none either
+            allowed |= {worker for worker, item in job.containers.items() if item.host.troubled}
+        if event.cause is None or event.cause.worker not in allowed:
+            simulation.break_promise("the host that hangs is named", f"{job} hangs by {hang}; told was {event.cause}")
+    undisturbed = simulation.is_undisturbed(time - EPOCH + 1.0)  # events have whole seconds
+    if undisturbed and hang is not None and hung is not None and job.stall_seconds is not None:
+        late = time - EPOCH - hung - hang.limit(job.stall_seconds, job.hosts)
+        if event.outcome != "stalled" or not -1.0 <= late <= _EXPLAIN_SECONDS:
+            simulation.break_promise(
+                "a hang is explained in time", f"{job}: {event.outcome}, {late:.0f} s late: {hang}"
+            )
+        elif job.hosts > 1 and (event.cause is None or hang.says not in event.cause.what):
+            simulation.break_promise("a hang is told by its kind", f"{job} hangs by {hang}; told was {event.cause}")
+
+
+def out_of_memory_is_no_lost_host(simulation: SimulatedRun, job: Job, event: Ended) -> None:
+    """A program that was killed for its memory does not count as a lost host."""
+    if event.outcome == "host lost" and event.cause is not None and event.cause.oom_killed:
+        simulation.break_promise("a program out of memory is no lost host", f"{job}: {event.cause}")
+
+
+def finished_means_finished(simulation: SimulatedRun, job: Job, event: Ended) -> None:
+    """A run is reported as finished or saved only when its programs ended so."""
+    codes = {worker: container.exit_code for worker, container in job.containers.items()}
+    wanted = {"finished": (0,), "saved": (0, 75)}.get(event.outcome)
+    rebooted = any(container.boot != container.host.boot for container in job.containers.values())
+    if wanted and not rebooted and (len(codes) < job.hosts or any(code not in wanted for code in codes.values())):
+        simulation.break_promise("finished means finished", f"{job} ended {event.outcome}: {codes}")
+
+
+def verdict_names_the_first_cause(simulation: SimulatedRun, job: Job, event: Ended) -> None:
+    """The verdict names the first thing that was made to happen, where it can be told from all others."""
+    if event.cause is not None and any(line.startswith(f"host {event.cause.worker}:") for line in event.symptoms):
+        simulation.break_promise("the first cause is no symptom", f"{job} ended by {event.cause}: {event.symptoms}")
+    causes = [truth for truth in job.causes if truth.kind != "kill"]
+    if not causes or event.outcome == "not started" or job.plan.kind == "stall":
+        return
+    allowed = _verdicts_of(simulation, job, causes)
+    cause = event.cause.worker if event.cause is not None else -1
+    if allowed and (event.outcome, cause) not in allowed and (event.outcome, None) not in allowed:
+        simulation.break_promise(
+            "the verdict names the first cause",
+            f"{job} ended {event.outcome} of host {cause}, not {allowed}; the causes are {causes}",
+        )
+
+
+def _verdicts_of(simulation: SimulatedRun, job: Job, causes: Sequence[Cause]) -> set[tuple[str, int | None]]:
+    """Returns the outcomes, each with its host (None: any or none), that causes allow; empty where all do."""
+    first, kinds = causes[0], [truth.kind for truth in causes]
+    # A stop may be requested before a failure is seen: then the exit code is the stop's (14, as documented: the effect
+    # of SIGTERM is no failure), and the cause is the host that failed.
+    asked = any(stop.run == job.run for stop in simulation.world.record.stops)
+    # Which host failed first is told by the hosts' clocks.
+    told = None if any(item.host.clock_jumped for item in job.containers.values()) else first.worker
+    if job.began is not None and not job.disturbed and "stop" not in kinds:
+        allowed: dict[str, set[tuple[str, int | None]]] = {
+            "finish": {("finished", None)},
+            "save": {("saved", None)},
+            "bad input": {("bad input", None)},
+            "fail": {("failed", told)} | ({("stopped", told)} if asked else set()),
+        }
+        # The slice may be deleted, or a cluster's pod stopped, before a launcher sees how the program ended.
+        deleted = {("slice deleted", None)} if "deleted" in kinds else set()
+        if simulation.world.cluster is not None:  # where ends are known by the second
+            second = max(0, first.worker) if job.plan.second is None else job.plan.second % job.hosts
+            ends = job.containers[second].ended - job.containers[max(0, first.worker)].ended
+            deleted |= {("failed", second)} if first.kind == "fail" and ends < 1.0 else set()
+            deleted |= {("stopped", worker) for worker in (-1, first.worker, second) if asked}
+            deleted |= {("vanished", None)} if simulation.faults else set()
+            # A supervisor deletes pods before it records the end: one that is killed between leaves a pod that is gone.
+            deleted |= {("host lost", None)} if any(each.killed for each in simulation.commands) else set()
+        return allowed[first.kind] | deleted | _unseen(simulation, job) if first.kind in allowed else set()
+    if kinds == ["connection"]:
+        # A host that ceases to answer before it has told that it lost a peer looks like a lost host.
+        return {("connection lost", None)} | ({("stopped", None)} if asked else set()) | _unseen(simulation, job)
+    dead = {truth.worker for truth in causes if truth.detail == "dead"}
+    if kinds == ["host"] and dead and simulation.world.cluster is None:
+        # A launcher that first looks when two hosts are dead can't tell which died first.
+        others = {worker for worker, container in job.containers.items() if container.host.troubled}
+        lost: set[tuple[str, int | None]] = {("host lost", worker) for worker in dead | others}
+        gone = {("slice deleted", None)} if simulation.world.record.deletions else set()  # by a `gc`
+        return lost | gone | {(outcome, None) for outcome in ("preempted", "vanished", "stopped")}
+    return set()
+
+
+def _unseen(simulation: SimulatedRun, job: Job) -> set[tuple[str, int | None]]:
+    """Returns the verdicts that hosts allow that ceased to answer before a launcher saw how their programs ended."""
+    found: set[tuple[str, int | None]] = set()
+    for ledger in simulation.ledgers():
+        if ledger.run_id != job.run:
+            continue
+        seen = {
+            entry.event.host: parse_time(entry.time) or 0.0
+            for entry in reversed(ledger.entries())  # the first one counts
+            if isinstance(entry.event, HostEnded) and entry.event.attempt == job.attempt
+        }
+        ways = API_FAULTS if simulation.world.cluster is not None else _SSH_FAULTS
+        deaf = any(fault.kind in ways for fault in simulation.faults)
+        # A pod that a node's maintenance took while the cluster did not answer is gone at the next look.
+        evicted = simulation.world.cluster is not None and {"maintenance", "preempt"} & {
+            f.kind for f in simulation.faults
+        }
+        taken = job.left if deaf and evicted else set()
+        found |= {(outcome, worker) for worker in taken for outcome in ("host lost", "failed")}
+        for worker, container in job.containers.items():
+            before = seen.get(worker, math.inf) - EPOCH
+            if (deaf and worker not in seen) or any(
+                container.ended - 30.0 < at < before for at in container.host.troubled
+            ):
+                found |= {("host lost", worker), ("preempted", None), ("vanished", None)}
+        if deaf or found:  # the first that ends may be read last, or never
+            found |= {("stopped", worker) for worker in job.containers}
+    return found
+
+
+def finished_programs_are_told_finished(simulation: SimulatedRun, job: Job, event: Ended) -> None:
+    """A run whose programs have all finished, saved, or refused their input is no lost host or failure, although hosts
+    rebooted afterwards or their pods were disrupted."""
+    ends = [item for item in job.containers.values() if item.status == "exited" and not item.invented]
+    # An engine may have made up all codes but 2 and 75.
+    seen = any(item.boot == item.host.boot or item.exit_code in (2, 75) for item in ends)
+    if len(ends) < job.hosts or any(item.exit_code not in (0, 2, 75) for item in ends) or not seen:
+        return
+    if simulation.faults and any(item.exit_code == 2 for item in ends):  # a failure is judged within seconds
+        return
+    cluster = simulation.world.cluster is not None and not simulation.actions
+    calm = {fault.kind for fault in simulation.faults} <= ({"preempt", "maintenance"} if cluster else {"reboot"})
+    if not cluster:  # a host that boots for longer is lost, and a look takes seconds
+        calm &= sum(fault.seconds for fault in simulation.faults) < simulation.scenario.setting.host_lost_seconds - 8.0
+    if calm and event.outcome in ("host lost", "failed", "connection lost"):
+        simulation.break_promise("finished programs are told finished", f"{job} ended {event.outcome}: {event.cause}")
+
+
+def told_removal_is_true(simulation: SimulatedRun, job: Job, event: Ended) -> None:
+    """A container is called removed only if it was removed from its host, not if the slice is another one by now."""
+    removed = event.cause is not None and "its container was removed" in event.cause.what
+    if event.cause is None or not removed or simulation.world.cluster is not None:  # there, a pod goes with its node
+        return
+    container = job.containers.get(event.cause.worker)
+    if container is not None and container.host.gone:
+        simulation.break_promise("what is told removed was removed", f"{container.name} of {container.host!r}")
+
+
+def lost_host_is_told_in_time(simulation: SimulatedRun) -> None:
+    """A host that dies under a program ends the attempt within run.host_lost_seconds and a minute, while a command
+    supervises it, other hosts answer and nothing else is out of order."""
+    if {fault.kind for fault in simulation.faults} & {*API_FAULTS, "cut", "hang", "filter", "engine"}:
+        return
+    if simulation.full_disk is not None or any(action.kind == "asleep" for action in simulation.actions):
+        return
+    limit = simulation.scenario.setting.host_lost_seconds + _LOST_SECONDS
+    for (run, attempt), job in simulation.world.record.jobs.items():
+        if (died := job.first_death) is None or job.began is None or died < job.began:
+            continue
+        if all(item.host.troubled for item in job.containers.values()):
+            continue
+        ends = [
+            parse_time(entry.time) or 0.0
+            for ledger in simulation.ledgers() if ledger.run_id == run
+            for entry in ledger.entries() if isinstance(entry.event, Ended) and entry.event.attempt == attempt
+        ]  # fmt: skip
+        told = min(ends, default=float("inf")) - EPOCH
+        watched = any(
+            command.run_id == run and command.name in SUPERVISORS and command.began < job.began
+            and not command.killed and command.code != Exit.DETACHED and command.ended > died + limit
+            for command in simulation.commands
+        )  # fmt: skip
+        if watched and told - died > limit and not simulation.ann.wall and not simulation.second.wall:
+            simulation.break_promise("a lost host is told in time", f"{job}: {told - died:.0f} s after its death")
+
+
+def retries_wait_as_documented(simulation: SimulatedRun) -> None:
+    """After a lost host another attempt follows at once; after failures, after pauses that double."""
+    for ledger in simulation.ledgers():
+        failures = 0
+        for event in ledger.events():
+            if isinstance(event, Recovering):
+                failed = event.after in ("failed", "stalled")
+                wanted = min(_LONGEST_DELAY, _FIRST_DELAY * 2**failures) if failed else 0.0
+                failures += failed
+                if event.delay != wanted:
+                    simulation.break_promise("retries wait as documented", f"{event}, not {wanted:.0f} s")

@@ -1,0 +1,290 @@
+"""Promises about slices: what is created, where and whose, what is listed, deleted and spent."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from launcher.costs import duration, per_hour
+from launcher.errors import Exit
+from launcher.owner import hash_account
+from launcher.run.events import (
+    NOT_STARTED,
+    VANISHED,
+    Ended,
+    Recovering,
+    RecoveryGivenUp,
+    Requested,
+    RunStopRequested,
+    SliceReplaced,
+)
+from launcher.run.runs import list_runs
+from launcher.tpu_vm.requests import RequestRecord
+from tests.simulation.launcher.faults import API_FAULTS, MEDDLING
+from tests.simulation.launcher.hosts import EPOCH
+from tests.simulation.launcher.jobs import SUPERVISORS
+from training.machine.clock import parse_time
+
+if TYPE_CHECKING:
+    from launcher.tpu_vm.inventory import Listing
+    from tests.simulation.launcher.commands import Command
+    from tests.simulation.launcher.google import Slice
+    from tests.simulation.launcher.simulated_run import SimulatedRun
+    from tests.simulation.launcher.world import Actor, World
+
+_TAKERS = ("preempt", "maintenance", *MEDDLING)  # faults
+_BUDGET_SECONDS = 60.0  # for which a run may go on when its budget is spent; and what is kept back for its end
+_LONGEST_PAUSE = 450.0
+_QUEUE_SECONDS = 7200.0  # slice.queued.valid_until_hours of all files
+
+
+def deletion_follows_a_stop(simulation: SimulatedRun, node: Slice, by: Actor) -> None:
+    """A `down` deletes a slice after the runs of its folder have ended, or says which may not have saved; `run` deletes
+    none whose program has finished."""
+    command = next((each for each in simulation.commands if each.actor is by), None)
+    if command is None:
+        return
+    said = "\n".join(command.said)
+    for host in node.hosts:
+        for container in host.containers.values():
+            job = container.job
+            if job is None or job.began is None or not (command.laptop.home / "runs" / job.run).exists():
+                continue
+            told = "may not have saved" in said or "has not ended; going on" in said
+            if command.name == "down" and container.running and not (job.disturbed or job.over or told):
+                simulation.break_promise("down stops a run before its slice", f"{container.name} on {host!r}")
+            if command.name in SUPERVISORS and job.seen_finished and job is simulation.world.newest_job():
+                simulation.break_promise("a finished run keeps its slice", f"{command.name} deletes {node}")
+
+
+def creation_is_due(simulation: SimulatedRun, made: Slice, by: Actor) -> None:
+    """Checks that a new slice has its owner's labels, follows no `down` that succeeded, and is not beside one that `up`
+    could use, and that `run` creates one only in a recovery that was neither stopped nor given up before that `run`."""
+    labels, hours = made.node.resource.get("labels", {}), simulation.scenario.setting.expires_hours
+    ours = [labels.get(f"tpu-launch{name}") for name in ("", "-owner", "-account")]
+    late = 0.0 if made.expires is None else simulation.world.scheduler.now + EPOCH - made.expires + (hours or 0) * 3600
+    expires = (made.expires is None) == (hours is None) and late < _QUEUE_SECONDS + 60.0
+    if ours != ["1", by.user, hash_account(by.user)] or not (expires or by.laptop.wall):
+        simulation.break_promise("what is created is labelled", f"{made} of {by.user}: {labels}")
+    command = next(each for each in simulation.commands if each.actor is by)
+    calm = not any(fault.kind in ("stale", "old describe", "date", *MEDDLING) for fault in simulation.faults)
+    for down in simulation.commands if calm and not by.laptop.asleep else ():
+        if down.name == "down" and down.code == 0 and down.laptop is by.laptop and command.ended < down.began:
+            simulation.break_promise("after down nothing of ours comes", f"{made} by {by.command}")
+    for other in simulation.world.google.slices.values() if by.command == "up" and calm else ():
+        known = other.creator == by.user and other.state == "READY" and other.ready_at < command.began
+        if known and other is not made and simulation.scenario.candidates is None:
+            simulation.break_promise("up continues from the existing slice", f"{made} beside {other}")
+    if by.command not in SUPERVISORS:
+        return
+    for ledger in list_runs(by.laptop.home, simulation.commands[0].machine):
+        recovers = stopped = False
+        for event in ledger.events():
+            match event:
+                case Recovering():
+                    recovers, stopped = True, False
+                case RunStopRequested() | RecoveryGivenUp():
+                    stopped = True
+                case Requested() if stopped:
+                    recovers = False
+        if recovers:
+            return
+    simulation.break_promise("run makes a slice only in a recovery", f"{by.command} of {by.user}")
+
+
+def told_deletion_is_true(simulation: SimulatedRun, command: Command) -> None:
+    """A command tells that a slice or a request was deleted only after a user has deleted one."""
+    words = ("was deleted by another command", "deleted as soon as it was READY", "it was deleted", "client deleted")
+    told = [text for text in command.said if any(word in text for word in words)]
+    if told and not any(at < command.ended for at in simulation.world.record.deletions):
+        simulation.break_promise("what is told deleted was deleted", f"{command.name}: {told[0][:300]}")
+
+
+def down_deletes_jobsets(simulation: SimulatedRun, command: Command) -> None:
+    """After a `down`, no JobSet of its user is left but those that another command has asked for."""
+    cluster = simulation.world.cluster
+    if command.name != "down" or command.code != 0 or cluster is None:
+        return
+    others = [each for each in simulation.commands if each is not command and each.ended > command.began - 120.0]
+    if (left := cluster.jobsets_of(command.laptop.user)) and not others:
+        simulation.break_promise("after down nothing of ours is left", f"{left}")
+
+
+def stockout_is_waited_out(simulation: SimulatedRun, command: Command) -> None:
+    """An `up` gives up for lack of capacity only after slice.stockout_minutes, or the time of its own request."""
+    if command.name != "up" or command.code != Exit.STOCKOUT or command.laptop.asleep or command.laptop.wall:
+        return
+    setting = simulation.scenario.setting
+    queues = setting.queued and command is simulation.commands[0]
+    longest = _QUEUE_SECONDS if queues else setting.stockout_minutes * 60 - _LONGEST_PAUSE
+    seconds = simulation.world.scheduler.now - command.began
+    if (queues or not setting.queued) and seconds < longest and "can't be started" not in str(command.error):
+        simulation.break_promise("a stock-out is waited out", f"{command.name} after {seconds:.0f} s: {command.error}")
+
+
+def what_was_asked_for_is_used_or_withdrawn(simulation: SimulatedRun, command: Command) -> None:
+    """A command leaves no request for a candidate that it made, but a granted one, unless it says so; a request gives
+    way only to one for another candidate."""
+    names, said = {str(each) for each in simulation.config.candidates}, [text for text in command.said if ": " in text]
+    if simulation.scenario.candidates is None or command.name not in ("up", *SUPERVISORS):
+        return
+    asked = [(number, *text.split(": ", 1)) for number, text in enumerate(said) if text.split(": ", 1)[1] in names]
+    for number, text in enumerate(said):
+        gave_way = text.partition(": ")[0] if "trying another candidate" in text else ""
+        later = next((name for at, _, name in asked if at > number), "")
+        if gave_way and later in (name for _, request, name in asked if request == gave_way):
+            simulation.break_promise("a request gives way to another", f"{text}, then {later}")
+    made = {request for _, request, _ in asked}
+    if simulation.loses_by_its_disk or any("not withdrawn yet" in text for text in said):
+        return
+    command.process.enter()
+    for request in RequestRecord(simulation.config).read():
+        if f"request {request.number}" in made and request.granted is None and request.ended is None:
+            simulation.break_promise("what was asked for is used or withdrawn", f"{command.name}: {request}")
+
+
+def places_are_tried_in_their_order(simulation: SimulatedRun, command: Command) -> None:
+    """`up` tries zones in the file's order, each after the one before had no capacity; with a slice, its zone first."""
+    zones = simulation.scenario.setting.zones
+    tried = [match[1] for text in command.said if (match := re.match(r"(?:creating|requesting) .* in ([\w-]+)", text))]
+    if command.name != "up" or simulation.scenario.candidates is not None or not tried:
+        return
+    order = [tried[0], *(zone for zone in zones if zone != tried[0])]
+    wrong = [pair for pair in pairwise(tried) if pair[1] not in (pair[0], order[order.index(pair[0]) - len(order) + 1])]
+    first = command is simulation.commands[0] and simulation.scenario.leftover in ("", "preempted")
+    hidden = any(fault.kind in ("old describe", *MEDDLING) for fault in simulation.faults)
+    hidden |= any(each.name in ("down", "gc") and each.began < command.ended for each in simulation.commands)
+    passes_over = "no capacity in " in "".join(command.said) and {*zones} - {*tried}
+    if wrong or (first and (passes_over or tried[0] != simulation.leftover_zone) and not hidden):
+        simulation.break_promise("places are tried in their order", f"{tried} of {zones}")
+
+
+def told_missing_is_missing(simulation: SimulatedRun, command: Command) -> None:
+    """Checks that a slice is called missing only if it was, at some time since the command began."""
+    told = f"slice {simulation.config.slice.name} does not exist" in str(command.error)
+    lags = any(fault.kind in ("stale", "old describe", *MEDDLING) for fault in simulation.faults)
+    if not told or lags or simulation.scenario.candidates is not None:
+        return
+    for node in simulation.world.google.slices.values():
+        if node.creator == command.laptop.user and node.state == "READY" and node.ready_at < command.began - 5.0:
+            simulation.break_promise("what is told missing is missing", f"{command.name}: {node}: {command.error}")
+
+
+def slices_are_replaced_for_their_own_hosts(simulation: SimulatedRun) -> None:
+    """A slice is replaced because of a host by which the last attempts, as many as the file says, were lost or failed
+    on this slice."""
+    for ledger in simulation.ledgers():
+        ends: list[int] = []
+        for event in ledger.events():
+            if isinstance(event, Ended) and event.outcome not in (NOT_STARTED, VANISHED):
+                of_a_host = event.cause is not None and event.outcome in ("host lost", "failed")
+                ends.append(event.cause.worker if event.cause is not None and of_a_host else -1)
+            elif isinstance(event, SliceReplaced):
+                wanted = simulation.scenario.setting.replace_after or 0
+                if event.host >= 0 and ends[-wanted:] != [event.host] * wanted:
+                    simulation.break_promise("a slice is replaced for its own hosts", f"{event}: {ends}")
+                ends.clear()
+
+
+def budget_is_spent_on_slices(simulation: SimulatedRun) -> None:
+    """A run stops for its budget only when slices have cost that much, and soon after they have."""
+    budget = simulation.scenario.setting.budget
+    if budget is None or simulation.ann.wall:
+        return
+    # A slice that is taken counts until that is recorded: in a recovery, or while the API is out, the workstation
+    # sleeps or no process supervises the run, that may take minutes.
+    deaf = any(action.kind == "asleep" for action in simulation.actions)
+    deaf |= any(fault.kind in API_FAULTS for fault in simulation.faults)
+    taken = [fault for fault in simulation.faults if fault.kind in _TAKERS]
+    meddled = any(deaf or fault.anchor not in ("start", "beginning") for fault in taken)
+    left = any(command.killed or command.code == Exit.DETACHED for command in simulation.commands)
+    meddled |= left and (
+        bool(taken) or any(each.name == "down" and each.laptop is not simulation.ann for each in simulation.commands)
+    )
+    for command in simulation.commands:
+        if sum("stopping it, so that it saves" in text for text in command.said) > 1:
+            simulation.break_promise("a spent budget stops a run once", f"{command.name}: {command.said[-9:]}")
+        for at, text in command.told if not meddled else ():
+            enough = min(budget * 0.99, budget - _rate(simulation) * _BUDGET_SECONDS)
+            if "the budget is spent" in text and (cost := _cost_of_slices(simulation, at)) < enough:
+                simulation.break_promise("a budget is spent on slices", f"${cost:.2f} at {at:.0f}: {text}")
+    for job in simulation.world.record.jobs.values():
+        seconds = max((item.ended for item in job.containers.values()), default=0.0) - (job.began or 0.0)
+        allowed = budget + _rate(simulation) * _BUDGET_SECONDS
+        watched = not simulation.actions and not simulation.kill_at and not simulation.faults
+        watched &= simulation.scenario.candidates is None  # which have prices of their own
+        if job.began is not None and watched and seconds * _rate(simulation) > allowed:
+            simulation.break_promise("a budget is kept", f"{job} trains for {seconds:.0f} s, {budget} dollars")
+
+
+def _rate(simulation: SimulatedRun) -> float:
+    """Returns the dollars a second of the most expensive slice that the file allows."""
+    prices = [per_hour(item.accelerator_type, item.zone, item.capacity) for item in simulation.config.candidates]
+    return max(price or 0.0 for price in prices) / 3600
+
+
+def _cost_of_slices(simulation: SimulatedRun, until: float) -> float:
+    """Returns the most that ann's slices can have cost until a moment."""
+    seconds = sum(
+        max(0.0, min(until, node.gone_at if node.gone_at is not None else until) - node.ready_at)
+        for node in simulation.world.record.billed
+        if node.ready_at < until
+    )
+    return seconds * _rate(simulation)
+
+
+def gc_leaves_no_request(simulation: SimulatedRun, command: Command) -> None:
+    """Checks that each slice that `gc` reports as deleted is gone, and its request too."""
+    named = {text.removesuffix(": deleted") for text in command.said if text.endswith(": deleted")}
+    if command.name != "gc" or any(fault.kind in ("stale", "old describe", *MEDDLING) for fault in simulation.faults):
+        return
+    google = simulation.world.google
+    for left in (*google.slices.values(), *google.requests.values()):
+        by = next((each for each in simulation.commands if each.actor is left.by), None)
+        again = by is not None and by.ended > command.began
+        if left.name in named and left.creator == command.laptop.user and left.state != "DELETING" and not again:
+            simulation.break_promise("gc leaves no request", f"{left}: {command.said}")
+
+
+def list_shows_what_is(world: World, listing: Listing, began: float, date: float) -> None:
+    """Checks each slice that `list` and `gc` show, and that none is missing that was there all the time since a moment.
+    `date`: of the workstation, in Unix seconds."""
+    if {fault.kind for fault in world.faults} & {"stale", "old describe", *MEDDLING}:
+        return
+    shown = {(item.zone, item.name): item for item in listing.slices}
+    for node in world.google.slices.values():
+        labels, created = node.node.resource.get("labels", {}), parse_time(node.node.resource["createTime"])
+        item = shown.get((node.node.zone, node.name))
+        there = node.state == "READY" and node.ready_at < began and node.node.zone not in listing.failures
+        if item is None and there and labels.get("tpu-launch") == "1" and node.node.zone in world.zones:
+            world.break_promise("a list shows what is", f"{node} is missing: {listing}")
+        if item is None or item.uid != node.node.resource["id"]:
+            continue
+        spot = node.node.resource.get("schedulingConfig", {}).get("spot")
+        _, _, state, kind, owner, _, age, cost, expires = item.row(date)
+        wanted = (f"{node.node.resource['acceleratorType']} {'spot' if spot else 'on-demand'}", node.creator)
+        price = per_hour(item.accelerator_type, item.zone, "spot" if spot else "on-demand")
+        dollars = "unknown" if price is None else f"${max(0.0, date - (created or 0.0)) / 3600 * price:.2f}"
+        ends = node.expires is None or (node.expires < date) == expires.endswith("ago")
+        right = (
+            (kind, owner) == wanted
+            and state == item.state
+            and dollars == cost
+            and age == duration(date - (created or 0.0))
+        )
+        if not right or not ends or (expires == "never") != (node.expires is None):
+            world.break_promise(
+                "a list shows what is", f"{node}, created {created}: {item.row(date)}, {wanted}, {dollars}"
+            )
+
+
+def gc_removes_what_has_expired(simulation: SimulatedRun, command: Command) -> None:
+    """After a `gc` that succeeded, no READY slice of its user has expired long ago."""
+    if command.name != "gc" or command.code != 0 or simulation.faults or len(simulation.scenario.setting.zones) > 1:
+        return
+    date = command.began + EPOCH + command.laptop.wall
+    for node in simulation.world.google.slices.values():
+        mine = node.creator == command.laptop.user and node.state == "READY" and node.by is not None
+        if mine and node.expires is not None and node.expires < date and "left alone" not in "\n".join(command.said):
+            simulation.break_promise("gc removes what has expired", f"{node} expired {date - node.expires:.0f} s ago")
