@@ -2,8 +2,11 @@
 
 import json
 
+import pytest
+
+from launcher.log_lines import LogWindow
 from launcher.provider import ContainerState
-from launcher.tpu_vm.host_output import has_reports, parse_observation, parse_reports
+from launcher.tpu_vm.host_output import covers, has_reports, parse_observation, parse_reports
 from launcher.tpu_vm.host_scripts import LOG_BYTES
 
 
@@ -48,3 +51,15 @@ def test_a_look_that_was_cut_short_keeps_only_whole_lines() -> None:
     look, _ = parse_observation(0, summary({"Status": "running"}) + "\n" + log[:LOG_BYTES])
     assert look.more
     assert len(look.lines) == LOG_BYTES // len(line)
+
+
+@pytest.mark.parametrize(
+    ("records", "first", "whole"),
+    [(0, "12", False), (1, "12", True), (9, "11", True), (10, "11", False), (9, "13", False)],
+)
+def test_the_last_records_of_a_log_are_all_new_ones_if_they_begin_at_a_known_line(
+    records: int, first: str, whole: bool
+) -> None:
+    """Lines from second 11 on are asked for: those from 12 on are new."""
+    window = LogWindow(first=f"2026-01-01T00:00:{first}.000000000Z", records=records)
+    assert covers(window, "2026-01-01T00:00:11.000000000Z", tail=10) == whole
