@@ -14,11 +14,8 @@ from tests.bucket_server import BucketServer
 
 ZONE = "us-central2-b"
 PARENT = ("projects", "p", "locations", ZONE)
-BODY = {
-    "acceleratorType": "v4-16",
-    "runtimeVersion": "tpu-ubuntu2204-base",
-    "networkConfig": {"enableExternalIps": True},
-}
+EXTERNAL_IPS = {"networkConfig": {"enableExternalIps": True}}
+BODY = {"acceleratorType": "v4-16", "runtimeVersion": "tpu-ubuntu2204-base", **EXTERNAL_IPS}
 
 
 class Api:

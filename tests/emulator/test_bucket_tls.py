@@ -52,18 +52,16 @@ def google(tmp_path: Path) -> Iterator[Google]:
 
 
 def test_objects_are_written_and_read_as_tensorflow_does(google: Google) -> None:
-    begun = google.ask(
-        "www.googleapis.com", "POST", "/upload/storage/v1/b/bucket/o?uploadType=resumable&name=a%2Fb%20c"
-    )
+    place = "/upload/storage/v1/b/bucket/o?uploadType=resumable&name=a%2Fb%20c"
+    begun = google.ask("www.googleapis.com", "POST", place)
     assert begun[0] == 200
     assert begun[2].startswith("https://www.googleapis.com/upload/")
     path = begun[2].removeprefix("https://www.googleapis.com")
     assert google.ask("www.googleapis.com", "PUT", path, b"0123456789", **{"Content-Range": "bytes 0-9/10"})[0] == 200
     assert google.ask("storage.googleapis.com", "GET", "/bucket/a%2Fb%20c", Range="bytes=2-4")[:2] == (206, b"234")
     assert google.ask("storage.googleapis.com", "GET", "/bucket/a/b%20c")[:2] == (200, b"0123456789")
-    status, text, _ = google.ask(
-        "www.googleapis.com", "GET", "/storage/v1/b/bucket/o/a%2Fb%20c?fields=size%2Cgeneration%2Cupdated"
-    )
+    path = "/storage/v1/b/bucket/o/a%2Fb%20c?fields=size%2Cgeneration%2Cupdated"
+    status, text, _ = google.ask("www.googleapis.com", "GET", path)
     assert (status, json.loads(text)["size"]) == (200, "10")
     assert google.ask("storage.googleapis.com", "GET", "/bucket/none")[0] == 404
 
@@ -71,10 +69,8 @@ def test_objects_are_written_and_read_as_tensorflow_does(google: Google) -> None
 def test_only_the_emulators_ca_and_googles_storage_names_are_believed(google: Google, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     bucket_tls.tls_context(tmp_path / "other")
-    for name, ca in (
-        ("storage.googleapis.com", tmp_path / "other" / bucket_tls.CA_FILE),
-        ("oauth2.googleapis.com", google.ca),
-    ):
+    other = tmp_path / "other" / bucket_tls.CA_FILE
+    for name, ca in (("storage.googleapis.com", other), ("oauth2.googleapis.com", google.ca)):
         with pytest.raises(ssl.SSLCertVerificationError):
             google.ask(name, "GET", "/bucket/o", ca=ca)
     assert google.ask("storage.googleapis.com", "GET", "/bucket/o")[0] == 404

@@ -1,5 +1,6 @@
 """What Cloud TPU accepts, refuses and shows, in the words that gcloud prints."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -91,26 +92,22 @@ def test_guest_attributes_have_one_entry_a_worker_in_the_shape_that_gcloud_reads
     for host in node.hosts:
         host.guest_attributes = {"hostkeys/ssh-ed25519": f"key{host.index}", "other/x": "y"}
     # gcloud sends [""] for all workers.
-    every = api.call("POST", "nodes", "pod", verb="getGuestAttributes", body={"workerIds": [""]})["guestAttributes"]
-    assert [
-        [item["value"] for item in entry["queryValue"]["items"] if item["key"] == "ssh-ed25519"] for entry in every
-    ] == [["key0"], ["key1"]]
-    one = api.call(
-        "POST", "nodes", "pod", verb="getGuestAttributes", body={"workerIds": ["1"], "queryPath": "hostkeys/"}
-    )["guestAttributes"]
-    assert [item for entry in one for item in entry["queryValue"]["items"]] == [
-        {"namespace": "hostkeys", "key": "ssh-ed25519", "value": "key1"}
+    ask = partial(api.call, "POST", "nodes", "pod", verb="getGuestAttributes")
+    every = [entry["queryValue"]["items"] for entry in ask(body={"workerIds": [""]})["guestAttributes"]]
+    assert [[item["value"] for item in items if item["key"] == "ssh-ed25519"] for items in every] == [
+        ["key0"],
+        ["key1"],
     ]
-    assert refusal(api.call, "POST", "nodes", "pod", verb="getGuestAttributes", body={"workerIds": ["2"]})[0] == 400
+    (one,) = ask(body={"workerIds": ["1"], "queryPath": "hostkeys/"})["guestAttributes"]
+    assert one["queryValue"]["items"] == [{"namespace": "hostkeys", "key": "ssh-ed25519", "value": "key1"}]
+    assert refusal(ask, body={"workerIds": ["2"]})[0] == 400
 
 
 def test_a_listing_over_all_zones_shows_every_zone(api: Any) -> None:
     api.create("a")
     api.create("b", zone="europe-west4-a", acceleratorType="v3-8")
-    assert [node["name"].split("/")[3] for node in api.call("GET", "nodes", zone="-")["nodes"]] == [
-        "europe-west4-a",
-        "us-central2-b",
-    ]
+    zones = [node["name"].split("/")[3] for node in api.call("GET", "nodes", zone="-")["nodes"]]
+    assert zones == ["europe-west4-a", "us-central2-b"]
 
 
 def test_catalogues_name_what_can_be_created(api: Any) -> None:

@@ -40,7 +40,7 @@ def test_an_engine_on_another_machine_is_refused(home: Path, monkeypatch: pytest
         control.start(home)
 
 
-def test_an_emulators_own_view_is_not_taken_for_the_workstations_engine(
+def test_an_emulators_view_is_not_taken_for_the_workstations_engine(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DOCKER_HOST", "unix:///somewhere/engine.sock")
@@ -94,12 +94,7 @@ def test_api_and_buckets_answer_only_tools_of_this_user(home: Path, monkeypatch:
             connection.close()
             return answered
 
-        wrong = [
-            {},
-            {"Authorization": f"Bearer {other.token}"},
-            {"Authorization": "Basic =="},
-            {"Authorization": "Basic"},
-        ]
+        wrong = [{}, *({"Authorization": text} for text in (f"Bearer {other.token}", "Basic ==", "Basic"))]
         web = [{**own, "Origin": "https://example.com"}, {**own, "Host": f"example.com:{port}"}]
         assert [status(headers) for headers in (*wrong, *web)] == [403] * 6
         assert status(own) == 400, "the API read the request"

@@ -18,9 +18,7 @@ from launcher.emulator.state import Fault
         ("resources", 8, "does not have enough resources available to fulfill the request"),
     ],
 )
-def test_a_stockout_spoils_as_many_creations_as_asked_in_googles_words(
-    api: Any, wording: str, code: int, words: str
-) -> None:
+def test_a_stockout_spoils_as_many_creations_as_asked(api: Any, wording: str, code: int, words: str) -> None:
     api.state.faults.append(Fault("stockout", "tpu", left=2, wording=wording))
     failures = [api.operation(api.create(f"n{i}")).failure for i in range(3)]
     assert [failure and failure["code"] for failure in failures] == [code, code, None]
@@ -54,11 +52,8 @@ def test_a_fault_is_not_consumed_by_a_creation_that_is_invalid_anyway(api: Any) 
 
 
 def test_slowness_adds_up(api: Any) -> None:
-    api.state.faults += [
-        Fault("slow", "tpu", seconds=0.5),
-        Fault("slow", "tpu", seconds=1),
-        Fault("slow", "storage", seconds=9),
-    ]
+    api.state.faults += [Fault("slow", "tpu", seconds=seconds) for seconds in (0.5, 1)]
+    api.state.faults.append(Fault("slow", "storage", seconds=9))
     assert faults.delay(api.state, "tpu") == 1.5
 
 

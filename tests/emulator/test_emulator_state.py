@@ -67,9 +67,7 @@ def test_a_server_killed_at_any_moment_leaves_a_whole_state(tmp_path: Path) -> N
         assert len(state.subnet) == state.port % 1000 * 50
 
 
-def test_an_emulator_is_named_by_its_home_wherever_it_is_looked_at_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_emulator_is_named_by_its_home_seen_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert emulator_id(Path("a/../home")) == emulator_id(tmp_path / "home")
     assert emulator_id(tmp_path / "home") != emulator_id(tmp_path / "other")

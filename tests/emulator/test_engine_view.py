@@ -25,9 +25,8 @@ def create(body: dict[str, Any]) -> dict[str, Any]:
             raise EngineRefusal(400, f"invalid bind source {path}")
         return f"/engine{path}"
 
-    return engine.create_on_host(
-        body, VIEW, bind=bind, volume=lambda name: f"own.{name}", image="sha256:1", ca="/private/ca.pem"
-    )
+    own = {"bind": bind, "volume": lambda name: f"own.{name}"}
+    return engine.create_on_host(body, VIEW, **own, image="sha256:1", ca="/private/ca.pem")
 
 
 def listed(name: str, identifier: str = IDS[0], **requested: Any) -> dict[str, Any]:

@@ -19,7 +19,5 @@ def agent() -> ModuleType:
 def test_keys_of_all_sources_are_gathered_by_user(agent: ModuleType) -> None:
     node = "\nme:ssh-rsa AAAA me\nyou:ssh-ed25519 BBBB you"
     project = "me:ssh-rsa CCCC me\n\n"
-    assert agent.parse_keys([node, project]) == {
-        "me": ["ssh-rsa AAAA me", "ssh-rsa CCCC me"],
-        "you": ["ssh-ed25519 BBBB you"],
-    }
+    mine, yours = ["ssh-rsa AAAA me", "ssh-rsa CCCC me"], ["ssh-ed25519 BBBB you"]
+    assert agent.parse_keys([node, project]) == {"me": mine, "you": yours}

@@ -20,11 +20,8 @@ FIVE_BYTES = message_from_string("Content-Length: 5")
 
 @given(st.lists(st.binary(min_size=1, max_size=50), max_size=6), st.integers(1, 60))
 def test_a_chunked_body_is_what_was_sent_however_it_is_read(chunks: list[bytes], size: int) -> None:
-    wire = (
-        b"".join(b"%x;ext=1\r\n%s\r\n" % (len(chunk), chunk) for chunk in chunks)
-        + b"0\r\nTrailer: x\r\n\r\nnext request"
-    )
-    source = BytesIO(wire)
+    wire = b"".join(b"%x;ext=1\r\n%s\r\n" % (len(chunk), chunk) for chunk in chunks)
+    source = BytesIO(wire + b"0\r\nTrailer: x\r\n\r\nnext request")
     body = Body(source, CHUNKED)
     parts = []
     while data := body.read(size):
@@ -71,21 +68,11 @@ def test_multipart_uploads_arrive_with_either_line_ending(
     storage: Any, bucket: Any, newline: bytes, data: bytes
 ) -> None:
     """gcloud ends lines with a bare newline, the client libraries with CRLF."""
-    lines = [
-        b"--===b==",
-        b"content-type: application/json",
-        b"",
-        b'{"name": "a/b"}',
-        b"--===b==",
-        b"Content-Type: text/x",
-        b"",
-        data,
-        b"--===b==--",
-    ]
+    resource = [b"--===b==", b"content-type: application/json", b"", b'{"name": "a/b"}']
+    body = newline.join([*resource, b"--===b==", b"Content-Type: text/x", b"", data, b"--===b==--"])
     url = f"{storage.url}/upload/storage/v1/b/{bucket.name}/o?uploadType=multipart"
-    answer = requests.post(
-        url, newline.join(lines), headers={"Content-Type": "multipart/related; boundary='===b=='"}, timeout=10
-    )
+    related = {"Content-Type": "multipart/related; boundary='===b=='"}
+    answer = requests.post(url, body, headers=related, timeout=10)
     assert answer.status_code == 200, answer.text
     assert answer.json()["contentType"] == "text/x"
     assert bucket.blob("a/b").download_as_bytes() == data

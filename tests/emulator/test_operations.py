@@ -62,9 +62,8 @@ class Running:
             return str(function(*arguments, **named)["name"])
 
     def ended(self, name: str) -> dict[str, Any]:
-        assert self.store.wait(lambda state: name in state.operations and state.operations[name].done, 10), (
-            f"{name} did not end"
-        )
+        done = self.store.wait(lambda state: name in state.operations and state.operations[name].done, 10)
+        assert done, f"{name} did not end"
         operation = self.store._state.operations[name]
         return operation.error or operation.response or {}
 

@@ -8,14 +8,9 @@ import pytest
 from launcher.emulator.api import queued_resources
 from launcher.emulator.api.catalogue import ApiError
 from launcher.emulator.state import Fault
+from tests.emulator.conftest import BODY, ZONE
 
-ZONE = "us-central2-b"
 PARENT = f"projects/p/locations/{ZONE}"
-NODE = {
-    "acceleratorType": "v4-16",
-    "runtimeVersion": "tpu-ubuntu2204-base",
-    "networkConfig": {"enableExternalIps": True},
-}
 
 
 class Queue:
@@ -28,7 +23,7 @@ class Queue:
         return self.api.call(method, "queuedResources", *path, **more)
 
     def create(self, seconds: int = 60, **changes: Any) -> dict[str, Any]:
-        spec = {"parent": PARENT, "nodeId": "n", "node": NODE}
+        spec = {"parent": PARENT, "nodeId": "n", "node": BODY}
         body = {"tpu": {"nodeSpec": [spec]}, "queueingPolicy": {"validUntilDuration": f"{seconds}s"}, **changes}
         return self.call("POST", body=body, queuedResourceId="q")
 
@@ -134,9 +129,9 @@ def test_what_google_refuses_is_refused(queue: Queue) -> None:
     with pytest.raises(ApiError, match="is not in us-central2-b"):
         queue.create(reservationName="projects/p/locations/None/reservations/-")
     with pytest.raises(ApiError, match="one node only"):
-        queue.create(tpu={"nodeSpec": [{"parent": PARENT, "multisliceParams": {"nodeCount": 2}, "node": NODE}]})
+        queue.create(tpu={"nodeSpec": [{"parent": PARENT, "multisliceParams": {"nodeCount": 2}, "node": BODY}]})
     with pytest.raises(ApiError, match="invalid AcceleratorType"):
-        queue.create(tpu={"nodeSpec": [{"parent": PARENT, "nodeId": "n", "node": {**NODE, "acceleratorType": "v3-8"}}]})
+        queue.create(tpu={"nodeSpec": [{"parent": PARENT, "nodeId": "n", "node": {**BODY, "acceleratorType": "v3-8"}}]})
     queue.state.faults.append(Fault("quota", "tpu", left=1))
     with pytest.raises(ApiError, match="Quota limit"):
         queue.create()

@@ -24,10 +24,8 @@ def make(*entries: dict[str, Any], seed: int = 0, speed: float = 1.0) -> Emulato
 
 def create(state: EmulatorState, now: float, name: str = "a", flag: str = "--spot") -> dict[str, Any]:
     """Creates a node as gcloud asks for it, and ends its operation; returns the operation's error or {}."""
-    line = (
-        f"gcloud compute tpus tpu-vm create {name} --project=p --zone={ZONE} --accelerator-type=v4-8 --version=v {flag}"
-    )
-    command = parse(line.replace("--version=v", "--version=tpu-ubuntu2204-base").split())
+    what = f"--accelerator-type=v4-8 --version=tpu-ubuntu2204-base {flag}"
+    command = parse(f"gcloud compute tpus tpu-vm create {name} --project=p --zone={ZONE} {what}".split())
     operation = state.operations[command.call(state, now)["name"]]
     tpu_api.finish_operation(state, operation, now)
     return operation.error or {}
