@@ -18,6 +18,15 @@ def run_module(module: str, folder: Path, *arguments: str, **environment: str) -
     return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=60)
 
 
+def run_python(*arguments: str, folder: Path | None = None, seconds: float = 600, **environment: str) -> str:
+    """What `python ARGUMENTS` prints, which must succeed."""
+    variables = {**os.environ, **environment}
+    command = [sys.executable, *arguments]
+    ended = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=seconds)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
 def is_alive(pid: int) -> bool:
     """Returns whether a process is there and has not ended."""
     try:

@@ -1,8 +1,6 @@
 """A run puts its model on the Hub, in the background; a Hub that is dead, slow or refuses changes nothing but a warning
 and a line of the summary."""
 
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.container import hub_server, small_runs
-from tests.processes import wait_until
+from tests.processes import run_python, wait_until
 from training.config import Hub
 from training.errors import BadInput
 from training.models import hub
@@ -117,10 +115,10 @@ def test_push_is_a_command_and_leaves_a_card_alone(
     folder: Path, server: hub_server.Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.repositories[REPOSITORY] = hub_server.Repository(private=False, files={"README.md": b"written by hand"})
-    command = [sys.executable, "-m", "training.cli", "push", str(folder / "runs" / "pushed"), REPOSITORY, "--step", "4"]
-    output = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout
+    place = str(folder / "runs" / "pushed")
+    output = run_python("-m", "training.cli", "push", place, REPOSITORY, "--step", "4")
     assert output.startswith(f"{REPOSITORY}: the model after step 4: {server.url}")
     assert server.repositories[REPOSITORY].files["README.md"] == b"written by hand"
     monkeypatch.delenv("HF_TOKEN")
     with pytest.raises(BadInput, match="HF_TOKEN is not in the environment"):
-        hub.push_model(str(folder / "runs" / "pushed"), REPOSITORY, None, True)
+        hub.push_model(place, REPOSITORY, None, True)

@@ -2,8 +2,6 @@
 what breaks when its name changes."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -11,6 +9,7 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as xla_metrics
 
+from tests.processes import run_python
 from training.backends.torch_xla import internals
 
 
@@ -174,9 +173,7 @@ def test_devices_of_this_host_have_names_that_memory_is_asked_by() -> None:
 
 def test_declared_shardings_are_read_back_for_devices_that_are_simulated() -> None:
     """Else preflight does not trace for a slice, and a split state is not refused: hosts would wait forever."""
-    ended = subprocess.run([sys.executable, "-c", SHARDINGS], capture_output=True, text=True, timeout=600, check=False)
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout == "['{replicated}', '{devices=[4,1]0,1,2,3}']\n"
+    assert run_python("-c", SHARDINGS) == "['{replicated}', '{devices=[4,1]0,1,2,3}']\n"
 
 
 def test_a_function_of_jax_runs_inside_a_program(pair: list[torch.Tensor]) -> None:
@@ -191,6 +188,4 @@ def test_a_function_of_jax_runs_inside_a_program(pair: list[torch.Tensor]) -> No
 
 def test_a_part_that_is_split_by_hand_has_the_rows_of_one_device() -> None:
     """Else a Pallas kernel gets the rows of all devices."""
-    ended = subprocess.run([sys.executable, "-c", BY_HAND], capture_output=True, text=True, timeout=600, check=False)
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout == "[2, 3] [8, 3]\n"
+    assert run_python("-c", BY_HAND) == "[2, 3] [8, 3]\n"

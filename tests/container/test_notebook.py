@@ -5,8 +5,6 @@ import csv
 import json
 import random
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from nbclient import NotebookClient
 
 from tests.container import small_runs
 from tests.container.notebook_process import PLACES
+from tests.processes import run_python
 from training.telemetry.metrics import read_history
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -76,9 +75,7 @@ def test_every_cell_runs_and_the_command_gives_the_same_bits(folder: Path) -> No
     assert printed[-1].split()[1] in ("calm", "wild"), printed[-1]
 
     settings = [word for each in SETTINGS for word in ("--set", each)]
-    command = [sys.executable, "-m", "training.cli", "train", "banking77.yaml", "--run-id", "command", *settings]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
+    run_python("-m", "training.cli", "train", "banking77.yaml", "--run-id", "command", *settings, folder=folder)
     summary = json.loads((folder / "runs" / "command" / "summary.json").read_text())
     assert f"weights: {summary['final_weights_crc32c']}" in printed[-2]
     assert read_history(str(folder / "runs" / "notebook"))[-1]["eval_weighted_f1"] == summary["eval_weighted_f1"]
@@ -88,9 +85,7 @@ def run_process(folder: Path, case: str) -> Any:
     small_runs.prepare(folder)
     document = small_runs.document(folder, train__steps=8, evaluation__every=4)
     (folder / "run.yaml").write_text(yaml.safe_dump(document))
-    command = [sys.executable, "-m", "tests.container.notebook_process", str(folder), case]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
+    run_python("-m", "tests.container.notebook_process", str(folder), case)
     return json.loads((folder / f"{case}.json").read_text())
 
 

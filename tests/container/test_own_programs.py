@@ -1,13 +1,13 @@
 """`tpu-train exec` with the real torch_xla on one host (two hosts: tests/rehearsal/test_frameworks.py)."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.processes import run_python
 from training.cli.user_program import chip_process_environment
 from training.distributed.cluster import Cluster
 
@@ -50,16 +50,9 @@ def test_torch_xla_derives_one_process_for_each_chip(accelerator: str, worker: i
         f"processes = tpu.num_local_processes()\ntpu.configure_topology(processes - 1, processes)\n"
         "print(json.dumps([processes, dict(os.environ)]))\n"
     )
-    environment = {
-        **os.environ,
-        **chip_process_environment(Cluster(worker, addresses, accelerator)),
-        "PJRT_DEVICE": "TPU",
-    }
-    ended = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=600
-    )
-    assert ended.returncode == 0, ended.stderr
-    processes, derived = json.loads(ended.stdout.splitlines()[-1])
+    environment = chip_process_environment(Cluster(worker, addresses, accelerator))
+    printed = run_python("-c", program, **environment, PJRT_DEVICE="TPU")
+    processes, derived = json.loads(printed.splitlines()[-1])
     assert processes == chips
     assert derived["TPU_PROCESS_BOUNDS"] == bounds
     assert derived["TPU_CHIPS_PER_PROCESS_BOUNDS"] == "1,1,1"

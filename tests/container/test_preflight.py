@@ -14,6 +14,7 @@ import yaml
 
 from tests.container import causal_data, small_runs, test_label_list_runs
 from tests.nightly import others_at_night
+from tests.processes import run_python
 from training.accelerators import accelerator
 from training.backends.torch_xla import tracing
 from training.distributed.cluster import Cluster, torch_xla_environment
@@ -115,10 +116,7 @@ def traced_step(folder: Path, name: str, target: str, **changes: Any) -> dict[st
     model = {"name": "bert-tiny", "hidden_size": 128, "layers": 2, "heads": 2, "max_positions": 32}
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(small_runs.document(folder, model=model, train__global_batch_size=32, **changes)))
-    command = [sys.executable, "-m", "tests.container.traced_step", str(path), target]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
-    assert ended.returncode == 0, ended.stderr
-    return json.loads(ended.stdout)
+    return json.loads(run_python("-m", "tests.container.traced_step", str(path), target, seconds=SECONDS))
 
 
 @pytest.mark.parametrize(
@@ -231,10 +229,8 @@ def test_programs_traced_without_weights_are_those_of_a_run(folder: Path, fsdp: 
     path = folder / f"empty-{fsdp}.yaml"
     changes = {"train__mesh": {"fsdp": fsdp}, "train__precision": "bf16"}
     path.write_text(yaml.safe_dump(small_runs.document(folder, **changes)))
-    command = [sys.executable, "-c", WITH_AND_WITHOUT_WEIGHTS, str(path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
-    assert ended.returncode == 0, ended.stderr
-    without, with_weights = ended.stdout.splitlines()[-2:]
+    printed = run_python("-c", WITH_AND_WITHOUT_WEIGHTS, str(path), seconds=SECONDS)
+    without, with_weights = printed.splitlines()[-2:]
     assert without == with_weights
     assert without.count("model/") > 20
 

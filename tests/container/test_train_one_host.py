@@ -3,8 +3,6 @@
 import html
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import torch
 import yaml
 
 from tests.container import small_runs
+from tests.processes import run_python
 from training.backends.torch_xla import backend
 from training.distributed.shutdown import ShutdownRequest
 from training.errors import BadInput, StopRequested, TrainError
@@ -170,10 +169,8 @@ def test_what_can_not_be_evaluated_is_refused(undisturbed: dict[str, Any], folde
 def test_evaluate_is_a_command(undisturbed: dict[str, Any], folder: Path) -> None:
     (folder / "run.yaml").write_text(yaml.safe_dump(small_runs.document(folder)))
     options = [undisturbed["model"], "--config", str(folder / "run.yaml"), "--json"]
-    command = [sys.executable, "-m", "training.cli", "evaluate", *options]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout
-    assert json.loads(told)["loss"] == undisturbed["eval_loss"]
-    assert json.loads(told)["examples"] == 19
+    told = json.loads(run_python("-m", "training.cli", "evaluate", *options))
+    assert (told["loss"], told["examples"]) == (undisturbed["eval_loss"], 19)
 
 
 def test_a_batch_in_pieces_has_the_losses_of_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

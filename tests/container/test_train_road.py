@@ -1,13 +1,12 @@
 """The road from the command to the optimizer is short: a reader opens few files."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import yaml
 
 from tests.container import small_runs
+from tests.processes import run_python
 
 MOST_FRAMES, MOST_FILES = 8, 7
 
@@ -36,10 +35,8 @@ def test_from_the_train_command_to_the_optimizer_are_eight_frames_in_seven_files
         tmp_path, train__steps=1, train__warmup_steps=0, evaluation__at_end=False, export__at_end=False
     )
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
-    command = [sys.executable, "-c", PROGRAM, "train", "run.yaml", "--run-id", "road"]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
-    assert ended.returncode == 0, ended.stderr
-    [road] = [line for line in ended.stdout.splitlines() if line.startswith("road ")]
+    printed = run_python("-c", PROGRAM, "train", "run.yaml", "--run-id", "road", folder=tmp_path)
+    [road] = [line for line in printed.splitlines() if line.startswith("road ")]
     frames = [(file.partition("/training/")[2], name) for file, name in json.loads(road.removeprefix("road "))]
     ours = [(file, name) for file, name in frames if file]
     ours = ours[ours.index(("cli/train.py", "train")) :]

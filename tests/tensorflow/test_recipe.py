@@ -5,14 +5,13 @@ backend, and `pipeline("fill-mask")` of what was exported.
 Starts three processes, the last of them a training of a minute at most on two logical devices.
 """
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.container import small_runs
+from tests.processes import run_python
 from training.data.formats.recipe_layout import NAME
 from training.models.predict import open_pipeline
 
@@ -20,11 +19,7 @@ STEPS = 50
 
 
 def tpu_train(*arguments: str) -> str:
-    ended = subprocess.run(
-        [sys.executable, "-m", "training.cli", *arguments], capture_output=True, text=True, timeout=600
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return ended.stdout
+    return run_python("-m", "training.cli", *arguments)
 
 
 @pytest.fixture(scope="module")

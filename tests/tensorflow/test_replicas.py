@@ -1,8 +1,5 @@
 """Claims about the devices of a strategy: what leaves the program's process, and who asks for a batch."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +8,7 @@ import tensorflow as tf
 
 from tests.container import small_runs
 from tests.container.golden_losses import labelled_document, mlm_document
+from tests.processes import run_python
 from training.backends.tensorflow.input import Distributed, Upcoming, distributed, distributed_evaluation
 from training.config import from_document
 from training.run_setup import open_task
@@ -39,14 +37,7 @@ print(Counted.reads - replicas.count, replicas.count)
 
 
 def test_assign_sends_an_array_once_to_a_host_and_all_devices_get_it() -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", ASSIGN],
-        env={**os.environ, "CPU_NUM_DEVICES": "4"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert ended.stdout.split() == ["1", "4"], ended.stderr[-3000:]
+    assert run_python("-c", ASSIGN, CPU_NUM_DEVICES="4").split() == ["1", "4"]
 
 
 def array_types(document: dict[str, Any]) -> set[type]:

@@ -1,15 +1,13 @@
 """Several training steps in one call of the program (`train.steps_per_call`): the same losses, and nothing late."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.container import small_runs
 from tests.container.golden_losses import RELATIVE
+from tests.processes import run_python
 
 # A run on two logical devices of one CPU: its id and train.steps_per_call. Prints the steps of each call. (A second
 # strategy in a process would get the collectives of the first.)
@@ -36,15 +34,8 @@ print(json.dumps(calls))
 
 def train(folder: Path, run_id: str, steps_per_call: int) -> list[int]:
     """The steps of each call of a run."""
-    ended = subprocess.run(
-        [sys.executable, "-c", RUN, str(folder), run_id, str(steps_per_call)],
-        env={**os.environ, "CPU_NUM_DEVICES": "2"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    return json.loads(ended.stdout.splitlines()[-1])
+    printed = run_python("-c", RUN, str(folder), run_id, str(steps_per_call), CPU_NUM_DEVICES="2")
+    return json.loads(printed.splitlines()[-1])
 
 
 def figures(folder: Path, run_id: str) -> tuple[list[float], dict[int, float]]:

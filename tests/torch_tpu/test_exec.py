@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import run_python
+
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "torch-tpu"
 WEIGHTS = 109_376  # of the example's network
 STEPS, ROWS, SECONDS = 4, 16, 500.0
@@ -24,8 +26,8 @@ def begin(*arguments: str) -> subprocess.Popen[str]:
 @pytest.fixture(scope="module")
 def one_process() -> list[float]:
     """The losses of one CPU process on the whole batches."""
-    program = [sys.executable, str(Path(__file__).with_name("one_process.py")), str(EXAMPLE), str(STEPS), str(ROWS)]
-    return json.loads(subprocess.run(program, capture_output=True, text=True, check=True).stdout)
+    program = Path(__file__).with_name("one_process.py")
+    return json.loads(run_python(str(program), str(EXAMPLE), str(STEPS), str(ROWS)))
 
 
 @pytest.mark.parametrize("sharding", [(), ("--fsdp",)], ids=["ddp", "fsdp"])

@@ -7,8 +7,6 @@ after a kill.
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ import pytest
 from tests.container import causal_data, small_runs
 from tests.container.golden_losses import DOCUMENTS, GOLDEN, STEPS
 from tests.nightly import others_at_night
+from tests.processes import run_python
 from training.accelerators import accelerator
 
 SPLIT_STEPS: dict[str, dict[str, Any]] = {
@@ -64,8 +63,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = causal_data.prepare(tmp_path_factory.mktemp("decoder"))
     llama = {**causal_data.LLAMA, "vocab_size": small_runs.VOCABULARY}
     save = f"from transformers import LlamaConfig as C, LlamaForCausalLM as M; M(C(**{llama})).save_pretrained('start')"
-    environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    subprocess.run([sys.executable, "-c", save], cwd=folder, env=environment, check=True, timeout=SECONDS)
+    run_python("-c", save, folder=folder, seconds=SECONDS, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     return folder
 
 
@@ -102,4 +100,4 @@ def test_stopped_killed_and_resumed_it_ends_with_the_same_bits_and_exports_a_mod
     for key in ("first_loss", "last_loss", "eval_loss", "final_weights_crc32c"):
         assert resumed[key] == straight[key], key
     load = f"from transformers import BertForMaskedLM as M; M.from_pretrained({str(resumed['model'])!r})"
-    subprocess.run([sys.executable, "-c", load], check=True, timeout=SECONDS)
+    run_python("-c", load, seconds=SECONDS)

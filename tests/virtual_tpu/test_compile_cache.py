@@ -1,9 +1,6 @@
 """Compiled programs outlive the process: a second attempt on the same host compiles nothing, and trains to the same
 bits. What was damaged in between, or did not run after it was loaded, is compiled again."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +9,7 @@ import yaml
 
 from tests.container import small_runs
 from tests.nightly import others_at_night
-from tests.processes import wait_until
+from tests.processes import run_python, wait_until
 
 SECONDS = 560.0  # beside other tests
 pytestmark = pytest.mark.timeout(SECONDS + 40)
@@ -101,12 +98,6 @@ def test_interrupts_while_a_program_compiles_end_the_cell_and_not_the_kernel(tmp
     config = small_runs.document(folder, train__steps=2, model__layers=1, export__at_end=False)
     (folder / "notebook.yaml").write_text(yaml.safe_dump(config))
     device = {"TPU_ACCELERATOR_TYPE": "v5litepod-1", "TPU_LAUNCH_COMPILE_CACHE": str(tmp_path / "programs")}
-    ended = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED],
-        cwd=folder, env={**os.environ, **device}, capture_output=True, text=True, timeout=SECONDS,
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stderr
-    assert [line for line in ended.stdout.splitlines() if line in ("interrupted", "trained")] == [
-        "interrupted",
-        "trained",
-    ]
+    printed = run_python("-c", INTERRUPTED, folder=folder, seconds=SECONDS, **device)
+    ends = ["interrupted", "trained"]
+    assert [line for line in printed.splitlines() if line in ends] == ends

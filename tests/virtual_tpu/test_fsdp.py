@@ -1,9 +1,6 @@
 """Runs with a state that is split over the devices of a virtual TPU (`train.mesh.fsdp`): the losses of a replicated
 one, checkpoints of slices that any mesh restores, and a stop and its resumption."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +8,7 @@ from safetensors.numpy import load_file
 
 from tests.container import causal_data, small_runs
 from tests.nightly import others_at_night
+from tests.processes import run_python
 from tests.virtual_tpu.mesh_runs import document
 from training.checkpoint.format import read_manifest
 
@@ -28,10 +26,8 @@ OTHER_DEVICES = {  # fsdp, environment
 
 def run_all(folder: Path, *runs: str, **environment: str) -> None:
     cluster = small_runs.cluster_environment("meshes", 0, 0, 1, small_runs.free_ports())
-    command = [sys.executable, "-m", "tests.virtual_tpu.mesh_runs", str(folder), *runs]
-    told = {**os.environ, **cluster, **environment}
-    ended = subprocess.run(command, env=told, capture_output=True, text=True, timeout=SECONDS)
-    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-6000:]
+    told = {**cluster, **environment}
+    run_python("-m", "tests.virtual_tpu.mesh_runs", str(folder), *runs, seconds=SECONDS, **told)
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,9 @@
 """Claims about the layout of the state over eight devices, in a process of its own: SPMD is chosen once."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 from tests.container import small_runs
+from tests.processes import run_python
 
 SCRIPT = """
 import os, sys
@@ -38,13 +35,10 @@ except TrainError as error:
     ids=["changed in place", "another tensor", "split over the devices"],
 )
 def test_a_state_that_the_compiler_may_split_is_refused(names: list[str], refused: str | None) -> None:
-    environment = {**os.environ, **small_runs.cluster_environment("layout", 0, 0, 1, small_runs.free_ports())}
-    ended = subprocess.run(
-        [sys.executable, "-c", SCRIPT, *names], env=environment, capture_output=True, text=True, timeout=600
-    )
-    assert ended.returncode == 0, ended.stderr[-3000:]
+    environment = small_runs.cluster_environment("layout", 0, 0, 1, small_runs.free_ports())
+    printed = run_python("-c", SCRIPT, *names, **environment)
     if refused is None:
-        assert ended.stdout == ""
+        assert printed == ""
     else:
-        assert f"1 of {len(names)} tensors of the state are not placed as declared" in ended.stdout
-        assert f"for example {refused}" in ended.stdout
+        assert f"1 of {len(names)} tensors of the state are not placed as declared" in printed
+        assert f"for example {refused}" in printed

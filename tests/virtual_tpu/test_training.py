@@ -19,6 +19,7 @@ from tests.container import causal_data, small_runs
 from tests.container.golden_losses import DOCUMENTS, GOLDEN, STEPS
 from tests.container.poisoned_runs import check_skips, poisoned_document
 from tests.nightly import others_at_night
+from tests.processes import run_python
 from training.accelerators import accelerator
 from training.config import from_document
 from training.device_check import parse_facts
@@ -43,11 +44,8 @@ def train(folder: Path, run_id: str, config: dict[str, Any], attempt: int = 0, *
 
 
 def test_the_device_check_finds_and_tries_eight_devices() -> None:
-    command = [sys.executable, "-m", "training.cli", "check-devices"]
-    environment = {**os.environ, **small_runs.cluster_environment("devices", 0, 0, 1, small_runs.free_ports())}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS)
-    assert ended.returncode == 0, ended.stderr
-    facts = parse_facts(ended.stdout.splitlines())
+    environment = small_runs.cluster_environment("devices", 0, 0, 1, small_runs.free_ports())
+    facts = parse_facts(run_python("-m", "training.cli", "check-devices", seconds=SECONDS, **environment).splitlines())
     assert (facts["kind"], facts["devices"], facts["devices_expected"], facts["slice_devices"]) == ("TPU", 8, 8, 8)
     assert (facts["wrong_products"], facts["sum"], facts["phase"]) == (0, 8.0, "done")
 
@@ -57,8 +55,7 @@ def test_the_functions_for_notebooks_train_on_all_devices_of_the_host(folder: Pa
     config = small_runs.document(folder, train__steps=2, evaluation__at_end=False, export__at_end=False)
     (folder / "notebook.yaml").write_text(yaml.safe_dump(config))
     script = "from training import one_host; one_host.train(one_host.configuration('notebook.yaml'))"
-    ended = subprocess.run([sys.executable, "-c", script], cwd=folder, capture_output=True, text=True, timeout=SECONDS)
-    assert ended.returncode == 0, ended.stderr
+    run_python("-c", script, folder=folder, seconds=SECONDS)
     assert small_runs.summary(folder, "notebook")["devices"] == 8
 
 
@@ -129,23 +126,18 @@ def test_stopped_killed_and_resumed_it_ends_with_the_same_bits(folder: Path, tmp
 
 def test_every_device_holds_all_of_the_state_and_few_calls_copy_it(folder: Path) -> None:
     """After the first step and after the first of a resumed run: the shards themselves, not what torch_xla notes."""
-    answer = subprocess.run(
-        [sys.executable, "-m", "tests.virtual_tpu.shards", str(folder)], capture_output=True, text=True, timeout=SECONDS
-    )
-    assert answer.returncode == 0, answer.stderr
+    printed = run_python("-m", "tests.virtual_tpu.shards", str(folder), seconds=SECONDS)
     whole = {"devices": 8, "split": [], "different": []}
     # Of 42 parameters with two moments each, 16 are matrices: 48 buffers. The others are three packed buffers a kind.
     # The dropouts' table and an empty array go to the devices too.
     few = {"tensors": 126, "buffers": 57, "upload": 59, "snapshot": 1, "checksum": 1, "unplanned": 0}
-    assert json.loads(answer.stdout.splitlines()[-1]) == {"fresh": whole | few, "resumed": whole | few}
+    assert json.loads(printed.splitlines()[-1]) == {"fresh": whole | few, "resumed": whole | few}
 
 
 @pytest.mark.nightly
 def test_cached_steps_have_the_bits_of_traced_ones_on_eight_devices(folder: Path) -> None:
-    command = [sys.executable, "-m", "tests.virtual_tpu.cached_steps", str(folder)]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
-    assert answer.returncode == 0, answer.stderr
-    compared = json.loads(answer.stdout.splitlines()[-1])
+    printed = run_python("-m", "tests.virtual_tpu.cached_steps", str(folder), seconds=SECONDS)
+    compared = json.loads(printed.splitlines()[-1])
     assert compared == {"devices": 8, "same_results": True, "same_state": True, "traced": True, "jax": False}
 
 
@@ -171,16 +163,8 @@ print(devices, torch_xla.runtime.device_type(), int(sent.sum(0).cpu().sum(dtype=
 def test_every_slice_of_one_host_shows_its_own_devices(name: str) -> None:
     """And they add up what is split over them."""
     variables = torch_xla_environment(Cluster(0, ("localhost",), name), {})
-    answer = subprocess.run(
-        [sys.executable, "-c", SHARDED_SUM],
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert answer.returncode == 0, answer.stderr
     count = ONE_HOST[name]
-    assert answer.stdout.split() == [str(count), "TPU", str(sum(range(count * 1000)))]
+    assert run_python("-c", SHARDED_SUM, **variables).split() == [str(count), "TPU", str(sum(range(count * 1000)))]
     assert accelerator(name).devices == count
 
 

@@ -1,14 +1,12 @@
 """PyTorch/XLA on TPUs: the real libtpu of the torch-xla image understands what a container is told, and without chips
 it ends with a message."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.oracle import libtpu, no_chips
+from tests.processes import run_python
 from training.distributed.cluster import Cluster, torch_xla_environment, tpu_environment
 
 
@@ -33,14 +31,7 @@ def test_the_compilers_flags_are_torch_xlas_own(name: str) -> None:
     """On chips torch_xla adds flags when it is imported. The environment of a run has them all before, so none is
     added, and libtpu understands them."""
     variables = tpu_environment(Cluster(0, ("localhost",), name))
-    added = subprocess.run(
-        [sys.executable, "-c", FLAGS_OF_TORCH_XLA],
-        env={**os.environ, **variables, "PJRT_DEVICE": "CPU"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=True,
-    ).stdout
+    added = run_python("-c", FLAGS_OF_TORCH_XLA, **variables, PJRT_DEVICE="CPU")
     ours = torch_xla_environment(Cluster(0, ("localhost",), name), {})
     assert set(ours["LIBTPU_INIT_ARGS"].split()) == set(added.split())
     understood = libtpu.ask(ours).flags
@@ -65,6 +56,4 @@ assert compiler.value != before, "the framework would get libtpu's own"
 
 
 def test_the_compilation_cache_hooks_into_libtpus_table(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", CACHE_BEFORE_THE_COMPILER, str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert ended.returncode == 0, ended.stderr
+    run_python("-c", CACHE_BEFORE_THE_COMPILER, str(tmp_path))
