@@ -279,5 +279,10 @@ def evaluate_here(config: dict[str, Any], place: str, step: int | None = None) -
     return evaluate(place, settings, this_host(), SingleHost(), ShutdownRequest(), step)
 
 
+def figures(folder: Path, run_id: str, name: str) -> dict[int, float]:
+    """A figure of a run's history, by step."""
+    return {line["step"]: line[name] for line in read_history(str(folder / "runs" / run_id)) if name in line}
+
+
 def losses(folder: Path, run_id: str) -> list[float]:
-    return [line["loss"] for line in read_history(str(folder / "runs" / run_id)) if "loss" in line]
+    return list(figures(folder, run_id, "loss").values())

@@ -15,7 +15,6 @@ from training.checkpoint import admin as inspect
 from training.checkpoint.format import committed_steps
 from training.cli.main import tpu_train
 from training.errors import StopRequested
-from training.telemetry import metrics
 
 SMALL = {"model__hidden_size": 16}  # programs of its own: another module of this process counts compilations
 # Too fast to converge: the loss of the evaluation goes up and down.
@@ -32,11 +31,7 @@ BEST = {**WILD, "checkpoint__best": {"metric": "loss", "mode": "min"}}
 
 
 def evaluations(folder: Path, run_id: str) -> dict[int, float]:
-    return {
-        line["step"]: line["eval_loss"]
-        for line in metrics.read_history(str(folder / "runs" / run_id))
-        if "eval_loss" in line
-    }
+    return small_runs.figures(folder, run_id, "eval_loss")
 
 
 def test_the_best_of_all_evaluations_is_kept_through_stops_and_is_exported(folder: Path) -> None:
@@ -109,9 +104,7 @@ def test_a_run_starts_with_the_model_of_another_run_or_of_one_checkpoint_of_it(f
     source = run(folder, "source", train__dropout=0.0, **SMALL)
     newest = started_from(folder, "from-newest", str(folder / "runs" / "source"))
     exported = started_from(folder, "from-export", str(folder / "runs" / "source" / "model"))
-    assert newest["final_weights_crc32c"] == exported["final_weights_crc32c"], (
-        "an export is the newest checkpoint's model"
-    )
+    assert newest["final_weights_crc32c"] == exported["final_weights_crc32c"], "an export is of the newest checkpoint"
     assert newest["first_loss"] < source["first_loss"] - 0.2
     earlier = started_from(folder, "from-step", str(folder / "runs" / "source" / "checkpoints" / "step-00000004"))
     assert newest["first_loss"] < earlier["first_loss"] < source["first_loss"]

@@ -20,7 +20,6 @@ from training.data.prepare.labelled_rows import ClassLabels, LabelledText, write
 from training.errors import BadInput
 from training.models.export import export_checkpoint
 from training.models.predict import classify
-from training.telemetry import metrics
 
 LABELS = ["calm", "wild"]  # texts of words below 100, and of those above
 
@@ -87,11 +86,7 @@ def undisturbed(folder: Path) -> dict[str, Any]:
 
 
 def test_it_learns(undisturbed: dict[str, Any], folder: Path) -> None:
-    told = [
-        line["eval_accuracy"]
-        for line in metrics.read_history(str(folder / "runs" / "undisturbed"))
-        if "eval_accuracy" in line
-    ]
+    told = list(small_runs.figures(folder, "undisturbed", "eval_accuracy").values())
     assert len(told) == 2
     assert undisturbed["eval_accuracy"] == told[-1] > 0.9
     assert undisturbed["eval_weighted_f1"] == pytest.approx(undisturbed["eval_accuracy"], abs=0.05)
@@ -163,18 +158,16 @@ def test_an_encoder_gets_a_fresh_head_and_a_classifier_of_the_same_labels_keeps_
     }
     save_file(body, encoder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((encoder / "config.json").read_bytes())
-    (encoder / "config.json").write_text(
-        json.dumps({**config, "architectures": ["BertModel"], "id2label": {"0": "a", "1": "b"}})
-    )
+    config |= {"architectures": ["BertModel"], "id2label": {"0": "a", "1": "b"}}
+    (encoder / "config.json").write_text(json.dumps(config))
     fresh = run(folder, "fresh", model={"path": str(encoder)}, train__steps=2)
     kept = run(folder, "kept", model={"path": undisturbed["model"]}, train__steps=2)
     assert kept["first_loss"] < undisturbed["first_loss"] / 2 < fresh["first_loss"]
 
     del body["encoder.layer.0.output.dense.weight"]
     save_file(body, encoder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(
-        BadInput, match=r"lacks 1 of the model's weights: bert\.encoder\.layer\.0\.output\.dense\.weight"
-    ):
+    lacking = r"lacks 1 of the model's weights: bert\.encoder\.layer\.0\.output\.dense\.weight"
+    with pytest.raises(BadInput, match=lacking):
         run(folder, "lacking", model={"path": str(encoder)})
 
 

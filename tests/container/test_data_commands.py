@@ -88,9 +88,7 @@ def test_transformers_loads_a_tokenizer_folder(tmp_path: Path, algorithm: str) -
     [encoded] = tokenizers.encoder(ours)(["the continue statement"])
     assert encoded.tolist() == ids
     loaded.save_pretrained(str(tmp_path / "again"))
-    assert tokenizers.read(str(tmp_path / "again")).hash == ours.hash, (
-        "saving it again does not make it another tokenizer"
-    )
+    assert tokenizers.read(str(tmp_path / "again")).hash == ours.hash, "saving it again makes it no other tokenizer"
 
 
 def test_a_quoted_word_is_normalised_as_in_the_public_recipe(tokenizer: Path) -> None:
@@ -202,21 +200,14 @@ def test_verify_and_preview_show_a_dataset(tokenizer: Path, tmp_path: Path) -> N
 
 
 def test_labelled_texts_become_a_classification_dataset(tokenizer: Path, tmp_path: Path) -> None:
+    rows = [[f"{'many words ' * (number % 40)}{number}", f"c{number % 7}"] for number in range(200)]
     with (tmp_path / "train.csv").open("w", newline="") as file:
-        csv.writer(file).writerows(
-            [
-                ["text", "category"],
-                *([f"{'many words ' * (number % 40)}{number}", f"c{number % 7}"] for number in range(200)),
-            ]
-        )
+        csv.writer(file).writerows([["text", "category"], *rows])
     options = ("--tokenizer", tokenizer, "--sequence-length", "64", "--out", tmp_path / "out")
     shards = ("shards", "--task", "classification", "--corpus", tmp_path / "train.csv", *options)
     said = succeed(*shards, "--label", "category", "--evaluation-percent", "20")
     assert "records of 16 or 32 or 64 tokens" in said
-    train, evaluation = (
-        open_dataset(str(tmp_path / "out" / "train")),
-        open_dataset(str(tmp_path / "out" / "evaluation")),
-    )
+    train, evaluation = (open_dataset(str(tmp_path / "out" / part)) for part in ("train", "evaluation"))
     assert train.records + evaluation.records == 200
     assert train.manifest.labels == evaluation.manifest.labels == [f"c{number}" for number in range(7)]
     assert "labels     7: c0, c1" in succeed("dataset", "show", train.url)
@@ -232,7 +223,6 @@ def test_a_dataset_that_the_library_does_not_find_is_said(tokenizer: Path, tmp_p
 
 def test_a_vocabulary_below_the_number_of_characters_is_said(tmp_path: Path) -> None:
     for algorithm in ("unigram", "wordpiece"):
-        said = refused(
-            "tokenizer", *PYDOC, "--vocabulary", "50", "--algorithm", algorithm, "--out", tmp_path / algorithm
-        )
+        small = ("--vocabulary", "50", "--algorithm", algorithm)
+        said = refused("tokenizer", *PYDOC, *small, "--out", tmp_path / algorithm)
         assert "--vocabulary 50 is too small" in said

@@ -367,9 +367,8 @@ def test_a_document_does_not_see_its_neighbours(opened: Callable[[str, str], Any
     changed = ids.clone()
     changed[row, start : start + count] = (ids[row, start : start + count] + 1) % VOCABULARY
     with torch.no_grad():
-        before, after = (
-            network(input_ids=each, position_ids=places, use_cache=False).logits for each in (ids, changed)
-        )
+        given = {"position_ids": places, "use_cache": False}
+        before, after = (network(input_ids=each, **given).logits for each in (ids, changed))
     same = (before == after).all(-1)
     assert not same[row, start : start + count].any()
     same[row, start : start + count] = True
@@ -379,9 +378,8 @@ def test_a_document_does_not_see_its_neighbours(opened: Callable[[str, str], Any
 def test_a_network_that_looks_ahead_or_has_too_few_positions_is_refused_in_one_line(tmp_path: Path) -> None:
     needs = ModelRequirements(VOCABULARY, 0, LENGTH, TASKS["causal-lm"].head, None)
     config = {"model_type": "bert", "architectures": ["BertLMHeadModel"], **SMALL}
-    with pytest.raises(
-        BadInput, match=r"^model\.config can't be trained here: .* lets a token see later ones"
-    ) as caught:
+    looking_ahead = r"^model\.config can't be trained here: .* lets a token see later ones"
+    with pytest.raises(BadInput, match=looking_ahead) as caught:
         build(Model(config=config), needs, dropout=0.0, seed=1)
     assert len(str(caught.value).splitlines()) == 1
     too_long = ModelRequirements(VOCABULARY, 0, 25, TASKS["causal-lm"].head, None)

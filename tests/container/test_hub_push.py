@@ -27,9 +27,8 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[hub_serv
 
 
 def run(folder: Path, run_id: str, **settings: Any) -> dict[str, Any]:
-    config = small_runs.document(
-        folder, hub={"repository": REPOSITORY, **settings}, data__evaluation=None, train__steps=8
-    )
+    settings |= {"repository": REPOSITORY}
+    config = small_runs.document(folder, hub=settings, data__evaluation=None, train__steps=8)
     return small_runs.train_here(config, run_id)
 
 
@@ -98,9 +97,8 @@ def test_training_does_not_wait_for_a_slow_hub(folder: Path, server: hub_server.
     """The first upload hangs in its commit; steps go on, and what was committed meanwhile is left out, except the
     last."""
     server.release.clear()
-    pushes = hub.BackgroundUploader(
-        Hub(repository=REPOSITORY, every="checkpoint"), str(folder / "runs" / "pushed"), print
-    )
+    settings = Hub(repository=REPOSITORY, every="checkpoint")
+    pushes = hub.BackgroundUploader(settings, str(folder / "runs" / "pushed"), print)
     began = time.monotonic()
     pushes.note_commit(4)
     assert time.monotonic() - began < 60

@@ -180,9 +180,8 @@ def test_a_function_of_jax_runs_inside_a_program(pair: list[torch.Tensor]) -> No
     """Else long rows have no Pallas kernel."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # else JAX loads libtpu, which sets variables for later processes
     jax = pytest.importorskip("jax")
-    function = internals.call_lowered(
-        lambda a, b: (a - b,), [jax.ShapeDtypeStruct((2,), "float32")] * 2, "cpu", "minus"
-    )
+    shape = jax.ShapeDtypeStruct((2,), "float32")
+    function = internals.call_lowered(lambda a, b: (a - b,), [shape, shape], "cpu", "minus")
     assert [value.tolist() for value in function(pair)] == [[-9.0, -18.0]]
 
 

@@ -37,10 +37,9 @@ def write_conll(path: Path, rows: list[list[int]]) -> None:
 
 def write_lines(path: Path, rows: list[list[int]]) -> None:
     """Each text with the names of its words, as a set without O."""
-    lines = [
-        {"text": " ".join(f"w{number}" for number in row), "kinds": sorted({*map(name_of, row)} - {"O"})}
-        for row in rows
-    ]
+    texts = [" ".join(f"w{number}" for number in row) for row in rows]
+    kinds = [sorted({*map(name_of, row)} - {"O"}) for row in rows]
+    lines = [{"text": text, "kinds": names} for text, names in zip(texts, kinds, strict=True)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
@@ -84,10 +83,9 @@ def test_it_learns_and_its_figures_are_those_of_its_predictions(
     hits = true = predicted = right = 0
     of_words = task == "token-classification"
     pipe = transformers.pipeline(task if of_words else "text-classification", model=trained["model"], device="cpu")
+    everything = {"ignore_labels": []} if of_words else {"top_k": None}
     for row in rows:
-        found = pipe(
-            " ".join(f"w{number}" for number in row), **({"ignore_labels": []} if of_words else {"top_k": None})
-        )
+        found = pipe(" ".join(f"w{number}" for number in row), **everything)
         if of_words:
             answers, labels = [answer["entity"] for answer in found], [name_of(number) for number in row]
             pairs = [(answer, label) for answer, label in zip(answers, labels, strict=True)]
@@ -111,21 +109,20 @@ def test_it_learns_and_its_figures_are_those_of_its_predictions(
 def test_class_weights_count_in_the_loss(folder: Path, task: str, trained: dict[str, Any]) -> None:
     weights = {"train__class_weights": {"O": 3.0}, "train__steps": 1, "train__warmup_steps": 0, "train__dropout": 0.0}
     if task == "multi-label":
-        with pytest.raises(
-            ConfigError, match=r"train\.class_weights: needs backend: torch-xla and task: classification or"
-        ):
+        message = r"train\.class_weights: needs backend: torch-xla and task: classification or"
+        with pytest.raises(ConfigError, match=message):
             small_runs.train_here(labelled_document(folder, task, **weights), "weighted")
         return
     with pytest.raises(BadInput, match=r"train\.class_weights names X, and .* has the labels: B-LOW, B-TOP, O"):
         small_runs.train_here(labelled_document(folder, task, train__class_weights={"X": 2.0}), "unknown")
     changes = {**weights, "model": {"path": trained["model"]}, "evaluation__every": None}
-    heavy = small_runs.train_here(labelled_document(folder, task, **changes), "weighted")["first_loss"]
-    plain = small_runs.train_here(labelled_document(folder, task, **{**changes, "train__class_weights": {}}), "plain")[
-        "first_loss"
-    ]
-    light = small_runs.train_here(
-        labelled_document(folder, task, **{**changes, "train__class_weights": dict.fromkeys(NAMES, 0.5)}), "equal"
-    )["first_loss"]
+
+    def first_loss(run_id: str, counted: dict[str, float]) -> float:
+        config = labelled_document(folder, task, **{**changes, "train__class_weights": counted})
+        return small_runs.train_here(config, run_id)["first_loss"]
+
+    heavy, plain = first_loss("weighted", {"O": 3.0}), first_loss("plain", {})
+    light = first_loss("equal", dict.fromkeys(NAMES, 0.5))
     assert light == pytest.approx(plain, rel=1e-6)
     assert heavy != pytest.approx(plain, rel=1e-3)
 

@@ -97,13 +97,11 @@ def test_rows_are_those_of_transformers_tokenizer_and_the_loss_is_that_of_its_mo
             assert not batch.token_type_ids[row][~used].any()
             values = (batch.input_ids[row], batch.token_type_ids[row])
             found.append((*(value[used].tolist() for value in values), int(batch.labels[row])))
-        names = ("input_ids", "attention_mask", "token_type_ids", "labels", "weights")
-        arrays = {name: torch.from_numpy(getattr(batch, name)) for name in names}
+        inputs = ("input_ids", "attention_mask", "token_type_ids")
+        arrays = {name: torch.from_numpy(getattr(batch, name)) for name in (*inputs, "labels", "weights")}
         with torch.no_grad():
             sums, _ = load(TASKS["classification"].torch)(network, arrays)
-            logits = network(
-                **{name: arrays[name].long() for name in ("input_ids", "attention_mask", "token_type_ids")}
-            ).logits
+            logits = network(**{name: arrays[name].long() for name in inputs}).logits
         losses = torch.nn.functional.cross_entropy(logits, arrays["labels"].long(), reduction="none")
         ours, total = ours + float(sums[0]), total + float((losses * arrays["weights"]).sum())
     assert sorted(found) == expected
@@ -139,7 +137,6 @@ def test_mistakes_about_pairs_are_one_line(tmp_path: Path, tokenizer: str) -> No
     make(tmp_path / "single", tokenizer, source, text_pair=None)
     data = {"train": str(tmp_path / "pairs" / "train"), "tokenizer": tokenizer}
     data["evaluation"] = str(tmp_path / "single" / "train")
-    with pytest.raises(
-        BadInput, match=r"has rows of one text, and .* of two texts: write both with the same --text-pair"
-    ):
+    message = r"has rows of one text, and .* of two texts: write both with the same --text-pair"
+    with pytest.raises(BadInput, match=message):
         small_runs.train_here(document(tmp_path, data=data), "mixed")

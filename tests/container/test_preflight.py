@@ -66,10 +66,8 @@ def v4(folder: Path) -> dict[str, Any]:
 
 
 def test_every_program_of_the_run_is_compiled(v4: dict[str, Any]) -> None:
-    assert [(graph["graph"], graph["fits"]) for graph in v4["graphs"]] == [
-        ("training, 8 x 32", True),
-        ("evaluation, 8 x 32", True),
-    ]
+    fits = [(graph["graph"], graph["fits"]) for graph in v4["graphs"]]
+    assert fits == [("training, 8 x 32", True), ("evaluation, 8 x 32", True)]
     assert v4["distinct_graphs"] == 2
     assert v4["devices"] == 4
 
@@ -128,9 +126,7 @@ def test_all_of_the_state_is_donated(folder: Path, evaluation: str) -> None:
     step = traced_step(folder, "donors", "v3-8", train__precision="bf16", **changes)
     assert step["donated_bytes"] == 3 * 4 * sum(small_runs_sizes(width=128))
     assert step["resident_bytes"] == 0, "nothing of the state waits beside a step"
-    assert step["overwritten"] == sorted(step["overwritten"]) != [], (
-        "outputs have the order of the buffers they replace"
-    )
+    assert step["overwritten"] == sorted(step["overwritten"]) != [], "outputs have the order of what they replace"
     assert step["sums_over_two_axes"] == 2 * 4, "of gradients of query, key, value and output in two layers"
 
 
@@ -198,9 +194,8 @@ def test_a_run_reports_programs_that_preflight_did_not_compile(folder: Path, v4:
     config = small_runs.document(folder, train__precision="bf16", train__steps=2)
     (host,) = small_runs.start(folder, "checked", config, CPU_NUM_DEVICES="4", TPU_LAUNCH_PREFLIGHT=training)
     assert host.finish(seconds=SECONDS) == 0, host.text()
-    assert (
-        small_runs.summary(folder, "checked")["preflight"] == f"1 of 2 programs are not what was checked: {evaluation}"
-    )
+    told = small_runs.summary(folder, "checked")["preflight"]
+    assert told == f"1 of 2 programs are not what was checked: {evaluation}"
     assert (
         f"the evaluation program for arrays [8, 32], [8, 5], [8, 5], [8, 5] is {evaluation}, which is none that "
         "preflight compiled" in host.text()
@@ -303,9 +298,8 @@ def test_bad_input_ends_with_2(folder: Path, options: list[str], changes: dict[s
 
 def test_other_versions_are_refused() -> None:
     compiler.require_versions()
-    with pytest.raises(
-        CompilerUnavailable, match=r"libtpu is 0\.0\.\d+; only 9\.9\.9 was tested; nothing-such is not installed"
-    ):
+    message = r"libtpu is 0\.0\.\d+; only 9\.9\.9 was tested; nothing-such is not installed"
+    with pytest.raises(CompilerUnavailable, match=message):
         compiler.require_versions({"libtpu": "9.9.9", "nothing-such": "1"})
 
 
@@ -322,14 +316,9 @@ def test_a_shape_that_depends_on_data_is_named_with_its_line() -> None:
             return values[torch.tensor([3, 1], device=values.device)]
 
     values = torch.ones(8).to(torch_xla.device())
-    with (
-        pytest.raises(
-            DataDependentProgram,
-            match=r"aten\.index\.Tensor depends on the values.*"
-            r"test_preflight\.py:\d+: return values\[values > 0\]\.sum\(\)",
-        ),
-        tracing.forbid_data_dependence(),
-    ):
+    place = r"test_preflight\.py:\d+: return values\[values > 0\]\.sum\(\)"
+    message = rf"aten\.index\.Tensor depends on the values.*{place}"
+    with pytest.raises(DataDependentProgram, match=message), tracing.forbid_data_dependence():
         Picky()(values)
     with tracing.forbid_data_dependence():
         assert Steady()(values).shape == (2,)

@@ -72,22 +72,18 @@ def test_a_resumed_run_gives_the_same_bits(undisturbed: dict[str, Any], folder: 
     resumed = run(folder, name, attempt=1, evaluation__every=5)
     for key in ("first_loss", "last_loss", "eval_loss", "final_weights_crc32c"):
         assert resumed[key] == undisturbed[key]
-    assert [line for line in metrics.read_history(str(folder / "runs" / name)) if "loss" in line] != []
+    assert small_runs.losses(folder, name) != []
 
 
-def test_a_checkpoint_of_another_model_is_refused_with_the_difference(
-    undisturbed: dict[str, Any], folder: Path
-) -> None:
+def test_another_models_checkpoint_is_refused_with_the_difference(undisturbed: dict[str, Any], folder: Path) -> None:
     with pytest.raises(BadInput, match=r"model\.layers: the checkpoint has 2, this run 3"):
         run(folder, "undisturbed", attempt=1, model__layers=3)
 
 
 def test_a_run_that_is_finished_only_evaluates_again(undisturbed: dict[str, Any], folder: Path) -> None:
     again = run(folder, "undisturbed", attempt=2)
-    assert (again["final_weights_crc32c"], again["eval_loss"]) == (
-        undisturbed["final_weights_crc32c"],
-        undisturbed["eval_loss"],
-    )
+    for key in ("final_weights_crc32c", "eval_loss"):
+        assert again[key] == undisturbed[key]
 
 
 @pytest.mark.nightly
@@ -96,9 +92,8 @@ def test_pieces_and_computing_again_change_no_more_than_rounding(
     undisturbed: dict[str, Any], folder: Path, change: dict[str, Any]
 ) -> None:
     """Dropout included: what is dropped depends on the row of the global batch, and is dropped again backwards."""
-    changed = run(
-        folder, "-".join(map(str, change.values())), **{f"train__{key}": value for key, value in change.items()}
-    )
+    changes = {f"train__{key}": value for key, value in change.items()}
+    changed = run(folder, "-".join(map(str, change.values())), **changes)
     assert changed["last_loss"] == pytest.approx(undisturbed["last_loss"], rel=1e-5)
     assert changed["eval_loss"] == pytest.approx(undisturbed["eval_loss"], rel=1e-5)
 
@@ -130,12 +125,9 @@ def evaluated(folder: Path, place: str, step: int | None = None, **changes: Any)
     return small_runs.evaluate_here(small_runs.document(folder, **changes), place, step)
 
 
-def test_a_checkpoint_and_its_model_folder_have_the_figures_of_the_run(
-    undisturbed: dict[str, Any], folder: Path
-) -> None:
-    told = {
-        line["step"]: line for line in metrics.read_history(str(folder / "runs" / "undisturbed")) if "eval_loss" in line
-    }
+def test_checkpoint_and_model_folder_have_the_figures_of_the_run(undisturbed: dict[str, Any], folder: Path) -> None:
+    history = metrics.read_history(str(folder / "runs" / "undisturbed"))
+    told = {line["step"]: line for line in history if "eval_loss" in line}
     for place in (str(folder / "runs" / "undisturbed"), undisturbed["model"]):
         found = evaluated(folder, place)
         assert found.examples == 19

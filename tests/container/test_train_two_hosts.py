@@ -81,8 +81,7 @@ def test_hosts_with_different_configurations_are_told_apart(folder: Path) -> Non
 
 def test_hosts_whose_devices_are_not_connected_refuse_to_train_apart(tmp_path: Path) -> None:
     """The CPU's PJRT client has only the devices of its own process."""
-    hosts = small_runs.start(
-        tmp_path, "apart", small_runs.document(small_runs.prepare(tmp_path)), 2, CPU_NUM_DEVICES="2"
-    )
+    config = small_runs.document(small_runs.prepare(tmp_path))
+    hosts = small_runs.start(tmp_path, "apart", config, 2, CPU_NUM_DEVICES="2")
     assert [host.finish() for host in hosts] == [1, 1], hosts[0].text()
     assert "torch_xla shows 2 devices, all of this host, but the run has 2 hosts" in hosts[0].text()

@@ -42,9 +42,8 @@ def test_other_errors_pass_unchanged() -> None:
 
 
 def test_out_of_memory_surfaces_while_waiting_for_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = from_document(
-        Document("test", small_runs.document(small_runs.prepare(tmp_path), backend="tensorflow"), {})
-    )
+    document = small_runs.document(small_runs.prepare(tmp_path), backend="tensorflow")
+    config = from_document(Document("test", document, {}))
     rows = tensorflow_input.host_rows
 
     def too_large(*arguments: object) -> object:

@@ -85,17 +85,12 @@ def start(folder: Path, what: str, *arguments: str) -> list[subprocess.Popen[str
     hosts = []
     for worker, port in enumerate((first, second)):
         cluster = small_runs.cluster_environment(what, 0, worker, 2, ports)
-        environment = {
-            **os.environ,
-            **cluster,
-            "PJRT_DEVICE": "TPU",
-            "TPU_ACCELERATOR_TYPE": "v4-16",
-            "TPU_TASK_PORT": str(port),
-        }
+        own = {"PJRT_DEVICE": "TPU", "TPU_ACCELERATOR_TYPE": "v4-16", "TPU_TASK_PORT": str(port)}
+        told = {**os.environ, **cluster, **own}
         with (folder / f"{worker}.log").open("w") as log:
             command = [sys.executable, "-c", HOST, what, *arguments]
             hosts.append(
-                subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT, text=True)
+                subprocess.Popen(command, cwd=folder, env=told, stdout=log, stderr=subprocess.STDOUT, text=True)
             )
     return hosts
 
@@ -108,9 +103,8 @@ def ended(folder: Path, hosts: list[subprocess.Popen[str]], seconds: float = 600
         except subprocess.TimeoutExpired:
             for each in hosts:
                 each.kill()
-            pytest.fail(
-                f"not within {seconds} s:\n" + "\n".join((folder / f"{worker}.log").read_text() for worker in (0, 1))
-            )
+            texts = "\n".join((folder / f"{worker}.log").read_text() for worker in (0, 1))
+            pytest.fail(f"not within {seconds} s:\n{texts}")
     return [host.returncode for host in hosts]
 
 

@@ -40,9 +40,7 @@ def train(folder: Path, run_id: str, steps_per_call: int) -> list[int]:
 
 def figures(folder: Path, run_id: str) -> tuple[list[float], dict[int, float]]:
     """The loss of every step, and of each evaluation by its step."""
-    run = folder / "runs" / run_id
-    lines = [json.loads(line) for path in sorted(run.rglob("*.jsonl")) for line in path.read_text().splitlines()]
-    return small_runs.losses(folder, run_id), {line["step"]: line["eval_loss"] for line in lines if "eval_loss" in line}
+    return small_runs.losses(folder, run_id), small_runs.figures(folder, run_id, "eval_loss")
 
 
 @pytest.mark.nightly

@@ -33,9 +33,8 @@ def labelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def document(folder: Path, **changes: Any) -> dict[str, Any]:
-    return small_runs.document(
-        folder, **{"backend": "tensorflow", "train__strict": True, "model__layers": 1, **changes}
-    )
+    settings = {"backend": "tensorflow", "train__strict": True, "model__layers": 1, **changes}
+    return small_runs.document(folder, **settings)
 
 
 def run(folder: Path, run_id: str, **changes: Any) -> dict[str, Any]:

@@ -52,9 +52,8 @@ def test_a_checkpoint_has_slices_and_the_exported_model_is_whole(folder: Path) -
     tensors = read_manifest(str(folder / "runs" / "straight" / "checkpoints"), 20).tensors.values()
     assert {len(tensor.slices) for tensor in tensors if len(tensor.spec.shape) > 1} == {8}
     assert {len(tensor.slices) for tensor in tensors if len(tensor.spec.shape) == 1} == {1}
-    ours, theirs = (
-        load_file(folder / "runs" / run_id / "model" / "model.safetensors") for run_id in ("straight", "replicated")
-    )
+    models = (folder / "runs" / run_id / "model" for run_id in ("straight", "replicated"))
+    ours, theirs = (load_file(model / "model.safetensors") for model in models)
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
         assert ours[name] == pytest.approx(value, abs=1e-4), name

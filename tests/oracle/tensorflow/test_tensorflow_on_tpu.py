@@ -44,22 +44,19 @@ def test_workers_of_a_slice_connect_and_end_with_a_message(name: str, hosts: int
     told = "\n".join(texts)
     assert all(code > 0 for code in codes), told
     if name.startswith("v3"):
-        message = (
-            r"the TPU of (host \d|a host of this slice) could not be initialised: .*No .* device found; check that"
-        )
+        host = r"(host \d|a host of this slice)"
+        message = rf"the TPU of {host} could not be initialised: .*No .* device found; check that"
         assert all(re.search(message, text) for text in texts), told
         assert codes[0] == 1
     else:
-        assert any(
-            re.search(f"could not be initialised: {no_chips.MESSAGES['v4-8']}; check that", text) for text in texts
-        ), told
+        message = f"could not be initialised: {no_chips.MESSAGES['v4-8']}; check that"
+        assert any(re.search(message, text) for text in texts), told
     assert not any("Traceback" in text for text in texts), told
 
 
 def test_preflight_says_that_this_wheel_can_not_trace(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(test_tensorflow_preflight.FILE)
     shapes = ["--accelerator", "v4-16", "--vocabulary", "200", "--sequence-length", "32"]
-    with pytest.raises(
-        CompilerUnavailable, match=r"use the image for CPUs, `tpu-launch preflight --set image.build_args"
-    ):
+    message = r"use the image for CPUs, `tpu-launch preflight --set image.build_args"
+    with pytest.raises(CompilerUnavailable, match=message):
         CliRunner().invoke(tpu_train, ["preflight", str(tmp_path / "run.yaml"), *shapes], catch_exceptions=False)
