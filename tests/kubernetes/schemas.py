@@ -33,11 +33,8 @@ def mistakes(document: dict[str, Any]) -> list[str]:
     found = _custom(document, custom()[group, version, document["kind"]])
     if document["kind"] == "JobSet":
         for each in document["spec"]["replicatedJobs"]:
-            job = {
-                "apiVersion": "batch/v1",
-                "kind": "Job",
-                "metadata": {"name": "x", **each["template"].get("metadata", {})},
-            }
+            metadata = {"name": "x", **each["template"].get("metadata", {})}
+            job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata}
             found += [
                 f"replicatedJobs {each['name']}: {mistake}"
                 for mistake in _builtin({**job, "spec": each["template"]["spec"]})
@@ -83,20 +80,16 @@ def strict(schema: Any) -> Any:
         return schema
     result = {key: strict(value) for key, value in schema.items()}
     properties = schema.get("properties")
-    if (
-        isinstance(properties, dict)
-        and schema.get("type") == "object"
-        and not schema.get("x-kubernetes-preserve-unknown-fields")
-    ):
+    is_open = schema.get("x-kubernetes-preserve-unknown-fields")
+    if isinstance(properties, dict) and schema.get("type") == "object" and not is_open:
         result.setdefault("additionalProperties", False)
     return result
 
 
 def _versions(path: Path) -> list[dict[str, Any]]:
     """Group, version, kind and schema of every served version; metadata as every object may have it."""
-    definition = next(
-        each for each in yaml.safe_load_all(path.read_text()) if each and each["kind"] == "CustomResourceDefinition"
-    )
+    documents = yaml.safe_load_all(path.read_text())
+    definition = next(each for each in documents if each and each["kind"] == "CustomResourceDefinition")
     found = []
     for version in definition["spec"]["versions"]:
         schema = version["schema"]["openAPIV3Schema"]
@@ -111,10 +104,8 @@ def _versions(path: Path) -> list[dict[str, Any]]:
                 },
             },
         }
-        names = definition["spec"]["names"]
-        found.append(
-            {"group": definition["spec"]["group"], "version": version["name"], "kind": names["kind"], "schema": schema}
-        )
+        group, kind = definition["spec"]["group"], definition["spec"]["names"]["kind"]
+        found.append({"group": group, "version": version["name"], "kind": kind, "schema": schema})
     return found
 
 
@@ -123,9 +114,8 @@ def reduce(versions: list[dict[str, Any]]) -> list[dict[str, Any]]:
     kept = [{**version, "schema": _without_prose(version["schema"])} for version in versions]
     for version in kept:
         if version["kind"] == "JobSet":
-            template = version["schema"]["properties"]["spec"]["properties"]["replicatedJobs"]["items"]["properties"][
-                "template"
-            ]
+            jobs = version["schema"]["properties"]["spec"]["properties"]["replicatedJobs"]
+            template = jobs["items"]["properties"]["template"]
             template["properties"]["spec"] = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
             template["properties"]["metadata"] = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
     return kept

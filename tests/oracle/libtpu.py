@@ -147,11 +147,8 @@ def compare(framework: str) -> list[str]:
     for accelerator, worker, environment in questions():
         understood = ask(environment)
         wanted = expected_flags(accelerator, environment)
-        wrong = {
-            name: (value, understood.flags.get(name))
-            for name, value in wanted.items()
-            if understood.flags.get(name) != value
-        }
+        flags = {name: understood.flags.get(name) for name in wanted}
+        wrong = {name: (value, flags[name]) for name, value in wanted.items() if flags[name] != value}
         if not understood.error:
             wrong["client"] = ("an error", "none")
         differences += [

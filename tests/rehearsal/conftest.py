@@ -2,24 +2,19 @@
 process that need just two hosts share theirs."""
 
 import contextlib
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.rehearsal.workstation import BUCKET, ROOT, Workstation
+from tests.rehearsal.workstation import BUCKET, Workstation, environment_for
 
 
 @contextlib.contextmanager
 def set_up(folder: Path) -> Iterator[Workstation]:
     """Yields a workstation without an emulator; stops at the end what was started on it."""
-    environment = {
-        key: value for key, value in os.environ.items() if key not in ("DOCKER_HOST", "STORAGE_EMULATOR_HOST")
-    }
-    environment |= {"TPU_LAUNCH_HOME": str(folder / ".tpu-launch"), "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-    work = Workstation(folder, environment)
+    work = Workstation(folder, environment_for(folder, "DOCKER_HOST", "STORAGE_EMULATOR_HOST"))
     try:
         yield work
     finally:

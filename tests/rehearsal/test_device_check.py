@@ -33,9 +33,8 @@ def test_two_hosts_add_up_over_all_their_devices_and_a_host_that_is_gone_is_told
     running.end(60)
 
     # Devices that don't find those of the other host.
-    odd = work.launch(
-        "--emulated", "doctor", "--devices", "-f", file, "--set", "run.environment={CPU_NUM_DEVICES: '3'}"
-    )
+    three = ("--set", "run.environment={CPU_NUM_DEVICES: '3'}")
+    odd = work.launch("--emulated", "doctor", "--devices", "-f", file, *three)
     assert odd.code == 16, odd.output
     assert "host 1: it sees 3 devices in the slice, which should have 6" in odd.output
     assert work.containers_of_runs() == []

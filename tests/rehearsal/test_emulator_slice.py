@@ -42,9 +42,8 @@ class Slice:
     def run(self, *argv: str, check: bool = True, seconds: float = 90) -> str:
         """What a command printed, standard error after standard output."""
         ended = subprocess.run(argv, capture_output=True, text=True, env=self.environment, timeout=seconds)
-        assert not check or ended.returncode == 0, (
-            f"{argv} ended with {ended.returncode}:\n{ended.stdout}{ended.stderr}"
-        )
+        told = f"{argv} ended with {ended.returncode}:\n{ended.stdout}{ended.stderr}"
+        assert not check or ended.returncode == 0, told
         return ended.stdout + ended.stderr
 
     def gcloud(self, *arguments: str, check: bool = True) -> str:
@@ -145,9 +144,8 @@ def test_a_container_on_each_host_has_that_hosts_network_and_only_its_own_contai
     names = [host["hostname"] for host in pod.node()["hosts"]]
     (refused,) = pod.ssh(f"docker --config /none pull -q {image} 2>&1 || true", worker="0")
     assert "denied: Unauthenticated request" in refused
-    assert pod.ssh(f"docker pull -q {image} >/dev/null && {run}") == [
-        f"{worker} {name} CPU" for worker, name in enumerate(names)
-    ]
+    expected = [f"{worker} {name} CPU" for worker, name in enumerate(names)]
+    assert pod.ssh(f"docker pull -q {image} >/dev/null && {run}") == expected
     pod.ssh(f"docker run -d --net=host --name only --label a=b --entrypoint sleep {image} 1000", worker="1")
     listing = (
         "echo $(hostname) $(docker ps --format '{{.Names}} {{.Labels}}') $(docker inspect only --format "
@@ -249,9 +247,8 @@ def test_defects_of_gcloud_that_decide_how_it_is_called_are_still_there(pod: Sli
     """--output-directory loses its files, and a subset of workers loses exit codes: the launcher uses neither
     (test_gcloud.py). Gone one day: fine to drop."""
     common = ("ssh", "me@pod", "--worker=all", "--command=echo heard")
-    assert "None" in pod.gcloud(*common, f"--output-directory={tmp_path}", check=False), (
-        "its files go to a folder called None"
-    )
+    told = pod.gcloud(*common, f"--output-directory={tmp_path}", check=False)
+    assert "None" in told, "its files go to a folder called None"
     assert list(tmp_path.iterdir()) == []
     argv = ["gcloud", *TPU_VM, "ssh", "me@pod", "--zone", ZONE, "--worker=2,3", "--command=exit 7"]
     subset = subprocess.run(argv, capture_output=True, text=True, env=pod.environment, timeout=90)

@@ -28,9 +28,8 @@ def newcomer(workstation: Workstation, tmp_path: Path) -> Workstation:
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         checkout.mkdir(exist_ok=True)
         copy(ROOT / name, checkout / name)
-    environment = {
-        name: value for name, value in workstation.environment.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))
-    }
+    ours = ("PYTHON", "VIRTUAL_ENV")
+    environment = {name: value for name, value in workstation.environment.items() if not name.startswith(ours)}
     pins = ("--constraint", str(constraints(tmp_path)))
     for command in (
         (str(Path(sys.executable).with_name("uv")), "venv", "--quiet", "--seed", "--python", sys.executable, "../venv"),

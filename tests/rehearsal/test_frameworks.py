@@ -32,9 +32,8 @@ def test_hugging_face_trainer_trains_over_two_hosts(emulator: Workstation, monke
     losses = [float(loss) for loss in re.findall(r"^\[0\] \{'loss': ([\d.]+),", ended.output, re.MULTILINE)]
     assert len(losses) == 4
     assert losses[-1] < 0.85 * losses[0]
-    assert len(re.findall(rf"^\[\d\] the model is in {model}$", ended.output, re.MULTILINE)) == 1, (
-        "host 0 alone saves it"
-    )
+    saved = re.findall(rf"^\[\d\] the model is in {model}$", ended.output, re.MULTILINE)
+    assert len(saved) == 1, "host 0 alone saves it"
 
     home = Path(emulator.environment["TPU_LAUNCH_HOME"]) / "emulator"
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", control.environment(home)["STORAGE_EMULATOR_HOST"])

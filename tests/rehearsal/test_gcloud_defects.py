@@ -31,17 +31,13 @@ from launcher.tpu_vm import commands, creation, deletion, inventory, queued, sli
 from launcher.tpu_vm.ownership import NotOurs
 from launcher.tpu_vm.ssh.addresses import parse_dry_run
 from launcher.tpu_vm.ssh.connections import SliceConnections
+from tests.emulator.conftest import BODY
 from tests.launcher.run_files import SLICE, load_text
 from tests.loopback import LoopbackServer
 
 GCLOUD = ("gcloud", "compute", "tpus")
 PLACE = ("--project=p", "--zone=us-central2-b")
 NODE = ("projects", "p", "locations", "us-central2-b", "nodes")
-BODY = {
-    "acceleratorType": "v4-16",
-    "runtimeVersion": "tpu-ubuntu2204-base",
-    "networkConfig": {"enableExternalIps": True},
-}
 
 
 def finish_operations(state: EmulatorState) -> None:
@@ -71,9 +67,8 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[tuple[str
                 return metadata.answer(Store(found, None), lambda _: (node, node.hosts[0]), request)
             if request.segments[0] == "compute":
                 return json_response(tpu_api.compute_project("p"))
-            if request.path.endswith(":getGuestAttributes") and not any(
-                host.guest_attributes for host in hosts_of(found)
-            ):
+            has_attributes = any(host.guest_attributes for host in hosts_of(found))
+            if request.path.endswith(":getGuestAttributes") and not has_attributes:
                 return json_response({"guestAttributes": []})
             try:
                 said = request.json()
@@ -126,9 +121,8 @@ def test_a_host_whose_guest_agent_is_not_up_yet_is_a_problem_that_passes(state: 
     assert (result.reached, "IndexError" in result.problem) == (False, True)
     for host in hosts_of(state):
         host.guest_attributes["hostkeys/ssh-ed25519"] = "AAAAC3NzaC1lZDI1NTE5AAAAIGAbCdEf"
-    addresses = parse_dry_run(
-        call_gcloud(this_machine(), commands.ssh_command(config, "true", dry_run=True), timeout=600)
-    )
+    dry_run = commands.ssh_command(config, "true", dry_run=True)
+    addresses = parse_dry_run(call_gcloud(this_machine(), dry_run, timeout=600))
     assert [address.alias.rsplit("-", 2)[1:] for address in addresses] == [["0", "AbCdEf"], ["1", "AbCdEf"]]
 
 

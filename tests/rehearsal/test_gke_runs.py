@@ -5,7 +5,6 @@ What the cluster does and what it lacks is told in tests/kubernetes/cluster.
 """
 
 import base64
-import os
 import re
 import shutil
 import subprocess
@@ -21,7 +20,7 @@ from launcher import shell
 from tests.kubernetes.cluster.cluster import CONTEXT, Cluster
 from tests.kubernetes.golden import IMAGE
 from tests.processes import wait_until
-from tests.rehearsal.workstation import ROOT, Running, Workstation, on_this_machine
+from tests.rehearsal.workstation import Running, Workstation, environment_for, on_this_machine
 
 FILE = f"""\
 project: my-project
@@ -57,10 +56,8 @@ def cluster(image: str) -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def work(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Workstation:
     folder = tmp_path_factory.mktemp("gke")
-    environment = {key: value for key, value in os.environ.items() if key != "STORAGE_EMULATOR_HOST"}
-    environment |= {"TPU_LAUNCH_HOME": str(folder / ".tpu-launch"), "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-    environment |= {"KUBECONFIG": str(cluster.kubeconfig(folder / "kubeconfig")), "KUBECACHEDIR": str(folder / "cache")}
-    made = Workstation(folder, environment)
+    kubectl = {"KUBECONFIG": str(cluster.kubeconfig(folder / "kubeconfig")), "KUBECACHEDIR": str(folder / "cache")}
+    made = Workstation(folder, environment_for(folder, "STORAGE_EMULATOR_HOST", **kubectl))
     made.file("two.yaml", FILE)
     return made
 
@@ -114,9 +111,8 @@ def test_a_command_runs_on_every_host_and_hosts_reach_each_other(work: Workstati
 
 
 def test_the_first_host_that_fails_ends_the_run_and_is_named(work: Workstation) -> None:
-    running = work.begin(
-        *sh('if [ "$TPU_WORKER_ID" = 1 ]; then echo about to fail; exit 3; fi; echo waiting; exec sleep 600')
-    )
+    script = 'if [ "$TPU_WORKER_ID" = 1 ]; then echo about to fail; exit 3; fi; echo waiting; exec sleep 600'
+    running = work.begin(*sh(script))
     running.wait_for(r"^\[1\] about to fail")
     begun = time.monotonic()
     ended = running.end(120)
@@ -154,9 +150,8 @@ def test_another_run_on_the_slice_is_not_touched(work: Workstation, cluster: Clu
 
 
 def test_a_pod_that_is_evicted_and_saves_has_saved(work: Workstation, cluster: Cluster) -> None:
-    script = SAVING.replace(
-        "time.sleep(600)", "import os\nwhile os.environ['TPU_WORKER_ID']=='0' or True: time.sleep(0.1)"
-    )
+    forever = "import os\nwhile os.environ['TPU_WORKER_ID']=='0' or True: time.sleep(0.1)"
+    script = SAVING.replace("time.sleep(600)", forever)
     running = work.begin(*run("python3", "-c", script))
     for worker in (0, 1):
         running.wait_for(rf"^\[{worker}\] up")

@@ -8,7 +8,6 @@ bucket. About 3 minutes.
 import json
 import os
 import re
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,8 @@ from tests.kubernetes.cluster.cluster import CONTEXT, Cluster
 from tests.kubernetes.cluster.store import Object
 from tests.kubernetes.golden import IMAGE
 from tests.loopback import LoopbackServer
-from tests.rehearsal.workstation import ROOT, Workstation
+from tests.processes import wait_until
+from tests.rehearsal.workstation import Workstation, environment_for
 from tests.xla_flags import COMPILE_FAST
 from training import storage
 
@@ -49,36 +49,26 @@ class Room:
         manifest = [option for option in options if option != "--"]
         command = manifest[manifest.index("sh") :] if "sh" in manifest else []
         flags = manifest[: len(manifest) - len(command)]
-        text = self.work.good(
-            "manifest", "-f", "run.yaml", *settings, *flags, *(["--", *command] if command else [])
-        ).output
-        applied = shell.run(
-            [*self.kubectl, "apply", "--filename", "-"], timeout=600, input=text, env=self.work.environment
-        )
+        program = ["--", *command] if command else []
+        text = self.work.good("manifest", "-f", "run.yaml", *settings, *flags, *program).output
+        apply = [*self.kubectl, "apply", "--filename", "-"]
+        applied = shell.run(apply, timeout=600, input=text, env=self.work.environment)
         assert applied.ok, applied.stderr
 
     def end_of(self, name: str, seconds: float = 600) -> Object:
         """The JobSet or Job, once it has ended."""
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            found = self.cluster.store.get("jobsets", name) or self.cluster.store.get("jobs", name)
-            conditions = (found or {}).get("status", {}).get("conditions", [])
-            if found and any(each["type"] in ("Completed", "Complete", "Failed") for each in conditions):
-                return found
-            time.sleep(0.2)
-        pytest.fail(
-            f"{name} did not end within {seconds} s: {self.cluster.store.get('jobsets', name)}\n{self.cluster.log(0)}"
-        )
+        get = self.cluster.store.get
+
+        def has_ended() -> bool:
+            conditions = (get("jobsets", name) or get("jobs", name) or {}).get("status", {}).get("conditions", [])
+            return any(each["type"] in ("Completed", "Complete", "Failed") for each in conditions)
+
+        self.wait(has_ended, f"{name} has ended", seconds)
+        return get("jobsets", name) or get("jobs", name) or {}
 
     def wait(self, true: Callable[[], Any], what: str, seconds: float = 300) -> None:
-        deadline = time.monotonic() + seconds
-        while not true():
-            if time.monotonic() > deadline:
-                pytest.fail(
-                    f"{what}: not within {seconds} s\n{self.cluster.pods()}\n{self.cluster.log(0)}\n"
-                    f"{self.cluster.log(1)}"
-                )
-            time.sleep(0.1)
+        told = (self.cluster.pods, lambda: self.cluster.log(0), lambda: self.cluster.log(1))
+        wait_until(true, seconds, lambda: "\n".join([what, *(str(each()) for each in told)]))
 
     def remove(self, kind: str, name: str) -> None:
         self.cluster.store.remove("configmaps", name)
@@ -109,16 +99,9 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Room]:
             patch.delenv(name)
         patch.setenv("STORAGE_EMULATOR_HOST", server.url)
         write_data(folder / "data")
-        environment = dict(os.environ) | {
-            "TPU_LAUNCH_HOME": str(folder / ".tpu-launch"),
-            "PYTHONPATH": str(ROOT),
-            "PYTHONUNBUFFERED": "1",
-        }
-        environment |= {
-            "KUBECONFIG": str(cluster.kubeconfig(folder / "kubeconfig")),
-            "KUBECACHEDIR": str(folder / "cache"),
-        }
-        work = Workstation(folder, environment)
+        config = cluster.kubeconfig(folder / "kubeconfig")
+        kubectl = {"KUBECONFIG": str(config), "KUBECACHEDIR": str(folder / "cache")}
+        work = Workstation(folder, environment_for(folder, **kubectl))
         work.file("run.yaml", yaml.safe_dump(document(folder / "data")))
         yield Room(work, cluster, ["kubectl", "--context", CONTEXT])
         server.close()
@@ -135,19 +118,10 @@ def write_data(folder: Path) -> None:
 def document(folder: Path) -> dict[str, Any]:
     told = small_runs.document(folder, train__steps=STEPS, train__log_every=5, checkpoint__every_steps=50)
     text = json.dumps(told).replace(str(folder), "gs://data")
-    where = {
-        "project": "p",
-        "zone": "us-central2-b",
-        "slice": {"name": "trained", "accelerator_type": "v4-16", "capacity": "spot"},
-    }
+    spot = {"name": "trained", "accelerator_type": "v4-16", "capacity": "spot"}
+    where = {"project": "p", "zone": "us-central2-b", "slice": spot, "gke": {"context": CONTEXT, "restarts": 1}}
     speed = {"environment": {"XLA_FLAGS": COMPILE_FAST}}
-    return {
-        **where,
-        "image": {"reference": IMAGE},
-        "run": speed,
-        "gke": {"context": CONTEXT, "restarts": 1},
-        **json.loads(text),
-    }
+    return {**where, "image": {"reference": IMAGE}, "run": speed, **json.loads(text)}
 
 
 def at_step(room: Room, pattern: str) -> Callable[[], Any]:
@@ -183,9 +157,8 @@ def test_a_jobset_goes_on_with_the_same_bits_on_new_spot_nodes(room: Room, undis
     room.apply("--name", "restarted")
     room.wait(at_step(room, "[1-9][05]"), "the JobSet trains")
     cluster.nodes.preempt("first")
-    room.wait(
-        lambda: (cluster.store.get("jobsets", "restarted") or {})["status"]["restarts"] == 1, "the JobSet is restarted"
-    )
+    store = cluster.store
+    room.wait(lambda: (store.get("jobsets", "restarted") or {})["status"]["restarts"] == 1, "the JobSet is restarted")
     cluster.add_pool("second", "v4-16", spot=True)
     jobset = room.end_of("restarted")
     assert jobset["status"]["terminalState"] == "Completed", cluster.log(0)
@@ -201,9 +174,8 @@ def test_a_jobset_goes_on_with_the_same_bits_on_new_spot_nodes(room: Room, undis
 def test_a_watched_run_goes_on_with_the_same_bits_on_new_spot_nodes(room: Room, undisturbed: dict[str, Any]) -> None:
     cluster = room.cluster
     cluster.add_pool("first", "v4-16", spot=True)
-    running = room.work.begin(
-        "run", "--provider", "gke", "-f", "run.yaml", "--json", "--set", "run.preemption_retries=1"
-    )
+    retries = ("--set", "run.preemption_retries=1")
+    running = room.work.begin("run", "--provider", "gke", "-f", "run.yaml", "--json", *retries)
     running.wait_for(r"^\[0\].*\bstep +[1-9][05]\b", 120)
     cluster.nodes.preempt("first")
     running.wait_for(r"starting again", 60)
@@ -237,11 +209,8 @@ def test_the_cluster_knows_what_to_restart(room: Room, script: str, state: str, 
     try:
         room.apply("--name", "rules", "sh", "-c", script)
         status = room.end_of("rules", 60)["status"]
-        assert (status["terminalState"], status["restarts"], status["restartsCountTowardsMax"]) == (
-            state,
-            restarts,
-            counted,
-        )
+        found = [status[key] for key in ("terminalState", "restarts", "restartsCountTowardsMax")]
+        assert found == [state, restarts, counted]
         room.remove("jobsets", "rules")
     finally:
         room.cluster.nodes.preempt("rules")

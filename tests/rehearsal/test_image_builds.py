@@ -15,6 +15,7 @@ import tarfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,10 +61,8 @@ def spec(tmp_path: Path) -> Iterator[ImageSpec]:
     yield folder_spec(name, folder, ca_bundle=bundle)
     docker = engine.client()
     for repository in (name, "localhost:*/project/name"):
-        listed = shell.run(
-            [docker, "images", "--format", "{{.Repository}}:{{.Tag}}", repository], timeout=30
-        ).stdout.split()
-        for each in listed:
+        listed = shell.run([docker, "images", "--format", "{{.Repository}}:{{.Tag}}", repository], timeout=30)
+        for each in listed.stdout.split():
             shell.run([docker, "image", "rm", "--force", each], timeout=600)
 
 
@@ -76,11 +75,13 @@ def output(reference: str) -> str:
     return shell.run([engine.client(), "run", "--rm", "--network", "none", reference], timeout=600).stdout
 
 
+def inspect(reference: str, value: str) -> Any:
+    command = [engine.client(), "image", "inspect", "--format", f"{{{{json .{value}}}}}", reference]
+    return json.loads(shell.run(command, timeout=30).stdout)
+
+
 def layers(reference: str) -> list[str]:
-    found = shell.run(
-        [engine.client(), "image", "inspect", "--format", "{{json .RootFS.Layers}}", reference], timeout=30
-    )
-    return list(json.loads(found.stdout))
+    return list(inspect(reference, "RootFS.Layers"))
 
 
 File = tuple[str, Callable[[], bytes]]  # its path in the image, and what reads it
@@ -88,14 +89,9 @@ File = tuple[str, Callable[[], bytes]]  # its path in the image, and what reads 
 
 def files(reference: str) -> Iterator[File]:
     """Every file with content of every layer of an image, also of what a later layer hides."""
-    data = json.loads(
-        shell.run(
-            [engine.client(), "image", "inspect", "--format", "{{json .GraphDriver.Data}}", reference], timeout=30
-        ).stdout
-    )
-    folders = [
-        Path(folder) for key in ("LowerDir", "UpperDir") for folder in (data or {}).get(key, "").split(":") if folder
-    ]
+    data = inspect(reference, "GraphDriver.Data") or {}
+    places = [data.get(key, "").split(":") for key in ("LowerDir", "UpperDir")]
+    folders = [Path(folder) for each in places for folder in each if folder]
     # Where the engine's own folders can be read, they are: to save 9 GB takes a minute.
     readable = folders and all(os.access(folder, os.R_OK | os.X_OK) for folder in folders)
     found = 0
@@ -259,10 +255,7 @@ def test_entry_point_replaces_its_shell_and_runs_as_an_ordinary_user(torch_xla: 
 
     assert run("id", "-u").strip() == "1000"
     assert run("cat", "/usr/local/bin/tpu-train").splitlines()[1].startswith("exec python -m training.cli ")
-    configured = shell.run(
-        [engine.client(), "image", "inspect", "--format", "{{json .Config.Cmd}}", torch_xla], timeout=30
-    ).stdout
-    assert json.loads(configured) == ["tpu-train", "--help"]  # a list: no shell between
+    assert inspect(torch_xla, "Config.Cmd") == ["tpu-train", "--help"]  # a list: no shell between
 
 
 def _certificates(text: str) -> set[str]:

@@ -55,10 +55,8 @@ def test_eight_processes_on_two_hosts_have_the_losses_of_one(work: Workstation, 
     ended = work.good(*command("train.py", f"--steps={STEPS}", f"--rows={ROWS}", *sharding), seconds=600)
     stored = re.findall(r"^\[(\d)\] rank (\d): process (\d) of 8 stores \d+ numbers$", ended.output, re.MULTILINE)
     assert sorted(stored) == [(str(rank // 4), str(rank), str(rank)) for rank in range(8)], ended.output
-    losses = [
-        float(loss) for loss in re.findall(r"^\[0\] rank 0: step \d+: loss ([\d.]+)$", ended.output, re.MULTILINE)
-    ]
-    assert losses == pytest.approx(losses_of_one_process(), rel=1e-6)
+    losses = re.findall(r"^\[0\] rank 0: step \d+: loss ([\d.]+)$", ended.output, re.MULTILINE)
+    assert [float(loss) for loss in losses] == pytest.approx(losses_of_one_process(), rel=1e-6)
 
 
 def test_a_killed_rank_is_the_first_cause_on_both_hosts_within_10_s(work: Workstation) -> None:

@@ -25,6 +25,13 @@ BUCKET = "rehearsal"
 COMPILE_FAST = ("--set", f"run.environment.XLA_FLAGS={xla_flags.COMPILE_FAST}")  # for runs that train
 
 
+def environment_for(folder: Path, *left_out: str, **more: str) -> dict[str, str]:
+    """What commands of a workstation in a folder get: what this process has, less what is left out."""
+    inherited = {name: value for name, value in os.environ.items() if name not in left_out}
+    own = {"TPU_LAUNCH_HOME": str(folder / ".tpu-launch"), "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    return {**inherited, **own, **more}
+
+
 @dataclass
 class Ended:
     """The result of a command. `output` is standard output and error together, as in a terminal."""
@@ -35,9 +42,8 @@ class Ended:
 
     def json(self) -> Any:
         """The JSON object that the command printed last."""
-        return json.loads(
-            self.output[self.output.index("\n{") + 1 :] if not self.output.startswith("{") else self.output
-        )
+        start = 0 if self.output.startswith("{") else self.output.index("\n{")
+        return json.loads(self.output[start:])
 
 
 @dataclass

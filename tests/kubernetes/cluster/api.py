@@ -54,10 +54,8 @@ class Api:
                 return
         where = f' in the namespace "{namespace}"' if RESOURCES[resource].namespaced else " at the cluster scope"
         subject = f"{resource}.{group}" if group else resource
-        message = (
-            f'{subject} is forbidden: User "{self.user}" cannot {verb} resource "{full}" in API group "{group}"{where}'
-        )
-        raise Refused(403, "Forbidden", message)
+        wanted = f'{verb} resource "{full}" in API group "{group}"{where}'
+        raise Refused(403, "Forbidden", f'{subject} is forbidden: User "{self.user}" cannot {wanted}')
 
     def discovery(self, path: str) -> Object | None:
         """Returns the answer to a discovery request; None for other paths."""
@@ -222,12 +220,8 @@ class _Handler(BaseHTTPRequestHandler):
         match = _PATH.fullmatch(parts.path)
         if not match or match["resource"] not in api.resources():
             raise Refused(404, "NotFound", "the server could not find the requested resource")
-        resource, name, sub, namespace = (
-            match["resource"],
-            match["name"],
-            match["sub"] or "",
-            match["namespace"] or "default",
-        )
+        resource, name = match["resource"], match["name"]
+        sub, namespace = match["sub"] or "", match["namespace"] or "default"
         watching = query.get("watch") in ("true", "1")
         verb = {
             "GET": "get" if name else "watch" if watching else "list",
@@ -237,9 +231,8 @@ class _Handler(BaseHTTPRequestHandler):
         }[self.command]
         api.requests.append(f"{verb} {resource}{'/' + sub if sub else ''}")
         api.authorise(verb, resource, sub, namespace)
-        labels = dict(
-            each.split("=", 1) for each in query.get("labelSelector", "").replace("==", "=").split(",") if each
-        )
+        selector = query.get("labelSelector", "").replace("==", "=")
+        labels = dict(each.split("=", 1) for each in selector.split(",") if each)
         if sub == "log":
             return self._log(api.found(resource, name), query)
         if verb == "create":
@@ -252,9 +245,8 @@ class _Handler(BaseHTTPRequestHandler):
         if verb == "patch":
             return self._json(api.patch(resource, name, json.loads(body)))
         if verb == "watch":
-            return self._watch(
-                resource, labels, int(query.get("resourceVersion") or 0), float(query.get("timeoutSeconds") or 3600)
-            )
+            since, seconds = int(query.get("resourceVersion") or 0), float(query.get("timeoutSeconds") or 3600)
+            return self._watch(resource, labels, since, seconds)
         if verb == "list":
             with api.store.lock:
                 items, version = api.store.all(resource, labels), api.store.version

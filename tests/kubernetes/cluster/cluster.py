@@ -6,7 +6,6 @@ import secrets
 import threading
 import traceback
 from pathlib import Path
-from types import TracebackType
 
 import yaml
 
@@ -39,9 +38,7 @@ class Cluster:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, _type: type[BaseException] | None, _value: BaseException | None, _trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self._over.set()
         self._thread.join(30)
         self.server.shutdown()
@@ -51,10 +48,8 @@ class Cluster:
     def kubeconfig(self, path: Path) -> Path:
         """Writes a kubeconfig whose current context is another cluster, which does not answer."""
         server = f"http://127.0.0.1:{self.server.server_port}"
-        clusters = [
-            {"name": "test", "cluster": {"server": server}},
-            {"name": "dead", "cluster": {"server": "http://127.0.0.1:9"}},
-        ]
+        servers = {"test": server, "dead": "http://127.0.0.1:9"}
+        clusters = [{"name": name, "cluster": {"server": url}} for name, url in servers.items()]
         contexts = [
             {"name": CONTEXT, "context": {"cluster": "test", "user": "u"}},
             {"name": "dead", "context": {"cluster": "dead", "user": "u"}},

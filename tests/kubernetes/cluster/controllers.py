@@ -43,9 +43,8 @@ def _jobset(store: Store, jobset: Object) -> None:
         return
     subdomain = jobset["spec"].get("network", {}).get("subdomain", name)
     if store.get("services", subdomain) is None:
-        store.create(
-            "services", {"metadata": {"name": subdomain, "labels": {JOBSET: name}}, "spec": {"clusterIP": "None"}}
-        )
+        metadata = {"name": subdomain, "labels": {JOBSET: name}}
+        store.create("services", {"metadata": metadata, "spec": {"clusterIP": "None"}})
     restarts = status.setdefault("restarts", 0)
     status.setdefault("restartsCountTowardsMax", 0)
     current = [job for job in jobs if job["metadata"]["labels"][RESTARTS] == str(restarts)]
@@ -217,9 +216,8 @@ def _judge(spec: Object, pod: Object) -> tuple[str, str]:
                 return rule["action"], text
         for wanted in rule.get("onPodConditions", []):
             if condition(pod, wanted["type"]):
-                return rule[
-                    "action"
-                ], f"Pod {full} has condition {wanted['type']} matching {rule['action']} rule at index {number}"
+                text = f"Pod {full} has condition {wanted['type']} matching {rule['action']} rule at index {number}"
+                return rule["action"], text
     return "Count", ""
 
 

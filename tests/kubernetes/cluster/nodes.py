@@ -48,9 +48,8 @@ class Nodes:
         self.gateway = str(inspected["IPAM"]["Config"][0]["Gateway"])
 
     def engine(self, *words: str, check: bool = True, seconds: float = 120) -> str:
-        return subprocess.run(
-            [self.docker, *words], capture_output=True, text=True, check=check, timeout=seconds
-        ).stdout
+        command = [self.docker, *words]
+        return subprocess.run(command, capture_output=True, text=True, check=check, timeout=seconds).stdout
 
     def add_pool(self, pool: str, nodes: int, chips: int, labels: dict[str, str]) -> None:
         """As `gcloud container node-pools create` with a machine type of so many chips."""
@@ -136,9 +135,8 @@ class Nodes:
             for each in self.store.all("pods")
             if each["status"]["phase"] in ("Pending", "Running") and "nodeName" in each["spec"]
         ]
-        siblings = [
-            each for each in others if each["metadata"]["labels"]["job-name"] == pod["metadata"]["labels"]["job-name"]
-        ]
+        job = pod["metadata"]["labels"]["job-name"]
+        siblings = [each for each in others if each["metadata"]["labels"]["job-name"] == job]
         nodes = self.store.all("nodes")
         matching = [
             node
@@ -234,13 +232,8 @@ class Nodes:
         for key, value in {**variables, "PJRT_DEVICE": "CPU", **self.environment}.items():
             arguments += ["--env", f"{key}={value}"]
         command = [expand(word, variables) for word in container.get("command", [])]
-        return [
-            *arguments,
-            *(["--entrypoint", command[0]] if command else []),
-            image,
-            *command[1:],
-            *container.get("args", []),
-        ]
+        entry = ["--entrypoint", command[0]] if command else []
+        return [*arguments, *entry, image, *command[1:], *container.get("args", [])]
 
     def _volumes(self, spec: Object, container: Object) -> list[str]:
         volumes = {each["name"]: each for each in spec.get("volumes", [])}
@@ -295,9 +288,8 @@ class Nodes:
                 "state": state,
             }
         ]
-        self._update(
-            pod["metadata"]["name"], lambda each: each["status"].update(phase=phase, containerStatuses=statuses)
-        )
+        news = {"phase": phase, "containerStatuses": statuses}
+        self._update(pod["metadata"]["name"], lambda each: each["status"].update(news))
 
     def _stop(self, pod: Object, grace: int) -> None:
         self.engine("stop", "--time", str(grace), self._container(pod), check=False, seconds=grace + 60)
