@@ -83,9 +83,8 @@ class HostStorage:
 
     def listing(self, folder: str) -> list[Stat]:
         prefix = folder.rstrip("/") + "/"
-        return self._call(
-            LIST, folder, lambda: [self._stat(url) for url in sorted(self._bucket.objects) if url.startswith(prefix)]
-        )
+        objects = self._bucket.objects
+        return self._call(LIST, folder, lambda: [self._stat(url) for url in sorted(objects) if url.startswith(prefix)])
 
     def read(self, url: str, start: int = 0, end: int | None = None, *, generation: int | None = None) -> bytes:
         mask = [0]

@@ -67,9 +67,8 @@ def _export(rng: random.Random, plan: Plan) -> Plan:
         plan = replace(plan, hosts=rng.randint(2, 4), faults=(), keep_last=2, export=True)
         slow = [Fault("slow request", 0.0, ("write", name, 1), rng.choice(("before", "after")), REQUESTER,
                       rng.uniform(30.0, 80.0), 1.0) for name in (CONFIG, WEIGHTS)]  # fmt: skip
-        stop = Fault(
-            rng.choice(("sigterm", "sigterm all")), 0.0, ("write", CONFIG, 1), "before", rng.randrange(4), 0, 1.0
-        )
+        kind = rng.choice(("sigterm", "sigterm all"))
+        stop = Fault(kind, 0.0, ("write", CONFIG, 1), "before", rng.randrange(4), 0, 1.0)
         plan = replace(plan, faults=(*slow, stop) if rng.random() < 0.8 else tuple(slow))
     return replace(plan, export=True)
 
@@ -111,9 +110,8 @@ def _slow_storage(rng: random.Random, plan: Plan) -> Plan:
 def _stop_twice(rng: random.Random, plan: Plan) -> Plan:
     """Requests a stop twice: the engines of all hosts and the launcher do, or the user presses Ctrl-C again."""
     kind = rng.choice(("sigterm all twice", "sigterm all twice", "interrupt twice"))
-    return replace(
-        plan, faults=(*plan.faults, Fault(kind, rng.uniform(1.0, 25.0), None, "before", 0, rng.uniform(0.1, 13.0), 1.0))
-    )
+    fault = Fault(kind, rng.uniform(1.0, 25.0), None, "before", 0, rng.uniform(0.1, 13.0), 1.0)
+    return replace(plan, faults=(*plan.faults, fault))
 
 
 @dataclass

@@ -26,11 +26,7 @@ class Fault:
     rate: float  # probability, for faults that strike repeatedly
 
     def __str__(self) -> str:
-        when = (
-            f"{self.moment} {self.request[0]} {self.request[1]} {self.request[2]}"
-            if self.request
-            else f"{self.at:.1f} s"
-        )
+        when = " ".join(map(str, (self.moment, *self.request))) if self.request else f"{self.at:.1f} s"
         return f"{self.kind} (host {self.worker}, {self.seconds:.1f} s, rate {self.rate:.2f}) at {when}"
 
 

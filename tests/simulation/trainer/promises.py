@@ -257,10 +257,7 @@ class Promises:
         objects, hidden = self._world.bucket.objects, self._world.hidden_rot
         if not hidden:
             return objects
-        return {
-            url: hidden[stored.generation][1] if stored.generation in hidden else stored
-            for url, stored in objects.items()
-        }
+        return {url: hidden.get(each.generation, (0, each))[1] for url, each in objects.items()}
 
     def _was_whole(self, url: str, before: Stored | None) -> bool:
         """Returns whether the manifest `before`, which is deleted, had been that of a whole checkpoint."""

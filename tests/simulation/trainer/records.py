@@ -18,11 +18,8 @@ _HOW = {
 }  # fmt: skip
 _KILLED = 128 + 9
 _ENDED_BY_A_THREAD = (
-    "could not stop in good order",
-    "took longer than",
-    "tpu-train: lost peer:",
-    "tpu-train: stopped:",
-)
+    "could not stop in good order", "took longer than", "tpu-train: lost peer:", "tpu-train: stopped:",
+)  # fmt: skip
 
 
 class RecordPromises:

@@ -73,9 +73,8 @@ class World:
         self.hub = SimulatedHub(self)
         self.differences: dict[tuple[int, ...], str | None] = {}  # by the generations of manifest and parts
         self.manifests: dict[int, object] = {}
-        self.bucket = Bucket(
-            self.scheduler, self.random, self.treat, self.promises.object_changed, self.promises.write_refused
-        )
+        told = (self.promises.object_changed, self.promises.write_refused)
+        self.bucket = Bucket(self.scheduler, self.random, self.treat, *told)
         if plan.export:
             put_tokenizer(self)
         if plan.strangers:
@@ -235,11 +234,8 @@ class World:
                 silent_since is not None and now - silent_since > self.plan.launcher_patience
             ):
                 # One that is killed while its network is cut tells no other host.
-                failed = [
-                    host
-                    for host in ended
-                    if host.code not in (0, 75) and host.ended > max(group.claimed, host.cut_until)
-                ]
+                bad = [host for host in ended if host.code not in (0, 75)]
+                failed = [host for host in bad if host.ended > max(group.claimed, host.cut_until)]
                 for host in group.hosts:
                     if failed and now - min(host.ended for host in failed) > SETTLING:
                         self.promises.a_process_that_lost_a_peer_ends(host)
@@ -356,10 +352,8 @@ class World:
             self.rotten_at = self.scheduler.now
             self.scheduler.note(f"{url} rots")
             before = self.bucket.objects[url]
-            self.hidden_rot[self.bucket.generations + 1] = (
-                newest,
-                self.hidden_rot.get(before.generation, (0, before))[1],
-            )
+            whole = self.hidden_rot.get(before.generation, (0, before))[1]
+            self.hidden_rot[self.bucket.generations + 1] = (newest, whole)
             self.bucket.put(url, bytes(data), "world")
 
     def _cut_line(self) -> None:
