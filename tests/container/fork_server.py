@@ -14,14 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    [
-        "google.cloud.storage",
-        "training.backends.torch_xla.backend",
-        "training.trainer",
-        "transformers.models.bert.modeling_bert",
-    ]
-)
+_OURS = ("training.backends.torch_xla.backend", "training.trainer")
+_CONTEXT.set_forkserver_preload(["google.cloud.storage", *_OURS, "transformers.models.bert.modeling_bert"])
 
 
 class ForkedTrainer:

@@ -53,15 +53,9 @@ class _Handler(HubHandler):
         elif path == "/api/validate-yaml":
             self._json({"errors": [], "warnings": []})
         elif path.startswith("/api/models/") and "/preupload/" in path:
-            modes = [
-                {
-                    "path": file["path"],
-                    "uploadMode": "lfs" if file["size"] >= LARGE else "regular",
-                    "shouldIgnore": False,
-                }
-                for file in json.loads(body)["files"]
-            ]
-            self._json({"files": modes})
+            sizes = [(file["path"], file["size"]) for file in json.loads(body)["files"]]
+            modes = [(path, "lfs" if size >= LARGE else "regular") for path, size in sizes]
+            self._json({"files": [{"path": path, "uploadMode": mode, "shouldIgnore": False} for path, mode in modes]})
         elif path.endswith(".git/info/lfs/objects/batch"):
             self._batch(json.loads(body))
         elif path == "/lfs/verify":

@@ -41,15 +41,8 @@ def write(folder: Path, tokenizer: Path, count: int, seed: int, labels: list[str
         return [np.array([0, *ids, 1], np.int32) for ids in encode(texts)]  # [CLS] text [SEP]
 
     plan = DatasetPlan("train", small_runs.LONGEST, found.hash, vocabulary=small_runs.VOCABULARY, records_per_shard=100)
-    write_labelled_rows(
-        str(folder),
-        plan,
-        (8, small_runs.LONGEST),
-        ClassLabels(tuple(labels)),
-        lambda: rows(count, seed),
-        framed,
-        found.special.pad,
-    )
+    lengths, kinds = (8, small_runs.LONGEST), ClassLabels(tuple(labels))
+    write_labelled_rows(str(folder), plan, lengths, kinds, lambda: rows(count, seed), framed, found.special.pad)
 
 
 def prepare(folder: Path) -> Path:
@@ -151,11 +144,8 @@ def test_an_encoder_gets_a_fresh_head_and_a_classifier_of_the_same_labels_keeps_
     encoder = folder / "encoder"
     shutil.copytree(undisturbed["model"], encoder)
     weights = load_file(encoder / "model.safetensors")
-    body = {
-        name.removeprefix("bert."): value
-        for name, value in weights.items()
-        if name.startswith("bert.") and "pooler" not in name
-    }
+    kept = [name for name in weights if name.startswith("bert.") and "pooler" not in name]
+    body = {name.removeprefix("bert."): weights[name] for name in kept}
     save_file(body, encoder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((encoder / "config.json").read_bytes())
     config |= {"architectures": ["BertModel"], "id2label": {"0": "a", "1": "b"}}

@@ -65,12 +65,9 @@ def test_trouble_with_the_hub_does_not_touch_the_run(
     trouble: str,
 ) -> None:
     expected = {
-        "dead": "Connection",
-        "refusing": "500",
-        "slow": "hub.wait_seconds (4 s)",
-        "token": "401",
+        "dead": "Connection", "refusing": "500", "slow": "hub.wait_seconds (4 s)", "token": "401",
         "no token": "not in the environment",
-    }
+    }  # fmt: skip
     if trouble == "dead":
         monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     elif trouble == "refusing":

@@ -44,12 +44,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             table = csv.writer(file)
             table.writerow(["text", "category"])
             for number in range(count):
-                table.writerow(
-                    [
-                        " ".join(f"w{chance.randrange(90) + 100 * (number % 2)}" for _ in range(6)),
-                        ("calm", "wild")[number % 2],
-                    ]
-                )
+                text = " ".join(f"w{chance.randrange(90) + 100 * (number % 2)}" for _ in range(6))
+                table.writerow([text, ("calm", "wild")[number % 2]])
     return place
 
 

@@ -45,13 +45,8 @@ def preflight(folder: Path, *options: str, name: str = "preflight", **changes: A
 
 def preflight_of(document: dict[str, Any], path: Path, *options: str) -> Answer:
     path.write_text(yaml.safe_dump(document))
-    ended = subprocess.run(
-        [sys.executable, "-m", "training.cli", "preflight", str(path), "--json", *options],
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
+    command = [sys.executable, "-m", "training.cli", "preflight", str(path), "--json", *options]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
     assert (ended.returncode < 0, "Traceback" in ended.stderr) == (False, False), ended.stderr
     accelerators = json.loads(ended.stdout)["accelerators"] if ended.stdout else []
     return Answer(ended.returncode, ended.stderr, {result["accelerator"]: result for result in accelerators})
@@ -329,12 +324,9 @@ def test_a_model_whose_program_depends_on_data_ends_with_3(folder: Path) -> None
     from transformers import LongformerConfig, LongformerForMaskedLM
 
     small = {
-        "hidden_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "intermediate_size": 64,
+        "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64,
         "attention_window": 8,
-    }
+    }  # fmt: skip
     LongformerForMaskedLM(
         LongformerConfig(**small, vocab_size=200, pad_token_id=3, max_position_embeddings=40)
     ).save_pretrained(folder / "longformer")

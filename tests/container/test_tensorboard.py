@@ -32,13 +32,8 @@ def test_resumed_runs_are_one_curve(tmp_path: Path) -> None:
     second.log(5, {"eval_loss": 1.25, "eval_perplexity": math.exp(1.25)})
     second.finish()
     events_read = read(tmp_path)
-    assert [(event.step, event.value) for event in events_read.Scalars("train/loss")] == [
-        (1, 1.0),
-        (2, 2.0),
-        (3, 3.5),
-        (4, 4.5),
-        (5, 5.5),
-    ]
+    losses = [(event.step, event.value) for event in events_read.Scalars("train/loss")]
+    assert losses == [(1, 1.0), (2, 2.0), (3, 3.5), (4, 4.5), (5, 5.5)]
     assert events_read.Scalars("evaluation/perplexity")[0].value == pytest.approx(math.exp(1.25))
     assert set(events_read.Tags()["scalars"]) == {
         *("train/loss", "train/learning_rate", "train/examples_per_second"),

@@ -317,11 +317,8 @@ def test_a_supervisor_on_another_machine_uses_and_withdraws_the_requests_of_the_
     elsewhere.end([elsewhere.ask(first, "own", 4.0)], requests.WITHDRAWN, 5.0)
     left = elsewhere.ask(first, "left", 6.0)
     elsewhere.share(url)
-    assert [(item.number, item.node, item.granted) for item in elsewhere.open()] == [
-        (1, "before", None),
-        (2, "spot", 3.0),
-        (3, left.node, None),
-    ]
+    found = [(item.number, item.node, item.granted) for item in elsewhere.open()]
+    assert found == [(1, "before", None), (2, "spot", 3.0), (3, left.node, None)]
     elsewhere.end(elsewhere.open(), requests.WITHDRAWN, 7.0)
     laptop.share(url)
     assert laptop.open() == []

@@ -42,11 +42,8 @@ print(*(output.get("text", "") for cell in notebook.cells for output in cell.get
 def cells(tag: str | None = None) -> list[dict[str, Any]]:
     """The cells of code; those with this tag."""
     notebook = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
-    return [
-        cell
-        for cell in notebook["cells"]
-        if cell["cell_type"] == "code" and (tag is None or tag in cell["metadata"].get("tags", ()))
-    ]
+    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    return [cell for cell in code if tag is None or tag in cell["metadata"].get("tags", ())]
 
 
 def source(cell: dict[str, Any]) -> str:

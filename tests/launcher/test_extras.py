@@ -83,11 +83,8 @@ def test_with_iap_ssh_goes_through_it_and_nothing_else_changes(tmp_path: Path) -
 
 def test_a_timer_is_a_startup_script_that_is_valid_and_only_there_when_it_is_wanted(tmp_path: Path) -> None:
     assert not [flag for flag in commands.create_command(config(tmp_path), {}) if flag.startswith("--metadata")]
-    (flag,) = [
-        flag
-        for flag in commands.create_command(config(tmp_path, "abandoned_hours: 2"), {})
-        if flag.startswith("--metadata")
-    ]
+    command = commands.create_command(config(tmp_path, "abandoned_hours: 2"), {})
+    (flag,) = [flag for flag in command if flag.startswith("--metadata")]
     script = flag.removeprefix(f"--metadata=^{commands.METADATA_DELIMITER}^startup-script=")
     assert commands.METADATA_DELIMITER not in script
     assert "idle_seconds=7200\n" in script

@@ -78,12 +78,8 @@ class Terminal:
 
     def logs(self, *, follow: bool, seconds: float = 20.0) -> None:
         """Prints the logs. Fails when that has not ended in time."""
-        command = threading.Thread(
-            target=status.print_logs,
-            args=(self.config, self.context, None),
-            kwargs={"follow": follow, "host": None},
-            daemon=True,
-        )
+        arguments, options = (self.config, self.context, None), {"follow": follow, "host": None}
+        command = threading.Thread(target=status.print_logs, args=arguments, kwargs=options, daemon=True)
         command.start()
         command.join(seconds)
         assert not command.is_alive(), f"`logs` has not ended within {seconds} s"

@@ -31,11 +31,8 @@ VERSIONS = [
 
 def run(*command: str | Path, folder: Path, code: int = 0, seconds: float = 240, **environment: str) -> str:
     """Runs a command with nothing of this checkout in its environment, and returns what it printed."""
-    inherited = {
-        key: value
-        for key, value in os.environ.items()
-        if not key.startswith(("PYTHON", "TPU_LAUNCH_HOME", "VIRTUAL_ENV"))
-    }
+    ours = ("PYTHON", "TPU_LAUNCH_HOME", "VIRTUAL_ENV")
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
     words = [str(word) for word in command]
     result = subprocess.run(
         words,

@@ -105,13 +105,8 @@ def pod(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slice]:
     label = f"label=tpu-launch.emulator={emulator_id(home)}"
     bare = {key: value for key, value in os.environ.items() if key != "DOCKER_HOST"}
     for kind in ("container ls --all", "network ls", "volume ls"):
-        left = subprocess.run(
-            [client(), *kind.split(), "--quiet", "--filter", label],
-            capture_output=True,
-            text=True,
-            env=bare,
-            check=True,
-        )
+        command = [client(), *kind.split(), "--quiet", "--filter", label]
+        left = subprocess.run(command, capture_output=True, text=True, env=bare, check=True)
         assert left.stdout == "", f"{kind}: {left.stdout}"
     assert not sockets.exists()
     assert not home.exists()
@@ -121,11 +116,8 @@ def pod(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slice]:
 @pytest.fixture(scope="module")
 def image(pod: Slice) -> str:
     """The name, by digest, of an image that was pushed; it has curl, and sleeps when told to."""
-    local = next(
-        line
-        for line in pod.docker("images", "--format", "{{.Repository}}:{{.Tag}}").splitlines()
-        if line.startswith("tpu-launch/host:")
-    )
+    images = pod.docker("images", "--format", "{{.Repository}}:{{.Tag}}").splitlines()
+    local = next(line for line in images if line.startswith("tpu-launch/host:"))
     pod.docker("tag", local, f"{IMAGE}:t")
     try:
         pushed = pod.docker("push", f"{IMAGE}:t")
@@ -201,12 +193,8 @@ def test_what_runs_on_a_host_dies_with_it_and_is_seen_dead_when_the_host_is_back
         [client(), "kill", host["hostname"]], check=True, capture_output=True
     )  # from outside, unknown to the emulator
     assert pod.until(lambda: pod.node()["hosts"][2]["containers"] == {"w": "exited"}, 5) < 1.5
-    assert [each["containers"] for each in pod.node()["hosts"]] == [
-        {"w": "running"},
-        {"w": "running"},
-        {"w": "exited"},
-        {"w": "running"},
-    ]
+    expected = [{"w": state} for state in ("running", "running", "exited", "running")]
+    assert [each["containers"] for each in pod.node()["hosts"]] == expected
     control.inject(pod.home, {"fault": "restore-host", "node": "pod", "worker": 2})
     assert pod.ssh("docker inspect w --format '{{.State.ExitCode}} {{.State.Running}}'", worker="2") == ["255 false"]
     pod.remove("w")
@@ -215,11 +203,8 @@ def test_what_runs_on_a_host_dies_with_it_and_is_seen_dead_when_the_host_is_back
 def test_a_killed_server_goes_on_where_it_was(pod: Slice, image: str) -> None:
     pod.ssh(f"docker run -d --net=host --name w --entrypoint sleep {image} 1000", worker="0")
     ended: list[str] = []
-    create = threading.Thread(
-        target=lambda: ended.append(
-            pod.gcloud("create", "second", "--accelerator-type=v4-16", "--version=tpu-ubuntu2204-base")
-        )
-    )
+    command = ("create", "second", "--accelerator-type=v4-16", "--version=tpu-ubuntu2204-base")
+    create = threading.Thread(target=lambda: ended.append(pod.gcloud(*command)))
     create.start()
     pod.until(lambda: len(control.status(pod.home)["nodes"]) == 2, 20)
     before = control.status(pod.home)

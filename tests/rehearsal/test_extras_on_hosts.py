@@ -39,13 +39,8 @@ def test_hostile_values_env_files_and_overlays_arrive_as_they_are(two_hosts: tup
     ended = work.good(*run, "--", "python", "-c", program, *arguments)
     for worker in (0, 1):
         (told,) = [line for line in ended.output.splitlines() if line.startswith(f"[{worker}] TOLD ")]
-        assert json.loads(told.split("TOLD ")[1]) == [
-            HOSTILE,
-            arguments,
-            f"{NEEDLE} $(touch /tmp/pwned)",
-            "laid over the image",
-            False,
-        ]
+        expected = [HOSTILE, arguments, f"{NEEDLE} $(touch /tmp/pwned)", "laid over the image", False]
+        assert json.loads(told.split("TOLD ")[1]) == expected
     attempt, begun = (
         next(event for event in work.events(ended.json()["run"]) if event["event"] == kind)
         for kind in ("attempt", "started")

@@ -205,11 +205,8 @@ def test_secrets_reach_the_command_and_nothing_else(work: Workstation, cluster: 
     # By which the hosts know each other: it belongs to the JobSet, as the ConfigMap does, and goes with it.
     jobsets = {event.object["metadata"]["uid"] for event in cluster.store.after(0, "jobsets")}
     for kind in ("secrets", "configmaps"):
-        *_, file = [
-            event.object
-            for event in cluster.store.after(0, kind)
-            if event.type == "MODIFIED" and event.object["metadata"].get("ownerReferences")
-        ]
+        changed = [event.object for event in cluster.store.after(0, kind) if event.type == "MODIFIED"]
+        *_, file = [each for each in changed if each["metadata"].get("ownerReferences")]
         [owner] = file["metadata"]["ownerReferences"]
         assert owner["uid"] in jobsets
         if kind == "secrets":

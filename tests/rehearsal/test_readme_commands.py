@@ -19,11 +19,8 @@ def typed() -> list[list[str]]:
     """The commands of the section, as words after `tpu-launch`, without what stands behind a #."""
     section = (ROOT / "README.md").read_text().split("## A real run")[1].split("\n## ")[0]
     block = section.split("```console")[1].split("```")[0]
-    return [
-        shlex.split(line.removeprefix("$ tpu-launch "), comments=True)
-        for line in block.splitlines()
-        if line.startswith("$ tpu-launch ")
-    ]
+    lines = [line for line in block.splitlines() if line.startswith("$ tpu-launch ")]
+    return [shlex.split(line.removeprefix("$ tpu-launch "), comments=True) for line in lines]
 
 
 def test_the_commands_of_a_real_run_work_in_their_order(emulator: Workstation) -> None:
@@ -33,18 +30,8 @@ def test_the_commands_of_a_real_run_work_in_their_order(emulator: Workstation) -
         words[0] for words in typed()
     ]  # of our trainer, which doesn't run here: tests/launcher/test_preflight.py
     commands = [words for words in typed() if words[0] != "preflight"]
-    assert [words[0] for words in commands] == [
-        "init",
-        "doctor",
-        "plan",
-        "up",
-        "run",
-        "run",
-        "logs",
-        "stop",
-        "run",
-        "down",
-    ], commands
+    expected = "init doctor plan up run run logs stop run down"
+    assert [words[0] for words in commands] == expected.split(), commands
     going = []
     for number, words in enumerate(commands):
         if words[0] == "init":

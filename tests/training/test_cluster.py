@@ -21,12 +21,9 @@ from training.errors import BadInput
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHER = {
-    "TPU_WORKER_ID": "1",
-    "TPU_WORKER_HOSTNAMES": "10.0.0.2,10.0.0.3",
-    "TPU_ACCELERATOR_TYPE": "v4-16",
-    "TPU_LAUNCH_RUN_ID": "r",
-    "TPU_LAUNCH_ATTEMPT": "2",
-}
+    "TPU_WORKER_ID": "1", "TPU_WORKER_HOSTNAMES": "10.0.0.2,10.0.0.3", "TPU_ACCELERATOR_TYPE": "v4-16",
+    "TPU_LAUNCH_RUN_ID": "r", "TPU_LAUNCH_ATTEMPT": "2",
+}  # fmt: skip
 
 
 def test_the_launchers_variables() -> None:
@@ -41,12 +38,8 @@ def test_the_index_of_a_job_replaces_the_worker_id() -> None:
 
 
 def test_the_index_and_service_of_a_job_suffice() -> None:
-    job = {
-        "JOB_COMPLETION_INDEX": "1",
-        "TPU_LAUNCH_HOSTS": "2",
-        "TPU_LAUNCH_HOST_NAME": "demo-w-0-*.demo",
-        "TPU_LAUNCH_RUN_ID": "demo",
-    }
+    names = {"TPU_LAUNCH_HOST_NAME": "demo-w-0-*.demo", "TPU_LAUNCH_RUN_ID": "demo"}
+    job = {"JOB_COMPLETION_INDEX": "1", "TPU_LAUNCH_HOSTS": "2", **names}
     assert from_environment(job) == Cluster(1, ("demo-w-0-0.demo", "demo-w-0-1.demo"), None, "demo")
     cluster = from_environment({**job, "TPU_WORKER_ID": "0", "TPU_WORKER_HOSTNAMES": "a.s,b.s"})
     assert cluster == Cluster(0, ("a.s", "b.s"), None, "demo"), "GKE's own variables come first"
@@ -156,12 +149,8 @@ def test_a_tensorflow_worker_gets_topology_peers_and_plugin(name: str, monkeypat
     plugin = {"NEXT_PLUGGABLE_DEVICE_USE_C_API": "true", "TF_PLUGGABLE_DEVICE_LIBRARY_PATH": "/libtpu.so"}
     monkeypatch.setattr(pod, "tensorflow_plugin", lambda: plugin)
     cluster = Cluster(2, tuple(f"10.0.0.{number}" for number in range(4)), name)
-    assert pod.worker_environment(cluster) == {
-        **tpu_environment(cluster),
-        **plugin,
-        "TPU_STDERR_LOG_LEVEL": "0",
-        "GCS_READ_CACHE_BLOCK_SIZE_MB": "1",
-    }
+    own = {"TPU_STDERR_LOG_LEVEL": "0", "GCS_READ_CACHE_BLOCK_SIZE_MB": "1"}
+    assert pod.worker_environment(cluster) == {**tpu_environment(cluster), **plugin, **own}
 
 
 @pytest.mark.parametrize(

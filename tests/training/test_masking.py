@@ -24,12 +24,8 @@ def rows(count: int, length: int, seed: int = 0) -> Any:
 def test_splitmix64_gives_its_published_numbers() -> None:
     # Seed 1234567: https://rosettacode.org/wiki/Pseudo-random_numbers/Splitmix64
     expected = [
-        6457827717110365317,
-        3203168211198807973,
-        9817491932198370423,
-        4593380528125082431,
-        16408922859458223821,
-    ]
+        6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821,
+    ]  # fmt: skip
     assert random_bits.counted(np.uint64(1234567), np.arange(5, dtype=np.uint64)).tolist() == expected
     assert random_bits.mix_int(1234567 + random_bits.GOLDEN) == expected[0]
 
