@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import paramiko
 import pytest
@@ -132,6 +133,13 @@ def test_a_host_key_is_the_one_that_gcloud_keeps_under_the_alias() -> None:
     policy.missing_host_key(paramiko.SSHClient(), "10.0.0.1", key)
     with pytest.raises(transport.HostKeyChanged, match=r"-f known -R tpu\.1-0"):
         policy.missing_host_key(paramiko.SSHClient(), "10.0.0.1", other)
+
+
+def test_a_host_that_answers_nothing_can_not_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = transport.SshClient()
+    monkeypatch.setattr(client, "_open", Mock(side_effect=TimeoutError))
+    with pytest.raises(ConnectionFailed, match="no answer within 5 s"):
+        client.connect(Address(0, "h", "me", "key", "known", "h"))
 
 
 def test_a_host_that_the_slice_does_not_have_any_more_is_not_reached() -> None:

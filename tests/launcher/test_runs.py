@@ -3,6 +3,7 @@
 Everything but the provider and the clock is real: folders, locks, ledgers, supervision.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -16,7 +17,7 @@ from unittest.mock import Mock
 import pytest
 
 from launcher.config import Config
-from launcher.errors import BadInput, Exit
+from launcher.errors import BadInput, Exit, LaunchError
 from launcher.images import local
 from launcher.images.build import Image
 from launcher.provider import (
@@ -34,7 +35,7 @@ from launcher.run import events, launch, specification
 from launcher.run.ledger import Ledger
 from launcher.run.runs import find_run, runs_on_slice
 from launcher.run.session import Context, Outcome, Output
-from launcher.run.start import _may_lack_secrets
+from launcher.run.start import _may_lack_secrets, require_ready
 from launcher.run.verdict import Kind
 from tests.launcher.run_files import SLICE, load_text
 from training.machine.clock import Clock, SystemClock, format_time
@@ -396,6 +397,18 @@ def test_a_container_waits_for_secrets_for_a_time_and_writes_no_line_before(
     container = ContainerState("running", started_at=format_time(clock.time() - age))
     answer = Observation(0, container, (LogLine("2026-01-01T00:00:00Z", "a line"),) * lines)
     assert _may_lack_secrets(session, answer, container) is waits
+
+
+@pytest.mark.parametrize(
+    ("state", "code"), [("PREEMPTED", Exit.PREEMPTED), ("CREATING", Exit.CONFLICT), ("READY", None)]
+)
+def test_a_run_starts_only_on_a_slice_that_is_ready(tmp_path: Path, state: str, code: Exit | None) -> None:
+    provider = Mock()
+    provider.describe.return_value = SliceState("demo", state, "", "v4-16", ())
+    expected = contextlib.nullcontext() if code is None else pytest.raises(LaunchError, match=f"demo is {state}")
+    with expected as caught:
+        require_ready(load_text(tmp_path, FILE), provider)
+    assert code is None or caught.value.exit_code == code
 
 
 def test_an_attempt_that_follows_one_found_ended_is_not_started_again_when_it_fails(work: Workstation) -> None:
