@@ -216,13 +216,13 @@ class Race:
         self.record.grant(entry.request, self.machine.clock.time())
         slice_hints.save_place(self.config, entry.request.candidate)
         self.say(f"request {entry.request.number}: granted, {entry.request.candidate}")
-        self._withdraw_rest()
+        self._withdraw_rest(entry.request.number)  # which the record may not tell while its bucket is silent
         return state
 
-    def _withdraw_rest(self) -> None:
-        """Withdraws all open requests but a granted one, and waits for the withdrawals. Also withdraws this command's
-        entries that are recorded as ended: a `down` elsewhere may have done that just before Google was asked."""
-        granted = {item.number for item in self.record.read() if item.granted is not None}
+    def _withdraw_rest(self, *used: int) -> None:
+        """Withdraws all open requests but `used` and granted ones, and waits for the withdrawals. Also withdraws this
+        command's entries that are recorded as ended: a `down` may have done that just before Google was asked."""
+        granted = {*used, *(item.number for item in self.record.read() if item.granted is not None)}
         found = {item.number: item for item in (*self.record.open(), *(each.request for each in self.entries.values()))}
         self.withdraw([item for number, item in found.items() if number not in granted | self.leaving.keys()])
         for thread in self.leaving.values():

@@ -187,6 +187,17 @@ def test_the_best_that_is_granted_within_two_minutes_of_the_first_is_kept(
         assert withdrawn["v3-8"] <= 12, "what can't become the slice is withdrawn at once"
 
 
+def test_a_slice_is_kept_although_its_grant_can_not_be_recorded_yet(
+    cloud: Cloud, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process has recorded it in a bucket that does not answer now."""
+    monkeypatch.setattr(RequestRecord, "grant", lambda *_: None)
+    withdrawn: dict[str, float] = {}
+    plan = {"v3-8": [(10, True)], "v4-8": [(20, False)], "v4-16": [(40, False)]}
+    assert run_race(cloud, config, plan, withdrawn)[0].accelerator_type == "v3-8"
+    assert "v3-8" not in withdrawn
+
+
 def test_a_request_without_capacity_gives_way_after_ten_minutes_where_the_limit_leaves_no_room(
     cloud: Cloud, tmp_path: Path
 ) -> None:
