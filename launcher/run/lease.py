@@ -62,7 +62,7 @@ class Lease:
         self._lock = machine.threads.lock()
         self._generation = self.supervisions = 0
         self._renewed = (0.0, 0.0)  # monotonic clock, which may stand still while a laptop sleeps, and Unix seconds
-        self._said = False
+        self._said = set[bool]()  # whether of the problems that were said one was a LaunchError, and one was not
 
     def _new_name(self) -> str:
         """Writes and returns a new holder name in the run's folder; later processes with the folder's lock reuse it."""
@@ -110,7 +110,7 @@ class Lease:
             try:
                 self._renew()
                 self._ledger.pull()
-                self._said = False
+                self._said.clear()
             except (storage.StorageError, LaunchError) as error:
                 self._say_once(error)
 
@@ -164,10 +164,10 @@ class Lease:
         )
 
     def _say_once(self, error: storage.StorageError | LaunchError) -> None:
-        """Says that the lease can't be renewed, or (LaunchError) that the events can't be pulled, unless one of the two
-        was said since `keep` last did both."""
-        if not self._said:
-            self._said = True
+        """Says that the lease can't be renewed, or (LaunchError) that the events can't be pulled, unless that was said
+        since `keep` last did both."""
+        if (is_of_pull := isinstance(error, LaunchError)) not in self._said:
+            self._said.add(is_of_pull)
             waiting = f"run {self._ledger.run_id}: its lease can't be renewed; decisions wait until it is: {error}; "
             bill = "what runs on hosts goes on, and is billed until `tpu-launch down`"
-            self._say(str(error) if isinstance(error, LaunchError) else waiting + bill)
+            self._say(str(error) if is_of_pull else waiting + bill)

@@ -43,7 +43,7 @@ from training.machine.threads import Threads
 from training.telemetry.progress_line import LONGEST_LINE, ProgressLine, encode, parse
 
 _LOCK_POLL_SECONDS = 0.05
-_LOCK_SECONDS = 10.0  # for which a thread or process waits for another one that records or pulls
+_LOCK_SECONDS = 5.0  # for which a thread or process waits for another that records or pulls; renewals wait with it
 _FULL_DISK_SECONDS = 60.0  # for which `append` retries
 _FULL_DISK_POLL_SECONDS = 1.0
 
@@ -106,7 +106,7 @@ class Ledger:
         self._events = folder / "events.jsonl"
         self._read = _Read()  # replaced as a whole, because threads read at once
         self._writer = os.urandom(8).hex()  # makes its events differ from those of all other processes
-        self._unrecorded = ""  # the kind of the last event that `note` could not record
+        self._unrecorded = set[str]()  # kinds of events that `note` could not record since it last recorded one
         self.lease: HeldLease | None = None
         """This process's; None when it does not supervise the run, or the run has no bucket."""
 
@@ -146,9 +146,10 @@ class Ledger:
         deadline = self.clock.monotonic() + patience
         document = Entry(format_time(self.clock.time()), event).document()
         line = json.dumps(document | ({"by": self._writer} if self.bucket else {}))
-        number = len(self.entries()) + 1
+        number = 0
         while True:
             try:
+                number = number or len(self.entries()) + 1
                 return self._record(line, number)
             except (OSError, storage.StorageError) as error:
                 if self.clock.monotonic() < deadline or (patience and self._is_waiting_for_bucket(error)):
@@ -167,11 +168,11 @@ class Ledger:
             if self.lease is not None and not self.lease.is_fresh():  # a request to the bucket would block for minutes
                 raise LaunchError(f"run {self.run_id}: {event.kind!r} is not recorded: its bucket does not answer")
             self.append(event, patience=0.0)
-            self._unrecorded = ""
+            self._unrecorded.clear()
         except LaunchError as error:
-            if self._unrecorded != event.kind:
+            if event.kind not in self._unrecorded:
                 say(str(error))
-            self._unrecorded = event.kind
+            self._unrecorded.add(event.kind)
 
     def confirm(self) -> None:
         """Returns when this process may decide: it holds the run's lease, or there is none. Ends the process when
@@ -236,12 +237,12 @@ class Ledger:
     @contextlib.contextmanager
     def _recording(self) -> Iterator[None]:
         """Holds the lock under which one thread of this machine compares the file with the bucket. Raises StorageError
-        if another one has it for 10 s: the bucket does not answer, or its process is stopped."""
+        if another one has it for 5 s: the bucket does not answer, or its process is stopped."""
         path, deadline = self.folder / "events.lock", self.clock.monotonic() + _LOCK_SECONDS
         with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0) as file:
             while not lock(file, path):
                 if self.clock.monotonic() > deadline:
-                    raise storage.StorageError(f"{path} is locked: end the process that `fuser` names if it is stopped")
+                    raise storage.StorageError(f"{path} is locked: the bucket is slow, or a tpu-launch is stopped")
                 self.clock.sleep(_LOCK_POLL_SECONDS)
             yield
 
