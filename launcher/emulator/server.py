@@ -309,7 +309,7 @@ class Server:
 
     def _inject_host(self, kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
         """Preempts a node or begins its outage, or kills, cuts, hangs or restores one host, containers included. Raises
-        ValueError for a node that must be READY and is not. Returns what was done."""
+        NoSuchTarget, and ValueError for a node that must be READY and is not. Returns what was done."""
         with self.store.change() as state:
             node = faults.find_node(state, arguments["node"])
             if kind in _ON_READY and node.state != "READY":

@@ -24,7 +24,7 @@ class Backoff:
         self._machine, self._base, self._longest = machine, first, longest
 
     def next(self) -> float:
-        """Returns the seconds of the next pause, each about twice the last one, as the class says."""
+        """Returns the seconds of the next pause."""
         pause = self._base * (0.5 + self._machine.random.random())
         self._base = min(self._base * 2, self._longest)
         return pause

@@ -20,7 +20,7 @@ _SLICE_LOST = (Kind.PREEMPTED.value, Kind.DELETED.value)
 
 
 def spent(entries: Sequence[Entry], now: float) -> float:
-    """Returns the dollars that a run with these events has cost until `now` (Unix seconds); 0 of unknown prices."""
+    """Returns the dollars that a run with these events has cost until `now` (Unix seconds); unknown prices count 0."""
     total, rate, begun, rates = 0.0, 0.0, 0.0, dict[int, float]()  # rates: dollars a second, by attempt
     for entry in entries:
         time, event = parse_time(entry.time) or begun, entry.event

@@ -296,7 +296,7 @@ class CheckpointWriter:
         return Part(name, written.size, checksum)
 
     def _check_fence_again(self, manifest: Manifest) -> None:
-        """Checks the fence after a commit. Raises its error, after deleting the manifest if the parts are gone."""
+        """Checks the fence after a commit. Raises its error; deletes the manifest if its parts have been deleted."""
         try:
             self._fence()
         except BadInput:

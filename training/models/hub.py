@@ -194,7 +194,7 @@ class BackgroundUploader:
 
     def finish(self, step: int, is_hurried: Callable[[], bool] = lambda: False) -> dict[str, Any]:
         """Waits for the upload that is due, then, with `hub.at_end` or `hub.every`, uploads the last step unless it is
-        on the Hub. Each takes at most `hub.wait_seconds`, and no longer once `is_hurried` returns True. Returns the
+        on the Hub. Each takes little more than `hub.wait_seconds`, and ends once `is_hurried` returns True. Returns the
         summary's "hub": repository, step, commit, error."""
         self._is_hurried = is_hurried
         self._wait_until_idle()

@@ -217,7 +217,7 @@ class _Cache:
 
     def _load_or_compile(self, arguments: Any, address: int) -> int | None:
         """Loads the program from the store, or compiles and keeps it. Returns the plugin's error, None without one. An
-        error of store or loading becomes `CacheCounts.problem`, and removes the entry: the program is compiled."""
+        error of the cache becomes `CacheCounts.problem`; one of reading or loading also removes the entry."""
         key = None
         try:
             key = self._key(arguments)

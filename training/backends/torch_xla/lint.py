@@ -237,6 +237,6 @@ def _format_place(file: str, line: int) -> str:
 
 
 def _count(metric: str) -> int:
-    """Returns how often torch_xla has recorded a metric (a counter is none) in this process; 0 for an unknown one."""
+    """Returns how often torch_xla has recorded a metric in this process; 0 for a counter or an unknown name."""
     data = xla_metrics.metric_data(metric)
     return int(data[0]) if data else 0
