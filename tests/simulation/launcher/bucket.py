@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, TypeVar
 from unittest import mock
 
@@ -56,11 +56,16 @@ class CloudStorage:
         scheduler.sleep(self._random.uniform(0.01, 0.1))
         laptop = self._find_laptop()
         fails = (laptop is not None and laptop.offline) or self._world.api_fault("bucket") is not None
-        result = effect() if not fails or self._random.random() < 0.3 else None
-        scheduler.sleep(_NO_ANSWER_SECONDS if fails else self._random.uniform(0.01, 0.1))
         if fails:
+            with suppress(StorageError):
+                if self._random.random() < 0.3:
+                    effect()  # and its answer is lost
+            scheduler.sleep(_NO_ANSWER_SECONDS)
             raise StorageError("gs://bucket: no answer within 30 s: try again")
-        return result  # type: ignore[return-value]
+        try:
+            return effect()
+        finally:
+            scheduler.sleep(self._random.uniform(0.01, 0.1))
 
     def _stat(self, url: str) -> Stat | None:
         if url not in self.objects:
@@ -79,7 +84,10 @@ class CloudStorage:
         )
 
     def folders(self, folder: str) -> list[str]:
-        return self._request(lambda: sorted({url[len(folder) + 1 :].split("/")[0] for url in self.objects}))
+        below = f"{folder}/"
+        return self._request(
+            lambda: sorted({url.removeprefix(below).split("/")[0] for url in self.objects if url.startswith(below)})
+        )
 
     def read(self, url: str, start: int, end: int | None, generation: int | None) -> bytes:
         def effect() -> bytes:

@@ -94,8 +94,12 @@ def told_patience_is_true(simulation: SimulatedRun, command: Command) -> None:
     for at, text in command.told if not command.laptop.asleep else ():
         if "has not ended; going on" not in text and "that starts it has not ended yet" not in text:
             continue
-        anywhere = simulation.scenario.in_bucket
-        there = [each for each in simulation.commands if anywhere or each.laptop is command.laptop]
+        run = text.split()[1].rstrip(":,")  # which another machine may supervise, if it has a bucket
+        away = simulation.second if simulation.scenario.in_bucket else command.laptop
+        there = [
+            each for each in simulation.commands
+            if each.laptop is command.laptop or (each.laptop is away and each.run_id == run)
+        ]  # fmt: skip
         there = [each for each in there if each.ended > at - 1.0]
         others = [each for each in there if each is not command and each.name not in ("up", "status", "gc")]
         if at - command.began < _PATIENCE or not others:
@@ -255,9 +259,12 @@ def unfinished_runs_are_taken_over(simulation: SimulatedRun, command: Command) -
     """Checks that no run is without a supervisor for long while another machine supervises the bucket's runs."""
     now, faults = simulation.world.scheduler.now, {fault.kind for fault in simulation.faults}
     for ledger in simulation.ledgers() if command.name == "watch" and not faults & {"bucket", "offline"} else ():
-        there = [each for each in simulation.commands if each.run_id == ledger.run_id and each.name in SUPERVISORS]
-        since = max([command.began, *(min(each.ended, now) for each in there)])
-        if ledger.state.phase.is_open and ledger.bucket is not None and now - since > _TAKE_OVER_SECONDS:
+        there = [each for each in simulation.commands if each.run_id == ledger.run_id and each.name == "supervise"]
+        failed = any(each.code not in (None, 0) for each in there)  # it is tried again after minutes
+        lease = f"{ledger.bucket.url}/lease.json" if ledger.bucket is not None else ""
+        *_, renewed = simulation.world.storage.objects.get(lease, (b"", 0, now))
+        since = max(command.began, renewed)
+        if ledger.state.phase.is_open and not failed and now - since > _TAKE_OVER_SECONDS:
             simulation.break_promise("an unfinished run is taken over", f"{ledger.run_id}: not for {now - since:.0f} s")
 
 

@@ -49,7 +49,7 @@ class Gcloud:
         capacity = {"spot"} if self.command.verb == "create" and world.has_candidates else set()
         wanted = _EVERY | _FLAGS.get((self.command.group, self.command.verb), set())
         if given - capacity != wanted or argv[1] != "compute":
-            world.break_promise("gcloud is asked as the file says", f"{given} instead of {wanted}")
+            world.break_promise("gcloud gets its flags", f"{given} instead of {wanted}")
 
     def run(self) -> Output:
         """Runs the command. Blocks its task as long as gcloud would."""

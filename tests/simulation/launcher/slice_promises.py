@@ -269,7 +269,7 @@ def list_shows_what_is(world: World, listing: Listing, began: float, date: float
         ends = node.expires is None or (node.expires < date) == expires.endswith("ago")
         right = (
             (kind, owner) == wanted
-            and state == item.state
+            and (state == node.state or not there)
             and dollars == cost
             and age == duration(date - (created or 0.0))
         )
