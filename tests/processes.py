@@ -19,7 +19,7 @@ def run_module(module: str, folder: Path, *arguments: str, **environment: str) -
 
 
 def run_python(*arguments: str, folder: Path | None = None, seconds: float = 600, **environment: str) -> str:
-    """What `python ARGUMENTS` prints, which must succeed."""
+    """Runs `python ARGUMENTS`, which must succeed, and returns what it prints."""
     variables = {**os.environ, **environment}
     command = [sys.executable, *arguments]
     ended = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=seconds)

@@ -1,5 +1,6 @@
 """The state survives the server: what was written is read back, and a kill at any moment leaves a whole file."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from launcher.emulator.state import Fault, Store, emulator_id, from_json, to_json
+from tests.processes import ROOT
 
 
 def test_a_state_with_everything_in_it_comes_back_as_it_was(api: Any) -> None:
@@ -57,7 +59,8 @@ def test_a_server_killed_at_any_moment_leaves_a_whole_state(tmp_path: Path) -> N
     """Starts a process that writes without pause, and kills it, several times."""
     path = tmp_path / "state.json"
     for attempt in range(5):
-        process = subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE)
+        command, environment = [sys.executable, "-c", WRITER, str(path)], {**os.environ, "PYTHONPATH": str(ROOT)}
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment)
         process.stdout.readline()
         time.sleep(0.01 + 0.007 * attempt)
         process.send_signal(signal.SIGKILL)

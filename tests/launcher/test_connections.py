@@ -35,6 +35,7 @@ from launcher.workstation import ConnectionFailed
 from tests.launcher.emulated_gcloud import UNAVAILABLE, Clock, Cloud
 from tests.launcher.run_files import SLICE, load_text
 from tests.launcher.script_host import write_program
+from tests.processes import ROOT
 
 DRY_RUN = (  # as gcloud 528 prints it
     "/usr/bin/ssh -T -i key -o CheckHostIP=no -o HashKnownHosts=no -o HostKeyAlias=tpu.1-{worker} "
@@ -150,7 +151,9 @@ def test_a_host_that_the_slice_does_not_have_any_more_is_not_reached() -> None:
 
 def test_ctrl_c_does_not_wait_for_hosts_that_pull() -> None:
     with subprocess.Popen(
-        ["env", "--default-signal=INT", sys.executable, "-c", PULL], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        ["env", "--default-signal=INT", f"PYTHONPATH={ROOT}", sys.executable, "-c", PULL],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
     ) as process:
         assert process.stdout.readline() == b"pulling\n"
         process.send_signal(signal.SIGINT)

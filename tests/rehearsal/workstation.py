@@ -26,7 +26,7 @@ COMPILE_FAST = ("--set", f"run.environment.XLA_FLAGS={xla_flags.COMPILE_FAST}") 
 
 
 def environment_for(folder: Path, *left_out: str, **more: str) -> dict[str, str]:
-    """What commands of a workstation in a folder get: what this process has, less what is left out."""
+    """Returns the environment of commands in a workstation's folder: this process's, less what is left out."""
     inherited = {name: value for name, value in os.environ.items() if name not in left_out}
     own = {"TPU_LAUNCH_HOME": str(folder / ".tpu-launch"), "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     return {**inherited, **own, **more}

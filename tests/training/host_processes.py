@@ -5,6 +5,8 @@ import socket
 import subprocess
 import sys
 
+from tests.processes import ROOT
+
 # A host: does what its arguments say, then exits as `tpu-train` does.
 PROGRAM = """
 import ctypes, json, os, sys, threading, time
@@ -77,6 +79,7 @@ class Hosts:
             "TPU_WORKER_HOSTNAMES": ",".join(["127.0.0.1"] * hosts),
             "TPU_LAUNCH_RENDEZVOUS_PORT": str(self.port),
             "TPU_LAUNCH_RUN_ID": "run",
+            "PYTHONPATH": str(ROOT),
         }
         process = subprocess.Popen(
             [sys.executable, "-c", PROGRAM, *lines],

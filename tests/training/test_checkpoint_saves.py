@@ -251,7 +251,9 @@ def test_a_state_that_is_not_finite_on_one_host_is_committed_by_none(tmp_path: P
     assert committed_steps(str(tmp_path)) == [10]
 
 
-def test_a_committed_state_that_is_not_finite_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_committed_state_that_is_not_finite_is_passed_over_and_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save(tmp_path, [10])
     with monkeypatch.context() as patch:
         patch.setattr(saving, "find_nonfinite", lambda tensors: None)

@@ -140,7 +140,9 @@ def test_a_tpu_library_without_a_table_is_said_and_not_fatal(
     assert reason in line
 
 
-def test_a_table_of_an_unknown_version_stays(tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_of_an_unknown_version_stays_as_it_is(
+    tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     head = struct.pack("<4q", 520, 0, 24, 0) + struct.pack("<2i", 1, 0)  # version 1.0
     table = ctypes.create_string_buffer(head + bytes(60 * 8), 40 + 60 * 8)
     plugin = SimpleNamespace(GetPjrtApi=ctypes.CFUNCTYPE(ctypes.c_void_p)(lambda: ctypes.addressof(table)))

@@ -70,7 +70,9 @@ def test_a_stop_is_seen_by_the_result_that_carries_it_and_what_is_in_flight_is_r
 
 
 @pytest.mark.parametrize("changes", [{}, {"checkpoint__best": {"metric": "loss", "mode": "min"}}])
-def test_an_evaluation_that_was_broken_off_is_repeated(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_an_evaluation_that_was_broken_off_does_not_count_and_is_repeated(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
     runs, changes = Runs(tmp_path), {"train__steps": 30, "evaluation__every": 10, **changes}
 
     def evaluated() -> list[int]:

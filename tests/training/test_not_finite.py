@@ -74,7 +74,9 @@ def test_a_run_goes_back_a_few_checkpoints_and_not_for_ever() -> None:
     assert isinstance(NonFiniteHistory(records).judge(error, 70), BadInput)
 
 
-def test_a_skipped_step_leaves_the_state_and_is_counted(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_skipped_step_leaves_the_state_and_is_counted_across_attempts(
+    runs: Runs, capsys: pytest.CaptureFixture[str]
+) -> None:
     def fault(number: int) -> str | None:
         return {5: "loss", 25: "update"}.get(number)
 

@@ -46,7 +46,9 @@ def publish(folder: Path, ids: Any, counts: list[int], *, name: str = "dataset",
 
 
 @pytest.mark.parametrize("on_corrupt", ["stop", "skip"])
-def test_padded_rows_of_the_public_layout_are_named(samples: Any, tmp_path: Path, on_corrupt: str) -> None:
+def test_padded_rows_of_the_public_layout_are_refused_with_their_place(
+    samples: Any, tmp_path: Path, on_corrupt: str
+) -> None:
     publish(tmp_path, samples.ids(20), [10, 10], padded=(13,))
     dataset = open_dataset(str(tmp_path))
     message = r"dataset-1-10\.tfrecord: record 3 at byte \d+ has padding \(its attention_mask is not all 1\)"
