@@ -242,7 +242,7 @@ class Ledger:
         with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0) as file:
             while not lock(file, path):
                 if self.clock.monotonic() > deadline:
-                    raise storage.StorageError(f"{path} is locked: the bucket is slow, or a tpu-launch is stopped")
+                    raise storage.StorageError(f"{path} is locked: end a tpu-launch that is stopped, or try again")
                 self.clock.sleep(_LOCK_POLL_SECONDS)
             yield
 

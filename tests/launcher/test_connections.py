@@ -136,6 +136,19 @@ def test_a_host_key_is_the_one_that_gcloud_keeps_under_the_alias() -> None:
         policy.missing_host_key(paramiko.SSHClient(), "10.0.0.1", other)
 
 
+def test_a_host_without_a_connection_is_tried_once() -> None:
+    connect = Mock(side_effect=ConnectionFailed("Connection refused"))
+    pool = ConnectionPool([Address(0, "h", "me", "key", "known", "h")], replace(this_machine(), connect=connect))
+    assert not pool.run(0, "true", timeout=5).reached
+    assert connect.call_count == 1
+
+
+def test_hosts_that_print_nothing_through_gcloud_have_failed(tmp_path: Path) -> None:
+    machine = replace(this_machine(), run=lambda argv, **_: Result(tuple(argv), 0, "", ""))
+    reports = TpuVm(config(tmp_path), print, machine)._run_through_gcloud("script", "up", timeout=5)
+    assert [report.ok for report in reports] == [False, False]
+
+
 def test_a_host_that_answers_nothing_can_not_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     client = transport.SshClient()
     monkeypatch.setattr(client, "_open", Mock(side_effect=TimeoutError))

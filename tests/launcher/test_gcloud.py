@@ -1,24 +1,40 @@
 """Claims about gcloud's command lines and about reading its errors. The real gcloud runs in tests/rehearsal."""
 
+import contextlib
 import math
+import random
 import subprocess
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from launcher.config import Config
 from launcher.errors import LaunchError
-from launcher.gcloud.errors import PermissionDenied, Unavailable
+from launcher.gcloud.calls import call_gcloud
+from launcher.gcloud.errors import Busy, PermissionDenied, Unavailable
 from launcher.gcloud.retry import Retry
+from launcher.shell import Result
 from launcher.tpu_vm import commands
 from launcher.tpu_vm.ssh.addresses import parse_dry_run
-from tests.launcher.emulated_gcloud import Cloud
+from tests.launcher.emulated_gcloud import BUSY, Clock, Cloud
 from tests.launcher.run_files import SLICE, load_text
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
     return load_text(tmp_path, SLICE.replace("v4-16", "v4-16, capacity: spot"), command=["true"])
+
+
+@pytest.mark.parametrize(("busy", "raises"), [(3, False), (1000, True)])
+def test_another_operation_is_waited_for_a_minute(busy: int, raises: bool) -> None:
+    clock, answers = Clock(), iter([1] * busy + [0] * 1000)
+    machine = Mock(clock=clock, random=random.Random(1))
+    machine.run.side_effect = lambda argv, **_: Result(tuple(argv), next(answers), "done", BUSY)
+    begun = clock.now
+    with pytest.raises(Busy) if raises else contextlib.nullcontext():
+        assert call_gcloud(machine, ["gcloud"], timeout=5) == "done"
+    assert (clock.now - begun >= 60) is raises
 
 
 def test_the_accelerator_type_zone_and_project_are_always_given(config: Config) -> None:

@@ -146,6 +146,7 @@ def test_a_deletion_that_another_operation_prevents_is_asked_for_again(cloud: Cl
     assert remove(cloud, listed) == "deleted"
     assert cloud.node() is None
     assert cloud.calls.count("us-central2-b tpu-vm delete") == 2
+    assert "us-central2-b queued-resources describe" not in cloud.calls, "it came from no request"
 
 
 def test_one_that_is_gone_or_being_deleted_needs_nothing(cloud: Cloud) -> None:

@@ -24,6 +24,7 @@ from launcher.run.lease import Lease, supervising
 from launcher.run.ledger import Ledger, RunRecord
 from launcher.run.runs import begin_run, import_run
 from launcher.run.specification import Specification
+from launcher.tpu_vm.requests import RequestRecord
 from launcher.workstation import Workstation
 from tests.bucket_server import BucketServer
 from tests.simulation.scheduler import Process, Scheduler, SimulatedClock, SimulatedThreads
@@ -410,6 +411,22 @@ def test_a_lease_is_renewed_while_the_run_s_files_are_copied_and_released_if_tha
     prompt.scheduler.close()
 
 
+@pytest.mark.parametrize("more", [{}, {"candidates": [{"accelerator_type": "v4-8"}]}])
+def test_requests_for_candidates_are_shared_with_other_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prompt: Machines, more: dict[str, Any]
+) -> None:
+    slice_ = {"name": "s", "accelerator_type": "v4-16", **more}
+    monkeypatch.setattr(f"{__name__}.CONFIGURATION", CONFIGURATION | {"slice": slice_})
+    shared: list[str] = []
+    monkeypatch.setattr(RequestRecord, "share", lambda record, url: shared.append(url))
+    machines = Machines(1, tmp_path / "other", monkeypatch)
+    a, of_a = machines.make("a")
+    play(machines, (of_a, Lease(ledger := machines.ledger("a", a), ledger.bucket, a, pytest.fail).share))
+    assert shared == [f"{machines.run}/launcher/requests"] * bool(more)
+    machines.scheduler.close()
+    prompt.scheduler.close()
+
+
 def test_a_stopped_process_that_is_recording_an_event_ends_no_renewals(prompt: Machines) -> None:
     """Ctrl-Z of another command of the machine may come at any moment."""
     a, of_a = prompt.make("a")
@@ -423,7 +440,7 @@ def test_a_stopped_process_that_is_recording_an_event_ends_no_renewals(prompt: M
                 assert ledger.bucket is not None
                 ages.append(ledger.bucket.read_lease().age)
                 with pytest.raises(
-                    LaunchError, match=r"can't be recorded for 60 s: .*events\.lock is locked: the bucket is slow, or a"
+                    LaunchError, match=r"can't be recorded for 60 s: .*events\.lock is locked: end a tpu-launch"
                 ):
                     prompt.ledger("a", a).append(HostBack(0, 1))
 
