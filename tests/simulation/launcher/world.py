@@ -420,7 +420,10 @@ class World:
 
     def _check_not_stopped(self, container: Container, actor: Actor) -> None:
         for stop in self.record.stops:
-            asked_since = any(at > stop.at and laptop is actor.laptop for laptop, at in self.record.requested_runs)
+            asked_since = any(  # another workstation goes on with a run of the bucket as it was asked for on this one
+                at > stop.at and (laptop is actor.laptop or self.storage.runs())
+                for laptop, at in self.record.requested_runs
+            )
             if self.cluster is not None and stop.done is not None:  # the JobSet may come during the stop: it ends later
                 created = self.cluster.created[container.name.removeprefix("tpu-launch-")]
                 asked_since = asked_since or stop.at < created <= stop.done + 1.0
