@@ -155,6 +155,7 @@ class Week:
         self.scheduler = Scheduler(random.Random(f"tasks {seed}"), preempt=0.03)
         self.scheduler.trace = [] if trace else None
         self.world = World(self.scheduler, random.Random(f"world {seed}"), [], [])
+        self.world.has_candidates = True
         self.world.price_limit = _PRICE_LIMIT if follows else None
         self.world.google.state.stock = draw_stock(seed)
         self.world.google.state.stock_since = self.world.google._now

@@ -64,7 +64,7 @@ def nothing_is_repeated_without_a_pause(simulation: SimulatedRun, command: Comma
         if _is_frequent(times, 40):
             simulation.break_promise("the cloud is asked in moderation", f"{command.name}: {' '.join(call)[:200]}")
     for (host, script), times in command.actor.scripts.items():
-        if _is_frequent(times, 120 if script == "observe" else 8):  # each reads one page of a log
+        if _is_frequent(times, 120 if script == "observe" else 20):  # each reads one page of a log
             simulation.break_promise("a host is asked in moderation", f"{command.name}: {script} on {host!r}")
 
 

@@ -221,7 +221,9 @@ class Terminal:
         return Result(tuple(argv), code, output, "")
 
 
-def make_machine(world: World, actor: Actor, rng: random.Random, end: Callable[[int], NoReturn]) -> Workstation:
+def make_machine(
+    world: World, actor: Actor, rng: random.Random, end: Callable[[int], NoReturn] = os._exit
+) -> Workstation:
     """Returns the workstation of one command; `end` ends its process."""
     terminal = Terminal(world, actor)
     return Workstation(

@@ -139,6 +139,7 @@ class SimulatedRun:
         for laptop in self.world.laptops:
             laptop.at_work = functools.partial(self._is_at_work, laptop)
         self.world.has_candidates = self.scenario.candidates is not None
+        self.world.in_bucket = self.scenario.in_bucket
         self.world.price_limit = self.scenario.candidates.price_limit if self.scenario.candidates else None
         self.homes = [self.ann.home, self.second.home]
         kill = random.Random(f"write {seed}")

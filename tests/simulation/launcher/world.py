@@ -126,7 +126,7 @@ class World:
         self.pull_seconds = rng.choice((0.5, 5.0, 40.0))
         self.laptops: list[Laptop] = []
         self.slice_name = ""
-        self.has_candidates = False
+        self.has_candidates = self.in_bucket = False  # as the file says
         self.price_limit: float | None = None  # as the file says
         self.stall_seconds: float | None = None  # as the file says
         self.host_lost_seconds = math.inf  # as the file says
@@ -421,8 +421,7 @@ class World:
     def _check_not_stopped(self, container: Container, actor: Actor) -> None:
         for stop in self.record.stops:
             asked_since = any(  # another workstation goes on with a run of the bucket as it was asked for on this one
-                at > stop.at and (laptop is actor.laptop or self.storage.runs())
-                for laptop, at in self.record.requested_runs
+                at > stop.at and (laptop is actor.laptop or self.in_bucket) for laptop, at in self.record.requested_runs
             )
             if self.cluster is not None and stop.done is not None:  # the JobSet may come during the stop: it ends later
                 created = self.cluster.created[container.name.removeprefix("tpu-launch-")]
