@@ -36,6 +36,7 @@ from launcher.run.specification import Specification
 from launcher.tpu_vm import candidates, deletion, race, requests
 from launcher.tpu_vm.requests import RequestRecord, create_only
 from launcher.workstation import CheckedClock, Workstation
+from tests.simulation.launcher.bucket import CloudStorage
 from tests.simulation.launcher.machine import make_machine
 from tests.simulation.launcher.world import Actor, Laptop, World
 from tests.simulation.scheduler import Event, Process, Scheduler, Stuck
@@ -95,41 +96,18 @@ def draw_stock(seed: int) -> dict[str, object]:
     return {"seed": seed, "speed": 1.0, "stock": entries}
 
 
-class Storage:
-    """Cloud Storage, in memory and by the simulated clock: what the launcher calls of `training.storage`."""
+class Storage(CloudStorage):
+    """Answers at once, because a week has thousands of requests; `written` makes a write, and may kill its process."""
 
-    def __init__(self, scheduler: Scheduler, written: Callable[[str, Callable[[], Stat]], Stat]) -> None:
-        """`written` makes a write: it may kill its process before or after."""
-        self._scheduler, self._written = scheduler, written
-        self._objects: dict[str, tuple[bytes, Stat, float]] = {}
+    def __init__(self, world: World, written: Callable[[str, Callable[[], Stat]], Stat]) -> None:
+        super().__init__(world, 0, lambda: None)
+        self._written = written
 
-    def __getattr__(self, name: str) -> object:
-        return getattr(storage, name)
+    def _request(self, effect: Callable[[], T]) -> T:
+        return effect()
 
-    def stat(self, url: str) -> Stat | None:
-        if (found := self._objects.get(url)) is None:
-            return None
-        return replace(found[1], age=self._scheduler.now - found[2])
-
-    def read(self, url: str, *, generation: int | None = None) -> bytes:
-        data, found, _ = self._objects[url]
-        if generation not in (None, found.generation):
-            raise storage.Changed(url)
-        return data
-
-    def listing(self, folder: str) -> list[Stat]:
-        return [found[1] for url, found in sorted(self._objects.items()) if url.startswith(f"{folder}/")]
-
-    def write(self, url: str, data: bytes, *, create_only: bool = False, replaces: int | None = None) -> Stat:
-        def write() -> Stat:
-            before = self._objects[url][1].generation if url in self._objects else 0
-            if (create_only and before) or replaces not in (None, before):
-                raise storage.AlreadyExists(url)
-            found = Stat(url, len(data), before + 1)
-            self._objects[url] = data, found, self._scheduler.now
-            return found
-
-        return self._written(url, write)
+    def write(self, url: str, data: bytes | memoryview, generation: int | None) -> Stat:
+        return self._written(url, functools.partial(super().write, url, data, generation))
 
 
 class Person:
@@ -164,7 +142,7 @@ class Week:
         self.same_name = kills and self.rng.random() < 0.2
         self.people = [Person(self, user, 1 + kills) for user in ("ann", "bob")[: 1 + kills]]
         self.world.laptops = [laptop for person in self.people for laptop in person.laptops]
-        self.storage = Storage(self.scheduler, self._write_object)
+        self.storage = Storage(self.world, self._write_object)
 
     def name_of(self, user: str) -> str:
         """Returns the name of a user's slice."""
@@ -176,8 +154,7 @@ class Week:
             mock.patch.object(requests, "create_only", self._write),
             mock.patch.object(lease, "RENEW_SECONDS", 14.0 if self.kills else lease.RENEW_SECONDS),
             mock.patch.object(race, "_POLL_SECONDS", 4.0 if self.kills else race._POLL_SECONDS),
-            mock.patch.object(requests, "storage", self.storage),
-            mock.patch.object(bucket, "storage", self.storage),
+            self.storage.install(),
         ):
             try:
                 for person in self.people:
@@ -331,8 +308,8 @@ class Week:
     def _decisions(self, person: Person) -> Iterator[tuple[str, str]]:
         """Yields who made each decision in the bucket, and who had the lease then."""
         holder = ""
-        for found in self.storage.listing(f"{person.url}/{bucket.FOLDER}/events"):
-            event = json.loads(self.storage.read(found.url))
+        for found in storage.listing(f"{person.url}/{bucket.FOLDER}/events"):
+            event = json.loads(storage.read(found.url))
             holder = event["by"] if event["event"] == Supervised.kind else holder
             yield event["by"], holder
 

@@ -205,7 +205,7 @@ class SimulatedRun:
         return self.full_disk is not None and self.full_disk.long
 
     def is_undisturbed(self, until: float) -> bool:
-        """Returns whether, until a moment, nobody did more to a run than look at it, and nothing failed."""
+        """Returns whether, until a moment, users only looked at runs, and nothing failed."""
         disturbs = any(action.kind not in ("logs", "status") for action in self.actions)
         disturbs |= any(stop.at < until for stop in self.world.record.stops)
         return not (disturbs or self.faults or self.kill_at or self.full_disk)
