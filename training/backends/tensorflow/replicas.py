@@ -18,8 +18,7 @@ class Replicas:
     """The devices that this process drives."""
 
     def __init__(self) -> None:
-        """Opens the devices: a TPUStrategy if PJRT_DEVICE is TPU, else as many logical devices of this host's CPU as
-        CPU_NUM_DEVICES says (1 unless set). Raises UnusableTpu."""
+        """Opens a TPUStrategy if PJRT_DEVICE is TPU, else CPU_NUM_DEVICES (or 1) of the CPU. Raises UnusableTpu."""
         self.is_tpu = os.environ.get("PJRT_DEVICE") == "TPU"
         self.strategy = _tpu_strategy() if self.is_tpu else _cpu_strategy(int(os.environ.get("CPU_NUM_DEVICES") or 1))
         self.count: int = self.strategy.num_replicas_in_sync
