@@ -13,7 +13,7 @@ from launcher.config import Config
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.provider import DELIVERY_SECONDS, SECRETS_LATE, ContainerState, HostReport, Observation, Provider
 from launcher.run import events, specification
-from launcher.run.runs import runs_on_slice
+from launcher.run.runs import pull_known, runs_on_slice
 from launcher.run.session import RunStopped, Session
 from launcher.run.state import Phase, phase_on_hosts
 from launcher.run.supervise import DESCRIBE_AGAIN_SECONDS, stop_hosts
@@ -71,6 +71,7 @@ def start_attempt(session: Session) -> tuple[int, Verdict | None]:
             require_all(reports, "start")
         except LaunchError:  # a host may have started the container although the call failed
             end_everywhere(session, number, session.workers)
+            pull_known(ledger, session.machine)  # another machine may have stopped the run, while this one slept
             session.check_stop()
             raise
     except RunStopped as stopped:

@@ -21,7 +21,7 @@ from launcher.config import Config
 from launcher.errors import BadInput, Exit, HostsUnreachable, LaunchError
 from launcher.gcloud.errors import PermissionDenied, QuotaExceeded, Stockout
 from launcher.provider import SECRETS_LATE, Attempt, ContainerState, HostReport, LogLine, Observation
-from launcher.run import events, launch
+from launcher.run import events, launch, start
 from launcher.run.ledger import Ledger
 from launcher.run.session import RunStopped, open_session
 from launcher.run.specification import SecretSource
@@ -403,9 +403,17 @@ def stop_elsewhere(work: Workstation) -> None:
     launch.stop(work.config(), work.context(), None, grace=1)
 
 
-def test_a_stop_before_the_first_start_keeps_it_from_starting(work: Workstation) -> None:
+@pytest.mark.parametrize("is_pulled", [False, True])
+def test_a_stop_before_the_first_start_keeps_it_from_starting(
+    work: Workstation, monkeypatch: pytest.MonkeyPatch, is_pulled: bool
+) -> None:
+    """Another machine's stop is known when it is pulled from the bucket."""
+    if is_pulled:
+        monkeypatch.setattr(start, "pull_known", lambda ledger, machine: stop_elsewhere(work))
+
     def refuse() -> None:  # start.sh finds the mark of the stop
-        stop_elsewhere(work)
+        if not is_pulled:
+            stop_elsewhere(work)
         raise LaunchError("this attempt was ended before it started on the host")
 
     work.hosts.hooks["start"] = [refuse]
