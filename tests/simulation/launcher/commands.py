@@ -254,6 +254,7 @@ class Command:
     def _logs(self) -> int:
         self._import()
         known = launch._find(self.config, self.context, None)
-        self.shows = known.folder / "logs" / f"attempt-{known.state.attempt}"
+        if known.bucket is None:  # else another attempt may have begun on another machine
+            self.shows = known.folder / "logs" / f"attempt-{known.state.attempt}"
         status.print_logs(self.config, self.context, None, follow=True, host=None)
         return 0
