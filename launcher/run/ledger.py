@@ -149,7 +149,7 @@ class Ledger:
         number = 0
         while True:
             try:
-                number = number or len(self.entries()) + 1
+                number = number or (len(self.entries()) + 1 if self.bucket else 1)
                 return self._record(line, number)
             except (OSError, storage.StorageError) as error:
                 if self.clock.monotonic() < deadline or (patience and self._is_waiting_for_bucket(error)):
