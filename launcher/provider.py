@@ -196,6 +196,7 @@ class Observation:
     since: str | None = None  # the first time whose lines were requested; None: from the beginning
     open: Mapping[str, int] = field(default_factory=dict)  # bytes so far of lines that have not ended, by their times
     progress: tuple[ProgressLine, ...] = ()  # newest of each process that tells it, if it was asked for
+    asked: float = float("inf")  # when this machine asked (monotonic clock): the host's state is not older
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from training.telemetry.progress_line import slowest
 OBSERVE_EVERY = 1.0  # seconds between two observations of a host
 _OBSERVATIONS_A_SECOND = 16  # of all hosts together, so that the load does not grow with the slice
 _INBOX_SIZE = 64  # an observation may hold LOG_BYTES: pollers that are faster than this machine must wait
-_STANDSTILL_SECONDS = 10.0  # a turn of the main task takes a fraction of a second
+_LONG_TURN_SECONDS, _STANDSTILL_SECONDS = 1.0, 10.0  # a turn of the main task takes a fraction of a second
 _INBOX_SECONDS = 0.25  # how long the main task waits for an answer before it judges again
 _DESCRIBE_SLICE_EVERY = 15.0  # seconds between two API calls while a host is out of reach
 DESCRIBE_AGAIN_SECONDS = 5.0  # before a slice that seems to be gone is described again
@@ -282,10 +282,14 @@ class _Supervision:
     # -- the main task -----------------------------------------------------------------------------------------------
 
     def _forgive_standstill(self, now: float) -> None:
-        """Excludes from the hosts' silence 10 s or more in which this process stood still (stopped, machine asleep)."""
+        """Excludes the time in which this process stood still (stopped, machine asleep, a bucket that does not answer)
+        from the time for settling, and if it was 10 s or more from the hosts' silence."""
         still = now - self.turned
         self.turned = now
         if still < _STANDSTILL_SECONDS:
+            for worker, view in self.views.items() if still > _LONG_TURN_SECONDS else ():
+                if view.ended_seen is not None:
+                    self.views[worker] = replace(view, ended_seen=min(now, view.ended_seen + still))
             return
         self.last_line = min(now, self.last_line + still)
         self.progress.forgive(still)
@@ -365,8 +369,9 @@ class _Supervision:
             ended = events.HostEnded(number, worker, code, container.oom_killed, what, container.finished_at)
             self.ledger.note(ended, self.say)
         self.views[worker] = replace(
-            view, container=container, seen=now, problem="", ended_seen=ended_seen, ended_away=ended_away
-        )
+            view, container=container, seen=now, asked=answer.asked, problem="", ended_seen=ended_seen,
+            ended_away=ended_away,
+        )  # fmt: skip
 
     def _describe_slice_if_unreachable(self) -> None:
         """Asks the API for the slice's state, in a task, if a host is unreachable and it was last asked 15 s ago."""
@@ -444,16 +449,18 @@ class _Supervision:
         """Observes a container's state alone until the supervision is over: a page of a huge log takes long to find."""
         while not self.over.wait(self.interval * 3):
             with contextlib.suppress(LaunchError):
+                asked = self.clock.monotonic()
                 observation = self.provider.look(worker, self.container)
                 if observation.container is not None:
-                    self.inbox.put(replace(observation, open=self.open_lines.get(worker, {})))
+                    self.inbox.put(replace(observation, open=self.open_lines.get(worker, {}), asked=asked))
 
     def _observe(self, worker: int, since: str | None, patience: float, *, progress: bool = False) -> Observation:
         """Returns an observation of a host. Any exception becomes its `problem`, even a bug's: otherwise the task would
         end and leave the host unwatched."""
+        asked = self.clock.monotonic()
         try:
             observation = self.provider.observe(worker, self.container, since, patience=patience, progress=progress)
-            return replace(observation, since=since)
+            return replace(observation, since=since, asked=asked)
         except LaunchError as error:
             return Observation(worker, None, problem=str(error).splitlines()[0])
         except Exception as error:

@@ -11,7 +11,7 @@ The rules, most certain first:
    cut off from each other for a while.
 3. Of other failures, the one that its engine recorded first.
 
-Before a failure is judged, every other host must have been looked at once more since (or be unreachable), for a few
+Before a failure is judged, every other host must have been asked once more since (or be unreachable), for a few
 seconds at most: SETTLING.
 """
 
@@ -78,6 +78,7 @@ class HostView:
     ended_seen: float | None = None  # when its container was first seen to have ended
     ended_away: bool = False  # its container ended while the host was out of reach
     answering_since: float = float("-inf")  # when it last began to answer without a gap
+    asked: float = float("inf")  # when it was asked for that answer: it may have changed since
 
     @property
     def reachable(self) -> bool:
@@ -271,7 +272,8 @@ def _judge_failure(
     first_seen = min(view.ended_seen if view.ended_seen is not None else now for view in (*failed, *removed))
     others = [view for view in views if view not in failed and view not in removed]
     silent = [view for view in others if not (view.reachable and view.container and view.seen > first_seen)]
-    settled = all(not view.reachable and now - view.seen > limits.blip for view in silent)
+    waiting = [view for view in others if view in silent or view.asked <= first_seen]
+    settled = all(not view.reachable and now - view.seen > limits.blip for view in waiting)
     explained = bool(silent) or any(view.rebooted or view.exit_code != TrainerExit.LOST_PEER for view in failed)
     # All hosts were unreachable: allow one reconnect window.
     returned = any(view.answering_since >= first_seen - limits.blip for view in (*failed, *removed))

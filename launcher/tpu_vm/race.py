@@ -140,7 +140,12 @@ class Race:
         limit = self.config.slice.price_limit
         if limit is None:
             return float("inf")
-        return limit - sum(_price(request.candidate) for request in self.record.open())
+        return limit - sum(_price(request.candidate) for request in self._open().values())
+
+    def _open(self) -> dict[int, Recorded]:
+        """Returns the open requests by number, also this command's entries that are recorded as ended: a `down` may
+        have done that just before Google was asked."""
+        return {item.number: item for item in (*self.record.open(), *(each.request for each in self.entries.values()))}
 
     def _ask(self) -> None:
         """Starts a thread for each candidate without one: for an open request of an earlier command, else for a new one
@@ -220,11 +225,9 @@ class Race:
         return state
 
     def _withdraw_rest(self, *used: int) -> None:
-        """Withdraws all open requests but `used` and granted ones, and waits for the withdrawals. Also withdraws this
-        command's entries that are recorded as ended: a `down` may have done that just before Google was asked."""
+        """Withdraws all open requests but `used` and granted ones, and waits for the withdrawals."""
         granted = {*used, *(item.number for item in self.record.read() if item.granted is not None)}
-        found = {item.number: item for item in (*self.record.open(), *(each.request for each in self.entries.values()))}
-        self.withdraw([item for number, item in found.items() if number not in granted | self.leaving.keys()])
+        self.withdraw([item for number, item in self._open().items() if number not in granted | self.leaving.keys()])
         for thread in self.leaving.values():
             thread.result()
 

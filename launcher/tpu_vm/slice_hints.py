@@ -28,13 +28,20 @@ def in_every_place(config: Config) -> list[Config]:
 
 def current(config: Config) -> Candidate:
     """Returns the candidate as which the slice was last seen; the first one when that is not known."""
+    return last_seen(config) or config.candidates[0]
+
+
+def last_seen(config: Config) -> Candidate | None:
+    """Returns the candidate as which a command of this machine last saw the slice; the only one when there is no other;
+    None when that is not known."""
     candidates = config.candidates
-    if len(candidates) > 1:
-        with contextlib.suppress(OSError, ValueError, TypeError):
-            known = Candidate(**json.loads(_file(config).read_text()))
-            if known in candidates:
-                return known
-    return candidates[0]
+    if len(candidates) == 1:
+        return candidates[0]
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        known = Candidate(**json.loads(_file(config).read_text()))
+        if known in candidates:
+            return known
+    return None
 
 
 def in_current_place(config: Config) -> Config:

@@ -50,6 +50,8 @@ def describe(config: Config, machine: Workstation) -> SliceState | None:
         return state is not None and (config.any_owner or not ownership.why_not_ours(state.labels, machine.owner))
 
     if len(config.candidates) == 1 or is_ours(found):
+        if slice_hints.last_seen(config) is None:
+            slice_hints.save_place(config, current)
         return found
     others = [other for other in config.candidates if other != current]
     states = machine.threads.map(

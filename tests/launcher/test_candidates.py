@@ -29,7 +29,9 @@ from launcher.run.specification import Specification
 from launcher.tpu_vm import candidates, deletion, race, requests, slice_hints
 from launcher.tpu_vm.ownership import NotOurs
 from launcher.tpu_vm.requests import RequestRecord
+from launcher.tpu_vm.ssh.connections import SliceConnections
 from tests.bucket_server import BucketServer
+from tests.gcloud_commands import UnknownCommand
 from tests.launcher.emulated_gcloud import ANN, DENIED, UNAVAILABLE, Clock, Cloud, InOrder
 from tests.launcher.run_files import load_text
 from tests.launcher.test_bad_input import launch
@@ -305,6 +307,24 @@ def test_no_request_is_made_beyond_the_price_limit(cloud: Cloud, tmp_path: Path)
     assert any("not asking for v4-16" in line and "$7.37" in line for line in said)
     assert [item.candidate for item in RequestRecord(config).read()] == [SMALL]
     assert max(asked) == 1
+
+
+def test_a_request_that_a_down_ended_before_google_was_asked_counts_for_the_price_limit(
+    cloud: Cloud, tmp_path: Path
+) -> None:
+    config = make(tmp_path, "  price_limit: 4.0\n")
+    record = RequestRecord(config)
+    cloud.trouble = lambda zone, command, now: record.end(record.open(), requests.DELETED, now)
+    assert create(cloud, config) == "v4-8"
+    assert [item.candidate for item in record.read()] == [SMALL]
+
+
+def test_a_command_on_another_machine_looks_for_the_candidate_that_exists(cloud: Cloud, config: Config) -> None:
+    cloud.made_by({"tpu-launch": "1", "tpu-launch-owner": "bob"})
+    cloud.made_by({"tpu-launch": "1", "tpu-launch-owner": "ann", "tpu-launch-account": ANN.account}, zone=V3.zone)
+    with pytest.raises(UnknownCommand, match="ssh"):
+        SliceConnections(config, cloud.machine()).run_through_gcloud(0, "true")
+    assert cloud.calls[-1].startswith(f"{V3.zone} tpu-vm ssh")
 
 
 def test_a_request_that_fits_the_limit_no_more_is_withdrawn(cloud: Cloud, tmp_path: Path) -> None:

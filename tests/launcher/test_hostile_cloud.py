@@ -609,7 +609,10 @@ def test_where_files_can_not_be_locked_down_deletes_the_slice_and_run_is_refused
 # -- time ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_time_that_this_machine_slept_is_no_time_for_hosts_to_be_asked_again(work: Workstation) -> None:
+@pytest.mark.parametrize("still", [5.0, 3600.0])  # a bucket that does not answer; a machine that sleeps
+def test_the_time_that_a_process_stood_still_is_no_time_for_hosts_to_be_asked_again(
+    work: Workstation, still: float
+) -> None:
     """A host that was not seen since another failed counts as lost, whatever it had to say."""
     work.run(work.config())
     supervision = _Supervision(open_session(work.context(), work.ledger, SecretSource({}, {})), 0)
@@ -617,9 +620,12 @@ def test_the_time_that_this_machine_slept_is_no_time_for_hosts_to_be_asked_again
     failed = HostView(0, ContainerState("exited", 76), seen=now, ended_seen=now)
     supervision.views = {0: failed, 1: HostView(1, ContainerState("running"), seen=now, failing_since=now - 5)}
     supervision.turned = now
-    supervision._forgive_standstill(now + 3600)
-    assert judge(list(supervision.views.values()), now + 3600, supervision.limits).kind is Kind.SETTLING
-    assert supervision.views[1].failing_since == now + 3595
+    supervision._forgive_standstill(now + still)
+    assert judge(list(supervision.views.values()), now + still, supervision.limits).kind is Kind.SETTLING
+    assert supervision.views[1].failing_since == now - 5 + (still if still > 10 else 0)
+    asked = supervision._observe(1, None, 0.0).asked
+    supervision._update_view(Observation(1, ContainerState("running"), asked=asked))
+    assert now <= supervision.views[1].asked <= work.clock.monotonic()
 
 
 LOST = Verdict(Kind.HOST_LOST, Cause(1, "no answer"))

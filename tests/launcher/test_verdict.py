@@ -55,6 +55,8 @@ CASES = {
         ([exited(0, 1, ended_seen=100.0), running(1, seen=99.5)], (Kind.SETTLING, -1)),
     "the other hosts answered since the failure":
         ([exited(0, 1, ended_seen=99.0), running(1, seen=99.5)], (Kind.FAILED, 0)),
+    "the other host's answer was asked for before the failure was seen":
+        ([exited(0, 1, ended_seen=99.0), replace(running(1), asked=98.0)], (Kind.SETTLING, -1)),
     "a lost peer is a symptom of the host that does not answer":
         ([exited(0, 76), running(1, seen=97.0, problem="connection refused")], (Kind.HOST_LOST, 1)),
     "a lost peer is a symptom of another exit code, whatever the order of arrival":

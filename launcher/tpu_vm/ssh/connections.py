@@ -13,7 +13,7 @@ from launcher.errors import CommandTimeout, LaunchError
 from launcher.gcloud.calls import call_gcloud
 from launcher.gcloud.errors import summarize_error
 from launcher.provider import SliceState
-from launcher.tpu_vm import commands, slice_hints
+from launcher.tpu_vm import commands, slice_hints, slices
 from launcher.tpu_vm.ssh import addresses
 from launcher.tpu_vm.ssh.addresses import KnownSlice
 from launcher.tpu_vm.ssh.pool import ConnectionPool, HostResult
@@ -37,6 +37,7 @@ class SliceConnections:
         self._pool: ConnectionPool | None = None
         self._unverified: KnownSlice | None = None  # the hint behind the pool's addresses, until gcloud confirmed them
         self._listing = machine.threads.lock()  # one thread finds the addresses, others wait for it
+        self._located = slice_hints.last_seen(config) is not None
         self._connecting: Future[None] | None = None
 
     @property
@@ -151,6 +152,8 @@ class SliceConnections:
     ) -> HostResult:
         """Runs a script on one host through gcloud, for workstations whose own ssh connections are refused. A script
         that fails counts as not reached. `timeout`: seconds for the script; gcloud has 40 s more."""
+        with self._listing:
+            self._locate()
         command = commands.ssh_command(self.config, script, worker=str(worker))
         try:
             result = self._machine.run(command, timeout=_GCLOUD_SECONDS + timeout, input=stdin)
@@ -216,6 +219,7 @@ class SliceConnections:
 
     def _list_addresses(self) -> tuple[Address, ...]:
         """Returns the addresses that gcloud uses. Keeps them for later commands when the slice is READY."""
+        self._locate()
         command = commands.ssh_command(self.config, "true", dry_run=True)
         output = call_gcloud(self._machine, command, timeout=_GCLOUD_SECONDS)
         current = tuple(addresses.parse_dry_run(output))
@@ -224,3 +228,10 @@ class SliceConnections:
         if state is not None and state.ready and len(current) == len(state.hosts):
             addresses.save(self.config, KnownSlice(state.created, state.hosts, current))
         return current
+
+    def _locate(self) -> None:
+        """Looks, once, for the slice among its candidates, unless a command of this machine has seen it. Raises
+        LaunchError."""
+        if not self._located:
+            self.note_state(slices.describe(self._wanted, self._machine))
+            self._located = True

@@ -159,6 +159,8 @@ def finished_programs_are_told_finished(simulation: SimulatedRun, job: Job, even
     if simulation.faults and any(item.exit_code == 2 for item in ends):  # a failure is judged within seconds
         return
     cluster = simulation.world.cluster is not None and not simulation.actions
+    if simulation.world.cluster is not None and any(each.killed for each in simulation.commands):  # see `_verdicts_of`
+        return
     calm = {fault.kind for fault in simulation.faults} <= ({"preempt", "maintenance"} if cluster else {"reboot"})
     if not cluster:  # a host that boots for longer is lost, and a look takes seconds
         calm &= sum(fault.seconds for fault in simulation.faults) < simulation.scenario.setting.host_lost_seconds - 8.0

@@ -139,8 +139,10 @@ def what_was_asked_for_is_used_or_withdrawn(simulation: SimulatedRun, command: C
     if simulation.loses_by_its_disk or any("not withdrawn yet" in text for text in said):
         return
     command.process.enter()
-    for request in RequestRecord(simulation.config).read():
-        if f"request {request.number}" in made and request.granted is None and request.ended is None:
+    ended = "".join(simulation.world.storage.objects)  # perhaps by another workstation, which has taken the run over
+    for request in RequestRecord(simulation.config).open():
+        taken_over = any(f"/{request.number:06d}.{part}.json" in ended for part in ("granted", "ended"))
+        if f"request {request.number}" in made and request.granted is None and not taken_over:
             simulation.break_promise("what was asked for is used or withdrawn", f"{command.name}: {request}")
 
 
@@ -203,7 +205,8 @@ def budget_is_spent_on_slices(simulation: SimulatedRun) -> None:
         bool(taken) or any(each.name == "down" and each.laptop is not simulation.ann for each in simulation.commands)
     )
     for command in simulation.commands:
-        if sum("stopping it, so that it saves" in text for text in command.said) > 1:
+        # `watch` repeats what its processes say, of every attempt.
+        if command.name != "watch" and sum("stopping it, so that it saves" in text for text in command.said) > 1:
             simulation.break_promise("a spent budget stops a run once", f"{command.name}: {command.said[-9:]}")
         for at, text in command.told if not meddled else ():
             enough = min(budget * 0.99, budget - _rate(simulation) * _BUDGET_SECONDS)
@@ -269,7 +272,7 @@ def list_shows_what_is(world: World, listing: Listing, began: float, date: float
         ends = node.expires is None or (node.expires < date) == expires.endswith("ago")
         right = (
             (kind, owner) == wanted
-            and (state == node.state or not there)
+            and (state in (node.state, "STARTING") or not there)
             and dollars == cost
             and age == duration(date - (created or 0.0))
         )
