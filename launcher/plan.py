@@ -19,7 +19,7 @@ from launcher.shell import Result
 from launcher.tpu_vm import slice_hints
 from launcher.tpu_vm.provider import TpuVm
 from launcher.workstation import Address, ConnectionFailed, HostConnection
-from training.machine.clock import SystemClock
+from training.machine.clock import Clock
 
 _TOKEN_COMMAND = ["gcloud", "auth", "print-access-token", "--quiet"]
 _PURPOSES = {
@@ -128,7 +128,7 @@ def _refuse(_address: Address) -> HostConnection:
     raise ConnectionFailed("a plan connects to no host", refused=True)
 
 
-class _SkippingClock(SystemClock):
+class _SkippingClock(Clock):
     """The machine's clock, without waiting."""
 
     def sleep(self, seconds: float) -> None:

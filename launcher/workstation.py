@@ -114,7 +114,7 @@ class Workstation(Machine):
 
 
 @dataclass(frozen=True)
-class CheckedClock:
+class CheckedClock(Clock):
     """A clock whose waits are interrupted: `check` is called at the begin of each and every second, and may raise."""
 
     clock: Clock

@@ -17,7 +17,7 @@ from launcher.shell import Result
 from launcher.workstation import Workstation
 from tests import gcloud_commands
 from tests.gcloud_commands import Command
-from training.machine.threads import Future, SystemThreads
+from training.machine.threads import Future, Threads
 
 ANN, BOB = Owner("ann", "a" * 12), Owner("bob", "b" * 12)
 
@@ -57,7 +57,7 @@ class Clock:
         self.now = max(self.now, end)
 
 
-class InOrder(SystemThreads):
+class InOrder(Threads):
     """Runs each task to its end as soon as it is made."""
 
     def submit(self, function: Callable[..., R], *args: Any) -> Future[R]:

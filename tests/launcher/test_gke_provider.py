@@ -25,7 +25,7 @@ from tests.kubernetes.golden import IMAGE
 from tests.launcher.run_files import load_text
 from tests.launcher.script_host import write_program
 from tests.processes import wait_until
-from training.machine.clock import SystemClock
+from training.machine.clock import Clock
 from training.telemetry.progress_line import ProgressLine
 
 FILE = """\
@@ -229,7 +229,7 @@ def test_a_stop_before_any_pod_has_started_deletes_the_jobset(kubectl: Path, pod
 
 
 def test_a_stop_that_came_before_the_jobset_ends_its_start(kubectl: Path) -> None:
-    class Stopped(SystemClock):
+    class Stopped(Clock):
         def sleep(self, seconds: float) -> None:
             raise LaunchError("it was stopped")
 

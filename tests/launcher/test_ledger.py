@@ -32,9 +32,9 @@ HOLD = """
 import sys
 from pathlib import Path
 from launcher.run.events import AttemptBegan, Ended
-from training.machine.clock import SystemClock
+from training.machine.clock import Clock
 from launcher.run.ledger import Ledger
-with Ledger(Path(sys.argv[1]), SystemClock()).supervising():
+with Ledger(Path(sys.argv[1]), Clock()).supervising():
     print("held", flush=True)
     sys.stdin.read()
 """

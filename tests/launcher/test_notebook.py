@@ -11,7 +11,7 @@ from launcher.errors import BadInput, LaunchError
 from launcher.run import execution
 from tests.launcher.script_host import write_program
 from tests.launcher.test_runs import Hosts, Workstation, detach
-from training.machine.clock import SystemClock
+from training.machine.clock import Clock
 
 # As Jupyter Server 2 prints it, when port 8888 is taken.
 JUPYTER = """
@@ -25,7 +25,7 @@ echo "[I 10:00:01 ServerApp]     http://127.0.0.1:8889/lab?token=0123456789abcde
 
 def start(folder: Path, program: str | None, *overrides: str) -> execution.Jupyter:
     """Jupyter on host 1 of a live run, whose image has this program for it."""
-    work = Workstation(folder, Hosts([None]), clock=SystemClock())  # type: ignore[arg-type]
+    work = Workstation(folder, Hosts([None]), clock=Clock())  # type: ignore[arg-type]
     detach(work, work.config(*overrides))
     programs = folder / "programs"
     if program is not None:

@@ -10,7 +10,7 @@ from launcher.run import post_mortem
 from launcher.run.ledger import Ledger
 from launcher.run.verdict import Kind
 from tests.launcher.test_runs import Workstation, start_and_lose_sight
-from training.machine.clock import SystemClock
+from training.machine.clock import Clock
 
 SECRET = 'a "quoted" s3cret'
 
@@ -22,7 +22,7 @@ def contents(archive: Path) -> bytes:
 
 @pytest.fixture
 def ledger(tmp_path: Path) -> Ledger:
-    return Ledger(tmp_path, SystemClock())
+    return Ledger(tmp_path, Clock())
 
 
 def test_no_form_of_a_secret_is_in_the_archive(ledger: Ledger) -> None:

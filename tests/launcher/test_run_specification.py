@@ -15,7 +15,7 @@ from launcher.run import env_file, specification
 from launcher.run.ledger import Ledger
 from launcher.run.specification import SecretSource, Specification
 from tests.launcher.run_files import SLICE, load_text
-from training.machine.clock import SystemClock
+from training.machine.clock import Clock
 
 FILE = f"""\
 {SLICE}model: {{name: bert-base}}
@@ -93,7 +93,7 @@ def test_a_resumed_run_keeps_the_secrets_that_its_command_line_does_not_repeat(s
 def test_an_event_of_another_version_is_refused_with_its_path(tmp_path: Path, line: dict[str, object]) -> None:
     (tmp_path / "events.jsonl").write_text(json.dumps({"time": "t", **line}) + "\n")
     with pytest.raises(BadInput, match=r"events\.jsonl: an event of another version"):
-        Ledger(tmp_path, SystemClock()).events()
+        Ledger(tmp_path, Clock()).events()
 
 
 @given(st.dictionaries(st.from_regex(r"[A-Z]{1,5}", fullmatch=True), st.text("ab $#='\"\\{}", max_size=8)))

@@ -38,7 +38,7 @@ from launcher.run.session import Context, Outcome, Output
 from launcher.run.start import _may_lack_secrets, require_ready
 from launcher.run.verdict import Kind
 from tests.launcher.run_files import SLICE, load_text
-from training.machine.clock import Clock, SystemClock, format_time
+from training.machine.clock import Clock, format_time
 from training.telemetry.progress_line import ProgressLine
 
 FILE = (
@@ -142,7 +142,7 @@ class FakeProvider:
     def create(self, clock: Clock | None = None) -> None:
         self.hosts.call("create")
         self.hosts.slice_state = "READY"
-        (clock or SystemClock()).sleep(0)
+        (clock or Clock()).sleep(0)
 
     def delete(self) -> None:
         self.hosts.call("delete")
@@ -213,7 +213,7 @@ class FakeProvider:
         return dict(self.hosts.stacks)
 
 
-class FastClock:
+class FastClock(Clock):
     """This machine's clock, which jumps over every wait."""
 
     def __init__(self) -> None:
@@ -392,7 +392,7 @@ def test_run_resumes_an_unfinished_run_with_what_the_command_line_says_now(work:
 def test_a_container_waits_for_secrets_for_a_time_and_writes_no_line_before(
     age: float, lines: int, waits: bool
 ) -> None:
-    clock = SystemClock()
+    clock = Clock()
     session = Mock(**{"machine.clock": clock, "config.run.start_minutes": 20.0, "provider.host_count": 2})
     container = ContainerState("running", started_at=format_time(clock.time() - age))
     answer = Observation(0, container, (LogLine("2026-01-01T00:00:00Z", "a line"),) * lines)

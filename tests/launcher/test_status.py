@@ -12,7 +12,7 @@ from launcher.run import events
 from launcher.run.ledger import Ledger
 from launcher.run.status import HostStatus, Status, recent_history
 from launcher.run.verdict import Cause
-from training.machine.clock import SystemClock
+from training.machine.clock import Clock
 from training.telemetry.progress_line import ProgressLine
 
 WHAT = "the host went away and came back; its container was killed with it"
@@ -31,7 +31,7 @@ EVENTS: tuple[events.RunEvent, ...] = (
 
 
 def test_the_story_of_a_recovery_is_a_few_lines(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path, SystemClock())
+    ledger = Ledger(tmp_path, Clock())
     for event in EVENTS:
         ledger.append(event)
     assert [line.partition(" ")[2] for line in recent_history(ledger)] == [

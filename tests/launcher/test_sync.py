@@ -18,7 +18,7 @@ from launcher.run.verdict import Kind
 from tests.launcher.run_files import SLICE, load_text
 from tests.launcher.test_runs import Hosts, Workstation
 from tests.processes import wait_until
-from training.machine.clock import SystemClock
+from training.machine.clock import Clock
 
 IMAGE = "r/i@sha256:ab"
 
@@ -102,7 +102,7 @@ def test_in_a_users_own_image_the_target_must_be_named(tmp_path: Path, code: Pat
 
 def start_in_background(work: Workstation, config: Config) -> threading.Thread:
     """A `tpu-launch run` in another terminal, whose attempt runs. Both wait for each other, so time is real."""
-    work.clock = SystemClock()  # type: ignore[assignment]
+    work.clock = Clock()  # type: ignore[assignment]
     other = threading.Thread(target=lambda: work.run(config), daemon=True)
     other.start()
     wait_until(lambda: any('"started"' in path.read_text() for path in work.home.glob("runs/*/events.jsonl")))

@@ -21,6 +21,9 @@ from typing import Any
 
 from greenlet import getcurrent, greenlet
 
+from training.machine.clock import Clock
+from training.machine.threads import Threads
+
 Function = Callable[..., Any]
 PREEMPT = 0.1  # probability that another task runs first when a task sets an event, starts a task, and the like
 
@@ -339,7 +342,7 @@ class Deadline:
         return None if self._at is None else max(0.0, self._at - self._scheduler.now)
 
 
-class SimulatedClock:
+class SimulatedClock(Clock):
     """The clock of a host: virtual time from an origin of its own, and a wall clock that may be wrong."""
 
     def __init__(self, scheduler: Scheduler, *, started: float = 0.0, wall: float = 1_800_000_000.0) -> None:
@@ -516,7 +519,7 @@ class Future:
         return self._result
 
 
-class SimulatedThreads:
+class SimulatedThreads(Threads):
     """The threads of simulated programs: a task belongs to the process of the task that starts it."""
 
     def __init__(self, scheduler: Scheduler) -> None:

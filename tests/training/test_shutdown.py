@@ -13,7 +13,7 @@ import pytest
 from tests.training.manual_clock import ManualClock
 from training.distributed.shutdown import ShutdownRequest
 from training.machine import Machine
-from training.machine.threads import SystemThreads
+from training.machine.threads import Threads
 
 PROGRAM = """
 import os, sys, time
@@ -82,7 +82,7 @@ def leave(code: int) -> NoReturn:
     raise Left(code)
 
 
-class NoThreads(SystemThreads):
+class NoThreads(Threads):
     def start(self, function: Callable[..., None], *arguments: Any, name: str | None = None) -> None:
         """Starts nothing: the test's clock decides."""
 

@@ -13,17 +13,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from training.machine.clock import Clock, SystemClock
+from training.machine.clock import Clock
 from training.machine.network import Network, SystemNetwork
-from training.machine.threads import SystemThreads, Threads
+from training.machine.threads import Threads
 
 
 @dataclass(frozen=True)
 class Machine:
     """The machine that a process runs on; the real one by default."""
 
-    clock: Clock = field(default_factory=SystemClock)
-    threads: Threads = field(default_factory=SystemThreads)
+    clock: Clock = field(default_factory=Clock)
+    threads: Threads = field(default_factory=Threads)
     network: Network = field(default_factory=SystemNetwork)
     random: random.Random = field(default_factory=random.SystemRandom)
     exit: Callable[[int], NoReturn] = os._exit  # ends the process at once, with this exit code

@@ -6,32 +6,21 @@ State machines take a `Clock` as an argument, so that tests and simulations deci
 import functools
 import time
 from datetime import UTC, datetime, timedelta
-from typing import Protocol
 
 
-class Clock(Protocol):
-    """Tells the time, and waits."""
+class Clock:
+    """Tells the operating system's time, and waits. Others are derived from it."""
 
     def monotonic(self) -> float:
         """Returns seconds since an arbitrary moment; never goes backwards."""
-
-    def time(self) -> float:
-        """Returns Unix seconds, as far as this host knows."""
-
-    def sleep(self, seconds: float) -> None:
-        """Returns after `seconds`."""
-
-
-class SystemClock:
-    """The clock of the operating system."""
-
-    def monotonic(self) -> float:
         return time.monotonic()
 
     def time(self) -> float:
+        """Returns Unix seconds, as far as this host knows."""
         return time.time()
 
     def sleep(self, seconds: float) -> None:
+        """Returns after `seconds`."""
         time.sleep(seconds)
 
 

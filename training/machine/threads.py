@@ -1,4 +1,4 @@
-"""Threads and what they share, as Protocols with the methods of `threading` and `concurrent.futures`.
+"""Threads, and what they share as Protocols with the methods of `threading` and `concurrent.futures`.
 
 Code that runs things at once takes `Threads` as an argument and uses neither `threading` nor `queue` itself, so that a
 simulation decides which thread runs when.
@@ -74,40 +74,15 @@ class Future(Protocol[R_co]):
         """Waits for the call to end. Returns what it returned, or raises what it raised."""
 
 
-class Threads(Protocol):
+class Threads:
     """Makes threads and what they share. A thread that still runs does not keep the process from ending."""
 
     def lock(self) -> AbstractContextManager[Any]:
         """Returns a lock for one thread at a time, not reentrant."""
-
-    def semaphore(self, count: int) -> AbstractContextManager[Any]:
-        """Returns a lock for `count` threads at a time."""
-
-    def condition(self) -> Condition: ...
-
-    def event(self) -> Event: ...
-
-    def queue(self, size: int) -> Queue[Any]:
-        """Returns a queue of at most `size` items."""
-
-    def start(self, function: Callable[..., None], *args: Any, name: str | None = None) -> Thread:
-        """Starts a thread that calls a function."""
-
-    def submit(self, function: Callable[..., R], *args: Any) -> Future[R]:
-        """Calls a function in a thread of its own, and returns its future outcome."""
-
-    def map(self, function: Callable[[T], R], items: Iterable[T], at_once: int) -> list[R]:
-        """Returns the results for all items, in their order; `at_once` threads call the function. When all calls have
-        ended, raises what the first failed item raised."""
-
-
-class SystemThreads:
-    """Daemon threads of this process."""
-
-    def lock(self) -> AbstractContextManager[Any]:
         return threading.Lock()
 
     def semaphore(self, count: int) -> AbstractContextManager[Any]:
+        """Returns a lock for `count` threads at a time."""
         return threading.BoundedSemaphore(count)
 
     def condition(self) -> Condition:
@@ -117,15 +92,17 @@ class SystemThreads:
         return threading.Event()
 
     def queue(self, size: int) -> Queue[Any]:
+        """Returns a queue of at most `size` items."""
         return _ThreadQueue(size)
 
     def start(self, function: Callable[..., None], *args: Any, name: str | None = None) -> Thread:
+        """Starts a thread that calls a function."""
         thread = threading.Thread(target=function, args=args, name=name, daemon=True)
         thread.start()
         return thread
 
     def submit(self, function: Callable[..., R], *args: Any) -> Future[R]:
-        """Calls a function in a new thread; returns the future with its result or exception."""
+        """Calls a function in a thread of its own, and returns its future outcome."""
         future = concurrent.futures.Future[R]()
 
         def run() -> None:
@@ -138,7 +115,8 @@ class SystemThreads:
         return future
 
     def map(self, function: Callable[[T], R], items: Iterable[T], at_once: int) -> list[R]:
-        """Returns the items' results in order, or raises the first failed item's error when all calls have ended."""
+        """Returns the results for all items, in their order; `at_once` threads call the function. When all calls have
+        ended, raises what the first failed item raised."""
         waiting = list(items)
         results: list[Any] = [None] * len(waiting)
         failures: dict[int, BaseException] = {}

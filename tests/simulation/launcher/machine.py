@@ -15,13 +15,14 @@ from tests.simulation.launcher.gcloud import Gcloud
 from tests.simulation.launcher.hosts import EPOCH, Execution, Host
 from tests.simulation.launcher.world import BROKEN_SECONDS, Actor, Laptop, World
 from tests.simulation.scheduler import Process, Scheduler, SimulatedThreads
+from training.machine.clock import Clock
 
 _CONNECT_SECONDS = 5.0  # as the launcher's transport has it
 _UPTIME = 777_000.0  # seconds of a laptop when a simulated run begins
 _LONGEST_COMMAND = 3700.0  # seconds: a creation's, of slice.create_minutes
 
 
-class LaptopClock:
+class LaptopClock(Clock):
     """The clock of a laptop: it stands still while the laptop sleeps, and its date then jumps."""
 
     def __init__(self, scheduler: Scheduler, laptop: Laptop) -> None:
