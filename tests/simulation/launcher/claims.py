@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 _RECENT_SECONDS = 45.0  # within which hosts are asked for lines, which a sleeping supervisor has not fetched
 _STATUS_SECONDS = 12.0  # from a host's answer to `status`, and its newest line then, to those at the end
 _CALM = ("preempt", "maintenance", "reboot", "die", "stockout", "clock", "connection")  # faults that delay no command
+_LOGS_SECONDS = 590.0  # for which `logs` waits for hosts that do not answer, at least
 _STOP_SECONDS = 240.0  # from a stop until the command that supervises has ended
 _PATIENCE = 60.0  # seconds that `down` waits for a supervising process, at least
 _PROGRESS_SECONDS = 12.0  # from a step until it is kept
@@ -191,6 +192,13 @@ def lines_are_shown_once(simulation: SimulatedRun, command: Command) -> None:
 def _lines_in(path: Path) -> Counter[tuple[int, str, str]]:
     lines, worker = path.read_text(errors="surrogateescape").split("\n")[:-1], int(path.stem.partition("-")[2])
     return Counter((worker, *line.split(" ", 1)) for line in lines)
+
+
+def silence_of_logs_lasts(simulation: SimulatedRun, command: Command) -> None:
+    """`logs` gives hosts up that do not answer only after minutes."""
+    silent = any("no host that may go on writing has answered for" in text for text in command.said)
+    if silent and command.ended - command.began < _LOGS_SECONDS:
+        simulation.break_promise("silence of logs lasts", f"{command.ended - command.began:.0f} s")
 
 
 def waits_are_told(simulation: SimulatedRun, command: Command) -> None:

@@ -21,6 +21,9 @@ from launcher.run.events import (
     VANISHED,
     AttemptBegan,
     Ended,
+    HostBack,
+    HostEnded,
+    HostOutOfReach,
     Orphaned,
     Recovering,
     RunEvent,
@@ -425,6 +428,18 @@ def ledgers_are_in_order(simulation: SimulatedRun) -> None:
         for event, following in pairwise(order):
             if isinstance(event, AttemptBegan) and isinstance(following, AttemptBegan):
                 simulation.break_promise("a ledger is in order", f"{ledger.run_id}: attempt {event.attempt} has no end")
+        away, over, attempt = set[int](), set[int](), -1
+        for event in ledger.events():
+            if isinstance(event, AttemptBegan):
+                away, over, attempt = set(), set(), event.attempt
+            elif isinstance(event, HostOutOfReach | HostBack | HostEnded) and (
+                event.attempt != attempt
+                or (isinstance(event, HostBack) and event.host not in away)
+                or (isinstance(event, HostEnded) and event.exit_code is not None and event.host in over)
+            ):
+                simulation.break_promise("a ledger is in order", f"{ledger.run_id}: {event} in attempt {attempt}")
+            away |= {event.host} if isinstance(event, HostOutOfReach) else set()
+            over |= {event.host} if isinstance(event, HostEnded) else set()
 
 
 def one_supervisor_decides(simulation: SimulatedRun) -> None:

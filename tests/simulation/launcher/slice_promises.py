@@ -6,12 +6,14 @@ import re
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from launcher.config import Candidate
 from launcher.costs import duration, per_hour
 from launcher.errors import Exit
 from launcher.owner import hash_account
 from launcher.run.events import (
     NOT_STARTED,
     VANISHED,
+    AttemptBegan,
     Ended,
     Recovering,
     RecoveryGivenUp,
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 _TAKERS = ("preempt", "maintenance", *MEDDLING)  # faults
 _BUDGET_SECONDS = 60.0  # for which a run may go on when its budget is spent; and what is kept back for its end
 _LONGEST_PAUSE = 450.0
+_BETTER_SECONDS = 120.0  # for which a granted slice waits for candidates before it
 _QUEUE_SECONDS = 7200.0  # slice.queued.valid_until_hours of all files
 
 
@@ -146,6 +149,24 @@ def what_was_asked_for_is_used_or_withdrawn(simulation: SimulatedRun, command: C
             simulation.break_promise("what was asked for is used or withdrawn", f"{command.name}: {request}")
 
 
+def better_candidates_are_waited_for(simulation: SimulatedRun, command: Command) -> None:
+    """A granted slice is taken two minutes after the first one was READY, or as soon as no request for a candidate
+    before it in the file is left."""
+    names, left = [str(each) for each in simulation.config.candidates], dict[str, str]()
+    for at, text in command.told if command.name in ("up", *SUPERVISORS) else ():
+        match = re.match(r"request (\d+): (.*)|withdrawing (.*)", text)
+        request, what, withdrawn = match.groups(default="") if match else ("", "", "")
+        if what in names:
+            left[request] = what
+        elif what.startswith("granted, "):
+            better = names[: names.index(what.removeprefix("granted, "))]
+            ready = [node.ready_at for node in simulation.world.record.billed if node.ready_at <= at]
+            if set(better) & {*left.values()} and at - min(ready, default=0.0) < _BETTER_SECONDS:
+                simulation.break_promise("a better candidate is waited for", f"{text}, after {ready}, beside {left}")
+        else:
+            left = {key: name for key, name in left.items() if key != request and name not in withdrawn.split(", ")}
+
+
 def places_are_tried_in_their_order(simulation: SimulatedRun, command: Command) -> None:
     """`up` tries zones in the file's order, each after the one before had no capacity; with a slice, its zone first."""
     zones = simulation.scenario.setting.zones
@@ -187,6 +208,21 @@ def slices_are_replaced_for_their_own_hosts(simulation: SimulatedRun) -> None:
                 if event.host >= 0 and ends[-wanted:] != [event.host] * wanted:
                     simulation.break_promise("a slice is replaced for its own hosts", f"{event}: {ends}")
                 ends.clear()
+
+
+def attempts_tell_their_slice(simulation: SimulatedRun) -> None:
+    """The record of an attempt has the slice on which its containers were, and that slice's list price."""
+    nodes = {host: item.node for item in simulation.world.record.billed for host in item.hosts}
+    for ledger in simulation.ledgers():
+        for event in ledger.events():
+            job = simulation.world.record.jobs.get((ledger.run_id, getattr(event, "attempt", -1)))
+            there = [nodes[item.host] for item in job.containers.values() if item.host in nodes] if job else []
+            for node in there if isinstance(event, AttemptBegan) else ():
+                kind = "spot" if node.resource.get("schedulingConfig", {}).get("spot") else "on-demand"
+                wanted = Candidate(node.resource["acceleratorType"], node.zone, kind)
+                price = per_hour(wanted.accelerator_type, wanted.zone, kind)
+                if (event.slice, event.dollars_an_hour) != (str(wanted), price):
+                    simulation.break_promise("an attempt tells its slice", f"{event}, not {wanted} for {price}")
 
 
 def budget_is_spent_on_slices(simulation: SimulatedRun) -> None:
