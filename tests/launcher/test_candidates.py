@@ -385,7 +385,10 @@ def test_a_grant_of_another_machine_is_copied_when_the_bucket_answers_again(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(requests.storage, "read", Mock(side_effect=requests.storage.StorageError("no answer")))
         laptop.grant(asked, 3.0)
-    assert laptop.read()[0].granted is None
+        assert laptop.read()[0].granted is None
+        elsewhere.end([asked], requests.DELETED, 4.0)
+        laptop.end([asked], requests.WITHDRAWN, 5.0)
+    assert not laptop.open()  # or it would be made again
     laptop.pull()
     assert laptop.read()[0].granted == 2.0
 
