@@ -9,9 +9,11 @@ import pytest
 
 from launcher.emulator.api import nodes as tpu_api
 from launcher.emulator.api import queued_resources
+from launcher.emulator.api.catalogue import ApiError
 from launcher.emulator.state import EmulatorState, Node, Operation
 from tests.bucket_server import BucketServer
 
+Json = dict[str, Any]
 ZONE = "us-central2-b"
 PARENT = ("projects", "p", "locations", ZONE)
 EXTERNAL_IPS = {"networkConfig": {"enableExternalIps": True}}
@@ -27,16 +29,14 @@ class Api:
         )
         self.now = 1_700_000_000.0
 
-    def call(
-        self, method: str, *path: str, verb: str = "", body: dict[str, Any] | None = None, **query: str
-    ) -> dict[str, Any]:
+    def call(self, method: str, *path: str, verb: str = "", body: Json | None = None, **query: str) -> Json:
         """Makes a call below ZONE, or below the query's `zone`."""
         parent = ("projects", "p", "locations", query.pop("zone", ZONE))
         self.now += 0.001
         answer = queued_resources.answer if path[0] == "queuedResources" else tpu_api.answer
         return answer(self.state, tpu_api.Call(method, parent + path, verb, query, body or {}), self.now)
 
-    def create(self, name: str = "pod", zone: str = ZONE, **changes: Any) -> dict[str, Any]:
+    def create(self, name: str = "pod", zone: str = ZONE, **changes: Any) -> Json:
         body = {key: value for key, value in {**BODY, **changes}.items() if value is not None}
         return self.call("POST", "nodes", body=body, nodeId=name, zone=zone)
 
@@ -45,8 +45,15 @@ class Api:
         tpu_api.finish_operation(self.state, self.operation(self.create(name, **changes)), self.now)
         return self.state.nodes[f"projects/p/locations/{ZONE}/nodes/{name}"]
 
-    def operation(self, value: dict[str, Any]) -> Operation:
+    def operation(self, value: Json) -> Operation:
         return self.state.operations[value["name"]]
+
+
+def refusal(function: Any, *arguments: Any, **named: Any) -> tuple[int, str]:
+    """(HTTP status, message) of the error that a call ends with."""
+    with pytest.raises(ApiError) as caught:
+        function(*arguments, **named)
+    return caught.value.as_json()["error"]["code"], caught.value.message
 
 
 @pytest.fixture

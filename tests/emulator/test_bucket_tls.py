@@ -1,5 +1,4 @@
-"""Claims about Cloud Storage under Google's own names: believed with the emulator's CA alone, and the paths that
-TensorFlow asks."""
+"""Cloud Storage under Google's own names: believed with the emulator's CA alone, and the paths that TensorFlow asks."""
 
 import http.client
 import json

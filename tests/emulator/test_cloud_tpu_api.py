@@ -6,15 +6,10 @@ from typing import Any
 import pytest
 
 from launcher.emulator.api import catalogue
-from launcher.emulator.api.catalogue import ApiError
+from tests.emulator.conftest import refusal
 from training.accelerators import ACCELERATORS
 
-
-def refusal(function: Any, *arguments: Any, **named: Any) -> tuple[int, str]:
-    """(HTTP status, message) of the error that a call ends with."""
-    with pytest.raises(ApiError) as caught:
-        function(*arguments, **named)
-    return caught.value.as_json()["error"]["code"], caught.value.message
+BY_TOPOLOGY = {"acceleratorType": None, "acceleratorConfig": {"type": "V4", "topology": "2x2x2"}}
 
 
 @pytest.mark.parametrize("name", sorted(ACCELERATORS))
@@ -35,11 +30,7 @@ def test_every_accelerator_of_the_table_can_be_created_in_its_zones_and_nowhere_
     [
         ({"acceleratorType": "v3-16", "zone": "europe-west4-a"}, 400, 'invalid AcceleratorType, "v3-16"'),
         ({"acceleratorType": "h100"}, 400, 'invalid AcceleratorType, "h100"'),
-        (
-            {"acceleratorType": None, "acceleratorConfig": {"type": "V4", "topology": "2x2x2"}},
-            400,
-            "acceleratorConfig (gcloud's --type and --topology) is not emulated",
-        ),
+        (BY_TOPOLOGY, 400, "acceleratorConfig (gcloud's --type and --topology) is not emulated"),
         ({"zone": "us-nowhere1-a"}, 403, "Permission denied on 'locations/us-nowhere1-a' (or it may not exist)."),
         ({"runtimeVersion": "tpu-ubuntu1804"}, 400, 'the runtime version "tpu-ubuntu1804" was not found'),
         ({"runtimeVersion": "v2-alpha-tpuv6e"}, 400, "is not supported for accelerator type"),
@@ -94,10 +85,7 @@ def test_guest_attributes_have_one_entry_a_worker_in_the_shape_that_gcloud_reads
     # gcloud sends [""] for all workers.
     ask = partial(api.call, "POST", "nodes", "pod", verb="getGuestAttributes")
     every = [entry["queryValue"]["items"] for entry in ask(body={"workerIds": [""]})["guestAttributes"]]
-    assert [[item["value"] for item in items if item["key"] == "ssh-ed25519"] for items in every] == [
-        ["key0"],
-        ["key1"],
-    ]
+    assert [[row["value"] for row in rows if row["key"] == "ssh-ed25519"] for rows in every] == [["key0"], ["key1"]]
     (one,) = ask(body={"workerIds": ["1"], "queryPath": "hostkeys/"})["guestAttributes"]
     assert one["queryValue"]["items"] == [{"namespace": "hostkeys", "key": "ssh-ed25519", "value": "key1"}]
     assert refusal(ask, body={"workerIds": ["2"]})[0] == 400

@@ -1,5 +1,4 @@
-"""Starting, stopping and asking an emulator when things are not as they should be. No engine is needed; none answers
-here."""
+"""Starting, stopping and asking an emulator when things are not as they should be. No engine answers here."""
 
 import os
 import socket
@@ -8,6 +7,8 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from google.api_core.exceptions import Forbidden
+from google.cloud.storage import Client
 
 from launcher import home as launcher_home
 from launcher.cli import emulator as commands
@@ -40,9 +41,7 @@ def test_an_engine_on_another_machine_is_refused(home: Path, monkeypatch: pytest
         control.start(home)
 
 
-def test_an_emulators_view_is_not_taken_for_the_workstations_engine(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_emulators_view_is_not_taken_for_a_workstations_engine(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", "unix:///somewhere/engine.sock")
     assert control._engine_path(None) == "/var/run/docker.sock"
 
@@ -72,9 +71,6 @@ def test_a_broken_state_file_is_named_and_stop_removes_it(home: Path) -> None:
 
 
 def test_api_and_buckets_answer_only_tools_of_this_user(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from google.api_core.exceptions import Forbidden
-    from google.cloud.storage import Client
-
     home.mkdir(parents=True)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]

@@ -1,5 +1,4 @@
-"""What a host sees of the engine, as pure rewriting: its own containers under their own names, its own network, honest
-refusals."""
+"""What a host sees of the engine, as pure rewriting: its own containers by their own names, its network, refusals."""
 
 import json
 from typing import Any
@@ -79,9 +78,7 @@ def test_privileged_becomes_capabilities_and_inspect_still_says_privileged() -> 
     ],
     ids=["died with the host", "ended before", "ended since", "never rebooted"],
 )
-def test_a_container_that_died_with_its_host_has_the_exit_code_of_an_unseen_end(
-    ended: str, died: str, booted: str, code: int
-) -> None:
+def test_a_container_that_died_with_its_host_has_an_unseen_end(ended: str, died: str, booted: str, code: int) -> None:
     config, state = {"Image": "i", "Labels": {}}, {"Status": "exited", "ExitCode": 137, "FinishedAt": ended}
     answer = {"Name": f"/{VIEW.prefix}c", "Config": config, "HostConfig": {}, "State": state}
     state = engine.present_container(answer, VIEW, {"FinishedAt": died, "StartedAt": booted})["State"]

@@ -64,15 +64,12 @@ def test_a_paused_listener_answers_what_waited_when_it_is_back() -> None:
 
 @pytest.mark.parametrize("newline", [b"\n", b"\r\n"])
 @pytest.mark.parametrize("data", [b"", b"plain", b"\r\n--almost\r\n\n", b"x" * 3_000_000])
-def test_multipart_uploads_arrive_with_either_line_ending(
-    storage: Any, bucket: Any, newline: bytes, data: bytes
-) -> None:
+def test_multipart_uploads_arrive_with_either_line_end(storage: Any, bucket: Any, newline: bytes, data: bytes) -> None:
     """gcloud ends lines with a bare newline, the client libraries with CRLF."""
     resource = [b"--===b==", b"content-type: application/json", b"", b'{"name": "a/b"}']
     body = newline.join([*resource, b"--===b==", b"Content-Type: text/x", b"", data, b"--===b==--"])
     url = f"{storage.url}/upload/storage/v1/b/{bucket.name}/o?uploadType=multipart"
-    related = {"Content-Type": "multipart/related; boundary='===b=='"}
-    answer = requests.post(url, body, headers=related, timeout=10)
+    answer = requests.post(url, body, headers={"Content-Type": "multipart/related; boundary='===b=='"}, timeout=10)
     assert answer.status_code == 200, answer.text
     assert answer.json()["contentType"] == "text/x"
     assert bucket.blob("a/b").download_as_bytes() == data

@@ -1,5 +1,4 @@
-"""What a host reads at metadata.google.internal, in the shapes that torch_xla, TensorFlow, JAX and Google's guest agent
-expect."""
+"""What a host reads at metadata.google.internal, as torch_xla, TensorFlow, JAX and Google's guest agent expect it."""
 
 import json
 import threading
@@ -68,8 +67,7 @@ def test_folders_are_listed_and_read_whole(host: Host) -> None:
     assert host.ask("instance").status == 301
     assert "attributes/\n" in host.text("instance/")
     assert "greeting\n" in host.text("instance/attributes/")
-    whole = json.loads(host.text("", recursive="true"))
-    assert whole["instance"]["attributes"]["greeting"] == "hello"
+    assert json.loads(host.text("", recursive="true"))["instance"]["attributes"]["greeting"] == "hello"
     assert host.ask("instance/nothing").status == 404
 
 

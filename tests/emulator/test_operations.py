@@ -1,5 +1,4 @@
-"""Long-running operations against containers that boot when the test says so: every path from CREATING, and going on
-after a crash."""
+"""Long-running operations against containers that boot when the test says so: each path from CREATING, and a crash."""
 
 import threading
 import time

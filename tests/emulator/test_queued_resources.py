@@ -1,5 +1,4 @@
-"""Claims about queued resources: every state, and what may be done in it. Pure: a state in memory, a clock that the
-test sets."""
+"""Queued resources: every state, and what may be done in it. Pure: a state in memory, a clock that the test sets."""
 
 from typing import Any
 
@@ -8,7 +7,7 @@ import pytest
 from launcher.emulator.api import queued_resources
 from launcher.emulator.api.catalogue import ApiError
 from launcher.emulator.state import Fault
-from tests.emulator.conftest import BODY, ZONE
+from tests.emulator.conftest import BODY, ZONE, refusal
 
 PARENT = f"projects/p/locations/{ZONE}"
 
@@ -55,12 +54,6 @@ def queue(api: Any) -> Queue:
     return Queue(api)
 
 
-def refusal(queue: Queue, *arguments: Any, **more: Any) -> tuple[int, str]:
-    with pytest.raises(ApiError) as refused:
-        queue.call(*arguments, **more)
-    return refused.value.as_json()["error"]["code"], refused.value.message
-
-
 def test_a_request_is_accepted_provisioned_and_active_and_its_node_names_it(queue: Queue) -> None:
     operation = queue.create(spot={})
     assert operation["done"]
@@ -101,16 +94,16 @@ def test_a_lost_node_suspends_it_and_says_who_did_it(queue: Queue, before: str, 
 
 def test_deleting_one_that_has_a_node_needs_force_and_takes_the_node_along(queue: Queue) -> None:
     queue.activate()
-    assert refusal(queue, "DELETE", "q")[0] == 400
+    assert refusal(queue.call, "DELETE", "q")[0] == 400
     operation = queue.call("DELETE", "q", force="true")
     assert not operation["done"]
-    assert refusal(queue, "DELETE", "q", force="true")[0] == 409
+    assert refusal(queue.call, "DELETE", "q", force="true")[0] == 409
     assert queue.advance() == "DELETING"
     assert queue.state.nodes[f"{PARENT}/nodes/n"].state == "DELETING"
     queue.finish_node(None)
     assert queue.advance() == "gone"
     assert queue.state.operations[operation["name"]].done
-    assert refusal(queue, "GET", "q")[0] == 404
+    assert refusal(queue.call, "GET", "q")[0] == 404
 
 
 def test_a_waiting_one_may_be_deleted_without_force(queue: Queue) -> None:

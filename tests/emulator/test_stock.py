@@ -1,5 +1,4 @@
-"""Claims about the emulated stock: creations and queued resources find what the file says, and spot slices are taken
-when it falls."""
+"""The emulated stock: creations and queued resources find what the file says; spot slices are taken when it falls."""
 
 import json
 from pathlib import Path
