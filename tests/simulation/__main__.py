@@ -38,8 +38,7 @@ def sides() -> list[str]:
 
 
 def load(side: str) -> Any:
-    """Imports a simulator. Its `simulate(seed, trace=, without=)` returns an object with `broken` (pairs of a promise
-    and what was seen) and `trace` (lines)."""
+    """Imports a simulator: `simulate(seed, trace=, without=)` returns `broken` (promises, observations) and `trace`."""
     return importlib.import_module(f"tests.simulation.{side}.simulated_run")
 
 

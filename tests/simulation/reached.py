@@ -19,8 +19,7 @@ _MARK = "_reached"
 
 
 def mark(source: str, function: str) -> str:
-    """Returns the source with a call before the first statement of a function, such as "Class.method". Raises
-    KeyError."""
+    """Returns the source with a call before the first statement of a function ("Class.method"). Raises KeyError."""
     scope: ast.AST = ast.parse(source)
     for name in function.split("."):
         named = {each.name: each for each in ast.walk(scope) if isinstance(each, ast.FunctionDef | ast.ClassDef)}
@@ -35,8 +34,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.machinery.SourceFileLoader
     """Imports one module from a source that is given instead of its file's."""
 
     def __init__(self, path: Path, source: str) -> None:
-        name = ".".join(path.with_suffix("").parts)
-        super().__init__(name, str(path.resolve()))
+        super().__init__(".".join(path.with_suffix("").parts), str(path.resolve()))
         self._source = source
 
     def find_spec(
@@ -51,8 +49,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.machinery.SourceFileLoader
 
 
 def import_instead(path: Path, source: str) -> None:
-    """Makes later imports of a module, given as its file's path from the root, execute `source`. Raises ValueError when
-    the module has been imported already."""
+    """Makes later imports of a module (its file's path from the root) execute `source`. Raises ValueError after one."""
     finder = _Finder(path, source)
     if finder.name in sys.modules:
         raise ValueError(f"{path} has been imported already")

@@ -95,12 +95,7 @@ class Task:
 
 class Scheduler:
     def __init__(self, randomness: random.Random, now: float = 0.0, preempt: float = PREEMPT) -> None:
-        """
-        Args:
-            randomness: Decides which task runs next.
-            now: The seconds at the beginning.
-            preempt: The probability that another task runs at a point where the current one need not wait.
-        """
+        """`randomness` decides which task runs next, and, as often as `preempt` says, when none need wait."""
         self.random, self.now, self.preempt = randomness, now, preempt
         self.hub = getcurrent()
         self.world = Process("world")
@@ -252,8 +247,7 @@ class Scheduler:
     def wake(self, waiters: dict[Task, None], count: int = 1) -> None:
         """Wakes the `count` tasks that have waited longest."""
         while waiters and count:
-            task = next(iter(waiters))
-            self._wake(task, True)
+            self._wake(next(iter(waiters)), True)
             count -= 1
 
     def wake_all(self, waiters: dict[Task, None]) -> None:
@@ -346,11 +340,7 @@ class SimulatedClock(Clock):
     """The clock of a host: virtual time from an origin of its own, and a wall clock that may be wrong."""
 
     def __init__(self, scheduler: Scheduler, *, started: float = 0.0, wall: float = 1_800_000_000.0) -> None:
-        """
-        Args:
-            started: The virtual time at which `monotonic` was 0.
-            wall: The host's Unix time at virtual time 0; change it to make the clock jump.
-        """
+        """`started`: virtual time at which `monotonic` was 0; `wall`: Unix time at virtual time 0, to be changed."""
         self._scheduler, self.started, self.wall = scheduler, started, wall
 
     def monotonic(self) -> float:

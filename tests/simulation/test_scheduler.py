@@ -32,9 +32,8 @@ def run_tasks(seed: int) -> list[str]:
 def test_a_run_is_a_function_of_its_seed():
     assert run_tasks(1) == run_tasks(1)
     assert run_tasks(1) != run_tasks(2)
-    assert sorted(line.split()[-1] for line in run_tasks(3)) == sorted(
-        [f"{name}{number}" for name in "abc" for number in range(5)] + ["empty"]
-    )
+    expected = [*(f"{name}{number}" for name in "abc" for number in range(5)), "empty"]
+    assert sorted(line.split()[-1] for line in run_tasks(3)) == expected
 
 
 def test_a_killed_process_does_nothing_more_even_while_it_unwinds():

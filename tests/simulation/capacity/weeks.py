@@ -84,15 +84,10 @@ def make_config(follows: bool, name: str = "bert") -> Config:
 def draw_stock(seed: int) -> dict[str, object]:
     """Draws how many slices of each candidate there are: none or one, for hours at a time."""
     rng = random.Random(f"stock {seed}")
-    entries = [
-        {
-            "zone": candidate.zone,
-            "accelerator_type": candidate.accelerator_type,
-            "capacity": "spot",
-            "random": {"every": rng.uniform(1.0, 10.0) * HOUR, "most": 1},
-        }
-        for candidate in make_config(True).candidates
-    ]
+    entries = []
+    for candidate in make_config(True).candidates:
+        place = {"zone": candidate.zone, "accelerator_type": candidate.accelerator_type, "capacity": "spot"}
+        entries.append({**place, "random": {"every": rng.uniform(1.0, 10.0) * HOUR, "most": 1}})
     return {"seed": seed, "speed": 1.0, "stock": entries}
 
 

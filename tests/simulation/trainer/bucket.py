@@ -18,6 +18,7 @@ from tests.simulation.scheduler import Killed, Scheduler
 from training.storage import AlreadyExists, Changed, NotFound, Stat, StorageError, name_of
 
 READ, WRITE, DELETE, LIST = "read", "write", "delete", "list"
+Effect = Callable[[], Any]  # what an operation does to the bucket, and returns
 
 
 @dataclass
@@ -137,14 +138,11 @@ class HostStorage:
         stored = self._bucket.objects.get(url)
         return None if stored is None else Stat(url, len(stored.data), stored.generation, stored.crc32c)
 
-    def _call(
-        self, kind: str, url: str, effect: Callable[[], Any], size: int = 0, flip: Callable[[], None] | None = None
-    ) -> Any:
+    def _call(self, kind: str, url: str, effect: Effect, size: int = 0, flip: Effect | None = None) -> Any:
         """Carries out an operation with the delays and failures that the world decides."""
         scheduler = self._bucket.scheduler
         scheduler.check_alive()
-        request = Request(self._host, kind, url, name_of(url), size)
-        treatment = self._bucket.treat(request)
+        treatment = self._bucket.treat(Request(self._host, kind, url, name_of(url), size))
         if treatment.flips and flip:
             flip()
         if treatment.fails == "before":
@@ -172,6 +170,6 @@ class HostStorage:
         return result[0]
 
 
-def _ignore_errors(effect: Callable[[], Any]) -> None:
+def _ignore_errors(effect: Effect) -> None:
     with contextlib.suppress(StorageError):
         effect()

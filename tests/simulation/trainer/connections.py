@@ -276,8 +276,7 @@ class Wire:
     def _watch_silence(self, address: str) -> None:
         for end in self.link(address).ends:
             for side in filter(None, (end, end.peer)):
-                when = self.scheduler.now + side.lost_seconds
-                self.scheduler.call_at(when, lambda side=side: self._give_up(side))
+                self.scheduler.call_at(self.scheduler.now + side.lost_seconds, lambda side=side: self._give_up(side))
 
     def restore(self, *addresses: str) -> None:
         """Ends the cut of a host, or of two from each other."""

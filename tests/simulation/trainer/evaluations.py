@@ -27,8 +27,7 @@ class EvaluationPromises:
             backend.evaluated.add(step)
 
     def none_is_left_out(self, host: Host, step: int) -> None:
-        """Before a host trains on, it has evaluated where evaluation.every says so: all batches, in this attempt or in
-        one before."""
+        """Before a host trains on, it has evaluated all batches where evaluation.every says so, in some attempt."""
         if self._is_due(step) and step not in host.backend.evaluated:
             self._broken("evaluations are complete", f"{host.name} begins step {step} without an evaluation before it")
 
@@ -39,8 +38,7 @@ class EvaluationPromises:
                 self._broken("evaluations are complete", f"{host.name} prints loss {loss} after step {step}")
 
     def a_checkpoint_knows_the_best(self, step: int, state: Mapping[str, Any], by: str) -> None:
-        """A checkpoint names the best step of all evaluations until then, which is committed, and has its own figures,
-        if it was evaluated."""
+        """A checkpoint names the best step of all evaluations until then, which is committed, and its own figures."""
         figures, group = self._world.curriculum.figures, self._world.group(by.partition(".")[0])
         evaluated = state["evaluated"] == step
         self._evaluated |= {step} if evaluated else set()
@@ -65,9 +63,7 @@ class EvaluationPromises:
         if promises.overtaken:
             return  # retention may have counted these, which have no parts
         if step in kept or (plan.keep_every and step % plan.keep_every == 0):
-            self._broken(
-                "what is kept is not deleted", f"{by} deleted step {step} of {sorted(whole)}; the best is {best}"
-            )
+            self._broken("what is kept is not deleted", f"{by} deleted step {step} of {sorted(whole)}; best: {best}")
 
     def the_summary_has_the_last_and_the_best(self, summary: Mapping[str, Any], by: str) -> None:
         steps = self._plan.steps

@@ -1,8 +1,7 @@
 """Fault scenarios: several starts of one run meet at the worst moment, or a host freezes there.
 
 Random faults alone would need very many simulated runs to hit such a moment. So a share of the runs is a scenario, most
-of them without other faults. A scenario also sets what it needs of the plan: several hosts, short steps, frequent
-saves.
+of them without other faults. A scenario also sets what it needs of the plan: hosts, short steps, frequent saves.
 """
 
 import random
@@ -18,13 +17,9 @@ Request = tuple[str, str]
 MANIFEST: Request = ("write", "manifest.json")
 CLAIM: Request = ("write", "attempt-")
 _HANGS: tuple[Request, ...] = (
-    ("read", "attempt-"),
-    ("list", "checkpoints"),
-    ("read", "manifest.json"),
-    ("read", "part-"),
-    ("write", "part-"),
+    ("read", "attempt-"), ("list", "checkpoints"), ("read", "manifest.json"), ("read", "part-"), ("write", "part-"),
     MANIFEST,
-)
+)  # fmt: skip
 
 
 def add_scenario(plan: Plan) -> Plan:
@@ -54,8 +49,7 @@ def _fault(kind: str, request: Request, number: int, moment: str = "before", sec
 
 
 def _late_commit(rng: random.Random, plan: Plan) -> Plan:
-    """After host 0 has checked the fence, its write takes effect late, or the host freezes. Meanwhile the run is
-    started again."""
+    """After the fence's check host 0's write takes effect late, or it freezes; meanwhile the run starts again."""
     number = rng.randint(1, 3)
     kind = rng.choice(("late", "late", "late", "freeze", "hang"))
     return _with(
@@ -143,16 +137,6 @@ def _late_record(rng: random.Random, plan: Plan) -> Plan:
 
 
 _SCENARIOS: tuple[Callable[[random.Random, Plan], Plan], ...] = (
-    _late_commit,
-    _late_commit,
-    _several_starts,
-    _several_starts,
-    _late_listing,
-    _late_commit_of_a_passed_step,
-    _hang,
-    _rot,
-    _late_record,
-    _wrong_read,
-    _early_stop,
-    _late_stop,
-)
+    _late_commit, _late_commit, _several_starts, _several_starts, _late_listing, _late_commit_of_a_passed_step,
+    _hang, _rot, _late_record, _wrong_read, _early_stop, _late_stop,
+)  # fmt: skip

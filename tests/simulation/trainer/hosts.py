@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from tests.simulation.scheduler import Killed, Process, Scheduler, SimulatedClock, SimulatedThreads, Task
@@ -35,9 +36,8 @@ class Group:
     def __init__(self, world: World, label: str, attempt: int, slice_number: int, hosts: int) -> None:
         self.world, self.label, self.attempt, self.slice_number = world, label, attempt, slice_number
         self.size = hosts
-        self.exchange = Exchange(
-            self.size, self._draw_seconds, lambda message: world.promises.broken("all hosts choose alike", message)
-        )
+        broken = partial(world.promises.broken, "all hosts choose alike")
+        self.exchange = Exchange(self.size, self._draw_seconds, broken)
         self.collective: dict[Task, None] = {}  # tasks that wait in one
         self.addresses = tuple(f"10.{slice_number}.0.{worker}" for worker in range(self.size))
         self.glitch: tuple[int, bool] | None = None  # a step whose update is not finite, and whether its norm shows it

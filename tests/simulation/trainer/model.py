@@ -46,8 +46,7 @@ class Curriculum:
         self.states = [state]
         for number, batch_of_step in enumerate(self.batches):
             self.losses.append(loss_of(self.states[-1], batch_of_step))
-            skips = number in skipped
-            self.states.append(self.states[-1] if skips else advance(self.states[-1], batch_of_step))
+            self.states.append(self.states[-1] if number in skipped else advance(self.states[-1], batch_of_step))
         self.figures = [figure_of(state) + np.mean(range(EVALUATION_BATCHES)) for state in self.states]
 
 
@@ -269,8 +268,7 @@ class SimulatedBackend(PlainBackend):
             self._world.notice_poison()
         skipped = self._world.plan.skip and not math.isfinite(loss + norm)
         self.state = self.state if skipped else state
-        sums = {"loss": loss, "weight": 1.0, "correct": 0.0}
-        return StepResult(sums, signals, gradient_norm=norm, skipped=skipped)
+        return StepResult({"loss": loss, "weight": 1.0, "correct": 0.0}, signals, gradient_norm=norm, skipped=skipped)
 
     def tensor_specs(self) -> dict[str, TensorSpec]:
         return specs_of(self.state)
@@ -290,12 +288,10 @@ class SimulatedBackend(PlainBackend):
 class Pending:
     """A training.batch.Pending: a step in flight."""
 
-    def __init__(
-        self, backend: SimulatedBackend, kind: str, batch: Arrays, signals: Signals, number: int | None
-    ) -> None:
+    def __init__(self, backend: SimulatedBackend, kind: str, batch: Arrays, own: Signals, number: int | None) -> None:
         host = backend._host
         self._backend, self._kind, self._number = backend, kind, number
-        self._gathering = host.group.exchange.enter(host.worker, kind, batch["input_ids"], signals)
+        self._gathering = host.group.exchange.enter(host.worker, kind, batch["input_ids"], own)
         host.scheduler.wake_all(host.group.collective)
 
     def result(self) -> StepResult:

@@ -58,17 +58,10 @@ KINDS = (
 # or its answer is late) and "wrong read" (one read returns a wrong byte). Only in features.py: "slow request" ("late"
 # within the limit of storage), "drift" (a host's weights differ at the end), "sigterm all twice", "interrupt twice".
 _REQUESTS = (
-    ("write", "manifest.json"),
-    ("write", "part-"),
-    ("write", "attempt-"),
-    ("list", "checkpoints"),
-    ("list", "attempts"),
-    ("delete", "manifest.json"),
-    ("delete", "part-"),
-    ("read", "manifest.json"),
-    ("read", "part-"),
-    ("write", "summary.json"),
-)
+    ("write", "manifest.json"), ("write", "part-"), ("write", "attempt-"), ("list", "checkpoints"),
+    ("list", "attempts"), ("delete", "manifest.json"), ("delete", "part-"), ("read", "manifest.json"),
+    ("read", "part-"), ("write", "summary.json"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -112,8 +105,7 @@ def draw(seed: int) -> Plan:
     hosts = rng.choice((1, 2, 2, 2, 3, 3, 4))
     steps = rng.randint(4, 14)
     every = rng.choice((None, 1, 2, 2, 3, 4))
-    count = rng.choice((0, 1, 1, 2, 2, 3, 4, 6))
-    faults = tuple(_draw_fault(rng, hosts) for _ in range(count))
+    faults = tuple(_draw_fault(rng, hosts) for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 4, 6))))
     return Plan(
         seed=seed,
         hosts=hosts,

@@ -112,9 +112,8 @@ class Promises:
             self.broken("one winner a step", f"{by} replaced {url}, which {before.writer} had committed")
 
     def what_is_committed_is_whole_finite_and_right(self, url: str, by: str) -> None:
-        """When a manifest is written, all parts are there, and hold exactly the state after that many steps: each
-        record once in each epoch. The exception: a newer start with newer checkpoints has deleted the parts as
-        abandoned ones, and the commit is undone."""
+        """When a manifest is written, all parts are there, and hold exactly the state after that many steps. The
+        exception: a newer start with newer checkpoints has deleted the parts as abandoned, and the commit is undone."""
         why = self._difference(_step_of(url))
         if why and self._is_overtaken(url, by):
             self._late_commits[url] = by
@@ -123,15 +122,13 @@ class Promises:
             self.broken("what is committed is whole, finite and right", f"{by} committed {url}, but {why}")
 
     def _is_overtaken(self, url: str, by: str) -> bool:
-        """Returns whether a checkpoint is of an older start and of a step that a newer start has passed: the newer
-        start deletes its parts as abandoned ones."""
+        """Returns whether a checkpoint is of an older start, and of a step that a newer start has passed."""
         label = by.partition(".")[0]
         newer = label in self.claims and any(self.goes_before(newer, label) for newer in self.claims)
         return newer and _step_of(url) < self.newest_whole
 
     def only_the_newest_start_commits(self, url: str, by: str) -> None:
-        """No two groups commit to one run: after a newer start's claim, an older group makes at most the commit that
-        was under way."""
+        """No two groups commit: after a newer start's claim, an older one makes at most the commit under way."""
         label = by.partition(".")[0]
         self.commits.append((label, _step_of(url)))
         if label not in self.claims:
@@ -140,14 +137,9 @@ class Promises:
         for other in self.claims:
             mine, theirs = (self._commits_since_both(label, other, group) for group in (label, other))
             if self.goes_before(other, label) and len(mine) > 1:
-                self.broken(
-                    "only the newest start commits",
-                    f"group {label} committed steps {mine} after group {other} had claimed the run",
-                )
+                self.broken("only the newest start commits", f"{label} committed {mine} after {other} claimed the run")
             if other != label and min(len(mine), len(theirs)) > 1:
-                self.broken(
-                    "only the newest start commits", f"groups {label} and {other} both commit: {mine}, {theirs}"
-                )
+                self.broken("only the newest start commits", f"both {label} and {other} commit: {mine}, {theirs}")
 
     def goes_before(self, newer: str, older: str) -> bool:
         """Returns whether the claim of one start lists the claim of another."""
@@ -185,10 +177,8 @@ class Promises:
         if before is not None and self._world.hidden_rot.pop(before.generation, None):
             self.newest_whole = newest  # it has noticed
         if newest < self.newest_whole and by != "world":
-            self.broken(
-                "the newest commit never goes back",
-                f"it was step {self.newest_whole} and is {newest}, after {by} changed {url}",
-            )
+            why = f"it was step {self.newest_whole} and is {newest}, after {by} changed {url}"
+            self.broken("the newest commit never goes back", why)
         self.newest_whole = newest
 
     def summary_is_json(self, url: str, stored: Stored) -> None:
@@ -208,12 +198,9 @@ class Promises:
         self.newest_whole = self.find_whole()[0] if self._world.suspects else self.newest_whole
         if step < host.group.newest_at_claim and self.is_whole(host.group.newest_at_claim):
             self.broken("the newest is restored", f"{host.name} begins at {step} of {host.group.newest_at_claim} steps")
-        expected = self._world.curriculum.states[step]
-        for name, array in expected.items():
+        for name, array in self._world.curriculum.states[step].items():
             if not np.array_equal(state[name], array):
-                self.broken(
-                    "what restores is whole and finite", f"{host.name} begins at step {step} with another {name}"
-                )
+                self.broken("what restores is whole and finite", f"{host.name} begins at {step} with another {name}")
                 return
 
     def damage_is_told(self, text: str) -> None:
@@ -365,8 +352,7 @@ class Promises:
         self.hosts_end_alike(host.group)
 
     def hosts_end_alike(self, group: Group) -> None:
-        """All hosts of an attempt end with codes that say the same: where one finished or stopped, all others did. A
-        second Ctrl-C is a kill."""
+        """All hosts of an attempt end with codes that say the same. A second Ctrl-C is a kill."""
         codes = {code for code in group.codes if code not in (None, KILLED, SECOND_SIGTERM)}
         excused = group.disturbed or self._world.disturbed or not codes.isdisjoint({Exit.BAD_INPUT, SECOND_INTERRUPT})
         excused |= any("was started again" in line for line in group.hosts[0].lines)  # though a stop may end it sooner
@@ -405,9 +391,7 @@ class Promises:
             self.broken("SIGTERM leads to a commit", f"{host.name}: {message[-300:]}")
         match = re.search(r"stopped after step (\d+), which is committed", message)
         if match and int(match[1]) > 0 and int(match[1]) > self.newest_whole and not self._rots_since(host):
-            self.broken(
-                "75 means committed", f"{host.name} says step {match[1]}, the newest whole is {self.newest_whole}"
-            )
+            self.broken("75 means committed", f"{host.name} says step {match[1]}, and it is {self.newest_whole}")
 
     def _is_disturbed(self, host: Host) -> bool:
         """Returns whether a stop may lack the time for its commit."""
@@ -418,8 +402,7 @@ class Promises:
         return self._world.rotten and self._world.rotten_at >= host.group.began
 
     def a_second_sigterm_saves_too(self, host: Host) -> None:
-        """Requests of the engine and the launcher within the time to save count as one. A process that was frozen may
-        read the second one after that time."""
+        """Requests to stop within the time to save count as one. A process that was frozen may read one later."""
         taken = self._world.scheduler.now - host.stops[0]
         if host.shutdown and taken < max(self._world.plan.stop_seconds, 30.0):
             self.broken("two SIGTERMs are one request", f"{host.name} left at once, {taken:.0f} s after the first")
@@ -481,8 +464,7 @@ class Promises:
                 self.broken("a late commit is taken back", f"{host.name} ends, and {url} is there without its parts")
 
     def what_was_not_finite_is_recorded(self, host: Host) -> None:
-        """No host exits because of a step that was not finite before host 0 has recorded it, or said why it could
-        not."""
+        """No host exits because of a step that was not finite before host 0 has recorded it, or said why not."""
         group, first = host.group, host.group.hosts[0]
         killed = any(other.hurt or other.code in (137, 143) for other in group.hosts) or group.asked_to_stop
         excused = killed or self._world.disturbed or any("is not recorded" in line for line in first.lines)
@@ -506,8 +488,7 @@ class Promises:
             self.broken("2 means never again", f"{host.name}: {message[-400:]}")
 
     def one_of_several_starts_goes_on(self, label: str, name: str) -> None:
-        """A start ends because of a newer start, or one at the same moment; starts never end because of each other in a
-        circle."""
+        """A start ends because of a newer or simultaneous one; starts never end each other in a circle."""
         newer = next((group for group, claim in self.claims.items() if claim.name == name), label)
         if newer == label or self.goes_before(label, newer):
             self.broken("one of several starts goes on", f"group {label} ended for group {newer}, which is older")

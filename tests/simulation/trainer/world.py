@@ -1,5 +1,4 @@
-"""The world of a simulated run: a bucket, a network, hosts, launchers that start one attempt after another, and the
-faults of the plan. At the end there are no more faults, and the run must finish."""
+"""The world of a simulated run: bucket, network, hosts, launchers and faults, without which the run must finish."""
 
 import math
 import random
@@ -105,9 +104,8 @@ class World:
         self._flips_next = False  # for the next part written
         self._misreads = False  # the read that is treated
         self._active: list[tuple[float, Fault]] = []  # (end, fault) of lasting faults of storage
-        self._awaited = [
-            [fault, 0] for fault in plan.faults if fault.request
-        ]  # and the number of matching requests so far
+        # And the number of matching requests so far.
+        self._awaited = [[fault, 0] for fault in plan.faults if fault.request]
 
     # --- the run
 
@@ -159,9 +157,8 @@ class World:
         if not self.finished and not self.rotten:
             last = self.groups[-1]
             lines = [line for host in last.hosts for line in host.lines[-2:]]
-            self.promises.broken(
-                "without faults, the run finishes", f"exit codes {last.codes} after {FINAL_ATTEMPTS} attempts: {lines}"
-            )
+            why = f"exit codes {last.codes} after {FINAL_ATTEMPTS} attempts: {lines}"
+            self.promises.broken("without faults, the run finishes", why)
         self.wait_until(lambda: all(group.is_over for group in self.groups))
 
     def changed(self) -> None:
@@ -427,8 +424,7 @@ class World:
     def _count(
         self, waiting: list, request: Request, host: Host | None, effect: float, after: float,  # type: ignore[type-arg]
     ) -> tuple[float, float]:  # fmt: skip
-        """Applies a fault if this is the request that triggers it. Returns the additional seconds until the request
-        takes effect, and until its answer."""
+        """Applies a fault at the request that triggers it. Returns additional seconds until its effect and answer."""
         fault, seen = waiting
         kind, name, number = fault.request
         if request.kind != kind or name not in request.url:
