@@ -81,13 +81,8 @@ class Hosts:
             "TPU_LAUNCH_RUN_ID": "run",
             "PYTHONPATH": str(ROOT),
         }
-        process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, *lines],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, **cluster, **environment},
-        )
+        command, variables = [sys.executable, "-c", PROGRAM, *lines], {**os.environ, **cluster, **environment}
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=variables)
         self.started.append(process)
         return process
 
@@ -97,9 +92,11 @@ class Hosts:
             process.wait()
 
 
-def end(process: subprocess.Popen[str], seconds: float = 20) -> tuple[int, str]:
+def end(process: subprocess.Popen[str], code: int = 0, seconds: float = 20) -> str:
+    """Waits for the end of a host, which must be with this exit code. Returns what it printed."""
     text, _ = process.communicate(timeout=seconds)
-    return process.returncode, text
+    assert process.returncode == code, text
+    return text
 
 
 def wait_for_line(process: subprocess.Popen[str], text: str) -> None:

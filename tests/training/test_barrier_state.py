@@ -1,5 +1,4 @@
-"""The state of the rendezvous gives all hosts the same answers, in whatever order they arrive, repeat, leave and
-break."""
+"""The state of the rendezvous gives all hosts the same answers, however they arrive, repeat, leave and break."""
 
 from typing import Any
 

@@ -6,6 +6,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from google.auth import compute_engine
+from google.auth.credentials import Credentials
+from google.auth.exceptions import RefreshError
+from google.cloud.storage import Client
 
 from launcher.emulator.http_server import HttpResponse, json_response
 from tests.loopback import LoopbackServer
@@ -37,13 +41,10 @@ class MetadataServer(LoopbackServer):
 @pytest.fixture
 def metadata(gcs: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[MetadataServer]:
     """A client whose credentials are those of a VM. They ask the metadata server for a token before each request."""
-    from google.auth.compute_engine import Credentials, _metadata
-    from google.cloud.storage import Client
-
     server = MetadataServer()
-    monkeypatch.setattr(_metadata, "_GCE_METADATA_HOST", server.address)
+    monkeypatch.setattr(compute_engine._metadata, "_GCE_METADATA_HOST", server.address)
     monkeypatch.setenv("GCE_METADATA_HOST", server.address)
-    credentials = Credentials(universe_domain="googleapis.com")
+    credentials = compute_engine.Credentials(universe_domain="googleapis.com")
     client = Client(project="project", credentials=credentials, client_options={"api_endpoint": gcs.url})
     monkeypatch.setitem(bucket._clients, (os.getpid(), gcs.url), client)
     yield server
@@ -58,9 +59,7 @@ def test_a_metadata_server_that_answers_nonsense_for_a_moment_changes_nothing(me
     assert storage.read("gs://bucket/x") == b"data"
 
 
-def test_a_metadata_server_that_stays_away_is_a_storage_error_that_names_the_object(
-    metadata: MetadataServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lost_metadata_server_is_a_storage_error(metadata: MetadataServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bucket, "timeouts", bucket.Timeouts(deadline=1, first_delay=0.01, longest_delay=0.1))
     metadata.fault = lambda: HttpResponse(404, b"no such service account")
     why = r"^gs://bucket/x: reading it failed for \d s, \d+ times; last: RefreshError.*404"
@@ -69,10 +68,6 @@ def test_a_metadata_server_that_stays_away_is_a_storage_error_that_names_the_obj
 
 
 def test_credentials_that_google_refuses_are_a_storage_error_at_once(gcs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from google.auth.credentials import Credentials
-    from google.auth.exceptions import RefreshError
-    from google.cloud.storage import Client
-
     refreshed = []
 
     class Revoked(Credentials):  # type: ignore[misc]  # google.auth has no types here

@@ -1,5 +1,4 @@
-"""A run's folder in a bucket: saves, restores, metrics, the claim and the exported model. The server enforces
-preconditions and can misbehave."""
+"""A run's folder in a bucket that can misbehave: saves, restores, metrics, the claim and the exported model."""
 
 import json
 from dataclasses import replace

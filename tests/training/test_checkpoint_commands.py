@@ -1,5 +1,4 @@
-"""What `tpu-train checkpoint` and `tpu-train export --best` do with a run's folder: copying, finding the best, naming
-one checkpoint by its folder."""
+"""`tpu-train checkpoint` and `tpu-train export --best` copy, find the best, and take one checkpoint by its folder."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -78,9 +77,7 @@ def damaged(folder: Path) -> None:
         (lambda folder: None, 15, "has no committed step 15; it has 20, 10"),
     ],
 )
-def test_what_can_not_be_copied_leaves_no_checkpoint(
-    tmp_path: Path, spoil: Callable[[Path], None], step: int, message: str
-) -> None:
+def test_a_failed_copy_leaves_nothing(tmp_path: Path, spoil: Callable[[Path], None], step: int, message: str) -> None:
     saved(tmp_path / "a", {10: None, 20: None}, 2)
     spoil(tmp_path)
     with pytest.raises(BadInput, match=message):
@@ -89,9 +86,7 @@ def test_what_can_not_be_copied_leaves_no_checkpoint(
 
 
 @pytest.mark.parametrize("bytes_a_request", [1, 5, 12, 1 << 20])
-def test_any_flipped_byte_is_damage_however_the_part_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bytes_a_request: int
-) -> None:
+def test_any_flipped_byte_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bytes_a_request: int) -> None:
     """In the list of tensors as in the tensors: never another exception, never silence."""
     monkeypatch.setattr(restoring, "_RANGE", bytes_a_request)
     monkeypatch.setattr(restoring, "_HEAD", 16)

@@ -78,9 +78,7 @@ def test_a_manifest_of_a_later_format_is_refused_by_its_number() -> None:
 
 
 @given(tensors, st.integers(1, 9))
-def test_every_tensor_is_written_by_one_host_and_hosts_share_the_bytes(
-    sizes: dict[str, TensorSpec], hosts: int
-) -> None:
+def test_every_tensor_is_written_by_one_host_and_hosts_share_bytes(sizes: dict[str, TensorSpec], hosts: int) -> None:
     stored = form.assign_slices(sizes, {}, hosts)
     shares = [form.slices_in_part(stored, part) for part in range(hosts)]
     assert sorted(name for share in shares for name in share) == sorted(sizes)

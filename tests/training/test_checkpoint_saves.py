@@ -1,11 +1,11 @@
-"""Hosts save together; whatever is killed, damaged or in the way, restoring gives a whole checkpoint. Hosts are threads
-here, the files are real."""
+"""Hosts, here threads, save together; whatever is killed or damaged, restoring gives a whole checkpoint."""
 
 import os
 import re
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -55,30 +55,17 @@ class Meeting:
 
 def on_all(hosts: int, work: Callable[[int], Any]) -> list[Any]:
     """What `work` returns or raises on each host."""
-    results: list[Any] = [None] * hosts
-
-    def run(worker: int) -> None:
-        try:
-            results[worker] = work(worker)
-        except Exception as error:
-            results[worker] = error
-
-    threads = [threading.Thread(target=run, args=(worker,)) for worker in range(hosts)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    return results
+    with ThreadPoolExecutor(hosts) as threads:
+        results = [threads.submit(work, worker) for worker in range(hosts)]
+    return [result.exception() or result.result() for result in results]
 
 
-def save(
-    folder: Path, steps: list[int], hosts: int = 2, keep: int = 2, token: str = "t", damaged: tuple[int, ...] = ()
-) -> list[Any]:
+def save(folder: Path, steps: list[int], hosts: int = 2, token: str = "t", damaged: tuple[int, ...] = ()) -> list[Any]:
     meeting = Meeting(hosts)
 
     def work(worker: int) -> int | None:
         cluster, description = Cluster(worker, ("h",) * hosts, run_id="r"), RunDescription(IDENTITY, {}, "code", token)
-        saver = CheckpointWriter(str(folder), cluster, meeting.of(worker), description, Keep(keep))
+        saver = CheckpointWriter(str(folder), cluster, meeting.of(worker), description, Keep(2))
         saver.continue_from(0, damaged)
         for step in steps:
             state = State(step)
@@ -139,9 +126,7 @@ def change_step(manifest: Path) -> None:
         (form.MANIFEST, change_step, "manifest.json has a wrong crc32c"),
     ],
 )
-def test_damage_is_named_and_the_checkpoint_before_is_used(
-    tmp_path: Path, name: str, damage: Callable[[Path], None], message: str
-) -> None:
+def test_damage_is_told_and_skipped(tmp_path: Path, name: str, damage: Callable[[Path], None], message: str) -> None:
     save(tmp_path, [10, 20])
     [path] = (tmp_path / "step-00000020").glob(name)
     damage(path)
@@ -196,8 +181,7 @@ def test_what_killed_writers_left_hidden_goes_with_the_next_commit(tmp_path: Pat
 
 
 def test_a_failed_save_is_raised_by_the_next_look_and_only_once(tmp_path: Path) -> None:
-    blocker = tmp_path / "step-00000010"
-    blocker.write_text("a file where a folder has to be")
+    (tmp_path / "step-00000010").write_text("a file where a folder has to be")
     saver = single_host_writer(tmp_path)
     with pytest.raises(TrainError):
         save_step(saver, 10)
@@ -205,9 +189,7 @@ def test_a_failed_save_is_raised_by_the_next_look_and_only_once(tmp_path: Path) 
     assert saver.committed is None
 
 
-def test_a_save_that_is_slower_than_its_interval_is_waited_for_counted_and_told_of_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_slower_than_its_interval_is_counted_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saving, "_LATE", 0.02)
     real = storage.write
 
@@ -251,9 +233,7 @@ def test_a_state_that_is_not_finite_on_one_host_is_committed_by_none(tmp_path: P
     assert committed_steps(str(tmp_path)) == [10]
 
 
-def test_a_committed_state_that_is_not_finite_is_passed_over_and_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_committed_state_not_finite_is_passed_over_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, [10])
     with monkeypatch.context() as patch:
         patch.setattr(saving, "find_nonfinite", lambda tensors: None)

@@ -1,5 +1,4 @@
-"""A tensor comes back whole however it was cut into slices and spread over parts; slices that do not hold every element
-exactly once are damage."""
+"""A tensor comes back whole however it was cut into slices; slices without every element exactly once are damage."""
 
 import tracemalloc
 from collections.abc import Mapping
@@ -14,15 +13,7 @@ from hypothesis import strategies as st
 from tests.training import damage
 from training import storage
 from training.checkpoint import format as form
-from training.checkpoint.format import (
-    Manifest,
-    Part,
-    StoredSlice,
-    StoredTensor,
-    dump_manifest,
-    load_manifest,
-    read_manifest,
-)
+from training.checkpoint.format import Manifest, Part, StoredSlice, StoredTensor, dump_manifest, load_manifest
 from training.checkpoint.reader import Choose, load_tensors
 from training.checkpoint.safetensors_file import Damaged, TensorSpec, encode
 from training.checkpoint.slices import Slice, key_in_part, load_whole, partition_error, whole
@@ -95,9 +86,7 @@ def parts_of(draw: st.DrawFn, shape: tuple[int, ...]) -> Slice:
 
 
 @given(st.data())
-def test_any_part_of_tensors_in_any_boxes_on_any_parts_is_restored_to_the_same_bytes(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
+def test_any_boxes_of_tensors_are_restored_alike(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     folder = str(tmp_path_factory.mktemp("sliced"))
     arrays, boxes = {}, {}
     for name in ("a", "b", "c"):
@@ -105,7 +94,7 @@ def test_any_part_of_tensors_in_any_boxes_on_any_parts_is_restored_to_the_same_b
         arrays[name] = np.arange(np.prod(shape, dtype=int), dtype=np.float32).reshape(shape)
         boxes[name] = [StoredSlice(data.draw(st.integers(0, 2)), box) for box in data.draw(partitions(shape))]
     manifest = write_checkpoint(folder, arrays, boxes)
-    assert read_manifest(folder, 10) == manifest
+    assert form.read_manifest(folder, 10) == manifest
     boxes_of = {name: st.none() | st.just(whole(value.shape)) | parts_of(value.shape) for name, value in arrays.items()}
     wanted = {name: data.draw(box) for name, box in boxes_of.items()}
     loaded = load(folder, manifest, lambda name, _spec: wanted[name])
@@ -118,7 +107,6 @@ def test_any_part_of_tensors_in_any_boxes_on_any_parts_is_restored_to_the_same_b
 
 @given(st.data(), shapes)
 def test_boxes_hold_every_element_once_or_the_mistake_is_named(data: st.DataObject, shape: tuple[int, ...]) -> None:
-    """Beside the obvious count: how often each element is in a box."""
     size = st.integers(0, 4)
     slices = st.tuples(*[st.tuples(size, size) for _ in shape]).map(
         lambda pairs: Slice(tuple(pair[0] for pair in pairs), tuple(pair[1] for pair in pairs))
@@ -150,9 +138,7 @@ def test_boxes_hold_every_element_once_or_the_mistake_is_named(data: st.DataObje
         ([((0,), (12,))], r"tensor w: slice \[0:12\] has 1 axes, the tensor 2"),
     ],
 )
-def test_a_manifest_whose_slices_are_no_partition_is_damaged(
-    slices: list[tuple[tuple[int, ...], tuple[int, ...]]], message: str
-) -> None:
+def test_a_wrong_partition_is_damage(slices: list[tuple[tuple[int, ...], tuple[int, ...]]], message: str) -> None:
     tensor = StoredTensor(TensorSpec("F32", (4, 3), 48), tuple(StoredSlice(0, Slice(*box)) for box in slices))
     text = dump_manifest(Manifest(10, (Part("p", 1, 1),), {}, {}, {}, "c", {"w": tensor}))
     with pytest.raises(Damaged, match=message):
@@ -206,8 +192,7 @@ def test_a_slice_that_is_read_alone_is_checked(tmp_path: Path) -> None:
     halves = [StoredSlice(0, Slice((first, 0), (4, 8))) for first in (0, 4)]
     manifest = write_checkpoint(str(tmp_path), {"w": array}, {"w": halves})
     (part,) = (tmp_path / form.step_folder(10)).glob("part-*")
-    content = part.read_bytes()
-    damage.flip(part, content.rindex(array[7].tobytes()) + 3)
+    damage.flip(part, part.read_bytes().rindex(array[7].tobytes()) + 3)
     first, second = (lambda _name, _spec, half=half: half.box for half in halves)
     load(str(tmp_path), manifest, first)
     with pytest.raises(Damaged, match=r"the slice \[4:8,0:8\] of w has a wrong crc32c"):

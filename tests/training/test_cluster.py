@@ -8,18 +8,11 @@ from training import one_host
 from training.accelerators import ACCELERATORS
 from training.backends.tensorflow import pod
 from training.distributed import cluster as cluster_module
-from training.distributed.cluster import (
-    Cluster,
-    discover,
-    from_environment,
-    from_metadata,
-    parse_endpoints,
-    tensorflow_environment,
-    tpu_environment,
-)
+from training.distributed.cluster import Cluster, discover, from_environment, parse_endpoints, tpu_environment
 from training.errors import BadInput
 
 ROOT = Path(__file__).resolve().parents[2]
+THREE_HOSTS = {"TPU_WORKER_HOSTNAMES": "a,b,c"}
 LAUNCHER = {
     "TPU_WORKER_ID": "1", "TPU_WORKER_HOSTNAMES": "10.0.0.2,10.0.0.3", "TPU_ACCELERATOR_TYPE": "v4-16",
     "TPU_LAUNCH_RUN_ID": "r", "TPU_LAUNCH_ATTEMPT": "2",
@@ -80,7 +73,7 @@ def test_both_formats_of_the_metadata(text: str, addresses: tuple[str, ...]) -> 
     assert parse_endpoints(text) == addresses
     last = len(addresses) - 1
     known = {"worker-network-endpoints": text, "agent-worker-number": str(last), "accelerator-type": "v4-16"}
-    assert from_metadata(known.get, {}) == Cluster(last, addresses, "v4-16")
+    assert cluster_module.from_metadata(known.get, {}) == Cluster(last, addresses, "v4-16")
 
 
 @pytest.mark.parametrize(
@@ -91,11 +84,8 @@ def test_both_formats_of_the_metadata(text: str, addresses: tuple[str, ...]) -> 
         ({"JOB_COMPLETION_INDEX": "0", "TPU_LAUNCH_HOST_NAME": "a-*.a"}, "TPU_LAUNCH_HOSTS is ''"),
         ({**LAUNCHER, "TPU_LAUNCH_RENDEZVOUS_PORT": "x"}, "TPU_LAUNCH_RENDEZVOUS_PORT"),
         ({**LAUNCHER, "TPU_LAUNCH_RENDEZVOUS_PORT": "65536"}, "it must be a whole number of at most 65535"),
-        (
-            {"TPU_WORKER_ID": "\u00b2", "TPU_WORKER_HOSTNAMES": "a,b,c"},
-            "TPU_WORKER_ID is '\u00b2'; it must be a whole number",
-        ),
-        ({"TPU_WORKER_ID": "\u0662", "TPU_WORKER_HOSTNAMES": "a,b,c"}, "TPU_WORKER_ID is"),
+        ({"TPU_WORKER_ID": "\u00b2", **THREE_HOSTS}, "TPU_WORKER_ID is '\u00b2'; it must be a whole number"),
+        ({"TPU_WORKER_ID": "\u0662", **THREE_HOSTS}, "TPU_WORKER_ID is"),
         ({"TPU_WORKER_ID": "9" * 5000, "TPU_WORKER_HOSTNAMES": "a,b"}, "TPU_WORKER_ID is '9999"),
         ({"JOB_COMPLETION_INDEX": "0", "TPU_LAUNCH_HOST_NAME": "*", "TPU_LAUNCH_HOSTS": "999999999"}, "at most 65536"),
     ],
@@ -108,16 +98,11 @@ def test_contradictions_are_bad_input(environment: dict[str, str], message: str)
 def test_a_tpu_process_never_asks_the_metadata_server() -> None:
     cluster = Cluster(3, tuple(f"10.0.0.{number}" for number in range(4)), "v4-32")
     assert tpu_environment(cluster) == {
-        "TPU_SKIP_MDS_QUERY": "1",
-        "TPU_ACCELERATOR_TYPE": "v4-32",
-        "TPU_PROCESS_BOUNDS": "1,1,4",
-        "TPU_CHIPS_PER_PROCESS_BOUNDS": "2,2,1",
-        "TPU_WORKER_ID": "3",
-        "CLOUD_TPU_TASK_ID": "3",
-        "TPU_WORKER_HOSTNAMES": "10.0.0.0,10.0.0.1,10.0.0.2,10.0.0.3",
-        "TPU_TOPOLOGY_WRAP": "false,false,false",
+        "TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v4-32", "TPU_PROCESS_BOUNDS": "1,1,4",
+        "TPU_CHIPS_PER_PROCESS_BOUNDS": "2,2,1", "TPU_WORKER_ID": "3", "CLOUD_TPU_TASK_ID": "3",
+        "TPU_WORKER_HOSTNAMES": "10.0.0.0,10.0.0.1,10.0.0.2,10.0.0.3", "TPU_TOPOLOGY_WRAP": "false,false,false",
         "TPU_TOPOLOGY_ALT": "false",
-    }
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ACCELERATORS)
@@ -138,10 +123,10 @@ def test_a_slice_with_another_number_of_hosts_is_refused() -> None:
 
 def test_tensorflow_leaves_the_chips_to_a_slices_workers_and_refuses_the_wheel_for_cpus() -> None:
     workers = {"TPU_NAME": "grpc://a:8470,grpc://b:8470"}
-    assert tensorflow_environment(Cluster(0, ("a",), "v4-16"), workers) == {"TPU_LOAD_LIBRARY": "0"}
+    assert cluster_module.tensorflow_environment(Cluster(0, ("a",), "v4-16"), workers) == {"TPU_LOAD_LIBRARY": "0"}
     why = r"has TensorFlow for CPUs: build it with `image\.build_args: \{REQUIREMENTS: requirements-tpu\.txt\}`"
     with pytest.raises(BadInput, match=why):
-        tensorflow_environment(Cluster(0, ("a",), "v4-8"), {})
+        cluster_module.tensorflow_environment(Cluster(0, ("a",), "v4-8"), {})
 
 
 @pytest.mark.parametrize("name", ["v3-32", "v4-32"])
@@ -156,21 +141,14 @@ def test_a_tensorflow_worker_gets_topology_peers_and_plugin(name: str, monkeypat
 @pytest.mark.parametrize(
     ("name", "wrap", "resilient"),
     [
-        ("v3-32", None, None),
-        ("v3-2048", None, None),
-        ("v4-16", "false,false,false", None),
-        ("v4-128", "true,true,true", "true"),
-        ("v4-256", "true,true,true", "true"),
-        ("v5p-128", "true,true,true", "true"),
-        ("v5litepod-64", "false,false,false", None),
-        ("v5litepod-128", "false,true,false", None),
-        ("v5litepod-256", "true,true,false", None),
+        ("v3-32", None, None), ("v3-2048", None, None), ("v4-16", "false,false,false", None),
+        ("v4-128", "true,true,true", "true"), ("v4-256", "true,true,true", "true"),
+        ("v5p-128", "true,true,true", "true"), ("v5litepod-64", "false,false,false", None),
+        ("v5litepod-128", "false,true,false", None), ("v5litepod-256", "true,true,false", None),
         ("v6e-256", "true,true,false", None),
     ],
-)
-def test_links_around_the_ends_are_those_that_google_s_device_plugin_sets(
-    name: str, wrap: str | None, resilient: str | None
-) -> None:
+)  # fmt: skip
+def test_links_around_the_ends_are_those_of_googles_plugin(name: str, wrap: str | None, resilient: str | None) -> None:
     """As a v4-256's metadata has them, and as GKE's device plugin computes them for the others."""
     environment = tpu_environment(Cluster(0, ("h",) * ACCELERATORS[name].hosts, name))
     assert environment.get("TPU_TOPOLOGY_WRAP") == wrap

@@ -1,5 +1,4 @@
-"""The folder of compiled programs: its bound, and what is damaged or can't be written. tests/virtual_tpu trains with
-it."""
+"""The folder of compiled programs: its bound, and what is damaged or can't be written. tests/virtual_tpu uses it."""
 
 import ctypes
 import os
@@ -100,8 +99,7 @@ def test_what_a_killed_writer_left_is_removed_after_an_hour(tmp_path: Path, said
         (tmp_path / "programs" / name).write_bytes(b"half")
     age(tmp_path, f".{KEYS[1]}.old", 4000)
     programs.write(KEYS[3], b"program")
-    names = {path.name for path in (tmp_path / "programs").iterdir()}
-    assert names == {KEYS[0], KEYS[3], f".{KEYS[2]}.new"}
+    assert {path.name for path in (tmp_path / "programs").iterdir()} == {KEYS[0], KEYS[3], f".{KEYS[2]}.new"}
 
 
 def test_a_folder_that_cannot_be_written_is_said_once(tmp_path: Path, said: list[str]) -> None:
@@ -131,18 +129,13 @@ def test_a_module_has_one_key_in_whatever_order_its_hints_are_written() -> None:
     ("library", "reason"),
     [(None, "does not say where"), ("/nowhere/libtpu.so", "/nowhere/libtpu.so"), ("libc.so.6", "GetPjrtApi")],
 )
-def test_a_tpu_library_without_a_table_is_said_and_not_fatal(
-    tmp_path: Path, said: list[str], library: str | None, reason: str
-) -> None:
-    environment = {**TPU, "TPU_LAUNCH_COMPILE_CACHE": str(tmp_path)}
-    assert open_cache(environment, library, "test", said.append) is None
+def test_a_missing_table_is_only_a_warning(tmp_path: Path, said: list[str], library: str | None, reason: str) -> None:
+    assert open_cache({**TPU, "TPU_LAUNCH_COMPILE_CACHE": str(tmp_path)}, library, "test", said.append) is None
     (line,) = said
     assert reason in line
 
 
-def test_a_table_of_an_unknown_version_stays_as_it_is(
-    tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_table_of_unknown_version_is_kept(tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     head = struct.pack("<4q", 520, 0, 24, 0) + struct.pack("<2i", 1, 0)  # version 1.0
     table = ctypes.create_string_buffer(head + bytes(60 * 8), 40 + 60 * 8)
     plugin = SimpleNamespace(GetPjrtApi=ctypes.CFUNCTYPE(ctypes.c_void_p)(lambda: ctypes.addressof(table)))

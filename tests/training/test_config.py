@@ -125,8 +125,7 @@ def test_the_batch_must_divide_by_the_gradient_accumulation_too() -> None:
 def test_the_hash_tells_configurations_apart_and_not_their_spelling() -> None:
     same = config_of(changed("seed: 1\n", "") + "seed: 1\ncheckpoint: {}\n")
     other = config_of(changed("seed: 1", "seed: 2"))
-    config = config_of(GOOD)
-    assert config.hash == same.hash != other.hash
+    assert config_of(GOOD).hash == same.hash != other.hash
 
 
 def test_precision_follows_the_device_unless_the_file_says_it() -> None:
@@ -163,8 +162,7 @@ def test_a_model_for_the_hub_needs_the_token_on_the_hosts() -> None:
 @pytest.mark.parametrize("section", ["run: {secrets: 5}", "run: {secrets: HF_TOKEN}", "gke: {secrets: 5}", "run: 5"])
 def test_secrets_that_are_no_list_name_no_token(section: str) -> None:
     """What they should be is the launcher's to say; nothing is raised here but the mistake."""
-    text = f"{GOOD}hub: {{repository: a/b}}\n{section}\n"
-    assert mistakes(text) == NO_TOKEN
+    assert mistakes(f"{GOOD}hub: {{repository: a/b}}\n{section}\n") == NO_TOKEN
 
 
 @pytest.mark.parametrize("place", ["runs", "./gs", "/a b/c", "gs://b", "gs://my_bucket.example.com/a", "C:", "a:b/c"])

@@ -1,5 +1,4 @@
-"""Claims about corpora: every kind of file streams as documents, mistakes are named with file and line, and the split
-follows from the text."""
+"""Every kind of corpus streams as documents, mistakes have file and line, and the split follows from the text."""
 
 import csv
 import json
@@ -47,9 +46,7 @@ def test_a_bucket_is_a_folder_too(gcs: object) -> None:
 
 
 @given(st.text(alphabet="aé漢𝔘\n \r", max_size=60), st.integers(1, 9))
-def test_lines_do_not_depend_on_where_pieces_are_cut(
-    tmp_path_factory: pytest.TempPathFactory, text: str, piece: int
-) -> None:
+def test_lines_do_not_depend_on_size_of_pieces(tmp_path_factory: pytest.TempPathFactory, text: str, piece: int) -> None:
     path = tmp_path_factory.mktemp("x") / "a.txt"
     path.write_bytes(text.encode())
     with pytest.MonkeyPatch.context() as patch:
@@ -92,9 +89,7 @@ def test_the_byte_order_mark_that_excel_writes_is_no_text(tmp_path: Path, name: 
     assert documents(tmp_path / name) == ["high"]
 
 
-def test_a_text_of_a_csv_file_may_be_long_and_one_without_an_end_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_csv_text_may_be_long_and_an_endless_one_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limit = csv.field_size_limit()
     texts = ["x" * 1_000_000, "short"]
     (tmp_path / "a.csv").write_text("text\n" + "\n".join(texts))

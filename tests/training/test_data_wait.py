@@ -1,5 +1,4 @@
-"""Claims about the share of the steps' time that waited for batches, in the progress line and in the metrics. The clock
-goes on only where the test says so."""
+"""The share of the steps' time that waited for batches. The clock goes on only where the test says so."""
 
 import re
 from collections.abc import Generator
@@ -43,7 +42,6 @@ def test_each_line_tells_the_data_wait_since_the_line_before(
 
 
 def test_it_is_a_share_where_a_framework_counts_more_compiling_than_the_clock_has() -> None:
-    """Compiling leaves the steps' seconds."""
     rate = StepRate()
     assert rate.update(seconds=1.0, waited=1.5, steps=1) == (1.0, 1.0)
     assert rate.update(seconds=0.5, waited=2.0, steps=2) == (-0.5, 0.0)

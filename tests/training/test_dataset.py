@@ -1,28 +1,27 @@
-"""Claims about dataset.json: what it says is checked, and what does not fit is refused with a message that says where
-and what to do."""
+"""What dataset.json says is checked; what does not fit is refused with a message that says where and what to do."""
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.processes import run_python
 from training import storage
+from training.data.formats import dataset as manifests
 from training.data.formats.dataset import DatasetManifest, dump_manifest, find_shards, tokenizer_hash
 from training.data.formats.open_dataset import check_dataset, open_dataset
 from training.errors import BadInput
 
+SHARD = {"name": "x", "length": 8, "records": 1, "bytes": 1, "crc32c": 1}
+
 
 def edit(folder: Path, **changes: Any) -> None:
     """Changes dataset.json and makes its hash right again, as a careful editor would."""
-    from training.data.formats import dataset as manifest
-
     body = {**json.loads((folder / "dataset.json").read_bytes()), **changes}
     body.pop("hash")
-    (folder / "dataset.json").write_text(json.dumps({**body, "hash": manifest._hash(body)}))
+    (folder / "dataset.json").write_text(json.dumps({**body, "hash": manifests._hash(body)}))
 
 
 def test_the_hash_names_the_content_and_not_the_place(samples: Any, tmp_path: Path) -> None:
@@ -38,9 +37,7 @@ def test_the_hash_names_the_content_and_not_the_place(samples: Any, tmp_path: Pa
         ({"tokenizer_hash": "u" * 64}, "was written with another tokenizer"),
     ],
 )
-def test_a_dataset_for_another_use_is_refused(
-    samples: Any, tmp_path: Path, wanted: dict[str, Any], message: str
-) -> None:
+def test_data_for_another_use_is_refused(samples: Any, tmp_path: Path, wanted: dict[str, Any], message: str) -> None:
     with pytest.raises(BadInput, match=message):
         samples.make(tmp_path, 5).require(**wanted)
 
@@ -63,12 +60,9 @@ def test_a_folder_without_a_manifest_is_no_dataset(samples: Any, tmp_path: Path)
         ({"sequence_length": 16}, "a shard has rows of another length"),
         ({"features": {}}, "no feature input_ids"),
         ({"rows": "class-labelled"}, "no feature label"),
-        ({"shards": [{"name": "../x", "length": 8, "records": 1, "bytes": 1, "crc32c": 1}]}, r"shards\.0\.name"),
-        ({"shards": [{"name": "x", "length": 8, "records": -1, "bytes": 1, "crc32c": 1}]}, r"shards\.0\.records"),
-        (
-            {"shards": [{"name": "x", "length": 8, "records": 1, "bytes": 1, "crc32c": 1}] * 2},
-            "a shard is listed twice",
-        ),
+        ({"shards": [{**SHARD, "name": "../x"}]}, r"shards\.0\.name"),
+        ({"shards": [{**SHARD, "records": -1}]}, r"shards\.0\.records"),
+        ({"shards": [SHARD, SHARD]}, "a shard is listed twice"),
     ],
 )
 def test_an_impossible_manifest_is_refused(samples: Any, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -138,4 +132,4 @@ def test_a_manifest_is_checked_without_numpy_and_frameworks() -> None:
     """The launcher reads it on the workstation."""
     heavy = ("numpy", "torch", "google.cloud.storage")
     code = f"import sys, training.data.formats.dataset; print([name for name in {heavy} if name in sys.modules])"
-    assert subprocess.check_output([sys.executable, "-c", code], text=True, timeout=60) == "[]\n"
+    assert run_python("-c", code) == "[]\n"

@@ -1,5 +1,4 @@
-"""Claims about rows of whole documents: every document is in one row, once, and nothing else is; labels and positions
-stay inside it."""
+"""Rows of whole documents: every document is in one row, once; labels and positions stay inside it."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -42,9 +41,7 @@ def test_best_fit_places_each_document_once_and_fills_rows_well(lengths: list[in
 
 @settings(max_examples=20)
 @given(st.integers(1, 40), st.integers(0, 1000))
-def test_positions_and_labels_are_those_of_each_document(
-    tmp_path_factory: pytest.TempPathFactory, count: int, seed: int
-) -> None:
+def test_positions_and_labels_are_by_document(tmp_path_factory: pytest.TempPathFactory, count: int, seed: int) -> None:
     documents = corpus(count, seed)
     dataset = write(str(tmp_path_factory.mktemp("rows")), documents)
     assert check_dataset(dataset.url, rows="documents", tokenizer=None).records == dataset.records
@@ -84,8 +81,7 @@ def test_batches_do_not_depend_on_the_number_of_hosts(tmp_path: Path) -> None:
 
 
 def test_rows_of_documents_need_an_end_and_no_mask() -> None:
-    end = {"id": 1, "content": "<|endoftext|>", "special": True}
-    content = {"added_tokens": [end], "model": {"vocab": {"a": 0}}}
+    content = {"added_tokens": [{"id": 1, "content": "<|endoftext|>", "special": True}], "model": {"vocab": {"a": 0}}}
     assert special_tokens(content, "t", "documents") == SpecialTokens(-1, 1, frozenset({1}), 2, 1)
     with pytest.raises(BadInput, match=r"^t: the tokenizer has no mask token"):
         special_tokens(content, "t")

@@ -1,5 +1,4 @@
-"""Claims about evaluation: batches are in flight while earlier ones compute, as many as the backend allows, and each
-counts once."""
+"""Batches of an evaluation are in flight while earlier ones compute, as many as allowed, and each counts once."""
 
 import math
 from collections.abc import Iterator
@@ -63,16 +62,13 @@ def test_as_many_batches_are_in_flight_as_the_backend_allows(in_flight: int) -> 
 
 def test_a_stop_is_seen_by_the_result_that_carries_it_and_what_is_in_flight_is_read() -> None:
     backend = CountingBackend(in_flight=2, stop_at=1)
-    result = evaluate(backend)
-    assert result.signals.stop
+    assert evaluate(backend).signals.stop
     assert backend.started == 4  # batch 1's result is read when the third one after it would wait
     assert backend.read == backend.started
 
 
 @pytest.mark.parametrize("changes", [{}, {"checkpoint__best": {"metric": "loss", "mode": "min"}}])
-def test_an_evaluation_that_was_broken_off_does_not_count_and_is_repeated(
-    tmp_path: Path, changes: dict[str, Any]
-) -> None:
+def test_an_evaluation_broken_off_does_not_count_and_is_repeated(tmp_path: Path, changes: dict[str, Any]) -> None:
     runs, changes = Runs(tmp_path), {"train__steps": 30, "evaluation__every": 10, **changes}
 
     def evaluated() -> list[int]:

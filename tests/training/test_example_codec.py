@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from training.data.formats import example_codec
 
-# {"a": bytes "xy"}: Example{1: Features{1: entry{1: "a", 2: Feature{1: BytesList{1: "xy"}}}}}, each tag = field << 3 |
-# 2
+# {"a": bytes "xy"}: Example{1: Features{1: entry{1: "a", 2: Feature{1: BytesList{1: "xy"}}}}}, a tag is field << 3 | 2
 BYTES_EXAMPLE = bytes.fromhex("0a0d 0a0b 0a0161 1206 0a04 0a02 7879")
 # {"n": [1, 300, -1]}: Feature{3: Int64List{1: packed 01, ac 02, ff*9 01}}
 INTS_EXAMPLE = bytes.fromhex("0a18 0a16 0a016e 1211 1a0f 0a0d 01 ac02 ffffffffffffffffff01")
+integers = st.integers(-(2**63), 2**63 - 1)
 
 
 def test_an_example_is_encoded_byte_for_byte() -> None:
@@ -22,13 +22,7 @@ def test_an_example_is_encoded_byte_for_byte() -> None:
     assert example_codec.decode(INTS_EXAMPLE)["n"].tolist() == [1, 300, -1]
 
 
-@given(
-    st.dictionaries(
-        st.text(max_size=5),
-        st.one_of(st.binary(max_size=9), st.lists(st.integers(-(2**63), 2**63 - 1), max_size=9)),
-        max_size=4,
-    )
-)
+@given(st.dictionaries(st.text(max_size=5), st.binary(max_size=9) | st.lists(integers, max_size=9), max_size=4))
 def test_decode_inverts_encode(features: dict[str, bytes | list[int]]) -> None:
     decoded = example_codec.decode(example_codec.encode(features))
     assert set(decoded) == set(features)
@@ -49,7 +43,7 @@ def test_any_bytes_are_an_example_or_not_but_nothing_else(data: bytes) -> None:
         example_codec.decode(data)
 
 
-@given(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=50))
+@given(st.lists(integers, max_size=50))
 def test_varints_are_protobufs(values: list[int]) -> None:
     packed = example_codec.pack_varints(np.array(values, np.int64))
     expected = bytearray()

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from training.data.formats.dataset import Dataset
+from training.data.formats.dataset import Dataset, DatasetManifest, dump_manifest, load_manifest
 from training.data.formats.open_dataset import open_dataset
 from training.data.formats.verify import problems
 from training.data.loading.labelled_batches import LabelledBatches, labelled_evaluation
@@ -64,14 +64,11 @@ def test_a_label_that_is_no_finite_number_is_refused(tmp_path: Path, label: str)
 def test_verify_finds_a_label_that_is_not_finite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(problems(make(tmp_path / "good"))) == []
     monkeypatch.setattr(FloatLabels, "encode", lambda self, label, url: float(label))
-    bad = make(tmp_path / "bad", ["0.5", "nan"])
-    [problem] = problems(bad)
+    [problem] = problems(make(tmp_path / "bad", ["0.5", "nan"]))
     assert problem.endswith("record 1 has label nan, which is not a finite number")
 
 
 def test_a_manifest_whose_label_is_of_another_type_is_refused(tmp_path: Path) -> None:
-    from training.data.formats.dataset import DatasetManifest, dump_manifest, load_manifest
-
     body = make(tmp_path).manifest.model_dump()
     body["features"]["label"]["dtype"] = "int32"
     with pytest.raises(BadInput, match="the label of number-labelled rows can't be int32"):

@@ -26,7 +26,6 @@ GOLDEN: dict[str, dict[str, str]] = json.loads((Path(__file__).parents[1] / "gol
 TOKENS = SpecialTokens(mask=4, pad=3, special=frozenset(range(5)), vocabulary=300)
 LENGTH, RECORDS, SEED = 16, 600, 7
 STEPS = 4
-LAYOUTS = ("compact", "recipe")
 MASKING = Masking(20)
 SLICES = {"alone": HostSlice(TOKENS, 24), "second of two": HostSlice(TOKENS, 24, 1, 2)}
 
@@ -42,17 +41,15 @@ def make_labelled(folder: Path) -> Dataset:
     """Texts of 3 to 20 tokens in buckets of 4, 8 and 16."""
     random = np.random.default_rng(1)
     texts = [random.integers(5, TOKENS.vocabulary, random.integers(3, 21)).astype(np.int32) for _ in range(RECORDS)]
-    names = ["card", "cash", "transfer"]
+    names = ("card", "cash", "transfer")
+    rows = [(str(number), names[len(text) % 3]) for number, text in enumerate(texts)]
     plan = DatasetPlan("train", LENGTH, "t", TOKENS.vocabulary, 100)
-    return write_labelled_rows(
-        str(folder),
-        plan,
-        (4, 8, 16),
-        ClassLabels(tuple(names)),
-        lambda: ((str(number), names[len(text) % 3]) for number, text in enumerate(texts)),
-        lambda numbers: [texts[int(number)] for number in numbers],
-        TOKENS.pad,
-    ).dataset
+
+    def encode(numbers: list[str]) -> list[Any]:
+        return [texts[int(number)] for number in numbers]
+
+    kind = ClassLabels(names)
+    return write_labelled_rows(str(folder), plan, (4, 8, 16), kind, lambda: rows, encode, TOKENS.pad).dataset
 
 
 def checksum(arrays: Iterable[Mapping[str, Any]]) -> str:
@@ -67,33 +64,22 @@ def checksum(arrays: Iterable[Mapping[str, Any]]) -> str:
 
 def checksum_files(folder: Path) -> dict[str, str]:
     """Returns {"files": CRC-32C over the names and bytes of all files}."""
-    files = sorted(path for path in folder.iterdir() if path.is_file())
     crc = 0
-    for path in files:
+    for path in sorted(path for path in folder.iterdir() if path.is_file()):
         crc = google_crc32c.extend(crc, path.name.encode() + path.read_bytes())
     return {"files": f"{crc:08x}"}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_masked_datasets_and_batches_are_the_golden_ones(layout: str, tmp_path: Path) -> None:
-    dataset = make_masked(tmp_path, layout)
+@pytest.mark.parametrize("content", ["masked, compact", "masked, recipe", "labelled"])
+def test_datasets_and_batches_are_the_golden_ones(content: str, tmp_path: Path) -> None:
+    labelled = content == "labelled"
+    dataset = make_labelled(tmp_path) if labelled else make_masked(tmp_path, content.removeprefix("masked, "))
     checksums = checksum_files(tmp_path)
     for name, how in SLICES.items():
-        batches = MlmBatches(dataset, how, MASKING, SEED)
+        batches = LabelledBatches(dataset, how, SEED) if labelled else MlmBatches(dataset, how, MASKING, SEED)
+        evaluation = labelled_evaluation(dataset, how) if labelled else mlm_evaluation(dataset, how, MASKING)
         checksums[f"batches, {name}"] = checksum(vars(batches.batch(step)) for step in range(STEPS))
         checksums[f"far batches, {name}"] = checksum(vars(batches.batch(10**6 + step)) for step in range(STEPS))
-        checksums[f"evaluation, {name}"] = checksum(map(vars, mlm_evaluation(dataset, how, MASKING)))
+        checksums[f"evaluation, {name}"] = checksum(map(vars, evaluation))
         batches.close()
-    assert checksums == GOLDEN[f"masked, {layout}"]
-
-
-def test_labelled_datasets_and_batches_are_the_golden_ones(tmp_path: Path) -> None:
-    dataset = make_labelled(tmp_path)
-    checksums = checksum_files(tmp_path)
-    for name, how in SLICES.items():
-        batches = LabelledBatches(dataset, how, SEED)
-        checksums[f"batches, {name}"] = checksum(vars(batches.batch(step)) for step in range(STEPS))
-        checksums[f"far batches, {name}"] = checksum(vars(batches.batch(10**6 + step)) for step in range(STEPS))
-        checksums[f"evaluation, {name}"] = checksum(map(vars, labelled_evaluation(dataset, how)))
-        batches.close()
-    assert checksums == GOLDEN["labelled"]
+    assert checksums == GOLDEN[content]

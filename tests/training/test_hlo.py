@@ -1,5 +1,4 @@
-"""Claims about reading a compiled program: what devices exchange, and where an operation comes from. The texts are
-libtpu's, shortened."""
+"""Reading a compiled program: what devices exchange, and where an operation comes from. The texts are libtpu's."""
 
 from training.preflight.hlo import estimate_cycles, find_collectives, find_origin, share_of_loops
 

@@ -17,15 +17,13 @@ from training.telemetry.metrics import MetricsLog
 SECONDS = {"start": 2.0, "step": 6.0, "compile": 2.0, "total": 10.0}
 
 
-def attempt(
-    folder: Path, number: int, resumed_at: int, steps: range, error: BaseException | None, *, ended: bool = True
-) -> None:
+def attempt(folder: Path, number: int, resumed: int, steps: range, error: Exception | None, ended: bool = True) -> None:
     """What an attempt leaves in the run's folder."""
     start = folder / "attempts" / f"attempt-{number:04d}.t{number}.json"
     start.parent.mkdir(parents=True, exist_ok=True)
     record = {"run_id": "bert-<1>", "hosts": ["a", "b"], "code": "c0de", "config": {"seed": 1}}
     start.write_text(json.dumps({**record, "began": 1795169047.0 + number}))
-    log = MetricsLog(str(folder), number, resumed_at)
+    log = MetricsLog(str(folder), number, resumed)
     for step in steps:
         log.log(step, {"loss": 8.0 / step, "learning_rate": 1e-4, "examples_per_second": 100.0 + step})
     log.log(steps[-1], {"eval_loss": 2.5, "eval_accuracy": 0.25})
@@ -73,8 +71,7 @@ def test_the_report_of_a_finished_run_has_figures_and_confusion(tmp_path: Path) 
     html.write_confusion(
         str(tmp_path), ["card <lost>", "card stolen", "other"], [[7.0, 3.0, 0.0], [1.0, 9.0, 0.0], [0.0, 0.0, 5.0]]
     )
-    result = CliRunner().invoke(tpu_train, ["report", str(tmp_path)])
-    assert result.output.strip() == str(tmp_path / "report.html")
+    assert CliRunner().invoke(tpu_train, ["report", str(tmp_path)]).output.strip() == str(tmp_path / "report.html")
     page_text = texts((tmp_path / "report.html").read_text())
     for words in ("bank finished", "1,234.5", "9,876", "41.2%", "in steps: 60.0% of 10.0 s", "4 graphs"):
         assert words in page_text

@@ -1,5 +1,4 @@
-"""Claims about fresh weights: pure functions of seed, name and shape, so that every framework and every host starts
-from the same numbers."""
+"""Fresh weights are functions of seed, name and shape, so that all frameworks and hosts start from the same numbers."""
 
 import google_crc32c
 import numpy as np

@@ -1,5 +1,4 @@
-"""Claims about labelled rows: length buckets, static shapes, nothing lost, and batches that do not depend on the number
-of hosts."""
+"""Labelled rows: length buckets, static shapes, nothing lost, and batches that do not depend on the number of hosts."""
 
 import json
 import random
@@ -13,27 +12,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.training.damage import flip
+from tests.training.mlm_rows import TOKENS
 from training import storage
 from training.data.formats.dataset import Dataset
 from training.data.loading.labelled_batches import LabelledBatch, LabelledBatches, labelled_evaluation
 from training.data.loading.record_source import HostSlice
+from training.data.prepare import labelled_rows
 from training.data.prepare.corpus import Corpus
 from training.data.prepare.dataset_writer import DatasetPlan
-from training.data.prepare.labelled_rows import (
-    ClassLabels,
-    FloatLabels,
-    LabelledText,
-    select_columns,
-    write_labelled_rows,
-)
+from training.data.prepare.labelled_rows import ClassLabels, LabelledText, select_columns, write_labelled_rows
 from training.data.sampling.bucket_schedule import batch_of_step
-from training.data.sampling.masking import SpecialTokens
 from training.errors import BadInput
 
-TOKENS = SpecialTokens(mask=4, pad=3, special=frozenset(range(5)), vocabulary=100)
 LABELS = ["card", "cash", "transfer"]
 CLASSES = ClassLabels(tuple(LABELS))
 BUCKETS = (8, 16, 32)
+record_counts = st.lists(st.integers(1, 500), min_size=1, max_size=5)
 
 
 def rows(count: int, seed: int = 0) -> list[LabelledText]:
@@ -88,18 +82,16 @@ def test_rows_are_padded_to_their_bucket_and_cut_at_the_longest(tmp_path: Path) 
     assert made.note.split()[0] == str(sum(len(text.split()) > 32 for text, _ in rows(100)))
 
 
-@pytest.mark.parametrize(
-    ("count", "batch", "hosts"), [(100, 12, 1), (100, 12, 3), (7, 12, 2), (1, 4, 4), (100, 120, 2)]
-)
-def test_evaluation_covers_each_row_once(tmp_path: Path, count: int, batch: int, hosts: int) -> None:
+@pytest.mark.parametrize(("count", "size", "hosts"), [(100, 12, 1), (100, 12, 3), (7, 12, 2), (1, 4, 4), (100, 120, 2)])
+def test_evaluation_covers_each_row_once(tmp_path: Path, count: int, size: int, hosts: int) -> None:
     dataset = make(tmp_path, count)
-    parts = [list(labelled_evaluation(dataset, HostSlice(TOKENS, batch, host, hosts))) for host in range(hosts)]
+    parts = [list(labelled_evaluation(dataset, HostSlice(TOKENS, size, host, hosts))) for host in range(hosts)]
     assert len({len(host_batches) for host_batches in parts}) == 1
     together = [part for host_batches in parts for part in host_batches]
     assert contents(together) == expected(count)
     records = sorted(int(record) for part in together for record in part.records if record >= 0)
     assert records == list(range(count))
-    assert {len(part.records) for part in together} == {batch // hosts}
+    assert {len(part.records) for part in together} == {size // hosts}
     assert all((part.attention_mask.sum(axis=1) > 0).all() for part in together)
 
 
@@ -130,15 +122,8 @@ def test_every_row_is_seen_equally_often(tmp_path: Path, batch: int) -> None:
     assert max(abs(count - epochs) for count in seen.values()) <= 1
 
 
-@given(
-    st.lists(st.integers(1, 500), min_size=1, max_size=5),
-    st.integers(1, 200),
-    st.integers(0, 2**32),
-    st.integers(0, 300),
-)
-def test_the_schedule_gives_every_bucket_its_batches_in_order(
-    records: list[int], batch: int, seed: int, steps: int
-) -> None:
+@given(record_counts, st.integers(1, 200), st.integers(0, 2**32), st.integers(0, 300))
+def test_the_schedule_gives_each_bucket_batches_in_order(records: list[int], batch: int, seed: int, steps: int) -> None:
     taken: dict[int, list[int]] = {}
     for k in range(steps):
         bucket, number = batch_of_step(tuple(records), batch, seed, k)
@@ -222,10 +207,8 @@ def test_what_no_class_is_called_is_refused_with_its_row(label: object, message:
         ("a.jsonl", '{"text": "a", "label": 1}\n{"text": "b", "label": "high"}\n', r"a\.jsonl:2"),
     ],
 )
-def test_a_label_that_is_no_number_is_named_with_its_file_and_line(
-    tmp_path: Path, name: str, text: str, place: str
-) -> None:
+def test_a_label_that_is_no_number_is_named_with_its_place(tmp_path: Path, name: str, text: str, place: str) -> None:
     (tmp_path / name).write_text(text)
     corpus = Corpus(str(tmp_path / name))
     with pytest.raises(BadInput, match=rf"{place}: label 'high' is not a number: name the column with --label"):
-        list(select_columns(corpus.rows(), "text", "label", corpus.name, FloatLabels()))
+        list(select_columns(corpus.rows(), "text", "label", corpus.name, labelled_rows.FloatLabels()))

@@ -37,8 +37,7 @@ class Idle:
 
 
 def serve(last_words: bytes) -> str | None:
-    """Sends from host 0 to a host that has closed its connection after `last_words`. Returns why the attempt is
-    lost."""
+    """Sends from host 0 to a host that closed its connection after `last_words`. Returns why the attempt is lost."""
     network = SimpleNamespace(listen=lambda *_: Idle(), selector=Idle)
     threads = SimpleNamespace(event=Idle, start=lambda *_, **__: Idle())
     cluster = Cluster(0, ("127.0.0.1", "127.0.0.1"), run_id="r", secret=b"0123456789abcdef")

@@ -8,6 +8,7 @@ import pytest
 from click.shell_completion import ShellComplete
 from click.testing import CliRunner
 
+from tests.processes import run_python
 from training.cli.main import tpu_train
 from training.lazy_command import LazyCommand
 
@@ -60,8 +61,7 @@ def test_help_of_tpu_train_imports_neither_data_nor_configuration() -> None:
         "import sys; from training.cli.main import main\n"
         f"try: main()\nfinally: assert not [name for name in {heavy} if name in sys.modules]"
     )
-    ended = subprocess.run([sys.executable, "-c", script, "--help"], capture_output=True, text=True, timeout=60)
-    assert ended.returncode == 0, ended.stderr
+    run_python("-c", script, "--help")
 
 
 @pytest.mark.parametrize("end", ["raise EndAtOnce(3)", "raise DoesNotFit"])

@@ -5,12 +5,10 @@ from training.lint.rules import HOST, PROGRAM, SHAPE, VALUE, LintFinding, StepCh
 FOUR, FIVE = {"x": (4, 8)}, {"x": (5, 8)}
 
 
-def step(
-    compilations: int = 0, *findings: LintFinding, numbers: tuple[int, ...] = (1,), transfers: int = 0
-) -> StepTrace:
+def step(compiled: int = 0, *findings: LintFinding, numbers: tuple[int, ...] = (1,), transfers: int = 0) -> StepTrace:
     rolls = [TracedOperation("roll", f"([4, 8], {number})", "m.py:2") for number in numbers]
     operations = [TracedOperation("addmm", "([4, 8])", "m.py:1"), *rolls]
-    return StepTrace(list(findings), operations, compilations, transfers)
+    return StepTrace(list(findings), operations, compiled, transfers)
 
 
 def check_steps(*steps: tuple[dict[str, tuple[int, ...]], StepTrace], expected: int = 1) -> list[LintFinding]:

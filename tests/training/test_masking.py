@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis.strategies import integers
 
 from tests.training.mlm_rows import unmask
 from training.data.sampling import random_bits
@@ -30,7 +30,7 @@ def test_splitmix64_gives_its_published_numbers() -> None:
     assert random_bits.mix_int(1234567 + random_bits.GOLDEN) == expected[0]
 
 
-@given(st.integers(0, 2**64 - 1), st.integers(0, 2**63 - 1))
+@given(integers(0, 2**64 - 1), integers(0, 2**63 - 1))
 def test_keys_is_key_for_arrays(seed: int, number: int) -> None:
     state = random_bits.key(seed, "x", 3)
     assert random_bits.keys(state, np.array([number]))[0] == random_bits.mix_int(
@@ -45,14 +45,7 @@ def test_the_masks_are_pinned() -> None:
     assert masked.input_ids[masked.input_ids != np.arange(100, 140).reshape(2, 20)].tolist() == [4, 4, 4, 4, 4]
 
 
-@given(
-    st.integers(1, 8),
-    st.integers(2, 80),
-    st.integers(1, 100),
-    st.integers(0, 2**63),
-    st.integers(-1, 50),
-    st.integers(0, 9),
-)
+@given(integers(1, 8), integers(2, 80), integers(1, 100), integers(0, 2**63), integers(-1, 50), integers(0, 9))
 def test_labels_restore_the_row(count: int, length: int, percent: int, seed: int, epoch: int, data: int) -> None:
     ids = rows(count, length, data)
     masked = Masker(Masking(percent), TOKENS, seed)(ids, epoch, np.arange(count))
@@ -67,7 +60,7 @@ def test_labels_restore_the_row(count: int, length: int, percent: int, seed: int
     assert (masked.positions[~used] == 0).all()
 
 
-@given(st.integers(1, 20), st.integers(0, 2**63))
+@given(integers(1, 20), integers(0, 2**63))
 def test_a_row_is_masked_alike_in_any_company(place: int, seed: int) -> None:
     ids, masker = rows(21, 32), Masker(Masking(), TOKENS, seed)
     together = masker(ids, np.arange(21) % 3, np.arange(100, 121))
@@ -88,11 +81,9 @@ def test_seed_epoch_and_record_each_change_the_masks() -> None:
 
 
 def test_80_percent_mask_10_percent_random_10_percent_kept() -> None:
-    ids = rows(4000, 128)
-    masked = Masker(Masking(), TOKENS, 1)(ids, 0, np.arange(4000))
+    masked = Masker(Masking(), TOKENS, 1)(rows(4000, 128), 0, np.arange(4000))
     used = masked.weights > 0
-    at = np.nonzero(used)[0], masked.positions[used]
-    shown, count = masked.input_ids[at], used.sum()
+    shown, count = masked.input_ids[np.nonzero(used)[0], masked.positions[used]], used.sum()
     assert abs((shown == TOKENS.mask).mean() - 0.8) < 4 * (0.16 / count) ** 0.5
     assert abs((shown == masked.labels[used]).mean() - 0.1) < 4 * (0.09 / count) ** 0.5 + 0.001
     random = shown[(shown != TOKENS.mask) & (shown != masked.labels[used])]
@@ -101,8 +92,7 @@ def test_80_percent_mask_10_percent_random_10_percent_kept() -> None:
 
 
 def test_each_position_is_as_likely_as_any_other() -> None:
-    ids = np.full((20_000, 40), 500, np.int32)
-    masked = Masker(Masking(), TOKENS, 3)(ids, 0, np.arange(20_000))
+    masked = Masker(Masking(), TOKENS, 3)(np.full((20_000, 40), 500, np.int32), 0, np.arange(20_000))
     counts = np.bincount(masked.positions[masked.weights > 0], minlength=40)
     expected = 20_000 * 6 / 40
     assert ((counts - expected) ** 2 / expected).sum() < 80  # chi-squared with 39 degrees: p < 0.0001 above

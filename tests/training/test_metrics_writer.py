@@ -1,5 +1,4 @@
-"""Storage that refuses, is slow or loses an answer does not stop training: what could not be written is written later,
-once, or is named."""
+"""Storage that refuses, is slow or loses an answer stops no training: lines are written later, once, or named."""
 
 import threading
 import time
@@ -70,9 +69,7 @@ def test_each_line_is_written_once_however_often_storage_refuses(tmp_path: Path,
     assert all("503 Service Unavailable; training continues" in message for message in warnings)
 
 
-def test_an_attempt_that_is_killed_soon_has_said_where_it_began(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_attempt_killed_soon_has_said_where_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or the history would keep steps of an earlier attempt that were done again, perhaps one that was not finite."""
     monkeypatch.setattr(writer, "FLUSH_SECONDS", 600.0)
     failed = MetricsLog(str(tmp_path), 0, 0)
@@ -91,9 +88,7 @@ def test_an_attempt_that_is_killed_soon_has_said_where_it_began(
     killed.finish(60)
 
 
-def test_a_commit_waits_until_its_metrics_are_stored_unless_storage_hangs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_commit_waits_for_its_metrics_unless_storage_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "FLUSH_SECONDS", 1000.0)
     log, release = metrics_writer(tmp_path, default_storage, []), threading.Event()
     for step in range(1, 4):
@@ -122,8 +117,7 @@ def test_a_preempted_run_does_not_wait_for_its_metrics(
     threading.Timer(1, shutdown.request).start()
     began = time.monotonic()
     weather = Weather(1_000_000)
-    runs = Runs(tmp_path, weather)
-    assert runs.train("r", 0, shutdown=shutdown, train__steps=4)["committed_step"] == 4
+    assert Runs(tmp_path, weather).train("r", 0, shutdown=shutdown, train__steps=4)["committed_step"] == 4
     assert time.monotonic() - began < 20
     weather.refused = 0  # lets the writer's thread end
     assert "the last metrics are not written: " in capsys.readouterr().err
@@ -171,9 +165,7 @@ def test_the_trackers_of_an_attempt_learn_whether_it_failed(tmp_path: Path, erro
     assert ends == [failed]
 
 
-def test_recording_an_error_takes_less_than_other_hosts_wait(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_recording_an_error_takes_less_than_others_wait(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     release = threading.Event()
     context = attempt_end.AttemptContext(Console(True), close=[lambda: release.wait(60)])
     began = time.monotonic()

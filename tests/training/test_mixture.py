@@ -1,5 +1,4 @@
-"""Claims about mixtures: an epoch has each record as often as it should, whatever the hosts, and parts that do not fit
-are refused."""
+"""A mixture's epoch has each record as often as it should, on any hosts; parts that do not fit are refused."""
 
 import shutil
 from collections import Counter

@@ -1,5 +1,4 @@
-"""Claims about the order of records and about batches: functions of the step, whatever the number of hosts and whatever
-was read before."""
+"""The order of records and batches: functions of the step, on any number of hosts and whatever was read before."""
 
 from collections import Counter
 from pathlib import Path
@@ -49,9 +48,7 @@ def of_rows(records: int, *, seed: int, batch: int) -> TrainingOrder:
 
 
 @given(st.integers(1, 400), st.integers(1, 9), st.integers(1, 40), st.integers(1, 70), st.integers(0, 2**64))
-def test_batches_run_through_the_epochs_without_dropping_or_repeating(
-    records: int, block: int, depth: int, batch: int, seed: int
-) -> None:
+def test_batches_drop_and_repeat_nothing(records: int, block: int, depth: int, batch: int, seed: int) -> None:
     shuffled = small(records, block, depth, seed, batch)
     steps = -(-3 * records // batch)
     epochs, seen = map(np.concatenate, zip(*(batch_records(shuffled, k) for k in range(steps)), strict=True))
@@ -70,8 +67,7 @@ def test_epochs_seeds_and_nothing_else_change_the_order() -> None:
 
 
 def test_the_order_is_pinned() -> None:
-    """What a seed means must not change between versions: a resumed run would see records twice. Another order is
-    another ORDER_VERSION."""
+    """Between versions a seed must keep its meaning, for resumed runs. Another order is another ORDER_VERSION."""
     assert batch_records(of_rows(1000, seed=7, batch=8), 3)[1].tolist() == [21, 455, 117, 120, 345, 814, 508, 267]
     expected = [474908, 312645, 737548, 688430, 741921, 383102, 152752, 416484]
     assert batch_records(of_rows(1_000_000, seed=7, batch=8), 100_000)[1].tolist() == expected
@@ -93,8 +89,7 @@ def test_a_record_is_anywhere_in_the_epoch(first: int) -> None:
 
 @pytest.mark.parametrize("batch", [32, 256, 4096])
 def test_neighbours_are_spread_over_batches(batch: int) -> None:
-    """In a batch of B rows a record meets on average about B / WINDOW_BLOCKS records of its own block, and not more
-    than a few of them."""
+    """In a batch of B rows a record meets on average about B / WINDOW_BLOCKS records of its own block."""
     shuffled = of_rows(450_000, seed=5, batch=batch)
     mates = [Counter((batch_records(shuffled, k)[1] // shuffled.block).tolist()) for k in range(60)]
     others = [count - 1 for counts in mates for count in counts.values() for _ in range(count)]
@@ -108,8 +103,7 @@ def test_batches_do_not_depend_on_the_number_of_hosts(
     samples: Any, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     count = data.draw(st.integers(1, 150))
-    folder = tmp_path_factory.mktemp("dataset")
-    dataset = samples.make(folder, count, per_shard=data.draw(st.integers(1, 60)))
+    dataset = samples.make(tmp_path_factory.mktemp("dataset"), count, per_shard=data.draw(st.integers(1, 60)))
     seed = data.draw(st.integers(0, 2**63))
     alone = batches(dataset, seed=seed)
     for hosts in (2, 3, 4, 8):
@@ -119,9 +113,7 @@ def test_batches_do_not_depend_on_the_number_of_hosts(
 
 
 @pytest.mark.parametrize(("records", "batch", "hosts"), [(50, 24, 1), (50, 24, 3), (48, 24, 2), (1, 8, 8), (23, 24, 4)])
-def test_evaluation_covers_each_record_once_and_weights_out_the_rest(
-    samples: Any, tmp_path: Path, records: int, batch: int, hosts: int
-) -> None:
+def test_evaluation_covers_each_record_once(samples: Any, tmp_path: Path, records: int, batch: int, hosts: int) -> None:
     dataset = samples.make(tmp_path, records)
     parts = [list(mlm_evaluation(dataset, HostSlice(TOKENS, batch, host, hosts), MASKING)) for host in range(hosts)]
     whole = [joined(list(parts_of_hosts)) for parts_of_hosts in zip(*parts, strict=True)]

@@ -1,5 +1,4 @@
-"""What is not finite is not committed, is not restored, and ends a run only when trying again changes nothing. The real
-loop, over a backend of a few numbers."""
+"""What is not finite is neither committed nor restored, and ends a run only when trying again changes nothing."""
 
 import json
 from pathlib import Path
@@ -37,8 +36,7 @@ def test_an_update_that_is_not_finite_is_not_committed(runs: Runs, bad_step: int
     with pytest.raises(NonFinite, match=rf"the gradient norm of step {bad_step} is nan.*No later step is saved"):
         runs.train("r", 0, lambda number: "update" if number == bad_step else None)
     assert steps(runs, "r")[0] == bad_step - 9
-    summary = runs.train("r", 1)
-    assert (summary["steps"], steps(runs, "r")[0]) == (40, 40)
+    assert (runs.train("r", 1)["steps"], steps(runs, "r")[0]) == (40, 40)
 
 
 def test_the_same_step_twice_is_an_end_that_no_attempt_changes(runs: Runs) -> None:
@@ -74,9 +72,7 @@ def test_a_run_goes_back_a_few_checkpoints_and_not_for_ever() -> None:
     assert isinstance(NonFiniteHistory(records).judge(error, 70), BadInput)
 
 
-def test_a_skipped_step_leaves_the_state_and_is_counted_across_attempts(
-    runs: Runs, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_skipped_steps_leave_the_state_and_count_over_attempts(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
     def fault(number: int) -> str | None:
         return {5: "loss", 25: "update"}.get(number)
 
@@ -91,8 +87,7 @@ def test_a_skipped_step_leaves_the_state_and_is_counted_across_attempts(
     assert lines[26]["loss"] is not None
     assert [lines[step]["skipped_steps"] for step in (5, 6, 25, 26, 40)] == [0, 1, 1, 2, 2]
     assert lines[40]["gradient_norm"] == 0.5
-    out = capsys.readouterr()
-    assert "the loss of step 5 is nan: its update was skipped (1 so far)" in out.err
+    assert "the loss of step 5 is nan: its update was skipped (1 so far)" in capsys.readouterr().err
     page = Path(write_report(str(runs.path("r")))).read_text()
     assert "Gradient norm" in page
     assert "2 step(s) were skipped" in page
@@ -103,9 +98,7 @@ def test_a_run_that_skips_every_step_ends(runs: Runs) -> None:
         runs.train("r", 0, lambda number: "loss", train__on_nonfinite="skip", train__steps=MOST_SKIPPED + 5)
 
 
-def test_an_evaluation_that_is_not_finite_is_named_and_everything_stays_json(
-    runs: Runs, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_evaluation_not_finite_is_named_and_all_stays_json(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
     best = {"metric": "loss", "mode": "min"}  # so that saves come after evaluations, and know their figures
     changes = {"evaluation_loss": float("nan"), "evaluation__every": 10, "checkpoint__best": best}
     with pytest.raises(StopRequested):

@@ -25,7 +25,6 @@ def test_a_block_is_read_by_one_host_except_in_the_uneven_window(hosts: int) -> 
 
 @pytest.mark.parametrize(("batch", "record_bytes"), [(4096, 1100), (1536, 298), (1000, 298), (96, 298), (65_536, 1100)])
 def test_other_batches_are_read_about_once_too(batch: int, record_bytes: int) -> None:
-    """By 8 hosts."""
     shuffled = order.training_order(4_000_000, record_bytes, seed=1, batch=batch)
     number = (shuffled.uneven_window(0) + 1) % shuffled.windows
     read = sum(blocks_of_hosts(shuffled, batch, 0, number, 8)) * shuffled.block
@@ -46,7 +45,6 @@ def test_the_blocks_are_permuted_once_an_epoch_for_all_its_windows(monkeypatch: 
     shuffled = order.training_order(3_800_000 * 880, 298, seed=11, batch=256)
     for number in (0, 1, 7000, shuffled.windows - 1):
         began = time.process_time()
-        records = shuffled.window(2, number)
-        assert len(np.unique(records // shuffled.block)) >= order.WINDOW_BLOCKS
+        assert len(np.unique(shuffled.window(2, number) // shuffled.block)) >= order.WINDOW_BLOCKS
         assert number == 0 or time.process_time() - began < 1
     assert counts == [shuffled.blocks]

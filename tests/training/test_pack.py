@@ -1,8 +1,8 @@
-"""Claims about writing datasets: nothing is lost, the same input gives the same bytes, and an interrupted run is taken
-up."""
+"""Writing datasets: nothing is lost, the same input gives the same bytes, and an interrupted run is taken up."""
 
 import random
-from collections.abc import Callable, Iterator
+import tracemalloc
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,9 +63,7 @@ def test_only_the_last_tail_of_a_split_is_dropped(
 
 
 @pytest.mark.parametrize("place", ["local", "gs://bucket/data"])
-def test_a_run_killed_anywhere_is_taken_up_and_ends_in_the_same_bytes(
-    tmp_path: Path, gcs: Any, monkeypatch: pytest.MonkeyPatch, place: str
-) -> None:
+def test_killed_runs_end_in_same_bytes(tmp_path: Path, gcs: Any, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     monkeypatch.setattr(pack, "BATCH_DOCUMENTS", 3)
     documents = corpus(30)
     pack_documents(str(tmp_path / "undisturbed"), plan(), lambda: documents, encode)
@@ -75,20 +73,16 @@ def test_a_run_killed_anywhere_is_taken_up_and_ends_in_the_same_bytes(
     class Killed(BaseException):
         pass
 
-    def dies_before_write(number: int) -> Callable[..., Any]:
-        left = [number]
-
-        def dying(*arguments: Any, **options: Any) -> Any:
-            if not left[0]:
-                raise Killed
-            left[0] -= 1
-            return write(*arguments, **options)
-
-        return dying
-
     for number in range(40):
         url = str(tmp_path / f"killed-{number}") if place == "local" else f"gs://bucket/data/killed-{number}"
-        monkeypatch.setattr(storage, "write", dies_before_write(number))
+        writes = iter(range(number))
+
+        def write_or_die(*arguments: Any, writes: Iterator[int] = writes, **options: Any) -> Any:
+            if next(writes, None) is None:
+                raise Killed
+            return write(*arguments, **options)
+
+        monkeypatch.setattr(storage, "write", write_or_die)
         try:
             pack_documents(url, plan(), lambda: documents, encode)
             finished = True
@@ -101,8 +95,7 @@ def test_a_run_killed_anywhere_is_taken_up_and_ends_in_the_same_bytes(
             encoded[0] += len(texts)
             return encode(texts)
 
-        again = pack_documents(url, plan(), lambda: documents, counted)
-        assert again.reused is finished
+        assert pack_documents(url, plan(), lambda: documents, counted).reused is finished
         assert content(url) == expected
         if finished:
             break
@@ -111,9 +104,7 @@ def test_a_run_killed_anywhere_is_taken_up_and_ends_in_the_same_bytes(
     assert finished
 
 
-def test_a_half_written_or_replaced_shard_of_an_interrupted_run_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_half_written_shard_of_a_killed_run_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pack, "BATCH_DOCUMENTS", 3)
     documents = corpus(30)
     pack_documents(str(tmp_path / "undisturbed"), plan(), lambda: documents, encode)
@@ -175,8 +166,6 @@ def test_ids_beyond_the_vocabulary_are_never_written(tmp_path: Path) -> None:
 
 def test_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
     """20 MB of text pass through batches and shards of a few hundred kB; Python's own peak stays below 8 MB."""
-    import tracemalloc
-
     text = " ".join(str(number % 1000) for number in range(20_000))
 
     def documents() -> Iterator[str]:

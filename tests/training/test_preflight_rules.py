@@ -1,5 +1,4 @@
-"""Claims about preflight's pure parts: which programs a run has, what a refusal means, the search for the largest
-batch, the bound."""
+"""Preflight's pure parts: a run's programs, what a refusal means, the search for the largest batch, the bound."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,19 +12,11 @@ from tests.processes import run_module
 from training.accelerators import ACCELERATORS, GENERATIONS, accelerator
 from training.config import TrainerConfig
 from training.errors import BadInput
+from training.preflight import report
 from training.preflight.checked_programs import CheckedPrograms
 from training.preflight.compiler import Program, hash_hlo
 from training.preflight.programs import Graph, TracedProgram, assume_facts, empty_batch, list_graphs
-from training.preflight.report import (
-    GIB,
-    Costs,
-    add_mesh_advice,
-    add_remat_advice,
-    describe_refusal,
-    explain_refusal,
-    parse_allocations,
-    roofline,
-)
+from training.preflight.report import GIB, describe_refusal, explain_refusal, roofline
 from training.preflight.search import bisect, estimate_edge
 
 CONFIG = TrainerConfig.model_validate(
@@ -93,7 +84,7 @@ def test_assumed_facts_must_fit_the_task(task: str, lengths: tuple[int, ...], la
 def test_a_refusal_for_memory_is_explained() -> None:
     told = "does not fit: it needs 22.46 GiB of HBM a device, and 15.48 GiB are there"
     assert explain_refusal(REFUSAL) == (int(22.46 * GIB), told)
-    (allocation,) = parse_allocations(REFUSAL)
+    (allocation,) = report.parse_allocations(REFUSAL)
     assert (allocation.bytes, allocation.count, allocation.shape) == (3 * GIB, 2, "f32[24,16,512,512]")
     assert allocation.where == "bert.encoder.layer.*.attention.self: softmax"
 
@@ -112,15 +103,16 @@ def test_a_program_that_does_not_fit_is_reported_with_advice_on_remat() -> None:
     traced = TracedProgram(Graph("training", 128, 512), Program(""), 0, 0.0)
     large, less = (describe_refusal(traced, f"Used {size}G of 15.48G hbm.", 1.0) for size in ("22.46", "16.00"))
     remat = "and 15.48 GiB are there; with train.remat: layers it would need 16.00 GiB"
-    assert str(add_remat_advice(large, less).reason).endswith(remat)
-    assert str(add_remat_advice(large, replace(less, fits=True)).reason).endswith("it would need 16.00 GiB and fit")
-    mesh = str(add_mesh_advice(large, 4, replace(less, fits=True)).reason)
+    assert str(report.add_remat_advice(large, less).reason).endswith(remat)
+    fitting = report.add_remat_advice(large, replace(less, fits=True))
+    assert str(fitting.reason).endswith("it would need 16.00 GiB and fit")
+    mesh = str(report.add_mesh_advice(large, 4, replace(less, fits=True)).reason)
     assert mesh.endswith("; with train.mesh.fsdp: 4 it would need 16.00 GiB and fit")
-    assert str(add_mesh_advice(large, 8, None).reason).endswith("; no train.mesh.fsdp up to 8 makes it fit")
+    assert str(report.add_mesh_advice(large, 8, None).reason).endswith("; no train.mesh.fsdp up to 8 makes it fit")
 
 
 def test_the_estimated_time_is_cycles_at_the_clock_that_gives_a_chip_its_peak() -> None:
-    assert Costs(1.0, 1.0, "FLOPs", 1.0, cycles=1_500_000, clock_hertz=1.5e9).seconds == pytest.approx(1e-3)
+    assert report.Costs(1.0, 1.0, "FLOPs", 1.0, cycles=1_500_000, clock_hertz=1.5e9).seconds == pytest.approx(1e-3)
     for generation in GENERATIONS:
         products = generation.bf16_flops_per_chip / generation.clock_hertz / (2 * 128 * 128)  # units of 128 x 128
         assert products == pytest.approx(round(products), rel=0.01), generation.name

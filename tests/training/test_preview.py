@@ -17,8 +17,7 @@ TOKENS = SpecialTokens(mask=4, pad=3, special=frozenset(range(5)), vocabulary=10
 def tokenizer(pieces: list[str], kind: str) -> bytes:
     added = [{"id": number, "content": pieces[number], "special": True} for number in range(5)]
     scores, numbers = [[piece, 0.0] for piece in pieces], {piece: number for number, piece in enumerate(pieces)}
-    vocabulary = {"vocab": scores if kind == "Unigram" else numbers}
-    model = {"type": kind, "continuing_subword_prefix": "##", **vocabulary}
+    model = {"type": kind, "continuing_subword_prefix": "##", "vocab": scores if kind == "Unigram" else numbers}
     return json.dumps({"added_tokens": added, "model": model}).encode()
 
 

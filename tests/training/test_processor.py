@@ -8,7 +8,6 @@ CPUINFO = "processor\t: 0\nmodel name\t: AMD EPYC\nflags\t\t: fpu sse4_1 {}\nbug
 
 
 def described(folder: Path, features: str) -> str | None:
-    """Of a processor with these features."""
     (folder / "cpuinfo").write_text(CPUINFO.format(features))
     return describe_slow_products(read_flags(folder / "cpuinfo"))
 
@@ -16,8 +15,7 @@ def described(folder: Path, features: str) -> str | None:
 def test_a_processor_without_wide_instructions_is_slow(tmp_path: Path) -> None:
     assert described(tmp_path, "avx avx2 fma avx512f avx512bw avx512vl avx512dq") is None
     assert described(tmp_path, "avx avx2 fma avx512f") == described(tmp_path, "avx avx2 fma")
-    line = described(tmp_path, "avx avx2 fma")
-    assert line.startswith("this processor has AVX2 and no AVX-512: ")
+    assert described(tmp_path, "avx avx2 fma").startswith("this processor has AVX2 and no AVX-512: ")
     assert "has no AVX2: " in (described(tmp_path, "avx") or "")
 
 

@@ -1,5 +1,4 @@
-"""Profiles that are asked for while a trainer works: which steps, where the result is, and that nothing of it can end a
-training."""
+"""Profiles asked for while a trainer works: which steps, where the result is, and that none can end a training."""
 
 import contextlib
 import json
@@ -146,8 +145,6 @@ class Failing(Tracer):
 
 
 class Full:
-    """Storage that takes nothing."""
-
     def write(self, *_: Any) -> None:
         raise StorageError("no space")
 
@@ -161,9 +158,7 @@ class Full:
     ],
     ids=["start", "stop", "storage"],
 )
-def test_a_failure_is_the_answer_and_training_continues(
-    tmp_path: Path, tracer: Any, options: dict[str, Any], problem: str
-) -> None:
+def test_a_failure_is_told_and_ends_nothing(tmp_path: Path, tracer: Any, options: dict[str, Any], problem: str) -> None:
     training = Training(tmp_path, tracer, **options)
     with training.profiler:
         with asking(training.requests, "bad", 2) as ended:

@@ -68,8 +68,7 @@ def test_a_hung_step_is_told_with_its_part_and_for_how_long() -> None:
 def test_the_file_is_written_by_a_thread_while_the_loop_hangs(tmp_path: Path) -> None:
     path = tmp_path / "progress"
     timer = PhaseTimer()
-    progress = HostProgress(timer, path=str(path))
-    with timer.phase("evaluation"), progress.writing():
+    with timer.phase("evaluation"), HostProgress(timer, path=str(path)).writing():
         wait_until(path.exists)
         line = parse(path.read_text())
     assert (line.phase, line.memory_total > 0) == ("evaluation", True)

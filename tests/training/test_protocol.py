@@ -6,16 +6,9 @@ from typing import Any
 
 import pytest
 
+from training.distributed import handshake as handshakes
 from training.distributed.barrier_state import Identity
-from training.distributed.handshake import (
-    HANDSHAKE_SECONDS,
-    RENDEZVOUS,
-    SPARE_CONNECTIONS,
-    ClientHandshake,
-    HostCredentials,
-    Refusal,
-    make_nonce,
-)
+from training.distributed.handshake import RENDEZVOUS, ClientHandshake, HostCredentials, Refusal, make_nonce
 from training.distributed.messages import HANDSHAKE_BYTES, HOST_BYTES, LineBuffer, Malformed, encode
 from training.distributed.server_protocol import Actions, ServerProtocol, summarize
 
@@ -198,10 +191,10 @@ def test_a_silent_connection_is_closed_after_its_time_and_a_slow_host_is_not() -
     silent, slow = meeting.open(now=0.0), meeting.open(now=0.0)
     hello = ClientHandshake(OWN, 1, make_nonce()).answer_challenge(meeting.line(slow, 0))
     for place in range(0, len(hello), 50):
-        meeting.send(slow, hello[place : place + 50], now=HANDSHAKE_SECONDS / 2)
-    meeting.perform(meeting.server.tick(HANDSHAKE_SECONDS - 0.01))
+        meeting.send(slow, hello[place : place + 50], now=handshakes.HANDSHAKE_SECONDS / 2)
+    meeting.perform(meeting.server.tick(handshakes.HANDSHAKE_SECONDS - 0.01))
     assert not meeting.is_closed(silent)
-    meeting.perform(meeting.server.tick(HANDSHAKE_SECONDS))
+    meeting.perform(meeting.server.tick(handshakes.HANDSHAKE_SECONDS))
     assert meeting.is_closed(silent)
     assert not meeting.is_closed(slow)
 
@@ -210,7 +203,7 @@ def test_too_many_pending_connections_close_the_oldest() -> None:
     meeting = Meeting()
     hosts = [meeting.join(worker)[0] for worker in range(2)]
     pending = [meeting.open() for _ in range(1000)]
-    assert meeting.server.connections == OWN.identity.hosts + SPARE_CONNECTIONS
+    assert meeting.server.connections == OWN.identity.hosts + handshakes.SPARE_CONNECTIONS
     assert meeting.is_closed(pending[0])
     assert not meeting.is_closed(pending[-1])
     assert not any(meeting.is_closed(host) for host in hosts)
@@ -218,8 +211,7 @@ def test_too_many_pending_connections_close_the_oldest() -> None:
 
 
 def test_a_message_to_all_hosts_is_encoded_once() -> None:
-    own = replace(OWN, identity=Identity("run", 1, 512))
-    meeting = Meeting(own)
+    meeting = Meeting(replace(OWN, identity=Identity("run", 1, 512)))
     hosts = [meeting.join(worker)[0] for worker in range(512)]
     for worker, host in enumerate(hosts):
         meeting.send(host, {"arrive": "parts", "payload": {"name": worker}, "seconds": 10})
@@ -229,8 +221,7 @@ def test_a_message_to_all_hosts_is_encoded_once() -> None:
 
 
 def test_news_are_bounded_for_any_number_of_hosts() -> None:
-    own = replace(OWN, identity=Identity("run", 1, 512))
-    meeting = Meeting(own)
+    meeting = Meeting(replace(OWN, identity=Identity("run", 1, 512)))
     hosts = [meeting.join(worker)[0] for worker in range(512)]
     for worker, host in enumerate(hosts):
         meeting.send(host, {"phase": f"step {worker}"})  # no two alike

@@ -18,13 +18,8 @@ STUBBORN = "import os, signal, sys, time\nrank = os.environ['RANK']\nsignal.sign
 
 
 def begin(program: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", PARENT, program],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
-    )
+    command, environment = [sys.executable, "-c", PARENT, program], {**os.environ, "PYTHONUNBUFFERED": "1"}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
 def test_every_line_has_its_rank_and_all_end_well() -> None:
@@ -70,8 +65,7 @@ def test_signals_are_forwarded_and_every_process_ends_in_its_own_time() -> None:
         "signal.signal(signal.SIGTERM, save)\nprint('ready')\ntime.sleep(600)"
     )
     process = begin(program)
-    lines = [process.stdout.readline() for _ in range(3)]
-    assert all("ready" in line for line in lines)
+    assert all("ready" in process.stdout.readline() for _ in range(3))
     process.send_signal(signal.SIGTERM)
     out, errors = process.communicate(timeout=60)
     assert process.returncode == 75

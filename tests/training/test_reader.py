@@ -136,8 +136,7 @@ def test_a_shard_replaced_or_removed_during_a_run_stops_it(samples: Any, tmp_pat
 
 
 def test_neighbouring_blocks_are_read_in_large_requests(samples: Any, gcs: Any) -> None:
-    dataset = samples.make("gs://bucket/data", 5000, per_shard=5000)
-    training_batches = mlm_batches(dataset)
+    training_batches = mlm_batches(samples.make("gs://bucket/data", 5000, per_shard=5000))
     gcs.requests.clear()
     [training_batches.batch(k) for k in range(0, 300, 60)]
     assert len([path for _, path, _ in gcs.requests if path.startswith("/download/")]) == 1

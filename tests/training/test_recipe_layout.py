@@ -33,8 +33,7 @@ def test_batches_are_those_of_the_compact_layout(samples: Any, tmp_path: Path, g
 
 
 def publish(folder: Path, ids: Any, counts: list[int], *, name: str = "dataset", padded: tuple[int, ...] = ()) -> None:
-    """Shards as the public recipe's script writes them: protobuf's field order for a map is any. `padded`: records
-    whose last two tokens are padding."""
+    """Shards as the public recipe's script writes them. `padded`: records whose last two tokens are padding."""
     start = 0
     for number, count in enumerate(counts):
         framed = tfrecord.join(
@@ -46,9 +45,7 @@ def publish(folder: Path, ids: Any, counts: list[int], *, name: str = "dataset",
 
 
 @pytest.mark.parametrize("on_corrupt", ["stop", "skip"])
-def test_padded_rows_of_the_public_layout_are_refused_with_their_place(
-    samples: Any, tmp_path: Path, on_corrupt: str
-) -> None:
+def test_padded_public_rows_are_refused_with_their_place(samples: Any, tmp_path: Path, on_corrupt: str) -> None:
     publish(tmp_path, samples.ids(20), [10, 10], padded=(13,))
     dataset = open_dataset(str(tmp_path))
     message = r"dataset-1-10\.tfrecord: record 3 at byte \d+ has padding \(its attention_mask is not all 1\)"
@@ -74,9 +71,7 @@ def test_a_public_dataset_is_the_same_after_touch_and_another_with_other_ends(sa
     assert open_dataset(str(tmp_path)).hash != before
 
 
-def test_a_public_shard_is_read_whole_once_by_all_threads_and_sources(
-    samples: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_read_a_public_shard_whole_once(samples: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     publish(tmp_path, samples.ids(160), [20] * 8)
     dataset = open_dataset(str(tmp_path))
     whole: list[str] = []

@@ -14,9 +14,7 @@ def damage(folder: Path) -> None:
     flip(path, path.stat().st_size // 2)
 
 
-def test_a_damaged_record_counts_once_in_an_epoch_and_a_damaged_evaluation_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_record_counts_once_and_evaluations_tell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = Runs(tmp_path)
     damage(runs.folder / "train")
     damage(runs.folder / "evaluation")

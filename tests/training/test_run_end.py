@@ -93,9 +93,7 @@ def test_hosts_that_hold_other_slices_compare_what_both_hold() -> None:
         compare_weights(run, state, 2, 1.0)
 
 
-def test_a_run_frees_the_memory_of_its_snapshots_before_it_copies_the_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_frees_its_snapshots_before_it_copies_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     buffers: list[weakref.ref[Any]] = []
 
     class Buffer(writer._PartBuffer):

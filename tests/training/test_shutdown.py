@@ -32,9 +32,8 @@ STUCK = "import socket; a, b = socket.socketpair(); a.recv(1)"
 
 
 def start(then: str) -> subprocess.Popen[str]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM.format(then=then)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    command = [sys.executable, "-c", PROGRAM.format(then=then)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "ready\n"
     return process
 

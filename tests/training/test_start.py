@@ -1,5 +1,4 @@
-"""Before the first step all hosts have the same facts and the same output folder, or the run stops and says who
-differs."""
+"""Before the first step all hosts have the same facts and output folder, or the run stops and says who differs."""
 
 import contextlib
 from collections.abc import Iterator

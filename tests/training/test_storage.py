@@ -61,11 +61,7 @@ def test_join(parts: tuple[str, ...], joined: str) -> None:
 
 
 @pytest.mark.parametrize("code", [errno.EPERM, errno.ENOSYS, errno.ENOTSUP])
-def test_a_mounted_bucket_without_hard_links_is_named_with_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
-    """Cloud Storage FUSE has none."""
-
+def test_a_mount_without_hard_links_gets_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     def refuse(*_: object) -> None:
         raise OSError(code, os.strerror(code))
 

@@ -11,8 +11,7 @@ from training.data.formats import tfrecord
 
 
 def test_a_frame_is_length_crc_data_crc() -> None:
-    # crc32c("123456789") = 0xe3069283 (RFC 3720's check value); rotated right by 15: 0x2507c60d; plus 0xa282ead8:
-    # 0xc78ab0e5
+    # crc32c("123456789") = 0xe3069283 (RFC 3720's check value), rotated by 15: 0x2507c60d, plus 0xa282ead8: 0xc78ab0e5
     framed = tfrecord.frame(b"123456789")
     assert framed[:8] == b"\x09" + b"\0" * 7
     assert framed[12:-4] == b"123456789"

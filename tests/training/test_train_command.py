@@ -1,5 +1,4 @@
-"""`tpu-train train` says a user's mistake in one message and exits with 2, before any framework is imported: there is
-none here."""
+"""`tpu-train train` says a user's mistake in one message and exits with 2, without any framework."""
 
 from pathlib import Path
 
@@ -32,7 +31,7 @@ def is_one_message(text: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "environment", "expected"),
+    ("arguments", "environment", "told"),
     [
         (["train", "nowhere.yaml"], {}, "nowhere.yaml: no such file"),
         (["train", "run.yaml"], {}, "tokenizer is not a tokenizer folder"),
@@ -40,13 +39,11 @@ def is_one_message(text: str) -> bool:
         (["checkpoint", "list", "."], {}, "no committed checkpoint below"),
     ],
 )
-def test_bad_input_is_one_message(
-    tmp_path: Path, arguments: list[str], environment: dict[str, str], expected: str
-) -> None:
+def test_bad_input_is_one_message(tmp_path: Path, arguments: list[str], environment: dict[str, str], told: str) -> None:
     write(tmp_path)
     code, text = tpu_train(tmp_path, *arguments, **environment)
     assert (code, is_one_message(text)) == (Exit.BAD_INPUT, True), text
-    assert expected in text
+    assert told in text
 
 
 def test_mistakes_are_named_with_their_lines(tmp_path: Path) -> None:

@@ -12,32 +12,18 @@ from training.errors import BadInput
 
 def test_several_cpu_hosts_get_the_variables_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    environment = gloo_environment(Cluster(1, ("10.0.0.2", "10.0.0.3")))
-    assert environment == {
-        "RANK": "1",
-        "WORLD_SIZE": "2",
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "1",
-        "MASTER_ADDR": "10.0.0.2",
-        "MASTER_PORT": "8491",
-        "OMP_NUM_THREADS": "1",
-        "USE_TORCH_XLA": "0",
-        "ACCELERATE_USE_CPU": "true",
-    }
+    assert gloo_environment(Cluster(1, ("10.0.0.2", "10.0.0.3"))) == {
+        "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "10.0.0.2",
+        "MASTER_PORT": "8491", "OMP_NUM_THREADS": "1", "USE_TORCH_XLA": "0", "ACCELERATE_USE_CPU": "true",
+    }  # fmt: skip
 
 
 def test_a_tpu_host_leaves_the_bounds_of_processes_to_torch_xla() -> None:
-    environment = chip_process_environment(Cluster(1, ("10.0.0.2", "10.0.0.3"), "v4-16"))
-    assert environment == {
-        "TPU_SKIP_MDS_QUERY": "1",
-        "TPU_ACCELERATOR_TYPE": "v4-16",
-        "TPU_HOST_BOUNDS": "1,1,2",
-        "TPU_CHIPS_PER_HOST_BOUNDS": "2,2,1",
-        "TPU_WORKER_ID": "1",
-        "TPU_WORKER_HOSTNAMES": "10.0.0.2,10.0.0.3",
-        "TPU_TOPOLOGY_WRAP": "false,false,false",
-        "TPU_TOPOLOGY_ALT": "false",
-    }
+    assert chip_process_environment(Cluster(1, ("10.0.0.2", "10.0.0.3"), "v4-16")) == {
+        "TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v4-16", "TPU_HOST_BOUNDS": "1,1,2",
+        "TPU_CHIPS_PER_HOST_BOUNDS": "2,2,1", "TPU_WORKER_ID": "1", "TPU_WORKER_HOSTNAMES": "10.0.0.2,10.0.0.3",
+        "TPU_TOPOLOGY_WRAP": "false,false,false", "TPU_TOPOLOGY_ALT": "false",
+    }  # fmt: skip
 
 
 def test_two_devices_a_chip_are_refused() -> None:

@@ -56,19 +56,11 @@ def test_what_is_dumped_means_the_same_in_yaml_1_1_and_1_2(value: dict[str, Any]
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("1e-4", 1e-4),
-        ("1E4", 1e4),
-        ("010", 10),
-        ("0o10", 8),
-        ("0x10", 16),
-        ("1:30", "1:30"),
-        *((word, word) for word in ("yes", "no", "on", "off")),
-        ("true", True),
-        ("null", None),
-        ("~", None),
+        ("1e-4", 1e-4), ("1E4", 1e4), ("010", 10), ("0o10", 8), ("0x10", 16), ("1:30", "1:30"),
+        *((word, word) for word in ("yes", "no", "on", "off")), ("true", True), ("null", None), ("~", None),
         ("'1'", "1"),
     ],
-)
+)  # fmt: skip
 def test_scalars_mean_what_yaml_1_2_says(text: str, value: Any) -> None:
     assert same(parse(f"key: {text}\n", "run.yaml").value, {"key": value})
     assert same(parse("", "run.yaml", [f"key={text}"]).value, {"key": value})

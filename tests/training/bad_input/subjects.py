@@ -30,16 +30,10 @@ from training.data.formats import example_codec, tfrecord, verify
 from training.data.formats.dataset import Dataset
 from training.data.formats.open_dataset import open_dataset
 from training.data.loading.fixed_shards import open_source
+from training.data.prepare import labelled_rows
 from training.data.prepare.corpus import Corpus
 from training.data.prepare.dataset_writer import DatasetPlan
-from training.data.prepare.labelled_rows import (
-    ClassLabels,
-    FloatLabels,
-    LabelSets,
-    TokenLabels,
-    label_mistake,
-    select_columns,
-)
+from training.data.prepare.labelled_rows import ClassLabels, FloatLabels, LabelSets, TokenLabels, select_columns
 from training.errors import BadInput
 from training.models.families import FAMILIES
 from training.models.flops import flops_per_row
@@ -168,9 +162,8 @@ def _floats(value: Any) -> list[float]:
 
 def _read_corpus(folder: Path, random: Random, name: str, content: str) -> bool:
     """A file of rows: as documents, as numbers, as classes, as sets of classes and as words with their classes."""
-    data = spoil_lines(content, LINE_PIECES, random).encode(
-        "utf-8", "surrogatepass" if random.random() < 0.1 else "replace"
-    )
+    text = spoil_lines(content, LINE_PIECES, random)
+    data = text.encode("utf-8", "surrogatepass" if random.random() < 0.1 else "replace")
     if random.random() < 0.2:
         data = spoil_bytes(data, random)
     path = folder / name
@@ -186,7 +179,7 @@ def _read_corpus(folder: Path, random: Random, name: str, content: str) -> bool:
             texts = [text if isinstance(text, str) else " ".join(text) for text, _ in pairs]
             assert way == 4 or all(isinstance(text, str) for text, _ in pairs)
             names = [name for _, label in pairs for name in (label if labels.is_list else [label])]
-            assert way == 2 or not any(map(label_mistake, names))
+            assert way == 2 or not any(map(labelled_rows.label_mistake, names))
     except BadInput as error:
         _require(re.match(rf"{re.escape(str(path))}:(\d+)? ?", str(error)), f"no file in {error}")
         _require(re.search(rf"{re.escape(name)}:\d+|near byte \d+|row \d+", str(error)), f"no line in {error}")
@@ -207,9 +200,8 @@ def read_columns(folder: Path, random: Random) -> bool:
 def read_lines(folder: Path, random: Random) -> bool:
     rows = random.choice((ROWS, LISTS[::2], LISTS[1::2]))
     if random.random() < 0.5:
-        content = "".join(
-            dump_json(spoil_json(row, random) if random.random() < 0.3 else row).decode() + "\n" for row in rows
-        )
+        lines = (dump_json(spoil_json(row, random) if random.random() < 0.3 else row) for row in rows)
+        content = "".join(line.decode() + "\n" for line in lines)
     else:
         content = "".join(json.dumps(row) + "\n" for row in rows)
     return _read_corpus(folder, random, "rows.jsonl", content)
@@ -339,8 +331,7 @@ def read_manifest(folder: Path, random: Random) -> bool:
 def read_shard(folder: Path, random: Random) -> bool:
     layout = random.choice(("compact", "recipe", "published"))
     dataset, files = _good_dataset(folder, "recipe" if layout == "published" else layout)
-    names = [shard.name for shard in dataset.shards]
-    path = Path(dataset.url) / random.choice(names)
+    path = Path(dataset.url) / random.choice([shard.name for shard in dataset.shards])
     manifest = Path(dataset.url) / "dataset.json"
     data = spoil_bytes(files[path.name], random)
     if random.random() < 0.4:  # right checksums, and what no record of this dataset is
