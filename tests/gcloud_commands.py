@@ -55,8 +55,7 @@ class Command:
         return self.error(f"{catalogue.CODES[error.code][1]}: {error.message}")
 
     def operation_error(self, operation: Operation) -> str:
-        """Returns what gcloud prints after an operation that failed, or that has not ended in WAIT_SECONDS; "" after a
-        success."""
+        """Returns what gcloud prints after a failed or unfinished (WAIT_SECONDS) operation; "" after a success."""
         if not operation.done:
             name = operation.name.rpartition("/")[2]
             return self.error(f"Operation {name} has not finished in {WAIT_SECONDS:.0f} seconds.")

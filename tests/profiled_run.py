@@ -10,8 +10,7 @@ from training.profiler import Answer, folder_of, request
 
 
 def require_a_profile(tmp_path: Path, **changes: Any) -> bytes:
-    """A profile of five steps names them and their parts, and the run is the one that nobody asked for a profile.
-    Returns the profile."""
+    """Checks that a profile of five steps names them and their parts and changes no result. Returns the profile."""
     folder = small_runs.prepare(tmp_path)
     config = small_runs.document(folder, train__steps=60, evaluation__at_end=False, export__at_end=False, **changes)
     straight = small_runs.train_here(config, "straight")
