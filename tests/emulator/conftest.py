@@ -24,9 +24,7 @@ class Api:
     """Calls against one state, at a time that the test sets."""
 
     def __init__(self) -> None:
-        self.state = EmulatorState(
-            "0badcafe", 1, "/nowhere", "/nowhere", create_seconds=1.0, update_seconds=0.5, subnet="10.200.0.0/22"
-        )
+        self.state = EmulatorState("0badcafe", 1, "/nowhere", "/nowhere", 1.0, 0.5, subnet="10.200.0.0/22")
         self.now = 1_700_000_000.0
 
     def call(self, method: str, *path: str, verb: str = "", body: Json | None = None, **query: str) -> Json:

@@ -1,5 +1,4 @@
-"""Claims about `training.storage` on gs:// when Google's credentials are refreshed: the library's own credentials of a
-Compute Engine VM, and a metadata server that also misbehaves."""
+"""`training.storage` on gs:// when credentials are refreshed: those of a VM, whose metadata server may misbehave."""
 
 import os
 from collections.abc import Callable, Iterator

@@ -39,10 +39,8 @@ class ModelState(State):
     """Tensors that can be exported as a model."""
 
     def __init__(self, step: int) -> None:
-        self.values = {
-            "model/bert.embeddings.word_embeddings.weight": np.full((3, 128), step, np.float32),
-            "adam_m/x": np.full(7, -step, np.float32),
-        }
+        weight, moment = np.full((3, 128), step, np.float32), np.full(7, -step, np.float32)
+        self.values = {"model/bert.embeddings.word_embeddings.weight": weight, "adam_m/x": moment}
 
 
 def save(*steps: int) -> None:

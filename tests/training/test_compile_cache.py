@@ -80,12 +80,8 @@ def test_a_damaged_entry_is_as_good_as_none_and_is_removed(tmp_path: Path, said:
     programs.write(KEYS[0], b"program" * 20)
     path = tmp_path / "programs" / KEYS[0]
     content = path.read_bytes()
-    damaged = {
-        "cut": content[:-1],
-        "bit": content[:-1] + bytes([content[-1] ^ 1]),
-        "empty": b"",
-        "foreign": b"another program's cache",
-    }
+    flipped = content[:-1] + bytes([content[-1] ^ 1])
+    damaged = {"cut": content[:-1], "bit": flipped, "empty": b"", "foreign": b"another program's cache"}
     path.write_bytes(damaged[damage])
     assert programs.read(KEYS[0]) is None
     assert not path.exists()

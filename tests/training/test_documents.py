@@ -52,9 +52,8 @@ def test_positions_and_labels_are_by_document(tmp_path_factory: pytest.TempPathF
         expected += [whole[start : start + LENGTH] for start in range(0, len(whole), LENGTH)]
     found = []
     for batch in document_evaluation(dataset, HostSlice(TOKENS, 3)):
-        for ids, places, labels, weights, record in zip(
-            batch.input_ids, batch.position_ids, batch.labels, batch.weights, batch.records, strict=True
-        ):
+        columns = (batch.input_ids, batch.position_ids, batch.labels, batch.weights, batch.records)
+        for ids, places, labels, weights, record in zip(*columns, strict=True):
             learnt = np.flatnonzero(weights)
             assert record >= 0 or not len(learnt)
             assert (labels[learnt] == ids[learnt + 1]).all()

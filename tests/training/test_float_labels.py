@@ -84,14 +84,12 @@ def test_rows_without_labels_are_not_labelled_rows(samples: Any, tmp_path: Path)
 
 def test_the_procedure_reads_numbers_from_a_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [json.dumps({"text": str(number), "score": value}) for number, value in enumerate(VALUES)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    corpus, out = tmp_path / "rows.jsonl", str(tmp_path / "out")
+    corpus.write_text("\n".join(lines))
     monkeypatch.setattr(procedure.tokenizers, "read", lambda url, rows: Tokenizer(url, b"", "t", TOKENS))
     monkeypatch.setattr(procedure.tokenizers, "encoder", lambda tokenizer: encode)
-    options = DatasetOptions(
-        str(tmp_path / "rows.jsonl"), "t", str(tmp_path / "out"), "regression", sequence_length=16, label="score"
-    )
+    options = DatasetOptions(str(corpus), "t", out, "regression", sequence_length=16, label="score")
     results = list(make_datasets(options))
-    urls = [str(tmp_path / "out" / split) for split in ("train", "evaluation")]
-    assert [result.dataset.url for result in results] == urls
+    assert [result.dataset.url for result in results] == [f"{out}/train", f"{out}/evaluation"]
     assert sum(result.dataset.records for result in results) == len(VALUES)
     assert next(make_datasets(options)).reused

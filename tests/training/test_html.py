@@ -68,9 +68,8 @@ def test_the_report_of_a_finished_run_has_figures_and_confusion(tmp_path: Path) 
         "hub": {"repository": "org/bank", "step": 30, "commit": "https://hub/org/bank/commit/1", "error": None},
     }  # fmt: skip
     (tmp_path / html.SUMMARY_FILE).write_text(json.dumps(summary))
-    html.write_confusion(
-        str(tmp_path), ["card <lost>", "card stolen", "other"], [[7.0, 3.0, 0.0], [1.0, 9.0, 0.0], [0.0, 0.0, 5.0]]
-    )
+    counts = [[7.0, 3.0, 0.0], [1.0, 9.0, 0.0], [0.0, 0.0, 5.0]]
+    html.write_confusion(str(tmp_path), ["card <lost>", "card stolen", "other"], counts)
     assert CliRunner().invoke(tpu_train, ["report", str(tmp_path)]).output.strip() == str(tmp_path / "report.html")
     page_text = texts((tmp_path / "report.html").read_text())
     for words in ("bank finished", "1,234.5", "9,876", "41.2%", "in steps: 60.0% of 10.0 s", "4 graphs"):

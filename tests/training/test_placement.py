@@ -1,5 +1,4 @@
-"""Where a split state is: its slices hold every element once, each host writes what its devices hold, and a checkpoint
-of any mesh and number of hosts restores whole."""
+"""A split state: slices hold every element once, hosts write what their devices hold, and any mesh restores whole."""
 
 import math
 from collections.abc import Mapping

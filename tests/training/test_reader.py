@@ -193,9 +193,8 @@ def test_bad_records_of_blocks_of_four_are_replaced(bad: set[int], expected: lis
     """The same however many blocks are read together."""
 
     def load(first: int, last: int) -> Any:
-        return {"input_ids": np.arange(first, last)[:, None]}, {
-            record - first: BadInput(str(record)) for record in bad if first <= record < last
-        }
+        errors = {record - first: BadInput(str(record)) for record in bad if first <= record < last}
+        return {"input_ids": np.arange(first, last)[:, None]}, errors
 
     for length in (4, 8, 12):
         replaced_rows = [

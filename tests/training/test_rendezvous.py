@@ -35,10 +35,8 @@ def test_without_host_0_the_others_give_up(hosts: Hosts) -> None:
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_killed_host_ends_all_others_at_once(hosts: Hosts, victim: int) -> None:
-    processes = [
-        hosts.start(worker, 3, "meet start", "phase step 7", "say here", "sleep 1.5", "say now", "sleep 30")
-        for worker in range(3)
-    ]
+    lines = ("meet start", "phase step 7", "say here", "sleep 1.5", "say now", "sleep 30")
+    processes = [hosts.start(worker, 3, *lines) for worker in range(3)]
     for process in processes:
         wait_for_line(process, "now")
     processes[victim].send_signal(signal.SIGKILL)

@@ -49,9 +49,8 @@ class Guarded:
 
     def __init__(self, service: Service) -> None:
         self.now, self.warnings = 0.0, list[str]()
-        self.tracker = GuardedTracker(
-            "wandb", service.open, AttemptInfo("/runs/a", 0, 0, 0), warn=self.warnings.append, clock=lambda: self.now
-        )
+        warn, info = self.warnings.append, AttemptInfo("/runs/a", 0, 0, 0)
+        self.tracker = GuardedTracker("wandb", service.open, info, warn=warn, clock=lambda: self.now)
 
 
 @pytest.mark.parametrize("failed", [False, True])

@@ -1,5 +1,4 @@
-"""The first signal is a request; a second Ctrl-C ends the process, whatever the main thread does; more SIGTERMs are the
-same request while there is time to save. Starts small processes."""
+"""A first signal is a request, as are more SIGTERMs in the time to save; a second Ctrl-C ends even a stuck process."""
 
 import signal
 import subprocess

@@ -29,10 +29,8 @@ def test_all_hosts_sum_in_worker_order(hosts: Hosts, port: str, numbers: tuple[f
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_host_that_dies_in_a_sum_is_named_by_the_others_at_once(hosts: Hosts, port: str, victim: int) -> None:
     lines = ("connect", "phase step 7", "sum [1]", "sleep 1.5", "say now")
-    processes = [
-        hosts.start(worker, 2, *lines, "hang 60" if worker == victim else "sum [1]", TPU_LAUNCH_GLOO_PORT=port)
-        for worker in (0, 1)
-    ]
+    last = ["hang 60" if worker == victim else "sum [1]" for worker in (0, 1)]
+    processes = [hosts.start(worker, 2, *lines, last[worker], TPU_LAUNCH_GLOO_PORT=port) for worker in (0, 1)]
     for process in processes:
         wait_for_line(process, "now")
     processes[victim].send_signal(signal.SIGKILL)

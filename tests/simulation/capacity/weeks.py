@@ -192,8 +192,7 @@ class Week:
                 google.preempt(google.slices[node.name], 0.0)
 
     def _supervise(self, person: Person, laptop: Laptop) -> None:
-        """Starts the launcher on a machine when no other one has the run's lease, and again when it was killed; now and
-        then, as a user may, although another one has it."""
+        """Starts the launcher whenever no machine has the run's lease, and rarely, as a user may, although one has."""
         while not self._is_over(person):
             found = bucket.RunBucket.of_run(person.url).read_lease() if person.url else None
             if found is None or not found.is_live or self.rng.random() < 0.01:

@@ -160,8 +160,7 @@ class Promises:
                 self.broken("a commit begins with a look", f"{by} committed {url}, and {newer} had claimed the run")
 
     def a_commit_is_whole_or_gone(self, url: str, before: Stored | None, after: Stored | None, by: str) -> None:
-        """No part named by a manifest is deleted or written again. The exception: the manifest was written late, when a
-        newer start had already listed the parts as abandoned ones."""
+        """No part named by a manifest is deleted or written again, unless a newer start had listed it as abandoned."""
         manifest = self._world.bucket.objects.get(url.rpartition("/")[0] + "/" + MANIFEST)
         is_part = name_of(url) != MANIFEST and by != "world"
         if is_part and before is not None and manifest is not None and name_of(url) in self._part_names(manifest):
@@ -443,8 +442,7 @@ class Promises:
             self.broken("0 means finished", f"{host.name} exits with 0, the newest whole step is {self.newest_whole}")
 
     def what_is_left_is_whole(self, host: Host) -> None:
-        """A finished attempt has replaced or deleted each checkpoint that it found damaged. A whole one that can't be
-        continued may lie before those that it read."""
+        """A finished attempt has replaced or deleted each checkpoint that it read and found damaged."""
         world = self._world
         if world.disturbed or self._rots_since(host) or host.group is not world.groups[-1]:
             return
