@@ -115,9 +115,16 @@ def explain(
          "had 2 processes killed for lack of memory (OOM), and is in augment at my_data.py:12"),
         (MEMORY.format(left=300_000, stalled=0, killed=0) + dump(USER), "memory",
          "has 0.3 of 23.5 GiB of its memory left"),
-        (MEMORY.format(left=9_000_000, stalled=71, killed=0) + dump(USER), "memory", "waited for memory 71 % of the"),
-        (MEMORY.format(left=9_000_000, stalled=9, killed=0) + dump(USER), "code", "is in augment at my_data.py:12"),
+        (MEMORY.format(left=9_000_000, stalled=40, killed=0) + dump(USER), "memory", "waited for memory 40 % of the"),
+        (MEMORY.format(left=9_000_000, stalled=39, killed=0) + dump(USER), "code", "is in augment at my_data.py:12"),
         (dump(GIL), "interpreter", "holds Python's lock: it is in native at fast.py:3"),
+        (dump(GIL[: GIL.index("Thread 8")]), "code", "holds Python's lock: it is in native at fast.py:3"),
+        (dump(STARVED.replace("    pthread", "    wait (/x/libxla.so)\n    pthread")), "code", "is in f at fast.py:3"),
+        (dump(USER + DEADLOCK.replace("Thread 7", "Thread 9").replace("MainThread", "writer")), "code", "in augment"),
+        (dump(USER.replace("MainThread", "loader")), "code", "is in augment at my_data.py:12 (thread loader)"),
+        (dump(USER) + dump(LOCKED, pid=8).replace("train.py\nP", "py-spy\nP"), "code", "is in augment"),
+        (dump(USER).replace("train.py", "-m tensorboard.main"), "no stacks", "py-spy can't read its processes"),
+        (dump(USER[: USER.index("    ")]), "no stacks", "py-spy can't read its processes"),
         (dump(COLLECTIVE, "T (stopped)"), "stopped", "has a stopped process: process 7 (python train.py)"),
         (dump(COLLECTIVE, "D (disk sleep)", "nfs_wait"), "kernel", "is stuck in the kernel (nfs_wait)"),
         (dump(COLLECTIVE) + "process 9 [Z (zombie)] [] python\n", "ended", "dead process"),
@@ -145,6 +152,13 @@ def test_where_no_host_waits_for_another_the_few_that_differ_are_named() -> None
     assert hang.what.startswith("host 2 waits for a lock")
     hang = explain(dump(USER), dump(USER), dump(LOCKED), dump(LOCKED))
     assert (hang.kind, hang.worker) == ("code", 0), "no half is the odd one"
+    for other in (ProgressLine(9, phase="training"), ProgressLine(8, phase="compile")):
+        assert explain(dump(USER), dump(USER), lines={0: ProgressLine(8, phase="training"), 1: other}).kind == "code"
+    stopped = dump(COLLECTIVE, "T (stopped)")
+    assert "host 1 has a stopped process" in explain(dump(USER), stopped).what
+    assert "1 of 2 hosts are elsewhere (code) (my_data.py:12); " in explain(dump(USER), stopped).what
+    assert explain(MEMORY.format(left=1, stalled=0, killed=1) + dump(USER), stopped).worker == 0
+    assert explain(dump(USER), dump(COLLECTIVE), lines={}).what.startswith("1 of 2 hosts wait (train.py:50); host 0 ")
 
 
 def test_another_program_and_another_step_are_told_where_all_wait() -> None:
@@ -153,7 +167,8 @@ def test_another_program_and_another_step_are_told_where_all_wait() -> None:
     assert explain(*hosts, lines={**lines, 1: ProgressLine(8, program="xyz")}).what == (
         "host 1 runs another program than the other hosts"
     )
-    assert explain(*hosts, lines={**lines, 1: ProgressLine(8)}).kind != "program", "not known yet"
+    for more in ({1: ProgressLine(8)}, {3: ProgressLine(9, program="xyz")}):
+        assert explain(*hosts, lines={**lines, **more}).kind == "collective", "not known yet, or a host without stacks"
     hang = explain(*hosts, lines={**lines, 2: ProgressLine(9, program="abc")})
     assert (hang.kind, hang.worker, hang.what) == ("step", 2, "host 2 is at step 9, the other hosts are at step 8")
     two = explain(*hosts[:2], lines={0: ProgressLine(9), 1: ProgressLine(8)})
@@ -166,6 +181,8 @@ def test_a_host_compiles_by_native_calls_or_activity_in_both_samples_or_by_the_p
     assert explain(dump(plain), other, before=dump(COMPILES)).what.count("compiles in prepare") == 1
     assert explain(dump(plain), other, before=dump(plain)).kind == "collective"
     assert explain(dump(COMPILING), other, before=dump(WAITS)).kind == "collective", "active in one sample only"
+    assert explain(dump(WAITS), other, before=dump(COMPILING)).kind == "collective"
+    assert explain(dump(COMPILES.replace("active", "idle")), other, before=dump(plain)).kind == "compile"
     lines = {0: ProgressLine(5, phase="compile"), 1: ProgressLine(5, phase="training")}
     for worker in (0, 1):
         hang = explain(dump(WAITS), other, lines={0: lines[worker], 1: lines[1 - worker]})
@@ -210,8 +227,11 @@ def test_the_host_whose_heartbeat_tensorflow_missed_is_read_from_its_message(log
 
 @pytest.mark.parametrize(
     ("threads", "kind", "phase"),
-    [(COLLECTIVE, "collective", "training"), (READER, "storage", "training"), (COMPILING, "compile", "compile")],
-)
+    [
+        (COLLECTIVE, "collective", "training"), (COLLECTIVE.replace("idle", "active"), "collective", "training"),
+        (READER, "storage", "training"), (COMPILING, "compile", "compile"), (USER, "code", "compile"),
+    ],
+)  # fmt: skip
 def test_no_host_is_named_where_all_are_at_the_same_place(threads: str, kind: str, phase: str) -> None:
     lines = {worker: ProgressLine(5, phase=phase) for worker in range(2)}
     hang = explain(dump(threads), dump(threads), lines=lines)
@@ -229,6 +249,7 @@ def test_storage_is_named_and_no_host_where_all_wait_for_it() -> None:
         assert (hang.kind, hang.worker) == ("storage", -1)
         assert f"2 of {len(hosts)} hosts: each waits for storage in open_shard at my_data.py:88" in hang.what
     assert explain(dump(READER), dump(COLLECTIVE), dump(COLLECTIVE)).worker == 0
+    assert explain(dump(READER), dump(COLLECTIVE)).worker == 0
 
 
 def test_a_host_that_gives_no_stacks_and_has_no_memory_left_is_short_of_memory() -> None:
@@ -242,6 +263,10 @@ def test_what_a_host_shows_in_one_of_two_samples_is_no_cause() -> None:
     assert (ended.kind, ended.worker) == ("code", 0), "it has ended because another host was silent"
     held = dump(GIL.replace("active+gil", "active"))
     assert explain(held, dump(COLLECTIVE), before=dump(GIL)).kind == "code", "it was held in one sample only"
+    moves = dump(GIL.replace("fast.py:3", "fast.py:4"))
+    assert explain(dump(GIL), dump(COLLECTIVE), before=moves).kind == "code", "it was held in two places"
+    for before in ("", dump(STARVED.replace("a.py:1", "a.py:2"))):
+        assert explain(dump(STARVED), dump(COLLECTIVE), before=before).kind == "code", "it waited in one sample only"
     reads = dump(COLLECTIVE, "D (disk sleep)")
     assert explain(reads, dump(COLLECTIVE), before=dump(COLLECTIVE)).kind == "collective"
 
@@ -253,6 +278,15 @@ def test_native_calls_are_added_where_py_spy_has_kept_those_of_python() -> None:
     assert holder.holds_gil
     lost = 'Thread 7 (active+gil): "MainThread"\n    0x7f60814df24a (/usr/lib/libc.so.6)\n'
     assert parse_stacks(dump(USER + lost)) == parse_stacks(dump(USER))
+    assert parse_stacks(dump(COMPILES.replace("active", "active+gil") + plain)).processes[0].threads[0].holds_gil
+    assert parse_stacks(dump(USER + "    main (/usr/bin/python3)\n")) == parse_stacks(dump(USER)), "not the innermost"
+
+
+def test_threads_are_those_of_their_process_and_lines_before_any_process_are_none() -> None:
+    two = parse_stacks(dump(DEADLOCK) + dump(USER, pid=8)).processes
+    assert [[thread.name for thread in each.threads] for each in two] == [["MainThread", "logger"], ["MainThread"]]
+    assert two[1].threads[0].frames[0].function == "augment"
+    assert parse_stacks("polling 2\n").problem == "polling 2"
 
 
 def test_a_process_that_waits_for_its_children_is_passed_over() -> None:
@@ -261,6 +295,7 @@ def test_a_process_that_waits_for_its_children_is_passed_over() -> None:
     file = "/x/site-packages/torch/utils/data/dataloader.py"
     loader = f'Thread 7 (idle): "MainThread"\n    get ({file}:9)\n    f (/app/t.py:3)\n'
     worker = 'Thread 8 (idle): "MainThread"\n    __getitem__ (/app/my_data.py:5)\n'
+    assert "waits for another thread or process in wait at connection.py:930" in explain(dump(parent)).what
     hang = explain(dump(parent, pid=1) + dump(loader) + dump(worker, pid=8), dump(COLLECTIVE))
     assert (hang.worker, hang.kind) == (0, "code")
     assert "__getitem__ at my_data.py:5" in hang.what
