@@ -17,6 +17,7 @@ from launcher.run.events import (
     HostBack,
     Orphaned,
     Reaped,
+    Recovering,
     Requested,
     RunEvent,
     RunStopRequested,
@@ -89,6 +90,8 @@ def test_a_line_that_a_crash_cut_swallows_neither_the_next_event_nor_a_number(tm
     assert [event.attempt for event in run.events()][-1] == 2
     run.append(Ended(2, outcome="finished"))
     assert run.state.outcome == "finished"
+    path.write_text(lines[0])
+    assert run.events() == [AttemptBegan(0)], "a file that became shorter is read anew"
 
 
 def test_threads_that_read_the_events_at_once_count_none_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,6 +172,7 @@ def test_a_stop_holds_although_a_full_disk_delayed_an_earlier_request_beyond_it(
 BEGAN, STARTED, SAVED, FINISHED = AttemptBegan(0), Started(0), Ended(0, "saved"), Ended(0, "finished")
 OTHERS = Orphaned(0, "container", (0, 2))
 ORPHANED = Orphaned(0, "container", (1,))
+AGAIN = Recovering(0, "saved", "preemption 1 of 1", 0.0)
 
 
 @pytest.mark.parametrize(
@@ -178,6 +182,7 @@ ORPHANED = Orphaned(0, "container", (1,))
         ([BEGAN], RunState(Phase.STARTING, BEGAN)),
         ([BEGAN, STARTED], RunState(Phase.RUNNING, BEGAN)),
         ([BEGAN, SAVED], RunState(Phase.ENDED, BEGAN, "saved")),
+        ([BEGAN, SAVED, STARTED], RunState(Phase.ENDED, BEGAN, "saved")),
         ([BEGAN, STARTED, FINISHED], RunState(Phase.FINISHED, BEGAN, "finished")),
         ([BEGAN, STARTED, SAVED, AttemptBegan(1)], RunState(Phase.STARTING, AttemptBegan(1))),
         ([BEGAN, STARTED, SAVED, AttemptBegan(1), STARTED], RunState(Phase.STARTING, AttemptBegan(1))),
@@ -187,10 +192,15 @@ ORPHANED = Orphaned(0, "container", (1,))
             [BEGAN, ORPHANED, SAVED, OTHERS, Reaped(0, (0, 2))],
             RunState(Phase.ENDED, BEGAN, "saved", orphans=(ORPHANED,)),
         ),
+        ([AGAIN, BEGAN, Ended(0, "not started")], RunState(Phase.ENDED, BEGAN, "not started", recovering=AGAIN)),
+        ([AGAIN, BEGAN, Ended(0, "preempted")], RunState(Phase.ENDED, BEGAN, "preempted", recovering=AGAIN)),
+        ([AGAIN, BEGAN, SAVED], RunState(Phase.ENDED, BEGAN, "saved")),
+        ([BEGAN, STARTED, AGAIN, Ended(0, "preempted")], RunState(Phase.ENDED, BEGAN, "preempted")),
     ],
 )
 def test_the_events_of_a_run_say_where_it_stands(events: list[RunEvent], state: RunState) -> None:
     assert state_of(events) == state
+    assert state.has_ended(0) is (state.attempt == 1 or not state.phase.is_open), "also before another attempt"
 
 
 CREATED, RUNNING, EXITED, ABSENT = (ContainerState(status) for status in ("created", "running", "exited", "absent"))

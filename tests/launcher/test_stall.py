@@ -45,6 +45,9 @@ def test_a_run_without_a_step_for_five_minutes_hangs() -> None:
 def test_each_phase_has_its_own_limit(line: ProgressLine, limit: float) -> None:
     assert stall(view(line, asked=limit)) is None
     assert stall(view(line, asked=limit + 1)) == limit
+    for steps in ((0.0, 1),), ((0.0, 1), (5.0, 2)):
+        seen = replace(view(line, asked=limit + 1), steps=steps)
+        assert stall(seen) == (limit if line.phase or len(steps) == 1 else 300.0), "steps show that it trains"
     assert stall(view(line, asked=limit - 1), view(asked=limit - 1)) is None, "the longest of all hosts counts"
 
 

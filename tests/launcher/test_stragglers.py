@@ -4,7 +4,7 @@ import random
 import re
 import xml.etree.ElementTree
 
-from launcher.run.stragglers import WINDOWS, Straggler, Watch, draw_hosts, own_seconds
+from launcher.run.stragglers import WINDOWS, Straggler, Watch, compare, draw_hosts, own_seconds
 from training.telemetry.progress_line import ProgressLine
 
 
@@ -56,6 +56,26 @@ def test_a_run_that_stands_still_ends_no_straggler() -> None:
         watch, _, ended = watch.observe(lines, hosts.step + 40.0 * number)
         assert ended is None, "no host made a step, so none is as fast as the others again"
     assert hosts.told == ["begun 1 dispatch"]
+    assert watch.observe({**lines, 2: ProgressLine(0)}, 1e9)[0] is watch, "a host that joins makes no window"
+
+
+def test_a_straggler_is_one_host_in_several_windows_from_the_first_on() -> None:
+    hosts = Hosts(4)
+    for slow in [{}, *[{1: ("dispatch", 3.0)}] * (WINDOWS - 1), *({worker: ("dispatch", 3.0)} for worker in (0, 2, 3))]:
+        hosts.window(slow)
+        assert hosts.told == []
+
+
+def test_a_straggler_takes_half_as_long_again_as_the_others_and_a_tenth_of_the_step_more() -> None:
+    def find(others: float, own: float) -> Straggler | None:
+        before = {worker: ProgressLine(10, seconds={"save": 7.0, "dispatch": 7.0}) for worker in range(3)}
+        takes = [others, own, others, 99.0]
+        now = {worker: ProgressLine(20, seconds={"save": 7.0 + takes[worker], "dispatch": 12.0}) for worker in range(4)}
+        return compare(before, now)
+
+    assert find(3.0, 6.0) == Straggler(1, "save", 2.0, 20)
+    assert find(0.0, 6.0) == Straggler(1, "save", 1000.0, 20)
+    assert find(3.0, 4.4) is find(0.3, 0.8) is None
 
 
 def test_hosts_that_differ_by_a_third_or_for_one_window_are_no_stragglers() -> None:
@@ -95,7 +115,8 @@ def test_a_long_step_of_all_hides_no_straggler_in_the_heat_map_and_noise_is_fain
 
 
 def test_a_host_that_waits_for_others_has_no_seconds_of_its_own() -> None:
-    before = {worker: ProgressLine(0) for worker in (0, 1)}
-    waits = ProgressLine(10, seconds={"dispatch": 5.0, "result": 20.0})
-    now = {0: waits, 1: ProgressLine(10, seconds={"dispatch": 25.0})}
+    before = {worker: ProgressLine(10, seconds={"dispatch": 1.0 + worker}) for worker in (0, 1, 2, 3)}
+    waits = ProgressLine(20, seconds={"dispatch": 6.0, "result": 20.0})
+    now = {0: waits, 1: ProgressLine(20, seconds={"dispatch": 27.0})}
+    now |= {2: ProgressLine(20, seconds={"dispatch": 1.0}), 3: before[3], 4: waits}  # started again, stands still, new
     assert own_seconds(before, now) == {0: 0.5, 1: 2.5}
