@@ -2,13 +2,16 @@
 
 import json
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from launcher.errors import BadInput, LaunchError
+from launcher.masking import SecretMasker
 from launcher.run import events, execution
-from launcher.run.verdict import Kind
+from launcher.run.explanation import blame_silent_host, explain_stall
+from launcher.run.verdict import Cause, Kind, Verdict
 from tests.launcher.test_hang import COLLECTIVE, USER, dump
 from tests.launcher.test_runs import Hosts, Workstation, detach
 from training.telemetry.progress_line import ProgressLine
@@ -31,7 +34,8 @@ def test_a_run_that_hangs_ends_with_the_host_and_the_line(work: Workstation) -> 
     assert outcome.verdict.kind is Kind.STALLED
     cause = outcome.verdict.cause
     assert cause.worker == 1
-    assert "1 of 2 hosts wait in step 8's collective (train.py:50); host 1 is in augment at my_data.py:12" in cause.what
+    where = "1 of 2 hosts wait in step 8's collective (train.py:50); host 1 is in augment at my_data.py:12"
+    assert cause.what.startswith(where)
     assert "host 0: step 7, training: waits for devices" in outcome.verdict.symptoms[0]
     folder = work.ledger.folder
     kept = (folder / "stacks" / "attempt-0" / "explanation.txt").read_text()
@@ -67,10 +71,38 @@ def test_explain_takes_stacks_from_a_live_run_and_changes_nothing(work: Workstat
     events = len(work.ledger.events())
     with execution.live_session(config, work.context(), None) as session:
         text, folder = execution.explain_run(session)
-        assert "host 1 is in augment at my_data.py:12" in text
+        assert "in step 8's collective (train.py:50); host 1 is in augment at my_data.py:12" in text
         assert (Path(folder) / "host-0.txt").exists()
+        work.hosts.hooks["stacks"] = [lambda: None]
+        work.hosts.fail("stacks", LaunchError("away"))
+        begun = session.machine.clock.monotonic()
+        assert "host 1 is in augment" in execution.explain_run(session)[0], "the first sample will do"
+        assert session.machine.clock.monotonic() - begun >= 5.0, "what moves meanwhile does not hang"
         work.hosts.stacks = {}
         assert execution.explain_run(session)[0] is None
         work.hosts.fail("stacks", LaunchError("away"))
         assert execution.explain_run(session)[0] is None
     assert len(work.ledger.events()) == events
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+def test_a_host_whose_silence_ended_the_others_is_explained_alone_if_it_still_runs(
+    work: Workstation, silent: int
+) -> None:
+    detach(work, work.config())
+    message = f"UNAVAILABLE: Task /job:worker/replica:0/task:{silent} heartbeat timeout. This indicates that"
+    (ledger := work.ledger).log_file(0, 1 - silent).write_text(f"2026-01-01T00:00:00Z {message}\n")
+    failed = Verdict(Kind.FAILED, Cause(1 - silent, "exit code 1", 1), ("host 2: exit code 1",))
+    for other in (replace(failed, kind=Kind.HOST_LOST), replace(failed, cause=Cause(silent, "exit code 1", 1))):
+        assert blame_silent_host(ledger, 0, other, [silent]) is other
+    assert blame_silent_host(ledger, 0, failed, [1 - silent]) is failed
+    stalled = blame_silent_host(ledger, 0, failed, [silent])
+    assert (stalled.kind, stalled.cause.worker) == (Kind.STALLED, silent)
+    assert stalled.symptoms == (f"host {1 - silent}: exit code 1", "host 2: exit code 1")
+    with execution.live_session(work.config(), work.context(), None) as session:
+        explained = explain_stall(session, 0, stalled, {}, 0.0, SecretMasker({}))
+    assert explained.cause.worker == silent
+    assert explained.cause.what.startswith(
+        "it stopped sending heartbeats, so TensorFlow ended the other hosts: the host "
+    )
+    assert explained.symptoms == stalled.symptoms
