@@ -66,6 +66,14 @@ def test_a_run_whose_budget_is_spent_saves_and_its_slice_is_deleted(tmp_path: Pa
     assert work.run(work.config("run.budget=100", command=["train"])).verdict.kind is Kind.FINISHED
 
 
+def test_a_run_that_has_finished_keeps_its_slice_although_its_budget_is_spent(tmp_path: Path) -> None:
+    work = Workstation(tmp_path, Hosts([0]))
+    work.clock.skipped = -3600.0
+    work.hosts.hooks["observe"] = [lambda: work.clock.sleep(3600.0)]
+    outcome = work.run(work.config("run.budget=1.0", command=["train"]))
+    assert (outcome.verdict.kind, work.hosts.slice_state) == (Kind.FINISHED, "READY")
+
+
 def test_a_budget_needs_the_price_of_every_candidate(tmp_path: Path) -> None:
     work = Workstation(tmp_path, Hosts([0]))
     candidates = "slice.candidates=[{accelerator_type: v6e-8, zones: [southamerica-west1-a], capacity: spot}]"

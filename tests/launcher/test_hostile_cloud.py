@@ -108,7 +108,8 @@ def test_hosts_that_answer_are_observed_at_once_although_another_is_out_of_reach
 
     monkeypatch.setattr(Ledger, "note", record)
     work.hosts.end(0)
-    assert work.run(work.config(command=COMMAND), SECRETS).verdict.kind is Kind.FINISHED
+    outcome = work.run(work.config(command=COMMAND), SECRETS)
+    assert (outcome.attempt, outcome.verdict.kind) == (0, Kind.FINISHED)
 
 
 @pytest.mark.parametrize(("code", "kind"), [(0, Kind.FINISHED), (75, Kind.SAVED), (3, Kind.FAILED)])
@@ -183,6 +184,8 @@ def test_a_start_that_was_interrupted_is_ended_and_restarted(work: Workstation, 
     outcome = work.run(config)
     assert (outcome.attempt, outcome.verdict.kind) == (1, Kind.FINISHED)
     assert outcomes(work) == [events.NOT_STARTED, "finished"]
+    launch.explain_interrupt(config, work.context())
+    assert "nothing of it is running" in work.messages[-1]
 
 
 # -- recovery ---------------------------------------------------------------------------------------------------------
@@ -506,6 +509,8 @@ def test_orphans_are_kept_until_every_host_is_reaped_and_stopped_although_the_ru
     work.hosts.hooks["start"] = [work.hosts.change(silent=set())]
     work.run(work.config(), new=True)
     assert ledger.state.orphans == (orphan,), "only one host has removed it"
+    ledger.append(events.Orphaned(1, "orphan-of-the-last-attempt", (0,)))
+    ledger.append(events.Orphaned(0, "orphan-on-a-larger-slice", (5,)))
     reports = launch.stop(work.config(), work.context(), ledger.run_id, grace=1)
     assert len(reports) == 4, "of the last attempt, and of the orphans"
 
@@ -551,8 +556,10 @@ def test_a_slice_that_was_created_again_is_not_the_one_of_the_attempt(
 
 
 @pytest.mark.parametrize(
-    "trouble", ["", "no host answers", "preempted", "interrupted start", "host lost", "launcher killed meanwhile"]
-)
+    "trouble",
+    ["", "no host answers", "preempted", "no slice", "interrupted start", "host lost", "launcher killed meanwhile",
+     "launcher works on it"],
+)  # fmt: skip
 def test_down_of_a_detached_run_lets_it_save_before_the_slice_is_deleted(
     work: Workstation, monkeypatch: pytest.MonkeyPatch, trouble: str
 ) -> None:
@@ -566,19 +573,35 @@ def test_down_of_a_detached_run_lets_it_save_before_the_slice_is_deleted(
         work.hosts.fail("stop", UNAVAILABLE)
     elif trouble == "preempted":
         work.hosts.slice_state = "PREEMPTED"
+    elif trouble == "no slice":
+        work.hosts.slice_state = None
     elif trouble == "launcher killed meanwhile":
+        hold_lock(work, monkeypatch)
+    elif trouble == "launcher works on it":
+        work.ledger.append(events.Ended(0, "saved"))
         hold_lock(work, monkeypatch)
     elif trouble == "host lost":  # where the program may go on
         work.ledger.append(events.Orphaned(0, "tpu-launch-demo-0", (1,)))
         work.ledger.append(events.Ended(0, "host lost", Cause(1, "silent")))
     launch.delete_slice(work.config(), work.context())
     assert work.hosts.calls[-1] == "delete"
-    assert ("stop" in work.hosts.calls) == (trouble != "preempted")
+    assert ("stop" in work.hosts.calls) == (trouble not in ("preempted", "no slice", "launcher works on it"))
     assert any("may not have saved" in message for message in work.messages) == (trouble == "no host answers")
-    ends = {"interrupted start": ["not started"], "host lost": ["host lost"], "no host answers": [], "preempted": []}
+    ends = {"interrupted start": ["not started"], "host lost": ["host lost"]}
+    ends |= {"no host answers": [], "preempted": [], "no slice": []}
     assert outcomes(work) == ends.get(trouble, ["saved"])
     assert trouble or work.ledger.log_file(0, 1).exists(), "the host's last lines"
     assert work.ledger.state.stop_requested
+
+
+def test_a_run_that_is_asked_for_while_its_slice_is_deleted_is_refused(work: Workstation) -> None:
+    def ask() -> None:
+        with pytest.raises(LaunchError, match="slice demo is being deleted by `tpu-launch down`"):
+            work.run(work.config())
+
+    work.hosts.hooks["delete"] = [ask]
+    launch.delete_slice(work.config(), work.context())
+    assert not work.hosts.attempts
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOTSUP])

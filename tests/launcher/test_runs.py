@@ -296,6 +296,8 @@ def without_number(attempt: Attempt) -> dict[str, object]:
 
 def test_the_attempt_after_an_attach_is_what_was_started_whatever_the_file_says_now(work: Workstation) -> None:
     start_and_lose_sight(work)
+    launch.explain_interrupt(work.config(), work.context())
+    assert "detached: what was started goes on" in work.messages[-1]
     work.hosts.end(75)  # its machine asked it to save
     outcome = work.attach(work.config(setting="changed"), HF_TOKEN="s3cret", FROM_FILE="plain")
     assert (outcome.attempt, outcome.verdict.kind) == (1, Kind.FINISHED)
@@ -385,15 +387,27 @@ def test_run_resumes_an_unfinished_run_with_what_the_command_line_says_now(work:
     outcome = work.run(work.config(setting="changed"))
     assert (outcome.run_id, outcome.attempt, outcome.verdict.kind) == (first, 1, Kind.FINISHED)
     assert work.hosts.attempts[1].environment == {"SETTING": "changed"}
+    assert work.run(work.config(), run_id=first).attempt == 2, "it was asked for by its id"
     assert work.run(work.config()).run_id != first, "one that has finished is not resumed"
 
 
-@pytest.mark.parametrize(("age", "lines", "waits"), [(60, 0, True), (60, 1, False), (1e5, 0, False)])
+@pytest.mark.parametrize(
+    ("age", "lines", "hosts", "secrets", "overlay", "waits"),
+    [
+        (60, 0, 2, [], None, True),
+        (60, 1, 2, [], None, False),
+        (1e5, 0, 2, [], None, False),
+        (60, 0, 1, [], None, False),
+        (60, 0, 1, ["TOKEN"], None, True),
+        (60, 0, 1, [], "/opt/code", True),
+    ],
+)
 def test_a_container_waits_for_secrets_for_a_time_and_writes_no_line_before(
-    age: float, lines: int, waits: bool
+    age: float, lines: int, hosts: int, secrets: list[str], overlay: str | None, waits: bool
 ) -> None:
     clock = Clock()
-    session = Mock(**{"machine.clock": clock, "config.run.start_minutes": 20.0, "provider.host_count": 2})
+    session = Mock(**{"machine.clock": clock, "config.run.start_minutes": 20.0, "provider.host_count": hosts})
+    session.specification = Mock(secrets=secrets, overlay=overlay)
     container = ContainerState("running", started_at=format_time(clock.time() - age))
     answer = Observation(0, container, (LogLine("2026-01-01T00:00:00Z", "a line"),) * lines)
     assert _may_lack_secrets(session, answer, container) is waits
@@ -409,6 +423,50 @@ def test_a_run_starts_only_on_a_slice_that_is_ready(tmp_path: Path, state: str, 
     with expected as caught:
         require_ready(load_text(tmp_path, FILE), provider)
     assert code is None or caught.value.exit_code == code
+
+
+def test_an_attempt_that_fails_while_run_watches_it_is_not_started_again(work: Workstation) -> None:
+    work.hosts.exits[0] = None
+    detach(work, work.config())
+    work.hosts.hooks["observe"] = [*[lambda: None] * 6, lambda: work.hosts.end(3)]
+    assert work.run(work.config()).verdict.kind is Kind.FAILED
+    assert len(work.hosts.attempts) == 1
+
+
+def test_a_slice_that_another_run_uses_is_asked_once(work: Workstation) -> None:
+    work.hosts.busy = "other-run"
+    with pytest.raises(LaunchError, match="the slice is in use") as refused:
+        work.run(work.config())
+    assert (refused.value.exit_code, work.hosts.calls.count("start")) == (Exit.CONFLICT, 1)
+
+
+def test_a_slice_that_is_known_to_be_ready_is_not_described_again(
+    work: Workstation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeProvider, "known_ready", lambda provider: True)
+    monkeypatch.setattr(FakeProvider, "describe", lambda provider: pytest.fail("its state is known"))
+    work.hosts.exits[0] = None
+    detach(work, work.config())
+    work.hosts.end(0)
+    outcome = work.run(work.config())
+    assert (outcome.attempt, outcome.verdict.kind) == (0, Kind.FINISHED)
+
+
+def test_a_run_that_is_attached_to_takes_no_other_files_and_has_been_started(
+    work: Workstation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for option in "overlay", "sync":
+        with pytest.raises(BadInput, match=f"--{option}: a run that is there keeps the files"):
+            launch.attach(launch.RunRequest(work.config(), **{option: "code=/app"}), work.context())
+    monkeypatch.setattr(launch, "run_attempts", lambda *_: None)
+    work.run(work.config())
+    with pytest.raises(BadInput, match="was never started"):
+        work.attach(work.config())
+    with pytest.raises(BadInput, match="was never started"):
+        launch.stop(work.config(), work.context(), None, grace=1)
+    with work.ledger.supervising():  # by a process that builds its image, for example
+        assert launch.stop(work.config(), work.context(), None, grace=1) == []
+    assert work.ledger.state.stop_requested
 
 
 def test_an_attempt_that_follows_one_found_ended_is_not_started_again_when_it_fails(work: Workstation) -> None:
@@ -459,10 +517,15 @@ def test_the_image_of_a_run_is_known_before_its_attempt_begins(
 def test_an_overlay_that_is_kept_stays_over_its_image(work: Workstation, monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = itertools.count()
     monkeypatch.setattr(local, "image", lambda config, say: Image(f"image-{next(numbers)}"))
-    work.hosts.exits[0] = 3
+    work.hosts.exits[:2] = [3, 3]
     overlay = work.folder / "code"
     overlay.mkdir()
     (overlay / "loop.py").write_text("of the start\n")
     work.run(work.config(), overlay=f"{overlay}=/opt/code")
     work.run(work.config())
-    assert [attempt.image for attempt in work.hosts.attempts] == ["image-0", "image-0"]
+    (overlay / "loop.py").write_text("changed since\n")
+    for new in (False, True):
+        work.run(work.config(), overlay=f"{overlay}=/opt/code", new=new)
+    assert [attempt.image for attempt in work.hosts.attempts] == ["image-0"] * 4
+    first, *others = [attempt.overlay.digest for attempt in work.hosts.attempts]
+    assert [digest == first for digest in others] == [True, False, False]

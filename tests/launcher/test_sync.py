@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from launcher.config import Config
-from launcher.errors import BadInput
+from launcher.errors import BadInput, LaunchError
 from launcher.images import build_context, overlays
 from launcher.images.build import Image
 from launcher.provider import Overlay
 from launcher.run import events, launch
 from launcher.run.verdict import Kind
 from tests.launcher.run_files import SLICE, load_text
-from tests.launcher.test_runs import Hosts, Workstation
+from tests.launcher.test_runs import Hosts, Workstation, detach
 from tests.processes import wait_until
 from training.machine.clock import Clock
 
@@ -125,12 +125,26 @@ def test_the_attempt_of_another_terminal_is_stopped_and_the_next_has_the_files(t
     assert ends == ["saved", "finished"]
 
 
-@pytest.mark.parametrize("wrong", [{"sync": "nowhere=/app"}, {"overlay": "CODE=/app"}])
-def test_nothing_is_stopped_for_a_request_that_is_refused(tmp_path: Path, code: Path, wrong: dict[str, str]) -> None:
+def test_no_files_are_sent_while_hosts_or_the_process_of_the_attempt_go_on(tmp_path: Path, code: Path) -> None:
+    work = Workstation(tmp_path, Hosts([None, 0]))
+    detach(work, work.config())
+    with work.ledger.supervising(), pytest.raises(LaunchError, match="has not ended within 60 s"):
+        work.run(work.config(), sync=f"{code}=/app")
+    work.hosts.silent = {1}
+    with pytest.raises(LaunchError, match="1 of 2 hosts could not stop"):
+        work.run(work.config(), sync=f"{code}=/app")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"), [({"sync": "nowhere=/app"}, "is not a folder"), ({"overlay": "CODE=/app"}, "one of the two")]
+)
+def test_nothing_is_stopped_for_a_request_that_is_refused(
+    tmp_path: Path, code: Path, wrong: dict[str, str], words: str
+) -> None:
     work = Workstation(tmp_path, Hosts([None, 0]))
     other = start_in_background(work, work.config())
     options = {"sync": f"{code}=/app", **{key: value.replace("CODE", str(code)) for key, value in wrong.items()}}
-    with pytest.raises(BadInput):
+    with pytest.raises(BadInput, match=words):
         work.run(work.config(), **options)
     assert "stop" not in work.hosts.calls
     launch.stop(work.config(), work.context(), None, grace=None)
