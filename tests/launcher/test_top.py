@@ -53,6 +53,21 @@ def test_a_frame_shows_the_run_its_curve_its_hosts_and_its_cost(columns: int) ->
         assert (words in text) == (columns == 160), "where there is room"
 
 
+@pytest.mark.parametrize(
+    ("line", "steps", "row"),
+    [
+        (ProgressLine(7, phase="save", doing="write", doing_seconds=99.0, loss=1.0), "step 7", "7 save"),
+        (ProgressLine(7, 70, "training", "result", 9.0),
+         f"step 7/70   10%  {'█' * 4}{'░' * 36}   0.0 examples/s   data wait 0%", "7 training"),
+    ],
+)  # fmt: skip
+def test_a_frame_shows_only_what_is_told(line: ProgressLine, steps: str, row: str) -> None:
+    hosts = [HostStatus(0, "10.0.0.1", "running", "words", None, line)]
+    frame = render(replace(VIEW, progress=line, losses={7: 1.0}, cost="", hosts=hosts), 160)
+    assert frame[2:5] == ["", steps, ""]
+    assert frame[6].split() == f"0 10.0.0.1 running {row} ? ? ? words".split()
+
+
 def test_of_many_hosts_those_that_differ_fit_a_small_terminal() -> None:
     hosts = [HostStatus(worker, "10.0.0.1", "running", "", 2.4, HOST_0) for worker in range(64)]
     hosts[17] = replace(hosts[17], progress=replace(HOST_0, step=1199))
@@ -102,7 +117,7 @@ def test_hostile_lines_are_read_in_linear_time() -> None:
 
 
 def test_a_look_reads_the_curve_of_all_attempts_once_and_asks_hosts_for_the_rest(tmp_path: Path) -> None:
-    work = Workstation(tmp_path, Hosts([75, None]))
+    work = Workstation(tmp_path, Hosts([75, None, None]))
     detach(work, work.config())
     ledger = work.ledger
     ledger.append(events.Ended(0, "saved", None))
@@ -121,3 +136,6 @@ def test_a_look_reads_the_curve_of_all_attempts_once_and_asks_hosts_for_the_rest
     assert second.losses[4] == 6.5
     assert [host.progress for host in second.hosts] == [now[0], now[1]], "of the slowest process of each host"
     assert second.progress == now[0]
+    ledger.append(events.Ended(1, "finished", None))
+    detach(work, work.config())
+    assert top.look().losses == {4: 6.5}, "of the next run"
