@@ -123,8 +123,10 @@ def test_an_event_that_does_not_fit_on_the_disk_is_one_message_and_the_next_one_
             run.append(AttemptBegan(0))
         assert clock.monotonic() - begun >= 60, "it waits for room"
         said: list[str] = []
-        run.note(HostBack(0, 1), said.append)
-        assert "can't be recorded: No space left" in said[0]
+        for path in Path("/dev/full"), Path("/dev/full"), run.folder / "events.jsonl", Path("/dev/full"):
+            patch.setattr(run, "_events", path)
+            run.note(HostBack(0, 1), said.append)
+        assert ["can't be recorded: No space left" in text for text in said] == [True, True], "once a kind and disk"
     run.append(AttemptBegan(0))
     assert run.state.attempt == 0
 

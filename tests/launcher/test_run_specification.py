@@ -84,6 +84,10 @@ def test_values_of_secrets_come_from_this_command_line_the_runs_env_file_and_the
 def test_a_resumed_run_keeps_the_secrets_that_its_command_line_does_not_repeat(spec: Specification) -> None:
     requested = spec.model_copy(update={"secrets": ["ADDED", "HF_TOKEN"]})
     assert specification.resume(spec, requested).secrets == ["ADDED", "HF_TOKEN", "FROM_FILE"]
+    bare = spec.model_copy(update={"env_file": None, "overlay": None})
+    for kept, now in (spec, bare), (bare, spec), (bare, bare):
+        resumed = specification.resume(kept, now)
+        assert (resumed.env_file, resumed.overlay) == (now.env_file or kept.env_file, now.overlay or kept.overlay)
 
 
 @pytest.mark.parametrize(
