@@ -10,9 +10,9 @@ from unittest.mock import Mock
 import pytest
 
 from launcher.config import Config
-from launcher.errors import LaunchError
-from launcher.gcloud.calls import call_gcloud
-from launcher.gcloud.errors import Busy, PermissionDenied, Unavailable
+from launcher.errors import CommandTimeout, LaunchError
+from launcher.gcloud.calls import call_gcloud, run_gcloud
+from launcher.gcloud.errors import Busy, PermissionDenied, ResourceNotFound, Unavailable
 from launcher.gcloud.retry import Retry
 from launcher.shell import Result
 from launcher.tpu_vm import commands
@@ -80,6 +80,31 @@ def test_the_dry_run_says_how_to_reach_every_host() -> None:
     assert addresses[1].user == "me"
     assert addresses[1].alias == "tpu.4711-1-AbCd/="
     assert addresses[1].known_hosts.endswith("google_compute_known_hosts")
+
+
+@pytest.mark.parametrize(("retry_denied", "seconds"), [(True, 600), (False, 0)])
+def test_a_denied_permission_is_retried_for_ten_minutes_and_told_once(retry_denied: bool, seconds: float) -> None:
+    machine, said = Cloud().machine(), list[str]()
+    begin = machine.clock.monotonic()
+    retry = Retry(machine, said.append, "slice demo", retry_denied=retry_denied)
+    with pytest.raises(PermissionDenied):
+        retry.call(Mock(side_effect=PermissionDenied("denied")), begin + 3600)
+    assert seconds <= machine.clock.monotonic() - begin <= seconds + 90
+    assert said == ["slice demo: still waiting, although: denied"] * (seconds > 0)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "error", "words"),
+    [
+        (Result((), 1, "ERROR: (gcloud.x) NOT_FOUND: gone", ""), ResourceNotFound, "gone"),
+        (CommandTimeout("no answer"), CommandTimeout, "or the network to it, does not answer"),
+    ],
+)
+def test_a_failed_call_says_what_gcloud_printed_or_that_nothing_answers(
+    outcome: Result | CommandTimeout, error: type[LaunchError], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        run_gcloud(["gcloud"], timeout=5, run=Mock(side_effect=[outcome]))
 
 
 @pytest.mark.parametrize("other", [Unavailable("503"), None])

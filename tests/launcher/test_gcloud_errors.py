@@ -20,6 +20,7 @@ from launcher.gcloud.errors import (
     Stockout,
     Unavailable,
     explain_error,
+    summarize_error,
 )
 
 CREATE = ["gcloud", "compute", "tpus", "tpu-vm", "create", "demo"]
@@ -129,6 +130,24 @@ def test_offline_is_not_told_to_sign_in() -> None:
     advice = str(explain_error(offline, DESCRIBE)).splitlines()[-1]
     assert "can't be reached" in advice
     assert "sign in" not in advice
+
+
+@pytest.mark.parametrize(
+    ("stderr", "words"),
+    [
+        ("Create request issued for: [demo]\nWaiting for operation [o]\n...\n", "gcloud failed without a message"),
+        ("Waiting for operation [o]\n\none\n \ntwo\n", "one\ntwo"),
+        ("WARNING: old\nERROR: (gcloud.x) ABORTED: no\n- reason: r", "gcloud: ABORTED: no\n- reason: r"),
+    ],
+)
+def test_an_error_is_told_without_what_gcloud_prints_besides(stderr: str, words: str) -> None:
+    assert summarize_error(stderr) == words
+    assert str(explain_error(stderr, DESCRIBE)).startswith(f"{words}\n  ")
+
+
+def test_a_missing_sign_in_is_told_in_two_lines() -> None:
+    text = next(text for source, text, _ in WORDINGS if source.startswith("google.auth"))
+    assert len(str(explain_error(text, DESCRIBE)).splitlines()) == 2
 
 
 def test_an_operation_s_error_is_told_by_its_message() -> None:

@@ -1,5 +1,6 @@
 """The meaning of kubectl's errors, of pods and of logs. The errors are those of kubectl 1.32 and API servers."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -121,8 +122,43 @@ def test_a_disrupted_pod_is_a_lost_host_unless_its_exit_code_says_more() -> None
         assert state.exit_code == code
     state, problem = pod("Failed", None, reason="Evicted", message="The node was low on resource: memory.").state()
     assert state is None
-    assert "low on resource" in problem
+    assert problem == "its pod was disrupted: Evicted: The node was low on resource: memory."
     assert pod("Running", {"running": {}}, TAKEN).state()[0] is not None, "it still runs: it may save"
+
+
+@pytest.mark.parametrize(
+    ("found", "ended", "state", "problem"),
+    [
+        (replace(pod("Running", {"running": {}}), gone=True), True, ContainerState("absent"), ""),
+        (pod("Pending"), False, ContainerState("created"), ""),
+        (replace(pod("Pending"), gone=True), True, ContainerState("absent"), ""),
+        (pod("Succeeded"), True, ContainerState("absent"), ""),
+        (pod("Failed", {"waiting": {}}, reason="OutOfcpu"), True, None, "its pod failed: OutOfcpu"),
+        (pod("Failed"), True, None, "its pod failed: no reason given"),
+        (pod("Running", ended(3)), True, ContainerState("exited", 3, False, "a", "b", image="i"), ""),
+        (pod("Running", {"running": {}}, reason="Evicted"), False, ContainerState("running", image="i"), ""),
+    ],
+)
+def test_the_state_of_a_pod_follows_from_its_phase_where_its_container_says_nothing(
+    found: pod_status.Pod, ended: bool, state: ContainerState | None, problem: str
+) -> None:
+    assert (found.ended, found.disruption, found.state()) == (ended, "", (state, problem))
+
+
+@pytest.mark.parametrize(
+    ("state", "started", "words"),
+    [
+        (None, False, "it is not scheduled yet"),
+        ({}, False, "it is not scheduled yet"),
+        ({"waiting": {"reason": "ErrImagePull"}}, False, "ErrImagePull"),
+        ({"waiting": {"reason": "ErrImagePull", "message": "try later"}}, False, "ErrImagePull: try later"),
+        ({"running": {}}, True, "it is not scheduled yet"),
+    ],
+)
+def test_a_pod_has_started_when_its_container_runs_and_says_before_why_it_waits(
+    state: dict[str, Any] | None, started: bool, words: str
+) -> None:
+    assert (pod("Pending", state).started, pod_status.describe_waiting(pod("Pending", state))) == (started, words)
 
 
 @pytest.mark.parametrize(
@@ -132,13 +168,14 @@ def test_a_disrupted_pod_is_a_lost_host_unless_its_exit_code_says_more() -> None
         ("ImagePullBackOff", "failed to authorize: failed to fetch oauth token: 403 Forbidden", Exit.PERMISSION),
         ("InvalidImageName", "", Exit.BAD_INPUT),
         ("CreateContainerConfigError", 'secret "x" not found', Exit.BAD_INPUT),
+        ("CreateContainerError", "", Exit.BAD_INPUT),
     ],
 )
 def test_a_pod_that_can_never_start_is_an_error(reason: str, message: str, code: Exit) -> None:
     waiting = pod("Pending", {"waiting": {"reason": reason, "message": message}})
     error = pod_status.find_start_error(waiting, "repository@sha256:1")
     assert error.exit_code is code
-    assert message in str(error)
+    assert {"InvalidImageName": "can't pull repository@"}.get(reason, message or reason) in str(error)
 
 
 def test_a_pod_that_may_still_start_is_no_error() -> None:
@@ -165,6 +202,7 @@ def test_a_line_cut_by_the_limit_is_left_out() -> None:
     for limit, was_cut, texts in ((len(text), True, ["one"]), (1000, False, ["one", "tw"])):
         window, cut = pod_status.parse_log(text, limit, ended=True)
         assert (cut, [line.text for line in window.lines]) == (was_cut, texts)
+    assert [line.text for line in pod_status.parse_log(text, 1000, ended=False)[0].lines] == ["one"]
 
 
 def test_watched_objects_are_parsed_in_both_forms_without_warnings() -> None:
