@@ -117,6 +117,7 @@ def test_manifests_equal_the_golden_files(name: str) -> None:
         (["output=runs"], ["runs is lost with its pod", "gs://"]),
         (["run.name=" + "n" * 51], ["50 characters"]),
         (["gke.gcsfuse={bucket: my-bucket, folder: relative}"], ["gke.gcsfuse.folder"]),
+        (["output=/runs", "gke.gcsfuse={bucket: my-bucket, folder: /bucket}"], ["/runs is lost with its pod"]),
     ],
 )
 def test_what_gke_can_not_run_is_refused(changes: list[str], words: list[str]) -> None:
@@ -129,6 +130,7 @@ def test_what_gke_can_not_run_is_refused(changes: list[str], words: list[str]) -
 @pytest.mark.parametrize(
     "changes",
     [
+        ["gke.topology=2x2x2", "gke.hosts=2"],
         ["output=/bucket/runs", "gke.gcsfuse={bucket: my-bucket, folder: /bucket}"],
         ["slice.capacity=reserved", "gke.node_selector={cloud.google.com/gke-nodepool: ours}"],
     ],
@@ -140,6 +142,8 @@ def test_what_gke_can_run_is_rendered(changes: list[str]) -> None:
 def test_an_image_must_be_named_by_its_digest() -> None:
     with pytest.raises(BadInput, match="give a digest"):
         render(load(EXAMPLE), secret=golden.SECRET, image="us-docker.pkg.dev/p/r/i:latest")
+    with pytest.raises(BadInput, match="the digest of its image is not known"):
+        render(load(EXAMPLE), secret=golden.SECRET)
     with pytest.raises(BadInput, match=r"image\.reference"):
         load(EXAMPLE, ["image.reference=us-docker.pkg.dev/p/r/i:latest"])
     reference = f"image.reference={IMAGE}"
@@ -208,6 +212,8 @@ def test_names_that_do_not_fit_a_host_name_are_refused() -> None:
     assert len(longest) <= 63
     with pytest.raises(BadInput, match="lower-case"):
         check_name("Demo")
+    with pytest.raises(BadInput, match="lower-case"):
+        render(load(EXAMPLE), secret=golden.SECRET, image=IMAGE, name="Demo")
 
 
 @pytest.mark.parametrize(
@@ -254,6 +260,9 @@ def test_several_hosts_read_a_secret_that_the_command_draws_each_time() -> None:
 
 def test_one_host_has_no_secret_and_a_secret_of_the_user_is_kept() -> None:
     assert [document["kind"] for document in rendered("slice.accelerator_type=v5litepod-8")] == ["ConfigMap", "JobSet"]
+    config = load(EXAMPLE)
+    objects = make_objects(config, standalone_workload(config, "demo", IMAGE, None), Restarts.BY_CLUSTER)
+    assert [strip_comments(each)["kind"] for each in objects] == ["ConfigMap", "JobSet"], "the user creates the Secret"
     own = rendered("gke.secrets={TPU_LAUNCH_SECRET: mine/key}")
     assert [document["kind"] for document in own] == ["ConfigMap", "JobSet"]
     assert secret_entry(own) == {"name": "mine", "key": "key"}

@@ -46,7 +46,7 @@ case "$*" in
   *" exec "*) [ -f progress ] && cat progress ;;
   *" logs "*) echo "2026-01-01T00:00:00.5Z a line" ;;
   *jsonpath*) echo the-uid ;;
-  *"output name"*) ;;
+  *"output name"*) [ ! -f left ] || cat left ;;
   *get\\ pods*) cat pods ;;
   *get\\ jobsets*) cat jobsets ;;
   *create*) cat >/dev/null ;;
@@ -109,6 +109,9 @@ def test_a_start_removes_earlier_attempts_of_its_run_and_finds_its_own(
     gke = provider(kubectl, 1, 1)
     gke.start(attempt)
     gke.close()
+    (owned,) = calls(kubectl, "patch")
+    assert f" configmaps/{attempt.run_id}-1 secrets/{attempt.run_id}-1 " in owned
+    assert "the-uid" in owned
     assert any("jobsets" in call and name in call for call in calls(kubectl, "delete")) == deleted
     assert bool(calls(kubectl, "create")) == created
 
@@ -256,6 +259,9 @@ def test_only_pods_that_run_are_stopped_and_asked_for_stacks_and_each_host_is_re
     assert [(report.worker, report.ok) for report in reports] == [(0, True), (1, False)]
     (delete,) = calls(kubectl, "delete")
     assert ("pod-1" in delete, "pod-0" in delete) == (True, False)
+    assert [report.ok for report in gke.stop(ATTEMPT.container, grace=-29, remove=False, workers=[0])] == [True]
+    assert len(calls(kubectl, "delete")) == 1
+    assert not gke.known_ready(), "a cluster may lose nodes at any time"
 
 
 def test_a_jobset_that_another_client_deleted_is_told_from_one_that_this_process_removed(kubectl: Path) -> None:
@@ -275,6 +281,20 @@ def test_a_jobset_that_another_client_deleted_is_told_from_one_that_this_process
     removing.stop(ATTEMPT.container, grace=-29, remove=True)
     (kubectl / "jobsets").write_text('{"items": []}')
     assert removing.describe().state == "READY"
+
+
+def test_pods_that_outlive_their_deletion_are_told(kubectl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    gke = provider(kubectl, 1, 1)
+    gke.say = said.append
+    gke.delete()
+    assert said == ["the JobSets are deleted; the node pool stays"]
+    (delete,) = calls(kubectl, "delete")
+    assert "delete jobsets.jobset.x-k8s.io,configmaps --selector tpu-launch/slice=two " in delete
+    (kubectl / "left").write_text("pod/pod-0\n")
+    monkeypatch.setattr("launcher.gke.provider._GONE_SECONDS", -gke.config.run.stop_seconds - 1)
+    with pytest.raises(LaunchError, match=r"1 pods are still there .*: pod/pod-0"):
+        gke.delete()
 
 
 def test_a_look_tells_the_state_of_a_pod_and_its_newest_lines(kubectl: Path) -> None:
