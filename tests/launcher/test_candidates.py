@@ -26,13 +26,14 @@ from launcher.provider import SliceState
 from launcher.run.ledger import RunRecord
 from launcher.run.runs import begin_run
 from launcher.run.specification import Specification
-from launcher.tpu_vm import candidates, deletion, race, requests, slice_hints
+from launcher.tpu_vm import candidates, commands, deletion, race, requests, slice_hints
 from launcher.tpu_vm.ownership import NotOurs
+from launcher.tpu_vm.provider import TpuVm
 from launcher.tpu_vm.requests import RequestRecord
 from launcher.tpu_vm.ssh.connections import SliceConnections
 from tests.bucket_server import BucketServer
 from tests.gcloud_commands import UnknownCommand
-from tests.launcher.emulated_gcloud import ANN, DENIED, UNAVAILABLE, Clock, Cloud, InOrder
+from tests.launcher.emulated_gcloud import ANN, BOB, DENIED, UNAVAILABLE, Clock, Cloud, InOrder
 from tests.launcher.run_files import load_text
 from tests.launcher.test_bad_input import launch
 
@@ -283,11 +284,42 @@ def test_another_user_s_slice_is_left_alone_where_requests_are_withdrawn(cloud: 
     assert nodes(cloud) == ["us-central2-b/demo"]
 
 
-def test_a_candidate_whose_name_another_user_has_is_not_waited_for(cloud: Cloud, config: Config) -> None:
-    cloud.made_by({"tpu-launch": "1", "tpu-launch-owner": "bob"}, "CREATING", name="demo-2")
+@pytest.mark.parametrize("state", ["CREATING", "READY"])
+def test_a_candidate_whose_name_another_user_has_is_not_waited_for(cloud: Cloud, config: Config, state: str) -> None:
+    bobs = {"tpu-launch": "1", "tpu-launch-owner": "bob"}
+    assert cloud.machine(BOB).run(commands.create_command(config.placed(SMALL), bobs), timeout=900).ok
+    cloud.node("demo-2").resource["state"] = state
     cloud.trouble = lambda zone, command, now: NO_CAPACITY if zone == V4.zone and "create" in command else None
     assert create(cloud, config) == "v3-8"
     assert history(config)[1] == ("v4-8", requests.REFUSED)
+
+
+def test_down_deletes_a_request_that_the_file_does_not_name_any_more(cloud: Cloud, config: Config) -> None:
+    labels = {"tpu-launch": "1", "tpu-launch-owner": "ann", "tpu-launch-account": ANN.account}
+    cloud.made_by(labels, name="demo-9")
+    RequestRecord(config).ask(Candidate("v4-32", V4.zone, "spot"), "demo-9", cloud.clock.time())
+    assert deletion.delete(config, print, cloud.machine())
+    assert nodes(cloud) == []
+
+
+def test_the_time_to_a_grant_leaves_out_what_was_not_granted() -> None:
+    asked = requests.Recorded(1, V4, "demo", 100.0)
+    assert asked.describe() == "open"
+    assert requests.median_seconds_to_grant([asked]) is None
+    assert requests.median_seconds_to_grant([asked, replace(asked, granted=160.0)]) == 60
+
+
+def test_the_candidate_of_a_grant_is_the_current_one_after_a_kill(cloud: Cloud, config: Config) -> None:
+    record = RequestRecord(config)
+    record.grant(record.ask(V3, "demo", cloud.clock.time()), cloud.clock.time())
+    candidates.withdraw_unused(config, print, cloud.machine())
+    assert slice_hints.current(config) == V3
+
+
+def test_a_provider_withdraws_requests_that_nothing_uses(cloud: Cloud, config: Config) -> None:
+    RequestRecord(config).ask(V3, "demo", cloud.clock.time())
+    TpuVm(config, print, cloud.machine()).withdraw_unused()
+    assert history(config) == [("v3-8", requests.WITHDRAWN)]
 
 
 def test_a_stopped_slice_above_the_price_limit_is_not_started(cloud: Cloud, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -120,6 +121,7 @@ def test_hosts_are_waited_for_while_their_slice_is_there(tmp_path: Path, state: 
     with pytest.raises(error):
         TpuVm(config(tmp_path), print, cloud.machine()).create()
     assert 150 <= cloud.clock.now - begun < (600 if state == "READY" else 250)
+    assert cloud.calls.count("us-central2-b tpu-vm ssh") < 90, "not without a pause"
 
 
 def test_a_host_key_is_the_one_that_gcloud_keeps_under_the_alias() -> None:
@@ -360,6 +362,16 @@ def test_a_user_without_sudo_is_not_kept_waiting_on_a_slice_that_is_billed(tmp_p
         TpuVm(config(tmp_path, more=", iap: true"), lambda text: None, cloud.machine()).create()
 
 
+def test_down_tells_that_there_is_no_slice_after_two_looks(tmp_path: Path) -> None:
+    cloud, said = Cloud(), list[str]()
+    TpuVm(config(tmp_path), said.append, cloud.machine()).delete()
+    assert said == ["there is no slice demo"]
+    assert cloud.calls.count("us-central2-b tpu-vm describe") == 2
+    cloud.made_by({"tpu-launch": "1", "tpu-launch-owner": "ann", "tpu-launch-account": "a" * 12})
+    TpuVm(config(tmp_path), said.append, cloud.machine()).delete()
+    assert not [line for line in said[1:] if "there is no slice" in line]
+
+
 def test_evidence_of_a_failed_attempt_never_raises_while_gcloud_fails(tmp_path: Path) -> None:
     def run(argv: Sequence[str], **_: object) -> Result:
         return Result(tuple(argv), 1, "", "ERROR: (gcloud) the network is unreachable")
@@ -391,6 +403,8 @@ def test_a_host_that_was_missed_when_secrets_were_delivered_gets_the_same_again(
     assert [report.ok for report in slice_.start(attempt)] == [True, True]
     assert [workers for workers, _ in sent] == [[0, 1], [1]]
     assert all(f"TPU_LAUNCH_SECRET={attempt.host_secret}" in (stdin or "") for _, stdin in sent)
+    assert slice_.stacks("container")[1] == "connection reset"
+    assert [workers for workers, _ in sent[2:]] == [[0, 1]], "stacks may be of another moment"
 
 
 def test_commands_to_all_hosts_at_once_share_one_client_which_reads_its_key_once(
@@ -478,6 +492,54 @@ def test_a_command_may_be_silent_until_its_deadline(
             assert connection.run("train", timeout=timeout, stdin=None) == (0, "a\nbc\r\nd", "")
     assert channel.commands == ["train"]
     assert lines == (["a", "bc", "d"] if ends else ["a"]) * follows
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_a_command_whose_status_does_not_come_ends_at_its_deadline(
+    monkeypatch: pytest.MonkeyPatch, follows: bool
+) -> None:
+    channel = Channel((6.0, b"a\n"), (0.0, b""), (0.0, b""))
+    channel.status_event.clear()
+    opened = SimpleNamespace(open_session=lambda **_: contextlib.nullcontext(channel))
+    connection = transport.SshConnection(SimpleNamespace(client=SimpleNamespace(get_transport=lambda: opened)))
+    monkeypatch.setattr(transport.time, "monotonic", lambda: channel.now)
+    run = partial(connection.follow, on_line=print) if follows else partial(connection.run, stdin=None)
+    with pytest.raises(TimeoutError):
+        run("train", timeout=6.0)
+
+
+@pytest.mark.parametrize("opens", [True, False])
+def test_a_connection_checks_host_keys_and_notices_a_host_that_is_gone(
+    monkeypatch: pytest.MonkeyPatch, opens: bool
+) -> None:
+    link, made = Mock(), Mock()
+    made.open.side_effect = None if opens else EOFError
+    monkeypatch.setattr(transport.socket, "create_connection", lambda *_, **__: link)
+    monkeypatch.setattr(transport, "FabricConnection", lambda **_: made)
+    monkeypatch.setattr(transport.SshClient, "key", lambda *_: None)
+    with contextlib.nullcontext() if opens else pytest.raises(ConnectionFailed):
+        transport.SshClient().connect(Address(0, "h", "me", "key", "known", "h"))
+    (policy,) = made.client.set_missing_host_key_policy.call_args.args
+    assert isinstance(policy, transport._AliasKeys)
+    assert made.open.call_count == 1
+    assert link.close.call_count == (not opens)
+    way = made.client.get_transport.return_value
+    assert [call.args for call in way.set_keepalive.call_args_list] == [(5,)] * opens
+    assert [call.args for call in way.sock.settimeout.call_args_list] == [(2.0,)] * opens
+    assert way.sock.setsockopt.call_count == (opens and sys.platform == "linux")
+
+
+def test_a_connection_is_shut_down_before_it_is_closed() -> None:
+    made = Mock()
+    transport.SshConnection(made).close()
+    assert [call[0] for call in made.mock_calls] == [
+        "client.get_transport", "client.get_transport().sock.shutdown", "close",
+    ]  # fmt: skip
+
+
+def test_an_error_without_words_is_told_by_its_name() -> None:
+    with pytest.raises(ConnectionFailed, match=r"^EOFError$"), transport._failures():
+        raise EOFError
 
 
 def refuse(listener: socket.socket, connections: int) -> None:

@@ -28,7 +28,25 @@ def test_a_request_always_names_zone_type_and_end(config: Config) -> None:
                  "--runtime-version=v2-alpha-tpuv5-lite",
                  "--valid-until-duration=21600s", "--reserved", "--labels=tpu-launch=1"):  # fmt: skip
         assert flag in command
+    assert not any(flag.startswith("--reservation") for flag in command)
     assert "--force" in queued.delete_command(config)
+
+
+@pytest.mark.parametrize(
+    ("capacity", "flags"),
+    [
+        ("reserved, reservation: ours", ["--reservation=ours"]),
+        ("calendar, reservation: ours", ["--provisioning-model=reservation-bound", "--reservation=ours"]),
+        ("flex-start, max_run_hours: 2", ["--provisioning-model=flex-start", "--max-run-duration=7200s"]),
+    ],
+)
+def test_kinds_of_capacity_that_only_alpha_has_are_asked_for_with_it(
+    tmp_path: Path, capacity: str, flags: list[str]
+) -> None:
+    text = f"project: p\nzone: us-west1-c\nslice: {SLICE.replace('reserved', capacity)}\n"
+    command = queued.create_command(load_text(tmp_path, text), {}, 60)
+    assert command[:2] == ["gcloud", "alpha"]
+    assert set(flags) <= set(command)
 
 
 def test_a_request_is_read_with_its_name_and_its_time() -> None:

@@ -10,13 +10,13 @@ import pytest
 from launcher.config import Config
 from launcher.emulator import faults
 from launcher.emulator.state import Fault
-from launcher.gcloud.errors import PermissionDenied, QuotaExceeded, Stockout
+from launcher.gcloud.errors import PermissionDenied, QuotaExceeded, Stockout, Unavailable
 from launcher.owner import Owner
 from launcher.provider import SliceState
 from launcher.tpu_vm import creation, deletion, ownership, queued, slices
 from launcher.tpu_vm.ownership import NotOurs
 from tests.launcher.emulated_gcloud import ANN, BOB, DENIED, OFFLINE, UNAVAILABLE, Cloud
-from tests.launcher.run_files import load_text
+from tests.launcher.run_files import SLICE, load_text
 
 HOUR = 3600.0
 
@@ -65,6 +65,16 @@ def test_a_request_is_made_once_and_told_of_once_a_minute(config: Config, cloud:
     assert "request s is WAITING_FOR_RESOURCES, requested 10 min ago, valid for 5 h 49 min more" in said
 
 
+def test_a_request_of_an_earlier_command_is_waited_for(config: Config, cloud: Cloud) -> None:
+    make_request(config, cloud)
+    cloud.clock.sleep(HOUR)
+    cloud.at(HOUR, cloud.state.faults.clear)
+    node, said = create(config, cloud)
+    assert node.ready
+    assert requests(cloud) == 1
+    assert "request s is WAITING_FOR_RESOURCES, requested 1 h 0 min ago, valid for 4 h 59 min more" in said
+
+
 def test_the_age_of_one_that_lost_its_node_does_not_count(config: Config, cloud: Cloud) -> None:
     cloud.at(7 * HOUR, cloud.state.faults.clear)
     make_request(config, cloud)
@@ -97,7 +107,7 @@ def test_one_that_is_being_provided_at_the_end_gets_the_time_of_a_creation(confi
 def test_one_that_is_being_provided_for_longer_is_deleted(config: Config, cloud: Cloud) -> None:
     cloud.state.create_seconds = 2 * HOUR
     cloud.at(6 * HOUR - 300, cloud.state.faults.clear)
-    with pytest.raises(Stockout, match="the request was deleted"):
+    with pytest.raises(Stockout, match=r"the request was deleted\n  ask"):
         create(config, cloud)
     assert request_state(cloud) == ""
 
@@ -174,6 +184,13 @@ def test_a_request_is_looked_for_after_the_last_answer_that_is_lost_too(config: 
     assert requests(cloud) == 3
 
 
+def test_a_request_that_never_arrives_is_made_three_times(config: Config, cloud: Cloud) -> None:
+    cloud.trouble = lambda zone, command, now: UNAVAILABLE if command == "queued-resources create" else None
+    with pytest.raises(Unavailable):
+        create(config, cloud)
+    assert requests(cloud) == 3
+
+
 @pytest.mark.parametrize("stale", ["tpu-vm describe", "queued-resources describe"])
 def test_one_answer_that_it_is_missing_does_not_delete_a_granted_slice(
     config: Config, cloud: Cloud, stale: str
@@ -200,6 +217,15 @@ def test_a_request_of_another_owner_is_neither_waited_for_nor_deleted(config: Co
     assert request_state(cloud) == "WAITING_FOR_RESOURCES"
     assert deletion.delete(config, lambda text: None, cloud.machine(BOB))
     assert request_state(cloud) == ""
+
+
+def test_down_needs_no_permission_for_a_queue_that_the_file_does_not_use(
+    config: Config, cloud: Cloud, tmp_path: Path
+) -> None:
+    cloud.trouble = lambda zone, command, now: DENIED if command == "queued-resources describe" else None
+    with pytest.raises(PermissionDenied):
+        deletion.delete(config, print, cloud.machine())
+    assert not deletion.delete(load_text(tmp_path, SLICE), print, cloud.machine())
 
 
 @pytest.mark.parametrize("seen", [0, 1])

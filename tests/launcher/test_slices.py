@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from launcher.config import Config
-from launcher.errors import CommandTimeout, Exit, LaunchError
+from launcher.errors import BadInput, CommandTimeout, Exit, LaunchError
 from launcher.gcloud.errors import Conflict, Stockout, Unavailable
 from launcher.owner import Owner
 from launcher.provider import SliceState
 from launcher.tpu_vm import candidates, creation, deletion, slice_hints, slices
 from launcher.tpu_vm.ownership import NotOurs
-from tests.launcher.emulated_gcloud import ANN, BOB, BUSY, UNAVAILABLE, Cloud
+from tests.launcher.emulated_gcloud import ANN, BOB, BUSY, DENIED, UNAVAILABLE, Cloud
 from tests.launcher.run_files import SLICE, load_text
 
 ZONE = "us-central2-b"
@@ -82,6 +82,15 @@ def test_a_creation_deletes_starts_and_awaits_nothing_that_is_not_ours(
     assert cloud.calls == [f"{ZONE} tpu-vm describe"]
 
 
+def test_down_waits_until_the_api_answers_and_looks_once_at_the_queue(cloud: Cloud, config: Config) -> None:
+    cloud.made_by(OURS)
+    begin = cloud.clock.now
+    cloud.trouble = lambda zone, command, now: UNAVAILABLE if now < begin + 20 and "tpu-vm" in command else None
+    assert down(cloud, config)
+    assert cloud.node() is None
+    assert cloud.calls.count(f"{ZONE} queued-resources describe") == 1
+
+
 def test_a_slice_that_a_stale_answer_denies_is_deleted_all_the_same(cloud: Cloud, config: Config) -> None:
     cloud.made_by(OURS)
     stale = "ERROR: (gcloud.x) NOT_FOUND: Resource 'projects/p/locations/us-central2-b/nodes/demo' was not found"
@@ -112,6 +121,39 @@ def test_a_slice_that_takes_the_place_of_ours_while_down_waits_is_left_alone(
 
 
 # -- up ---------------------------------------------------------------------------------------------------------------
+
+
+FULL = 'ERROR: (gcloud.create) {"code": 8, "message": "There is no more capacity in the zone"}'
+
+
+def test_a_zone_without_capacity_is_tried_again_with_pauses(cloud: Cloud, tmp_path: Path) -> None:
+    config, begin, said = (
+        load_text(tmp_path, SLICE.replace("v4-16", "v4-16, stockout_minutes: 5")),
+        cloud.clock.now,
+        list[str](),
+    )
+    cloud.trouble = lambda zone, command, now: FULL if command == "tpu-vm create" else None
+    with pytest.raises(Stockout):
+        creation.create(config, said.append, cloud.machine())
+    assert 100 <= cloud.clock.now - begin <= 320
+    assert 3 <= cloud.calls.count(f"{ZONE} tpu-vm create") <= 8
+    assert sum("capacity" in line for line in said) == cloud.calls.count(f"{ZONE} tpu-vm create") - 1
+
+
+@pytest.mark.parametrize(("answer", "may_exist"), [(UNAVAILABLE, True), (DENIED, False)])
+def test_the_look_through_the_zones_names_the_bill_unless_waiting_does_not_help(
+    cloud: Cloud, zones: Config, answer: str, may_exist: bool
+) -> None:
+    cloud.trouble = lambda zone, command, now: answer
+    with pytest.raises(LaunchError) as refusal:
+        up(cloud, zones)
+    assert ("may exist, and is billed then" in str(refusal.value)) == may_exist
+
+
+def test_nothing_is_created_above_a_cost_limit(cloud: Cloud, tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"price_limit"):
+        up(cloud, load_text(tmp_path, SLICE.replace("v4-16", "v4-16, price_limit: 1.0")))
+    assert not cloud.state.nodes
 
 
 def test_a_stopped_one_without_capacity_is_not_made_twice_in_another_zone(cloud: Cloud, zones: Config) -> None:
@@ -279,8 +321,7 @@ def test_a_slice_is_made_and_deleted_where_no_hint_can_be_kept(
 ) -> None:
     (tmp_path / "full").write_text("")
     monkeypatch.setenv("TPU_LAUNCH_HOME", str(tmp_path / "full" / "home"))  # below a file: nothing can be written
-    full = 'ERROR: (gcloud.create) {"code": 8, "message": "There is no more capacity in the zone"}'
-    cloud.trouble = lambda zone, command, now: full if (zone, command) == ("us-west1-c", "tpu-vm create") else None
+    cloud.trouble = lambda zone, command, now: FULL if (zone, command) == ("us-west1-c", "tpu-vm create") else None
     assert up(cloud, zones).ready
     found = slices.describe(zones, cloud.machine())
     assert found is not None
