@@ -37,6 +37,14 @@ def test_a_lost_connection_between_hosts_does_not_end_a_run_whose_file_names_no_
     assert [decision.retry for decision in decisions] == [True, True, True, False]
 
 
+def test_no_attempt_follows_where_it_would_change_nothing_or_the_user_has_stopped_the_run() -> None:
+    for kind in (Kind.FINISHED, Kind.STOPPED, Kind.DELETED, Kind.BAD_INPUT):
+        assert not decide(Verdict(kind), Retries(), Retries(9, 9), stop_requested=False).retry
+    assert not decide(Verdict(Kind.FAILED), Retries(), Retries(9, 9), stop_requested=True).retry
+    ends = [Recovering(0, kind.value, "", 0.0) for kind in (Kind.PREEMPTED, Kind.FAILED)]
+    assert spent_so_far(ends) == Retries(1, 1)
+
+
 def test_failures_wait_at_most_five_minutes() -> None:
     spent = [Retries(0, failures) for failures in (0, 6, 20)]
     decisions = [decide(Verdict(Kind.FAILED), each, Retries(0, 99), stop_requested=False) for each in spent]
@@ -67,6 +75,7 @@ def ended(worker: int, kind: Kind = Kind.FAILED) -> RunEvent:
         ([ended(1), ended(0)], (0, 1)),
         ([ended(1), Recovering(0, "failed", "", 0.0), ended(1, Kind.HOST_LOST)], (1, 2)),
         ([ended(1), ended(-1, Kind.PREEMPTED)], (-1, 0)),
+        ([ended(1), ended(1, Kind.STALLED)], (-1, 0)),
         ([ended(1), Ended(0, "preempted"), ended(1)], (1, 1)),
         ([ended(1), ended(1), SliceReplaced(0, 1, ""), ended(1)], (1, 1)),
         ([ended(1), Ended(1, NOT_STARTED, Cause(-1, "503")), ended(1)], (1, 2)),
@@ -160,6 +169,8 @@ def test_a_recovery_is_tried_for_its_time_and_no_longer(
             return
         assert delays[-1] <= decision.delay <= 300, "pauses grow"
         assert (decision.next is NextRound.REPLACE) == (trouble is Trouble.UNREACHABLE and may_replace is True)
+        advises = trouble is Trouble.UNREACHABLE and may_replace is False
+        assert ("run.replace_after: 2 would" in decision.reason) == advises
         delays.append(decision.delay)
         now += decision.delay
         assert now <= limit

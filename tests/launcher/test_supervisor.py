@@ -337,6 +337,10 @@ def test_commands_take_a_run_of_a_bucket_on_a_machine_that_has_nothing_of_it(
         assert found == ["supervised", "attempt", "started", "ended", "recover"]
     with pytest.raises(BadInput, match=f"{RUNS}/absent is no run that another machine can go on with"):
         call("events", "-f", f"{RUNS}/absent")
+    for file in storage.listing(f"{RUNS}/r/launcher"):
+        storage.write(file.url.replace("/r/", "/copy/"), storage.read(file.url))
+    with pytest.raises(BadInput, match=f"{RUNS}/copy was copied: the run's folder is {RUNS}/r/launcher"):
+        call("events", "-f", f"{RUNS}/copy")
     with pytest.raises(BadInput, match="--set changes keys of a file"):
         call("events", "-f", f"{RUNS}/r", "--set", "train.steps=3")
     lease = RunBucket(f"{RUNS}/r/launcher").read_lease()
