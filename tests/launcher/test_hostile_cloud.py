@@ -225,7 +225,9 @@ def test_a_permanent_error_ends_the_recovery_at_once_and_says_what_is_billed(
 ) -> None:
     work.hosts.exits[0] = 75
     work.hosts.fail("create", error)
-    with pytest.raises(LaunchError, match=r"not recovered.*\n.*slice demo is READY.*tpu-launch down") as ended:
+    with pytest.raises(
+        LaunchError, match=r"not recovered.*\n.*slice demo is READY and billed \(\w.*tpu-launch down"
+    ) as ended:
         work.run(work.config())
     assert ended.value.exit_code is code
     assert work.hosts.calls.count("create") == 1
@@ -250,6 +252,7 @@ def test_run_goes_on_with_a_recovery_whose_launcher_was_killed_at_no_cost(
     assert len(outcomes(work)) == outcome.attempt + 1, "every attempt has its end"
     assert recorded(work, events.Recovering) == 1
     assert any("going on with its recovery" in message for message in work.messages)
+    assert work.hosts.slice_state == "READY"
 
 
 @pytest.mark.parametrize("end", ["down", "stop", "permission"])
@@ -396,6 +399,7 @@ def test_after_a_save_without_a_stop_the_recovery_waits_for_the_slices_state(wor
     assert work.run(work.config()).verdict.kind is Kind.FINISHED
     assert work.hosts.calls.count("create") == before + 1
     assert seen[seen.index("create") - 1] == "PREEMPTED", seen
+    assert any(re.search(r": recovered in \d{1,3}\.\d s", message) for message in work.messages)
 
 
 # -- a stop is final --------------------------------------------------------------------------------------------------
@@ -673,7 +677,9 @@ def test_a_lost_host_is_what_the_api_says_of_its_slice(
     work.run(work.config())
     supervision = _Supervision(open_session(work.context(), work.ledger, SecretSource({}, {})), 0)
     work.hosts.change(**change)()
+    begun = work.clock.skipped
     confirmed = supervision.confirm_lost(verdict)
+    assert (work.clock.skipped - begun >= 5.0) is (change == {"slice_state": None}), "one such answer may be stale"
     assert confirmed.kind is kind
     assert what in getattr(confirmed.cause, "what", "")
     if kind is Kind.HOST_LOST:
