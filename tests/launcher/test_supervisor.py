@@ -104,6 +104,7 @@ AGAIN = Recovering(0, "preempted", "preemption 1 of 1", 0.0)
         ([BEGAN, RUNS_NOW, PREEMPTED, AGAIN, RecoveryGivenUp(0, "no capacity", "tried for 60 minutes")], False),
         ([BEGAN, RUNS_NOW, PREEMPTED, AGAIN, AttemptBegan(1), Started(1), replace(PREEMPTED, attempt=1)], False),
         ([BEGAN, Ended(0, "not started", Cause(-1, "no disk"))], False),
+        ([BEGAN, Ended(0, "not started")], False),
         ([BEGAN, Ended(0, "not started", Cause(-1, events.INTERRUPTED))], True),
         ([BEGAN, Ended(0, "not started", Cause(-1, "no answer")), RoundFailed(0, "no answer", "again", 5.0)], True),
         ([BEGAN, RUNS_NOW, Ended(0, "vanished")], True),
