@@ -160,3 +160,9 @@ def test_a_page_that_ends_between_two_equal_lines_repeats_none() -> None:
     assert cursor.advance([*twice, LogLine("2026-01-01T00:00:03.5Z", "line")]) == [
         twice[1], LogLine("2026-01-01T00:00:03.5Z", "line")
     ]  # fmt: skip
+
+
+def test_a_look_without_the_last_line_adds_what_comes_more_often_and_nothing_old() -> None:
+    cursor, (first, last, new) = Cursor(), [LogLine(stamp(9000 + number), f"line {number}") for number in range(3)]
+    assert cursor.advance([first, last]) == [first, last]
+    assert cursor.advance([LogLine(stamp(1000), "old"), first, first, new]) == [first, new]
