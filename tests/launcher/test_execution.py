@@ -49,6 +49,7 @@ class Connected:
     is_open: bool = True
 
     def follow(self, command: str, *, timeout: float, on_line: Callable[[str], None]) -> int:
+        assert timeout >= 20, "a host needs time to connect, and to report the end"
         script = command.removeprefix("sh -c ")
         process = self.host.popen(f"exec {self.shell} -c {script}", self.shell)
         try:

@@ -1,13 +1,19 @@
 """Claims about what the output of scripts on hosts means."""
 
 import json
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from launcher.log_lines import LogWindow
 from launcher.provider import ContainerState
+from launcher.providers import this_machine
 from launcher.tpu_vm.host_output import covers, has_reports, parse_observation, parse_reports
 from launcher.tpu_vm.host_scripts import LOG_BYTES
+from launcher.tpu_vm.provider import TpuVm
+from launcher.tpu_vm.ssh.pool import HostResult
+from tests.launcher.run_files import SLICE, load_text
 
 
 def test_reports_of_hosts_are_told_apart_although_gcloud_mixes_them() -> None:
@@ -63,3 +69,20 @@ def test_the_last_records_of_a_log_are_all_new_ones_if_they_begin_at_a_known_lin
     """Lines from second 11 on are asked for: those from 12 on are new."""
     window = LogWindow(first=f"2026-01-01T00:00:{first}.000000000Z", records=records)
     assert covers(window, "2026-01-01T00:00:11.000000000Z", tail=10) == whole
+
+
+@pytest.mark.parametrize(
+    ("seconds", "more", "looks"),
+    [("1112", False, 1), ("1314", False, 2), ("1112", True, 2), ("0910", False, 1), ("0809", True, 1)],
+)
+def test_a_log_is_read_again_where_its_last_lines_do_not_reach_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: str, more: bool, looks: int
+) -> None:
+    """Unless the host's clock went back, so that no line is new."""
+    first, last = (f"2026-01-01T00:00:{second}.5Z x" for second in (seconds[:2], seconds[2:]))
+    output = f"{summary({'Status': 'running'})}\n{first}\n{last}" + ("x" * LOG_BYTES if more else "\n")
+    provider, asked = TpuVm(load_text(tmp_path, SLICE), print, this_machine()), list[str]()
+    run = Mock(side_effect=lambda worker, script, timeout: asked.append(script) or HostResult(worker, 0, output))
+    monkeypatch.setattr(provider._connections, "run", run)
+    provider.observe(0, "demo-0", "2026-01-01T00:00:11.000000000Z")
+    assert len(asked) == looks

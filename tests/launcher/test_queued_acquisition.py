@@ -1,5 +1,6 @@
 """Claims about waiting for a slice in the queue of the emulated API; the clock is simulated."""
 
+import copy
 import itertools
 import random
 from dataclasses import replace
@@ -68,7 +69,9 @@ def test_a_request_is_made_once_and_told_of_once_a_minute(config: Config, cloud:
 def test_a_request_of_an_earlier_command_is_waited_for(config: Config, cloud: Cloud) -> None:
     make_request(config, cloud)
     cloud.clock.sleep(HOUR)
+    begin = cloud.clock.now
     cloud.at(HOUR, cloud.state.faults.clear)
+    cloud.trouble = lambda zone, command, now: UNAVAILABLE if now < begin + 20 and "queued" in command else None
     node, said = create(config, cloud)
     assert node.ready
     assert requests(cloud) == 1
@@ -241,6 +244,27 @@ def test_a_request_that_one_look_does_not_show_goes_with_its_node(config: Config
     cloud.trouble = not_yet
     assert deletion.delete(config, lambda line: None, cloud.machine())
     assert request_state(cloud) == ""
+
+
+@pytest.mark.parametrize("replaced", [True, False])
+def test_a_node_that_outlives_its_request_is_deleted_and_one_in_its_place_is_not(
+    config: Config, cloud: Cloud, replaced: bool
+) -> None:
+    make_request(config, cloud)
+    ours, bobs = ownership.make_labels(config, ANN, 0.0), {"tpu-launch": "1", "tpu-launch-owner": "bob"}
+    cloud.made_by(ours, zone=config.zone, name="s")
+    kept = copy.deepcopy(cloud.state.nodes)
+
+    def after_the_request(_zone: str, command: str, _now: float) -> None:
+        if command == "tpu-vm describe" and cloud.calls[-3].endswith("queued-resources delete"):
+            cloud.state.nodes |= kept
+            if replaced:
+                cloud.state.nodes.clear()
+                cloud.made_by(bobs, zone=config.zone, name="s")
+
+    cloud.trouble = after_the_request
+    assert deletion.delete(config, print, cloud.machine())
+    assert [node.resource["labels"] for node in cloud.state.nodes.values()] == [bobs] * replaced
 
 
 def test_a_node_that_google_deletes_after_a_preemption_counts_as_preempted(config: Config, cloud: Cloud) -> None:
