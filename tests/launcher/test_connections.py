@@ -89,7 +89,7 @@ finally:
 
 @pytest.mark.parametrize(("idle", "tries"), [(60.0, 2), (1.0, 1)])
 def test_only_a_connection_that_was_idle_is_tried_again_when_it_breaks(idle: float, tries: int) -> None:
-    clock, commands = Clock(), list[str]()
+    clock, commands, closed = Clock(), list[str](), list[int]()
 
     class Host:
         is_open = True
@@ -101,7 +101,7 @@ def test_only_a_connection_that_was_idle_is_tried_again_when_it_breaks(idle: flo
             return 0, "", ""
 
         def close(self) -> None:
-            pass
+            closed.append(len(commands))
 
     machine = replace(this_machine(), clock=clock, connect=lambda address: Host())
     pool = ConnectionPool([Address(0, "h", "me", "key", "known", "h")], machine)
@@ -109,6 +109,8 @@ def test_only_a_connection_that_was_idle_is_tried_again_when_it_breaks(idle: flo
     clock.sleep(idle)
     assert pool.run(0, "true", timeout=5).reached == (tries == 2)
     assert len(commands) == 1 + tries
+    pool.close()
+    assert closed == [2, 1 + tries], "the one that broke, and the last one"
 
 
 @pytest.mark.parametrize(

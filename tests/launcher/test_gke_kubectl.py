@@ -1,5 +1,8 @@
 """The meaning of kubectl's errors, of pods and of logs. The errors are those of kubectl 1.32 and API servers."""
 
+import json
+import threading
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -9,9 +12,10 @@ from launcher.errors import Exit
 from launcher.gke import pod_status
 from launcher.gke.kubectl import Kubectl, explain
 from launcher.gke.provider import _describe_waiting
-from launcher.gke.watch import JsonStream
+from launcher.gke.watch import JsonStream, PodWatch
 from launcher.provider import ContainerState, LogLine
 from launcher.providers import this_machine
+from tests.launcher.emulated_gcloud import Clock
 
 ERRORS = [
     ('error: context "x" does not exist', Exit.BAD_INPUT, "no context x"),
@@ -203,6 +207,56 @@ def test_a_line_cut_by_the_limit_is_left_out() -> None:
         window, cut = pod_status.parse_log(text, limit, ended=True)
         assert (cut, [line.text for line in window.lines]) == (was_cut, texts)
     assert [line.text for line in pod_status.parse_log(text, 1000, ended=False)[0].lines] == ["one"]
+
+
+class WatchedCluster:
+    """kubectl, over a cluster that has `pods`; each log has two lines, and a watch ends when it is closed."""
+
+    def __init__(self) -> None:
+        self.clock, self.pods, self.followed = Clock(), list[dict[str, Any]](), list[str]()
+        self.machine = replace(this_machine(), clock=self.clock)
+
+    def show(self, uid: str, **metadata: str) -> None:
+        labels = {pod_status.INDEX: "0"}
+        status = {"phase": "Running", "containerStatuses": [{"name": "trainer", "state": {"running": {}}}]}
+        self.pods = [{"metadata": {"name": uid, "uid": uid, "labels": labels, **metadata}, "status": status}]
+
+    def call(self, *_words: str) -> str:
+        return json.dumps({"items": self.pods})
+
+    def follow(self, *words: str, on_line: Callable[[str], None], on_start: Callable[..., object], **_: float) -> None:
+        self.followed.append(" ".join(words[:2]))
+        ended = threading.Event()
+        on_start(ended.set)
+        if words[0] == "logs":
+            for second in range(2):
+                on_line(f"2026-11-20T08:00:0{second}Z {second}\n")
+        else:
+            assert ended.wait(20)
+
+
+def test_a_watch_keeps_the_log_and_the_end_of_a_deleted_pod(request: pytest.FixtureRequest) -> None:
+    cluster = WatchedCluster()
+    watch = PodWatch(cluster, "a=b")  # type: ignore[arg-type]
+    request.addfinalizer(watch.close)
+    cluster.show("one")
+    assert watch.final_lines(watch.pods()[0], None) is None, "its log can be read"
+    cluster.show("one", deletionTimestamp="2026-11-20T08:00:00Z")
+    assert not watch.pods()[0].deleting, "no list is as old as ten seconds"
+    assert watch.pods(fresh=True)[0].deleting
+    cluster.clock.sleep(11)
+    cluster.pods = []
+    gone = watch.pods()[0]
+    assert gone.gone
+    lines = watch.final_lines(gone, "2026-11-20T08:00:01")
+    assert [line.text for line in lines] == ["1"]
+    assert watch.final_lines(replace(gone, uid="two"), None) == [], "it vanished unseen"
+    cluster.show("three", creationTimestamp="2026-11-20T08:00:00Z", deletionTimestamp="2026-11-20T08:00:00Z")
+    assert watch.final_lines(replace(watch.pods(fresh=True)[0], phase="Failed"), None)
+    watch.pods(fresh=True)
+    watch.close()
+    watch.pods(fresh=True)
+    assert sorted(cluster.followed) == ["get pods", "logs one", "logs three"]
 
 
 def test_watched_objects_are_parsed_in_both_forms_without_warnings() -> None:

@@ -147,6 +147,20 @@ def test_a_lost_request_is_made_again_with_growing_pauses(config: Config, cloud:
     assert all(low <= pause <= high for pause, low, high in limits)
 
 
+def test_a_request_whose_node_is_taken_away_before_it_is_ready_is_replaced(config: Config, cloud: Cloud) -> None:
+    def take_away(_zone: str, command: str, _now: float) -> None:
+        for node in cloud.state.nodes.values():
+            if command == "tpu-vm describe" and requests(cloud) == 1:
+                node.resource["state"] = "PREEMPTED"
+
+    cloud.state.faults.clear()
+    cloud.trouble = take_away
+    node, said = create(config, cloud)
+    assert node.ready
+    assert requests(cloud) == 2
+    assert said.count("the node of request s is PREEMPTED: deleting the request, then a new one") == 1
+
+
 def test_a_failure_that_waiting_does_not_mend_ends_it_at_once(config: Config, cloud: Cloud) -> None:
     def fail(_zone: str, _command: str, _now: float) -> None:
         for request in cloud.state.queued.values():
