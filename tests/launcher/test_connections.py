@@ -539,9 +539,10 @@ def test_a_connection_is_shut_down_before_it_is_closed() -> None:
     ]  # fmt: skip
 
 
-def test_an_error_without_words_is_told_by_its_name() -> None:
-    with pytest.raises(ConnectionFailed, match=r"^EOFError$"), transport._failures():
-        raise EOFError
+@pytest.mark.parametrize("error", [EOFError(), paramiko.SSHException("no banner")])
+def test_an_error_is_told_by_its_words_or_else_by_its_name(error: Exception) -> None:
+    with pytest.raises(ConnectionFailed, match=r"^(EOFError|no banner)$"), transport._failures():
+        raise error
 
 
 def refuse(listener: socket.socket, connections: int) -> None:

@@ -71,6 +71,7 @@ def test_leftovers_are_expired_or_dead_and_ours_unless_all_owners_are_meant() ->
     assert inventory.find_leftovers(found, NOW, owner=ANN) == [expired, dead]
     assert inventory.find_leftovers(found, NOW, owner=None) == [expired, dead, other]
     assert expired.why_leftover(NOW) == "expired 1 min ago"
+    assert fine.row(NOW)[-1] == "1 min"
 
 
 def test_a_dead_request_is_deleted_with_force_and_a_waiting_one_is_left_alone() -> None:

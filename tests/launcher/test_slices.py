@@ -257,6 +257,9 @@ def test_our_slice_is_found_behind_one_of_another_owner_in_the_first_zone(cloud:
     cloud.made_by({"tpu-launch": "1", "tpu-launch-owner": "bob"}, zone="us-west1-c")
     found = slices.describe(zones, cloud.machine())
     assert found is not None, "a run may use a slice of any owner"
+    cloud.calls.clear()
+    assert slices.describe(replace(zones, any_owner=True), cloud.machine()) == found
+    assert len(cloud.calls) == 1, "with --any-owner, it is the one"
     cloud.made_by(OURS, zone="us-west4-a")
     found = slices.describe(zones, cloud.machine())
     assert found.labels["tpu-launch-owner"] == OURS["tpu-launch-owner"]
