@@ -104,9 +104,8 @@ def _create(call: _Call, _answer: None, *_given: Any, **_options: Any) -> str:
     said = "\n".join(text for at, text in call.command.told if at >= since)
     if (cluster := world.cluster) is None:
         nodes = [node for node in world.google.slices.values() if node.name.startswith(world.slice_name)]
-        up = any(
-            node.state == "READY" and all(host.key_known and host.engine_up for host in node.hosts) for node in nodes
-        )
+        ready = [node for node in nodes if node.state == "READY"]
+        up = any(all(host.key_known and host.engine_up for host in node.hosts) for node in ready)
         return "" if up or world.struck else f"there is {nodes}"
     if cluster.changed_at >= since or "permission" in world.record.permanent:
         return ""
@@ -179,20 +178,17 @@ def _observe(call: _Call, seen: Observation, worker: int, container: str, *_give
         return ""
     there = item.host.containers.get(container) is item and (world.cluster is None or item.running)
     slack = 0.0 if world.cluster is None else math.inf if "awake" in world._reached else _WATCH_SECONDS
-    ended = (item.exit_code, item.oom_killed)
+    ended, told = (item.exit_code, item.oom_killed), (state.exit_code, state.oom_killed)
     wrong = state.running and item.ended < call.began - slack
     wrong |= state.ended and item.running
-    wrong |= (
-        state.ended and item.status == "exited" and not item.invented and (state.exit_code, state.oom_killed) != ended
-    )
+    wrong |= state.ended and item.status == "exited" and not item.invented and told != ended
     wrong |= state.status == "absent" and there
     return f"{state} of {item.name} on {item.host!r}, which is {item.status} with {ended}" if wrong else ""
 
 
 def _job_of(call: _Call, container: str) -> Any:
     """Returns the attempt of a container; None of one that was not started."""
-    jobs = call.command.world.record.jobs.items()
-    return next((job for key, job in jobs if container_name(*key) == container), None)
+    return next((job for key, job in call.command.world.record.jobs.items() if container_name(*key) == container), None)
 
 
 _CHECKS: dict[str, Callable[..., str]] = {

@@ -55,8 +55,7 @@ class CloudStorage:
             return effect()
         scheduler.sleep(self._random.uniform(0.01, 0.1))
         laptop = self._find_laptop()
-        fails = (laptop is not None and laptop.offline) or self._world.api_fault("bucket") is not None
-        if fails:
+        if (laptop is not None and laptop.offline) or self._world.api_fault("bucket") is not None:
             with suppress(StorageError):
                 if self._random.random() < 0.3:
                     effect()  # and its answer is lost
@@ -77,11 +76,7 @@ class CloudStorage:
         return self._request(lambda: self._stat(url))
 
     def listing(self, folder: str) -> list[Stat]:
-        return self._request(
-            lambda: [
-                found for url in sorted(self.objects) if url.startswith(f"{folder}/") and (found := self._stat(url))
-            ]
-        )
+        return self._request(lambda: [self._stat(url) for url in sorted(self.objects) if url.startswith(f"{folder}/")])
 
     def folders(self, folder: str) -> list[str]:
         below = f"{folder}/"

@@ -11,16 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher.errors import Exit
-from launcher.run import specification
-from launcher.run.events import (
-    Recovered,
-    Recovering,
-    RecoveryGivenUp,
-    Requested,
-    RoundFailed,
-    StragglerFound,
-    StragglerGone,
-)
+from launcher.run import events, specification
 from launcher.run.status import Status
 from tests.simulation.launcher import hangs
 from tests.simulation.launcher.jobs import SUPERVISORS
@@ -97,12 +88,9 @@ def told_patience_is_true(simulation: SimulatedRun, command: Command) -> None:
             continue
         run = text.split()[1].rstrip(":,")  # which another machine may supervise, if it has a bucket
         away = simulation.second if simulation.scenario.in_bucket else command.laptop
-        there = [
-            each for each in simulation.commands
-            if each.laptop is command.laptop or (each.laptop is away and each.run_id == run)
-        ]  # fmt: skip
-        there = [each for each in there if each.ended > at - 1.0]
-        others = [each for each in there if each is not command and each.name not in ("up", "status", "gc")]
+        near = [each for each in simulation.commands if each.ended > at - 1.0]
+        near = [each for each in near if each.laptop is command.laptop or (each.laptop is away and each.run_id == run)]
+        others = [each for each in near if each is not command and each.name not in ("up", "status", "gc")]
         if at - command.began < _PATIENCE or not others:
             simulation.break_promise("supervisors are waited for", f"after {at - command.began:.0f} s: {text}")
 
@@ -143,19 +131,15 @@ def status_shows_what_is(simulation: SimulatedRun, status: Status) -> None:
             simulation.break_promise("status shows what is", f"{container.name}: {host}")
         job.write_lines(container)
         silent = simulation.world.scheduler.now - (container.wrote or 0.0)
-        if (
-            job.hung is None
-            and silent < _RECENT_SECONDS
-            and abs((host.quiet_seconds or 0.0) - silent) > _STATUS_SECONDS
-        ):
+        differs = abs((host.quiet_seconds or 0.0) - silent) > _STATUS_SECONDS
+        if job.hung is None and silent < _RECENT_SECONDS and differs:
             simulation.break_promise("status shows what is", f"{container.name} is silent for {silent:.0f} s: {host}")
         if not any(host.last_line in text for text in ("", *(text for _, text in container.log))):
             simulation.break_promise("status shows what is", f"{container.name} never wrote {host.last_line!r}")
 
 
 def frames_show_the_run(simulation: SimulatedRun, command: Command) -> None:
-    """`top` draws frames as wide as the terminal, with a bar that shows the steps, and the whole curve of a loss that
-    falls with each step."""
+    """`top` draws frames as wide as the terminal, with a bar of the steps and the whole curve of a falling loss."""
     for view, columns, lines in command.frames:
         frame, progress = "\n".join(lines), view.progress
         wrong = [line for line in lines if len(line) > columns]
@@ -202,9 +186,8 @@ def silence_of_logs_lasts(simulation: SimulatedRun, command: Command) -> None:
 
 
 def waits_are_told(simulation: SimulatedRun, command: Command) -> None:
-    """`up` tells once what it waits for: each state in which Google has described the slice repeatedly. A race tells of
-    its requests instead."""
-    looks = command.name == "up" and simulation.scenario.candidates is None
+    """`up` tells once what it waits for: each state in which Google has described the slice repeatedly."""
+    looks = command.name == "up" and simulation.scenario.candidates is None  # a race tells of its requests instead
     for (_, state), times in command.actor.states.items() if looks else ():
         told = [text for text in command.said if state in text]
         if state in ("CREATING", "STARTING") and times > 3 and not told and not simulation.scenario.setting.queued:
@@ -238,12 +221,12 @@ def rounds_keep_to_their_time(simulation: SimulatedRun) -> None:
     for ledger in simulation.ledgers():
         first: float | None = None
         for entry in ledger.entries():
-            now = parse_time(entry.time) or 0.0
-            if isinstance(entry.event, RoundFailed):
+            now, event = parse_time(entry.time) or 0.0, entry.event
+            if isinstance(event, events.RoundFailed):
                 first = now if first is None else first
-                if now + entry.event.delay - first > simulation.scenario.setting.recovery_minutes * 60 + 1.0:
-                    simulation.break_promise("rounds keep to their time", f"{entry.event} {now - first:.0f} s later")
-            elif isinstance(entry.event, Recovering | Recovered | RecoveryGivenUp | Requested):
+                if now + event.delay - first > simulation.scenario.setting.recovery_minutes * 60 + 1.0:
+                    simulation.break_promise("rounds keep to their time", f"{event} {now - first:.0f} s later")
+            elif isinstance(event, events.Recovering | events.Recovered | events.RecoveryGivenUp | events.Requested):
                 first = None
 
 
@@ -309,10 +292,10 @@ def stragglers_are_told(simulation: SimulatedRun) -> None:
         slow = None
         for event in ledger.events():
             job = simulation.world.record.jobs.get((ledger.run_id, event.attempt))
-            if isinstance(event, StragglerFound) and job is not None:
+            if isinstance(event, events.StragglerFound) and job is not None:
                 slow = job.plan.slow
                 same = slow is not None and (event.host, event.part) == (slow.host, "dispatch")
                 if not same or not (3.0 if math.isinf(slow.steps) else 1.5) <= event.factor <= 3.0:
                     simulation.break_promise("a straggler is told", f"{job}: {event}, not {slow}")
-            elif isinstance(event, StragglerGone) and (slow is None or math.isinf(slow.steps)):
+            elif isinstance(event, events.StragglerGone) and (slow is None or math.isinf(slow.steps)):
                 simulation.break_promise("a straggler is told", f"{job}: {event}: {slow}")

@@ -16,7 +16,6 @@ from tests.kubernetes.cluster import controllers
 from tests.kubernetes.cluster import store as stores
 from tests.kubernetes.cluster.store import Object, Store, has, set_condition
 from tests.simulation.launcher.hosts import EPOCH, Container, Host, timestamp
-from tests.simulation.launcher.jobs import Cause
 from tests.simulation.scheduler import Task
 
 if TYPE_CHECKING:
@@ -134,8 +133,7 @@ class Cluster:
     def _disrupt(self, pod: Object, reason: str, phase: str = "") -> None:
         container = self.containers.get(pod["metadata"]["uid"])
         if container is not None and container.job is not None and container.running:
-            container.job.disturbed = True
-            container.job.causes.append(Cause("host", container.host.worker, detail="disrupted"))
+            container.job.disturb("host", container.host.worker, "disrupted")
 
         def change(each: Object) -> None:
             if each["status"]["phase"] not in _OVER:
@@ -172,8 +170,7 @@ class Cluster:
         there = {pod["metadata"]["uid"] for pod in self.store.all("pods")}
         for uid, container in list(self.containers.items()):
             if uid not in there and container.host.containers.get(container.name) is container:
-                actor = next(iter(self.creators.values()))
-                self.world.remove_container(container, actor, "its kubelet")
+                self.world.remove_container(container, next(iter(self.creators.values())), "its kubelet")
         if self.store.version != before:
             self.changed()
 
@@ -218,11 +215,8 @@ class Cluster:
 
     def _free_node(self, pod: Object) -> Host | None:
         """Returns a node for a pod; None while pods of another JobSet use the pool (JobSet's exclusive placement)."""
-        placed = [
-            each
-            for each in self.store.all("pods")
-            if each["spec"].get("nodeName") and each["status"]["phase"] not in _OVER
-        ]
+        placed = [each for each in self.store.all("pods") if each["status"]["phase"] not in _OVER]
+        placed = [each for each in placed if each["spec"].get("nodeName")]
         jobset = pod["metadata"]["labels"][controllers.JOBSET]
         if any(each["metadata"]["labels"][controllers.JOBSET] != jobset for each in placed):
             return None
@@ -274,8 +268,7 @@ class Cluster:
                 self.deleters[pod["metadata"]["name"]] = actor
             container = self.containers.get(pod["metadata"]["uid"])
             if actor is None and container is not None and container.job is not None:
-                container.job.disturbed = True
-                container.job.causes.append(Cause("deleted", container.host.worker))
+                container.job.disturb("deleted", container.host.worker)
         document["metadata"].setdefault("deletionTimestamp", stores.now())
         self.store.put(kind, document)
         self.changed()
@@ -294,8 +287,7 @@ class Kubectl:
     """One kubectl process of a command."""
 
     def __init__(self, cluster: Cluster, actor: Actor, argv: Sequence[str]) -> None:
-        self.cluster, self.world, self.actor = cluster, cluster.world, actor
-        self.scheduler = cluster.scheduler
+        self.cluster, self.world, self.scheduler, self.actor = cluster, cluster.world, cluster.scheduler, actor
         words = [word for word in argv[3:] if not word.startswith("--request-timeout")]
         words = words[: words.index("--")] if "--" in words else words
         self.script = argv[-1] if "--" not in argv else " ".join(argv[argv.index("--") + 1 :])
@@ -442,10 +434,8 @@ class Kubectl:
         deadline = self.scheduler.now + seconds
         try:
             self._refuse()
-            if self.words[0] == "logs":
-                self._follow(on_line, deadline, is_over)
-            else:
-                self._watch(on_line, deadline, is_over)
+            follow = self._follow if self.words[0] == "logs" else self._watch
+            follow(on_line, deadline, is_over)
         except Refused as refusal:
             return 1, str(refusal)
         return 0, ""

@@ -1,10 +1,10 @@
 """The commands of `tpu-launch` that users type, each as a process of its own on a simulated workstation."""
 
 import os
-import random
 import traceback
 from collections import Counter
 from pathlib import Path
+from random import Random
 from typing import NoReturn
 
 from launcher.config import Config
@@ -32,9 +32,7 @@ from tests.simulation.scheduler import Event, Killed, Process
 class Command:
     """One command of a user, from its start to its end."""
 
-    def __init__(
-        self, world: World, laptop: Laptop, name: str, config: Config, rng: random.Random, *, new: bool = False
-    ) -> None:
+    def __init__(self, world: World, laptop: Laptop, name: str, config: Config, rng: Random, new: bool = False) -> None:
         self.world, self.laptop, self.name, self.config, self.new = world, laptop, name, config, new
         self.began = world.scheduler.now
         self.url = ""  # of the run in the bucket that it was given; empty for the newest
@@ -57,9 +55,8 @@ class Command:
         self.process.enter = self._enter
         self.actor = Actor(laptop, name, self.process)
         self.machine = make_machine(world, self.actor, rng, self._exit)
-        self.context = Context(
-            laptop.home, {"HF_TOKEN": SECRET}, self._make_provider, Output(self._say, self._emit), self.machine
-        )
+        output = Output(self._say, self._emit)
+        self.context = Context(laptop.home, {"HF_TOKEN": SECRET}, self._make_provider, output, self.machine)
         self.task = world.scheduler.spawn(self._main, name="main", process=self.process)
 
     def _enter(self) -> None:
@@ -130,8 +127,7 @@ class Command:
     def _import(self) -> None:
         """Imports the newest run of the bucket, as a command does that is given its URL."""
         if self.world.storage.runs() and self.laptop is self.world.laptops[2]:
-            url = self.url or self.world.storage.runs()[-1]
-            self.run_id = import_run(self.laptop.home, self.machine, url).run_id
+            self.run_id = import_run(self.laptop.home, self.machine, self.url or self.world.storage.runs()[-1]).run_id
 
     def _watch(self) -> int:
         """Supervises all runs of the bucket until it is interrupted."""
@@ -143,9 +139,12 @@ class Command:
         code: int
         try:
             code = int(getattr(self, f"_{self.name}")())
-        except LaunchError as error:
-            self.error, code = error, int(error.exit_code)
-            self._say(f"error: {error}")
+        except (LaunchError, OSError) as trouble:
+            self.error = trouble if isinstance(trouble, LaunchError) else from_disk(trouble)
+            if self.error is None:
+                raise
+            code = int(self.error.exit_code)
+            self._say(f"error: {self.error}")
         except KeyboardInterrupt:
             if self.name in ("run", "attach"):
                 launch.explain_interrupt(self.config, self.context)
@@ -154,18 +153,10 @@ class Command:
             code = int(Exit.DETACHED)
         except Killed:
             raise
-        except OSError as trouble:
-            self.error = from_disk(trouble)
-            if self.error is None:
-                raise
-            code = int(self.error.exit_code)
-            self._say(f"error: {self.error}")
         except BaseException as error:
             code = 1
-            self.world.break_promise(
-                "every ending has a documented code",
-                f"traceback of {self.name}: {''.join(traceback.format_exception(error)[-4:])}",
-            )
+            trace = "".join(traceback.format_exception(error)[-4:])
+            self.world.break_promise("every ending has a documented code", f"traceback of {self.name}: {trace}")
         self.code, self.ended = code, self.world.scheduler.now
         self.world.note(f"{self.name} of {self.laptop.name} ended with {code}")
         self.over.set()
@@ -217,8 +208,7 @@ class Command:
 
     def _stop(self) -> int:
         self._import()
-        ledger = launch._find(self.config, self.context, None)
-        stop = Stop(ledger.run_id, self.world.scheduler.now, by=self)
+        stop = Stop(launch._find(self.config, self.context, None).run_id, self.world.scheduler.now, by=self)
         self.world.record.stops.append(stop)
         failed = [report for report in launch.stop(self.config, self.context, None, grace=None) if not report.ok]
         for report in failed:

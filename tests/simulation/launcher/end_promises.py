@@ -41,9 +41,7 @@ def hang_is_explained(simulation: SimulatedRun, job: Job, event: Ended, time: fl
     if undisturbed and hang is not None and hung is not None and job.stall_seconds is not None:
         late = time - EPOCH - hung - hang.limit(job.stall_seconds, job.hosts)
         if event.outcome != "stalled" or not -1.0 <= late <= _EXPLAIN_SECONDS:
-            simulation.break_promise(
-                "a hang is explained in time", f"{job}: {event.outcome}, {late:.0f} s late: {hang}"
-            )
+            simulation.break_promise("a hang is explained in time", f"{job}: {event.outcome}, {late:.0f} s: {hang}")
         elif job.hosts > 1 and (event.cause is None or hang.says not in event.cause.what):
             simulation.break_promise("a hang is told by its kind", f"{job} hangs by {hang}; told was {event.cause}")
 
@@ -71,12 +69,9 @@ def verdict_names_the_first_cause(simulation: SimulatedRun, job: Job, event: End
     if not causes or event.outcome == "not started" or job.plan.kind == "stall":
         return
     allowed = _verdicts_of(simulation, job, causes)
-    cause = event.cause.worker if event.cause is not None else -1
-    if allowed and (event.outcome, cause) not in allowed and (event.outcome, None) not in allowed:
-        simulation.break_promise(
-            "the verdict names the first cause",
-            f"{job} ended {event.outcome} of host {cause}, not {allowed}; the causes are {causes}",
-        )
+    told = (event.outcome, event.cause.worker if event.cause is not None else -1)
+    if allowed and told not in allowed and (event.outcome, None) not in allowed:
+        simulation.break_promise("the verdict names the first cause", f"{job}: {told}, not {allowed}, of {causes}")
 
 
 def _verdicts_of(simulation: SimulatedRun, job: Job, causes: Sequence[Cause]) -> set[tuple[str, int | None]]:
@@ -121,27 +116,20 @@ def _verdicts_of(simulation: SimulatedRun, job: Job, causes: Sequence[Cause]) ->
 def _unseen(simulation: SimulatedRun, job: Job) -> set[tuple[str, int | None]]:
     """Returns the verdicts that hosts allow that ceased to answer before a launcher saw how their programs ended."""
     found: set[tuple[str, int | None]] = set()
-    for ledger in simulation.ledgers():
-        if ledger.run_id != job.run:
-            continue
+    cluster, faults = simulation.world.cluster, {fault.kind for fault in simulation.faults}
+    deaf = bool(faults & {*(API_FAULTS if cluster is not None else _SSH_FAULTS)})
+    for ledger in [each for each in simulation.ledgers() if each.run_id == job.run]:
         seen = {
             entry.event.host: parse_time(entry.time) or 0.0
             for entry in reversed(ledger.entries())  # the first one counts
             if isinstance(entry.event, HostEnded) and entry.event.attempt == job.attempt
         }
-        ways = API_FAULTS if simulation.world.cluster is not None else _SSH_FAULTS
-        deaf = any(fault.kind in ways for fault in simulation.faults)
         # A pod that a node's maintenance took while the cluster did not answer is gone at the next look.
-        evicted = simulation.world.cluster is not None and {"maintenance", "preempt"} & {
-            f.kind for f in simulation.faults
-        }
-        taken = job.left if deaf and evicted else set()
+        taken = job.left if deaf and cluster is not None and faults & {"maintenance", "preempt"} else set()
         found |= {(outcome, worker) for worker in taken for outcome in ("host lost", "failed")}
-        for worker, container in job.containers.items():
+        for worker, item in job.containers.items():
             before = seen.get(worker, math.inf) - EPOCH
-            if (deaf and worker not in seen) or any(
-                container.ended - 30.0 < at < before for at in container.host.troubled
-            ):
+            if (deaf and worker not in seen) or any(item.ended - 30.0 < at < before for at in item.host.troubled):
                 found |= {("host lost", worker), ("preempted", None), ("vanished", None)}
         if deaf or found:  # the first that ends may be read last, or never
             found |= {("stopped", worker) for worker in job.containers}

@@ -74,8 +74,8 @@ class Gcloud:
 
     def _call(self, command: Command) -> Output:
         slice_ = self.google.slice_of(command)
-        if slice_ is not None:
-            self._check_gc(command, slice_)
+        if slice_ is not None and command.verb == "delete":
+            self._check_deletion(slice_)
         answer = self.google.call(command, self.actor.user, self.actor)
         if (command.group, command.verb) == ("tpu-vm", "describe"):
             self.actor.states[answer["id"], answer["state"]] += 1
@@ -90,16 +90,11 @@ class Gcloud:
         error = command.operation_error(operation)
         return (1, "", error) if error else (0, command.output(answer), "")
 
-    def _check_gc(self, command: Command, slice_: Slice) -> None:
-        if command.verb == "delete":
-            self.actor.deleted.add(slice_.node.resource["id"])
+    def _check_deletion(self, slice_: Slice) -> None:
+        self.actor.deleted.add(slice_.node.resource["id"])
         shown = self.actor.shown.get(slice_.node.resource["id"], "")
-        if (
-            command.verb == "delete"
-            and self.actor.command == "gc"
-            and shown in ("CREATING", "READY")
-            and not self.world.has_expired(slice_, self.actor)
-        ):
+        in_use = shown in ("CREATING", "READY") and not self.world.has_expired(slice_, self.actor)
+        if self.actor.command == "gc" and in_use:
             self.world.break_promise("gc deletes what is left over", f"{slice_.name}, described to it as {shown}")
 
     def _refusal(self) -> Output | None:

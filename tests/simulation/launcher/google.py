@@ -153,8 +153,7 @@ class Google:
         stockout = self.world.api_fault("stockout") if creates else None
         places = self.world.zones
         if stockout is not None and zone in places:
-            chosen = stockout.number % (len(places) + 1)
-            stockout = stockout if chosen in (0, 1 + places.index(zone)) else None
+            stockout = stockout if stockout.number % (len(places) + 1) in (0, 1 + places.index(zone)) else None
         if stockout is not None:
             wording = _WORDINGS[stockout.number % len(_WORDINGS)]
             self.state.faults.append(Fault("stockout", "tpu", left=1, wording=wording))
@@ -171,8 +170,7 @@ class Google:
         return self._state_of(self.scheduler.now - self.rng.uniform(20.0, 300.0))
 
     def _described(self, by: object) -> EmulatorState:
-        """Returns the state that a description shows now: the current one, one of seconds ago, or once in a while none
-        at all, as a replica that lags."""
+        """Returns the state that a description shows: of now, of seconds ago, or rarely none, as a lagging replica."""
         fault = self.world.api_fault("old describe") if self._lists is not None else None
         if fault is None:
             return self.state
@@ -232,9 +230,8 @@ class Google:
         asked |= {name: node.resource | {"spot": "spot" in node.resource.get("schedulingConfig", {})}
                   for name, node in self.state.nodes.items() if node.state != "DELETING"
                   and self.slices[name].by is not None and self.slices[name].creator == "ann"}  # fmt: skip
-        self.world.check_price(
-            [(each["acceleratorType"], name.split("/")[3], bool(each["spot"])) for name, each in asked.items()]
-        )
+        slices = [(each["acceleratorType"], name.split("/")[3], bool(each["spot"])) for name, each in asked.items()]
+        self.world.check_price(slices)
 
     def _add_slice(self, name: str, node: Node, user: str, by: object) -> None:
         if (request := self.requests.get(node.resource.get("queuedResource", ""))) is not None:
@@ -263,10 +260,8 @@ class Google:
 
     def _finish(self, operation: Operation) -> None:
         """Ends an operation. A deletion waits for the end of the creation that it cancels, as in the emulator."""
-        others = self.state.operations.values()
-        if operation.verb == "delete" and any(
-            other.verb == "create" and other.target == operation.target and not other.done for other in others
-        ):
+        creations = [other for other in self.state.operations.values() if other.verb == "create" and not other.done]
+        if operation.verb == "delete" and any(other.target == operation.target for other in creations):
             self._later(1.0, lambda: self._finish(operation))
             return
         if operation.done:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from training.telemetry.progress_line import ProgressLine, encode
 
+Timeline = list[tuple[float, str, int]]
 PHASES = ("start", "compile", "training", "evaluation", "save", "end")
 STEPS = 700  # more than any program does
 HEARTBEAT_SECONDS = 10.0  # after which TensorFlow ends the hosts whose peer is silent
@@ -108,10 +109,8 @@ class Hang:
             return ()
         if self.host == 0:  # whose service the others ask
             return "Collective ops is aborted by: Deadline Exceeded", "RPC: /tensorflow.CoordinationService/Heartbeat"
-        return (
-            "The following tasks are unhealthy (stopped sending heartbeats):",
-            f"/job:worker/replica:0/task:{self.host}",
-        )
+        task = f"/job:worker/replica:0/task:{self.host}"
+        return "The following tasks are unhealthy (stopped sending heartbeats):", task
 
 
 def limit(phase: str, seconds: float) -> float:
@@ -120,9 +119,8 @@ def limit(phase: str, seconds: float) -> float:
 
 
 @functools.lru_cache(maxsize=200)
-def timeline(seed: float, seconds: float, stall_seconds: float, last: str) -> list[tuple[float, str, int]]:
-    """Returns when which phase and step begin, from 0 to `seconds`: all change sooner than the limits. The last one is
-    of the phase `last`."""
+def timeline(seed: float, seconds: float, stall_seconds: float, last: str) -> Timeline:
+    """Returns when which phase and step begin until `seconds`, all within the limits; the last is the phase `last`."""
     rng = random.Random(seed)
     moments, now, step = [(0.0, "start", 0)], 0.0, 0
     while now < seconds:
@@ -134,9 +132,7 @@ def timeline(seed: float, seconds: float, stall_seconds: float, last: str) -> li
     return [*moments, (now, last, step)]
 
 
-def line(
-    moments: list[tuple[float, str, int]], since: float, hang: Hang | None, worker: int, slow: Slow | None = None
-) -> ProgressLine:
+def line(moments: Timeline, since: float, hang: Hang | None, worker: int, slow: Slow | None = None) -> ProgressLine:
     """Returns a host's line so many seconds after the start of the program."""
     number = bisect.bisect_right(moments, since, key=lambda moment: moment[0]) - 1
     _, phase, step = moments[number]
@@ -168,7 +164,7 @@ def stacks(hang: Hang | None, worker: int, now: float, sample: int) -> str:
         return "Error response from daemon: it does not answer\n"
     pages = int(now * 10_000) if kind == "thrashing" else 7
     memory = (
-        f"memory MemTotal: 100 kB MemAvailable: 50 kB oom_kill {int(kind == 'memory')} workingset_refault_file {pages}"
+        f"memory MemTotal: 100 kB MemAvailable: 50 kB oom_kill {kind == 'memory':d} workingset_refault_file {pages}"
     )
     state = _STATES.get(kind, "D (disk sleep)" if (sample + worker) % 2 else "S (sleeping)")  # for a moment
     return f"{memory}\nprocess 7 [{state}] [futex] python train.py\n{_PLACES.get(kind, _WAITS)}{memory}\n"

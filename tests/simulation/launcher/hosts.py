@@ -97,11 +97,8 @@ class Container:
         if self.job is not None:
             self.job.write_lines(self)
         first = max(0, len(self.records) - tail) if tail is not None else 0
-        return [
-            record
-            for record in self.records[max(first, bisect.bisect_left(self.latest, since)) :]
-            if record[0] >= since
-        ]
+        first = max(first, bisect.bisect_left(self.latest, since))
+        return [record for record in self.records[first:] if record[0] >= since]
 
     def progress(self) -> str:
         """Returns the output of READ_PROGRESS."""
@@ -223,12 +220,11 @@ class Host:
         self.note("is dead")
         self.scheduler.kill(self.process)
         self.process = Process(f"{self.slice_name}-w{self.worker}")
-        for container in self.containers.values():
-            if container.running:
-                if container.job is not None:
-                    container.job.write_lines(container)
-                container.end_line(None)
-                container.status = "lost"
+        for container in [item for item in self.containers.values() if item.running]:
+            if container.job is not None:
+                container.job.write_lines(container)
+            container.end_line(None)
+            container.status = "lost"
         self.changed()
         self._peers_notice("dead")
 

@@ -5,9 +5,9 @@ the promises compare that with the launcher's verdict.
 """
 
 import math
-import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from random import Random
 
 from launcher.log_lines import PART_BYTES
 from launcher.run.stall import DEFAULT_SECONDS
@@ -50,9 +50,7 @@ class Cause:
 
 
 class Job:
-    def __init__(
-        self, scheduler: Scheduler, run: str, attempt: int, hosts: int, plan: Plan, rng: random.Random
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, run: str, attempt: int, hosts: int, plan: Plan, rng: Random) -> None:
         if plan.hang is not None:  # a candidate may have fewer hosts than the file's slice
             plan = replace(plan, hang=replace(plan.hang, host=plan.hang.host % hosts))
         if plan.slow is not None:
@@ -90,8 +88,7 @@ class Job:
             self.disturbed = True
         wait = PEERS_WAIT if container.cuts_lines else PEERS_WAIT_OF_PODS
         self.scheduler.call_at(self.scheduler.now + wait, self._check_peers)
-        complete = len(self.containers) == self.hosts and self.began is None
-        if complete and all(item.running and item.host.connected for item in self.containers.values()):
+        if self.began is None and self._all_run():
             self.began = self.scheduler.now
             if self.plan.kind != "stall":
                 self.scheduler.call_at(self.began + self.plan.seconds, self._end_as_planned)
@@ -131,7 +128,7 @@ class Job:
         return hangs.format_line(hangs.line(self.timeline, since, plan.hang, container.host.worker, plan.slow))
 
     @property
-    def timeline(self) -> list[tuple[float, str, int]]:
+    def timeline(self) -> hangs.Timeline:
         """The moments of the program's progress; the last one lasts for ever."""
         plan = self.plan
         last = plan.hang.phase if plan.hang else "end"
@@ -165,10 +162,14 @@ class Job:
             container.end(137)
             self._lose_peer()
 
+    def disturb(self, kind: str, worker: int, detail: str = "") -> None:
+        """Records what happened to it on a host beside its plan."""
+        self.disturbed = True
+        self.causes.append(Cause(kind, worker, detail=detail))
+
     def host_troubled(self, host: Host, what: str) -> None:
         """Records that a host died, hangs or was cut off; its peers notice."""
-        self.disturbed = True
-        self.causes.append(Cause("host", host.worker, detail=what))
+        self.disturb("host", host.worker, what)
         self.last_step = min(self.last_step, self.scheduler.now)
         if what == "dead" and self.first_death is None:
             self.first_death = self.scheduler.now
@@ -178,14 +179,12 @@ class Job:
     def lose_connection(self, host: Host) -> None:
         """Breaks a connection between two hosts, both of which still answer the launcher."""
         if self.hosts > 1 and self.began is not None and not self.over:
-            self.disturbed = True
-            self.causes.append(Cause("connection", host.worker))
+            self.disturb("connection", host.worker)
             self._lose_peer()
 
     def _all_run(self) -> bool:
-        return len(self.containers) == self.hosts and all(
-            item.running and item.host.connected for item in self.containers.values()
-        )
+        containers = self.containers.values()
+        return len(containers) == self.hosts and all(item.running and item.host.connected for item in containers)
 
     def _exit(self, container: Container, code: int) -> None:
         if not container.host.up:

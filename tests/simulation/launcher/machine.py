@@ -1,8 +1,8 @@
 """The launcher's `Workstation`, simulated: threads of the scheduler; a laptop's clock, processes and connections."""
 
 import os
-import random
 from collections.abc import Callable, Sequence
+from random import Random
 from typing import NoReturn
 
 from launcher.errors import CommandTimeout
@@ -17,6 +17,7 @@ from tests.simulation.launcher.world import BROKEN_SECONDS, Actor, Laptop, World
 from tests.simulation.scheduler import Process, Scheduler, SimulatedThreads
 from training.machine.clock import Clock
 
+_OnStart = Callable[[Callable[[], None]], object]  # is given what kills the process
 _CONNECT_SECONDS = 5.0  # as the launcher's transport has it
 _UPTIME = 777_000.0  # seconds of a laptop when a simulated run begins
 _LONGEST_COMMAND = 3700.0  # seconds: a creation's, of slice.create_minutes
@@ -151,8 +152,7 @@ class Terminal:
     def run(
         self, argv: Sequence[str], *, timeout: float, input: str | bytes | None = None, pass_fds: Sequence[int] = ()
     ) -> Result:
-        """Runs gcloud or kubectl in a process of its own. Google carries out its request even when that process
-        ends."""
+        """Runs gcloud or kubectl in a process of its own, after whose end Google still carries out its request."""
         world, scheduler = self.world, self.world.scheduler
         self._check_timeout(argv, timeout)
         if world.scheduler.trace is not None:
@@ -197,12 +197,7 @@ class Terminal:
             self.world.break_promise("a command has its time", f"{seconds:.0f} s of {' '.join(argv)[:200]}")
 
     def stream(
-        self,
-        argv: Sequence[str],
-        on_line: Callable[[str], None],
-        *,
-        timeout: float,
-        on_start: Callable[[Callable[[], None]], object] | None = None,
+        self, argv: Sequence[str], on_line: Callable[[str], None], *, timeout: float, on_start: _OnStart | None = None
     ) -> Result:
         """Runs kubectl, which ends with its command or when it is killed, or `tpu-launch supervise` of one run."""
         if self.world.cluster is None:
@@ -222,9 +217,7 @@ class Terminal:
         return Result(tuple(argv), code, output, "")
 
 
-def make_machine(
-    world: World, actor: Actor, rng: random.Random, end: Callable[[int], NoReturn] = os._exit
-) -> Workstation:
+def make_machine(world: World, actor: Actor, rng: Random, end: Callable[[int], NoReturn] = os._exit) -> Workstation:
     """Returns the workstation of one command; `end` ends its process."""
     terminal = Terminal(world, actor)
     return Workstation(

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import json
 import math
 import re
@@ -16,19 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher.errors import Exit
-from launcher.run.events import (
-    NOT_STARTED,
-    VANISHED,
-    AttemptBegan,
-    Ended,
-    HostBack,
-    HostEnded,
-    HostOutOfReach,
-    Orphaned,
-    Recovering,
-    RunEvent,
-    from_document,
-)
+from launcher.run import events
 from launcher.run.logs import read_from
 from launcher.run.recovery import spent_so_far
 from launcher.run.runs import list_runs
@@ -38,6 +25,7 @@ from tests.simulation.launcher.jobs import SECRET, SUPERVISORS
 from training.machine.clock import parse_time
 
 if TYPE_CHECKING:
+    from launcher.run.events import RunEvent
     from tests.simulation.launcher.commands import Command
     from tests.simulation.launcher.google import Request, Slice
     from tests.simulation.launcher.hosts import Container
@@ -80,9 +68,7 @@ def message_with_a_next_step(simulation: SimulatedRun, command: Command) -> None
     """Every error says what to do next."""
     text = str(command.error)
     words = "`|try|wait|again|fix:|start|ask|sign in|correct|choose|see |look|raise |grant|reach it?"
-    if command.error is None:
-        return
-    if len(text) < 15 or not any(word in text for word in words.split("|")):
+    if command.error is not None and (len(text) < 15 or not any(word in text for word in words.split("|"))):
         simulation.break_promise("every ending has a message with a next step", f"{command.name}: {text}")
 
 
@@ -125,11 +111,8 @@ def up_in_a_kind_world_succeeds(simulation: SimulatedRun, command: Command) -> N
     """Before any fault, the first `up` succeeds, whatever slice of the user exists."""
     if command is not simulation.commands[0] or command.name != "up" or simulation.world.struck or command.interrupted:
         return
-    above_limit = "is STOPPED and is not started: the limit" in str(command.error)
-    if command.code not in (0, Exit.CONFLICT) and not above_limit:
-        simulation.break_promise(
-            "up continues from the existing slice", f"{simulation.scenario.leftover}: {command.error}"
-        )
+    if command.code not in (0, Exit.CONFLICT) and "is STOPPED and is not started: the limit" not in str(command.error):
+        simulation.break_promise("up continues from the existing slice", f"{command.error}")
 
 
 def run_with_budget_continues(simulation: SimulatedRun, command: Command) -> None:
@@ -141,9 +124,8 @@ def run_with_budget_continues(simulation: SimulatedRun, command: Command) -> Non
     if not known or world.record.stops or world.record.permanent or simulation.loses_by_its_disk:
         return
     ledger = known[-1]
-    ended = [event for event in ledger.events() if isinstance(event, Ended)]
-    attempts_here = [entry for entry in command.said if ": attempt " in entry and " hosts" in entry]
-    if not ended or not attempts_here:
+    ended = [event for event in ledger.events() if isinstance(event, events.Ended)]
+    if not ended or not any(": attempt " in entry and " hosts" in entry for entry in command.said):
         return
     spent, run = spent_so_far(ledger.events()), simulation.config.run
     outcome = ended[-1].outcome
@@ -158,9 +140,7 @@ def run_with_budget_continues(simulation: SimulatedRun, command: Command) -> Non
     recovering = any(": starting again (" in line for line in command.said)
     text = str(command.error)
     if recovering and not any(words in text for words in ("run.recovery_minutes", "it was deleted", "client deleted")):
-        world.break_promise(
-            "a run with budget left continues", f"ended with {command.code} after {spent}: {str(command.error)[:300]}"
-        )
+        world.break_promise("a run with budget left continues", f"{command.code} after {spent}: {text[:300]}")
 
 
 def leaving_a_recovery_reports_the_bill(simulation: SimulatedRun, command: Command) -> None:
@@ -174,9 +154,7 @@ def leaving_a_recovery_reports_the_bill(simulation: SimulatedRun, command: Comma
     left = [node for node in slices_of(simulation.world, command.laptop.user) if node.state in _BILLED]
     started = ": started on all hosts" in since or "its start could not be recorded" in since
     if not (started or _TAKEN in since) and left and not ("tpu-launch down" in since and "billed" in since):
-        simulation.break_promise(
-            "leaving a recovery reports the bill", f"{command.name} ended with {command.code}: {since[-300:]}"
-        )
+        simulation.break_promise("leaving a recovery reports the bill", f"{command.name}: {since[-300:]}")
 
 
 def after_a_stop_nothing_runs(simulation: SimulatedRun, command: Command) -> None:
@@ -205,10 +183,7 @@ def logs_end_with_their_program(simulation: SimulatedRun, command: Command) -> N
     since = simulation.world.scheduler.now - 120.0
     job = simulation.world.newest_job()
     watchers = [other for other in simulation.commands if other is not command and other.name in SUPERVISORS]
-    busy = any(
-        (other.began < command.began or other.code is None) and (other.code is None or other.ended > since)
-        for other in watchers
-    )
+    busy = any(other.code is None or (other.began < command.began and other.ended > since) for other in watchers)
     if job is None or busy or len(job.containers) < job.hosts:  # an interrupted start: one may wait for its secrets
         return
     if all(item.ended < since and item.host.quiet_since(since) for item in job.containers.values()):
@@ -225,8 +200,7 @@ def command_ends_in_time(simulation: SimulatedRun, command: Command) -> None:
 
 
 def deletion_outlasts_passing_failures(simulation: SimulatedRun, command: Command) -> None:
-    """A `down` that has begun to delete does not give up within minutes because of another operation, the API or the
-    network."""
+    """A `down` that deletes does not give up within minutes because of another operation, the API or the network."""
     if command.name != "down" or command.code != Exit.CLOUD_ERROR or simulation.loses_by_its_disk:
         return
     seconds = simulation.world.scheduler.now - command.began
@@ -271,14 +245,9 @@ def conflict_has_another_party(simulation: SimulatedRun, command: Command) -> No
     """A command that reports another supervisor shares its folder with one."""
     if command.error is None or "is supervised by another tpu-launch" not in str(command.error):
         return
-    others = [
-        other
-        for other in simulation.commands
-        if other is not command
-        and other.laptop is command.laptop
-        and other.name in (*SUPERVISORS, "logs", "down", "stop")
-        and other.ended > command.began
-    ]
+    names = (*SUPERVISORS, "logs", "down", "stop")
+    there = [each for each in simulation.commands if each is not command and each.laptop is command.laptop]
+    others = [each for each in there if each.name in names and each.ended > command.began]
     if not others or (command.ended - command.began < _PATIENCE and command.name in SUPERVISORS):
         simulation.break_promise("a conflict has another party", f"{command.name}: {command.error}")
 
@@ -293,11 +262,8 @@ def nothing_runs_after_a_verdict(simulation: SimulatedRun, command: Command) -> 
         return
     left = {(item.attempt, worker) for item in ledger.state.orphans for worker in item.hosts}
     for container in containers_of(simulation.world, run):
-        known = (container.attempt, container.host.worker) in left
-        if container.running and container.host.up and not known:
-            simulation.break_promise(
-                "nothing runs after a verdict", f"{container.name} on {container.host!r}: {command.verdict}"
-            )
+        if container.running and container.host.up and (container.attempt, container.host.worker) not in left:
+            simulation.break_promise("nothing runs after a verdict", f"{container.name} on {container.host!r}")
 
 
 def containers_of(world: World, run: str) -> list[Container]:
@@ -319,10 +285,7 @@ def stalled_program_is_silent(world: World, run: str) -> None:
     for container in job.containers.values():
         job.write_lines(container)
         if (newest := container.wrote) is not None and now - newest < job.stall_seconds - _LOOK_SECONDS:
-            world.break_promise(
-                "what writes lines is not stalled",
-                f"{container.name} on {container.host!r} wrote {now - newest:.0f} s ago",
-            )
+            world.break_promise("what writes lines is not stalled", f"{container.host!r}: {now - newest:.0f} s ago")
             return
 
 
@@ -354,14 +317,12 @@ def check_end(simulation: SimulatedRun) -> None:
     for promise in _OF_RUNS:
         promise(simulation)
     for ledger in simulation.ledgers():
-        for entry in ledger.entries():
+        for entry in [each for each in ledger.entries() if isinstance(each.event, events.Ended)]:
             event = entry.event
-            job = simulation.world.record.jobs.get((ledger.run_id, event.attempt)) if isinstance(event, Ended) else None
-            if job is None or not isinstance(event, Ended):
-                continue
-            for promise in _OF_ENDS:
+            job = simulation.world.record.jobs.get((ledger.run_id, event.attempt))
+            for promise in _OF_ENDS if job is not None else ():
                 promise(simulation, job, event)
-            if job.plan.tells:
+            if job is not None and job.plan.tells:
                 end_promises.hang_is_explained(simulation, job, event, parse_time(entry.time) or 0.0)
 
 
@@ -369,9 +330,7 @@ def nothing_is_left_at_the_end(simulation: SimulatedRun) -> None:
     """After the last `down`, ann pays for nothing."""
     if left := [node for node in slices_of(simulation.world, "ann") if node.state != "DELETING"]:
         ends = [command.code for command in simulation.commands if command.name == "down"]
-        simulation.break_promise(
-            "money never runs unattended", f"at the end there is {left[0].name}; down ended with {ends}"
-        )
+        simulation.break_promise("money never runs unattended", f"{left[0].name} is left; down ended with {ends}")
 
 
 def every_request_is_withdrawn_or_used(simulation: SimulatedRun) -> None:
@@ -386,7 +345,7 @@ def every_request_is_withdrawn_or_used(simulation: SimulatedRun) -> None:
             simulation.break_promise("every request is withdrawn or used", f"{request}")
         elif request.granted is not None:
             used.append((request.granted, request.ended))
-    for before, after in itertools.pairwise(used):
+    for before, after in pairwise(used):
         if after[0] < before[1] and not simulation.ann.wall:
             simulation.break_promise("every request is withdrawn or used", f"two at once: {used}")
 
@@ -396,7 +355,8 @@ def budgets_are_kept(simulation: SimulatedRun) -> None:
     run = simulation.config.run
     for ledger in simulation.ledgers():
         spent = spent_so_far(ledger.events())
-        connections = any(isinstance(item, Recovering) and item.after == "connection lost" for item in ledger.events())
+        after = [item.after for item in ledger.events() if isinstance(item, events.Recovering)]
+        connections = "connection lost" in after
         if spent.preemptions > max(run.preemption_retries, 3 * connections) or spent.failures > run.failure_retries:
             simulation.break_promise("budgets are spent on what they are for", f"{ledger.run_id}: {spent}")
 
@@ -405,12 +365,11 @@ def one_event_costs_one_attempt(simulation: SimulatedRun) -> None:
     """One event that takes a host or the slice costs one attempt of the budget, if one command handles it."""
     if simulation.loses_by_its_disk or any(fault.kind not in _TAKES_HOSTS for fault in simulation.faults):
         return
+    record = simulation.world.record
     for ledger in simulation.ledgers():
         spent = spent_so_far(ledger.events()).preemptions
-        saves = sum(
-            job.plan.kind == "save" for job in simulation.world.record.jobs.values() if job.run == ledger.run_id
-        )
-        stops = sum(stop.run == ledger.run_id and stop.by is not None for stop in simulation.world.record.stops)
+        saves = sum(job.plan.kind == "save" for job in record.jobs.values() if job.run == ledger.run_id)
+        stops = sum(stop.run == ledger.run_id and stop.by is not None for stop in record.stops)
         left = sum(command.killed or command.interrupted for command in simulation.commands)
         left += sum(command.name == "down" and command.laptop is not simulation.ann for command in simulation.commands)
         if spent > len(simulation.faults) + saves + stops + left:
@@ -420,43 +379,41 @@ def one_event_costs_one_attempt(simulation: SimulatedRun) -> None:
 def ledgers_are_in_order(simulation: SimulatedRun) -> None:
     """Attempts are numbered one after another, each ends at most once, and none begins before the last has ended."""
     for ledger in simulation.ledgers():
-        began = [event.attempt for event in ledger.events() if isinstance(event, AttemptBegan)]
-        ended = [event.attempt for event in ledger.events() if isinstance(event, Ended)]
+        began = [event.attempt for event in ledger.events() if isinstance(event, events.AttemptBegan)]
+        ended = [event.attempt for event in ledger.events() if isinstance(event, events.Ended)]
         if began != list(range(len(began))) or len(set(ended)) < len(ended):
             simulation.break_promise("a ledger is in order", f"{ledger.run_id}: began {began}, ended {ended}")
-        order = [event for event in ledger.events() if isinstance(event, AttemptBegan | Ended)]
+        order = [event for event in ledger.events() if isinstance(event, events.AttemptBegan | events.Ended)]
         for event, following in pairwise(order):
-            if isinstance(event, AttemptBegan) and isinstance(following, AttemptBegan):
+            if isinstance(event, events.AttemptBegan) and isinstance(following, events.AttemptBegan):
                 simulation.break_promise("a ledger is in order", f"{ledger.run_id}: attempt {event.attempt} has no end")
         away, over, attempt = set[int](), set[int](), -1
         recorded = simulation.full_disk is None and ledger.bucket is None  # which may lose what hosts did
         for event in ledger.events() if recorded else ():
-            if isinstance(event, AttemptBegan):
+            if isinstance(event, events.AttemptBegan):
                 away, over, attempt = set(), set(), event.attempt
-            elif isinstance(event, HostOutOfReach | HostBack | HostEnded) and (
+            elif isinstance(event, events.HostOutOfReach | events.HostBack | events.HostEnded) and (
                 event.attempt != attempt
-                or (isinstance(event, HostBack) and event.host not in away)
-                or (isinstance(event, HostEnded) and event.exit_code is not None and event.host in over)
+                or (isinstance(event, events.HostBack) and event.host not in away)
+                or (isinstance(event, events.HostEnded) and event.exit_code is not None and event.host in over)
             ):
                 simulation.break_promise("a ledger is in order", f"{ledger.run_id}: {event} in attempt {attempt}")
-            away |= {event.host} if isinstance(event, HostOutOfReach) else set()
-            over |= {event.host} if isinstance(event, HostEnded) else set()
+            away |= {event.host} if isinstance(event, events.HostOutOfReach) else set()
+            over |= {event.host} if isinstance(event, events.HostEnded) else set()
 
 
 def one_supervisor_decides(simulation: SimulatedRun) -> None:
     """Checks that what begins or follows an attempt is recorded in the bucket by the process that holds its lease, and
     that each folder of the run has the bucket's first events."""
-    events = {url: data for url, (data, _, _) in simulation.world.storage.objects.items() if "/events/" in url}
+    written = {url: data for url, (data, _, _) in simulation.world.storage.objects.items() if "/events/" in url}
     for ledger in [item for home in simulation.homes for item in list_runs(home, simulation.commands[0].machine)]:
         if ledger.bucket is None:
             continue
-        there = [json.loads(events[url]) for url in sorted(events) if url.startswith(f"{ledger.bucket.url}/")]
-        copied = [*map(from_document, there[: len(ledger.entries())])]
-        holders = list(
-            accumulate(there, lambda by, item: item["by"] if item["event"] == "supervised" else by, initial="")
-        )
+        there = [json.loads(written[url]) for url in sorted(written) if url.startswith(f"{ledger.bucket.url}/")]
+        copied = [*map(events.from_document, there[: len(ledger.entries())])]
+        held = list(accumulate(there, lambda by, item: item["by"] if item["event"] == "supervised" else by, initial=""))
         wrong = [
-            item for item, by in zip(there, holders, strict=False)
+            item for item, by in zip(there, held, strict=False)
             if item["event"] in ("attempt", "ended", "recover", "replaced") and item["by"] != by
         ]  # fmt: skip
         if wrong or copied != [*ledger.entries()]:
@@ -500,9 +457,8 @@ def lines_come_once(simulation: SimulatedRun) -> None:
 
 
 def secrets_are_nowhere(simulation: SimulatedRun) -> None:
-    """The value of a secret, which programs print, is in no message and in no file but the hosts' logs. A cluster's
-    secrets are not known to the launcher."""
-    if simulation.world.cluster is not None:
+    """The value of a secret, which programs print, is in no message and in no file but the hosts' logs."""
+    if simulation.world.cluster is not None:  # whose secrets the launcher does not know
         return
     for command in simulation.commands:
         if told := [text for text in command.said if SECRET in text]:
@@ -519,15 +475,11 @@ def secrets_are_nowhere(simulation: SimulatedRun) -> None:
 
 
 def _are_lines_due(recorded: Sequence[RunEvent], job: Job, worker: int) -> bool:
-    """Returns whether all lines of a host were to be fetched: the attempt ended, but not by a stop while it was being
-    started, and the host was not left behind."""
-    ends = [event for event in recorded if isinstance(event, Ended) and event.attempt == job.attempt]
-    left = {
-        host for event in recorded if isinstance(event, Orphaned) and event.attempt == job.attempt
-        for host in event.hosts
-    }  # fmt: skip
-    unfetched = (NOT_STARTED, VANISHED) if job.confirmed else (NOT_STARTED, VANISHED, "stopped")
-    return bool(ends) and ends[-1].outcome not in unfetched and worker not in left
+    """Returns whether a host's lines were due: the attempt ended, by no stop of its start, and did not leave it."""
+    ends = [event for event in recorded if isinstance(event, events.Ended) and event.attempt == job.attempt]
+    left = [each.hosts for each in recorded if isinstance(each, events.Orphaned) and each.attempt == job.attempt]
+    unfetched = (events.NOT_STARTED, events.VANISHED, *([] if job.confirmed else ["stopped"]))
+    return bool(ends) and ends[-1].outcome not in unfetched and not any(worker in hosts for hosts in left)
 
 
 def _find_promises(*parameters: str) -> list[Callable[..., None]]:

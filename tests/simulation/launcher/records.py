@@ -59,8 +59,7 @@ def _end_follows_its_acts(simulation: SimulatedRun, ledger: Ledger, event: event
 
 def _on_hosts(simulation: SimulatedRun, ledger: Ledger, attempt: int) -> list[Container]:
     """Returns the containers of an attempt on hosts that are up."""
-    found = containers_of(simulation.world, ledger.run_id)
-    return [item for item in found if item.attempt == attempt and item.host.up]
+    return [item for item in containers_of(simulation.world, ledger.run_id) if item.attempt == attempt and item.host.up]
 
 
 def _break(simulation: SimulatedRun, event: RunEvent, what: str) -> None:

@@ -31,7 +31,7 @@ _OF_GKE = 0.12
 _WITH_CANDIDATES = 0.2  # of all scenarios of one workstation
 _IN_BUCKET = 0.15  # of those
 _RIVAL_ACTIONS = ("watch", "watch", "supervise", "stop", "logs")
-_RIVAL_MOMENTS = ("run", "start", "start", "recovery", "restart", "end")
+_RIVAL_TIMES = ("run", "start", "start", "recovery", "restart", "end")
 RETRIES, HOSTS = "preemption_retries", "many_hosts"  # needs of themes
 _LEFTOVERS = ("", "", "", "", "bob's", "a stranger's", "preempted", "stopped", "deleting")
 
@@ -243,19 +243,12 @@ def draw(seed: int) -> tuple[Scenario, list[Fault]]:
     scenario, drawn = _draw_one(seed)
     rng = random.Random(f"candidates {seed}")
     elsewhere = any(action.kind.startswith("other") for action in scenario.actions)
-    setting = scenario.setting
-    drought = scenario.theme == "a drought"
-    if (
-        rng.random() < (0.8 if drought else _WITH_CANDIDATES)
-        and not elsewhere
-        and len(setting.zones) == 1
-        and not setting.gke
-    ):
+    setting, drought = scenario.setting, scenario.theme == "a drought"
+    is_drawn = rng.random() < (0.8 if drought else _WITH_CANDIDATES)
+    if is_drawn and not elsewhere and not setting.many_zones and not setting.gke:
         kill_at = rng.choice((0, rng.randrange(1, 12)))
-        scenario = replace(
-            scenario,
-            candidates=Candidates(rng.choice((4.0, 10.0, 40.0) if drought else (None, None, 10.0, 40.0)), kill_at),
-        )
+        limit = rng.choice((4.0, 10.0, 40.0) if drought else (None, None, 10.0, 40.0))
+        scenario = replace(scenario, candidates=Candidates(limit, kill_at))
     rng = random.Random(f"ledger in a bucket {seed}")
     if rng.random() < _IN_BUCKET and not elsewhere and not setting.gke:
         return _draw_rival(scenario, rng), [*drawn, *_draw_outages(rng)]
@@ -265,7 +258,7 @@ def draw(seed: int) -> tuple[Scenario, list[Fault]]:
 def _draw_rival(scenario: Scenario, rng: random.Random) -> Scenario:
     """Puts the ledger into a bucket. Another workstation, to which the first one seems dead, takes the run over, stops
     it or shows its lines."""
-    moment, at = rng.choice(_RIVAL_MOMENTS), rng.uniform(0.0, 30.0)
+    moment, at = rng.choice(_RIVAL_TIMES), rng.uniform(0.0, 30.0)
     actions = [Action(rng.choice(("kill", "kill", "asleep", "status")), at, moment)]
     for _ in range(rng.choice((0, 1, 1, 2))):
         actions.append(Action(f"rival {rng.choice(_RIVAL_ACTIONS)}", at + rng.uniform(0.0, 90.0), moment))
@@ -274,17 +267,14 @@ def _draw_rival(scenario: Scenario, rng: random.Random) -> Scenario:
 
 def _draw_outages(rng: random.Random) -> list[Fault]:
     count = rng.choice((0, 0, 1, 2))
-    return [
-        Fault("bucket", rng.choice(_RIVAL_MOMENTS), rng.uniform(0, 20), rng.uniform(1, 90), 0) for _ in range(count)
-    ]
+    return [Fault("bucket", rng.choice(_RIVAL_TIMES), rng.uniform(0, 20), rng.uniform(1, 90), 0) for _ in range(count)]
 
 
 def _draw_one(seed: int) -> tuple[Scenario, list[Fault]]:
     """Draws a scenario without candidates, and its faults."""
     rng, added = random.Random(f"scenario {seed}"), random.Random(f"added {seed}")
     if random.Random(f"hangs {seed}").random() < _OF_HANGS:
-        scenario, drawn = _draw_hangs(random.Random(f"scenario of hangs {seed}"))
-        return scenario, drawn
+        return _draw_hangs(random.Random(f"scenario of hangs {seed}"))
     if random.Random(f"cluster {seed}").random() < _OF_GKE:
         scenario = _draw_scenario(GKE, rng)
         setting = replace(scenario.setting, gke=True, queued=False, budget=None, expires_hours=None, replace_after=None)
@@ -322,10 +312,8 @@ def _draw_anything(rng: random.Random) -> Scenario:
 def _draw_scenario(theme: Theme, rng: random.Random) -> Scenario:
     setting = rng.choice(_settings_of(theme))
     kinds = [rng.choice(theme.plans) for _ in range(rng.choice((1, 1, 2)))] if theme.plans else []
-    moment = rng.choice(theme.moments)
-    actions = [
-        Action(rng.choice(group.split("|")), rng.uniform(0.0, theme.together), moment) for group in theme.actions
-    ]
+    at = rng.choice(theme.moments)
+    actions = [Action(rng.choice(group.split("|")), rng.uniform(0.0, theme.together), at) for group in theme.actions]
     plans = _draw_plans(rng, kinds, setting)
     if theme.seconds is not None:
         plans = tuple(replace(plan, seconds=rng.uniform(*theme.seconds), period=3.0) for plan in plans)
@@ -334,11 +322,8 @@ def _draw_scenario(theme: Theme, rng: random.Random) -> Scenario:
 
 @functools.cache
 def _settings_of(theme: Theme) -> tuple[Setting, ...]:
-    return tuple(
-        setting
-        for setting in settings()
-        if all(getattr(setting, need) for need in theme.needs) and not (setting.many_zones and theme is GKE)
-    )
+    fitting = [each for each in settings() if all(getattr(each, need) for need in theme.needs)]
+    return tuple(each for each in fitting if not (each.many_zones and theme is GKE))
 
 
 def _draw_faults(theme: Theme, rng: random.Random) -> list[Fault]:
@@ -349,8 +334,7 @@ def _draw_faults(theme: Theme, rng: random.Random) -> list[Fault]:
             anchor = rng.choice(theme.anchors)
         seconds = rng.choice((rng.uniform(1.0, 12.0), rng.uniform(10.0, 60.0), rng.uniform(30.0, 200.0)))
         kind, _, own_anchor = rng.choice(theme.faults).partition("@")
-        at = rng.uniform(0.0, theme.spread)
-        drawn.append(Fault(kind, own_anchor or anchor, at, seconds, rng.randrange(64)))
+        drawn.append(Fault(kind, own_anchor or anchor, rng.uniform(0.0, theme.spread), seconds, rng.randrange(64)))
     return drawn
 
 

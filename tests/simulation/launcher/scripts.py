@@ -20,10 +20,7 @@ if TYPE_CHECKING:
     from tests.simulation.launcher.world import Actor, World
 
 _ASSIGNMENT = re.compile(r"(\w+)=((?:'[^']*'|\"'\"|[^\s'\"])*)\n")
-_NAMES = (
-    "observe", "stop", "start", "check_engine", "deliver_secrets", "stacks",
-    "evidence", "copy_overlay",
-)  # fmt: skip
+_NAMES = ("observe", "stop", "start", "check_engine", "deliver_secrets", "stacks", "evidence", "copy_overlay")
 
 
 class UnknownScript(BaseException):
@@ -220,8 +217,7 @@ class Shell:
             return self.report("failed its container engine does not answer: no socket", 1)
         if container is not None and container.status == "created":
             self.world.remove_container(container, self.actor, "stop")
-            container = None
-        if container is not None:
+        elif container is not None:
             if container.running:
                 first = mark not in host.marks
                 host.marks.add(mark)

@@ -96,22 +96,15 @@ def make_config(setting: Setting, candidates: Candidates | None = None, *, in_bu
 
 class SimulatedRun:
     def __init__(self, seed: int, *, trace: bool = False, without: Collection[int] = ()) -> None:
-        """
-        Args:
-            seed: decides everything.
-            trace: whether to write down what happens.
-            without: indices of faults and actions that are left out (faults first).
-        """
+        """`trace`: whether to write down what happens; `without`: indices of faults, then actions, to leave out."""
         self.seed = seed
         self.scenario, drawn = scenarios.draw(seed)
         self.faults = [fault for number, fault in enumerate(drawn) if number not in without]
-        self.actions = [
-            action for number, action in enumerate(self.scenario.actions, len(drawn)) if number not in without
-        ]
+        self.actions = [each for number, each in enumerate(self.scenario.actions, len(drawn)) if number not in without]
         self.scheduler = Scheduler(random.Random(f"tasks {seed}"), preempt=0.03)
-        if trace:
-            self.scheduler.trace = []
+        self.scheduler.trace = [] if trace else None
         self.world = World(self.scheduler, random.Random(f"world {seed}"), self.faults, self.scenario.plans)
+        self.break_promise = self.world.break_promise
         self.world.slice_name = _NAME
         self.world.on_creation = functools.partial(slice_promises.creation_is_due, self)
         self.world.on_deletion = functools.partial(slice_promises.deletion_follows_a_stop, self)
@@ -145,8 +138,7 @@ class SimulatedRun:
         kill = random.Random(f"write {seed}")
         self.kill_at = kill.randrange(1, 20) if kill.random() < _KILLED_AT_WRITE else 0  # number of the event
         self.half_written = kill.choice((0.0, 0.5, 1.0))  # the part of that event's line that is written
-        self.writes = 0
-        self.requests = 0  # writes to the record of requests
+        self.writes = self.requests = 0  # of events, and to the record of requests
         self.leftover_zone = self.scenario.setting.zones[0]  # of the slice that exists before ann begins
         self.main: Command | None = None  # the newest command of ann's first terminal
         self.main_over = False
@@ -183,14 +175,8 @@ class SimulatedRun:
         return Result(self.world.record.broken, self.scheduler.trace or [])
 
     def _is_at_work(self, laptop: Laptop) -> int:
-        return sum(
-            command.laptop is laptop and command.code is None and not command.killed and not command.process.frozen
-            for command in self.commands
-            if command.name in ("up", *SUPERVISORS, "down")
-        )
-
-    def break_promise(self, promise: str, what: str) -> None:
-        self.world.break_promise(promise, what)
+        here = [each for each in self.commands if each.laptop is laptop and each.name in ("up", *SUPERVISORS, "down")]
+        return sum(each.code is None and not each.killed and not each.process.frozen for each in here)
 
     def ledgers(self) -> list[Ledger]:
         if not self.commands:
@@ -293,15 +279,12 @@ class SimulatedRun:
 
     def _train(self) -> None:
         next_command = "run"
-        for round_ in range(8):
+        for _ in range(8):
             run = self.main = self.command(next_command)
-            if round_ == 0:
-                self.world.reached("run")
+            self.world.reached("run")
             run.over.wait()
             promises.check_command(self, run)
-            if run.code == 0 or run.code == Exit.BAD_INPUT:
-                return
-            if self.world.record.stops and self.rng.random() < 0.6:
+            if run.code in (0, Exit.BAD_INPUT) or (self.world.record.stops and self.rng.random() < 0.6):
                 return
             if self.scenario.in_bucket:
                 self.scheduler.sleep(self.rng.choice((0.0, 100.0, 500.0)))  # while another workstation goes on

@@ -10,17 +10,7 @@ from launcher.config import Candidate
 from launcher.costs import duration, per_hour
 from launcher.errors import Exit
 from launcher.owner import hash_account
-from launcher.run.events import (
-    NOT_STARTED,
-    VANISHED,
-    AttemptBegan,
-    Ended,
-    Recovering,
-    RecoveryGivenUp,
-    Requested,
-    RunStopRequested,
-    SliceReplaced,
-)
+from launcher.run import events
 from launcher.run.runs import list_runs
 from launcher.tpu_vm.requests import RequestRecord
 from tests.simulation.launcher.faults import API_FAULTS, MEDDLING
@@ -85,11 +75,11 @@ def creation_is_due(simulation: SimulatedRun, made: Slice, by: Actor) -> None:
         recovers = stopped = False
         for event in ledger.events():
             match event:
-                case Recovering():
+                case events.Recovering():
                     recovers, stopped = True, False
-                case RunStopRequested() | RecoveryGivenUp():
+                case events.RunStopRequested() | events.RecoveryGivenUp():
                     stopped = True
-                case Requested() if stopped:
+                case events.Requested() if stopped:
                     recovers = False
         if recovers:
             return
@@ -150,8 +140,7 @@ def what_was_asked_for_is_used_or_withdrawn(simulation: SimulatedRun, command: C
 
 
 def better_candidates_are_waited_for(simulation: SimulatedRun, command: Command) -> None:
-    """A granted slice is taken two minutes after the first one was READY, or as soon as no request for a candidate
-    before it in the file is left."""
+    """A granted slice is taken two minutes after the first was READY, or when no better candidate is requested."""
     names, left = [str(each) for each in simulation.config.candidates], dict[str, str]()
     for at, text in command.told if command.name in ("up", *SUPERVISORS) else ():
         match = re.match(r"request (\d+): (.*)|withdrawing (.*)", text)
@@ -195,15 +184,14 @@ def told_missing_is_missing(simulation: SimulatedRun, command: Command) -> None:
 
 
 def slices_are_replaced_for_their_own_hosts(simulation: SimulatedRun) -> None:
-    """A slice is replaced because of a host by which the last attempts, as many as the file says, were lost or failed
-    on this slice."""
+    """A slice is replaced for a host by which its last attempts, as many as the file says, were lost or failed."""
     for ledger in simulation.ledgers():
         ends: list[int] = []
         for event in ledger.events():
-            if isinstance(event, Ended) and event.outcome not in (NOT_STARTED, VANISHED):
+            if isinstance(event, events.Ended) and event.outcome not in (events.NOT_STARTED, events.VANISHED):
                 of_a_host = event.cause is not None and event.outcome in ("host lost", "failed")
                 ends.append(event.cause.worker if event.cause is not None and of_a_host else -1)
-            elif isinstance(event, SliceReplaced):
+            elif isinstance(event, events.SliceReplaced):
                 wanted = simulation.scenario.setting.replace_after or 0
                 if event.host >= 0 and ends[-wanted:] != [event.host] * wanted:
                     simulation.break_promise("a slice is replaced for its own hosts", f"{event}: {ends}")
@@ -217,7 +205,7 @@ def attempts_tell_their_slice(simulation: SimulatedRun) -> None:
         for event in ledger.events():
             job = simulation.world.record.jobs.get((ledger.run_id, getattr(event, "attempt", -1)))
             there = [nodes[item.host] for item in job.containers.values() if item.host in nodes] if job else []
-            for node in there if isinstance(event, AttemptBegan) else ():
+            for node in there if isinstance(event, events.AttemptBegan) else ():
                 kind = "spot" if node.resource.get("schedulingConfig", {}).get("spot") else "on-demand"
                 wanted = Candidate(node.resource["acceleratorType"], node.zone, kind)
                 price = per_hour(wanted.accelerator_type, wanted.zone, kind)
@@ -237,9 +225,8 @@ def budget_is_spent_on_slices(simulation: SimulatedRun) -> None:
     taken = [fault for fault in simulation.faults if fault.kind in _TAKERS]
     meddled = any(deaf or fault.anchor not in ("start", "beginning") for fault in taken)
     left = any(command.killed or command.code == Exit.DETACHED for command in simulation.commands)
-    meddled |= left and (
-        bool(taken) or any(each.name == "down" and each.laptop is not simulation.ann for each in simulation.commands)
-    )
+    elsewhere = any(each.name == "down" and each.laptop is not simulation.ann for each in simulation.commands)
+    meddled |= left and (bool(taken) or elsewhere)
     for command in simulation.commands:
         # `watch` repeats what its processes say, of every attempt.
         if command.name != "watch" and sum("stopping it, so that it saves" in text for text in command.said) > 1:
@@ -265,12 +252,9 @@ def _rate(simulation: SimulatedRun) -> float:
 
 def _cost_of_slices(simulation: SimulatedRun, until: float) -> float:
     """Returns the most that ann's slices can have cost until a moment."""
-    seconds = sum(
-        max(0.0, min(until, node.gone_at if node.gone_at is not None else until) - node.ready_at)
-        for node in simulation.world.record.billed
-        if node.ready_at < until
-    )
-    return seconds * _rate(simulation)
+    billed = [node for node in simulation.world.record.billed if node.ready_at < until]
+    lasted = [(until if node.gone_at is None else min(until, node.gone_at)) - node.ready_at for node in billed]
+    return sum(max(0.0, seconds) for seconds in lasted) * _rate(simulation)
 
 
 def gc_leaves_no_request(simulation: SimulatedRun, command: Command) -> None:
@@ -306,16 +290,10 @@ def list_shows_what_is(world: World, listing: Listing, began: float, date: float
         price = per_hour(item.accelerator_type, item.zone, "spot" if spot else "on-demand")
         dollars = "unknown" if price is None else f"${max(0.0, date - (created or 0.0)) / 3600 * price:.2f}"
         ends = node.expires is None or (node.expires < date) == expires.endswith("ago")
-        right = (
-            (kind, owner) == wanted
-            and (state in (node.state, "STARTING") or not there)
-            and dollars == cost
-            and age == duration(date - (created or 0.0))
-        )
+        right = (kind, owner) == wanted and (state in (node.state, "STARTING") or not there)
+        right = right and (cost, age) == (dollars, duration(date - (created or 0.0)))
         if not right or not ends or (expires == "never") != (node.expires is None):
-            world.break_promise(
-                "a list shows what is", f"{node}, created {created}: {item.row(date)}, {wanted}, {dollars}"
-            )
+            world.break_promise("a list shows what is", f"{node}, {created}: {item.row(date)}, {wanted}, {dollars}")
 
 
 def gc_removes_what_has_expired(simulation: SimulatedRun, command: Command) -> None:

@@ -9,7 +9,6 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 from launcher.run import supervise
 from launcher.tpu_vm import host_output, host_scripts, provider
@@ -56,10 +55,8 @@ def remember_yaml() -> None:
         match = re.search(r"^run: (\S+)$", text, re.MULTILINE)
         if match is None or tuple(overrides):
             return parse(text, name, overrides)
-        masked = name.replace(match[1], _ID)
-        document = documents(text.replace(match[1], _ID), masked)
-        value: dict[str, Any] = {**document.value, "run": match[1]}
-        return replace(document, value=value)
+        document = documents(text.replace(match[1], _ID), name.replace(match[1], _ID))
+        return replace(document, value={**document.value, "run": match[1]})
 
     Document.dump = dump_once  # type: ignore[method-assign]
     yaml_file.parse = parse_once

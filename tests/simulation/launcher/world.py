@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import math
-import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from random import Random
 from typing import TYPE_CHECKING
 
 from launcher.costs import per_hour
@@ -107,9 +107,7 @@ class Record:
 
 
 class World:
-    def __init__(
-        self, scheduler: Scheduler, rng: random.Random, faults: Sequence[Fault], plans: Sequence[Plan]
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, rng: Random, faults: Sequence[Fault], plans: Sequence[Plan]) -> None:
         self.scheduler, self.rng, self.faults, self.plans = scheduler, rng, faults, plans
         self.google = Google(self)
         self.cluster: Cluster | None = None
@@ -129,8 +127,7 @@ class World:
         self.has_candidates = self.in_bucket = False  # as the file says
         self.price_limit: float | None = None  # as the file says
         self.stall_seconds: float | None = None  # as the file says
-        self.host_lost_seconds = math.inf  # as the file says
-        self.unreachable_seconds = math.inf  # as the file says
+        self.host_lost_seconds = self.unreachable_seconds = math.inf  # as the file says
         self.zones: list[str] = []  # as the file says
         self._answers: dict[tuple[Actor, Host], float] = {}  # when a command last heard of a host, or first did not
         self._refusals: dict[tuple[Actor, Host], list[float]] = {}  # since a command last heard of a host
@@ -211,8 +208,7 @@ class World:
         others = [item.host for item in job.containers.values() if item.host is not host]
         answered = any(self._answers.get((actor, other), 0.0) > refusals[0] for other in others if refusals)
         longest = self.host_lost_seconds if answered else self.unreachable_seconds
-        last = self._answers.get((actor, host), job.began or 0.0)
-        silent = self.scheduler.now - last > longest - _BETWEEN_LOOKS
+        silent = self.scheduler.now - self._answers.get((actor, host), job.began or 0.0) > longest - _BETWEEN_LOOKS
         return silent and len(refusals) >= _REFUSALS and self.scheduler.now - refusals[0] > longest / 2 - _BETWEEN_LOOKS
 
     def awake(self, actor: Actor, seconds: float) -> None:
@@ -240,39 +236,30 @@ class World:
             laptop = self.laptops[0]
             laptop.offline = True
             self.scheduler.call_at(later, lambda: setattr(laptop, "offline", False))
-            return
-        if fault.kind == "date":
+        elif fault.kind == "date":
             self.laptops[0].wall += (-7200.0, 5400.0, -40.0, 86400.0)[fault.number % 4]
-            return
-        if fault.kind in API_FAULTS:
-            return
-        if self.cluster is not None:
+        elif fault.kind not in API_FAULTS and self.cluster is not None:
             self.cluster.strike(fault)
-            return
-        node = self._our_slice()
-        if node is None or not node.hosts:
-            return
+        elif fault.kind not in API_FAULTS and (node := self._our_slice()) is not None and node.hosts:
+            self._strike_slice(node, fault, later)
+
+    def _strike_slice(self, node: Slice, fault: Fault, later: float) -> None:
         if fault.kind == "preempt":
             self.google.preempt(node, fault.seconds / 4 if fault.number % 2 else 0.0)
-            return
-        if fault.kind in MEDDLING:
+        elif fault.kind in MEDDLING:
             self.scheduler.spawn(self._meddle, node, fault, name=fault.kind, process=self.scheduler.world)
-            return
-        if fault.kind == "maintenance":
+        elif fault.kind == "maintenance":
             self._maintain(node, fault)
-            return
-        self._strike_host(node.hosts[fault.number % len(node.hosts)], fault, later)
+        else:
+            self._strike_host(node.hosts[fault.number % len(node.hosts)], fault, later)
 
     def _strike_host(self, host: Host, fault: Fault, later: float) -> None:
-        call_at = self.scheduler.call_at
+        call_at, now = self.scheduler.call_at, self.scheduler.now
         exit_code = (255, 137, 0, 143)[fault.number // 4 % 4]
         match fault.kind:
             case "reboot":
                 host.die(for_good=False)
-                call_at(
-                    self.scheduler.now + min(fault.seconds, 90.0),
-                    lambda: host.boot_up(exit_code, writes_time=fault.number % 3 != 0),
-                )
+                call_at(min(later, now + 90.0), lambda: host.boot_up(exit_code, writes_time=fault.number % 3 != 0))
             case "die":
                 host.die(for_good=False)
                 call_at(later + 60.0, lambda: host.boot_up(exit_code, writes_time=True))
@@ -285,7 +272,7 @@ class World:
                 call_at(later, host.reconnect)
             case "filter":
                 host.filtered = True
-                host.troubled.append(self.scheduler.now)
+                host.troubled.append(now)
                 self._disturb(host, "ssh is filtered")
                 host.changed()
                 call_at(later, host.reconnect)
@@ -311,8 +298,7 @@ class World:
         for host in node.hosts:
             for container in host.containers.values():
                 if container.running and container.job is not None:
-                    container.job.causes.append(Cause("host", host.worker, detail="maintenance"))
-                    container.job.disturbed = True
+                    container.job.disturb("host", host.worker, "maintenance")
                     container.job.terminate(container)
 
         def take() -> None:
@@ -344,8 +330,7 @@ class World:
     def _disturb(self, host: Host, what: str) -> None:
         for container in host.containers.values():
             if container.job is not None and container.running:
-                container.job.disturbed = True
-                container.job.causes.append(Cause("host", host.worker, detail=what))
+                container.job.disturb("host", host.worker, what)
 
     # -- containers ---------------------------------------------------------------------------------------------------
 
@@ -396,27 +381,17 @@ class World:
     def _hosts_of(self, host: Host) -> int:
         if self.cluster is not None:
             return self.cluster.size
-        for node in self.google.slices.values():
-            if host in node.hosts:
-                return len(node.hosts)
-        return 1
+        return next((len(node.hosts) for node in self.google.slices.values() if host in node.hosts), 1)
 
     def _check_alone(self, container: Container) -> None:
-        for host in self.hosts:
-            for other in host.containers.values():
-                running = other.running and not other.awaits_secrets and host.up
-                if running and other.run == container.run and other.attempt != container.attempt:
-                    self.break_promise(
-                        "never two attempts of a run at once",
-                        f"{container.name} starts while {other.name} runs on {host!r}",
-                    )
+        for other in [other for host in self.hosts if host.up for other in host.containers.values() if other.running]:
+            if not other.awaits_secrets and other.run == container.run and other.attempt != container.attempt:
+                self.break_promise("never two attempts of a run at once", f"{other.name} on {other.host!r}")
 
     def _check_not_finished(self, container: Container) -> None:
         for (run, attempt), job in self.record.jobs.items():
             if run == container.run and attempt < container.attempt and job.seen_finished:
-                self.break_promise(
-                    "a run that has finished is over", f"{container.name} starts after attempt {attempt}"
-                )
+                self.break_promise("a run that has finished is over", f"{container.name} starts after {attempt}")
 
     def _check_not_stopped(self, container: Container, actor: Actor) -> None:
         for stop in self.record.stops:
@@ -460,12 +435,9 @@ class World:
             return
         if any(self.is_lost(actor, item.host, job) for item in job.containers.values()):
             return
-        stopped = any(stop.run == container.run for stop in self.record.stops)
-        if not stopped and job.plan.kind != "stall":
-            self.break_promise(
-                "a live attempt ends only by a stop",
-                f"{actor.command} of {actor.user} ends {container.name}, which is well",
-            )
+        if job.plan.kind != "stall" and not any(stop.run == container.run for stop in self.record.stops):
+            what = f"{actor.command} of {actor.user} ends {container.name}, which is well"
+            self.break_promise("a live attempt ends only by a stop", what)
 
     # -- slices -------------------------------------------------------------------------------------------------------
 
@@ -508,10 +480,8 @@ class World:
     def node_deleted(self, node: Slice, who: str, by: object) -> None:
         """Records that a user deletes a node, and checks that this user's command may."""
         self.note(f"{who} deletes node {node.name} of {node.creator}, which is {node.state}")
-        for host in node.hosts:
-            for container in host.containers.values():
-                if container.job is not None:
-                    container.job.causes.append(Cause("deleted", host.worker))
+        for container in [item for host in node.hosts for item in host.containers.values() if item.job is not None]:
+            container.job.causes.append(Cause("deleted", container.host.worker))
         self.record.deletions.append(self.scheduler.now)
         if isinstance(by, Actor):
             self.on_deletion(node, by)
@@ -532,9 +502,7 @@ class World:
         self.note(f"{who} deletes request {request.name} of {request.creator}, which is {request.state}")
         self.record.deletions.append(self.scheduler.now)
         if request.creator != who != COLLEAGUE:
-            self.break_promise(
-                "nothing of others is touched", f"{who} deletes request {request.name} of {request.creator}"
-            )
+            self.break_promise("nothing of others is touched", f"{who} deletes {request} of {request.creator}")
 
     # -- commands on hosts --------------------------------------------------------------------------------------------
 
