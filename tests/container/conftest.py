@@ -1,7 +1,5 @@
-"""These tests need a framework, so they run inside the image.
-
-`make test` does that, and `.venv/bin/python tools/container_tests.py [pytest's arguments]`.
-"""
+"""These tests need a framework, so they run inside the image: `make test` does that, and
+`.venv/bin/python tools/container_tests.py [pytest's arguments]`."""
 
 import importlib.util
 from pathlib import Path

@@ -52,8 +52,7 @@ def causal_document(folder: Path, backend: str) -> dict[str, Any]:
 
 
 def list_document(task: str, folder: Path, backend: str) -> dict[str, Any]:
-    """Twenty steps of a task whose labels are lists, over batches of several lengths; without dropout, so that backends
-    have the same losses."""
+    """Twenty steps of a task with lists of labels and batches of several lengths; no dropout, so that losses agree."""
     prepare_lists(folder, task)
     steps = {"train__steps": STEPS, "train__learning_rate": 0.003, "train__dropout": 0.0}
     return small_runs.labelled_document(folder, task, backend=backend, **steps)
@@ -69,8 +68,7 @@ DOCUMENTS = {
 
 
 def assert_golden(task: str, backend: str, folder: Path) -> None:
-    """Trains `task` for twenty steps in this process and compares every loss, and the last evaluation's, with the
-    golden file."""
+    """Trains `task` for twenty steps in this process and compares all losses, and the last evaluation's, with those."""
     summary = small_runs.train_here(DOCUMENTS[task](folder, backend), "golden")
     seen = {"losses": small_runs.losses(folder, "golden"), "evaluation": summary["eval_loss"]}
     expected = json.loads(GOLDEN.read_text())[backend].get(task)

@@ -1,5 +1,4 @@
-"""Small real runs for the tests of this folder: a dataset written by hand, a configuration, and trainers started as
-processes, as a host starts them."""
+"""Small real runs for tests: a dataset written by hand, a configuration, and trainers started as hosts start them."""
 
 import json
 import os

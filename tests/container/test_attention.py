@@ -1,5 +1,4 @@
-"""Our self-attention in Hugging Face's networks computes what theirs does, padding included, whatever is computed
-again."""
+"""Our self-attention in Hugging Face's networks computes what theirs does, padding included, whatever is recomputed."""
 
 import copy
 

@@ -147,9 +147,7 @@ def perplexities(taught: Path) -> tuple[float, float]:
     return train_beside_a_plain_loop(taught, "scratch", starting_model(start), model={"path": start})
 
 
-def test_two_hosts_have_the_losses_and_the_perplexity_of_a_plain_loop_on_real_text(
-    perplexities: tuple[float, float],
-) -> None:
+def test_two_hosts_have_losses_and_perplexity_of_a_plain_loop_on_real_text(perplexities: tuple[float, float]) -> None:
     """Python's help texts; transformers' modules in one process, from the same random weights."""
     assert perplexities[1] < perplexities[0] / 2
 

@@ -1,5 +1,4 @@
-"""What a checkpoint is good for besides going on: the best one is kept and exported, and another run starts from one,
-with its model or with all of it."""
+"""Uses of checkpoints: the best is kept and exported, and another run starts from one's model or from all of it."""
 
 import json
 from pathlib import Path

@@ -1,5 +1,4 @@
-"""Claims about `tpu-train tokenizer`, `shards` and `dataset` as a user runs them, and about the tokenizer folders that
-they make."""
+"""Claims about `tpu-train tokenizer`, `shards` and `dataset` as a user runs them, and about tokenizers' folders."""
 
 import csv
 import json
@@ -131,9 +130,7 @@ def write_parquet(path: Path, columns: dict[str, Any]) -> None:
     pyarrow.parquet.write_table(table, path, row_group_size=3, write_page_checksum=True)
 
 
-def test_only_the_columns_of_a_parquet_file_that_are_needed_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_needed_columns_of_a_parquet_file_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     columns = {"image": map(os.urandom, [1 << 20] * 8), "text": map(str, range(8)), "label": range(8)}
     write_parquet(tmp_path / "a.parquet", columns)
     read, sizes = storage.read, list[int]()
@@ -157,9 +154,7 @@ def test_only_the_columns_of_a_parquet_file_that_are_needed_are_read(
     ],
     ids=["cut", "flipped", "renamed"],
 )
-def test_damage_of_a_parquet_file_is_said_with_its_place(
-    tmp_path: Path, damage: Callable[[bytes], bytes], message: str
-) -> None:
+def test_damaged_parquet_is_told_with_its_place(tmp_path: Path, damage: Callable[[bytes], bytes], message: str) -> None:
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(
         pyarrow.table({"body": [f"text {number}" for number in range(9)]}), path, row_group_size=3,

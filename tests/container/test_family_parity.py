@@ -261,9 +261,7 @@ def test_logits_in_pieces_have_the_same_loss_and_gradients(
     assert (found[1][1] - found[0][1]).norm() <= 1e-6 * found[0][1].norm()
 
 
-def test_an_evaluation_in_pieces_computes_no_gradient(
-    opened: Callable[[str, str], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_evaluated_pieces_have_no_gradient(opened: Callable[[str, str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     sums, network = load(TASKS["causal-lm"].torch), opened("causal-lm", "qwen2").eval()
     patch_modules(network, None, default="none", barrier=lambda _tensors: None)
     move(network, torch_xla.device())

@@ -67,9 +67,7 @@ def parquet(first: int, rows: int, filler: int = 0) -> bytes:
 
 @pytest.mark.parametrize("size", [256 << 20, pytest.param(50 << 30, marks=pytest.mark.nightly)])
 @pytest.mark.timeout(7200)
-def test_a_dataset_is_prepared_with_a_25th_of_its_size_on_disk(
-    hub: DownloadHub, tmp_path: Path, shards: list[str], size: int
-) -> None:
+def test_a_25th_of_its_size_on_disk_is_enough(hub: DownloadHub, tmp_path: Path, shards: list[str], size: int) -> None:
     """50 GB are one file under many names, so that they take no disk here either."""
     file = parquet(0, 1024, FILE_BYTES // 2048)
     hub.files = {f"data/train-{number:05d}.parquet": file for number in range(size // FILE_BYTES)}
@@ -118,9 +116,7 @@ def test_a_failure_of_the_hub_is_said_and_the_next_run_goes_on_to_the_same_bytes
             assert (tmp_path / "out" / "train" / file.name).read_bytes() == file.read_bytes(), file.name
 
 
-def test_pairs_of_texts_have_the_names_of_their_classes_and_are_those_of_the_same_file_here(
-    hub: DownloadHub, tmp_path: Path
-) -> None:
+def test_pairs_have_their_classes_names_and_are_those_of_the_same_file_here(hub: DownloadHub, tmp_path: Path) -> None:
     """As GLUE's: classes are numbers, and the file has their names."""
     names, out = ["yes", "perhaps", "no"], io.BytesIO()
     rows = [{"a": f"w{n} w{n % 7}", "b": f"w{n % 50}", "label": n % 3} for n in range(60)]
@@ -145,9 +141,7 @@ def test_pairs_of_texts_have_the_names_of_their_classes_and_are_those_of_the_sam
     assert [shard.crc32c for shard in streamed.shards] == [shard.crc32c for shard in local.shards]
 
 
-def test_both_splits_are_of_one_revision_and_a_new_one_is_another_corpus(
-    hub: DownloadHub, tmp_path: Path, files: dict[str, bytes]
-) -> None:
+def test_one_revision_is_one_corpus_for_both_splits(hub: DownloadHub, tmp_path: Path, files: dict[str, bytes]) -> None:
     program = """
 import sys
 from training.data.prepare.corpus import Corpus

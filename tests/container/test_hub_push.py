@@ -1,5 +1,4 @@
-"""A run puts its model on the Hub, in the background; a Hub that is dead, slow or refuses changes nothing but a warning
-and a line of the summary."""
+"""A run puts its model on the Hub in the background; a dead, slow or refusing Hub changes a warning and the summary."""
 
 import time
 from collections.abc import Iterator
@@ -91,8 +90,7 @@ def test_trouble_with_the_hub_does_not_touch_the_run(
 
 
 def test_training_does_not_wait_for_a_slow_hub(folder: Path, server: hub_server.Hub) -> None:
-    """The first upload hangs in its commit; steps go on, and what was committed meanwhile is left out, except the
-    last."""
+    """The first upload hangs in its commit; steps go on, and all but the last of what is committed then is left out."""
     server.release.clear()
     settings = Hub(repository=REPOSITORY, every="checkpoint")
     pushes = hub.BackgroundUploader(settings, str(folder / "runs" / "pushed"), print)
@@ -106,9 +104,7 @@ def test_training_does_not_wait_for_a_slow_hub(folder: Path, server: hub_server.
     assert server.repositories[REPOSITORY].commits == ["Step 4 of pushed", "Step 8 of pushed"]
 
 
-def test_push_is_a_command_and_leaves_a_card_alone(
-    folder: Path, server: hub_server.Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_leaves_a_card_alone(folder: Path, server: hub_server.Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     server.repositories[REPOSITORY] = hub_server.Repository(private=False, files={"README.md": b"written by hand"})
     place = str(folder / "runs" / "pushed")
     output = run_python("-m", "training.cli", "push", place, REPOSITORY, "--step", "4")

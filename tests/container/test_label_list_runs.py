@@ -74,9 +74,7 @@ def trained(folder: Path, task: str) -> dict[str, Any]:
     return small_runs.train_here(labelled_document(folder, task), "undisturbed")
 
 
-def test_it_learns_and_its_figures_are_those_of_its_predictions(
-    folder: Path, task: str, trained: dict[str, Any]
-) -> None:
+def test_it_learns_and_figures_are_those_of_its_predictions(folder: Path, task: str, trained: dict[str, Any]) -> None:
     assert trained["last_loss"] < trained["first_loss"] / 2
     assert (trained["device_to_host_syncs"], trained["host_fallbacks"]) == (0, [])
     rows = sentences(37, 2)

@@ -1,5 +1,4 @@
-"""Attention over long rows equals plain attention: by blocks, in loops of XLA, by the interpreted kernel, and in every
-family that has it."""
+"""Attention over long rows equals plain attention: by blocks, in XLA's loops, by the interpreted kernel, by family."""
 
 import os
 from collections.abc import Callable
@@ -76,9 +75,7 @@ def require_close(ours: list[Tensor], theirs: list[Tensor], relative: float) -> 
     cap=st.sampled_from([None, 2.0]),
     seed=st.integers(0, 99),
 )
-def test_blocks_give_what_plain_attention_gives(
-    length: int, left: int | None, right: int | None, cap: float | None, seed: int
-) -> None:
+def test_blocks_give_the_same(length: int, left: int | None, right: int | None, cap: float | None, seed: int) -> None:
     parts, segments = arrays(length, seed)
     scores = Scores(0.3, left, right, cap)
     with pytest.MonkeyPatch.context() as patch:

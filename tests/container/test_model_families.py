@@ -41,9 +41,7 @@ def write_model(folder: Path, family: str) -> str:
 
 
 @pytest.mark.parametrize("family", others_at_night(sorted(FAMILIES), ("modernbert",)))
-def test_masked_tokens_are_learnt_and_the_result_is_a_model_of_that_family(
-    folder: Path, family: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_it_learns_and_is_a_model_of_that_family(folder: Path, family: str, capfd: pytest.CaptureFixture[str]) -> None:
     settings = small_runs.document(
         folder,
         model={"path": write_model(folder, family)},
@@ -63,9 +61,7 @@ def test_masked_tokens_are_learnt_and_the_result_is_a_model_of_that_family(
 
 @pytest.mark.parametrize("head", [MASKED_LM, TASKS["classification"].head], ids=["mlm", "classification"])
 @pytest.mark.parametrize(("dropout", "rate"), [(None, 0.0), (0.2, 0.2)], ids=["its own", "set"])
-def test_a_starting_model_keeps_its_own_dropout_unless_the_run_sets_it(
-    tmp_path: Path, dropout: float | None, rate: float, head: Head
-) -> None:
+def test_only_a_run_changes_a_model_s_dropout(tmp_path: Path, dropout: float | None, rate: float, head: Head) -> None:
     needs = ModelRequirements(vocabulary=VOCABULARY, pad=3, sequence_length=32, head=head, labels=("a", "b"))
     network = build(Model(path=write_model(tmp_path, "modernbert")), needs, dropout=dropout, seed=1)
     assert {module.p for module in network.modules() if isinstance(module, torch.nn.Dropout)} == {rate}

@@ -28,8 +28,7 @@ COLUMNS = {"field": "premise", "text_pair": "hypothesis", "label": "verdict"}
 
 
 def corpus() -> list[dict[str, str]]:
-    """Pairs of texts of words from either half of the vocabulary, the second one's being the verdict; some are too long
-    by either text."""
+    """Pairs of texts of words from either half of the vocabulary, the second's being the verdict; some are long."""
     chance = random.Random(3)
     rows = []
     for number in range(COUNT):
@@ -72,9 +71,7 @@ def make(out: Path, tokenizer: str, source: str, **changes: Any) -> tuple[Datase
     return open_dataset(result.dataset.url), result.note
 
 
-def test_rows_are_those_of_transformers_tokenizer_and_the_loss_is_that_of_its_model(
-    tmp_path: Path, tokenizer: str
-) -> None:
+def test_rows_are_those_of_transformers_tokenizer_and_loss_is_that_of_its_model(tmp_path: Path, tokenizer: str) -> None:
     rows = corpus()
     dataset, note = make(tmp_path / "data", tokenizer, write_corpus(tmp_path / "pairs.tsv", rows))
     theirs = transformers.AutoTokenizer.from_pretrained(tokenizer)

@@ -168,8 +168,7 @@ def test_two_preflights_at_once_share_the_compiler(folder: Path) -> None:
 
 @pytest.mark.nightly
 def test_programs_are_compiled_with_the_flags_of_the_run(folder: Path) -> None:
-    """torch_xla's own, those of the generation, and the file's. The compiler refuses flags that it does not know, so it
-    has read these."""
+    """torch_xla's own, those of the generation, and the file's. The compiler has read all: it refuses unknown flags."""
     run = {"environment": {"LIBTPU_INIT_ARGS": "--xla_latency_hiding_scheduler_rerun=2"}}
     answer = preflight(folder, "--accelerator", "v5litepod-8,v3-8", name="flags", run=run)
     assert answer.code == 0, answer.text
@@ -183,8 +182,7 @@ def test_programs_are_compiled_with_the_flags_of_the_run(folder: Path) -> None:
 
 
 def test_a_run_reports_programs_that_preflight_did_not_compile(folder: Path, v4: dict[str, Any]) -> None:
-    """With four devices, the programs of a run are those of the v4-8. One hash is kept back: that program was not
-    checked."""
+    """With four devices, the programs of a run are the v4-8's. One hash is kept back: of a program not checked."""
     training, evaluation = (graph["hash"] for graph in v4["graphs"])
     config = small_runs.document(folder, train__precision="bf16", train__steps=2)
     (host,) = small_runs.start(folder, "checked", config, CPU_NUM_DEVICES="4", TPU_LAUNCH_PREFLIGHT=training)
@@ -258,8 +256,7 @@ def test_a_decoder_on_a_mesh_is_compiled(tmp_path: Path, adapters: bool) -> None
 
 
 def test_a_program_that_does_not_fit_is_reported_with_its_size() -> None:
-    """The compiler refuses arguments beyond the memory by itself. Outputs it lets pass, and what waits beside a program
-    it can't know: these we add up."""
+    """The compiler refuses arguments beyond the memory; we add up outputs, and what waits beside a program."""
     target = accelerator("v2-8")
     refused, too_much, crowded, small = (
         TracedProgram(Graph("training", 8, 32), Program(DOUBLED.replace("256x256", shape), hash=shape), beside, 0.0)

@@ -1,5 +1,4 @@
-"""The step cache: cached steps have the bits of traced ones, and a step that varies beside its inputs is traced always,
-with a warning."""
+"""Cached steps have the bits of traced ones; a step that varies beside its inputs is traced always, with a warning."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,8 +38,7 @@ def open_run(config: TrainerConfig) -> tuple[Any, list[HostBatch], list[HostBatc
 def train(
     config: TrainerConfig, prepare: Callable[[Any], None] = lambda backend: None, steps: int = STEPS
 ) -> tuple[list[Any], list[bytes]]:
-    """The results of all steps, with an evaluation after the third and the fifth; and the states after the fifth step
-    and at the end."""
+    """The results of all steps, with evaluations after the third and fifth; the states after the fifth and the last."""
     backend, batches, evaluation = open_run(config)
     if prepare:
         prepare(backend)
@@ -130,9 +128,7 @@ def vary(backend: Any, call: int) -> None:
 
 
 @pytest.mark.parametrize("call", others_at_night((2, FIRST_TRACED, 9), (9,)))
-def test_a_step_that_counts_its_calls_is_traced_always_with_one_warning(
-    call: int, folder: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_counting_calls_means_tracing_and_a_warning(call: int, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """So that the number changes where it would if nothing was cached, and the state saved after ten steps is right."""
     config = settings(folder, evaluation__at_end=False)
 
@@ -151,9 +147,7 @@ def test_a_step_that_counts_its_calls_is_traced_always_with_one_warning(
 
 
 @pytest.mark.parametrize(("changed_at", "noticed_at"), [(9, 10), (5, 8)], ids=["a save", "the eighth batch"])
-def test_a_step_that_varies_later_ends_the_run_and_is_never_saved(
-    changed_at: int, noticed_at: int, folder: Path
-) -> None:
+def test_a_step_that_varies_later_ends_the_run_and_is_not_saved(changed_at: int, noticed_at: int, folder: Path) -> None:
     backend, batches, _ = open_run(settings(folder))
     numbers, noticed = [1.5], list[int]()
     multiply(backend, lambda: torch.tensor(numbers).to("xla") if changed_at == 9 else numbers[-1])

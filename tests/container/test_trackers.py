@@ -16,9 +16,7 @@ SETTINGS = {"train": {"steps": 10}, "seed": 1}
 
 
 @pytest.mark.parametrize("failed", [False, True])
-def test_offline_wandb_and_mlflow_record_the_values_of_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failed: bool
-) -> None:
+def test_offline_wandb_and_mlflow_record_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failed: bool) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     run, warnings = tmp_path / "run-1", list[str]()
@@ -71,8 +69,7 @@ def sent_to_wandb(run: Path) -> tuple[dict[int, float], int]:
 
 
 def log_records(data: bytes, header: int = 7, block: int = 32768) -> Iterator[bytes]:
-    """The records of a file in LevelDB's log format, behind a header of 7 bytes
-    (https://github.com/google/leveldb/blob/main/doc/log_format.md)."""
+    """The records of a LevelDB log behind 7 bytes (https://github.com/google/leveldb/blob/main/doc/log_format.md)."""
     position, record = header, b""
     while position + header <= len(data):
         if block - position % block < header:  # too short for another record: padding

@@ -88,9 +88,7 @@ def test_a_run_that_is_finished_only_evaluates_again(undisturbed: dict[str, Any]
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("change", [{"gradient_accumulation": 4}, {"remat": "attention"}, {"remat": "layers"}])
-def test_pieces_and_computing_again_change_no_more_than_rounding(
-    undisturbed: dict[str, Any], folder: Path, change: dict[str, Any]
-) -> None:
+def test_pieces_and_recomputation_only_round(undisturbed: dict[str, Any], folder: Path, change: dict[str, Any]) -> None:
     """Dropout included: what is dropped depends on the row of the global batch, and is dropped again backwards."""
     changes = {f"train__{key}": value for key, value in change.items()}
     changed = run(folder, "-".join(map(str, change.values())), **changes)

@@ -1,5 +1,4 @@
-"""Two trainers on loopback, as two hosts of a slice: they train as one, and end together whatever happens to one of
-them."""
+"""Two trainers on loopback, as two hosts of a slice: they train as one, and end together whatever happens to one."""
 
 import signal
 import time

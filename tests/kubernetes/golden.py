@@ -1,7 +1,5 @@
-"""Golden manifests, so that a review shows what a change does to them.
-
-To write them again after an intended change: python -m tests.kubernetes.golden
-"""
+"""Golden manifests, so that a review shows what a change does to them. To write them again after an intended change:
+python -m tests.kubernetes.golden"""
 
 from pathlib import Path
 

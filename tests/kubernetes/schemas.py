@@ -72,8 +72,7 @@ def _custom(document: dict[str, Any], schema: dict[str, Any]) -> list[str]:
 
 
 def strict(schema: Any) -> Any:
-    """An OpenAPI schema as JSON schema in which fields that are not named are errors, as the API server's strict
-    validation has it."""
+    """An OpenAPI schema as JSON schema in which unnamed fields are errors, as in the API server's strict validation."""
     if isinstance(schema, list):
         return [strict(each) for each in schema]
     if not isinstance(schema, dict):

@@ -1,5 +1,4 @@
-"""Claims about looking at a run while it goes on and after it failed: status, events, the post-mortem. One slice of two
-hosts; about 30 s."""
+"""Claims about looking at a run in progress and after it failed: status, events, post-mortem. Two hosts; about 30 s."""
 
 import json
 import re
@@ -13,9 +12,7 @@ from training.telemetry.progress_line import FILE_VARIABLE
 SECRET = "an0ther-t0ken"
 
 
-def test_status_tells_step_loss_speed_ages_and_cost_and_a_failure_leaves_a_masked_post_mortem(
-    two_hosts: tuple[Workstation, str],
-) -> None:
+def test_status_tells_of_a_run_and_a_failure_leaves_a_masked_post_mortem(two_hosts: tuple[Workstation, str]) -> None:
     work, file = two_hosts
     progress = {"step": 12, "steps": 500, "loss": 6.54321, "examples_per_second": 1234.5, "data_wait": 0.25}
     line = json.dumps(progress)

@@ -1,5 +1,4 @@
-"""Claims about `doctor --devices` on an emulated v4-16 (two CPU hosts); about
-a minute."""
+"""Claims about `doctor --devices` on an emulated v4-16 (two CPU hosts); about a minute."""
 
 import json
 
@@ -9,9 +8,7 @@ from tests.rehearsal.workstation import Workstation
 
 
 @pytest.mark.nightly
-def test_two_hosts_add_up_over_all_their_devices_and_a_host_that_is_gone_is_told(
-    two_hosts: tuple[Workstation, str],
-) -> None:
+def test_two_hosts_add_up_over_all_devices_and_a_host_that_is_gone_is_told(two_hosts: tuple[Workstation, str]) -> None:
     work, file = two_hosts
     check = ("--emulated", "doctor", "--devices", "--json", "-f", file)
     ended = work.good(*check)

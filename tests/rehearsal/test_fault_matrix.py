@@ -101,8 +101,7 @@ def test_a_fault_of_a_host_in_the_middle_of_a_run(pair: Workstation, row: Row) -
 
 
 def test_a_start_that_gcloud_runs_again_starts_once(pair: Workstation) -> None:
-    """The connection breaks when the container has been started: ssh ends with 255, and gcloud runs the whole command
-    again."""
+    """The connection breaks when the container has been started: ssh ends with 255, and gcloud runs all of it again."""
     lines = (
         'case "$BASH_EXECUTION_STRING" in *"docker start"*) mkdir /tmp/dropped 2>/dev/null && trap '
         '"kill -9 $PPID" EXIT ;; esac'

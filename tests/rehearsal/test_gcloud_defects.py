@@ -112,8 +112,7 @@ def hosts_of(state: EmulatorState) -> list[Host]:
 
 
 def test_a_host_whose_guest_agent_is_not_up_yet_is_a_problem_that_passes(state: EmulatorState, config: Config) -> None:
-    """gcloud itself crashes on one worker of a slice without guest attributes; for the launcher that host does not
-    answer yet."""
+    """gcloud crashes on one worker of a slice without guest attributes; to the launcher, it doesn't answer yet."""
     crashed = shell.run(commands.ssh_command(config, "true", worker="0"), timeout=600)
     assert not crashed.ok
     assert "IndexError" in crashed.stderr
@@ -178,9 +177,7 @@ def test_gcloud_requests_each_kind_of_capacity_in_the_fields_of_googles_api(
 
 
 @pytest.mark.nightly
-def test_a_slice_is_deleted_created_and_found_again(
-    state: EmulatorState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slices_are_replaced_and_found(state: EmulatorState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole life of a slice with the real gcloud on a VM; the emulated API provides it at once."""
     assert this_owner().account == ""
     monkeypatch.setenv("CLOUDSDK_CORE_CHECK_GCE_METADATA", "true")

@@ -1,8 +1,5 @@
-"""Claims about runs of any command on GKE: the real kubectl, a small cluster of this machine's containers. About 2
-minutes.
-
-What the cluster does and what it lacks is told in tests/kubernetes/cluster.
-"""
+"""Claims about runs of any command on GKE: the real kubectl, a small cluster of this machine's containers, which
+tests/kubernetes/cluster describes. About 2 minutes."""
 
 import base64
 import re
@@ -229,9 +226,7 @@ def test_secrets_reach_the_command_and_nothing_else(work: Workstation, cluster: 
         (("gke.context=dead",), 24, ["does not answer"]),
     ],
 )
-def test_a_cluster_that_is_not_there_is_told_in_words(
-    work: Workstation, changes: tuple[str, ...], code: int, words: list[str]
-) -> None:
+def test_a_missing_cluster_is_told_so(work: Workstation, changes: tuple[str, ...], code: int, words: list[str]) -> None:
     options = [word for change in changes for word in ("--set", change)]
     ended = work.launch("run", *GKE, *options, "--new", "--", "true", seconds=60)
     assert ended.code == code

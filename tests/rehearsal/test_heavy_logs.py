@@ -33,9 +33,7 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize("kind", WRITERS)
-def test_a_host_that_writes_too_much_delays_no_verdict_and_fills_no_memory(
-    two_hosts: tuple[Workstation, str], kind: str
-) -> None:
+def test_too_much_output_delays_no_verdict_and_fills_no_memory(two_hosts: tuple[Workstation, str], kind: str) -> None:
     work, file = two_hosts
     program = ["--", "python3", "-c", PROGRAM.replace("WRITER", WRITERS[kind])]
     running = work.begin("--emulated", "run", "--new", "--json", "-f", file, *program)

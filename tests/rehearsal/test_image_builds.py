@@ -187,8 +187,7 @@ def test_a_missing_base_image_is_named(spec: ImageSpec) -> None:
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RegistryServer]:
-    """An empty registry that demands no login, over TLS: without, docker pushes to it but does not read its
-    manifests."""
+    """An empty registry that demands no login, over TLS: without it, docker pushes but does not read its manifests."""
     served = RegistryServer(tmp_path / "registry", token="")
     monkeypatch.setenv("SSL_CERT_FILE", str(served.ca))
     yield served
@@ -207,9 +206,7 @@ def held(server: RegistryServer, tag: str) -> str | None:
     return found[0] if found else None
 
 
-def test_with_a_repository_hosts_run_by_the_digest_that_the_registry_has(
-    spec: ImageSpec, registry: str, server: RegistryServer
-) -> None:
+def test_with_a_repository_hosts_run_by_its_digest(spec: ImageSpec, registry: str, server: RegistryServer) -> None:
     ensure_image(spec, print)
     wanted = dataclasses.replace(spec, repository=f"{registry}/project/name")
     said: list[str] = []

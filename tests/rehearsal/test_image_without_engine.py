@@ -49,9 +49,7 @@ def path_without_docker(folder: Path) -> str:
     return str(folder)
 
 
-def test_a_changed_line_runs_on_all_hosts_without_docker(
-    workstation: Workstation, spec: ImageSpec, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_changes_run_without_docker(workstation: Workstation, spec: ImageSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     workstation.good("emulator", "start", "--full-pushes")
     exported = workstation.good("emulator", "start", "--environment").output
     with monkeypatch.context() as patch:

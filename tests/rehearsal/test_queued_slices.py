@@ -1,5 +1,4 @@
-"""Claims about slices from the queue (real gcloud, emulated API). Creates and loses slices one
-after the other; about 50 s."""
+"""Claims about slices from the queue (real gcloud, emulated API). Creates and loses several in turn; about 50 s."""
 
 from pathlib import Path
 from typing import Any

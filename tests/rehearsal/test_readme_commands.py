@@ -1,5 +1,4 @@
-"""Claims about README.md: its commands of "A real run" work as they are typed, one after the other, on an emulated
-slice. About 60 s."""
+"""Claims about README.md: its commands of "A real run" work as typed, in turn, on an emulated slice. About 60 s."""
 
 import json
 import re
@@ -24,8 +23,7 @@ def typed() -> list[list[str]]:
 
 
 def test_the_commands_of_a_real_run_work_in_their_order(emulator: Workstation) -> None:
-    """`run` is detached from by Ctrl-C, as its comment says; `--attach` and `logs -f` go on until the run is stopped by
-    the next command."""
+    """Ctrl-C detaches from `run`, as its comment says; `--attach` and `logs -f` go on until the next command's stop."""
     assert "preflight" in [
         words[0] for words in typed()
     ]  # of our trainer, which doesn't run here: tests/launcher/test_preflight.py

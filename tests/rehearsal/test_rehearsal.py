@@ -1,5 +1,4 @@
-"""Claims about the main job: `tpu-launch rehearsal` trains on two hosts and leaves nothing; a slice of four hosts works
-too. About 3 minutes."""
+"""`tpu-launch rehearsal` trains on two hosts and leaves nothing; a slice of four hosts works too. About 3 minutes."""
 
 import json
 import os

@@ -23,9 +23,7 @@ def arguments_of_all_processes(seen: set[bytes], over: threading.Event) -> None:
 
 
 @pytest.mark.parametrize("transport", ["auto", "gcloud"])
-def test_a_secret_reaches_the_command_and_nothing_else_shows_it(
-    two_hosts: tuple[Workstation, str], transport: str
-) -> None:
+def test_a_secret_reaches_the_command_and_is_shown_nowhere(two_hosts: tuple[Workstation, str], transport: str) -> None:
     work, file = two_hosts
     program = (
         "import hashlib, os, time; print(hashlib.sha256(os.environ['HF_TOKEN'].encode()).hexdigest(), "

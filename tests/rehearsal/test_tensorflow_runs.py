@@ -1,8 +1,5 @@
 """`backend: tensorflow` by the same commands: two hosts train; at night they lose one, end at once, and the resumed run
-equals the undisturbed one bit for bit.
-
-Starts one slice of two hosts and trains once, and twice at night.
-"""
+equals the undisturbed one bit for bit. Starts one slice of two hosts and trains once, and twice at night."""
 
 import json
 import shutil
@@ -61,9 +58,7 @@ def test_two_hosts_train_one_model(undisturbed: dict[str, Any]) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1200)  # two trainings of two hosts, on a machine that may be busy
-def test_when_a_host_is_lost_all_end_at_once_and_go_on_to_the_same_bits(
-    trainable: Workstation, undisturbed: dict[str, Any]
-) -> None:
+def test_a_lost_host_ends_all_which_reach_the_same_bits(trainable: Workstation, undisturbed: dict[str, Any]) -> None:
     work = trainable
     running = begin_to_train(work, "--new")
     running.wait_for(r"^\[0\].*\bstep +[4-9][05]/", 200)

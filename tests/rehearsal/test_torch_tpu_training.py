@@ -1,6 +1,5 @@
-"""The trainer with TorchTPU on an emulated v4-8: four processes on a virtual TPU have torch-xla's losses, and a killed
-and resumed run, or one that changes the runtime, has them too. Starts one slice; about 4 minutes after the images are
-built."""
+"""The trainer with TorchTPU on an emulated v4-8: four processes on a virtual TPU have torch-xla's losses, and so has a
+run that is killed and resumed, or changes the runtime. Starts one slice; about 4 minutes after the images are built."""
 
 import json
 import os
@@ -86,9 +85,7 @@ def test_four_processes_train_as_torch_xla_does_through_a_kill_and_export_a_mode
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
-def test_a_state_split_over_two_hosts_resumes_on_another_mesh_with_the_losses_of_a_replicated_one(
-    emulator: Workstation,
-) -> None:
+def test_state_split_over_hosts_resumes_on_another_mesh_with_losses_of_a_replicated_one(emulator: Workstation) -> None:
     """Eight processes, each with an eighth of every matrix, after a kill with a half, or with all of the state."""
     work = emulator
     prepare(work, "v4-16")

@@ -1,7 +1,5 @@
-"""These tests need TensorFlow, so they run inside the tensorflow image.
-
-`make test` does that, and `.venv/bin/python tools/container_tests.py tensorflow [pytest's arguments]`.
-"""
+"""These tests need TensorFlow, so they run inside the tensorflow image: `make test` does that, and
+`.venv/bin/python tools/container_tests.py tensorflow [pytest's arguments]`."""
 
 import importlib.util
 

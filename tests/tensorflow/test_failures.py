@@ -24,9 +24,7 @@ LOST = [
 
 
 @pytest.mark.parametrize("error", LOST)
-def test_a_lost_connection_is_a_lost_peer_only_where_there_are_workers(
-    error: tf.errors.OpError, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lost_connections_are_lost_peers_of_workers(error: tf.errors.OpError, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(type(error)), translate_failures():
         raise error
     monkeypatch.setenv("TPU_NAME", "grpc://10.0.0.2:8470,grpc://10.0.0.3:8470")

@@ -126,9 +126,7 @@ def test_windows_are_those_of_numpy(records: int, batch: int, block: int, seed: 
     st.integers(0, 2**31 - 1),
     st.booleans(),
 )
-def test_batches_are_those_of_numpy(
-    layout: str, records: int, hosts: int, rows: int, start: int, seed: int, small: bool
-) -> None:
+def test_equal_to_numpy(layout: str, records: int, hosts: int, rows: int, start: int, seed: int, small: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if small:  # several windows an epoch
             patch.setattr(order, "WINDOW_BLOCKS", 3)
@@ -288,9 +286,7 @@ def test_errors_that_name_no_shard_pass_unchanged(tmp_path: Path, error: type[tf
         raise error(None, None, f"while it read {dataset.url}/{dataset.shards[0].name}")
 
 
-def test_shards_of_the_public_layout_are_read_once_for_all_hosts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shards_of_public_layout_are_read_once_for_all_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dataset = make(tmp_path, 20, "recipe")
     scans: list[str] = []
     scan = tfrecord.index

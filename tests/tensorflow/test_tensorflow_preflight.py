@@ -1,5 +1,4 @@
-"""`tpu-train preflight` with `backend: tensorflow`: the real TPU compiler compiles the step that TPUStrategy would run
-on each device."""
+"""`tpu-train preflight` with `backend: tensorflow`: the real TPU compiler compiles TPUStrategy's step of a device."""
 
 import json
 from pathlib import Path

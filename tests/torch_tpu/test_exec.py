@@ -31,9 +31,7 @@ def one_process() -> list[float]:
 
 
 @pytest.mark.parametrize("sharding", [(), ("--fsdp",)], ids=["ddp", "fsdp"])
-def test_losses_of_four_processes_equal_those_of_one_on_the_global_batch(
-    sharding: tuple[str, ...], one_process: list[float]
-) -> None:
+def test_losses_of_four_processes_equal_those_of_one(sharding: tuple[str, ...], one_process: list[float]) -> None:
     process = begin(str(EXAMPLE / "train.py"), f"--steps={STEPS}", f"--rows={ROWS}", *sharding)
     out, errors = process.communicate(timeout=SECONDS)
     assert process.returncode == 0, out + errors

@@ -26,8 +26,7 @@ TO_DEVICES, TO_HOST = "TransferToDeviceTime", "TransferFromDeviceTime"  # torch_
 
 
 def step_and_look(folder: Path, state: dict[str, bytes] | None) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """One step from fresh weights or from `state`. Returns what the devices hold, and the state as a checkpoint would
-    have it."""
+    """One step from fresh weights or from `state`. Returns what devices hold, and the state as a checkpoint has it."""
     document = Document("here", small_runs.document(folder), {})
     config, cluster = from_document(document), Cluster(0, ("localhost",), "v3-8")
     task = open_task(config, cluster)

@@ -1,5 +1,4 @@
-"""The API server, as far as kubectl needs it: discovery, objects, watches, logs, authorization by a Role, strict
-validation."""
+"""The API server, as far as kubectl needs it: discovery, objects, watches, logs, a Role's rights, strict validation."""
 
 import copy
 import json

@@ -21,8 +21,7 @@ ROLE = Path(__file__).resolve().parents[3] / "k8s" / "role.yaml"
 
 
 class Cluster:
-    """A cluster whose one user has the role of k8s/role.yaml. Use it in a `with` statement, which removes everything at
-    its end."""
+    """A cluster whose one user has the role of k8s/role.yaml. Its `with` statement removes everything at its end."""
 
     def __init__(self, *, images: dict[str, str], environment: dict[str, str] | None = None) -> None:
         self.store = Store()
@@ -76,8 +75,7 @@ class Cluster:
         self.nodes.add_pool(name, slice_.hosts, slice_.chips_per_host, labels)
 
     def log(self, worker: int) -> str:
-        """What a host's newest container has printed so far; empty as long as there is none. Names end at random: they
-        tell no order."""
+        """What a host's newest container has printed; empty without one. Names end at random: they tell no order."""
         pods = [pod for pod in self.pods() if pod["metadata"]["annotations"][controllers.INDEX] == str(worker)]
         newest = max(pods, key=lambda pod: str(pod["metadata"]["creationTimestamp"]), default=None)
         name = self.nodes.container_of(newest) if newest else ""
