@@ -48,9 +48,8 @@ def _jobset(store: Store, jobset: Object) -> None:
     restarts = status.setdefault("restarts", 0)
     status.setdefault("restartsCountTowardsMax", 0)
     current = [job for job in jobs if job["metadata"]["labels"][RESTARTS] == str(restarts)]
-    for old in jobs:
-        if old not in current:
-            _delete_job(store, old)
+    for old in [job for job in jobs if job not in current]:
+        _delete_job(store, old)
     if current:
         failed = [(job, found) for job in current if (found := condition(job, "Failed"))]
         if failed:
@@ -70,9 +69,8 @@ def _fail(jobset: Object, failure: Object) -> None:
     action = "RestartJobSet"
     for rule in policy.get("rules", []):
         reasons, patterns = rule.get("onJobFailureReasons", []), rule.get("onJobFailureMessagePatterns", [])
-        if (not reasons or failure["reason"] in reasons) and (
-            not patterns or any(re.search(each, failure["message"]) for each in patterns)
-        ):
+        has_reason = not reasons or failure["reason"] in reasons
+        if has_reason and (not patterns or any(re.search(each, failure["message"]) for each in patterns)):
             action = rule["action"]
             break
     if action == "FailJobSet":
@@ -128,11 +126,8 @@ def _delete_job(store: Store, job: Object) -> None:
 
 
 def _pods(store: Store, job: Object) -> list[Object]:
-    return [
-        pod
-        for pod in store.all("pods")
-        if any(each["uid"] == job["metadata"]["uid"] for each in pod["metadata"]["ownerReferences"])
-    ]
+    uid = job["metadata"]["uid"]
+    return [pod for pod in store.all("pods") if any(each["uid"] == uid for each in pod["metadata"]["ownerReferences"])]
 
 
 def _job(store: Store, job: Object, webhook: bool) -> None:
@@ -199,25 +194,18 @@ def _count(job: Object, pod: Object) -> None:
 def _judge(spec: Object, pod: Object) -> tuple[str, str]:
     """Returns the action of the first matching rule of the pod failure policy, with Kubernetes' message."""
     full = f"{pod['metadata']['namespace']}/{pod['metadata']['name']}"
-    ended = {
-        each["name"]: each["state"]["terminated"]["exitCode"]
-        for each in pod["status"].get("containerStatuses", [])
-        if "terminated" in each["state"]
-    }
+    states = {each["name"]: each["state"] for each in pod["status"].get("containerStatuses", [])}
+    ended = {name: state["terminated"]["exitCode"] for name, state in states.items() if "terminated" in state}
     for number, rule in enumerate(spec.get("podFailurePolicy", {}).get("rules", [])):
-        codes = rule.get("onExitCodes")
-        if codes:
+        matching = f"matching {rule['action']} rule at index {number}"
+        if codes := rule.get("onExitCodes"):
             code = ended.get(codes["containerName"])
             if code is not None and code != 0 and (code in codes["values"]) == (codes["operator"] == "In"):
-                text = (
-                    f"Container {codes['containerName']} for pod {full} failed with exit code {code} matching "
-                    f"{rule['action']} rule at index {number}"
-                )
+                text = f"Container {codes['containerName']} for pod {full} failed with exit code {code} {matching}"
                 return rule["action"], text
         for wanted in rule.get("onPodConditions", []):
             if condition(pod, wanted["type"]):
-                text = f"Pod {full} has condition {wanted['type']} matching {rule['action']} rule at index {number}"
-                return rule["action"], text
+                return rule["action"], f"Pod {full} has condition {wanted['type']} {matching}"
     return "Count", ""
 
 
@@ -227,25 +215,14 @@ def _pod_of(job: Object, index: int, webhook: bool) -> Object:
     metadata = template.get("metadata", {})
     spec: Object = {**template["spec"], "hostname": f"{name}-{index}"}
     spec["containers"] = [_injected(container, job, index, webhook) for container in spec["containers"]]
+    labels = {**metadata.get("labels", {}), INDEX: str(index), "batch.kubernetes.io/job-name": name, "job-name": name}
+    owner = {"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": job["metadata"]["uid"], "controller": True}
     return {
         "metadata": {
             "name": f"{name}-{index}-{secrets.token_hex(3)[:5]}",
-            "labels": {
-                **metadata.get("labels", {}),
-                INDEX: str(index),
-                "batch.kubernetes.io/job-name": name,
-                "job-name": name,
-            },
+            "labels": labels,
             "annotations": {**metadata.get("annotations", {}), INDEX: str(index)},
-            "ownerReferences": [
-                {
-                    "apiVersion": "batch/v1",
-                    "kind": "Job",
-                    "name": name,
-                    "uid": job["metadata"]["uid"],
-                    "controller": True,
-                }
-            ],
+            "ownerReferences": [owner],
         },
         "spec": spec,
         "status": {"phase": "Pending"},
@@ -263,11 +240,8 @@ def _injected(container: Object, job: Object, index: int, webhook: bool) -> Obje
             added += [{"name": "TPU_WORKER_ID", "value": "0"}, {"name": "TPU_WORKER_HOSTNAMES", "value": "localhost"}]
         elif webhook and spec["completionMode"] == "Indexed" and "subdomain" in spec["template"]["spec"]:
             subdomain = spec["template"]["spec"]["subdomain"]
-            names = [f"{job['metadata']['name']}-{each}.{subdomain}" for each in range(spec["parallelism"])]
-            added += [
-                {"name": "TPU_WORKER_ID", "value": str(index)},
-                {"name": "TPU_WORKER_HOSTNAMES", "value": ",".join(names)},
-            ]
+            names = ",".join(f"{job['metadata']['name']}-{each}.{subdomain}" for each in range(spec["parallelism"]))
+            added += [{"name": "TPU_WORKER_ID", "value": str(index)}, {"name": "TPU_WORKER_HOSTNAMES", "value": names}]
     return {**container, "env": [*container.get("env", []), *added]}
 
 

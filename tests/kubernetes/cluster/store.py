@@ -71,11 +71,8 @@ class Store:
 
     def all(self, resource: str, labels: dict[str, str] | None = None) -> list[Object]:
         with self.lock:
-            return [
-                copy.deepcopy(each)
-                for (kind, _), each in sorted(self._objects.items())
-                if kind == resource and has(each, labels or {})
-            ]
+            found = [each for (kind, _), each in sorted(self._objects.items()) if kind == resource]
+            return [copy.deepcopy(each) for each in found if has(each, labels or {})]
 
     def put(self, resource: str, document: Object) -> None:
         """Stores a changed object. Does nothing if it did not change, or was deleted."""
@@ -127,20 +124,12 @@ def now() -> str:
 
 
 def condition(document: Object, type_: str) -> Object | None:
-    return next(
-        (
-            each
-            for each in document.get("status", {}).get("conditions", [])
-            if each["type"] == type_ and each["status"] == "True"
-        ),
-        None,
-    )
+    conditions = document.get("status", {}).get("conditions", [])
+    return next((each for each in conditions if each["type"] == type_ and each["status"] == "True"), None)
 
 
 def set_condition(document: Object, type_: str, reason: str, message: str, status: str = "True") -> None:
     status_of = document.setdefault("status", {})
     kept = [each for each in status_of.get("conditions", []) if each["type"] != type_]
-    status_of["conditions"] = [
-        *kept,
-        {"type": type_, "status": status, "reason": reason, "message": message, "lastTransitionTime": now()},
-    ]
+    new = {"type": type_, "status": status, "reason": reason, "message": message, "lastTransitionTime": now()}
+    status_of["conditions"] = [*kept, new]

@@ -279,7 +279,6 @@ class Cluster:
         return [each["name"] for each in there if self.creators[each["name"]].user == user]
 
     def has_open_jobset(self) -> bool:
-        """Returns whether any JobSet has not ended."""
         return any(not each.get("status", {}).get("terminalState") for each in self.store.all("jobsets"))
 
 

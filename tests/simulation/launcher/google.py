@@ -136,8 +136,7 @@ class Google:
         """Waits until an operation has ended, for so many seconds at most."""
         operation, deadline = self.state.operations[name], self.scheduler.now + seconds
         while not operation.done and self.scheduler.now < deadline:
-            waiters = self._waiters.setdefault(name, {})
-            self.scheduler.wait(waiters, deadline - self.scheduler.now, f"operation {name}")
+            self.scheduler.wait(self._waiters.setdefault(name, {}), deadline - self.scheduler.now, f"operation {name}")
         return operation
 
     def slice_of(self, command: Command) -> Slice | None:

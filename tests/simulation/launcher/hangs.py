@@ -163,8 +163,6 @@ def stacks(hang: Hang | None, worker: int, now: float, sample: int) -> str:
     if kind == "no stacks":
         return "Error response from daemon: it does not answer\n"
     pages = int(now * 10_000) if kind == "thrashing" else 7
-    memory = (
-        f"memory MemTotal: 100 kB MemAvailable: 50 kB oom_kill {kind == 'memory':d} workingset_refault_file {pages}"
-    )
+    used = f"memory MemTotal: 100 kB MemAvailable: 50 kB oom_kill {kind == 'memory':d} workingset_refault_file {pages}"
     state = _STATES.get(kind, "D (disk sleep)" if (sample + worker) % 2 else "S (sleeping)")  # for a moment
-    return f"{memory}\nprocess 7 [{state}] [futex] python train.py\n{_PLACES.get(kind, _WAITS)}{memory}\n"
+    return f"{used}\nprocess 7 [{state}] [futex] python train.py\n{_PLACES.get(kind, _WAITS)}{used}\n"

@@ -52,7 +52,6 @@ def slices_of(world: World, user: str) -> list[Slice]:
 
 
 def check_command(simulation: SimulatedRun, command: Command) -> None:
-    """Checks the promises about the end of a command."""
     if command.killed or command.code is None:
         return
     for promise in _OF_COMMANDS:
@@ -313,7 +312,6 @@ def told_silence_is_true(world: World, by: Actor, run: str, text: str) -> None:
 
 
 def check_end(simulation: SimulatedRun) -> None:
-    """Checks the promises about a whole run."""
     for promise in _OF_RUNS:
         promise(simulation)
     for ledger in simulation.ledgers():
