@@ -68,7 +68,7 @@ DOCUMENTS = {
 
 
 def assert_golden(task: str, backend: str, folder: Path) -> None:
-    """Trains `task` for twenty steps in this process and compares all losses, and the last evaluation's, with those."""
+    """Trains `task` for twenty steps here and compares every loss, and the last evaluation's, with the golden file."""
     summary = small_runs.train_here(DOCUMENTS[task](folder, backend), "golden")
     seen = {"losses": small_runs.losses(folder, "golden"), "evaluation": summary["eval_loss"]}
     expected = json.loads(GOLDEN.read_text())[backend].get(task)

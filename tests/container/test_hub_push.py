@@ -1,4 +1,4 @@
-"""A run puts its model on the Hub in the background; a dead, slow or refusing Hub changes a warning and the summary."""
+"""A run pushes its model to the Hub as it trains; a dead, slow or refusing Hub adds a warning and a line of summary."""
 
 import time
 from collections.abc import Iterator

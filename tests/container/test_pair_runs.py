@@ -28,7 +28,7 @@ COLUMNS = {"field": "premise", "text_pair": "hypothesis", "label": "verdict"}
 
 
 def corpus() -> list[dict[str, str]]:
-    """Pairs of texts of words from either half of the vocabulary, the second's being the verdict; some are long."""
+    """Pairs of texts of words from either half of the vocabulary, the second's being the verdict; some are too long."""
     chance = random.Random(3)
     rows = []
     for number in range(COUNT):

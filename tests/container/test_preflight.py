@@ -256,7 +256,7 @@ def test_a_decoder_on_a_mesh_is_compiled(tmp_path: Path, adapters: bool) -> None
 
 
 def test_a_program_that_does_not_fit_is_reported_with_its_size() -> None:
-    """The compiler refuses arguments beyond the memory; we add up outputs, and what waits beside a program."""
+    """The compiler refuses too large arguments. Outputs it lets pass, and what waits beside it: these we add up."""
     target = accelerator("v2-8")
     refused, too_much, crowded, small = (
         TracedProgram(Graph("training", 8, 32), Program(DOUBLED.replace("256x256", shape), hash=shape), beside, 0.0)

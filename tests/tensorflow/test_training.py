@@ -76,7 +76,7 @@ def test_dropout_changes_the_losses(undisturbed: dict[str, Any], plain: dict[str
 @pytest.mark.nightly
 @pytest.mark.parametrize("task", ["mlm", "classification"])
 def test_two_devices_give_the_same_training(folder: Path, labelled: Path, task: str) -> None:
-    """MirroredStrategy, TPUStrategy's path through the backend, in a process: devices are counted once in each."""
+    """MirroredStrategy over logical devices: TPUStrategy's path. In a process of its own, which counts devices once."""
     place, make = (folder, document) if task == "mlm" else (labelled, classification)
     config = make(place, backend="tensorflow", train__dropout=0.0, train__steps=8, evaluation__every=None)
     [host] = small_runs.start(place, "two-devices", config, CPU_NUM_DEVICES="2")
