@@ -480,7 +480,9 @@ class World:
     def node_deleted(self, node: Slice, who: str, by: object) -> None:
         """Records that a user deletes a node, and checks that this user's command may."""
         self.note(f"{who} deletes node {node.name} of {node.creator}, which is {node.state}")
-        for container in [item for host in node.hosts for item in host.containers.values() if item.job is not None]:
+        containers = [item for host in node.hosts for item in host.containers.values() if item.job is not None]
+        well = [item for item in containers if item.running and item.job.healthy and item.job.began]
+        for container in containers:
             container.job.causes.append(Cause("deleted", container.host.worker))
         self.record.deletions.append(self.scheduler.now)
         if isinstance(by, Actor):
@@ -492,8 +494,6 @@ class World:
         if node.creator != who:
             self.break_promise("nothing of others is touched", f"{who} deletes node {node.name} of {node.creator}")
         wanted = who in self.downs or (isinstance(by, Actor) and self.has_expired(node, by))
-        containers = [item for host in node.hosts for item in host.containers.values() if item.running]
-        well = [item for item in containers if (job := item.job) is not None and job.healthy and job.began]
         if well and not wanted:
             self.break_promise("a live attempt ends only by a stop", f"{who} deletes {node} under {well[0].name}")
 
