@@ -90,7 +90,9 @@ def _verdicts_of(simulation: SimulatedRun, job: Job, causes: Sequence[Cause]) ->
             "fail": {("failed", told)} | ({("stopped", told)} if asked else set()),
         }
         # The slice may be deleted, or a cluster's pod stopped, before a launcher sees how the program ended.
-        deleted = {("slice deleted", None)} if "deleted" in kinds else set()
+        unseen = _unseen(simulation, job)
+        swept = bool(unseen and simulation.world.record.deletions)  # by a `gc`, after Google had taken it away
+        deleted = {("slice deleted", None)} if "deleted" in kinds or swept else set()
         if simulation.world.cluster is not None:  # where ends are known by the second
             second = max(0, first.worker) if job.plan.second is None else job.plan.second % job.hosts
             ends = job.containers[second].ended - job.containers[max(0, first.worker)].ended
@@ -99,7 +101,7 @@ def _verdicts_of(simulation: SimulatedRun, job: Job, causes: Sequence[Cause]) ->
             deleted |= {("vanished", None)} if simulation.faults else set()
             # A supervisor deletes pods before it records the end: one that is killed between leaves a pod that is gone.
             deleted |= {("host lost", None)} if any(each.killed for each in simulation.commands) else set()
-        return allowed[first.kind] | deleted | _unseen(simulation, job) if first.kind in allowed else set()
+        return allowed[first.kind] | deleted | unseen if first.kind in allowed else set()
     if kinds == ["connection"]:
         # A host that ceases to answer before it has told that it lost a peer looks like a lost host.
         return {("connection lost", None)} | ({("stopped", None)} if asked else set()) | _unseen(simulation, job)
