@@ -77,7 +77,9 @@ def nothing_is_left_after_down(simulation: SimulatedRun, command: Command) -> No
         return
     user = command.laptop.user
     left: list[Slice | Request] = [*slices_of(simulation.world, user)]
-    left += [item for item in simulation.world.google.requests.values() if item.creator == user]
+    old = any(fault.kind == "old describe" for fault in simulation.faults)  # shows none while Google removes one
+    requests = [item for item in simulation.world.google.requests.values() if item.creator == user]
+    left += [item for item in requests if not (old and item.state == "DELETING")]
     going_on = any("has not ended; going on" in text for text in command.said)
     for item in left:
         by = next((other for other in simulation.commands if other.actor is item.by), None)
