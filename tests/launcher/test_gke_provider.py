@@ -166,6 +166,14 @@ def test_a_failed_creation_is_removed_and_explained(kubectl: Path) -> None:
     assert bad.value.transient
 
 
+def test_a_start_waits_for_a_silent_cluster_until_its_time_is_over(kubectl: Path) -> None:
+    (kubectl / "refused-get").write_text(NO_ANSWER)
+    gke = provider(kubectl, create=0.03, start=0.03)
+    with pytest.raises(LaunchError, match="does not answer") as bad:
+        gke._wait_started(ATTEMPT, "demo", Clock())
+    assert bad.value.exit_code is Exit.CLOUD_ERROR
+
+
 def test_a_cluster_that_does_not_answer_fails_no_ended_run(kubectl: Path) -> None:
     show(kubectl, "a", "b")
     gke = provider(kubectl, 1, 1)

@@ -32,6 +32,7 @@ from tests.launcher.test_runs import FakeProvider, Workstation, start_and_lose_s
 from tests.processes import wait_until
 from training.machine.clock import Clock
 from training.storage import Stat
+from training.telemetry.progress_line import ProgressLine
 
 COMMAND = ["python", "train.py", "--lr=1e-4"]
 SECRETS = {"HF_TOKEN": "s3cret", "FROM_FILE": "plain"}
@@ -653,6 +654,10 @@ def test_the_time_that_a_process_stood_still_is_no_time_for_hosts_to_be_asked_ag
     asked = supervision._observe(1, None, 0.0).asked
     supervision._update_view(Observation(1, ContainerState("running"), asked=asked))
     assert now <= supervision.views[1].asked <= work.clock.monotonic()
+    for step, moves in ((5, False), (5, False), (6, True), (6, False)):
+        supervision.progress.stepped = 0.0
+        supervision.progress.update(0, ProgressLine(step), now)
+        assert (supervision.progress.stepped > 0) == moves
 
 
 LOST = Verdict(Kind.HOST_LOST, Cause(1, "no answer"))
