@@ -75,7 +75,7 @@ def creation_is_due(simulation: SimulatedRun, made: Slice, by: Actor) -> None:
         recovers = stopped = False
         for event in ledger.events():
             match event:
-                case events.Recovering():
+                case events.Recovering() | events.SliceReplaced():
                     recovers, stopped = True, False
                 case events.RunStopRequested() | events.RecoveryGivenUp():
                     stopped = True
