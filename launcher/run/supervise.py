@@ -286,17 +286,16 @@ class _Supervision:
         from the time for settling, and if it was 10 s or more from the hosts' silence."""
         still = now - self.turned
         self.turned = now
+        for worker, view in self.views.items():
+            if view.ended_seen is not None and still > _LONG_TURN_SECONDS:
+                self.views[worker] = replace(view, ended_seen=min(now, view.ended_seen + still))
         if still < _STANDSTILL_SECONDS:
-            for worker, view in self.views.items() if still > _LONG_TURN_SECONDS else ():
-                if view.ended_seen is not None:
-                    self.views[worker] = replace(view, ended_seen=min(now, view.ended_seen + still))
             return
         self.last_line = min(now, self.last_line + still)
         self.progress.forgive(still)
         for worker, view in self.views.items():
-            ended_seen = min(now, view.ended_seen + still) if view.ended_seen is not None else None
             seen, failing_since = min(now, view.seen + still), min(now, view.failing_since + still)
-            self.views[worker] = replace(view, seen=seen, failing_since=failing_since, ended_seen=ended_seen)
+            self.views[worker] = replace(view, seen=seen, failing_since=failing_since)
 
     def _receive(self) -> None:
         """Handles one observation or state of the slice, if one arrives within 0.25 s. New lines, lines that grow, new

@@ -43,14 +43,15 @@ def describe(config: Config, machine: Workstation) -> SliceState | None:
     """Returns the slice, or None when it does not exist. A queued resource without a node counts, in its own state and
     without hosts. Looks for the candidate of the last look first; of the other candidates, only a slice that is ours
     counts, a READY one before others, and its candidate is kept. Another owner's slice counts if none is ours."""
-    current = slice_hints.current(config)
+    known = slice_hints.last_seen(config)
+    current = known or config.candidates[0]
     found = _describe_in_zone(config.placed(current), machine)
 
     def is_ours(state: SliceState | None) -> bool:
         return state is not None and (config.any_owner or not ownership.why_not_ours(state.labels, machine.owner))
 
     if len(config.candidates) == 1 or is_ours(found):
-        if slice_hints.last_seen(config) is None:
+        if known is None:
             slice_hints.save_place(config, current)
         return found
     others = [other for other in config.candidates if other != current]

@@ -1,4 +1,5 @@
-"""What a host reads at metadata.google.internal, as torch_xla, TensorFlow, JAX and Google's guest agent expect it."""
+"""Checks what a host reads at metadata.google.internal, as torch_xla, TensorFlow, JAX and Google's guest agent expect
+it."""
 
 import json
 import threading

@@ -59,7 +59,8 @@ def settings(*more: str) -> list[str]:
 
 
 def summary(work: Workstation, run_id: str) -> dict[str, Any]:
-    """What the trainer left in the bucket, with the "history" of losses, (step, loss), which led to its weights."""
+    """Returns what the trainer left in the bucket, with the "history" of losses, (step, loss), which led to its
+    weights."""
     script = (
         "import json; from training import storage; from training.telemetry import metrics; "
         f"folder = '{RUNS}/{run_id}'; "

@@ -1,4 +1,4 @@
-"""What dataset.json says is checked; what does not fit is refused with a message that says where and what to do."""
+"""Checks that what does not fit dataset.json is refused with a message that says where and what to do."""
 
 import json
 import os

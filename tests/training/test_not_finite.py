@@ -1,4 +1,5 @@
-"""What is not finite is neither committed nor restored, and ends a run only when trying again changes nothing."""
+"""Checks that what is not finite is neither committed nor restored, and ends a run only when trying again changes
+nothing."""
 
 import json
 from pathlib import Path

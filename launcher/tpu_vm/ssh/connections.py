@@ -37,7 +37,7 @@ class SliceConnections:
         self._pool: ConnectionPool | None = None
         self._unverified: KnownSlice | None = None  # the hint behind the pool's addresses, until gcloud confirmed them
         self._listing = machine.threads.lock()  # one thread finds the addresses, others wait for it
-        self._located = slice_hints.last_seen(config) is not None
+        self._located = slice_hints.last_seen(config) is not None  # or described since
         self._connecting: Future[None] | None = None
 
     @property
@@ -56,7 +56,7 @@ class SliceConnections:
     def note_state(self, state: SliceState | None) -> None:
         """Keeps the API's description of the slice; drops the hint when it is of another slice."""
         with self._lock:
-            self._state, known = state, self._known
+            self._state, known, self._located = state, self._known, True
         if known is not None and (state is None or (state.created, state.hosts) != (known.created, known.internal)):
             self.forget()
 
@@ -230,8 +230,7 @@ class SliceConnections:
         return current
 
     def _locate(self) -> None:
-        """Looks, once, for the slice among its candidates, unless a command of this machine has seen it. Raises
+        """Describes the slice, unless that was done or a command of this machine has seen which candidate it is. Raises
         LaunchError."""
         if not self._located:
             self.note_state(slices.describe(self._wanted, self._machine))
-            self._located = True
