@@ -83,7 +83,6 @@ def supervise(session: Session, attempt: int) -> Verdict:
     masker = SecretMasker(secrets)
     supervision = _Supervision(session, attempt)
     verdict, reachable = supervision.watch()
-    ledger.confirm()
     running = [worker for worker in reachable if not supervision.views[worker].ended]
     verdict = blame_silent_host(ledger, attempt, verdict, running)
     if verdict.kind is Kind.STALLED:

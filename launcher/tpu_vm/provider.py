@@ -163,16 +163,18 @@ class TpuVm:
         self, worker: int, container: str, since: str | None, *, patience: float = 0.0, progress: bool = False
     ) -> Observation:
         """Returns a container's state and its log lines from `since` on, after up to `patience` seconds for its end.
-        Reads the last lines first, and all from `since` only if those don't reach back to it."""
+        Reads the last lines first, and all from `since` only if those don't reach back to it. If that
+        fails, a running container still counts as seen, with a `problem`; its lines come with a later look."""
         tail = _TAIL if since else None
         script = host_scripts.observe_script(container, since, patience=patience, tail=tail, progress=progress)
         observation, window = self._observe(worker, script, patience)
         is_behind = bool(since and observation.lines and observation.lines[-1].timestamp < since)  # the host's clock
         missing = since and window.records and (observation.more or not host_output.covers(window, since, _TAIL))
         if missing and not is_behind:  # else no line from `since` on is new
-            told = observation.progress
+            told, state = observation.progress, observation.container
+            running = None if state is None or state.ended else state
             observation, _ = self._observe(worker, host_scripts.observe_script(container, since), _LONG_LOG_SECONDS)
-            observation = replace(observation, progress=told)
+            observation = replace(observation, progress=told, container=observation.container or running)
         return observation
 
     def look(self, worker: int, container: str, *, lines: int = 0) -> Observation:

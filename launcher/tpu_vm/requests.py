@@ -72,7 +72,7 @@ class RequestRecord:
     def read(self) -> list[Recorded]:
         """Returns all requests, oldest first. Reads only files that are new since the last call: none ever changes."""
         names = set(os.listdir(self._folder)) if self._folder.exists() else set()
-        new = [name for name in names - self._names if name.endswith(".json") and name[0].isdigit()]
+        new = [name for name in names - self._names if name[0].isdigit()]
         for name in sorted(new, key=lambda name: (name[:6], name[7:] != _ASKED)):
             content, number = json.loads((self._folder / name).read_text()), int(name[:6])
             match name[7:]:
@@ -145,7 +145,7 @@ class RequestRecord:
         moving = self._folder / _MOVING
         if moving.exists() and (earlier := json.loads(moving.read_text())["url"]) != url:
             self.share(earlier)
-        mine = {path.name: path.read_text() for path in self._folder.glob("[0-9]*.json")}
+        mine = {path.name: path.read_text() for path in self._folder.glob("[0-9]*")}
         there = {storage.name_of(found.url): storage.read(found.url).decode() for found in storage.listing(url)}
         if not moving.exists():
             if all(there[name] == text for name, text in mine.items() if name in there):

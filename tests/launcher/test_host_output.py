@@ -86,3 +86,18 @@ def test_a_log_is_read_again_where_its_last_lines_do_not_reach_back(
     monkeypatch.setattr(provider._connections, "run", run)
     provider.observe(0, "demo-0", "2026-01-01T00:00:11.000000000Z")
     assert len(asked) == looks
+
+
+@pytest.mark.parametrize(("status", "kept"), [("running", True), ("exited", False)])
+def test_a_host_whose_long_log_can_not_be_read_counts_as_one_that_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: str, kept: bool
+) -> None:
+    """But the end of its container waits for its lines."""
+    seen = HostResult(0, 0, f"{summary({'Status': status})}\n2026-01-01T00:00:13.5Z x\n")
+    provider = TpuVm(load_text(tmp_path, SLICE), print, this_machine())
+    answers = iter([seen, HostResult(0, None, problem="Connection timed out")])
+    monkeypatch.setattr(provider._connections, "run", lambda *_, **__: next(answers))
+    look = provider.observe(0, "demo-0", "2026-01-01T00:00:11.000000000Z")
+    assert look.problem == "Connection timed out"
+    assert not look.lines
+    assert (look.container is not None) == kept

@@ -75,14 +75,16 @@ def hold_lock(work: Workstation, monkeypatch: pytest.MonkeyPatch, *recorded: eve
     monkeypatch.setattr(work.clock, "sleep", release)
 
 
-@pytest.mark.parametrize("option", ["overlay", "sync"])
+@pytest.mark.parametrize("option", ["overlay", "sync", "env-file"])
 def test_files_for_hosts_are_refused_where_the_platform_has_none(
     work: Workstation, monkeypatch: pytest.MonkeyPatch, option: str
 ) -> None:
-    monkeypatch.setattr(FakeProvider, "capabilities", replace(FakeProvider.capabilities, overlays=False))
+    without = replace(FakeProvider.capabilities, overlays=False, sends_secrets=False)
+    monkeypatch.setattr(FakeProvider, "capabilities", without)
     monkeypatch.setattr(launch, "read_extras", lambda *_: (None, None))
+    monkeypatch.setattr(launch.env_file, "read", lambda path: path)
     with pytest.raises(BadInput, match=f"--{option}: provider"):
-        work.run(work.config(command=COMMAND), **{option: "code=/code"})
+        work.run(work.config(command=COMMAND), **{option.replace("-", "_"): "code=/code"})
 
 
 # -- an attempt that was not seen to end ------------------------------------------------------------------------------
@@ -270,6 +272,19 @@ def test_a_recovery_that_has_been_stopped_or_given_up_creates_no_slice_later(wor
     with pytest.raises(LaunchError, match="does not exist"):
         work.run(work.config())
     assert work.hosts.calls.count("create") == 1
+
+
+def test_a_slice_that_is_deleted_while_a_recovery_starts_its_hosts_is_not_recreated(work: Workstation) -> None:
+    def be_deleted() -> None:
+        work.hosts.slice_state = None
+        raise LaunchError("no host answers", exit_code=Exit.HOST_LOST)
+
+    work.hosts.exits[0] = 1
+    work.hosts.hooks["started"] = [lambda: None, be_deleted]
+    with pytest.raises(LaunchError, match="it was deleted"):
+        work.run(work.config("run.failure_retries=3", "run.preemption_retries=3"))
+    assert work.hosts.calls.count("create") == 1
+    assert not recorded(work, events.RoundFailed), "nothing is tried again"
 
 
 @pytest.mark.parametrize("unanswered", [0, 1], ids=["the next answer", "the answer after the next round began"])
