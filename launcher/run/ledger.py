@@ -247,11 +247,12 @@ class Ledger:
             yield
 
     def _write(self, line: str) -> None:
-        """Appends the line of an event, and ends a line that was cut before it. Raises OSError."""
+        """Appends the line of an event, or its end if only that did not fit; ends a cut line before. Raises OSError."""
         with open(os.open(self._events, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), "r+b", buffering=0) as file:
             size = file.seek(0, os.SEEK_END)
-            cut = size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n"
-            write_whole(file, ("\n" * cut + line + "\n").encode())
+            last = os.pread(file.fileno(), len(line), max(0, size - len(line))).decode(errors="replace")
+            start = "\n" if last and not last.endswith("\n") else ""
+            write_whole(file, ("\n" if last == line else f"{start}{line}\n").encode())
 
     def progress_file(self, attempt: int) -> Path:
         return self.folder / f"progress-{attempt}.jsonl"
@@ -309,8 +310,7 @@ class Ledger:
         return read
 
     def _parse(self, data: bytes) -> list[Entry]:
-        """Returns the entries of lines, without lines that a crash has cut. Raises BadInput for other versions'
-        events."""
+        """Returns the entries of lines, without those that a crash has cut. Raises BadInput for another version's."""
         entries = []
         for line in data.decode(errors="replace").split("\n"):
             with contextlib.suppress(json.JSONDecodeError):

@@ -1,8 +1,10 @@
 """A run's folder belongs to one launcher at a time, and a run id to one run."""
 
+import errno
 import os
 import subprocess
 import sys
+from io import FileIO
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.provider import ContainerState
 from launcher.providers import this_machine
+from launcher.run import ledger as ledger_module
 from launcher.run.events import (
     AttemptBegan,
     Ended,
@@ -129,6 +132,24 @@ def test_an_event_that_does_not_fit_on_the_disk_is_one_message_and_the_next_one_
         assert ["can't be recorded: No space left" in text for text in said] == [True, True], "once a kind and disk"
     run.append(AttemptBegan(0))
     assert run.state.attempt == 0
+
+
+@pytest.mark.parametrize("room", [1, -1], ids=["the first byte", "all but the line's end"])
+def test_an_event_of_which_a_part_fitted_is_recorded_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    run, write = new_run(tmp_path), ledger_module.write_whole
+
+    def fill(file: FileIO, data: bytes) -> None:
+        monkeypatch.setattr(ledger_module, "write_whole", write)
+        file.write(data[:room])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(ledger_module, "write_whole", fill)
+    monkeypatch.setattr(run, "clock", Clock())
+    run.append(AttemptBegan(0))
+    run.append(Ended(0, "saved"))
+    assert run.events() == [AttemptBegan(0), Ended(0, "saved")]
 
 
 def test_a_full_disk_does_not_hide_who_supervises_a_run(tmp_path: Path) -> None:
