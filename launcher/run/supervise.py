@@ -358,7 +358,7 @@ class _Supervision:
             raise StartInterrupted(self.ledger.run_id, number)
         self.api_only_seconds, self.api_answered = 0.0, float("-inf")
         container, ended_seen, ended_away = answer.container, view.ended_seen, view.ended_away
-        if view.finished:  # a reboot, while another host exports, changes nothing
+        if view.ended and not view.rebooted:  # what a later reboot or removal makes of it changes nothing
             container = view.container or container
         if (container.ended or container.status == "absent") and ended_seen is None:
             ended_seen, ended_away = now, bool(view.problem)

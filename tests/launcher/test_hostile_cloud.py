@@ -130,6 +130,20 @@ def test_the_recorded_end_of_a_host_counts_although_the_host_is_out_of_reach_lat
     assert recorded(work, events.Orphaned) == 1
 
 
+@pytest.mark.parametrize("later", [ContainerState("exited", 76, rebooted=True), ContainerState("absent")])
+def test_the_recorded_end_of_a_host_counts_although_it_rebooted_or_its_container_was_removed_later(
+    work: Workstation, later: ContainerState
+) -> None:
+    start_and_lose_sight(work)
+    for worker, code in enumerate((76, 3)):
+        work.ledger.append(events.HostEnded(0, worker, code, False, "as seen", f"2026-01-01T00:00:0{code % 7}Z"))
+    work.hosts.state[work.hosts.attempts[-1].container] = later
+    with contextlib.suppress(BadInput):  # another attempt would need secrets
+        work.attach(work.config())
+    (ended,) = (event for event in work.ledger.events() if isinstance(event, events.Ended))
+    assert (ended.outcome, ended.cause and ended.cause.worker) == ("failed", 1)
+
+
 @pytest.mark.parametrize(
     "late", [(), (LogLine("2026-01-01T00:00:00.000000000Z", f"{SECRETS_LATE} within 1020 s"),)], ids=["waits", "ended"]
 )

@@ -73,9 +73,9 @@ class Command:
         if any(hole in f"{text}\n" for hole in ("()", "''", "None", ": \n")):
             self.world.break_promise("a message has no holes", text)
         if "the budget is spent" in text:
-            run = text.split()[1].rstrip(":,")
-            self.world.record.stops.append(Stop(run, self.world.scheduler.now))
-            self.actor.spent = run if "deleting its slice" in text else ""
+            self.world.record.stops.append(Stop(text.split()[1].rstrip(":,"), self.world.scheduler.now))
+        if "deleting its slice" in text or ": recreating the slice (" in text:
+            self.actor.deletes_for = text.split()[1].rstrip(":,")
         if text.startswith("run "):
             self.run_id = text.split()[1].rstrip(":,")
         if text.startswith("run ") and ": started on all hosts" in text and (job := self.world.newest_job(self.run_id)):

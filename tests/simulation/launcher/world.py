@@ -65,7 +65,7 @@ class Actor:
     shown: dict[str, str] = field(default_factory=dict)
     """The last state but DELETING in which Google described each node to it, by id."""
     looked: dict[str, float] = field(default_factory=dict)  # when that was
-    spent: str = ""  # the run whose budget is spent, so that it deletes its slice
+    deletes_for: str = ""  # the run whose slice it deletes, as its budget is spent, or to replace it
     deleted: set[str] = field(default_factory=set)
     """Ids of nodes that it asked Google to delete, whether or not another user was faster."""
     heard: dict[Host, float] = field(default_factory=dict)  # when each host last told it the state of a container
@@ -495,9 +495,10 @@ class World:
         if node.creator != who:
             self.break_promise("nothing of others is touched", f"{who} deletes node {node.name} of {node.creator}")
         wanted = who in self.downs or (isinstance(by, Actor) and self.has_expired(node, by))
-        # Only the hosts know of a run that another machine has begun there since (docs/limits.md).
-        others = isinstance(by, Actor) and by.spent and all(item.run != by.spent for item in well)
-        if well and not (wanted or others):
+        if isinstance(by, Actor) and by.deletes_for:  # only hosts know of other machines' runs (docs/limits.md)
+            own = by.laptop.home / "runs"
+            well = [item for item in well if item.run == by.deletes_for or (own / item.run).exists()]
+        if well and not wanted:
             self.break_promise("a live attempt ends only by a stop", f"{who} deletes {node} under {well[0].name}")
 
     def request_deleted(self, request: Request, who: str) -> None:
