@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from launcher.errors import Exit
 from launcher.run import events
+from launcher.run.bucket import LEASE_SECONDS
 from launcher.run.logs import read_from
 from launcher.run.recovery import spent_so_far
 from launcher.run.runs import list_runs
@@ -421,11 +422,13 @@ def one_supervisor_decides(simulation: SimulatedRun) -> None:
 
 
 def locks_are_free(simulation: SimulatedRun) -> None:
-    """A command that has ended holds no run's lock."""
+    """A command that has ended holds no run's lock, and a killed one its lease only until that expires."""
     if any(command.code is None and not command.killed for command in simulation.commands):
         return
+    recent = simulation.world.scheduler.now - LEASE_SECONDS
+    leased = any(command.killed and command.ended > recent for command in simulation.commands)
     for ledger in simulation.ledgers():
-        if ledger.supervised():
+        if ledger.supervised() and not (ledger.bucket is not None and leased):
             simulation.break_promise("locks go with their processes", ledger.run_id)
 
 
