@@ -1,32 +1,24 @@
 """Commands on a live run: `exec`, `explain`, `notebook`, `profile` and `top`."""
 
 import contextlib
-import re
 import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 
 import click
 
-from launcher import shell
 from launcher.cli import terminal
 from launcher.cli.options import configured, machine, open_provider, run_context, run_option
 from launcher.cli.ssh import find_port, host_option, open_tunnel
 from launcher.config import Config
 from launcher.errors import BadInput, LaunchError
-from launcher.home import home
 from launcher.provider import CommandReport
 from launcher.run import execution
 from training.machine.threads import Future
 
 _ANSWER_SECONDS = 30  # for the answer to `profile`, after the trainer's own time-out
-_TENSORBOARD_SECONDS = 7 * 24 * 3600.0
-_TENSORBOARD_PORT = 6006
-# The lines of `tpu-train profile`: TensorBoard's log folder, and the plugin's file of one host below it.
-_PROFILE_LINE = re.compile(r"steps \d+ to \d+: (\S+/profiles/[^/\s]+)/(plugins/profile/[^/\s]+/[^/\s]+\.xplane\.pb)")
 
 
 class _Host(click.ParamType[int | None]):
@@ -138,70 +130,27 @@ def _end_after(ended: Future[list[CommandReport]], end: Callable[[], None]) -> N
     metavar="SECONDS",
     help="How long to wait for the steps.",
 )
-@click.option("--open", "opens", is_flag=True, help="Then show it in the TensorBoard of this machine, until Ctrl-C.")
 @configured
-def profile(config: Config, run_id: str | None, steps: int, host: int | None, seconds: int, opens: bool) -> None:
+def profile(config: Config, run_id: str | None, steps: int, host: int | None, seconds: int) -> None:
     """Profile the next steps of a run that trains with `tpu-train`, on one host or on all; the training goes on.
 
-    The profile is written to `profiles/` in the run's folder. TensorBoard shows it, with the plugin of the package
-    `xprof`; --open copies it to .tpu-launch/profiles for that.
+    The profile is written to `profiles/` in the run's folder. TensorBoard shows a copy of it, with the plugin of the
+    package `xprof`.
     """
-    tensorboard = find_tensorboard() if opens else None
-    lines: list[str] = []
     name = time.strftime("%Y_%m_%d_%H_%M_%S")
     command = ("tpu-train", "profile", f"--steps={steps}", f"--name={name}", f"--seconds={seconds}")
     limit = seconds + _ANSWER_SECONDS
-    reports = execution.execute(config, run_context(), run_id, command, host=host, seconds=limit, on_line=lines.append)
+    reports = execution.execute(config, run_context(), run_id, command, host=host, seconds=limit)
     for report in reports:
         if report.exit_code is None:
             terminal.error(f"host {report.worker}: {report.problem}")
     code = execution.exit_code(reports)
-    if code == 0 and tensorboard:
-        folder = home() / "profiles" / name
-        copy_profiles(lines, folder)
-        _show_in_tensorboard(tensorboard, folder)
-    elif code == 0:
-        terminal.say(f"look at it: `tensorboard --logdir FOLDER`, FOLDER being the path above up to profiles/{name}")
+    if code == 0:
+        terminal.say(
+            f"look at it: `gcloud storage cp -r FOLDER .`, FOLDER being the path above up to profiles/{name}, then "
+            f"`tensorboard --logdir {name}`"
+        )
     sys.exit(code)
-
-
-def find_tensorboard() -> str:
-    """Returns the path of a TensorBoard that has the profile plugin. Raises BadInput if there is none."""
-    path = shutil.which("tensorboard")
-    if path is None:
-        problem = "tensorboard is not on this machine's PATH"
-    elif not Path(path).resolve().with_name("xprof").exists():  # the plugin's package installs this program beside it
-        problem = f"{path} has no profile plugin"
-    else:
-        return path
-    raise BadInput(f"--open: {problem}: `pip install tensorboard xprof`, or leave --open out")
-
-
-def copy_profiles(lines: Sequence[str], folder: Path) -> None:
-    """Copies the profiles that these lines of hosts name into `folder`, a log folder for TensorBoard. Raises
-    LaunchError if one is not in Cloud Storage, or can't be read."""
-    from training import storage
-
-    for match in filter(None, map(_PROFILE_LINE.fullmatch, lines)):
-        url = f"{match[1]}/{match[2]}"
-        if not storage.is_remote(url):
-            raise LaunchError(f"--open: {url} is on the host; profiles are copied from Cloud Storage alone")
-        try:
-            storage.download(url, folder / match[2])
-        except storage.StorageError as error:
-            raise LaunchError(f"--open: the profile can't be copied here: {error}") from None
-
-
-def _show_in_tensorboard(tensorboard: str, folder: Path) -> None:
-    """Tells TensorBoard's address, and runs it until Ctrl-C. Raises LaunchError if it ends by itself."""
-    port = find_port(None, _TENSORBOARD_PORT)
-    terminal.say(f"TensorBoard shows it at http://127.0.0.1:{port}/#profile when it has started; Ctrl-C ends it")
-    command = [tensorboard, "--logdir", str(folder), "--host", "127.0.0.1", "--port", str(port)]
-    try:
-        result = shell.stream(command, click.echo, timeout=_TENSORBOARD_SECONDS)
-    except KeyboardInterrupt:
-        return
-    raise LaunchError(f"TensorBoard ended by itself with {result.returncode}; its last lines:\n{result.stdout[-2000:]}")
 
 
 @click.command()

@@ -34,14 +34,7 @@ echo '{_NO_JUPYTER}'
 
 
 def execute(
-    config: Config,
-    context: Context,
-    run_id: str | None,
-    command: Sequence[str],
-    *,
-    host: int | None,
-    seconds: float,
-    on_line: Callable[[str], None] = lambda line: None,
+    config: Config, context: Context, run_id: str | None, command: Sequence[str], *, host: int | None, seconds: float
 ) -> list[CommandReport]:
     """Runs a command in the run's live containers. Emits its lines to the user as they come, with their host and with
     values of secrets masked. Returns how the command ended on each host.
@@ -50,7 +43,6 @@ def execute(
         config: Finds the newest run of its slice, unless `run_id` names a run.
         host: Worker index; None for all hosts.
         seconds: The time after which the command is ended.
-        on_line: Is given each emitted (masked) line too, without its host, one at a time.
 
     Raises:
         BadInput: The run is not running, or has no such host.
@@ -58,7 +50,7 @@ def execute(
     with live_session(config, context, run_id) as session:
         workers = session.choose_workers(host)
         container = session.container(session.ledger.state.attempt)
-        emit = _masked(session, on_line)
+        emit = _masked(session)
         return session.provider.execute(container, command, workers, seconds=seconds, on_line=emit)
 
 
@@ -107,9 +99,9 @@ def exit_code(reports: Sequence[CommandReport]) -> int:
     return Exit.CLOUD_ERROR if first.exit_code is None else first.exit_code
 
 
-def _masked(session: Session, on_line: Callable[[str], None]) -> Callable[[int, str], None]:
-    """Returns a function that emits a host's line with secrets' values masked, and passes the masked line to `on_line`,
-    one line at a time. Tells the user now which secrets can't be masked."""
+def _masked(session: Session) -> Callable[[int, str], None]:
+    """Returns a function that emits a host's line with secrets' values masked, one line at a time. Tells the user now
+    which secrets can't be masked."""
     if unknown := session.unknown_secrets():
         session.say(f": not masked, as their values are not known here: {', '.join(unknown)}")
     masker, lock = SecretMasker(session.secret_values()), session.machine.threads.lock()
@@ -118,7 +110,6 @@ def _masked(session: Session, on_line: Callable[[str], None]) -> Callable[[int, 
         shown = masker.mask_text(text)
         with lock:  # hosts write at once
             session.context.output.emit(worker, LogLine("", shown))
-            on_line(shown)
 
     return emit
 
