@@ -65,6 +65,19 @@ class Started(RunEvent):
 
 
 @dataclass(frozen=True)
+class Judged(RunEvent):
+    """How the attempt ends, before its containers are ended: the next supervisor goes on with it after a kill."""
+
+    kind: ClassVar[str] = "judged"
+    outcome: str
+    """An outcome as in `ended`."""
+    cause: Cause | None
+    """The first cause, as in `ended`."""
+    symptoms: tuple[str, ...]
+    """Failures of other hosts that followed from the first cause."""
+
+
+@dataclass(frozen=True)
 class Ended(RunEvent):
     """The attempt is over."""
 
@@ -284,6 +297,7 @@ KINDS: Mapping[str, type[RunEvent]] = {
     for kind in (
         AttemptBegan,
         Started,
+        Judged,
         Ended,
         Requested,
         Supervised,

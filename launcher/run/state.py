@@ -18,6 +18,7 @@ from launcher.run.events import (
     AttemptBegan,
     Ended,
     HostEnded,
+    Judged,
     Orphaned,
     Reaped,
     Recovering,
@@ -28,7 +29,7 @@ from launcher.run.events import (
     Started,
     Supervised,
 )
-from launcher.run.verdict import Kind
+from launcher.run.verdict import Kind, Verdict
 
 
 class Phase(enum.Enum):
@@ -132,6 +133,12 @@ def recorded_ends(events: Iterable[RunEvent], attempt: int) -> dict[int, Contain
         for event in events
         if isinstance(event, HostEnded) and event.attempt == attempt and event.exit_code is not None
     }
+
+
+def recorded_verdict(events: Iterable[RunEvent], attempt: int) -> Verdict | None:
+    """Returns the verdict by which an earlier supervisor ends an attempt; None if none was recorded."""
+    judged = [event for event in events if isinstance(event, Judged) and event.attempt == attempt]
+    return Verdict(Kind(judged[-1].outcome), judged[-1].cause, judged[-1].symptoms) if judged else None
 
 
 def phase_on_hosts(phase: Phase, containers: Sequence[ContainerState], *, may_lack_secrets: bool) -> Phase:

@@ -6,6 +6,7 @@ if its process is killed, the run goes on, and another process attaches to it.
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from launcher.run.logs import HostLog, next_page, tail
 from launcher.run.progress import HostsProgress
 from launcher.run.session import Session
 from launcher.run.stall import DEFAULT_SECONDS, judge_stall
-from launcher.run.state import Phase, recorded_ends
+from launcher.run.state import Phase, recorded_ends, recorded_verdict
 from launcher.run.verdict import RECREATED, HostView, Kind, Limits, Verdict, describe_exit, judge
 from training.machine.threads import Queue
 from training.telemetry.progress_line import slowest
@@ -83,11 +84,12 @@ def supervise(session: Session, attempt: int) -> Verdict:
     masker = SecretMasker(secrets)
     supervision = _Supervision(session, attempt)
     verdict, reachable = supervision.watch()
-    running = [worker for worker in reachable if not supervision.views[worker].ended]
-    verdict = blame_silent_host(ledger, attempt, verdict, running)
-    if verdict.kind is Kind.STALLED:
-        since = supervision.progress.moved(supervision.last_line)
-        verdict = explain_stall(session, attempt, verdict, supervision.progress.lines, since, masker)
+    if verdict != supervision.judged:
+        running = [worker for worker in reachable if not supervision.views[worker].ended]
+        verdict = blame_silent_host(ledger, attempt, verdict, running)
+        if verdict.kind is Kind.STALLED:
+            since = supervision.progress.moved(supervision.last_line)
+            verdict = explain_stall(session, attempt, verdict, supervision.progress.lines, since, masker)
     orphaned = set(session.workers) - set(reachable)
     if verdict.kind not in (Kind.FINISHED, Kind.SAVED):
         orphaned |= _end_on_hosts(session, attempt, verdict, reachable)
@@ -154,9 +156,11 @@ def stop_hosts(session: Session, attempt: int, workers: Sequence[int], *, grace:
 
 
 def _end_on_hosts(session: Session, attempt: int, verdict: Verdict, reachable: Sequence[int]) -> set[int]:
-    """Stops a failed attempt on the `reachable` hosts, and records each host's report. Returns the hosts on which that
-    failed. Containers on other hosts are removed before the next start."""
+    """Records the verdict, stops the attempt on the `reachable` hosts, and records what each reports. Returns the hosts
+    on which that failed. Containers on other hosts are removed before the next start."""
     say, ledger = session.context.output.say, session.ledger
+    ledger.confirm()  # waits for a bucket that does not answer, so that it has the verdict first
+    ledger.note(events.Judged(attempt, verdict.kind.value, verdict.cause, verdict.symptoms), say)
     say(f"ending the attempt on all hosts: {explain(verdict)[0]}")
     reports = stop_hosts(session, attempt, reachable, grace=_FAILURE_GRACE, remove=False)
     for report in reports:
@@ -198,6 +202,7 @@ class _Supervision:
         self.views = {worker: HostView(worker, None, seen=begun) for worker in session.workers}
         for worker, state in recorded_ends(ledger.events(), attempt).items():  # the host may be out of reach by now
             self.views[worker] = HostView(worker, state, seen=begun, ended_seen=begun - 0.1)  # before any answer
+        self.judged = recorded_verdict(ledger.events(), attempt)
         self.open_lines: dict[int, Mapping[str, int]] = {}  # by worker, as last observed
         self.slice = SliceAnswer("READY")
         self.slice_described = begun - _DESCRIBE_SLICE_EVERY
@@ -229,7 +234,7 @@ class _Supervision:
                 if stop_requested and not self.stopping:
                     self.stopping = True
                     self.threads.start(self._stop_hosts)
-                verdict = self._judge(now, stop_requested)
+                verdict = self._resumed_verdict() or self._judge(now, stop_requested)
                 if verdict.kind is Kind.SETTLING:
                     self._poll_all_now()
                 if verdict.kind.ended:
@@ -238,6 +243,16 @@ class _Supervision:
             self.over.set()  # do not wait for tasks: one may wait for a host that is gone
             while self.inbox.get(timeout=0.0) is not None:  # let go of tasks that wait for a place in the inbox
                 pass
+
+    def _resumed_verdict(self) -> Verdict | None:
+        """Returns the verdict by which an earlier supervisor has begun to end the attempt, once all hosts were asked;
+        None without one. Drops it if no container has ended by then: that supervisor was killed before it ended any."""
+        views = self.views.values()
+        if self.judged is None or not all(view.problem or view.asked < math.inf for view in views):
+            return None
+        if not any(view.ended or view.removed for view in views):
+            self.judged = None
+        return self.judged
 
     def _judge(self, now: float, stop_requested: bool) -> Verdict:
         """Returns the verdict by what is known of hosts, slice and progress at `now` (monotonic clock)."""

@@ -144,6 +144,24 @@ def test_the_recorded_end_of_a_host_counts_although_it_rebooted_or_its_container
     assert (ended.outcome, ended.cause and ended.cause.worker) == ("failed", 1)
 
 
+@pytest.mark.parametrize(("code", "stands"), [(143, True), (75, True), (0, False)])
+def test_a_verdict_stands_although_its_supervisor_was_killed_while_it_ended_the_attempt(
+    work: Workstation, code: int, stands: bool
+) -> None:
+    """Unless it was killed before any container had ended."""
+    start_and_lose_sight(work)
+    lost = Cause(1, "did not answer")
+    work.ledger.append(events.Judged(0, Kind.HOST_LOST.value, lost, ()))
+    if stands:
+        work.hosts.end(code)
+    else:
+        work.hosts.hooks["observe"] = [*[lambda: None] * 8, lambda: work.hosts.end(code)]
+    with contextlib.suppress(BadInput):  # another attempt would need secrets
+        work.attach(work.config())
+    (ended,) = (event for event in work.ledger.events() if isinstance(event, events.Ended))
+    assert (ended.outcome, ended.cause) == (("host lost", lost) if stands else ("finished", None))
+
+
 @pytest.mark.parametrize(
     "late", [(), (LogLine("2026-01-01T00:00:00.000000000Z", f"{SECRETS_LATE} within 1020 s"),)], ids=["waits", "ended"]
 )

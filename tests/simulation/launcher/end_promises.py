@@ -99,8 +99,6 @@ def _verdicts_of(simulation: SimulatedRun, job: Job, causes: Sequence[Cause]) ->
             deleted |= {("failed", second)} if first.kind == "fail" and ends < 1.0 else set()
             deleted |= {("stopped", worker) for worker in (-1, first.worker, second) if asked}
             deleted |= {("vanished", None)} if simulation.faults else set()
-            # A supervisor deletes pods before it records the end: one that is killed between leaves a pod that is gone.
-            deleted |= {("host lost", None)} if any(each.killed for each in simulation.commands) else set()
         return allowed[first.kind] | deleted | unseen if first.kind in allowed else set()
     if kinds == ["connection"]:
         # A host that ceases to answer before it has told that it lost a peer looks like a lost host.
@@ -149,8 +147,6 @@ def finished_programs_are_told_finished(simulation: SimulatedRun, job: Job, even
     if simulation.faults and any(item.exit_code == 2 for item in ends):  # a failure is judged within seconds
         return
     cluster = simulation.world.cluster is not None and not simulation.actions
-    if simulation.world.cluster is not None and any(each.killed for each in simulation.commands):  # see `_verdicts_of`
-        return
     calm = {fault.kind for fault in simulation.faults} <= ({"preempt", "maintenance"} if cluster else {"reboot"})
     if not cluster:  # a host that boots for longer is lost, and a look takes seconds
         calm &= sum(fault.seconds for fault in simulation.faults) < simulation.scenario.setting.host_lost_seconds - 8.0
