@@ -22,19 +22,10 @@ from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import SingleHost
 
 GOOD = {
-    "clock": 1000.0,
-    "disk_free_bytes": 100 << 30,
-    "bucket_write_mb_s": 50.0,
-    "bucket_read_mb_s": 80.0,
-    "kind": "TPU",
-    "devices_expected": 8,
-    "devices": 8,
-    "slice_devices": 32,
-    "memory_bytes": 16 << 30,
-    "wrong_products": 0,
-    "sum": 32.0,
-    "phase": "done",
-}
+    "clock": 1000.0, "disk_free_bytes": 100 << 30, "bucket_write_mb_s": 50.0, "bucket_read_mb_s": 80.0, "kind": "TPU",
+    "devices_expected": 8, "devices": 8, "slice_devices": 32, "memory_bytes": 16 << 30, "wrong_products": 0,
+    "sum": 32.0, "phase": "done",
+}  # fmt: skip
 
 
 def host(worker: int, code: int | None = 0, last: str = "", **facts: Any) -> Observation:

@@ -14,35 +14,21 @@ from launcher.tpu_vm import inventory
 from tests.launcher.emulated_gcloud import ANN, BUSY, UNAVAILABLE, Cloud
 from tests.launcher.run_files import SLICE
 
-NOW = 1_800_000_000.0
+NOW, CREATED = 1_800_000_000.0, "2027-01-15T07:00:00Z"
+PARENT = "projects/p/locations/us-central2-b"
+OURS = {"tpu-launch": "1", "tpu-launch-owner": "ann", "tpu-launch-account": ANN.account, "tpu-launch-run": "bert"}
+EXPIRED = {**OURS, "tpu-launch-expires": "1"}
 
 
 def node(**changes: Any) -> dict[str, Any]:
-    return {
-        "name": "projects/p/locations/us-central2-b/nodes/n",
-        "state": "READY",
-        "acceleratorType": "v4-8",
-        "createTime": "2027-01-15T07:00:00Z",
-        "labels": {
-            "tpu-launch": "1",
-            "tpu-launch-owner": "ann",
-            "tpu-launch-account": ANN.account,
-            "tpu-launch-run": "bert",
-        },
-        "schedulingConfig": {"spot": True},
-        **changes,
-    }
+    kind = {"acceleratorType": "v4-8", "schedulingConfig": {"spot": True}, "labels": OURS}
+    return {"name": f"{PARENT}/nodes/n", "state": "READY", "createTime": CREATED, **kind, **changes}
 
 
 def queued(state: str) -> dict[str, Any]:
-    spec = {"nodeId": "n", "node": {"acceleratorType": "v4-8", "labels": node()["labels"]}}
-    return {
-        "name": "projects/p/locations/us-central2-b/queuedResources/n",
-        "state": {"state": state},
-        "spot": {},
-        "tpu": {"nodeSpec": [spec]},
-        "createTime": "2027-01-15T07:00:00Z",
-    }
+    spec = {"nodeId": "n", "node": {"acceleratorType": "v4-8", "labels": OURS}}
+    kind = {"spot": {}, "tpu": {"nodeSpec": [spec]}}
+    return {"name": f"{PARENT}/queuedResources/n", "state": {"state": state}, "createTime": CREATED, **kind}
 
 
 def test_an_entry_says_whose_it_is_how_old_and_what_it_cost() -> None:
@@ -61,12 +47,11 @@ def test_an_entry_says_whose_it_is_how_old_and_what_it_cost() -> None:
 
 
 def test_leftovers_are_expired_or_dead_and_ours_unless_all_owners_are_meant() -> None:
-    labels = node()["labels"]
-    fine = inventory.parse_node(node(labels={**labels, "tpu-launch-expires": str(int(NOW + 60))}))
-    expired = inventory.parse_node(node(labels={**labels, "tpu-launch-expires": str(int(NOW - 60))}))
+    fine = inventory.parse_node(node(labels={**OURS, "tpu-launch-expires": str(int(NOW + 60))}))
+    expired = inventory.parse_node(node(labels={**OURS, "tpu-launch-expires": str(int(NOW - 60))}))
     dead = inventory.parse_node(node(state="PREEMPTED"))
     deleting = inventory.parse_node(node(state="DELETING", labels=expired.labels))
-    other = inventory.parse_node(node(state="PREEMPTED", labels={**labels, "tpu-launch-owner": "bob"}))
+    other = inventory.parse_node(node(state="PREEMPTED", labels={**OURS, "tpu-launch-owner": "bob"}))
     found = [fine, expired, dead, deleting, other]
     assert inventory.find_leftovers(found, NOW, owner=ANN) == [expired, dead]
     assert inventory.find_leftovers(found, NOW, owner=None) == [expired, dead, other]
@@ -83,7 +68,7 @@ def test_a_dead_request_is_deleted_with_force_and_a_waiting_one_is_left_alone() 
 
 
 def test_a_node_from_the_queue_goes_with_its_request() -> None:
-    found = inventory.parse_node(node(queuedResource="projects/p/locations/us-central2-b/queuedResources/q"))
+    found = inventory.parse_node(node(queuedResource=f"{PARENT}/queuedResources/q"))
     assert inventory.delete_command("p", found)[3:6] == ["queued-resources", "delete", "q"]
     assert inventory.delete_command("p", inventory.parse_node(node()))[3:6] == ["tpu-vm", "delete", "n"]
 
@@ -94,8 +79,6 @@ def test_a_request_for_several_slices_is_not_ours_to_count(specs: list[dict[str,
 
 
 # -- removing ---------------------------------------------------------------------------------------------------------
-
-EXPIRED = {**node()["labels"], "tpu-launch-expires": "1"}
 
 
 def leftover(cloud: Cloud) -> inventory.OwnedSlice:
@@ -178,7 +161,7 @@ def test_a_node_stands_for_its_living_request_and_never_hides_a_dead_one(cloud: 
 
 
 def test_leftovers_of_another_account_are_not_ours_even_with_the_same_user_name() -> None:
-    listed = inventory.parse_node(node(state="PREEMPTED", labels={**node()["labels"], "tpu-launch-account": "b" * 12}))
+    listed = inventory.parse_node(node(state="PREEMPTED", labels={**OURS, "tpu-launch-account": "b" * 12}))
     assert inventory.find_leftovers([listed], NOW, owner=ANN) == []
     assert inventory.find_leftovers([listed], NOW, owner=None) == [listed], "with --all-owners"
 
@@ -198,11 +181,10 @@ def test_gc_deletes_nothing_for_a_user_name_without_an_account(
     assert cloud.node() is None
 
 
-def dead_request(created: str = "2027-01-15T07:00:00Z") -> QueuedResource:
-    name, node_name = (f"projects/p/locations/us-central2-b/{kind}/demo" for kind in ("queuedResources", "nodes"))
-    spec = {"nodeId": "demo", "node": {"acceleratorType": "v4-16", "labels": EXPIRED}}
-    resource = {**queued("SUSPENDED"), "createTime": created, "name": name, "tpu": {"nodeSpec": [spec]}}
-    return QueuedResource(name, resource, node_name, "SUSPENDED", 0.0, None)
+def dead_request() -> QueuedResource:
+    name, spec = f"{PARENT}/queuedResources/demo", {"acceleratorType": "v4-16", "labels": EXPIRED}
+    resource = {**queued("SUSPENDED"), "name": name, "tpu": {"nodeSpec": [{"nodeId": "demo", "node": spec}]}}
+    return QueuedResource(name, resource, f"{PARENT}/nodes/demo", "SUSPENDED", 0.0, None)
 
 
 def test_a_dead_request_is_not_deleted_under_a_live_slice_of_its_name(cloud: Cloud) -> None:

@@ -12,20 +12,9 @@ import pytest
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.provider import ContainerState
 from launcher.providers import this_machine
+from launcher.run import events
 from launcher.run import ledger as ledger_module
-from launcher.run.events import (
-    AttemptBegan,
-    Ended,
-    Entry,
-    HostBack,
-    Orphaned,
-    Reaped,
-    Recovering,
-    Requested,
-    RunEvent,
-    RunStopRequested,
-    Started,
-)
+from launcher.run.events import AttemptBegan, Ended, Entry, HostBack
 from launcher.run.ledger import Ledger, RunRecord
 from launcher.run.runs import begin_run, find_run, list_runs, new_run_id
 from launcher.run.specification import Specification
@@ -164,8 +153,8 @@ def test_a_full_disk_does_not_hide_who_supervises_a_run(tmp_path: Path) -> None:
 
 def test_a_run_of_another_version_does_not_keep_others_from_running(tmp_path: Path) -> None:
     run, other = new_run(tmp_path), new_run(tmp_path)
-    with (other.folder / "events.jsonl").open("a") as events:
-        events.write('{"time": "2026-01-01T00:00:00Z", "event": "swept", "attempt": 0}\n')
+    with (other.folder / "events.jsonl").open("a") as file:
+        file.write('{"time": "2026-01-01T00:00:00Z", "event": "swept", "attempt": 0}\n')
     assert [ledger.run_id for ledger in list_runs(tmp_path, this_machine())] == [run.run_id]
     with pytest.raises(BadInput, match="an event of another version"):
         find_run(tmp_path, this_machine(), other.run_id)
@@ -185,21 +174,21 @@ def test_a_stop_holds_although_a_full_disk_delayed_an_earlier_request_beyond_it(
     """`run` was requested before `stop`, but a full disk delayed both records and the stop's was written first."""
     run = new_run(tmp_path)
     known = run.state.stops
-    run.append(RunStopRequested(0))
-    run.append(Requested(0, known))
+    run.append(events.RunStopRequested(0))
+    run.append(events.Requested(0, known))
     assert run.state.stop_requested
-    run.append(Requested(0, run.state.stops))
+    run.append(events.Requested(0, run.state.stops))
     assert not run.state.stop_requested
 
 
-BEGAN, STARTED, SAVED, FINISHED = AttemptBegan(0), Started(0), Ended(0, "saved"), Ended(0, "finished")
-OTHERS = Orphaned(0, "container", (0, 2))
-ORPHANED = Orphaned(0, "container", (1,))
-AGAIN = Recovering(0, "saved", "preemption 1 of 1", 0.0)
+BEGAN, STARTED, SAVED, FINISHED = AttemptBegan(0), events.Started(0), Ended(0, "saved"), Ended(0, "finished")
+ORPHANED, OTHERS = (events.Orphaned(0, "container", hosts) for hosts in ((1,), (0, 2)))
+AGAIN = events.Recovering(0, "saved", "preemption 1 of 1", 0.0)
+ONE_ORPHAN = RunState(Phase.ENDED, BEGAN, "saved", orphans=(ORPHANED,))
 
 
 @pytest.mark.parametrize(
-    ("events", "state"),
+    ("history", "state"),
     [
         ([], RunState()),
         ([BEGAN], RunState(Phase.STARTING, BEGAN)),
@@ -209,20 +198,17 @@ AGAIN = Recovering(0, "saved", "preemption 1 of 1", 0.0)
         ([BEGAN, STARTED, FINISHED], RunState(Phase.FINISHED, BEGAN, "finished")),
         ([BEGAN, STARTED, SAVED, AttemptBegan(1)], RunState(Phase.STARTING, AttemptBegan(1))),
         ([BEGAN, STARTED, SAVED, AttemptBegan(1), STARTED], RunState(Phase.STARTING, AttemptBegan(1))),
-        ([BEGAN, ORPHANED, SAVED], RunState(Phase.ENDED, BEGAN, "saved", orphans=(ORPHANED,))),
-        ([BEGAN, ORPHANED, SAVED, Reaped(0, (1,))], RunState(Phase.ENDED, BEGAN, "saved")),
-        (
-            [BEGAN, ORPHANED, SAVED, OTHERS, Reaped(0, (0, 2))],
-            RunState(Phase.ENDED, BEGAN, "saved", orphans=(ORPHANED,)),
-        ),
+        ([BEGAN, ORPHANED, SAVED], ONE_ORPHAN),
+        ([BEGAN, ORPHANED, SAVED, events.Reaped(0, (1,))], RunState(Phase.ENDED, BEGAN, "saved")),
+        ([BEGAN, ORPHANED, SAVED, OTHERS, events.Reaped(0, (0, 2))], ONE_ORPHAN),
         ([AGAIN, BEGAN, Ended(0, "not started")], RunState(Phase.ENDED, BEGAN, "not started", recovering=AGAIN)),
         ([AGAIN, BEGAN, Ended(0, "preempted")], RunState(Phase.ENDED, BEGAN, "preempted", recovering=AGAIN)),
         ([AGAIN, BEGAN, SAVED], RunState(Phase.ENDED, BEGAN, "saved")),
         ([BEGAN, STARTED, AGAIN, Ended(0, "preempted")], RunState(Phase.ENDED, BEGAN, "preempted")),
     ],
 )
-def test_the_events_of_a_run_say_where_it_stands(events: list[RunEvent], state: RunState) -> None:
-    assert state_of(events) == state
+def test_the_events_of_a_run_say_where_it_stands(history: list[events.RunEvent], state: RunState) -> None:
+    assert state_of(history) == state
     assert state.has_ended(0) is (state.attempt == 1 or not state.phase.is_open), "also before another attempt"
 
 

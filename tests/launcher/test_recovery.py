@@ -11,19 +11,10 @@ from hypothesis import strategies as st
 from launcher.errors import BadInput, Exit, HostsUnreachable, LaunchError
 from launcher.gcloud.errors import Busy, Conflict, PermissionDenied, Preempted, QuotaExceeded, Stockout, Unavailable
 from launcher.provider import SliceState
+from launcher.run import recovery
 from launcher.run.events import NOT_STARTED, Ended, Recovering, RunEvent, SliceReplaced
 from launcher.run.loop import _list_files
-from launcher.run.recovery import (
-    NextRound,
-    Retries,
-    Trouble,
-    bad_host,
-    classify,
-    decide,
-    decide_round,
-    find_proof,
-    spent_so_far,
-)
+from launcher.run.recovery import NextRound, Retries, Trouble, decide, spent_so_far
 from launcher.run.verdict import Cause, Kind, Verdict
 from training import storage
 
@@ -84,7 +75,7 @@ def ended(worker: int, kind: Kind = Kind.FAILED) -> RunEvent:
 def test_a_host_is_bad_that_is_the_first_cause_again_and_again_on_one_slice(
     events: list[RunEvent], found: tuple[int, int]
 ) -> None:
-    assert bad_host(events) == found
+    assert recovery.bad_host(events) == found
 
 
 UNSEEN = Ended(0, "host lost", Cause(1, "the host has not answered for 120 s"))
@@ -111,7 +102,7 @@ def test_only_what_this_machines_connections_did_not_show_proves_that_a_slice_is
     last: Ended | None, state: str, health: str, blamed: bool, silent: float, proof: str
 ) -> None:
     slice_state = SliceState("demo", state, health, "v4-16", ())
-    assert find_proof(last, slice_state, blamed=blamed, silent=silent, limit=60.0) == proof
+    assert recovery.find_proof(last, slice_state, blamed=blamed, silent=silent, limit=60.0) == proof
 
 
 def test_only_files_that_were_listed_in_a_bucket_tell_of_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +140,7 @@ def test_only_files_that_were_listed_in_a_bucket_tell_of_the_trainer(monkeypatch
     ids=lambda value: value.name if isinstance(value, Trouble) else type(value).__name__,
 )
 def test_what_is_not_known_to_be_permanent_may_pass(error: LaunchError, trouble: Trouble) -> None:
-    assert classify(error) is trouble
+    assert recovery.classify(error) is trouble
 
 
 @given(
@@ -164,7 +155,7 @@ def test_a_recovery_is_tried_for_its_time_and_no_longer(
     """From its first failure on; a round that has begun ends by itself."""
     now, delays = 0.0, [0.0]
     for failed, trouble in enumerate(troubles, 1):
-        decision = decide_round(trouble, failed, now, limit=limit, may_replace=may_replace)
+        decision = recovery.decide_round(trouble, failed, now, limit=limit, may_replace=may_replace)
         if decision.next is NextRound.GIVE_UP:
             assert now + min(300, 5 * 2 ** (failed - 1)) > limit
             return

@@ -14,21 +14,11 @@ import pytest
 from launcher.cli.main import cli
 from launcher.emulator.http_server import HttpResponse
 from launcher.errors import BadInput, CommandMissing, LaunchError
-from launcher.provider import ContainerState, Provider, container_name
+from launcher.provider import ContainerState, container_name
 from launcher.providers import require_programs, this_machine
 from launcher.run import events, launch, specification, supervisor
 from launcher.run.bucket import RunBucket
-from launcher.run.events import (
-    AttemptBegan,
-    Ended,
-    Recovering,
-    RecoveryGivenUp,
-    RoundFailed,
-    RunEvent,
-    RunStopRequested,
-    SliceReplaced,
-    Started,
-)
+from launcher.run.events import AttemptBegan, Ended, RunEvent, Started
 from launcher.run.lease import supervising
 from launcher.run.ledger import Ledger, RunRecord
 from launcher.run.runs import _folder_in_bucket, begin_run, import_run
@@ -37,7 +27,6 @@ from launcher.run.specification import Specification
 from launcher.run.supervisor import Supervisor, is_unfinished
 from launcher.run.verdict import Cause, Kind
 from launcher.shell import Result
-from launcher.workstation import Workstation
 from tests.bucket_server import BucketServer
 from tests.launcher.emulated_gcloud import Clock
 from tests.launcher.test_runs import FakeProvider, FastClock, Hosts
@@ -45,18 +34,9 @@ from training import storage
 from training.yaml_file import Document
 
 RUNS = "gs://bucket/runs"
-CONFIGURATION: dict[str, Any] = {
-    "project": "p",
-    "zone": "us-central2-b",
-    "slice": {"name": "s", "accelerator_type": "v4-16"},
-    "run": {
-        "command": ["python", "x.py"],
-        "preemption_retries": 1,
-        "failure_retries": 0,
-        "secrets": ["TOKEN"],
-        "budget": 5.0,
-    },
-}
+RUN = {"command": ["python", "x.py"], "secrets": ["TOKEN"], "preemption_retries": 1, "failure_retries": 0, "budget": 5}
+SLICE = {"name": "s", "accelerator_type": "v4-16"}
+CONFIGURATION = {"project": "p", "zone": "us-central2-b", "slice": SLICE, "run": RUN}
 
 
 pytestmark = pytest.mark.usefixtures("server")
@@ -82,8 +62,9 @@ def context(home: Path, hosts: Hosts, said: list[str], **secrets: str) -> Contex
 
 
 BEGAN, RUNS_NOW, PREEMPTED = AttemptBegan(0), Started(0), Ended(0, "preempted", Cause(-1, "the slice is PREEMPTED"))
-SPENT = RunStopRequested(0, by_budget=True)
-AGAIN = Recovering(0, "preempted", "preemption 1 of 1", 0.0)
+STOPPED, SPENT = events.RunStopRequested(0), events.RunStopRequested(0, by_budget=True)
+AGAIN = events.Recovering(0, "preempted", "preemption 1 of 1", 0.0)
+GIVEN_UP = events.RecoveryGivenUp(0, "no capacity", "tried for 60 minutes")
 
 
 @pytest.mark.parametrize(
@@ -92,21 +73,21 @@ AGAIN = Recovering(0, "preempted", "preemption 1 of 1", 0.0)
         ([], False),
         ([BEGAN], True),
         ([BEGAN, RUNS_NOW], True),
-        ([BEGAN, RUNS_NOW, RunStopRequested(0)], True),
-        ([BEGAN, RUNS_NOW, RunStopRequested(0), Ended(0, "saved")], False),
+        ([BEGAN, RUNS_NOW, STOPPED], True),
+        ([BEGAN, RUNS_NOW, STOPPED, Ended(0, "saved")], False),
         ([BEGAN, RUNS_NOW, SPENT, Ended(0, "saved")], True),
-        ([BEGAN, RUNS_NOW, SPENT, Ended(0, "saved"), RecoveryGivenUp(0, "the budget is spent", "")], False),
-        ([BEGAN, RUNS_NOW, SPENT, Ended(0, "saved"), RunStopRequested(0)], False),
+        ([BEGAN, RUNS_NOW, SPENT, Ended(0, "saved"), GIVEN_UP], False),
+        ([BEGAN, RUNS_NOW, SPENT, Ended(0, "saved"), STOPPED], False),
         ([BEGAN, RUNS_NOW, Ended(0, "finished")], False),
         ([BEGAN, RUNS_NOW, Ended(0, "failed")], False),
         ([BEGAN, RUNS_NOW, PREEMPTED], True),
         ([BEGAN, RUNS_NOW, PREEMPTED, AGAIN], True),
-        ([BEGAN, RUNS_NOW, PREEMPTED, AGAIN, RecoveryGivenUp(0, "no capacity", "tried for 60 minutes")], False),
+        ([BEGAN, RUNS_NOW, PREEMPTED, AGAIN, GIVEN_UP], False),
         ([BEGAN, RUNS_NOW, PREEMPTED, AGAIN, AttemptBegan(1), Started(1), replace(PREEMPTED, attempt=1)], False),
         ([BEGAN, Ended(0, "not started", Cause(-1, "no disk"))], False),
         ([BEGAN, Ended(0, "not started")], False),
         ([BEGAN, Ended(0, "not started", Cause(-1, events.INTERRUPTED))], True),
-        ([BEGAN, Ended(0, "not started", Cause(-1, "no answer")), RoundFailed(0, "no answer", "again", 5.0)], True),
+        ([BEGAN, Ended(0, "not started", Cause(-1, "?")), events.RoundFailed(0, "no answer", "again", 5.0)], True),
         ([BEGAN, RUNS_NOW, Ended(0, "vanished")], True),
     ],
 )
@@ -173,7 +154,7 @@ def test_a_deletion_that_a_kill_interrupted_is_finished_for_the_recorded_slice_o
     tmp_path: Path, created: str, replaces: bool
 ) -> None:
     spent = [replace(SPENT, slice_created="2026-01-01T00:00:00Z"), Ended(0, "saved")]
-    broken = [Ended(0, "host lost"), AGAIN, SliceReplaced(0, 1, "host 1 is broken", "2026-01-01T00:00:00Z")]
+    broken = [Ended(0, "host lost"), AGAIN, events.SliceReplaced(0, 1, "host 1 is broken", "2026-01-01T00:00:00Z")]
     recorded = broken if replaces else spent
     begin(tmp_path / "laptop", "r", BEGAN, RUNS_NOW, *recorded, url=f"{RUNS}/r/launcher")
     hosts, said = Hosts([0], created=created), list[str]()
@@ -220,6 +201,29 @@ class _Enough(Exception):
     """Ends the supervisor of a test."""
 
 
+class _Clock(Clock):
+    """Ends the supervisor after some looks."""
+
+    def __init__(self, looks: int) -> None:
+        super().__init__()
+        self.looks = looks
+
+    def sleep(self, seconds: float) -> None:
+        super().sleep(seconds)
+        if seconds == supervisor.POLL_SECONDS:
+            self.looks -= 1
+            if not self.looks:
+                raise _Enough
+
+
+def watch(home: Path, said: list[str], clock: _Clock, stream: Callable[..., Result] = pytest.fail) -> None:
+    """Supervises RUNS, with no provider, until the clock ends it. `stream`: what starts a process."""
+    machine = replace(this_machine(), clock=clock, stream=stream)
+    context = Context(home, {}, pytest.fail, Output(said.append, pytest.fail), machine)
+    with pytest.raises(_Enough):
+        Supervisor(RUNS, context, require_programs).watch()
+
+
 def test_a_supervisor_starts_a_process_for_each_unfinished_run_and_again_after_a_pause(
     tmp_path: Path, server: BucketServer
 ) -> None:
@@ -236,12 +240,9 @@ def test_a_supervisor_starts_a_process_for_each_unfinished_run_and_again_after_a
         started.append(argv[-1])
         return Result(tuple(argv), 24, "", "")
 
-    clock, requests = _Clock(looks=9), len(server.requests)
-    machine: Workstation = replace(this_machine(), clock=clock, stream=stream)
-    said: list[str] = []
-    context = Context(tmp_path / "pod", {}, _no_provider, Output(said.append, pytest.fail), machine)
-    with supervising(held, this_machine(), said.append), pytest.raises(_Enough):
-        Supervisor(RUNS, context, require_programs).watch()
+    requests, said = len(server.requests), list[str]()
+    with supervising(held, this_machine(), said.append):
+        watch(tmp_path / "pod", said, _Clock(looks=9), stream)
     assert set(started) == {f"{RUNS}/live"}
     for name in "damaged", "half":
         assert len([text for text in said if text.startswith(f"run {name}: its ledger can't be read")]) == 1, said
@@ -258,10 +259,8 @@ def test_a_supervisor_without_a_program_that_a_run_needs_leaves_its_lease_to_oth
     begin(tmp_path / "laptop", "gke", BEGAN, RUNS_NOW, url=url, provider="gke")
     before = RunBucket(url).read_lease().generation
     monkeypatch.setenv("PATH", str(tmp_path))
-    machine, said = replace(this_machine(), clock=_Clock(looks=4), stream=pytest.fail), list[str]()
-    context = Context(tmp_path / "pod", {}, _no_provider, Output(said.append, pytest.fail), machine)
-    with pytest.raises(_Enough):
-        Supervisor(RUNS, context, require_programs).watch()
+    said: list[str] = []
+    watch(tmp_path / "pod", said, _Clock(looks=4))
     assert [text for text in said if text.startswith("run gke: ")] == [
         "run gke: left to supervisors elsewhere: kubectl was not found on PATH: install kubectl "
         "(https://kubernetes.io/docs/tasks/tools/)"
@@ -276,7 +275,7 @@ def test_a_look_at_a_stopped_run_costs_one_request_beside_those_of_others_and_no
 ) -> None:
     for number in range(16):
         url = f"{RUNS}/{number}/launcher"
-        begin(tmp_path / "laptop", str(number), BEGAN, RUNS_NOW, RunStopRequested(0), Ended(0, "saved"), url=url)
+        begin(tmp_path / "laptop", str(number), BEGAN, RUNS_NOW, STOPPED, Ended(0, "saved"), url=url)
         storage.write(f"{url}/overlays/overlay-0.tar.gz", b"large")
     together, waiting, alone = threading.Event(), list[str](), list[str]()
 
@@ -293,32 +292,10 @@ def test_a_look_at_a_stopped_run_costs_one_request_beside_those_of_others_and_no
             super().sleep(seconds)
 
     server.fault, looks = meet, [len(server.requests)]
-    machine = replace(this_machine(), clock=CountingClock(looks=3))
-    context = Context(tmp_path / "pod", {}, _no_provider, Output(print, pytest.fail), machine)
-    with pytest.raises(_Enough):
-        Supervisor(RUNS, context, print).watch()
+    watch(tmp_path / "pod", [], CountingClock(looks=3))
     assert not alone, "looks wait for each other"
     assert [later - before for before, later in itertools.pairwise(looks)][1:] == [17, 17], "a list, and one each"
     assert not any("overlay-0" in path for _, path, _ in server.requests[looks[0] :])
-
-
-class _Clock(Clock):
-    """Ends the test after some waits."""
-
-    def __init__(self, looks: int) -> None:
-        super().__init__()
-        self.looks = looks
-
-    def sleep(self, seconds: float) -> None:
-        super().sleep(seconds)
-        if seconds == supervisor.POLL_SECONDS:
-            self.looks -= 1
-            if not self.looks:
-                raise _Enough
-
-
-def _no_provider(config: object) -> Provider:
-    pytest.fail("no provider is needed")
 
 
 def test_commands_take_a_run_of_a_bucket_on_a_machine_that_has_nothing_of_it(
