@@ -6,8 +6,10 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+PIPES: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)  # arguments of `subprocess.Popen`
 
 
 def run_module(module: str, folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -17,6 +17,7 @@ import pytest
 
 from tests.container import small_runs
 from tests.container.hub_downloads import DownloadHub, serve_downloads
+from tests.processes import PIPES
 from training.data.formats.open_dataset import open_dataset
 
 NAME = "datasets:org/texts"
@@ -42,14 +43,8 @@ def start(hub: DownloadHub, folder: Path, arguments: list[str]) -> subprocess.Po
     """Starts Python with the Hub's address; everything that it and its libraries write is below `folder`."""
     (folder / "tmp").mkdir(exist_ok=True)
     own = {"HF_ENDPOINT": hub.url, "HF_HOME": str(folder / "home"), "TMPDIR": str(folder / "tmp")}
-    return subprocess.Popen(
-        [sys.executable, *arguments],
-        env={**os.environ, "HOME": str(folder / "home"), **own},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    variables = {**os.environ, "HOME": str(folder / "home"), **own}
+    return subprocess.Popen([sys.executable, *arguments], env=variables, text=True, **PIPES)
 
 
 def bytes_below(folder: Path) -> int:

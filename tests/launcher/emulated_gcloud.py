@@ -79,14 +79,8 @@ class Cloud:
         self.lost: Trouble = lambda zone, command, now: None  # the command is carried out, and this is the answer
 
     def machine(self, owner: Owner = ANN) -> Workstation:
-        return replace(
-            this_machine(),
-            clock=self.clock,
-            threads=InOrder(),
-            run=self.run,
-            random=random.Random(1),
-            find_owner=lambda: owner,
-        )
+        plain, rng = this_machine(), random.Random(1)
+        return replace(plain, clock=self.clock, threads=InOrder(), run=self.run, random=rng, find_owner=lambda: owner)
 
     def at(self, seconds: float, act: Callable[[], object]) -> None:
         self.clock.events.append((self.clock.now + seconds, act))

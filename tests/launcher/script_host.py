@@ -6,6 +6,8 @@ import os
 import subprocess
 from pathlib import Path
 
+from tests.processes import PIPES
+
 SHELLS = ("dash", "bash")
 
 _PROGRAMS = {
@@ -77,14 +79,7 @@ class ScriptHost:
         self.answer("inspect --format", f"""printf '%s\\n' "$3" | sed {" ".join(replacements)}""")
 
     def popen(self, script: str, shell: str = "sh") -> "subprocess.Popen[str]":
-        return subprocess.Popen(
-            [shell, "-c", script],
-            env=self.environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        return subprocess.Popen([shell, "-c", script], env=self.environment, text=True, **PIPES)
 
     def run(self, script: str, shell: str = "sh", stdin: str = "") -> str:
         """Runs a script, which must print no error. Returns its output."""

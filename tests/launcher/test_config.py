@@ -1,5 +1,6 @@
 """Claims about the run's file: every mistake is named with its line before anything is created."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from launcher.config import load
 from launcher.errors import BadInput, Exit
 from launcher.run.specification import hash_configuration
+from tests.launcher.run_files import load_text
 
 GOOD = """\
 project: my-project
@@ -15,12 +17,6 @@ slice:
   name: demo
   accelerator_type: v4-16
 """
-
-
-def written(tmp_path: Path, text: str) -> Path:
-    path = tmp_path / "run.yaml"
-    path.write_text(text)
-    return path
 
 
 @pytest.mark.parametrize(
@@ -41,28 +37,26 @@ def written(tmp_path: Path, text: str) -> Path:
     ],
 )  # fmt: skip
 def test_a_mistake_is_named_with_its_line(tmp_path: Path, change: tuple[str, str], expected: str) -> None:
-    path = written(tmp_path, GOOD.replace(*change))
     with pytest.raises(BadInput) as caught:
-        load(path, command=["true"])
+        load_text(tmp_path, GOOD.replace(*change), command=["true"])
     assert expected in str(caught.value)
     assert caught.value.exit_code is Exit.BAD_INPUT
 
 
 def test_a_file_that_runs_nothing_is_refused_by_run_only(tmp_path: Path) -> None:
-    config = load(written(tmp_path, GOOD))  # enough for up and down
+    config = load_text(tmp_path, GOOD)  # enough for up and down
     with pytest.raises(BadInput, match=r"nothing to run: give run\.command"):
         config.require_something_to_run()
 
 
 def test_a_wrong_override_is_named_by_its_flag(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"--set slice\.create_minutes"):
-        load(written(tmp_path, GOOD), ["slice.create_minutes=soon"], command=["true"])
+        load_text(tmp_path, GOOD, ["slice.create_minutes=soon"], command=["true"])
 
 
 def test_all_mistakes_are_named_at_once(tmp_path: Path) -> None:
-    path = written(tmp_path, GOOD.replace("v4-16", "v9-1").replace("name: demo", "name: DEMO"))
     with pytest.raises(BadInput) as caught:
-        load(path, command=["true"])
+        load_text(tmp_path, GOOD.replace("v4-16", "v9-1").replace("name: demo", "name: DEMO"), command=["true"])
     assert len(str(caught.value).splitlines()) == 2
 
 
@@ -75,22 +69,21 @@ output: o
 
 
 def test_the_image_is_that_of_the_trainers_backend(tmp_path: Path) -> None:
-    path = written(tmp_path, GOOD + TRAINS)
-    assert load(path).backend == "torch-xla"
-    assert load(path, ["backend=tensorflow"]).backend == "tensorflow"
-    assert load(path, ["backend=tensorflow"], command=["true"]).backend == "tensorflow"
-    assert load(path, ["image.backend=tensorflow"], command=["true"]).backend == "tensorflow"
-    with pytest.raises(
-        BadInput,
-        match=r"image\.backend: this image is of tensorflow, and `backend` is torch-xla: remove image\.backend",
-    ):
-        load(path, ["image.backend=tensorflow"])
+    def backend(*overrides: str, command: Sequence[str] = ()) -> str:
+        return load_text(tmp_path, GOOD + TRAINS, overrides, command).backend
+
+    assert (backend(), backend("backend=tensorflow")) == ("torch-xla", "tensorflow")
+    for key in ("backend", "image.backend"):
+        assert backend(f"{key}=tensorflow", command=["true"]) == "tensorflow"
+    told = r"image\.backend: this image is of tensorflow, and `backend` is torch-xla: remove image\.backend"
+    with pytest.raises(BadInput, match=told):
+        backend("image.backend=tensorflow")
 
 
 def test_a_run_may_go_on_with_another_backend_or_mesh_and_with_no_other_difference(tmp_path: Path) -> None:
-    path = written(tmp_path, GOOD + TRAINS)
-    assert hash_configuration(load(path)) == hash_configuration(load(path, ["backend=torch-tpu", "train.mesh.fsdp=2"]))
-    assert hash_configuration(load(path)) != hash_configuration(load(path, ["train.steps=2"]))
+    changes: list[list[str]] = [[], ["backend=torch-tpu", "train.mesh.fsdp=2"], ["train.steps=2"]]
+    first, same, other = (hash_configuration(load_text(tmp_path, GOOD + TRAINS, each)) for each in changes)
+    assert first == same != other
 
 
 SECRET_NAMES = (
@@ -123,12 +116,12 @@ def test_a_variable_that_looks_like_a_secret_is_refused_where_it_would_be_visibl
     tmp_path: Path, place: str, name: str, value: str, refused: bool
 ) -> None:
     section, key = place.split(".")
-    path = written(tmp_path, GOOD + f"{section}:\n  {key}:\n    {name}: '{value}'\n")
+    text = GOOD + f"{section}:\n  {key}:\n    {name}: '{value}'\n"
     if not refused:
-        load(path, command=["true"])
+        load_text(tmp_path, text, command=["true"])
         return
     with pytest.raises(BadInput) as caught:
-        load(path, command=["true"])
+        load_text(tmp_path, text, command=["true"])
     assert f"run.yaml:8: {place}: {name} looks like a secret" in str(caught.value)
     assert "s3cret" not in str(caught.value)
 
@@ -149,7 +142,7 @@ def test_a_variable_that_looks_like_a_secret_is_refused_where_it_would_be_visibl
 )
 def test_a_value_that_would_fail_only_later_is_refused(tmp_path: Path, section: str, words: str) -> None:
     with pytest.raises(BadInput, match=r"run\.yaml:6: ") as caught:
-        load(written(tmp_path, f"{GOOD}{section}\n"), command=["true"])
+        load_text(tmp_path, f"{GOOD}{section}\n", command=["true"])
     assert words in str(caught.value)
 
 
@@ -166,7 +159,7 @@ def test_a_value_that_would_fail_only_later_is_refused(tmp_path: Path, section: 
 )
 def test_a_value_that_is_meant_is_accepted(tmp_path: Path, section: str) -> None:
     text = GOOD if not section.startswith("slice") else GOOD[: GOOD.index("slice:")]
-    load(written(tmp_path, f"{text}{section}\n"), command=["true"])
+    load_text(tmp_path, f"{text}{section}\n", command=["true"])
 
 
 TORCH_TPU = GOOD + "image: {backend: torch-tpu}\n"
@@ -176,13 +169,13 @@ TORCH_TPU = GOOD + "image: {backend: torch-tpu}\n"
     "command", [["tpu-train", "exec", "--runtime", "torch-tpu"], ["tpu-train", "exec", "--runtime=torch-tpu"]]
 )
 def test_torch_tpu_is_refused_on_a_slice_or_in_an_image_that_is_not_for_it(tmp_path: Path, command: list[str]) -> None:
-    assert load(written(tmp_path, TORCH_TPU), command=command).backend == "torch-tpu"
+    assert load_text(tmp_path, TORCH_TPU, command=command).backend == "torch-tpu"
     with pytest.raises(BadInput, match=r"run.yaml:5: slice.accelerator_type: TorchTPU does not know TPU v3 \(v3-32\)"):
-        load(written(tmp_path, TORCH_TPU.replace("v4-16", "v3-32")), command=command)
+        load_text(tmp_path, TORCH_TPU.replace("v4-16", "v3-32"), command=command)
     with pytest.raises(BadInput, match="TorchTPU does not know TPU v2"):
-        load(written(tmp_path, TORCH_TPU.replace("v4-16", "v2-8")), command=["python", "train.py"])
+        load_text(tmp_path, TORCH_TPU.replace("v4-16", "v2-8"), command=["python", "train.py"])
     with pytest.raises(BadInput, match=r"--runtime torch-tpu needs image\.backend: torch-tpu"):
-        load(written(tmp_path, GOOD), command=command)
+        load_text(tmp_path, GOOD, command=command)
 
 
 def test_the_trainer_with_torch_tpu_selects_its_image_and_is_refused_on_v3() -> None:

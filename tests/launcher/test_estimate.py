@@ -39,15 +39,8 @@ def keep(folder: Path, config: Config, name: str, *, fits: bool = True) -> float
     peak = size.generation.bf16_flops_per_chip * size.chips
     rate = 256 / (FLOPS / peak)
     work = {"flops": FLOPS / size.devices, "bytes": BYTES / size.devices, "bound_by": "FLOPs"}
-    graph = {
-        "graph": "training, 256 x 128",
-        "kind": "training",
-        "rows": 256,
-        "fits": fits,
-        "reason": None if fits else "too large",
-        "hash": f"hash of {name}",
-        "costs": {**work, "examples_per_second": rate},
-    }
+    verdict = {"fits": fits, "reason": None if fits else "too large", "costs": {**work, "examples_per_second": rate}}
+    graph = {"graph": "training, 256 x 128", "kind": "training", "rows": 256, "hash": f"hash of {name}", **verdict}
     answer: dict[str, Any] = {"accelerator": name, "fits": fits, "graphs": [graph], "max_batch": None, "lines": []}
     candidate = next(item for item in config.all_candidates if item.accelerator_type == name)
     path = preflight._path(config.placed(candidate), folder / "home", name)

@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from launcher.tpu_vm.host_scripts import HUGE_PAGES
 from launcher.tpu_vm.ssh.pool import ConnectionPool
 from launcher.workstation import Address
 from tests.launcher.script_host import SHELLS, ScriptHost
+from tests.launcher.test_execution import Connected
 
 TEXT = st.text(st.characters(blacklist_characters="\0", blacklist_categories=["Cs"]), max_size=30)
 DIGEST = f"@sha256:{'0' * 64}"
@@ -303,20 +303,7 @@ def test_a_host_that_is_connected_to_need_not_ask_which_worker_it_is(
 ) -> None:
     host.answer_container({"Status": "exited"})
     host.replace("curl", "echo the metadata server is asked >&2; printf 9")
-
-    class Connection:
-        is_open = True
-
-        def run(self, command: str, *, timeout: float, stdin: str | None) -> tuple[int, str, str]:
-            return 0, host.run(command, shell), ""
-
-        def follow(self, command: str, *, timeout: float, on_line: Callable[[str], None]) -> int:
-            raise NotImplementedError
-
-        def close(self) -> None:
-            pass
-
-    machine = replace(this_machine(), connect=lambda _: Connection())
+    machine = replace(this_machine(), connect=lambda _: Connected(host, shell))
     pool = ConnectionPool([Address(3, "h", "me", "key", "known", "h")], machine)
     assert pool.run(3, script, timeout=20).stdout.startswith(f"tpu-launch 3 {report}")
 

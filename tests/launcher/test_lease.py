@@ -5,7 +5,7 @@ import contextlib
 import errno
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from email.utils import formatdate
 from io import FileIO
 from pathlib import Path
@@ -218,12 +218,14 @@ def test_of_two_supervisors_one_makes_each_decision(
 
 
 @pytest.fixture
-def prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machines:
+def prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machines]:
     """Machines whose requests are not late, and whose disks have room."""
     monkeypatch.setattr(f"{__name__}.LATE", [0.0])
     monkeypatch.setattr(f"{__name__}.FROZEN", 0.0)
     monkeypatch.setattr(f"{__name__}.FULL", 0.0)
-    return Machines(0, tmp_path, monkeypatch)
+    machines = Machines(0, tmp_path, monkeypatch)
+    yield machines
+    machines.scheduler.close()
 
 
 def play(machines: Machines, *scenes: tuple[Process, Callable[[], object]]) -> None:
@@ -273,7 +275,6 @@ def test_a_lease_expires_by_the_bucket_s_clock_whatever_those_of_the_machines_sa
     play(prompt, (of_b, refuse), (of_b, wait))
     assert scheduler.now > 100
     assert LEASE_SECONDS - 6 < taken[0] < LEASE_SECONDS + 12 + waits, "from its last renewal at most"
-    scheduler.close()
 
 
 def test_a_lease_is_taken_at_once_when_it_was_released_or_its_holder_in_the_same_folder_is_dead(
@@ -294,7 +295,6 @@ def test_a_lease_is_taken_at_once_when_it_was_released_or_its_holder_in_the_same
     play(prompt, (of_a, die), (of_again, lambda: hold("a", again)), (of_b, lambda: hold("b", b)))
     assert prompt.scheduler.now < 5
     assert [event["event"] for event in recorded(prompt)] == [Supervised.kind] * 3
-    prompt.scheduler.close()
 
 
 def test_a_supervisor_ends_although_another_command_of_its_machine_has_pulled_who_follows_it(prompt: Machines) -> None:
@@ -306,7 +306,6 @@ def test_a_supervisor_ends_although_another_command_of_its_machine_has_pulled_wh
 
     def take(name: str, machine: Workstation) -> None:
         ledger = prompt.ledger(name, machine)
-        assert ledger.bucket is not None
         lease = Lease(ledger, ledger.bucket, machine, prompt.said.append)
         lease.take()
         lease.share()
@@ -319,7 +318,6 @@ def test_a_supervisor_ends_although_another_command_of_its_machine_has_pulled_wh
     assert prompt.exits == ["a"]
     assert "run r is supervised by " in prompt.said[-1]
     assert [event["event"] for event in recorded(prompt)] == [Supervised.kind] * 2
-    scheduler.close()
 
 
 def test_a_supervisor_whose_bucket_refuses_decides_nothing_until_it_answers(
@@ -349,7 +347,6 @@ def test_a_supervisor_whose_bucket_refuses_decides_nothing_until_it_answers(
     assert 200 <= recorded_at[0] < 210
     assert len([text for text in prompt.said if "its lease can't be renewed; decisions wait until it is" in text]) == 1
     assert [event["event"] for event in recorded(prompt)] == [Supervised.kind, AttemptBegan.kind]
-    scheduler.close()
 
 
 def test_a_supervisor_goes_on_with_a_lease_whose_renewal_it_was_never_told(
@@ -376,7 +373,6 @@ def test_a_supervisor_goes_on_with_a_lease_whose_renewal_it_was_never_told(
     assert 412 in renewed
     assert prompt.exits == []
     assert any("lease can't be renewed" in text for text in prompt.said)
-    scheduler.close()
 
 
 def test_a_lease_is_renewed_while_the_run_s_files_are_copied_and_released_if_that_fails(
@@ -408,7 +404,6 @@ def test_a_lease_is_renewed_while_the_run_s_files_are_copied_and_released_if_tha
     over = prompt.scheduler.now
     play(prompt, (of_b, take))
     assert prompt.scheduler.now - over < 10
-    prompt.scheduler.close()
 
 
 @pytest.mark.parametrize("more", [{}, {"candidates": [{"accelerator_type": "v4-8"}]}])
@@ -424,7 +419,6 @@ def test_requests_for_candidates_are_shared_with_other_machines(
     play(machines, (of_a, Lease(ledger := machines.ledger("a", a), ledger.bucket, a, pytest.fail).share))
     assert shared == [f"{machines.run}/launcher/requests"] * bool(more)
     machines.scheduler.close()
-    prompt.scheduler.close()
 
 
 def test_a_stopped_process_that_is_recording_an_event_ends_no_renewals(prompt: Machines) -> None:
@@ -437,7 +431,6 @@ def test_a_stopped_process_that_is_recording_an_event_ends_no_renewals(prompt: M
             ledger = prompt.ledger("a", a)
             with ledger._recording():
                 prompt.scheduler.sleep(3 * LEASE_SECONDS)
-                assert ledger.bucket is not None
                 ages.append(ledger.bucket.read_lease().age)
                 with pytest.raises(
                     LaunchError, match=r"can't be recorded for 60 s: .*events\.lock is locked: end a tpu-launch"
@@ -447,7 +440,6 @@ def test_a_stopped_process_that_is_recording_an_event_ends_no_renewals(prompt: M
     play(prompt, (of_a, hold))
     assert ages[0] < LEASE_SECONDS / 2
     assert sum("events.lock is locked" in text for text in prompt.said) == 1
-    prompt.scheduler.close()
 
 
 def test_events_that_a_full_disk_can_not_hold_end_no_renewals(
@@ -470,12 +462,8 @@ def test_events_that_a_full_disk_can_not_hold_end_no_renewals(
             monkeypatch.setattr(Ledger, "_write", fail)
             scheduler.sleep(3 * LEASE_SECONDS)
             monkeypatch.setattr(Ledger, "_write", write)
-            assert ledger.bucket is not None
-            lease = ledger.bucket.read_lease()
-            assert lease is not None
-            ages.append(lease.age)
+            ages.append(ledger.bucket.read_lease().age)
 
     play(prompt, (of_a, hold))
     assert ages[0] < LEASE_SECONDS / 2
     assert any("make room" in text for text in prompt.said)
-    scheduler.close()

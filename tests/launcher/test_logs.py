@@ -118,11 +118,9 @@ def test_bytes_that_are_not_text_survive(tmp_path: Path) -> None:
 
 
 # Steps of a host's log: milliseconds since the line before, how far the clock steps back then, and the text.
+texts = st.sampled_from(["a", "b", "step 1", ""])
 stepping_clocks = st.lists(
-    st.tuples(
-        st.integers(0, 900), st.sampled_from([0, 0, 0, 0, 2_500, 60_000]), st.sampled_from(["a", "b", "step 1", ""])
-    ),
-    max_size=60,
+    st.tuples(st.integers(0, 900), st.sampled_from([0, 0, 0, 0, 2_500, 60_000]), texts), max_size=60
 )
 
 

@@ -60,13 +60,8 @@ class Terminal:
     def __post_init__(self) -> None:
         self.config = load_text(self.folder, FILE)
         provider = WritingHosts(self.config, self.lines, self.states)
-        self.context = Context(
-            self.folder / "home",
-            {},
-            lambda config: provider,
-            Output(self.messages.append, lambda worker, shown: self.printed.append((worker, shown.text))),
-            this_machine(),
-        )
+        output = Output(self.messages.append, lambda worker, shown: self.printed.append((worker, shown.text)))
+        self.context = Context(self.folder / "home", {}, lambda config: provider, output, this_machine())
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("launcher.run.launch.run_attempts", lambda *_arguments, **_options: None)
             launch.run(launch.RunRequest(self.config), self.context)
@@ -137,13 +132,8 @@ def test_hosts_are_silent_only_while_none_answers(tmp_path: Path) -> None:
 
 def test_following_an_attempt_ends_although_the_next_one_has_begun(tmp_path: Path) -> None:
     terminal = Terminal(tmp_path, [line(0)], [RUNNING])
-    follower = threading.Timer(
-        1.5,
-        lambda: [
-            terminal.ledger.append(events.Ended(0, "host lost", None)),
-            terminal.ledger.append(events.AttemptBegan(1, image="r/i@sha256:0", command=("train",))),
-        ],
-    )
+    history = [events.Ended(0, "host lost"), events.AttemptBegan(1, image="r/i@sha256:0", command=("train",))]
+    follower = threading.Timer(1.5, lambda: [terminal.ledger.append(event) for event in history])
     follower.start()
     terminal.logs(follow=True)
     follower.join()

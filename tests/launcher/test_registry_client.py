@@ -34,13 +34,9 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Registry
 
 def session(host: str = HOST, password: str = TOKEN) -> Registry:
     """Returns a session that pushes to p/images/code and does not sleep between tries."""
-    return Registry(
-        host,
-        lambda host: RegistryCredentials("oauth2accesstoken", password),
-        writes="p/images/code",
-        reads=["p/images/base"],
-        sleep=lambda seconds: None,
-    )
+    login = RegistryCredentials("oauth2accesstoken", password)
+    images = {"writes": "p/images/code", "reads": ["p/images/base"]}
+    return Registry(host, lambda host: login, sleep=lambda seconds: None, **images)
 
 
 def test_an_interrupted_upload_begins_again(server: RegistryServer) -> None:

@@ -32,17 +32,10 @@ VERSIONS = [
 def run(*command: str | Path, folder: Path, code: int = 0, seconds: float = 240, **environment: str) -> str:
     """Runs a command with nothing of this checkout in its environment, and returns what it printed."""
     ours = ("PYTHON", "TPU_LAUNCH_HOME", "VIRTUAL_ENV")
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
+    variables = {key: value for key, value in os.environ.items() if not key.startswith(ours)} | environment
     words = [str(word) for word in command]
     result = subprocess.run(
-        words,
-        cwd=folder,
-        env=inherited | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-        timeout=seconds,
+        words, cwd=folder, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=seconds
     )
     assert result.returncode == code, f"{words}: {result.stdout}"
     return result.stdout
