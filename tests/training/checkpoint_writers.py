@@ -38,18 +38,21 @@ class State:
         return all(np.array_equal(value, other) for value, other in pairs)
 
 
-def single_host_writer(
+def host_writer(
     folder: Path | str,
-    keep_last: int = 2,
+    worker: int = 0,
+    hosts: int = 1,
+    rendezvous: Rendezvous | None = None,
     *,
+    keep_last: int = 2,
     token: str = "t",
     config: Mapping[str, Any] | None = None,
     identity: Mapping[str, Any] = IDENTITY,
-    rendezvous: Rendezvous | None = None,
     **options: Any,
 ) -> CheckpointWriter:
-    """Returns the writer of a run's only host. `options`: further arguments of CheckpointWriter"""
-    cluster, description = Cluster(0, ("h",), run_id="r"), RunDescription(identity, dict(config or {}), "c", token)
+    """Returns the writer of a run's host, by default the only one. `options`: further arguments of CheckpointWriter"""
+    cluster = Cluster(worker, ("h",) * hosts, run_id="r")
+    description = RunDescription(identity, dict(config or {}), "c", token)
     return CheckpointWriter(str(folder), cluster, rendezvous or SingleHost(), description, Keep(keep_last), **options)
 
 

@@ -74,14 +74,9 @@ class Hosts:
         self.started: list[subprocess.Popen[str]] = []
 
     def start(self, worker: int, hosts: int, *lines: str, **environment: str) -> subprocess.Popen[str]:
-        cluster = {
-            "TPU_WORKER_ID": str(worker),
-            "TPU_WORKER_HOSTNAMES": ",".join(["127.0.0.1"] * hosts),
-            "TPU_LAUNCH_RENDEZVOUS_PORT": str(self.port),
-            "TPU_LAUNCH_RUN_ID": "run",
-            "PYTHONPATH": str(ROOT),
-        }
-        command, variables = [sys.executable, "-c", PROGRAM, *lines], {**os.environ, **cluster, **environment}
+        addresses = {"TPU_WORKER_ID": str(worker), "TPU_WORKER_HOSTNAMES": ",".join(["127.0.0.1"] * hosts)}
+        run = {"TPU_LAUNCH_RENDEZVOUS_PORT": str(self.port), "TPU_LAUNCH_RUN_ID": "run", "PYTHONPATH": str(ROOT)}
+        command, variables = [sys.executable, "-c", PROGRAM, *lines], {**os.environ, **addresses, **run, **environment}
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=variables)
         self.started.append(process)
         return process

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from launcher.emulator.http_server import json_response
-from tests.training.checkpoint_writers import IDENTITY, State, save_step, single_host_writer
+from tests.training.checkpoint_writers import IDENTITY, State, host_writer, save_step
 from training import storage
 from training.checkpoint.format import committed_steps
 from training.checkpoint.reader import restore
@@ -44,7 +44,7 @@ class ModelState(State):
 
 
 def save(*steps: int) -> None:
-    saver = single_host_writer(FOLDER, config=TrainerConfig.model_validate(CONFIG).canonical())
+    saver = host_writer(FOLDER, config=TrainerConfig.model_validate(CONFIG).canonical())
     for step in steps:
         saver.save(step, ModelState(step).layout(), ModelState(step).copy, {"first_loss": 1.5})
     saver.wait()
@@ -67,7 +67,7 @@ def test_hosts_wait_for_each_other_longer_than_storage_for_a_part(gcs: Any, monk
     part = sum(value.nbytes for value in State(0).values.values())
     slowest = bucket.timeouts.deadline + part / 0.5
     hosts = Patient()
-    save_step(single_host_writer(FOLDER, rendezvous=hosts, meeting_seconds=30), 10)
+    save_step(host_writer(FOLDER, rendezvous=hosts, meeting_seconds=30), 10)
     restore(FOLDER, hosts, IDENTITY, State(0).accept, lambda warning: None, meeting_seconds=30)
     for name in ("checkpoint 10", "restore 10"):
         assert (hosts.seconds[name] or 0) >= 30 + slowest, name
@@ -104,7 +104,7 @@ def test_without_a_right_to_delete_or_list_saves_go_on_and_old_ones_stay(gcs: An
     warnings: list[str] = []
     refused = json_response({"error": {"code": 403, "message": "no such access"}}, 403)
     gcs.fault = lambda request: refused if request.method == method and request.path.endswith(path) else None
-    saver = single_host_writer(FOLDER, 1, warn=warnings.append)
+    saver = host_writer(FOLDER, keep_last=1, warn=warnings.append)
     for step in (10, 20, 30):
         save_step(saver, step)
     gcs.fault = lambda request: None

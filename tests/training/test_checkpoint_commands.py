@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.training.checkpoint_writers import IDENTITY, State, single_host_writer
+from tests.training.checkpoint_writers import IDENTITY, State, host_writer
 from tests.training.damage import flip
 from training.checkpoint import admin as inspect
 from training.checkpoint import reader as restoring
@@ -21,7 +21,7 @@ from training.errors import BadInput
 
 def saved(folder: Path, figures: dict[int, float | None], keep_last: int, mode: str = "min") -> None:
     """A run of one host that saved after these steps, and evaluated to these figures just before."""
-    saver = single_host_writer(folder / "checkpoints", keep_last)
+    saver = host_writer(folder / "checkpoints", keep_last=keep_last)
     best: dict[str, Any] | None = None
     for step, value in figures.items():
         if value is not None and Best("loss", mode).better(value, best["value"] if best else None):
@@ -92,7 +92,7 @@ def test_any_flipped_byte_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(restoring, "_HEAD", 16)
     before, after = State(10), State(-1)
     before.values["model/empty"] = np.zeros((0, 3), np.float32)
-    saver = single_host_writer(tmp_path)
+    saver = host_writer(tmp_path)
     saver.save(10, before.layout(), before.copy, {})
     saver.wait()
     assert restore(str(tmp_path), SingleHost(), IDENTITY, after.accept, print) is not None

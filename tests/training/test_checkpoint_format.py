@@ -14,15 +14,9 @@ from training.checkpoint.safetensors_file import Damaged, TensorSpec, decode, en
 from training.checkpoint.slices import Slice
 
 HALVES = (StoredSlice(0, Slice((0, 0), (3, 2))), StoredSlice(0, Slice((3, 0), (1, 2))))
-MANIFEST = Manifest(
-    step=40,
-    parts=(Part("part-0-of-1.ab.safetensors", 100, 7),),
-    identity={"seed": 1},
-    state={"first_loss": 5.5},
-    config={},
-    code="c",
-    tensors={"w": StoredTensor(TensorSpec("F32", (4, 2), 32), HALVES)},
-)
+WEIGHTS = StoredTensor(TensorSpec("F32", (4, 2), 32), HALVES)
+PARTS = (Part("part-0-of-1.ab.safetensors", 100, 7),)
+MANIFEST = Manifest(40, PARTS, {"seed": 1}, {"first_loss": 5.5}, config={}, code="c", tensors={"w": WEIGHTS})
 
 tensors = st.dictionaries(
     st.text("abcdefgh/.", min_size=1),

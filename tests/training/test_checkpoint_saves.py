@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.training.checkpoint_writers import IDENTITY, State, save_step, single_host_writer
+from tests.training.checkpoint_writers import IDENTITY, State, host_writer, save_step
 from tests.training.damage import flip
 from training import storage
 from training.checkpoint import admin as inspect
@@ -20,9 +20,7 @@ from training.checkpoint import format as form
 from training.checkpoint import writer as saving
 from training.checkpoint.format import committed_steps
 from training.checkpoint.reader import Restored, restore, verify
-from training.checkpoint.retention import Keep
 from training.checkpoint.safetensors_file import Damaged
-from training.checkpoint.writer import CheckpointWriter, RunDescription
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import Rendezvous, SingleHost
 from training.errors import BadInput, LostPeer, NonFinite, TrainError
@@ -64,8 +62,7 @@ def save(folder: Path, steps: list[int], hosts: int = 2, token: str = "t", damag
     meeting = Meeting(hosts)
 
     def work(worker: int) -> int | None:
-        cluster, description = Cluster(worker, ("h",) * hosts, run_id="r"), RunDescription(IDENTITY, {}, "code", token)
-        saver = CheckpointWriter(str(folder), cluster, meeting.of(worker), description, Keep(2))
+        saver = host_writer(folder, worker, hosts, meeting.of(worker), token=token)
         saver.continue_from(0, damaged)
         for step in steps:
             state = State(step)
@@ -182,7 +179,7 @@ def test_what_killed_writers_left_hidden_goes_with_the_next_commit(tmp_path: Pat
 
 def test_a_failed_save_is_raised_by_the_next_look_and_only_once(tmp_path: Path) -> None:
     (tmp_path / "step-00000010").write_text("a file where a folder has to be")
-    saver = single_host_writer(tmp_path)
+    saver = host_writer(tmp_path)
     with pytest.raises(TrainError):
         save_step(saver, 10)
     saver.check()
@@ -199,7 +196,7 @@ def test_a_save_slower_than_its_interval_is_counted_and_told(tmp_path: Path, mon
 
     monkeypatch.setattr(storage, "write", slow)
     warnings: list[str] = []
-    saver = single_host_writer(tmp_path, warn=warnings.append)
+    saver = host_writer(tmp_path, warn=warnings.append)
     for step in (10, 20, 30, 40, 50):
         saver.save(step, State(step).layout(), State(step).copy, {})
         assert saver.committed == (step - 10 or None), "at most one save is under way"
@@ -221,8 +218,7 @@ def test_a_state_that_is_not_finite_on_one_host_is_committed_by_none(tmp_path: P
         state = State(20)
         names = saving._PartBuffer(state.layout(), {}, Cluster(worker, ("h",) * 2)).views
         state.values[max(names)][-1, -1] = value
-        description = RunDescription(IDENTITY, {}, "code", "u")
-        saver = CheckpointWriter(str(tmp_path), Cluster(host, ("h",) * 2), meeting.of(host), description, Keep(2))
+        saver = host_writer(tmp_path, host, 2, meeting.of(host), token="u")
         saver.save(20, state.layout(), state.copy, {})
         saver.wait()
 

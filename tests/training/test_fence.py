@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.training.checkpoint_writers import IDENTITY, save_step, single_host_writer
+from tests.training.checkpoint_writers import IDENTITY, host_writer, save_step
 from training import storage
 from training.checkpoint.format import committed_steps, read_manifest
 from training.checkpoint.reader import verify
@@ -85,7 +85,7 @@ def test_a_claim_that_can_not_be_read_is_newer(run: str, content: bytes) -> None
 def saver(run: str, token: str, own: Claim | None = None, warnings: list[str] | None = None) -> CheckpointWriter:
     check = fence(run, CLUSTER, own) if own else lambda: None
     warn = (warnings if warnings is not None else []).append
-    return single_host_writer(f"{run}/checkpoints", token=token, fence=check, warn=warn)
+    return host_writer(f"{run}/checkpoints", token=token, fence=check, warn=warn)
 
 
 def test_a_late_commit_of_an_older_start_is_kept_by_the_newest(run: str, checkpoints: str) -> None:
@@ -103,7 +103,7 @@ def test_a_late_commit_of_an_older_start_is_kept_by_the_newest(run: str, checkpo
 
 
 def test_a_late_commit_of_another_identity_is_replaced_by_the_newest(run: str, checkpoints: str) -> None:
-    save_step(single_host_writer(checkpoints, token="aa", identity={"seed": 2}), 10)
+    save_step(host_writer(checkpoints, token="aa", identity={"seed": 2}), 10)
     save_step(saver(run, "bb", start(run, "bb")), 10)
     assert read_manifest(checkpoints, 10).identity == IDENTITY
     verify(checkpoints, 10)
@@ -132,7 +132,7 @@ class LostAnswer(Blind):
 
 def test_a_commit_whose_answer_was_lost_counts_as_own(checkpoints: str) -> None:
     warnings = list[str]()
-    save_step(single_host_writer(checkpoints, token="aa", storage=LostAnswer(), warn=warnings.append), 10)
+    save_step(host_writer(checkpoints, token="aa", storage=LostAnswer(), warn=warnings.append), 10)
     verify(checkpoints, 10)
     assert warnings == []
 
@@ -140,7 +140,7 @@ def test_a_commit_whose_answer_was_lost_counts_as_own(checkpoints: str) -> None:
 @pytest.mark.parametrize("looks", [4, 5], ids=["after the commit", "after the listing"])
 def test_another_look_at_the_fence_that_fails_warns_and_deletes_nothing(run: str, checkpoints: str, looks: int) -> None:
     warnings = list[str]()
-    writer = single_host_writer(checkpoints, keep_last=1, warn=warnings.append)
+    writer = host_writer(checkpoints, keep_last=1, warn=warnings.append)
     failures = iter([*[None] * looks, StorageError("503")])
 
     def look() -> None:

@@ -10,17 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.training.checkpoint_writers import IDENTITY
+from tests.training.checkpoint_writers import host_writer
 from tests.training.test_checkpoint_saves import Meeting, on_all
 from training.backends.placement import bytes_on_device, mesh_shape, place, slices
 from training.checkpoint.format import assign_slices, read_manifest
 from training.checkpoint.reader import load_tensors
-from training.checkpoint.retention import Keep
 from training.checkpoint.safetensors_file import TensorSpec
 from training.checkpoint.slices import StateSlices, key_in_part, partition_error
 from training.checkpoint.snapshot import Snapshot
-from training.checkpoint.writer import CheckpointWriter, RunDescription
-from training.distributed.cluster import Cluster
 
 shapes = st.lists(st.integers(1, 32), min_size=1, max_size=3).map(tuple)
 HOSTS, DEVICES = 4, 16
@@ -74,8 +71,7 @@ def test_each_host_writes_slices_that_it_holds_and_any_reader_gets_whole_tensors
             views = {key: np.frombuffer(view, np.float32).reshape(held[key].shape) for key, view in buffers.items()}
             return Snapshot((view, held[key]) for key, view in views.items())
 
-        cluster, description = Cluster(worker, ("h",) * HOSTS, run_id="r"), RunDescription(IDENTITY, {}, "code", "t")
-        writer = CheckpointWriter(str(tmp_path), cluster, meeting.of(worker), description, Keep(2))
+        writer = host_writer(tmp_path, worker, HOSTS, meeting.of(worker))
         writer.prepare(SPECS, split)
         writer.save(10, SPECS, copy, {}, split)
         writer.wait()

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tests.container import small_runs
 from tests.processes import run_module
 from training.accelerators import ACCELERATORS, GENERATIONS, accelerator
 from training.config import TrainerConfig
@@ -20,13 +21,7 @@ from training.preflight.report import GIB, describe_refusal, explain_refusal, ro
 from training.preflight.search import bisect, estimate_edge
 
 CONFIG = TrainerConfig.model_validate(
-    {
-        "model": {"name": "bert-base"},
-        "data": {"train": "a", "evaluation": "b", "tokenizer": "c"},
-        "train": {"steps": 1, "global_batch_size": 64},
-        "evaluation": {"batch_size": 16},
-        "output": "d",
-    }
+    small_runs.document(Path(), model={"name": "bert-base"}, train__global_batch_size=64, evaluation__batch_size=16)
 )
 
 # libtpu 0.0.21 on BERT, shortened.

@@ -22,14 +22,8 @@ def tokenizer(pieces: list[str], kind: str) -> bytes:
 
 
 def test_hidden_replaced_and_kept_words_are_told_apart() -> None:
-    batch = MlmBatch(
-        input_ids=np.array([[0, 5, 4, 7, 9, 5, 1]], np.int32),
-        positions=np.array([[2, 4, 5, 0]], np.int32),
-        labels=np.array([[6, 8, 5, 0]], np.int32),
-        weights=np.array([[1, 1, 1, 0]], np.float32),
-        records=np.array([42]),
-        replaced=np.array([False]),
-    )
+    ids, positions, labels = (np.array([row], np.int32) for row in ([0, 5, 4, 7, 9, 5, 1], [2, 4, 5, 0], [6, 8, 5, 0]))
+    batch = MlmBatch(ids, positions, labels, np.array([[1, 1, 1, 0]], np.float32), np.array([42]), np.array([False]))
     heading, text = map(click.unstyle, preview.render(batch, TOKENS, preview.pieces(tokenizer(PIECES, "Unigram"))))
     assert heading == "record 42: 7 tokens, 3 to predict (1 hidden, 1 replaced, 1 left)"
     assert text == "[CLS] the [cat]s [sat~dog] [the=] [SEP]"

@@ -41,13 +41,11 @@ class CountingState:
 
     def snapshot_state(self, buffers: Mapping[str, memoryview]) -> Snapshot:
         self.calls.append(list(buffers))
-        held = self.tensors | {
-            key_in_part(name, each.box, self.tensors[name].shape): self.tensors[name][each.box.offsets[0] :][
-                : each.box.sizes[0]
-            ]
-            for name, slices in self.split.items()
-            for each in slices
-        }
+        held = dict(self.tensors)
+        for name, slices in self.split.items():
+            for box in (each.box for each in slices):
+                tensor = self.tensors[name]
+                held[key_in_part(name, box, tensor.shape)] = tensor[box.offsets[0] : box.ends[0]]
         return Snapshot((np.frombuffer(buffer, np.uint8), held[key]) for key, buffer in buffers.items())
 
 

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 
+from tests.container import small_runs
 from training import run_setup
 from training.config import TrainerConfig
 from training.distributed.agreement import agree, disagreements
@@ -69,11 +70,7 @@ def test_a_framework_opens_the_devices_within_the_limit_of_the_start(monkeypatch
     opened: list[tuple[str, float]] = []
     monkeypatch.setattr(run_setup, "_import_for_devices", lambda *_: open_devices)
     monkeypatch.setattr(run_setup, "set_device_environment", lambda *_: None)
-    folders = {"train": "none", "tokenizer": "none"}
-    config = TrainerConfig.model_validate(
-        {"model": {"name": "bert-tiny"}, "data": folders, "train": {"steps": 1, "global_batch_size": 8},
-         "output": "none", "rendezvous": {"start_seconds": 7}}
-    )  # fmt: skip
+    config = TrainerConfig.model_validate(small_runs.document(Path("none"), rendezvous={"start_seconds": 7}))
     data = SimpleNamespace(tokens=SimpleNamespace(vocabulary=9, pad=0, end=None), sequence_length=8)
     run_setup.open_backend(config, Cluster(0, ("a",)), Limited(), cast(Any, SimpleNamespace(data=data, labels=None)))
     assert opened == [("opening the devices", 7)]

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.container.small_runs import StopAfter
+from tests.container import small_runs
 from tests.training.numpy_backend import Runs
 from training.backends.tensorflow.calls import CALL_SECONDS, MOST_STEPS, StepCalls
 from training.config import from_document
@@ -64,16 +64,11 @@ def test_reading_a_result_starts_the_queued_steps() -> None:
 def test_a_host_without_others_stops_after_the_step_in_which_it_is_asked(tmp_path: Path) -> None:
     """Two steps are in flight: their results are not waited for by starting more."""
     with pytest.raises(StopRequested, match="stopped after step 5, "):
-        Runs(tmp_path).train("stopped", 0, shutdown=StopAfter(5))
+        Runs(tmp_path).train("stopped", 0, shutdown=small_runs.StopAfter(5))
 
 
 def test_only_tensorflow_takes_the_key() -> None:
-    document = {
-        "model": {"name": "bert-tiny"},
-        "data": {"train": "/data/train", "tokenizer": "/data/tokenizer"},
-        "train": {"steps": 10, "global_batch_size": 8, "steps_per_call": 4},
-        "output": "/data/runs",
-    }
+    document = small_runs.document(Path("/data"), train__steps_per_call=4)
     with pytest.raises(ConfigError, match=r"train.steps_per_call: only the TensorFlow backend"):
         from_document(Document("run.yaml", document, {}))
     assert from_document(Document("run.yaml", {**document, "backend": "tensorflow"}, {})).train.steps_per_call == 4

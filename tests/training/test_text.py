@@ -19,18 +19,10 @@ def test_remaining_time(seconds: float, expected: str) -> None:
 
 def test_the_summary_has_the_main_figures() -> None:
     values: dict[str, Any] = {
-        "hosts": 2,
-        "devices": 8,
-        "steps": 60,
-        "first_loss": 7.6,
-        "last_loss": 5.1,
-        "eval_loss": 5.2,
-        "eval_perplexity": 181.3,
-        "examples_per_second": 1234.5,
-        "compilations": 2,
-        "checkpoint": "gs://b/c",
+        "hosts": 2, "devices": 8, "steps": 60, "first_loss": 7.6, "last_loss": 5.1, "eval_loss": 5.2,
+        "eval_perplexity": 181.3, "examples_per_second": 1234.5, "compilations": 2, "checkpoint": "gs://b/c",
         "seconds": {"step": 10.0, "other": 0.01, "total": 12.0},
-    }
+    }  # fmt: skip
     summary = text.format_summary(values)
     assert "7.6000 -> 5.1000" in summary
     assert "perplexity 181.30" in summary

@@ -23,13 +23,10 @@ strings = (
     | st.from_regex(r"[-+]?[0-9_.:eExobn]{1,8}", fullmatch=True)
 )
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | strings
-values = st.dictionaries(
-    strings,
-    st.recursive(
-        scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(strings, inner, max_size=3), max_leaves=6
-    ),
-    max_size=4,
+parts = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(strings, inner, max_size=3), max_leaves=6
 )
+values = st.dictionaries(strings, parts, max_size=4)
 
 
 def same(value: Any, other: Any) -> bool:
@@ -109,15 +106,9 @@ def test_what_no_file_may_hold_is_refused_with_its_line(text: str, message: str)
 def test_places_are_lines_of_the_file_or_the_option_that_set_them() -> None:
     document = parse("a:\n  b: 1\n  c:\n  - x\n  - y\nd: 2\n", "run.yaml", ["a.b=3", "e.f=1"])
     assert document.value == {"a": {"b": 3, "c": ["x", "y"]}, "d": 2, "e": {"f": 1}}
-    places = {path: document.place(path) for path in [("a",), ("a", "b"), ("a", "c", 1), ("d",), ("e", "f"), ("g",)]}
-    assert places == {
-        ("a",): "run.yaml:1",
-        ("a", "b"): "--set a.b",
-        ("a", "c", 1): "run.yaml:5",
-        ("d",): "run.yaml:6",
-        ("e", "f"): "--set e.f",
-        ("g",): "run.yaml:1",
-    }
+    paths: list[tuple[str | int, ...]] = [("a",), ("a", "b"), ("a", "c", 1), ("d",), ("e", "f"), ("g",)]
+    places = ["run.yaml:1", "--set a.b", "run.yaml:5", "run.yaml:6", "--set e.f", "run.yaml:1"]
+    assert list(map(document.place, paths)) == places
 
 
 @pytest.mark.parametrize(

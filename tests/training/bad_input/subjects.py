@@ -95,13 +95,11 @@ LINE_PIECES = (
     "null", '{"text": "a", "label": [1]}', '{"text": "\\ud83d", "label": "a"}', '{"text": "a", "label": " a"}',
     '{"text": "a", "label": ""}', "[" * 3000, "9" * 5000, "NaN", "\x1a",
 )  # fmt: skip
+SPECIAL = ("[CLS]", "[SEP]", "<unk>", "<pad>", "[MASK]")
 TOKENIZER: dict[str, Any] = {
     "version": "1.0",
-    "added_tokens": [
-        {"id": number, "content": token, "special": True}
-        for number, token in enumerate(("[CLS]", "[SEP]", "<unk>", "<pad>", "[MASK]"))
-    ],
-    "model": {"type": "WordLevel", "vocab": {"[CLS]": 0, "[SEP]": 1, "<unk>": 2, "<pad>": 3, "[MASK]": 4, "word": 5}},
+    "added_tokens": [{"id": number, "content": token, "special": True} for number, token in enumerate(SPECIAL)],
+    "model": {"type": "WordLevel", "vocab": {token: number for number, token in enumerate((*SPECIAL, "word"))}},
 }
 MODEL_CONFIG = {
     "model_type": "bert", "architectures": ["BertForMaskedLM"], "hidden_size": 32, "num_hidden_layers": 2,
