@@ -35,10 +35,8 @@ def mistakes(document: dict[str, Any]) -> list[str]:
         for each in document["spec"]["replicatedJobs"]:
             metadata = {"name": "x", **each["template"].get("metadata", {})}
             job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata}
-            found += [
-                f"replicatedJobs {each['name']}: {mistake}"
-                for mistake in _builtin({**job, "spec": each["template"]["spec"]})
-            ]
+            of_job = _builtin({**job, "spec": each["template"]["spec"]})
+            found += [f"replicatedJobs {each['name']}: {mistake}" for mistake in of_job]
     return found
 
 
@@ -89,20 +87,12 @@ def _versions(path: Path) -> list[dict[str, Any]]:
     """Group, version, kind and schema of every served version; metadata as every object may have it."""
     documents = yaml.safe_load_all(path.read_text())
     definition = next(each for each in documents if each and each["kind"] == "CustomResourceDefinition")
+    names = {key: {"type": "string"} for key in ("name", "namespace")}
+    maps = {key: {"type": "object", "additionalProperties": {"type": "string"}} for key in ("labels", "annotations")}
     found = []
     for version in definition["spec"]["versions"]:
         schema = version["schema"]["openAPIV3Schema"]
-        schema["properties"]["metadata"] = {
-            "type": "object",
-            "properties": {
-                "name": {"type": "string"},
-                "namespace": {"type": "string"},
-                **{
-                    key: {"type": "object", "additionalProperties": {"type": "string"}}
-                    for key in ("labels", "annotations")
-                },
-            },
-        }
+        schema["properties"]["metadata"] = {"type": "object", "properties": {**names, **maps}}
         group, kind = definition["spec"]["group"], definition["spec"]["names"]["kind"]
         found.append({"group": group, "version": version["name"], "kind": kind, "schema": schema})
     return found

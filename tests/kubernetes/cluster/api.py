@@ -75,12 +75,8 @@ class Api:
         for group, version in self._versions():
             base = f"/apis/{group}/{version}" if group else f"/api/{version}"
             if path == base:
-                return {
-                    "kind": "APIResourceList",
-                    "apiVersion": "v1",
-                    "groupVersion": base.split("/", 2)[2],
-                    "resources": self._listed(group),
-                }
+                about = {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": base.split("/", 2)[2]}
+                return {**about, "resources": self._listed(group)}
             if path == f"/openapi/v3{base}":
                 return self._openapi(group, base)
         return None
@@ -89,43 +85,26 @@ class Api:
         return sorted({(each.group, each.version) for each in self.resources().values()})
 
     def _group(self, group: str) -> Object:
-        versions = [
-            {"groupVersion": f"{group}/{each.version}", "version": each.version}
-            for each in self.resources().values()
-            if each.group == group
-        ][:1]
-        return {"name": group, "versions": versions, "preferredVersion": versions[0]}
+        version = next(each.version for each in self.resources().values() if each.group == group)
+        only = {"groupVersion": f"{group}/{version}", "version": version}
+        return {"name": group, "versions": [only], "preferredVersion": only}
 
     def _listed(self, group: str) -> list[Object]:
-        found = [
-            {
-                "name": name,
-                "singularName": each.kind.lower(),
-                "namespaced": each.namespaced,
-                "kind": each.kind,
-                "verbs": _VERBS,
-            }
-            for name, each in self.resources().items()
-            if each.group == group
-        ]
-        return (
-            [*found, {"name": "pods/log", "singularName": "", "namespaced": True, "kind": "Pod", "verbs": ["get"]}]
-            if not group
-            else found
-        )
+        found = []
+        for name, each in self.resources().items():
+            if each.group == group:
+                found.append(_resource(name, each.kind.lower(), each.namespaced, each.kind, _VERBS))
+        return found if group else [*found, _resource("pods/log", "", True, "Pod", ["get"])]
 
     def _openapi(self, group: str, base: str) -> Object:
         """Returns the OpenAPI document that announces strict validation of every kind."""
+        parameters = [{"name": "fieldValidation", "in": "query", "schema": {"type": "string"}}]
+        same = {"parameters": parameters, "responses": {"200": {"description": "OK"}}}
         paths = {}
         for name, each in self.resources().items():
             if each.group == group:
                 kind = {"group": each.group, "version": each.version, "kind": each.kind}
-                parameters = [{"name": "fieldValidation", "in": "query", "schema": {"type": "string"}}]
-                operation = {
-                    "x-kubernetes-group-version-kind": kind,
-                    "parameters": parameters,
-                    "responses": {"200": {"description": "OK"}},
-                }
+                operation = {"x-kubernetes-group-version-kind": kind, **same}
                 paths[f"{base}/namespaces/{{namespace}}/{name}/{{name}}"] = {"patch": operation}
         return {"openapi": "3.0.0", "info": {"title": "Kubernetes", "version": "v1.32.4"}, "paths": paths}
 
@@ -136,12 +115,8 @@ class Api:
             raise Refused(404, "NotFound", "the server could not find the requested resource")
         mistakes = schemas.mistakes(document)
         if mistakes:
-            raise Refused(
-                400,
-                "BadRequest",
-                f"{document['kind']} in version {document['apiVersion']!r} cannot be handled: strict decoding error: "
-                f"{mistakes[0]}",
-            )
+            kind = f"{document['kind']} in version {document['apiVersion']!r}"
+            raise Refused(400, "BadRequest", f"{kind} cannot be handled: strict decoding error: {mistakes[0]}")
         with self.store.lock:
             if self.store.get(resource, document["metadata"]["name"]):
                 raise Refused(409, "AlreadyExists", f'{resource} "{document["metadata"]["name"]}" already exists')
@@ -172,6 +147,10 @@ class Api:
         else:
             self.store.remove(resource, name)
         return {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success"}
+
+
+def _resource(name: str, singular: str, namespaced: bool, kind: str, verbs: list[str]) -> Object:
+    return {"name": name, "singularName": singular, "namespaced": namespaced, "kind": kind, "verbs": verbs}
 
 
 def serve(api: Api, address: str = "127.0.0.1") -> ThreadingHTTPServer:
@@ -222,12 +201,8 @@ class _Handler(BaseHTTPRequestHandler):
         resource, name = match["resource"], match["name"]
         sub, namespace = match["sub"] or "", match["namespace"] or "default"
         watching = query.get("watch") in ("true", "1")
-        verb = {
-            "GET": "get" if name else "watch" if watching else "list",
-            "POST": "create",
-            "DELETE": "delete",
-            "PATCH": "patch",
-        }[self.command]
+        verbs = {"POST": "create", "DELETE": "delete", "PATCH": "patch"}
+        verb = verbs.get(self.command, "get" if name else "watch" if watching else "list")
         api.requests.append(f"{verb} {resource}{'/' + sub if sub else ''}")
         api.authorise(verb, resource, sub, namespace)
         selector = query.get("labelSelector", "").replace("==", "=")
@@ -250,14 +225,8 @@ class _Handler(BaseHTTPRequestHandler):
             with api.store.lock:
                 items, version = api.store.all(resource, labels), api.store.version
             kind = RESOURCES[resource]
-            return self._json(
-                {
-                    "kind": f"{kind.kind}List",
-                    "apiVersion": kind.api_version,
-                    "metadata": {"resourceVersion": str(version)},
-                    "items": items,
-                }
-            )
+            about = {"kind": f"{kind.kind}List", "apiVersion": kind.api_version}
+            return self._json({**about, "metadata": {"resourceVersion": str(version)}, "items": items})
         raise Refused(405, "MethodNotAllowed", f"{verb} is not done here")
 
     def _json(self, document: Object, code: int = 200) -> None:
@@ -298,11 +267,8 @@ class _Handler(BaseHTTPRequestHandler):
         statuses = pod["status"].get("containerStatuses", [])
         if not statuses or "waiting" in statuses[0]["state"]:
             container = pod["spec"]["containers"][0]["name"]
-            raise Refused(
-                400,
-                "BadRequest",
-                f'container "{container}" in pod "{pod["metadata"]["name"]}" is waiting to start: ContainerCreating',
-            )
+            where = f'container "{container}" in pod "{pod["metadata"]["name"]}"'
+            raise Refused(400, "BadRequest", f"{where} is waiting to start: ContainerCreating")
         since = ["--since", query["sinceTime"]] if "sinceTime" in query else []
         follow = ["--follow"] if query.get("follow") == "true" else []
         stamped = query.get("timestamps") == "true"

@@ -49,19 +49,10 @@ class Cluster:
         server = f"http://127.0.0.1:{self.server.server_port}"
         servers = {"test": server, "dead": "http://127.0.0.1:9"}
         clusters = [{"name": name, "cluster": {"server": url}} for name, url in servers.items()]
-        contexts = [
-            {"name": CONTEXT, "context": {"cluster": "test", "user": "u"}},
-            {"name": "dead", "context": {"cluster": "dead", "user": "u"}},
-        ]
-        config = {
-            "apiVersion": "v1",
-            "kind": "Config",
-            "clusters": clusters,
-            "contexts": contexts,
-            "current-context": "dead",
-            "users": [{"name": "u"}],
-        }
-        path.write_text(yaml.safe_dump(config))
+        names = {CONTEXT: "test", "dead": "dead"}
+        contexts = [{"name": name, "context": {"cluster": to, "user": "u"}} for name, to in names.items()]
+        reached = {"clusters": clusters, "contexts": contexts, "current-context": "dead", "users": [{"name": "u"}]}
+        path.write_text(yaml.safe_dump({"apiVersion": "v1", "kind": "Config", **reached}))
         return path
 
     def add_pool(self, name: str, accelerator_type: str, *, spot: bool = False) -> None:

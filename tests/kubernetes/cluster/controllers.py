@@ -90,25 +90,17 @@ def _end(jobset: Object, state: str, reason: str, message: str) -> None:
 
 
 def _job_of(jobset: Object, replicated: Object, index: int, restarts: int) -> Object:
-    name = jobset["metadata"]["name"]
-    template = replicated["template"]
-    labels = {
-        JOBSET: name,
-        "jobset.sigs.k8s.io/replicatedjob-name": replicated["name"],
-        "jobset.sigs.k8s.io/job-index": str(index),
-        RESTARTS: str(restarts),
-    }
-    job: Object = {
-        "metadata": {
-            "name": f"{name}-{replicated['name']}-{index}",
-            "labels": {**template.get("metadata", {}).get("labels", {}), **labels},
-        },
-        "spec": {**template["spec"]},
-    }
-    pod = job["spec"]["template"]
+    name, template = jobset["metadata"]["name"], replicated["template"]
+    labels = {JOBSET: name, "jobset.sigs.k8s.io/replicatedjob-name": replicated["name"]}
+    labels |= {"jobset.sigs.k8s.io/job-index": str(index), RESTARTS: str(restarts)}
+    pod = template["spec"]["template"]
     pod["metadata"] = {**pod.get("metadata", {}), "labels": {**pod.get("metadata", {}).get("labels", {}), **labels}}
     pod["spec"]["subdomain"] = jobset["spec"].get("network", {}).get("subdomain", name)
-    return job
+    of_job = {**template.get("metadata", {}).get("labels", {}), **labels}
+    return {
+        "metadata": {"name": f"{name}-{replicated['name']}-{index}", "labels": of_job},
+        "spec": {**template["spec"]},
+    }
 
 
 def _delete_job(store: Store, job: Object) -> None:
@@ -210,23 +202,15 @@ def _judge(spec: Object, pod: Object) -> tuple[str, str]:
 
 
 def _pod_of(job: Object, index: int, webhook: bool) -> Object:
-    template = job["spec"]["template"]
-    name = job["metadata"]["name"]
+    template, name = job["spec"]["template"], job["metadata"]["name"]
     metadata = template.get("metadata", {})
     spec: Object = {**template["spec"], "hostname": f"{name}-{index}"}
     spec["containers"] = [_injected(container, job, index, webhook) for container in spec["containers"]]
     labels = {**metadata.get("labels", {}), INDEX: str(index), "batch.kubernetes.io/job-name": name, "job-name": name}
     owner = {"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": job["metadata"]["uid"], "controller": True}
-    return {
-        "metadata": {
-            "name": f"{name}-{index}-{secrets.token_hex(3)[:5]}",
-            "labels": labels,
-            "annotations": {**metadata.get("annotations", {}), INDEX: str(index)},
-            "ownerReferences": [owner],
-        },
-        "spec": spec,
-        "status": {"phase": "Pending"},
-    }
+    annotations = {**metadata.get("annotations", {}), INDEX: str(index)}
+    own = {"name": f"{name}-{index}-{secrets.token_hex(3)[:5]}", "labels": labels, "annotations": annotations}
+    return {"metadata": {**own, "ownerReferences": [owner]}, "spec": spec, "status": {"phase": "Pending"}}
 
 
 def _injected(container: Object, job: Object, index: int, webhook: bool) -> Object:

@@ -57,12 +57,9 @@ class Nodes:
             taints = [{"key": CONTAINER_DEVICES, "value": "present", "effect": "NoSchedule"}]
             if "cloud.google.com/gke-spot" in labels:
                 taints.append({"key": "cloud.google.com/gke-spot", "value": "true", "effect": "NoSchedule"})
-            node = {
-                "metadata": {"name": f"gke-{pool}-{index}", "labels": {POOL: pool, **labels}},
-                "spec": {"taints": taints},
-                "status": {"allocatable": {CONTAINER_DEVICES: str(chips)}},
-            }
-            self.store.create("nodes", node)
+            metadata = {"name": f"gke-{pool}-{index}", "labels": {POOL: pool, **labels}}
+            status = {"allocatable": {CONTAINER_DEVICES: str(chips)}}
+            self.store.create("nodes", {"metadata": metadata, "spec": {"taints": taints}, "status": status})
 
     def reconcile(self) -> None:
         pods = self.store.all("pods")
@@ -93,16 +90,12 @@ class Nodes:
 
     def preempt(self, pool: str, notice: int = 25) -> None:
         """Spot: the nodes are told, their pods have what is left of 30 s, and the nodes are gone."""
+        message = "Pod was terminated in response to imminent node shutdown."
         for node in self.store.all("nodes", {POOL: pool}):
             self.store.remove("nodes", node["metadata"]["name"])
             for pod in self.store.all("pods"):
                 if pod["spec"].get("nodeName") == node["metadata"]["name"] and pod["status"]["phase"] == "Running":
-                    self._disrupt(
-                        pod,
-                        "TerminationByKubelet",
-                        "Pod was terminated in response to imminent node shutdown.",
-                        status_reason="Terminated",
-                    )
+                    self._disrupt(pod, "TerminationByKubelet", message, status_reason="Terminated")
                     self._stopping.add(pod["metadata"]["uid"])
                     self._aside(self._stop, pod, min(notice, pod["spec"]["terminationGracePeriodSeconds"]))
 
@@ -130,42 +123,27 @@ class Nodes:
     def _schedule(self, pod: Object) -> None:
         spec = pod["spec"]
         wanted = int(spec["containers"][0].get("resources", {}).get("limits", {}).get(CONTAINER_DEVICES, 0))
-        others = [
-            each
-            for each in self.store.all("pods")
-            if each["status"]["phase"] in ("Pending", "Running") and "nodeName" in each["spec"]
-        ]
+        alive = [each for each in self.store.all("pods") if each["status"]["phase"] in ("Pending", "Running")]
+        others = [each for each in alive if "nodeName" in each["spec"]]
         job = pod["metadata"]["labels"]["job-name"]
         siblings = [each for each in others if each["metadata"]["labels"]["job-name"] == job]
         nodes = self.store.all("nodes")
-        matching = [
-            node
-            for node in nodes
-            if spec.get("nodeSelector", {}).items() <= node["metadata"]["labels"].items() and _tolerated(spec, node)
-        ]
+        selector = spec.get("nodeSelector", {}).items()
+        selected = [node for node in nodes if selector <= node["metadata"]["labels"].items()]
+        matching = [node for node in selected if _tolerated(spec, node)]
         busy = {each["spec"]["nodeName"] for each in others}
-        free = [
-            node
-            for node in matching
-            if node["metadata"]["name"] not in busy and int(node["status"]["allocatable"][CONTAINER_DEVICES]) == wanted
-        ]
+        idle = [node for node in matching if node["metadata"]["name"] not in busy]
+        free = [node for node in idle if int(node["status"]["allocatable"][CONTAINER_DEVICES]) == wanted]
         if siblings:  # exclusive topology
-            pools = {
-                node["metadata"]["labels"][POOL]
-                for node in nodes
-                if node["metadata"]["name"] in {each["spec"]["nodeName"] for each in siblings}
-            }
+            theirs = {each["spec"]["nodeName"] for each in siblings}
+            pools = {node["metadata"]["labels"][POOL] for node in nodes if node["metadata"]["name"] in theirs}
             free = [node for node in free if node["metadata"]["labels"][POOL] in pools]
         name = pod["metadata"]["name"]
         if free:
             self._update(name, lambda each: each["spec"].update(nodeName=free[0]["metadata"]["name"]))
             self._update(name, lambda each: set_condition(each, "PodScheduled", "", ""))
             return
-        why = (
-            f"{len(nodes) - len(matching)} node(s) didn't match Pod's node affinity/selector"
-            if len(matching) < len(nodes)
-            else ""
-        )
+        why = f"{len(nodes) - len(matching)} node(s) didn't match Pod's node affinity/selector"
         if matching:
             why = f"{len(matching)} Insufficient {CONTAINER_DEVICES}"
         message = f"0/{len(nodes)} nodes are available: {why}." if nodes else "no nodes available to schedule pods"
@@ -183,14 +161,8 @@ class Nodes:
             return
         started = subprocess.run([self.docker, "start", name], capture_output=True, text=True, timeout=120)
         if started.returncode:
-            state = {
-                "exitCode": 128,
-                "reason": "StartError",
-                "message": started.stderr.strip(),
-                "startedAt": None,
-                "finishedAt": now(),
-            }
-            self._status(pod, "Failed", {"terminated": state})
+            state = {"exitCode": 128, "reason": "StartError", "message": started.stderr.strip()}
+            self._status(pod, "Failed", {"terminated": {**state, "startedAt": None, "finishedAt": now()}})
             return
         begun = json.loads(self.engine("inspect", name))[0]["State"]["StartedAt"]
         self._status(pod, "Running", {"running": {"startedAt": begun}})
@@ -208,10 +180,8 @@ class Nodes:
         assert spec["restartPolicy"] == "Never"
         image = self.images.get(container["image"])
         if image is None:
-            raise CanNotStart(
-                "ImagePullBackOff",
-                f'Back-off pulling image "{container["image"]}": failed to resolve reference: not found',
-            )
+            message = f'Back-off pulling image "{container["image"]}": failed to resolve reference: not found'
+            raise CanNotStart("ImagePullBackOff", message)
         arguments = ["--label", self.label, "--network", self.network, "--hostname", spec["hostname"]]
         if "subdomain" in spec and self.store.get("services", spec["subdomain"]):
             arguments += ["--network-alias", f"{spec['hostname']}.{spec['subdomain']}"]
@@ -279,16 +249,8 @@ class Nodes:
 
     def _status(self, pod: Object, phase: str, state: dict[str, Any]) -> None:
         container = pod["spec"]["containers"][0]
-        statuses = [
-            {
-                "name": container["name"],
-                "image": container["image"],
-                "imageID": container["image"],
-                "ready": phase == "Running",
-                "state": state,
-            }
-        ]
-        news = {"phase": phase, "containerStatuses": statuses}
+        status = {"name": container["name"], "image": container["image"], "imageID": container["image"]}
+        news = {"phase": phase, "containerStatuses": [{**status, "ready": phase == "Running", "state": state}]}
         self._update(pod["metadata"]["name"], lambda each: each["status"].update(news))
 
     def _stop(self, pod: Object, grace: int) -> None:
