@@ -44,17 +44,14 @@ SPECIAL = ["[CLS]", "[SEP]", "<unk>", "<pad>", "[MASK]"]
 def write_tokenizer(folder: Path) -> str:
     """A tokenizer.json of a few words. Returns its hash."""
     words = [*SPECIAL, *(f"w{number}" for number in range(VOCABULARY - len(SPECIAL)))]
+    vocabulary = {word: index for index, word in enumerate(words)}
     flags = {"special": True, **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)}
     content = {
         "version": "1.0",
         **dict.fromkeys(("truncation", "padding", "normalizer", "post_processor", "decoder")),
         "added_tokens": [{"id": index, "content": token, **flags} for index, token in enumerate(SPECIAL)],
         "pre_tokenizer": {"type": "WhitespaceSplit"},
-        "model": {
-            "type": "WordLevel",
-            "vocab": {word: index for index, word in enumerate(words)},
-            "unk_token": "<unk>",
-        },
+        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<unk>"},
     }
     folder.mkdir(parents=True)
     for name, data in tokenizers.files(json.dumps(content).encode()).items():
@@ -75,29 +72,16 @@ def write_dataset(folder: Path, tokenizer_hash: str, records: int, seed: int) ->
 
 def document(folder: Path, **changes: Any) -> dict[str, Any]:
     """A configuration as a plain value; `changes` are dotted keys with `__` for the dot."""
+    speed = {"learning_rate": 0.003, "warmup_steps": 2, "dropout": 0.1}
     value: dict[str, Any] = {
         "seed": 1,
         "task": "mlm",
         "model": {"name": "bert-tiny", "hidden_size": 32, "layers": 2, "heads": 2, "max_positions": SEQUENCE},
-        "data": {
-            "train": str(folder / "train"),
-            "evaluation": str(folder / "evaluation"),
-            "tokenizer": str(folder / "tokenizer"),
-        },
-        "train": {
-            "steps": 12,
-            "global_batch_size": 8,
-            "learning_rate": 0.003,
-            "warmup_steps": 2,
-            "log_every": 1,
-            "dropout": 0.1,
-        },
-        "checkpoint": {
-            "every_steps": 4,
-            "keep_last": 3,
-            "stop_seconds": 200,
-        },  # a loaded machine compiles for longer than Spot waits
-        "rendezvous": {"start_seconds": 600, "seconds": 60},  # it imports for as long, too
+        "data": {name: str(folder / name) for name in ("train", "evaluation", "tokenizer")},
+        "train": {"steps": 12, "global_batch_size": 8, "log_every": 1, **speed},
+        # A loaded machine compiles for longer than Spot waits, and imports for as long, too.
+        "checkpoint": {"every_steps": 4, "keep_last": 3, "stop_seconds": 200},
+        "rendezvous": {"start_seconds": 600, "seconds": 60},
         "output": str(folder / "runs"),
     }
     for dotted, change in changes.items():
@@ -111,17 +95,10 @@ def document(folder: Path, **changes: Any) -> dict[str, Any]:
 
 def labelled_document(folder: Path, task: str, /, **changes: Any) -> dict[str, Any]:
     """`document` of a task over labelled rows of at most LONGEST tokens."""
-    own = {
-        "task": task,
-        "model": {"name": "bert-tiny", "hidden_size": 32, "layers": 1, "heads": 2, "max_positions": LONGEST},
-        "train__steps": 60,
-        "train__global_batch_size": 16,
-        "train__learning_rate": 0.01,
-        "train__strict": True,
-        "checkpoint__every_steps": 20,
-        "evaluation__every": 30,
-    }
-    return document(folder, **{**own, **changes})
+    model = {"name": "bert-tiny", "hidden_size": 32, "layers": 1, "heads": 2, "max_positions": LONGEST}
+    speed = {"train__global_batch_size": 16, "train__learning_rate": 0.01, "train__strict": True}
+    steps = {"train__steps": 60, "checkpoint__every_steps": 20, "evaluation__every": 30}
+    return document(folder, **{"task": task, "model": model, **speed, **steps, **changes})
 
 
 def labelled_shards(folder: Path, task: str, train: Path, evaluation: Path, *options: str) -> Result:
@@ -231,15 +208,24 @@ def process(
     config: Path, out: Path, environment: Mapping[str, str], home: Path | None, prefix: Sequence[str]
 ) -> subprocess.Popen[str]:
     """`tpu-train train CONFIG` as a process of its own."""
+    command = [*prefix, sys.executable, "-m", "training.cli", "train", str(config)]
     with out.open("w") as log:
-        return subprocess.Popen(
-            [*prefix, sys.executable, "-m", "training.cli", "train", str(config)],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=home,
-            env=environment,
-        )
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, text=True, cwd=home, env=environment)
+
+
+def trained(
+    folder: Path, run_id: str, config: dict[str, Any], hosts: int = 1, *, seconds: float = 600, **options: Any
+) -> dict[str, Any]:
+    """The summary of a run whose hosts must all end with 0. `options`: those of `start`."""
+    started = start(folder, run_id, config, hosts, **options)
+    assert [host.finish(seconds) for host in started] == [0] * hosts, "\n".join(host.text() for host in started)
+    return summary(folder, run_id)
+
+
+def require_same_bits(ours: dict[str, Any], theirs: dict[str, Any], *more: str) -> None:
+    """Of two summaries. `more`: further keys that must be equal."""
+    for key in ("first_loss", "last_loss", "eval_loss", "final_weights_crc32c", *more):
+        assert ours[key] == theirs[key], f"{key}: {ours[key]}, expected {theirs[key]}"
 
 
 def summary(folder: Path, run_id: str) -> dict[str, Any]:

@@ -102,8 +102,7 @@ def train_beside_a_plain_loop(folder: Path, run_id: str, plain: Any, **changes: 
     perplexities within 2 %. Returns the perplexities of the first batch and of the evaluation."""
     exact = {"train__schedule": "constant", "train__warmup_steps": 0, "train__clip_norm": None}
     config = document(folder, train__steps=60, train__weight_decay=0, **exact, **changes)
-    hosts = small_runs.start(folder, run_id, config, hosts=2)
-    assert [host.finish() for host in hosts] == [0, 0], hosts[0].text() + hosts[1].text()
+    summary = small_runs.trained(folder, run_id, config, hosts=2)
 
     task = open_task(from_document(Document("test", config, {})), small_runs.this_host())
     trained = [parameter for parameter in plain.parameters() if parameter.requires_grad]
@@ -119,7 +118,7 @@ def train_beside_a_plain_loop(folder: Path, run_id: str, plain: Any, **changes: 
     with torch.no_grad():
         losses, counts = zip(*(plain_sums(plain, batch.arrays) for batch in task.evaluation_batches()), strict=True)
     assert small_runs.losses(folder, run_id)[:20] == pytest.approx(theirs[:20], rel=1e-5)
-    perplexity = float(small_runs.summary(folder, run_id)["eval_perplexity"])
+    perplexity = float(summary["eval_perplexity"])
     assert perplexity == pytest.approx(math.exp(float(sum(losses)) / sum(counts)), rel=0.02)
     return math.exp(theirs[0]), perplexity
 
@@ -191,9 +190,8 @@ def test_frozen_parameters_stay(folder: Path, trained: dict[str, Any]) -> None:
     changes = {"model": {"path": trained["model"]}, "train__steps": 2, "train__freeze": ["model.layers.0.*"]}
     summary = small_runs.train_here(document(folder, **changes, checkpoint__every_steps=None), "frozen")
     before, after = (load_file(Path(place["model"]) / "model.safetensors") for place in (trained, summary))
-    assert {name for name in before if torch.equal(before[name], after[name])} == {
-        name for name in before if name.startswith("model.layers.0.")
-    }
+    frozen = {name for name in before if name.startswith("model.layers.0.")}
+    assert {name for name in before if torch.equal(before[name], after[name])} == frozen
 
 
 def test_only_answers_of_chats_are_learnt(folder: Path, tmp_path: Path) -> None:

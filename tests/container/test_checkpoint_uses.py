@@ -18,14 +18,9 @@ from training.errors import StopRequested
 SMALL = {"model__hidden_size": 16}  # programs of its own: another module of this process counts compilations
 # Too fast to converge: the loss of the evaluation goes up and down.
 WILD = {
-    **SMALL,
-    "train__learning_rate": 0.3,
-    "train__schedule": "constant",
-    "train__steps": 16,
-    "evaluation__every": 2,
-    "checkpoint__every_steps": 4,
-    "checkpoint__keep_last": 1,
-}
+    **SMALL, "train__learning_rate": 0.3, "train__schedule": "constant", "train__steps": 16, "evaluation__every": 2,
+    "checkpoint__every_steps": 4, "checkpoint__keep_last": 1,
+}  # fmt: skip
 BEST = {**WILD, "checkpoint__best": {"metric": "loss", "mode": "min"}}
 
 
@@ -82,10 +77,8 @@ def test_early_stopping_ends_with_the_best_model_through_stops_and_on_all_hosts(
         attempt, stops = attempt + 1, stops + 1
     continued = run(folder, "early-stopped", attempt=attempt, **early)
     again = run(folder, "early-stopped", attempt=attempt + 1, **early)
-    for summary in (continued, again):
-        assert [summary[key] for key in ("steps", "best", "final_weights_crc32c")] == [
-            undisturbed[key] for key in ("steps", "best", "final_weights_crc32c")
-        ]
+    for key in ("steps", "best", "final_weights_crc32c"):
+        assert continued[key] == again[key] == undisturbed[key]
     assert (Path(again["model"]) / "model.safetensors").read_bytes() == model
 
     hosts = small_runs.start(folder, "early-hosts", document, hosts=2)

@@ -59,13 +59,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def document(folder: Path, **changes: Any) -> dict[str, Any]:
-    own = {
-        "seed": 3,  # with most seeds it learns in so few steps
-        "train__steps": 40,
-        "train__global_batch_size": 8,
-        "checkpoint__every_steps": 10,
-        "evaluation__every": 20,
-    }
+    steps = {"train__steps": 40, "checkpoint__every_steps": 10, "evaluation__every": 20}
+    own = {"seed": 3, "train__global_batch_size": 8, **steps}  # with most seeds it learns in so few steps
     return small_runs.labelled_document(folder, "classification", **{**own, **changes})
 
 
@@ -84,9 +79,8 @@ def test_it_learns(undisturbed: dict[str, Any], folder: Path) -> None:
     assert undisturbed["eval_accuracy"] == told[-1] > 0.9
     assert undisturbed["eval_weighted_f1"] == pytest.approx(undisturbed["eval_accuracy"], abs=0.05)
     assert undisturbed["last_loss"] < undisturbed["first_loss"] / 2
-    assert (undisturbed["eval_accuracy"] * 37) == pytest.approx(
-        round(undisturbed["eval_accuracy"] * 37)
-    )  # over exactly the 37 examples
+    right = undisturbed["eval_accuracy"] * 37
+    assert right == pytest.approx(round(right)), "over exactly the 37 examples"
 
 
 def test_the_confusion_matrix_is_a_picture_and_in_the_report(undisturbed: dict[str, Any], folder: Path) -> None:

@@ -26,12 +26,10 @@ def hub() -> Iterator[DownloadHub]:
 def test_a_run_starts_from_a_name_on_the_hub(folder: Path, hub: DownloadHub) -> None:
     environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(folder / "cache")}
     first = small_runs.document(folder, train__steps=8, checkpoint__every_steps=None)
-    assert small_runs.start(folder, "first", first)[0].finish() == 0
+    before = small_runs.trained(folder, "first", first)
     hub.files = {file.name: file.read_bytes() for file in (folder / "runs" / "first" / "model").iterdir()}
     second = {**first, "model": {"path": "org/model"}, "data": {**first["data"], "tokenizer": "org/model"}}
-    [host] = small_runs.start(folder, "second", second, **environment)
-    assert host.finish() == 0, host.text()
-    before, after = small_runs.summary(folder, "first"), small_runs.summary(folder, "second")
+    after = small_runs.trained(folder, "second", second, **environment)
     assert after["first_loss"] < before["first_loss"] - 0.3, "it goes on from the trained weights"
     assert {file.name for file in (folder / "runs" / "second" / "model").iterdir()} == hub.files.keys()
 
@@ -42,18 +40,9 @@ def test_a_model_that_the_hub_does_not_give_is_named_with_what_to_do(folder: Pat
         "try: hub_names.model_folder(sys.argv[1])\nexcept errors.BadInput as error: print(error)"
     )
     for endpoint in (hub.url, "http://127.0.0.1:9"):  # not there; no Hub there
-        ended = subprocess.run(
-            [sys.executable, "-c", program, "org/other"],
-            env={
-                "PATH": "",
-                "PYTHONPATH": ":".join(sys.path),
-                "HF_ENDPOINT": endpoint,
-                "HF_HOME": str(folder / "cache"),
-            },
-            capture_output=True,
-            text=True,
-            timeout=600,
-        )
+        environment = {"PYTHONPATH": ":".join(sys.path), "HF_ENDPOINT": endpoint, "HF_HOME": str(folder / "cache")}
+        command = [sys.executable, "-c", program, "org/other"]
+        ended = subprocess.run(command, env={"PATH": "", **environment}, capture_output=True, text=True, timeout=600)
         assert ended.stdout.startswith(
             "model.path org/other: there is no such folder, and the Hub did not give a model of that name: "
         ), ended.stderr

@@ -13,20 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.container.test_family_parity import LENGTH, VOCABULARY, batch, documents, write_model
+from tests.container.test_family_parity import LENGTH, VOCABULARY, batch, documents, open_network
 from tests.nightly import others_at_night
 from tests.xla_flags import COMPILE_FAST
 from training.backends.torch_xla import internals
 from training.backends.torch_xla.sharding import DataParallel
 from training.backends.torch_xla.splash import splash_attention
-from training.config import Model
 from training.distributed.cluster import Cluster
 from training.errors import BadInput
 from training.models.families import LONG_ATTENTION
-from training.models.hugging_face import ModelRequirements
 from training.models.torch import long_attention
 from training.models.torch.long_attention import Scores, attend, choose_attention, loop_in_python
-from training.models.torch.network import build
 from training.registry import TASKS, load
 
 os.environ.setdefault("XLA_FLAGS", COMPILE_FAST)  # read at torch_xla's first program
@@ -99,16 +96,10 @@ def test_loops_of_xla_and_the_kernel_give_the_same(window: tuple[int | None, int
     require_close(ours, theirs, 2e-2)  # bf16 has 8 bits
 
 
-def opened(folder: Path, task: str, family: str) -> Any:
-    labels = None if task in ("mlm", "causal-lm") else ("a", "b", "c")
-    needs = ModelRequirements(VOCABULARY, 0, LENGTH, TASKS[task].head, labels)
-    return build(Model(path=write_model(folder, task, family)), needs, dropout=0.0, seed=1)
-
-
 @pytest.mark.parametrize("family", others_at_night(LONG_ATTENTION, ("llama", "gemma2", "modernbert")))
 def test_a_family_trains_as_with_its_own_attention_and_documents_stay_apart(tmp_path: Path, family: str) -> None:
     for task in ("mlm", "classification") if family == "modernbert" else ("causal-lm",):
-        network, sums = opened(tmp_path, task, family), load(TASKS[task].torch)
+        network, sums = open_network(tmp_path, task, family), load(TASKS[task].torch)
         rows = {name: torch.from_numpy(array) for name, array in batch(task, 0).items()}
         found = []
         for wanted in ("plain", "blocks"):
@@ -131,7 +122,7 @@ def test_a_family_trains_as_with_its_own_attention_and_documents_stay_apart(tmp_
 
 
 def test_attention_is_chosen_by_length_and_refused_in_one_line(tmp_path: Path) -> None:
-    network = opened(tmp_path, "causal-lm", "llama")
+    network = open_network(tmp_path, "causal-lm", "llama")
     choose: Any = partial(choose_attention, network, loop=loop_in_python, kernel="no TPU")
     assert choose(None, 2047) is None
     assert choose("plain", 8192) is None

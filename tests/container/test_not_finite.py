@@ -4,25 +4,21 @@ from pathlib import Path
 
 import pytest
 
-from tests.container.poisoned_runs import (
-    assert_skip_leaves_the_state_alone,
-    assert_stop_commits_nothing_behind_it,
-    assert_two_hosts_skip_alike,
-)
+from tests.container import poisoned_runs
 
 
 def test_a_skipped_step_leaves_the_state_bit_for_bit(tmp_path: Path) -> None:
-    assert_skip_leaves_the_state_alone(tmp_path, "torch-xla", 1e19)
+    poisoned_runs.assert_skip_leaves_the_state_alone(tmp_path, "torch-xla", 1e19)
 
 
 def test_a_loss_that_overflows_is_skipped_too(tmp_path: Path) -> None:
-    assert_skip_leaves_the_state_alone(tmp_path, "torch-xla", 1e30)
+    poisoned_runs.assert_skip_leaves_the_state_alone(tmp_path, "torch-xla", 1e30)
 
 
 def test_nothing_is_committed_after_an_infinite_gradient(tmp_path: Path) -> None:
-    assert_stop_commits_nothing_behind_it(tmp_path, "torch-xla", 1e19)
+    poisoned_runs.assert_stop_commits_nothing_behind_it(tmp_path, "torch-xla", 1e19)
 
 
 @pytest.mark.nightly
 def test_two_hosts_skip_the_same_update(tmp_path: Path) -> None:
-    assert_two_hosts_skip_alike(tmp_path, "torch-xla")
+    poisoned_runs.assert_two_hosts_skip_alike(tmp_path, "torch-xla")

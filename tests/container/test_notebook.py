@@ -20,13 +20,9 @@ from training.telemetry.metrics import read_history
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SETTINGS = [
-    "model={name: bert-tiny, hidden_size: 32, layers: 1, heads: 2, max_positions: 96}",
-    "train.steps=12",
-    "train.warmup_steps=2",
-    "train.global_batch_size=8",
-    "train.learning_rate=0.01",
-    "evaluation.batch_size=8",
-]
+    "model={name: bert-tiny, hidden_size: 32, layers: 1, heads: 2, max_positions: 96}", "train.steps=12",
+    "train.warmup_steps=2", "train.global_batch_size=8", "train.learning_rate=0.01", "evaluation.batch_size=8",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +58,8 @@ def test_every_cell_runs_and_the_command_gives_the_same_bits(folder: Path) -> No
     notebook.cells = [cell for cell in notebook.cells if "install" not in tags(cell)]  # the image has it all
     [parameters] = [cell for cell in notebook.cells if "parameters" in tags(cell)]
     parameters.source += f"\nsettings = {SETTINGS!r}\nquery = 'w110 w120 w130 w140'"
-    NotebookClient(
-        notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
-    ).execute()
+    place = {"metadata": {"path": str(folder)}}
+    NotebookClient(notebook, timeout=600, kernel_name="python3", resources=place).execute()
     printed = [text_of(cell) for cell in notebook.cells if cell.cell_type == "code"]
     assert "64 records of 16 tokens" in printed[2], printed[2]
     assert "weighted F1" in printed[-2], printed[-2]

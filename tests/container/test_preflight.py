@@ -87,12 +87,8 @@ def small_runs_shapes(width: int) -> list[tuple[int, ...]]:
     from training.models.hugging_face import ModelRequirements
     from training.models.torch.network import build
 
-    network = build(
-        Model(name="bert-tiny", hidden_size=width, layers=2, heads=2, max_positions=32),
-        ModelRequirements(vocabulary=200, pad=3, sequence_length=32),
-        dropout=0.1,
-        seed=1,
-    )
+    model = Model(name="bert-tiny", hidden_size=width, layers=2, heads=2, max_positions=32)
+    network = build(model, ModelRequirements(vocabulary=200, pad=3, sequence_length=32), dropout=0.1, seed=1)
     return [tuple(value.shape) for value in network.parameters()]
 
 
@@ -324,9 +320,8 @@ def test_a_model_whose_program_depends_on_data_ends_with_3(folder: Path) -> None
         "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64,
         "attention_window": 8,
     }  # fmt: skip
-    LongformerForMaskedLM(
-        LongformerConfig(**small, vocab_size=200, pad_token_id=3, max_position_embeddings=40)
-    ).save_pretrained(folder / "longformer")
+    config = LongformerConfig(**small, vocab_size=200, pad_token_id=3, max_position_embeddings=40)
+    LongformerForMaskedLM(config).save_pretrained(folder / "longformer")
     answer = preflight(folder, "--accelerator", "v4-8", name="own", model={"path": str(folder / "longformer")})
     assert answer.code == 3, answer.text
     assert "depends on the values of a tensor, not on its shape alone" in answer.text

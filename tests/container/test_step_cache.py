@@ -76,12 +76,10 @@ def count_traces(backend: Any) -> Iterator[list[str]]:
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "accumulation, bf16, remat, skip": {
-        "train__gradient_accumulation": 2,
-        "train__precision": "bf16",
-        "train__remat": "layers",
+        "train__gradient_accumulation": 2, "train__precision": "bf16", "train__remat": "layers",
         "train__on_nonfinite": "skip",
     },
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", others_at_night(CASES, set(CASES) - {"plain"}))

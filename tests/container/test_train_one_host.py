@@ -44,9 +44,8 @@ def test_a_run_learns_evaluates_and_runs_nothing_of_a_step_on_the_host(undisturb
 def test_a_step_and_an_evaluation_are_one_program_each(folder: Path) -> None:
     own = {"train__global_batch_size": 11}  # no other test in this process has compiled for such a batch
     assert run(folder, "programs", evaluation__every=5, **own)["compilations"] == 2
-    assert (
-        run(folder, "programs-again", evaluation__every=3, **own)["compilations"] == 0
-    )  # the process has them already
+    # The process has them already.
+    assert run(folder, "programs-again", evaluation__every=3, **own)["compilations"] == 0
 
 
 def test_another_seed_gives_other_weights(undisturbed: dict[str, Any], folder: Path) -> None:
@@ -70,8 +69,7 @@ def test_a_resumed_run_gives_the_same_bits(undisturbed: dict[str, Any], folder: 
     with pytest.raises(StopRequested, match="committed"):
         run(folder, name, small_runs.StopAfter(steps), evaluation__every=5)
     resumed = run(folder, name, attempt=1, evaluation__every=5)
-    for key in ("first_loss", "last_loss", "eval_loss", "final_weights_crc32c"):
-        assert resumed[key] == undisturbed[key]
+    small_runs.require_same_bits(resumed, undisturbed)
     assert small_runs.losses(folder, name) != []
 
 
@@ -129,12 +127,9 @@ def test_checkpoint_and_model_folder_have_the_figures_of_the_run(undisturbed: di
     for place in (str(folder / "runs" / "undisturbed"), undisturbed["model"]):
         found = evaluated(folder, place)
         assert found.examples == 19
-        assert {f"eval_{name}": value for name, value in found.figures.items()} == {
-            name: value for name, value in told[12].items() if name != "step"
-        }
-    by_nine = evaluated(
-        folder, undisturbed["model"], evaluation__batch_size=9
-    )  # other batches: other sums of the same addends
+        assert {f"eval_{name}": value for name, value in found.figures.items()} | {"step": 12} == told[12]
+    # Other batches: other sums of the same addends.
+    by_nine = evaluated(folder, undisturbed["model"], evaluation__batch_size=9)
     assert by_nine.figures["loss"] == pytest.approx(told[12]["eval_loss"], rel=1e-6)
     assert by_nine.figures["accuracy"] == pytest.approx(told[12]["eval_accuracy"], rel=1e-6)
     earlier = evaluated(folder, str(folder / "runs" / "undisturbed"), 8)
@@ -173,8 +168,7 @@ def test_a_batch_in_pieces_has_the_losses_of_the_whole(tmp_path: Path, monkeypat
     norms = []
     for pieces in (1, 4):
         config["train"]["gradient_accumulation"] = pieces
-        [host] = small_runs.start(folder, f"in-{pieces}", config, hosts=1)
-        assert host.finish(300) == 0, host.text()
+        small_runs.trained(folder, f"in-{pieces}", config, seconds=300)
         lines = metrics.read_history(str(folder / "runs" / f"in-{pieces}"))
         norms.append([line["gradient_norm"] for line in lines if "gradient_norm" in line])
     assert len(norms[0]) == 4

@@ -19,9 +19,7 @@ def finish(hosts: list[small_runs.Host], seconds: float = 600) -> list[int]:
 
 @pytest.fixture(scope="module")
 def undisturbed(folder: Path) -> dict[str, Any]:
-    hosts = small_runs.start(folder, "undisturbed", small_runs.document(folder, **LONG), hosts=2)
-    assert finish(hosts) == [0, 0], hosts[0].text() + hosts[1].text()
-    return small_runs.summary(folder, "undisturbed")
+    return small_runs.trained(folder, "undisturbed", small_runs.document(folder, **LONG), hosts=2)
 
 
 def test_two_hosts_report_one_run(undisturbed: dict[str, Any]) -> None:
@@ -63,10 +61,8 @@ def test_stopped_killed_and_continued_equals_undisturbed(undisturbed: dict[str, 
     assert hosts[1].finish(20) == Exit.LOST_PEER
     assert "host 0 is gone" in hosts[1].text()
 
-    assert finish(small_runs.start(folder, "disturbed", config, hosts=2, attempt=4)) == [0, 0]
-    disturbed = small_runs.summary(folder, "disturbed")
-    for key in ("first_loss", "last_loss", "eval_loss", "final_weights_crc32c"):
-        assert disturbed[key] == undisturbed[key]
+    disturbed = small_runs.trained(folder, "disturbed", config, hosts=2, attempt=4)
+    small_runs.require_same_bits(disturbed, undisturbed)
 
 
 def test_hosts_with_different_configurations_are_told_apart(folder: Path) -> None:

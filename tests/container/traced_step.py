@@ -27,14 +27,13 @@ def describe(path: str, name: str) -> dict[str, Any]:
     sizes = [_bytes(shape) for shape in re.findall(r"%arg\d+: tensor<([^>]*)>", inputs)]
     compiled = compile_program(traced.program, target).text
     local = re.search(r"entry_computation_layout=\{.*->\((.*)\)\}", compiled)
+    dimensions = re.findall(r"[a-z]\w*\[([\d,]*)\]", local.group(1).replace(" ", ""))
     return {
         "overwritten": [int(number) for number in re.findall(r"\{\d+\}: \((\d+), \{\}, may-alias\)", compiled)],
         "donated_bytes": sum(sizes[number] for number in traced.program.donated),
         "resident_bytes": traced.resident_bytes,
         "output_shapes": [shape.rpartition("x")[0] for shape in re.findall(r"tensor<([^>]*)>", outputs)],
-        "local_output_shapes": [
-            dims.replace(",", "x") for dims in re.findall(r"[a-z]\w*\[([\d,]*)\]", local.group(1).replace(" ", ""))
-        ],
+        "local_output_shapes": [dims.replace(",", "x") for dims in dimensions],
         "free_outputs": _free_outputs(text),
         "exact_products": len(re.findall(r"dot_general.*HIGHEST, HIGHEST", text)),
         "products": text.count("stablehlo.dot_general"),

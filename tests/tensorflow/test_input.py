@@ -2,6 +2,7 @@
 
 import functools
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,9 @@ from training.data.formats.dataset import Dataset
 from training.data.formats.tfrecord import Corrupt
 from training.data.loading import labelled_batches, mlm_batches
 from training.data.loading.record_source import HostSlice
+from training.data.prepare import labelled_rows
 from training.data.prepare.dataset_writer import DatasetPlan
-from training.data.prepare.labelled_rows import (
-    ClassLabels,
-    FloatLabels,
-    LabelKind,
-    LabelSets,
-    TokenLabels,
-    write_labelled_rows,
-)
+from training.data.prepare.labelled_rows import ClassLabels, FloatLabels, LabelKind, LabelSets, TokenLabels
 from training.data.prepare.mixture import write_mixture
 from training.data.sampling import order
 from training.data.sampling.masking import Masking, SpecialTokens
@@ -79,16 +74,12 @@ def labelled(counts: tuple[int, ...], labels: LabelKind = CLASSES, has_pairs: bo
         places = [np.arange(len(row)) for row in rows]
         return [np.stack([row, np.where(place % 2, -1, place // 2)]) for row, place in zip(rows, places, strict=True)]
 
-    return write_labelled_rows(
-        tempfile.mkdtemp(),
-        plan,
-        (4, 8, 16),
-        labels,
-        lambda: ((str(number), label if labels.is_list else label[0]) for number, (_, label) in enumerate(texts)),
-        encode,
-        TOKENS.pad,
-        has_pairs=has_pairs,
-    ).dataset
+    def rows() -> Iterator[tuple[str, Any]]:
+        for number, (_, label) in enumerate(texts):
+            yield str(number), label if labels.is_list else label[0]
+
+    write, lengths = labelled_rows.write_labelled_rows, (4, 8, 16)
+    return write(tempfile.mkdtemp(), plan, lengths, labels, rows, encode, TOKENS.pad, has_pairs=has_pairs).dataset
 
 
 def assert_same(ours: Any, theirs: dict[str, Any]) -> None:

@@ -6,7 +6,6 @@ Starts three processes, the last of them a training of a minute at most on two l
 """
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -35,17 +34,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_public_recipe_ends_with_a_model_that_fills_masks(folder: Path) -> None:
-    config: dict[str, Any] = small_runs.document(
-        folder,
-        backend="tensorflow",
-        model={"name": "bert-tiny", "hidden_size": 64, "layers": 2, "heads": 2, "max_positions": 32},
-        train={"steps": STEPS, "global_batch_size": 32, "learning_rate": 0.003, "warmup_steps": 10, "strict": True},
-        checkpoint={},
-    )
+    model = {"name": "bert-tiny", "hidden_size": 64, "layers": 2, "heads": 2, "max_positions": 32}
+    train = {"steps": STEPS, "global_batch_size": 32, "learning_rate": 0.003, "warmup_steps": 10, "strict": True}
+    config = small_runs.document(folder, backend="tensorflow", model=model, train=train, checkpoint={})
     assert all(NAME.match(path.name) for path in (folder / "train").iterdir())
-    [host] = small_runs.start(folder, "wiki", config, CPU_NUM_DEVICES="2")
-    assert host.finish(280) == 0, host.text()
-    found = small_runs.summary(folder, "wiki")
+    found = small_runs.trained(folder, "wiki", config, seconds=280, CPU_NUM_DEVICES="2")
     assert (found["devices"], found["steps"]) == (2, STEPS)
     assert found["last_loss"] < found["first_loss"] - 1
 

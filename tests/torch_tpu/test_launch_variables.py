@@ -49,13 +49,10 @@ def test_they_are_those_of_the_helper_but_for_the_ports(slice_: Accelerator) -> 
     addresses = tuple(f"10.{number >> 8}.{number & 255}.2" for number in range(slice_.hosts))
     for worker in sorted({0, slice_.hosts // 2, slice_.hosts - 1}):
         ours = rank_environments(Cluster(worker, addresses, slice_.name))[-1]
-        gke = {
-            "TPU_WORKER_HOSTNAMES": ",".join(addresses),
-            "JOB_COMPLETION_INDEX": str(worker),
-            "TORCH_TPU_TOPOLOGY": ",".join(map(str, (*slice_.topology, 1)[:3])),
-            "TORCH_TPU_DEVICES_PER_HOST": str(slice_.chips_per_host),
-        }
-        theirs = ask_helper(gke)
+        topology = ",".join(map(str, (*slice_.topology, 1)[:3]))
+        shape = {"TORCH_TPU_TOPOLOGY": topology, "TORCH_TPU_DEVICES_PER_HOST": str(slice_.chips_per_host)}
+        gke = {"TPU_WORKER_HOSTNAMES": ",".join(addresses), "JOB_COMPLETION_INDEX": str(worker)}
+        theirs = ask_helper({**gke, **shape})
         for name in SAME:
             assert ours[name] == theirs[name], name
         hosts = [[address.rpartition(":")[0] for address in each[ADDRESSES].split(",")] for each in (ours, theirs)]

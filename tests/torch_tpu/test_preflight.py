@@ -24,14 +24,9 @@ def preflight(folder: Path, slice_: str, **changes: Any) -> tuple[int, dict[str,
     """Returns (exit code, the slice's result or nothing, standard error)."""
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(small_runs.document(folder, backend="torch-tpu", **changes)))
-    ended = subprocess.run(
-        [sys.executable, "-m", "training.cli", "preflight", str(path), "--json", "--accelerator", slice_],
-        env={name: value for name, value in os.environ.items() if not name.startswith(("TPU_", "PJRT_"))},
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
+    command = [sys.executable, "-m", "training.cli", "preflight", str(path), "--json", "--accelerator", slice_]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("TPU_", "PJRT_"))}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False)
     [result] = json.loads(ended.stdout)["accelerators"] if ended.stdout else [{}]
     return ended.returncode, result, ended.stderr
 

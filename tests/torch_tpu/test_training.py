@@ -7,6 +7,7 @@ after a kill.
 import json
 import os
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,7 @@ SECONDS = 1000.0  # a busy machine compiles for minutes
 PRECISION = 1e-5  # relative: four processes add gradients up in another order than one
 
 
-def train(folder: Path, run_id: str, config: dict[str, Any], attempt: int = 0, **environment: str) -> dict[str, Any]:
-    (host,) = small_runs.start(folder, run_id, config, attempt=attempt, **environment)
-    assert host.finish(SECONDS) == 0, host.text()
-    return small_runs.summary(folder, run_id)
+train = partial(small_runs.trained, seconds=SECONDS)
 
 
 def pid_of_rank(parent: int, rank: int) -> int:
@@ -97,7 +95,6 @@ def test_stopped_killed_and_resumed_it_ends_with_the_same_bits_and_exports_a_mod
     assert "rank 2 was killed by SIGKILL (exit code 137)" in host.text()
     resumed = train(tmp_path, "disturbed", config, attempt=2)
     assert "going on from" in (tmp_path / "logs" / "disturbed.2.0.log").read_text()
-    for key in ("first_loss", "last_loss", "eval_loss", "final_weights_crc32c"):
-        assert resumed[key] == straight[key], key
+    small_runs.require_same_bits(resumed, straight)
     load = f"from transformers import BertForMaskedLM as M; M.from_pretrained({str(resumed['model'])!r})"
     run_python("-c", load, seconds=SECONDS)

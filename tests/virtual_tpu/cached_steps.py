@@ -22,13 +22,8 @@ def compare(folder: Path) -> dict[str, object]:
     with count_traces(backend) as traced:
         for number, batch in enumerate(batches):
             backend.step(number, batch.arrays, Signals()).result()
-    return {
-        "devices": backend.devices,
-        "same_results": results == traced_results,
-        "same_state": state == traced_state,
-        "traced": len(traced) == FIRST_TRACED,
-        "jax": "jax" in sys.modules,
-    }
+    same = {"same_results": results == traced_results, "same_state": state == traced_state}
+    return {"devices": backend.devices, **same, "traced": len(traced) == FIRST_TRACED, "jax": "jax" in sys.modules}
 
 
 if __name__ == "__main__":

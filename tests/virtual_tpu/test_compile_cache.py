@@ -47,12 +47,10 @@ def test_a_program_that_does_not_run_after_it_was_loaded_is_met_once(fault: str,
     folder, programs = small_runs.prepare(tmp_path / "data"), tmp_path / "programs"
     config = small_runs.document(folder, train__steps=4, model__layers=1, evaluation__at_end=False)
     environment = {"TPU_LAUNCH_COMPILE_CACHE": str(programs), "TPU_ACCELERATOR_TYPE": "v5litepod-1"}
-    (host,) = small_runs.start(folder, "first", config, **environment)
-    assert host.finish(SECONDS) == 0, host.text()
+    first = small_runs.trained(folder, "first", config, seconds=SECONDS, **environment)
     (entry,) = programs.iterdir()
-    (host,) = small_runs.start(folder, "proved", config, **environment)
-    assert host.finish(SECONDS) == 0, host.text()
-    assert small_runs.summary(folder, "proved")["programs_from_cache"] == 1
+    proved = small_runs.trained(folder, "proved", config, seconds=SECONDS, **environment)
+    assert proved["programs_from_cache"] == 1
     assert list(programs.iterdir()) == [entry]
 
     (host,) = small_runs.start(folder, "faulty", config, **environment, VIRTUAL_TPU_FAULT=fault)
@@ -66,7 +64,7 @@ def test_a_program_that_does_not_run_after_it_was_loaded_is_met_once(fault: str,
         assert f"not kept as long as there is {entry}.unproven" in host.text()
         summary = small_runs.summary(folder, run_id)
         assert summary["programs_from_cache"] == 0
-        assert summary["final_weights_crc32c"] == small_runs.summary(folder, "first")["final_weights_crc32c"]
+        assert summary["final_weights_crc32c"] == first["final_weights_crc32c"]
 
 
 INTERRUPTED = """

@@ -24,8 +24,7 @@ def test_programs_are_started_before_the_one_before_has_ended(tmp_path: Path) ->
     )
     device = {"TPU_ACCELERATOR_TYPE": "v5litepod-1"}
     late = {**device, "VIRTUAL_TPU_STEP_MS": "200", "VIRTUAL_TPU_LOG": str(log)}
-    (host,) = small_runs.start(folder, "straight", config, **device)
-    assert host.finish(SECONDS) == 0, host.text()
+    straight = small_runs.trained(folder, "straight", config, seconds=SECONDS, **device)
     (host,) = small_runs.start(folder, "late", config, **late)
     host.wait_for(f"step {SAVED_AT + 2}/{STEPS}", SECONDS)
     host.process.send_signal(signal.SIGTERM)
@@ -33,15 +32,12 @@ def test_programs_are_started_before_the_one_before_has_ended(tmp_path: Path) ->
     stopped = read_executions(log)
     log.unlink()
     assert is_ahead(stopped[FIRST_TRACED:SAVED_AT])
-    (host,) = small_runs.start(folder, "late", config, attempt=1, **late)
-    assert host.finish(SECONDS) == 0, host.text()
+    resumed = small_runs.trained(folder, "late", config, attempt=1, seconds=SECONDS, **late)
     executions = read_executions(log)
     evaluation = executions[STEPS - len(stopped) :]
     assert len(evaluation) > 2 * FIRST_TRACED
     assert is_ahead(evaluation[FIRST_TRACED:])
-    straight, resumed = (small_runs.summary(folder, run_id) for run_id in ("straight", "late"))
-    for figure in ("first_loss", "last_loss", "eval_loss", "final_weights_crc32c"):
-        assert resumed[figure] == straight[figure]
+    small_runs.require_same_bits(resumed, straight)
 
 
 def is_ahead(executions: list[Execution]) -> bool:

@@ -9,8 +9,8 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -37,10 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return small_runs.prepare(tmp_path_factory.mktemp("runs"))
 
 
-def train(folder: Path, run_id: str, config: dict[str, Any], attempt: int = 0, **environment: str) -> dict[str, Any]:
-    (host,) = small_runs.start(folder, run_id, config, attempt=attempt, **environment)
-    assert host.finish(SECONDS) == 0, host.text()
-    return small_runs.summary(folder, run_id)
+train = partial(small_runs.trained, seconds=SECONDS)
 
 
 def test_the_device_check_finds_and_tries_eight_devices() -> None:
@@ -88,15 +85,10 @@ def test_a_skipped_step_leaves_the_state_bit_for_bit_on_eight_devices(tmp_path: 
 def test_the_published_settings_train_in_strict_mode(folder: Path) -> None:
     """bert-large's depth and heads at a small width, bf16, a global batch of 128 over eight devices."""
     sizes = {"name": "bert-large", "hidden_size": 64, "layers": 24, "heads": 16, "intermediate_size": 128}
-    config = small_runs.document(
-        folder,
-        model={**sizes, "max_positions": small_runs.SEQUENCE},
-        train__steps=3,
-        train__global_batch_size=128,
-        train__precision="bf16",
-        train__strict=True,
-        evaluation__at_end=False,
-    )
+    training = {"steps": 3, "global_batch_size": 128, "precision": "bf16", "strict": True}
+    changes = {f"train__{key}": value for key, value in training.items()}
+    model = {**sizes, "max_positions": small_runs.SEQUENCE}
+    config = small_runs.document(folder, model=model, evaluation__at_end=False, **changes)
     summary = train(folder, "large", config)
     assert summary["devices"] == 8
     assert summary["compilations"] == 1
@@ -120,8 +112,7 @@ def test_stopped_killed_and_resumed_it_ends_with_the_same_bits(folder: Path, tmp
     assert host.finish(SECONDS) == -signal.SIGKILL, host.text()
     resumed = train(folder, "stopped", config, attempt=2)
     assert "going on from" in (folder / "logs" / "stopped.2.0.log").read_text()
-    for key in ("first_loss", "last_loss", "eval_loss", "final_weights_crc32c"):
-        assert resumed[key] == straight[key], key
+    small_runs.require_same_bits(resumed, straight)
 
 
 def test_every_device_holds_all_of_the_state_and_few_calls_copy_it(folder: Path) -> None:
@@ -180,10 +171,9 @@ def test_a_run_knows_the_programs_that_preflight_compiled(folder: Path, tmp_path
     path = folder / "checked.yaml"
     path.write_text(json.dumps(config))  # JSON is YAML
     command = [sys.executable, "-m", "training.cli", "preflight", str(path), "--json", "--accelerator", "v3-8"]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("TPU_")}
-    answer = subprocess.run(
-        command, env={**environment, "PJRT_DEVICE": "CPU"}, capture_output=True, text=True, timeout=SECONDS
-    )
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("TPU_")}
+    environment = {**inherited, "PJRT_DEVICE": "CPU"}
+    answer = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS)
     assert answer.returncode == 0, answer.stderr
     (result,) = json.loads(answer.stdout)["accelerators"]
     training, evaluation = (graph["hash"] for graph in result["graphs"])
