@@ -138,13 +138,8 @@ def test_what_keeps_a_run_from_starting_is_told_with_its_host(pair: Workstation,
 def test_a_repository_that_is_not_there_is_named_and_made_on_request(pair: Workstation) -> None:
     pair.file("small/Dockerfile", "FROM debian:bookworm-slim\nLABEL tpu-launch.test=repository\n")
     pair.good("emulator", "inject", "repository")
-    told(
-        begin(pair, WAITS).end(60),
-        2,
-        "does not exist",
-        "gcloud artifacts repositories create images",
-        "image.create_repository: true",
-    )
+    advice = ("gcloud artifacts repositories create images", "image.create_repository: true")
+    told(begin(pair, WAITS).end(60), 2, "does not exist", *advice)
     wanted = ("--set", "image.create_repository=true")
     told(begin(pair, "echo ran", *wanted).end(60), 0, "created the repository", "[1] ran")
     pair.good("emulator", "inject", "clear")
@@ -195,13 +190,9 @@ def test_conflicts_with_other_changes_pass_and_one_with_another_slice_is_told(pa
 
 
 def test_a_changed_host_key_is_told_and_not_trusted(pair: Workstation) -> None:
-    kinds = "for kind in ed25519 ecdsa; do f=/etc/ssh/ssh_host_${kind}_key; "
-    on_host(
-        pair,
-        1,
-        f"mkdir -p /root/kept && cp -p /etc/ssh/ssh_host_* /root/kept/; {kinds} rm $f; ssh-keygen -q "
-        f"-t $kind -N '' -f $f; done; pkill -HUP -o sshd",
-    )
+    keep = "mkdir -p /root/kept && cp -p /etc/ssh/ssh_host_* /root/kept/"
+    make = "f=/etc/ssh/ssh_host_${kind}_key; rm $f; ssh-keygen -q -t $kind -N '' -f $f"
+    on_host(pair, 1, f"{keep}; for kind in ed25519 ecdsa; do {make}; done; pkill -HUP -o sshd")
     try:
         ended = begin(pair, WAITS).end(300)  # at once but for a busy machine; gcloud alone tries for 47 s
         told(ended, 24, "host 1: ", "the host key of worker 1", "has changed")

@@ -17,7 +17,7 @@ from launcher import shell
 from tests.kubernetes.cluster.cluster import CONTEXT, Cluster
 from tests.kubernetes.golden import IMAGE
 from tests.processes import wait_until
-from tests.rehearsal.workstation import Running, Workstation, environment_for, on_this_machine
+from tests.rehearsal.workstation import Running, Workstation, environment_for, on_this_machine, settings
 
 FILE = f"""\
 project: my-project
@@ -175,8 +175,7 @@ def test_a_pod_that_is_taken_away_is_the_cause_and_its_peers_end_a_symptom(work:
 
 
 def test_a_pod_that_no_node_takes_is_told_with_what_it_needs(work: Workstation) -> None:
-    minutes = ("--set", "run.start_minutes=0.05", "--set", "slice.create_minutes=0.05")
-    changes = ("--set", "slice.accelerator_type=v4-32", *minutes)
+    changes = settings("run.start_minutes=0.05", "slice.create_minutes=0.05", "slice.accelerator_type=v4-32")
     ended = work.launch("run", *GKE, *changes, "--new", "--", "true")
     assert ended.code == 20
     assert "didn't match Pod's node affinity/selector" in ended.output
@@ -211,12 +210,8 @@ def test_secrets_reach_the_command_and_nothing_else(work: Workstation, cluster: 
     assert len(value) == 64
     assert value.decode() not in ended.output
     assert cluster.store.all("secrets") == []
-    kept = [
-        path
-        for path in Path(work.environment["TPU_LAUNCH_HOME"]).rglob("*")
-        if path.is_file() and (b"hf_verysecret" in path.read_bytes() or value in path.read_bytes())
-    ]
-    assert kept == []
+    files = [path for path in Path(work.environment["TPU_LAUNCH_HOME"]).rglob("*") if path.is_file()]
+    assert [path for path in files if b"hf_verysecret" in path.read_bytes() or value in path.read_bytes()] == []
 
 
 @pytest.mark.parametrize(
@@ -227,8 +222,7 @@ def test_secrets_reach_the_command_and_nothing_else(work: Workstation, cluster: 
     ],
 )
 def test_a_missing_cluster_is_told_so(work: Workstation, changes: tuple[str, ...], code: int, words: list[str]) -> None:
-    options = [word for change in changes for word in ("--set", change)]
-    ended = work.launch("run", *GKE, *options, "--new", "--", "true", seconds=60)
+    ended = work.launch("run", *GKE, *settings(*changes), "--new", "--", "true", seconds=60)
     assert ended.code == code
     for word in words:
         assert word in ended.output
@@ -282,9 +276,8 @@ def test_the_role_has_what_is_asked_for_and_manifests_are_judged_strictly(work: 
     text = ran.stdout
     kubectl = ["kubectl", "--context", CONTEXT]
     wrong = text.replace("parallelism:", "paralelism:")
-    refused = shell.run(
-        [*kubectl, "create", "--validate=strict", "--filename", "-"], timeout=600, input=wrong, env=work.environment
-    )
+    create = [*kubectl, "create", "--validate=strict", "--filename", "-"]
+    refused = shell.run(create, timeout=600, input=wrong, env=work.environment)
     assert "paralelism" in refused.stderr
     assert not refused.ok
     for kind in ("configmaps", "secrets"):  # were made before the JobSet was refused

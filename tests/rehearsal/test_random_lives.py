@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.rehearsal.test_recovery import FILE, require_the_same, settings, trainable, undisturbed  # noqa: F401
-from tests.rehearsal.workstation import Running, Workstation
+from tests.rehearsal.test_recovery import FILE, require_the_same, small, trainable, undisturbed  # noqa: F401
+from tests.rehearsal.workstation import Running, Workstation, settings
 
 pytestmark = [pytest.mark.alone, pytest.mark.nightly]
 
@@ -28,12 +28,11 @@ def test_a_run_to_which_anything_happens_ends_with_the_bits_of_the_undisturbed_o
     work, rng = trainable, random.Random(seed)
     deeds = [rng.choice(DEEDS) for _ in range(rng.randint(4, 6))]
     print(f"life {seed}: {', '.join(deeds)}")
-    options = [word for option in _OPTIONS for word in ("--set", option)]
     before = set(work.runs.iterdir())
     for _ in range(_COMMANDS):
         work.launch("--emulated", "up", "-f", FILE)
         new = ["--new"] if set(work.runs.iterdir()) == before else []
-        running = work.begin("--emulated", "run", *new, "-f", FILE, *settings(), *options)
+        running = work.begin("--emulated", "run", *new, "-f", FILE, *small(), *settings(*_OPTIONS))
         live(work, running, deeds, rng)
         ended = running.end(900)
         print(f"  run ended with {ended.code}, left: {', '.join(deeds) or 'nothing'}")
@@ -71,7 +70,7 @@ def do(work: Workstation, running: Running, deed: str, rng: random.Random) -> No
         case "ctrl-c":
             running.interrupt()
         case "run":
-            ended = work.launch("--emulated", "run", "-f", FILE, *settings(), seconds=900)
+            ended = work.launch("--emulated", "run", "-f", FILE, *small(), seconds=900)
             assert "Traceback" not in ended.output, ended.output
         case _:
             ended = work.launch("--emulated", deed, "-f", FILE)

@@ -20,13 +20,14 @@ import pytest
 from launcher.emulator import control
 from tests.processes import wait_until
 from tests.rehearsal.test_launcher_image import argv_of, emulated_options, image  # noqa: F401  (a fixture)
-from tests.rehearsal.workstation import ROOT, Ended, Running, Workstation
+from tests.rehearsal.workstation import ROOT, Ended, Running, Workstation, settings
 from tests.xla_flags import UNOPTIMIZED
 from training import storage
 
 pytestmark = pytest.mark.alone
 
 FILE = "rehearsal.yaml"
+LOCAL = ("-f", FILE)
 RUNS = "gs://rehearsal/runs"
 STEPS = 160
 SETTINGS = (
@@ -41,43 +42,26 @@ def trainable(emulator: Workstation) -> Workstation:
     emulator.good("emulator", "inject", "object-user")
     shutil.copy(ROOT / "examples" / "rehearsal.yaml", emulator.folder / FILE)
     emulator.good("--emulated", "up", "-f", FILE)
-    corpus = ["--corpus", "builtin:pydoc"]
-    local = ["--emulated", "local", "-f", FILE, "--", "tpu-train"]
-    emulator.good(*local, "tokenizer", *corpus, "--vocabulary", "2000", "--out", "gs://rehearsal/tokenizer")
-    shards = ["--tokenizer", "gs://rehearsal/tokenizer", "--sequence-length", "64", "--out", "gs://rehearsal/data"]
-    emulator.good(*local, "shards", *corpus, *shards)
+    emulator.make_data(LOCAL)
     return emulator
 
 
 def trained(work: Workstation, *options: str) -> Ended:
-    return work.good("--emulated", "run", "-f", FILE, "--json", *settings(), *options)
+    return work.good("--emulated", "run", "-f", FILE, "--json", *small(), *options)
 
 
-def settings(*more: str) -> list[str]:
+def small(*more: str) -> list[str]:
     flags = f"run.environment.XLA_FLAGS={UNOPTIMIZED}"  # the virtual TPU knows no others
-    return [word for setting in (flags, *SETTINGS, *more) for word in ("--set", setting)]
-
-
-def summary(work: Workstation, run_id: str) -> dict[str, Any]:
-    """Returns what the trainer left in the bucket, with the "history" of losses, (step, loss), which led to its
-    weights."""
-    script = (
-        "import json; from training import storage; from training.telemetry import metrics; "
-        f"folder = '{RUNS}/{run_id}'; "
-        "history = [(line['step'], line['loss']) for line in metrics.read_history(folder) if 'loss' in line]; "
-        "print(json.dumps(json.loads(storage.read(folder + '/summary.json')) | {'history': history}))"
-    )
-    ended = work.good("--emulated", "local", "-f", FILE, "--", "python", "-c", script)
-    return json.loads(ended.output[ended.output.index("{") : ended.output.rindex("}") + 1])
+    return settings(flags, *SETTINGS, *more)
 
 
 @pytest.fixture(scope="module")
 def undisturbed(trainable: Workstation) -> dict[str, Any]:
-    return summary(trainable, trained(trainable, "--new").json()["run"])
+    return trainable.results(trained(trainable, "--new").json()["run"], LOCAL)
 
 
 def require_the_same(work: Workstation, run_id: str, undisturbed: dict[str, Any]) -> None:
-    after = summary(work, run_id)
+    after = work.results(run_id, LOCAL)
     for key in ("first_loss", "last_loss", "eval_loss", "final_weights_crc32c", "committed_step", "steps"):
         assert after[key] == undisturbed[key], f"{key}: {after[key]} disturbed, {undisturbed[key]} undisturbed"
     # A step's batch is a function of its number, and each loss is that of the same batch and the same weights: so every
@@ -106,7 +90,7 @@ def test_a_run_survives_a_lost_host_a_stop_a_cut_network_and_a_bucket_that_refus
     taken; a host is cut off; the bucket refuses."""
     work = trainable
     retries = ["--set", "run.preemption_retries=2", "--set", "run.failure_retries=1"]
-    running = work.begin("--emulated", "run", "--new", "-f", FILE, "--json", *settings(), *retries)
+    running = work.begin("--emulated", "run", "--new", "-f", FILE, "--json", *small(), *retries)
     running.wait_for(r"^\[0\].*\bstep +[6-9]/", 180)
     begun = time.monotonic()
     work.good("emulator", "inject", "kill-host", "rehearsal", "1", "--for", "5")
@@ -121,21 +105,18 @@ def test_a_run_survives_a_lost_host_a_stop_a_cut_network_and_a_bucket_that_refus
     assert ended.json()["outcome"] == "saved"
     run_id = ended.json()["run"]
     [recovered] = [event["seconds"] for event in work.events(run_id) if event["event"] == "recovered"]
-    told = (
-        f"{stepped:.1f} s from the host's death to the first new step ({started:.1f} s to the next "
-        f"attempt's start; the launcher: {recovered}; {trainer})"
-    )
+    parts = f"{started:.1f} s to the next attempt's start; the launcher: {recovered}; {trainer}"
+    told = f"{stepped:.1f} s from the host's death to the first new step ({parts})"
     print(told)
 
-    running = work.begin("--emulated", "run", "-f", FILE, "--json", *settings(), *retries)
+    running = work.begin("--emulated", "run", "-f", FILE, "--json", *small(), *retries)
     step_after(running, r"attempt 2 on 2 hosts")
     profiled = work.good("--emulated", "profile", "-f", FILE, "--steps", "3", "--host", "all")
     place = rf"gs://rehearsal/runs/{run_id}/profiles/(\S+)/plugins/profile/\2/host-(\d)\.xplane\.pb"
     found = re.findall(rf"^\[(\d)\] steps \d+ to \d+: {place}$", profiled.output, re.MULTILINE)
     assert sorted((host, number) for host, _, number in found) == [("0", "0"), ("1", "1")], profiled.output
-    assert f"look at it: `tensorboard --logdir FOLDER`, FOLDER being the path above up to profiles/{found[0][1]}" in (
-        profiled.output
-    )
+    advice = "look at it: `tensorboard --logdir FOLDER`, FOLDER being the path above up to profiles/"
+    assert f"{advice}{found[0][1]}" in profiled.output
     work.good("emulator", "inject", "cut-host", "rehearsal", "1", "--for", "12")
     step_after(running, r"attempt 3 on 2 hosts")
     work.good("emulator", "inject", "errors", "--service", "storage", "--status", "403")
@@ -166,8 +147,8 @@ def test_a_decoder_survives_a_lost_host_and_ends_with_the_same_bits(trainable: W
     shards = ["--tokenizer", "gs://rehearsal/tokenizer", "--sequence-length", "64", "--out", "gs://rehearsal/documents"]
     local = ["--emulated", "local", "-f", FILE, "--", "tpu-train", "shards", "--task", "causal-lm"]
     work.good(*local, "--corpus", "builtin:pydoc", *shards)
-    run = ("--emulated", "run", "--new", "-f", FILE, "--json", *settings(*DECODER, "run.preemption_retries=1"))
-    expected = summary(work, work.good(*run).json()["run"])
+    run = ("--emulated", "run", "--new", "-f", FILE, "--json", *small(*DECODER, "run.preemption_retries=1"))
+    expected = work.results(work.good(*run).json()["run"], LOCAL)
     running = work.begin(*run)
     running.wait_for(r"^\[0\].*\bstep +[6-9]/", 240)
     work.good("emulator", "inject", "kill-host", "rehearsal", "1", "--for", "5")
@@ -221,9 +202,9 @@ def test_a_supervisor_in_a_container_finishes_a_run_on_other_slices_when_its_mac
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", control.environment(emulator)["STORAGE_EMULATOR_HOST"])
     work.good("--emulated", "down", "-f", FILE)
     enter_stock(work, 1, 0, 0)
-    up = work.good("--emulated", "up", "-f", FILE, *settings(*CANDIDATES))
+    up = work.good("--emulated", "up", "-f", FILE, *small(*CANDIDATES))
     assert "slice rehearsal is READY: 2 hosts, 8 devices of a v4-16" in up.output
-    running = work.begin("--emulated", "run", "--new", "-f", FILE, *settings(*CANDIDATES))
+    running = work.begin("--emulated", "run", "--new", "-f", FILE, *small(*CANDIDATES))
     run = running.wait_for(r"run \S+: attempt 0 on 2 hosts", 300).split("run ")[1].split(":")[0]
     command = argv_of(image, "supervise", RUNS, options=emulated_options(work, tmp_path))
     supervisor = work.begin_other(command)
@@ -249,16 +230,14 @@ def test_a_supervisor_in_a_container_finishes_a_run_on_other_slices_when_its_mac
     told = [event["event"] for event in ask(work, "events", "-f", f"{RUNS}/{run}")]
     assert told.count("supervised") == 2, "a supervisor each"
 
-    after, expected = summary(work, run), dict(undisturbed["history"])
+    after, expected = work.results(run, LOCAL), dict(undisturbed["history"])
     assert len(after["history"]) > STEPS // 2
     apart = {step: abs(loss / expected[step] - 1) for step, loss in after["history"]}
     print(f"largest relative difference of {len(apart)} losses: {max(apart.values()):.1e}")
     assert max(apart.values()) <= 1e-6, apart
 
     asked = ask(work, "capacity", "-f", f"{RUNS}/{run}")
-    assert [(each["candidate"]["accelerator_type"], each["outcome"]) for each in asked if each["granted"]] == [
-        *(("v4-16", "taken away"), ("v3-8", "taken away")),
-        ("v4-32", ""),
-    ]
+    granted = [(each["candidate"]["accelerator_type"], each["outcome"]) for each in asked if each["granted"]]
+    assert granted == [("v4-16", "taken away"), ("v3-8", "taken away"), ("v4-32", "")]
     work.good("--emulated", "down", "-f", f"{RUNS}/{run}")
     assert control.status(emulator)["nodes"] == []

@@ -30,10 +30,8 @@ def test_a_secret_reaches_the_command_and_is_shown_nowhere(two_hosts: tuple[Work
         "flush=True); print('reversed', os.environ['TPU_LAUNCH_SECRET'][::-1], flush=True); time.sleep(8)"
     )
     digest = hashlib.sha256(VALUE.encode()).hexdigest()
-    planned = work.launch(
-        *("--emulated", "plan", "-f", file, "--set", "run.secrets=[HF_TOKEN]", "--", "true"),
-        environment={"HF_TOKEN": VALUE},
-    )
+    plan = ("--emulated", "plan", "-f", file, "--set", "run.secrets=[HF_TOKEN]", "--", "true")
+    planned = work.launch(*plan, environment={"HF_TOKEN": VALUE})
     assert planned.code == 0
     assert NEEDLE.decode() not in planned.output
     seen: set[bytes] = set()
@@ -62,10 +60,7 @@ def test_a_secret_reaches_the_command_and_is_shown_nowhere(two_hosts: tuple[Work
     )
     assert not [needle for needle in needles if needle in "\n".join(running.lines).encode()]
     home = Path(work.environment["TPU_LAUNCH_HOME"])
-    found = subprocess.run(
-        ["grep", "-r", "--files-with-matches", "--text", *(f"-e{needle.decode()}" for needle in needles), str(home)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    patterns = [f"-e{needle.decode()}" for needle in needles]
+    grep = ["grep", "-r", "--files-with-matches", "--text", *patterns, str(home)]
+    found = subprocess.run(grep, capture_output=True, text=True, check=False)
     assert found.stdout == "", "no file may hold it: runs, events, logs, gcloud's own logs"

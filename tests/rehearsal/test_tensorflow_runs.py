@@ -9,17 +9,16 @@ from typing import Any
 
 import pytest
 
-from tests.rehearsal.workstation import ROOT, Workstation
+from tests.rehearsal.workstation import ROOT, Workstation, settings
 
 pytestmark = pytest.mark.alone
 
 FILE = "tensorflow.yaml"
 SETTINGS = ("train.steps=160", "checkpoint.every_steps=20", "evaluation.every=80", "train.log_every=5")
-LENGTH = [word for setting in SETTINGS for word in ("--set", setting)]
 
 
 def begin_to_train(work: Workstation, *options: str) -> Any:
-    return work.begin("--emulated", "run", "-f", FILE, "--json", *LENGTH, *options)
+    return work.begin("--emulated", "run", "-f", FILE, "--json", *settings(*SETTINGS), *options)
 
 
 def summary(lines: list[str]) -> dict[str, Any]:
@@ -33,11 +32,7 @@ def trainable(emulator: Workstation) -> Iterator[Workstation]:
     """A READY slice of two hosts, and data in the bucket."""
     work = emulator
     shutil.copy(ROOT / "examples" / FILE, work.folder / FILE)
-    corpus = ["--corpus", "builtin:pydoc"]
-    local = ["--emulated", "local", "-f", FILE, "--", "tpu-train"]
-    work.good(*local, "tokenizer", *corpus, "--vocabulary", "2000", "--out", "gs://rehearsal/tokenizer")
-    shards = ["--tokenizer", "gs://rehearsal/tokenizer", "--sequence-length", "64", "--out", "gs://rehearsal/data"]
-    work.good(*local, "shards", *corpus, *shards)
+    work.make_data(("-f", FILE))
     work.good("--emulated", "up", "-f", FILE)
     yield work
     work.good("--emulated", "down", "-f", FILE)

@@ -13,29 +13,19 @@ from launcher.emulator.vm import virtual_tpu
 from launcher.images.build import ensure_image
 from launcher.images.specification import default_spec
 from tests.container import small_runs
-from tests.rehearsal.workstation import ROOT, Workstation, docker
+from tests.rehearsal.workstation import ROOT, Workstation, docker, settings
 
 pytestmark = pytest.mark.alone
 
 FILE, STEPS = "rehearsal.yaml", 20
-SETTINGS = [
-    word
-    for setting in (f"train.steps={STEPS}", "train.log_every=1", "evaluation.every=20", "checkpoint.every_steps=5")
-    for word in ("--set", setting)
-]
-LOCAL = ("--emulated", "local", "-f", FILE, "--set", "backend=torch-tpu", "--", "tpu-train")
+CHANGES = f"train.steps={STEPS}", "train.log_every=1", "evaluation.every=20", "checkpoint.every_steps=5"
+LOCAL = ("-f", FILE, "--set", "backend=torch-tpu")
 
 
-def results(work: Workstation, run_id: str) -> dict[str, Any]:
-    """What the trainer left in the bucket: summary.json, and the losses by their steps."""
-    script = (
-        "import json; from training import storage; from training.telemetry import metrics; "
-        f"folder = 'gs://rehearsal/runs/{run_id}'; "
-        "losses = {line['step']: line['loss'] for line in metrics.read_history(folder) if 'loss' in line}; "
-        "print(json.dumps(json.loads(storage.read(folder + '/summary.json')) | {'losses': losses}))"
-    )
-    ended = work.good(*LOCAL[:-1], "python", "-c", script)
-    return json.loads(ended.output[ended.output.index("{") : ended.output.rindex("}") + 1])
+def results(work: Workstation, run_id: str) -> tuple[dict[str, Any], dict[int, float]]:
+    """The summary of a run, and its losses by their steps."""
+    found = work.results(run_id, LOCAL)
+    return found, dict(found["history"])
 
 
 def kill_rank(container: str, rank: int) -> None:
@@ -47,18 +37,15 @@ def prepare(work: Workstation, slice_: str) -> None:
     """Makes a slice, and in the bucket a tokenizer and data."""
     work.file(FILE, (ROOT / "examples" / FILE).read_text().replace("v4-16 #", f"{slice_} #"))
     work.good("--emulated", "up", "-f", FILE)
-    corpus = ["--corpus", "builtin:pydoc"]
-    work.good(*LOCAL, "tokenizer", *corpus, "--vocabulary", "2000", "--out", "gs://rehearsal/tokenizer", seconds=900)
-    shards = ["--tokenizer", "gs://rehearsal/tokenizer", "--sequence-length", "64", "--out", "gs://rehearsal/data"]
-    work.good(*LOCAL, "shards", *corpus, *shards, "--overwrite")
+    work.make_data(LOCAL, "--overwrite")
 
 
 @pytest.mark.timeout(1200)  # two images are built where they are missing
 def test_four_processes_train_as_torch_xla_does_through_a_kill_and_export_a_model(emulator: Workstation) -> None:
     work = emulator
     prepare(work, "v4-8")
-    run = ("--emulated", "run", "-f", FILE, "--json", *SETTINGS)
-    expected = results(work, work.good(*run, "--new", seconds=900).json()["run"])
+    run = ("--emulated", "run", "-f", FILE, "--json", *settings(*CHANGES))
+    expected, theirs = results(work, work.good(*run, "--new", seconds=900).json()["run"])
 
     running = work.begin(*run, "--new", "--set", "backend=torch-tpu")
     running.wait_for(r"^\[0\] rank 0: step +8/", 300)
@@ -71,14 +58,13 @@ def test_four_processes_train_as_torch_xla_does_through_a_kill_and_export_a_mode
     assert resumed.json()["run"] == killed.json()["run"]
     assert "rank 0: going on from gs://" in resumed.output
 
-    found = results(work, resumed.json()["run"])
+    found, ours = results(work, resumed.json()["run"])
     assert (found["devices"], expected["devices"], found["committed_step"]) == (4, 4, STEPS)
-    assert len(found["losses"]) >= STEPS - 1  # the line of the step in which it was killed may be missing
-    assert [found["losses"][step] for step in found["losses"]] == pytest.approx(
-        [expected["losses"][step] for step in found["losses"]], rel=1e-5
-    )
+    assert len(ours) >= STEPS - 1  # the line of the step in which it was killed may be missing
+    assert ours == pytest.approx({step: theirs[step] for step in ours}, rel=1e-5)
     assert found["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-5)
-    answers = work.good(*LOCAL, "predict", found["model"], "The [MASK] statement ends a loop.")
+    predict = ("--emulated", "local", *LOCAL, "--", "tpu-train", "predict", found["model"])
+    answers = work.good(*predict, "The [MASK] statement ends a loop.")
     assert "statement ends a loop" in answers.output
     work.good("--emulated", "down", "-f", FILE)
 
@@ -89,34 +75,31 @@ def test_state_split_over_hosts_resumes_on_another_mesh_with_losses_of_a_replica
     """Eight processes, each with an eighth of every matrix, after a kill with a half, or with all of the state."""
     work = emulator
     prepare(work, "v4-16")
-    run = ("--emulated", "run", "-f", FILE, "--json", *SETTINGS, "--set", "backend=torch-tpu", "--set")
-    replicated = results(work, work.good(*run, "train.mesh.fsdp=1", "--new", seconds=600).json()["run"])
+    run = ("--emulated", "run", "-f", FILE, "--json", *settings(*CHANGES, "backend=torch-tpu"), "--set")
+    replicated, theirs = results(work, work.good(*run, "train.mesh.fsdp=1", "--new", seconds=600).json()["run"])
     running = work.begin(*run, "train.mesh.fsdp=8", "--new")
     running.wait_for(r"^\[0\] rank 0: step +13/", 300)
     kill_rank(next(entry.split()[0] for entry in work.containers_of_runs() if "-w-0." in entry), 2)
     assert (killed := running.end(10)).code == 10, killed.output
     resumed = work.good(*run, "train.mesh.fsdp=2", seconds=600)
     assert "rank 0: going on from gs://" in resumed.output
-    split = results(work, resumed.json()["run"])
+    split, ours = results(work, resumed.json()["run"])
     assert resumed.json()["run"] == killed.json()["run"]
     assert (split["devices"], split["hosts"]) == (8, 2)
-    assert len(split["losses"]) >= STEPS - 1
-    expected = [replicated["losses"][step] for step in split["losses"]]
-    assert list(split["losses"].values()) == pytest.approx(expected, rel=1e-6)
+    assert len(ours) >= STEPS - 1
+    assert ours == pytest.approx({step: theirs[step] for step in ours}, rel=1e-6)
     assert split["eval_loss"] == pytest.approx(replicated["eval_loss"], rel=1e-6)
     work.good("--emulated", "down", "-f", FILE)
 
 
 def train_in(backend: str, fsdp: int, folder: Path, run_id: str, attempt: int) -> dict[str, Any]:
     """Trains in a container of the backend's image, on a virtual v4-8, with its files in `folder`."""
-    settings = {"train__precision": "fp32", "train__mesh": {"fsdp": fsdp}, "checkpoint__every_steps": 5}
-    config = small_runs.document(folder, backend=backend, **settings)
+    changes = {"train__precision": "fp32", "train__mesh": {"fsdp": fsdp}, "checkpoint__every_steps": 5}
+    config = small_runs.document(folder, backend=backend, **changes)
     (folder / "config.yaml").write_text(json.dumps(config))
     volume = virtual_tpu.ensure_volume(ROOT / "images" / "virtual-tpu", print)
-    told = {
-        **virtual_tpu.container_environment(), "TPU_ACCELERATOR_TYPE": "v4-8", "TPU_LAUNCH_RUN_ID": run_id,
-        "TPU_LAUNCH_ATTEMPT": str(attempt),
-    }  # fmt: skip
+    run = {"TPU_ACCELERATOR_TYPE": "v4-8", "TPU_LAUNCH_RUN_ID": run_id, "TPU_LAUNCH_ATTEMPT": str(attempt)}
+    told = {**virtual_tpu.container_environment(), **run}
     image = ensure_image(default_spec(backend), print).reference
     docker(
         "run", "--rm", "--network=none", "--shm-size=1g", f"--user={os.getuid()}:{os.getgid()}", "--env=HOME=/tmp",

@@ -75,10 +75,8 @@ class Running:
                         return line
                 left = deadline - time.monotonic()
                 if left <= 0 or self.process.poll() is not None:
-                    pytest.fail(
-                        f"no line matched {pattern!r} within {seconds} s (ended: {self.process.poll()}):\n"
-                        + "\n".join(self.lines)
-                    )
+                    told = f"no line matched {pattern!r} within {seconds} s (ended: {self.process.poll()})"
+                    pytest.fail("\n".join([f"{told}:", *self.lines]))
                 self._news.wait(min(left, 0.5))
 
     def interrupt(self) -> None:
@@ -145,6 +143,26 @@ class Workstation:
         finally:
             self.launch("--emulated", "down", "-f", file)
 
+    def make_data(self, local: Sequence[str], *options: str) -> None:
+        """Makes a tokenizer and shards in the bucket. `local`: options of `tpu-launch local`; `options`: of shards."""
+        train, corpus = ["--emulated", "local", *local, "--", "tpu-train"], ["--corpus", "builtin:pydoc"]
+        tokenizer = f"gs://{BUCKET}/tokenizer"
+        self.good(*train, "tokenizer", *corpus, "--vocabulary", "2000", "--out", tokenizer, seconds=900)
+        lengths = ["--tokenizer", tokenizer, "--sequence-length", "64"]
+        self.good(*train, "shards", *corpus, *lengths, "--out", f"gs://{BUCKET}/data", *options)
+
+    def results(self, run_id: str, local: Sequence[str]) -> dict[str, Any]:
+        """What a trainer left in the bucket: summary.json, and the "history" of losses, (step, loss), that led to its
+        weights."""
+        script = (
+            "import json; from training import storage; from training.telemetry import metrics; "
+            f"folder = 'gs://{BUCKET}/runs/{run_id}'; "
+            "history = [(line['step'], line['loss']) for line in metrics.read_history(folder) if 'loss' in line]; "
+            "print(json.dumps(json.loads(storage.read(folder + '/summary.json')) | {'history': history}))"
+        )
+        ended = self.good("--emulated", "local", *local, "--", "python", "-c", script)
+        return json.loads(ended.output[ended.output.index("{") : ended.output.rindex("}") + 1])
+
     def containers_of_runs(self) -> list[str]:
         """Names and states of all containers of runs on the emulated hosts of this workstation, running or not."""
         emulator = emulator_id(Path(self.environment["TPU_LAUNCH_HOME"]) / "emulator")
@@ -159,6 +177,11 @@ class Workstation:
     def events(self, run_id: str) -> list[dict[str, Any]]:
         path = self.runs / run_id / "events.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def settings(*changes: str) -> list[str]:
+    """The options that make changes to a file's settings."""
+    return [word for change in changes for word in ("--set", change)]
 
 
 def docker(*arguments: str) -> str:
