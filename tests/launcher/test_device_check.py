@@ -133,9 +133,7 @@ class CheckedHosts(FakeProvider):
         reports = super().start(attempt, clock)
         return [reports[0], HostReport(1, False, "no engine")] if self.refusing else list(reports)
 
-    def observe(
-        self, worker: int, container: str, since: str | None, *, patience: float = 0.0, progress: bool = False
-    ) -> Observation:
+    def observe(self, worker: int, container: str, since: str | None, **_: object) -> Observation:
         return host(worker, slice_devices=2, devices=1, devices_expected=1, sum=2.0, kind="CPU")
 
 

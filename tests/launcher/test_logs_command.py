@@ -34,9 +34,7 @@ class WritingHosts(FakeProvider):
         super().__init__(config, Hosts([]))
         self.lines, self.states = lines, states  # of one observation after another; the last one stays
 
-    def observe(
-        self, worker: int, container: str, since: str | None, *, patience: float = 0.0, progress: bool = False
-    ) -> Observation:
+    def observe(self, worker: int, container: str, since: str | None, **_: object) -> Observation:
         state = self.states.pop(0) if len(self.states) > 1 else self.states[0]
         if isinstance(state, LaunchError):
             raise state
@@ -154,9 +152,7 @@ class LongLogs(FakeProvider):
         self.log_files, self.failures = log_files, failures
         self.held = [0, 0]  # the most lines of a host that were observed and not yet in its file
 
-    def observe(
-        self, worker: int, container: str, since: str | None, *, patience: float = 0.0, progress: bool = False
-    ) -> Observation:
+    def observe(self, worker: int, container: str, since: str | None, **_: object) -> Observation:
         if worker == 0 and self.failures:
             failure = self.failures.pop()
             if isinstance(failure, Exception):

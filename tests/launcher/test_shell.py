@@ -9,6 +9,7 @@ import sys
 import termios
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -99,16 +100,10 @@ def test_a_closed_terminal_ends_a_tunnel_with_its_gcloud_but_not_under_nohup(tmp
     (tmp_path / "run.yaml").write_text(SLICE.replace("v4-16", "v4-8") + "run: {command: ['true']}\n")
     ours, theirs = pty.openpty()
     words = [sys.executable, "-m", "launcher.cli", "tunnel", "-f", str(tmp_path / "run.yaml"), "--port=8888"]
-    command = subprocess.Popen(
-        ["nohup", *words] if under == "nohup" else words,
-        env={**os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)},
-        cwd=tmp_path,
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        start_new_session=True,
-        preexec_fn=take_terminal,
-    )
+    command = ["nohup", *words] if under == "nohup" else words
+    environment = {**os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    own: Any = {"start_new_session": True, "preexec_fn": take_terminal, "env": environment, "cwd": tmp_path}
+    tunnel = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, **own)
     os.close(theirs)
     try:
         wait_until((tmp_path / "pid").exists, 30)
@@ -116,12 +111,12 @@ def test_a_closed_terminal_ends_a_tunnel_with_its_gcloud_but_not_under_nohup(tmp
         os.close(ours)  # SIGHUP, which shells repeat
         if under == "nohup":
             with pytest.raises(subprocess.TimeoutExpired):
-                command.wait(2)
-            command.terminate()
+                tunnel.wait(2)
+            tunnel.terminate()
         else:
-            wait_until(lambda: command.poll() is not None or command.send_signal(signal.SIGHUP), 30)
-        assert command.wait(30) == Exit.OK
+            wait_until(lambda: tunnel.poll() is not None or tunnel.send_signal(signal.SIGHUP), 30)
+        assert tunnel.wait(30) == Exit.OK
         assert not is_alive(gcloud)
     finally:
-        command.kill()
-        command.wait()
+        tunnel.kill()
+        tunnel.wait()

@@ -88,6 +88,13 @@ def assert_same(ours: Any, theirs: dict[str, Any]) -> None:
         assert np.array_equal(values, theirs[name]), name
 
 
+def assert_same_batches(ours: Any, theirs: tf.data.Dataset, start: int) -> None:
+    """Those of a source of ours, closed then, and of TensorFlow's, which begins at `start`."""
+    for number, batch in enumerate(theirs.as_numpy_iterator(), start):
+        assert_same(ours.batch(number), batch)
+    ours.close()
+
+
 @settings(max_examples=150)
 @given(
     st.integers(1, 3000),
@@ -127,10 +134,7 @@ def test_equal_to_numpy(layout: str, records: int, hosts: int, rows: int, start:
         masking = Masking(20)
         dataset = kept(records, layout)
         ours = mlm_batches.MlmBatches(dataset, host_slice, masking, seed)
-        theirs = tf_mlm.mlm_batches(dataset, host_slice, masking, seed, start).take(8).as_numpy_iterator()
-        for k, tf_batch in enumerate(theirs, start):
-            assert_same(ours.batch(k), tf_batch)
-        ours.close()
+        assert_same_batches(ours, tf_mlm.mlm_batches(dataset, host_slice, masking, seed, start).take(8), start)
 
 
 def test_a_mixture_is_read_as_numpy_reads_it(tmp_path: Path) -> None:
@@ -138,10 +142,8 @@ def test_a_mixture_is_read_as_numpy_reads_it(tmp_path: Path) -> None:
     mixed = write_mixture(str(tmp_path / "mixed"), parts)
     host_slice = HostSlice(TOKENS, 24, 1, 2)
     ours = mlm_batches.MlmBatches(mixed, host_slice, Masking(), 3)
-    theirs = tf_mlm.mlm_batches(mixed, host_slice, Masking(), 3, 5).take(20).as_numpy_iterator()
-    for step, batch in enumerate(theirs, 5):  # into the second epoch
-        assert_same(ours.batch(step), batch)
-    ours.close()
+    theirs = tf_mlm.mlm_batches(mixed, host_slice, Masking(), 3, 5).take(20)
+    assert_same_batches(ours, theirs, 5)  # into the second epoch
 
 
 def test_the_blocks_are_permuted_once_an_epoch_for_all_its_windows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,10 +172,9 @@ def test_the_blocks_are_permuted_once_an_epoch_for_all_its_windows(monkeypatch: 
 def test_evaluation_is_that_of_numpy(layout: str, records: int, hosts: int, rows: int) -> None:
     for host in range(hosts):
         host_slice = HostSlice(TOKENS, rows * hosts, host, hosts)
-        theirs = list(tf_mlm.mlm_evaluation(kept(records, layout), host_slice, Masking()).as_numpy_iterator())
-        for ours, tf_batch in zip(
-            mlm_batches.mlm_evaluation(kept(records, layout), host_slice, Masking()), theirs, strict=True
-        ):
+        given = kept(records, layout), host_slice, Masking()
+        theirs = list(tf_mlm.mlm_evaluation(*given).as_numpy_iterator())
+        for ours, tf_batch in zip(mlm_batches.mlm_evaluation(*given), theirs, strict=True):
             assert_same(ours, tf_batch)
 
 
@@ -197,10 +198,7 @@ def test_labelled_batches_are_those_of_numpy(
     dataset = labelled(counts, *kind)
     host_slice = HostSlice(TOKENS, rows * hosts, seed % hosts, hosts)
     ours = labelled_batches.LabelledBatches(dataset, host_slice, seed)
-    theirs = tf_labelled.labelled_batches(dataset, host_slice, seed, start).take(8).as_numpy_iterator()
-    for k, tf_batch in enumerate(theirs, start):
-        assert_same(ours.batch(k), tf_batch)
-    ours.close()
+    assert_same_batches(ours, tf_labelled.labelled_batches(dataset, host_slice, seed, start).take(8), start)
     theirs = list(tf_labelled.labelled_evaluation(dataset, host_slice).as_numpy_iterator())
     for batch, tf_batch in zip(labelled_batches.labelled_evaluation(dataset, host_slice), theirs, strict=True):
         assert_same(batch, tf_batch)

@@ -102,15 +102,9 @@ def test_no_host_waits_at_a_barrier_for_one_that_has_left(code: int, others: int
     assert (worker, message["code"]) == (0, others)
 
 
-events = st.lists(
-    st.one_of(
-        st.tuples(st.just("arrive"), st.integers(0, 2), st.sampled_from(["a", "b", "c"])),
-        st.tuples(st.just("phase"), st.integers(0, 2), st.sampled_from(["x", "y"])),
-        st.tuples(st.just("closed"), st.integers(0, 2), st.just("")),
-        st.tuples(st.just("tick"), st.integers(0, 30), st.just("")),
-    ),
-    max_size=40,
-)
+KINDS = (("arrive", 2, "abc"), ("phase", 2, "xy"), ("closed", 2, [""]), ("tick", 30, [""]))
+said = (st.tuples(st.just(kind), st.integers(0, most), st.sampled_from(names)) for kind, most, names in KINDS)
+events = st.lists(st.one_of(*said), max_size=40)
 
 
 def test_an_overdue_exit_stops_the_others_with_the_same_code() -> None:
