@@ -5,6 +5,7 @@ import dataclasses
 import os
 from pathlib import Path
 from typing import get_args
+from unittest.mock import Mock
 
 import pytest
 
@@ -143,12 +144,8 @@ def test_a_command_whose_image_can_not_be_made_starts_and_removes_no_container(
 ) -> None:
     """The removal could take a minute and replace the error that says what to do."""
     calls: list[object] = []
-
-    def refuse(*_: object) -> str:
-        raise BadInput("no Dockerfile")
-
     monkeypatch.setattr(engine, "require_engine", lambda: "docker")
-    monkeypatch.setattr(local, "image", refuse)
+    monkeypatch.setattr(local, "image", Mock(side_effect=BadInput("no Dockerfile")))
     monkeypatch.setattr(shell, "run", lambda argv, **_: calls.append(argv))
     with pytest.raises(BadInput, match="no Dockerfile"):
         local.run(load_text(tmp_path, SLICE + "run: {command: [train]}\n"), ["true"], print)

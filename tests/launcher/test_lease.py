@@ -11,6 +11,7 @@ from io import FileIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
+from unittest.mock import Mock
 
 import pytest
 
@@ -451,15 +452,12 @@ def test_events_that_a_full_disk_can_not_hold_end_no_renewals(
     ages: list[float] = []
     write = Ledger._write
 
-    def fail(ledger: Ledger, line: str) -> NoReturn:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     def hold() -> None:
         with supervising(prompt.ledger("a", a), a, prompt.said.append):
             scheduler.sleep(10)
             ledger = prompt.ledger("c", c)
             ledger.append(HostBack(0, 1))
-            monkeypatch.setattr(Ledger, "_write", fail)
+            monkeypatch.setattr(Ledger, "_write", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
             scheduler.sleep(3 * LEASE_SECONDS)
             monkeypatch.setattr(Ledger, "_write", write)
             ages.append(ledger.bucket.read_lease().age)

@@ -4,6 +4,7 @@ import errno
 from datetime import datetime, timedelta
 from io import FileIO
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -93,17 +94,14 @@ def test_a_line_that_ends_while_the_disk_is_full_is_delivered_to_the_next_proces
     log = HostLog(tmp_path / "host-0.log")
     long, later, last = LogLine(stamp(0), "long"), LogLine(stamp(5000), "later"), LogLine(stamp(9000), "last")
     log.append_new([later], None, open=[long.timestamp])
-
-    def fail(file: FileIO, data: bytes) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
+    fail = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     with monkeypatch.context() as full:
         full.setattr(logs, "write_whole", fail)
         with pytest.raises(OSError, match="No space"):
             log.append_new([long, later], log.cursor.since)
     with monkeypatch.context() as full:  # there is room for the lines, but not for the times of open ones
         log = HostLog(log.path)
-        full.setattr(logs, "write_private", lambda path, text: fail(None, b""))
+        full.setattr(logs, "write_private", fail)
         assert log.append_new(engine_log([later, long], log.cursor.since), log.cursor.since) == [long]
     log = HostLog(log.path)
     assert log.append_new(engine_log([later, long, last], log.cursor.since), log.cursor.since) == [last]

@@ -3,6 +3,7 @@
 import json
 import tarfile
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -13,6 +14,7 @@ from tests.launcher.test_runs import Workstation, start_and_lose_sight
 from training.machine.clock import Clock
 
 SECRET = 'a "quoted" s3cret'
+FULL = OSError(28, "No space left on device")
 
 
 def contents(archive: Path) -> bytes:
@@ -45,10 +47,7 @@ def test_a_secret_that_the_cut_of_a_long_log_divides_is_not_in_the_archive(
 
 
 def test_a_full_disk_costs_the_archive_and_nothing_else(work: Workstation, monkeypatch: pytest.MonkeyPatch) -> None:
-    def write(*_arguments: object) -> Path:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(post_mortem, "write", write)
+    monkeypatch.setattr(post_mortem, "write", Mock(side_effect=FULL))
     work.hosts.exits[0] = 1
     assert work.run(work.config()).verdict.kind is Kind.FAILED
     assert work.hosts.state == {}  # the containers were removed after it
@@ -56,10 +55,7 @@ def test_a_full_disk_costs_the_archive_and_nothing_else(work: Workstation, monke
 
 
 def test_a_disk_that_fills_up_leaves_no_part_of_an_archive(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    def add(*_arguments: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(post_mortem, "_add", add)
+    monkeypatch.setattr(post_mortem, "_add", Mock(side_effect=FULL))
     with pytest.raises(OSError, match="No space left"):
         post_mortem.write(ledger, 0, {"slice.json": "{}"}, {})
     assert not [path for path in ledger.folder.iterdir() if "post-mortem" in path.name]

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -114,11 +115,7 @@ def test_only_files_that_were_listed_in_a_bucket_tell_of_the_trainer(monkeypatch
     monkeypatch.setattr(storage, "listing", lambda url: files if url == "gs://b/runs/r" else [])
     assert _list_files(session("gs://b/runs")) == files[1:], "not the launcher's own"
     assert _list_files(session("/data/runs")) == _list_files(session(None)) == []
-
-    def refuse(_url: str) -> list[str]:
-        raise storage.NotAllowed("403")
-
-    monkeypatch.setattr(storage, "listing", refuse)
+    monkeypatch.setattr(storage, "listing", Mock(side_effect=storage.NotAllowed("403")))
     assert _list_files(session("gs://b/runs")) == []
 
 

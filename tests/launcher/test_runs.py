@@ -89,14 +89,7 @@ class Hosts:
 
     def fail(self, method: str, *errors: BaseException) -> None:
         """Makes the next calls of a method raise errors, one after another."""
-
-        def failing(error: BaseException) -> Callable[[], None]:
-            def fail() -> None:
-                raise error
-
-            return fail
-
-        self.hooks.setdefault(method, []).extend(failing(error) for error in errors)
+        self.hooks.setdefault(method, []).extend(Mock(side_effect=error) for error in errors)
 
     def end(self, exit_code: int) -> None:
         ended = ContainerState("exited", exit_code, finished_at="2026-01-01T00:00:00Z")
@@ -263,12 +256,8 @@ class Workstation:
 
 def detach(work: Workstation, config: Config, environment: dict[str, str] | None = None, **options: object) -> None:
     """Starts a run, and interrupts its launcher when it begins to watch the attempt."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("launcher.run.loop.supervise", interrupt)
+        patch.setattr("launcher.run.loop.supervise", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             work.run(config, environment, **options)
 

@@ -4,6 +4,7 @@ the emulator's API in this process; the clock passes only by waiting."""
 import contextlib
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -219,9 +220,7 @@ def test_an_api_that_is_away_at_once_is_told_at_once(cloud: Cloud, config: Confi
 
 
 def test_the_look_for_another_owner_names_the_bill_too(config: Config) -> None:
-    def describe() -> None:
-        raise Unavailable("the API is away")
-
+    describe = Mock(side_effect=Unavailable("the API is away"))
     with pytest.raises(Unavailable, match="may exist, and is billed then"):
         candidates.check_owner(config, describe, Owner("me", ""))
 

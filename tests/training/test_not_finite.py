@@ -3,6 +3,7 @@ nothing."""
 
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -107,10 +108,7 @@ def test_an_evaluation_not_finite_is_named_and_all_stays_json(runs: Runs, capsys
     summary = runs.train("r", 1, **changes)
     assert summary["eval_loss"] is None
     assert summary["not_finite"] == ["eval_loss", "eval_perplexity"]
-
-    def refuse(literal: str) -> None:
-        raise AssertionError(f"{literal} is not JSON")
-
+    refuse = Mock(side_effect=AssertionError("a literal that is not JSON"))
     documents = [path for path in runs.path("r").rglob("*.json*") if path.is_file()]
     assert len(documents) > 5
     for path in documents:

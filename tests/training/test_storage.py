@@ -3,6 +3,7 @@
 import errno
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -10,11 +11,8 @@ from training import storage
 
 
 def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
     storage.write(str(tmp_path / "x"), b"old")
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.raises(storage.StorageError, match="x: No space left on device"):
         storage.write(str(tmp_path / "x"), b"new")
     assert os.listdir(tmp_path) == ["x"]
@@ -62,10 +60,7 @@ def test_join(parts: tuple[str, ...], joined: str) -> None:
 
 @pytest.mark.parametrize("code", [errno.EPERM, errno.ENOSYS, errno.ENOTSUP])
 def test_a_mount_without_hard_links_gets_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(os, "link", Mock(side_effect=OSError(code, os.strerror(code))))
     why = rf"^{tmp_path}/x: this file system has no hard links \(.*write to gs://"
     with pytest.raises(storage.StorageError, match=why):
         storage.write(str(tmp_path / "x"), b"1", create_only=True)
