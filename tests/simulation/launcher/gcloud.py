@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from launcher.emulator.api.catalogue import ApiError
+from launcher.emulator.api.catalogue import NOT_FOUND, ApiError
 from tests import gcloud_commands
 from tests.gcloud_commands import Command
 
@@ -44,7 +44,7 @@ _ERRORS = {  # errors of a call that the API refuses for a time
 class Gcloud:
     def __init__(self, world: World, actor: Actor, argv: Sequence[str]) -> None:
         self.world, self.google, self.scheduler, self.actor = world, world.google, world.scheduler, actor
-        self.command = gcloud_commands.parse(argv)
+        self.command, self._shown = gcloud_commands.parse(argv), ""
         given = {word[2:].partition("=")[0] for word in argv if word.startswith("--")} - {"dry-run"}
         capacity = {"spot"} if self.command.verb == "create" and world.has_candidates else set()
         wanted = _EVERY | _FLAGS.get((self.command.group, self.command.verb), set())
@@ -63,20 +63,26 @@ class Gcloud:
         try:
             output = self._call(command)
         except ApiError as error:
+            if command.verb == "describe" and error.code == NOT_FOUND:
+                self.actor.seen[command.full_name].append((self.scheduler.now, ""))
             return 1, "", command.api_error(error)
         if world.api_fault("lost") is not None:
             world.note(f"the answer to {command.group} {command.verb} {command.name} is lost")
             return 1, "", command.error(_ERRORS["lost"])
         slice_ = self.google.slice_of(command)
-        if command.verb == "describe" and (slice_ is None or slice_.creator == self.actor.user):
-            self.actor.saw_slice = True
+        if command.verb == "describe":
+            self.actor.saw_slice |= slice_ is None or slice_.creator == self.actor.user
+            self.actor.seen[command.full_name].append((self.scheduler.now, self._shown))
         return output
 
     def _call(self, command: Command) -> Output:
         slice_ = self.google.slice_of(command)
         if slice_ is not None and command.verb == "delete":
             self._check_deletion(slice_)
+        self._check_change(command)
         answer = self.google.call(command, self.actor.user, self.actor)
+        if command.verb == "describe":
+            self._shown = answer["state"] if command.group == "tpu-vm" else answer["state"]["state"]
         if (command.group, command.verb) == ("tpu-vm", "describe"):
             self.actor.states[answer["id"], answer["state"]] += 1
         if (command.group, command.verb) == ("tpu-vm", "describe") and answer["state"] != "DELETING":
@@ -89,6 +95,16 @@ class Gcloud:
             self.actor.out_of_stock = bool(operation.failure)
         error = command.operation_error(operation)
         return (1, "", error) if error else (0, command.output(answer), "")
+
+    def _check_change(self, command: Command) -> None:
+        """Checks that a command makes the change that its last look at the same node or request calls for."""
+        seen = [state for _, state in self.actor.seen[command.full_name][-2:]] or ["unseen"]
+        last = seen[-1] if command.verb == "create" else seen[-1] or seen[0]  # one answer without it may be old
+        ends = ("DELETING", "SUSPENDING") if self.actor.command != "gc" else ()  # it looks at the node, not at both
+        deletable = last not in ("", "unseen", *ends)
+        due = {"create": last == "", "start": last == "STOPPED", "delete": deletable}
+        if not due.get(command.verb, True):
+            self.world.break_promise("a change follows a look", f"{self.actor.command}: {command}, seen as {seen}")
 
     def _check_deletion(self, slice_: Slice) -> None:
         self.actor.deleted.add(slice_.node.resource["id"])

@@ -69,6 +69,8 @@ class Actor:
     deleted: set[str] = field(default_factory=set)
     """Ids of nodes that it asked Google to delete, whether or not another user was faster."""
     heard: dict[Host, float] = field(default_factory=dict)  # when each host last told it the state of a container
+    seen: dict[str, list[tuple[float, str]]] = field(default_factory=lambda: defaultdict(list))
+    """When and in which states Google has described each node and request to it, by full name; "": there was none."""
     states: Counter[tuple[str, str]] = field(default_factory=Counter)
     """How often Google has described each node in each state to it, by id and state."""
     calls: dict[tuple[str, ...], list[float]] = field(default_factory=lambda: defaultdict(list))
