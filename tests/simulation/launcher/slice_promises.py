@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 from itertools import pairwise
 from typing import TYPE_CHECKING
+from unittest import mock
 
 from launcher.config import Candidate
 from launcher.costs import duration, per_hour
@@ -29,6 +31,8 @@ _TAKERS = ("preempt", "maintenance", *MEDDLING)  # faults
 _BUDGET_SECONDS = 60.0  # for which a run may go on when its budget is spent; and what is kept back for its end
 _LONGEST_PAUSE = 450.0
 _BETTER_SECONDS = 120.0  # for which a granted slice waits for candidates before it
+_WAITS = ("CREATING", "ACCEPTED", "WAITING_FOR_RESOURCES", "PROVISIONING")
+_TOLD_EVERY = 60.0  # seconds, in which a state of a request is told at most once
 _QUEUE_SECONDS = 7200.0  # slice.queued.valid_until_hours of all files
 
 
@@ -61,6 +65,11 @@ def creation_is_due(simulation: SimulatedRun, made: Slice, by: Actor) -> None:
     if ours != ["1", by.user, hash_account(by.user)] or not (expires or by.laptop.wall):
         simulation.break_promise("what is created is labelled", f"{made} of {by.user}: {labels}")
     command = next(each for each in simulation.commands if each.actor is by)
+    with mock.patch.dict(os.environ, TPU_LAUNCH_HOME=str(by.laptop.home)):
+        asked = [item for item in RequestRecord(simulation.config).read() if item.node == made.name]
+    recorded = any(item.candidate.zone == made.node.zone and item.ended is None for item in asked)
+    if simulation.scenario.candidates is not None and not recorded:
+        simulation.break_promise("what is asked for is recorded", f"{made} of {by.command}: {asked}")
     calm = not any(fault.kind in ("stale", "old describe", "date", *MEDDLING) for fault in simulation.faults)
     for down in simulation.commands if calm and not by.laptop.asleep else ():
         if down.name == "down" and down.code == 0 and down.laptop is by.laptop and command.ended < down.began:
@@ -170,6 +179,22 @@ def places_are_tried_in_their_order(simulation: SimulatedRun, command: Command) 
     passes_over = "no capacity in " in "".join(command.said) and {*zones} - {*tried}
     if wrong or (first and (passes_over or tried[0] != simulation.leftover_zone) and not hidden):
         simulation.break_promise("places are tried in their order", f"{tried} of {zones}")
+
+
+def waits_in_the_queue_are_told(simulation: SimulatedRun, command: Command) -> None:
+    """`up` tells each state of its request when Google first shows it, and again about once a minute."""
+    told = [(at, re.match(r"request \S+ is ([A-Z_]+)(?:, requested|$)|requesting", text)) for at, text in command.told]
+    lines = [(at, match[1] or "") for at, match in told if match is not None]
+    if command.name != "up" or simulation.scenario.candidates is not None or not simulation.scenario.setting.queued:
+        return
+    for (before, state), (at, again) in pairwise(lines):
+        if state == again and at - before < _TOLD_EVERY:
+            simulation.break_promise("a wait is told", f"{state} at {before:.0f} and {at:.0f}")
+    for name, seen in command.actor.seen.items():
+        for at, state in seen if "/queuedResources/" in name else ():
+            near = any(state == line and at - _TOLD_EVERY - 5.0 < then < at + 5.0 for then, line in lines)
+            if state in _WAITS and lines and lines[0][0] < at < command.ended - 10.0 and not near:
+                simulation.break_promise("a wait is told", f"{state} at {at:.0f}: {lines}")
 
 
 def told_missing_is_missing(simulation: SimulatedRun, command: Command) -> None:
