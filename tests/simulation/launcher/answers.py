@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from launcher.provider import Attempt, HostReport, Observation, Provider, SliceState, container_name
 from launcher.tpu_vm.requests import RequestRecord
+from launcher.tpu_vm.ssh import addresses
 
 if TYPE_CHECKING:
     from tests.simulation.launcher.cluster import Cluster
@@ -99,14 +100,16 @@ def _describe_cluster(
 
 
 def _create(call: _Call, _answer: None, *_given: Any, **_options: Any) -> str:
-    """A slice that was created is READY, and its hosts are up; a cluster's nodes are counted."""
+    """A slice that was created is READY, its hosts are up and their addresses kept; a cluster's nodes are counted."""
     world, since = call.command.world, call.began
     said = "\n".join(text for at, text in call.command.told if at >= since)
     if (cluster := world.cluster) is None:
         nodes = [node for node in world.google.slices.values() if node.name.startswith(world.slice_name)]
         ready = [node for node in nodes if node.state == "READY"]
         up = any(all(host.key_known and host.engine_up for host in node.hosts) for node in ready)
-        return "" if up or world.struck else f"there is {nodes}"
+        kept = addresses.load(call.provider.config)
+        up &= kept is not None and [*kept.internal] in [[host.address for host in node.hosts] for node in ready]
+        return "" if up or world.struck else f"there is {nodes}, and the next command knows {kept}"
     if cluster.changed_at >= since or "permission" in world.record.permanent:
         return ""
     short, hidden = "the cluster has" in said, "you may not list nodes" in said
@@ -169,11 +172,14 @@ def _check_reports(reports: Sequence[HostReport], workers: Sequence[int]) -> str
 
 
 def _observe(call: _Call, seen: Observation, worker: int, container: str, *_given: Any, **_options: Any) -> str:
-    """A container is in the state that is told, or was a moment ago."""
+    """A container is in the state that is told, or was a moment ago; it is told unless something was in the way."""
     world, state, job = call.command.world, seen.container, _job_of(call, container)
     item = job.containers.get(worker) if job is not None else None
     if state is None:
-        return "" if seen.problem else f"{seen} without a reason"
+        calm = call.began > world.struck_until + 90.0 and not call.command.laptop.asleep
+        calm &= world.scheduler.now - call.began < 15.0  # else the workstation slept meanwhile, with a running clock
+        well = calm and item is not None and item.running and item.host.quiet_since(call.began - 90.0)
+        return f"{seen} of {container} on {item and item.host!r}" if well or not seen.problem else ""
     if item is None or item.host.gone or not item.host.up:
         return ""
     there = item.host.containers.get(container) is item and (world.cluster is None or item.running)

@@ -124,6 +124,7 @@ class World:
         self._reached: set[str] = set()
         self._awaiting: dict[str, dict[Task, None]] = {}  # tasks, by the moment
         self.struck = False  # whether any fault has occurred
+        self.struck_until = 0.0  # when the last one passes
         self.pull_seconds = rng.choice((0.5, 5.0, 40.0))
         self.laptops: list[Laptop] = []
         self.slice_name = ""
@@ -235,6 +236,7 @@ class World:
         self.struck = True
         self.note(f"FAULT: {fault}")
         later = self.scheduler.now + fault.seconds
+        self.struck_until = max(self.struck_until, later)
         if fault.kind == "offline":
             laptop = self.laptops[0]
             laptop.offline = True
