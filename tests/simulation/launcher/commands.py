@@ -210,7 +210,9 @@ class Command:
 
     def _stop(self) -> int:
         self._import()
-        stop = Stop(launch._find(self.config, self.context, None).run_id, self.world.scheduler.now, by=self)
+        stop = Stop(
+            launch._find(self.config, self.context, None).run_id, self.world.scheduler.now, None, self, self.began
+        )
         self.world.record.stops.append(stop)
         failed = [report for report in launch.stop(self.config, self.context, None, grace=None) if not report.ok]
         for report in failed:

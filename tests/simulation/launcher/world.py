@@ -91,6 +91,7 @@ class Stop:
     at: float
     done: float | None = None
     by: object = None  # the command
+    typed: float = math.inf  # when its user gave it: it reads a run's bucket first
 
 
 @dataclass
@@ -401,7 +402,8 @@ class World:
     def _check_not_stopped(self, container: Container, actor: Actor) -> None:
         for stop in self.record.stops:
             asked_since = any(  # another workstation goes on with a run of the bucket as it was asked for on this one
-                at > stop.at and (laptop is actor.laptop or self.in_bucket) for laptop, at in self.record.requested_runs
+                at > min(stop.at, stop.typed) and (laptop is actor.laptop or self.in_bucket)
+                for laptop, at in self.record.requested_runs
             )
             if self.cluster is not None and stop.done is not None:  # the JobSet may come during the stop: it ends later
                 created = self.cluster.created[container.name.removeprefix("tpu-launch-")]
