@@ -166,6 +166,10 @@ def lines_are_shown_once(simulation: SimulatedRun, command: Command) -> None:
     shows, outcome = command.shows if command.code == 0 else None, command.outcome
     job = simulation.world.record.jobs.get((outcome.run_id, outcome.attempt)) if outcome is not None else None
     started = job is not None and job.began is not None and job.began > command.began
+    started &= not any(  # another one started it, and may have shown lines, as `logs` may have between the two
+        each is not command and each.name in SUPERVISORS and command.began < each.ended and each.began < command.began
+        for each in simulation.commands
+    )
     if job is not None and started and not simulation.full_disk and "attaching to it" not in "".join(command.said):
         shows = command.laptop.home / "runs" / job.run / "logs" / f"attempt-{job.attempt}"
     for path, lines in logs.items():

@@ -179,11 +179,11 @@ def stop_in_a_kind_world_succeeds(simulation: SimulatedRun, command: Command) ->
 
 
 def logs_end_with_their_program(simulation: SimulatedRun, command: Command) -> None:
-    """`logs -f` ends by itself when no container of the run can write any more."""
+    """`logs -f` ends by itself when no container of the run can write any more; minutes later if a pod is gone."""
     if command.name != "logs" or not command.interrupted:
         return
-    since = simulation.world.scheduler.now - 120.0
     job = simulation.world.newest_job()
+    since = simulation.world.scheduler.now - (720.0 if job is not None and job.left else 120.0)
     watchers = [other for other in simulation.commands if other is not command and other.name in SUPERVISORS]
     busy = any(other.code is None or (other.began < command.began and other.ended > since) for other in watchers)
     if job is None or busy or len(job.containers) < job.hosts:  # an interrupted start: one may wait for its secrets
