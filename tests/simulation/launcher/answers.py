@@ -176,7 +176,7 @@ def _observe(call: _Call, seen: Observation, worker: int, container: str, *_give
     world, state, job = call.command.world, seen.container, _job_of(call, container)
     item = job.containers.get(worker) if job is not None else None
     if state is None:
-        calm = call.began > world.struck_until + 90.0 and not call.command.laptop.asleep
+        calm = call.began > world.calm_from + 90.0 and not call.command.laptop.asleep
         calm &= world.scheduler.now - call.began < 15.0  # else the workstation slept meanwhile, with a running clock
         well = calm and item is not None and item.running and item.host.quiet_since(call.began - 90.0)
         return f"{seen} of {container} on {item and item.host!r}" if well or not seen.problem else ""

@@ -14,9 +14,16 @@ if TYPE_CHECKING:
     from tests.simulation.launcher.hosts import Container
     from tests.simulation.launcher.simulated_run import SimulatedRun
 
+_BEGUN_SECONDS, _CALM_SECONDS = 10.0, 60.0  # since a program's begin, and since the last fault
+_POD_SECONDS = 8.0  # from the end of a pod until a cluster tells it, and the launcher has asked
+_END_SECONDS = 2.0  # from the last end on a host until the attempt's is recorded
+_TOLD_AT_ONCE = ("finished", "saved", "failed", "bad input")  # with a lost connection, an earlier cause is waited for
+
 
 def check_event(simulation: SimulatedRun, ledger: Ledger, event: RunEvent) -> None:
     """Checks the promises about an event that is about to be recorded; on a cluster, pods end after their deletion."""
+    if isinstance(event, events.HostEnded | events.Ended):
+        _end_is_seen_in_time(simulation, ledger, event)
     if simulation.world.cluster is not None:
         return
     match event:
@@ -55,6 +62,23 @@ def _end_follows_its_acts(simulation: SimulatedRun, ledger: Ledger, event: event
     for container in _on_hosts(simulation, ledger, event.attempt):
         if container.running and (event.attempt, container.host.worker) not in left:
             _break(simulation, event, f"{container.name} runs on {container.host!r}")
+
+
+def _end_is_seen_in_time(simulation: SimulatedRun, ledger: Ledger, event: events.HostEnded | events.Ended) -> None:
+    """A supervisor for which nothing is out of order sees at once that a program ends, and then that all have."""
+    world, command = simulation.world, simulation.running_command()
+    job = world.record.jobs.get((ledger.run_id, event.attempt))
+    idle = simulation.full_disk is not None or any(action.kind == "asleep" for action in simulation.actions)
+    if job is None or job.began is None or command is None or command.began > job.began or idle:
+        return
+    items, of_host = job.containers.values(), isinstance(event, events.HostEnded)
+    troubles = [world.calm_from, *(at for item in items for at in item.host.troubled)]
+    begin = max(job.began + _BEGUN_SECONDS, max(troubles) + _CALM_SECONDS)
+    ends = [item.ended for item in items if not of_host or item.host.worker == event.host]
+    late, most = world.scheduler.now - max(ends), (0.0 if of_host else _END_SECONDS)
+    most += 0.25 if world.cluster is None else _POD_SECONDS
+    if min(ends) > begin and late > most and (of_host or event.outcome in _TOLD_AT_ONCE):
+        _break(simulation, event, f"{job} has ended for {late:.1f} s")
 
 
 def _on_hosts(simulation: SimulatedRun, ledger: Ledger, attempt: int) -> list[Container]:

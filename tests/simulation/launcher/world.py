@@ -125,7 +125,7 @@ class World:
         self._reached: set[str] = set()
         self._awaiting: dict[str, dict[Task, None]] = {}  # tasks, by the moment
         self.struck = False  # whether any fault has occurred
-        self.struck_until = 0.0  # when the last one passes
+        self.calm_from = -math.inf  # when the last of them is over; hosts know their own
         self.pull_seconds = rng.choice((0.5, 5.0, 40.0))
         self.laptops: list[Laptop] = []
         self.slice_name = ""
@@ -237,7 +237,7 @@ class World:
         self.struck = True
         self.note(f"FAULT: {fault}")
         later = self.scheduler.now + fault.seconds
-        self.struck_until = max(self.struck_until, later)
+        self.calm_from = max(self.calm_from, later)
         if fault.kind == "offline":
             laptop = self.laptops[0]
             laptop.offline = True
