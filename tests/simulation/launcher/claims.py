@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -14,12 +15,14 @@ from launcher.errors import Exit
 from launcher.run import events, specification
 from launcher.run.status import Status
 from tests.simulation.launcher import hangs
+from tests.simulation.launcher.hosts import EPOCH
 from tests.simulation.launcher.jobs import SUPERVISORS
 from training.machine.clock import parse_time
 from training.telemetry.progress_line import parse
 
 if TYPE_CHECKING:
     from tests.simulation.launcher.commands import Command
+    from tests.simulation.launcher.jobs import Job
     from tests.simulation.launcher.simulated_run import SimulatedRun
 
 _RECENT_SECONDS = 45.0  # within which hosts are asked for lines, which a sleeping supervisor has not fetched
@@ -29,6 +32,8 @@ _LOGS_SECONDS = 590.0  # for which `logs` waits for hosts that do not answer, at
 _STOP_SECONDS = 240.0  # from a stop until the command that supervises has ended
 _PATIENCE = 60.0  # seconds that `down` waits for a supervising process, at least
 _PROGRESS_SECONDS = 12.0  # from a step until it is kept
+_STRAGGLER_SECONDS = 88.0  # from a program's begin, or another such event, until a straggler is told, at least
+_WINDOW_SECONDS = 42.0  # in which a supervisor has seen half a minute of steps
 _TAKE_OVER_SECONDS = 120.0  # from the end of a supervisor until another machine has taken its run over
 
 
@@ -282,7 +287,7 @@ def progress_is_kept(simulation: SimulatedRun) -> None:
         if again >= supervisors and not (job.plan.hang and job.plan.hang.kind == "step"):
             simulation.break_promise("progress is kept", f"{job}: {steps}")
         ended = max((item.ended for item in job.containers.values()), default=0.0)
-        calm = job.plan.tells and simulation.is_undisturbed(ended)
+        calm = job.plan.tells and (job.watched or simulation.is_undisturbed(ended))
         since = min(ended, job.last_step) - _PROGRESS_SECONDS - (job.began or math.inf)
         if calm and job.confirmed and 0.0 < since < math.inf:
             least = hangs.line(job.timeline, since, None, 0).step
@@ -291,15 +296,55 @@ def progress_is_kept(simulation: SimulatedRun) -> None:
 
 
 def stragglers_are_told(simulation: SimulatedRun) -> None:
-    """Checks that a host is called slower than the others only while it is, and by its factor."""
+    """Checks that a host is called slower than the others only while it is, by its factor, and once it was for minutes;
+    and as fast again only after that."""
     for ledger in simulation.ledgers():
-        slow = None
-        for event in ledger.events():
-            job = simulation.world.record.jobs.get((ledger.run_id, event.attempt))
-            if isinstance(event, events.StragglerFound) and job is not None:
-                slow = job.plan.slow
-                same = slow is not None and (event.host, event.part) == (slow.host, "dispatch")
-                if not same or not (3.0 if math.isinf(slow.steps) else 1.5) <= event.factor <= 3.0:
-                    simulation.break_promise("a straggler is told", f"{job}: {event}, not {slow}")
-            elif isinstance(event, events.StragglerGone) and (slow is None or math.isinf(slow.steps)):
-                simulation.break_promise("a straggler is told", f"{job}: {event}: {slow}")
+        jobs = {job.attempt: job for job in simulation.world.record.jobs.values() if job.run == ledger.run_id}
+        since, slower = {number: (job.began or 0.0) + EPOCH for number, job in jobs.items()}, set[int]()
+        for entry in ledger.entries():
+            event, time = entry.event, parse_time(entry.time) or 0.0
+            job = jobs.get(event.attempt)
+            if job is None or not isinstance(event, events.StragglerFound | events.StragglerGone):
+                continue
+            slow = job.plan.slow
+            wrong = slow is None or (event.host, event.part) != (slow.host, "dispatch")
+            wrong |= time - since[event.attempt] < _STRAGGLER_SECONDS
+            if isinstance(event, events.StragglerFound):
+                wrong |= not (3.0 if slow is None or math.isinf(slow.steps) else 1.5) <= event.factor <= 3.0
+                slower.add(event.attempt)
+            elif slow is None or math.isinf(slow.steps) or event.attempt not in slower:
+                wrong = True
+            if wrong:
+                simulation.break_promise("a straggler is told", f"{job}: {event}, not {slow}")
+            since[event.attempt] = time
+        for job in [each for each in jobs.values() if each.plan.tells]:
+            _check_windows(simulation, job, is_told=job.attempt in slower)
+
+
+def _check_windows(simulation: SimulatedRun, job: Job, *, is_told: bool) -> None:
+    """Checks what a run's folder keeps of each half minute; if a supervisor watched, that a slow host was told."""
+    files, slow = [home / "runs" / job.run / f"hosts-{job.attempt}.jsonl" for home in simulation.homes], job.plan.slow
+    lines = [line for file in files if file.exists() for line in file.read_text().splitlines()]
+    whole = [line for line in lines if line.count("{") == line.count("}") == 2]  # a kill may cut one
+    kept = [{int(worker): own for worker, own in json.loads(line)["seconds"].items()} for line in whole]
+    most = defaultdict(lambda: 0.375, {} if slow is None else {slow.host: 0.875})
+    wrong = not all(0.375 <= own <= most[worker] for each in kept for worker, own in each.items())
+    if job.watched and job.hosts > 1:
+        ends = [item.ended - (job.began or 0.0) for item in job.containers.values()]
+        least = _least_windows(job, min(ends))
+        wrong |= not max(0, least) <= len(lines) <= max(ends) / 30.0 + 1
+        wrong |= least > 0 and not any(file.with_suffix(".svg").exists() for file in files)
+        slowly = "".join("y" if len(each) > 1 and 0.875 in each.values() else "n" for each in kept)
+        wrong |= "yyy" in slowly and not is_told
+    if wrong:
+        simulation.break_promise("a straggler is told", f"{job}: {kept}, {is_told}: {slow}")
+
+
+def _least_windows(job: Job, end: float) -> int:
+    """Returns how many half minutes of steps a supervisor has seen at least, but for the first ones, which may show one
+    host alone."""
+    count, at = -2, -math.inf
+    for moment, _, step in job.timeline:
+        if step > 0 and moment > at + _WINDOW_SECONDS and moment < end - _PROGRESS_SECONDS:
+            count, at = count + 1, moment
+    return count

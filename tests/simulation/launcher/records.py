@@ -3,6 +3,7 @@ after, so what it says must be true already."""
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from launcher.run import events
@@ -15,8 +16,8 @@ if TYPE_CHECKING:
     from tests.simulation.launcher.simulated_run import SimulatedRun
 
 _BEGUN_SECONDS, _CALM_SECONDS = 10.0, 60.0  # since a program's begin, and since the last fault
-_POD_SECONDS = 8.0  # from the end of a pod until a cluster tells it, and the launcher has asked
-_END_SECONDS = 2.0  # from the last end on a host until the attempt's is recorded
+_POD_SECONDS = 8.0  # longer, until a cluster tells the end of a pod, and the launcher has asked
+_SEEN_SECONDS, _END_SECONDS = 1.0, 3.0  # from the end of a program, and of the last one, until it is recorded
 _TOLD_AT_ONCE = ("finished", "saved", "failed", "bad input")  # with a lost connection, an earlier cause is waited for
 
 
@@ -72,12 +73,12 @@ def _end_is_seen_in_time(simulation: SimulatedRun, ledger: Ledger, event: events
     if job is None or job.began is None or command is None or command.began > job.began or idle:
         return
     items, of_host = job.containers.values(), isinstance(event, events.HostEnded)
-    troubles = [world.calm_from, *(at for item in items for at in item.host.troubled)]
-    begin = max(job.began + _BEGUN_SECONDS, max(troubles) + _CALM_SECONDS)
+    calm = max([world.calm_from, *(at for item in items for at in item.host.troubled)]) + _CALM_SECONDS
+    job.watched = not of_host and calm < job.began
     ends = [item.ended for item in items if not of_host or item.host.worker == event.host]
-    late, most = world.scheduler.now - max(ends), (0.0 if of_host else _END_SECONDS)
-    most += 0.25 if world.cluster is None else _POD_SECONDS
-    if min(ends) > begin and late > most and (of_host or event.outcome in _TOLD_AT_ONCE):
+    late = world.scheduler.now - max(ends) - (0.0 if world.cluster is None else _POD_SECONDS)
+    most = _SEEN_SECONDS if of_host else _END_SECONDS if event.outcome in _TOLD_AT_ONCE else math.inf
+    if min(ends) > max(calm, job.began + _BEGUN_SECONDS) and late > most:
         _break(simulation, event, f"{job} has ended for {late:.1f} s")
 
 
