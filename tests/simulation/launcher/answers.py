@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 from launcher.provider import Attempt, HostReport, Observation, Provider, SliceState, container_name
 from launcher.tpu_vm.requests import RequestRecord
 from launcher.tpu_vm.ssh import addresses
+from tests.simulation.launcher.hosts import EPOCH
 
 if TYPE_CHECKING:
     from tests.simulation.launcher.cluster import Cluster
     from tests.simulation.launcher.commands import Command
+    from tests.simulation.launcher.hosts import Host
 
 _WATCH_SECONDS = 30.0  # for which a cluster that fails shows a pod as it was
 _OLD = ("stale", "old describe")  # faults after which Google tells what was
@@ -132,10 +135,26 @@ def _start(call: _Call, reports: Sequence[HostReport], attempt: Attempt, *_given
     if wrong := _check_reports(reports, range(call.hosts)):
         return wrong
     for report in reports:
+        item = job.containers.get(report.worker) if job is not None else None
+        if item is not None and (wrong := _check_clock(call, item.host)):
+            return wrong
         taken = world.cluster is not None and world.struck
         if report.ok and not taken and (job is None or report.worker not in job.starts):
             return f"{report}, and {job} did not start there"
     return ""
+
+
+def _check_clock(call: _Call, host: Host) -> str:
+    """A host whose clock differs from the workstation's by more than half a minute is told, with the difference."""
+    world, laptop = call.command.world, call.command.laptop
+    if world.cluster is not None or world.calm_from >= call.began:  # a clock may have jumped meanwhile
+        return ""
+    differs, seconds = abs(host.wall - EPOCH - laptop.wall), world.scheduler.now - call.began
+    said = "".join(f"{text}\n" for at, text in call.command.told if at >= call.began)
+    told = [float(each) for each in re.findall(rf"host {host.worker}: its clock is (\d+) s off", said)]
+    wrong = any(not max(30.0, differs - seconds - 3.0) <= each <= differs + 1.0 for each in told)
+    wrong |= not told and differs > seconds + 33.0
+    return f"{told}, and {host!r} differs by {differs:.0f} s" if wrong else ""
 
 
 def _stop(

@@ -56,7 +56,8 @@ class Command:
         self.actor = Actor(laptop, name, self.process)
         self.machine = make_machine(world, self.actor, rng, self._exit)
         output = Output(self._say, self._emit)
-        self.context = Context(laptop.home, {"HF_TOKEN": SECRET}, self._make_provider, output, self.machine)
+        environment = {"HF_TOKEN": SECRET if world.env_file is None else "an older one"}
+        self.context = Context(laptop.home, environment, self._make_provider, output, self.machine)
         self.task = world.scheduler.spawn(self._main, name="main", process=self.process)
 
     def _enter(self) -> None:
@@ -72,6 +73,8 @@ class Command:
         self.told.append((self.world.scheduler.now, text))
         if any(hole in f"{text}\n" for hole in ("()", "''", "None", ": \n")):
             self.world.break_promise("a message has no holes", text)
+        if "values of secrets are missing" in text:
+            self.world.break_promise("secrets reach each host", text)
         if "the budget is spent" in text:
             self.world.record.stops.append(Stop(text.split()[1].rstrip(":,"), self.world.scheduler.now))
         if "deleting its slice" in text or ": recreating the slice (" in text:
@@ -186,7 +189,8 @@ class Command:
     def _run(self) -> int:
         self.world.record.requested_runs.append((self.laptop, self.world.scheduler.now))
         self.known_stops = {ledger.run_id: ledger.state.stops for ledger in self.ledgers()}
-        return self._show(launch.run(launch.RunRequest(self.config, new=self.new), self.context))
+        request = launch.RunRequest(self.config, new=self.new, env_file=self.world.env_file)
+        return self._show(launch.run(request, self.context))
 
     def _attach(self) -> int:
         return self._show(launch.attach(launch.RunRequest(self.config), self.context))

@@ -61,6 +61,7 @@ class Job:
         self.began: float | None = None  # when all hosts had started
         self.on_end: Callable[[], None] = lambda: None  # called when it ends by itself
         self.causes: list[Cause] = []  # all that happened to it, in order
+        self.secrets = ""  # as its hosts got them
         self.watched = False  # whether one supervisor watched it to its end, and nothing was out of order
         self.seen_finished = False  # whether the launcher has reported its end
         self.confirmed = False  # whether the launcher has reported its start

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from launcher.tpu_vm.scripts import load
 from tests.simulation.launcher import hangs
 from tests.simulation.launcher.hosts import EPOCH, Container, Host, timestamp
+from tests.simulation.launcher.jobs import SECRET
 
 if TYPE_CHECKING:
     from tests.simulation.launcher.world import Actor, World
@@ -98,7 +99,7 @@ def observe(world: World, host: Host, parameters: Mapping[str, str], arguments: 
 class Shell:
     def __init__(self, world: World, host: Host, actor: Actor) -> None:
         self.world, self.host, self.actor = world, host, actor
-        self.rng, self.scheduler = world.rng, world.scheduler
+        self.rng, self.scheduler, self.stdin = world.rng, world.scheduler, ""
 
     def pause(self, least: float = 0.02, most: float = 0.2) -> None:
         """Waits as a step of the script does; for as long as the host hangs."""
@@ -113,6 +114,7 @@ class Shell:
     def run(self, text: str, stdin: str | None) -> tuple[int, str]:
         """Runs a script. Returns its exit code and output."""
         name, parameters, arguments = parse(text)
+        self.stdin = stdin or ""
         if name == "observe":
             return observe(self.world, self.host, parameters, arguments)
         function: Callable[..., tuple[int, str]] = getattr(self, name)
@@ -235,6 +237,16 @@ class Shell:
             host.marks.discard(mark)
         return self.report("stopped")
 
+    def _check_secrets(self, container: Container) -> None:
+        """Checks that a container gets the secrets as the user gave them, and the same as those of its attempt."""
+        job, given = container.job, dict(line[7:].split("=", 1) for line in self.stdin.splitlines()[:-1])
+        wanted = {"HF_TOKEN": SECRET} | ({"OF_FILE": "'a b'"} if self.world.env_file is not None else {})
+        assert job is not None
+        job.secrets = job.secrets or self.stdin
+        own = {name: value for name, value in given.items() if name != "TPU_LAUNCH_SECRET"}
+        if own != wanted or self.stdin != job.secrets:
+            self.world.break_promise("secrets reach each host", f"{container.name} on {self.host!r}: {self.stdin}")
+
     def stacks(self, parameters: Mapping[str, str], _arguments: str) -> tuple[int, str]:
         self.pause(1.0, 8.0)
         container = self._get(parameters)
@@ -254,5 +266,6 @@ class Shell:
         container = self._get(parameters)
         if container is None or not container.running:
             return self.report("failed the secrets can not be passed on", 1)
+        self._check_secrets(container)
         self.world.give_secrets(container)
         return self.report("delivered")

@@ -34,7 +34,7 @@ from tests.simulation.launcher.cluster import Cluster
 from tests.simulation.launcher.commands import Command
 from tests.simulation.launcher.full_disk import FullDisk
 from tests.simulation.launcher.hosts import EPOCH
-from tests.simulation.launcher.jobs import SUPERVISORS
+from tests.simulation.launcher.jobs import SECRET, SUPERVISORS
 from tests.simulation.launcher.scenarios import Action, Candidates, Setting
 from tests.simulation.launcher.speed import observe_every, read_pages, remember_yaml
 from tests.simulation.launcher.world import Laptop, World
@@ -44,6 +44,7 @@ LONGEST_RUN = 20 * 3600.0  # virtual seconds: every wait ends long before
 LONGEST_LOOK = 900.0  # seconds for which a user watches logs: longer than any program runs
 _STEPS = 80_000
 _KILLED_AT_WRITE = 0.1  # of all runs
+_WITH_ENV_FILE = 0.3  # of all runs
 _NAME = "bert"
 _CANDIDATES = (
     {"accelerator_type": "v4-8", "capacity": ["spot", "on-demand"]},
@@ -115,6 +116,9 @@ class SimulatedRun:
         self.world.host_lost_seconds = self.scenario.setting.host_lost_seconds
         self.world.unreachable_seconds = self.scenario.setting.unreachable_minutes * 60.0
         self.world.zones = [*self.scenario.setting.zones]
+        if not self.scenario.setting.gke and random.Random(f"env file {seed}").random() < _WITH_ENV_FILE:
+            self.world.env_file = _folder() / "secrets.env"
+            self.world.env_file.write_text(f"HF_TOKEN={SECRET}\nexport OF_FILE='a b'\n")
         if self.scenario.setting.gke:
             self.world.cluster = Cluster(self.world, self.scenario.setting.hosts)
         self.rng = random.Random(f"people {seed}")

@@ -134,6 +134,7 @@ class World:
         self.stall_seconds: float | None = None  # as the file says
         self.host_lost_seconds = self.unreachable_seconds = math.inf  # as the file says
         self.zones: list[str] = []  # as the file says
+        self.env_file: Path | None = None  # of each `run`
         self._answers: dict[tuple[Actor, Host], float] = {}  # when a command last heard of a host, or first did not
         self._refusals: dict[tuple[Actor, Host], list[float]] = {}  # since a command last heard of a host
         self._api_faults: dict[str, list[tuple[float, float, Fault]]] = {}
