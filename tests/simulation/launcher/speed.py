@@ -22,7 +22,7 @@ def observe_every(seconds: float) -> None:
     """Sets the time between two observations of a host: 1 s on slices of up to 16 hosts, 4 s on one of 64, and no more
     hosts are simulated than show what there is to see."""
     supervise.OBSERVE_EVERY = seconds
-    supervise._INBOX_SECONDS = seconds / 2
+    supervise._INBOX_SECONDS, supervise._LONG_TURN_SECONDS = seconds / 2, 1.0 + seconds / 2
 
 
 def read_pages(size: int, records: int) -> None:
