@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import tarfile
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
@@ -144,8 +145,9 @@ def status_shows_what_is(simulation: SimulatedRun, status: Status) -> None:
 
 
 def frames_show_the_run(simulation: SimulatedRun, command: Command) -> None:
-    """`top` draws frames as wide as the terminal, with a bar of the steps and the whole curve of a falling loss."""
-    for view, columns, lines in command.frames:
+    """`top` draws frames as large as the terminal, with a bar of the steps, the whole curve of a falling loss, and as
+    many hosts as there is room for, at least one: those that are behind."""
+    for view, columns, rows, lines in command.frames:
         frame, progress = "\n".join(lines), view.progress
         wrong = [line for line in lines if len(line) > columns]
         if progress is not None and progress.steps:
@@ -157,7 +159,12 @@ def frames_show_the_run(simulation: SimulatedRun, command: Command) -> None:
         if len(view.losses) > 1:
             curve = [line[9:] for line in lines if "\u2502" in line[:9]]
             wrong += [] if curve and curve[0][:1] > "\u2800" and len(curve[-1]) == columns - 9 else [frame]
-        wrong += [frame] if len(view.hosts) != sum(line.split(" ")[0].isdigit() for line in lines) else []
+        shown = [int(line.split(" ")[0]) for line in lines if line.split(" ")[0].isdigit()]
+        steps = {host.worker: host.progress.step if host.progress else -1 for host in view.hosts}
+        left = len(steps) - len(shown)
+        fits = len(lines) <= rows if left == 0 else len(lines) == rows and f"and {left} more" in lines
+        behind = not steps or min(steps.values()) in [steps[worker] for worker in shown]
+        wrong += [] if (fits or len(shown) == min(1, len(steps))) and behind else [frame]
         if wrong:
             simulation.break_promise("a frame shows the run", f"{columns} columns, {view}:\n{wrong[0]}")
 
@@ -295,30 +302,40 @@ def progress_is_kept(simulation: SimulatedRun) -> None:
                 simulation.break_promise("progress is kept", f"{job}: {steps}, and step {least} was done")
 
 
+def failure_has_a_post_mortem(simulation: SimulatedRun, job: Job, event: events.Ended) -> None:
+    """A failed attempt has an archive with the run's records and its logs, and no part of one is left."""
+    folders, name = [home / "runs" / job.run for home in simulation.homes], f"post-mortem-{job.attempt}.tar.gz"
+    disturbed = simulation.full_disk is not None or any(each.killed or each.interrupted for each in simulation.commands)
+    due = event.outcome in ("failed", "stalled", "host lost", "connection lost") and job.confirmed and not disturbed
+    found = [folder for folder in folders if (folder / name).exists()]
+    wrong = [str(path) for folder in folders for path in folder.glob(".post-mortem*")] + [name] * (due and not found)
+    for folder in found:
+        with tarfile.open(folder / name) as archive:
+            kept = {path.removeprefix(f"{job.run}-{job.attempt}/") for path in archive.getnames()}
+        logs = {str(path.relative_to(folder)) for path in folder.glob(f"logs/attempt-{job.attempt}/*.log")}
+        wrong += {"run.json", "events.jsonl", "specification.yaml", *logs} - kept
+    if wrong:
+        simulation.break_promise("a failure has a post-mortem", f"{job}: {event.outcome}: {wrong}")
+
+
 def stragglers_are_told(simulation: SimulatedRun) -> None:
     """Checks that a host is called slower than the others only while it is, by its factor, and once it was for minutes;
     and as fast again only after that."""
     for ledger in simulation.ledgers():
-        jobs = {job.attempt: job for job in simulation.world.record.jobs.values() if job.run == ledger.run_id}
-        since, slower = {number: (job.began or 0.0) + EPOCH for number, job in jobs.items()}, set[int]()
-        for entry in ledger.entries():
-            event, time = entry.event, parse_time(entry.time) or 0.0
-            job = jobs.get(event.attempt)
-            if job is None or not isinstance(event, events.StragglerFound | events.StragglerGone):
-                continue
-            slow = job.plan.slow
-            wrong = slow is None or (event.host, event.part) != (slow.host, "dispatch")
-            wrong |= time - since[event.attempt] < _STRAGGLER_SECONDS
-            if isinstance(event, events.StragglerFound):
-                wrong |= not (3.0 if slow is None or math.isinf(slow.steps) else 1.5) <= event.factor <= 3.0
-                slower.add(event.attempt)
-            elif slow is None or math.isinf(slow.steps) or event.attempt not in slower:
-                wrong = True
-            if wrong:
-                simulation.break_promise("a straggler is told", f"{job}: {event}, not {slow}")
-            since[event.attempt] = time
-        for job in [each for each in jobs.values() if each.plan.tells]:
-            _check_windows(simulation, job, is_told=job.attempt in slower)
+        for job in [each for each in simulation.world.record.jobs.values() if each.run == ledger.run_id]:
+            slow, is_told, since = job.plan.slow, False, (job.began or 0.0) + EPOCH
+            lasts = slow is None or math.isinf(slow.steps)
+            for entry in [each for each in ledger.entries() if each.event.attempt == job.attempt]:
+                event, time = entry.event, parse_time(entry.time) or 0.0
+                if isinstance(event, events.StragglerFound | events.StragglerGone):
+                    right = slow is not None and (event.host, event.part) == (slow.host, "dispatch")
+                    factor = event.factor if isinstance(event, events.StragglerFound) else 0.0
+                    right &= (3.0 if lasts else 1.5) <= factor <= 3.0 if factor else is_told and not lasts
+                    if not right or time - since < _STRAGGLER_SECONDS:
+                        simulation.break_promise("a straggler is told", f"{job}: {event}, not {slow}")
+                    since, is_told = time, True
+            if job.plan.tells:
+                _check_windows(simulation, job, is_told=is_told)
 
 
 def _check_windows(simulation: SimulatedRun, job: Job, *, is_told: bool) -> None:

@@ -44,7 +44,7 @@ class Command:
         self.lines: Counter[tuple[int, str, str]] = Counter()  # of hosts, that it showed
         self.shows: Path | None = None  # the logs of the attempt that `logs` shows
         self.status: status.Status | None = None
-        self.frames: list[tuple[top.View, int, list[str]]] = []  # of `top`, with its columns
+        self.frames: list[tuple[top.View, int, int, list[str]]] = []  # of `top`, with its columns and rows
         self.error: LaunchError | None = None
         self.verdict: Kind | None = None
         self.outcome: Outcome | None = None
@@ -242,9 +242,9 @@ class Command:
     def _status(self) -> int:
         provider = self._make_provider(self.config)
         looks = top.Top(self.config, self.context, provider)
-        for columns, seconds in ((40, 5.0), (80, 60.0), (160, 120.0)):
+        for columns, rows, seconds in ((40, 24, 5.0), (80, 28, 60.0), (160, 60, 120.0)):
             view = looks.look()
-            self.frames.append((view, columns, top.render(view, columns, 60)))
+            self.frames.append((view, columns, rows, top.render(view, columns, rows)))
             self.machine.clock.sleep(seconds)
         self.status = status.read_status(self.config, self.context, provider)
         return 0
