@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from tests.simulation.launcher.simulated_run import SimulatedRun
 
 _BEGUN_SECONDS, _CALM_SECONDS = 10.0, 60.0  # since a program's begin, and since the last fault
-_POD_SECONDS = 8.0  # longer, until a cluster tells the end of a pod, and the launcher has asked
-_SEEN_SECONDS, _END_SECONDS = 1.0, 3.0  # from the end of a program, and of the last one, until it is recorded
+_SEEN_SECONDS, _END_SECONDS, _POD_SECONDS = 1.0, 3.0, 8.0  # from an end, and the last one, to its record; more for pods
 _TOLD_AT_ONCE = ("finished", "saved", "failed", "bad input")  # with a lost connection, an earlier cause is waited for
 
 

@@ -239,12 +239,12 @@ class Shell:
 
     def _check_secrets(self, container: Container) -> None:
         """Checks that a container gets the secrets as the user gave them, and the same as those of its attempt."""
-        job, given = container.job, dict(line[7:].split("=", 1) for line in self.stdin.splitlines()[:-1])
+        job, lines = container.job, self.stdin.splitlines()[:-1]
+        given = dict(line[7:].split("=", 1) for line in lines if "TPU_LAUNCH_SECRET=" not in line)
         wanted = {"HF_TOKEN": SECRET} | ({"OF_FILE": "'a b'"} if self.world.env_file is not None else {})
         assert job is not None
         job.secrets = job.secrets or self.stdin
-        own = {name: value for name, value in given.items() if name != "TPU_LAUNCH_SECRET"}
-        if own != wanted or self.stdin != job.secrets:
+        if given != wanted or self.stdin != job.secrets:
             self.world.break_promise("secrets reach each host", f"{container.name} on {self.host!r}: {self.stdin}")
 
     def stacks(self, parameters: Mapping[str, str], _arguments: str) -> tuple[int, str]:
