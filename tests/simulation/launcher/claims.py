@@ -305,7 +305,8 @@ def progress_is_kept(simulation: SimulatedRun) -> None:
 def failure_has_a_post_mortem(simulation: SimulatedRun, job: Job, event: events.Ended) -> None:
     """A failed attempt has an archive with the run's records and its logs, and no part of one is left."""
     folders, name = [home / "runs" / job.run for home in simulation.homes], f"post-mortem-{job.attempt}.tar.gz"
-    disturbed = simulation.full_disk is not None or any(each.killed or each.interrupted for each in simulation.commands)
+    disturbed = simulation.full_disk is not None or simulation.scenario.in_bucket  # another machine may take it over
+    disturbed |= any(each.killed or each.interrupted for each in simulation.commands)
     due = event.outcome in ("failed", "stalled", "host lost", "connection lost") and job.confirmed and not disturbed
     found = [folder for folder in folders if (folder / name).exists()]
     wrong = [str(path) for folder in folders for path in folder.glob(".post-mortem*")] + [name] * (due and not found)
