@@ -48,8 +48,8 @@ def delete(config: Config, say: Say, machine: Workstation) -> bool:
 def delete_places(
     config: Config, places: Sequence[Config], say: Say, machine: Workstation, *, all_requests: bool = False
 ) -> bool:
-    """Deletes the slices of these candidates at once; returns whether the last look deleted one. Looks again while a
-    create request may still arrive; without `all_requests`, only until a place has a slice or fails. Leaves another
+    """Deletes the slices of these candidates at once; returns whether there was one. Looks again while a create request
+    may still arrive; without `all_requests`, only while it is in flight once a place had a slice. Leaves another
     owner's slice alone, and raises NotOurs for it only without `all_requests` and if nothing was deleted. Raises as
     `delete`."""
 
@@ -59,13 +59,15 @@ def delete_places(
         except LaunchError as error:
             return error
 
-    in_flight = _InFlightCreates(config, say, machine)
+    in_flight, deleted = _InFlightCreates(config, say, machine), False
     while True:
         in_flight.begin_look()
         outcomes = machine.threads.map(delete_there, places, at_once=len(places))
-        if (any(outcomes) and not all_requests) or not in_flight.wait():
+        deleted |= True in outcomes
+        # The request of a killed command may arrive after the slice of a later one was deleted.
+        done = any(outcomes) and not (deleted and slice_hints.is_create_in_flight(config))
+        if (done and not all_requests) or not in_flight.wait():
             break
-    deleted = any(outcome is True for outcome in outcomes)
     failures = [
         (placed.zone, outcome)
         for placed, outcome in zip(places, outcomes, strict=True)
@@ -118,7 +120,7 @@ class _InFlightCreates:
                 "and the slice is billed if it arrives: run `tpu-launch down` again"
             )
         if not self.said:
-            self.say(f"slice {name} not found yet: a create request is still in flight; waiting")
+            self.say(f"a create request for slice {name} is still in flight; waiting")
             self.said = True
         self.machine.clock.sleep(LOOK_AGAIN_SECONDS)
         return True

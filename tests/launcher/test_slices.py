@@ -278,15 +278,19 @@ def test_down_looks_again_for_a_slice_that_a_killed_command_has_just_requested(c
     assert clock.time() - begin < 5
 
 
-def test_down_waits_for_a_gcloud_that_outlives_its_killed_command(cloud: Cloud, config: Config) -> None:
+@pytest.mark.parametrize("earlier", [False, True], ids=["nothing is there", "the slice of a later `up` is there"])
+def test_down_waits_for_a_gcloud_that_outlives_its_killed_command(cloud: Cloud, config: Config, earlier: bool) -> None:
     """On a slow network, that gcloud may send its create request only after `down` has looked."""
     clock, mark = cloud.machine().clock, contextlib.ExitStack()
     slice_hints.save_create_time(config, clock.time())
     mark.enter_context(slice_hints.mark_create_in_flight(config))
+    if earlier:
+        cloud.made_by(OURS)
 
     cloud.at(100.0, mark.close)
     cloud.at(110.0, lambda: cloud.made_by(OURS))  # Google shows it a little later
     assert down(cloud, config)
+    clock.sleep(200.0)
     assert cloud.node() is None
 
 
