@@ -221,6 +221,21 @@ def test_what_is_remembered_holds_until_the_slice_is_seen_to_be_another(tmp_path
     assert addresses.load(config(tmp_path)) is None
 
 
+def test_a_long_command_finds_the_hosts_of_the_slice_that_replaced_the_one_it_saw(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `top` does while a run is recovered; one answer without the slice may be old."""
+    first = seen(remembered(tmp_path))
+    addresses.forget(config(tmp_path))
+    gcloud_says(tmp_path, monkeypatch, ["127.9.8.1", "127.9.8.2"])
+    connections = SliceConnections(config(tmp_path), this_machine())
+    connections.note_state(first)
+    pool = connections.pool()
+    for state, is_same in (first, True), (None, True), (replace(first, created="2026-02-02T00:00:00Z"), False):
+        connections.note_state(state)
+        assert (connections.pool() is pool) == is_same
+
+
 @pytest.mark.parametrize("moved", [False, True])
 def test_gcloud_is_asked_once_where_hosts_are_that_do_not_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, moved: bool

@@ -31,8 +31,9 @@ class SliceConnections:
         self._wanted = config
         self._machine = machine
         self.gcloud_only = config.run.transport == "gcloud" or config.slice.iap
-        self._lock = machine.threads.lock()  # of the four that follow
+        self._lock = machine.threads.lock()  # of the five that follow
         self._state: SliceState | None = None  # as last described
+        self._created = ""  # when the slice that was last described was created
         self._known = None if self.gcloud_only else addresses.load(config)
         self._pool: ConnectionPool | None = None
         self._unverified: KnownSlice | None = None  # the hint behind the pool's addresses, until gcloud confirmed them
@@ -54,10 +55,14 @@ class SliceConnections:
             return self._known is not None
 
     def note_state(self, state: SliceState | None) -> None:
-        """Keeps the API's description of the slice; drops the hint when it is of another slice."""
+        """Keeps the API's description of the slice; drops hint and connections when they are of another slice."""
         with self._lock:
             self._state, known, self._located = state, self._known, True
-        if known is not None and (state is None or (state.created, state.hosts) != (known.created, known.internal)):
+            another = state is not None and self._created not in ("", state.created)
+            self._created = self._created if state is None else state.created
+        if known is not None:
+            another |= state is None or (state.created, state.hosts) != (known.created, known.internal)
+        if another:
             self.forget()
 
     def internal_addresses(self) -> list[str]:
