@@ -147,20 +147,23 @@ class PodWatch:
         self._threads.start(self._follow_log, pod, log, name=f"final-log-{pod.worker}")
 
     def _follow_log(self, pod: Pod, log: _FinalLog) -> None:
-        """Appends the log lines of a pod that is being deleted to `log` until the pod's end, and sets `log.ended`. If
-        kubectl fails before, keeps the lines received and does not try again. Runs in a thread."""
+        """Appends the log lines of a pod that is being deleted to `log` until the pod's end, and sets `log.ended`. Asks
+        again if the cluster fails before the first line; later, keeps the lines received. Runs in a thread."""
         since = self._log_starts.get(pod.worker)
         window = [f"--since-time={since}"] if since else []
-        try:
-            self._follow(
-                ["logs", pod.name, "--container", CONTAINER, "--follow", "--timestamps", *window],
-                lambda line: log.lines.append(pod_status.parse_log_line(line.rstrip("\n"))),
-                _FINAL_LOG_SECONDS,
-            )
-        except LaunchError:
-            pass  # keep the lines received so far
-        finally:
-            log.ended.set()
+        command = ["logs", pod.name, "--container", CONTAINER, "--follow", "--timestamps", *window]
+
+        def take(line: str) -> None:
+            log.lines.append(pod_status.parse_log_line(line.rstrip("\n")))
+
+        again = True
+        while again:
+            try:
+                self._follow(command, take, _FINAL_LOG_SECONDS)
+                again = False
+            except LaunchError:
+                again = not (log.lines or self._pods[pod.uid].gone or self._closed.wait(_LIST_EVERY / 5))
+        log.ended.set()
 
     def _follow(self, words: list[str], on_line: Callable[[str], None], seconds: float) -> None:
         """Runs a kubectl command for at most `seconds`, and passes its lines to `on_line`. `close` ends it."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from launcher.errors import Exit
+from launcher.errors import Exit, LaunchError
 from launcher.gke import pod_status
 from launcher.gke.kubectl import Kubectl, explain
 from launcher.gke.provider import _describe_waiting
@@ -215,6 +215,7 @@ class WatchedCluster:
     def __init__(self) -> None:
         self.clock, self.pods, self.followed = Clock(), list[dict[str, Any]](), list[str]()
         self.machine = replace(this_machine(), clock=self.clock)
+        self.refusals = 0  # of the next logs
 
     def show(self, uid: str, **metadata: str) -> None:
         labels = {pod_status.INDEX: "0"}
@@ -229,6 +230,9 @@ class WatchedCluster:
         ended = threading.Event()
         on_start(ended.set)
         if words[0] == "logs":
+            if self.refusals:
+                self.refusals -= 1
+                raise LaunchError("too many requests")
             for second in range(2):
                 on_line(f"2026-11-20T08:00:0{second}Z {second}\n")
         else:
@@ -257,6 +261,26 @@ def test_a_watch_keeps_the_log_and_the_end_of_a_deleted_pod(request: pytest.Fixt
     watch.close()
     watch.pods(fresh=True)
     assert sorted(cluster.followed) == ["get pods", "logs one", "logs three"]
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_the_log_of_a_pod_that_is_being_deleted_is_asked_for_until_the_cluster_gives_it(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, gone: bool
+) -> None:
+    """Else its silence would count as a hang. Nobody has the log of a pod that is gone."""
+    cluster = WatchedCluster()
+    watch = PodWatch(cluster, "a=b")  # type: ignore[arg-type]
+    request.addfinalizer(watch.close)
+    monkeypatch.setattr("launcher.gke.watch._LIST_EVERY", 0.1)
+    cluster.refusals = 1000 if gone else 2
+    cluster.show("one", deletionTimestamp="2026-11-20T08:00:00Z")
+    pod = watch.pods()[0]
+    if gone:
+        cluster.pods = []
+        watch.pods(fresh=True)
+    log = watch._final_logs[0]
+    assert log.ended.wait(20)
+    assert [line.text for line in watch.final_lines(pod, None) or []] == ([] if gone else ["0", "1"])
 
 
 def test_watched_objects_are_parsed_in_both_forms_without_warnings() -> None:
