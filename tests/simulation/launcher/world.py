@@ -32,7 +32,7 @@ BROKEN_SECONDS = 10.0  # until a connection whose packets are lost breaks
 _REFUSALS = 2  # in a row, at least, before a host counts as lost
 _FORGOTTEN_SECONDS = 300.0  # of silence, after which a firewall may forget a connection
 COLLEAGUE = "a colleague"
-_RACE_SECONDS = 5.0  # between a look and the step that follows from it: no call of the API checks and creates at once
+_RACE_SECONDS = 45.0  # between a look at a slice and its creation: a description may go unanswered for 30 s
 _TWO_SECONDS, _TWO_POLL_SECONDS = 60.0, 2.0
 _LASTING, _LASTS = {"drought": "stockout", "outage": "unavailable"}, 20.0  # faults that last so many times longer
 _IN_USE = ("CREATING", "READY", "STARTING", "REPAIRING")
@@ -455,7 +455,7 @@ class World:
             self.on_creation(made, by)
         if isinstance(by, Actor) and by.command in SUPERVISORS:
             for node, (creator, deleter, at) in self.record.deleted.items():
-                raced = node in by.deleted or at - by.looked.get(node, at) < _RACE_SECONDS
+                raced = node in by.deleted or by.deletes_for or at - by.looked.get(node, at) < _RACE_SECONDS
                 if creator == by.user and deleter is not by and not raced and by.shown[node] in _IN_USE:
                     self.break_promise("what a user deleted stays deleted", f"{by.command} of {by.user} makes it again")
 
