@@ -101,18 +101,12 @@ class HostView:
     @property
     def rebooted(self) -> bool:
         """Whether the host rebooted under its container, so that the exit code says nothing. False if the code proves
-        an end before: an OOM kill, which only an engine that saw it reports, or 75 or 2 from before the reboot, which
-        only the trainer gives (0 may be made up, by a reboot before the last)."""
+        an end before: an OOM kill, which only an engine that saw it reports, or 75, 76 or 2 from before the reboot,
+        which only the trainer gives (0 may be made up, by a reboot before the last)."""
         state = self.container
         if state is None or not (state.ended and state.rebooted) or state.oom_killed:
             return False
-        return not (state.ended_before_reboot and state.exit_code in (TrainerExit.SAVED, TrainerExit.BAD_INPUT))
-
-    @property
-    def lost_peer_first(self) -> bool:
-        """Whether the program had lost a peer (exit code 76) before the host rebooted."""
-        state = self.container
-        return state is not None and state.ended_before_reboot and state.exit_code == TrainerExit.LOST_PEER
+        return not (state.ended_before_reboot and state.exit_code in _TRAINERS_OWN)
 
     @property
     def oom_killed(self) -> bool:
@@ -293,7 +287,7 @@ def _judge_failure(
         return tuple(f"host {view.worker}: {describe_exit(view.container)}" for view in others if view.container)
 
     if rebooted := [view for view in failed if view.rebooted]:
-        cause = min(rebooted, key=lambda view: (view.lost_peer_first, view.worker))
+        cause = rebooted[0]
         what = "the host rebooted, and its container was killed with it"
         return Verdict(Kind.HOST_LOST, replace(_describe_exit_of(cause), what=what), symptoms(cause))
     if lost := [view for view in silent if not view.ended]:
@@ -320,6 +314,7 @@ _KINDS: dict[int | None, Kind] = {
     TrainerExit.LOST_PEER: Kind.CONNECTION_LOST,
 }  # by the first cause's exit code
 _SUCCESSES = (TrainerExit.FINISHED, TrainerExit.SAVED)
+_TRAINERS_OWN = (TrainerExit.SAVED, TrainerExit.BAD_INPUT, TrainerExit.LOST_PEER)
 _KILLED = (137, 143, 255)  # how a container ends when its machine goes down
 
 

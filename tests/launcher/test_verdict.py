@@ -94,6 +94,10 @@ CASES = {
         ([exited(0, 76), exited(1, 1, at=LATE, away=True)], (Kind.FAILED, 1)),
     "out of memory while its host was away":
         ([exited(0, 76), exited(1, 137, away=True, oom_killed=True)], (Kind.FAILED, 1)),
+    "a host lost its peer, whose program had failed, before it rebooted":
+        ([exited(0, 1), exited(1, 76, rebooted=True, ended_before_reboot=True)], (Kind.FAILED, 0)),
+    "a host lost its peer before it rebooted, and nothing shows why yet":
+        ([exited(0, 76), exited(1, 76, rebooted=True, ended_before_reboot=True)], (Kind.SETTLING, -1)),
     "out of memory before its host rebooted":
         ([exited(0, 76), exited(1, 137, away=True, oom_killed=True, rebooted=True)], (Kind.FAILED, 1)),
     "a host that came back without its container": ([running(0), removed(1, away=True)], (Kind.HOST_LOST, 1)),

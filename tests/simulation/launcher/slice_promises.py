@@ -191,7 +191,7 @@ def waits_in_the_queue_are_told(simulation: SimulatedRun, command: Command) -> N
     if command.name != "up" or simulation.scenario.candidates is not None or not simulation.scenario.setting.queued:
         return
     for (before, state), (at, again) in pairwise(lines):
-        if state == again and at - before < _TOLD_EVERY:
+        if state and state == again and at - before < _TOLD_EVERY:  # a request whose answer is lost is made again
             simulation.break_promise("a wait is told", f"{state} at {before:.0f} and {at:.0f}")
     for name, seen in command.actor.seen.items():
         for at, state in seen if "/queuedResources/" in name else ():
