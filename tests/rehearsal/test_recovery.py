@@ -115,7 +115,7 @@ def test_a_run_survives_a_lost_host_a_stop_a_cut_network_and_a_bucket_that_refus
     place = rf"gs://rehearsal/runs/{run_id}/profiles/(\S+)/plugins/profile/\2/host-(\d)\.xplane\.pb"
     found = re.findall(rf"^\[(\d)\] steps \d+ to \d+: {place}$", profiled.output, re.MULTILINE)
     assert sorted((host, number) for host, _, number in found) == [("0", "0"), ("1", "1")], profiled.output
-    advice = "look at it: `tensorboard --logdir FOLDER`, FOLDER being the path above up to profiles/"
+    advice = "look at it: `gcloud storage cp -r FOLDER .`, FOLDER being the path above up to profiles/"
     assert f"{advice}{found[0][1]}" in profiled.output
     work.good("emulator", "inject", "cut-host", "rehearsal", "1", "--for", "12")
     step_after(running, r"attempt 3 on 2 hosts")
