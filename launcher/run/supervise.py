@@ -77,7 +77,8 @@ def supervise(session: Session, attempt: int) -> Verdict:
     leaves everything running.
 
     Raises:
-        StartInterrupted: A host whose container was not seen to start reports that the container never started.
+        StartInterrupted: A host whose container was not seen to start reports that it never started, or a cluster that
+            its JobSet was never made.
     """
     ledger = session.ledger
     secrets, unknown = session.secret_values(), session.unknown_secrets()  # as of now: an env file may change later
@@ -318,6 +319,8 @@ class _Supervision:
         if answer is None:
             return
         if isinstance(answer, SliceAnswer):
+            if answer.state == "DELETED" and not self.started_everywhere:  # its JobSet was never made
+                raise StartInterrupted(self.ledger.run_id, self.attempt)
             if answer.trouble and answer.trouble != self.slice.trouble:
                 self.say(f"the slice: {answer.trouble}")
             self.slice = SliceAnswer(answer.state, answer.trouble or self.slice.trouble)

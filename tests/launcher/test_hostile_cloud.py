@@ -115,6 +115,14 @@ def test_hosts_that_answer_are_observed_at_once_although_another_is_out_of_reach
     assert (outcome.attempt, outcome.verdict.kind) == (0, Kind.FINISHED)
 
 
+def test_a_start_that_made_no_jobset_was_interrupted_although_no_host_answers(work: Workstation) -> None:
+    """And nobody has deleted its JobSet."""
+    config = interrupt_start(work, only_created=set())
+    work.hosts.slice_state, work.hosts.silent = "DELETED", {0, 1}
+    with pytest.raises(BadInput, match="attempt 0 was interrupted while it was started"):
+        work.attach(config)
+
+
 @pytest.mark.parametrize(("code", "kind"), [(0, Kind.FINISHED), (75, Kind.SAVED), (3, Kind.FAILED)])
 def test_the_recorded_end_of_a_host_counts_although_the_host_is_out_of_reach_later(
     work: Workstation, code: int, kind: Kind
