@@ -97,7 +97,7 @@ def told_patience_is_true(simulation: SimulatedRun, command: Command) -> None:
         away = simulation.second if simulation.scenario.in_bucket else command.laptop
         near = [each for each in simulation.commands if each.ended > at - 1.0]
         near = [each for each in near if each.laptop is command.laptop or (each.laptop is away and each.run_id == run)]
-        others = [each for each in near if each is not command and each.name not in ("up", "status", "gc")]
+        others = [each for each in near if each is not command and each.name not in ("up", "status", "gc", "explain")]
         if at - command.began < _PATIENCE or not others:
             simulation.break_promise("supervisors are waited for", f"after {at - command.began:.0f} s: {text}")
 

@@ -423,7 +423,9 @@ class Kubectl:
 
     def _exec(self, _input: str | None) -> str:
         container = self._container()
-        return "a stack\n" if DUMP_STACKS in self.script else container.progress()
+        if DUMP_STACKS not in self.script or container.job is None:
+            return container.progress()
+        return container.job.stacks(container, self.actor, native=self.script.endswith(" native"))
 
     def _describe(self, _input: str | None) -> str:
         return f"Name: {self.words[2]}\n"

@@ -11,7 +11,7 @@ from launcher.config import Config
 from launcher.errors import Exit, LaunchError, from_disk
 from launcher.gke.provider import Gke
 from launcher.provider import LogLine, Provider
-from launcher.run import launch, status, top
+from launcher.run import execution, launch, status, top
 from launcher.run.ledger import Ledger
 from launcher.run.runs import import_run, list_runs
 from launcher.run.session import Context, Outcome, Output
@@ -45,6 +45,9 @@ class Command:
         self.shows: Path | None = None  # the logs of the attempt that `logs` shows
         self.status: status.Status | None = None
         self.frames: list[tuple[top.View, int, int, list[str]]] = []  # of `top`, with its columns and rows
+        self.explained = ""  # what `explain` shows
+        self.stacks: dict[str, str] = {}  # the files that it has written, by name
+        self.attempt = -1  # that it explains
         self.error: LaunchError | None = None
         self.verdict: Kind | None = None
         self.outcome: Outcome | None = None
@@ -256,3 +259,11 @@ class Command:
             self.shows = known.folder / "logs" / f"attempt-{known.state.attempt}"
         status.print_logs(self.config, self.context, None, follow=True, host=None)
         return 0
+
+    def _explain(self) -> int:
+        with execution.live_session(self.config, self.context, None) as session:
+            self.run_id, self.attempt = session.ledger.run_id, session.ledger.state.attempt
+            found, folder = execution.explain_run(session)
+            self.stacks = {path.stem: path.read_text() for path in Path(folder).glob("*.txt")}
+        self.explained = found or ""
+        return 0 if found else int(Exit.CLOUD_ERROR)

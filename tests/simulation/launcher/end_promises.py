@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from launcher.errors import Exit
 from launcher.run.events import Ended, HostEnded, Recovering
+from tests.simulation.launcher import hangs
 from tests.simulation.launcher.faults import API_FAULTS
 from tests.simulation.launcher.hosts import EPOCH
-from tests.simulation.launcher.jobs import SUPERVISORS
+from tests.simulation.launcher.jobs import SECRET, SUPERVISORS
 from training.machine.clock import parse_time
 
 if TYPE_CHECKING:
+    from tests.simulation.launcher.commands import Command
+    from tests.simulation.launcher.hangs import Hang
     from tests.simulation.launcher.jobs import Cause, Job
     from tests.simulation.launcher.simulated_run import SimulatedRun
 
@@ -42,8 +46,64 @@ def hang_is_explained(simulation: SimulatedRun, job: Job, event: Ended, time: fl
         late = time - EPOCH - hung - hang.limit(job.stall_seconds, job.hosts)
         if event.outcome != "stalled" or not -1.0 <= late <= _EXPLAIN_SECONDS:
             simulation.break_promise("a hang is explained in time", f"{job}: {event.outcome}, {late:.0f} s: {hang}")
-        elif job.hosts > 1 and (event.cause is None or hang.says not in event.cause.what):
-            simulation.break_promise("a hang is told by its kind", f"{job} hangs by {hang}; told was {event.cause}")
+        elif job.hosts > 1:
+            _check_stall(simulation, job, hang, event, time - EPOCH - hung)
+
+
+def _check_stall(simulation: SimulatedRun, job: Job, hang: Hang, event: Ended, most: float) -> None:
+    """Checks that a verdict tells the kind of the hang, since when (`most` seconds ago), the advice, and where each of
+    the other hosts is."""
+    told = [min(_told(job, worker, math.inf, math.inf)) for worker in range(job.hosts)]
+    says = {worker: hangs.says([hang.show(worker)] * 2, native=True) for worker in range(job.hosts)}
+    silent, what = bool(hang.last_words(-1)), event.cause.what if event.cause is not None else ""
+    wanted = hangs.sentences(told, says, {hang.kind})
+    if silent:
+        wanted = [f"{hangs.NO_HEARTBEATS}: host {hang.host} {says[hang.host]}"]
+    found = re.fullmatch(rf"({'|'.join(map(re.escape, wanted))})(?: for (\d+) s)?; (.*)", what)
+    least = 0.0 if silent else hang.limit(job.stall_seconds or 0.0, job.hosts) - 1.0
+    lasts = least <= float(found[2] or -1.0) <= most + 1.0 if found is not None else False
+    right = found is not None and lasts == (hang.kind not in ("program", "step")) and hangs.advice(found[1]) in found[3]
+    others = [f"host {worker}: {told[worker]}: {says[worker]}" for worker in says if worker != hang.named]
+    if not right or (not silent and [*event.symptoms] != others):
+        simulation.break_promise("a hang is told by its kind", f"{job}: {event}, not {wanted}, {others}")
+
+
+def _told(job: Job, worker: int, since: float, until: float) -> set[str]:
+    """Returns where a host has told that it is, between two moments; "" of a program that does not tell."""
+    first, last = (max(0.0, at - (job.began or 0.0)) for at in (since, until))
+    moments = [first, last, *(at for at, _, _ in job.timeline if first < at < last)]
+    lines = [hangs.line(job.timeline, at, job.plan.hang, worker) for at in moments]
+    return {f"step {each.step}, {each.phase}" if job.plan.tells else "" for each in lines}
+
+
+def explain_tells_where_hosts_are(simulation: SimulatedRun, command: Command) -> None:
+    """`explain` tells where each host of a live run is, names only one that is elsewhere than the others, with advice
+    that fits, and writes what it has got of each host into a file, masked."""
+    job = simulation.world.record.jobs.get((command.run_id, command.attempt))
+    if job is None or not command.stacks or simulation.faults or job.began is None or job.began > command.began:
+        return
+    shown = {worker: job.containers[worker].stacks.get(command.actor, []) for worker in range(job.hosts)}
+    changed = job.hung is not None and command.began < job.hung < command.ended
+    if changed or any(len(each) != 2 for each in shown.values()):  # it has begun to hang, or ended, meanwhile
+        return
+    mask = "***" if simulation.world.cluster is None else SECRET
+    what, *table, advice = command.explained.splitlines() or ("", "")
+    says = {worker: hangs.says([kind for kind, _ in each], native=False) for worker, each in shown.items()}
+    says = {worker: text.replace("***", mask) for worker, text in says.items()}
+    told = [
+        line.removesuffix(says[worker]).rpartition(f"host {worker}: ")[2][:-2]
+        for worker, line in zip(says, table, strict=False)
+    ]
+    wanted = {f"host-{worker}": "\n=== 5 s later\n".join(text for _, text in each) for worker, each in shown.items()}
+    wanted = {name: text.replace(SECRET, mask) for name, text in wanted.items()}
+    right = command.stacks == wanted | {"explanation": f"{command.explained}\n"} and hangs.advice(what) in advice
+    for worker, line in zip(says, table, strict=False):
+        place = f"{told[worker]}: " if job.plan.tells else ""
+        right &= told[worker] in _told(job, worker, command.began, command.ended)
+        right &= line == f"  host {worker}: {place}{says[worker]}"
+    kinds = {kind for each in shown.values() for kind, _ in each}
+    if not right or len(table) != job.hosts or what not in hangs.sentences(told, says, kinds):
+        simulation.break_promise("`explain` tells where hosts are", f"{job}, {shown.keys()}: {command.explained}")
 
 
 def out_of_memory_is_no_lost_host(simulation: SimulatedRun, job: Job, event: Ended) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import functools
 import math
-from collections import Counter
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
@@ -58,7 +57,8 @@ class Container:
     awaits_secrets: bool = False  # its command begins when they are delivered
     secrets_seconds: float = 0.0  # for which await_secrets.sh waits for them
     lines_written: int = 0
-    sampled: Counter[object] = field(default_factory=Counter)  # how often each command has asked for its stacks
+    stacks: dict[object, list[tuple[str, str]]] = field(default_factory=dict)
+    """The stacks that each command has got: the kind of place, and the text."""
     wrote: float | None = None  # virtual time of its newest line
 
     @property

@@ -60,6 +60,7 @@ class Job:
         self.containers: dict[int, Container] = {}
         self.began: float | None = None  # when all hosts had started
         self.on_end: Callable[[], None] = lambda: None  # called when it ends by itself
+        self.on_hang: Callable[[], None] = lambda: None
         self.causes: list[Cause] = []  # all that happened to it, in order
         self.secrets = ""  # as its hosts got them
         self.watched = False  # whether one supervisor watched it to its end, and nothing was out of order
@@ -95,6 +96,7 @@ class Job:
             if self.plan.kind != "stall":
                 self.scheduler.call_at(self.began + self.plan.seconds, self._end_as_planned)
             elif self.hung is not None:
+                self.scheduler.call_at(self.hung, self.on_hang)
                 self.scheduler.call_at(self.hung + hangs.HEARTBEAT_SECONDS, self._end_peers_of_silent_host)
 
     def write_lines(self, container: Container) -> None:
@@ -128,6 +130,23 @@ class Job:
             return ""
         since = max(0.0, min(self.scheduler.now, self.last_step) - begun)
         return hangs.format_line(hangs.line(self.timeline, since, plan.hang, container.host.worker, plan.slow))
+
+    def stacks(self, container: Container, by: object, *, native: bool) -> str:
+        """Returns what DUMP_STACKS prints in a container for a command, which it remembers."""
+        now, worker = self.scheduler.now, container.host.worker
+        step, phase, hang = int(now / 20.0), "training", self.plan.hang
+        if self.plan.tells and self.began is not None:
+            told = hangs.line(self.timeline, now - self.began, None, worker)
+            step, phase = told.step, told.phase
+        if hang is not None and self.hung is not None and now >= self.hung:
+            kind = hang.show(worker)
+        elif self.plan.kind == "stall" and hang is None:
+            kind = "collective"
+        else:
+            kind = Random(f"{self} {worker} {step} {phase}").choice(hangs.HEALTHY[phase])
+        shown = container.stacks.setdefault(by, [])
+        shown.append((kind, hangs.stacks(kind, worker, len(shown) + 1, native=native)))
+        return shown[-1][1]
 
     @property
     def timeline(self) -> hangs.Timeline:

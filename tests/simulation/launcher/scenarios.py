@@ -26,8 +26,9 @@ _WITHOUT_THEME = 0.35  # of all scenarios
 _ACTIONS = ("kill", "kill", "kill", "ctrl-c", "ctrl-c", "stop", "asleep", "stop", "logs", "second run", "bob down",
           "bob up", "gc", "bob gc", "status", "status")  # fmt: skip
 _OF_ADDED_THEMES = 0.5  # of all scenarios
-_OF_HANGS = 0.07
+_OF_HANGS = 0.1
 _OF_GKE = 0.12
+_OF_EXPLAINED = (0.04, 0.8)  # of other scenarios, and of those of hangs
 _WITH_CANDIDATES = 0.2  # of all scenarios of one workstation
 _IN_BUCKET = 0.15  # of those
 _RIVAL_ACTIONS = ("watch", "watch", "supervise", "stop", "logs")
@@ -77,7 +78,8 @@ class Action:
     after: float  # seconds after `anchor`
     anchor: str = "run"
     """A moment of the run: "up" and "run", the first such commands; those of `Fault.anchor`; and "prepare", when the
-    first host is prepared, "request", when a request is in the queue, "end", when a program ends by itself."""
+    first host is prepared, "request", when a request is in the queue, "hang", when a program does, "end", when one ends
+    by itself."""
 
 
 @dataclass(frozen=True)
@@ -218,7 +220,7 @@ ADDED_THEMES = (
 
 
 HANGS = Theme("hangs", faults=("hang", "cut", "offline", "dead ssh", "die", "die", "die"), count=(0, 1),
-              plans=("stall", "finish"), spread=60.0, actions=("logs|logs|asleep|status", "status"),
+              plans=("stall", "stall", "finish"), spread=60.0, actions=("logs|logs|logs|asleep|status",),
               together=200.0, needs=("stall_minutes", HOSTS))  # fmt: skip
 
 
@@ -241,6 +243,11 @@ def settings() -> tuple[Setting, ...]:
 def draw(seed: int) -> tuple[Scenario, list[Fault]]:
     """Draws the scenario and the faults of a simulated run."""
     scenario, drawn = _draw_one(seed)
+    rng = random.Random(f"explain {seed}")
+    if rng.random() < _OF_EXPLAINED[scenario.theme == HANGS.name]:
+        at = rng.choice(("start", "hang", "hang")) if scenario.theme == HANGS.name else "start"
+        action = Action("explain", rng.uniform(0.0, 25.0), at)
+        scenario = replace(scenario, actions=(*scenario.actions, action))
     rng = random.Random(f"candidates {seed}")
     elsewhere = any(action.kind.startswith("other") for action in scenario.actions)
     setting, drought = scenario.setting, scenario.theme == "a drought"
@@ -299,7 +306,8 @@ def _draw_hangs(rng: random.Random) -> tuple[Scenario, list[Fault]]:
         seconds, period = rng.uniform(5.0, 400.0), rng.choice((3.0, 3e3))
         return replace(plan, tells=True, hang=hang, slow=slow, seconds=seconds, period=period)
 
-    return replace(scenario, plans=tuple(map(tell, scenario.plans))), _draw_faults(HANGS, rng)
+    drawn = _draw_faults(HANGS, rng) if rng.random() < 0.5 else []
+    return replace(scenario, plans=tuple(map(tell, scenario.plans))), drawn
 
 
 def _draw_anything(rng: random.Random) -> Scenario:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from launcher.tpu_vm.scripts import load
-from tests.simulation.launcher import hangs
 from tests.simulation.launcher.hosts import EPOCH, Container, Host, timestamp
 from tests.simulation.launcher.jobs import SECRET
 
@@ -115,6 +114,8 @@ class Shell:
         """Runs a script. Returns its exit code and output."""
         name, parameters, arguments = parse(text)
         self.stdin = stdin or ""
+        if self.actor.command == "explain" and (name not in ("observe", "stacks") or parameters.get("native")):
+            self.world.break_promise("`explain` disturbs nothing", f"{name} on {self.host!r}")
         if name == "observe":
             return observe(self.world, self.host, parameters, arguments)
         function: Callable[..., tuple[int, str]] = getattr(self, name)
@@ -252,10 +253,8 @@ class Shell:
         container = self._get(parameters)
         if container is None or not container.running:
             return 1, "Error response from daemon: the container is not running\n"
-        hang = container.job.plan.hang if container.job is not None else None
-        container.sampled[self.actor] += 1
-        sample = container.sampled[self.actor]
-        return 0, hangs.stacks(hang, self.host.worker, self.world.scheduler.now, sample) if hang else "a stack\n"
+        assert container.job is not None
+        return 0, container.job.stacks(container, self.actor, native=bool(parameters["native"]))
 
     def evidence(self, _parameters: Mapping[str, str], _arguments: str) -> tuple[int, str]:
         self.pause()

@@ -196,7 +196,7 @@ class SimulatedRun:
 
     def is_undisturbed(self, until: float) -> bool:
         """Returns whether, until a moment, users only looked at runs, and nothing failed."""
-        disturbs = any(action.kind not in ("logs", "status") for action in self.actions)
+        disturbs = any(action.kind not in ("logs", "status", "explain") for action in self.actions)
         disturbs |= any(stop.at < until for stop in self.world.record.stops)
         return not (disturbs or self.faults or self.kill_at or self.full_disk)
 
@@ -322,7 +322,8 @@ class SimulatedRun:
                 who, _, name = kind.rpartition(" ")
                 laptop = {"bob": self.bob, "other": self.second, "rival": self.second}.get(who, self.ann)
                 self.world.struck = self.world.struck or laptop is self.second or name == "down"
-                if who == "rival" or name not in ("stop", "logs", "attach") or (laptop.home / "runs").exists():
+                of_runs = name in ("stop", "logs", "attach", "explain")
+                if who == "rival" or not of_runs or (laptop.home / "runs").exists():
                     self.do(name, laptop, new=who == "new")
 
     def _sleep(self, run: Command, seconds: float) -> None:

@@ -353,7 +353,7 @@ class World:
             plan = self.plans[min(container.attempt, len(self.plans) - 1)]
             job = Job(self.scheduler, container.run, container.attempt, self._hosts_of(container.host), plan, self.rng)
             job.stall_seconds = self.stall_seconds
-            job.on_end = lambda: self.reached("end")
+            job.on_end, job.on_hang = lambda: self.reached("end"), lambda: self.reached("hang")
             self.record.jobs[key] = job
         self._check_not_stopped(container, actor)
         self._check_not_finished(container)
