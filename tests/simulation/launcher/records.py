@@ -4,10 +4,14 @@ after, so what it says must be true already."""
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from launcher.run import events
+from launcher.tpu_vm.requests import RequestRecord
+from tests.simulation.launcher.hosts import EPOCH
 from tests.simulation.launcher.promises import containers_of, slices_of
+from training.machine.clock import parse_time
 
 if TYPE_CHECKING:
     from launcher.run.events import RunEvent
@@ -24,6 +28,10 @@ def check_event(simulation: SimulatedRun, ledger: Ledger, event: RunEvent) -> No
     """Checks the promises about an event that is about to be recorded; on a cluster, pods end after their deletion."""
     if isinstance(event, events.HostEnded | events.Ended):
         _end_is_seen_in_time(simulation, ledger, event)
+    if isinstance(event, events.Judged | events.Ended):
+        _verdict_is_whole(simulation, ledger, event)
+    if isinstance(event, events.AttemptBegan | events.Recovering | events.Recovered):
+        _what_follows_has_a_reason(simulation, ledger, event)
     if simulation.world.cluster is not None:
         return
     match event:
@@ -54,14 +62,84 @@ def check_event(simulation: SimulatedRun, ledger: Ledger, event: RunEvent) -> No
             known = command.known_stops.get(ledger.run_id, 0) if command is not None else event.stops
             if event.stops > known and ledger.bucket is None:  # with a bucket, `run` first pulls what it has
                 _break(simulation, event, f"{known} stops were requested when the command began")
+            for down in simulation.commands if command is not None and simulation.full_disk is None else ():
+                at_work = down.name == "down" and down.code is None and not down.killed
+                if at_work and down.laptop is command.laptop and down.began < command.began:
+                    _break(simulation, event, f"a `down` deletes the slice since {down.began:.1f}")
 
 
 def _end_follows_its_acts(simulation: SimulatedRun, ledger: Ledger, event: events.Ended) -> None:
     """An attempt's end is recorded when no host runs it any more but those that are recorded as left behind."""
     left = {(item.attempt, worker) for item in ledger.state.orphans for worker in item.hosts}
     for container in _on_hosts(simulation, ledger, event.attempt):
+        if event.outcome == events.VANISHED and container.host.engine_up:
+            _break(simulation, event, f"{container.name} is on {container.host!r}")
         if container.running and (event.attempt, container.host.worker) not in left:
             _break(simulation, event, f"{container.name} runs on {container.host!r}")
+
+
+def _verdict_is_whole(simulation: SimulatedRun, ledger: Ledger, event: events.Judged | events.Ended) -> None:
+    """A verdict by a host that failed tells of each other host that was seen to fail before it how that ended, once;
+    other verdicts tell of none. What it tells of its first cause is what was seen."""
+    known = [each for each in ledger.events() if each.attempt == event.attempt]
+    judged = [number for number, each in enumerate(known) if isinstance(each, events.Judged)]
+    seen = {each.host: each for each in known[: min(judged, default=None)] if isinstance(each, events.HostEnded)}
+    gone = {host for host, each in seen.items() if each.exit_code is None and not each.finished_at}
+    failed = {host: each for host, each in seen.items() if each.exit_code not in (0, 75) and host not in gone}
+    first, code = (event.cause.worker, event.cause.exit_code) if event.cause is not None else (-1, None)
+    of_hosts = event.outcome in ("failed", "host lost", "connection lost") or (
+        event.outcome == "bad input" and not ledger.state.stop_requested
+    )
+    due = {f"host {host}: {each.what}" for host, each in failed.items() if of_hosts and host != first}
+    wrong = Counter(event.symptoms) != Counter(due) and event.outcome != "stalled"  # which tells of hosts that hang
+    wrong |= first in failed and failed[first].exit_code not in (None, code)
+    wrong |= event.outcome == "connection lost" and any(each.exit_code != 76 for each in failed.values())
+    if wrong and simulation.full_disk is None and ledger.bucket is None:
+        _break(simulation, event, f"hosts were seen to end so: {seen}")
+
+
+def _what_follows_has_a_reason(simulation: SimulatedRun, ledger: Ledger, event: RunEvent) -> None:
+    """An attempt follows another only after a `run`, or a retry that is counted; a recovery took as long as is told."""
+    known, command = ledger.events(), simulation.running_command()
+    since = command.began if command is not None else 0.0
+    match event:
+        case events.AttemptBegan():
+            started = max((at for at, each in enumerate(known) if isinstance(each, events.Started)), default=-1)
+            if not any(isinstance(each, events.Requested | events.Recovering) for each in known[started + 1 :]):
+                _break(simulation, event, "no user and no retry asks for it")
+            _requests_are_shared(simulation, ledger, event)
+        case events.Recovering():
+            ended = [each for each in known if isinstance(each, events.Ended)][-1:]
+            of_program = event.after in ("failed", "stalled")
+            retries = [each for each in known if isinstance(each, events.Recovering)]
+            number = 1 + sum((each.after in ("failed", "stalled")) == of_program for each in retries)
+            counted = f"{'failure' if of_program else 'preemption'} {number} of " in event.reason
+            final = event.after in ("finished", "stopped", "bad input", "slice deleted")
+            told = [(each.attempt, each.outcome) for each in ended]
+            if final or not counted or told != [(event.attempt, event.after)]:
+                _break(simulation, event, f"the last end is {ended} after {number - 1} such retries")
+        case events.Recovered():
+            times = {type(each.event): parse_time(each.time) or 0.0 for each in ledger.entries()}
+            date, took = simulation.world.scheduler.now + EPOCH, event.seconds
+            began, late = times.get(events.Recovering, 0.0), 1.5 if ledger.bucket is None else 60.0
+            here = began > since + EPOCH  # else another process began it
+            jumps = any((each.wall, each.asleep) != (0.0, 0.0) for each in simulation.world.laptops)
+            wrong = here and not date - began - late < sum(took.values()) < date - began + 0.3
+            wrong |= not date - times[events.AttemptBegan] - late < took["start"]
+            wrong |= min(took.values()) < 0.0 or (not here and sum(took.values()) > date - EPOCH - since + 0.3)
+            if wrong and not jumps:
+                _break(simulation, event, f"{date - began:.1f} s after its begin")
+
+
+def _requests_are_shared(simulation: SimulatedRun, ledger: Ledger, event: events.AttemptBegan) -> None:
+    """Other machines know the open requests of a run that is in a bucket."""
+    hindered = simulation.full_disk is not None or any(each.kind in ("bucket", "offline") for each in simulation.faults)
+    if (bucket := ledger.bucket) is None or hindered:
+        return
+    for request in RequestRecord(simulation.config).read():
+        url = f"{bucket.requests}/{request.number:06d}.asked.json"
+        if request.ended is None and url not in simulation.world.storage.objects:
+            _break(simulation, event, f"{request} is not in the bucket")
 
 
 def _end_is_seen_in_time(simulation: SimulatedRun, ledger: Ledger, event: events.HostEnded | events.Ended) -> None:
