@@ -248,6 +248,10 @@ class Command:
 
     def _status(self) -> int:
         provider = self._make_provider(self.config)
+        if self.config.provider == "tpu-vm":  # `list`, beside it
+            began, zones = self.world.scheduler.now, self.config.zones
+            listing = inventory.list_owned(self.config.project, zones, self.machine)
+            slice_promises.list_shows_what_is(self.world, listing, began, self.machine.clock.time())
         looks = top.Top(self.config, self.context, provider)
         for columns, rows, seconds in ((40, 24, 5.0), (80, 28, 60.0), (160, 60, 120.0)):
             view = looks.look()

@@ -270,8 +270,8 @@ class Google:
         self.world.note(f"{operation.verb} of {operation.target} ends {operation.error or 'well'}")
         if operation.verb == "create" and operation.error is None and slice_ is not None:
             self._boot(slice_)
+            slice_.ready_at = self.scheduler.now
             if slice_.creator == "ann":
-                slice_.ready_at = self.scheduler.now
                 self.world.record.billed.append(slice_)
             if sum(other.creator == slice_.creator and other.state == "READY" for other in self.slices.values()) > 1:
                 self.scheduler.spawn(self.world.watch_two, slice_, name="two slices", process=self.scheduler.world)

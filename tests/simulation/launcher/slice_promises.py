@@ -303,6 +303,7 @@ def list_shows_what_is(world: World, listing: Listing, began: float, date: float
     `date`: of the workstation, in Unix seconds."""
     if {fault.kind for fault in world.faults} & {"stale", "old describe", *MEDDLING}:
         return
+    _list_shows_requests(world, listing, began, date)
     shown = {(item.zone, item.name): item for item in listing.slices}
     for node in world.google.slices.values():
         labels, created = node.node.resource.get("labels", {}), parse_time(node.node.resource["createTime"])
@@ -322,6 +323,24 @@ def list_shows_what_is(world: World, listing: Listing, began: float, date: float
         right = right and (cost, age) == (dollars, duration(date - (created or 0.0)))
         if not right or not ends or (expires == "never") != (node.expires is None):
             world.break_promise("a list shows what is", f"{node}, {created}: {item.row(date)}, {wanted}, {dollars}")
+
+
+def _list_shows_requests(world: World, listing: Listing, began: float, date: float) -> None:
+    """Checks that each request which has waited since a moment is shown, and how requests are shown."""
+    shown = {(item.zone, item.name): item for item in listing.slices}
+    for name, request in world.google.requests.items():
+        resource, zone = request.queued.resource, name.split("/")[3]
+        created, spec = parse_time(resource["createTime"]) or 0.0, resource["tpu"]["nodeSpec"][0]["node"]
+        waits = request.state in ("ACCEPTED", "WAITING_FOR_RESOURCES") and created - EPOCH < began
+        wanted = (f"{spec['acceleratorType']} {'spot' if 'spot' in resource else 'on-demand'}", request.creator)
+        row, item = [""] * 9, shown.get((zone, request.name))
+        if item is not None and item.kind != "node" and item.created in (None, created):
+            row = item.row(date)
+        elif not waits or zone in listing.failures or zone not in world.zones:
+            continue
+        right = (row[3], row[4], row[6], row[7]) == (*wanted, duration(date - created), "$0.00")
+        if not right or (waits and "(queued)" not in row[2]):
+            world.break_promise("a list shows what is", f"{request}, {wanted}, {created}: {row}")
 
 
 def gc_removes_what_has_expired(simulation: SimulatedRun, command: Command) -> None:
