@@ -94,7 +94,8 @@ def _verdict_is_whole(simulation: SimulatedRun, ledger: Ledger, event: events.Ju
     wrong = Counter(event.symptoms) != Counter(due) and event.outcome != "stalled"  # which tells of hosts that hang
     wrong |= first in failed and failed[first].exit_code not in (None, code)
     wrong |= event.outcome == "connection lost" and any(each.exit_code != 76 for each in failed.values())
-    if wrong and simulation.full_disk is None and ledger.bucket is None:
+    again = len(judged) + isinstance(event, events.Judged) > 1  # after a supervisor that was killed
+    if wrong and not again and simulation.full_disk is None and ledger.bucket is None:
         _break(simulation, event, f"hosts were seen to end so: {seen}")
 
 
