@@ -87,11 +87,11 @@ def _verdict_is_whole(simulation: SimulatedRun, ledger: Ledger, event: events.Ju
     gone = {host for host, each in seen.items() if each.exit_code is None and not each.finished_at}
     failed = {host: each for host, each in seen.items() if each.exit_code not in (0, 75) and host not in gone}
     first, code = (event.cause.worker, event.cause.exit_code) if event.cause is not None else (-1, None)
-    of_hosts = event.outcome in ("failed", "host lost", "connection lost") or (
-        event.outcome == "bad input" and not ledger.state.stop_requested
-    )
+    of_hosts = event.outcome in ("failed", "host lost", "connection lost", "bad input")
     due = {f"host {host}: {each.what}" for host, each in failed.items() if of_hosts and host != first}
-    wrong = Counter(event.symptoms) != Counter(due) and event.outcome != "stalled"  # which tells of hosts that hang
+    # A stall tells of hosts that hang; one that refused its input after a stop, of itself alone.
+    tells = event.outcome != "stalled" and (event.outcome != "bad input" or not ledger.state.stop_requested)
+    wrong = tells and Counter(event.symptoms) != Counter(due)
     wrong |= first in failed and failed[first].exit_code not in (None, code)
     wrong |= event.outcome == "connection lost" and any(each.exit_code != 76 for each in failed.values())
     again = len(judged) + isinstance(event, events.Judged) > 1  # after a supervisor that was killed
