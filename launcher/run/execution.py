@@ -84,9 +84,9 @@ def explain_run(session: Session) -> tuple[str | None, str]:
     observations = machine.threads.map(read, session.workers, at_once=64)
     lines = {each.worker: line for each in observations if (line := slowest(each.progress))}
     masker = SecretMasker(session.secret_values())
-    found = explanation.explain_live(session.provider, container, lines, 0.0, machine.clock, native=False)
-    folder = explanation.write_files(session.ledger, number, found, masker)
-    return (masker.mask_text(found.hang.paragraph) if found.hang else None), folder
+    found = explanation.explain_live(session.provider, container, lines, 0.0, machine.clock, masker, native=False)
+    folder = explanation.write_files(session.ledger, number, found)
+    return (found.hang.paragraph if found.hang else None), folder
 
 
 def exit_code(reports: Sequence[CommandReport]) -> int:

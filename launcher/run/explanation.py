@@ -44,11 +44,13 @@ def explain_live(
     progress: Mapping[int, ProgressLine],
     seconds: float,
     clock: Clock,
+    masker: SecretMasker,
     *,
     native: bool,
     only: Collection[int] | None = None,
 ) -> Explanation:
-    """Takes the stacks of all hosts twice and compares them. Takes 10 to 60 s. Ignores errors of the provider.
+    """Takes the stacks of all hosts twice, masks secrets in them before any line is cut, and compares them. Takes 10 to
+    60 s. Ignores errors of the provider.
 
     Args:
         progress: Newest line of each host that tells it.
@@ -56,12 +58,16 @@ def explain_live(
         native: Take the stacks of native code too, which pauses the processes.
         only: Compare only these hosts; the result has the stacks of all. None: compare all.
     """
+
+    def take() -> dict[int, str]:
+        return {worker: masker.mask_text(text) for worker, text in provider.stacks(container, native=native).items()}
+
     first: dict[int, str] = {}
     second: dict[int, str] = {}
     try:
-        first = provider.stacks(container, native=native)
+        first = take()
         clock.sleep(APART_SECONDS)
-        second = provider.stacks(container, native=native)
+        second = take()
     except LaunchError:  # what is known will do
         second = second or first
     texts = {
@@ -75,12 +81,12 @@ def _parse(texts: Mapping[int, str]) -> dict[int, HostStacks]:
     return {worker: parse_stacks(text) for worker, text in texts.items()}
 
 
-def write_files(ledger: Ledger, attempt: int, explanation: Explanation, masker: SecretMasker) -> str:
-    """Writes each host's stacks and explanation.txt into the run's folder, secrets masked; returns their folder."""
+def write_files(ledger: Ledger, attempt: int, explanation: Explanation) -> str:
+    """Writes each host's stacks and explanation.txt into the run's folder; returns their folder."""
     for worker, text in explanation.stacks.items():
-        ledger.write_stack(attempt, f"host-{worker}", masker.mask_text(text))
+        ledger.write_stack(attempt, f"host-{worker}", text)
     paragraph = explanation.hang.paragraph if explanation.hang else "no stack traces could be taken"
-    return str(ledger.write_stack(attempt, "explanation", masker.mask_text(f"{paragraph}\n")).parent)
+    return str(ledger.write_stack(attempt, "explanation", f"{paragraph}\n").parent)
 
 
 def explain_stall(
@@ -103,18 +109,18 @@ def explain_stall(
     say(f"the run hangs: {told.what}; taking stack traces of all hosts")
     container, seconds = session.container(attempt), clock.monotonic() - since
     only = None if told.worker < 0 else (told.worker,)
-    found = explain_live(session.provider, container, progress, seconds, clock, native=True, only=only)
+    found = explain_live(session.provider, container, progress, seconds, clock, masker, native=True, only=only)
     if only and found.hang is not None:
         found = replace(found, hang=replace(found.hang, what=f"{told.what}: {found.hang.what}"))
     try:
-        say(f"the stack traces of all hosts are in {write_files(session.ledger, attempt, found, masker)}")
+        say(f"the stack traces of all hosts are in {write_files(session.ledger, attempt, found)}")
     except OSError as error:
         say(f"the stack traces can't be written: {error}")
     if (hang := found.hang) is None:
         return verdict
-    cause = Cause(hang.worker, masker.mask_text(f"{hang.what}; {hang.advice}"))
+    cause = Cause(hang.worker, f"{hang.what}; {hang.advice}")
     others = [line for line in hang.hosts if not line.startswith(f"host {hang.worker}:")]
-    return replace(verdict, cause=cause, symptoms=(*verdict.symptoms, *map(masker.mask_text, others)))
+    return replace(verdict, cause=cause, symptoms=(*verdict.symptoms, *others))
 
 
 def blame_silent_host(ledger: Ledger, attempt: int, verdict: Verdict, running: Sequence[int]) -> Verdict:

@@ -47,6 +47,17 @@ def test_a_run_that_hangs_ends_with_the_host_and_the_line(work: Workstation) -> 
     assert [line["loss"] for line in map(json.loads, (folder / "progress-0.jsonl").read_text().splitlines())] == [2.5]
 
 
+def test_a_secret_is_masked_before_its_line_is_cut(work: Workstation) -> None:
+    command = "python train.py --config configs/larger.yaml --token "  # 60 characters of a command are told
+    stopped = dump(COLLECTIVE, state="T (stopped)")
+    work.hosts.stacks[1] = stopped.replace("python train.py", command + "hf_secret0123456789")
+    config = work.config("run.stall_minutes=0.02", "run.secrets=[TOKEN]")
+    cause = work.run(config, {"TOKEN": "hf_secret0123456789"}).verdict.cause
+    assert "has a stopped process" in cause.what
+    assert "hf_" not in cause.what
+    assert "hf_" not in (work.ledger.folder / "stacks" / "attempt-0" / "explanation.txt").read_text()
+
+
 def test_a_run_that_writes_nothing_but_makes_progress_goes_on(work: Workstation) -> None:
     work.hosts.quiet = True
     steps = iter(range(8, 10**6))
