@@ -203,7 +203,7 @@ def sentences(told: list[str], says: dict[int, str], kinds: set[str]) -> list[st
     compiling = [worker for worker in workers if told[worker].endswith("compile")]
     stored = [worker for worker in odd if "for storage" in says[worker]]
     ahead = [worker for worker in workers if _step(told[worker]) > min(map(_step, told))]
-    if "program" in kinds:
+    if "program" in kinds and count > 1:
         return [f"host {worker} runs another program than the other hosts" for worker in workers]
     if odd == stored and ("read ahead" in kinds or (waiting and len(odd) > max(1, count / 2))):
         return [f"{count if 'read ahead' in kinds else len(odd)} of {count} hosts: each {says[odd[0]]}"]
