@@ -106,7 +106,7 @@ def explain_hang(
 
     for kind in ("memory", "no stacks", "ended", "stopped", "kernel", "interpreter"):
         if odd := [worker for worker, host in hosts.items() if host.kind == kind]:
-            return found(kind, odd, f"{_others(hosts, odd, lines)}{_names(odd)} {hosts[odd[0]].what}{lasting}")
+            return found(kind, odd, f"{_others(hosts, odd, lines)}{_where(hosts, odd)}{lasting}")
     if odd := _minority({worker: line.program for worker, line in lines.items() if worker in hosts and line.program}):
         return found("program", odd, f"{_names(odd)} run{'s'[: len(odd) == 1]} another program than the other hosts")
     waiting = [worker for worker, host in hosts.items() if host.kind == "collective"]
@@ -120,14 +120,15 @@ def explain_hang(
         if odd_step and not odd:
             steps = f"step {lines[odd_step[0]].step:,}"
             others = next(line.step for worker, line in lines.items() if worker not in odd_step)
-            return found("step", odd_step, f"{_names(odd_step)} is at {steps}, the other hosts are at step {others:,}")
+            at = f"{_names(odd_step)} {'are' if len(odd_step) > 1 else 'is'} at {steps}"
+            return found("step", odd_step, f"{at}, the other hosts are at step {others:,}")
         return _explain_alike(hosts, lines, lasting, found)
     host = hosts[odd[0]]
     if all(hosts[worker].kind == "storage" for worker in odd):
         waiting = [worker for worker, each in hosts.items() if each.storage is not None]
         if len(waiting) == len(hosts) or len(waiting) > max(1, len(hosts) / 2):  # the others have read ahead
             return found("storage", [], f"{len(waiting)} of {len(hosts)} hosts: each {host.storage}{lasting}")
-    return found(host.kind, odd, f"{_others(hosts, odd, lines)}{_names(odd)} {host.what}{lasting}")
+    return found(host.kind, odd, f"{_others(hosts, odd, lines)}{_where(hosts, odd)}{lasting}")
 
 
 def _explain_alike(
@@ -255,6 +256,14 @@ def _compiles(line: ProgressLine | None) -> bool:
 def _step(line: ProgressLine | None) -> str:
     """Returns where a host is, as told: "step 7, training: "; "" without a line."""
     return "" if line is None else f"step {line.step:,}{f', {line.phase}' if line.phase else ''}: "
+
+
+def _where(hosts: Mapping[int, _HostLook], odd: Sequence[int]) -> str:
+    """Returns where the hosts are that differ, in words; of several in different places, where the first one is."""
+    what = hosts[odd[0]].what
+    if all(hosts[worker].what == what for worker in odd):
+        return f"{_names(odd)}{': each' if len(odd) > 1 else ''} {what}"
+    return f"{_names(odd)} are elsewhere: host {odd[0]} {what}"
 
 
 def _names(workers: Sequence[int]) -> str:

@@ -161,6 +161,16 @@ def test_where_no_host_waits_for_another_the_few_that_differ_are_named() -> None
     assert explain(dump(USER), dump(COLLECTIVE), lines={}).what.startswith("1 of 2 hosts wait (train.py:50); host 0 ")
 
 
+def test_several_hosts_that_differ_are_told_together_where_they_are_at_one_place() -> None:
+    waits = [dump(COLLECTIVE)] * 3
+    assert "; hosts 3, 4: each is in augment at my_data.py:12" in explain(*waits, *[dump(USER)] * 2).what
+    elsewhere = "; hosts 3, 4 are elsewhere: host 3 is in augment at my_data.py:12"
+    assert elsewhere in explain(*waits, dump(USER), dump(LOCKED)).what
+    lines = {worker: ProgressLine(8 + (worker > 2)) for worker in range(5)}
+    ahead = "hosts 3, 4 are at step 9, the other hosts are at step 8"
+    assert explain(*waits, *waits[:2], lines=lines).what == ahead
+
+
 def test_another_program_and_another_step_are_told_where_all_wait() -> None:
     lines = {worker: ProgressLine(8, program="abc") for worker in range(3)}
     hosts = [dump(COLLECTIVE)] * 3

@@ -90,7 +90,7 @@ _WITH_NATIVE = {
 _ADVICE = (  # the first words that an explanation has, and those of its advice
     ("memory", "workers, caches, batches"), ("stopped process", "kill -CONT"), ("dead process", "its log"),
     ("in the kernel", "replace the host"), ("gives no stack", "memory, disk"), ("each other's locks", "same order"),
-    ("Python's lock", "a native call"), ("another program", "same program"), ("is at step", "a collective"),
+    ("Python's lock", "a native call"), ("another program", "same program"), ("at step", "a collective"),
     ("compiles", "preflight"), (" storage", "the bucket, its region"), ("waits for a lock", "that holds the lock"),
     ("waits for data", "input pipeline"), ("is in ", "at that line"), ("waits for devices", "doctor --devices"),
 )  # fmt: skip
@@ -212,13 +212,17 @@ def sentences(told: list[str], says: dict[int, str], kinds: set[str]) -> list[st
         others = [worker for worker in workers if worker not in differ]
         step = f" in step {_step(told[others[0]]) + 1}'s collective" if told[others[0]] else ""
         compiles = "" if odd else f"compile{'s' * (len(compiling) == 1)}: "
-        where = f"{len(others)} of {count} hosts wait{step} (train.py:50); {_names(differ)} "
-        return [f"{where}{compiles}{says[differ[0]]}"]
+        where = f"{len(others)} of {count} hosts wait{step} (train.py:50); {_names(differ)}"
+        if odd and len({says[worker] for worker in odd}) > 1:
+            return [f"{where} are elsewhere: host {odd[0]} {says[odd[0]]}"]
+        return [f"{where}{': each' if len(odd) > 1 else ''} {compiles}{says[differ[0]]}"]
     if waiting and ahead:
         steps = sorted({*map(_step, told)})
         behind = [worker for worker in workers if worker not in ahead]
         names = ((ahead, steps[-1], steps[0]), (behind, steps[0], steps[-1]))
-        return [f"{_names(odd)} is at step {step}, the other hosts are at step {other}" for odd, step, other in names]
+        verbs = {True: "are", False: "is"}
+        return [f"{_names(odd)} {verbs[len(odd) > 1]} at step {step}, the other hosts are at step {other}"
+                for odd, step, other in names]  # fmt: skip
     if len({advice(text) for text in says.values()}) > 1:
         return [f"host {worker} {says[worker]}" for worker in workers]
     compiles = "compiles: " * (len(compiling) == count and says[0].startswith(("compiles", "waits for devices")))
