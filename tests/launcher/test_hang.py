@@ -297,6 +297,7 @@ def test_threads_are_those_of_their_process_and_lines_before_any_process_are_non
     assert [[thread.name for thread in each.threads] for each in two] == [["MainThread", "logger"], ["MainThread"]]
     assert two[1].threads[0].frames[0].function == "augment"
     assert parse_stacks("polling 2\n").problem == "polling 2"
+    assert parse_stacks("process 7 [] [] python\n").processes[0].state == "", "it ended while it was looked at"
 
 
 def test_a_process_that_waits_for_its_children_is_passed_over() -> None:

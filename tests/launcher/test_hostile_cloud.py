@@ -363,6 +363,16 @@ def test_a_preempted_slice_is_recreated_although_the_api_did_not_answer_before(w
     assert work.hosts.calls.count("create") == 2
 
 
+@pytest.mark.parametrize("replaces", [True, False])
+def test_replacing_a_slice_is_advised_only_where_a_provider_can(
+    work: Workstation, monkeypatch: pytest.MonkeyPatch, replaces: bool
+) -> None:
+    monkeypatch.setattr(FakeProvider, "capabilities", replace(FakeProvider.capabilities, replaces_hosts=replaces))
+    work.hosts.exits = [1, 1, 0]
+    assert work.run(work.config("run.failure_retries=2")).verdict.kind is Kind.FINISHED
+    assert any("run.replace_after: 2 recreates" in message for message in work.messages) == replaces
+
+
 @pytest.mark.parametrize(("failed_deletions", "gone"), [(0, False), (1, False), (0, True)])
 def test_a_slice_with_unreachable_hosts_is_replaced_where_that_is_allowed_and_it_is_still_there(
     work: Workstation, failed_deletions: int, gone: bool

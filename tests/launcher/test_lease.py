@@ -298,7 +298,10 @@ def test_a_lease_is_taken_at_once_when_it_was_released_or_its_holder_in_the_same
     assert [event["event"] for event in recorded(prompt)] == [Supervised.kind] * 3
 
 
-def test_a_supervisor_ends_although_another_command_of_its_machine_has_pulled_who_follows_it(prompt: Machines) -> None:
+@pytest.mark.parametrize("pulls", [False, True], ids=["it records an event", "it pulls them"])
+def test_a_supervisor_ends_although_another_command_of_its_machine_has_pulled_who_follows_it(
+    prompt: Machines, pulls: bool
+) -> None:
     scheduler = prompt.scheduler
     a, of_a = prompt.make("a")
     b, of_b = prompt.make("b")
@@ -315,7 +318,7 @@ def test_a_supervisor_ends_although_another_command_of_its_machine_has_pulled_wh
 
     play(prompt, (of_a, lambda: take("a", a)), (of_b, lambda: take("b", b)))
     play(prompt, (of_status, lambda: prompt.ledger("a", status).pull()))
-    play(prompt, (of_a, lambda: ledgers[0].append(AttemptBegan(0))))
+    play(prompt, (of_a, ledgers[0].pull if pulls else lambda: ledgers[0].append(AttemptBegan(0))))
     assert prompt.exits == ["a"]
     assert "run r is supervised by " in prompt.said[-1]
     assert [event["event"] for event in recorded(prompt)] == [Supervised.kind] * 2
