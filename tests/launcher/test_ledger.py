@@ -18,7 +18,8 @@ from launcher.run.events import AttemptBegan, Ended, Entry, HostBack
 from launcher.run.ledger import Ledger, RunRecord
 from launcher.run.runs import begin_run, find_run, list_runs, new_run_id
 from launcher.run.specification import Specification
-from launcher.run.state import Phase, RunState, phase_on_hosts, state_of
+from launcher.run.state import Phase, RunState, phase_on_hosts, recorded_ends, recorded_verdict, state_of
+from launcher.run.verdict import Kind, Verdict
 from tests.launcher.emulated_gcloud import Clock
 
 HOLD = """
@@ -233,3 +234,13 @@ def test_the_hosts_of_an_open_attempt_say_what_became_of_it(
     before: Phase, containers: list[ContainerState | None], lacks: bool, phase: Phase
 ) -> None:
     assert phase_on_hosts(before, containers, may_lack_secrets=lacks) is phase
+
+
+def test_what_an_earlier_supervisor_saw_of_an_attempt_is_of_that_attempt_and_was_seen() -> None:
+    gone, other, seen = (events.HostEnded(*each, False, "") for each in ((1, 0, None), (0, 0, 3), (1, 1, 3)))
+    assert recorded_ends([gone, other, seen], 1) == {1: ContainerState("exited", 3)}, "a reboot leaves no exit code"
+    judged = [
+        events.Judged(attempt, kind, None, ()) for attempt, kind in ((0, "failed"), (1, "stalled"), (1, "failed"))
+    ]
+    assert recorded_verdict(judged, 1) == Verdict(Kind.FAILED), "the last one"
+    assert recorded_verdict(judged[:1], 1) is None
