@@ -54,6 +54,7 @@ class ScriptHost:
         (folder / "answers").mkdir(parents=True)
         for name, text in _PROGRAMS.items():
             self.replace(name, text)
+        self._socket = write_program(folder, "docker.sock")  # one that this user may write to
         self.environment = {**os.environ, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "HOST": str(folder)}
 
     def replace(self, program: str, shell: str) -> None:
@@ -79,7 +80,8 @@ class ScriptHost:
         self.answer("inspect --format", f"""printf '%s\\n' "$3" | sed {" ".join(replacements)}""")
 
     def popen(self, script: str, shell: str = "sh") -> "subprocess.Popen[str]":
-        return subprocess.Popen([shell, "-c", script], env=self.environment, text=True, **PIPES)
+        own = script.replace("/var/run/docker.sock", str(self._socket))
+        return subprocess.Popen([shell, "-c", own], env=self.environment, text=True, **PIPES)
 
     def run(self, script: str, shell: str = "sh", stdin: str = "") -> str:
         """Runs a script, which must print no error. Returns its output."""

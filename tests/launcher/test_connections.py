@@ -525,6 +525,16 @@ def test_a_command_whose_status_does_not_come_ends_at_its_deadline(
         run("train", timeout=6.0)
 
 
+@pytest.mark.parametrize("follows", [True, False])
+def test_a_command_whose_connection_closes_has_not_ended(monkeypatch: pytest.MonkeyPatch, follows: bool) -> None:
+    monkeypatch.setattr(transport, "_follow", lambda *_: -1)
+    monkeypatch.setattr(transport, "_execute", lambda *_: (-1, "", ""))
+    connection = transport.SshConnection(SimpleNamespace())
+    run = partial(connection.follow, on_line=print) if follows else partial(connection.run, stdin=None)
+    with pytest.raises(ConnectionFailed, match="closed before the command ended"):
+        run("train", timeout=6.0)
+
+
 @pytest.mark.parametrize("opens", [True, False])
 def test_a_connection_checks_host_keys_and_notices_a_host_that_is_gone(
     monkeypatch: pytest.MonkeyPatch, opens: bool

@@ -139,7 +139,8 @@ def test_what_gke_can_run_is_rendered(changes: list[str]) -> None:
     assert rendered(*changes)
 
 
-def test_an_image_must_be_named_by_its_digest() -> None:
+def test_an_image_must_be_named_by_its_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("launcher.gke.manifest.local.published", lambda config: config.image.reference)
     with pytest.raises(BadInput, match="give a digest"):
         render(load(EXAMPLE), secret=golden.SECRET, image="us-docker.pkg.dev/p/r/i:latest")
     with pytest.raises(BadInput, match="the digest of its image is not known"):

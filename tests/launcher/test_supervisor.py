@@ -14,6 +14,7 @@ import pytest
 from launcher.cli.main import cli
 from launcher.emulator.http_server import HttpResponse
 from launcher.errors import BadInput, CommandMissing, LaunchError
+from launcher.images.build import Image
 from launcher.provider import ContainerState, container_name
 from launcher.providers import require_programs, this_machine
 from launcher.run import events, launch, specification, supervisor
@@ -181,9 +182,18 @@ def test_a_run_that_another_machine_supervises_keeps_requests(tmp_path: Path, mo
     ledger.bucket.write_lease("pod:1", lease.generation)
     monkeypatch.setattr(FakeProvider, "withdraw_unused", lambda provider: pytest.fail("they are another machine's"))
     monkeypatch.setattr(specification, "hash_configuration", lambda config: "hash")
+    monkeypatch.setattr(launch.local, "check", lambda config: None)
+    monkeypatch.setattr(launch.local, "image", lambda config, say: Image("r/i@sha256:" + "0" * 64))
     config = specification.read(ledger.folder).config()
     with pytest.raises(LaunchError, match="run r is supervised by pod:1"):
         launch.run(launch.RunRequest(config, preflight=False), context(tmp_path, Hosts([]), [], TOKEN="x"))
+
+
+@pytest.mark.parametrize("other", [True, False], ids=["another machine", "a dead process of this folder"])
+def test_a_lease_means_that_another_machine_supervises_the_run(tmp_path: Path, other: bool) -> None:
+    ledger = begin(tmp_path, "r", BEGAN, RUNS_NOW, url=f"{RUNS}/r/launcher")
+    ledger.bucket.write_lease("pod:1" if other else ledger.holder, ledger.bucket.read_lease().generation)
+    assert ledger.supervised() == other
 
 
 def test_lines_with_a_secret_that_the_supervisor_can_not_mask_do_not_go_to_the_bucket(tmp_path: Path) -> None:
