@@ -87,8 +87,17 @@ finally:
 """
 
 
-@pytest.mark.parametrize(("idle", "tries"), [(60.0, 2), (1.0, 1)])
-def test_only_a_connection_that_was_idle_is_tried_again_when_it_breaks(idle: float, tries: int) -> None:
+@pytest.mark.parametrize(
+    ("idle", "error", "tries"),
+    [
+        (60.0, ConnectionFailed("reset by peer"), 2),
+        (1.0, ConnectionFailed("reset by peer"), 1),
+        (60.0, TimeoutError, 1),
+    ],
+)
+def test_only_a_connection_that_was_idle_is_tried_again_when_it_breaks(
+    idle: float, error: Exception | type[Exception], tries: int
+) -> None:
     clock, commands, closed = Clock(), list[str](), list[int]()
 
     class Host:
@@ -97,7 +106,7 @@ def test_only_a_connection_that_was_idle_is_tried_again_when_it_breaks(idle: flo
         def run(self, command: str, *, timeout: float, stdin: str | None) -> tuple[int, str, str]:
             commands.append(command)
             if len(commands) == 2:
-                raise ConnectionFailed("Connection reset by peer")
+                raise error
             return 0, "", ""
 
         def close(self) -> None:

@@ -96,6 +96,7 @@ EXITED = Ended(0, "failed", Cause(1, "exit code 1", 1))
         (replace(UNSEEN, symptoms=("host 0: 76",)), "READY", "", False, 0.0, "other hosts have lost a host too"),
         (EXITED, "READY", "HEALTHY", True, 0.0, "host 1 itself reported its end"),
         (EXITED, "READY", "HEALTHY", False, 0.0, ""),
+        (replace(EXITED, symptoms=("host 0: 76",)), "READY", "", False, 0.0, ""),
         (Ended(0, "preempted", symptoms=("host 0: 76",)), "READY", "", False, 0.0, ""),
     ],
 )
