@@ -254,6 +254,19 @@ def test_an_attempt_whose_start_could_not_be_recorded_is_watched_and_not_started
     assert outcomes(work) == ["saved", "finished"]
 
 
+def test_a_recovery_whose_overlay_is_gone_makes_no_slice(work: Workstation) -> None:
+    def lose() -> None:
+        for path in work.ledger.folder.glob("overlay*"):
+            path.unlink()
+
+    (work.folder / "code").mkdir()
+    (work.folder / "code" / "loop.py").write_text("pass\n")
+    work.hosts.exits[0], work.hosts.hooks["started"] = 75, [lose]
+    with pytest.raises(BadInput, match="overlay"):
+        work.run(work.config(), overlay=f"{work.folder / 'code'}=/opt/code")
+    assert "create" not in work.hosts.calls
+
+
 def test_the_end_of_a_program_counts_although_its_log_can_not_be_read(work: Workstation) -> None:
     work.hosts.log_problem = "no route to host"
     assert work.run(work.config()).verdict.kind is Kind.FINISHED
