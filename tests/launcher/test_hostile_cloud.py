@@ -28,6 +28,7 @@ from launcher.run.specification import SecretSource
 from launcher.run.supervise import SliceAnswer, _Supervision
 from launcher.run.verdict import Cause, HostView, Kind, Verdict, judge
 from launcher.tpu_vm import slice_hints
+from tests.launcher.script_host import write_program
 from tests.launcher.test_runs import FakeProvider, Workstation, start_and_lose_sight
 from tests.processes import wait_until
 from training.machine.clock import Clock
@@ -255,13 +256,9 @@ def test_an_attempt_whose_start_could_not_be_recorded_is_watched_and_not_started
 
 
 def test_a_recovery_whose_overlay_is_gone_makes_no_slice(work: Workstation) -> None:
-    def lose() -> None:
-        for path in work.ledger.folder.glob("overlay*"):
-            path.unlink()
-
-    (work.folder / "code").mkdir()
-    (work.folder / "code" / "loop.py").write_text("pass\n")
-    work.hosts.exits[0], work.hosts.hooks["started"] = 75, [lose]
+    write_program(work.folder / "code", "loop.py")
+    work.hosts.hooks["started"] = [lambda: next(work.ledger.folder.glob("overlay*")).unlink()]
+    work.hosts.exits[0] = 75
     with pytest.raises(BadInput, match="overlay"):
         work.run(work.config(), overlay=f"{work.folder / 'code'}=/opt/code")
     assert "create" not in work.hosts.calls

@@ -35,6 +35,8 @@ def test_an_entry_says_whose_it_is_how_old_and_what_it_cost() -> None:
     found = inventory.parse_node(node())
     assert (found.name, found.zone) == ("n", "us-central2-b")
     assert (found.owner, found.run, found.capacity) == ("ann", "bert", "spot")
+    for key, capacity in ("preemptible", "spot"), ("reserved", "reserved"), ("other", "on-demand"):
+        assert inventory.parse_node(node(schedulingConfig={key: True})).capacity == capacity
     shown = found.as_json(NOW)
     assert shown["age_seconds"] == 3600
     assert shown["cost"] == 3.69

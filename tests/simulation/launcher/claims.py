@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 _RECENT_SECONDS = 45.0  # within which hosts are asked for lines, which a sleeping supervisor has not fetched
 _STATUS_SECONDS = 12.0  # from a host's answer to `status`, and its newest line then, to those at the end
 _CALM = ("preempt", "maintenance", "reboot", "die", "stockout", "clock", "connection")  # faults that delay no command
-_OF_RECOVERIES = (events.Recovering, events.Started, events.Ended, events.RecoveryGivenUp, events.RunStopRequested)
 _LOGS_SECONDS = 590.0  # for which `logs` waits for hosts that do not answer, at least
 _STOP_SECONDS = 240.0  # from a stop until the command that supervises has ended
 _PATIENCE = 60.0  # seconds that `down` waits for a supervising process, at least
@@ -92,25 +91,6 @@ def told_refusal_is_true(simulation: SimulatedRun, command: Command) -> None:
     meanwhile = any(each.began < command.ended and each.ended > command.began for each in downs)
     if "is being deleted by `tpu-launch down`" in str(command.error) and not meanwhile:
         simulation.break_promise("what is told refused is so", f"{command.name}: {command.error}")
-
-
-def down_tells_which_runs_it_stops(simulation: SimulatedRun, command: Command) -> None:
-    """A `down` stops, and tells, the runs of its folder that go on or are to be gone on with, and no others."""
-    if command.name != "down" or command.code != 0 or simulation.full_disk or simulation.scenario.in_bucket:
-        return
-    there = [each for each in simulation.commands if each is not command and each.laptop is command.laptop]
-    if any(each.ended > command.began - 1.0 and each.name not in ("status", "gc", "up", "logs") for each in there):
-        return
-    told = {text.split()[1] for text in command.said if "is stopped with its slice" in text}
-    for ledger in command.ledgers():
-        known = command.known_runs.get(ledger.run_id, ())
-        count = Counter(map(type, known))
-        decisive = [each for each in known if isinstance(each, _OF_RECOVERIES)]
-        last = [each for each in decisive if getattr(each, "outcome", "") not in ("not started", "preempted")][-1:]
-        goes_on = count[events.AttemptBegan] > count[events.Ended] or [*map(type, last)] == [events.Recovering]
-        unclear = count[events.Orphaned] or any(getattr(each, "by_budget", False) for each in known)
-        if not unclear and goes_on != (ledger.run_id in told):
-            simulation.break_promise("a down tells which runs it stops", f"{told}, and {ledger.run_id} had {known}")
 
 
 def told_use_is_true(simulation: SimulatedRun, command: Command) -> None:

@@ -3,7 +3,6 @@
 import os
 import traceback
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from typing import NoReturn
@@ -13,7 +12,6 @@ from launcher.errors import Exit, LaunchError, from_disk
 from launcher.gke.provider import Gke
 from launcher.provider import LogLine, Provider
 from launcher.run import execution, launch, status, top
-from launcher.run.events import RunEvent
 from launcher.run.ledger import Ledger
 from launcher.run.runs import import_run, list_runs
 from launcher.run.session import Context, Outcome, Output
@@ -55,7 +53,6 @@ class Command:
         self.outcome: Outcome | None = None
         self.ended = float("inf")  # virtual time
         self.known_stops: dict[str, int] = {}  # when `run` began, by run
-        self.known_runs: dict[str, Sequence[RunEvent]] = {}  # when `down` began: the events of each
         self.over = Event(world.scheduler, f"the end of {name} of {laptop.name}")
         self.process = Process(f"{laptop.name}:{name}")
         self.process.enter = self._enter
@@ -182,7 +179,6 @@ class Command:
 
     def _down(self) -> int:
         self.world.downs.append(self.laptop.user)
-        self.known_runs = {ledger.run_id: ledger.events() for ledger in self.ledgers()}
         stops = [Stop(ledger.run_id, self.world.scheduler.now) for ledger in self.ledgers()]
         self.world.record.stops += stops  # `down` stops the runs that are under way
         try:
