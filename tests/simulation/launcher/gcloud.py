@@ -102,7 +102,8 @@ class Gcloud:
         last = seen[-1] if command.verb == "create" else seen[-1] or seen[0]  # one answer without it may be old
         ends = ("DELETING", "SUSPENDING") if self.actor.command != "gc" else ()  # it looks at the node, not at both
         deletable = last not in ("", "unseen", *ends)
-        made = last == "ACCEPTED" and seen[0] == "DELETING"  # another workstation was faster: Google refuses ours
+        # Another workstation was faster, after ours was deleted: Google refuses this one.
+        made = last == "ACCEPTED" and seen[0] in ("DELETING", "SUSPENDING", "SUSPENDED")
         due = {"create": last == "" or made, "start": last == "STOPPED", "delete": deletable}
         if not due.get(command.verb, True):
             self.world.break_promise("a change follows a look", f"{self.actor.command}: {command}, seen as {seen}")
