@@ -163,8 +163,8 @@ class TpuVm:
         self, worker: int, container: str, since: str | None, *, patience: float = 0.0, progress: bool = False
     ) -> Observation:
         """Returns a container's state and its log lines from `since` on, after up to `patience` seconds for its end.
-        Reads the last lines first, and all from `since` only if those don't reach back to it. If that
-        fails, a running container still counts as seen, with a `problem`; its lines come with a later look."""
+        Reads the last lines first, and all from `since` only if those don't reach back to it. If that fails, a running
+        container still counts as seen, with a `problem`; its lines come with a later look."""
         tail = _TAIL if since else None
         script = host_scripts.observe_script(container, since, patience=patience, tail=tail, progress=progress)
         observation, window = self._observe(worker, script, patience)

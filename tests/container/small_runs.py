@@ -216,14 +216,14 @@ def process(
 def trained(
     folder: Path, run_id: str, config: dict[str, Any], hosts: int = 1, *, seconds: float = 600, **options: Any
 ) -> dict[str, Any]:
-    """The summary of a run whose hosts must all end with 0. `options`: those of `start`."""
+    """Returns the summary of a run whose hosts must all end with 0. `options`: those of `start`."""
     started = start(folder, run_id, config, hosts, **options)
     assert [host.finish(seconds) for host in started] == [0] * hosts, "\n".join(host.text() for host in started)
     return summary(folder, run_id)
 
 
 def require_same_bits(ours: dict[str, Any], theirs: dict[str, Any], *more: str) -> None:
-    """Of two summaries. `more`: further keys that must be equal."""
+    """Checks that two summaries have the same bits. `more`: further keys that must be equal."""
     for key in ("first_loss", "last_loss", "eval_loss", "final_weights_crc32c", *more):
         assert ours[key] == theirs[key], f"{key}: {ours[key]}, expected {theirs[key]}"
 

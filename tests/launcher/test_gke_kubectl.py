@@ -267,7 +267,7 @@ def test_a_watch_keeps_the_log_and_the_end_of_a_deleted_pod(request: pytest.Fixt
 def test_the_log_of_a_pod_that_is_being_deleted_is_asked_for_until_the_cluster_gives_it(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, gone: bool
 ) -> None:
-    """Else its silence would count as a hang. Nobody has the log of a pod that is gone."""
+    """Keeps its silence from counting as a hang; nobody has the log of a pod that is gone."""
     cluster = WatchedCluster()
     watch = PodWatch(cluster, "a=b")  # type: ignore[arg-type]
     request.addfinalizer(watch.close)

@@ -117,7 +117,7 @@ def test_hosts_that_answer_are_observed_at_once_although_another_is_out_of_reach
 
 
 def test_a_start_that_made_no_jobset_was_interrupted_although_no_host_answers(work: Workstation) -> None:
-    """And nobody has deleted its JobSet."""
+    """Tells it from a JobSet that another client has deleted."""
     config = interrupt_start(work, only_created=set())
     work.hosts.slice_state, work.hosts.silent = "DELETED", {0, 1}
     with pytest.raises(BadInput, match="attempt 0 was interrupted while it was started"):

@@ -184,7 +184,7 @@ def _unseen(simulation: SimulatedRun, job: Job) -> set[tuple[str, int | None]]:
             for entry in reversed(ledger.entries())  # the first one counts
             if isinstance(entry.event, HostEnded) and entry.event.attempt == job.attempt
         }
-        # A pod that a node's maintenance took while nobody saw it is gone at the next look.
+        # A node's maintenance may take a pod while nobody looks; at the next look it is gone.
         taken = job.left - seen.keys() if cluster is not None and faults & {"maintenance", "preempt"} else set()
         found |= {(outcome, worker) for worker in taken for outcome in ("host lost", "failed")}
         for worker, item in job.containers.items():
