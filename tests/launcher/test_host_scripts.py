@@ -194,8 +194,8 @@ def test_a_second_stop_sends_no_second_signal(host: ScriptHost, shell: str) -> N
         assert host.run(stop, shell) == "tpu-launch 3 stopped\n"
     assert [call.split()[0] for call in host.calls if not call.startswith("inspect")] == ["stop", "wait"]
     assert host.run(host_scripts.stop_script(container, 5, remove=True), shell) == "tpu-launch 3 stopped\n"
-    over = Path(f"/tmp/{container}.3.over")
-    assert list(Path("/tmp").glob(f"{container}*")) == [over]
+    over = Path(f"/var/tmp/{container}.3.over")
+    assert [*Path("/tmp").glob(f"{container}*"), *Path("/var/tmp").glob(f"{container}*")] == [over]
     over.unlink()
 
 
@@ -205,7 +205,7 @@ def test_a_preparation_that_arrives_after_the_end_of_its_attempt_touches_nothing
 ) -> None:
     """The delayed ssh command of a killed launcher must not remove the next attempt's container."""
     run = f"test-{host.folder.parent.name}-{shell}-{meanwhile}"
-    over = Path(f"/tmp/tpu-launch-{run}-0.3.over")
+    over = Path(f"/var/tmp/tpu-launch-{run}-0.3.over")
     host.answer("ps", f"echo {run} tpu-launch-{run}-1 running 1 boot" if not meanwhile else "true")
     if meanwhile:
         host.answer("create", f": >{over}")

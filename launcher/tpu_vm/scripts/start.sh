@@ -19,7 +19,7 @@ trap clean_up EXIT
 
 # Sets $there to `yes` if the container runs or has run, else $stale to the containers to remove.
 survey() {
-  [ ! -e "/tmp/$container.$worker.over" ] || refuse failed "this attempt was ended before it started on the host"
+  [ ! -e "/var/tmp/$container.$worker.over" ] || refuse failed "this attempt was ended before it started on the host"
   listed="{{.Label \"$label_run\"}} {{.Names}} {{.State}} {{.Label \"$label_attempt\"}}"
   runs=$($docker ps --all --filter "label=$label_run" --format "$listed" 2>/dev/null) ||
     { errors=$($docker ps 2>&1 >/dev/null); fail "its container engine does not answer"; }
@@ -98,7 +98,7 @@ END
   fi
   # stop.sh creates its mark before it looks for the container; this script looks for the mark after it has created the
   # container. So one of the two removes it.
-  if [ -e "/tmp/$container.$worker.over" ]; then
+  if [ -e "/var/tmp/$container.$worker.over" ]; then
     $docker rm --force "$container" >/dev/null 2>&1
     refuse failed "this attempt was ended before it started on the host"
   fi

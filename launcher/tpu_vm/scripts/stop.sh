@@ -1,12 +1,12 @@
 #!/bin/sh
 # Stops the container: SIGTERM, then SIGKILL after $grace seconds; removes it when $remove is `yes`. A container that
 # has ended or is missing counts as stopped; one that never started is removed, and start.sh creates none of this name
-# any more, so that a late start does nothing. Reports `stopped` or `failed <reason>`.
+# any more, also after a reboot, so that a late start does nothing. Reports `stopped` or `failed <reason>`.
 # shellcheck disable=SC2086 # $docker is one word or three
 . ./report.sh
 : "${container:?}" "${grace:?}" "${remove:?}"
 mark=/tmp/$container.$worker.stopping
-true 2>/dev/null >"/tmp/$container.$worker.over"
+true 2>/dev/null >"/var/tmp/$container.$worker.over"
 status=$($docker inspect --format '{{.State.Status}}' "$container" 2>/dev/null)
 if [ "$status" = created ] && $docker rm --force "$container" >/dev/null 2>&1; then status=''; fi
 if [ -n "$status" ]; then

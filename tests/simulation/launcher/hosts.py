@@ -131,7 +131,7 @@ class Host:
         self.scheduler, self.slice_name, self.worker, self.address = scheduler, slice_name, worker, address
         self.process = Process(f"{slice_name}-w{worker}")
         self.containers: dict[str, Container] = {}
-        self.marks: set[str] = set()  # files below /tmp
+        self.marks: set[str] = set()  # files below /tmp and /var/tmp
         self.images: set[str] = set()  # that its engine has
         self.starting = False  # start.sh's lock
         self.boots = 1
@@ -234,7 +234,7 @@ class Host:
             return
         self.up, self.hung, self.engine_up, self.boots = True, False, True, self.boots + 1
         self.booted = self.trouble_over = self.scheduler.now
-        self.marks.clear()
+        self.marks = {mark for mark in self.marks if mark.endswith(".over")}  # those below /var/tmp
         self.starting = False
         self.executions.clear()
         self.ssh_from = self.scheduler.now + 2.0
