@@ -261,6 +261,23 @@ def test_gcloud_is_asked_once_where_hosts_are_that_do_not_answer(
     assert (addresses.load(config(tmp_path)) == known) == (not moved)
 
 
+def test_gcloud_is_asked_in_moderation_while_it_does_not_find_the_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, clock = gcloud_says(tmp_path, monkeypatch, []), Clock()
+    connections = SliceConnections(config(tmp_path), replace(this_machine(), clock=clock))
+    counts = []
+    for pause in (0.0, 0.0, 4.0, 2.0):
+        clock.sleep(pause)
+        with pytest.raises(LaunchError, match="no slice demo"):
+            connections.pool()
+        counts.append(len(asked.read_text().splitlines()))
+    connections.note_state(None)  # what the API tells may have changed
+    with pytest.raises(LaunchError, match="no slice demo"):
+        connections.pool()
+    assert [count - counts[0] for count in (*counts, len(asked.read_text().splitlines()))] == [0, 0, 0, 1, 2]
+
+
 def test_a_command_begins_where_hosts_are_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def connect(address: Address) -> SimpleNamespace:
         if address.host.startswith("127.9.9."):

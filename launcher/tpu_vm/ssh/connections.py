@@ -22,6 +22,7 @@ from training.machine.threads import Future
 
 _GCLOUD_SECONDS = 40.0  # for one call, beside the time of the script that it runs
 _GCLOUD_CALLS = 16  # at once
+_ASK_AGAIN_SECONDS = 5.0  # from a failure of gcloud, whose calls cost a second of a core, until it is asked again
 
 
 class SliceConnections:
@@ -31,12 +32,13 @@ class SliceConnections:
         self._wanted = config
         self._machine = machine
         self.gcloud_only = config.run.transport == "gcloud" or config.slice.iap
-        self._lock = machine.threads.lock()  # of the five that follow
+        self._lock = machine.threads.lock()  # of the six that follow
         self._state: SliceState | None = None  # as last described
         self._created = ""  # when the slice that was last described was created
         self._known = None if self.gcloud_only else addresses.load(config)
         self._pool: ConnectionPool | None = None
         self._unverified: KnownSlice | None = None  # the hint behind the pool's addresses, until gcloud confirmed them
+        self._unlisted: tuple[float, LaunchError] | None = None  # when gcloud gave no addresses last, and why
         self._listing = machine.threads.lock()  # one thread finds the addresses, others wait for it
         self._located = slice_hints.last_seen(config) is not None  # or described since
         self._connecting: Future[None] | None = None
@@ -57,7 +59,7 @@ class SliceConnections:
     def note_state(self, state: SliceState | None) -> None:
         """Keeps the API's description of the slice; drops hint and connections when they are of another slice."""
         with self._lock:
-            self._state, known, self._located = state, self._known, True
+            self._state, known, self._located, self._unlisted = state, self._known, True, None
             another = state is not None and self._created not in ("", state.created)
             self._created = self._created if state is None else state.created
         if known is not None:
@@ -211,13 +213,22 @@ class SliceConnections:
                 connecting.result()
 
     def _open_pool(self) -> ConnectionPool:
-        """Returns the pool; makes it, unconnected, from kept addresses or else gcloud's. Raises LaunchError."""
+        """Returns the pool; makes it, unconnected, from kept addresses or else gcloud's. Raises LaunchError,
+        the last one while gcloud has failed just now: a reader of each host may ask again and again."""
+        clock = self._machine.clock
         with self._listing:
             with self._lock:
                 if self._pool is not None:
                     return self._pool
-                known = self._known
-            current = known.addresses if known is not None else self._list_addresses()
+                known, failed = self._known, self._unlisted
+            if failed is not None and clock.monotonic() < failed[0] + _ASK_AGAIN_SECONDS:
+                raise failed[1]
+            try:
+                current = known.addresses if known is not None else self._list_addresses()
+            except LaunchError as error:
+                with self._lock:
+                    self._unlisted = clock.monotonic(), error
+                raise
             with self._lock:
                 self._pool, self._unverified = ConnectionPool(current, self._machine), known
                 return self._pool
