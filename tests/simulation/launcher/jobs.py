@@ -18,6 +18,7 @@ from tests.simulation.scheduler import Scheduler
 
 SUPERVISORS = ("run", "attach", "supervise")  # commands that supervise a run
 SECRET = "hf_sImUlAtEd0123456789"  # that every run has, and every program prints
+REST = " and the rest"  # of a line that was cut
 PEERS_WAIT = 40.0  # seconds that a program waits for the other hosts at its start
 PEERS_WAIT_OF_PODS = 600.0  # which begin by themselves; the trainer's default
 
@@ -118,7 +119,7 @@ class Job:
             else:
                 container.write(text, at)
             if number % 40 == 7:
-                container.end_line(" and the rest")
+                container.end_line(REST)
             if number % 5 == 0:
                 container.write(text, at)  # the same line at the same time, twice
         container.lines_written = max(container.lines_written, count)

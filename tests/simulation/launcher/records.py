@@ -122,7 +122,8 @@ def _what_follows_has_a_reason(simulation: SimulatedRun, ledger: Ledger, event: 
         case events.Recovered():
             times = {type(each.event): parse_time(each.time) or 0.0 for each in ledger.entries()}
             date, took = simulation.world.scheduler.now + EPOCH, event.seconds
-            began, late = times.get(events.Recovering, 0.0), 1.5 if ledger.bucket is None else math.inf
+            waits = ledger.bucket is not None or simulation.full_disk is not None  # before it is recorded
+            began, late = times.get(events.Recovering, 0.0), math.inf if waits else 1.5
             here = began > since + EPOCH  # else another process began it
             jumps = any((each.wall, each.asleep) != (0.0, 0.0) for each in simulation.world.laptops)
             wrong = here and not date - began - late < sum(took.values()) < date - began + 0.3

@@ -255,7 +255,7 @@ def budget_is_spent_on_slices(simulation: SimulatedRun) -> None:
     meddled = any(deaf or fault.anchor not in ("start", "beginning") for fault in taken)
     left = any(command.killed or command.code == Exit.DETACHED for command in simulation.commands)
     elsewhere = any(each.name == "down" and each.laptop is not simulation.ann for each in simulation.commands)
-    meddled |= left and (bool(taken) or elsewhere)
+    meddled |= (left or simulation.full_disk is not None) and (bool(taken) or elsewhere)
     for command in simulation.commands:
         # `watch` repeats what its processes say, of every attempt.
         if command.name != "watch" and sum("stopping it, so that it saves" in text for text in command.said) > 1:
