@@ -278,15 +278,19 @@ def test_gcloud_is_asked_in_moderation_while_it_does_not_find_the_hosts(
     assert [count - counts[0] for count in (*counts, len(asked.read_text().splitlines()))] == [0, 0, 0, 1, 2]
 
 
-def test_a_command_begins_where_hosts_are_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_begin_where_hosts_are_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def connect(address: Address) -> SimpleNamespace:
         if address.host.startswith("127.9.9."):
             raise ConnectionFailed("no answer")
-        return SimpleNamespace(is_open=True)
+        return SimpleNamespace(is_open=True, run=lambda *_given, **_options: (0, "", ""))
 
-    remembered(tmp_path)
+    known, machine = remembered(tmp_path), replace(this_machine(), connect=connect)
     gcloud_says(tmp_path, monkeypatch, ["127.9.8.1", "127.9.8.2"])
-    assert SliceConnections(config(tmp_path), replace(this_machine(), connect=connect)).open_pool().connected
+    assert SliceConnections(config(tmp_path), machine).open_pool().connected
+    addresses.save(config(tmp_path), known)
+    connections = SliceConnections(config(tmp_path), machine)
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(lambda number: connections.run(number % 2, "true", timeout=5).reached, range(16)))
 
 
 class _Gcloud:

@@ -2,7 +2,7 @@
 connections that stay open, and through gcloud where those can't be opened.
 
 Addresses kept by an earlier command are a hint. When hosts do not answer there, gcloud is asked once for their current
-addresses; when the slice was recreated, the hint is dropped. Locks are never held while waiting for gcloud or a host.
+addresses, for which only threads that need them wait; when the slice was recreated, the hint is dropped.
 """
 
 import contextlib
@@ -40,6 +40,7 @@ class SliceConnections:
         self._unverified: KnownSlice | None = None  # the hint behind the pool's addresses, until gcloud confirmed them
         self._unlisted: tuple[float, LaunchError] | None = None  # when gcloud gave no addresses last, and why
         self._listing = machine.threads.lock()  # one thread finds the addresses, others wait for it
+        self._replacing = machine.threads.lock()  # one thread asks for other ones, as above
         self._located = slice_hints.last_seen(config) is not None  # or described since
         self._connecting: Future[None] | None = None
 
@@ -183,27 +184,28 @@ class SliceConnections:
     def replacement_of(self, pool: ConnectionPool) -> ConnectionPool | None:
         """Returns connections to the current addresses, when hosts of `pool` did not answer at kept ones and gcloud
         (asked once) gives others, or another thread has replaced the pool; else None."""
-        with self._lock:
-            if self._pool is not pool:
-                return self._pool  # another thread has replaced it
-            unverified, self._unverified = self._unverified, None
-        if unverified is None:
-            return None
-        try:
-            current = self._list_addresses()
-        except LaunchError:
-            return None
-        if current == unverified.addresses:
-            return None
-        addresses.forget(self.config)
-        with self._lock:
-            if self._pool is not pool:
-                return self._pool
-            # Internal addresses must be read again, too: hosts are given them.
-            self._known, self._state = None, None
-            self._pool = replacement = ConnectionPool(current, self._machine)
-        pool.close()
-        return replacement
+        with self._replacing:
+            with self._lock:
+                if self._pool is not pool:
+                    return self._pool  # another thread has replaced it
+                unverified, self._unverified = self._unverified, None
+            if unverified is None:
+                return None
+            try:
+                current = self._list_addresses()
+            except LaunchError:
+                return None
+            if current == unverified.addresses:
+                return None
+            addresses.forget(self.config)
+            with self._lock:
+                if self._pool is not pool:
+                    return self._pool
+                # Internal addresses must be read again, too: hosts are given them.
+                self._known, self._state = None, None
+                self._pool = replacement = ConnectionPool(current, self._machine)
+            pool.close()
+            return replacement
 
     def _wait_connected(self) -> None:
         """Waits for connections that are being opened in the background; ignores their failure."""
