@@ -261,8 +261,8 @@ def _judge_failure(
     stop_requested: bool,
 ) -> Verdict:
     """Returns SETTLING while other hosts may still report an earlier cause, then the verdict. After a requested stop it
-    is STOPPED or BAD_INPUT; otherwise it has the first cause: in this order, a rebooted host, a lost host, a host that
-    went away and came back, a removed container, the first failed container."""
+    is STOPPED or BAD_INPUT; otherwise it has the first cause: in this order, a rebooted host, a host that is lost
+    while none refused its input, one that went away and came back, a removed container, the first failed container."""
     first_seen = min(view.ended_seen if view.ended_seen is not None else now for view in (*failed, *removed))
     others = [view for view in views if view not in failed and view not in removed]
     silent = [view for view in others if not (view.reachable and view.container and view.seen > first_seen)]
@@ -290,7 +290,8 @@ def _judge_failure(
         cause = rebooted[0]
         what = "the host rebooted, and its container was killed with it"
         return Verdict(Kind.HOST_LOST, replace(_describe_exit_of(cause), what=what), symptoms(cause))
-    if lost := [view for view in silent if not view.ended]:
+    lost = [view for view in silent if not view.ended]
+    if lost and not refused:  # no program refuses its input because it loses a host
         cause = min(lost, key=lambda view: view.seen)
         return Verdict(Kind.HOST_LOST, _describe_lost(cause, now), symptoms(cause))
     if restarted := [view for view in failed if view.ended_away and view.exit_code in _KILLED and not view.oom_killed]:
