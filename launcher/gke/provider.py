@@ -383,7 +383,7 @@ class Gke:
             if reasons != reported:
                 self.say(f"waiting for {len(waiting)} of {len(self._workers)} hosts: {reasons}")
                 reported = reasons
-            clock.sleep(0.5 if pods else 2.0)
+            clock.sleep(0.5 if any(waiting.values()) else 2.0)
 
     def _stockout_error(self, minutes: float, reasons: str) -> LaunchError:
         """Returns the error for a cluster without enough nodes: what it needs and why it waits."""
