@@ -60,7 +60,8 @@ def nothing_is_repeated_without_a_pause(simulation: SimulatedRun, command: Comma
             simulation.break_promise("a line is not told again and again", f"{command.name}: {line}")
     for call, times in command.actor.calls.items():
         # gcloud itself takes a second. After Ctrl-C, what is being withdrawn is withdrawn once more beside that.
-        if _is_frequent(times, 16 * (1 + command.interrupted) if "describe" in call[:6] else 40):
+        limit = 16 * (1 + command.interrupted) if "describe" in call[:6] else 24 if "jobsets" in " ".join(call) else 40
+        if _is_frequent(times, limit):
             simulation.break_promise("the cloud is asked in moderation", f"{command.name}: {' '.join(call)[:200]}")
     for (host, script), times in command.actor.scripts.items():
         if _is_frequent(times, 120 if script == "observe" else 20):  # each reads one page of a log
@@ -255,7 +256,7 @@ def what_is_left_is_recorded(simulation: SimulatedRun, command: Command) -> None
 
 
 def rounds_keep_to_their_time(simulation: SimulatedRun) -> None:
-    """No round of a recovery is begun later than run.recovery_minutes after the first one that failed."""
+    """No supervisor begins a round of a recovery later than run.recovery_minutes after its first one that failed."""
     if simulation.ann.wall or simulation.second.wall or simulation.ann.asleep:
         return
     for ledger in simulation.ledgers():
@@ -266,7 +267,9 @@ def rounds_keep_to_their_time(simulation: SimulatedRun) -> None:
                 first = now if first is None else first
                 if now + event.delay - first > simulation.scenario.setting.recovery_minutes * 60 + 1.0:
                     simulation.break_promise("rounds keep to their time", f"{event} {now - first:.0f} s later")
-            elif isinstance(event, events.Recovering | events.Recovered | events.RecoveryGivenUp | events.Requested):
+            elif isinstance(event, events.Recovering | events.Recovered | events.RecoveryGivenUp):
+                first = None
+            elif isinstance(event, events.Requested | events.Supervised):
                 first = None
 
 

@@ -101,7 +101,9 @@ def told_deletion_is_true(simulation: SimulatedRun, command: Command) -> None:
     told = [text for text in command.said if any(word in text for word in words)]
     others = [text for each in simulation.commands if each is not command for text in each.said]
     ending = any("interrupted while it was started: ending it" in text for text in others)
-    if ending and simulation.world.cluster is not None:  # another `run` deletes the JobSet of that start
+    killed = any(each.killed and each.name in SUPERVISORS for each in simulation.commands)
+    ending |= killed and any(not job.confirmed for job in simulation.world.record.jobs.values())
+    if ending and simulation.world.cluster is not None:  # another `run` has deleted the JobSet of that start
         return
     if told and not any(at < command.ended for at in simulation.world.record.deletions):
         simulation.break_promise("what is told deleted was deleted", f"{command.name}: {told[0][:300]}")

@@ -503,8 +503,8 @@ class World:
             self.break_promise("nothing of others is touched", f"{who} deletes node {node.name} of {node.creator}")
         wanted = who in self.downs or (isinstance(by, Actor) and self.has_expired(node, by))
         if isinstance(by, Actor) and by.deletes_for:  # only hosts know of other machines' runs (docs/limits.md)
-            own = by.laptop.home / "runs"
-            well = [item for item in well if item.run == by.deletes_for or (own / item.run).exists()]
+            own, can_save = by.laptop.home / "runs", not any(fault.kind == "no ssh" for fault in self.faults)
+            well = [item for item in well if can_save and (item.run == by.deletes_for or (own / item.run).exists())]
         if well and not wanted:
             self.break_promise("a live attempt ends only by a stop", f"{who} deletes {node} under {well[0].name}")
 
