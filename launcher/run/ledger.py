@@ -216,6 +216,8 @@ class Ledger:
                 if number > len(self.entries()):
                     self._write(found)
                     self._check_supervisor()
+                    if _is_earlier_try(found, line):
+                        return
                 number += 1
             if number > len(self.entries()):
                 self._write(line)
@@ -379,6 +381,11 @@ class Ledger:
                 file.truncate(0)
                 file.write(str(os.getpid()).encode())
             yield
+
+
+def _is_earlier_try(found: str, line: str) -> bool:
+    """Returns whether two lines are of one event of one process, which could not be copied when it was first made."""
+    return json.loads(found) | {"time": ""} == json.loads(line) | {"time": ""}
 
 
 def _append(path: Path, line: str) -> None:

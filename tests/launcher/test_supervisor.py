@@ -1,7 +1,9 @@
 """Claims about `tpu-launch supervise` and about commands on a run of a bucket from a machine that has nothing of it."""
 
+import errno
 import itertools
 import json
+import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,6 +20,7 @@ from launcher.images.build import Image
 from launcher.provider import ContainerState, container_name
 from launcher.providers import require_programs, this_machine
 from launcher.run import events, launch, specification, supervisor
+from launcher.run import ledger as ledger_module
 from launcher.run.bucket import RunBucket
 from launcher.run.events import AttemptBegan, Ended, RunEvent, Started
 from launcher.run.lease import supervising
@@ -194,6 +197,27 @@ def test_a_lease_means_that_another_machine_supervises_the_run(tmp_path: Path, o
     ledger = begin(tmp_path, "r", BEGAN, RUNS_NOW, url=f"{RUNS}/r/launcher")
     ledger.bucket.write_lease("pod:1" if other else ledger.holder, ledger.bucket.read_lease().generation)
     assert ledger.supervised() == other
+
+
+def test_a_decision_that_only_the_bucket_has_room_for_is_recorded_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger, write = begin(tmp_path, "r", url=f"{RUNS}/r/launcher"), ledger_module.write_whole
+
+    def refuse(file: object, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    before = len(ledger.events())
+    monkeypatch.setattr(ledger, "clock", clock := Clock())
+    monkeypatch.setattr(ledger_module, "write_whole", refuse)
+    with pytest.raises(LaunchError, match="No space left"):
+        ledger.append(AttemptBegan(0), patience=0.0)
+    monkeypatch.setattr(ledger_module, "write_whole", write)
+    clock.sleep(60.0)
+    ledger.append(AttemptBegan(0))
+    ledger.append(Started(0))
+    assert ledger.events()[before:] == [AttemptBegan(0), Started(0)]
+    assert ledger.bucket.read_event(before + 3) is None
 
 
 def test_lines_with_a_secret_that_the_supervisor_can_not_mask_do_not_go_to_the_bucket(tmp_path: Path) -> None:
