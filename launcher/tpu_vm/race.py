@@ -301,14 +301,18 @@ class Race:
                 self.api.delete([place_of(self.config, request) for request in doomed])
                 if ended:
                     break
-            except LaunchError as error:
-                if not error.transient or late:
-                    self.say(
-                        f"{names}: not withdrawn yet, and billed once granted; the next `tpu-launch up`, `run` or "
-                        f"`down` withdraws them: {error}"
-                    )
-                    return
-            clock.sleep(_POLL_SECONDS)
+                clock.sleep(_POLL_SECONDS)
+            except (LaunchError, KeyboardInterrupt) as error:
+                if isinstance(error, LaunchError) and error.transient and not late:
+                    clock.sleep(_POLL_SECONDS)
+                    continue
+                self.say(
+                    f"{names}: not withdrawn yet, and billed once granted; the next `tpu-launch up`, `run` or "
+                    f"`down` withdraws them: {error if isinstance(error, LaunchError) else 'interrupted'}"
+                )
+                if isinstance(error, KeyboardInterrupt):
+                    raise
+                return
         self.record.end(doomed, requests.WITHDRAWN, clock.time())
 
 
