@@ -196,7 +196,9 @@ def _observe(call: _Call, seen: Observation, worker: int, container: str, *_give
     item = job.containers.get(worker) if job is not None else None
     if state is None:
         calm = call.began > world.calm_from + 90.0 and not call.command.laptop.asleep
-        calm &= world.scheduler.now - call.began < 15.0  # else the workstation slept meanwhile, with a running clock
+        # Else the workstation slept meanwhile, with a running clock, or before, and a firewall forgot its connection.
+        calm &= world.scheduler.now - call.began < 15.0
+        calm &= not any(link.forgotten and link.actor is call.command.actor for link in world.links)
         well = calm and item is not None and item.running and item.host.quiet_since(call.began - 90.0)
         return f"{seen} of {container} on {item and item.host!r}" if well or not seen.problem else ""
     if item is None or item.host.gone or not item.host.up:

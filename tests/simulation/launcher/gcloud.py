@@ -44,7 +44,7 @@ _ERRORS = {  # errors of a call that the API refuses for a time
 class Gcloud:
     def __init__(self, world: World, actor: Actor, argv: Sequence[str]) -> None:
         self.world, self.google, self.scheduler, self.actor = world, world.google, world.scheduler, actor
-        self.command, self._shown = gcloud_commands.parse(argv), ""
+        self.command, self._shown, self._begun = gcloud_commands.parse(argv), "", world.scheduler.now
         given = {word[2:].partition("=")[0] for word in argv if word.startswith("--")} - {"dry-run"}
         capacity = {"spot"} if self.command.verb == "create" and world.has_candidates else set()
         wanted = _EVERY | _FLAGS.get((self.command.group, self.command.verb), set())
@@ -98,7 +98,8 @@ class Gcloud:
 
     def _check_change(self, command: Command) -> None:
         """Checks that a command makes the change that its last look at the same node or request calls for."""
-        seen = [state for _, state in self.actor.seen[command.full_name][-2:]] or ["unseen"]
+        known = [state for at, state in self.actor.seen[command.full_name] if at <= self._begun]
+        seen = known[-2:] or ["unseen"]
         last = seen[-1] if command.verb == "create" else seen[-1] or seen[0]  # one answer without it may be old
         ends = ("DELETING", "SUSPENDING") if self.actor.command != "gc" else ()  # it looks at the node, not at both
         deletable = last not in ("", "unseen", *ends)
