@@ -388,8 +388,8 @@ def _check_windows(simulation: SimulatedRun, job: Job, *, is_told: bool) -> None
 def _least_windows(job: Job, end: float) -> int:
     """Returns how many half minutes of steps a supervisor has seen at least, but for the first ones, which may show one
     host alone."""
-    count, at = -2, -math.inf
+    count, at, done = -2, -math.inf, 0
     for moment, _, step in job.timeline:
-        if step > 0 and moment > at + _WINDOW_SECONDS and moment < end - _PROGRESS_SECONDS:
-            count, at = count + 1, moment
+        if step > done and moment > at + _WINDOW_SECONDS and moment < end - _PROGRESS_SECONDS:
+            count, at, done = count + 1, moment, step
     return count
