@@ -385,7 +385,7 @@ class Ledger:
 
 def _is_earlier_try(found: str, line: str) -> bool:
     """Returns whether two lines are of one event of one process, which could not be copied when it was first made."""
-    return json.loads(found) | {"time": ""} == json.loads(line) | {"time": ""}
+    return bool(json.loads(found) | {"time": ""} == json.loads(line) | {"time": ""})
 
 
 def _append(path: Path, line: str) -> None:

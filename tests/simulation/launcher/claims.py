@@ -35,6 +35,7 @@ _PATIENCE = 60.0  # seconds that `down` waits for a supervising process, at leas
 _PROGRESS_SECONDS = 12.0  # from a step until it is kept
 _STRAGGLER_SECONDS = 88.0  # from a program's begin, or another such event, until a straggler is told, at least
 _WINDOW_SECONDS = 42.0  # in which a supervisor has seen half a minute of steps
+_BEGIN_ROUNDS = events.Recovering | events.Recovered | events.RecoveryGivenUp | events.Requested | events.Supervised
 _TAKE_OVER_SECONDS = 120.0  # from the end of a supervisor until another machine has taken its run over
 
 
@@ -119,7 +120,9 @@ def told_patience_is_true(simulation: SimulatedRun, command: Command) -> None:
         away = simulation.second if simulation.scenario.in_bucket else command.laptop
         near = [each for each in simulation.commands if each.ended > at - 1.0]
         near = [each for each in near if each.laptop is command.laptop or (each.laptop is away and each.run_id == run)]
-        others = [each for each in near if each is not command and each.name not in ("up", "status", "gc", "explain")]
+        others = [
+            each for each in near if each is not command and each.name not in ("up", "status", "gc", "explain", "exec")
+        ]
         if at - command.began < _PATIENCE or not others:
             simulation.break_promise("supervisors are waited for", f"after {at - command.began:.0f} s: {text}")
 
@@ -198,7 +201,7 @@ def lines_are_shown_once(simulation: SimulatedRun, command: Command) -> None:
     """Checks that a command shows only lines that are in the logs of its folder, each once; that `logs` which ends by
     itself shows all of its attempt, and `run` all of an attempt that it started and judged."""
     logs = {path: _lines_in(path) for path in command.laptop.home.glob("runs/*/logs/attempt-*/host-*.log")}
-    if extra := command.lines - sum(logs.values(), Counter()):
+    if command.name != "exec" and (extra := command.lines - sum(logs.values(), Counter())):
         simulation.break_promise("every line is shown once", f"{command.name} showed again {[*extra][:3]}")
     shows, outcome = command.shows if command.code == 0 else None, command.outcome
     job = simulation.world.record.jobs.get((outcome.run_id, outcome.attempt)) if outcome is not None else None
@@ -267,9 +270,7 @@ def rounds_keep_to_their_time(simulation: SimulatedRun) -> None:
                 first = now if first is None else first
                 if now + event.delay - first > simulation.scenario.setting.recovery_minutes * 60 + 1.0:
                     simulation.break_promise("rounds keep to their time", f"{event} {now - first:.0f} s later")
-            elif isinstance(event, events.Recovering | events.Recovered | events.RecoveryGivenUp):
-                first = None
-            elif isinstance(event, events.Requested | events.Supervised):
+            elif isinstance(event, _BEGIN_ROUNDS):
                 first = None
 
 

@@ -10,7 +10,7 @@ from typing import NoReturn
 from launcher.config import Config
 from launcher.errors import Exit, LaunchError, from_disk
 from launcher.gke.provider import Gke
-from launcher.provider import LogLine, Provider
+from launcher.provider import CommandReport, LogLine, Provider
 from launcher.run import execution, launch, status, top
 from launcher.run.ledger import Ledger
 from launcher.run.runs import import_run, list_runs
@@ -48,6 +48,7 @@ class Command:
         self.explained = ""  # what `explain` shows
         self.stacks: dict[str, str] = {}  # the files that it has written, by name
         self.attempt = -1  # that it explains
+        self.reports: list[CommandReport] = []  # of `exec`
         self.error: LaunchError | None = None
         self.verdict: Kind | None = None
         self.outcome: Outcome | None = None
@@ -271,3 +272,7 @@ class Command:
             self.stacks = {path.stem: path.read_text() for path in Path(folder).glob("*.txt")}
         self.explained = found or ""
         return 0 if found else int(Exit.CLOUD_ERROR)
+
+    def _exec(self) -> int:
+        self.reports = execution.execute(self.config, self.context, None, ["work"], host=None, seconds=20.0)
+        return execution.exit_code(self.reports)

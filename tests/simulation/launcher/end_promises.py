@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -104,6 +105,25 @@ def explain_tells_where_hosts_are(simulation: SimulatedRun, command: Command) ->
     kinds = {kind for each in shown.values() for kind, _ in each}
     if not right or len(table) != job.hosts or what not in hangs.sentences(told, says, kinds):
         simulation.break_promise("`explain` tells where hosts are", f"{job}, {shown.keys()}: {command.explained}")
+
+
+def exec_runs_once(simulation: SimulatedRun, command: Command) -> None:
+    """`exec` runs its command at most once on each host, shows its lines, masked, and tells how it ended there; on
+    hosts that go on without a fault, it does run."""
+    ran, going_on = Counter[int](), set[int]()
+    for job in simulation.world.record.jobs.values():
+        for worker, container in job.containers.items():
+            ran[worker] += container.executed.count(command.actor)
+            going_on |= {worker} if container.running and not simulation.world.struck else set()
+    wrong = {worker for worker, times in ran.items() if times > 1}
+    for report in command.reports:
+        worker, told = report.worker, report.exit_code is not None
+        shown = command.lines[worker, "", f"works on {worker} with ***"]
+        right = (ran[worker], shown, report.exit_code) == (1, 1, worker) if told else report.problem and not shown
+        wrong |= set() if right and (told or worker not in going_on) else {worker}
+    failed = sorted((report.ended, report.exit_code) for report in command.reports if report.exit_code != 0)
+    if wrong or (failed and failed[0][1] not in (None, command.code)):
+        simulation.break_promise("`exec` runs once", f"hosts {wrong} of {command.reports}: ran {ran}, {command.lines}")
 
 
 def out_of_memory_is_no_lost_host(simulation: SimulatedRun, job: Job, event: Ended) -> None:

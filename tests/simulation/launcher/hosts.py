@@ -60,6 +60,7 @@ class Container:
     stacks: dict[object, list[tuple[str, str]]] = field(default_factory=dict)
     """The stacks that each command has got: the kind of place, and the text."""
     wrote: float | None = None  # virtual time of its newest line
+    executed: list[object] = field(default_factory=list)  # the users' commands that ran in it, by who asked for them
 
     @property
     def running(self) -> bool:

@@ -79,6 +79,13 @@ class Link:
             self.actor.heard[host] = scheduler.now
         return code, output, ""
 
+    def follow(self, command: str, *, timeout: float, on_line: Callable[[str], None]) -> int:
+        """Runs a command, which ends with the connection, and passes on its lines. Raises as `run`."""
+        code, output, _ = self.run(command, timeout=timeout, stdin=None)
+        for line in output.splitlines():
+            on_line(line)
+        return code
+
     def _require_packets(self, deadline: float) -> None:
         """Waits while no packet gets through. Raises ConnectionFailed or TimeoutError when that takes too long."""
         host, scheduler = self.host, self.world.scheduler
@@ -145,7 +152,7 @@ class Terminal:
             raise ConnectionFailed("can't be reached: [Errno 111] Connection refused")
         if host.alias != address.alias:
             raise ConnectionFailed("the host key has changed: another host answers there")
-        if not host.key_known:
+        if not host.key_known or self.actor.is_refused:
             raise ConnectionFailed("Authentication failed.", refused=True)
         return Link(world, host, self.actor)
 

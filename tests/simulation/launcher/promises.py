@@ -60,7 +60,7 @@ def check_command(simulation: SimulatedRun, command: Command) -> None:
 
 
 def documented_code(simulation: SimulatedRun, command: Command) -> None:
-    if command.code not in _CODES:
+    if command.code not in _CODES and command.name != "exec":  # which ends as what it runs
         simulation.break_promise("every ending has a documented code", f"{command.name} ended with {command.code}")
 
 

@@ -89,7 +89,7 @@ def _verdict_is_whole(simulation: SimulatedRun, ledger: Ledger, event: events.Ju
     first, code = (event.cause.worker, event.cause.exit_code) if event.cause is not None else (-1, None)
     of_hosts = event.outcome in ("failed", "host lost", "connection lost", "bad input")
     due = {f"host {host}: {each.what}" for host, each in failed.items() if of_hosts and host != first}
-    due -= {text for text in due if text.endswith(": exit code 0")} - {*event.symptoms}  # it finished, and rebooted later
+    due -= {text for text in due if text.endswith(": exit code 0")} - {*event.symptoms}  # of a later reboot
     # A stall tells of hosts that hang; one that refused its input after a stop, of itself alone.
     tells = event.outcome != "stalled" and (event.outcome != "bad input" or not ledger.state.stop_requested)
     wrong = tells and Counter(event.symptoms) != Counter(due)

@@ -29,6 +29,7 @@ _OF_ADDED_THEMES = 0.5  # of all scenarios
 _OF_HANGS = 0.1
 _OF_GKE = 0.12
 _OF_EXPLAINED = (0.04, 0.8)  # of other scenarios, and of those of hangs
+_WITH_EXEC = 0.05
 _WITH_CANDIDATES = 0.2  # of all scenarios of one workstation
 _IN_BUCKET = 0.15  # of those
 _RIVAL_ACTIONS = ("watch", "watch", "supervise", "stop", "logs")
@@ -247,6 +248,10 @@ def draw(seed: int) -> tuple[Scenario, list[Fault]]:
     if rng.random() < _OF_EXPLAINED[scenario.theme == HANGS.name]:
         at = rng.choice(("start", "hang", "hang")) if scenario.theme == HANGS.name else "start"
         action = Action("explain", rng.uniform(0.0, 25.0), at)
+        scenario = replace(scenario, actions=(*scenario.actions, action))
+    rng = random.Random(f"exec {seed}")
+    if rng.random() < _WITH_EXEC and not scenario.setting.gke:
+        action = Action(rng.choice(("exec", "refused exec")), rng.uniform(0.0, 25.0), rng.choice(("start", "restart")))
         scenario = replace(scenario, actions=(*scenario.actions, action))
     rng = random.Random(f"candidates {seed}")
     elsewhere = any(action.kind.startswith("other") for action in scenario.actions)

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from tests.simulation.launcher.world import Actor, World
 
 _ASSIGNMENT = re.compile(r"(\w+)=((?:'[^']*'|\"'\"|[^\s'\"])*)\n")
-_NAMES = ("observe", "stop", "start", "check_engine", "deliver_secrets", "stacks", "evidence", "copy_overlay")
+_NAMES = ("observe", "stop", "start", "check_engine", "deliver_secrets", "stacks", "evidence", "copy_overlay",
+          "execute", "end_execution")  # fmt: skip
 
 
 class UnknownScript(BaseException):
@@ -259,6 +260,24 @@ class Shell:
     def evidence(self, _parameters: Mapping[str, str], _arguments: str) -> tuple[int, str]:
         self.pause()
         return 0, f"disks and memory at {EPOCH + self.world.scheduler.now:.0f}\n"
+
+    def execute(self, parameters: Mapping[str, str], _arguments: str) -> tuple[int, str]:
+        """execute.sh. The command prints a line, which has no end on some hosts, and succeeds on host 0 only."""
+        mark, host = parameters["mark"], self.host
+        self.pause()
+        if parameters["held"] == "no" and mark in host.marks:  # gcloud repeats the script
+            return 0, f"{mark} failed the connection broke after it had begun\n"
+        host.marks.add(mark)
+        container = self._get(parameters)
+        if container is None or not container.running:
+            return 0, f"{mark} failed its container is not running\n"
+        container.executed.append(self.actor)
+        self.pause(0.1, 6.0)
+        end = "\n" if host.worker % 2 else ""
+        return 0, f"works on {host.worker} with {SECRET}{end}{mark} exit {host.worker}\n"
+
+    def end_execution(self, _parameters: Mapping[str, str], _arguments: str) -> tuple[int, str]:
+        return 0, ""
 
     def deliver_secrets(self, parameters: Mapping[str, str], _arguments: str) -> tuple[int, str]:
         self.pause()

@@ -196,7 +196,7 @@ class SimulatedRun:
 
     def is_undisturbed(self, until: float) -> bool:
         """Returns whether, until a moment, users only looked at runs, and nothing failed."""
-        disturbs = any(action.kind not in ("logs", "status", "explain") for action in self.actions)
+        disturbs = any(action.kind.split()[-1] not in ("logs", "status", "explain", "exec") for action in self.actions)
         disturbs |= any(stop.at < until for stop in self.world.record.stops)
         return not (disturbs or self.faults or self.kill_at or self.full_disk)
 
@@ -213,8 +213,10 @@ class SimulatedRun:
             self.world.reached("restart")
         return command
 
-    def do(self, name: str, laptop: Laptop | None = None, *, new: bool = False) -> Command:
-        return self.finish(self.command(name, laptop, new=new))
+    def do(self, name: str, laptop: Laptop | None = None, *, new: bool = False, refused: bool = False) -> Command:
+        command = self.command(name, laptop, new=new)
+        command.actor.is_refused = refused
+        return self.finish(command)
 
     def finish(self, command: Command) -> Command:
         if command.name == "logs":  # never ends while a program hangs without a supervisor
@@ -322,9 +324,9 @@ class SimulatedRun:
                 who, _, name = kind.rpartition(" ")
                 laptop = {"bob": self.bob, "other": self.second, "rival": self.second}.get(who, self.ann)
                 self.world.struck = self.world.struck or laptop is self.second or name == "down"
-                of_runs = name in ("stop", "logs", "attach", "explain")
+                of_runs = name in ("stop", "logs", "attach", "explain", "exec")
                 if who == "rival" or not of_runs or (laptop.home / "runs").exists():
-                    self.do(name, laptop, new=who == "new")
+                    self.do(name, laptop, new=who == "new", refused=who == "refused")
 
     def _sleep(self, run: Command, seconds: float) -> None:
         """Closes the laptop for so many seconds."""

@@ -65,6 +65,7 @@ class Actor:
     shown: dict[str, str] = field(default_factory=dict)
     """The last state but DELETING in which Google described each node to it, by id."""
     looked: dict[str, float] = field(default_factory=dict)  # when that was
+    is_refused: bool = False  # whether hosts refuse its own connections, but gcloud's
     deletes_for: str = ""  # the run whose slice it deletes, as its budget is spent, or to replace it
     deleted: set[str] = field(default_factory=set)
     """Ids of nodes that it asked Google to delete, whether or not another user was faster."""
