@@ -138,7 +138,7 @@ def _start(call: _Call, reports: Sequence[HostReport], attempt: Attempt, *_given
         item = job.containers.get(report.worker) if job is not None else None
         if item is not None and (wrong := _check_clock(call, item.host)):
             return wrong
-        taken = world.cluster is not None and world.struck
+        taken = world.cluster is not None and (world.struck or world.record.stops)
         if report.ok and not taken and (job is None or report.worker not in job.starts):
             return f"{report}, and {job} did not start there"
     return ""
