@@ -193,7 +193,7 @@ class Command:
     def _run(self) -> int:
         self.world.record.requested_runs.append((self.laptop, self.world.scheduler.now))
         self.known_stops = {ledger.run_id: ledger.state.stops for ledger in self.ledgers()}
-        request = launch.RunRequest(self.config, new=self.new, env_file=self.world.env_file)
+        request = launch.RunRequest(self.config, new=self.new, env_file=self.world.env_file, overlay=self.world.overlay)
         return self._show(launch.run(request, self.context))
 
     def _attach(self) -> int:

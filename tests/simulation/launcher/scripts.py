@@ -6,12 +6,14 @@ commands and reboots come in between. It returns the exit code and the output.
 
 from __future__ import annotations
 
+import base64
 import functools
 import json
 import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from launcher.provider import Overlay
 from launcher.tpu_vm.scripts import load
 from tests.simulation.launcher.hosts import EPOCH, Container, Host, timestamp
 from tests.simulation.launcher.jobs import SECRET
@@ -278,6 +280,16 @@ class Shell:
 
     def end_execution(self, _parameters: Mapping[str, str], _arguments: str) -> tuple[int, str]:
         return 0, ""
+
+    def copy_overlay(self, parameters: Mapping[str, str], _arguments: str) -> tuple[int, str]:
+        self.pause()
+        container, sent = self._get(parameters), Overlay(parameters["target"], base64.b64decode(self.stdin))
+        if container is None or sent.digest != parameters["digest"]:
+            return self.report("failed the overlay can not be copied", 1)
+        if not container.awaits_secrets:
+            self.world.break_promise("a program begins with its overlay", f"{container.name} runs already")
+        container.overlay = sent
+        return self.report("copied")
 
     def deliver_secrets(self, parameters: Mapping[str, str], _arguments: str) -> tuple[int, str]:
         self.pause()

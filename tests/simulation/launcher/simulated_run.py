@@ -45,6 +45,7 @@ LONGEST_LOOK = 900.0  # seconds for which a user watches logs: longer than any p
 _STEPS = 80_000
 _KILLED_AT_WRITE = 0.1  # of all runs
 _WITH_ENV_FILE = 0.3  # of all runs
+_WITH_OVERLAY = 0.15
 _NAME = "bert"
 _CANDIDATES = (
     {"accelerator_type": "v4-8", "capacity": ["spot", "on-demand"]},
@@ -119,6 +120,10 @@ class SimulatedRun:
         if not self.scenario.setting.gke and random.Random(f"env file {seed}").random() < _WITH_ENV_FILE:
             self.world.env_file = _folder() / "secrets.env"
             self.world.env_file.write_text(f"HF_TOKEN={SECRET}\nexport OF_FILE='a b'\n")
+        if not self.scenario.setting.gke and random.Random(f"overlay {seed}").random() < _WITH_OVERLAY:
+            (_folder() / "code").mkdir(exist_ok=True)
+            (_folder() / "code" / "main.py").write_text("print()\n")
+            self.world.overlay = f"{_folder() / 'code'}=/opt/code"
         if self.scenario.setting.gke:
             self.world.cluster = Cluster(self.world, self.scenario.setting.hosts)
         self.rng = random.Random(f"people {seed}")

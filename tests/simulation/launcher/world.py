@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 
 from launcher.costs import per_hour
 from launcher.emulator.api.catalogue import ApiError
+from launcher.images import overlays
 from launcher.owner import hash_account
+from launcher.provider import Overlay
 from tests.gcloud_commands import Command
 from tests.simulation.launcher import scripts
 from tests.simulation.launcher.bucket import CloudStorage
@@ -136,6 +138,7 @@ class World:
         self.host_lost_seconds = self.unreachable_seconds = math.inf  # as the file says
         self.zones: list[str] = []  # as the file says
         self.env_file: Path | None = None  # of each `run`
+        self.overlay: str | None = None  # of each `run`, FOLDER=TARGET
         self._answers: dict[tuple[Actor, Host], float] = {}  # when a command last heard of a host, or first did not
         self._refusals: dict[tuple[Actor, Host], list[float]] = {}  # since a command last heard of a host
         self._api_faults: dict[str, list[tuple[float, float, Fault]]] = {}
@@ -377,6 +380,9 @@ class World:
     def give_secrets(self, container: Container) -> None:
         """Begins the command of a container; a second delivery changes nothing."""
         if container.awaits_secrets and container.job is not None:
+            wanted = overlays.pack(self.overlay) if self.overlay is not None else Overlay("", b"")
+            if container.overlay != wanted:
+                self.break_promise("a program begins with its overlay", f"{container.name}: {container.overlay}")
             container.awaits_secrets, container.started = False, self.scheduler.now
             self._begin_program(container, container.job)
 
