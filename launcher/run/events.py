@@ -292,32 +292,7 @@ class Reaped(RunEvent):
     """Worker indices."""
 
 
-KINDS: Mapping[str, type[RunEvent]] = {
-    kind.kind: kind
-    for kind in (
-        AttemptBegan,
-        Started,
-        Judged,
-        Ended,
-        Requested,
-        Supervised,
-        RunStopRequested,
-        HostStopped,
-        HostOutOfReach,
-        HostBack,
-        StragglerFound,
-        StragglerGone,
-        HostEnded,
-        Recovering,
-        RoundFailed,
-        RecoveryGivenUp,
-        Recovered,
-        SliceReplaced,
-        PostMortemWritten,
-        Orphaned,
-        Reaped,
-    )
-}
+KINDS: Mapping[str, type[RunEvent]] = {kind.kind: kind for kind in RunEvent.__subclasses__()}
 
 
 @dataclass(frozen=True)
