@@ -135,16 +135,7 @@ def list_owned(project: str, zones: Sequence[str], machine: Workstation) -> List
 
 def parse_node(node: dict[str, Any]) -> OwnedSlice:
     """Returns the slice in one entry of `tpu-vm list --format=json`."""
-    parts = node["name"].split("/")
-    return _make(
-        parts[-1],
-        parts[-3],
-        "node",
-        node.get("state", ""),
-        node,
-        node.get("schedulingConfig", {}),
-        node.get("createTime", ""),
-    )
+    return _make("node", node, node.get("state", ""), node, node.get("schedulingConfig", {}))
 
 
 def parse_queued(resource: dict[str, Any]) -> OwnedSlice | None:
@@ -152,24 +143,17 @@ def parse_queued(resource: dict[str, Any]) -> OwnedSlice | None:
     specs = resource.get("tpu", {}).get("nodeSpec", [])
     if len(specs) != 1 or "nodeId" not in specs[0]:
         return None
-    parts = resource["name"].split("/")
     scheduling = {"spot": "spot" in resource, "reserved": bool(resource.get("reservationName"))}
     state = resource.get("state", {}).get("state", "")
-    return _make(
-        parts[-1],
-        parts[-3],
-        "queued resource",
-        state,
-        specs[0].get("node", {}),
-        scheduling,
-        resource.get("createTime", ""),
-    )
+    return _make("queued resource", resource, state, specs[0].get("node", {}), scheduling)
 
 
 def _make(
-    name: str, zone: str, kind: str, state: str, node: dict[str, Any], scheduling: dict[str, Any], created: str
+    kind: str, resource: dict[str, Any], state: str, node: dict[str, Any], scheduling: dict[str, Any]
 ) -> OwnedSlice:
-    """Builds a slice from the API's fields; `scheduling` gives the capacity, `created` is an RFC 3339 time."""
+    """Builds a slice from a resource of the API and the `node` that it is or becomes; `scheduling` gives the
+    capacity."""
+    *_, zone, _, name = resource["name"].split("/")
     labels: dict[str, str] = node.get("labels", {})
     if scheduling.get("spot") or scheduling.get("preemptible"):
         capacity = "spot"
@@ -185,7 +169,7 @@ def _make(
         capacity=capacity,
         owner=labels.get(OWNER, ""),
         run=labels.get(RUN, ""),
-        created=parse_time(created),
+        created=parse_time(resource.get("createTime", "")),
         expires=float(expires) if expires.isdigit() else None,
         labels=labels,
         request=node.get("queuedResource", "").rsplit("/", 1)[-1],
