@@ -6,6 +6,7 @@ trainer's sections that shape the step, the manifests of the datasets and the to
 includes the trainer's code and the compiler. A damaged file counts as missing.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -68,10 +69,9 @@ def check(
         raise BadInput(str(error)) from None
     results: dict[str, dict[str, Any]] = {}
     for name in accelerators:
-        path = None if more else _path(config, home, name)
-        document = _read(path) if path else None
-        if document and (document["result"]["max_batch"] or not max_batch):
-            results[name] = document["result"]
+        kept = None if more else _read(_path(config, home, name))
+        if kept and (kept["max_batch"] or not max_batch):
+            results[name] = kept
     missing = [name for name in accelerators if name not in results]
     if missing:
         for result in _compile(config, missing, max_batch=max_batch, more=more, say=say):
@@ -83,11 +83,7 @@ def check(
 
 def known(config: Config, home: Path) -> dict[str, Any] | None:
     """Returns the kept result for the configuration's accelerator and step; None if there is none."""
-    if config.trainer is None:
-        return None
-    path = _path(config, home, config.accelerator.name)
-    document = _read(path) if path else None
-    return document["result"] if document else None
+    return None if config.trainer is None else _read(_path(config, home, config.accelerator.name))
 
 
 def known_elsewhere(config: Config, home: Path) -> dict[str, dict[str, Any]]:
@@ -96,9 +92,8 @@ def known_elsewhere(config: Config, home: Path) -> dict[str, dict[str, Any]]:
     if config.trainer is not None and (home / "preflight").is_dir():
         names = sorted({path.name.rpartition("-")[0] for path in (home / "preflight").glob("*-*.json")})
         for name in names:
-            path = _path(config, home, name)
-            if name != config.accelerator.name and path and (document := _read(path)):
-                found[name] = document["result"]
+            if name != config.accelerator.name and (result := _read(_path(config, home, name))):
+                found[name] = result
     return found
 
 
@@ -217,16 +212,15 @@ def _path(config: Config, home: Path, name: str) -> Path | None:
     return home / "preflight" / f"{name}-{hashlib.sha256(question.encode()).hexdigest()[:16]}.json"
 
 
-def _read(path: Path) -> dict[str, Any] | None:
-    """Returns {"format": ..., "result": ...} as `keep` wrote it; None if missing, damaged, or of another format."""
-    try:
-        document = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-    if not isinstance(document, dict) or document.get("format") != FORMAT:
-        return None
-    result = document.get("result")
-    return document if isinstance(result, dict) and result.keys() >= _RESULT_KEYS else None
+def _read(path: Path | None) -> dict[str, Any] | None:
+    """Returns the result that `keep` wrote; None without a path, and if it is missing, damaged, or of another
+    format."""
+    with contextlib.suppress(OSError, ValueError):
+        document = json.loads(path.read_text()) if path else None
+        if isinstance(document, dict) and document.get("format") == FORMAT:
+            result = document.get("result")
+            return result if isinstance(result, dict) and result.keys() >= _RESULT_KEYS else None
+    return None
 
 
 def keep(path: Path, result: dict[str, Any]) -> None:
