@@ -7,7 +7,7 @@ follows it are pure.
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from launcher.config import Config
@@ -139,19 +139,27 @@ def _refused(report: HostReport) -> DeviceReport:
 
 
 def judge_hosts(observations: Sequence[Observation], accelerator_type: str, seconds: float) -> list[DeviceReport]:
-    """Returns the reports of all hosts, with clocks compared. `observations` are the last ones, in worker order;
-    `seconds` is how long the hosts had."""
+    """Returns the reports of all hosts. `observations` are the last ones, in worker order; `seconds` is how long the
+    hosts had. `clock_offset` among the facts is in seconds from the median of the hosts' clocks."""
     reports = []
-    for observation in observations:
-        facts, where = parse_facts(line.text for line in observation.lines), f"host {observation.worker}"
+    told = [parse_facts(line.text for line in observation.lines) for observation in observations]
+    clocks = sorted(facts["clock"] for facts in told if "clock" in facts)  # read by all hosts at their rendezvous
+    for observation, facts in zip(observations, told, strict=True):
+        where = f"host {observation.worker}"
         findings = [
             Finding(where, Severity.FAIL if problem.fatal else Severity.WARN, problem.message, problem.fix)
             for problem in find_problems(facts, len(observations), accelerator_type)
         ]
         if not facts.get("error") and (end := _judge_end(observation, facts, seconds)):
             findings.insert(0, end)
+        if "clock" in facts:
+            offset = facts["clock"] - clocks[len(clocks) // 2]
+            facts = {**facts, "clock_offset": round(offset, 3)}
+            if abs(offset) > _CLOCK_SECONDS:
+                fix = "sudo systemctl restart chrony, on that host"
+                findings.append(warning(where, f"its clock is {offset:+.0f} s off the others'", fix))
         reports.append(DeviceReport(observation.worker, facts, tuple(findings)))
-    return _compare_clocks(reports)
+    return reports
 
 
 def _judge_end(observation: Observation, facts: Mapping[str, Any], seconds: float) -> Finding | None:
@@ -168,23 +176,3 @@ def _judge_end(observation: Observation, facts: Mapping[str, Any], seconds: floa
     if state.exit_code == TrainerExit.LOST_PEER:
         return failure(where, f"not finished, because of another host: {facts.get('lost') or last}")
     return failure(where, f"{phase}: ended with exit code {state.exit_code}: {last or 'no output'}", RECREATE)
-
-
-def _compare_clocks(reports: Sequence[DeviceReport]) -> list[DeviceReport]:
-    """Returns the reports with `clock_offset` (seconds from the median) among the facts, and a warning where that is
-    large. All hosts read their clocks at their rendezvous."""
-    clocks = sorted(report.facts["clock"] for report in reports if "clock" in report.facts)
-    if not clocks:
-        return list(reports)
-    median = clocks[len(clocks) // 2]
-    compared = []
-    for report in reports:
-        if "clock" in report.facts:
-            offset = report.facts["clock"] - median
-            report = replace(report, facts={**report.facts, "clock_offset": round(offset, 3)})
-            if abs(offset) > _CLOCK_SECONDS:
-                fix = "sudo systemctl restart chrony, on that host"
-                finding = warning(f"host {report.worker}", f"its clock is {offset:+.0f} s off the others'", fix)
-                report = replace(report, findings=(*report.findings, finding))
-        compared.append(report)
-    return compared
