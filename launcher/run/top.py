@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 
 from launcher import costs
 from launcher.config import Config
-from launcher.errors import BadInput
 from launcher.provider import Provider
 from launcher.run.ledger import Ledger
 from launcher.run.runs import find_run
@@ -177,23 +176,14 @@ class Top:
         lines = status.lines()
         cost = costs.since(slice_hints.in_current_place(self._config), created, now)
         view = View(slice=lines[0], run=lines[1], time=format_time(now), cost=cost)
-        ledger = self._find_run()
-        if status.run is None or ledger is None:
+        if status.run is None:
             return view
-        self._read_losses(ledger)
+        self._read_losses(find_run(self._context.home, self._context.machine, status.run))
         if status.progress is not None and status.progress.loss is not None:
             self._losses[status.progress.step] = status.progress.loss
         return replace(
             view, progress=status.progress, losses=dict(self._losses), hosts=status.hosts, history=status.history
         )
-
-    def _find_run(self) -> Ledger | None:
-        """Returns the newest run of the slice; None if there is none."""
-        config, context = self._config, self._context
-        try:
-            return find_run(context.home, context.machine, None, slice_name=config.slice.name, provider=config.provider)
-        except BadInput:
-            return None
 
     def _read_losses(self, ledger: Ledger) -> None:
         """Adds the losses that were kept since the last look; a later attempt's replace an earlier one's."""
