@@ -323,7 +323,9 @@ class TpuVm:
             results = self._connections.run_all(script, timeout=timeout, workers=workers, stdin=stdin)
         missed = [result.worker for result in results if not result.reached and not result.refused]
         if again and missed:
-            results = self._connections.retry(results, script, timeout=timeout, workers=missed, stdin=stdin)
+            answers = self._connections.pool().run_all(script, timeout=timeout, workers=missed, stdin=stdin)
+            second = {result.worker: result for result in answers}
+            results = [second.get(result.worker, result) for result in results]
         if all(result.refused for result in results):
             results = self._connections.run_all_through_gcloud(script, workers, stdin, timeout=timeout)
         return results

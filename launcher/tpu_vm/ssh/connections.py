@@ -141,20 +141,6 @@ class SliceConnections:
             results = other.run_all(script, timeout=timeout, workers=workers, stdin=stdin)
         return results
 
-    def retry(
-        self,
-        results: list[HostResult],
-        script: str,
-        *,
-        timeout: float,
-        workers: Sequence[int],
-        stdin: str | None = None,
-    ) -> list[HostResult]:
-        """Runs a script again on `workers`. Returns `results` with theirs replaced."""
-        again = self.pool().run_all(script, timeout=timeout, workers=workers, stdin=stdin)
-        second = {result.worker: result for result in again}
-        return [second.get(result.worker, result) for result in results]
-
     def run_through_gcloud(
         self, worker: int, script: str, stdin: str | None = None, *, timeout: float = 0.0
     ) -> HostResult:
