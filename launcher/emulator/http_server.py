@@ -12,8 +12,6 @@ import base64
 import contextlib
 import json
 import logging
-import os
-import selectors
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -43,39 +41,36 @@ class Body:
     def __init__(self, source: BinaryIO, headers: Message) -> None:
         """Reads from a connection, at the begin of a body, as many bytes or chunks as the request's headers say."""
         self._source = source
-        self._chunked = headers.get("Transfer-Encoding", "").lower() == "chunked"
+        self._chunked = headers.get("Transfer-Encoding", "").lower() == "chunked"  # until the last chunk was read
         # Bytes of the body, or of the current chunk.
         self._left = 0 if self._chunked else int(headers.get("Content-Length") or 0)
-        self._ended = not self._chunked and not self._left
 
     def read(self, size: int = BLOCK) -> bytes:
         """Waits for and returns up to `size` bytes; b"" at the end. Raises Disconnected when the body ends early."""
-        if self._ended:
-            return b""
-        if self._chunked and self._left == 0 and not self._begin_chunk():
+        if self._chunked and not self._left:
+            self._begin_chunk()
+        if not self._left:
             return b""
         data = self._source.read(min(size, self._left))
         if not data:
             raise Disconnected("the body ended early")
         self._left -= len(data)
-        if self._chunked and self._left == 0:
+        if self._chunked and not self._left:
             self._source.readline(8)
-        elif not self._chunked and self._left == 0:
-            self._ended = True
         return data
 
-    def _begin_chunk(self) -> bool:
-        """Reads the head of a chunk. Returns False for the last, empty one. Raises Disconnected for a broken one."""
+    def _begin_chunk(self) -> None:
+        """Reads the head of a chunk, and after the last, empty one the end of the body. Raises Disconnected for a
+        broken one."""
         line = self._source.readline(1024)
         try:
             self._left = int(line.split(b";")[0], 16)
         except ValueError:
             raise Disconnected("a broken chunk") from None
-        if self._left == 0:
+        if not self._left:
+            self._chunked = False
             while self._source.readline(65536).strip():
                 pass
-            self._ended = True
-        return not self._ended
 
     def read_all(self, limit: int = _LARGEST_BODY) -> bytes:
         """Returns the whole body. Raises Disconnected when it is longer than `limit` bytes."""
@@ -243,14 +238,12 @@ class Acceptor:
     connection."""
 
     def __init__(self) -> None:
-        self._selector = selectors.DefaultSelector()
-        self._wake_read, self._wake_write = os.pipe()
-        self._selector.register(self._wake_read, selectors.EVENT_READ)
-        self._changes: list[Callable[[], object]] = []
+        import asyncio  # here, because it takes 12 ms and commands, which import this module too, accept nothing
+
+        self._loop = asyncio.new_event_loop()
         self._lock = threading.Lock()
-        self._closing = threading.Event()
         self._connections: set[socket.socket] = set()
-        self._thread = threading.Thread(target=self._loop, name="accept", daemon=True)
+        self._thread = threading.Thread(target=self._loop.run_forever, name="accept", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -258,61 +251,41 @@ class Acceptor:
     def add(self, listener: socket.socket, serve: Callable[[socket.socket], None]) -> None:
         """Makes the accepting thread accept on a listener; `serve` runs in a thread for each connection."""
         listener.setblocking(False)
-        self._later(lambda: self._selector.register(listener, selectors.EVENT_READ, serve))
+        self._loop.call_soon_threadsafe(self._loop.add_reader, listener, self._accept, listener, serve)
 
     def remove(self, listener: socket.socket, *, close: bool) -> None:
         """Stops accepting on a listener before it returns. New connections wait in the backlog, unless `close`."""
         done = threading.Event()
 
         def change() -> None:
-            with contextlib.suppress(KeyError, ValueError):
-                self._selector.unregister(listener)
+            with contextlib.suppress(ValueError):  # it has been closed before
+                self._loop.remove_reader(listener)
             if close:
                 listener.close()
             done.set()
 
-        self._later(change)
+        self._loop.call_soon_threadsafe(change)
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             done.wait(_CHANGE_SECONDS)
 
     def close(self) -> None:
         """Stops accepting (waits for that at most _CHANGE_SECONDS), and shuts down all connections. Listeners stay open
         unless `remove` closed them."""
-        self._later(self._closing.set)
+        self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_CHANGE_SECONDS)
+        if not self._thread.is_alive():
+            self._loop.close()
         with self._lock:
             connections = list(self._connections)
         for connection in connections:
             with contextlib.suppress(OSError):  # its thread has closed it meanwhile
                 connection.shutdown(socket.SHUT_RDWR)
 
-    def _later(self, change: Callable[[], object]) -> None:
-        """Queues a change of the listeners for the accepting thread, and wakes it."""
-        with self._lock:
-            self._changes.append(change)
-        os.write(self._wake_write, b"x")
-
-    def _loop(self) -> None:
-        """Accepts connections and makes changes of listeners until closed. Runs in the accepting thread."""
-        while not self._closing.is_set():
-            for key, _ in self._selector.select():
-                if key.fd == self._wake_read:
-                    os.read(self._wake_read, 4096)
-                    with self._lock:
-                        changes, self._changes = self._changes, []
-                    for change in changes:
-                        try:
-                            change()
-                        except (OSError, KeyError, ValueError):
-                            log.exception("changing a listener")
-                    continue
-                if key.fd not in self._selector.get_map():
-                    continue  # has just been removed
-                try:
-                    connection, _ = key.fileobj.accept()  # type: ignore[union-attr]
-                except OSError:
-                    continue
-                threading.Thread(target=self._run, args=(key.data, connection), daemon=True).start()
+    def _accept(self, listener: socket.socket, serve: Callable[[socket.socket], None]) -> None:
+        """Accepts a connection and serves it in a thread of its own. Runs in the accepting thread."""
+        with contextlib.suppress(OSError):
+            connection, _ = listener.accept()
+            threading.Thread(target=self._run, args=(serve, connection), daemon=True).start()
 
     def _run(self, serve: Callable[[socket.socket], None], connection: socket.socket) -> None:
         """Runs `serve`, logs its exception, and closes the connection."""
