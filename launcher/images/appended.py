@@ -19,7 +19,7 @@ from launcher.images.build import Image
 from launcher.images.build_context import Entry
 from launcher.images.distribution import credentials
 from launcher.images.distribution.client import Blob, Registry, blob_of
-from launcher.images.distribution.layer import Layer, compute_tag, hash_files, make_layers
+from launcher.images.distribution.layer import Layer, compute_tag, make_layers
 from launcher.images.distribution.manifest import (
     Descriptor,
     ImageManifest,
@@ -86,7 +86,8 @@ def ensure(spec: AppendSpec, say: Callable[[str], None]) -> Image:
         base = _read_base(registry, spec)
         trainer, code = _make_layers(spec, base)
         layers = trainer + code
-        tag, files = compute_tag(layers, base.digest), hash_files(code, base.folder)
+        tag = compute_tag(layers, base.digest)
+        files = {path: found for layer in code for path, found in layer.hashes.items()}
         if digest := registry.find_manifest(target.path, tag):
             return Image(f"{target.repository}@{digest}", files, base.folder)
         if spec.create_repository and artifact_registry.require(target.repository):

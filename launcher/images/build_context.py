@@ -48,11 +48,10 @@ _SEARCHED_BYTES = 64 * 2**10  # the largest file that is searched for a private 
 _SHOWN = 8
 
 
-def tree(folder: Path, *, below: str = "", ignore: Sequence[str] = (), search_keys: bool = False) -> tuple[Entry, ...]:
+def tree(folder: Path, *, ignore: Sequence[str] = (), search_keys: bool = False) -> tuple[Entry, ...]:
     """Returns every regular file and symbolic link of a folder, sorted. Raises BadInput when there is no such folder.
 
     Args:
-        below: begins the files' paths in the context.
         ignore: .dockerignore patterns of files to leave out.
         search_keys: leave out small files that hold a private key, unless a line `!PATTERN` of `ignore` includes them.
     """
@@ -70,7 +69,7 @@ def tree(folder: Path, *, below: str = "", ignore: Sequence[str] = (), search_ke
             if is_ignored(path) or not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
                 continue  # pipes and sockets have no content, and reading one may never end
             if not (search_keys and _holds_private_key(here / name) and is_ignored(path, True)):
-                entries.append((f"{below}/{path}" if below else path, here / name))
+                entries.append((path, here / name))
         if not may_keep:
             folders[:] = [name for name in folders if not is_ignored((here / name).relative_to(folder).as_posix())]
     return tuple(sorted(entries))
@@ -134,7 +133,7 @@ def digest(entries: Iterable[Entry]) -> tuple[bytes, dict[str, str]]:
     """Reads each entry once, and returns the SHA-256 of all, whatever their order, and `hash_file` of each by path."""
     whole, each = hashlib.sha256(), {}
     for path, source in sorted(entries):
-        kind, content = _read_entry(source)
+        kind, content = read_entry(source)
         each[path] = hash_file(kind, content)
         for field in (path.encode(), kind, content):
             whole.update(len(field).to_bytes(8, "big") + field)
@@ -159,14 +158,14 @@ def assemble(entries: Iterable[Entry], destination: Path) -> None:
             target.chmod(0o755 if is_executable(source) else 0o644)
 
 
-def _read_entry(source: Path) -> tuple[bytes, bytes]:
-    """Returns the kind of a file and its content. Raises BadInput for one that can't be read."""
+def read_entry(source: Path) -> tuple[bytes, bytes]:
+    """Returns the arguments of `hash_file` for a file. Raises BadInput for one that can't be read."""
     try:
         if source.is_symlink():
-            return b"link", os.readlink(source).encode()
+            return b"link", os.fsencode(os.readlink(source))
         return b"program" if is_executable(source) else b"file", source.read_bytes()
     except OSError as error:
-        raise BadInput(f"{source}: can't be read for the image's build context: {error.strerror}") from None
+        raise BadInput(f"{source}: can't be read for the image: {error.strerror}") from None
 
 
 def is_executable(source: Path) -> bool:

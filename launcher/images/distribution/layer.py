@@ -11,12 +11,12 @@ import hashlib
 import io
 import os
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 from launcher.errors import BadInput
-from launcher.images.build_context import Entry, hash_file, is_executable
+from launcher.images.build_context import Entry, hash_file, read_entry
 from launcher.images.distribution.client import Blob, blob_of, sha256
 
 LARGE_BYTES = 4 * 2**20
@@ -30,6 +30,7 @@ class Layer:
     """Files as an archive."""
 
     archive: bytes
+    hashes: Mapping[str, str]  # `build_context.hash_file` of each file, by its path in the layer's folder
     title: str  # shown in the image's history
 
     @functools.cached_property
@@ -49,23 +50,9 @@ def make_layers(entries: Sequence[Entry], folder: str, title: str) -> list[Layer
     Raises BadInput when a file can't be read or a layer would be too large.
     """
     return [
-        Layer(_make_archive(group, folder), f"{title}{f' ({number})' if number else ''}")
+        Layer(*_make_archive(group, folder), f"{title}{f' ({number})' if number else ''}")
         for number, group in enumerate(_group_by_layer(entries))
     ]
-
-
-def hash_files(layers: Sequence[Layer], folder: str) -> dict[str, str]:
-    """Returns `build_context.hash_file` of the files in layers that `make_layers` made for a folder, by path in it."""
-    hashes = {}
-    for layer in layers:
-        with tarfile.open(fileobj=io.BytesIO(layer.archive)) as archive:
-            for entry in archive:
-                path = str(PurePosixPath("/", entry.name).relative_to(folder))
-                if entry.issym():
-                    hashes[path] = hash_file(b"link", entry.linkname.encode())
-                elif file := archive.extractfile(entry):
-                    hashes[path] = hash_file(b"program" if entry.mode & 0o100 else b"file", file.read())
-    return hashes
 
 
 def _group_by_layer(entries: Sequence[Entry]) -> list[list[Entry]]:
@@ -77,9 +64,10 @@ def _group_by_layer(entries: Sequence[Entry]) -> list[list[Entry]]:
     return [group for group in (small, shared, *([entry] for entry in sorted(alone))) if group]
 
 
-def _make_archive(entries: Sequence[Entry], folder: str) -> bytes:
-    """Returns a tar archive of the files, below `folder`. Raises BadInput for an unreadable file or above 1 GiB."""
-    packed, folders = io.BytesIO(), set[PurePosixPath]()
+def _make_archive(entries: Sequence[Entry], folder: str) -> tuple[bytes, dict[str, str]]:
+    """Returns a tar archive of the files, below `folder`, without times and owners, links as links; and the files'
+    hashes. Raises BadInput for an unreadable file or above 1 GiB."""
+    packed, folders, hashes = io.BytesIO(), set[PurePosixPath](), {}
     root = PurePosixPath(folder.lstrip("/"))
     with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive:
         for name, source in sorted(entries):
@@ -89,27 +77,18 @@ def _make_archive(entries: Sequence[Entry], folder: str) -> bytes:
                 if parent.is_relative_to(root) and parent != root and parent not in folders:
                     folders.add(parent)
                     archive.addfile(_tar_entry(parent, tarfile.DIRTYPE, 0o755))
-            _add_file(archive, path, source)
+            kind, content = read_entry(source)
+            hashes[name] = hash_file(kind, content)
+            if kind == b"link":
+                entry = _tar_entry(path, tarfile.SYMTYPE, 0o777)
+                entry.linkname = os.fsdecode(content)
+            else:
+                entry = _tar_entry(path, tarfile.REGTYPE, 0o755 if kind == b"program" else 0o644)
+                entry.size = len(content)
+            archive.addfile(entry, io.BytesIO(content))
             if packed.tell() > _LARGEST_LAYER:
                 raise BadInput(f"{source}: the files of an image's layer are more than {_LARGEST_LAYER >> 20} MiB")
-    return packed.getvalue()
-
-
-def _add_file(archive: tarfile.TarFile, path: PurePosixPath, source: Path) -> None:
-    """Adds a file, or a link as a link, without times and owners. Raises BadInput for one that can't be read."""
-    try:
-        if source.is_symlink():
-            link = _tar_entry(path, tarfile.SYMTYPE, 0o777)
-            link.linkname = os.readlink(source)
-            archive.addfile(link)
-            return
-        data = source.read_bytes()
-        mode = 0o755 if is_executable(source) else 0o644
-    except OSError as error:
-        raise BadInput(f"{source}: can't be read for the image: {error.strerror}") from None
-    entry = _tar_entry(path, tarfile.REGTYPE, mode)
-    entry.size = len(data)
-    archive.addfile(entry, io.BytesIO(data))
+    return packed.getvalue(), hashes
 
 
 def _tar_entry(path: PurePosixPath, kind: bytes, mode: int) -> tarfile.TarInfo:
