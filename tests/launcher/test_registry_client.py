@@ -52,7 +52,7 @@ def test_an_interrupted_upload_begins_again(server: RegistryServer) -> None:
     server.before = fail
     blob = blob_of(os.urandom(100_000))
     with session() as registry:
-        assert registry.upload("p/images/code", blob)
+        registry.upload("p/images/code", blob)
         assert registry.has_blob("p/images/code", blob.digest)
 
 

@@ -156,38 +156,24 @@ class Registry:
             raise LaunchError(f"{self.host}/{path}@{digest}: the registry sent other bytes")
         return body
 
-    def upload(self, path: str, blob: Blob, *, source: str | None = None) -> bool:
-        """Uploads a blob unless the repository, or `source` in this registry, has it; returns whether bytes went."""
+    def upload(self, path: str, blob: Blob, *, source: str | None = None) -> None:
+        """Uploads a blob in one piece unless the repository, or `source` in this registry, has it. Each further try
+        begins another upload."""
         if self.has_blob(path, blob.digest):
-            return False
-        query = {"mount": blob.digest, "from": source} if source else {}
-        target = f"{path}/blobs/uploads/" + (f"?{urlencode(query, safe=':/')}" if query else "")
-        response = self._ask("POST", target, (201, 202))
-        if response.status == 201:
-            return False
-        self._upload_whole(path, blob, response)
-        return True
-
-    def _upload_whole(self, path: str, blob: Blob, begun: RegistryResponse) -> None:
-        """Sends a blob in one piece. Each further try begins another upload."""
-        uploads = [begun]
+            return
+        mount = "?" + urlencode({"mount": blob.digest, "from": source}, safe=":/") if source else ""
+        headers = {"Content-Type": "application/octet-stream", "Content-Length": str(blob.size)}
 
         def send() -> RegistryResponse:
-            upload = uploads.pop() if uploads else self._begin_upload(path)
-            headers = {"Content-Type": "application/octet-stream", "Content-Length": str(blob.size)}
+            begun = self._request("POST", f"https://{self.host}/v2/{path}/blobs/uploads/{mount}", {})
+            if begun.status != 202:
+                return begun  # 201: the registry has mounted the blob
+            url = urljoin(begun.url, begun.header("location"))
+            url += f"{'&' if '?' in url else '?'}{urlencode({'digest': blob.digest}, safe=':')}"
             with blob.open() as file:
-                url = urljoin(upload.url, upload.header("location"))
-                url += f"{'&' if '?' in url else '?'}{urlencode({'digest': blob.digest}, safe=':')}"
                 return self._request("PUT", url, headers, self._count_sent(file, blob.size))
 
         self._repeat(send, (201,))
-
-    def _begin_upload(self, path: str) -> RegistryResponse:
-        """Begins an upload; the response has its address. Raises _PassingError for any refusal."""
-        response = self._request("POST", f"https://{self.host}/v2/{path}/blobs/uploads/", {})
-        if response.status != 202:
-            raise _PassingError(f"it answered {response.status} to a new upload")
-        return response
 
     def _count_sent(self, file: BinaryIO, length: int) -> Iterator[bytes]:
         """Yields `length` bytes of a file in blocks and adds them to `bytes_sent`."""
