@@ -109,18 +109,19 @@ def rehearse(path: Path, overrides: Sequence[str], screen: Screen) -> dict[str, 
     environment = {"TPU_LAUNCH_HOME": str(folder)}
     seconds: dict[str, float] = {}
     begun = time.monotonic()
+
+    def step(phase: str, arguments: Sequence[str]) -> None:
+        seconds[phase] = seconds.get(phase, 0.0) + _run(arguments, environment, screen)
+
     try:
-        _timed("emulator", ["emulator", "start", "--bucket", bucket], environment, seconds, screen)
+        step("emulator", ["emulator", "start", "--bucket", bucket])
         for phase, arguments in planned:
-            _timed(phase, arguments, environment, seconds, screen)
+            step(phase, arguments)
         result = _trainer_summary(config, folder)
-    except BaseException:
-        _take_down(environment, screen)
-        raise
-    try:
-        _timed("down", ["--emulated", "down", *_file(path, overrides)], environment, seconds, screen)
+        step("down", ["--emulated", "down", *_file(path, overrides)])
     finally:
-        _take_down(environment, screen)
+        control.stop(folder / "emulator")
+        screen.say("the emulator and everything it started are gone")
     seconds["total"] = time.monotonic() - begun
     summary = {
         **{key: result[key] for key in _TRAINER_KEYS},
@@ -150,29 +151,21 @@ def lines(summary: dict[str, Any]) -> list[str]:
     ]
 
 
-def _timed(
-    phase: str, arguments: Sequence[str], environment: dict[str, str], seconds: dict[str, float], screen: Screen
-) -> None:
-    """Runs one `tpu-launch` command as a user would, shows its output, and adds its time to `seconds`. Raises
-    LaunchError when it fails."""
+def _run(arguments: Sequence[str], environment: dict[str, str], screen: Screen) -> float:
+    """Runs one `tpu-launch` command as a user would, shows its output, and returns its seconds. Raises LaunchError when
+    it fails."""
     screen.command(shell.quote(["tpu-launch", *arguments]))
     begun = time.monotonic()
     result = shell.stream(
         [sys.executable, "-m", "launcher.cli", *arguments], screen.line, timeout=_STEP_SECONDS, env=environment
     )
-    seconds[phase] = seconds.get(phase, 0.0) + time.monotonic() - begun
     if not result.ok:
         code = result.returncode
         raise LaunchError(
             f"the rehearsal stopped: `tpu-launch {shell.quote(arguments)}` ended with {code}; its lines are above",
             exit_code=Exit(code) if code in set(Exit) else Exit.CLOUD_ERROR,
         )
-
-
-def _take_down(environment: dict[str, str], screen: Screen) -> None:
-    """Stops the rehearsal's emulator, removes everything that it started, and says so."""
-    control.stop(Path(environment["TPU_LAUNCH_HOME"]) / "emulator")
-    screen.say("the emulator and everything it started are gone")
+    return time.monotonic() - begun
 
 
 def _trainer_summary(config: Config, folder: Path) -> dict[str, Any]:

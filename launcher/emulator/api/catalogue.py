@@ -63,14 +63,8 @@ class ApiError(Exception):
     def as_json(self) -> dict[str, Any]:
         """Returns the response's body."""
         status, name = CODES[self.code]
-        return {
-            "error": {
-                "code": status,
-                "message": self.message,
-                "status": name,
-                **({"details": self.details} if self.details else {}),
-            }
-        }
+        details = {"details": self.details} if self.details else {}
+        return {"error": {"code": status, "message": self.message, "status": name, **details}}
 
 
 def find(resources: Mapping[str, T], name: str) -> T:

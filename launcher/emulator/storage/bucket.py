@@ -193,7 +193,8 @@ class Bucket:
             kept = {key: value for key, value in settings.items() if key in SETTABLE and value is not None}
             new = StoredObject(name, generation, bytes_.size, bytes_.crc32c, bytes_.md5, now, kept)
             os.rename(bytes_.path, self._data(generation))
-            self._enter(new)
+            write_private(self.folder / "objects" / f"{generation}.json", json.dumps(asdict(new)))
+            self._objects[name] = new
             if current is not None:
                 self._forget(current)
             return new
@@ -236,11 +237,6 @@ class Bucket:
 
     def _data(self, generation: int) -> Path:
         return self.folder / "data" / str(generation)
-
-    def _enter(self, new: StoredObject) -> None:
-        """Writes an object's metadata, which commits it, and makes it visible."""
-        write_private(self.folder / "objects" / f"{new.generation}.json", json.dumps(asdict(new)))
-        self._objects[new.name] = new
 
     def _forget(self, old: StoredObject) -> None:
         """Deletes an object's files; its entry in memory stays."""

@@ -22,6 +22,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from launcher.emulator.http_server import Handler, HttpRequest, HttpResponse, serve_http
+from launcher.home import write_private_bytes
 
 NAMES = ("storage.googleapis.com", "www.googleapis.com")
 CA_FILE = "ca.pem"  # in the emulator's private folder, and from there in containers
@@ -64,9 +65,7 @@ def tls_context(folder: Path, names: Sequence[str] = NAMES) -> ssl.SSLContext:
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     pair = folder / "tls.pem"
-    descriptor = os.open(pair, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:  # load_cert_chain takes files only
-        file.write(secret + signed)
+    write_private_bytes(pair, secret + signed)  # load_cert_chain takes files only
     context.load_cert_chain(pair)
     pair.unlink()
     candidates = (ssl.get_default_verify_paths().cafile or "", *_SYSTEM_CAS)

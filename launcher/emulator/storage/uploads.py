@@ -85,8 +85,7 @@ class Uploads:
         with bucket.incoming() as incoming:
             for block in blocks:
                 incoming.write(block)
-            crc32c, md5 = _sent_hashes(request)
-            incoming.verify(settings.get("crc32c") or crc32c, settings.get("md5Hash") or md5)
+            _verify(request, incoming, settings)
             return bucket, bucket.commit(name, incoming, settings, integer(request.query, EXPECTED))
 
     # -- resumable
@@ -162,9 +161,8 @@ class Uploads:
         """Commits a complete upload and keeps its result for repeated requests. Forgets a refused one, and raises
         StorageApiError."""
         settings = session["settings"]
-        crc32c, md5 = _sent_hashes(request)
         try:
-            incoming.verify(settings.get("crc32c") or crc32c, settings.get("md5Hash") or md5)
+            _verify(request, incoming, settings)
             made = bucket.commit(session["name"], incoming, settings, session["expected"])
         except StorageApiError:
             self._forget(bucket, identifier)
@@ -180,11 +178,11 @@ class Uploads:
         (bucket.folder / "uploads" / f"{identifier}.json").unlink(missing_ok=True)
 
 
-def _sent_hashes(request: HttpRequest) -> tuple[str | None, str | None]:
-    """Returns crc32c and md5 of the X-Goog-Hash header."""
+def _verify(request: HttpRequest, incoming: Incoming, settings: Mapping[str, Any]) -> None:
+    """Raises StorageApiError for bytes whose checksum is not that of the settings or else of the X-Goog-Hash header."""
     text = request.headers.get("X-Goog-Hash", "")
-    values = dict(part.strip().split("=", 1) for part in text.split(",") if "=" in part)
-    return values.get("crc32c"), values.get("md5")
+    sent = dict(part.strip().split("=", 1) for part in text.split(",") if "=" in part)
+    incoming.verify(settings.get("crc32c") or sent.get("crc32c"), settings.get("md5Hash") or sent.get("md5"))
 
 
 def integer(query: Mapping[str, str], name: str) -> int | None:

@@ -132,9 +132,10 @@ class HostContainers:
         volume = self.engine.call("GET", f"/volumes/{host.hostname}{path.replace('/', '-')}")
         return Path(volume["Mountpoint"])
 
-    def list_on(self, hostname: str) -> list[dict[str, Any]]:
-        """Returns the containers that run, or ran, on a host."""
-        return self.engine.containers(f"{LABEL}={self.emulator}", f"{HOST_LABEL}={hostname}")
+    def _list_on(self, hostname: str, *states: str) -> list[str]:
+        """Returns the ids of the containers of a host that are in one of these states; without any, of all."""
+        found = self.engine.containers(f"{LABEL}={self.emulator}", f"{HOST_LABEL}={hostname}")
+        return [container["Id"] for container in found if not states or container["State"] in states]
 
     def kill(self, host: Host) -> None:
         """Kills the host and its containers with SIGKILL."""
@@ -143,13 +144,12 @@ class HostContainers:
 
     def kill_containers(self, hostname: str) -> None:
         """Kills the containers of a host that has died."""
-        alive = ("running", "restarting", "paused")
-        running = [container["Id"] for container in self.list_on(hostname) if container["State"] in alive]
-        self._call_all("POST", [f"/containers/{container}/kill" for container in running])
+        alive = self._list_on(hostname, "running", "restarting", "paused")
+        self._call_all("POST", [f"/containers/{container}/kill" for container in alive])
 
     def power_off(self, host: Host) -> None:
         """Stops the host as a shutdown does: its containers get SIGTERM first."""
-        running = self._containers_in_state(host, "running")
+        running = self._list_on(host.hostname, "running")
         self._call_all("POST", [f"/containers/{container}/stop" for container in running], {"t": "10"})
         self._call("POST", f"/containers/{host.hostname}/stop", {"t": "5"})
 
@@ -159,12 +159,12 @@ class HostContainers:
 
     def hang(self, host: Host) -> None:
         """Pauses all processes of the host: its connections stay open, and nothing answers on them."""
-        for name in (*self._containers_in_state(host, "running"), host.hostname):
+        for name in (*self._list_on(host.hostname, "running"), host.hostname):
             self._call("POST", f"/containers/{name}/pause")
 
     def wake(self, host: Host) -> None:
         """Continues the processes that `hang` has paused."""
-        for name in (host.hostname, *self._containers_in_state(host, "paused")):
+        for name in (host.hostname, *self._list_on(host.hostname, "paused")):
             self._call("POST", f"/containers/{name}/unpause")
 
     def cut(self, host: Host) -> None:
@@ -181,14 +181,11 @@ class HostContainers:
     def remove(self, host: Host) -> None:
         """Removes the host, its containers and its volumes."""
         self._call("POST", f"/containers/{host.hostname}/kill")
-        names = [*(container["Id"] for container in self.list_on(host.hostname)), host.hostname]
+        names = [*self._list_on(host.hostname), host.hostname]
         self._call_all("DELETE", [f"/containers/{name}" for name in names], {"force": "1", "v": "1"})
         own_volumes = filters(label=[f"{LABEL}={self.emulator}", f"{HOST_LABEL}={host.hostname}"])
         for volume in self.engine.call("GET", "/volumes", {"filters": own_volumes})["Volumes"] or []:
             self._call("DELETE", f"/volumes/{volume['Name']}", {"force": "1"})
-
-    def _containers_in_state(self, host: Host, state: str) -> list[str]:
-        return [container["Id"] for container in self.list_on(host.hostname) if container["State"] == state]
 
     def _call(self, method: str, path: str, query: dict[str, Any] | None = None, body: Any = None) -> None:
         """Makes a call. Ignores errors that mean "already done" (gone, stopped, not connected) and logs others."""
