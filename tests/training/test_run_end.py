@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from tests.training.numpy_backend import Runs
+from tests.training.test_start import Pair
 from training import trainer
 from training.checkpoint import writer
 from training.checkpoint.safetensors_file import TensorSpec
 from training.checkpoint.slices import NOT_SPLIT, HeldSlice, Slice, StateSlices, key_in_part
 from training.checkpoint.snapshot import Snapshot
 from training.distributed.cluster import Cluster
-from training.distributed.rendezvous import SingleHost
 from training.errors import TrainError
 from training.run_end import compare_weights, weights_crc32c
 
@@ -57,22 +57,12 @@ def test_weights_are_copied_in_few_calls_for_their_checksum() -> None:
     assert state.calls == [[*sorted(small), "model/a"], ["model/b"]], "64 MiB, or one tensor"
 
 
-class OtherWeights(SingleHost):
-    """Two hosts, the other of which has the weights that it is told to."""
-
-    def __init__(self, checksums: dict[str, str]) -> None:
-        self.checksums = checksums
-
-    def meet(self, name: str, payload: Any = None, seconds: float | None = None) -> list[Any]:
-        return [payload, [self.checksums, 3]]
-
-
 def test_hosts_that_end_with_different_weights_fail() -> None:
     state: Any = CountingState({"model/w": 8})
     same = weights_crc32c(state, 0)[""]
-    run: Any = SimpleNamespace(rendezvous=OtherWeights({"": same}), cluster=Cluster(0, ("a", "b")))
+    run: Any = SimpleNamespace(rendezvous=Pair([{"": same}, 3]), cluster=Cluster(0, ("a", "b")))
     assert compare_weights(run, state, 2, 1.0) == (same, 5)
-    run.rendezvous = OtherWeights({"": "00000000"})
+    run.rendezvous = Pair([{"": "00000000"}, 3])
     with pytest.raises(TrainError, match=f"different weights .crc32c by host: {same}, 00000000"):
         compare_weights(run, state, 2, 1.0)
 
@@ -82,11 +72,11 @@ def test_hosts_that_hold_other_slices_compare_what_both_hold() -> None:
     state: Any = CountingState({"model/both": 8, "model/w": 8}, {"model/w": halves})
     first, second = (weights_crc32c(state, worker) for worker in (0, 1))
     assert (sorted(first), sorted(second)) == (["model/both", "model/w[0:4]"], ["model/both", "model/w[4:8]"])
-    run: Any = SimpleNamespace(rendezvous=OtherWeights(second), cluster=Cluster(0, ("a", "b")))
+    run: Any = SimpleNamespace(rendezvous=Pair([second, 3]), cluster=Cluster(0, ("a", "b")))
     checksum, _ = compare_weights(run, state, 2, 1.0)
-    run.rendezvous = OtherWeights({**second, "model/w[4:8]": "00000000"})
+    run.rendezvous = Pair([{**second, "model/w[4:8]": "00000000"}, 3])
     assert compare_weights(run, state, 2, 1.0)[0] != checksum, "the checksum depends on every slice"
-    run.rendezvous = OtherWeights({**second, "model/both": "00000000"})
+    run.rendezvous = Pair([{**second, "model/both": "00000000"}, 3])
     with pytest.raises(TrainError, match="different weights"):
         compare_weights(run, state, 2, 1.0)
 
