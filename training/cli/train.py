@@ -23,6 +23,7 @@ from training.cli import set_option, step_option
 from training.errors import Exit, LostPeer, OutOfMemory, StopRequested, TrainError, is_out_of_memory
 from training.machine import SYSTEM, Machine
 from training.registry import BACKENDS
+from training.telemetry.console import note
 
 if TYPE_CHECKING:
     from training.config import TrainerConfig
@@ -258,7 +259,7 @@ def ending_process(rendezvous: Rendezvous, machine: Machine = SYSTEM) -> Iterato
         message = f"{type(error).__name__}: {error}"
         if is_out_of_memory(error):
             message = str(OutOfMemory(message))
-            _print(f"tpu-train: error: {message}")
+            note(f"error: {message}")
         else:
             traceback.print_exc()
     finally:
@@ -273,7 +274,7 @@ def exit_overdue(rendezvous: Rendezvous, seconds: float, machine: Machine = SYST
         f"could not stop in good order within {seconds:g} s (checkpoint.stop_seconds); the run goes on from its last "
         "commit"
     )
-    _print(f"tpu-train: stopped: {message}")
+    note(f"stopped: {message}")
     rendezvous.close(Exit.SAVED, message, overdue=True)
     exit_at_once(Exit.SAVED, machine)
 
@@ -281,13 +282,7 @@ def exit_overdue(rendezvous: Rendezvous, seconds: float, machine: Machine = SYST
 def print_error(error: TrainError) -> None:
     """Prints one message on standard error: a stop, a lost peer or another error."""
     kind = "stopped" if isinstance(error, StopRequested) else "lost peer" if isinstance(error, LostPeer) else "error"
-    _print(f"tpu-train: {kind}: {error}")
-
-
-def _print(message: str) -> None:
-    """Prints a line on standard error."""
-    with contextlib.suppress(OSError):  # a full disk or a closed pipe must not change the exit code
-        print(message, file=sys.stderr, flush=True)
+    note(f"{kind}: {error}")
 
 
 def exit_at_once(code: int, machine: Machine = SYSTEM) -> NoReturn:

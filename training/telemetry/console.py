@@ -13,13 +13,12 @@ _CLEAR = "\r\x1b[2K"
 
 def warn(message: str) -> None:
     """Prints a warning on standard error."""
-    with contextlib.suppress(OSError):
-        print(f"tpu-train: warning: {message}", file=sys.stderr, flush=True)
+    note(f"warning: {message}")
 
 
 def note(message: str) -> None:
-    """Prints a line about work in progress on standard error; standard output is for results."""
-    with contextlib.suppress(OSError):
+    """Prints a line on standard error, about work in progress or how it ended; standard output is for results."""
+    with contextlib.suppress(OSError):  # a full disk or a closed pipe must not change the exit code
         print(f"tpu-train: {message}", file=sys.stderr, flush=True)
 
 
