@@ -136,9 +136,6 @@ class Devices(Protocol):
         """Returns the sum of a one from every device of all hosts. A collective: all hosts must call it."""
 
 
-OpenDevices = Callable[[Cluster, Rendezvous], Devices]
-
-
 def check_host(
     backend: str, output: str | None, cluster: Cluster, rendezvous: Rendezvous, report: Callable[[str, Any], None]
 ) -> None:
@@ -164,27 +161,20 @@ def check_host(
     report("kind", kind)
     report("devices_expected", per_host)
     try:
-        _use_devices(load(BACKENDS[backend].devices), cluster, rendezvous, report)
+        devices: Devices = load(BACKENDS[backend].devices)(cluster, rendezvous)
+        report("devices", devices.local)
+        report("slice_devices", devices.total)
+        report("memory_bytes", devices.memory_bytes())
+        report("phase", "multiplying matrices")
+        report("wrong_products", devices.wrong_products())
+        report("phase", "adding up over all devices")
+        report("sum", devices.sum_ones())
     except TrainError:
         raise
     except Exception as error:  # a framework raises anything
         raise TrainError(f"{type(error).__name__}: {(str(error) or 'no message').splitlines()[0]}") from error
     rendezvous.meet("device check done")
     report("phase", "done")
-
-
-def _use_devices(
-    open_devices: OpenDevices, cluster: Cluster, rendezvous: Rendezvous, report: Callable[[str, Any], None]
-) -> None:
-    """Opens the devices, multiplies matrices on each and sums over all hosts', reporting facts. All hosts call it."""
-    devices = open_devices(cluster, rendezvous)
-    report("devices", devices.local)
-    report("slice_devices", devices.total)
-    report("memory_bytes", devices.memory_bytes())
-    report("phase", "multiplying matrices")
-    report("wrong_products", devices.wrong_products())
-    report("phase", "adding up over all devices")
-    report("sum", devices.sum_ones())
 
 
 def measure_bucket(url: str, report: Callable[[str, Any], None]) -> None:
