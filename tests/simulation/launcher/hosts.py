@@ -56,7 +56,7 @@ class Container:
     invented: bool = False  # its exit code, by the engine of a host that was rebooted
     cuts_lines: bool = True  # its engine stores long lines in parts, among other lines
     awaits_secrets: bool = False  # its command begins when they are delivered
-    overlay: Overlay = Overlay("", b"")  # that was copied into it
+    overlay: Overlay | None = None  # that was copied into it
     secrets_seconds: float = 0.0  # for which await_secrets.sh waits for them
     lines_written: int = 0
     stacks: dict[object, list[tuple[str, str]]] = field(default_factory=dict)

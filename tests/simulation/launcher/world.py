@@ -15,7 +15,6 @@ from launcher.costs import per_hour
 from launcher.emulator.api.catalogue import ApiError
 from launcher.images import overlays
 from launcher.owner import hash_account
-from launcher.provider import Overlay
 from tests.gcloud_commands import Command
 from tests.simulation.launcher import scripts
 from tests.simulation.launcher.bucket import CloudStorage
@@ -380,7 +379,7 @@ class World:
     def give_secrets(self, container: Container) -> None:
         """Begins the command of a container; a second delivery changes nothing."""
         if container.awaits_secrets and container.job is not None:
-            wanted = overlays.pack(self.overlay) if self.overlay is not None else Overlay("", b"")
+            wanted = overlays.pack(self.overlay) if self.overlay is not None else None
             if container.overlay != wanted:
                 self.break_promise("a program begins with its overlay", f"{container.name}: {container.overlay}")
             container.awaits_secrets, container.started = False, self.scheduler.now
