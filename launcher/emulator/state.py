@@ -14,7 +14,6 @@ import hashlib
 import json
 import secrets
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -205,14 +204,8 @@ class Store:
 
     def wait(self, ready: Callable[[EmulatorState], bool], timeout: float) -> bool:
         """Waits until `ready(state)`. Returns False when `timeout` seconds passed first."""
-        deadline = time.monotonic() + timeout
         with self._condition:
-            while not ready(self._state):
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    return False
-                self._condition.wait(left)
-            return True
+            return self._condition.wait_for(lambda: ready(self._state), timeout)
 
     def _save(self) -> None:
         """Writes the state's file, if it has one and the state has changed."""
