@@ -47,6 +47,10 @@ _PRIVATE_KEY = re.compile(
 _SEARCHED_BYTES = 64 * 2**10  # the largest file that is searched for a private key
 _SHOWN = 8
 
+# The parts of a .dockerignore pattern: wildcards, sets of characters, escaped characters, characters.
+_TOKEN = re.compile(r"\*\*/|\*\*|\[.[^]]*\]|\\.|.", re.DOTALL)
+_WILDCARDS = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+
 
 def tree(folder: Path, *, ignore: Sequence[str] = (), search_keys: bool = False) -> tuple[Entry, ...]:
     """Returns every regular file and symbolic link of a folder, sorted. Raises BadInput when there is no such folder.
@@ -199,26 +203,9 @@ def _compile_ignore(lines: Sequence[str]) -> Callable[..., bool]:
 @functools.cache
 def _compile_pattern(pattern: str) -> re.Pattern[str]:
     """Returns the expression of one .dockerignore pattern, which matches everything below a match too."""
-    parts, i = [], 0
-    while i < len(pattern):
-        if pattern.startswith("**/", i):
-            parts.append("(?:.*/)?")
-            i += 3
-        elif pattern.startswith("**", i):
-            parts.append(".*")
-            i += 2
-        elif pattern[i] == "*":
-            parts.append("[^/]*")
-            i += 1
-        elif pattern[i] == "?":
-            parts.append("[^/]")
-            i += 1
-        elif pattern[i] == "[" and "]" in pattern[i + 2 :]:
-            end = pattern.index("]", i + 2)
-            parts.append(pattern[i : end + 1])
-            i = end + 1
-        else:
-            i += pattern[i] == "\\" and i + 1 < len(pattern)
-            parts.append(re.escape(pattern[i]))
-            i += 1
-    return re.compile("".join(parts) + "(?:/.*)?", re.DOTALL)
+
+    def translate(token: re.Match[str]) -> str:
+        text = token[0]
+        return _WILDCARDS.get(text) or (text if len(text) > 2 else re.escape(text[-1]))  # a set, or one character
+
+    return re.compile(_TOKEN.sub(translate, pattern) + "(?:/.*)?", re.DOTALL)

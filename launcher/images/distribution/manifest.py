@@ -32,15 +32,8 @@ class ImageManifest:
 
     media_type: str
     fields: Mapping[str, Any]
-
-    @property
-    def config(self) -> Descriptor:
-        return _descriptor(self.fields["config"])
-
-    @property
-    def layers(self) -> tuple[Descriptor, ...]:
-        """The layers, the lowest first."""
-        return tuple(_descriptor(layer) for layer in self.fields["layers"])
+    config: Descriptor
+    layers: list[Descriptor]  # the lowest first
 
 
 def choose_platform(document: ManifestDocument, name: str) -> str | None:
@@ -64,12 +57,13 @@ def read_image(document: ManifestDocument, name: str) -> ImageManifest:
     if media_type not in (DOCKER_MANIFEST, OCI_MANIFEST):
         raise BadInput(f"{name}: its manifest is of an unsupported type, {media_type or 'none'}: push the image again")
     try:
-        image = ImageManifest(media_type, fields)
-        assert image.config.digest, "no configuration"
-        assert image.layers, "no layers"
+        entries = (fields["config"], *fields["layers"])
+        config, *layers = [Descriptor(str(entry["digest"]), int(entry["size"])) for entry in entries]
+        assert config.digest, "no configuration"
+        assert layers, "no layers"
     except (KeyError, TypeError, ValueError, AssertionError) as error:
         raise BadInput(f"{name}: its manifest is damaged: {error}") from None
-    return image
+    return ImageManifest(media_type, fields, config, layers)
 
 
 def read_config(data: bytes, name: str) -> dict[str, Any]:
@@ -115,10 +109,6 @@ def append_layers(
         "layers": [*image.fields["layers"], *entries],
     }
     return ManifestDocument(image.media_type, _encode(fields)), extended_config
-
-
-def _descriptor(entry: Mapping[str, Any]) -> Descriptor:
-    return Descriptor(str(entry["digest"]), int(entry["size"]))
 
 
 def _parse(document: ManifestDocument, name: str) -> dict[str, Any]:
