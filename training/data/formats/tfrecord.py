@@ -68,13 +68,7 @@ def walk(data: bytes, shard: str, *, first: int = 0, offset: int = 0) -> Iterato
     with record number `first`. Raises Corrupt at the first bad header or payload."""
     position, number = 0, first
     while position < len(data):
-        length = _length(data, position, shard, number, offset)
-        end = position + HEADER + length + FOOTER
-        if end > len(data):
-            missing = end - len(data)
-            raise Corrupt(
-                shard, number, offset + position, f"the shard ends inside this record, {missing} bytes are missing"
-            )
+        end = _end(data, position, shard, number, offset)
         payload = data[position + HEADER : end - FOOTER]
         if mask(google_crc32c.value(payload)) != struct.unpack_from("<I", data, end - FOOTER)[0]:
             raise Corrupt(shard, number, offset + position, "its checksum (CRC-32C) does not match")
@@ -84,23 +78,15 @@ def walk(data: bytes, shard: str, *, first: int = 0, offset: int = 0) -> Iterato
 
 def index(data: bytes, shard: str) -> list[int]:
     """Returns the offsets of all frames of a whole shard, and last its size. Checks only headers. Raises Corrupt."""
-    offsets, position = [0], 0
-    while position < len(data):
-        position += HEADER + _length(data, position, shard, len(offsets) - 1, 0) + FOOTER
-        if position > len(data):
-            raise Corrupt(
-                shard,
-                len(offsets) - 1,
-                offsets[-1],
-                f"the shard ends inside this record, {position - len(data)} bytes are missing",
-            )
-        offsets.append(position)
+    offsets = [0]
+    while offsets[-1] < len(data):
+        offsets.append(_end(data, offsets[-1], shard, len(offsets) - 1, 0))
     return offsets
 
 
-def _length(data: bytes, position: int, shard: str, number: int, offset: int) -> int:
-    """Returns the payload's length in the frame at `position` of `data`, which starts at byte `offset` of the shard.
-    Raises Corrupt, for record `number`, when the header is cut or its CRC is wrong."""
+def _end(data: bytes, position: int, shard: str, number: int, offset: int) -> int:
+    """Returns the end of the frame at `position` of `data`, which starts at byte `offset` of the shard. Raises Corrupt,
+    for record `number`, when the frame is cut or its header's CRC is wrong."""
     size = data[position : position + HEADER]
     if len(size) < HEADER:
         raise Corrupt(
@@ -109,4 +95,10 @@ def _length(data: bytes, position: int, shard: str, number: int, offset: int) ->
     length, crc = struct.unpack("<QI", size)
     if mask(google_crc32c.value(size[:8])) != crc:
         raise Corrupt(shard, number, offset + position, "the checksum (CRC-32C) of its length does not match")
-    return int(length)
+    end = position + HEADER + int(length) + FOOTER
+    if end > len(data):
+        missing = end - len(data)
+        raise Corrupt(
+            shard, number, offset + position, f"the shard ends inside this record, {missing} bytes are missing"
+        )
+    return end
