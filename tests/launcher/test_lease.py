@@ -246,7 +246,7 @@ def test_a_lease_expires_by_the_bucket_s_clock_whatever_those_of_the_machines_sa
     scheduler = prompt.scheduler
     waits = 0 if tells_time else LEASE_SECONDS
     if not tells_time:
-        monkeypatch.setattr(gcs._CutOff, "answer_date", lambda: "")
+        monkeypatch.setattr(gcs._ThisThread, "date", property(lambda _: "", lambda *_: None))
     a, of_a = prompt.make("a", wrong_clock=7 * 3600)
     b, of_b = prompt.make("b", wrong_clock=-5 * 3600)
     taken: list[float] = []

@@ -33,6 +33,7 @@ from training.storage.types import (
     Changed,
     NotAllowed,
     NotFound,
+    RangedFile,
     Stat,
     Storage,
     StorageError,
@@ -46,7 +47,7 @@ from training.storage.types import (
 
 __all__ = ["REMOTE", "AlreadyExists", "Changed", "NotAllowed", "NotFound", "Stat", "Storage", "StorageError"]
 __all__ += ["append", "delete", "download", "folders", "listing", "read", "read_into", "remove_partial_files", "stat"]
-__all__ += ["traffic", "transfer_seconds", "write"]
+__all__ += ["RangedFile", "traffic", "transfer_seconds", "write"]
 __all__ += ["crc32c", "is_remote", "join", "name_of", "split_remote"]
 
 _PARTIAL = ".partial"

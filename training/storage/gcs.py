@@ -15,7 +15,7 @@ import io
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
@@ -26,6 +26,7 @@ from training.storage.types import (
     NoBucket,
     NotAllowed,
     NotFound,
+    RangedFile,
     Stat,
     StorageError,
     crc32c,
@@ -81,7 +82,7 @@ def stat(url: str) -> Stat | None:
 
     def attempt(timeout: tuple[float, float], _: float) -> Stat | None:
         blob = _client().bucket(bucket).get_blob(name, timeout=timeout, retry=None)
-        if blob is None or not (date := _CutOff.answer_date()):
+        if blob is None or not (date := _this_thread.date):
             return None if blob is None else _stat(url, blob)
         return replace(_stat(url, blob), age=(parsedate_to_datetime(date) - blob.updated).total_seconds())
 
@@ -126,7 +127,7 @@ def read(url: str, start: int, end: int | None, generation: int | None) -> bytes
     def attempt(timeout: tuple[float, float], until: float) -> bytes:
         blob = _client().bucket(bucket).blob(name)
         # Close the buffer after a failure: the errors of all attempts live until the last, with their frames.
-        with io.BytesIO() as sink, _CutOff(until):
+        with io.BytesIO() as sink, _cut_off(until):
             blob.download_to_file(
                 sink,
                 start=start or None,
@@ -173,7 +174,7 @@ def write(url: str, data: bytes | memoryview, generation: int | None) -> Stat:
         chunks = Retry(should_retry, 2 * limits.first_delay, limits.longest_delay, 2, left)
         try:
             blob.upload_from_file(
-                _Bytes(memoryview(data)),
+                RangedFile(len(data), lambda start, end: memoryview(data)[start:end]),
                 size=len(data),
                 content_type="application/octet-stream",
                 checksum="crc32c",
@@ -199,32 +200,6 @@ def write(url: str, data: bytes | memoryview, generation: int | None) -> Stat:
     return _retry(url, "writing", attempt, size=len(data))
 
 
-class _Bytes(io.RawIOBase):
-    """Reads from memory without a copy of the whole."""
-
-    def __init__(self, view: memoryview) -> None:
-        self._view, self._at = view, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + (0, self._at, len(self._view))[whence]
-        return self._at
-
-    def readinto(self, place: Any) -> int:
-        data = self._view[self._at : self._at + len(place)]
-        place[: len(data)] = data
-        self._at += len(data)
-        return len(data)
-
-
 def delete(url: str) -> None:
     """Deletes an object, if it exists. Raises NoBucket when its bucket does not."""
     bucket, name = _object(url)
@@ -239,48 +214,42 @@ def delete(url: str) -> None:
             raise
 
 
-class _CutOff:
-    """Cuts off this thread's download at a deadline: a socket's time-out starts again with every byte."""
+class _ThisThread(threading.local):
+    """The server's answers to one thread."""
 
-    _current = threading.local()
+    date = ""  # of the last one, in whole seconds; "" if it told none
+    responses: list[Any] | None = None  # of the download that may be cut off
 
-    def __init__(self, until: float) -> None:
-        """`until` is a time of time.monotonic(); the timer starts with the block."""
-        self._timer = threading.Timer(max(until - time.monotonic(), 0.1), self._cut)
-        self._timer.daemon = True
-        self._response: Any = None
-        self._over = False
 
-    @classmethod
-    def watch(cls, response: Any) -> None:
-        """Remembers the response that this thread is about to read."""
-        cls._current.date = response.headers.get("Date", "")
-        current: _CutOff | None = getattr(cls._current, "cut_off", None)
-        if current:
-            current._response = response
+_this_thread = _ThisThread()
 
-    @classmethod
-    def answer_date(cls) -> str:
-        """Returns the time of the server's last answer to this thread, in whole seconds; "" if it told none."""
-        return str(cls._current.date)
 
-    def _cut(self) -> None:
-        """Shuts down the connection of the response that is being read."""
-        self._over = True
-        if self._response is not None:
+@contextlib.contextmanager
+def _cut_off(until: float) -> Iterator[None]:
+    """Cuts off the block's download at `until`, a time of time.monotonic(), and raises TimeoutError: a socket's
+    time-out starts again with every byte."""
+    responses: list[Any] = []
+    is_over = threading.Event()
+
+    def cut() -> None:
+        is_over.set()
+        for response in responses[-1:]:
             with contextlib.suppress(ValueError, RuntimeError, OSError):  # the download has already ended
-                self._response.raw.shutdown()
+                response.raw.shutdown()
 
-    def __enter__(self) -> None:
-        self._current.cut_off = self
-        self._timer.start()
-
-    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        """Stops the timer. Turns an error after the cut into TimeoutError."""
-        self._current.cut_off = None
-        self._timer.cancel()
-        if self._over and self._response is not None and isinstance(error, Exception):
+    timer = threading.Timer(max(until - time.monotonic(), 0.1), cut)
+    timer.daemon = True
+    _this_thread.responses = responses
+    timer.start()
+    try:
+        yield
+    except Exception as error:
+        if is_over.is_set() and responses:
             raise TimeoutError("bytes still trickled in at the deadline") from error
+        raise
+    finally:
+        _this_thread.responses = None
+        timer.cancel()
 
 
 def _retry(url: str, activity: str, attempt: Attempt[T], *, size: int = 0, pinned: bool = False) -> T:
@@ -428,7 +397,7 @@ def _stat(url: str, blob: Any) -> Stat:
 
 
 def _client() -> Any:
-    """Returns this process's client, which it creates at the first call, and whose downloads `_CutOff` can end."""
+    """Returns this process's client, which it creates at the first call, and whose downloads `_cut_off` can end."""
     key = (os.getpid(), os.environ.get("STORAGE_EMULATOR_HOST"))
     with _lock:
         if key not in _clients:
@@ -438,7 +407,9 @@ def _client() -> Any:
             class Adapter(HTTPAdapter):  # type: ignore[misc]  # requests has no types here
                 def send(self, *arguments: Any, **options: Any) -> Any:
                     response = super().send(*arguments, **options)
-                    _CutOff.watch(response)
+                    _this_thread.date = response.headers.get("Date", "")
+                    if _this_thread.responses is not None:
+                        _this_thread.responses.append(response)
                     return response
 
             client = storage.Client()

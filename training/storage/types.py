@@ -2,10 +2,11 @@
 
 import contextlib
 import errno
+import io
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import google_crc32c
 
@@ -64,6 +65,32 @@ class Stat:
             while piece := file.read(_PIECE):
                 crc = google_crc32c.extend(crc, piece)
         return crc
+
+
+class RangedFile(io.RawIOBase):
+    """A file whose bytes are read in the ranges that are asked for."""
+
+    def __init__(self, size: int, read: Callable[[int, int], bytes | memoryview]) -> None:
+        """`read(start, end)` returns these bytes of the `size` of the file."""
+        self._size, self._read, self._position = size, read, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._position = offset + (0, self._position, self._size)[whence]
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        place = memoryview(buffer).cast("B")
+        start, end = self._position, min(self._position + len(place), self._size)
+        if start < end:
+            place[: end - start] = self._read(start, end)
+            self._position = end
+        return max(end - start, 0)
 
 
 class Storage(Protocol):

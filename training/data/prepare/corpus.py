@@ -22,11 +22,11 @@ from __future__ import annotations
 import codecs
 import csv
 import hashlib
-import io
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from training import storage
@@ -204,11 +204,17 @@ def is_in_split(text: str, split: str, percent: float | None) -> bool:
     return (digest < percent / 100 * 2**64) == (split == "evaluation")
 
 
-def lines(url: str) -> Iterator[str]:
-    """Yields a UTF-8 file's lines without line ends and byte order mark. Raises BadInput for other bytes or no file."""
+def _stat(url: str) -> storage.Stat:
+    """Returns the state of a file. Raises BadInput without one."""
     stat = storage.stat(url)
     if stat is None:
         raise BadInput(f"{url} does not exist")
+    return stat
+
+
+def lines(url: str) -> Iterator[str]:
+    """Yields a UTF-8 file's lines without line ends and byte order mark. Raises BadInput for other bytes or no file."""
+    stat = _stat(url)
     decoder = codecs.getincrementaldecoder("utf-8")()
     rest, line_number = "", 1
     for start in range(0, stat.size, _PIECE_BYTES):
@@ -295,34 +301,6 @@ def _table(url: str) -> Iterator[dict[str, Any]]:
         csv.field_size_limit(limit)
 
 
-class _RangedFile(io.RawIOBase):
-    """A file or object of a bucket that is read in the ranges that are asked for, all of one generation."""
-
-    def __init__(self, url: str) -> None:
-        stat = storage.stat(url)
-        if stat is None:
-            raise BadInput(f"{url} does not exist")
-        self._stat, self._position = stat, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._position = offset + (0, self._position, self._stat.size)[whence]
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        place = memoryview(buffer).cast("B")
-        start, end = self._position, min(self._position + len(place), self._stat.size)
-        if start < end:
-            place[: end - start] = storage.read(self._stat.url, start, end, generation=self._stat.generation)
-            self._position = end
-        return max(end - start, 0)
-
-
 def _parquet(url: str, columns: list[str]) -> Iterator[dict[str, Any]]:
     """Yields the rows of a .parquet file: these columns, or all if one is missing. Raises BadInput for a damaged
     file or without pyarrow, and StorageError."""
@@ -330,9 +308,10 @@ def _parquet(url: str, columns: list[str]) -> Iterator[dict[str, Any]]:
         import pyarrow.parquet
     except ImportError:
         raise BadInput(f"{url} needs the `pyarrow` package: run this in the image") from None
-    number = 0
+    stat, number = _stat(url), 0
+    source = storage.RangedFile(stat.size, partial(storage.read, url, generation=stat.generation))
     try:
-        file = pyarrow.parquet.ParquetFile(_RangedFile(url), buffer_size=_PIECE_BYTES, page_checksum_verification=True)
+        file = pyarrow.parquet.ParquetFile(source, buffer_size=_PIECE_BYTES, page_checksum_verification=True)
         chosen = columns if set(columns) <= set(file.schema_arrow.names) else None
         for batch in file.iter_batches(_PARQUET_ROWS, columns=chosen):
             for row in batch.to_pylist():
@@ -344,12 +323,6 @@ def _parquet(url: str, columns: list[str]) -> Iterator[dict[str, Any]]:
 
 def _paragraphs(text: Iterable[str]) -> Iterator[str]:
     """Yields paragraphs: consecutive lines, joined; blank lines separate them."""
-    paragraph: list[str] = []
-    for line in text:
-        if line.strip():
-            paragraph.append(line)
-        elif paragraph:
-            yield "\n".join(paragraph)
-            paragraph = []
-    if paragraph:
-        yield "\n".join(paragraph)
+    for has_text, together in itertools.groupby(text, key=lambda line: bool(line.strip())):
+        if has_text:
+            yield "\n".join(together)
