@@ -27,7 +27,7 @@ def pack_rows(folder: Path | str, plan: DatasetPlan, rows: Any) -> Dataset:
 
 def batch_records(order: TrainingOrder, k: int) -> tuple[Ints, Ints]:
     """Returns epoch and record of every row of global batch k: (B,), (B,)."""
-    ranges = split_places(order, k * order.batch, (k + 1) * order.batch)
-    epochs = np.concatenate([np.full(cells.stop - cells.start, cells.epoch) for cells in ranges])
-    records = np.concatenate([order.window(cells.epoch, cells.number)[cells.start : cells.stop] for cells in ranges])
+    ranges = list(split_places(order, k * order.batch, (k + 1) * order.batch))
+    epochs = np.concatenate([np.full(stop - start, epoch) for epoch, _, start, stop in ranges])
+    records = np.concatenate([order.window(epoch, number)[start:stop] for epoch, number, start, stop in ranges])
     return epochs, records

@@ -53,14 +53,14 @@ class Reader:
         of the order. Waits for their blocks, and requests the next window once a window is read. Raises BadInput when a
         record is damaged or a shard has changed, and StorageError."""
         epochs, records, arrays = [], [], []  # of each window
-        for cells in split_places(self.order, start, stop):
+        for epoch, number, first, last in split_places(self.order, start, stop):
             with self._lock:
-                window = self._window(cells.epoch, cells.number)
-            low, high = np.searchsorted(window.cells, (cells.start, cells.stop))
+                window = self._window(epoch, number)
+            low, high = np.searchsorted(window.cells, (first, last))
             arrays.append(window.gather(int(low), int(high)))
             records.append(window.records[low:high])
-            epochs.append(np.full(high - low, cells.epoch, np.int64))
-            following = self._after(cells.epoch, cells.number)
+            epochs.append(np.full(high - low, epoch, np.int64))
+            following = self._after(epoch, number)
             if window.complete and following:
                 with self._lock:
                     self._window(*following)

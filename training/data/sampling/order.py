@@ -34,6 +34,7 @@ part of a checkpoint's identity.
 """
 
 from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -135,16 +136,6 @@ class TrainingOrder:
 Order = EvaluationOrder | TrainingOrder
 
 
-@dataclass(frozen=True)
-class CellRange:
-    """Consecutive places inside one window: cells [start, stop) of window `number` of `epoch`."""
-
-    epoch: int
-    number: int
-    start: int
-    stop: int
-
-
 def evaluation_order(records: int, record_bytes: int) -> EvaluationOrder:
     """Returns the evaluation order of a dataset, with windows of equal size. Arguments as for `training_order`."""
     block = _block_records(records, record_bytes, BLOCK_BYTES)
@@ -220,15 +211,14 @@ def _shuffled_window(order: TrainingOrder, epoch: int, number: int) -> Ints:
     return records
 
 
-def split_places(order: Order, first: int, last: int) -> list[CellRange]:
-    """Cuts the places [first, last), which count rows through all epochs, at the borders of windows and epochs."""
-    ranges = []
+def split_places(order: Order, first: int, last: int) -> Iterator[tuple[int, int, int, int]]:
+    """Cuts the places [first, last), which count rows through all epochs, at the borders of windows and epochs. Yields
+    (epoch, window, start, stop) for each part: cells [start, stop) of the window."""
     while first < last:
-        epoch, number, cell = locate(order, first)
-        stop = min(order.bounds(epoch, number)[1], cell + last - first)
-        ranges.append(CellRange(epoch, number, cell, stop))
-        first += stop - cell
-    return ranges
+        epoch, number, start = locate(order, first)
+        stop = min(order.bounds(epoch, number)[1], start + last - first)
+        yield epoch, number, start, stop
+        first += stop - start
 
 
 def locate(order: Order, place: int) -> tuple[int, int, int]:
