@@ -278,23 +278,14 @@ def _explain(model: type[BaseModel], document: Document, detail: ErrorDetails) -
 
 def _keys_at(model: type[BaseModel], location: Sequence[str | int]) -> tuple[str, ...]:
     """Returns the keys of the section at this location of `model`; () if there is no section."""
-    current: Any = model
+    current: type[BaseModel] | None = model
     for part in location:
-        field = (
-            current.model_fields.get(str(part))
-            if isinstance(current, type) and issubclass(current, BaseModel)
-            else None
-        )
-        if field is None:
-            return ()
-        current = field.annotation
-        options = [
-            option
-            for option in getattr(current, "__args__", ())
-            if isinstance(option, type) and issubclass(option, BaseModel)
-        ]
-        current = options[0] if options else current
-    return tuple(current.model_fields) if isinstance(current, type) and issubclass(current, BaseModel) else ()
+        field = current.model_fields.get(str(part)) if current else None
+        annotation = field.annotation if field else None
+        options = (annotation, *getattr(annotation, "__args__", ()))
+        sections = (option for option in options if isinstance(option, type) and issubclass(option, BaseModel))
+        current = next(sections, None)
+    return tuple(current.model_fields) if current else ()
 
 
 def _did_you_mean(key: str, known: Sequence[str]) -> str:
