@@ -164,10 +164,10 @@ def exec_script(script: str, arguments: tuple[str, ...], runtime: str) -> None:
     hosts. With torch-xla on CPU hosts: one process a host, gradients summed with gloo. torch-tpu needs TPUs, also
     virtual ones; the first process that fails ends the others, and its exit code is the command's.
     """
-    from training.cli.user_program import run_on_host, run_torch_tpu_on_host
+    from training.cli.user_program import run_chip_processes, run_on_host
 
     if runtime == "torch-tpu":
-        sys.exit(run_torch_tpu_on_host(script, arguments))
+        sys.exit(run_chip_processes(["training.cli.torch_tpu_rank", script, *arguments]))
     run_on_host(script, arguments)
 
 

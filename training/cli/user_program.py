@@ -124,12 +124,6 @@ def run_on_host(script: str, arguments: Sequence[str]) -> None:
         raise TrainError(f"a process of {script} ended early; its traceback is above") from None
 
 
-def run_torch_tpu_on_host(script: str, arguments: Sequence[str]) -> int:
-    """Runs a program on this host of the slice, in one process of TorchTPU for each chip. Returns the exit code of the
-    first process that failed, or 0. Raises BadInput as `run_chip_processes`."""
-    return run_chip_processes(["training.cli.torch_tpu_rank", script, *arguments])
-
-
 def run_chip_processes(module: Sequence[str]) -> int:
     """Runs a module with its arguments, as `python -m` would, in one process of TorchTPU for each chip of this host.
     Returns the exit code of the first process that failed, or 0. Warns of another version of torch_tpu than ours.

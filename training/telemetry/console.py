@@ -17,7 +17,7 @@ def warn(message: str) -> None:
 
 
 def note(message: str) -> None:
-    """Prints a line on standard error, about work in progress or how it ended; standard output is for results."""
+    """Prints a line on standard error; standard output is for results."""
     with contextlib.suppress(OSError):  # a full disk or a closed pipe must not change the exit code
         print(f"tpu-train: {message}", file=sys.stderr, flush=True)
 
