@@ -176,23 +176,23 @@ def write_packed(url: str, plan: DatasetPlan, number: int, rows: Ids) -> Shard:
     """Writes packed rows (n, length) as shard `number` of the folder `url`, in the plan's layout. Raises BadInput for
     an id beyond the vocabulary."""
     if plan.layout != "recipe":
-        return write_columns(url, plan, id_features(plan.vocabulary), number, {"input_ids": rows})
+        return write_columns(url, plan, id_features(plan.vocabulary), f"{number:05d}", {"input_ids": rows})
     _check_vocabulary(plan, rows)
     name, data = recipe_layout.shard_name(plan.split, number, len(rows)), recipe_layout.encode_shard(rows)
     return write_shard(url, name, plan.length, len(rows), data)
 
 
 def write_columns(
-    url: str, plan: DatasetPlan, features: Mapping[str, Feature], number: int, columns: Mapping[str, Ids]
+    url: str, plan: DatasetPlan, features: Mapping[str, Feature], name: str, columns: Mapping[str, npt.NDArray[Any]]
 ) -> Shard:
-    """Writes rows of the compact layout as shard `number` of the folder `url`. `columns`: feature -> (n, length).
-    Raises BadInput for an id beyond the vocabulary."""
-    _check_vocabulary(plan, columns["input_ids"])
-    layout = fixed_records.record_layout(features, plan.length)
-    data = fixed_records.encode_records(
-        layout, {name: values.astype(features[name].dtype) for name, values in columns.items()}
-    )
-    return write_shard(url, f"{plan.split}-{number:05d}.tfrecord", plan.length, len(columns["input_ids"]), data)
+    """Writes rows of the compact layout as shard <split>-<name> of the folder `url`. `columns`: feature -> (n, length)
+    or (n,); those that are no feature are left out. Raises BadInput for an id beyond the vocabulary."""
+    ids = columns["input_ids"]
+    _check_vocabulary(plan, ids)
+    layout = fixed_records.record_layout(features, ids.shape[1])
+    values = {name: columns[name].astype(feature.dtype) for name, feature in features.items()}
+    data = fixed_records.encode_records(layout, values)
+    return write_shard(url, f"{plan.split}-{name}.tfrecord", ids.shape[1], len(ids), data)
 
 
 def _check_vocabulary(plan: DatasetPlan, rows: Ids) -> None:

@@ -67,8 +67,7 @@ class WholeDocuments(RowKind):
 
     def write(self, url: str, number: int, units: Ids) -> Shard:
         columns = dict(zip(("input_ids", SEGMENTS, TARGETS), units.transpose(1, 0, 2), strict=True))
-        stored = {name: columns[name] for name in self.features}
-        return dataset_writer.write_columns(url, self._plan, self.features, number, stored)
+        return dataset_writer.write_columns(url, self._plan, self.features, f"{number:05d}", columns)
 
     def note(self, dropped: int) -> str:
         """Returns how full the rows are, and how many documents were cut."""

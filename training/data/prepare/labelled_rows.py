@@ -23,7 +23,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from training.data.formats import fixed_records
 from training.data.formats.dataset import IGNORED, LABEL, TYPES, Dtype, Feature, Rows, Shard
 from training.data.prepare import dataset_writer
 from training.data.prepare.corpus import replace_surrogates, text_of
@@ -287,18 +286,12 @@ def _write_rows(
     tokens[0] = pad
     for row, (row_tokens, _) in enumerate(rows):
         tokens[: row_tokens.ndim, row, : row_tokens.shape[-1]] = row_tokens
-    layout = fixed_records.record_layout(features, length)
     stored = [label for _, label in rows]
     if features[LABEL].shape == ["length"]:
         stored = [np.append(label, np.full(length - len(label), IGNORED)) for label in stored]
-    values = {
-        "input_ids": tokens[0].astype(fixed_records.id_dtype(plan.vocabulary)),  # (n, length)
-        LABEL: np.array(stored, features[LABEL].dtype),  # (n,), (n, labels) or (n, length)
-        TYPES: tokens[1].astype(np.uint8),  # (n, length); written if it is a feature
-    }
-    data = fixed_records.encode_records(layout, values)
-    name = f"{plan.split}-of{length}-{number:05d}.tfrecord"
-    return dataset_writer.write_shard(url, name, length, len(rows), data)
+    labels = np.array(stored, features[LABEL].dtype)  # (n,), (n, labels) or (n, length)
+    columns = {"input_ids": tokens[0], LABEL: labels, TYPES: tokens[1]}
+    return dataset_writer.write_columns(url, plan, features, f"of{length}-{number:05d}", columns)
 
 
 def _batches(rows: Iterable[LabelledText]) -> Iterator[list[LabelledText]]:
