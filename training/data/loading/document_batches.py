@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from training.data.formats.dataset import SEGMENTS, TARGETS, Dataset
-from training.data.loading.packed_batches import PackedBatch, PackedBatches, fill_rows, packed_evaluation
+from training.data.loading.packed_batches import PackedBatch, PackedBatches, packed_evaluation
 from training.data.loading.record_source import HostSlice
 
 Ids = npt.NDArray[np.int32]
@@ -26,25 +26,16 @@ class DocumentBatch:
     replaced: npt.NDArray[np.bool_]  # (rows,): another record has the place of a damaged one
 
 
-class DocumentBatches:
+class DocumentBatches(PackedBatches[DocumentBatch]):
     """Endless training batches. Thread-safe; `close` ends its threads."""
 
     def __init__(self, dataset: Dataset, host_slice: HostSlice, seed: int) -> None:
-        """Arguments and errors as for `PackedBatches`, whose threads it starts."""
-        self._packed = PackedBatches(dataset, host_slice, seed, "documents")
-        self.close = self._packed.close
-
-    def batch(self, k: int) -> DocumentBatch:
-        """Returns this host's rows of global batch k, once they are read. Raises as `PackedBatches.batch`."""
-        return follow(self._packed.batch(k))
+        super().__init__(dataset, host_slice, seed, "documents", follow)
 
 
 def document_evaluation(dataset: Dataset, host_slice: HostSlice) -> Iterator[DocumentBatch]:
-    """Yields all records once, in record order. Every host gets the same number of batches; rows of weight 0 fill the
-    last one. Raises BadInput, StorageError."""
-    first, last = host_slice.rows()
-    for packed in packed_evaluation(dataset, host_slice, "documents"):
-        yield fill_rows(follow(packed), last - first, {"input_ids": host_slice.tokenizer.pad, "records": -1})
+    """Yields the batches of an evaluation as `packed_evaluation`."""
+    return packed_evaluation(dataset, host_slice, "documents", follow)
 
 
 def follow(packed: PackedBatch) -> DocumentBatch:

@@ -6,9 +6,9 @@ reads; a run that resumes at step k starts as fast as one at step 0. `training.d
 derive their inputs and labels from these rows: `training.data.loading.mlm_batches` masks them.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -36,40 +36,45 @@ class PackedBatch:
     columns: Arrays  # further features, (rows, length) each
 
 
-class PackedBatches:
+class PackedBatches(Generic[B]):
     """Endless training batches. Thread-safe; `close` ends its threads."""
 
-    def __init__(self, dataset: Dataset, host_slice: HostSlice, seed: int, rows: Rows = "packed") -> None:
-        """Checks every shard with one listing and starts the reader's threads; reads no record yet. Raises BadInput
-        when rows are of another kind, hosts can't share a batch, the tokenizer has too few ids, or a shard is not the
-        manifest's."""
+    def __init__(
+        self, dataset: Dataset, host_slice: HostSlice, seed: int, rows: Rows, convert: Callable[[PackedBatch], B]
+    ) -> None:
+        """Checks every shard with one listing and starts the reader's threads; reads no record yet. `convert` makes a
+        task's batch of the rows. Raises BadInput when rows are of another kind, hosts can't share a batch, the
+        tokenizer has too few ids, or a shard is not the manifest's."""
         dataset.require(rows=rows)
         first, last = host_slice.rows()
         source = _open(dataset, host_slice)
-        self.dataset, self.global_batch_size = dataset, host_slice.global_batch_size
+        self.dataset, self.global_batch_size, self._convert = dataset, host_slice.global_batch_size, convert
         order = training_order(source.records, source.record_bytes, seed=seed, batch=self.global_batch_size)
         self._reader = Reader(source, order, self.global_batch_size, first, last, threads=_threads(dataset))
 
-    def batch(self, k: int) -> PackedBatch:
+    def batch(self, k: int) -> B:
         """Returns this host's rows of global batch k, once they are read. Raises BadInput for a damaged or changed
         shard, and StorageError."""
-        return _read(self._reader, k * self.global_batch_size, (k + 1) * self.global_batch_size)
+        return self._convert(_read(self._reader, k * self.global_batch_size, (k + 1) * self.global_batch_size))
 
     def close(self) -> None:
         """Ends the reader's threads after the requests that are queued, without waiting for them."""
         self._reader.close()
 
 
-def packed_evaluation(dataset: Dataset, host_slice: HostSlice, rows: Rows = "packed") -> Iterator[PackedBatch]:
-    """Yields all records once, in record order; every host gets the same number of batches. The last batch may have
-    fewer rows, even none (see `fill_rows`). Raises BadInput, StorageError."""
+def packed_evaluation(
+    dataset: Dataset, host_slice: HostSlice, rows: Rows, convert: Callable[[PackedBatch], B]
+) -> Iterator[B]:
+    """Yields all records once, in record order, as batches that `convert` makes. Every host gets the same number of
+    batches; rows of weight 0 fill the last one. Raises BadInput, StorageError."""
     dataset.require(rows=rows)
     first, last = host_slice.rows()
     source, batch_size = _open(dataset, host_slice), host_slice.global_batch_size
     order = evaluation_order(source.records, source.record_bytes)
     with Reader(source, order, batch_size, first, last, threads=_threads(dataset)) as reader:
         for start in range(0, source.records, batch_size):
-            yield _read(reader, start, min(start + batch_size, source.records))
+            batch = convert(_read(reader, start, min(start + batch_size, source.records)))
+            yield fill_rows(batch, last - first, {"input_ids": host_slice.tokenizer.pad, "records": -1})
 
 
 def fill_rows(batch: B, rows: int, fillers: Mapping[str, Any]) -> B:
