@@ -126,7 +126,8 @@ class Masker:
         """
         count, length = input_ids.shape
         places = self.masking.places(length)
-        row = self._row_keys(np.broadcast_to(epochs, records.shape), records)  # (n,)
+        of_epochs = random_bits.keys(random_bits.key(self.seed, "masking"), np.broadcast_to(epochs, records.shape))
+        row = random_bits.keys(of_epochs, records)  # (n,)
 
         bits = np.uint64(max(1, (length - 1).bit_length()))
         position = np.arange(length, dtype=np.uint64)  # (length,)
@@ -159,14 +160,6 @@ class Masker:
         flat = (positions + np.arange(count)[:, None] * length)[used]
         masked.reshape(-1)[flat] = replaced[used]
         return Masked(masked, positions.astype(np.int32), labels, used.astype(np.float32))
-
-    def _row_keys(self, epochs: npt.NDArray[np.int64], records: npt.NDArray[np.int64]) -> random_bits.UInts:
-        """Returns the key of each row: (n,). epochs, records: (n,)."""
-        row = np.empty(len(records), np.uint64)
-        for epoch in np.unique(epochs):
-            chosen = epochs == epoch
-            row[chosen] = random_bits.keys(random_bits.key(self.seed, "masking", int(epoch)), records[chosen])
-        return row
 
     def _draw(self, row: random_bits.UInts, index: random_bits.UInts, below: int) -> npt.NDArray[np.int64]:
         """Returns random numbers in [0, below): (n, places). row: (n,); index: (n, places)."""

@@ -76,14 +76,14 @@ def bucket_seed(seed: int, length: int) -> int:
     return seed + length
 
 
-def keys(state: int, numbers: npt.NDArray[np.int64]) -> UInts:
-    """Extends a key by one more number, for an array of them. numbers: (n,). Returns (n,).
+def keys(state: int | UInts, numbers: npt.NDArray[np.int64]) -> UInts:
+    """Extends a key, or each of some (n,), by one more number, for an array of them. numbers: (n,). Returns (n,).
 
-    key(..., n) == keys(key(...), [n])[0] for 0 <= n < 2**63."""
+    key(..., n) == keys(key(...), [n])[0] for -1 <= n < 2**63."""
     inner = numbers.astype(np.uint64)
     inner += np.uint64(GOLDEN)
     mix(inner)
-    inner += np.uint64(state)
+    inner += np.asarray(state, np.uint64)
     return mix(inner)
 
 
