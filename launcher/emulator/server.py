@@ -54,7 +54,7 @@ class Server:
     """One emulator."""
 
     def __init__(self, home: Path, image: str, tpu_volume: str) -> None:
-        """Reads the state, makes a new CA and connects the services. Listens on nothing yet."""
+        """Reads the state, makes a new certificate and connects the services. Listens on nothing yet."""
         self.home = home
         state = from_json((home / "state.json").read_text())
         self.store = Store(state, home / "state.json")

@@ -1,4 +1,4 @@
-"""Cloud Storage under Google's own names: believed with the emulator's CA alone, and the paths that TensorFlow asks."""
+"""Cloud Storage under Google's own names: with the emulator's certificate alone, and the paths that TensorFlow asks."""
 
 import http.client
 import json
@@ -65,7 +65,7 @@ def test_objects_are_written_and_read_as_tensorflow_does(google: Google) -> None
     assert google.ask("storage.googleapis.com", "GET", "/bucket/none")[0] == 404
 
 
-def test_only_the_emulators_ca_and_googles_storage_names_are_believed(google: Google, tmp_path: Path) -> None:
+def test_only_the_emulators_certificate_and_googles_storage_names_are_believed(google: Google, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     bucket_tls.tls_context(tmp_path / "other")
     other = tmp_path / "other" / bucket_tls.CA_FILE
