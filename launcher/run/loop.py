@@ -17,7 +17,6 @@ from launcher.run.recovery import (
     Retries,
     SliceDeleted,
     bad_host,
-    classify,
     decide,
     decide_round,
     find_proof,
@@ -268,7 +267,7 @@ class _Recovery:
             self.first_failure = now
         replaces = session.provider.capabilities.replaces_hosts
         decision = decide_round(
-            classify(error),
+            error,
             self.failed,
             now - self.first_failure,
             limit=session.config.run.recovery_minutes * 60,

@@ -76,26 +76,6 @@ class SliceDeleted(LaunchError):
     exit_code = Exit.PREEMPTED
 
 
-class Trouble(enum.Enum):
-    """Why a round of a recovery failed."""
-
-    PREEMPTED = "preempted"  # the slice was taken away again
-    UNREACHABLE = "unreachable"  # the slice is READY, but not all of its hosts could be contacted for a long time
-    TRANSIENT = "transient"  # it may pass: the API, a network, a host, a stock-out
-    PERMANENT = "permanent"  # the user must act: a permission, a quota, the file; or deleted the slice
-
-
-def classify(error: LaunchError) -> Trouble:
-    """Returns what the error of a failed round means: preempted, hosts unreachable, transient or permanent."""
-    if isinstance(error, SliceDeleted):
-        return Trouble.PERMANENT
-    if error.exit_code == Exit.PREEMPTED:
-        return Trouble.PREEMPTED
-    if isinstance(error, HostsUnreachable):
-        return Trouble.UNREACHABLE
-    return Trouble.TRANSIENT if error.transient else Trouble.PERMANENT
-
-
 class NextRound(enum.Enum):
     """The step after a round that failed."""
 
@@ -114,27 +94,28 @@ class RoundDecision:
 
 
 def decide_round(
-    trouble: Trouble, failed: int, seconds: float, *, limit: float, may_replace: bool | None
+    error: LaunchError, failed: int, seconds: float, *, limit: float, may_replace: bool | None
 ) -> RoundDecision:
     """Returns what follows a failed round: give up (permanent error, or no time left), recreate the slice (hosts
     unreachable), or try again; the delay doubles with each failure.
 
     Args:
-        trouble: Why it failed.
+        error: Why it failed. Permanent is one that is not transient, and SliceDeleted.
         failed: Number of rounds of this recovery that have failed.
         seconds: Time since the first of them failed.
         limit: Seconds after which a recovery is given up (run.recovery_minutes).
         may_replace: Whether the slice may be deleted and recreated (run.replace_after). None, where the platform
             chooses the hosts of each attempt, forbids it too: the reason then does not advise to set the key.
     """
-    if trouble is Trouble.PERMANENT:
+    if isinstance(error, SliceDeleted) or not error.transient:
         return RoundDecision(NextRound.GIVE_UP, "trying again does not help")
     delay = min(_LONGEST_DELAY, _FIRST_DELAY * 2.0 ** min(failed - 1, 10))
     if seconds + delay > limit:
         return RoundDecision(NextRound.GIVE_UP, f"tried for {seconds / 60:.0f} minutes (run.recovery_minutes)")
-    if trouble is Trouble.UNREACHABLE and may_replace:
+    unreachable = isinstance(error, HostsUnreachable)
+    if unreachable and may_replace:
         return RoundDecision(NextRound.REPLACE, "recreating the slice if it proves broken (run.replace_after)", delay)
-    if trouble is Trouble.UNREACHABLE and may_replace is not None:
+    if unreachable and may_replace is not None:
         return RoundDecision(NextRound.AGAIN, "trying again; run.replace_after: 2 would recreate the slice", delay)
     return RoundDecision(NextRound.AGAIN, "trying again", delay)
 

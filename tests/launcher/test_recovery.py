@@ -15,7 +15,7 @@ from launcher.provider import SliceState
 from launcher.run import recovery
 from launcher.run.events import NOT_STARTED, Ended, Recovering, RunEvent, SliceReplaced
 from launcher.run.loop import _list_files
-from launcher.run.recovery import NextRound, Retries, Trouble, decide, spent_so_far
+from launcher.run.recovery import NextRound, Retries, SliceDeleted, decide, spent_so_far
 from launcher.run.verdict import Cause, Kind, Verdict
 from training import storage
 
@@ -121,45 +121,46 @@ def test_only_files_that_were_listed_in_a_bucket_tell_of_the_trainer(monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("error", "trouble"),
+    ("error", "following"),
     [
-        (Preempted("gone"), Trouble.PREEMPTED),
-        (LaunchError("the slice is PREEMPTED", exit_code=Exit.PREEMPTED), Trouble.PREEMPTED),
-        (HostsUnreachable("no ssh"), Trouble.UNREACHABLE),
-        (Unavailable("503"), Trouble.TRANSIENT),
-        (Stockout("no capacity"), Trouble.TRANSIENT),
-        (Busy("another operation"), Trouble.TRANSIENT),
-        (LaunchError("never seen before"), Trouble.TRANSIENT),
-        (PermissionDenied("no"), Trouble.PERMANENT),
-        (QuotaExceeded("no"), Trouble.PERMANENT),
-        (Conflict("in use"), Trouble.PERMANENT),
-        (BadInput("the file"), Trouble.PERMANENT),
+        (Preempted("gone"), NextRound.AGAIN),
+        (LaunchError("the slice is PREEMPTED", exit_code=Exit.PREEMPTED), NextRound.AGAIN),
+        (HostsUnreachable("no ssh"), NextRound.REPLACE),
+        (Unavailable("503"), NextRound.AGAIN),
+        (Stockout("no capacity"), NextRound.AGAIN),
+        (Busy("another operation"), NextRound.AGAIN),
+        (LaunchError("never seen before"), NextRound.AGAIN),
+        (PermissionDenied("no"), NextRound.GIVE_UP),
+        (QuotaExceeded("no"), NextRound.GIVE_UP),
+        (Conflict("in use"), NextRound.GIVE_UP),
+        (BadInput("the file"), NextRound.GIVE_UP),
+        (SliceDeleted("by a user"), NextRound.GIVE_UP),
     ],
-    ids=lambda value: value.name if isinstance(value, Trouble) else type(value).__name__,
+    ids=lambda value: value.name if isinstance(value, NextRound) else type(value).__name__,
 )
-def test_what_is_not_known_to_be_permanent_may_pass(error: LaunchError, trouble: Trouble) -> None:
-    assert recovery.classify(error) is trouble
+def test_what_is_not_known_to_be_permanent_may_pass(error: LaunchError, following: NextRound) -> None:
+    assert recovery.decide_round(error, 1, 0.0, limit=60, may_replace=True).next is following
 
 
 @given(
-    st.lists(st.sampled_from([trouble for trouble in Trouble if trouble is not Trouble.PERMANENT]), min_size=1),
+    st.lists(st.sampled_from([Preempted("gone"), HostsUnreachable("no ssh"), Unavailable("503")]), min_size=1),
     st.floats(0, 7200),
     st.floats(0, 600),
     st.sampled_from([True, False, None]),
 )
 def test_a_recovery_is_tried_for_its_time_and_no_longer(
-    troubles: list[Trouble], limit: float, round_seconds: float, may_replace: bool | None
+    errors: list[LaunchError], limit: float, round_seconds: float, may_replace: bool | None
 ) -> None:
     """From its first failure on; a round that has begun ends by itself."""
     now, delays = 0.0, [0.0]
-    for failed, trouble in enumerate(troubles, 1):
-        decision = recovery.decide_round(trouble, failed, now, limit=limit, may_replace=may_replace)
+    for failed, error in enumerate(errors, 1):
+        decision = recovery.decide_round(error, failed, now, limit=limit, may_replace=may_replace)
         if decision.next is NextRound.GIVE_UP:
             assert now + min(300, 5 * 2 ** (failed - 1)) > limit
             return
         assert delays[-1] <= decision.delay <= 300, "pauses grow"
-        assert (decision.next is NextRound.REPLACE) == (trouble is Trouble.UNREACHABLE and may_replace is True)
-        advises = trouble is Trouble.UNREACHABLE and may_replace is False
+        assert (decision.next is NextRound.REPLACE) == (isinstance(error, HostsUnreachable) and may_replace is True)
+        advises = isinstance(error, HostsUnreachable) and may_replace is False
         assert ("run.replace_after: 2 would" in decision.reason) == advises
         delays.append(decision.delay)
         now += decision.delay
