@@ -7,6 +7,7 @@ to the workstation's engine. A host sees its own containers, images that it pull
 import json
 import socket
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,30 +28,20 @@ from launcher.images.distribution.reference import Reference, parse
 _CALL_SECONDS = 600.0
 
 
+@dataclass(eq=False)
 class EngineProxy:
     """The engines of all hosts and of the workstation, in front of the workstation's real engine."""
 
-    def __init__(
-        self,
-        store: Store,
-        engine: Engine,
-        *,
-        bind: Callable[[str, str], str],
-        ca: Path,
-        tpu_volume: str,
-        blobs: BlobStore,
-        transfer: ImageTransfer,
-    ) -> None:
-        """Connects to nothing yet. `bind` maps (hostname, folder of the host) to a folder of the workstation, or raises
-        EngineRefusal; `ca` is a file of certificates that containers of hosts trust; `tpu_volume` is for containers on
-        slices of one host; `blobs` is the registry's content, and `transfer` moves images to and from it."""
-        self._blobs, self._transfer = blobs, transfer
-        self._store = store
-        self._engine = engine
-        self._ca = str(ca)
-        self._tpu_volume = tpu_volume
-        self._bind = bind
-        with store.read() as state:
+    store: Store
+    engine: Engine
+    bind: Callable[[str, str], str]  # maps (hostname, folder of the host) to the workstation's; may raise EngineRefusal
+    ca: Path  # a file of certificates that containers of hosts trust
+    tpu_volume: str  # for containers that get virtual TPU devices
+    blobs: BlobStore  # the registry's content
+    transfer: ImageTransfer  # moves images to and from it
+
+    def __post_init__(self) -> None:
+        with self.store.read() as state:
             self._emulator, self._storage = state.id, state.storage
 
     # -- the workstation
@@ -80,19 +71,19 @@ class EngineProxy:
         EngineRefusal for an unknown image, a missing repository or a registry that is down."""
         repository = reference.repository
         self._refuse_when_broken("", image=f"{reference}")
-        with self._store.read() as state:
+        with self.store.read() as state:
             full = state.full_pushes
             if repositories.is_missing(state, repository):
                 raise EngineRefusal(404, f'name unknown: Repository "{repository.split("/")[2]}" not found')
         tag = request.query.get("tag") or reference.tag
         if not tag:
             raise EngineRefusal(400, "docker push --all-tags is not emulated: push one tag")
-        status, data = self._engine.raw("GET", f"/images/{quote(f'{repository}:{tag}', safe='/:')}/json")
+        status, data = self.engine.raw("GET", f"/images/{quote(f'{repository}:{tag}', safe='/:')}/json")
         if status != 200:
             raise EngineRefusal(404, f"An image does not exist locally with the tag: {repository}")
         image_id = json.loads(data)["Id"]
-        digest = self._transfer.push(image_id, repository, tag) if full else image_id
-        with self._store.change() as state:
+        digest = self.transfer.push(image_id, repository, tag) if full else image_id
+        with self.store.change() as state:
             image_registry.enter(state.pushed, repository, tag, image_id, digest)
         reply(request.connection, 200, image_registry.push_progress(repository, tag, digest))
 
@@ -114,7 +105,7 @@ class EngineProxy:
             case ("POST", ["auth"]):
                 reply(request.connection, 200, b'{"Status": "Login Succeeded", "IdentityToken": ""}')
             case (_, ["exec", identifier, _]):
-                process = self._engine.call("GET", f"/exec/{quote(identifier, safe='')}/json")
+                process = self.engine.call("GET", f"/exec/{quote(identifier, safe='')}/json")
                 self._own_container(process["ContainerID"], view)
                 self._forward(request)
             case ("POST", ["images", "create"]):
@@ -167,33 +158,33 @@ class EngineProxy:
         new = engine_view.create_on_host(
             body,
             view,
-            bind=lambda path: self._bind(view.hostname, path),
+            bind=lambda path: self.bind(view.hostname, path),
             volume=lambda volume: self._create_volume(volume, view),
             image=image,
-            ca=self._ca,
-            tpu_volume=self._tpu_volume if self._has_virtual_tpu(view.hostname, image) else None,
+            ca=str(self.ca),
+            tpu_volume=self.tpu_volume if self._has_virtual_tpu(view.hostname, image) else None,
         )
         self._call(request, "/containers/create", new, view=view)
 
     def _has_virtual_tpu(self, hostname: str, image: str) -> bool:
         """Returns whether a container of the image gets TPU devices on this host: its framework can load them on a
         slice of so many hosts."""
-        with self._store.read() as state:
+        with self.store.read() as state:
             entry = state.find_host(hostname)
         if entry is None:
             return False
-        labels = self._engine.call("GET", f"/images/{image}/json")["Config"].get("Labels")
+        labels = self.engine.call("GET", f"/images/{image}/json")["Config"].get("Labels")
         return virtual_tpu.serves(labels, len(entry[0].hosts))
 
     def _create_volume(self, name: str, view: EngineView) -> str:
         """Creates a volume of the host unless it exists; returns its name on the workstation's engine."""
         labels = dict(label.split("=", 1) for label in view.labels)
-        self._engine.call("POST", "/volumes/create", body={"Name": view.prefix + name, "Labels": labels})
+        self.engine.call("POST", "/volumes/create", body={"Name": view.prefix + name, "Labels": labels})
         return view.prefix + name
 
     def _own_container(self, name: str, view: EngineView) -> str:
         """Returns the id of a container of the host. Raises EngineRefusal when the host has none of that name."""
-        return engine_view.resolve_container(name, self._engine.containers(*view.labels), view)
+        return engine_view.resolve_container(name, self.engine.containers(*view.labels), view)
 
     def _pull(self, request: EngineRequest, hostname: str) -> None:
         """Enters an image of Google's registries as pulled by the host; moves bytes only if the workstation's store
@@ -202,7 +193,7 @@ class EngineProxy:
         if not image_registry.is_registry(name):
             return self._forward(request)
         reference = parse(name if not tag else f"{name}@{tag}" if tag.startswith("sha256:") else f"{name}:{tag}")
-        with self._store.read() as state:
+        with self.store.read() as state:
             entry = state.find_host(hostname)
             token = entry[1].token if entry else ""
         if image_registry.password(request.headers.get("X-Registry-Auth", "")) != token:
@@ -213,7 +204,7 @@ class EngineProxy:
         if not self._has_image(image):
             reason = "it was pushed, and then removed from the workstation's store; push it again"
             raise EngineRefusal(404, f"{image_registry.unknown(reference)} ({reason})")
-        with self._store.change() as state:
+        with self.store.change() as state:
             if (entry := state.find_host(hostname)) and image not in entry[1].pulled:
                 entry[1].pulled.append(image)
         return reply(request.connection, 200, image_registry.pull_progress(reference, image))
@@ -221,24 +212,24 @@ class EngineProxy:
     def _fetch(self, reference: Reference) -> str | None:
         """Returns the id of a registry's image, None when there is none. The engine pulls it if only the registry has
         its bytes."""
-        held = self._blobs.manifest(reference.repository, reference.version)
-        with self._store.read() as state:
+        held = self.blobs.manifest(reference.repository, reference.version)
+        with self.store.read() as state:
             image = state.pushed.get(reference.repository, {}).get(held[0] if held else reference.version)
         if held is None or (image is not None and self._has_image(image)):
             return image
-        image = self._transfer.pull(reference, held[0])
-        with self._store.change() as state:
+        image = self.transfer.pull(reference, held[0])
+        with self.store.change() as state:
             image_registry.enter(state.pushed, reference.repository, reference.version, image, held[0])
         return image
 
     def _has_image(self, image: str) -> bool:
-        return self._engine.raw("GET", f"/images/{image}/json")[0] == 200
+        return self.engine.raw("GET", f"/images/{image}/json")[0] == 200
 
     # -- both
 
     def _fault_message(self, hostname: str, image: str = "") -> str | None:
         """Returns the injected error of a host's engine ("": the workstation's) or `image`'s registry; None if none."""
-        with self._store.read() as state:
+        with self.store.read() as state:
             return faults.engine_trouble(state, hostname, registry=image_registry.is_registry(image))
 
     def _refuse_when_broken(self, hostname: str, *, image: str = "") -> None:
@@ -252,7 +243,7 @@ class EngineProxy:
         if image_registry.is_registry(name):
             if self._fault_message(hostname, name):
                 raise EngineRefusal(404, f"No such image: {name}")
-            with self._store.read() as state:
+            with self.store.read() as state:
                 entry = state.find_host(hostname)
                 if entry is None or image_registry.resolve(state.pushed, name) not in entry[1].pulled:
                     raise EngineRefusal(404, f"No such image: {name}")
@@ -262,7 +253,7 @@ class EngineProxy:
         unchanged. With `only_pushed`, raises EngineRefusal for a registry's name that was not pushed."""
         if not image_registry.is_registry(name):
             return name
-        with self._store.read() as state:
+        with self.store.read() as state:
             image = image_registry.resolve(state.pushed, name)
         if image is None and only_pushed:
             raise EngineRefusal(404, f"No such image: {name}")
@@ -272,7 +263,7 @@ class EngineProxy:
     def _inspect_image(self, request: EngineRequest, name: str, *, only_pushed: bool) -> None:
         """Replies with an image's inspection and its pushes' digests. Resolves and refuses `name` as `_image_id`."""
         image = self._image_id(name, only_pushed=only_pushed)
-        with self._store.read() as state:
+        with self.store.read() as state:
             pushed = {repository: dict(versions) for repository, versions in state.pushed.items()}
         path = f"/images/{quote(image, safe='/:@')}/json"
         self._call(request, path, None, lambda value: image_registry.with_digests(value, pushed))
@@ -282,7 +273,7 @@ class EngineProxy:
         whether the host went down with it."""
         host: dict[str, Any] | None = None
         if value["State"]["Status"] == "exited":
-            host = self._engine.call("GET", f"/containers/{view.hostname}/json")["State"]
+            host = self.engine.call("GET", f"/containers/{view.hostname}/json")["State"]
         return engine_view.present_container(value, view, host)
 
     def _call(
@@ -295,7 +286,7 @@ class EngineProxy:
     ) -> None:
         """Calls the engine and replies with its JSON, changed by `present`; errors lose the prefix of `view`."""
         method, query = request.method, request.query
-        status, data = self._engine.raw(method, request.version + path, query, body, timeout=_CALL_SECONDS)
+        status, data = self.engine.raw(method, request.version + path, query, body, timeout=_CALL_SECONDS)
         if status < 300 and data.strip():
             data = json.dumps(present(json.loads(data))).encode()
         elif view is not None:
@@ -304,7 +295,7 @@ class EngineProxy:
 
     def _forward(self, request: EngineRequest, path: str | None = None) -> None:
         """Passes a request through, with another path if one is given."""
-        forward(request, self._engine.path, request.path if path is None else path)
+        forward(request, self.engine.path, request.path if path is None else path)
 
 
 def _serve(connection: socket.socket, answer: Callable[[EngineRequest], None]) -> None:

@@ -13,6 +13,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlencode
 
@@ -31,29 +32,22 @@ _DISCONNECTED_SECONDS = 3600.0  # how long a request of a disconnected host wait
 HostService = Callable[[str, HttpRequest], HttpResponse]
 
 
+@dataclass(eq=False)
 class Hosts:
     """All hosts of one emulator."""
 
-    def __init__(
-        self,
-        store: Store,
-        containers: HostContainers,
-        acceptor: Acceptor,
-        *,
-        metadata: HostService,
-        storage: HostService,
-        context: ssl.SSLContext,
-        engine: Callable[[str, socket.socket], None],
-    ) -> None:
-        """Takes the handlers of a host's requests for metadata, for Cloud Storage (`context` is for TLS under its
-        names) and to its container engine (hostname, connection)."""
-        self.store = store
-        self.containers = containers
-        self.acceptor = acceptor
-        self._metadata, self._storage, self._context, self._engine = metadata, storage, context, engine
-        self.handed_over: dict[str, list[socket.socket]] = {}  # hostname -> metadata, storage, storage over TLS, engine
-        self.control_sockets: dict[str, socket.socket] = {}
-        self.lock = threading.RLock()  # taken before the store's, never after
+    store: Store
+    containers: HostContainers
+    acceptor: Acceptor
+    # What answers the requests of a host: for metadata, for Cloud Storage, and to its container engine.
+    metadata: HostService
+    storage: HostService
+    engine: Callable[[str, socket.socket], None]  # (hostname, connection)
+    context: ssl.SSLContext  # of TLS under Cloud Storage's names
+    handed_over: dict[str, list[socket.socket]] = field(default_factory=dict)
+    """The listeners by hostname: metadata, storage, storage over TLS, engine."""
+    control_sockets: dict[str, socket.socket] = field(default_factory=dict)
+    lock: threading.RLock = field(default_factory=threading.RLock)  # taken before the store's, never after
 
     def watch(self) -> None:
         """Starts the threads that end outages in time and watch for hosts that died."""
@@ -81,7 +75,7 @@ class Hosts:
         listeners = [socket.socket(fileno=descriptor) for descriptor in descriptors]
         with self.lock:
             self.handed_over[hostname] = listeners
-            self.acceptor.add(listeners[3], lambda accepted: self._engine(hostname, accepted))
+            self.acceptor.add(listeners[3], lambda accepted: self.engine(hostname, accepted))
             with self.store.read() as state:
                 connected = _is_connected(state, hostname)
             if connected:
@@ -98,11 +92,11 @@ class Hosts:
     def _serve_google(self, hostname: str) -> None:
         """Accepts requests for metadata and storage from a host, if its agent has handed over its listeners."""
         if listeners := self.handed_over.get(hostname):
-            metadata = self._when_connected(hostname, self._metadata)
-            storage = self._when_connected(hostname, self._storage)
+            metadata = self._when_connected(hostname, self.metadata)
+            storage = self._when_connected(hostname, self.storage)
             self.acceptor.add(listeners[0], lambda connection: serve_http(connection, metadata))
             self.acceptor.add(listeners[1], lambda connection: serve_http(connection, storage))
-            self.acceptor.add(listeners[2], lambda connection: serve_tls(connection, self._context, storage))
+            self.acceptor.add(listeners[2], lambda connection: serve_tls(connection, self.context, storage))
 
     def _when_connected(self, hostname: str, service: HostService) -> Callable[[HttpRequest], HttpResponse]:
         """Returns a handler that delays requests of a disconnected host until its network is back (at most an hour)."""
