@@ -103,10 +103,8 @@ def _try(state: EmulatorState, queued: QueuedResource, now: float) -> None:
     valid-until time, on an internal error, and if the node can't be entered."""
     if queued.until is not None and now > queued.until:
         text = f"Resource {queued.name} could not be provisioned before its valid-until time"
-        queued.state, queued.error = (
-            "FAILED",
-            {"code": catalogue.RESOURCE_EXHAUSTED, "message": f"{text} {catalogue.event_id(text)}"},
-        )
+        message = f"{text} {catalogue.event_id(text)}"
+        queued.state, queued.error = "FAILED", {"code": catalogue.RESOURCE_EXHAUSTED, "message": message}
         return
     if now < queued.next_try:
         return
@@ -126,10 +124,9 @@ def _try(state: EmulatorState, queued: QueuedResource, now: float) -> None:
     if not stock.is_left(state, *kind, now):
         queued.state = "WAITING_FOR_RESOURCES"
         return
+    creation = Call("POST", ("projects", project, "locations", zone, "nodes"), "", {"nodeId": node_id}, body)
     try:
-        tpu_api.answer(
-            state, Call("POST", ("projects", project, "locations", zone, "nodes"), "", {"nodeId": node_id}, body), now
-        )
+        tpu_api.answer(state, creation, now)
     except ApiError as error:  # the name was taken meanwhile, or the network is full
         queued.state, queued.error = "FAILED", {"code": error.code, "message": error.message}
         return
@@ -166,15 +163,10 @@ def _create(state: EmulatorState, call: Call, parent: str, now: float) -> Operat
         raise ApiError(catalogue.ALREADY_EXISTS, f"Resource '{node}' already exists")
     faults.refuse_create(state, requested, zone)
     resource = {**call.body, "name": name, "createTime": timestamp(now)}
-    state.queued[name] = QueuedResource(
-        name, resource, node, "ACCEPTED", now, _until(call.body.get("queueingPolicy", {}), now)
-    )
+    until = _until(call.body.get("queueingPolicy", {}), now)
+    queued = state.queued[name] = QueuedResource(name, resource, node, "ACCEPTED", now, until)
     operation = tpu_api.start_operation(state, "create-queued", name, now, 0)
-    _end(
-        operation,
-        {"@type": "type.googleapis.com/google.cloud.tpu.v2.QueuedResource", **to_json(state.queued[name])},
-        now,
-    )
+    _end(operation, {"@type": "type.googleapis.com/google.cloud.tpu.v2.QueuedResource", **to_json(queued)}, now)
     return operation
 
 
@@ -195,10 +187,8 @@ def _until(policy: dict[str, Any], now: float) -> float | None:
     policy other than validUntilDuration."""
     unknown = sorted(set(policy) - {"validUntilDuration"})
     if unknown:
-        raise ApiError(
-            catalogue.UNIMPLEMENTED,
-            f"the emulator knows only validUntilDuration of a queueing policy, not {unknown[0]}",
-        )
+        text = f"the emulator knows only validUntilDuration of a queueing policy, not {unknown[0]}"
+        raise ApiError(catalogue.UNIMPLEMENTED, text)
     if "validUntilDuration" not in policy:
         return None
     match = re.fullmatch(r"(\d+(\.\d+)?)s", str(policy["validUntilDuration"]))

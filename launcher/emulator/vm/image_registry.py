@@ -68,26 +68,22 @@ def unknown(reference: Reference) -> str:
 def push_progress(repository: str, tag: str, digest: str) -> bytes:
     """Returns what the engine streams during a push: JSON lines, the last an `aux` record of the digest."""
     return _json_lines(
-        [
-            {"status": f"The push refers to repository [{repository}]"},
-            {"status": f"{tag}: digest: {digest} size: {_MANIFEST_BYTES}"},
-            {"progressDetail": {}, "aux": {"Tag": tag, "Digest": digest, "Size": _MANIFEST_BYTES}},
-        ]
+        {"status": f"The push refers to repository [{repository}]"},
+        {"status": f"{tag}: digest: {digest} size: {_MANIFEST_BYTES}"},
+        {"progressDetail": {}, "aux": {"Tag": tag, "Digest": digest, "Size": _MANIFEST_BYTES}},
     )
 
 
 def pull_progress(reference: Reference, image: str) -> bytes:
     """Returns what the engine streams during a pull of an image that is in its store."""
     return _json_lines(
-        [
-            {"status": f"Pulling from {reference.path}", "id": reference.version},
-            {"status": f"Digest: {image}"},
-            {"status": f"Status: Image is up to date for {reference}"},
-        ]
+        {"status": f"Pulling from {reference.path}", "id": reference.version},
+        {"status": f"Digest: {image}"},
+        {"status": f"Status: Image is up to date for {reference}"},
     )
 
 
-def _json_lines(lines: list[dict[str, Any]]) -> bytes:
+def _json_lines(*lines: dict[str, Any]) -> bytes:
     return "".join(json.dumps(line) + "\r\n" for line in lines).encode()
 
 
