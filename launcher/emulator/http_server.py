@@ -144,11 +144,8 @@ class HttpResponse:
 
 
 def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> HttpResponse:
-    return HttpResponse(
-        status,
-        json.dumps(value, indent=1).encode(),
-        {"Content-Type": "application/json; charset=UTF-8", **(headers or {})},
-    )
+    kind = {"Content-Type": "application/json; charset=UTF-8"}
+    return HttpResponse(status, json.dumps(value, indent=1).encode(), {**kind, **(headers or {})})
 
 
 def timestamp(seconds: float) -> str:

@@ -138,16 +138,8 @@ class StorageApi:
                 new.write(data)
             settings = {**source.settings, **request.json()}
             copied = object_json(target, target.commit(new_name, new, settings, integer(query, EXPECTED)), base)
-        size = str(source.size)
-        return json_response(
-            {
-                "kind": "storage#rewriteResponse",
-                "totalBytesRewritten": size,
-                "objectSize": size,
-                "done": True,
-                "resource": copied,
-            }
-        )
+        sizes = dict.fromkeys(("totalBytesRewritten", "objectSize"), str(source.size))
+        return json_response({"kind": "storage#rewriteResponse", **sizes, "done": True, "resource": copied})
 
 
 def byte_range(text: str, size: int) -> tuple[int, int] | None:

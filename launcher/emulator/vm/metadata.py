@@ -54,8 +54,6 @@ def tpu_env(node: Node, host: Host) -> str:
             "HOST_BOUNDS": hosts,
             "TPU_CHIPS_PER_PROCESS_BOUNDS": chips,
             "TPU_PROCESS_BOUNDS": hosts,
-        }
-        values |= {
             "TOPOLOGY": accelerator.topology_name,
             "TPU_RUNTIME_METRICS_PORTS": ",".join(str(8431 + chip) for chip in range(accelerator.chips_per_host)),
         }
@@ -70,11 +68,8 @@ def tree(node: Node, host: Host) -> dict[str, Any]:
         "scopes": _SCOPES,
         "token": {"access_token": host.token, "expires_in": 3599, "token_type": "Bearer"},
     }
-    interface = {
-        "ip": host.address,
-        "network": f"projects/{PROJECT_NUMBER}/networks/default",
-        "mac": "42:01:0a:00:00:02",
-    }
+    network = f"projects/{PROJECT_NUMBER}/networks/default"
+    interface = {"ip": host.address, "network": network, "mac": "42:01:0a:00:00:02"}
     return {
         "instance": {
             "attributes": attributes(node, host),
@@ -118,9 +113,8 @@ def answer(store: Store, hostname: str, request: HttpRequest) -> HttpResponse:
         now = value(state)
     if now is not None and request.query.get("wait_for_change", "").lower() == "true":
         last = request.query.get("last_etag") or _compute_etag(now)
-        store.wait(
-            lambda state: _compute_etag(value(state)) != last, min(float(request.query.get("timeout_sec", 300)), 3000)
-        )
+        seconds = min(float(request.query.get("timeout_sec", 300)), 3000)
+        store.wait(lambda state: _compute_etag(value(state)) != last, seconds)
         with store.read() as state:
             now = value(state)
     if now is None:
@@ -140,9 +134,8 @@ def _render(value: Any, request: HttpRequest) -> HttpResponse:
             names = (f"{key}/\n" if isinstance(entry, dict) else f"{key}\n" for key, entry in value.items())
             return _text_response(200, "".join(names), headers)
     if form == "json" or isinstance(value, dict):
-        return HttpResponse(
-            200, json.dumps(value).encode(), {**_HEADERS, **headers, "Content-Type": "application/json"}
-        )
+        headers |= {**_HEADERS, "Content-Type": "application/json"}
+        return HttpResponse(200, json.dumps(value).encode(), headers)
     return _text_response(200, "\n".join(value) + "\n" if isinstance(value, list) else str(value), headers)
 
 
@@ -181,8 +174,5 @@ def _compute_etag(value: Any) -> str:
 
 
 def _text_response(status: int, text: str, headers: dict[str, str] | None = None) -> HttpResponse:
-    return HttpResponse(
-        status,
-        text.encode(),
-        {**_HEADERS, "Content-Type": "application/text" if status == 200 else "text/html", **(headers or {})},
-    )
+    kind = "application/text" if status == 200 else "text/html"
+    return HttpResponse(status, text.encode(), {**_HEADERS, "Content-Type": kind, **(headers or {})})
