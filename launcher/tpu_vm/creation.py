@@ -8,6 +8,7 @@ for a creation, because its message says why it failed; after that, or when the 
 until it is READY.
 """
 
+import functools
 from collections.abc import Callable
 
 from launcher import costs, shell
@@ -194,7 +195,8 @@ class _Creation:
         self.missing_since = None
         slice_hints.save_create_time(config, self.machine.clock.time())
         if slice_.queued is not None:
-            queued.obtain(config, labels, lambda: slices.describe_node(config, self.machine), self.say, self.machine)
+            node = functools.partial(slices.describe_node, config, self.machine)
+            queued.Acquisition(config, labels, node, self.say, self.machine).run()
             self.granted, self.deadline = True, self._from_now(slice_.create_minutes * 60)
             return
         if self.creates == 1:

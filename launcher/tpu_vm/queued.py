@@ -126,45 +126,14 @@ def describe(config: Config, machine: Workstation) -> Request | None:
         return None
 
 
-def obtain(
-    config: Config,
-    labels: dict[str, str],
-    node: Callable[[], SliceState | None],
-    say: Callable[[str], None],
-    machine: Workstation,
-) -> None:
-    """Makes the request when there is none, and returns when it is ACTIVE and its node READY.
+class Acquisition:
+    """Obtains a slice through a request. Each step acts on the last description of the request.
 
     Args:
         labels: Labels of a new node.
         node: Describes the node; returns None when there is none.
         say: Is given lines for the user; also told that Ctrl-C leaves the request in the queue.
-
-    Raises:
-        Stockout: The time is over; the request is deleted then.
-        Conflict: The request is another owner's, or another command deleted it.
-        LaunchError: What Google reports about quota, permission or the request itself. The message says when a request
-            is left that may be granted.
     """
-    acquisition = _Acquisition(config, labels, node, say, machine)
-    try:
-        acquisition.run()
-    except KeyboardInterrupt:
-        say("the request stays in the queue: `tpu-launch up` goes on waiting, `tpu-launch down` deletes it")
-        raise
-    except LaunchError as error:
-        is_seen = acquisition.request is not None
-        if isinstance(error, Conflict) or not (is_seen or acquisition.requested):
-            raise
-        raise type(error)(
-            f"{error}\n  the request {'stays' if is_seen else 'may be'} in the queue and is billed when it is granted: "
-            "`tpu-launch up` goes on waiting, `tpu-launch down` deletes it",
-            exit_code=error.exit_code,
-        ) from None
-
-
-class _Acquisition:
-    """The state machine of `obtain`. Each step acts on the last description of the request."""
 
     def __init__(
         self,
@@ -188,11 +157,35 @@ class _Acquisition:
         self.lost_answers = 0
         self.lost: LaunchError | None = None  # why the last answer is not known
         self.node_missing_since: float | None = None
-        begin = machine.clock.monotonic() - self._age()
-        self.deadline = begin + config.slice.queued.valid_until_hours * 3600
-        self.progress = _Progress(say, config, begin, self.deadline)
+        self.begin = machine.clock.monotonic() - self._age()
+        self.deadline = self.begin + config.slice.queued.valid_until_hours * 3600
+        self.told, self.told_at = "", float("-inf")  # the state that the user was told last, and when
 
     def run(self) -> None:
+        """Makes the request when there is none, and returns when it is ACTIVE and its node READY.
+
+        Raises:
+            Stockout: The time is over; the request is deleted then.
+            Conflict: The request is another owner's, or another command deleted it.
+            LaunchError: What Google reports about quota, permission or the request itself. The message says when a
+                request is left that may be granted.
+        """
+        try:
+            self._wait_until_ready()
+        except KeyboardInterrupt:
+            self.say("the request stays in the queue: `tpu-launch up` goes on waiting, `tpu-launch down` deletes it")
+            raise
+        except LaunchError as error:
+            is_seen = self.request is not None
+            if isinstance(error, Conflict) or not (is_seen or self.requested):
+                raise
+            raise type(error)(
+                f"{error}\n  the request {'stays' if is_seen else 'may be'} in the queue and is billed when it is "
+                "granted: `tpu-launch up` goes on waiting, `tpu-launch down` deletes it",
+                exit_code=error.exit_code,
+            ) from None
+
+    def _wait_until_ready(self) -> None:
         """Returns when the node is READY. Replaces a lost request or node; raises NotOurs for another's request."""
         self._wait_for_deletion()
         while True:
@@ -274,7 +267,7 @@ class _Acquisition:
         else:
             self.lost_answers = 0
         self.requested = True
-        self.progress.reset()
+        self.told = ""  # tell its state, even if it is the one told last
 
     def _replace(self, request: Request) -> None:
         """Deletes a SUSPENDED or FAILED request, and waits before the next one (the first at once). Raises the error
@@ -322,7 +315,19 @@ class _Acquisition:
                 f"request {self.config.slice.name} was deleted by another command while this one waited for it; "
                 "`tpu-launch up` makes a new one"
             )
-        self.progress.report(self.request, self.machine.clock.monotonic())
+        self._tell_state()
+
+    def _tell_state(self) -> None:
+        """Tells the user the request's state when it has changed, and once a minute."""
+        now, request = self.machine.clock.monotonic(), self.request
+        if request is None or (request.state == self.told and now - self.told_at < _REPORT_SECONDS):
+            return
+        left = ""
+        if now < self.deadline:
+            age, rest = costs.duration(now - self.begin), costs.duration(self.deadline - now)
+            left = f", requested {age} ago, valid for {rest} more"
+        self.say(f"request {self.config.slice.name} is {request.state}{left}")
+        self.told, self.told_at = request.state, now
 
 
 def _too_late(config: Config, request: Request | None) -> str:
@@ -356,26 +361,3 @@ def remove(config: Config, doomed: Request, say: Callable[[str], None], machine:
         return f"request {request.name} is {request.state}", None if wait else delete_command(config)
 
     delete_until_gone(machine, say, look, deadline)
-
-
-class _Progress:
-    """Tells the user the request's state when it changes, and once a minute."""
-
-    def __init__(self, say: Callable[[str], None], config: Config, begin: float, deadline: float) -> None:
-        self.say, self.name, self.begin, self.deadline = say, config.slice.name, begin, deadline
-        self.reset()
-
-    def reset(self) -> None:
-        """Makes the next `report` tell its state, even if it is the one told last."""
-        self.state, self.reported = "", float("-inf")
-
-    def report(self, request: Request | None, now: float) -> None:
-        """Tells the request's state unless it was told within a minute; does nothing without a request."""
-        if request is None or (request.state == self.state and now - self.reported < _REPORT_SECONDS):
-            return
-        left = ""
-        if now < self.deadline:
-            age, rest = costs.duration(now - self.begin), costs.duration(self.deadline - now)
-            left = f", requested {age} ago, valid for {rest} more"
-        self.say(f"request {self.name} is {request.state}{left}")
-        self.state, self.reported = request.state, now
