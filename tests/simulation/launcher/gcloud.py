@@ -78,6 +78,7 @@ class Gcloud:
     def _call(self, command: Command) -> Output:
         slice_ = self.google.slice_of(command)
         if slice_ is not None and command.verb == "delete":
+            self.actor.asked_to_delete = self._begun
             self._check_deletion(slice_)
         self._check_change(command)
         answer = self.google.call(command, self.actor.user, self.actor)
