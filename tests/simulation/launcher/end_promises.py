@@ -121,8 +121,9 @@ def exec_runs_once(simulation: SimulatedRun, command: Command) -> None:
         shown = command.lines[worker, "", f"works on {worker} with ***"]
         right = (ran[worker], shown, report.exit_code) == (1, 1, worker) if told else report.problem and not shown
         wrong |= set() if right and (told or worker not in going_on) else {worker}
-    failed = sorted((report.ended, report.exit_code) for report in command.reports if report.exit_code != 0)
-    if wrong or (failed and failed[0][1] not in (None, command.code)):
+    failed = [report for report in command.reports if report.exit_code != 0]
+    first = min(failed, key=lambda report: report.ended).exit_code if failed else None
+    if wrong or first not in (None, command.code):
         simulation.break_promise("`exec` runs once", f"hosts {wrong} of {command.reports}: ran {ran}, {command.lines}")
 
 
