@@ -111,10 +111,10 @@ def exec_runs_once(simulation: SimulatedRun, command: Command) -> None:
     """`exec` runs its command at most once on each host, shows its lines, masked, and tells how it ended there; on
     hosts that go on without a fault, it does run."""
     ran, going_on = Counter[int](), set[int]()
-    for job in simulation.world.record.jobs.values():
-        for worker, container in job.containers.items():
-            ran[worker] += container.executed.count(command.actor)
-            going_on |= {worker} if container.running and not simulation.world.struck else set()
+    begun = [item for job in simulation.world.record.jobs.values() for item in job.containers.values()]
+    for container in {*begun, *(item for host in simulation.world.hosts for item in host.containers.values())}:
+        ran[container.host.worker] += container.executed.count(command.actor)
+        going_on |= {container.host.worker} if container.running and not simulation.world.struck else set()
     wrong = {worker for worker, times in ran.items() if times > 1}
     for report in command.reports:
         worker, told = report.worker, report.exit_code is not None

@@ -286,7 +286,7 @@ class Shell:
         container, sent = self._get(parameters), Overlay(parameters["target"], base64.b64decode(self.stdin))
         if container is None or sent.digest != parameters["digest"]:
             return self.report("failed the overlay can not be copied", 1)
-        if not container.awaits_secrets:
+        if not container.awaits_secrets and container.overlay != sent:  # the same may come again, as answers get lost
             self.world.break_promise("a program begins with its overlay", f"{container.name} runs already")
         container.overlay = sent
         return self.report("copied")
