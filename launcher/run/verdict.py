@@ -261,8 +261,8 @@ def _judge_failure(
     stop_requested: bool,
 ) -> Verdict:
     """Returns SETTLING while other hosts may still report an earlier cause, then the verdict. After a requested stop it
-    is STOPPED or BAD_INPUT; otherwise it has the first cause: in this order, a rebooted host, a host that is lost
-    while none refused its input, one that went away and came back, a removed container, the first failed container."""
+    is STOPPED or BAD_INPUT; otherwise it has the first cause: in this order, a rebooted host, a lost one or one that
+    went away and came back (while none refused its input), a removed container, the first failed container."""
     first_seen = min(view.ended_seen if view.ended_seen is not None else now for view in (*failed, *removed))
     others = [view for view in views if view not in failed and view not in removed]
     silent = [view for view in others if not (view.reachable and view.container and view.seen > first_seen)]
@@ -290,17 +290,8 @@ def _judge_failure(
         cause = rebooted[0]
         what = "the host rebooted, and its container was killed with it"
         return Verdict(Kind.HOST_LOST, replace(_describe_exit_of(cause), what=what), symptoms(cause))
-    lost = [view for view in silent if not view.ended]
-    if lost and not refused:  # no program refuses its input because it loses a host
-        cause = min(lost, key=lambda view: view.seen)
-        return Verdict(Kind.HOST_LOST, _describe_lost(cause, now), symptoms(cause))
-    if restarted := [view for view in failed if view.ended_away and view.exit_code in _KILLED and not view.oom_killed]:
-        cause = min(restarted, key=lambda view: view.finished_at)
-        what = "the host went away and came back; its container was killed with it"
-        return Verdict(Kind.HOST_LOST, replace(_describe_exit_of(cause), what=what), symptoms(cause))
-    if away := [view for view in removed if view.ended_away]:
-        what = "the host went away and came back without its container"
-        return Verdict(Kind.HOST_LOST, Cause(away[0].worker, what), symptoms(away[0]))
+    if not refused and (found := _find_lost(failed, removed, silent, now)):
+        return Verdict(Kind.HOST_LOST, found[1], symptoms(found[0]))  # no host's loss makes programs refuse their input
     if removed and all(view.exit_code == TrainerExit.LOST_PEER for view in failed):
         cause = removed[0]
         return Verdict(
@@ -308,6 +299,22 @@ def _judge_failure(
         )
     cause = _first(failed)
     return Verdict(_KINDS.get(cause.exit_code, Kind.FAILED), _describe_exit_of(cause), symptoms(cause))
+
+
+def _find_lost(
+    failed: Sequence[HostView], removed: Sequence[HostView], silent: Sequence[HostView], now: float
+) -> tuple[HostView, Cause] | None:
+    """Returns the host that is lost, or else one that went away and came back, and the cause; None without one."""
+    if lost := [view for view in silent if not view.ended]:
+        host = min(lost, key=lambda view: view.seen)
+        return host, _describe_lost(host, now)
+    if restarted := [view for view in failed if view.ended_away and view.exit_code in _KILLED and not view.oom_killed]:
+        host = min(restarted, key=lambda view: view.finished_at)
+        what = "the host went away and came back; its container was killed with it"
+        return host, replace(_describe_exit_of(host), what=what)
+    if away := [view for view in removed if view.ended_away]:
+        return away[0], Cause(away[0].worker, "the host went away and came back without its container")
+    return None
 
 
 _KINDS: dict[int | None, Kind] = {

@@ -75,6 +75,8 @@ CASES = {
     "the trainer refused its input": ([exited(0, 2), exited(1, 76)], (Kind.BAD_INPUT, 0)),
     "the trainer refused its input, and the cluster tells nothing of the other host":
         ([exited(0, 2), running(1, seen=90.0, problem="ann may not list pods")], (Kind.BAD_INPUT, 0)),
+    "the trainer refused its input, and the other container is gone when the cluster answers again":
+        ([exited(0, 2), removed(1, away=True)], (Kind.BAD_INPUT, 0)),
     "a command that a shutdown killed before the reboot":
         ([exited(0, 143, rebooted=True, ended_before_reboot=True)], (Kind.HOST_LOST, 0)),
     "some engines make up 0 after a reboot":
