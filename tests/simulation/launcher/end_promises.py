@@ -239,7 +239,8 @@ def finished_programs_are_told_finished(simulation: SimulatedRun, job: Job, even
 def told_removal_is_true(simulation: SimulatedRun, job: Job, event: Ended) -> None:
     """A container is called removed only if it was removed from its host, not if the slice is another one by now."""
     removed = event.cause is not None and "its container was removed" in event.cause.what
-    if event.cause is None or not removed or simulation.world.cluster is not None:  # there, a pod goes with its node
+    lost = simulation.world.cluster is not None or simulation.loses_by_its_disk  # a pod goes with its node
+    if event.cause is None or not removed or lost:
         return
     container = job.containers.get(event.cause.worker)
     if container is not None and container.host.gone:
