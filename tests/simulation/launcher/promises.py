@@ -173,7 +173,8 @@ def after_a_stop_nothing_runs(simulation: SimulatedRun, command: Command) -> Non
 
 
 def stop_in_a_kind_world_succeeds(simulation: SimulatedRun, command: Command) -> None:
-    kind = command.name in ("stop", "down") and not simulation.world.struck and not command.interrupted
+    struck = simulation.world.struck or any(each.name == "gc" for each in simulation.commands)  # the slice has expired
+    kind = command.name in ("stop", "down") and not struck and not command.interrupted
     if kind and command.code not in (0, Exit.BAD_INPUT, *([Exit.CONFLICT] if command.name == "down" else [])):
         simulation.break_promise("a stop in a kind world succeeds", f"{command.code}: {command.said[-2:]}")
 
