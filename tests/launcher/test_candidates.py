@@ -306,7 +306,20 @@ def test_the_time_to_a_grant_leaves_out_what_was_not_granted() -> None:
     asked = requests.Recorded(1, V4, "demo", 100.0)
     assert asked.describe() == "open"
     assert requests.median_seconds_to_grant([asked]) is None
-    assert requests.median_seconds_to_grant([asked, replace(asked, granted=160.0)]) == 60
+    granted = replace(asked, granted=160.0)
+    assert requests.median_seconds_to_grant([asked, granted]) == 60
+    assert granted.describe() == "granted after 60 s"
+
+
+def test_a_command_tells_once_that_it_waits_for_another_one(cloud: Cloud, config: Config) -> None:
+    said, begun = list[str](), cloud.clock.now
+    with contextlib.ExitStack() as other:
+        assert other.enter_context(RequestRecord(config).try_lock())
+        cloud.clock.events.append((begun + 60.0, other.close))
+        with race.turn(config, said.append, cloud.machine()):
+            assert cloud.clock.now >= begun + 60.0
+    assert len(said) == 1
+    assert f"another tpu-launch is asking for candidates of slice {config.slice.name}" in said[0]
 
 
 def test_the_candidate_of_a_grant_is_the_current_one_after_a_kill(cloud: Cloud, config: Config) -> None:

@@ -3,6 +3,7 @@ real, gcloud is its printed words."""
 
 import contextlib
 import json
+import os
 import re
 import signal
 import socket
@@ -147,6 +148,16 @@ def test_a_host_key_is_the_one_that_gcloud_keeps_under_the_alias() -> None:
     policy.missing_host_key(paramiko.SSHClient(), "10.0.0.1", key)
     with pytest.raises(transport.HostKeyChanged, match=r"-f known -R tpu\.1-0"):
         policy.missing_host_key(paramiko.SSHClient(), "10.0.0.1", other)
+
+
+def test_host_keys_are_read_again_when_their_file_has_changed(tmp_path: Path) -> None:
+    client, file = transport.SshClient(), tmp_path / "known"
+    assert not client._known_hosts(str(file))
+    for seconds, names in (1, ["tpu.1-0"]), (2, ["tpu.1-0", "tpu.1-1"]):
+        key = paramiko.ECDSAKey.generate()
+        file.write_text("".join(f"{name} {key.get_name()} {key.get_base64()}\n" for name in names))
+        os.utime(file, (seconds, seconds))
+        assert sorted(client._known_hosts(str(file))) == names
 
 
 def test_a_host_without_a_connection_is_tried_once() -> None:

@@ -174,6 +174,13 @@ def test_a_start_waits_for_a_silent_cluster_until_its_time_is_over(kubectl: Path
     assert bad.value.exit_code is Exit.CLOUD_ERROR
 
 
+def test_a_start_does_not_wait_for_a_permission(kubectl: Path) -> None:
+    (kubectl / "refused-get").write_text('Error from server (Forbidden): pods is forbidden: User "a@b.c" cannot list\n')
+    with pytest.raises(LaunchError) as bad:
+        provider(kubectl, create=30, start=30)._wait_started(ATTEMPT, "demo", Clock())
+    assert bad.value.exit_code is Exit.PERMISSION
+
+
 def test_a_cluster_that_does_not_answer_fails_no_ended_run(kubectl: Path) -> None:
     show(kubectl, "a", "b")
     gke = provider(kubectl, 1, 1)
