@@ -294,25 +294,26 @@ class Race:
         self.say(f"withdrawing {names}")
         clock = self.patient.clock
         deadline = clock.monotonic() + _WITHDRAW_SECONDS
-        while True:
-            ended = all(entry.answer.done() for entry in entries)  # look once more after the last thread has ended
-            late = clock.monotonic() > deadline  # before the try: this machine may sleep during it
-            try:
-                self.api.delete([place_of(self.config, request) for request in doomed])
-                if ended:
-                    break
+        left = (
+            f"{names}: not withdrawn yet, and billed once granted; the next `tpu-launch up`, `run` or `down` withdraws "
+            "them: "
+        )
+        try:
+            while True:
+                ended = all(entry.answer.done() for entry in entries)  # look once more after the last thread has ended
+                late = clock.monotonic() > deadline  # before the try: this machine may sleep during it
+                try:
+                    self.api.delete([place_of(self.config, request) for request in doomed])
+                    if ended:
+                        break
+                except LaunchError as error:
+                    if not error.transient or late:
+                        self.say(f"{left}{error}")
+                        return
                 clock.sleep(_POLL_SECONDS)
-            except (LaunchError, KeyboardInterrupt) as error:
-                if isinstance(error, LaunchError) and error.transient and not late:
-                    clock.sleep(_POLL_SECONDS)
-                    continue
-                self.say(
-                    f"{names}: not withdrawn yet, and billed once granted; the next `tpu-launch up`, `run` or "
-                    f"`down` withdraws them: {error if isinstance(error, LaunchError) else 'interrupted'}"
-                )
-                if isinstance(error, KeyboardInterrupt):
-                    raise
-                return
+        except KeyboardInterrupt:
+            self.say(f"{left}interrupted")
+            raise
         self.record.end(doomed, requests.WITHDRAWN, clock.time())
 
 
