@@ -290,8 +290,9 @@ def _judge_failure(
         cause = rebooted[0]
         what = "the host rebooted, and its container was killed with it"
         return Verdict(Kind.HOST_LOST, replace(_describe_exit_of(cause), what=what), symptoms(cause))
+    # No program refuses its input because a host is lost.
     if not refused and (found := _find_lost(failed, removed, silent, now)):
-        return Verdict(Kind.HOST_LOST, found[1], symptoms(found[0]))  # no host's loss makes programs refuse their input
+        return Verdict(Kind.HOST_LOST, found[1], symptoms(found[0]))
     if removed and all(view.exit_code == TrainerExit.LOST_PEER for view in failed):
         cause = removed[0]
         return Verdict(
