@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -38,6 +39,7 @@ _TWO_SECONDS, _TWO_POLL_SECONDS = 60.0, 2.0
 _LASTING, _LASTS = {"drought": "stockout", "outage": "unavailable"}, 20.0  # faults that last so many times longer
 _IN_USE = ("CREATING", "READY", "STARTING", "REPAIRING")
 _BETWEEN_LOOKS = 5.0  # seconds between two observations, at most
+_pack = functools.cache(overlays.pack)  # all simulated runs of a process have the same
 
 
 @dataclass(eq=False)
@@ -380,7 +382,7 @@ class World:
     def give_secrets(self, container: Container) -> None:
         """Begins the command of a container; a second delivery changes nothing."""
         if container.awaits_secrets and container.job is not None:
-            wanted = overlays.pack(self.overlay) if self.overlay is not None else None
+            wanted = _pack(self.overlay) if self.overlay is not None else None
             if container.overlay != wanted:
                 self.break_promise("a program begins with its overlay", f"{container.name}: {container.overlay}")
             container.awaits_secrets, container.started = False, self.scheduler.now
