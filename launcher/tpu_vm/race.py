@@ -30,6 +30,7 @@ _LOCK_POLL_SECONDS = 2.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 15.0, 300.0  # seconds, before a candidate without capacity is asked for again
 _BETTER_SECONDS = 120.0  # for which a granted slice waits for requests of candidates before it in the file
 _TURN_SECONDS = 600.0  # in the queue, while price_limit leaves no room for other candidates
+_ASLEEP_SECONDS = 30.0  # by which a wait is late if the computer slept
 _WITHDRAW_SECONDS = 300.0  # for which a withdrawal is tried while Google's API does not answer
 
 Say = Callable[[str], None]
@@ -118,7 +119,7 @@ class Race:
                 if not self.entries and not self._may_ask_later():
                     raise self.error
                 self._make_room()
-                self.machine.clock.sleep(self._seconds_to_wait())
+                self._wait()
         except BaseException:
             self._withdraw_rest()  # after this command no process chooses between the requests
             raise
@@ -253,11 +254,15 @@ class Race:
         deadline = self.begin + self.config.slice.stockout_minutes * 60
         return any(self.next_ask[candidate] <= deadline for candidate in self.left)
 
-    def _seconds_to_wait(self) -> float:
-        """Returns the seconds until something may have changed: a second while a request is open, else until the next
-        one is due."""
-        due = min((self.next_ask[candidate] for candidate in self.left), default=0.0)
-        return _POLL_SECONDS if self.entries else max(_POLL_SECONDS, due - self.machine.clock.monotonic())
+    def _wait(self) -> None:
+        """Waits until something may have changed: a second while a request is open, else until the next one is due.
+        Restarts the ten minutes of each request if the computer slept: Google may have granted it meanwhile."""
+        now, due = self.machine.clock.monotonic(), min((self.next_ask[item] for item in self.left), default=0.0)
+        seconds = _POLL_SECONDS if self.entries else max(_POLL_SECONDS, due - now)
+        self.machine.clock.sleep(seconds)
+        if (woke := self.machine.clock.monotonic()) - now - seconds > _ASLEEP_SECONDS:
+            for entry in self.entries.values():
+                entry.begun = woke
 
     def _make_room(self) -> None:
         """Withdraws the oldest request after ten minutes, and waits for its deletion, if slice.price_limit leaves no
