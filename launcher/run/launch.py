@@ -12,7 +12,6 @@ from launcher.checks import inputs, preflight
 from launcher.config import Config
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.file_lock import hold_shared, is_held
-from launcher.home import of_slice
 from launcher.images import local, overlays
 from launcher.provider import HostReport, Overlay, Provider
 from launcher.run import budget, env_file, events, specification
@@ -20,7 +19,7 @@ from launcher.run.lease import supervising
 from launcher.run.ledger import Ledger
 from launcher.run.loop import resume_open_attempt, run_attempts
 from launcher.run.runs import find_run, list_runs, pull_known, resolve_run, runs_on_slice
-from launcher.run.session import Context, Outcome, RunStopped, Session, open_session
+from launcher.run.session import Context, Outcome, RunStopped, Session, deletion_mark, open_session
 from launcher.run.specification import SecretSource, Specification
 from launcher.run.start import end_interrupted_start, observe_phase, require_all, require_inputs, require_ready
 from launcher.run.state import Phase
@@ -212,7 +211,7 @@ def _stop_on_hosts(session: Session, grace: int) -> list[HostReport]:
 def delete_slice(config: Config, context: Context) -> None:
     """Deletes the slice, after stopping its runs and waiting for the processes of this machine that supervise them, so
     that none of them recreates the slice. A run that is requested meanwhile is refused."""
-    with hold_shared(_deletion_mark(config)):
+    with hold_shared(deletion_mark(config)):
         _stop_runs(config, context)
         with contextlib.closing(context.make_provider(config)) as provider:
             provider.delete()
@@ -221,11 +220,6 @@ def delete_slice(config: Config, context: Context) -> None:
 def _find(config: Config, context: Context, run_id: str | None) -> Ledger:
     """Returns the run of that id, or the newest one of the slice, as `find_run` does. Raises BadInput without one."""
     return find_run(context.home, context.machine, run_id, slice_name=config.slice.name, provider=config.provider)
-
-
-def _deletion_mark(config: Config) -> Path:
-    """Returns the path of the file on which `delete_slice` holds a lock while it works."""
-    return of_slice(config.project, config.slice.name, "deleting")
 
 
 def _stop_runs(config: Config, context: Context) -> None:
@@ -337,9 +331,9 @@ def _require_startable(request: RunRequest, ledger: Ledger, known_stops: int) ->
         )
     if ledger.state.stops > known_stops:
         raise RunStopped.of(ledger.run_id)
-    if is_held(_deletion_mark(request.config)):
+    if is_held(deletion_mark(request.config)):
         raise LaunchError(
-            f"slice {request.config.slice.name} is being deleted by `tpu-launch down` on this machine: wait for its "
+            f"slice {request.config.slice.name} is being deleted by another tpu-launch on this machine: wait for its "
             "end, then `tpu-launch up` creates it again",
             exit_code=Exit.CONFLICT,
         )

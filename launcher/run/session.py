@@ -8,7 +8,9 @@ from pathlib import Path
 
 from launcher.config import Config
 from launcher.errors import BadInput, Exit, LaunchError
+from launcher.file_lock import hold_shared
 from launcher.gcloud.retry import Retry
+from launcher.home import of_slice
 from launcher.provider import LogLine, Provider, container_name
 from launcher.run import specification
 from launcher.run.ledger import Ledger
@@ -123,7 +125,8 @@ class Session:
         if found is not None and created and found.created and found.created != created:
             self.say(f": slice {found.name} is not the one to delete: it was created at {found.created}; left alone")
         else:
-            self.provider.delete()
+            with hold_shared(deletion_mark(self.config)):
+                self.provider.delete()
 
     def secret_values(self) -> dict[str, str]:
         """Returns the values of the run's secrets that this process knows, by name; {} where the platform has them."""
@@ -148,3 +151,8 @@ def open_session(context: Context, ledger: Ledger, secrets: SecretSource) -> Ses
     spec = specification.read(ledger.folder)
     config = spec.config()
     return Session(context, ledger, spec, config, context.make_provider(config), secrets)
+
+
+def deletion_mark(config: Config) -> Path:
+    """Returns the path of the file that is locked while this machine deletes a slice: no run is started on it."""
+    return of_slice(config.project, config.slice.name, "deleting")
