@@ -48,6 +48,10 @@ _FULL_DISK_SECONDS = 60.0  # for which `append` retries
 _FULL_DISK_POLL_SECONDS = 1.0
 
 
+class NotRecorded(LaunchError):
+    """An event can't be recorded: the run's record does not tell all that is done."""
+
+
 @dataclass(frozen=True)
 class RunRecord:
     """How a run was started: enough to find it again."""
@@ -142,7 +146,7 @@ class Ledger:
 
     def append(self, event: RunEvent, *, patience: float = _FULL_DISK_SECONDS) -> None:
         """Records an event, which must not hold secrets: the file is kept. Retries for `patience` seconds, on a full
-        disk for example; then raises LaunchError. A supervisor waits for its run's bucket without end."""
+        disk for example; then raises NotRecorded. A supervisor waits for its run's bucket without end."""
         deadline = self.clock.monotonic() + patience
         document = Entry(format_time(self.clock.time()), event).document()
         line = json.dumps(document | ({"by": self._writer} if self.bucket else {}))
@@ -157,7 +161,7 @@ class Ledger:
                     continue
                 waited = f" for {patience:.0f} s" if patience else ""
                 reason, advice = (error.strerror, "make room") if isinstance(error, OSError) else (error, "wait")
-                raise LaunchError(
+                raise NotRecorded(
                     f"{self._events}: the event {event.kind!r} can't be recorded{waited}: {reason}; what runs "
                     f"on hosts goes on, and is billed: {advice}, then `tpu-launch run --attach`"
                 ) from None

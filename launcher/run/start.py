@@ -13,6 +13,7 @@ from launcher.config import Config
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.provider import DELIVERY_SECONDS, SECRETS_LATE, ContainerState, HostReport, Observation, Provider
 from launcher.run import events, specification
+from launcher.run.ledger import NotRecorded
 from launcher.run.runs import pull_known, runs_on_slice
 from launcher.run.session import RunStopped, Session
 from launcher.run.state import Phase, phase_on_hosts
@@ -76,6 +77,8 @@ def start_attempt(session: Session) -> tuple[int, Verdict | None]:
             raise
     except RunStopped as stopped:
         ledger.append(events.Ended(number, Kind.STOPPED.value, Cause(-1, str(stopped))))
+        raise
+    except NotRecorded:  # what runs on the hosts is not on record: do not record that the attempt ended
         raise
     except LaunchError as error:
         lost = judge_slice(session)
