@@ -212,6 +212,15 @@ def test_a_request_without_capacity_gives_way_after_ten_minutes_where_the_limit_
     assert asked["v4-16"] == [0, pytest.approx(1200, abs=5)]
 
 
+def test_a_request_has_ten_minutes_again_after_a_sleep_of_the_computer(
+    cloud: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sleep, long = cloud.clock.sleep, iter([2000.0])
+    monkeypatch.setattr(cloud.clock, "sleep", lambda seconds: sleep(next(long, seconds)))
+    _, _, asked = run_race(cloud, make(tmp_path, "  price_limit: 8.0\n"), {"v4-16": [(2004, True)]}, {})
+    assert asked == {"v4-16": [0]}
+
+
 def test_no_request_gives_way_while_all_are_made(cloud: Cloud, tmp_path: Path) -> None:
     _, took, asked = run_race(cloud, make(tmp_path, "  price_limit: 14.0\n"), {"v4-16": [(700, True)]}, {})
     assert took == pytest.approx(700, abs=2)
