@@ -260,8 +260,7 @@ def _stop_detached(ledger: Ledger, context: Context) -> None:
         quiet = replace(context, output=replace(context.output, emit=lambda worker, line: None))  # days of lines
         session = open_session(quiet, ledger, SecretSource(context.environment, {}))
         with contextlib.closing(session.provider):
-            slice_state = session.provider.describe()
-            if slice_state is not None and not slice_state.gone_for_good:
+            if (found := session.describe_slice()) is not None and not found.gone_for_good:
                 require_all(_stop_on_hosts(session, session.config.run.stop_seconds), "stop")
                 with supervising(ledger, context.machine, context.output.say):
                     if not ledger.state.phase.is_open:  # also if another `down` has recorded its end meanwhile

@@ -11,7 +11,7 @@ from launcher.errors import BadInput, Exit, LaunchError
 from launcher.file_lock import hold_shared
 from launcher.gcloud.retry import Retry
 from launcher.home import of_slice
-from launcher.provider import LogLine, Provider, container_name
+from launcher.provider import LogLine, Provider, SliceState, container_name
 from launcher.run import specification
 from launcher.run.ledger import Ledger
 from launcher.run.specification import SecretSource, Specification
@@ -20,6 +20,7 @@ from launcher.workstation import CheckedClock, Workstation
 from training.machine.clock import Clock
 
 _DESCRIBE_SECONDS = 120.0
+DESCRIBE_AGAIN_SECONDS = 5.0  # before a slice that seems to be gone is described again
 
 
 class RunStopped(LaunchError):
@@ -89,8 +90,7 @@ class Session:
         return range(self.provider.host_count)
 
     def choose_workers(self, host: int | None) -> Sequence[int]:
-        """Returns the worker indices of one host, or of all. Raises BadInput for a host that the slice does not
-        have."""
+        """Returns the worker indices of one host, or of all. Raises BadInput for a host that the slice lacks."""
         if host is None:
             return self.workers
         if host not in self.workers:
@@ -116,6 +116,13 @@ class Session:
     def container(self, attempt: int) -> str:
         """Returns the name of an attempt's container, the same on every host."""
         return container_name(self.ledger.run_id, attempt)
+
+    def describe_slice(self) -> SliceState | None:
+        """Returns the slice; None if two descriptions, 5 s apart, show none. Raises LaunchError."""
+        if (found := self.provider.describe()) is None:  # one answer may be stale
+            self.machine.clock.sleep(DESCRIBE_AGAIN_SECONDS)
+            found = self.provider.describe()
+        return found
 
     def delete_slice(self, created: str) -> None:
         """Deletes the slice, unless one of its name was created at another time than `created` (RFC 3339; "": not

@@ -17,7 +17,7 @@ from launcher.run.ledger import NotRecorded
 from launcher.run.runs import pull_known, runs_on_slice
 from launcher.run.session import RunStopped, Session
 from launcher.run.state import Phase, phase_on_hosts
-from launcher.run.supervise import DESCRIBE_AGAIN_SECONDS, stop_hosts
+from launcher.run.supervise import stop_hosts
 from launcher.run.verdict import SLICE_DELETED, Cause, Kind, Verdict
 from launcher.tpu_vm import slice_hints
 from training.machine.clock import format_time, parse_time
@@ -94,13 +94,9 @@ def start_attempt(session: Session) -> tuple[int, Verdict | None]:
 
 
 def judge_slice(session: Session) -> Verdict | None:
-    """Returns the verdict on an attempt that could not be started if the slice is gone; None if it is there, or the API
-    does not answer. Describes a missing slice twice."""
+    """Returns the verdict on an attempt that did not start if the slice is gone; None if it is there, or unknown."""
     try:
-        slice_state = session.provider.describe()
-        if slice_state is None:  # one answer may be stale
-            session.machine.clock.sleep(DESCRIBE_AGAIN_SECONDS)
-            slice_state = session.provider.describe()
+        slice_state = session.describe_slice()
     except LaunchError:
         return None
     if slice_state is None:
@@ -220,8 +216,7 @@ def _may_lack_secrets(session: Session, answer: Observation, container: Containe
 
     One that may wait runs, has written no line, and was started more recently than it waits for secrets.
     """
-    config = session.config
-    spec = session.specification
+    config, spec = session.config, session.specification
     waits = session.provider.host_count > 1 or bool(spec.secrets) or spec.overlay is not None
     if not session.provider.capabilities.sends_secrets or not waits:
         return False

@@ -20,7 +20,7 @@ from launcher.run.explanation import blame_silent_host, explain_stall
 from launcher.run.ledger import Ledger
 from launcher.run.logs import HostLog, next_page, tail
 from launcher.run.progress import HostsProgress
-from launcher.run.session import Session
+from launcher.run.session import DESCRIBE_AGAIN_SECONDS, Session
 from launcher.run.stall import DEFAULT_SECONDS, judge_stall
 from launcher.run.state import Phase, recorded_ends, recorded_verdict
 from launcher.run.verdict import RECREATED, HostView, Kind, Limits, Verdict, describe_exit, judge
@@ -33,7 +33,6 @@ _INBOX_SIZE = 64  # an observation may hold LOG_BYTES: pollers that are faster t
 _LONG_TURN_SECONDS, _STANDSTILL_SECONDS = 1.0, 10.0  # a turn of the main task takes a fraction of a second
 _INBOX_SECONDS = 0.25  # how long the main task waits for an answer before it judges again
 _DESCRIBE_SLICE_EVERY = 15.0  # seconds between two API calls while a host is out of reach
-DESCRIBE_AGAIN_SECONDS = 5.0  # before a slice that seems to be gone is described again
 _PROGRESS_EVERY = 5.0  # seconds between two readings of a host's lines of progress
 _STOP_AGAIN_SECONDS = 5.0  # before hosts that were missed are stopped again
 _API_GAP = 60.0  # seconds between two answers of the API beyond which the time between them does not count

@@ -639,8 +639,8 @@ def test_a_slice_that_was_created_again_is_not_the_one_of_the_attempt(
 
 @pytest.mark.parametrize(
     "trouble",
-    ["", "no host answers", "preempted", "no slice", "interrupted start", "host lost", "launcher killed meanwhile",
-     "launcher works on it"],
+    ["", "no host answers", "preempted", "no slice", "stale answer", "interrupted start", "host lost",
+     "launcher killed meanwhile", "launcher works on it"],
 )  # fmt: skip
 def test_down_of_a_detached_run_lets_it_save_before_the_slice_is_deleted(
     work: Workstation, monkeypatch: pytest.MonkeyPatch, trouble: str
@@ -653,10 +653,10 @@ def test_down_of_a_detached_run_lets_it_save_before_the_slice_is_deleted(
     work.hosts.calls.clear()
     if trouble == "no host answers":
         work.hosts.fail("stop", UNAVAILABLE)
-    elif trouble == "preempted":
-        work.hosts.slice_state = "PREEMPTED"
-    elif trouble == "no slice":
-        work.hosts.slice_state = None
+    elif trouble in ("preempted", "no slice"):
+        work.hosts.slice_state = "PREEMPTED" if trouble == "preempted" else None
+    elif trouble == "stale answer":
+        work.hosts.hooks["describe"] = [work.hosts.change(slice_state=state) for state in (None, "READY")]
     elif trouble == "launcher killed meanwhile":
         hold_lock(work, monkeypatch)
     elif trouble == "launcher works on it":
