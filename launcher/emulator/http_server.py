@@ -43,7 +43,7 @@ class Body:
         self._source = source
         self._chunked = headers.get("Transfer-Encoding", "").lower() == "chunked"  # until the last chunk was read
         # Bytes of the body, or of the current chunk.
-        self._left = 0 if self._chunked else int(headers.get("Content-Length") or 0)
+        self._left = 0 if self._chunked else max(0, int(headers.get("Content-Length") or 0))
 
     def read(self, size: int = BLOCK) -> bytes:
         """Waits for and returns up to `size` bytes; b"" at the end. Raises Disconnected when the body ends early."""

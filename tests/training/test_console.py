@@ -66,11 +66,14 @@ from training.cli.train import exit_overdue
 from training.distributed.rendezvous import SingleHost
 exit_overdue(SingleHost(), 25)
 """
+MAIN = "import sys; from training.cli.main import main; sys.argv[1:] = ['train', {!r}]; main()"
 
 
-@pytest.mark.parametrize("program", [TRAINING, OVERDUE])
+@pytest.mark.parametrize(
+    ("program", "code"), [(TRAINING, 75), (OVERDUE, 75), (MAIN.format("/nope.yaml"), 2), (MAIN.format("--nope"), 2)]
+)
 @pytest.mark.parametrize("place", ["/dev/full", "a pipe without a reader"])
-def test_closed_or_full_output_changes_no_exit_code(place: str, program: str) -> None:
+def test_closed_or_full_output_changes_no_exit_code(place: str, program: str, code: int) -> None:
     if place == "/dev/full":
         descriptor = os.open(place, os.O_WRONLY)
     else:
@@ -80,4 +83,4 @@ def test_closed_or_full_output_changes_no_exit_code(place: str, program: str) ->
         ended = subprocess.run([sys.executable, "-c", program], stdout=descriptor, stderr=descriptor, timeout=60)
     finally:
         os.close(descriptor)
-    assert ended.returncode == 75
+    assert ended.returncode == code

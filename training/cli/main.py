@@ -10,6 +10,7 @@ Commands parse, call and print; they hold no logic. A command is imported when i
 when it is called, so that `--help` is quick.
 """
 
+import contextlib
 import faulthandler
 import sys
 import time
@@ -20,6 +21,7 @@ from training.cli import EndAtOnce
 from training.cli.train import exit_at_once, print_error
 from training.errors import Exit, TrainError
 from training.lazy_command import LazyCommand
+from training.telemetry.console import note
 
 _BEGAN = time.monotonic()  # approximately when the process began
 _COMMANDS = [
@@ -56,7 +58,8 @@ def main() -> None:
     except EndAtOnce as ended:
         exit_at_once(ended.code)
     except click.ClickException as error:
-        error.show()
+        with contextlib.suppress(OSError):  # a full disk must not change the exit code
+            error.show()
         sys.exit(Exit.BAD_INPUT)
     except (click.Abort, KeyboardInterrupt):
         sys.exit(130)
@@ -68,5 +71,5 @@ def main() -> None:
 
         if not isinstance(error, ConfigError):
             raise
-        print(f"tpu-train: bad configuration:\n{error}", file=sys.stderr)
+        note(f"bad configuration:\n{error}")
         sys.exit(Exit.BAD_INPUT)
