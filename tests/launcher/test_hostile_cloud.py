@@ -676,14 +676,19 @@ def test_down_of_a_detached_run_lets_it_save_before_the_slice_is_deleted(
     assert work.ledger.state.stop_requested
 
 
-def test_a_run_that_is_asked_for_while_its_slice_is_deleted_is_refused(work: Workstation) -> None:
+@pytest.mark.parametrize("command", ["down", "run"])
+def test_a_run_that_is_asked_for_while_its_slice_is_deleted_is_refused(work: Workstation, command: str) -> None:
     def ask() -> None:
-        with pytest.raises(LaunchError, match="slice demo is being deleted by `tpu-launch down`"):
-            work.run(work.config())
+        with pytest.raises(LaunchError, match="slice demo is being deleted by another tpu-launch on this machine"):
+            work.run(work.config(), new=True)
 
+    start_and_lose_sight(work)
     work.hosts.hooks["delete"] = [ask]
-    launch.delete_slice(work.config(), work.context())
-    assert not work.hosts.attempts
+    if command == "down":
+        launch.delete_slice(work.config(), work.context())
+    else:  # which replaces the slice, or has spent its budget
+        open_session(work.context(), work.ledger, SecretSource({}, {})).delete_slice("")
+    assert not work.hosts.hooks["delete"] and len(work.hosts.attempts) == 1
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOTSUP])
