@@ -4,6 +4,7 @@ The record of requests (requests.py) says what may exist; a race (race.py) asks 
 slice.candidates, `create` is that of `creation`.
 """
 
+import contextlib
 from collections.abc import Callable
 
 from launcher.config import Config
@@ -14,6 +15,7 @@ from launcher.tpu_vm import creation, deletion, ownership, race, requests, slice
 from launcher.tpu_vm.race import Race, Say
 from launcher.tpu_vm.requests import Recorded, RequestRecord
 from launcher.workstation import Workstation
+from training import storage
 
 
 def create(config: Config, say: Say, machine: Workstation, patient: Workstation) -> SliceState:
@@ -67,15 +69,17 @@ def withdraw_unused(config: Config, say: Say, machine: Workstation) -> None:
         used = next((request for request in record.open() if request.granted is not None), None)
         if used is None:
             existing = slices.describe(config, machine)
-            used = _used(config, record, existing) if existing is not None and existing.ready else None
-            if used is not None:
+            if existing is not None and existing.ready and (used := _used(config, record, existing)):
                 record.grant(used, machine.clock.time())
         left = [request for request in record.open() if used is None or request.number != used.number]
         Race(config, record, _api(config, say, machine), say, machine, machine).withdraw(left)
 
 
 def _follow(config: Config, record: RequestRecord) -> None:
-    """Saves the candidate of a granted request as the current one: a killed command may have ended before it did so."""
+    """Copies what other machines have recorded, if their bucket answers. Saves the candidate of a granted request as
+    the current one: a killed command may have ended before it did so."""
+    with contextlib.suppress(storage.StorageError):
+        record.pull()
     for request in record.open():
         if request.granted is not None:
             slice_hints.save_place(config, request.candidate)

@@ -88,8 +88,7 @@ def _zones_to_try(config: Config, machine: Workstation) -> list[Config]:
 
 
 def create_in_place(config: Config, say: Say, machine: Workstation) -> SliceState:
-    """Returns the slice of one candidate when it is READY, as `create` does, and tries no other. Retries the first look
-    too."""
+    """Returns the slice of one candidate when READY, as `create` does, and tries no other. Retries its first look."""
     creation = _Creation(config, say, machine, first_contact=False)
     try:
         return creation.run()

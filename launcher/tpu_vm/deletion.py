@@ -34,7 +34,6 @@ def delete(config: Config, say: Say, machine: Workstation) -> bool:
         NotOurs: Another owner's slice has the name, and there is none of ours.
         LaunchError: Which zones failed and why, after all others were done.
     """
-
     record = RequestRecord(config)
     left = record.open()
     places = {(place.zone, place.node): place for place in map(config.placed, config.all_candidates)}

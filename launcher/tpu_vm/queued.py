@@ -218,8 +218,7 @@ class Acquisition:
             self._remove()
 
     def _is_lost(self, node: SliceState | None) -> bool:
-        """Returns whether the node of an ACTIVE request is `gone_for_good`, or not found for 20 s. Records since
-        when."""
+        """Returns whether an ACTIVE request's node is `gone_for_good`, or not found for 20 s. Records since when."""
         if node is not None:
             self.node_missing_since = None
             return node.gone_for_good

@@ -79,8 +79,7 @@ def mark_create_in_flight(config: Config) -> Iterator[tuple[int, ...]]:
 
 
 def is_create_in_flight(config: Config) -> bool:
-    """Returns whether a gcloud of this machine is creating the slice now; False, with a warning, if that can't be
-    told."""
+    """Returns whether a gcloud of this machine is creating the slice now; False, with a warning, if unknown."""
     return bool(is_held(_file(config, "asking")))
 
 

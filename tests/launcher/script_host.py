@@ -66,8 +66,7 @@ class ScriptHost:
         (self.folder / "answers" / call.replace(" ", "_")).write_text(shell)
 
     def answer_container(self, state: dict[str, object], created_on: str = "") -> None:
-        """Makes `docker inspect --format TEMPLATE NAME` print a container of image sha256:ab in a state, created on a
-        boot."""
+        """Makes `docker inspect --format TEMPLATE NAME` print a container of image sha256:ab, created on a boot."""
         fields = {
             "json .State": json.dumps(state),
             ".State.Status": str(state["Status"]),

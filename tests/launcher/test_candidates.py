@@ -426,8 +426,8 @@ def test_a_supervisor_on_another_machine_uses_and_withdraws_the_requests_of_the_
         elsewhere.ask(first, "late", 8.0)
 
 
-def test_a_grant_of_another_machine_is_copied_when_the_bucket_answers_again(
-    config: Config, tmp_path: Path, server: BucketServer, monkeypatch: pytest.MonkeyPatch
+def test_a_grant_of_another_machine_is_copied_before_a_request_and_when_the_bucket_answers_again(
+    cloud: Cloud, config: Config, tmp_path: Path, server: BucketServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url, laptop = "gs://bucket/runs/r/launcher/requests", RequestRecord(config)
     asked = laptop.ask(V4, "demo", 1.0)
@@ -445,6 +445,9 @@ def test_a_grant_of_another_machine_is_copied_when_the_bucket_answers_again(
     assert not laptop.open()  # or it would be made again
     laptop.pull()
     assert laptop.read()[0].granted == 2.0
+    laptop.grant(laptop.ask(V4, "demo", 6.0), 7.0)
+    create(cloud, config)
+    assert nodes(cloud) == ["us-central2-b/demo"], "what it creates is not withdrawn as a request of before"
 
 
 def test_a_share_that_is_killed_loses_and_doubles_no_open_request(

@@ -46,8 +46,7 @@ DRY_RUN = (  # as gcloud 528 prints it
 
 
 def gcloud_says(folder: Path, monkeypatch: pytest.MonkeyPatch, hosts: list[str]) -> Path:
-    """A gcloud that prints the way to these hosts, or that there is no such slice, and writes down that it was
-    asked."""
+    """A gcloud that prints the way to these hosts, or that there is no such slice, and notes that it was asked."""
     asked = folder / "asked"
     asked.write_text("")
     told = (DRY_RUN.format(worker=worker, host=host) for worker, host in enumerate(hosts))
