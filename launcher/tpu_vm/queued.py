@@ -191,6 +191,7 @@ class Acquisition:
         while True:
             request = self.request
             if request is None:
+                self._check_deadline()  # first, or the new request would be left in the queue
                 self._make_request()
             else:
                 ownership.require_ours(self.config, request.labels, self.machine.owner)
@@ -208,7 +209,7 @@ class Acquisition:
                 elif request.state in _DEAD:
                     self._replace(request)
                     continue
-            self._check_deadline()
+                self._check_deadline()
             self._poll()
 
     def _wait_for_deletion(self) -> None:

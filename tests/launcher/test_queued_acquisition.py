@@ -57,6 +57,17 @@ def requests(cloud: Cloud) -> int:
     return cloud.calls.count("us-west1-c queued-resources create")
 
 
+def preempt_first(cloud: Cloud) -> None:
+    """Takes the node of the first request away before it is seen to be READY."""
+
+    def take_away(_zone: str, command: str, _now: float) -> None:
+        for node in cloud.state.nodes.values():
+            if command == "tpu-vm describe" and requests(cloud) == 1:
+                node.resource["state"] = "PREEMPTED"
+
+    cloud.trouble = take_away
+
+
 def test_a_request_is_made_once_and_told_of_once_a_minute(config: Config, cloud: Cloud) -> None:
     cloud.at(HOUR, cloud.state.faults.clear)
     node, said = create(config, cloud)
@@ -107,12 +118,16 @@ def test_one_that_is_being_provided_at_the_end_gets_the_time_of_a_creation(confi
     assert requests(cloud) == 1
 
 
-def test_one_that_is_being_provided_for_longer_is_deleted(config: Config, cloud: Cloud) -> None:
-    cloud.state.create_seconds = 2 * HOUR
+@pytest.mark.parametrize("seconds", [2 * HOUR, 600.0])
+def test_one_that_is_being_provided_for_longer_or_is_then_taken_away_is_deleted(
+    config: Config, cloud: Cloud, seconds: float
+) -> None:
+    cloud.state.create_seconds = seconds
+    preempt_first(cloud)
     cloud.at(6 * HOUR - 300, cloud.state.faults.clear)
     with pytest.raises(Stockout, match=r"the request was deleted\n  ask"):
         create(config, cloud)
-    assert request_state(cloud) == ""
+    assert (request_state(cloud), requests(cloud)) == ("", 1)
 
 
 @pytest.mark.parametrize(("looks", "words"), [(0, "may be in the queue"), (2, "stays in the queue")])
@@ -148,13 +163,8 @@ def test_a_lost_request_is_made_again_with_growing_pauses(config: Config, cloud:
 
 
 def test_a_request_whose_node_is_taken_away_before_it_is_ready_is_replaced(config: Config, cloud: Cloud) -> None:
-    def take_away(_zone: str, command: str, _now: float) -> None:
-        for node in cloud.state.nodes.values():
-            if command == "tpu-vm describe" and requests(cloud) == 1:
-                node.resource["state"] = "PREEMPTED"
-
     cloud.state.faults.clear()
-    cloud.trouble = take_away
+    preempt_first(cloud)
     node, said = create(config, cloud)
     assert node.ready
     assert requests(cloud) == 2
@@ -191,12 +201,9 @@ def test_waiting_survives_minutes_of_failures_and_says_so(config: Config, cloud:
 def test_a_request_is_looked_for_after_the_last_answer_that_is_lost_too(config: Config, cloud: Cloud) -> None:
     """Otherwise `up` ends without naming a request that Google received, when only the answer was lost."""
     cloud.state.faults.clear()
-
-    def asked(command: str) -> bool:
-        return command == "queued-resources create"
-
-    cloud.trouble = lambda zone, command, now: UNAVAILABLE if asked(command) and requests(cloud) < 3 else None
-    cloud.lost = lambda zone, command, now: UNAVAILABLE if asked(command) else None
+    asks = "queued-resources create"
+    cloud.trouble = lambda zone, command, now: UNAVAILABLE if command == asks and requests(cloud) < 3 else None
+    cloud.lost = lambda zone, command, now: UNAVAILABLE if command == asks else None
     assert create(config, cloud)[0].ready
     assert requests(cloud) == 3
 
@@ -251,11 +258,7 @@ def test_a_request_that_one_look_does_not_show_goes_with_its_node(config: Config
     cloud.state.faults.clear()
     create(config, cloud)
     missing = iter([*[None] * seen, "ERROR: (gcloud.x) NOT_FOUND: Resource 'r' was not found"])
-
-    def not_yet(zone: str, command: str, now: float) -> str | None:
-        return next(missing, None) if command == "queued-resources describe" else None
-
-    cloud.trouble = not_yet
+    cloud.trouble = lambda zone, command, now: next(missing, None) if command == "queued-resources describe" else None
     assert deletion.delete(config, lambda line: None, cloud.machine())
     assert request_state(cloud) == ""
 
