@@ -769,6 +769,7 @@ def test_a_lost_host_is_what_the_api_says_of_its_slice(
     assert (work.clock.skipped - begun >= 5.0) is (change == {"slice_state": None}), "one such answer may be stale"
     assert confirmed.kind is kind
     assert what in getattr(confirmed.cause, "what", "")
+    assert supervision._reachable(verdict) == ([0] if verdict is LOST else [0, 1]), "a lost host is not waited for"
     if kind is Kind.HOST_LOST:
         work.hosts.health = "HEALTHY"
         assert supervision.confirm_lost(LOST) == replace(LOST, cause=Cause(1, what)), "what was told stays told"

@@ -3,7 +3,10 @@
 import random
 import re
 import xml.etree.ElementTree
+from unittest.mock import Mock
 
+from launcher.run.progress import HostsProgress
+from launcher.run.stall import update
 from launcher.run.stragglers import WINDOWS, Straggler, Watch, compare, draw_hosts, own_seconds
 from training.telemetry.progress_line import ProgressLine
 
@@ -12,9 +15,14 @@ class Hosts:
     """Hosts that take a second a step; `slow` adds seconds in a part on a host."""
 
     def __init__(self, count: int) -> None:
-        self.count, self.step, self.watch = count, 0, Watch()
+        self.step, self.ledger = 0, Mock()
+        self.progress = HostsProgress(self.ledger, 0, lambda text: None)
         self.seconds = [{"data_wait": 0.0, "dispatch": 0.0, "result": 0.0} for _ in range(count)]
-        self.told: list[str] = []
+
+    @property
+    def told(self) -> list[str]:
+        """Returns kind, host and part of each event."""
+        return [f"{event.kind} {event.host} {event.part}" for ((event, _), _) in self.ledger.note.call_args_list]
 
     def window(self, slow: dict[int, tuple[str, float]] | None = None, noise: float = 0.0) -> None:
         self.step += 30
@@ -26,10 +34,8 @@ class Hosts:
             for name, amount in own.items():
                 seconds[name] += 30 * amount * (1 + rng.uniform(-noise, noise))
             seconds["result"] += 0 if more else 30 * 0.5
-        lines = {worker: ProgressLine(self.step, seconds=dict(each)) for worker, each in enumerate(self.seconds)}
-        self.watch, begun, ended = self.watch.observe(lines, float(self.step))
-        self.told += [f"begun {found.worker} {found.part}" for found in (begun,) if found]
-        self.told += [f"ended {found.worker}" for found in (ended,) if found]
+            self.progress.views[worker] = update(None, ProgressLine(self.step, seconds=dict(seconds)), 0.0)
+        self.progress._record_stragglers(float(self.step))
 
 
 def test_a_straggler_is_told_once_when_it_begins_and_once_when_it_ends() -> None:
@@ -41,21 +47,22 @@ def test_a_straggler_is_told_once_when_it_begins_and_once_when_it_ends() -> None
     assert hosts.told == []
     for number in range(20):
         hosts.window({2: ("data_wait", 0.4)} if number % WINDOWS < WINDOWS - 1 else {})
-    assert hosts.told == ["begun 2 data_wait"], "a window without it does not end it"
+    assert hosts.told == ["straggler 2 data_wait"], "a window without it does not end it"
     for _ in range(20):
         hosts.window()
-    assert hosts.told == ["begun 2 data_wait", "ended 2"]
+    assert hosts.told == ["straggler 2 data_wait", "no straggler 2 data_wait"]
 
 
 def test_a_run_that_stands_still_ends_no_straggler() -> None:
     hosts = Hosts(2)
     for _ in range(WINDOWS + 1):
         hosts.window({1: ("dispatch", 3.0)})
-    watch, lines = hosts.watch, hosts.watch.window or {}
+    watch = hosts.progress._stragglers
+    lines = watch.window or {}
     for number in range(1, 2 * WINDOWS):
         watch, _, ended = watch.observe(lines, hosts.step + 40.0 * number)
         assert ended is None, "no host made a step, so none is as fast as the others again"
-    assert hosts.told == ["begun 1 dispatch"]
+    assert hosts.told == ["straggler 1 dispatch"]
     assert watch.observe({**lines, 2: ProgressLine(0)}, 1e9)[0] is watch, "a host that joins makes no window"
 
 

@@ -131,6 +131,7 @@ def test_a_run_is_finished_elsewhere_wherever_its_launcher_was_killed(
     outcome = take_over(TOKEN="s3cret")
     assert (outcome.attempt, outcome.verdict.kind) == (attempts, Kind.FINISHED), said
     assert [attempt.number for attempt in hosts.attempts] == [1] * attempts
+    assert hosts.calls.count("create") == attempts, "the slice may be gone"
     found = [storage.read(each.url) for each in storage.listing(f"{url}/events")]
     assert len(found) == len(ledger.entries())
     assert not any(b"s3cret" in text for text in found)
