@@ -10,8 +10,7 @@ HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
 def find_python(version: str) -> str:
-    """Returns what `uv venv --python` takes: a program of this version on the PATH or of pyenv, or the version to
-    download."""
+    """Returns what `uv venv --python` takes: a program on the PATH or of pyenv, or the version to download."""
     if version == HERE:
         return sys.executable
     pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")

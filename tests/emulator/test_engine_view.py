@@ -1,5 +1,4 @@
-"""Checks what a host sees of the engine, a pure rewriting: its own containers by their own names, its network,
-refusals."""
+"""Checks what a host sees of the engine: its own containers by their own names, its network, refusals."""
 
 import json
 from typing import Any

@@ -1,5 +1,4 @@
-"""Checks what a host reads at metadata.google.internal, as torch_xla, TensorFlow, JAX and Google's guest agent expect
-it."""
+"""Checks what torch_xla, TensorFlow, JAX and Google's guest agent read at metadata.google.internal on a host."""
 
 import json
 import threading

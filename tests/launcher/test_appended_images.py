@@ -85,8 +85,7 @@ def make(config: Config) -> str:
 
 
 def read(name: str) -> tuple[dict[str, tarfile.TarInfo], Any]:
-    """The entries of an image's layers, with their text in `pax_headers`, upper layers over lower ones; and its
-    configuration."""
+    """The entries of an image's layers, upper over lower ones, with their text in `pax_headers`; its configuration."""
     reference, entries = appended.parse(name), {}
     with Registry(reference.host, credentials.find, reads=[reference.path]) as registry:
         manifest = json.loads(registry.require_manifest(reference.path, reference.digest).body)

@@ -1,5 +1,4 @@
-"""Claims about the scripts that hosts run. Real shells run them; what they do to an engine is shown in
-tests/rehearsal."""
+"""Claims about the scripts of hosts, in real shells; tests/rehearsal shows what they do to an engine."""
 
 import base64
 import gzip

@@ -1,5 +1,4 @@
-"""What decides an image's tag, and what a user reads when an image can't be made. Real builds are in
-tests/rehearsal/test_image_builds.py."""
+"""What decides an image's tag, and what a user reads when none can be made. Real builds: tests/rehearsal."""
 
 import dataclasses
 import os

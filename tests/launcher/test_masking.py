@@ -1,5 +1,4 @@
-"""Claims about what is masked in what is kept: every form of a long value, and no more of a text than a short one
-needs."""
+"""Claims about what is masked in what is kept: every form of a long value, and no more than a short one needs."""
 
 import base64
 import html

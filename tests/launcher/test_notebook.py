@@ -1,5 +1,4 @@
-"""Claims about `tpu-launch notebook`: the address is Jupyter's own, and what is missing is told in words. A script is
-in Jupyter's place."""
+"""Claims about `tpu-launch notebook`, with a script in Jupyter's place: its address, what it says of missing parts."""
 
 import subprocess
 from collections.abc import Sequence

@@ -1,5 +1,4 @@
-"""Claims about requests in the queue and about several zones: command lines, what the API answers, where a slice is
-remembered."""
+"""Claims about queued requests and several zones: command lines, the API's answers, where a slice is remembered."""
 
 from pathlib import Path
 

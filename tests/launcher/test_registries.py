@@ -1,5 +1,4 @@
-"""Claims about the repository that images are pushed to; it is made, with the real gcloud, in
-tests/rehearsal/test_fault_matrix.py."""
+"""Claims about the repository of images; tests/rehearsal/test_fault_matrix.py makes it with the real gcloud."""
 
 import pytest
 

@@ -1,5 +1,4 @@
-"""Claims about what `status` tells of a run that was recovered: a few lines, and nothing that only a reader of the code
-understands."""
+"""Claims about what `status` tells of a run that was recovered: a few lines that a user understands."""
 
 import json
 from pathlib import Path

@@ -1,5 +1,4 @@
-"""The set-up and test scripts of tools/: what they say when something is missing, and that no test is left out
-unnoticed."""
+"""The set-up and test scripts of tools/: what they say when something is missing, and that each test is run."""
 
 import os
 import shutil

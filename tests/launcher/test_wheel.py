@@ -148,8 +148,7 @@ def shown_installations() -> list[str]:
 @pytest.mark.nightly
 @pytest.mark.parametrize("command", shown_installations())
 def test_installing_as_the_readme_says(checkout: Path, tmp_path: Path, command: str) -> None:
-    """Typed in a checkout, in an empty environment with pip, pipx and uv; the repository's address is that of the
-    checkout."""
+    """Typed in a checkout, in an empty environment with pip, pipx and uv; the repository is the checkout."""
     run(uv(), "venv", "--quiet", "--seed", "--python", sys.executable, tmp_path / "venv", folder=tmp_path)
     programs = tmp_path / "venv" / "bin"
     run(programs / "pip", "install", "--quiet", "pipx", "uv", folder=tmp_path)

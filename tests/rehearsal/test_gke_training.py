@@ -132,8 +132,7 @@ def same_bits(room: Room, run_id: str, undisturbed: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def undisturbed(room: Room) -> dict[str, Any]:
-    """The summary of a JobSet that nothing happened to, in a cluster that injects nothing: the hosts find each other by
-    index and name."""
+    """The summary of a JobSet that nothing happened to, in a cluster without faults: hosts find each other by name."""
     cluster = room.cluster
     cluster.add_pool("quiet", "v4-16", spot=True)
     cluster.webhook = False

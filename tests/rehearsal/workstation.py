@@ -152,8 +152,7 @@ class Workstation:
         self.good(*train, "shards", *corpus, *lengths, "--out", f"gs://{BUCKET}/data", *options)
 
     def results(self, run_id: str, local: Sequence[str]) -> dict[str, Any]:
-        """Returns what a trainer left in the bucket: summary.json, and the "history" of losses, (step, loss), that led
-        to its weights."""
+        """Returns a trainer's summary.json, and the "history" of losses, (step, loss), that led to its weights."""
         script = (
             "import json; from training import storage; from training.telemetry import metrics; "
             f"folder = 'gs://{BUCKET}/runs/{run_id}'; "

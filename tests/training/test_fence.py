@@ -1,5 +1,4 @@
-"""Checks that of several starts of a run one commits: the newest, or one of those at the same moment. A late write does
-no harm."""
+"""Checks that of several starts of a run one commits, the newest or one of equals. A late write does no harm."""
 
 import itertools
 from pathlib import Path

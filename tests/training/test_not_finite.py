@@ -1,5 +1,4 @@
-"""Checks that what is not finite is neither committed nor restored, and ends a run only when trying again changes
-nothing."""
+"""Checks that what is not finite is neither committed nor restored, and ends a run only when retrying is useless."""
 
 import json
 from pathlib import Path

@@ -66,8 +66,7 @@ class Cluster:
         self.nodes.add_pool(name, slice_.hosts, slice_.chips_per_host, labels)
 
     def log(self, worker: int) -> str:
-        """Returns what a host's newest container has printed; empty without one. Names end at random: they tell no
-        order."""
+        """Returns what a host's newest container has printed, or "". Names end at random: they tell no order."""
         pods = [pod for pod in self.pods() if pod["metadata"]["annotations"][controllers.INDEX] == str(worker)]
         newest = max(pods, key=lambda pod: str(pod["metadata"]["creationTimestamp"]), default=None)
         name = self.nodes.container_of(newest) if newest else ""

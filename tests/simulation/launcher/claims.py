@@ -387,8 +387,7 @@ def _check_windows(simulation: SimulatedRun, job: Job, *, is_told: bool) -> None
 
 
 def _least_windows(job: Job, end: float) -> int:
-    """Returns how many half minutes of steps a supervisor has seen at least, but for the first ones, which may show one
-    host alone."""
+    """Returns how many half minutes of steps a supervisor has seen at least; the first may show one host alone."""
     count, at, done = -2, -math.inf, 0
     for moment, _, step in job.timeline:
         if step > done and moment > at + _WINDOW_SECONDS and moment < end - _PROGRESS_SECONDS:
