@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from launcher.errors import Exit
-from launcher.run.events import Ended, HostEnded, Recovering
+from launcher.run.events import Ended, HostEnded, Judged, Recovering
 from tests.simulation.launcher import hangs
 from tests.simulation.launcher.faults import API_FAULTS
 from tests.simulation.launcher.hosts import EPOCH
@@ -201,10 +201,12 @@ def _unseen(simulation: SimulatedRun, job: Job) -> set[tuple[str, int | None]]:
     cluster, faults = simulation.world.cluster, {fault.kind for fault in simulation.faults}
     deaf = bool(faults & {*(API_FAULTS if cluster is not None else _SSH_FAULTS)})
     for ledger in [each for each in simulation.ledgers() if each.run_id == job.run]:
-        seen = {
+        entries = [entry for entry in ledger.entries() if entry.event.attempt == job.attempt]
+        judged = [number for number, entry in enumerate(entries) if isinstance(entry.event, Judged)]
+        seen = {  # before the verdict, which another supervisor may have to resume
             entry.event.host: parse_time(entry.time) or 0.0
-            for entry in reversed(ledger.entries())  # the first one counts
-            if isinstance(entry.event, HostEnded) and entry.event.attempt == job.attempt
+            for entry in reversed(entries[: min(judged, default=None)])  # the first one counts
+            if isinstance(entry.event, HostEnded)
         }
         # A node's maintenance may take a pod while nobody looks; at the next look it is gone.
         taken = job.left - seen.keys() if cluster is not None and faults & {"maintenance", "preempt"} else set()
