@@ -174,7 +174,7 @@ def _verdicts_of(simulation: SimulatedRun, job: Job, causes: Sequence[Cause]) ->
         unseen = _unseen(simulation, job)
         swept = bool(unseen and simulation.world.record.deletions)  # by a `gc`, after Google had taken it away
         deleted = {("slice deleted", None)} if "deleted" in kinds or swept else set()
-        deleted |= {("stopped", -1)} if asked and not job.confirmed else set()
+        deleted |= {("stopped", -1)} if asked and (not job.confirmed or (deleted and unseen)) else set()
         if simulation.world.cluster is not None:  # where ends are known by the second
             second = max(0, first.worker) if job.plan.second is None else job.plan.second % job.hosts
             ends = job.containers[second].ended - job.containers[max(0, first.worker)].ended
