@@ -32,7 +32,7 @@ _CALM = ("preempt", "maintenance", "reboot", "die", "stockout", "clock", "connec
 _LOGS_SECONDS = 590.0  # for which `logs` waits for hosts that do not answer, at least
 _STOP_SECONDS = 240.0  # from a stop until the command that supervises has ended
 _PATIENCE = 60.0  # seconds that `down` waits for a supervising process, at least
-_PROGRESS_SECONDS = 12.0  # from a step until it is kept
+_PROGRESS_SECONDS = 12.5  # from a step until it is kept: three observations, and their answers
 _STRAGGLER_SECONDS = 88.0  # from a program's begin, or another such event, until a straggler is told, at least
 _WINDOW_SECONDS = 42.0  # in which a supervisor has seen half a minute of steps
 _BEGIN_ROUNDS = events.Recovering | events.Recovered | events.RecoveryGivenUp | events.Requested | events.Supervised
@@ -312,7 +312,7 @@ def folders_are_whole(simulation: SimulatedRun) -> None:
 
 
 def progress_is_kept(simulation: SimulatedRun) -> None:
-    """Checks that a run's folder has each reported step once, until seconds before the program's end."""
+    """Checks that a run's folder has each reported step once, until seconds before host 0's end."""
     supervisors = sum(command.name in (*SUPERVISORS, "down") for command in simulation.commands)
     for job in simulation.world.record.jobs.values() if not simulation.full_disk else ():
         files = [home / "runs" / job.run / f"progress-{job.attempt}.jsonl" for home in simulation.homes]
@@ -322,10 +322,9 @@ def progress_is_kept(simulation: SimulatedRun) -> None:
         if again >= supervisors and not (job.plan.hang and job.plan.hang.kind == "step"):
             simulation.break_promise("progress is kept", f"{job}: {steps}")
         ended = max((item.ended for item in job.containers.values()), default=0.0)
-        calm = job.plan.tells and (job.watched or simulation.is_undisturbed(ended))
-        since = min(ended, job.last_step) - _PROGRESS_SECONDS - (job.began or math.inf)
-        if calm and job.confirmed and 0.0 < since < math.inf:
-            least = hangs.line(job.timeline, since, None, 0).step
+        if job.plan.tells and job.confirmed and (job.watched or simulation.is_undisturbed(ended)):
+            since = min(job.containers[0].ended, job.last_step) - _PROGRESS_SECONDS - (job.began or math.inf)
+            least = hangs.line(job.timeline, since, None, 0).step if 0.0 < since < math.inf else -1
             if max(steps, default=-1) < least:
                 simulation.break_promise("progress is kept", f"{job}: {steps}, and step {least} was done")
 
