@@ -60,8 +60,10 @@ class PodWatch:
         with self._listing:
             now = self._clock.monotonic()
             if fresh or now - self._asked > _LIST_EVERY / (1 if self._unlisted is None else 5):
-                self._unlisted = self._list()
-                self._asked = now if self._unlisted is None else self._clock.monotonic()  # a failure may come late
+                self._asked = now  # before the call: a watch that ends meanwhile has the pods listed again
+                if (failure := self._list()) is not None:
+                    self._asked = self._clock.monotonic()  # it may come late
+                self._unlisted = failure
             if self._unlisted is not None:  # also for other hosts: not each of them asks again
                 raise self._unlisted
             if not self._watching and not self._closed.is_set():
@@ -116,13 +118,16 @@ class PodWatch:
         while not self._closed.is_set():
             reader = JsonStream(self._handle_event)
             command = ["get", "pods", "--selector", self._selector, "--watch", "--output-watch-events"]
-            refused = None
+            refused, begun = None, self._clock.monotonic()
             try:
                 self._follow([*command, "--output", "json"], reader.line, _WATCH_SECONDS)
             except LaunchError as error:
                 refused = error if error.exit_code is Exit.PERMISSION else self._refused
             self._refused = refused
-            self._closed.wait(1.0 if refused is None else _LIST_EVERY)
+            lasted = self._clock.monotonic() - begun
+            self._closed.wait(max(0.0, 1.0 - lasted) if refused is None else _LIST_EVERY)
+            if self._unlisted is None:
+                self._asked = float("-inf")  # list the pods: no watch tells of those that vanish between two
 
     def _handle_event(self, event: dict[str, Any]) -> None:
         """Records the pod of an ADDED, MODIFIED or DELETED (gone) event and forgets a refusal; ignores other events."""
@@ -152,14 +157,10 @@ class PodWatch:
         since = self._log_starts.get(pod.worker)
         window = [f"--since-time={since}"] if since else []
         command = ["logs", pod.name, "--container", CONTAINER, "--follow", "--timestamps", *window]
-
-        def take(line: str) -> None:
-            log.lines.append(pod_status.parse_log_line(line.rstrip("\n")))
-
-        again = True
+        parse, again = pod_status.parse_log_line, True
         while again:
             try:
-                self._follow(command, take, _FINAL_LOG_SECONDS)
+                self._follow(command, lambda line: log.lines.append(parse(line.rstrip("\n"))), _FINAL_LOG_SECONDS)
                 again = False
             except LaunchError:
                 again = not (log.lines or self._pods[pod.uid].gone or self._closed.wait(_LIST_EVERY / 5))
