@@ -1,5 +1,4 @@
-"""Claims about what the command line adds to a run: overlays, env files, dry runs; and about IAP and the dead-man timer
-as gcloud is told of them."""
+"""Claims about what the command line adds to a run: overlays, env files, dry runs, IAP and the dead-man timer."""
 
 import io
 import os

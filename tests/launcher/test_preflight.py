@@ -1,5 +1,4 @@
-"""What `up` and `run` make of an answer that preflight gave before, through the command line; no TPU compiler and no
-engine is needed for that."""
+"""What `up` and `run` make of an answer that preflight gave before; no TPU compiler or engine is needed."""
 
 import json
 from pathlib import Path

@@ -1,5 +1,4 @@
-"""Claims about `run --sync`: only what changed travels, the attempt that runs is stopped first, and nothing is when the
-request can't be met."""
+"""Claims about `run --sync`: only what changed travels; the running attempt is stopped first, unless it is refused."""
 
 import io
 import tarfile

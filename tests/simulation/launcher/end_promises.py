@@ -52,8 +52,7 @@ def hang_is_explained(simulation: SimulatedRun, job: Job, event: Ended, time: fl
 
 
 def _check_stall(simulation: SimulatedRun, job: Job, hang: Hang, event: Ended, most: float) -> None:
-    """Checks that a verdict tells the kind of the hang, since when (`most` seconds ago), the advice, and where each of
-    the other hosts is."""
+    """Checks that a verdict tells a hang's kind, since when (`most` seconds ago), advice, and where others are."""
     told = [min(_told(job, worker, math.inf, math.inf)) for worker in range(job.hosts)]
     says = {worker: hangs.says([hang.show(worker)] * 2, native=True) for worker in range(job.hosts)}
     silent, what = bool(hang.last_words(-1)), event.cause.what if event.cause is not None else ""
