@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from launcher.config import Config
 from launcher.errors import LaunchError
+from launcher.gcloud.errors import Conflict
 from launcher.owner import Owner
 from launcher.provider import SliceState
 from launcher.tpu_vm import creation, deletion, ownership, race, requests, slice_hints, slices
@@ -37,7 +38,13 @@ def create(config: Config, say: Say, machine: Workstation, patient: Workstation)
                 record.grant(used, machine.clock.time())
                 starting.withdraw([request for request in record.open() if request.number != used.number])
             if existing.ready or used is None or is_granted:
-                return creation.create_in_place(place, say, machine)
+                own = machine if used is None else race.while_open(record, used, machine)
+                try:
+                    return creation.create_in_place(place, say, own)
+                except Conflict:
+                    if used is not None and used.number not in [request.number for request in record.open()]:
+                        starting.withdraw([used])  # this command may have created it again before that end
+                    raise
         elif used is not None and is_granted:
             record.end([used], requests.TAKEN if existing is not None else requests.DELETED, machine.clock.time())
         if existing is not None and existing.gone_for_good:

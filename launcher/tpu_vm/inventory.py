@@ -151,8 +151,7 @@ def parse_queued(resource: dict[str, Any]) -> OwnedSlice | None:
 def _make(
     kind: str, resource: dict[str, Any], state: str, node: dict[str, Any], scheduling: dict[str, Any]
 ) -> OwnedSlice:
-    """Builds a slice from a resource of the API and the `node` that it is or becomes; `scheduling` gives the
-    capacity."""
+    """Builds a slice from a resource of the API and the `node` that it is or becomes; `scheduling`: its capacity."""
     *_, zone, _, name = resource["name"].split("/")
     labels: dict[str, str] = node.get("labels", {})
     if scheduling.get("spot") or scheduling.get("preemptible"):

@@ -76,6 +76,24 @@ def turn(config: Config, say: Say, machine: Workstation) -> Iterator[RequestReco
         machine.clock.sleep(_LOCK_POLL_SECONDS)
 
 
+def while_open(
+    record: RequestRecord, request: Recorded, machine: Workstation, is_over: Callable[[], bool] = lambda: False
+) -> Workstation:
+    """Returns the machine whose waits and commands raise _Over when `is_over`, and Conflict once another command has
+    ended the request: its slice is not created again."""
+
+    def check() -> None:
+        if is_over():
+            raise _Over
+        record.require_open(request)
+
+    def run(argv: Sequence[str], **options: Any) -> Result:
+        check()
+        return machine.run(argv, **options)
+
+    return replace(machine, clock=CheckedClock(machine.clock, check), run=run)
+
+
 class Race:
     """One command's requests for the candidates of a slice. Used by one thread, under `turn`."""
 
@@ -144,8 +162,7 @@ class Race:
         return limit - sum(_price(request.candidate) for request in self._open().values())
 
     def _open(self) -> dict[int, Recorded]:
-        """Returns the open requests by number, also this command's entries that are recorded as ended: a `down` may
-        have done that just before Google was asked."""
+        """Returns the open requests by number, also entries that a `down` has just ended: their slices may be there."""
         return {item.number: item for item in (*self.record.open(), *(each.request for each in self.entries.values()))}
 
     def _ask(self) -> None:
@@ -167,16 +184,7 @@ class Race:
     def _start(self, request: Recorded) -> None:
         """Starts the thread that creates a request's slice, and keeps its entry, whose `over` ends the thread."""
         over = self.machine.threads.event()
-
-        def check() -> None:
-            if over.is_set():
-                raise _Over
-
-        def run(argv: Sequence[str], **options: Any) -> Result:
-            check()
-            return self.machine.run(argv, **options)
-
-        machine = replace(self.machine, clock=CheckedClock(self.machine.clock, check), run=run)
+        machine = while_open(self.record, request, self.machine, over.is_set)
         placed = place_of(self.config, request)
         answer = self.machine.threads.submit(self.api.create, placed, machine)
         self.entries[request.candidate] = _Entry(request, over, self.machine.clock.monotonic(), answer)
@@ -184,9 +192,11 @@ class Race:
     def _collect(self) -> SliceState | None:
         """Handles requests that have ended: `_refuse` for each failed one. Takes (`_take`) and returns the granted
         slice that is first in the file's order; None if none is granted and, after withdrawing the candidates behind
-        it, while those before it may still be granted (two minutes). Raises what is not a LaunchError."""
+        it, while those before it may be granted (two minutes). Raises Conflict after a `down`, and what is no
+        LaunchError."""
         best: _Entry | None = None
         for candidate, entry in [(each, self.entries[each]) for each in self.left if each in self.entries]:
+            self.record.require_open(entry.request)
             if not entry.answer.done():
                 continue
             error = entry.answer.exception()
@@ -217,8 +227,7 @@ class Race:
         self.leaving.update({request.number: thread for request in doomed})
 
     def _take(self, entry: _Entry, state: SliceState) -> SliceState:
-        """Records the slice as the run's and keeps its candidate, tells the user, and withdraws all other requests.
-        Returns `state`."""
+        """Records the slice as the run's, keeps its candidate, and withdraws all other requests. Returns `state`."""
         self.record.grant(entry.request, self.machine.clock.time())
         slice_hints.save_place(self.config, entry.request.candidate)
         self.say(f"request {entry.request.number}: granted, {entry.request.candidate}")

@@ -26,6 +26,7 @@ from launcher import home
 from launcher.config import Candidate, Config
 from launcher.errors import LaunchError
 from launcher.file_lock import lock
+from launcher.gcloud.errors import Conflict
 from training import storage
 
 WITHDRAWN, NO_CAPACITY, TAKEN, DELETED, REFUSED = "withdrawn", "no capacity", "taken away", "deleted", "refused"
@@ -117,6 +118,14 @@ class RequestRecord:
         """Records the end of requests; keeps an end that is recorded already."""
         for request in requests:
             self._create(request.number, "ended", {"time": now, "outcome": outcome})
+
+    def require_open(self, request: Recorded) -> None:
+        """Raises Conflict if another command, such as `down`, has recorded the request's end. Any thread may ask."""
+        if (self._folder / f"{request.number:06d}.ended.json").exists():
+            raise Conflict(
+                f"slice {request.node} was deleted by another command while this one waited for it; `tpu-launch up` "
+                "creates it again"
+            )
 
     def _create(self, number: int, part: str, content: dict[str, Any]) -> bool:
         """Creates a file of the record in the bucket, if it has one, and here; if another machine was quicker, copies

@@ -21,7 +21,7 @@ from launcher.cli.main import cli
 from launcher.config import Candidate, Config
 from launcher.emulator.http_server import HttpResponse
 from launcher.errors import BadInput, LaunchError
-from launcher.gcloud.errors import Stockout
+from launcher.gcloud.errors import Conflict, Stockout
 from launcher.provider import SliceState
 from launcher.run.ledger import RunRecord
 from launcher.run.runs import begin_run
@@ -363,14 +363,27 @@ def test_no_request_is_made_beyond_the_price_limit(cloud: Cloud, tmp_path: Path)
     assert max(asked) == 1
 
 
-def test_a_request_that_a_down_ended_before_google_was_asked_counts_for_the_price_limit(
-    cloud: Cloud, tmp_path: Path
+@pytest.mark.parametrize("granted", [False, True])
+@pytest.mark.parametrize("verb", ["describe", "create"])
+def test_nothing_is_left_of_requests_that_a_down_ends_meanwhile(
+    cloud: Cloud, config: Config, granted: bool, verb: str
 ) -> None:
-    config = make(tmp_path, "  price_limit: 4.0\n")
     record = RequestRecord(config)
-    cloud.trouble = lambda zone, command, now: record.end(record.open(), requests.DELETED, now)
-    assert create(cloud, config) == "v4-8"
-    assert [item.candidate for item in record.read()] == [SMALL]
+    if granted:
+        create(cloud, config)
+        record.ask(V3, "demo", 1.0)
+
+    def trouble(zone: str, command: Sequence[str], now: float) -> None:
+        if granted and "queued-resources" in command:  # of what is withdrawn
+            cloud.state.nodes.clear()
+        if verb in command and not (granted and cloud.state.nodes):
+            record.end(record.open(), requests.DELETED, now)
+
+    cloud.trouble = trouble
+    with pytest.raises(Conflict, match="deleted by another command"):
+        create(cloud, config)
+    assert not nodes(cloud)
+    assert not record.open()
 
 
 def test_a_command_on_another_machine_looks_for_the_candidate_that_exists(cloud: Cloud, config: Config) -> None:
