@@ -124,8 +124,7 @@ def so_far(accelerator_type: str, zone: str, capacity: str, seconds: float) -> f
 
 
 def of_slice(config: Config, created: str, now: float) -> float | None:
-    """Returns the slice's dollars from `created` (RFC 3339) to `now` (Unix seconds); None if age or price is
-    unknown."""
+    """Returns the slice's dollars from `created` (RFC 3339) to `now` (Unix seconds); None if one is unknown."""
     begun = parse_time(created)
     if begun is None:
         return None

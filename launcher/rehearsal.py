@@ -152,8 +152,7 @@ def lines(summary: dict[str, Any]) -> list[str]:
 
 
 def _run(arguments: Sequence[str], environment: dict[str, str], screen: Screen) -> float:
-    """Runs one `tpu-launch` command as a user would, shows its output, and returns its seconds. Raises LaunchError when
-    it fails."""
+    """Runs one `tpu-launch` command as a user would, shows its output, and returns its seconds. Raises LaunchError."""
     screen.command(shell.quote(["tpu-launch", *arguments]))
     begun = time.monotonic()
     result = shell.stream(

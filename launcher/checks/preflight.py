@@ -213,8 +213,7 @@ def _path(config: Config, home: Path, name: str) -> Path | None:
 
 
 def _read(path: Path | None) -> dict[str, Any] | None:
-    """Returns the result that `keep` wrote; None without a path, and if it is missing, damaged, or of another
-    format."""
+    """Returns the result that `keep` wrote; None without a path, or if it is missing, damaged or of another format."""
     with contextlib.suppress(OSError, ValueError):
         document = json.loads(path.read_text()) if path else None
         if isinstance(document, dict) and document.get("format") == FORMAT:

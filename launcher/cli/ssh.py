@@ -117,8 +117,7 @@ def open_tunnel(
 
 
 def find_port(wanted: int | None, preferred: int) -> int:
-    """Returns a free port of 127.0.0.1: the wanted one, or else the preferred or any one. Raises BadInput if the wanted
-    one is taken."""
+    """Returns a free port of 127.0.0.1: wanted, preferred, or any. Raises BadInput if the wanted one is taken."""
     for port in [wanted] if wanted is not None else [preferred, 0]:
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)) as probe:
             return int(probe.getsockname()[1])

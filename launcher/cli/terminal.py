@@ -32,8 +32,7 @@ def printable(text: str) -> str:
 
 
 def say(text: str, **style: bool) -> None:
-    """Prints a line about the launcher's own work on standard error, with the seconds since it began. `style` is that
-    of `click.style`."""
+    """Prints a line about the launcher's own work on standard error, with the seconds so far. `style`: see click."""
     begin = click.style(f"{time.monotonic() - _begun:6.1f}s", dim=True)
     click.echo(f"{begin}  {click.style(printable(text), **style) if style else printable(text)}", err=True)
 

@@ -207,8 +207,7 @@ def _from_document(document: Document, command: tuple[str, ...]) -> Config:
 
 
 def _check_candidates(config: Config) -> None:
-    """Raises ConfigError for a capacity that lacks its keys, and for candidates with which the run could not go on as
-    the same run."""
+    """Raises ConfigError for a capacity without its keys, and for candidates that could not go on as the same run."""
     for candidate in config.all_candidates:
         if lacking := _lacking_keys(config.slice, candidate.capacity):
             place = config.document.place(("slice", "capacity"))

@@ -257,8 +257,7 @@ def _starting(home: Path) -> Iterator[None]:
 
 
 def _free_port(wanted: int | None, before: int) -> int:
-    """Returns a free port of 127.0.0.1: `wanted`, else `before` if it is free, else any. Raises BadInput when `wanted`
-    is taken."""
+    """Returns a free port of 127.0.0.1: `wanted`, else `before`, else any. Raises BadInput when `wanted` is taken."""
     for port in [wanted] if wanted is not None else [before, 0]:
         try:
             with socket.create_server(("127.0.0.1", port)) as probe:

@@ -19,8 +19,7 @@ class NoSuchTarget(ValueError):
 
 
 def take(state: EmulatorState, kind: str, service: str = "tpu") -> Fault | None:
-    """Returns the first fault of a kind and service, and uses up one of its occurrences, if counted; None if there is
-    none."""
+    """Returns the first fault of a kind and service, or None, and uses up one of its occurrences, if counted."""
     for fault in state.faults:
         if fault.kind == kind and fault.service == service:
             if fault.left is not None:

@@ -60,8 +60,7 @@ class Body:
         return data
 
     def _begin_chunk(self) -> None:
-        """Reads the head of a chunk, and after the last, empty one the end of the body. Raises Disconnected for a
-        broken one."""
+        """Reads a chunk's head, and after the last, empty one the body's end. Raises Disconnected for a broken one."""
         line = self._source.readline(1024)
         try:
             self._left = int(line.split(b";")[0], 16)

@@ -55,8 +55,7 @@ def standalone_workload(config: Config, name: str, image: str, secret: str | Non
 
 
 def make_objects(config: Config, work: Workload, restarts: Restarts) -> list[Any]:
-    """Returns the objects of a workload, with comments. Raises BadInput for a configuration or a name that GKE can't
-    use."""
+    """Returns a workload's objects, with comments. Raises BadInput for a configuration or name that GKE can't use."""
     checks.check(config)
     checks.check_name(work.name)
     objects: list[Any] = [_config_map(config, work)]

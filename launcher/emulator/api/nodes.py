@@ -60,8 +60,7 @@ def answer(state: EmulatorState, call: Call, now: float) -> dict[str, Any]:
 
 
 def _in_zone(state: EmulatorState, call: Call, parent: str, rest: list[str], now: float) -> dict[str, Any]:
-    """Carries out a call on the nodes, operations or offers of a zone, projects/P/locations/Z ("-": all zones). Raises
-    ApiError."""
+    """Carries out a call on the nodes, operations or offers of projects/P/locations/Z ("-": all). Raises ApiError."""
     name = "/".join([parent, *rest])
     match (call.method, rest, call.verb):
         case ("GET", ["nodes"], ""):
@@ -221,8 +220,7 @@ def _update(state: EmulatorState, node: Node, call: Call, now: float) -> Operati
 
 
 def _stop_or_start(state: EmulatorState, node: Node, verb: str, now: float) -> Operation:
-    """Enters a stop of a READY node, or a start of a STOPPED one. Raises ApiError otherwise, for several hosts, and for
-    a busy fault."""
+    """Enters a stop of a READY node, or a start of a STOPPED one. Raises ApiError for others, many hosts, a fault."""
     before, during = ("READY", "STOPPING") if verb == "stop" else ("STOPPED", "STARTING")
     if len(node.hosts) > 1:
         raise bad_request(

@@ -32,8 +32,7 @@ Made = tuple[Bucket, StoredObject]
 
 
 class Uploads:
-    """Answers requests below /upload/ with the created object, or with a response that says how many bytes have
-    arrived."""
+    """Answers requests below /upload/ with the created object, or with how many bytes have arrived."""
 
     def __init__(self, buckets: Buckets) -> None:
         self._buckets = buckets
@@ -42,8 +41,7 @@ class Uploads:
         self._lock = threading.Lock()
 
     def answer(self, request: HttpRequest, bucket_name: str, base: str) -> Made | HttpResponse:
-        """Returns the object that a request completed, else a response. `base`: the server's URL. Raises
-        StorageApiError."""
+        """Returns the object that a request completed, or a response. `base`: server's URL. Raises StorageApiError."""
         bucket = self._buckets.get(bucket_name)
         if "upload_id" in request.query:
             return self._continue(request, bucket, request.query["upload_id"])
@@ -61,8 +59,7 @@ class Uploads:
         return self._whole(request, bucket, request.query["name"], settings, request.body.blocks())
 
     def _multipart(self, request: HttpRequest, bucket: Bucket) -> Made:
-        """Stores the second part of a multipart/related body as an object; the first is JSON about it. Clients send
-        small objects so."""
+        """Stores the second part of a multipart/related body, as for small objects; the first is JSON about it."""
         match = re.search(r'boundary="?([^";]+)', request.headers.get("Content-Type", ""))
         if not match:
             raise StorageApiError(400, "badContent", "Multipart body without a boundary.")
@@ -158,8 +155,7 @@ class Uploads:
     def _finish(
         self, request: HttpRequest, bucket: Bucket, identifier: str, session: dict[str, Any], incoming: Incoming
     ) -> Made:
-        """Commits a complete upload and keeps its result for repeated requests. Forgets a refused one, and raises
-        StorageApiError."""
+        """Commits a whole upload; keeps its result for repeats. Forgets a refused one, and raises StorageApiError."""
         settings = session["settings"]
         try:
             _verify(request, incoming, settings)

@@ -210,8 +210,7 @@ class EngineProxy:
         return reply(request.connection, 200, image_registry.pull_progress(reference, image))
 
     def _fetch(self, reference: Reference) -> str | None:
-        """Returns the id of a registry's image, None when there is none. The engine pulls it if only the registry has
-        its bytes."""
+        """Returns the id of a registry's image, or None. The engine pulls it if only the registry has its bytes."""
         held = self.blobs.manifest(reference.repository, reference.version)
         with self.store.read() as state:
             image = state.pushed.get(reference.repository, {}).get(held[0] if held else reference.version)

@@ -44,8 +44,7 @@ def ensure_volume(source: Path, say: Callable[[str], None]) -> str:
 
 
 def serves(image_labels: Mapping[str, str] | None, hosts: int) -> bool:
-    """Returns whether the framework of an image with these labels can load the virtual TPU on a slice of so many
-    hosts."""
+    """Returns whether the framework of an image with these labels can load the virtual TPU on so many hosts."""
     framework = (image_labels or {}).get(FRAMEWORK_LABEL)
     return framework == ANY_HOSTS or (framework == ONE_HOST and hosts == 1)
 

@@ -234,7 +234,6 @@ class SliceConnections:
         return current
 
     def _locate(self) -> None:
-        """Describes the slice, unless that was done or a command of this machine has seen which candidate it is. Raises
-        LaunchError."""
+        """Describes the slice unless that was done, or a command here has seen its candidate. Raises LaunchError."""
         if not self._located:
             self.note_state(slices.describe(self._wanted, self._machine))

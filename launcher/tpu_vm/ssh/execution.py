@@ -110,8 +110,7 @@ class _Lines:
         self.ending: tuple[str, str] | None = None
 
     def take(self, line: str) -> None:
-        """Passes a line of the command on; keeps what the script's last line reports in `ending`: "exit" or "failed",
-        and a detail."""
+        """Passes on a line of the command; keeps what its script's last line reports (exit or failed) in `ending`."""
         if self.ending is None and (match := self._last.fullmatch(line)):
             before, word, detail = match.groups()  # a last line without its end stands before the mark
             self.ending = word, detail
