@@ -1,5 +1,4 @@
-"""These tests need a framework, so they run inside the image: `make test` does that, and
-`.venv/bin/python tools/container_tests.py [pytest's arguments]`."""
+"""Tests that need a framework: `make test` runs them inside the image, as does tools/container_tests.py."""
 
 import importlib.util
 from pathlib import Path

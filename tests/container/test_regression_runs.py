@@ -1,5 +1,4 @@
-"""A regression is trained, from a CSV file to predictions: it learns, and its figures are those of its predictions.
-tests/tensorflow does the same with TensorFlow."""
+"""A regression is trained from a CSV file to predictions, whose figures are its own. tests/tensorflow does the same."""
 
 import csv
 import random

@@ -1,5 +1,4 @@
-"""Claims about where the hosts of a slice are: what is remembered of it, and when gcloud is asked again. Sockets are
-real, gcloud is its printed words."""
+"""Claims about where a slice's hosts are, and when gcloud is asked. Sockets are real, gcloud is its printed words."""
 
 import contextlib
 import json

@@ -1,5 +1,4 @@
-"""Claims about `doctor --devices`: what the hosts' reports mean, and that it disturbs no run and leaves nothing. No
-container; tests/rehearsal/test_device_check.py has real ones."""
+"""Claims about `doctor --devices`, without containers: what reports mean; it disturbs no run and leaves nothing."""
 
 import json
 import os

@@ -1,5 +1,4 @@
-"""Claims about the look at buckets and datasets before anything is created: what the account may see decides, and what
-doesn't answer is named in time."""
+"""Claims about looks at buckets and datasets before a creation: the account's rights decide; waits are bounded."""
 
 import json
 import re

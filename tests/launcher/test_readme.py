@@ -1,5 +1,4 @@
-"""Claims about README.md and docs/: files and commands that they show are valid, links lead somewhere, the whole can be
-built and read without a network."""
+"""Claims about README.md and docs/: files, commands and links are valid; all is built and read without a network."""
 
 import re
 import shlex

@@ -229,8 +229,7 @@ def test_a_second_start_does_nothing_and_another_port_is_refused(pod: Slice) -> 
 
 
 def test_defects_of_gcloud_that_decide_how_it_is_called_are_still_there(pod: Slice, tmp_path: Path) -> None:
-    """--output-directory loses its files, and a subset of workers loses exit codes: the launcher uses neither
-    (test_gcloud.py). Gone one day: fine to drop."""
+    """--output-directory loses files, a subset of workers exit codes: we use neither. Gone one day: drop this."""
     common = ("ssh", "me@pod", "--worker=all", "--command=echo heard")
     told = pod.gcloud(*common, f"--output-directory={tmp_path}", check=False)
     assert "None" in told, "its files go to a folder called None"

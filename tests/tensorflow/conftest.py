@@ -1,5 +1,4 @@
-"""These tests need TensorFlow, so they run inside the tensorflow image: `make test` does that, and
-`.venv/bin/python tools/container_tests.py tensorflow [pytest's arguments]`."""
+"""Tests that need TensorFlow: `make test` runs them inside the image, as does tools/container_tests.py."""
 
 import importlib.util
 

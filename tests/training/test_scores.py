@@ -1,5 +1,4 @@
-"""Figures of a classifier follow from its confusion matrix and those of a regression from its totals, as they would
-from the examples one by one."""
+"""A classifier's figures follow from its confusion matrix, a regression's from its totals, as from single examples."""
 
 from collections.abc import Sequence
 

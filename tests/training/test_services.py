@@ -1,5 +1,4 @@
-"""Claims about trackers that are services: what fails there is a warning, and the other numbers are written. The real
-packages are in tests/container/test_trackers.py."""
+"""Claims about trackers that are services: what fails is a warning. tests/container has the real packages."""
 
 from __future__ import annotations
 

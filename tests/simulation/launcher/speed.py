@@ -26,8 +26,7 @@ def observe_every(seconds: float) -> None:
 
 
 def read_pages(size: int, records: int) -> None:
-    """Sets how many bytes, and at first how many of the last records, of a log one observation holds, so that the logs
-    of short programs fill many."""
+    """Sets how many bytes and last records of a log one observation holds, so that logs of short programs fill many."""
     host_scripts.LOG_BYTES = host_output.LOG_BYTES = size
     provider._TAIL = records
 
