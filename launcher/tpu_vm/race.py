@@ -125,7 +125,7 @@ class Race:
 
         Raises:
             Stockout: No candidate had capacity within slice.stockout_minutes.
-            LaunchError: Google refuses every candidate; the last one's reason.
+            LaunchError: Google refuses every candidate: the last one's reason. Conflict: a `down` ended the requests.
         """
         try:
             known = [request for request in self.record.open() if request.candidate not in self.left]
