@@ -124,8 +124,7 @@ class PodWatch:
             except LaunchError as error:
                 refused = error if error.exit_code is Exit.PERMISSION else self._refused
             self._refused = refused
-            lasted = self._clock.monotonic() - begun
-            self._closed.wait(max(0.0, 1.0 - lasted) if refused is None else _LIST_EVERY)
+            self._closed.wait(max(0.0, begun + 1.0 - self._clock.monotonic()) if refused is None else _LIST_EVERY)
             if self._unlisted is None:
                 self._asked = float("-inf")  # list the pods: no watch tells of those that vanish between two
 

@@ -200,11 +200,12 @@ def _unseen(simulation: SimulatedRun, job: Job) -> set[tuple[str, int | None]]:
     cluster, faults = simulation.world.cluster, {fault.kind for fault in simulation.faults}
     deaf = bool(faults & {*(API_FAULTS if cluster is not None else _SSH_FAULTS)})
     for ledger in [each for each in simulation.ledgers() if each.run_id == job.run]:
+        # A supervisor that resumes a verdict may see more ends. Of those of one host, the first counts.
         entries = [entry for entry in ledger.entries() if entry.event.attempt == job.attempt]
-        judged = [number for number, entry in enumerate(entries) if isinstance(entry.event, Judged)]
-        seen = {  # before the verdict, which another supervisor may have to resume
+        judged = next((number for number, entry in enumerate(entries) if isinstance(entry.event, Judged)), None)
+        seen = {
             entry.event.host: parse_time(entry.time) or 0.0
-            for entry in reversed(entries[: min(judged, default=None)])  # the first one counts
+            for entry in reversed(entries[:judged])
             if isinstance(entry.event, HostEnded)
         }
         # A node's maintenance may take a pod while nobody looks; at the next look it is gone.
