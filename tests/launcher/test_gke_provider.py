@@ -108,7 +108,6 @@ def test_a_start_removes_earlier_attempts_of_its_run_and_finds_its_own(
     (kubectl / "jobsets").write_text(json.dumps({"items": [{"metadata": {"name": name, "labels": labels}}]}))
     gke = provider(kubectl, 1, 1)
     gke.start(attempt)
-    gke.close()
     (owned,) = calls(kubectl, "patch")
     assert f" configmaps/{attempt.run_id}-1 secrets/{attempt.run_id}-1 " in owned
     assert "the-uid" in owned
@@ -121,7 +120,6 @@ def test_a_node_may_come_later_than_a_container_may_take_to_start(kubectl: Path)
     gke = provider(kubectl, create=1, start=0.03)
     threading.Timer(3.5, show, (kubectl, "a", "b")).start()
     gke.start(ATTEMPT)
-    gke.close()
 
 
 @pytest.mark.parametrize("pods", [(), ("a",)])
@@ -174,11 +172,14 @@ def test_a_start_waits_for_a_silent_cluster_until_its_time_is_over(kubectl: Path
     assert bad.value.exit_code is Exit.CLOUD_ERROR
 
 
-def test_a_start_does_not_wait_for_a_permission(kubectl: Path) -> None:
+def test_neither_a_start_nor_a_stop_waits_for_a_permission(kubectl: Path) -> None:
     (kubectl / "refused-get").write_text('Error from server (Forbidden): pods is forbidden: User "a@b.c" cannot list\n')
+    gke = provider(kubectl, create=30, start=30)
     with pytest.raises(LaunchError) as bad:
-        provider(kubectl, create=30, start=30)._wait_started(ATTEMPT, "demo", Clock())
-    assert bad.value.exit_code is Exit.PERMISSION
+        gke._wait_started(ATTEMPT, "demo", Clock())
+    with pytest.raises(LaunchError) as refused:
+        gke.stop(ATTEMPT.container, grace=1, remove=True)
+    assert bad.value.exit_code is refused.value.exit_code is Exit.PERMISSION
 
 
 def test_a_cluster_that_does_not_answer_fails_no_ended_run(kubectl: Path) -> None:

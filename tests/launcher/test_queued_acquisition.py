@@ -11,7 +11,7 @@ import pytest
 from launcher.config import Config
 from launcher.emulator import faults
 from launcher.emulator.state import Fault
-from launcher.gcloud.errors import PermissionDenied, QuotaExceeded, Stockout, Unavailable
+from launcher.gcloud.errors import Conflict, PermissionDenied, QuotaExceeded, Stockout, Unavailable
 from launcher.owner import Owner
 from launcher.provider import SliceState
 from launcher.tpu_vm import creation, deletion, ownership, queued, slices
@@ -130,6 +130,13 @@ def test_one_that_is_being_provided_for_longer_or_is_then_taken_away_is_deleted(
     assert (request_state(cloud), requests(cloud)) == ("", 1)
 
 
+def test_a_request_that_another_command_deletes_is_not_made_again_and_not_billed(config: Config, cloud: Cloud) -> None:
+    cloud.at(HOUR, cloud.state.queued.clear)
+    with pytest.raises(Conflict, match=r"deleted by another command .* makes a new one$"):
+        create(config, cloud)
+    assert requests(cloud) == 1
+
+
 @pytest.mark.parametrize(("looks", "words"), [(0, "may be in the queue"), (2, "stays in the queue")])
 def test_an_error_after_a_request_says_that_it_may_be_granted_and_billed(
     config: Config, cloud: Cloud, looks: int, words: str
@@ -198,21 +205,19 @@ def test_waiting_survives_minutes_of_failures_and_says_so(config: Config, cloud:
     assert requests(cloud) == 1
 
 
-def test_a_request_is_looked_for_after_the_last_answer_that_is_lost_too(config: Config, cloud: Cloud) -> None:
+def test_a_request_is_made_three_times_and_looked_for_after_the_last_lost_answer_too(
+    config: Config, cloud: Cloud
+) -> None:
     """Otherwise `up` ends without naming a request that Google received, when only the answer was lost."""
     cloud.state.faults.clear()
     asks = "queued-resources create"
-    cloud.trouble = lambda zone, command, now: UNAVAILABLE if command == asks and requests(cloud) < 3 else None
-    cloud.lost = lambda zone, command, now: UNAVAILABLE if command == asks else None
-    assert create(config, cloud)[0].ready
-    assert requests(cloud) == 3
-
-
-def test_a_request_that_never_arrives_is_made_three_times(config: Config, cloud: Cloud) -> None:
-    cloud.trouble = lambda zone, command, now: UNAVAILABLE if command == "queued-resources create" else None
+    cloud.trouble = lambda zone, command, now: UNAVAILABLE if command == asks and requests(cloud) < 6 else None
     with pytest.raises(Unavailable):
         create(config, cloud)
     assert requests(cloud) == 3
+    cloud.lost = lambda zone, command, now: UNAVAILABLE if command == asks else None
+    assert create(config, cloud)[0].ready
+    assert requests(cloud) == 6
 
 
 @pytest.mark.parametrize("stale", ["tpu-vm describe", "queued-resources describe"])
