@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from launcher import costs
 from launcher.config import Config
 from launcher.errors import BadInput, Exit, LaunchError
+from launcher.file_lock import hold_shared
 from launcher.run import events
 from launcher.run.events import Entry
-from launcher.run.session import Session
+from launcher.run.runs import runs_on_slice
+from launcher.run.session import Session, deletion_mark
 from launcher.run.verdict import Kind
 from training.machine.clock import parse_time
 
@@ -82,15 +84,21 @@ def _record_stop(session: Session, attempt: int) -> None:
 
 def take_down(session: Session) -> None:
     """Deletes the slice of a run whose budget is spent, after recording when it was created; then records that it is
-    gone. Leaves a slice of that name alone that was created later, as a killed process may have deleted the run's."""
+    gone. Leaves a slice of that name alone that was created later, as a killed process may have deleted the run's, and
+    one on which another run has begun."""
     ledger, attempt = session.ledger, max(0, session.ledger.state.attempt)
-    session.say(f": the budget is spent ({describe(session)}): deleting its slice; raise run.budget to go on")
     ledger.confirm()
     if not ledger.state.budget_spent:
         _record_stop(session, attempt)
     stops = [event for event in ledger.events() if isinstance(event, events.RunStopRequested) and event.by_budget]
-    session.delete_slice(stops[-1].slice_created)
-    ledger.append(events.RecoveryGivenUp(attempt, "the budget is spent", "no slice is left"))
+    with hold_shared(deletion_mark(session.config)):  # from here on no run begins on the slice
+        others = runs_on_slice(session.config, session.context.home, session.machine)
+        user = next((other.run_id for other in others if other.run_id != ledger.run_id and other.supervised()), None)
+        what = "deleting its slice" if user is None else f"its slice is left to run {user}"
+        session.say(f": the budget is spent ({describe(session)}): {what}; raise run.budget to go on")
+        if user is None:
+            session.delete_slice(stops[-1].slice_created)
+    ledger.append(events.RecoveryGivenUp(attempt, "the budget is spent", "no slice is left" if user is None else what))
 
 
 def describe(session: Session) -> str:

@@ -66,6 +66,15 @@ def test_a_run_whose_budget_is_spent_saves_and_its_slice_is_deleted(tmp_path: Pa
     assert work.run(work.config("run.budget=100", command=["train"])).verdict.kind is Kind.FINISHED
 
 
+def test_a_slice_is_left_to_another_run_that_began_on_it(tmp_path: Path) -> None:
+    work = Workstation(tmp_path, Hosts([0, None, 0]))
+    work.run(work.config(command=["other"]))
+    work.hosts.hooks["observe"] = [lambda: work.clock.sleep(3600.0)]
+    with work.ledger.supervising():
+        work.run(work.config("run.budget=1.0", command=["train"]), new=True)
+    assert work.hosts.slice_state == "READY"
+
+
 def test_a_run_that_has_finished_keeps_its_slice_although_its_budget_is_spent(tmp_path: Path) -> None:
     work = Workstation(tmp_path, Hosts([0]))
     work.clock.skipped = -3600.0
