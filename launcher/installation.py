@@ -37,8 +37,7 @@ def example(name: str) -> Path:
 
 
 def shared_folder(name: str) -> Path:
-    """Returns the folder "images" or "examples" of the source checkout or the installation. Raises LaunchError when the
-    installation lacks it."""
+    """Returns the folder "images" or "examples" of checkout or installation. Raises LaunchError if there is none."""
     checkout = _PACKAGE.parent
     if (checkout / "pyproject.toml").is_file():
         return checkout / name

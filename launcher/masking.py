@@ -45,8 +45,7 @@ class SecretMasker:
         return max(map(len, self._literals), default=0)
 
     def mask(self, data: bytes) -> bytes:
-        """Returns the data with `MASK` for every form of the values; for short ones as a word or after their name
-        only."""
+        """Returns the data with `MASK` for every form of the values; short ones only as a word or after their name."""
         for literal in self._literals:
             data = data.replace(literal, MASK)
         for expression in self._expressions:

@@ -1,5 +1,4 @@
-"""The table of providers, by their `--provider` names, and the Workstation that they are given. A provider is imported
-at its first use."""
+"""The table of providers, by their `--provider` names, and the Workstation of each. One is imported when used."""
 
 from __future__ import annotations
 

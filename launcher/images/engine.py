@@ -19,8 +19,7 @@ _GET_ONE = "install one that can (Debian: apt-get install docker.io; elsewhere a
 
 
 def client() -> str:
-    """Returns the first docker client on PATH that builds with BuildKit. Raises CommandMissing, with what each
-    lacks."""
+    """Returns the first docker client on PATH that builds with BuildKit. Raises CommandMissing with what each lacks."""
     return _find_client(os.environ.get("PATH", os.defpath))
 
 

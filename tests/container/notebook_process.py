@@ -100,8 +100,7 @@ def use(folder: Path, imported: bool) -> dict[str, Any]:
 
 
 def interrupt(folder: Path) -> dict[str, str]:
-    """Interrupts a cell at each place and runs it again. Returns the final weights' checksums; "": uninterrupted; and
-    the threads that outlive an interrupted cell."""
+    """Interrupts a cell at each place, reruns it. Returns weights' checksums ("": uninterrupted), and threads left."""
     config, threads = one_host.configuration(folder / "run.yaml"), thread_names()
     checksums: dict[str, str] = {"": one_host.train(config, "uninterrupted")["final_weights_crc32c"]}
     for owner, name, call in PLACES:

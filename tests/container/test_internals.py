@@ -1,5 +1,4 @@
-"""The private names of torch_xla that `internals` uses still do what the trainer needs. The docstring of each test says
-what breaks when its name changes."""
+"""Private names of torch_xla in `internals` still do what the trainer needs. Each test says what a change breaks."""
 
 import os
 

@@ -122,8 +122,7 @@ def test_all_of_the_state_is_donated(folder: Path, evaluation: str) -> None:
 
 
 def test_every_device_of_several_hosts_gets_the_whole_state(folder: Path) -> None:
-    """The program says so of every output, and what one device of a v3-32 makes has the shapes of the whole, also where
-    the program may leave the update out."""
+    """The program says so of every output; a v3-32 device makes the shapes of the whole, also without the update."""
     step = traced_step(folder, "replicated", "v3-32", train__precision="bf16", train__on_nonfinite="skip")
     shapes = small_runs_shapes(width=128)
     stacks = {shape for shape in shapes if len(shape) == 1}  # vectors of one length are one output

@@ -172,8 +172,7 @@ def test_what_google_refuses_is_told_apart_and_down_leaves_nothing(pair: Worksta
 
 @pytest.mark.nightly
 def test_conflicts_with_other_changes_pass_and_one_with_another_slice_is_told(pair: Workstation) -> None:
-    """409 in all its places: for the creation, while the ssh key is spread (gcloud swallows it and would try for 50 s
-    to get in), for the deletion."""
+    """409 for the creation, while the ssh key is spread (gcloud swallows it and tries for 50 s), for the deletion."""
     file = one(pair, "single")
     pair.good("emulator", "inject", "busy", "--count", "1")
     running = pair.begin("--emulated", "up", "-f", file)

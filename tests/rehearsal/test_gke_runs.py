@@ -1,5 +1,4 @@
-"""Claims about runs of any command on GKE: the real kubectl, a small cluster of this machine's containers, which
-tests/kubernetes/cluster describes. About 2 minutes."""
+"""Claims about runs of any command on GKE: the real kubectl on a small cluster of containers. About 2 minutes."""
 
 import base64
 import re

@@ -80,8 +80,7 @@ def test_a_checkpoint_of_eight_devices_goes_on_elsewhere(folder: Path, devices: 
 
 @pytest.mark.parametrize("change", others_at_night(["", FREEZE], [FREEZE]))
 def test_a_decoder_whose_layers_are_a_scan_has_the_losses_of_a_replicated_state(tmp_path: Path, change: str) -> None:
-    """Its checkpoints have each layer by its own name: they go on on the same mesh with the same bits, and on a CPU,
-    where layers run one after the other."""
+    """Checkpoints name each layer: they resume on the same mesh with the same bits, and on a CPU, layer by layer."""
     folder = causal_data.prepare(tmp_path)
     run_all(
         folder, f"replicated:1:{change}:train__scan=false", f"split:8:{change}:train__scan=true", f"stopped:8:{change}",
