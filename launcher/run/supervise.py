@@ -212,7 +212,7 @@ class _Supervision:
         self.counted = begun  # when the run's dollars were last counted
         self.progress = HostsProgress(ledger, attempt, self.say)
         self.last_line = begun  # when a host last wrote a line, or could not be asked whether it did
-        self.turned = begun  # when the main task last began a turn of its loop
+        self.turned, self.date = begun, self.clock.time()  # when the main task last began a turn of its loop
         self.polled_all = False
         self.stopping = False
         self.disk_full = False  # this machine's, so that lines wait on their hosts
@@ -297,12 +297,16 @@ class _Supervision:
 
     def _forgive_standstill(self, now: float) -> None:
         """Excludes the time in which this process stood still (stopped, machine asleep, a bucket that does not answer)
-        from the time for settling, and if it was 10 s or more from the hosts' silence."""
-        still = now - self.turned
-        self.turned = now
+        from the time for settling, and if it was 10 s or more from the hosts' silence. Gives hosts time to reconnect
+        after 10 s, also by the wall clock: the monotonic one may stand still while the machine sleeps."""
+        still, date = now - self.turned, self.clock.time()
+        slept = max(still, date - self.date) >= _STANDSTILL_SECONDS
+        self.turned, self.date = now, date
         for worker, view in self.views.items():
             if view.ended_seen is not None and still > _LONG_TURN_SECONDS:
-                self.views[worker] = replace(view, ended_seen=min(now, view.ended_seen + still))
+                self.views[worker] = view = replace(view, ended_seen=min(now, view.ended_seen + still))
+            if slept:
+                self.views[worker] = replace(view, answering_since=now)
         if still < _STANDSTILL_SECONDS:
             return
         self.last_line = min(now, self.last_line + still)

@@ -733,6 +733,10 @@ def test_the_time_that_a_process_stood_still_is_no_time_for_hosts_to_be_asked_ag
     supervision._forgive_standstill(now + still)
     assert judge(list(supervision.views.values()), now + still, supervision.limits).kind is Kind.SETTLING
     assert supervision.views[1].failing_since == now - 5 + (still if still > 10 else 0)
+    assert (supervision.views[0].answering_since == now + still) is (still > 10), "its connections may not outlive it"
+    supervision.date -= 3600  # a machine that sleeps, whose monotonic clock stood still
+    supervision._forgive_standstill(now + still + 1)
+    assert supervision.views[0].answering_since == now + still + 1
     asked = supervision._observe(1, None, 0.0).asked
     supervision._update_view(Observation(1, ContainerState("running"), asked=asked))
     assert now <= supervision.views[1].asked <= work.clock.monotonic()
