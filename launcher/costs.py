@@ -141,8 +141,7 @@ def since(config: Config, created: str, now: float) -> str:
 
 
 def check(config: Config) -> None:
-    """Raises BadInput if there is a `slice.max_cost_per_hour` or a `slice.price_limit`, and the slice costs more or its
-    price is unknown."""
+    """Raises BadInput if the slice costs more than max_cost_per_hour or price_limit, or has one and no known price."""
     cost = per_hour(config.slice.accelerator_type, config.zone, config.slice.capacity)
     for keys, limit in (
         ("slice.max_cost_per_hour, --max-cost", config.slice.max_cost_per_hour),

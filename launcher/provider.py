@@ -130,8 +130,7 @@ class Attempt:
     overlay: Overlay | None = None
     start_seconds: float = 900.0  # for pulling the image and starting it, on all hosts
     host_secret: str = field(default_factory=lambda: secrets.token_hex(32), repr=False, compare=False)
-    """Shared by the hosts of this attempt only: they prove to each other that they know it. Sent as secrets are, and
-    kept nowhere."""
+    """Shared by the hosts of this attempt only, to prove who they are. Sent as secrets are, and kept nowhere."""
 
     def all_secrets(self, hosts: int) -> dict[str, str]:
         """Returns the secret environment variables. A single-host slice needs no shared secret."""

@@ -1,5 +1,4 @@
-"""TensorFlow on TPUs: the real libtpu of the tensorflow image understands what a container is told, and without chips
-it ends with a message."""
+"""The real libtpu of the tensorflow image understands what a container is told, and without chips says so."""
 
 import re
 from pathlib import Path

@@ -1,5 +1,4 @@
-"""PyTorch/XLA on TPUs: the real libtpu of the torch-xla image understands what a container is told, and without chips
-it ends with a message."""
+"""The real libtpu of the torch-xla image understands what a container is told, and without chips says so."""
 
 from pathlib import Path
 

@@ -221,8 +221,7 @@ def _unseen(simulation: SimulatedRun, job: Job) -> set[tuple[str, int | None]]:
 
 
 def finished_programs_are_told_finished(simulation: SimulatedRun, job: Job, event: Ended) -> None:
-    """A run whose programs have all finished, saved, or refused their input is no lost host or failure, although hosts
-    rebooted afterwards or their pods were disrupted."""
+    """Programs that finished, saved or refused input make no lost host or failure, though hosts rebooted afterwards."""
     ends = [item for item in job.containers.values() if item.status == "exited" and not item.invented]
     # An engine may have made up all codes but 2 and 75.
     seen = any(item.boot == item.host.boot or item.exit_code in (2, 75) for item in ends)
