@@ -20,7 +20,7 @@ import pytest
 from launcher.cli.main import cli
 from launcher.config import Candidate, Config
 from launcher.emulator.http_server import HttpResponse
-from launcher.errors import BadInput, LaunchError
+from launcher.errors import BadInput, CommandTimeout, LaunchError
 from launcher.gcloud.errors import Conflict, Stockout
 from launcher.provider import SliceState
 from launcher.run.ledger import RunRecord
@@ -199,6 +199,20 @@ def test_a_slice_is_kept_although_its_grant_can_not_be_recorded_yet(
     plan = {"v3-8": [(10, True)], "v4-8": [(20, False)], "v4-16": [(40, False)]}
     assert run_race(cloud, config, plan, withdrawn)[0].accelerator_type == "v3-8"
     assert "v3-8" not in withdrawn
+
+
+def test_a_withdrawal_that_google_never_answers_is_given_up_after_five_minutes(
+    cloud: Cloud, config: Config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def delete(_places: Sequence[Config]) -> None:
+        raise CommandTimeout("no answer")
+
+    machine, begun, record = cloud.machine(), cloud.clock.now, RequestRecord(config)
+    asked, calls = record.ask(V4, "demo", 1.0), race.SliceCalls(lambda *_: pytest.fail("called"), delete)
+    race.Race(config, record, calls, print, machine, machine).withdraw([asked])
+    assert record.open() == [asked]
+    assert 300 <= cloud.clock.now - begun < 310
+    assert "not withdrawn yet, and billed once granted" in capsys.readouterr().out
 
 
 def test_a_request_without_capacity_gives_way_after_ten_minutes_where_the_limit_leaves_no_room(
