@@ -1,6 +1,5 @@
 """The first twenty steps of each family equal those of transformers' own modules on CPU torch, and three batches are
-one program. The models are tiny and random; a decoder's packed documents are compared with the same documents one by
-one."""
+one program. The models are tiny and random; a decoder's packed documents equal the same documents one by one."""
 
 import importlib.util
 import os

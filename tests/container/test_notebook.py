@@ -1,5 +1,4 @@
-"""examples/banking77.ipynb runs from its first cell to its last, on a few made-up texts, and gives what `tpu-train`
-gives with the same file. Half a minute."""
+"""examples/banking77.ipynb runs whole, on some made-up texts, and gives what `tpu-train` gives. Half a minute."""
 
 import csv
 import json

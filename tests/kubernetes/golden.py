@@ -1,5 +1,4 @@
-"""Golden manifests, so that a review shows what a change does to them. To write them again after an intended change:
-python -m tests.kubernetes.golden"""
+"""Golden manifests: a review shows what a change does to them. `python -m tests.kubernetes.golden` makes them."""
 
 from pathlib import Path
 

@@ -120,8 +120,7 @@ def questions() -> Iterator[tuple[Accelerator, int, dict[str, str]]]:
 
 
 def expected_flags(accelerator: Accelerator, environment: Mapping[str, str]) -> dict[str, str]:
-    """What libtpu must have understood: what Google's GKE device plugin would give (pkg/gpu/tpu device plugin of
-    GoogleCloudPlatform, `addPodsliceOrSliceEnvs`)."""
+    """What libtpu must have understood: what Google's GKE device plugin gives (`addPodsliceOrSliceEnvs`)."""
     addresses = ",".join(f"{name}:8471" for name in environment["TPU_WORKER_HOSTNAMES"].split(","))
     dimensions = (*accelerator.topology, 1)[:3]
     chips = {1: (1, 1, 1), 4: (2, 2, 1), 8: (2, 4, 1)}[accelerator.chips_per_host]

@@ -1,5 +1,4 @@
-"""Emulated slices for tests: a module has its own workstation, whose emulator is stopped after it; the tests of a
-process that need just two hosts share theirs."""
+"""Emulated slices: each module has its own workstation, tests of a process share two hosts. All are stopped after."""
 
 import contextlib
 import shutil

@@ -1,5 +1,4 @@
-"""TorchTPU on an emulated v4-16: eight processes on two hosts, each with one device of a virtual TPU. Starts one slice;
-about two minutes after the image is built."""
+"""TorchTPU on an emulated v4-16: eight processes on two hosts, each with one virtual device. Two minutes."""
 
 import json
 import re

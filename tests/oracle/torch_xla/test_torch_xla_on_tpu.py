@@ -27,8 +27,7 @@ print(os.environ["LIBTPU_INIT_ARGS"])
 
 @pytest.mark.parametrize("name", ["v2-8", "v3-8", "v4-8", "v5litepod-8", "v5p-8", "v6e-8"])
 def test_the_compilers_flags_are_torch_xlas_own(name: str) -> None:
-    """On chips torch_xla adds flags when it is imported. The environment of a run has them all before, so none is
-    added, and libtpu understands them."""
+    """On chips torch_xla adds flags when imported. A run's environment has them all, and libtpu understands them."""
     variables = tpu_environment(Cluster(0, ("localhost",), name))
     added = run_python("-c", FLAGS_OF_TORCH_XLA, **variables, PJRT_DEVICE="CPU")
     ours = torch_xla_environment(Cluster(0, ("localhost",), name), {})

@@ -213,8 +213,7 @@ def deletion_outlasts_passing_failures(simulation: SimulatedRun, command: Comman
 
 
 def creation_outlasts_passing_failures(simulation: SimulatedRun, command: Command) -> None:
-    """An `up` that has requested a slice, or seen it READY, does not give up within minutes because of a passing
-    failure. Answers that are lost repeatedly end it."""
+    """An `up` that has asked for a slice goes on after a passing failure. Answers that are lost repeatedly end it."""
     if command.name != "up" or command.code != Exit.CLOUD_ERROR or simulation.loses_by_its_disk:
         return
     question = "requesting a " if simulation.scenario.setting.queued else "creating "

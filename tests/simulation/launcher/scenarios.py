@@ -78,9 +78,8 @@ class Action:
     kind: str
     after: float  # seconds after `anchor`
     anchor: str = "run"
-    """A moment of the run: "up" and "run", the first such commands; those of `Fault.anchor`; and "prepare", when the
-    first host is prepared, "request", when a request is in the queue, "hang", when a program does, "end", when one ends
-    by itself."""
+    """A moment of the run: "up" and "run", the first such commands; those of `Fault.anchor`; "prepare", of the first
+    host; "request", when one is in the queue; "hang", when a program does; "end", when one ends by itself."""
 
 
 @dataclass(frozen=True)

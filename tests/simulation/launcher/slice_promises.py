@@ -37,8 +37,7 @@ _QUEUE_SECONDS = 7200.0  # slice.queued.valid_until_hours of all files
 
 
 def deletion_follows_a_stop(simulation: SimulatedRun, node: Slice, by: Actor) -> None:
-    """A `down` deletes a slice after the runs of its folder have ended, or says which may not have saved; `run` deletes
-    none whose program has finished."""
+    """A `down` deletes a slice after its runs, or says which may not have saved; `run` none with a finished program."""
     command = next((each for each in simulation.commands if each.actor is by), None)
     if command is None:
         return
@@ -132,8 +131,7 @@ def stockout_is_waited_out(simulation: SimulatedRun, command: Command) -> None:
 
 
 def what_was_asked_for_is_used_or_withdrawn(simulation: SimulatedRun, command: Command) -> None:
-    """A command leaves no request for a candidate that it made, but a granted one, unless it says so; a request gives
-    way only to one for another candidate."""
+    """A command leaves no request but a granted one, unless it says so; one gives way only to another candidate's."""
     names, said = {str(each) for each in simulation.config.candidates}, [text for text in command.said if ": " in text]
     if simulation.scenario.candidates is None or command.name not in ("up", *SUPERVISORS):
         return
@@ -302,8 +300,7 @@ def gc_leaves_no_request(simulation: SimulatedRun, command: Command) -> None:
 
 
 def list_shows_what_is(world: World, listing: Listing, began: float, date: float) -> None:
-    """Checks each slice that `list` and `gc` show, and that none is missing that was there all the time since a moment.
-    `date`: of the workstation, in Unix seconds."""
+    """Checks each slice that `list` and `gc` show, and that none is missing. `date`: of the workstation (Unix)."""
     if {fault.kind for fault in world.faults} & {"stale", "old describe", *MEDDLING}:
         return
     _list_shows_requests(world, listing, began, date)
